@@ -112,6 +112,7 @@ install:
 
 lint: setup
 	@$(PYTHON_IN_VENV) -m ruff check .
+	@$(PYTHON_IN_VENV) -m ruff format --check --quiet . || { echo 'lint: run .venv/bin/ruff format .'; exit 1; }
 	@.venv/bin/lint-imports --no-logo --no-cache
 	@$(PYTHON_IN_VENV) tools/check_types.py
 	@$(PYTHON_IN_VENV) tools/check_words.py

@@ -21,7 +21,14 @@ SHARED = sorted([*Path("nvpool").rglob("*.h"), *Path("nvpool").rglob("*.pxd")])
 
 def libraries(source: Path) -> list[str]:
     text = source.read_text()
-    used = [text, *(path.read_text() for path in SHARED if path.suffix == ".pxd" and f"{_module(path)} cimport" in text)]
+    used = [
+        text,
+        *(
+            path.read_text()
+            for path in SHARED
+            if path.suffix == ".pxd" and f"{_module(path)} cimport" in text
+        ),
+    ]
     return [library for header, library in LIBRARIES.items() if any(f'"{header}"' in one for one in used)]
 
 
@@ -30,9 +37,14 @@ def _module(source: PurePath) -> str:
 
 
 def extension(source: Path) -> Extension:
-    return Extension(_module(source), [str(source)], depends=[str(path) for path in SHARED], libraries=libraries(source),
-                     include_dirs=sorted({str(path.parent) for path in SHARED if path.suffix == ".h"}),
-                     extra_compile_args=["-O2", "-g1"])
+    return Extension(
+        _module(source),
+        [str(source)],
+        depends=[str(path) for path in SHARED],
+        libraries=libraries(source),
+        include_dirs=sorted({str(path.parent) for path in SHARED if path.suffix == ".h"}),
+        extra_compile_args=["-O2", "-g1"],
+    )
 
 
 def extensions() -> list[Extension]:
@@ -41,7 +53,9 @@ def extensions() -> list[Extension]:
     from Cython.Build import cythonize
 
     # The longest first, so that no processor waits for one at the end.
-    found = [extension(source) for source in sorted(SOURCES, key=lambda path: path.stat().st_size, reverse=True)]
+    found = [
+        extension(source) for source in sorted(SOURCES, key=lambda path: path.stat().st_size, reverse=True)
+    ]
     return cythonize(found, nthreads=PROCESSORS, language_level=3)
 
 

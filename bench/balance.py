@@ -18,8 +18,10 @@ from nvpool.core.units import MIB
 from nvpool.poolmap.layout import chain_of
 from nvpool.testing.env.pool import RealPool
 
-CASES = {"three drives of 1 GiB, one of 1 GiB added": ((1024,) * 3, 1024),
-         "drives of 512, 1024 and 2048 MiB, one of 1024 MiB added": ((512, 1024, 2048), 1024)}
+CASES = {
+    "three drives of 1 GiB, one of 1 GiB added": ((1024,) * 3, 1024),
+    "drives of 512, 1024 and 2048 MiB, one of 1024 MiB added": ((512, 1024, 2048), 1024),
+}
 FULL = 0.35
 """Of the capacity that was there before: so much is written."""
 SETTLED_S = 300.0
@@ -30,8 +32,10 @@ def balance(directory: Path, options) -> dict:
     for number, (case, (sizes, added)) in enumerate(CASES.items()):
         for _ in range(1 if options.quick else options.rounds):
             rows.append(added_to(directory / f"balance-{number}-{len(rows)}", case, sizes, added))
-            say(f"{case}: {rows[-1]['moved']} chunks of {rows[-1]['chunks']} moved, {rows[-1]['least']:.0f} had to; used "
-                f"{', '.join(f'{share:.1%}' for share in rows[-1]['used'])}")
+            say(
+                f"{case}: {rows[-1]['moved']} chunks of {rows[-1]['chunks']} moved, {rows[-1]['least']:.0f} had to; used "
+                f"{', '.join(f'{share:.1%}' for share in rows[-1]['used'])}"
+            )
     return {"rows": rows}
 
 
@@ -50,13 +54,31 @@ def added_to(directory: Path, case: str, sizes: tuple[int, ...], added: int) -> 
         written = sum(drive["used_bytes"] for drive in pool.status()["drives"])
         (directory / "new").mkdir()
         nvpool = command(Program.CLI)
-        run(*nvpool, "drive", "add", pool.path, directory / "new", "--size", f"{added}M", "--wait", timeout_s=600)
+        run(
+            *nvpool,
+            "drive",
+            "add",
+            pool.path,
+            directory / "new",
+            "--size",
+            f"{added}M",
+            "--wait",
+            timeout_s=600,
+        )
         after = pool.pool_map.tables[0].chains
-        moved = sum(not set(after[chain].targets) <= set(before[chain].targets)
-                    for inode in inodes.values() for chain in (chain_of(inode, index) for index in range(8)))
+        moved = sum(
+            not set(after[chain].targets) <= set(before[chain].targets)
+            for inode in inodes.values()
+            for chain in (chain_of(inode, index) for index in range(8))
+        )
         drives = settled(pool, written)
-        return {"case": case, "chunks": count * 8, "moved": moved, "least": count * 8 * added / (sum(sizes) + added),
-                "used": [drive["used_bytes"] / drive["capacity_bytes"] for drive in drives]}
+        return {
+            "case": case,
+            "chunks": count * 8,
+            "moved": moved,
+            "least": count * 8 * added / (sum(sizes) + added),
+            "used": [drive["used_bytes"] / drive["capacity_bytes"] for drive in drives],
+        }
 
 
 def settled(pool: RealPool, written: int) -> list[dict]:

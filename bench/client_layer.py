@@ -47,6 +47,7 @@ def places(transport: str, port: int):
         if transport == "stream+unix":
             return f"stream+unix:///tmp/nvpool-bench-{port}-{role}-{number}.sock"
         return f"{transport}://127.0.0.1:{port + {'meta': 0, 'target': 1, 'echo': 2}[role]}"
+
     return endpoint
 
 
@@ -54,7 +55,7 @@ async def serve(transport: str, port: int, directory: str | None) -> None:
     endpoint = places(transport, port)
 
     def echo(call) -> None:
-        call.reply(b"", [block[:int.from_bytes(call.message, "little")]])
+        call.reply(b"", [block[: int.from_bytes(call.message, "little")]])
 
     block = memoryview(bytes(4 * MIB))
     async with LocalPool(directory, capacities=(512 * MIB,), endpoints=endpoint) as pool:
@@ -84,10 +85,14 @@ async def measure(transport: str, port: int, pool_map, seconds: float) -> None:
     for at in range(0, FILE_BYTES, MIB):
         await vfs.write(handle, at, os.urandom(MIB))
     await vfs.fsync(handle, False)
-    print(f"{transport}: write and fsync           {FILE_BYTES / MIB / (time.perf_counter() - begin):8.0f} MiB/s")
+    print(
+        f"{transport}: write and fsync           {FILE_BYTES / MIB / (time.perf_counter() - begin):8.0f} MiB/s"
+    )
 
     dialer = Dialer(Greeting("bench"))
-    echo = await dialer.connect((places(transport, port)("echo", 1),), time.clock_gettime(time.CLOCK_BOOTTIME) + 10)
+    echo = await dialer.connect(
+        (places(transport, port)("echo", 1),), time.clock_gettime(time.CLOCK_BOOTTIME) + 10
+    )
     soon = time.clock_gettime(time.CLOCK_BOOTTIME) + 1000
 
     async def echo_one() -> None:
@@ -118,8 +123,10 @@ async def measure(transport: str, port: int, pool_map, seconds: float) -> None:
     print(f"{transport}: 16 reads at once          {await rate(seconds, crowd) * 16:8.0f} /s")
     print(f"{transport}: echo of 1 MiB, as reads   {floor_batch:8.0f} /s    (floor)")
     batched = await rate(seconds, many)
-    print(f"{transport}: read_many of {BATCH} x 4 KiB {batched * BATCH:8.0f} /s    "
-          f"{batched * BATCH / floor_batch:5.0%} of the floor")
+    print(
+        f"{transport}: read_many of {BATCH} x 4 KiB {batched * BATCH:8.0f} /s    "
+        f"{batched * BATCH / floor_batch:5.0%} of the floor"
+    )
     place = 0
 
     async def follow() -> None:
@@ -179,12 +186,16 @@ async def measure_short_cut(pool_map, seconds: float, directory: str) -> None:
     async def many(vfs, which) -> None:
         await vfs.read_many([(which, choose.randrange(blocks) * 4096, 4096) for _ in range(BATCH)], into)
 
-    rows = [("plain preadv", preadv, 1), ("read_now, else read", at_once, 1), ("read", awaited, 1),
-            ("16 reads at once", lambda: asyncio.gather(*[awaited() for _ in range(16)]), 16),
-            ("through the socket", socket, 1),
-            ("16 through the socket", lambda: asyncio.gather(*[socket() for _ in range(16)]), 16),
-            ("read_many", lambda: many(by_ours.vfs, ours), BATCH),
-            ("read_many through the socket", lambda: many(by_socket.vfs, theirs), BATCH)]
+    rows = [
+        ("plain preadv", preadv, 1),
+        ("read_now, else read", at_once, 1),
+        ("read", awaited, 1),
+        ("16 reads at once", lambda: asyncio.gather(*[awaited() for _ in range(16)]), 16),
+        ("through the socket", socket, 1),
+        ("16 through the socket", lambda: asyncio.gather(*[socket() for _ in range(16)]), 16),
+        ("read_many", lambda: many(by_ours.vfs, ours), BATCH),
+        ("read_many through the socket", lambda: many(by_socket.vfs, theirs), BATCH),
+    ]
     for state in ("warm", "cold"):
         for name, step, reads in rows:
             if state == "warm":
@@ -197,7 +208,9 @@ async def measure_short_cut(pool_map, seconds: float, directory: str) -> None:
             used = time.process_time()
             count = await rate(seconds if state == "warm" else min(seconds, 0.5), step) * reads
             used = (time.process_time() - used) / (seconds if state == "warm" else min(seconds, 0.5)) / count
-            print(f"{state}: {name:<30} {count:9.0f} reads/s   {used * 1e6:6.1f} µs of the client's processor")
+            print(
+                f"{state}: {name:<30} {count:9.0f} reads/s   {used * 1e6:6.1f} µs of the client's processor"
+            )
     print(by_ours.vfs.chunks.short.counters)
     os.close(data)
     await by_ours.close()
@@ -222,7 +235,9 @@ async def measure_small(transport: str, pool_map) -> None:
         await asyncio.gather(*[make(number) for number in range(first, first + 16)])
     listed, more = [], True
     while more:
-        entries, more = await maker.vfs.readdir(await maker.vfs.opendir(parent), listed[-1].cursor if listed else 0, 1000)
+        entries, more = await maker.vfs.readdir(
+            await maker.vfs.opendir(parent), listed[-1].cursor if listed else 0, 1000
+        )
         listed += entries
     await maker.close()
     in_order = [entry.name for entry in listed]
@@ -247,7 +262,7 @@ async def measure_small(transport: str, pool_map) -> None:
                 if at_once == 1:
                     await step(client, names[first])
                 else:
-                    await asyncio.gather(*[step(client, name) for name in names[first:first + at_once]])
+                    await asyncio.gather(*[step(client, name) for name in names[first : first + at_once]])
             found.append(len(names) / (time.perf_counter() - began))
         await client.close()
         return found
@@ -261,17 +276,18 @@ async def measure_small(transport: str, pool_map) -> None:
             gc.collect()
             began = time.perf_counter()
             for first in range(0, len(paths), 500):
-                await pool.read_many(paths[first:first + 500])
+                await pool.read_many(paths[first : first + 500])
             found.append(len(paths) / (time.perf_counter() - began))
         await client.close()
         return found
 
     for what, figures in (
-            ("open, read, close 4 KiB", await over(at_random, 1, whole)),
-            ("the same, 16 at once", await over(at_random, 16, whole)),
-            ("read_many of 500 paths", await by_path()),
-            ("stat, order of a listing", await over(in_order, 1, look)),
-            ("stat at random", await over(at_random, 1, look))):
+        ("open, read, close 4 KiB", await over(at_random, 1, whole)),
+        ("the same, 16 at once", await over(at_random, 16, whole)),
+        ("read_many of 500 paths", await by_path()),
+        ("stat, order of a listing", await over(in_order, 1, look)),
+        ("stat at random", await over(at_random, 1, look)),
+    ):
         print(f"{transport}: {what:25} {figures[0]:8.0f} /s    again {figures[1]:8.0f} /s")
 
 
@@ -289,9 +305,19 @@ def main() -> None:
     if chosen.short_cut:
         chosen.transport, chosen.directory = "stream+unix", tempfile.mkdtemp(prefix="nvpool-bench-")
     port = random.randrange(20000, 30000)
-    server = subprocess.Popen([sys.executable, __file__, "--transport", chosen.transport, "--serve", str(port),
-                               *(["--directory", chosen.directory] if chosen.directory else [])],
-                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    server = subprocess.Popen(
+        [
+            sys.executable,
+            __file__,
+            "--transport",
+            chosen.transport,
+            "--serve",
+            str(port),
+            *(["--directory", chosen.directory] if chosen.directory else []),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     try:
         pool_map = decode_map(server.stdout.readline())
         if chosen.short_cut:

@@ -96,9 +96,15 @@ class Comparison:
     def plan(self, rounds: int, loads: list[Load]) -> float:
         """Take note of how much there is to measure; the seconds that it will take, starting and ending too."""
         subjects = [subject for subject in self.subjects if subject.missing() is None]
-        self._planned = rounds * sum(len(self.ways(subject)) for load in loads for subject in subjects if load.suits(subject))
+        self._planned = rounds * sum(
+            len(self.ways(subject)) for load in loads for subject in subjects if load.suits(subject)
+        )
         # most loads of many files end sooner; mounting anew and dropping caches takes about a second
-        return sum(START_S[subject.offers[0]] for subject in subjects) + self._planned * (0.65 * self.sizes.seconds + 1.0) + 20
+        return (
+            sum(START_S[subject.offers[0]] for subject in subjects)
+            + self._planned * (0.65 * self.sizes.seconds + 1.0)
+            + 20
+        )
 
     def left(self) -> str:
         """How far it is, and how long it will still take at the pace so far."""
@@ -125,7 +131,9 @@ class Comparison:
             if load.cold:
                 place.subject.forget()
             else:
-                write_out(self.directory)  # what the one before left in memory is not to be written at the cost of this one
+                write_out(
+                    self.directory
+                )  # what the one before left in memory is not to be written at the cost of this one
             with processors_awake(awake):
                 found = load.do(place, f"{turn}{'-awake' if awake else ''}")
             if not place.subject.attached():
@@ -139,8 +147,10 @@ class Comparison:
             return
         self._in_a_row[name] = 0
         self.figures[name, load.key][awake].append(found)
-        say(f"round {turn + 1}: {load.name}: {name}{', processors awake' if awake else ''}: "
-            f"{report.number(value_of(load, found))} {load.unit}")
+        say(
+            f"round {turn + 1}: {load.name}: {name}{', processors awake' if awake else ''}: "
+            f"{report.number(value_of(load, found))} {load.unit}"
+        )
 
 
 def room_needed(sizes: Sizes, turns: int) -> int:
@@ -163,9 +173,15 @@ def parsed(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--files", type=int, default=10_000, help="4 KiB files in the one directory")
     parser.add_argument("--only", default="", help="regular expression: only loads whose key or name has it")
     parser.add_argument("--subjects", default="", help="regular expression: only subjects whose name has it")
-    parser.add_argument("--awake-peers", action=argparse.BooleanOptionalAction, default=True,
-                        help="measure peers a second time with the processors kept awake, floors and drive only so")
-    parser.add_argument("--directory", type=Path, default=HERE.parent / "build", help="on the drive to measure")
+    parser.add_argument(
+        "--awake-peers",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure peers a second time with the processors kept awake, floors and drive only so",
+    )
+    parser.add_argument(
+        "--directory", type=Path, default=HERE.parent / "build", help="on the drive to measure"
+    )
     parser.add_argument("--results", type=Path, help="write peers.json, peers.md and peers.svg there")
     parser.add_argument("--list", action="store_true", help="name subjects and loads, and what is missing")
     return parser.parse_args(words)
@@ -192,14 +208,21 @@ def main(words: list[str] | None = None) -> int:
     with workspace(options.directory) as (directory, ends):
         comparison = Comparison(directory, subjects, sizes, awake_too)
         space = os.statvfs(directory)
-        needed = sum(room_needed(sizes, options.rounds * len(comparison.ways(subject))) for subject in subjects
-                     if "mount" in subject.offers)
+        needed = sum(
+            room_needed(sizes, options.rounds * len(comparison.ways(subject)))
+            for subject in subjects
+            if "mount" in subject.offers
+        )
         if space.f_bavail * space.f_frsize < needed:
-            raise SystemExit(f"{options.directory} has {space.f_bavail * space.f_frsize >> 30} GiB free and this run may need "
-                             f"{needed >> 30}; a smaller --file-mib or fewer --rounds or --subjects take less")
+            raise SystemExit(
+                f"{options.directory} has {space.f_bavail * space.f_frsize >> 30} GiB free and this run may need "
+                f"{needed >> 30}; a smaller --file-mib or fewer --rounds or --subjects take less"
+            )
         ends.append(comparison.stop)
-        say(f"{len(subjects)} subjects, {len(loads)} loads, {options.rounds} rounds: "
-            f"this takes about {minutes(comparison.plan(options.rounds, loads))}")
+        say(
+            f"{len(subjects)} subjects, {len(loads)} loads, {options.rounds} rounds: "
+            f"this takes about {minutes(comparison.plan(options.rounds, loads))}"
+        )
         comparison.start()
         for last in (False, True):
             for turn in range(options.rounds):

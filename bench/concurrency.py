@@ -22,7 +22,9 @@ class Point(NamedTuple):
     p99_us: float
 
 
-def measure(ways: dict[str, Callable[[int], dict]], levels: Iterable[int], rounds: int, say: Callable[[str], None]) -> dict:
+def measure(
+    ways: dict[str, Callable[[int], dict]], levels: Iterable[int], rounds: int, say: Callable[[str], None]
+) -> dict:
     """`ways`: what reads with so many in flight and gives rate, p50_us and p99_us. In turns; medians of the rounds."""
     found: dict[str, dict[int, list[dict]]] = {name: {} for name in ways}
     for turn in range(rounds):
@@ -30,12 +32,18 @@ def measure(ways: dict[str, Callable[[int], dict]], levels: Iterable[int], round
             for name, read in ways.items():
                 one = read(level)
                 found[name].setdefault(level, []).append(one)
-                say(f"round {turn + 1}: {name}, {level} in flight: {one['rate']:,.0f} reads/s, p50 {one['p50_us']:,.0f} µs, "
-                    f"p99 {one['p99_us']:,.0f} µs")
+                say(
+                    f"round {turn + 1}: {name}, {level} in flight: {one['rate']:,.0f} reads/s, p50 {one['p50_us']:,.0f} µs, "
+                    f"p99 {one['p99_us']:,.0f} µs"
+                )
     results = {}
     for name, by_level in found.items():
-        points = [Point(level, *(statistics.median(one[key] for one in ones) for key in ("rate", "p50_us", "p99_us")))
-                  for level, ones in sorted(by_level.items())]
+        points = [
+            Point(
+                level, *(statistics.median(one[key] for one in ones) for key in ("rate", "p50_us", "p99_us"))
+            )
+            for level, ones in sorted(by_level.items())
+        ]
         results[name] = {"points": [point._asdict() for point in points], "knee": knee(points)}
     return results
 
@@ -48,8 +56,10 @@ def knee(points: Sequence[Point]) -> int:
 
 def table(results: dict) -> str:
     names = list(results)
-    rows = ["| in flight | " + " | ".join(f"{name}: reads/s | p50 µs | p99 µs" for name in names) + " |",
-            "|---:|" + "---:|" * 3 * len(names)]
+    rows = [
+        "| in flight | " + " | ".join(f"{name}: reads/s | p50 µs | p99 µs" for name in names) + " |",
+        "|---:|" + "---:|" * 3 * len(names),
+    ]
     for at, point in enumerate(results[names[0]]["points"]):
         row = []
         for name in names:

@@ -49,7 +49,9 @@ def rate(said: str) -> float:
 def measure(options: argparse.Namespace, directory: Path) -> Results:
     program = directory / "random_reads"
     subprocess.run(["cc", "-O2", "-static", "-pthread", HERE / "random_reads.c", "-o", program], check=True)
-    results: Results = {(what, threads): {PLAIN: [], CONTAINER: []} for what in (POOL, FLOOR) for threads in THREADS}
+    results: Results = {
+        (what, threads): {PLAIN: [], CONTAINER: []} for what in (POOL, FLOOR) for threads in THREADS
+    }
     floor = FuseFromMemory()
     try:
         with RealPool(directory / "pool", sizes=(2 * FILE_BYTES,)) as pool:
@@ -57,19 +59,40 @@ def measure(options: argparse.Namespace, directory: Path) -> Results:
             pool.start()
             with RealBridge(pool.path, directory / "bridge") as bridge, RealDocker() as docker:
                 docker.run("volume", "create", "--driver", bridge.driver, "bench")
-                places = {POOL: bridge.mountpoint / "volumes" / "bench" / "data",
-                          FLOOR: floor.start(directory / "floor") / "data"}
+                places = {
+                    POOL: bridge.mountpoint / "volumes" / "bench" / "data",
+                    FLOOR: floor.start(directory / "floor") / "data",
+                }
                 for place in places.values():
-                    subprocess.run(["dd", "if=/dev/urandom", f"of={place}", "bs=1M", f"count={FILE_BYTES // MIB}", "conv=fsync",
-                                    "status=none"], check=True)
-                container = docker.begin("while true; do sleep 1; done", "-v", "bench:/pool", "-v", f"{floor.mount}:/floor",
-                                         "-v", f"{program}:/random_reads:ro")
+                    subprocess.run(
+                        [
+                            "dd",
+                            "if=/dev/urandom",
+                            f"of={place}",
+                            "bs=1M",
+                            f"count={FILE_BYTES // MIB}",
+                            "conv=fsync",
+                            "status=none",
+                        ],
+                        check=True,
+                    )
+                container = docker.begin(
+                    "while true; do sleep 1; done",
+                    "-v",
+                    "bench:/pool",
+                    "-v",
+                    f"{floor.mount}:/floor",
+                    "-v",
+                    f"{program}:/random_reads:ro",
+                )
                 inside = {POOL: "/pool/data", FLOOR: "/floor/data"}
 
                 def read(what: str, threads: int, where: str) -> float:
                     words = [str(options.seconds), str(threads)]
                     if where == CONTAINER:
-                        return rate(docker.run("exec", container, "/random_reads", inside[what], *words).stdout)
+                        return rate(
+                            docker.run("exec", container, "/random_reads", inside[what], *words).stdout
+                        )
                     command = [program, places[what], *words]
                     return rate(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
@@ -77,7 +100,11 @@ def measure(options: argparse.Namespace, directory: Path) -> Results:
                     read(what, threads, PLAIN), read(what, threads, CONTAINER)
                 for turn in range(options.rounds):
                     for (what, threads), found in results.items():
-                        for where in (PLAIN, CONTAINER, CONTAINER, PLAIN) if turn % 2 else (CONTAINER, PLAIN, PLAIN, CONTAINER):
+                        for where in (
+                            (PLAIN, CONTAINER, CONTAINER, PLAIN)
+                            if turn % 2
+                            else (CONTAINER, PLAIN, PLAIN, CONTAINER)
+                        ):
                             found[where].append(read(what, threads, where))
                     print(f"round {turn + 1} of {options.rounds}", flush=True)
     finally:
@@ -89,14 +116,18 @@ def table(results: Results) -> str:
     lines = ["| 4 KiB at random | plain mount | container | share | goal |", "|---|---:|---:|---:|---:|"]
     for (what, threads), found in results.items():
         shares = [container / plain for container, plain in zip(found[CONTAINER], found[PLAIN], strict=True)]
-        lines.append(f"| {what}, {threads} thread{'s' * (threads > 1)} | {statistics.median(found[PLAIN]):,.0f}/s | "
-                     f"{statistics.median(found[CONTAINER]):,.0f}/s | {statistics.median(shares):.3f} | "
-                     f"{GOAL if what == POOL else ''} |")
+        lines.append(
+            f"| {what}, {threads} thread{'s' * (threads > 1)} | {statistics.median(found[PLAIN]):,.0f}/s | "
+            f"{statistics.median(found[CONTAINER]):,.0f}/s | {statistics.median(shares):.3f} | "
+            f"{GOAL if what == POOL else ''} |"
+        )
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directory", nargs="?", default=".", type=Path)
     parser.add_argument("--rounds", type=int, default=13, help="each measures all twice")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
@@ -113,7 +144,8 @@ def main() -> None:
         (HERE / "results" / "docker.md").write_text(
             f"Random reads on a Docker volume, beside the plain mount of the same pool ({IMAGE}: busybox).\n{machine()}.\n"
             f"{options.rounds} rounds of {options.seconds:g} s, each measured twice in turns: `python bench/docker.py`."
-            f"\n\n{found}")
+            f"\n\n{found}"
+        )
 
 
 if __name__ == "__main__":

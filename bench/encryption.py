@@ -44,12 +44,17 @@ BATCH = 256
 
 def build(directory: Path) -> Path:
     program = directory / "random_reads"
-    subprocess.run(["cc", "-O2", "-pthread", str(Path(__file__).with_name("random_reads.c")), "-o", str(program)], check=True)
+    subprocess.run(
+        ["cc", "-O2", "-pthread", str(Path(__file__).with_name("random_reads.c")), "-o", str(program)],
+        check=True,
+    )
     return program
 
 
 def random_reads(program: Path, file: Path, seconds: float, threads: int) -> float:
-    said = subprocess.run([str(program), str(file), str(seconds), str(threads)], check=True, capture_output=True, text=True)
+    said = subprocess.run(
+        [str(program), str(file), str(seconds), str(threads)], check=True, capture_output=True, text=True
+    )
     reads, took_s, failed = said.stdout.split()
     if float(failed):
         raise RuntimeError(f"{failed} reads of {file} failed")
@@ -94,12 +99,18 @@ def measure(pool: RealPool, top: Path, rounds: int, seconds: float, only: str) -
     for volume in VOLUMES:
         client.write_bytes(f"/volumes/{volume}/file", content)
     near, far = top / "near", top / "far"
-    works = {f"{how} 4 KiB reads, {threads} thread{'s' * (threads > 1)} (reads/s)":
-             partial(mounted_reads, program, mount, seconds, threads)
-             for how, mount in (("short-circuit", near), ("through the stores", far)) for threads in (1, 16)} | {
+    works = {
+        f"{how} 4 KiB reads, {threads} thread{'s' * (threads > 1)} (reads/s)": partial(
+            mounted_reads, program, mount, seconds, threads
+        )
+        for how, mount in (("short-circuit", near), ("through the stores", far))
+        for threads in (1, 16)
+    } | {
         "read_many of 4 KiB (reads/s)": lambda v: read_many(client, f"/volumes/{v}/file", seconds),
         "sequential 1 MiB reads (MiB/s)": lambda v: sequential_read(near / "volumes" / v / "file", seconds),
-        "sequential 1 MiB writes and fsync (MiB/s)": lambda v: sequential_write(near / "volumes" / v / "written"),
+        "sequential 1 MiB writes and fsync (MiB/s)": lambda v: sequential_write(
+            near / "volumes" / v / "written"
+        ),
     }
     found: dict = {}
     for name, work in [(n, w) for n, w in works.items() if only in n]:
@@ -127,8 +138,9 @@ def main() -> None:
     mounted = []
     try:
         nvpool("encryption", "key", top / "pool.key")
-        with RealPool(top / "pool", sizes=(512 * MIB,) * 2,
-                      config=f'[encryption]\nkey_file = "{top / "pool.key"}"\n') as pool:
+        with RealPool(
+            top / "pool", sizes=(512 * MIB,) * 2, config=f'[encryption]\nkey_file = "{top / "pool.key"}"\n'
+        ) as pool:
             pool.make()
             pool.start()
             nvpool("volume", "create", pool.path, "plain")
@@ -138,8 +150,12 @@ def main() -> None:
                 nvpool("mount", pool.path, place, *options)
                 mounted.append(place)
             try:
-                found = {"processors": os.cpu_count(), "block": 4 * KIB, "load": round(os.getloadavg()[0], 1),
-                         "works": measure(pool, top, wish.rounds, wish.seconds, wish.only)}
+                found = {
+                    "processors": os.cpu_count(),
+                    "block": 4 * KIB,
+                    "load": round(os.getloadavg()[0], 1),
+                    "works": measure(pool, top, wish.rounds, wish.seconds, wish.only),
+                }
             finally:
                 for place in mounted:
                     subprocess.run(["umount", "-l", str(place)], check=False)

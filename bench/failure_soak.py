@@ -59,7 +59,15 @@ from nvpool.testing.env import namespaces
 from nvpool.testing.env.namespaces import Machines
 from nvpool.testing.env.nodes import NVPOOL, NodeMachine
 from nvpool.testing.env.service_manager import ServiceManager
-from nvpool.testing.faults.node_faults import CONDITIONS, VICTIMS, NodeFaults, NotNow, is_settled, missing_copies, newest_map
+from nvpool.testing.faults.node_faults import (
+    CONDITIONS,
+    VICTIMS,
+    NodeFaults,
+    NotNow,
+    is_settled,
+    missing_copies,
+    newest_map,
+)
 from nvpool.testing.loads.checking import CheckingLoad, Pauses
 from nvpool.testing.loads.mounted_nodes import PoolInUse
 
@@ -83,9 +91,20 @@ CHECKED_ROUNDS = 25
 POOLS_TRIED = 3
 LOGS_KEPT, LOG_BYTES = 20, 256 << 10
 
-KILLS = {"primary": 8, "leader": 6, "primary and leader": 3, "primary and its supervisor": 3, "supervisor": 3,
-         "all supervisors": 2, "standby": 2, "standby and its supervisor": 2, "store": 2, "etcd": 1, "leader and its etcd": 2,
-         "node of the primary": 1}
+KILLS = {
+    "primary": 8,
+    "leader": 6,
+    "primary and leader": 3,
+    "primary and its supervisor": 3,
+    "supervisor": 3,
+    "all supervisors": 2,
+    "standby": 2,
+    "standby and its supervisor": 2,
+    "store": 2,
+    "etcd": 1,
+    "leader and its etcd": 2,
+    "node of the primary": 1,
+}
 """How often each is chosen, against the others."""
 ALONE, BOTH = 0.3, 0.55
 """Shares of rounds with a kill alone, and with a kill during a condition; the rest is a condition alone."""
@@ -196,8 +215,10 @@ class Watch:
             time.sleep(NEWER_S)
             missing, its_since = self._truth.missing, since if self._truth.missing_since == since else None
         if its_since is not None and began - its_since > self._noticed_s:
-            self.wrong.append(f"status ended with {code} and {len(seen['problems'])} problems, though for "
-                              f"{began - its_since:.1f} s the map has been without: {missing}")
+            self.wrong.append(
+                f"status ended with {code} and {len(seen['problems'])} problems, though for "
+                f"{began - its_since:.1f} s the map has been without: {missing}"
+            )
 
 
 def in_general(problem: str) -> str:
@@ -250,16 +271,26 @@ class Load:
     """The load, a process on the client's machine."""
 
     def __init__(self, client: NodeMachine, name: str, seed: int) -> None:
-        words = (sys.executable, "-P", str(HERE / "failure_soak.py"), "--load", str(client.machine.place / "mount" / name),
-                 "--seed", str(seed))
-        self._process = subprocess.Popen(client.machine.command(*words), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                         text=True)
+        words = (
+            sys.executable,
+            "-P",
+            str(HERE / "failure_soak.py"),
+            "--load",
+            str(client.machine.place / "mount" / name),
+            "--seed",
+            str(seed),
+        )
+        self._process = subprocess.Popen(
+            client.machine.command(*words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self._hear()
 
     def _hear(self) -> dict:
         if not select.select([self._process.stdout], [], [], GIVEN_UP_S)[0]:
             raise Failed(f"the load says nothing for {GIVEN_UP_S:.0f} s")
-        return json.loads(self._process.stdout.readline() or '{"waits": [], "errors": ["the load has ended"], "wrong": []}')
+        return json.loads(
+            self._process.stdout.readline() or '{"waits": [], "errors": ["the load has ended"], "wrong": []}'
+        )
 
     def seen(self, since: float) -> dict:
         """`waits` for changes of names that ended after that moment of the monotonic clock, and `errors` of all of it."""
@@ -344,8 +375,16 @@ class Soak:
         """Cause the faults of a round and measure it. `missed` of the result names the bounds that it missed, `whole_s` is None
         when the pool was not whole after GIVEN_UP_S."""
         faults = NodeFaults(self._pool, chance, self._leads)
-        row: dict = {"round": number, "seed": self._seed, "victim": victim, "condition": condition, "drain": drains,
-                     "at": time.strftime("%H:%M:%S"), "missed": [], "notes": faults.notes}
+        row: dict = {
+            "round": number,
+            "seed": self._seed,
+            "victim": victim,
+            "condition": condition,
+            "drain": drains,
+            "at": time.strftime("%H:%M:%S"),
+            "missed": [],
+            "notes": faults.notes,
+        }
         missed, moments = row["missed"], []
         draining = Draining(self._pool, chance) if drains else None
         began = ended = time.monotonic()
@@ -360,7 +399,9 @@ class Soak:
                 lasts = condition != "nothing else" and "over TCP" not in condition
                 moments.append(time.monotonic())
                 with CONDITIONS[condition](faults):
-                    watched = self._pool.nodes[chance.choice(sorted({1, 2, 3} - faults.touched) or [1, 2, 3]) - 1]
+                    watched = self._pool.nodes[
+                        chance.choice(sorted({1, 2, 3} - faults.touched) or [1, 2, 3]) - 1
+                    ]
                     watch = watching.enter_context(Watch(self._truth, watched, NOTICED_S * self._patience))
                     if victim != "nobody":
                         time.sleep(chance.uniform(0.0, held * 0.6) if lasts else 0.0)
@@ -383,7 +424,9 @@ class Soak:
             row["status"] = {"codes": sorted(watch.codes), "words": sorted(watch.words)[:8]}
             missed += [f"status: {text}" for text in watch.wrong[:3]]
             if watch.unanswered_s > UNANSWERED_S * self._patience:
-                missed.append(f"status: no answer for {watch.unanswered_s:.1f} s on node {watched.directory.node}")
+                missed.append(
+                    f"status: no answer for {watch.unanswered_s:.1f} s on node {watched.directory.node}"
+                )
         change = self._change(began, moments)
         row["change_s"], row["changed"] = round(change[0], 2), change[1]
         if "skipped" not in row and change[0] > CHANGE_S * self._patience:
@@ -391,8 +434,10 @@ class Soak:
         missed += [f"data: {error}"[:400] for error in self._load.seen(began)["errors"]]
         for number, (manager, before) in enumerate(zip(self._managers, ends, strict=True), 1):
             if (count := manager.ended - before) > faults.supervisors_killed[number]:
-                missed.append(f"start: nvpoold of node {number} ended {count} times and was killed "
-                              f"{faults.supervisors_killed[number]} times: {last_line(manager.errors)}")
+                missed.append(
+                    f"start: nvpoold of node {number} ended {count} times and was killed "
+                    f"{faults.supervisors_killed[number]} times: {last_line(manager.errors)}"
+                )
         row["took_s"] = round(time.monotonic() - began, 1)
         row["load"] = round(os.getloadavg()[0], 1)
         return row
@@ -415,7 +460,9 @@ class Soak:
                 if not code and seen and not seen["problems"] and leads:
                     self._leads = leads
                     return round(time.monotonic() - since, 2)
-                self._why = f"status ended with {code}: {seen.get('problems') or said[-300:] or 'no node leads'}"
+                self._why = (
+                    f"status ended with {code}: {seen.get('problems') or said[-300:] or 'no node leads'}"
+                )
                 time.sleep(0.3)
             else:
                 self._why = self._truth.missing or "chains are being filled or moved"
@@ -457,8 +504,15 @@ class Draining:
         self._command: subprocess.Popen | None = None
 
     def _start(self, *more: str) -> subprocess.Popen:
-        return self._node.machine.popen(*NVPOOL, *self._words, *more, "--wait", stdout=subprocess.PIPE,
-                                        stderr=subprocess.STDOUT, text=True)
+        return self._node.machine.popen(
+            *NVPOOL,
+            *self._words,
+            *more,
+            "--wait",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
     def begin(self) -> None:
         self._command = self._start()
@@ -472,7 +526,9 @@ class Draining:
             said, again = "", 0
             while True:
                 try:
-                    said = self._command.communicate(timeout=max(0.1, since + GIVEN_UP_S - time.monotonic()))[0]
+                    said = self._command.communicate(timeout=max(0.1, since + GIVEN_UP_S - time.monotonic()))[
+                        0
+                    ]
                 except subprocess.TimeoutExpired:
                     self._command.kill()
                     said = f"killed after {GIVEN_UP_S:.0f} s: " + self._command.communicate()[0]
@@ -508,14 +564,18 @@ def spread(values: list[float]) -> str:
 
 def markdown(results: dict) -> str:
     rounds = [one for one in results["each"] if "skipped" not in one]
-    head = ("| killed | meanwhile | rounds | change, s: median · 95 % · longest | whole again, s | missed a bound |\n"
-            "|---|---|---:|---:|---:|---:|")
+    head = (
+        "| killed | meanwhile | rounds | change, s: median · 95 % · longest | whole again, s | missed a bound |\n"
+        "|---|---|---:|---:|---:|---:|"
+    )
     lines = [head]
 
     def line(victim: str, condition: str, ones: list[dict]) -> str:
-        return (f"| {victim} | {condition} | {len(ones)} | {spread([one['change_s'] for one in ones])} | "
-                f"{spread([one['whole_s'] for one in ones if one['whole_s'] is not None])} | "
-                f"{sum(bool(one['missed']) for one in ones) or ''} |")
+        return (
+            f"| {victim} | {condition} | {len(ones)} | {spread([one['change_s'] for one in ones])} | "
+            f"{spread([one['whole_s'] for one in ones if one['whole_s'] is not None])} | "
+            f"{sum(bool(one['missed']) for one in ones) or ''} |"
+        )
 
     groups: dict[tuple[str, str], list[dict]] = {}
     for one in rounds:
@@ -526,33 +586,63 @@ def markdown(results: dict) -> str:
     lines.append(line("**all**", "", rounds))
     drains = [one for one in rounds if one["drain"]]
     if drains:
-        lines.append(f"\n{len(drains)} of them during a drain: drained after "
-                     f"{spread([one['drain_s'] for one in drains if 'drain_s' in one])} s, filled again after "
-                     f"{spread([one['undrain_s'] for one in drains if 'undrain_s' in one])} s (median · 95 % · longest).")
+        lines.append(
+            f"\n{len(drains)} of them during a drain: drained after "
+            f"{spread([one['drain_s'] for one in drains if 'drain_s' in one])} s, filled again after "
+            f"{spread([one['undrain_s'] for one in drains if 'undrain_s' in one])} s (median · 95 % · longest)."
+        )
     failed = sum(bool(one["missed"]) for one in results["each"])
-    return (f"{results['date']}, {results['machine']}; nvpool {results['commit']}; seed {results['seed']}, {len(rounds)} "
-            f"rounds on {results['pools']} pool{'s' if results['pools'] > 1 else ''} in {minutes(results['took_s'])}; {failed} "
-            f"missed a bound (change {CHANGE_S:.0f} s, whole and drains {WHOLE_S:.0f} s, status, data).\n\n"
-            + "\n".join(lines) + "\n")
+    return (
+        f"{results['date']}, {results['machine']}; nvpool {results['commit']}; seed {results['seed']}, {len(rounds)} "
+        f"rounds on {results['pools']} pool{'s' if results['pools'] > 1 else ''} in {minutes(results['took_s'])}; {failed} "
+        f"missed a bound (change {CHANGE_S:.0f} s, whole and drains {WHOLE_S:.0f} s, status, data).\n\n"
+        + "\n".join(lines)
+        + "\n"
+    )
 
 
 def measured(row: dict) -> dict:
     """What the tables and later comparisons need of a round."""
-    kept = ("round", "victim", "condition", "drain", "change_s", "whole_s", "drain_s", "undrain_s", "skipped", "missed")
+    kept = (
+        "round",
+        "victim",
+        "condition",
+        "drain",
+        "change_s",
+        "whole_s",
+        "drain_s",
+        "undrain_s",
+        "skipped",
+        "missed",
+    )
     return {key: row[key] for key in kept if key in row}
 
 
-LINKS = ("nothing else", "link cut", "link one way", "link slow or late", "process stopped", "connected over TCP",
-         "client's link cut")
+LINKS = (
+    "nothing else",
+    "link cut",
+    "link one way",
+    "link slow or late",
+    "process stopped",
+    "connected over TCP",
+    "client's link cut",
+)
 
 
 def link_of(condition: str) -> str:
     """The kind of a condition, a row of the table."""
     if condition == CLIENT_CUT:
         return "client's link cut"
-    for word, kind in (("one way", "link one way"), ("deaf", "link one way"), ("mute", "link one way"), ("cut", "link cut"),
-                       ("slow", "link slow or late"), ("late", "link slow or late"), ("stopped", "process stopped"),
-                       ("TCP", "connected over TCP")):
+    for word, kind in (
+        ("one way", "link one way"),
+        ("deaf", "link one way"),
+        ("mute", "link one way"),
+        ("cut", "link cut"),
+        ("slow", "link slow or late"),
+        ("late", "link slow or late"),
+        ("stopped", "process stopped"),
+        ("TCP", "connected over TCP"),
+    ):
         if word in condition:
             return kind
     return condition
@@ -578,7 +668,10 @@ def rounds_of(options: argparse.Namespace, directory: Path) -> Iterator[dict]:
                     yield row
         except (AssertionError, Failed, OSError, subprocess.SubprocessError) as error:
             failures += 1
-            yield broken(numbers[0] if numbers else options.first, f"a pool could not be made or ended: {error!r}"[-1500:])
+            yield broken(
+                numbers[0] if numbers else options.first,
+                f"a pool could not be made or ended: {error!r}"[-1500:],
+            )
 
 
 def rounds_on(soak: Soak, numbers: list[int], options: argparse.Namespace) -> Iterator[dict]:
@@ -588,9 +681,17 @@ def rounds_on(soak: Soak, numbers: list[int], options: argparse.Namespace) -> It
         chance, victim, condition, drains = chosen(options.seed, number)
         try:
             soak.wait_for_room()
-            row = soak.round(number, chance, options.victim or victim, options.condition or condition, options.drain or drains)
+            row = soak.round(
+                number,
+                chance,
+                options.victim or victim,
+                options.condition or condition,
+                options.drain or drains,
+            )
             last = not numbers or row["whole_s"] is None
-            if row["whole_s"] is not None and (row["missed"] or last or (number + 1) % CHECKED_ROUNDS < options.pools):
+            if row["whole_s"] is not None and (
+                row["missed"] or last or (number + 1) % CHECKED_ROUNDS < options.pools
+            ):
                 row["missed"] += soak.check()
         except Exception:  # whatever it is, the round is kept with its logs
             row = broken(number, traceback.format_exc()[-1500:])
@@ -601,23 +702,39 @@ def rounds_on(soak: Soak, numbers: list[int], options: argparse.Namespace) -> It
 
 def broken(number: int, why: str) -> dict:
     """A round that the program could not measure."""
-    return {"round": number, "victim": "nobody", "condition": "nothing else", "drain": False, "whole_s": None, "change_s": 0.0,
-            "skipped": "not measured", "missed": [f"program: {why}"]}
+    return {
+        "round": number,
+        "victim": "nobody",
+        "condition": "nothing else",
+        "drain": False,
+        "whole_s": None,
+        "change_s": 0.0,
+        "skipped": "not measured",
+        "missed": [f"program: {why}"],
+    }
 
 
 def told(row: dict) -> str:
     whole = "never" if row["whole_s"] is None else f"{row['whole_s']:.1f} s"
     figures = f"change {row.get('change_s', 0):.1f} s, whole {whole}"
-    drained = f", drained {row['drain_s']:.1f} s, filled {row.get('undrain_s', 0):.1f} s" if "drain_s" in row else ""
-    return (f"round {row['round']}: {row['victim']} killed, {row['condition']}: {row.get('skipped') or figures + drained}"
-            f"{'; MISSED ' + '; '.join(row['missed']) if row['missed'] else ''}")
+    drained = (
+        f", drained {row['drain_s']:.1f} s, filled {row.get('undrain_s', 0):.1f} s"
+        if "drain_s" in row
+        else ""
+    )
+    return (
+        f"round {row['round']}: {row['victim']} killed, {row['condition']}: {row.get('skipped') or figures + drained}"
+        f"{'; MISSED ' + '; '.join(row['missed']) if row['missed'] else ''}"
+    )
 
 
 def shared(words: list[str], pools: int, directory: Path) -> Iterator[dict]:
     """The rounds of as many processes as there are pools, as they come. Their directories lie below `directory`."""
     command = [sys.executable, "-P", str(Path(__file__).resolve()), *words, "--directory", str(directory)]
-    workers = [subprocess.Popen([*command, "--share", str(share)], stdout=subprocess.PIPE, text=True) for share in
-               range(pools)]
+    workers = [
+        subprocess.Popen([*command, "--share", str(share)], stdout=subprocess.PIPE, text=True)
+        for share in range(pools)
+    ]
     try:
         with selectors.DefaultSelector() as selector:
             for worker in workers:
@@ -651,8 +768,10 @@ def place_of_pools(wanted: Path | None, pools: int) -> Path:
     if wanted is None:
         return next(place for place in PLACES if short_enough(place, pools))
     if not short_enough(wanted, pools):
-        raise SystemExit(f"--directory {wanted} is too long: unix sockets of pools below it would have paths of more than "
-                         f"{SOCKET_PATH_BYTES_MAX} bytes; give a shorter one, for instance --directory {PLACES[-1]}")
+        raise SystemExit(
+            f"--directory {wanted} is too long: unix sockets of pools below it would have paths of more than "
+            f"{SOCKET_PATH_BYTES_MAX} bytes; give a shorter one, for instance --directory {PLACES[-1]}"
+        )
     return wanted
 
 
@@ -661,18 +780,33 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--first", type=int, default=1, help="number of the first round [1]")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--pools", type=int, default=1, help="so many pools side by side, each in a process of its own [1]")
+    parser.add_argument(
+        "--pools", type=int, default=1, help="so many pools side by side, each in a process of its own [1]"
+    )
     parser.add_argument("--keep-going", action="store_true", help="go on after a round that missed a bound")
     parser.add_argument("--victim", choices=[*VICTIMS, "nobody"], help="kill this in every round")
     parser.add_argument("--condition", choices=CONDITIONS, help="and have this meanwhile")
-    parser.add_argument("--held", type=float, help=f"seconds that a condition lasts [{HELD_S[0]:g} to {HELD_S[1]:g}]")
-    parser.add_argument("--patience", type=float, default=1.0, help="all bounds are so many times longer, beside "
-                        "other work on the machine [1]")
+    parser.add_argument(
+        "--held", type=float, help=f"seconds that a condition lasts [{HELD_S[0]:g} to {HELD_S[1]:g}]"
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=1.0,
+        help="all bounds are so many times longer, beside other work on the machine [1]",
+    )
     parser.add_argument("--drain", action="store_true", help="drain a drive in every round")
-    parser.add_argument("--results", type=Path, default=HERE.parent / "build" / "failure-soak", help="[build/failure-soak]")
-    parser.add_argument("--directory", type=Path, help=f"of the pools [build; {PLACES[-1]} where that lies too deep for unix "
-                        "sockets]")
-    parser.add_argument("--write", action="store_true", help="and put the table into bench/README.md and results/")
+    parser.add_argument(
+        "--results", type=Path, default=HERE.parent / "build" / "failure-soak", help="[build/failure-soak]"
+    )
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        help=f"of the pools [build; {PLACES[-1]} where that lies too deep for unix sockets]",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="and put the table into bench/README.md and results/"
+    )
     parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     words = sys.argv[1:] if words is None else words
@@ -685,14 +819,27 @@ def main(words: list[str] | None = None) -> int:
     if missing := namespaces.missing() or real_etcd.missing():
         raise SystemExit(f"this can not run here: {missing}")
     options.results.mkdir(parents=True, exist_ok=True)
-    results: dict = {"date": time.strftime("%Y-%m-%d"), "machine": machine(), "commit": commit(), "seed": options.seed,
-                     "pools": options.pools, "each": []}
+    results: dict = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "commit": commit(),
+        "seed": options.seed,
+        "pools": options.pools,
+        "each": [],
+    }
     worker, began, whole = options.share is not None, time.monotonic(), False
     options.share = options.share or 0
     with workspace(options.directory) as (directory, _):
         os.environ[MARK] = str(directory)
-        found = shared(words, options.pools, directory) if options.pools > 1 and not worker else rounds_of(options, directory)
-        with contextlib.closing(found), open(os.devnull if worker else options.results / "failure-soak.jsonl", "w") as file:
+        found = (
+            shared(words, options.pools, directory)
+            if options.pools > 1 and not worker
+            else rounds_of(options, directory)
+        )
+        with (
+            contextlib.closing(found),
+            open(os.devnull if worker else options.results / "failure-soak.jsonl", "w") as file,
+        ):
             for row in found:
                 if worker:
                     print(json.dumps(row), flush=True)

@@ -65,14 +65,20 @@ def watch(place: str) -> None:
         wrong = ""
     except AssertionError as error:
         wrong = str(error)
-    print(json.dumps({"operations": {worker.name: worker.operations for worker in pauses.workers}, "wrong": wrong}), flush=True)
+    print(
+        json.dumps(
+            {"operations": {worker.name: worker.operations for worker in pauses.workers}, "wrong": wrong}
+        ),
+        flush=True,
+    )
 
 
 class Watch:
     def __init__(self, client: NodeMachine, place: Path) -> None:
         words = (sys.executable, "-P", str(HERE / "failures.py"), "--watch", str(place))
-        self._process = subprocess.Popen(client.machine.command(*words), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                         text=True)
+        self._process = subprocess.Popen(
+            client.machine.command(*words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         if self._hear() != "ready":
             raise Failed("the client does not begin")
 
@@ -132,6 +138,7 @@ class Failing:
         def go_on():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
+
         return self._gone({number}), go_on
 
     def primary_killed(self):
@@ -149,7 +156,9 @@ class Failing:
     def node_killed(self):
         shard = self.map().shards[0]
         holds = {shard.node} | {standby.node for standby in shard.standbys}
-        number = shard.node if len(holds) > 1 else self.chance.choice([at for at in (1, 2, 3) if at not in holds])
+        number = (
+            shard.node if len(holds) > 1 else self.chance.choice([at for at in (1, 2, 3) if at not in holds])
+        )
         self.down = node = self.nodes[number - 1]
         node.kill_all()
         targets = {target.id for target in self.map().targets if target.node == number}
@@ -158,18 +167,28 @@ class Failing:
             node.serve()
             node.until_all_serve(WAIT_S)
             self.down = None
+
         return self._gone(targets), start
 
     def whole(self) -> bool:
-        return (all(len(chain.targets) == REPLICAS and not chain.joining for chain in self._chains())
-                and all(standby.state == "up" for shard in self.map().shards for standby in shard.standbys))
+        return all(len(chain.targets) == REPLICAS and not chain.joining for chain in self._chains()) and all(
+            standby.state == "up" for shard in self.map().shards for standby in shard.standbys
+        )
 
 
-CASES = {"nothing": Failing.nothing, "target killed": Failing.target_killed, "target stopped": Failing.target_stopped,
-         "metadata primary killed": Failing.primary_killed, "leader's supervisor killed": Failing.leader_killed,
-         "whole node killed": Failing.node_killed}
-GOALS = {"target killed": ("after detection", 1.0), "target stopped": ("after detection", 1.0),
-         "metadata primary killed": ("in all", 5.0)}
+CASES = {
+    "nothing": Failing.nothing,
+    "target killed": Failing.target_killed,
+    "target stopped": Failing.target_stopped,
+    "metadata primary killed": Failing.primary_killed,
+    "leader's supervisor killed": Failing.leader_killed,
+    "whole node killed": Failing.node_killed,
+}
+GOALS = {
+    "target killed": ("after detection", 1.0),
+    "target stopped": ("after detection", 1.0),
+    "metadata primary killed": ("in all", 5.0),
+}
 
 
 def led_since(node: NodeMachine) -> str:
@@ -205,24 +224,47 @@ def caused(failing: Failing, name: str, watching: Watch) -> dict:
     until(failing.whole, f"{name}: the pool is whole again")
     whole = time.monotonic() - begin
     time.sleep(1.0)
-    return {"detected_s": detected, "whole_s": whole if noticed is not None else None, "pauses_s": watching.taken()}
+    return {
+        "detected_s": detected,
+        "whole_s": whole if noticed is not None else None,
+        "pauses_s": watching.taken(),
+    }
 
 
 def summary(name: str, found: list[dict]) -> dict:
     worst = {kind: max(one["pauses_s"][kind] for one in found) for kind in KINDS}
     whole = [one["whole_s"] for one in found if one["whole_s"] is not None]
-    after = {kind: max((max(0.0, one["pauses_s"][kind] - one["detected_s"]) for one in found if one["detected_s"] is not None),
-                       default=None) for kind in KINDS}
-    return {"case": name, "times": len(found), "worst_s": worst, "each": found,
-            "median_s": {kind: median(one["pauses_s"][kind] for one in found) for kind in KINDS},
-            "detected_s": max((one["detected_s"] for one in found if one["detected_s"] is not None), default=None),
-            "after_s": after, "whole_s": max(whole, default=None)}
+    after = {
+        kind: max(
+            (
+                max(0.0, one["pauses_s"][kind] - one["detected_s"])
+                for one in found
+                if one["detected_s"] is not None
+            ),
+            default=None,
+        )
+        for kind in KINDS
+    }
+    return {
+        "case": name,
+        "times": len(found),
+        "worst_s": worst,
+        "each": found,
+        "median_s": {kind: median(one["pauses_s"][kind] for one in found) for kind in KINDS},
+        "detected_s": max(
+            (one["detected_s"] for one in found if one["detected_s"] is not None), default=None
+        ),
+        "after_s": after,
+        "whole_s": max(whole, default=None),
+    }
 
 
 def markdown(results: dict) -> str:
-    rows = ["| failure | times | reader, worst (median) | writer | creator | detection, at most | after it: reader · writer | "
-            "whole again |",
-            "|---|---:|---:|---:|---:|---:|---:|---:|"]
+    rows = [
+        "| failure | times | reader, worst (median) | writer | creator | detection, at most | after it: reader · writer | "
+        "whole again |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
     for row in results["cases"]:
         which, goal = GOALS.get(row["case"], ("", None))
         cells = [f"{row['worst_s'][kind]:.2f} ({row['median_s'][kind]:.2f})" for kind in KINDS]
@@ -233,15 +275,23 @@ def markdown(results: dict) -> str:
         goal = 3.0 if row["case"].startswith("target") else None
         detected = "–" if row["detected_s"] is None else judged(row["detected_s"], goal, True)
         whole = "–" if row["whole_s"] is None else f"{row['whole_s']:.1f}"
-        rows.append(f"| {row['case']} | {row['times']} | {' | '.join(cells)} | {detected} | {after} | {whole} |")
-    return (f"{results['date']}, {results['machine']}; nvpool {results['commit']}. Seconds."
-            f"{not_final(results['busy_before'])} Errors: {results['wrong'] or 'none'}; "
-            f"{sum(results['operations'].values()):,} operations, all compared at the end.\n\n" + "\n".join(rows) + "\n")
+        rows.append(
+            f"| {row['case']} | {row['times']} | {' | '.join(cells)} | {detected} | {after} | {whole} |"
+        )
+    return (
+        f"{results['date']}, {results['machine']}; nvpool {results['commit']}. Seconds."
+        f"{not_final(results['busy_before'])} Errors: {results['wrong'] or 'none'}; "
+        f"{sum(results['operations'].values()):,} operations, all compared at the end.\n\n"
+        + "\n".join(rows)
+        + "\n"
+    )
 
 
 def measure(directory: Path, wanted: list[str], options: argparse.Namespace) -> dict:
     found: dict[str, list[dict]] = {name: [] for name in wanted}
-    with cluster(directory, 3, 1, "--replicas", str(REPLICAS), "--standbys", "1", drives=2, capacity="2G") as made:
+    with cluster(
+        directory, 3, 1, "--replicas", str(REPLICAS), "--standbys", "1", drives=2, capacity="2G"
+    ) as made:
         failing = Failing(made, options.seed)
         place = made.mount(made.clients[0])
         watching = Watch(made.clients[0], place)
@@ -250,8 +300,13 @@ def measure(directory: Path, wanted: list[str], options: argparse.Namespace) -> 
                 for name in wanted:
                     found[name].append(one := caused(failing, name, watching))
                     pauses = ", ".join(f"{kind} {one['pauses_s'][kind]:.2f} s" for kind in KINDS)
-                    noticed = "" if one["detected_s"] is None else (f", detected after {one['detected_s']:.2f} s, whole after "
-                                                                    f"{one['whole_s']:.1f} s")
+                    noticed = (
+                        ""
+                        if one["detected_s"] is None
+                        else (
+                            f", detected after {one['detected_s']:.2f} s, whole after {one['whole_s']:.1f} s"
+                        )
+                    )
                     say(f"{turn + 1}: {name}: {pauses}{noticed}")
             ended = watching.end()
         finally:
@@ -262,12 +317,16 @@ def measure(directory: Path, wanted: list[str], options: argparse.Namespace) -> 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--times", "--rounds", type=int, default=5, help="how often each failure is caused")
-    parser.add_argument("--quick", action="store_true", help="once, without the stop of a target and the death of a node")
+    parser.add_argument(
+        "--quick", action="store_true", help="once, without the stop of a target and the death of a node"
+    )
     parser.add_argument("--only", choices=CASES, action="append", help="one case; repeat it")
     parser.add_argument("--seed", type=int, default=1, help="of the choice of targets and nodes")
     parser.add_argument("--directory", type=Path, default=HERE.parent / "build", help="on the drive to use")
     parser.add_argument("--results", type=Path, help="write failures.json and failures.md there")
-    parser.add_argument("--write", action="store_true", help="and put the table of a whole run into bench/README.md")
+    parser.add_argument(
+        "--write", action="store_true", help="and put the table of a whole run into bench/README.md"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     parser.add_argument("--watch", metavar="DIRECTORY", help=argparse.SUPPRESS)
     options = parser.parse_args(words)
@@ -281,8 +340,12 @@ def main(words: list[str] | None = None) -> int:
         options.times = 1
     left_out = ("target stopped", "whole node killed") if options.quick else ()
     wanted = options.only or [name for name in CASES if name not in left_out]
-    results: dict = {"date": time.strftime("%Y-%m-%d"), "machine": machine(), "commit": commit(),
-                     "busy_before": warn_of_others()}
+    results: dict = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "commit": commit(),
+        "busy_before": warn_of_others(),
+    }
     with workspace(options.directory) as (directory, _), processors_awake(can_keep_awake()):
         os.environ[MARK] = str(directory)  # what namespaces hold is ended with the rest
         try:
@@ -292,7 +355,9 @@ def main(words: list[str] | None = None) -> int:
     if "cases" not in results:
         return 1
     print(json.dumps(results, indent=1) if options.json else markdown(results))
-    kept = options.results or (HERE / "results" if not options.only and not options.quick and options.times >= 3 else None)
+    kept = options.results or (
+        HERE / "results" if not options.only and not options.quick and options.times >= 3 else None
+    )
     if kept is not None:
         kept.mkdir(parents=True, exist_ok=True)
         (kept / "failures.json").write_text(json.dumps(results, indent=1) + "\n")

@@ -56,8 +56,11 @@ GREETING = pack_head(HELLO, 0, 0, 0, encode_hello(Greeting("flood")), 0)
 
 async def connected(endpoint: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     where = parse_endpoint(endpoint)
-    reader, writer = await (asyncio.open_unix_connection(where.path) if where.path else
-                            asyncio.open_connection(where.host, where.port))
+    reader, writer = await (
+        asyncio.open_unix_connection(where.path)
+        if where.path
+        else asyncio.open_connection(where.host, where.port)
+    )
     writer.write(GREETING)
     await reader.readexactly(32)
     return reader, writer
@@ -122,13 +125,20 @@ async def flood(kind: str, places: list[tuple[str, int]]) -> None:
     await asyncio.gather(*[again(work, *place) for place in places for _ in range(count)])
 
 
-WORKS = {"requests": (requests, 4), "connections": (connections, 4), "slow": (slow, 100), "unread": (unread, 25),
-         "busy": (busy, 1)}
+WORKS = {
+    "requests": (requests, 4),
+    "connections": (connections, 4),
+    "slow": (slow, 100),
+    "unread": (unread, 25),
+    "busy": (busy, 1),
+}
 """With the number of tasks for each of the two daemons."""
 
 
 def start_flood(kind: str, places: list[tuple[str, int]]) -> subprocess.Popen:
-    child = subprocess.Popen([sys.executable, __file__, "--flood", json.dumps([kind, places])], stdout=subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, __file__, "--flood", json.dumps([kind, places])], stdout=subprocess.PIPE
+    )
     child.stdout.readline()
     return child
 
@@ -163,7 +173,9 @@ def summary(times: list[float]) -> dict[str, float]:
     return {"count": len(times), "p50 us": round(parts[49] * 1e6), "p99 us": round(parts[98] * 1e6)}
 
 
-async def measure(pool: str, places: list[tuple[str, int]], kinds: list[str], rounds: int, seconds: float) -> dict:
+async def measure(
+    pool: str, places: list[tuple[str, int]], kinds: list[str], rounds: int, seconds: float
+) -> dict:
     file_bytes = 64 * MIB
     options = ClientOptions(short_cut=False, read_ahead_bytes=0)
     found: dict = {}
@@ -183,24 +195,36 @@ async def measure(pool: str, places: list[tuple[str, int]], kinds: list[str], ro
                             child.kill()
                             child.wait()
                             child.stdout.close()
-                    sides[side].append({what: summary(times) for what, times in got.items()} | {
-                        "load": round(os.getloadavg()[0], 1)})
-            found[kind] = {what: compared({side: [one[what] for one in taken] for side, taken in sides.items()})
-                           for what in ("read", "look")} | {"rounds": sides}
+                    sides[side].append(
+                        {what: summary(times) for what, times in got.items()}
+                        | {"load": round(os.getloadavg()[0], 1)}
+                    )
+            found[kind] = {
+                what: compared({side: [one[what] for one in taken] for side, taken in sides.items()})
+                for what in ("read", "look")
+            } | {"rounds": sides}
     return found
 
 
 def compared(sides: dict[str, list[dict[str, float]]]) -> dict[str, float]:
-    found = {f"{figure} {side}": median(one[figure] for one in taken)
-             for figure in ("p50 us", "p99 us") for side, taken in sides.items()}
+    found = {
+        f"{figure} {side}": median(one[figure] for one in taken)
+        for figure in ("p50 us", "p99 us")
+        for side, taken in sides.items()
+    }
     return found | {"p99 quotient": round(found["p99 us with"] / found["p99 us without"], 2)}
 
 
 def places_of(pool: RealPool) -> list[tuple[str, int]]:
     """Endpoints of the store and the shard that an unprivileged process reaches, with a method of each."""
     known = decode_map((pool.path / "poolmap.json").read_bytes())
-    return [(next((one for one in endpoints if one.startswith("stream://")), endpoints[0]), method)
-            for endpoints, method in ((known.targets[0].endpoints, DATA_READ), (known.shards[0].endpoints, META_STATFS))]
+    return [
+        (next((one for one in endpoints if one.startswith("stream://")), endpoints[0]), method)
+        for endpoints, method in (
+            (known.targets[0].endpoints, DATA_READ),
+            (known.shards[0].endpoints, META_STATFS),
+        )
+    ]
 
 
 def main() -> None:
@@ -227,8 +251,13 @@ def main() -> None:
         with RealPool(place / "pool", sizes=(512 * MIB,)) as pool:
             pool.make()
             pool.start()
-            found = {"processors": os.cpu_count(), "block": 4 * KIB,
-                     **asyncio.run(measure(str(place / "pool"), places_of(pool), kinds, wish.rounds, wish.seconds))}
+            found = {
+                "processors": os.cpu_count(),
+                "block": 4 * KIB,
+                **asyncio.run(
+                    measure(str(place / "pool"), places_of(pool), kinds, wish.rounds, wish.seconds)
+                ),
+            }
     finally:
         shutil.rmtree(place, ignore_errors=True)
     text = json.dumps(found, indent=1)

@@ -23,21 +23,35 @@ from nvpool.fuse.protocol.constants import MINOR, PAGE, UNANSWERED, Init, Op
 from nvpool.rpc.v1.meta_pb2 import Attr
 
 NAME, FILE_BYTES, REQUEST_BYTES = b"large", 1 << 30, 1 << 20
-NODES = {1: Attr(inode=1, mode=stat.S_IFDIR | 0o755, links=2),
-         2: Attr(inode=2, mode=stat.S_IFREG | 0o644, links=1, size=FILE_BYTES)}
+NODES = {
+    1: Attr(inode=1, mode=stat.S_IFDIR | 0o755, links=2),
+    2: Attr(inode=2, mode=stat.S_IFREG | 0o644, links=1, size=FILE_BYTES),
+}
 KEEP = (3600, 0)
 
 
 def answer(request: requests.FuseRequest) -> bytes:
     unique = request.unique
     if request.opcode == Op.INIT:
-        flags = Init(requests.flags_of(request)) & (Init.ASYNC_READ | Init.ASYNC_DIO | Init.MAX_PAGES | Init.PARALLEL_DIROPS)
-        return replies.init(unique, minor=min(request.body.minor, MINOR), max_readahead=REQUEST_BYTES, flags=flags,
-                            max_background=128, congestion_threshold=96, max_write=REQUEST_BYTES,
-                            max_pages=REQUEST_BYTES // PAGE)
+        flags = Init(requests.flags_of(request)) & (
+            Init.ASYNC_READ | Init.ASYNC_DIO | Init.MAX_PAGES | Init.PARALLEL_DIROPS
+        )
+        return replies.init(
+            unique,
+            minor=min(request.body.minor, MINOR),
+            max_readahead=REQUEST_BYTES,
+            flags=flags,
+            max_background=128,
+            congestion_threshold=96,
+            max_write=REQUEST_BYTES,
+            max_pages=REQUEST_BYTES // PAGE,
+        )
     if request.opcode == Op.LOOKUP:
-        return (replies.entry(unique, NODES[2], KEEP, KEEP) if request.names[0] == NAME
-                else replies.failed(unique, errno.ENOENT))
+        return (
+            replies.entry(unique, NODES[2], KEEP, KEEP)
+            if request.names[0] == NAME
+            else replies.failed(unique, errno.ENOENT)
+        )
     if request.opcode == Op.GETATTR:
         return replies.attributes(unique, NODES[request.node], KEEP)
     if request.opcode in (Op.OPEN, Op.OPENDIR):

@@ -1,6 +1,6 @@
 """The floor under every mount: FUSE requests answered from memory by the same adapter and engine, without a pool.
 
-    python bench/fuse_floor.py [--engine kernel|pyfuse3] MOUNTPOINT        serves until unmounted or interrupted
+python bench/fuse_floor.py [--engine kernel|pyfuse3] MOUNTPOINT        serves until unmounted or interrupted
 """
 
 from __future__ import annotations
@@ -20,8 +20,14 @@ from nvpool.testing.fakes.vfs import MemoryVfs
 
 async def serve(name: str, mount_point: Path) -> None:
     awake = Awake(True)
-    engine = make_engine(name, FuseOps(MemoryVfs()), mount_point, MountOptions("floor"), lambda: print("ready", flush=True),
-                         awake.touch)
+    engine = make_engine(
+        name,
+        FuseOps(MemoryVfs()),
+        mount_point,
+        MountOptions("floor"),
+        lambda: print("ready", flush=True),
+        awake.touch,
+    )
     engine.mount()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

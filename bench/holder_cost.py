@@ -72,15 +72,24 @@ def rewrite(place: Path, count: int) -> None:
 
 def read_at_random(place: Path, count: int) -> None:
     """4 KiB past the kernel's pages."""
-    file, chance, buffer = os.open(place / "data", os.O_RDONLY | os.O_DIRECT), random.Random(2), mmap.mmap(-1, 4096)
+    file, chance, buffer = (
+        os.open(place / "data", os.O_RDONLY | os.O_DIRECT),
+        random.Random(2),
+        mmap.mmap(-1, 4096),
+    )
     for _ in range(count):
         os.preadv(file, [buffer], chance.randrange(1024) * 4096)
     os.close(file)
 
 
-LOADS = {"create, write, close 4 KiB": create, "open, read, close 4 KiB": read_whole,
-         "mkdir, rename, link, unlink, rmdir": names, "append 32 bytes": append,
-         "write 4 KiB at random, fsync every 64": rewrite, "read 4 KiB at random": read_at_random}
+LOADS = {
+    "create, write, close 4 KiB": create,
+    "open, read, close 4 KiB": read_whole,
+    "mkdir, rename, link, unlink, rmdir": names,
+    "append 32 bytes": append,
+    "write 4 KiB at random, fsync every 64": rewrite,
+    "read 4 KiB at random": read_at_random,
+}
 
 
 def processes_of(place: Path) -> list[int]:
@@ -88,8 +97,14 @@ def processes_of(place: Path) -> list[int]:
 
 
 def processor_s(pids: list[int]) -> float:
-    return sum(int(Path("/proc", str(pid), "task", thread, "schedstat").read_text().split()[0])
-               for pid in pids for thread in os.listdir(f"/proc/{pid}/task")) / 1e9
+    return (
+        sum(
+            int(Path("/proc", str(pid), "task", thread, "schedstat").read_text().split()[0])
+            for pid in pids
+            for thread in os.listdir(f"/proc/{pid}/task")
+        )
+        / 1e9
+    )
 
 
 def nvpool(*words: object) -> None:
@@ -114,7 +129,9 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, dict[str,
                     before, began = processor_s(pids), time.perf_counter()
                     work(here, options.count)
                     took = time.perf_counter() - began
-                    results[load][kind].append(((processor_s(pids) - before) / options.count, took / options.count))
+                    results[load][kind].append(
+                        ((processor_s(pids) - before) / options.count, took / options.count)
+                    )
             print(f"round {turn + 1} of {options.rounds}", file=sys.stderr)
     finally:
         for place in filter(os.path.ismount, places.values()):
@@ -124,7 +141,9 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directory", nargs="?", default=".", type=Path)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--count", type=int, default=2000, help="operations of each load in a round")
@@ -136,8 +155,10 @@ def main() -> None:
     for load, found in results.items():
         cpu, bare_cpu = (min(cpu for cpu, _ in found[kind]) for kind in KIND)
         took, bare_took = (statistics.median(took for _, took in found[kind]) for kind in KIND)
-        print(f"| {load} | {cpu * 1e6:.1f} µs | {bare_cpu * 1e6:.1f} µs | {cpu / bare_cpu - 1:+.1%} | {1 / took:,.0f} | "
-              f"{1 / bare_took:,.0f} | {took / bare_took - 1:+.1%} |")
+        print(
+            f"| {load} | {cpu * 1e6:.1f} µs | {bare_cpu * 1e6:.1f} µs | {cpu / bare_cpu - 1:+.1%} | {1 / took:,.0f} | "
+            f"{1 / bare_took:,.0f} | {took / bare_took - 1:+.1%} |"
+        )
 
 
 if __name__ == "__main__":

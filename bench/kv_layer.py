@@ -63,7 +63,7 @@ def raw_lmdb(directory: Path, made, group: int) -> float:
         begin = time.perf_counter()
         for at in range(0, len(made), group):
             with environment.begin(write=True) as transaction:
-                for effects in made[at:at + group]:
+                for effects in made[at : at + group]:
                     for key, value in effects:
                         transaction.put(key, value)
         return len(made) / (time.perf_counter() - begin)
@@ -96,8 +96,10 @@ async def synced_by(kv: LmdbKv, made, tasks: int) -> float:
 
 async def measure(directory: Path, count: int) -> None:
     made = changes(count, 1)
-    few = made[:count // 20]
-    print(f"creating changes of {len(SIZES)} effects, {len(encode(1, 1, 1, dict(made[0])))} bytes in the journal")
+    few = made[: count // 20]
+    print(
+        f"creating changes of {len(SIZES)} effects, {len(encode(1, 1, 1, dict(made[0])))} bytes in the journal"
+    )
     floor = raw_journal(directory, made, sync=False)
     row("floor: pwrite of the same bytes", floor)
     kv = await LmdbKv.open(directory / "kv", LmdbOptions())
@@ -137,7 +139,10 @@ async def measure(directory: Path, count: int) -> None:
     newest = made[100][0][0]
     row("get from the layer", timed(lambda: kv.get(newest), count))
     at = iter(keys)
-    row("scan of 10, merged with a layer of 8,000", timed(lambda: kv.scan(next(at), b"\xff" * 16, 10), count // 4))
+    row(
+        "scan of 10, merged with a layer of 8,000",
+        timed(lambda: kv.scan(next(at), b"\xff" * 16, 10), count // 4),
+    )
     row("scan of 1,000, likewise", timed(lambda: kv.scan(keys[0][:1], b"\xff" * 16, 1000), 50))
     await kv.close()
     begin = time.perf_counter()
@@ -148,14 +153,20 @@ async def measure(directory: Path, count: int) -> None:
     await kv.abandon()
     begin = time.perf_counter()
     kv = await LmdbKv.open(directory / "kv", LmdbOptions())
-    print(f"  {'open after kill -9, replaying 4,900 changes':<58}{(time.perf_counter() - begin) * 1e3:>11.1f} ms")
+    print(
+        f"  {'open after kill -9, replaying 4,900 changes':<58}{(time.perf_counter() - begin) * 1e3:>11.1f} ms"
+    )
     await kv.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--dir", default=None, help="where to measure (default: the system's temporary directory)")
-    parser.add_argument("--count", type=int, default=40_000, help="changes to make (default 40000, about 8 seconds)")
+    parser.add_argument(
+        "--dir", default=None, help="where to measure (default: the system's temporary directory)"
+    )
+    parser.add_argument(
+        "--count", type=int, default=40_000, help="changes to make (default 40000, about 8 seconds)"
+    )
     chosen = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="nvpool-kv-", dir=chosen.dir))
     try:

@@ -31,7 +31,10 @@ def split(p50_us: dict[str, float]) -> list[dict]:
                 if who == "mount":
                     layers |= {"kernel": p50_us["bare"], "engine": p50_us["floor"] - p50_us["bare"]}
                 if road == "stream":
-                    layers |= {"wire": p50_us["wire"], "store": p50_us[f"raw {state}"] - p50_us["wire"] - layers["drive"]}
+                    layers |= {
+                        "wire": p50_us["wire"],
+                        "store": p50_us[f"raw {state}"] - p50_us["wire"] - layers["drive"],
+                    }
                 whole = p50_us[f"{who} {road} {state}"]
                 layers["client"] = whole - sum(layers.values())
                 rows.append({"who": who, "road": road, "state": state, "layers": layers, "whole": whole})
@@ -43,7 +46,10 @@ def name_of(row: dict) -> str:
 
 
 def table(rows: list[dict]) -> str:
-    text = ["| a 4 KiB read, one at a time, µs | " + " | ".join(LAYERS) + " | whole |", "|---|" + "---:|" * (len(LAYERS) + 1)]
+    text = [
+        "| a 4 KiB read, one at a time, µs | " + " | ".join(LAYERS) + " | whole |",
+        "|---|" + "---:|" * (len(LAYERS) + 1),
+    ]
     for row in rows:
         cells = [*(f"{row['layers'][name]:.1f}" for name in LAYERS), f"{row['whole']:.1f}"]
         text.append(f"| {name_of(row)} | {' | '.join(cells)} |")

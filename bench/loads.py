@@ -25,16 +25,40 @@ CALLS_IN_FLIGHT = 4
 """Together 256 reads under way: a loader of samples that fetches the next batches while it works on this one."""
 
 
-def fio(path: Path, pattern: str, block_bytes: int, threads: int, seconds: float, *, direct: bool = True,
-        size_bytes: int | None = None, sync_at_end: bool = False, once: bool = False,
-        prefix: list[str] | None = None) -> dict:
+def fio(
+    path: Path,
+    pattern: str,
+    block_bytes: int,
+    threads: int,
+    seconds: float,
+    *,
+    direct: bool = True,
+    size_bytes: int | None = None,
+    sync_at_end: bool = False,
+    once: bool = False,
+    prefix: list[str] | None = None,
+) -> dict:
     """One closed loop of fio's threads, each with one read or write under way (psync), over one file; `once`: one pass over it
     instead of so many seconds; `prefix`: words before the command, of another machine with a mount of its own, say."""
-    command = [*(prefix or ()), "fio", "--name=load", f"--filename={path}", f"--rw={pattern}", f"--bs={block_bytes}",
-               "--ioengine=psync",
-               "--thread", f"--numjobs={threads}", "--group_reporting", f"--direct={int(direct)}", "--norandommap",
-               "--randrepeat=0", "--invalidate=0", "--percentile_list=50:99", "--output-format=json",
-               f"--size={size_bytes or path.stat().st_size}"]
+    command = [
+        *(prefix or ()),
+        "fio",
+        "--name=load",
+        f"--filename={path}",
+        f"--rw={pattern}",
+        f"--bs={block_bytes}",
+        "--ioengine=psync",
+        "--thread",
+        f"--numjobs={threads}",
+        "--group_reporting",
+        f"--direct={int(direct)}",
+        "--norandommap",
+        "--randrepeat=0",
+        "--invalidate=0",
+        "--percentile_list=50:99",
+        "--output-format=json",
+        f"--size={size_bytes or path.stat().st_size}",
+    ]
     if sync_at_end:
         command += ["--end_fsync=1", "--fallocate=none", "--refill_buffers"]
     elif not once:
@@ -43,16 +67,26 @@ def fio(path: Path, pattern: str, block_bytes: int, threads: int, seconds: float
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
     # fio may say something before its JSON.
-    found = json.loads(done.stdout[done.stdout.index("{"):])["jobs"][0]["read" if "read" in pattern else "write"]
+    found = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][
+        "read" if "read" in pattern else "write"
+    ]
     latency = found["clat_ns"]["percentile"]
-    return {"rate": found["iops"], "bytes_rate": found["bw_bytes"],
-            "p50_us": latency["50.000000"] / 1e3, "p99_us": latency["99.000000"] / 1e3}
+    return {
+        "rate": found["iops"],
+        "bytes_rate": found["bw_bytes"],
+        "p50_us": latency["50.000000"] / 1e3,
+        "p99_us": latency["99.000000"] / 1e3,
+    }
 
 
 def measured(count: int, seconds: float, latencies: list[float], size_bytes: int) -> dict:
     latencies.sort()
-    return {"rate": count / seconds, "bytes_rate": count * size_bytes / seconds,
-            "p50_us": latencies[len(latencies) // 2] * 1e6, "p99_us": latencies[len(latencies) * 99 // 100] * 1e6}
+    return {
+        "rate": count / seconds,
+        "bytes_rate": count * size_bytes / seconds,
+        "p50_us": latencies[len(latencies) // 2] * 1e6,
+        "p99_us": latencies[len(latencies) * 99 // 100] * 1e6,
+    }
 
 
 def create(directory: Path, seconds: float) -> dict:
@@ -76,7 +110,11 @@ async def read_many(pool: str, path: bytes, seconds: float, transport: str | Non
     from nvpool.client.state.types import Caller
     from nvpool.poolmap.model import decode_map
 
-    where = pool if transport is None else narrowed(decode_map(Path(pool, "poolmap.json").read_bytes()), transport)  # noqa: ASYNC240
+    where = (
+        pool
+        if transport is None
+        else narrowed(decode_map(Path(pool, "poolmap.json").read_bytes()), transport)  # noqa: ASYNC240
+    )
     client = await Client.open(where, name="bench")
     try:
         vfs, inode = client.vfs, 1
@@ -91,7 +129,10 @@ async def read_many(pool: str, path: bytes, seconds: float, transport: str | Non
             places, into = random.Random(seed), memoryview(bytearray(PIECES_A_CALL * PIECE_BYTES))
             now = time.perf_counter()
             while now - begin < seconds:
-                pieces = [(handle, places.randrange(blocks) * PIECE_BYTES, PIECE_BYTES) for _ in range(PIECES_A_CALL)]
+                pieces = [
+                    (handle, places.randrange(blocks) * PIECE_BYTES, PIECE_BYTES)
+                    for _ in range(PIECES_A_CALL)
+                ]
                 lengths = await vfs.read_many(pieces, into=into)
                 if sum(lengths) != len(into):
                     raise SystemExit(f"read_many brought {sum(lengths)} bytes of {len(into)}")
@@ -117,18 +158,26 @@ async def echo(scheme: str, seconds: float) -> dict:
 
     with tempfile.TemporaryDirectory(prefix="nvpool-echo-") as directory:
         child, endpoint = transport_echo.server_process(
-            f"{scheme}://{directory}/s" if scheme.endswith("+unix") else f"{scheme}://127.0.0.1:0")
+            f"{scheme}://{directory}/s" if scheme.endswith("+unix") else f"{scheme}://127.0.0.1:0"
+        )
         try:
-            connection = await registry.transport(scheme).connect(endpoint, Greeting("bench"),
-                                                                  deadline_s=transport_echo.deadline())
+            connection = await registry.transport(scheme).connect(
+                endpoint, Greeting("bench"), deadline_s=transport_echo.deadline()
+            )
             single = await transport_echo.latency(connection, min(1.0, seconds))
-            calls = await transport_echo.in_flight(connection, CALLS_IN_FLIGHT, transport_echo.BATCH_REQUEST, 4 * PIECES_A_CALL,
-                                                   seconds)
+            calls = await transport_echo.in_flight(
+                connection, CALLS_IN_FLIGHT, transport_echo.BATCH_REQUEST, 4 * PIECES_A_CALL, seconds
+            )
             await connection.close()
         finally:
             child.communicate()
     rate = calls * PIECES_A_CALL
-    return {"rate": rate, "bytes_rate": rate * PIECE_BYTES, "p50_us": single["p50_us"], "p99_us": single["p99_us"]}
+    return {
+        "rate": rate,
+        "bytes_rate": rate * PIECE_BYTES,
+        "p50_us": single["p50_us"],
+        "p99_us": single["p99_us"],
+    }
 
 
 def narrowed(pool_map, scheme: str):
@@ -148,7 +197,9 @@ def main(words: list[str]) -> None:
     elif words[0] == "read-many":
         import uvloop
 
-        found = uvloop.run(read_many(words[1], words[2].encode(), float(words[3]), words[4] if len(words) > 4 else None))
+        found = uvloop.run(
+            read_many(words[1], words[2].encode(), float(words[3]), words[4] if len(words) > 4 else None)
+        )
     elif words[0] == "echo":
         import uvloop
 

@@ -41,7 +41,7 @@ async def spend(calls: list[DirectCall], handle) -> float:
 
 
 async def measure(name: str, calls: list[DirectCall], handle, rows: list) -> None:
-    spent = sum([await spend(calls[at:at + 500], handle) for at in range(0, len(calls), 500)])
+    spent = sum([await spend(calls[at : at + 500], handle) for at in range(0, len(calls), 500)])
     rows.append((name, spent / len(calls) * 1e6))
 
 
@@ -55,12 +55,16 @@ class Side:
     peer = PEER
 
 
-async def spend_at_once(service: MetaService, kv: LmdbKv, method: int, made: list) -> tuple[float, list[bytes]]:
+async def spend_at_once(
+    service: MetaService, kv: LmdbKv, method: int, made: list
+) -> tuple[float, list[bytes]]:
     """Microseconds of CPU of this thread a request, and the messages of the answers."""
     spent, answers, tally = 0.0, [], ReplyStats()
     for at in range(0, len(made), 500):
-        frames = [bytearray(pack_head(REQUEST, method, number, 1000, request.SerializeToString(), 0))
-                  for number, request in enumerate(made[at:at + 500])]
+        frames = [
+            bytearray(pack_head(REQUEST, method, number, 1000, request.SerializeToString(), 0))
+            for number, request in enumerate(made[at : at + 500])
+        ]
         out: list[bytes] = []
         while len(out) < len(frames):
             while kv.full:  # also in the middle of a batch: then it takes no changes
@@ -79,10 +83,14 @@ async def spend_at_once(service: MetaService, kv: LmdbKv, method: int, made: lis
     return spent / len(made) * 1e6, answers
 
 
-async def at_once(service: MetaService, kv: LmdbKv, client: ShardClient, change, names: list[bytes], rows: list) -> None:
+async def at_once(
+    service: MetaService, kv: LmdbKv, client: ShardClient, change, names: list[bytes], rows: list
+) -> None:
     home = (await client.mkdir(ROOT_INODE, b"at once")).inode
     for slot in range(32):
-        service._sessions.slot(service._sessions.get(client.session), slot)  # known, as after the first request in each
+        service._sessions.slot(
+            service._sessions.get(client.session), slot
+        )  # known, as after the first request in each
     session, rounds = client.session, []
 
     async def ask(name: str, method: int, made) -> list[bytes]:
@@ -90,16 +98,46 @@ async def at_once(service: MetaService, kv: LmdbKv, client: ShardClient, change,
         rounds.append((f"at once: {name}", micros))
         return answers
 
-    born = [pb.CreateReply.FromString(answer).entry.attr.inode for answer in await ask("create", wire.META_CREATE, (
-        pb.CreateRequest(change=change(n), parent=home, name=name, exclusive=True, open=True, rights=2,
-                         mode=stat.S_IFREG | 0o644) for n, name in enumerate(names)))]
-    await ask("report", wire.META_REPORT, (pb.ReportRequest(change=change(n), inode=inode, end=4096, wrote=True, release=True)
-                                           for n, inode in enumerate(born)))
-    await ask("lookup with a grant", wire.META_LOOKUP, (pb.LookupRequest(session=session, parent=home, name=name, rights=1)
-                                                        for name in names))
-    await ask("getattr", wire.META_GETATTR, (pb.GetAttrRequest(session=session, inode=inode) for inode in born))
-    await ask("unlink", wire.META_UNLINK, (pb.UnlinkRequest(change=change(n), parent=home, name=name)
-                                           for n, name in enumerate(names)))
+    born = [
+        pb.CreateReply.FromString(answer).entry.attr.inode
+        for answer in await ask(
+            "create",
+            wire.META_CREATE,
+            (
+                pb.CreateRequest(
+                    change=change(n),
+                    parent=home,
+                    name=name,
+                    exclusive=True,
+                    open=True,
+                    rights=2,
+                    mode=stat.S_IFREG | 0o644,
+                )
+                for n, name in enumerate(names)
+            ),
+        )
+    ]
+    await ask(
+        "report",
+        wire.META_REPORT,
+        (
+            pb.ReportRequest(change=change(n), inode=inode, end=4096, wrote=True, release=True)
+            for n, inode in enumerate(born)
+        ),
+    )
+    await ask(
+        "lookup with a grant",
+        wire.META_LOOKUP,
+        (pb.LookupRequest(session=session, parent=home, name=name, rights=1) for name in names),
+    )
+    await ask(
+        "getattr", wire.META_GETATTR, (pb.GetAttrRequest(session=session, inode=inode) for inode in born)
+    )
+    await ask(
+        "unlink",
+        wire.META_UNLINK,
+        (pb.UnlinkRequest(change=change(n), parent=home, name=name) for n, name in enumerate(names)),
+    )
     rows += rounds
 
 
@@ -116,11 +154,25 @@ async def run(files: int, directory: str) -> None:
     def change(number: int, first_slot: int = 0) -> pb.Change:
         slot = first_slot + number % 32
         client.sequences[slot] += 1
-        return pb.Change(session=client.session, slot=slot, sequence=client.sequences[slot], uid=1000, gid=1000)
+        return pb.Change(
+            session=client.session, slot=slot, sequence=client.sequences[slot], uid=1000, gid=1000
+        )
 
-    creates = requests(wire.META_CREATE, (pb.CreateRequest(
-        change=change(n), parent=home, name=name, exclusive=True, open=True, mode=stat.S_IFREG | 0o644, rights=2)
-        for n, name in enumerate(names)))
+    creates = requests(
+        wire.META_CREATE,
+        (
+            pb.CreateRequest(
+                change=change(n),
+                parent=home,
+                name=name,
+                exclusive=True,
+                open=True,
+                mode=stat.S_IFREG | 0o644,
+                rights=2,
+            )
+            for n, name in enumerate(names)
+        ),
+    )
 
     def echo(call: DirectCall) -> None:
         request = pb.CreateRequest.FromString(call.message)
@@ -133,8 +185,15 @@ async def run(files: int, directory: str) -> None:
     value, answer = bytes(30), bytes(190)
 
     def apply(number: int) -> None:
-        kv.apply([(b"\x70" + number.to_bytes(8, "big") + bytes(24), value[:5]), (b"\x71" + number.to_bytes(8, "big"), value),
-                  (b"\x72", value), (b"\x73", value[:9]), (b"\x74" + bytes((number % 64,)), answer)])
+        kv.apply(
+            [
+                (b"\x70" + number.to_bytes(8, "big") + bytes(24), value[:5]),
+                (b"\x71" + number.to_bytes(8, "big"), value),
+                (b"\x72", value),
+                (b"\x73", value[:9]),
+                (b"\x74" + bytes((number % 64,)), answer),
+            ]
+        )
 
     spent = 0.0
     for number in range(files):
@@ -150,21 +209,34 @@ async def run(files: int, directory: str) -> None:
     for number in range(files):
         if kv.full:
             await kv.room()
-        kv.apply([(b"\x70" + number.to_bytes(8, "big") + bytes(24), None), (b"\x71" + number.to_bytes(8, "big"), None)])
+        kv.apply(
+            [
+                (b"\x70" + number.to_bytes(8, "big") + bytes(24), None),
+                (b"\x71" + number.to_bytes(8, "big"), None),
+            ]
+        )
     await kv.checkpoint()
     before = kv.statistics()
 
     creating = reporting = 0.0
     inodes = []
     for at in range(0, files, 500):
-        part = creates[at:at + 500]
+        part = creates[at : at + 500]
         creating += await spend(part, handle)
         born = [pb.CreateReply.FromString(call.answer[0]).entry.attr.inode for call in part]
-        reports = requests(wire.META_REPORT, (pb.ReportRequest(change=change(n, 32), inode=inode, end=4096, wrote=True,
-                                                               release=True) for n, inode in enumerate(born)))
+        reports = requests(
+            wire.META_REPORT,
+            (
+                pb.ReportRequest(change=change(n, 32), inode=inode, end=4096, wrote=True, release=True)
+                for n, inode in enumerate(born)
+            ),
+        )
         reporting += await spend(reports, handle)
         inodes += born
-    rows += [("create, opened with a grant", creating / files * 1e6), ("report of a write", reporting / files * 1e6)]
+    rows += [
+        ("create, opened with a grant", creating / files * 1e6),
+        ("report of a write", reporting / files * 1e6),
+    ]
     lookups = [pb.LookupRequest(session=client.session, parent=home, name=name) for name in names]
     await measure("lookup, newest in the layer", requests(wire.META_LOOKUP, lookups), handle, rows)
     await kv.checkpoint()
@@ -177,17 +249,33 @@ async def run(files: int, directory: str) -> None:
     for lookup in lookups:
         lookup.session = watching.session
     await measure("the same with a lease", requests(wire.META_LOOKUP, lookups), handle, rows)
-    together = requests(wire.META_LOOKUP_MANY, (pb.LookupManyRequest(
-        session=watching.session, rights=1, directories=[pb.NamesIn(parent=home, names=names[at:at + 100])])
-        for at in range(0, files, 100)))
+    together = requests(
+        wire.META_LOOKUP_MANY,
+        (
+            pb.LookupManyRequest(
+                session=watching.session,
+                rights=1,
+                directories=[pb.NamesIn(parent=home, names=names[at : at + 100])],
+            )
+            for at in range(0, files, 100)
+        ),
+    )
     rows.append(("a name of a hundred looked up together", await spend(together, handle) / files * 1e6))
     await client.ask("CLOSE_SESSION", pb.CloseSessionRequest(session=watching.session))
-    await measure("getattr from LMDB", requests(wire.META_GETATTR, (
-        pb.GetAttrRequest(session=client.session, inode=inode) for inode in inodes)), handle, rows)
+    await measure(
+        "getattr from LMDB",
+        requests(
+            wire.META_GETATTR, (pb.GetAttrRequest(session=client.session, inode=inode) for inode in inodes)
+        ),
+        handle,
+        rows,
+    )
     cursor, listed, spent = 0, 0, 0.0
     while True:
-        call = requests(wire.META_LIST, [pb.ListDirRequest(session=client.session, inode=home, cursor=cursor, limit=500,
-                                                           attrs=True)])[0]
+        call = requests(
+            wire.META_LIST,
+            [pb.ListDirRequest(session=client.session, inode=home, cursor=cursor, limit=500, attrs=True)],
+        )[0]
         began = time.thread_time()
         handle(call)
         spent += time.thread_time() - began
@@ -198,11 +286,32 @@ async def run(files: int, directory: str) -> None:
         cursor = reply.entries[-1].cursor
     assert listed == files
     rows.append(("listing with attributes, an entry", spent / files * 1e6))
-    await measure("rename in a directory", requests(wire.META_RENAME, (
-        pb.RenameRequest(change=change(n), parent=home, name=name, new_parent=home, new_name=b"n" + name)
-        for n, name in enumerate(names[:files // 4]))), handle, rows)
-    await measure("unlink", requests(wire.META_UNLINK, (
-        pb.UnlinkRequest(change=change(n), parent=home, name=name) for n, name in enumerate(names[files // 4:]))), handle, rows)
+    await measure(
+        "rename in a directory",
+        requests(
+            wire.META_RENAME,
+            (
+                pb.RenameRequest(
+                    change=change(n), parent=home, name=name, new_parent=home, new_name=b"n" + name
+                )
+                for n, name in enumerate(names[: files // 4])
+            ),
+        ),
+        handle,
+        rows,
+    )
+    await measure(
+        "unlink",
+        requests(
+            wire.META_UNLINK,
+            (
+                pb.UnlinkRequest(change=change(n), parent=home, name=name)
+                for n, name in enumerate(names[files // 4 :])
+            ),
+        ),
+        handle,
+        rows,
+    )
     if service.at_once is not None:
         await at_once(service, kv, client, change, names, rows)
     for name, micros in rows:

@@ -57,14 +57,18 @@ class Uncounting(ast.NodeTransformer):
         self.removed = 0
 
     def _counts(self, node: ast.AST) -> bool:
-        return any((isinstance(part, ast.Attribute) and part.attr in self.names) or
-                   (isinstance(part, ast.Name) and part.id in self.names) for part in ast.walk(node))
+        return any(
+            (isinstance(part, ast.Attribute) and part.attr in self.names)
+            or (isinstance(part, ast.Name) and part.id in self.names)
+            for part in ast.walk(node)
+        )
 
     def generic_visit(self, node: ast.AST) -> ast.AST | None:
         if isinstance(node, ast.FunctionDef) and node.name in ("__init__", "measure"):
             return node  # others look at what is there
-        if (isinstance(node, ast.Expr | ast.Assign | ast.AugAssign | ast.AnnAssign) and self._counts(node)) or \
-                (isinstance(node, ast.If) and self._counts(node.test)):
+        if (
+            isinstance(node, ast.Expr | ast.Assign | ast.AugAssign | ast.AnnAssign) and self._counts(node)
+        ) or (isinstance(node, ast.If) and self._counts(node.test)):
             self.removed += 1
             return None
         super().generic_visit(node)
@@ -101,8 +105,9 @@ class Arm:
         self.pages: list[str] = []
 
     def nvpool(self, *words: object) -> str:
-        done = subprocess.run(command(Program.CLI, *map(str, words)), env=self.env, text=True,
-                              capture_output=True, timeout=240)
+        done = subprocess.run(
+            command(Program.CLI, *map(str, words)), env=self.env, text=True, capture_output=True, timeout=240
+        )
         if done.returncode:
             raise SystemExit(f"nvpool {' '.join(map(str, words))}: {done.stderr}")
         return done.stdout
@@ -136,7 +141,9 @@ class Arm:
             with urllib.request.urlopen(page, timeout=10) as answer:
                 answer.read()
         if self.counts:
-            reply = asyncio.run(ask(str(self.pool), PROCESS_METRICS, MetricsRequest(node=True), MetricsReply, wait_s=10.0))
+            reply = asyncio.run(
+                ask(str(self.pool), PROCESS_METRICS, MetricsRequest(node=True), MetricsReply, wait_s=10.0)
+            )
             assert Page.unpack(reply.page).text()
 
     def cpu_s(self) -> float:
@@ -161,20 +168,40 @@ class Arm:
         began_s = self.cpu_s()
         try:
             done = subprocess.run(
-                ["fio", "--name=r", f"--filename={self.mounts[kind] / 'data'}", "--ioengine=psync", "--direct=1",
-                 "--rw=randread", "--bs=4k", "--numjobs=16", "--thread", "--group_reporting", "--time_based",
-                 f"--runtime={seconds}",
-                 f"--size={FILE_BYTES}", "--norandommap", "--randrepeat=0", "--output-format=json"],
-                capture_output=True, text=True, timeout=seconds + 60, check=True)
+                [
+                    "fio",
+                    "--name=r",
+                    f"--filename={self.mounts[kind] / 'data'}",
+                    "--ioengine=psync",
+                    "--direct=1",
+                    "--rw=randread",
+                    "--bs=4k",
+                    "--numjobs=16",
+                    "--thread",
+                    "--group_reporting",
+                    "--time_based",
+                    f"--runtime={seconds}",
+                    f"--size={FILE_BYTES}",
+                    "--norandommap",
+                    "--randrepeat=0",
+                    "--output-format=json",
+                ],
+                capture_output=True,
+                text=True,
+                timeout=seconds + 60,
+                check=True,
+            )
         finally:
             ended.set()
             scraping.join()
-        read = json.loads(done.stdout[done.stdout.index("{"):])["jobs"][0]["read"]
+        read = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["read"]
         return read["iops"], (self.cpu_s() - began_s) / max(1, read["total_ios"]) * 1e6
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directory", nargs="?", default=".", type=Path)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=3.0)
@@ -190,24 +217,32 @@ def main() -> int:
         for kind in MOUNTS:
             seen: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
             for arm in arms:
-                arm.measure(kind, 2.0)  # what is read for the first time is located, and its bytes come into memory
+                arm.measure(
+                    kind, 2.0
+                )  # what is read for the first time is located, and its bytes come into memory
             for number in range(arguments.rounds):
                 for arm in arms if number % 2 else reversed(arms):
                     seen[arm.counts].append(arm.measure(kind, arguments.seconds))
             ratios = [on[0] / off[0] for on, off in zip(seen[True], seen[False], strict=True)]
             least = {counts: min(one[1] for one in seen[counts]) for counts in seen}
             results[kind] = {
-                "reads_s": {name: round(statistics.median(one[0] for one in seen[counts]))
-                            for name, counts in (("with", True), ("without", False))},
+                "reads_s": {
+                    name: round(statistics.median(one[0] for one in seen[counts]))
+                    for name, counts in (("with", True), ("without", False))
+                },
                 "cpu_us": {"with": round(least[True], 2), "without": round(least[False], 2)},
                 "reads_ratio": round(statistics.median(ratios), 4),
                 "cpu_ratio": round(least[True] / least[False], 4),
-                "ratios": [round(one, 3) for one in ratios]}
+                "ratios": [round(one, 3) for one in ratios],
+            }
             if not arguments.json:
                 one = results[kind]
-                print(f"{kind}: {one['reads_s']['with']:,} reads/s with, {one['reads_s']['without']:,} without: ratio "
-                      f"{one['reads_ratio']} (rounds {one['ratios']}); processor time a read {one['cpu_us']['with']} and "
-                      f"{one['cpu_us']['without']} µs: ratio {one['cpu_ratio']}", flush=True)
+                print(
+                    f"{kind}: {one['reads_s']['with']:,} reads/s with, {one['reads_s']['without']:,} without: ratio "
+                    f"{one['reads_ratio']} (rounds {one['ratios']}); processor time a read {one['cpu_us']['with']} and "
+                    f"{one['cpu_us']['without']} µs: ratio {one['cpu_ratio']}",
+                    flush=True,
+                )
         if arguments.json:
             print(json.dumps(results, indent=2))
         return 0

@@ -145,29 +145,75 @@ class Cluster:
     def write(self, file_mib: int) -> None:
         """A file for each client, by itself."""
         for number, client in enumerate(self.clients):
-            client.machine.run(sys.executable, "-P", "-c", WRITE, str(client.path), f"/file-{number}", str(file_mib),
-                               timeout_s=600)
+            client.machine.run(
+                sys.executable,
+                "-P",
+                "-c",
+                WRITE,
+                str(client.path),
+                f"/file-{number}",
+                str(file_mib),
+                timeout_s=600,
+            )
 
-    def read(self, file_mib: int, seconds: float, *, verb: str = "flight", block: int = BLOCK,
-             in_flight: int = IN_FLIGHT) -> dict:
-        commands = [self.command(client, HERE / "sdk_loads.py", verb, client.path, f"/file-{number}", "--region",
-                                 f"{file_mib}MiB", "--block", block, "--in-flight", in_flight, "--seconds", seconds, "--cold",
-                                 "--wait") for number, client in enumerate(self.clients)]
+    def read(
+        self,
+        file_mib: int,
+        seconds: float,
+        *,
+        verb: str = "flight",
+        block: int = BLOCK,
+        in_flight: int = IN_FLIGHT,
+    ) -> dict:
+        commands = [
+            self.command(
+                client,
+                HERE / "sdk_loads.py",
+                verb,
+                client.path,
+                f"/file-{number}",
+                "--region",
+                f"{file_mib}MiB",
+                "--block",
+                block,
+                "--in-flight",
+                in_flight,
+                "--seconds",
+                seconds,
+                "--cold",
+                "--wait",
+            )
+            for number, client in enumerate(self.clients)
+        ]
         return throughput.together(commands, dict(os.environ), seconds)
 
     def write_timed(self, name: str, file_mib: int) -> dict:
         """A new file of each client, all at the same time, durably."""
-        return throughput.together([self.command(client, "-c", WRITE_TIMED, client.path, f"/{name}-{number}", file_mib)
-                                    for number, client in enumerate(self.clients)], dict(os.environ), WRITE_S_MAX)
+        return throughput.together(
+            [
+                self.command(client, "-c", WRITE_TIMED, client.path, f"/{name}-{number}", file_mib)
+                for number, client in enumerate(self.clients)
+            ],
+            dict(os.environ),
+            WRITE_S_MAX,
+        )
 
     def floor(self, seconds: float) -> dict:
         """What plain TCP carries from each node to a client of its own, all at the same time."""
-        senders = [node.machine.popen(sys.executable, "-c", SEND, node.machine.address, str(PORT)) for node in self.nodes]
+        senders = [
+            node.machine.popen(sys.executable, "-c", SEND, node.machine.address, str(PORT))
+            for node in self.nodes
+        ]
         try:
             for node in self.nodes:
-                wait_until(lambda node=node: f":{PORT}" in node.machine.run("ss", "-Hltn").stdout, "a sender does not listen")
-            commands = [self.command(client, "-c", RECEIVE, node.machine.address, PORT, seconds)
-                        for node, client in zip(self.nodes, self.clients, strict=True)]
+                wait_until(
+                    lambda node=node: f":{PORT}" in node.machine.run("ss", "-Hltn").stdout,
+                    "a sender does not listen",
+                )
+            commands = [
+                self.command(client, "-c", RECEIVE, node.machine.address, PORT, seconds)
+                for node, client in zip(self.nodes, self.clients, strict=True)
+            ]
             return throughput.together(commands, dict(os.environ), seconds)
         finally:
             for sender in senders:
@@ -187,13 +233,21 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(directory: Path, nodes: int, clients: int, *words: str, plain: bool = False, capacity: str = "8G",
-            drives: int = 1, spare: int = 0) -> Iterator[Cluster]:
+def cluster(
+    directory: Path,
+    nodes: int,
+    clients: int,
+    *words: str,
+    plain: bool = False,
+    capacity: str = "8G",
+    drives: int = 1,
+    spare: int = 0,
+) -> Iterator[Cluster]:
     """`words`: for `nvpool pool create`. All chains are where they belong when it is handed over."""
     hosts = Machines(nodes + clients + spare, directory)
     with hosts as made:
         pool = Pool(made[:nodes], plain, drives=drives, capacity=capacity)
-        joined = [NodeMachine(one) for one in made[nodes:nodes + clients]]
+        joined = [NodeMachine(one) for one in made[nodes : nodes + clients]]
         try:
             join = pool.found(*words)
             for node in pool.nodes[1:]:
@@ -202,7 +256,7 @@ def cluster(directory: Path, nodes: int, clients: int, *words: str, plain: bool 
             pool.nodes[0].nvpool("pool", "rebalance", str(pool.nodes[0].path), "--wait")
             for client in joined:
                 pool.client(client)
-            yield Cluster(hosts, pool, joined, made[nodes + clients:])
+            yield Cluster(hosts, pool, joined, made[nodes + clients :])
         finally:
             for node in (*pool.nodes, *joined):
                 node.kill_all()
@@ -235,13 +289,23 @@ def scaling(directory: Path, options: argparse.Namespace) -> dict:
                 made.hosts.limit(number, options.rate)
             for _ in range(options.rounds):
                 rounds.add(f"floor {count}", made.floor(options.seconds)["bytes_rate"] / MIB, "MiB/s")
-                found, busy = busy_while(lambda made=made: made.read(options.file_mib, options.seconds), options.seconds)
+                found, busy = busy_while(
+                    lambda made=made: made.read(options.file_mib, options.seconds), options.seconds
+                )
                 rounds.add(f"nodes {count}", found["bytes_rate"] / MIB, "MiB/s")
                 rounds.add(f"busy {count}", 100 * busy, "% of the processors")
     one = rounds.median("nodes 1")
-    rows = [{"nodes": count, "mib_s": rounds.median(f"nodes {count}"), "floor_mib_s": rounds.median(f"floor {count}"),
-             "of_linear": rounds.median(f"nodes {count}") / (count * one), "busy": rounds.median(f"busy {count}") / 100,
-             "lies": lies[count]} for count in COUNTS]
+    rows = [
+        {
+            "nodes": count,
+            "mib_s": rounds.median(f"nodes {count}"),
+            "floor_mib_s": rounds.median(f"floor {count}"),
+            "of_linear": rounds.median(f"nodes {count}") / (count * one),
+            "busy": rounds.median(f"busy {count}") / 100,
+            "lies": lies[count],
+        }
+        for count in COUNTS
+    ]
     return {"rate_mib_s": options.rate, "rows": rows, "rounds": rounds.found}
 
 
@@ -275,8 +339,10 @@ def growth(directory: Path, options: argparse.Namespace) -> dict:
             for count in (before, before + 1):
                 for number in cables:
                     made.hosts.limit(number, options.rate)
-                for what, work in (("read", lambda made=made: made.read(options.file_mib, options.seconds)),
-                                   ("write", lambda made=made, count=count: made.write_timed(f"timed-{count}", file_mib))):
+                for what, work in (
+                    ("read", lambda made=made: made.read(options.file_mib, options.seconds)),
+                    ("write", lambda made=made, count=count: made.write_timed(f"timed-{count}", file_mib)),
+                ):
                     found, busy = busy_while(work, options.seconds)
                     rounds.add(f"{what} {count}", found["bytes_rate"] / MIB, "MiB/s")
                     rounds.add(f"busy {what} {count}", 100 * busy, "% of the processors")
@@ -284,8 +350,16 @@ def growth(directory: Path, options: argparse.Namespace) -> dict:
                     for number in cables:
                         made.hosts.limit(number, NO_LIMIT_MIB_S)
                     made.add_node()
-    rows = [{"what": what, "before": rounds.median(f"{what} {before}"), "after": rounds.median(f"{what} {before + 1}"),
-             "share": 1 / before, "busy": rounds.median(f"busy {what} {before + 1}") / 100} for what in ("read", "write")]
+    rows = [
+        {
+            "what": what,
+            "before": rounds.median(f"{what} {before}"),
+            "after": rounds.median(f"{what} {before + 1}"),
+            "share": 1 / before,
+            "busy": rounds.median(f"busy {what} {before + 1}") / 100,
+        }
+        for what in ("read", "write")
+    ]
     return {"rate_mib_s": options.rate, "rows": rows, "rounds": rounds.found}
 
 
@@ -296,7 +370,7 @@ def tls(directory: Path, options: argparse.Namespace) -> dict:
         for made in both.values():
             made.write(options.file_mib)
         for turn in range(options.rounds):
-            for name, made in list(both.items())[::-1 if turn % 2 else 1]:
+            for name, made in list(both.items())[:: -1 if turn % 2 else 1]:
                 found = made.read(options.file_mib, options.seconds, block=MIB, in_flight=16)
                 rounds.add(f"{name}: 1 MiB, 16 in flight", found["bytes_rate"] / MIB, "MiB/s")
                 found = made.read(options.file_mib, options.seconds, verb="one", block=4 * KIB, in_flight=1)
@@ -304,8 +378,11 @@ def tls(directory: Path, options: argparse.Namespace) -> dict:
                 found = made.read(options.file_mib, options.seconds, block=4 * KIB)
                 rounds.add(f"{name}: 4 KiB, 64 in flight", found["rate"], "reads/s")
     rows = []
-    for load, unit in (("1 MiB, 16 in flight", "MiB/s"), ("4 KiB, 64 in flight", "reads/s"),
-                       ("4 KiB, one at a time, p50", "µs")):
+    for load, unit in (
+        ("1 MiB, 16 in flight", "MiB/s"),
+        ("4 KiB, 64 in flight", "reads/s"),
+        ("4 KiB, one at a time, p50", "µs"),
+    ):
         rows.append({"load": load, "unit": unit, **{name: rounds.median(f"{name}: {load}") for name in both}})
     return {"rows": rows, "rounds": rounds.found}
 
@@ -315,20 +392,38 @@ def replicas(directory: Path, options: argparse.Namespace) -> dict:
     with contextlib.ExitStack() as stack:
         mounts = {}
         for count in (1, 2):
-            mounts["one node", count] = stack.enter_context(one_node(directory / f"replicas-{count}", count)), []
+            mounts["one node", count] = (
+                stack.enter_context(one_node(directory / f"replicas-{count}", count)),
+                [],
+            )
             made = stack.enter_context(cluster(directory, 2, 1, "--replicas", str(count), drives=2))
             mounts["two nodes", count] = made.mount(made.clients[0]), made.clients[0].machine.command()
         for place, prefix in mounts.values():
             written(place / "read", options, prefix)
             # Large reads and writes go past the page cache. What is here and there not in it makes one four times the other.
-            loads.fio(place / "read", "randread", 4 * KIB, WARMING, 600, size_bytes=options.file_mib * MIB // 2, once=True,
-                      prefix=prefix)
-        orders = [list(mounts.items())[::-1 if turn % 2 else 1] for turn in range(options.rounds)]
+            loads.fio(
+                place / "read",
+                "randread",
+                4 * KIB,
+                WARMING,
+                600,
+                size_bytes=options.file_mib * MIB // 2,
+                once=True,
+                prefix=prefix,
+            )
+        orders = [list(mounts.items())[:: -1 if turn % 2 else 1] for turn in range(options.rounds)]
         run("sync")
         for order in orders:
             for (where, count), (place, prefix) in order:
-                found = loads.fio(place / "read", "randread", 4 * KIB, 16, options.seconds, prefix=prefix,
-                                  size_bytes=options.file_mib * MIB // 2)
+                found = loads.fio(
+                    place / "read",
+                    "randread",
+                    4 * KIB,
+                    16,
+                    options.seconds,
+                    prefix=prefix,
+                    size_bytes=options.file_mib * MIB // 2,
+                )
                 rounds.add(f"{where}, {count}: random read, reads/s", found["rate"], "reads/s")
         for order in orders:
             for (where, count), (place, prefix) in order:
@@ -340,7 +435,9 @@ def replicas(directory: Path, options: argparse.Namespace) -> dict:
     for where in ("one node", "two nodes"):
         for load, goal in (("sequential write, MiB/s", 0.5), ("random read, reads/s", 0.95)):
             one, two = (rounds.median(f"{where}, {count}: {load}") for count in (1, 2))
-            rows.append({"where": where, "load": load, "one": one, "two": two, "ratio": two / one, "goal": goal})
+            rows.append(
+                {"where": where, "load": load, "one": one, "two": two, "ratio": two / one, "goal": goal}
+            )
     return {"rows": rows, "rounds": rounds.found}
 
 
@@ -363,48 +460,81 @@ def one_node(directory: Path, count: int) -> Iterator[Path]:
 
 def written(path: Path, options: argparse.Namespace, prefix: list[str]) -> dict:
     """One pass, and fsync."""
-    return loads.fio(path, "write", MIB, 1, 600, direct=False, size_bytes=options.file_mib * MIB, sync_at_end=True,
-                     prefix=prefix)
+    return loads.fio(
+        path,
+        "write",
+        MIB,
+        1,
+        600,
+        direct=False,
+        size_bytes=options.file_mib * MIB,
+        sync_at_end=True,
+        prefix=prefix,
+    )
 
 
 # -- what is said of it ------------------------------------------------------------------------------------------------
 
 
 def markdown(results: dict) -> str:
-    parts = [f"{results['date']}, {results['machine']}; nvpool {results['commit']}; medians of {results['rounds']} rounds of "
-             f"{results['seconds']:g} s.{not_final(results['busy_before'])}"]
+    parts = [
+        f"{results['date']}, {results['machine']}; nvpool {results['commit']}; medians of {results['rounds']} rounds of "
+        f"{results['seconds']:g} s.{not_final(results['busy_before'])}"
+    ]
     if "scaling" in results:
         found = results["scaling"]
-        rows = [f"| nodes and clients, {found['rate_mib_s']:g} MiB/s each | read, MiB/s | share of linear | plain TCP, MiB/s | "
-                "share of it | processors busy |", "|---|---:|---:|---:|---:|---:|"]
-        rows += [f"| {row['nodes']} | {row['mib_s']:,.1f} | {judged(row['of_linear'], 0.95)} | {row['floor_mib_s']:,.1f} | "
-                 f"{row['mib_s'] / row['floor_mib_s']:.0%} | {told_busy(row['busy'])} |" for row in found["rows"]]
+        rows = [
+            f"| nodes and clients, {found['rate_mib_s']:g} MiB/s each | read, MiB/s | share of linear | plain TCP, MiB/s | "
+            "share of it | processors busy |",
+            "|---|---:|---:|---:|---:|---:|",
+        ]
+        rows += [
+            f"| {row['nodes']} | {row['mib_s']:,.1f} | {judged(row['of_linear'], 0.95)} | {row['floor_mib_s']:,.1f} | "
+            f"{row['mib_s'] / row['floor_mib_s']:.0%} | {told_busy(row['busy'])} |"
+            for row in found["rows"]
+        ]
         parts.append("\n".join(rows))
     if "tls" in results:
         rows = ["| one client, one node | TLS | plain text | TLS ÷ plain text |", "|---|---:|---:|---:|"]
-        rows += [f"| {row['load']} ({row['unit']}) | {row['TLS']:,.0f} | {row['plain text']:,.0f} | "
-                 f"{row['TLS'] / row['plain text']:.2f} |" for row in results["tls"]["rows"]]
+        rows += [
+            f"| {row['load']} ({row['unit']}) | {row['TLS']:,.0f} | {row['plain text']:,.0f} | "
+            f"{row['TLS'] / row['plain text']:.2f} |"
+            for row in results["tls"]["rows"]
+        ]
         parts.append("\n".join(rows))
     if "replicas" in results:
         rows = ["| through a mount | 1 replica | 2 replicas | 2 ÷ 1 |", "|---|---:|---:|---:|"]
-        rows += [f"| {row['where']}: {row['load']} | {row['one']:,.0f} | {row['two']:,.0f} | "
-                 f"{judged(row['ratio'], row['goal'])} |" for row in results["replicas"]["rows"]]
+        rows += [
+            f"| {row['where']}: {row['load']} | {row['one']:,.0f} | {row['two']:,.0f} | "
+            f"{judged(row['ratio'], row['goal'])} |"
+            for row in results["replicas"]["rows"]
+        ]
         parts.append("\n".join(rows))
     if "balance" in results:
-        rows = ["| a drive is added | chunks | moved | had to | moved ÷ had to | used, least–most | points between them |",
-                "|---|---:|---:|---:|---:|---:|---:|"]
-        rows += [f"| {row['case']} | {row['chunks']:,} | {row['moved']:,} | {row['least']:,.0f} | "
-                 f"{judged(row['moved'] / row['least'], 1.1, True)} | {min(row['used']):.1%}–{max(row['used']):.1%} | "
-                 f"{judged(100 * (max(row['used']) - min(row['used'])), 5, True)} |" for row in results["balance"]["rows"]]
+        rows = [
+            "| a drive is added | chunks | moved | had to | moved ÷ had to | used, least–most | points between them |",
+            "|---|---:|---:|---:|---:|---:|---:|",
+        ]
+        rows += [
+            f"| {row['case']} | {row['chunks']:,} | {row['moved']:,} | {row['least']:,.0f} | "
+            f"{judged(row['moved'] / row['least'], 1.1, True)} | {min(row['used']):.1%}–{max(row['used']):.1%} | "
+            f"{judged(100 * (max(row['used']) - min(row['used'])), 5, True)} |"
+            for row in results["balance"]["rows"]
+        ]
         parts.append("\n".join(rows))
     if "growth" in results:
         found = results["growth"]
-        rows = [f"| a third drive beside two, {found['rate_mib_s']:g} MiB/s each | before, MiB/s | after | grown by | "
-                "of its share | processors busy |", "|---|---:|---:|---:|---:|---:|"]
+        rows = [
+            f"| a third drive beside two, {found['rate_mib_s']:g} MiB/s each | before, MiB/s | after | grown by | "
+            "of its share | processors busy |",
+            "|---|---:|---:|---:|---:|---:|",
+        ]
         for row in found["rows"]:
             grown = row["after"] / row["before"] - 1
-            rows.append(f"| {row['what']} | {row['before']:,.1f} | {row['after']:,.1f} | {grown:.0%} of {row['share']:.0%} | "
-                        f"{judged(grown / row['share'], GROWN)} | {told_busy(row['busy'])} |")
+            rows.append(
+                f"| {row['what']} | {row['before']:,.1f} | {row['after']:,.1f} | {grown:.0%} of {row['share']:.0%} | "
+                f"{judged(grown / row['share'], GROWN)} | {told_busy(row['busy'])} |"
+            )
         parts.append("\n".join(rows))
     return "\n\n".join(parts) + "\n"
 
@@ -416,14 +546,20 @@ def told_busy(share: float) -> str:
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="short loads on small files: what is said is rough")
+    parser.add_argument(
+        "--quick", action="store_true", help="short loads on small files: what is said is rough"
+    )
     parser.add_argument("--seconds", type=float, help="of each load [6, quick 2]")
     parser.add_argument("--file-mib", type=int, help="the file of each client [512, quick 160]")
-    parser.add_argument("--rate", type=float, default=10.0, help="of each node's cable, MiB/s [10]: two processors serve four")
+    parser.add_argument(
+        "--rate", type=float, default=10.0, help="of each node's cable, MiB/s [10]: two processors serve four"
+    )
     parser.add_argument("--only", choices=PARTS, action="append", help="one part; repeat it")
     parser.add_argument("--directory", type=Path, default=HERE.parent / "build", help="on the drive to use")
     parser.add_argument("--results", type=Path, help="write nodes.json and nodes.md there")
-    parser.add_argument("--write", action="store_true", help="and put the tables of a whole run into bench/README.md")
+    parser.add_argument(
+        "--write", action="store_true", help="and put the tables of a whole run into bench/README.md"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
     options = parser.parse_args(words)
     options.seconds = options.seconds or (2.0 if options.quick else 6.0)
@@ -432,8 +568,15 @@ def main(words: list[str] | None = None) -> int:
     if missing:
         raise SystemExit(f"this can not run here: {missing}")
     wanted = [name for name in PARTS if not options.only or name in options.only]
-    results: dict = {"date": time.strftime("%Y-%m-%d"), "machine": machine(), "commit": commit(), "rounds": options.rounds,
-                     "seconds": options.seconds, "file_mib": options.file_mib, "busy_before": warn_of_others()}
+    results: dict = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "commit": commit(),
+        "rounds": options.rounds,
+        "seconds": options.seconds,
+        "file_mib": options.file_mib,
+        "busy_before": warn_of_others(),
+    }
     parts = dict(zip(PARTS, (scaling, tls, replicas, balance, growth), strict=True))
     begin = time.monotonic()
     with workspace(options.directory) as (directory, _), processors_awake(can_keep_awake()):
@@ -445,7 +588,12 @@ def main(words: list[str] | None = None) -> int:
             except (Failed, AssertionError) as error:
                 say(f"{name} could not be measured: {error}")
     results["took_s"] = round(time.monotonic() - begin)
-    whole = not options.only and not options.quick and options.rounds >= 3 and all(name in results for name in wanted)
+    whole = (
+        not options.only
+        and not options.quick
+        and options.rounds >= 3
+        and all(name in results for name in wanted)
+    )
     print(json.dumps(results, indent=1) if options.json else markdown(results))
     kept = options.results or (HERE / "results" if whole else None)
     if kept is not None:

@@ -55,8 +55,12 @@ class Asked:
         self.directory = directory
         self.plain, self.memory, self.bare = PlainDirectory(), FuseFromMemory(), FuseBare()
         self.short, self.stream = Pool(SHORT), Pool(STREAM)
-        self.comparison = Comparison(directory, [self.plain, self.memory, self.bare, self.short, self.stream],
-                                     Sizes(seconds, region, 0, 1), False)
+        self.comparison = Comparison(
+            directory,
+            [self.plain, self.memory, self.bare, self.short, self.stream],
+            Sizes(seconds, region, 0, 1),
+            False,
+        )
 
     def start(self) -> None:
         self.comparison.start()
@@ -68,10 +72,24 @@ class Asked:
 
     def mounted(self, subject, threads: int, direct: bool = True) -> dict:
         """fio's threads for so many seconds, on bytes that whoever serves them has in memory."""
-        run("dd", f"if={subject.mount / 'large'}", "of=/dev/null", "bs=1M", f"count={self.region // MIB}", "status=none",
-            *(["iflag=direct"] if direct else []))
-        return loads.fio(subject.mount / "large", "randread", 4 * KIB, threads, self.seconds, direct=direct,
-                         size_bytes=self.region)
+        run(
+            "dd",
+            f"if={subject.mount / 'large'}",
+            "of=/dev/null",
+            "bs=1M",
+            f"count={self.region // MIB}",
+            "status=none",
+            *(["iflag=direct"] if direct else []),
+        )
+        return loads.fio(
+            subject.mount / "large",
+            "randread",
+            4 * KIB,
+            threads,
+            self.seconds,
+            direct=direct,
+            size_bytes=self.region,
+        )
 
     def sdk(self, pool: Pool, verb: str, *words: object) -> dict:
         return json.loads(pool.sdk(verb, "/large", "--region", self.region, *words, seconds=self.seconds))
@@ -103,13 +121,25 @@ class Asked:
         """What layers.split asks for, in this order: what is cold comes last."""
         pools = {"stream": self.stream, "short cut": self.short}
         steps: dict[str, Callable[[], dict]] = {
-            "bare": lambda: self.mounted(self.bare, 1), "floor": lambda: self.mounted(self.memory, 1),
-            "wire": lambda: json.loads(self.stream.run(sys.executable, HERE / "loads.py", "echo", "stream", self.seconds)),
-            "drive warm": lambda: self.mounted(self.plain, 1, direct=False), "raw warm": lambda: self.sdk(self.stream, "raw")}
+            "bare": lambda: self.mounted(self.bare, 1),
+            "floor": lambda: self.mounted(self.memory, 1),
+            "wire": lambda: json.loads(
+                self.stream.run(sys.executable, HERE / "loads.py", "echo", "stream", self.seconds)
+            ),
+            "drive warm": lambda: self.mounted(self.plain, 1, direct=False),
+            "raw warm": lambda: self.sdk(self.stream, "raw"),
+        }
         steps |= {f"sdk {road} warm": lambda pool=pool: self.sdk(pool, "one") for road, pool in pools.items()}
-        steps |= {f"mount {road} warm": lambda pool=pool: self.mounted(pool, 1) for road, pool in pools.items()}
-        steps |= {"drive cold": lambda: self._cold(self.plain), "raw cold": lambda: self._cold_sdk(self.stream, "raw")}
-        steps |= {f"sdk {road} cold": lambda pool=pool: self._cold_sdk(pool, "one") for road, pool in pools.items()}
+        steps |= {
+            f"mount {road} warm": lambda pool=pool: self.mounted(pool, 1) for road, pool in pools.items()
+        }
+        steps |= {
+            "drive cold": lambda: self._cold(self.plain),
+            "raw cold": lambda: self._cold_sdk(self.stream, "raw"),
+        }
+        steps |= {
+            f"sdk {road} cold": lambda pool=pool: self._cold_sdk(pool, "one") for road, pool in pools.items()
+        }
         steps |= {f"mount {road} cold": lambda pool=pool: self._cold(pool) for road, pool in pools.items()}
         return steps
 
@@ -138,36 +168,66 @@ def scaled(directory: Path, options: argparse.Namespace, ends: list) -> dict:
         for turn in range(options.rounds):
             for variant, way in ((STREAM, "stream"), (SHORT, "short cut")):
                 for block, block_bytes in throughput.BLOCKS.items():
-                    command = pool.sdk_command("flight", "/large", "--region", region, "--block", block_bytes, "--in-flight",
-                                               throughput.IN_FLIGHT, "--seconds", options.seconds, "--wait", variant=variant)
+                    command = pool.sdk_command(
+                        "flight",
+                        "/large",
+                        "--region",
+                        region,
+                        "--block",
+                        block_bytes,
+                        "--in-flight",
+                        throughput.IN_FLIGHT,
+                        "--seconds",
+                        options.seconds,
+                        "--wait",
+                        variant=variant,
+                    )
                     for processes in options.clients:
                         one = throughput.together([command] * processes, pool.environment(), options.seconds)
                         found.setdefault((way, block, processes), []).append(one)
-                        say(f"round {turn + 1}: {targets} targets, {processes} clients, {way}, {block}: "
-                            f"{one['rate']:,.0f} reads/s")
-        rows += [{"way": way, "block": block, "targets": targets, "processes": processes} | throughput.medians(ones)
-                 for (way, block, processes), ones in found.items()]
+                        say(
+                            f"round {turn + 1}: {targets} targets, {processes} clients, {way}, {block}: "
+                            f"{one['rate']:,.0f} reads/s"
+                        )
+        rows += [
+            {"way": way, "block": block, "targets": targets, "processes": processes}
+            | throughput.medians(ones)
+            for (way, block, processes), ones in found.items()
+        ]
         pool.stop()
     return {"rows": rows}
 
 
 # -- what came of it -------------------------------------------------------------------------------------------------------
 
+
 def markdown(results: dict) -> str:
-    parts = ["# Questions", f"{results['date']}, {results['machine']}; nvpool {results['commit']}; medians of "
-             f"{results['rounds']} rounds of {results['seconds']:g} s, 4 KiB random reads of {results['region_mib']} MiB in "
-             f"memory unless said otherwise; {minutes(results['took_s'])}."]
+    parts = [
+        "# Questions",
+        f"{results['date']}, {results['machine']}; nvpool {results['commit']}; medians of "
+        f"{results['rounds']} rounds of {results['seconds']:g} s, 4 KiB random reads of {results['region_mib']} MiB in "
+        f"memory unless said otherwise; {minutes(results['took_s'])}.",
+    ]
     if "concurrency" in results:
         knees = ", ".join(f"{name}: {found['knee']}" for name, found in results["concurrency"].items())
-        parts += ["## Latency against concurrency", concurrency.table(results["concurrency"]),
-                  f"The knee is the smallest number in flight with nine tenths of the largest rate: {knees}."]
+        parts += [
+            "## Latency against concurrency",
+            concurrency.table(results["concurrency"]),
+            f"The knee is the smallest number in flight with nine tenths of the largest rate: {knees}.",
+        ]
     if "layers" in results:
-        parts += ["## Cost of a read, layer by layer", layers.table(results["layers"]["rows"]),
-                  "By subtraction of floors of the same run, see layers.py; the client is what is left: less than nothing "
-                  "where one compiled step does the engine's part too. Of what is cold a quarter of the region is read."]
+        parts += [
+            "## Cost of a read, layer by layer",
+            layers.table(results["layers"]["rows"]),
+            "By subtraction of floors of the same run, see layers.py; the client is what is left: less than nothing "
+            "where one compiled step does the engine's part too. Of what is cold a quarter of the region is read.",
+        ]
     if "throughput" in results:
-        parts += ["## Targets and client processes", throughput.table(results["throughput"]["rows"]),
-                  f"All on one drive and the same processors; {throughput.IN_FLIGHT} reads in flight a process."]
+        parts += [
+            "## Targets and client processes",
+            throughput.table(results["throughput"]["rows"]),
+            f"All on one drive and the same processors; {throughput.IN_FLIGHT} reads in flight a process.",
+        ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -181,16 +241,27 @@ def chart(results: dict) -> str:
             points = [(point["in_flight"], point[key]) for point in found["points"]]
             return Line(name + note, points, None if dashed else found["knee"], dashed, at)
 
-        sheet.lines("4 KiB random reads a second, by reads in flight; rings: the knee",
-                    [line(at, "rate") for at in range(len(series))])
-        sheet.lines("their latency in µs, by reads in flight",
-                    [line(at, key, dashed, note) for at in range(len(series))
-                     for key, dashed, note in (("p50_us", False, ", p50"), ("p99_us", True, ", p99"))], log_y=True)
+        sheet.lines(
+            "4 KiB random reads a second, by reads in flight; rings: the knee",
+            [line(at, "rate") for at in range(len(series))],
+        )
+        sheet.lines(
+            "their latency in µs, by reads in flight",
+            [
+                line(at, key, dashed, note)
+                for at in range(len(series))
+                for key, dashed, note in (("p50_us", False, ", p50"), ("p99_us", True, ", p99"))
+            ],
+            log_y=True,
+        )
     if "layers" in results:
         rows = results["layers"]["rows"]
-        sheet.stacked("Cost of a 4 KiB read, one at a time, in µs",
-                      [(layers.name_of(row), [row["layers"][name] for name in layers.LAYERS]) for row in rows],
-                      layers.LAYERS, "µs")
+        sheet.stacked(
+            "Cost of a 4 KiB read, one at a time, in µs",
+            [(layers.name_of(row), [row["layers"][name] for name in layers.LAYERS]) for row in rows],
+            layers.LAYERS,
+            "µs",
+        )
     if "throughput" in results:
         for block in throughput.BLOCKS:
             for way in ("stream", "short cut"):
@@ -198,10 +269,15 @@ def chart(results: dict) -> str:
                 for row in results["throughput"]["rows"]:
                     if (row["block"], row["way"]) == (block, way):
                         groups.setdefault(row["targets"], {})[row["processes"]] = row["rate"]
-                sheet.bars(f"{block} reads a second, {way}, by targets and client processes",
-                           [(f"{targets} target{'s' * (targets > 1)}", [found[count] for count in sorted(found)])
-                            for targets, found in groups.items()],
-                           [f"{count} client{'s' * (count > 1)}" for count in sorted(next(iter(groups.values())))], "/s")
+                sheet.bars(
+                    f"{block} reads a second, {way}, by targets and client processes",
+                    [
+                        (f"{targets} target{'s' * (targets > 1)}", [found[count] for count in sorted(found)])
+                        for targets, found in groups.items()
+                    ],
+                    [f"{count} client{'s' * (count > 1)}" for count in sorted(next(iter(groups.values())))],
+                    "/s",
+                )
     return sheet.svg()
 
 
@@ -211,8 +287,11 @@ def numbers(text: str) -> list[int]:
 
 def expected_s(options: argparse.Namespace, wanted: list[str]) -> float:
     """A step takes its seconds and about one more: for a process to start, or a mount to be made anew."""
-    steps = {"concurrency": 4 * len(options.in_flight), "layers": 15,
-             "throughput": 4 * len(options.targets) * len(options.clients)}
+    steps = {
+        "concurrency": 4 * len(options.in_flight),
+        "layers": 15,
+        "throughput": 4 * len(options.targets) * len(options.clients),
+    }
     return 60 + options.rounds * (options.seconds + 1.2) * sum(steps[name] for name in wanted)
 
 
@@ -222,18 +301,31 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=1.5, help="of each step")
     parser.add_argument("--region-mib", type=int, default=64, help="the part of each file that is read")
     parser.add_argument("--only", choices=QUESTIONS, action="append", help="one question; repeat it")
-    for name, default in (("in-flight", concurrency.LEVELS), ("targets", throughput.TARGETS),
-                          ("clients", throughput.PROCESSES)):
+    for name, default in (
+        ("in-flight", concurrency.LEVELS),
+        ("targets", throughput.TARGETS),
+        ("clients", throughput.PROCESSES),
+    ):
         parser.add_argument(f"--{name}", type=numbers, default=default, metavar="N,…")
-    parser.add_argument("--directory", type=Path, default=HERE.parent / "build", help="on the drive to measure")
-    parser.add_argument("--results", type=Path, help="write questions.json, questions.md and questions.svg there")
+    parser.add_argument(
+        "--directory", type=Path, default=HERE.parent / "build", help="on the drive to measure"
+    )
+    parser.add_argument(
+        "--results", type=Path, help="write questions.json, questions.md and questions.svg there"
+    )
     options = parser.parse_args(words)
     if os.geteuid() != 0:
         raise SystemExit("this needs root: to drop the page cache, and to mount")
     wanted = [name for name in QUESTIONS if not options.only or name in options.only]
     say(f"{', '.join(wanted)}: this takes about {minutes(expected_s(options, wanted))}")
-    results: dict = {"date": time.strftime("%Y-%m-%d"), "machine": machine(), "commit": commit(), "rounds": options.rounds,
-                     "seconds": options.seconds, "region_mib": options.region_mib}
+    results: dict = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "commit": commit(),
+        "rounds": options.rounds,
+        "seconds": options.seconds,
+        "region_mib": options.region_mib,
+    }
     begin, whole = time.monotonic(), False
     with workspace(options.directory) as (directory, ends), processors_awake(can_keep_awake()):
         os.environ[MARK] = str(directory)  # also what is started without a subject is ended with the rest

@@ -30,7 +30,7 @@ from nvpool.client.state.options import ClientOptions
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.transports import ucx
-from nvpool.rpc.transports.rdma import RdmaUnixTransport, RdmaSettings
+from nvpool.rpc.transports.rdma import RdmaSettings, RdmaUnixTransport
 from nvpool.rpc.transports.stream import UnixStreamTransport
 from nvpool.sdk.aio import AsyncFileSystem
 
@@ -49,7 +49,13 @@ def plans(file, count: int, size: int) -> list[list[tuple]]:
 
 def processor_s(pids: list[int]) -> float:
     ticks = os.sysconf("SC_CLK_TCK")
-    return sum(sum(map(int, Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13])) for pid in pids) / ticks
+    return (
+        sum(
+            sum(map(int, Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]))
+            for pid in pids
+        )
+        / ticks
+    )
 
 
 async def calls(pool, batches, into, seconds: float, stores: list[int]) -> tuple[float, float, float]:
@@ -63,8 +69,10 @@ async def calls(pool, batches, into, seconds: float, stores: list[int]) -> tuple
 
 
 async def measure(directory: str, options: argparse.Namespace, stores: list[int]) -> dict:
-    pools = {name: await AsyncFileSystem.connect(directory, options=ClientOptions(transport=name, short_cut=False))
-             for name in TRANSPORTS}
+    pools = {
+        name: await AsyncFileSystem.connect(directory, options=ClientOptions(transport=name, short_cut=False))
+        for name in TRANSPORTS
+    }
     async with await pools["rdma"].open("/bench", "w+b") as file:
         for at in range(0, REGION, MIB):
             await file.write(at, os.urandom(MIB))
@@ -76,13 +84,15 @@ async def measure(directory: str, options: argparse.Namespace, stores: list[int]
         batches = {name: plans(files[name], count, size) for name in TRANSPORTS}
         first = {}
         for name in TRANSPORTS:
-            await calls(pools[name], batches[name], into, options.seconds, stores)  # caches, connections, memory
+            await calls(
+                pools[name], batches[name], into, options.seconds, stores
+            )  # caches, connections, memory
             await pools[name].read_many(batches[name][0], into)
             first[name] = bytes(into)
         assert first["rdma"] == first["stream+unix"], "the two read different bytes"
         rounds = {name: [] for name in TRANSPORTS}
         for number in range(options.rounds):
-            for name in TRANSPORTS[::1 if number % 2 else -1]:
+            for name in TRANSPORTS[:: 1 if number % 2 else -1]:
                 rounds[name].append(await calls(pools[name], batches[name], into, options.seconds, stores))
         found[shape] = summary(rounds) | {"wanted": wanted}
         if options.profile:
@@ -95,8 +105,11 @@ async def measure(directory: str, options: argparse.Namespace, stores: list[int]
                 pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(12)
         for file in files.values():
             await file.close()
-    placed = [connection.placed_bytes for connection in pools["rdma"].client.dialer._live.values()
-              if getattr(connection, "upgraded", False)]
+    placed = [
+        connection.placed_bytes
+        for connection in pools["rdma"].client.dialer._live.values()
+        if getattr(connection, "upgraded", False)
+    ]
     assert placed and all(placed), "nothing was written one-sidedly"
     for pool in pools.values():
         await pool.close()
@@ -110,11 +123,14 @@ IN_FLIGHT = 4
 def serve_bare(directory: str) -> None:
     """Answer from memory, over both transports, until our parent closes our input."""
     memory = memoryview(os.urandom(2 * MIB))
-    answers = {count: [memory[at * size:(at + 1) * size] for at in range(count)] for count, size in BARE.values()}
+    answers = {
+        count: [memory[at * size : (at + 1) * size] for at in range(count)] for count, size in BARE.values()
+    }
 
     async def main() -> None:
         listener = await RdmaUnixTransport(RdmaSettings(local=True)).listen(
-            f"rdma+unix://{directory}/s", Greeting("bare"), lambda call: call.reply(b"", answers[call.method]))
+            f"rdma+unix://{directory}/s", Greeting("bare"), lambda call: call.reply(b"", answers[call.method])
+        )
         print("ready", flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
         await listener.close()
@@ -122,10 +138,12 @@ def serve_bare(directory: str) -> None:
     uvloop.run(main())
 
 
-async def bare_calls(connection, count: int, into: memoryview, seconds: float, server: int) -> tuple[float, float, float]:
+async def bare_calls(
+    connection, count: int, into: memoryview, seconds: float, server: int
+) -> tuple[float, float, float]:
     """As `calls`: answers received where they are wanted, and not looked at."""
     done, before, ours, began = 0, processor_s([server]), process_time(), perf_counter()
-    parts = [into[at:at + len(into) // IN_FLIGHT] for at in range(0, len(into), len(into) // IN_FLIGHT)]
+    parts = [into[at : at + len(into) // IN_FLIGHT] for at in range(0, len(into), len(into) // IN_FLIGHT)]
 
     async def loop(part: memoryview) -> None:
         nonlocal done
@@ -135,21 +153,28 @@ async def bare_calls(connection, count: int, into: memoryview, seconds: float, s
 
     await asyncio.gather(*map(loop, parts))
     gib = done * len(parts[0]) / (1 << 30)
-    return gib * (1 << 30) / (perf_counter() - began), (process_time() - ours) / gib, (processor_s([server]) - before) / gib
+    return (
+        gib * (1 << 30) / (perf_counter() - began),
+        (process_time() - ours) / gib,
+        (processor_s([server]) - before) / gib,
+    )
 
 
 async def measure_bare(directory: str, options: argparse.Namespace, server: int) -> dict:
     """The transports alone: what of the figures above is theirs."""
     greeting, until_s = Greeting("bench"), SYSTEM_CLOCK.boottime_s() + 10
-    connections = {"stream+unix": await UnixStreamTransport().connect(f"stream+unix://{directory}/s", greeting,
-                                                                      deadline_s=until_s),
-                   "rdma": await RdmaUnixTransport().connect(f"rdma+unix://{directory}/s", greeting, deadline_s=until_s)}
+    connections = {
+        "stream+unix": await UnixStreamTransport().connect(
+            f"stream+unix://{directory}/s", greeting, deadline_s=until_s
+        ),
+        "rdma": await RdmaUnixTransport().connect(f"rdma+unix://{directory}/s", greeting, deadline_s=until_s),
+    }
     found = {}
     for shape, (count, size) in BARE.items():
         into = memoryview(bytearray(count * size * IN_FLIGHT))
         rounds = {name: [] for name in TRANSPORTS}
         for number in range(-1, options.rounds):
-            for name in TRANSPORTS[::1 if number % 2 else -1]:
+            for name in TRANSPORTS[:: 1 if number % 2 else -1]:
                 one = await bare_calls(connections[name], count, into, options.seconds, server)
                 if number >= 0:
                     rounds[name].append(one)
@@ -161,16 +186,25 @@ async def measure_bare(directory: str, options: argparse.Namespace, server: int)
 
 def summary(rounds: dict[str, list[tuple]]) -> dict:
     ratios = [new[0] / old[0] for new, old in zip(rounds["rdma"], rounds["stream+unix"], strict=True)]
-    return {name: dict(zip(("bytes_rate", "reader_s_per_gib", "stores_s_per_gib"),
-                           map(statistics.median, zip(*rounds[name], strict=True)), strict=True))
-            for name in TRANSPORTS} | {"ratio": statistics.median(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios)}
+    return {
+        name: dict(
+            zip(
+                ("bytes_rate", "reader_s_per_gib", "stores_s_per_gib"),
+                map(statistics.median, zip(*rounds[name], strict=True)),
+                strict=True,
+            )
+        )
+        for name in TRANSPORTS
+    } | {"ratio": statistics.median(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=0.4)
-    parser.add_argument("--drives", type=int, default=1, help="with several, what a call reads comes in parts")
+    parser.add_argument(
+        "--drives", type=int, default=1, help="with several, what a call reads comes in parts"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--serve-bare", help=argparse.SUPPRESS)
@@ -184,26 +218,46 @@ def main() -> None:
         directory, config = f"{place}/pool", Path(place, "node.toml")
         config.write_text("[rdma]\nlocal = true\n")
         nvpool = str(Path(sys.executable).with_name("nvpool"))
-        subprocess.run([nvpool, "dev", "up", directory, "--config", str(config), "--drives", str(options.drives)], check=True,
-                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.run(
+            [nvpool, "dev", "up", directory, "--config", str(config), "--drives", str(options.drives)],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         try:
-            stores = [int(json.loads(path.read_text())["pid"]) for path in Path(directory, "run").glob("target-*.json")]
+            stores = [
+                int(json.loads(path.read_text())["pid"])
+                for path in Path(directory, "run").glob("target-*.json")
+            ]
             found = uvloop.run(measure(directory, options, stores))
         finally:
             subprocess.run([nvpool, "dev", "down", directory], check=True, stdout=subprocess.DEVNULL)
-        with subprocess.Popen([sys.executable, __file__, "--serve-bare", place], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                              text=True) as server:
+        with subprocess.Popen(
+            [sys.executable, __file__, "--serve-bare", place],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as server:
             server.stdout.readline()
             found["transports alone"] = uvloop.run(measure_bare(place, options, server.pid))
             server.stdin.close()
-    found |= {"ucx": ucx.version(), "rounds": options.rounds, "drives": options.drives, "load": os.getloadavg()[0]}
+    found |= {
+        "ucx": ucx.version(),
+        "rounds": options.rounds,
+        "drives": options.drives,
+        "load": os.getloadavg()[0],
+    }
     for shape, (_, _, wanted) in SHAPES.items():
         this = found[shape]
-        print(f"{shape}: rdma {this['rdma']['bytes_rate'] / 1e6:.0f} MB/s, stream+unix "
-              f"{this['stream+unix']['bytes_rate'] / 1e6:.0f} MB/s, ratio {this['ratio']:.2f} (wanted {wanted})")
+        print(
+            f"{shape}: rdma {this['rdma']['bytes_rate'] / 1e6:.0f} MB/s, stream+unix "
+            f"{this['stream+unix']['bytes_rate'] / 1e6:.0f} MB/s, ratio {this['ratio']:.2f} (wanted {wanted})"
+        )
     for shape, this in found["transports alone"].items():
-        print(f"transports alone, {shape}: rdma {this['rdma']['bytes_rate'] / 1e6:.0f} MB/s, stream+unix "
-              f"{this['stream+unix']['bytes_rate'] / 1e6:.0f} MB/s, ratio {this['ratio']:.2f}")
+        print(
+            f"transports alone, {shape}: rdma {this['rdma']['bytes_rate'] / 1e6:.0f} MB/s, stream+unix "
+            f"{this['stream+unix']['bytes_rate'] / 1e6:.0f} MB/s, ratio {this['ratio']:.2f}"
+        )
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     else:

@@ -33,12 +33,27 @@ class Floor(NamedTuple):
 
 FLOORS = (
     Floor("warm re-read, × the plain directory", "reread", (DRIVE, "reread"), dict.fromkeys(COLUMNS, 0.9)),
-    Floor("read_many of 4 KiB by one process, thousands a second", "sdk-many", 1000.0, dict.fromkeys(COLUMNS, 150.0)),
-    Floor("cost of one 4 KiB read by the SDK, × a blocking C socket's round trip", "sdk-one", (SOCKET, "socket"),
-          {"tcp": 3.0}, True),
+    Floor(
+        "read_many of 4 KiB by one process, thousands a second",
+        "sdk-many",
+        1000.0,
+        dict.fromkeys(COLUMNS, 150.0),
+    ),
+    Floor(
+        "cost of one 4 KiB read by the SDK, × a blocking C socket's round trip",
+        "sdk-one",
+        (SOCKET, "socket"),
+        {"tcp": 3.0},
+        True,
+    ),
     Floor("the same from a thread (File.pread)", "sdk-thread", (SOCKET, "socket"), {"tcp": 3.0}, True),
-    Floor("cost of a 4 KiB read through the mount, one at a time, × C passthrough", "read4k-1", (PASSTHROUGH, "read4k-1"),
-          {"same host": 2.0, "tcp": 3.0}, True),
+    Floor(
+        "cost of a 4 KiB read through the mount, one at a time, × C passthrough",
+        "read4k-1",
+        (PASSTHROUGH, "read4k-1"),
+        {"same host": 2.0, "tcp": 3.0},
+        True,
+    ),
 )
 """The goals beside those of the peers."""
 
@@ -47,8 +62,10 @@ def machine() -> str:
     with open("/proc/cpuinfo") as file:
         model = re.search(r"model name\s*:\s*(.*)", file.read())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
-    return (f"{os.cpu_count()} cores ({model.group(1) if model else platform.machine()}), {memory:.0f} GiB, Linux "
-            f"{platform.release()}, Python {platform.python_version()}")
+    return (
+        f"{os.cpu_count()} cores ({model.group(1) if model else platform.machine()}), {memory:.0f} GiB, Linux "
+        f"{platform.release()}, Python {platform.python_version()}"
+    )
 
 
 def put_into_readme(name: str, text: str) -> None:
@@ -61,7 +78,9 @@ def put_into_readme(name: str, text: str) -> None:
 
 def commit() -> str:
     here = str(Path(__file__).parent)
-    done = subprocess.run(["git", "-C", here, "describe", "--always", "--dirty"], capture_output=True, text=True)
+    done = subprocess.run(
+        ["git", "-C", here, "describe", "--always", "--dirty"], capture_output=True, text=True
+    )
     return done.stdout.strip()
 
 
@@ -70,36 +89,71 @@ def summary(comparison, loads, options, took_s: float) -> dict:
     subjects = {}
     for subject in comparison.subjects:
         subjects[subject.name] = {
-            "kind": subject.kind, "version": comparison.versions.get(subject.name, ""), "notes": subject.notes,
-            "cold": subject.cold, "missing": comparison.missing.get(subject.name)}
+            "kind": subject.kind,
+            "version": comparison.versions.get(subject.name, ""),
+            "notes": subject.notes,
+            "cold": subject.cold,
+            "missing": comparison.missing.get(subject.name),
+        }
     found = []
     for load in loads:
         cells = {}
         for name in subjects:
-            ways = {"awake" if awake else "asleep": _way(load, rounds)
-                    for awake, rounds in comparison.figures.get((name, load.key), {}).items()}
+            ways = {
+                "awake" if awake else "asleep": _way(load, rounds)
+                for awake, rounds in comparison.figures.get((name, load.key), {}).items()
+            }
             if ways:
                 cells[name] = ways | {"best": max(way["median"] for way in ways.values())}
             if (name, load.key) in comparison.failures:
                 cells.setdefault(name, {})["failed"] = comparison.failures[name, load.key]
-        peers = {name: cell["best"] for name, cell in cells.items() if subjects[name]["kind"] == "peer" and "best" in cell}
-        found.append({"key": load.key, "name": load.name, "unit": load.unit, "cold": load.cold, "durable": load.durable,
-                      "by": load.by, "cells": cells,
-                      "goals": dict(zip(COLUMNS, load.goals, strict=True)) if load.goals else None,
-                      "best_peer": max(peers, key=peers.get, default=None)})
+        peers = {
+            name: cell["best"]
+            for name, cell in cells.items()
+            if subjects[name]["kind"] == "peer" and "best" in cell
+        }
+        found.append(
+            {
+                "key": load.key,
+                "name": load.name,
+                "unit": load.unit,
+                "cold": load.cold,
+                "durable": load.durable,
+                "by": load.by,
+                "cells": cells,
+                "goals": dict(zip(COLUMNS, load.goals, strict=True)) if load.goals else None,
+                "best_peer": max(peers, key=peers.get, default=None),
+            }
+        )
     columns = {variant.column: variant.name for variant in VARIANTS if variant.column}
-    return {"date": time.strftime("%Y-%m-%d"), "machine": machine(), "commit": commit(), "took_s": round(took_s),
-            "floors": [against(floor, found, columns) for floor in FLOORS],
-            "rounds": options.rounds, "seconds": options.seconds, "file_mib": options.file_mib, "files": options.files,
-            "busy_before": comparison.busy_before, "busy_idle": comparison.busy_idle,
-            "columns": columns, "subjects": subjects, "loads": found}
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "commit": commit(),
+        "took_s": round(took_s),
+        "floors": [against(floor, found, columns) for floor in FLOORS],
+        "rounds": options.rounds,
+        "seconds": options.seconds,
+        "file_mib": options.file_mib,
+        "files": options.files,
+        "busy_before": comparison.busy_before,
+        "busy_idle": comparison.busy_idle,
+        "columns": columns,
+        "subjects": subjects,
+        "loads": found,
+    }
 
 
 def _way(load, rounds: list[dict]) -> dict:
     values = [value_of(load, found) for found in rounds]
-    return {"median": statistics.median(values), "least": min(values), "most": max(values), "rounds": values,
-            "p50_us": statistics.median(found["p50_us"] for found in rounds),
-            "p99_us": statistics.median(found["p99_us"] for found in rounds)}
+    return {
+        "median": statistics.median(values),
+        "least": min(values),
+        "most": max(values),
+        "rounds": values,
+        "p50_us": statistics.median(found["p50_us"] for found in rounds),
+        "p99_us": statistics.median(found["p99_us"] for found in rounds),
+    }
 
 
 def against(floor: Floor, loads: list[dict], columns: dict[str, str]) -> dict:
@@ -147,37 +201,67 @@ def judged(value: float | None, goal: float | None, at_most: bool = False) -> st
 
 def markdown(results: dict) -> str:
     subjects, loads = results["subjects"], results["loads"]
-    parts = [f"# Beside the peers\n\n{results['date']}, {results['machine']}; nvpool {results['commit']}; medians of "
-             f"{results['rounds']} rounds; {results['took_s'] // 60} minutes. Large file of {results['file_mib']} MiB, "
-             f"directory of {results['files']:,} files; at most {results['seconds']:g} s a load. Processors were busy "
-             f"{results['busy_before']:.1%} before anything was started, {results['busy_idle']:.1%} with all of it idle.",
-             "## nvpool, times the best peer", _goals(results), "## Against the floors", _floors(results),
-             "## Everything", "Drive and floors: with the processors kept awake (/dev/cpu_dma_latency held at 0), as nvpool's "
-             "daemons do it by themselves. Where there are two figures, the first is without that; the better one counts. "
-             "SDK: one process, in the memory of the store.", _everything(results)]
-    missing = [f"* **{name}**: {subject['missing']}" for name, subject in subjects.items() if subject["missing"]]
-    missing += [f"* **{name}**, {load['name']}: {cell['failed']}" for load in loads for name, cell in load["cells"].items()
-                if "failed" in cell]
+    parts = [
+        f"# Beside the peers\n\n{results['date']}, {results['machine']}; nvpool {results['commit']}; medians of "
+        f"{results['rounds']} rounds; {results['took_s'] // 60} minutes. Large file of {results['file_mib']} MiB, "
+        f"directory of {results['files']:,} files; at most {results['seconds']:g} s a load. Processors were busy "
+        f"{results['busy_before']:.1%} before anything was started, {results['busy_idle']:.1%} with all of it idle.",
+        "## nvpool, times the best peer",
+        _goals(results),
+        "## Against the floors",
+        _floors(results),
+        "## Everything",
+        "Drive and floors: with the processors kept awake (/dev/cpu_dma_latency held at 0), as nvpool's "
+        "daemons do it by themselves. Where there are two figures, the first is without that; the better one counts. "
+        "SDK: one process, in the memory of the store.",
+        _everything(results),
+    ]
+    missing = [
+        f"* **{name}**: {subject['missing']}" for name, subject in subjects.items() if subject["missing"]
+    ]
+    missing += [
+        f"* **{name}**, {load['name']}: {cell['failed']}"
+        for load in loads
+        for name, cell in load["cells"].items()
+        if "failed" in cell
+    ]
     if missing:
         parts += ["## Missing", "\n".join(missing)]
-    parts += ["## What they are", "\n".join(
-        f"* **{name}**" + (f" ({subject['version']})" if subject["version"] else "") + ": "
-        + "; ".join(filter(None, (subject["notes"], subject["cold"] and f"cold: {subject['cold']}")))
-        for name, subject in subjects.items() if not subject["missing"]),
+    parts += [
+        "## What they are",
+        "\n".join(
+            f"* **{name}**"
+            + (f" ({subject['version']})" if subject["version"] else "")
+            + ": "
+            + "; ".join(filter(None, (subject["notes"], subject["cold"] and f"cold: {subject['cold']}")))
+            for name, subject in subjects.items()
+            if not subject["missing"]
+        ),
         "Random reads use O_DIRECT, each block at most once, and are cold as well; so are whole files. Sequential reads do not "
-        "use O_DIRECT."]
+        "use O_DIRECT.",
+    ]
     return "\n\n".join(parts) + "\n"
 
 
 def _goals(results: dict) -> str:
-    rows = ["| work | plain directory | best peer | nvpool | × best peer | × drive | nvpool, TCP | × best peer | × drive |",
-            "|---|---:|---:|---:|---:|---:|---:|---:|---:|"]
+    rows = [
+        "| work | plain directory | best peer | nvpool | × best peer | × drive | nvpool, TCP | × best peer | × drive |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
     for load in (load for load in results["loads"] if load["by"] == "mount"):
         peer, drive = best(load, load["best_peer"]), best(load, DRIVE)
-        row = [f"{load['name']} ({load['unit']})", number(drive), f"{number(peer)} {load['best_peer'] or ''}".strip()]
+        row = [
+            f"{load['name']} ({load['unit']})",
+            number(drive),
+            f"{number(peer)} {load['best_peer'] or ''}".strip(),
+        ]
         for column in COLUMNS:
             mine = best(load, results["columns"].get(column))
-            row += [number(mine), judged(ratio(mine, peer), load["goals"] and load["goals"][column]), times(ratio(mine, drive))]
+            row += [
+                number(mine),
+                judged(ratio(mine, peer), load["goals"] and load["goals"][column]),
+                times(ratio(mine, drive)),
+            ]
         rows.append(f"| {' | '.join(row)} |")
     return "\n".join(rows)
 
@@ -185,8 +269,10 @@ def _goals(results: dict) -> str:
 def _floors(results: dict) -> str:
     rows = ["| floor | nvpool | nvpool, TCP |", "|---|---:|---:|"]
     for floor in results["floors"]:
-        cells = [judged(floor["columns"][column]["value"], floor["columns"][column]["goal"], floor["at_most"])
-                 for column in COLUMNS]
+        cells = [
+            judged(floor["columns"][column]["value"], floor["columns"][column]["goal"], floor["at_most"])
+            for column in COLUMNS
+        ]
         rows.append(f"| {floor['title']} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
@@ -210,7 +296,9 @@ def _everything(results: dict) -> str:
 
 def _rounds(way: dict) -> str:
     told = number(way["median"])
-    return f"{told} ({number(way['least'])}–{number(way['most'])})" if way["most"] > 2 * way["least"] else told
+    return (
+        f"{told} ({number(way['least'])}–{number(way['most'])})" if way["most"] > 2 * way["least"] else told
+    )
 
 
 # -- the chart ---------------------------------------------------------------------------------------------------------------
@@ -236,27 +324,40 @@ def chart(results: dict) -> str:
             if value is None:
                 continue
             length = min(value, TIMES_MAX) * scale
-            groups.append(f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{BAR - 1}" fill="{colour}"/>')
+            groups.append(
+                f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{BAR - 1}" fill="{colour}"/>'
+            )
             cut = " →" if value > TIMES_MAX else ""
-            groups.append(f'<text x="{LEFT + length + 4:.1f}" y="{y + BAR - 2}" font-size="9">{times(value)}{cut}</text>')
+            groups.append(
+                f'<text x="{LEFT + length + 4:.1f}" y="{y + BAR - 2}" font-size="9">{times(value)}{cut}</text>'
+            )
             if column and load["goals"]:
                 x = LEFT + load["goals"][column] * scale
-                groups.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 1}" y2="{y + BAR}" stroke="#000" stroke-width="2"/>')
+                groups.append(
+                    f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 1}" y2="{y + BAR}" stroke="#000" stroke-width="2"/>'
+                )
             y += BAR
-        groups.append(f'<text x="{LEFT - 8}" y="{(begin + y) / 2 + 4:.0f}" text-anchor="end">{escape(load["name"])}</text>')
+        groups.append(
+            f'<text x="{LEFT - 8}" y="{(begin + y) / 2 + 4:.0f}" text-anchor="end">{escape(load["name"])}</text>'
+        )
         y += GAP
     legend, x = [], 16
     for name, colour, _ in bars:
-        legend.append(f'<rect x="{x}" y="34" width="10" height="10" fill="{colour}"/>'
-                      f'<text x="{x + 14}" y="43">{escape(name)}</text>')
+        legend.append(
+            f'<rect x="{x}" y="34" width="10" height="10" fill="{colour}"/>'
+            f'<text x="{x + 14}" y="43">{escape(name)}</text>'
+        )
         x += 30 + 7 * len(name)
     axis = LEFT + scale
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y + 8}" viewBox="0 0 {WIDTH} {y + 8}" '
-            f'font-family="sans-serif" font-size="12"><rect width="{WIDTH}" height="{y + 8}" fill="#fff"/>'
-            f'<text x="16" y="20" font-size="14">Times the best peer, {escape(results["date"])}; black marks: goals</text>'
-            + "".join(legend) + "".join(groups)
-            + f'<line x1="{axis:.1f}" x2="{axis:.1f}" y1="{TOP - 8}" y2="{y - GAP + 4}" stroke="#444" stroke-dasharray="3 3"/>'
-            "</svg>\n")
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y + 8}" viewBox="0 0 {WIDTH} {y + 8}" '
+        f'font-family="sans-serif" font-size="12"><rect width="{WIDTH}" height="{y + 8}" fill="#fff"/>'
+        f'<text x="16" y="20" font-size="14">Times the best peer, {escape(results["date"])}; black marks: goals</text>'
+        + "".join(legend)
+        + "".join(groups)
+        + f'<line x1="{axis:.1f}" x2="{axis:.1f}" y1="{TOP - 8}" y2="{y - GAP + 4}" stroke="#444" stroke-dasharray="3 3"/>'
+        "</svg>\n"
+    )
 
 
 def _bars(results: dict) -> list[tuple[str, str, str | None]]:
@@ -264,7 +365,14 @@ def _bars(results: dict) -> list[tuple[str, str, str | None]]:
     column_of = {name: column for column, name in results["columns"].items()}
     kinds = {name: subject["kind"] for name, subject in results["subjects"].items() if not subject["missing"]}
     colours, shades = iter(PEER_COLOURS), iter(VARIANT_COLOURS)
-    bars = [(name, COLOURS[column_of[name]] if name in column_of else next(shades, "#e6efe9"), column_of.get(name))
-            for name, kind in kinds.items() if kind == "nvpool"]
+    bars = [
+        (
+            name,
+            COLOURS[column_of[name]] if name in column_of else next(shades, "#e6efe9"),
+            column_of.get(name),
+        )
+        for name, kind in kinds.items()
+        if kind == "nvpool"
+    ]
     bars += [(name, next(colours, "#9c9c9c"), None) for name, kind in kinds.items() if kind == "peer"]
     return bars + [(PASSTHROUGH, FLOOR_COLOUR, None)] * (PASSTHROUGH in kinds)

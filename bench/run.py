@@ -77,7 +77,9 @@ class Bench:
     def __init__(self, directory: Path, seconds: float):
         self.seconds = seconds
         self.directory = directory
-        self.pool, self.mount, self.plain, self.floor = (directory / name for name in ("p", "mount", "plain", "floor"))
+        self.pool, self.mount, self.plain, self.floor = (
+            directory / name for name in ("p", "mount", "plain", "floor")
+        )
         self._ending: list[Callable[[], None]] = []
 
     # -- what runs -----------------------------------------------------------------------------------------------------
@@ -88,7 +90,9 @@ class Bench:
         self._ending.append(self._stop_pool)
         config = self.pool.with_suffix(".toml")
         config.write_text(PLAIN_TCP)
-        nvpool("dev", "up", str(self.pool), "--drives", "1", "--mount", str(self.mount), "--config", str(config))
+        nvpool(
+            "dev", "up", str(self.pool), "--drives", "1", "--mount", str(self.mount), "--config", str(config)
+        )
         content = os.urandom(MIB)
         for path in (self.plain / "file", self.mount / "file"):
             with open(path, "wb") as file:
@@ -148,8 +152,9 @@ class Bench:
             return lambda: loads.fio(path, pattern, block, threads, s, **more)
 
         def write(folder):
-            return lambda: loads.fio(folder / "written", "write", MIB, 1, s, direct=False, size_bytes=FILE_BYTES,
-                                     sync_at_end=True)
+            return lambda: loads.fio(
+                folder / "written", "write", MIB, 1, s, direct=False, size_bytes=FILE_BYTES, sync_at_end=True
+            )
 
         def load(*words):
             return lambda: json.loads(run([sys.executable, str(HERE / "loads.py"), *words], timeout=s + 120))
@@ -167,45 +172,148 @@ class Bench:
             return lambda: shutil.rmtree(folder / "created", ignore_errors=True)
 
         return [
-            Line("drive 4 KiB random read, 1 thread, O_DIRECT", "reads/s", fio(plain, "randread", 4 * KIB, 1)),
-            Line("drive 4 KiB random read, 16 threads, O_DIRECT", "reads/s", fio(plain, "randread", 4 * KIB, 16)),
-            Line("drive 4 KiB random read, 1 thread, page cache", "reads/s", fio(plain, "randread", 4 * KIB, 1, direct=False)),
-            Line("drive 128 KiB random read, 16 threads, O_DIRECT", "MiB/s", fio(plain, "randread", 128 * KIB, 16)),
+            Line(
+                "drive 4 KiB random read, 1 thread, O_DIRECT", "reads/s", fio(plain, "randread", 4 * KIB, 1)
+            ),
+            Line(
+                "drive 4 KiB random read, 16 threads, O_DIRECT",
+                "reads/s",
+                fio(plain, "randread", 4 * KIB, 16),
+            ),
+            Line(
+                "drive 4 KiB random read, 1 thread, page cache",
+                "reads/s",
+                fio(plain, "randread", 4 * KIB, 1, direct=False),
+            ),
+            Line(
+                "drive 128 KiB random read, 16 threads, O_DIRECT",
+                "MiB/s",
+                fio(plain, "randread", 128 * KIB, 16),
+            ),
             Line("drive sequential 1 MiB read, O_DIRECT", "MiB/s", fio(plain, "read", MIB, 1)),
-            Line("drive sequential 1 MiB write and fsync", "MiB/s", write(self.plain), prepare=gone(self.plain)),
-            Line("drive create, write, close 4 KiB files, 1 thread", "files/s", create(self.plain),
-                 prepare=no_files(self.plain)),
-            Line("FUSE from memory 4 KiB random read, 1 thread", "reads/s", fio(floor, "randread", 4 * KIB, 1)),
-            Line("FUSE from memory 4 KiB random read, 16 threads", "reads/s", fio(floor, "randread", 4 * KIB, 16)),
-            Line("FUSE from memory 128 KiB random read, 16 threads", "MiB/s", fio(floor, "randread", 128 * KIB, 16)),
+            Line(
+                "drive sequential 1 MiB write and fsync", "MiB/s", write(self.plain), prepare=gone(self.plain)
+            ),
+            Line(
+                "drive create, write, close 4 KiB files, 1 thread",
+                "files/s",
+                create(self.plain),
+                prepare=no_files(self.plain),
+            ),
+            Line(
+                "FUSE from memory 4 KiB random read, 1 thread", "reads/s", fio(floor, "randread", 4 * KIB, 1)
+            ),
+            Line(
+                "FUSE from memory 4 KiB random read, 16 threads",
+                "reads/s",
+                fio(floor, "randread", 4 * KIB, 16),
+            ),
+            Line(
+                "FUSE from memory 128 KiB random read, 16 threads",
+                "MiB/s",
+                fio(floor, "randread", 128 * KIB, 16),
+            ),
             Line("FUSE from memory sequential 1 MiB read", "MiB/s", fio(floor, "read", MIB, 1)),
-            Line("FUSE from memory create, write, close 4 KiB files, 1 thread", "files/s", create(self.floor),
-                 prepare=no_files(self.floor)),
-            Line("transport stream+unix, echo of batches of 64 reads", "reads/s", load("echo", "stream+unix", str(s))),
+            Line(
+                "FUSE from memory create, write, close 4 KiB files, 1 thread",
+                "files/s",
+                create(self.floor),
+                prepare=no_files(self.floor),
+            ),
+            Line(
+                "transport stream+unix, echo of batches of 64 reads",
+                "reads/s",
+                load("echo", "stream+unix", str(s)),
+            ),
             Line("transport gRPC, echo of batches of 64 reads", "reads/s", load("echo", "grpc", str(s))),
-            Line("mount 4 KiB random read, 1 thread", "reads/s", fio(file, "randread", 4 * KIB, 1), 4000,
-                 "FUSE from memory 4 KiB random read, 1 thread", self.warm),
-            Line("mount 4 KiB random read, 16 threads", "reads/s", fio(file, "randread", 4 * KIB, 16), 13000,
-                 "FUSE from memory 4 KiB random read, 16 threads", self.warm),
-            Line("mount 128 KiB random read, 16 threads", "MiB/s", fio(file, "randread", 128 * KIB, 16), 700,
-                 "FUSE from memory 128 KiB random read, 16 threads", self.warm),
-            Line("mount sequential 1 MiB read", "MiB/s", fio(file, "read", MIB, 1), 700,
-                 "FUSE from memory sequential 1 MiB read", self.warm),
-            Line("mount sequential 1 MiB write and fsync", "MiB/s", write(self.mount), 450,
-                 "drive sequential 1 MiB write and fsync", gone(self.mount)),
-            Line("mount create, write, close 4 KiB files, 1 thread", "files/s", create(self.mount), 1200,
-                 "FUSE from memory create, write, close 4 KiB files, 1 thread", no_files(self.mount)),
-            Line("SDK read_many of 4 KiB, one process, one target", "reads/s", read_many(), 80000,
-                 "transport stream+unix, echo of batches of 64 reads", self.warm),
-            Line("SDK read_many of 4 KiB over gRPC, one process, one target", "reads/s", read_many("grpc"), 60000,
-                 "transport gRPC, echo of batches of 64 reads", self.warm),
-            Line("cold: mount 4 KiB random read, 1 thread", "reads/s", fio(file, "randread", 4 * KIB, 1), None,
-                 "drive 4 KiB random read, 1 thread, O_DIRECT", self.cold),
-            Line("cold: mount 4 KiB random read, 16 threads", "reads/s", fio(file, "randread", 4 * KIB, 16), None,
-                 "drive 4 KiB random read, 16 threads, O_DIRECT", self.cold),
-            Line("cold: mount sequential 1 MiB read", "MiB/s",
-                 lambda: loads.fio(file, "read", MIB, 1, s, direct=False, once=True), None,
-                 "drive sequential 1 MiB read, O_DIRECT", self.cold),
+            Line(
+                "mount 4 KiB random read, 1 thread",
+                "reads/s",
+                fio(file, "randread", 4 * KIB, 1),
+                4000,
+                "FUSE from memory 4 KiB random read, 1 thread",
+                self.warm,
+            ),
+            Line(
+                "mount 4 KiB random read, 16 threads",
+                "reads/s",
+                fio(file, "randread", 4 * KIB, 16),
+                13000,
+                "FUSE from memory 4 KiB random read, 16 threads",
+                self.warm,
+            ),
+            Line(
+                "mount 128 KiB random read, 16 threads",
+                "MiB/s",
+                fio(file, "randread", 128 * KIB, 16),
+                700,
+                "FUSE from memory 128 KiB random read, 16 threads",
+                self.warm,
+            ),
+            Line(
+                "mount sequential 1 MiB read",
+                "MiB/s",
+                fio(file, "read", MIB, 1),
+                700,
+                "FUSE from memory sequential 1 MiB read",
+                self.warm,
+            ),
+            Line(
+                "mount sequential 1 MiB write and fsync",
+                "MiB/s",
+                write(self.mount),
+                450,
+                "drive sequential 1 MiB write and fsync",
+                gone(self.mount),
+            ),
+            Line(
+                "mount create, write, close 4 KiB files, 1 thread",
+                "files/s",
+                create(self.mount),
+                1200,
+                "FUSE from memory create, write, close 4 KiB files, 1 thread",
+                no_files(self.mount),
+            ),
+            Line(
+                "SDK read_many of 4 KiB, one process, one target",
+                "reads/s",
+                read_many(),
+                80000,
+                "transport stream+unix, echo of batches of 64 reads",
+                self.warm,
+            ),
+            Line(
+                "SDK read_many of 4 KiB over gRPC, one process, one target",
+                "reads/s",
+                read_many("grpc"),
+                60000,
+                "transport gRPC, echo of batches of 64 reads",
+                self.warm,
+            ),
+            Line(
+                "cold: mount 4 KiB random read, 1 thread",
+                "reads/s",
+                fio(file, "randread", 4 * KIB, 1),
+                None,
+                "drive 4 KiB random read, 1 thread, O_DIRECT",
+                self.cold,
+            ),
+            Line(
+                "cold: mount 4 KiB random read, 16 threads",
+                "reads/s",
+                fio(file, "randread", 4 * KIB, 16),
+                None,
+                "drive 4 KiB random read, 16 threads, O_DIRECT",
+                self.cold,
+            ),
+            Line(
+                "cold: mount sequential 1 MiB read",
+                "MiB/s",
+                lambda: loads.fio(file, "read", MIB, 1, s, direct=False, once=True),
+                None,
+                "drive sequential 1 MiB read, O_DIRECT",
+                self.cold,
+            ),
         ]
 
 
@@ -243,9 +351,18 @@ def value_of(line: Line, found: dict) -> float:
 def medians(line: Line, rounds: list[dict]) -> dict:
     found = {key: statistics.median(r[key] for r in rounds) for key in rounds[0]}
     values = [value_of(line, r) for r in rounds]
-    return {"name": line.name, "unit": line.unit, "goal": line.goal, "floor": line.floor, "value": value_of(line, found),
-            "least": min(values), "most": max(values), "p50_us": found["p50_us"], "p99_us": found["p99_us"],
-            "rounds": len(rounds)}
+    return {
+        "name": line.name,
+        "unit": line.unit,
+        "goal": line.goal,
+        "floor": line.floor,
+        "value": value_of(line, found),
+        "least": min(values),
+        "most": max(values),
+        "p50_us": found["p50_us"],
+        "p99_us": found["p99_us"],
+        "rounds": len(rounds),
+    }
 
 
 def number(value: float) -> str:
@@ -254,8 +371,10 @@ def number(value: float) -> str:
 
 def table(results: list[dict]) -> str:
     by_name = {result["name"]: result for result in results}
-    rows = ["| work | measured | least–most | p50 | p99 | at least | share of its floor |",
-            "|---|---:|---:|---:|---:|---:|---|"]
+    rows = [
+        "| work | measured | least–most | p50 | p99 | at least | share of its floor |",
+        "|---|---:|---:|---:|---:|---:|---|",
+    ]
     for r in results:
         goal = ""
         if r["goal"]:
@@ -263,8 +382,10 @@ def table(results: list[dict]) -> str:
         share = ""
         if r["floor"] in by_name:
             share = f"{r['value'] / by_name[r['floor']]['value']:.0%} of {r['floor'].split(',')[0]}"
-        rows.append(f"| {r['name']} | {number(r['value'])} {r['unit']} | {number(r['least'])}–{number(r['most'])} | "
-                    f"{number(r['p50_us'])} µs | {number(r['p99_us'])} µs | {goal} | {share} |")
+        rows.append(
+            f"| {r['name']} | {number(r['value'])} {r['unit']} | {number(r['least'])}–{number(r['most'])} | "
+            f"{number(r['p50_us'])} µs | {number(r['p99_us'])} µs | {goal} | {share} |"
+        )
     return "\n".join(rows)
 
 
@@ -273,7 +394,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=4.0, help="of each load in each round")
     parser.add_argument("--only", default="", help="regular expression: only lines whose name has it")
-    parser.add_argument("--directory", type=Path, default=HERE.parent / "build", help="on the drive to measure")
+    parser.add_argument(
+        "--directory", type=Path, default=HERE.parent / "build", help="on the drive to measure"
+    )
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--write", action="store_true", help="put the table into bench/README.md")
     arguments = parser.parse_args()
@@ -291,7 +414,10 @@ def main() -> int:
                 with contextlib.nullcontext() if line.name.startswith(OF_THE_POOL) else awake():
                     found = line.load()
                 rounds.setdefault(line.name, []).append(found)
-                print(f"round {turn + 1}: {line.name}: {number(value_of(line, found))} {line.unit}", file=sys.stderr)
+                print(
+                    f"round {turn + 1}: {line.name}: {number(value_of(line, found))} {line.unit}",
+                    file=sys.stderr,
+                )
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
     finally:

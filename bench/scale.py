@@ -66,7 +66,12 @@ class Progress:
         self._next_s = now_s + (0.5 if self._terminal else self.LINE_S)
         left = f", {passed_s / share * (1 - share):.0f} s left" if share > 0 else ""
         text = f"{self._what}: {share:.0%} after {passed_s:.0f} s{left}"
-        print(f"\r\x1b[K{text}" if self._terminal else text, end="" if self._terminal else "\n", file=sys.stderr, flush=True)
+        print(
+            f"\r\x1b[K{text}" if self._terminal else text,
+            end="" if self._terminal else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def end(self) -> None:
         if self._terminal:
@@ -98,6 +103,7 @@ class Bench:
                 self._shown.end()
             self._shown = Progress(f"{what}: {part}")
             return self._shown
+
         return begin
 
     def database(self, shape: str, files: int) -> Path:
@@ -112,7 +118,10 @@ class Bench:
         return made if made.get("format") == MADE_FORMAT else None
 
     def make(self, shape: str, files: int) -> dict:
-        place, begin = self.database(shape, files), self.progress(f"{report.short(files)} files, {report.SHAPES[shape]}")
+        place, begin = (
+            self.database(shape, files),
+            self.progress(f"{report.short(files)} files, {report.SHAPES[shape]}"),
+        )
         shutil.rmtree(place, ignore_errors=True)
         self._databases.mkdir(exist_ok=True)
         self._refuse_without_room(self._databases, files, "to make")
@@ -145,7 +154,11 @@ class Bench:
             took_s, found = time.monotonic() - began_s, build.pages(shard.path)
             kvs = [await LmdbKv.open(path, LmdbOptions()) for path in (offline, shard.path)]
             try:
-                return {"took_s": took_s, **found, **build.compared(*kvs, files, per_directory, begin("compared"))}
+                return {
+                    "took_s": took_s,
+                    **found,
+                    **build.compared(*kvs, files, per_directory, begin("compared")),
+                }
             finally:
                 for kv in kvs:
                     await kv.close()
@@ -173,8 +186,10 @@ class Bench:
         if files <= DENSE_FILES_MAX:
             needed *= 2
         if free < needed:
-            raise Failed(f"{place} has {free / (1 << 30):.1f} GiB free; {what} {report.short(files)} files may take "
-                         f"{needed / (1 << 30):.1f}; name another place with --directory and --keep, or smaller --sizes")
+            raise Failed(
+                f"{place} has {free / (1 << 30):.1f} GiB free; {what} {report.short(files)} files may take "
+                f"{needed / (1 << 30):.1f}; name another place with --directory and --keep, or smaller --sizes"
+            )
 
 
 def sizes(text: str) -> list[int]:
@@ -186,18 +201,36 @@ def sizes(text: str) -> list[int]:
 
 def parsed(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", type=sizes, default=[10**6, 10**7, 10**8], help="numbers of files, as 1e6,1e7,1e8")
-    parser.add_argument("--shape", choices=("one", "many", "both"), default="both",
-                        help=f"all in one directory, or {PER_DIRECTORY} in each of many")
+    parser.add_argument(
+        "--sizes", type=sizes, default=[10**6, 10**7, 10**8], help="numbers of files, as 1e6,1e7,1e8"
+    )
+    parser.add_argument(
+        "--shape",
+        choices=("one", "many", "both"),
+        default="both",
+        help=f"all in one directory, or {PER_DIRECTORY} in each of many",
+    )
     parser.add_argument("--seconds", type=float, default=6.0, help="of each load")
-    parser.add_argument("--list-whole", type=lambda text: int(float(text)), default=10**7, metavar="FILES",
-                        help="list a directory of so many files to its end")
-    parser.add_argument("--check", type=lambda text: int(float(text)), default=10**6, metavar="FILES",
-                        help="of so many files also make a database through a service, and compare")
+    parser.add_argument(
+        "--list-whole",
+        type=lambda text: int(float(text)),
+        default=10**7,
+        metavar="FILES",
+        help="list a directory of so many files to its end",
+    )
+    parser.add_argument(
+        "--check",
+        type=lambda text: int(float(text)),
+        default=10**6,
+        metavar="FILES",
+        help="of so many files also make a database through a service, and compare",
+    )
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the databases there")
     parser.add_argument("--reuse", action="store_true", help="of --keep take what is there, and make nothing")
     parser.add_argument("--make-only", action="store_true", help="measure nothing")
-    parser.add_argument("--directory", type=Path, default=HERE.parent / "build", help="on the drive to measure")
+    parser.add_argument(
+        "--directory", type=Path, default=HERE.parent / "build", help="on the drive to measure"
+    )
     parser.add_argument("--results", type=Path, help="write scale.json and scale.md there")
     parser.add_argument("--write", action="store_true", help="put the table into bench/README.md")
     options = parser.parse_args(words)
@@ -234,9 +267,16 @@ def main(words: list[str] | None = None) -> int:
             say(f"\n{failed}")
             code = 1
     if cases:
-        results = {"date": time.strftime("%Y-%m-%d"), "machine": machine_report.machine(), "commit": machine_report.commit(),
-                   "took_s": round(time.monotonic() - begin), "seconds": options.seconds, "busy_before": busy_before,
-                   "empty": empty, "cases": cases}
+        results = {
+            "date": time.strftime("%Y-%m-%d"),
+            "machine": machine_report.machine(),
+            "commit": machine_report.commit(),
+            "took_s": round(time.monotonic() - begin),
+            "seconds": options.seconds,
+            "busy_before": busy_before,
+            "empty": empty,
+            "cases": cases,
+        }
         write_results(results, options, whole=not code)
     return code
 

@@ -45,8 +45,13 @@ def figures(latencies: list[float], seconds: float, reads_a_call: int, block_byt
     """latencies in seconds, one a call."""
     latencies.sort()
     count = len(latencies) * reads_a_call
-    return {"rate": count / seconds, "bytes_rate": count * block_bytes / seconds, "count": count,
-            "p50_us": latencies[len(latencies) // 2] * 1e6, "p99_us": latencies[len(latencies) * 99 // 100] * 1e6}
+    return {
+        "rate": count / seconds,
+        "bytes_rate": count * block_bytes / seconds,
+        "count": count,
+        "p50_us": latencies[len(latencies) // 2] * 1e6,
+        "p99_us": latencies[len(latencies) * 99 // 100] * 1e6,
+    }
 
 
 COLD_PARTS = 4
@@ -82,7 +87,9 @@ async def asynchronous(options: argparse.Namespace) -> dict:
             return await flight(read, options, options.seconds)
 
 
-async def raw(pool: AsyncFileSystem, file, options: argparse.Namespace) -> Callable[[int, int], Awaitable[memoryview]]:
+async def raw(
+    pool: AsyncFileSystem, file, options: argparse.Namespace
+) -> Callable[[int, int], Awaitable[memoryview]]:
     """Reads as file.read does, of one chunk store, by messages that are ready."""
     chunks, opened = pool.vfs.chunks, file.handle.file
     lane = chunks.find_lane(opened, 0)
@@ -90,8 +97,12 @@ async def raw(pool: AsyncFileSystem, file, options: argparse.Namespace) -> Calla
     deadline_s = SYSTEM_CLOCK.boottime_s() + options.seconds + 100
 
     def message(place: int) -> bytes:
-        reads = reads_struct(1).pack(opened.inode, place >> opened.chunk_bits, place & opened.chunk_mask, options.block, 0, 0)
-        return ReadRequest(map_epoch=chunks.epoch, target=lane.target, grants=[opened.grant], reads=reads).SerializeToString()
+        reads = reads_struct(1).pack(
+            opened.inode, place >> opened.chunk_bits, place & opened.chunk_mask, options.block, 0, 0
+        )
+        return ReadRequest(
+            map_epoch=chunks.epoch, target=lane.target, grants=[opened.grant], reads=reads
+        ).SerializeToString()
 
     messages = {place: message(place) for place in range(0, options.region, options.block)}
 
@@ -102,7 +113,11 @@ async def raw(pool: AsyncFileSystem, file, options: argparse.Namespace) -> Calla
 
 
 async def flight(read: Callable, options: argparse.Namespace, seconds: float) -> dict:
-    places, block, many = Places(options.region, options.block, options.cold), options.block, options.in_flight > 1
+    places, block, many = (
+        Places(options.region, options.block, options.cold),
+        options.block,
+        options.in_flight > 1,
+    )
     latencies: list[float] = []
     begin = time.perf_counter()
     end = begin + seconds
@@ -111,7 +126,9 @@ async def flight(read: Callable, options: argparse.Namespace, seconds: float) ->
         began = time.perf_counter()
         while began < end and not places.over(options.cold):
             if many:
-                await asyncio.sleep(0)  # what is there at once must not keep the others from asking: it waits its turn
+                await asyncio.sleep(
+                    0
+                )  # what is there at once must not keep the others from asking: it waits its turn
             if len(await read(places.next(), block)) != block:
                 raise SystemExit("a read brought less than was asked for")
             now = time.perf_counter()
@@ -123,7 +140,10 @@ async def flight(read: Callable, options: argparse.Namespace, seconds: float) ->
 
 
 def one_thread(options: argparse.Namespace) -> dict:
-    with nvpool.connect(options.pool, options=client(options)) as pool, pool.open(options.path, "rb", buffering=0) as file:
+    with (
+        nvpool.connect(options.pool, options=client(options)) as pool,
+        pool.open(options.path, "rb", buffering=0) as file,
+    ):
         warm(file, options)
         places, block, pread = Places(options.region, options.block, options.cold), options.block, file.pread
 
@@ -144,7 +164,10 @@ def one_thread(options: argparse.Namespace) -> dict:
 
 
 def many(options: argparse.Namespace) -> dict:
-    with nvpool.connect(options.pool, options=client(options)) as pool, pool.open(options.path, "rb", buffering=0) as file:
+    with (
+        nvpool.connect(options.pool, options=client(options)) as pool,
+        pool.open(options.path, "rb", buffering=0) as file,
+    ):
         warm(file, options)
         places, block = Places(options.region, options.block, options.cold), options.block
         plans = [[(file, places.next(), block) for _ in range(options.batch)] for _ in range(PLANS)]
@@ -177,13 +200,17 @@ def whole_files(options: argparse.Namespace) -> dict:
         ready(options)
         begin = began = time.perf_counter()
         while count < len(paths) and began - begin < options.seconds:
-            found = pool.read_many(paths[count:count + options.batch])
+            found = pool.read_many(paths[count : count + options.batch])
             size += sum(map(len, found))
             now = time.perf_counter()
             latencies.append(now - began)
             count, began = count + len(found), now
         took = began - begin
-        return figures(latencies, took, 1, 0) | {"rate": count / took, "bytes_rate": size / took, "count": count}
+        return figures(latencies, took, 1, 0) | {
+            "rate": count / took,
+            "bytes_rate": size / took,
+            "count": count,
+        }
 
 
 def ready(options: argparse.Namespace) -> None:
@@ -216,8 +243,12 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--block", type=parse_bytes, default=4096)
     parser.add_argument("--in-flight", type=int, default=1)
     parser.add_argument("--batch", type=int, default=1024)
-    parser.add_argument("--cold", action="store_true", help="read no byte before, none twice, and end when a quarter was read")
-    parser.add_argument("--wait", action="store_true", help="say `ready`, then wait for a line: so several begin together")
+    parser.add_argument(
+        "--cold", action="store_true", help="read no byte before, none twice, and end when a quarter was read"
+    )
+    parser.add_argument(
+        "--wait", action="store_true", help="say `ready`, then wait for a line: so several begin together"
+    )
     options = parser.parse_args(words)
     if options.verb in ("one", "flight", "raw"):
         found = uvloop.run(asynchronous(options))

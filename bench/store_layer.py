@@ -76,27 +76,43 @@ async def measure(directory: str, seconds: float, options: StoreOptions) -> dict
     await store.flush()
     grant = grants.sign(grants.Grant(grants.READ | grants.WRITE, 0, 1, 1, 0, 1 << 62), SECRET)
     chosen = random.Random(1)
-    batches = [b"".join(READ.pack(1, chosen.randrange(chunks), chosen.randrange(256) << 12, 4096, 0, 0) for _ in range(64))
-               for _ in range(64)]
-    messages = [pb.ReadRequest(target=1, grants=[grant], reads=reads).SerializeToString() for reads in batches]
-    single = [pb.ReadRequest(target=1, grants=[grant], reads=reads[:24]).SerializeToString() for reads in batches]
-    large = [pb.ReadRequest(target=1, grants=[grant],
-                            reads=READ.pack(1, chosen.randrange(chunks), 0, size, 0, 0)).SerializeToString()
-             for size in (131072, MIB) for _ in range(64)]
+    batches = [
+        b"".join(
+            READ.pack(1, chosen.randrange(chunks), chosen.randrange(256) << 12, 4096, 0, 0) for _ in range(64)
+        )
+        for _ in range(64)
+    ]
+    messages = [
+        pb.ReadRequest(target=1, grants=[grant], reads=reads).SerializeToString() for reads in batches
+    ]
+    single = [
+        pb.ReadRequest(target=1, grants=[grant], reads=reads[:24]).SerializeToString() for reads in batches
+    ]
+    large = [
+        pb.ReadRequest(
+            target=1, grants=[grant], reads=READ.pack(1, chosen.randrange(chunks), 0, size, 0, 0)
+        ).SerializeToString()
+        for size in (131072, MIB)
+        for _ in range(64)
+    ]
     fd = store.device.fd
     buffer = memoryview(bytearray(64 * 4096))
     places = [chosen.randrange(16, 256 * chunks) << 12 for _ in range(4096)]
 
     def floor(number: int) -> None:
         at = number * 64 % 4096
-        for position, place in enumerate(places[at:at + 64]):
-            os.preadv(fd, [buffer[position << 12:position + 1 << 12]], place, os.RWF_NOWAIT)
+        for position, place in enumerate(places[at : at + 64]):
+            os.preadv(fd, [buffer[position << 12 : position + 1 << 12]], place, os.RWF_NOWAIT)
 
     found["floor preadv 4 KiB, us"] = _repeat(seconds, floor) / 64
-    found["store.read_now 64 x 4 KiB, us a read"] = _repeat(seconds, lambda n: store.read_now(batches[n % 64], [1])) / 64
+    found["store.read_now 64 x 4 KiB, us a read"] = (
+        _repeat(seconds, lambda n: store.read_now(batches[n % 64], [1])) / 64
+    )
 
     def served(messages):
-        return _repeat(seconds, lambda n: service.handle(_Call(Method.DATA_READ, messages[n % len(messages)])))
+        return _repeat(
+            seconds, lambda n: service.handle(_Call(Method.DATA_READ, messages[n % len(messages)]))
+        )
 
     found["service 64 x 4 KiB, us a read"] = served(messages) / 64
     found["service 1 x 4 KiB, us"] = served(single)
@@ -113,7 +129,9 @@ async def measure(directory: str, seconds: float, options: StoreOptions) -> dict
             number = next(sequence)
             inode, index = (1000 + number, 0) if new_inode else (1, number % chunks)
             offset = 0 if new_inode or len(piece) > 4096 else number * 7919 % 256 << 12
-            await store.write(inode, index, offset, memoryview(piece), checksums, request=RequestId(7, number % 64, number))
+            await store.write(
+                inode, index, offset, memoryview(piece), checksums, request=RequestId(7, number % 64, number)
+            )
             if not number % 64:
                 await asyncio.sleep(0)
             count += 1
@@ -125,7 +143,9 @@ async def measure(directory: str, seconds: float, options: StoreOptions) -> dict
     await writes(whole, block_checksums(whole), "store.write 1 MiB, us", False)
     header = WRITE.pack(1, 0, 0, 0, 0, 4096, 0, 0)
     message = pb.WriteRequest(target=1, grants=[grant], writes=header, checksums=checksum).SerializeToString()
-    found["service write 4 KiB, us"] = _repeat(seconds, lambda n: service.handle(_Call(Method.DATA_WRITE, message, block)))
+    found["service write 4 KiB, us"] = _repeat(
+        seconds, lambda n: service.handle(_Call(Method.DATA_WRITE, message, block))
+    )
     await store.flush()
     await store.kv.checkpoint()
     before = store.status()["counters"]["index_used_bytes"]
@@ -133,14 +153,18 @@ async def measure(directory: str, seconds: float, options: StoreOptions) -> dict
     for number in range(count):
         # As files are born: each partition counts its own, and a directory lies in one.
         inode = (number // 1000 % 16) << 51 | 1 << 30 | number
-        await store.write(inode, 0, 0, memoryview(block), checksum, request=RequestId(7 << 40 | 1, number % 64, number + 1))
+        await store.write(
+            inode, 0, 0, memoryview(block), checksum, request=RequestId(7 << 40 | 1, number % 64, number + 1)
+        )
     await store.kv.checkpoint()
     found["index bytes a 4 KiB file"] = (store.status()["counters"]["index_used_bytes"] - before) / count
 
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     begun, count = time.perf_counter(), 0
     while time.perf_counter() - begun < seconds:
-        reads = b"".join(READ.pack(1, chosen.randrange(chunks), chosen.randrange(256) << 12, 4096, 0, 0) for _ in range(64))
+        reads = b"".join(
+            READ.pack(1, chosen.randrange(chunks), chosen.randrange(256) << 12, 4096, 0, 0) for _ in range(64)
+        )
         batch = store.read_now(reads, [1])
         if batch.missed:
             await store.finish_read(batch)

@@ -20,8 +20,17 @@ WAIT_S = 120.0
 
 def together(commands: list[list[str]], environment: dict[str, str], seconds: float) -> dict:
     """The sum of what a process of each command measures at the same time. Failed when one of them fails."""
-    running = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                env=environment) for command in commands]
+    running = [
+        subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for command in commands
+    ]
     try:
         for process in running:
             if process.stdout.readline().strip() != "ready":
@@ -40,8 +49,12 @@ def together(commands: list[list[str]], environment: dict[str, str], seconds: fl
                 process.kill()
                 process.communicate()
     found = [json.loads(text) for text, _ in said]
-    return {"rate": sum(one["rate"] for one in found), "bytes_rate": sum(one["bytes_rate"] for one in found),
-            "p50_us": statistics.median(one["p50_us"] for one in found), "p99_us": max(one["p99_us"] for one in found)}
+    return {
+        "rate": sum(one["rate"] for one in found),
+        "bytes_rate": sum(one["bytes_rate"] for one in found),
+        "p50_us": statistics.median(one["p50_us"] for one in found),
+        "p99_us": max(one["p99_us"] for one in found),
+    }
 
 
 def medians(rounds: list[dict]) -> dict:
@@ -51,8 +64,12 @@ def medians(rounds: list[dict]) -> dict:
 def table(rows: list[dict]) -> str:
     """rows: {"way", "block", "targets", "processes", "rate", …}; one line for each way, block and number of targets."""
     counts = sorted({row["processes"] for row in rows})
-    text = ["| reads | targets | " + " | ".join(f"{count} client process{'es' * (count > 1)}" for count in counts) + " |",
-            "|---|---:|" + "---:|" * len(counts)]
+    text = [
+        "| reads | targets | "
+        + " | ".join(f"{count} client process{'es' * (count > 1)}" for count in counts)
+        + " |",
+        "|---|---:|" + "---:|" * len(counts),
+    ]
     lines: dict[tuple, dict[int, str]] = {}
     for row in rows:
         mib_s = row["rate"] * BLOCKS[row["block"]] / (1 << 20)

@@ -32,7 +32,9 @@ SCHEMES = ("inproc", "stream+unix", "stream", "grpc")
 
 def answer(call) -> None:
     """method: bytes of payload wanted, in KiB; 0 takes what came."""
-    call.reply(bytes(16 * MANY if call.method > 4 else 16), [PAYLOAD[:call.method << 10]] if call.method else ())
+    call.reply(
+        bytes(16 * MANY if call.method > 4 else 16), [PAYLOAD[: call.method << 10]] if call.method else ()
+    )
 
 
 PAYLOAD = memoryview(bytes(LARGE_BYTES))
@@ -41,7 +43,7 @@ PAYLOAD = memoryview(bytes(LARGE_BYTES))
 async def serve(endpoint: str) -> None:
     loop = asyncio.get_running_loop()
     if endpoint.startswith("bare:"):
-        endpoint = endpoint[len("bare:"):]
+        endpoint = endpoint[len("bare:") :]
         server = await loop.create_unix_server(BareServer, endpoint)
         print(endpoint, flush=True)
         await loop.run_in_executor(None, sys.stdin.read)
@@ -54,14 +56,18 @@ async def serve(endpoint: str) -> None:
 
 
 async def measure(scheme: str, directory: str, seconds: float) -> dict:
-    endpoint = {"inproc": "inproc://echo", "stream+unix": f"stream+unix://{directory}/s"}.get(scheme, f"{scheme}://127.0.0.1:0")
+    endpoint = {"inproc": "inproc://echo", "stream+unix": f"stream+unix://{directory}/s"}.get(
+        scheme, f"{scheme}://127.0.0.1:0"
+    )
     child = listener = None
     if scheme == "inproc":
         listener = await registry.listen(endpoint, Greeting("echo"), answer)
     else:
         child, endpoint = server_process(endpoint)
     try:
-        connection = await registry.transport(scheme).connect(endpoint, Greeting("bench"), deadline_s=deadline())
+        connection = await registry.transport(scheme).connect(
+            endpoint, Greeting("bench"), deadline_s=deadline()
+        )
         await latency(connection, 0.2)
         found = await latency(connection, seconds)
         found["submit_us"] = await submitted(connection, seconds)
@@ -79,7 +85,9 @@ async def measure(scheme: str, directory: str, seconds: float) -> dict:
 
 
 def server_process(endpoint: str) -> tuple[subprocess.Popen, str]:
-    child = subprocess.Popen([sys.executable, __file__, "--serve", endpoint], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, __file__, "--serve", endpoint], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     return child, child.stdout.readline().decode().strip()
 
 
@@ -137,8 +145,11 @@ async def in_flight(connection, width: int, message: bytes, method: int, seconds
 
 def percentiles(took: list[float]) -> dict:
     took.sort()
-    return {"call_us": sum(took) / len(took) * 1e6, "p50_us": took[len(took) // 2] * 1e6,
-            "p99_us": took[len(took) * 99 // 100] * 1e6}
+    return {
+        "call_us": sum(took) / len(took) * 1e6,
+        "p50_us": took[len(took) // 2] * 1e6,
+        "p99_us": took[len(took) * 99 // 100] * 1e6,
+    }
 
 
 def floor(family: int, seconds: float) -> dict:
@@ -149,7 +160,9 @@ def floor(family: int, seconds: float) -> dict:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         else:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    child = subprocess.Popen([sys.executable, __file__, "--serve-floor", str(theirs.fileno())], pass_fds=[theirs.fileno()])
+    child = subprocess.Popen(
+        [sys.executable, __file__, "--serve-floor", str(theirs.fileno())], pass_fds=[theirs.fileno()]
+    )
     theirs.close()
     buffer = memoryview(bytearray(LARGE_BYTES + 48))
     found = {}
@@ -174,7 +187,7 @@ def serve_floor(descriptor: int) -> None:
     answer_bytes = memoryview(bytes(LARGE_BYTES + 48))
     request = bytearray(152)
     while sock.recv_into(request) == 152:
-        sock.sendall(answer_bytes[:int.from_bytes(request[:4], "little")])
+        sock.sendall(answer_bytes[: int.from_bytes(request[:4], "little")])
 
 
 class BareServer(asyncio.Protocol):
@@ -192,7 +205,7 @@ class BareClient(asyncio.BufferedProtocol):
         self.buffer, self.received = memoryview(bytearray(READ_BYTES + 48)), 0
 
     def get_buffer(self, hint):
-        return self.buffer[self.received:]
+        return self.buffer[self.received :]
 
     def buffer_updated(self, count) -> None:
         self.received = (self.received + count) % len(self.buffer)
@@ -224,7 +237,9 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("schemes", nargs="*", default=SCHEMES)
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--json", action="store_true")
@@ -237,7 +252,10 @@ def main() -> None:
     if options.serve:
         uvloop.run(serve(options.serve))
         return
-    table = {"floor unix": floor(socket.AF_UNIX, options.seconds), "floor tcp": floor(socket.AF_INET, options.seconds)}
+    table = {
+        "floor unix": floor(socket.AF_UNIX, options.seconds),
+        "floor tcp": floor(socket.AF_INET, options.seconds),
+    }
     with tempfile.TemporaryDirectory(prefix="nvpool-bench-") as directory:
         table["floor uvloop"] = uvloop.run(floor_of_the_loop(directory, options.seconds))
     for scheme in options.schemes:
@@ -246,10 +264,22 @@ def main() -> None:
     if options.json:
         print(json.dumps(table))
         return
-    columns = ("call_us", "p50_us", "p99_us", "submit_us", "calls_per_s_16", "reads_per_s", "read_mib_per_s", "write_mib_per_s")
+    columns = (
+        "call_us",
+        "p50_us",
+        "p99_us",
+        "submit_us",
+        "calls_per_s_16",
+        "reads_per_s",
+        "read_mib_per_s",
+        "write_mib_per_s",
+    )
     print(f"{'':14}" + "".join(f"{name:>16}" for name in columns))
     for name, row in table.items():
-        print(f"{name:14}" + "".join(f"{row[column]:>16,.0f}" if column in row else f"{'-':>16}" for column in columns))
+        print(
+            f"{name:14}"
+            + "".join(f"{row[column]:>16,.0f}" if column in row else f"{'-':>16}" for column in columns)
+        )
 
 
 if __name__ == "__main__":

@@ -50,8 +50,9 @@ async def rate(work: Callable[[int], Awaitable], numbers: Iterable[int], at_once
 
 async def thousand(fs: AsyncFileSystem, count: int) -> dict[str, float]:
     volumes, found = fs.volumes, {}
-    found["create per s"] = await rate(lambda n: volumes.create(f"many-{n}", bytes_max=GIB, files_max=1000), range(count),
-                                       VOLUMES_AT_ONCE)
+    found["create per s"] = await rate(
+        lambda n: volumes.create(f"many-{n}", bytes_max=GIB, files_max=1000), range(count), VOLUMES_AT_ONCE
+    )
     begun_s = time.perf_counter()
     listed = await volumes.list()
     found["list s"] = time.perf_counter() - begun_s
@@ -63,13 +64,19 @@ async def thousand(fs: AsyncFileSystem, count: int) -> dict[str, float]:
 
 async def small_files(fs: AsyncFileSystem, files: int, turn: int) -> dict[str, float]:
     """Files per second in each place; who begins changes from turn to turn."""
-    tops = {"plain directory": f"/plain-{turn}", "volume": "/volumes/open", "volume with quotas": "/volumes/full"}
+    tops = {
+        "plain directory": f"/plain-{turn}",
+        "volume": "/volumes/open",
+        "volume with quotas": "/volumes/full",
+    }
     content = b"x" * 4 * KIB
     found = {}
-    for place in PLACES[turn % 3:] + PLACES[:turn % 3]:
+    for place in PLACES[turn % 3 :] + PLACES[: turn % 3]:
         top = f"{tops[place]}/round-{turn}"
         await fs.mkdir(top, parents=True)
-        found[place] = await rate(lambda n, top=top: fs.write_bytes(f"{top}/{n}", content), range(files), FILES_AT_ONCE)
+        found[place] = await rate(
+            lambda n, top=top: fs.write_bytes(f"{top}/{n}", content), range(files), FILES_AT_ONCE
+        )
         await asyncio.sleep(0.5)  # what is closed is told
     return found
 
@@ -81,12 +88,18 @@ async def measure(pool: str, rounds: int, volumes: int, files: int) -> dict:
         await fs.volumes.create("full", bytes_max=100 * GIB, files_max=100 * files * rounds)
         await small_files(fs, files, 0)  # warm
         small = [await small_files(fs, files, turn) for turn in range(1, rounds + 1)]
-    return {"volumes": volumes, "files": files, "rounds": rounds,
-            **{name: round(median(one[name] for one in many), 3) for name in many[0]},
-            "small files per s": {place: round(median(one[place] for one in small)) for place in PLACES},
-            "cost of quotas": round(1 - median(one["volume with quotas"] / one["plain directory"] for one in small), 4),
-            "cost of volumes": round(1 - median(one["volume"] / one["plain directory"] for one in small), 4),
-            "rounds of files": small}
+    return {
+        "volumes": volumes,
+        "files": files,
+        "rounds": rounds,
+        **{name: round(median(one[name] for one in many), 3) for name in many[0]},
+        "small files per s": {place: round(median(one[place] for one in small)) for place in PLACES},
+        "cost of quotas": round(
+            1 - median(one["volume with quotas"] / one["plain directory"] for one in small), 4
+        ),
+        "cost of volumes": round(1 - median(one["volume"] / one["plain directory"] for one in small), 4),
+        "rounds of files": small,
+    }
 
 
 def main() -> None:

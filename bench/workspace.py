@@ -68,13 +68,19 @@ def warn_of_others() -> float:
     if busy > BUSY_MAX:
         say(f"others keep {busy:.0%} of the processors busy: do not keep the figures of this run")
     if os.nice(0) > 0:
-        say("started with `nice`: so are all but MooseFS, which raises itself; do not keep the figures of this run")
+        say(
+            "started with `nice`: so are all but MooseFS, which raises itself; do not keep the figures of this run"
+        )
     return busy
 
 
 def not_final(busy: float) -> str:
     """A sentence for the tables of a run that was not alone on its machine."""
-    return f" **Not to be kept: others used {busy:.0%} of the processors before it began.**" if busy > BUSY_MAX else ""
+    return (
+        f" **Not to be kept: others used {busy:.0%} of the processors before it began.**"
+        if busy > BUSY_MAX
+        else ""
+    )
 
 
 def can_keep_awake() -> bool:
@@ -96,7 +102,9 @@ def busy_share(seconds: float) -> float:
     def ticks() -> tuple[int, int]:
         with open("/proc/stat") as file:
             fields = [int(word) for word in file.readline().split()[1:9]]
-        return sum(fields), fields[3] + fields[4]  # proc(5): the fourth and fifth are idle and waiting for I/O
+        return sum(fields), fields[3] + fields[
+            4
+        ]  # proc(5): the fourth and fifth are idle and waiting for I/O
 
     all_before, idle_before = ticks()
     time.sleep(seconds)

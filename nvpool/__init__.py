@@ -15,8 +15,12 @@ if TYPE_CHECKING:  # type checkers of users see what `__getattr__` gives; they k
     from nvpool.sdk.aio import AsyncFileSystem, connect_async
     from nvpool.sdk.filesystem import FileSystem, connect
 
-_LAZY = {"connect": "nvpool.sdk.filesystem", "connect_async": "nvpool.sdk.aio", "FileSystem": "nvpool.sdk.filesystem",
-         "AsyncFileSystem": "nvpool.sdk.aio"}
+_LAZY = {
+    "connect": "nvpool.sdk.filesystem",
+    "connect_async": "nvpool.sdk.aio",
+    "FileSystem": "nvpool.sdk.filesystem",
+    "AsyncFileSystem": "nvpool.sdk.aio",
+}
 
 __all__ = ["AsyncFileSystem", "FileSystem", "__version__", "connect", "connect_async"]
 
@@ -26,4 +30,5 @@ def __getattr__(name: str) -> object:
     if module is None:
         raise AttributeError(f"module 'nvpool' has no attribute {name!r}")
     from importlib import import_module
+
     return getattr(import_module(module), name)

@@ -36,7 +36,15 @@ FAILED = pytest.StashKey[dict[str, None]]()
 TOLD_IN = pytest.StashKey[str | None]()
 
 
-TIERS = {"house": "t0", "unit": "t1", "contract": "t1", "model": "t1", "fuse": "t2", "cluster": "t3", "bridge": "t3"}
+TIERS = {
+    "house": "t0",
+    "unit": "t1",
+    "contract": "t1",
+    "model": "t1",
+    "fuse": "t2",
+    "cluster": "t3",
+    "bridge": "t3",
+}
 """Folder of tests -> tier of its tests, where neither the test nor its module has a tier's marker."""
 TESTS = Path(__file__).parent
 DURATIONS = TESTS / "durations.json"
@@ -81,7 +89,9 @@ class FailedOnes:
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
-            self.found[report.nodeid.partition("::")[0] if report.when == "teardown" else report.nodeid] = None
+            self.found[report.nodeid.partition("::")[0] if report.when == "teardown" else report.nodeid] = (
+                None
+            )
 
     def pytest_collectreport(self, report):
         if report.failed:
@@ -127,7 +137,9 @@ def marked_processes():
             continue
         try:
             if mark in (place / "environ").read_bytes().split(b"\0"):
-                command = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                command = (
+                    (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                )
                 if command and "execnet" not in command:
                     found[int(place.name)] = command
         except OSError:

@@ -20,8 +20,12 @@ BASELINE = ROOT / "tools" / "types_baseline.txt"
 
 def errors_by_file() -> dict[str, list[str]]:
     """Path below the root -> lines of mypy, for each file with errors. RuntimeError: mypy did not finish."""
-    run = subprocess.run([sys.executable, "-m", "mypy", "--no-error-summary", "--hide-error-context", "--no-pretty"],
-                         cwd=ROOT, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-m", "mypy", "--no-error-summary", "--hide-error-context", "--no-pretty"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     if run.returncode not in (0, 1):
         raise RuntimeError(run.stdout + run.stderr)
     found: dict[str, list[str]] = {}
@@ -34,8 +38,11 @@ def errors_by_file() -> dict[str, list[str]]:
 def problems(found: dict[str, list[str]], listed: list[str]) -> list[str]:
     """What breaks the rule: errors outside of the list, then entries of the list that have none."""
     new = [line for path, lines in sorted(found.items()) if path not in listed for line in lines]
-    return new + [f"{path}: listed in {BASELINE.name} but clean or gone; run tools/check_types.py --update"
-                  for path in listed if path not in found]
+    return new + [
+        f"{path}: listed in {BASELINE.name} but clean or gone; run tools/check_types.py --update"
+        for path in listed
+        if path not in found
+    ]
 
 
 def main(arguments: list[str]) -> int:
@@ -53,8 +60,12 @@ def main(arguments: list[str]) -> int:
         listed = kept
     elif arguments:
         wanted = tuple(argument.rstrip("/") for argument in arguments)
-        chosen = [line for path, lines in sorted(found.items()) for line in lines
-                  if path in wanted or path.startswith(tuple(f"{one}/" for one in wanted))]
+        chosen = [
+            line
+            for path, lines in sorted(found.items())
+            for line in lines
+            if path in wanted or path.startswith(tuple(f"{one}/" for one in wanted))
+        ]
         print("\n".join([*chosen, f"{len(chosen)} errors"]))
         return int(bool(chosen))
     bad = problems(found, listed)

@@ -20,7 +20,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BASELINE = ROOT / "tools" / "words_baseline.txt"
-SUFFIXES = (".py", ".pyx", ".pxd", ".pyi", ".h", ".c", ".md", ".toml", ".proto", ".sh", ".service", ".yml", ".yaml")
+SUFFIXES = (
+    ".py",
+    ".pyx",
+    ".pxd",
+    ".pyi",
+    ".h",
+    ".c",
+    ".md",
+    ".toml",
+    ".proto",
+    ".sh",
+    ".service",
+    ".yml",
+    ".yaml",
+)
 SKIPPED = ("CHANGELOG.md", "docs/experiments/", "docs/glossary.md", "tools/check_words.py")
 
 WORDS = {
@@ -61,22 +75,37 @@ def _field_word(word: str) -> str:
 
 def uses_in(text: str) -> list[tuple[int, str, str]]:
     """(line, old word, the field's words) of each use in `text`."""
-    return [(number, match[0], _field_word(match[0]))
-            for number, line in enumerate(text.lower().splitlines(), 1) for match in _ANY.finditer(line)
-            if not line[max(0, match.start() - 1):match.start()].isalpha()]
+    return [
+        (number, match[0], _field_word(match[0]))
+        for number, line in enumerate(text.lower().splitlines(), 1)
+        for match in _ANY.finditer(line)
+        if not line[max(0, match.start() - 1) : match.start()].isalpha()
+    ]
 
 
 def files() -> list[str]:
     """Paths, below the root, of the text files that Git tracks or would."""
-    listed = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True,
-                            text=True, check=True).stdout.splitlines()
-    return sorted({path for path in listed if path.endswith(SUFFIXES) and not path.startswith(SKIPPED)
-                   and (ROOT / path).is_file()})
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    return sorted(
+        {
+            path
+            for path in listed
+            if path.endswith(SUFFIXES) and not path.startswith(SKIPPED) and (ROOT / path).is_file()
+        }
+    )
 
 
 def read_baseline() -> dict[str, int]:
     """Path -> allowed count."""
-    return {path: int(count) for count, path in (line.split(" ", 1) for line in BASELINE.read_text().splitlines())}
+    return {
+        path: int(count) for count, path in (line.split(" ", 1) for line in BASELINE.read_text().splitlines())
+    }
 
 
 def problems(found: dict[str, list[tuple[int, str, str]]], allowed: dict[str, int]) -> list[str]:
@@ -88,7 +117,9 @@ def problems(found: dict[str, list[tuple[int, str, str]]], allowed: dict[str, in
             bad.append(f"{path}: {len(uses)} old words, {limit} are allowed; one of these is new:")
             bad += [f"  {path}:{line}: {word!r}: write {field}" for line, word, field in uses]
         elif len(uses) < limit:
-            bad.append(f"{path}: {len(uses)} old words, the baseline has {limit}; run tools/check_words.py --update")
+            bad.append(
+                f"{path}: {len(uses)} old words, the baseline has {limit}; run tools/check_words.py --update"
+            )
     return bad
 
 

@@ -23,8 +23,18 @@ from nvpool.core import programs  # noqa: E402 (needs the path above; programs i
 
 MOUNT_POINT = "pool"
 POOL = ".quickstart"
-TREES = (POOL, ".venv", "build", "dist", ".pytest_cache", ".ruff_cache", ".mypy_cache", ".hypothesis", "htmlcov",
-         "nvpool.egg-info")
+TREES = (
+    POOL,
+    ".venv",
+    "build",
+    "dist",
+    ".pytest_cache",
+    ".ruff_cache",
+    ".mypy_cache",
+    ".hypothesis",
+    "htmlcov",
+    "nvpool.egg-info",
+)
 GENERATED = ("*.so", "*.pyc", "_*.c")
 """Files made by the set-up inside the sources."""
 STOP_S = 45.0
@@ -47,7 +57,9 @@ def mounts_below(path, mountinfo=None):
         parts = line.split(b" ")[4].split(b"\\")
         point = parts[0] + b"".join(bytes([int(part[:3], 8)]) + part[3:] for part in parts[1:])
         if point == path or point.startswith(path + b"/"):
-            found.append((os.fsdecode(point), os.fsdecode(b" ".join(line.split(b" - ", 1)[1].split(b" ")[:2]))))
+            found.append(
+                (os.fsdecode(point), os.fsdecode(b" ".join(line.split(b" - ", 1)[1].split(b" ")[:2])))
+            )
     return found
 
 
@@ -105,8 +117,11 @@ def daemons_of(pool, *wanted):
         try:
             stands = os.readlink(f"/proc/{pid}/cwd")
             # Only what has its name is looked at: another word may be a mount point whose mount does not answer.
-            if any(os.path.basename(word.rstrip("/")) == os.path.basename(pool)
-                   and os.path.realpath(os.path.join(stands, word)) == pool for word in words):
+            if any(
+                os.path.basename(word.rstrip("/")) == os.path.basename(pool)
+                and os.path.realpath(os.path.join(stands, word)) == pool
+                for word in words
+            ):
                 found.append(pid)
         except OSError:
             continue  # it ended meanwhile, or is not ours to look at
@@ -116,7 +131,11 @@ def daemons_of(pool, *wanted):
 def stop(pool):
     """End the processes of the pool directory `pool`: the supervisor first, which ends the others in order (one that is
     missed would be started again); what is left is asked then, and killed after STOP_S."""
-    for wanted, sign in (([programs.Program.SUPERVISOR], signal.SIGTERM), ([], signal.SIGTERM), ([], signal.SIGKILL)):
+    for wanted, sign in (
+        ([programs.Program.SUPERVISOR], signal.SIGTERM),
+        ([], signal.SIGTERM),
+        ([], signal.SIGKILL),
+    ):
         pids = daemons_of(pool, *wanted)
         if pids:
             print(f"stopping the pool in {pool} (pids {' '.join(map(str, pids))})")
@@ -173,9 +192,13 @@ def generated_files(root):
     """Compiled files between the sources, not below what is removed whole, on the root's file system."""
     device = os.stat(root).st_dev
     for folder, folders, files in os.walk(root, topdown=True):
-        folders[:] = [name for name in folders if name not in (".git", ".venv", POOL, MOUNT_POINT)
-                      and not os.path.islink(os.path.join(folder, name))
-                      and os.stat(os.path.join(folder, name)).st_dev == device]
+        folders[:] = [
+            name
+            for name in folders
+            if name not in (".git", ".venv", POOL, MOUNT_POINT)
+            and not os.path.islink(os.path.join(folder, name))
+            and os.stat(os.path.join(folder, name)).st_dev == device
+        ]
         if os.path.basename(folder) == "__pycache__":
             folders[:] = []
             yield folder
@@ -195,7 +218,9 @@ def clean(root):
         try:
             os.rmdir(mount_point)
         except OSError as error:
-            raise Kept(f"{mount_point} is not removed: {error.strerror}. Is something of yours in it?") from None
+            raise Kept(
+                f"{mount_point} is not removed: {error.strerror}. Is something of yours in it?"
+            ) from None
     for found in list(generated_files(root)):
         remove_tree(found)
     for tree in TREES:

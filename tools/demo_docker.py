@@ -20,8 +20,10 @@ from nvpool.testing.env.docker import RealDocker, why_no_docker
 from nvpool.testing.env.pool import RealPool
 
 KILLS = 3
-WORK = ("n=0; while [ ! -e /data/stop ]; do n=$((n+1)); echo $n > /data/number && [ \"$(cat /data/number)\" = $n ] "
-        "|| echo FAILED $n; done; echo $n rounds")
+WORK = (
+    'n=0; while [ ! -e /data/stop ]; do n=$((n+1)); echo $n > /data/number && [ "$(cat /data/number)" = $n ] '
+    "|| echo FAILED $n; done; echo $n rounds"
+)
 
 
 class Shown:
@@ -42,8 +44,21 @@ class Shown:
             raise SystemExit(f"that was not to be expected{f'; expected: {refused}' if refused else ''}")
         return done.stdout
 
-    def run(self, volume: str, script: str, *, refused: str = "", options: tuple[str, ...] = ("--rm",)) -> str:
-        return self("run", *options, "--network=none", "-v", f"{volume}:/data", IMAGE, "sh", "-c", script, refused=refused)
+    def run(
+        self, volume: str, script: str, *, refused: str = "", options: tuple[str, ...] = ("--rm",)
+    ) -> str:
+        return self(
+            "run",
+            *options,
+            "--network=none",
+            "-v",
+            f"{volume}:/data",
+            IMAGE,
+            "sh",
+            "-c",
+            script,
+            refused=refused,
+        )
 
 
 def title(text: str) -> None:
@@ -73,9 +88,15 @@ def show(bridge: RealBridge, docker: RealDocker) -> None:
     title("Two containers share a volume, a third one can not see it")
     shown("volume", "create", "-d", bridge.driver, "-o", "size=32M", "shared")
     shown("volume", "create", "-d", bridge.driver, "other")
-    first = shown.run("shared", "echo hello from the first > /data/greeting; while true; do sleep 1; done",
-                      options=("--detach",))
-    docker.until(lambda: docker.inside(first, "cat /data/greeting", check=False).returncode == 0, "the first one has written")
+    first = shown.run(
+        "shared",
+        "echo hello from the first > /data/greeting; while true; do sleep 1; done",
+        options=("--detach",),
+    )
+    docker.until(
+        lambda: docker.inside(first, "cat /data/greeting", check=False).returncode == 0,
+        "the first one has written",
+    )
     shown.run("shared", "cat /data/greeting; df -h /data")
     shown.run("other", "ls -A /data; cat /data/greeting", refused="No such file")
 

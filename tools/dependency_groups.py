@@ -28,7 +28,10 @@ def main(names: list[str]) -> int:
     groups = tomllib.loads(PYPROJECT.read_text())["dependency-groups"]
     unknown = [name for name in names if name not in groups]
     if unknown:
-        print(f"no dependency group {', '.join(unknown)} in pyproject.toml; there are: {', '.join(groups)}", file=sys.stderr)
+        print(
+            f"no dependency group {', '.join(unknown)} in pyproject.toml; there are: {', '.join(groups)}",
+            file=sys.stderr,
+        )
         return 2
     print("\n".join(dict.fromkeys(line for name in names for line in requirements(groups, name))))
     return 0

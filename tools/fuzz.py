@@ -24,13 +24,36 @@ DONE = re.compile(r"done (\d+) (\d+)")
 class Worker:
     def __init__(self, number: int, options: argparse.Namespace) -> None:
         share = -(-options.cases // options.workers)
-        words = ["--seed", options.seed, "--first", str(options.first + number * CASES), "--step", str(options.workers),
-                 "--cases", str(share), "--seconds", str(options.seconds), "--only", options.only, "--kind", options.kind]
+        words = [
+            "--seed",
+            options.seed,
+            "--first",
+            str(options.first + number * CASES),
+            "--step",
+            str(options.workers),
+            "--cases",
+            str(share),
+            "--seconds",
+            str(options.seconds),
+            "--only",
+            options.only,
+            "--kind",
+            options.kind,
+        ]
         self.done = self.bytes = 0
         self.said: list[str] = []
-        self.process = subprocess.Popen([sys.executable, "-m", "nvpool.testing.fuzz.runner", *words,
-                                         *(["--stats"] if options.stats else [])],
-                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "nvpool.testing.fuzz.runner",
+                *words,
+                *(["--stats"] if options.stats else []),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -54,15 +77,25 @@ class Worker:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=200_000)
     parser.add_argument("--seed", default="1")
     parser.add_argument("--first", type=int, default=0, help="the first case, to have trouble again")
-    parser.add_argument("--seconds", type=float, default=0.0, help="no longer than this; 0: until all cases are done")
-    parser.add_argument("--only", default="", metavar="METHOD", help="META_CREATE, DATA_READ, …: this method alone")
-    parser.add_argument("--kind", default="", help="only this service, kind of caller, or both: shard, user, store-client, …")
+    parser.add_argument(
+        "--seconds", type=float, default=0.0, help="no longer than this; 0: until all cases are done"
+    )
+    parser.add_argument(
+        "--only", default="", metavar="METHOD", help="META_CREATE, DATA_READ, …: this method alone"
+    )
+    parser.add_argument(
+        "--kind", default="", help="only this service, kind of caller, or both: shard, user, store-client, …"
+    )
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--stats", action="store_true", help="at the end, how often each method did what it was asked for")
+    parser.add_argument(
+        "--stats", action="store_true", help="at the end, how often each method did what it was asked for"
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     began_s = time.monotonic()
@@ -75,9 +108,13 @@ def main() -> int:
                 break  # the others end, too
             done, took_s = sum(worker.done for worker in workers), time.monotonic() - began_s
             if sys.stderr.isatty() and done:
-                print(f"{done:,} of {options.cases:,} cases, {done / took_s:,.0f} a second, "
-                      f"{(options.cases - done) * took_s / done:,.0f} s left, "
-                      f"{max(worker.bytes for worker in workers) >> 20} MiB   ", end="\r", file=sys.stderr)
+                print(
+                    f"{done:,} of {options.cases:,} cases, {done / took_s:,.0f} a second, "
+                    f"{(options.cases - done) * took_s / done:,.0f} s left, "
+                    f"{max(worker.bytes for worker in workers) >> 20} MiB   ",
+                    end="\r",
+                    file=sys.stderr,
+                )
     except KeyboardInterrupt:
         status = 130
     finally:
@@ -93,8 +130,10 @@ def main() -> int:
     if options.stats:
         for worker in workers:
             print("".join(worker.said))
-    print(f"{done:,} cases from seed {options.seed}, {'nothing wrong' if not status else 'ended early'}, {took_s:.0f} s, "
-          f"{done / max(took_s, 0.001):,.0f} a second")
+    print(
+        f"{done:,} cases from seed {options.seed}, {'nothing wrong' if not status else 'ended early'}, {took_s:.0f} s, "
+        f"{done / max(took_s, 0.001):,.0f} a second"
+    )
     return status
 
 

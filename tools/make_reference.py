@@ -35,7 +35,11 @@ HEADLINE_LOADS = ("read4k-16", "readseq", "writeseq", "create4k", "stat")
 
 def pages() -> dict[Path, str]:
     """Path of each generated or partly generated file and its whole contents."""
-    made = {REFERENCE / "cli.md": cli_index(), REFERENCE / "config.md": config_page(), REFERENCE / "metrics.md": metrics_page()}
+    made = {
+        REFERENCE / "cli.md": cli_index(),
+        REFERENCE / "config.md": config_page(),
+        REFERENCE / "metrics.md": metrics_page(),
+    }
     context = click.Context(cli, info_name="nvpool")
     for name in COMMANDS:
         made[REFERENCE / "cli" / f"{name}.md"] = command_page(cli.get_command(context, name), name, context)
@@ -55,21 +59,36 @@ def between(text: str, name: str, content: str) -> str:
 
 
 def cli_index() -> str:
-    out = [NOTE + "# CLI\n", *prose(inspect.cleandoc(cli.help or "")), "| command | what it does |", "|---|---|"]
+    out = [
+        NOTE + "# CLI\n",
+        *prose(inspect.cleandoc(cli.help or "")),
+        "| command | what it does |",
+        "|---|---|",
+    ]
     out += [f"| [`nvpool {name}`](cli/{name}.md) | {text} |" for name, (_, text) in COMMANDS.items()]
     return "\n".join([*out, "", *prose(inspect.cleandoc(cli.epilog or ""))]).rstrip() + "\n"
 
 
 def command_page(command: click.Command, name: str, context: click.Context) -> str:
-    return NOTE + "\n".join(command_part(command, f"nvpool {name}", click.Context(command, info_name=name, parent=context), 1)
-                            ).rstrip() + "\n"
+    return (
+        NOTE
+        + "\n".join(
+            command_part(command, f"nvpool {name}", click.Context(command, info_name=name, parent=context), 1)
+        ).rstrip()
+        + "\n"
+    )
 
 
 def command_part(command: click.Command, path: str, context: click.Context, level: int) -> list[str]:
     usage = re.sub(r"\s+", " ", command.get_usage(context)).removeprefix("Usage: ")
     out = [f"{'#' * level} {path}\n", f"```\n{usage}\n```\n", *prose(inspect.cleandoc(command.help or ""))]
-    records = [record for parameter in command.params if isinstance(parameter, click.Option)
-               and (record := parameter.get_help_record(context)) and "--help" not in record[0]]
+    records = [
+        record
+        for parameter in command.params
+        if isinstance(parameter, click.Option)
+        and (record := parameter.get_help_record(context))
+        and "--help" not in record[0]
+    ]
     if records:
         out += ["| option | meaning |", "|---|---|"]
         out += [f"| `{cell(option)}` | {cell(text)} |" for option, text in records] + [""]
@@ -77,7 +96,9 @@ def command_part(command: click.Command, path: str, context: click.Context, leve
     if isinstance(command, click.Group):
         for name in command.list_commands(context):
             part = command.get_command(context, name)
-            out += command_part(part, f"{path} {name}", click.Context(part, info_name=name, parent=context), level + 1)
+            out += command_part(
+                part, f"{path} {name}", click.Context(part, info_name=name, parent=context), level + 1
+            )
     return out
 
 
@@ -92,21 +113,33 @@ def prose(text: str) -> list[str]:
         if paragraph.lstrip().startswith("\b"):
             out.append(f"```text\n{paragraph.replace(chr(8), '').strip(chr(10))}\n```\n")
         elif paragraph.strip():
-            out.append(re.sub(r"\s+", " ", paragraph.replace("\b", "")).replace("<", "&lt;").replace("*", "\\*") + "\n")
+            out.append(
+                re.sub(r"\s+", " ", paragraph.replace("\b", "")).replace("<", "&lt;").replace("*", "\\*")
+                + "\n"
+            )
     return out
 
 
 def config_page() -> str:
-    out = [NOTE + "# Configuration\n", "One file, `node.toml`, in the pool directory of each node. Sizes may be written like "
-           "`64MiB`; times are in seconds. `nvpool config sample` prints it, `nvpool config check FILE` checks it. How to "
-           "use it: [Configure](../operate/configure.md).\n"]
+    out = [
+        NOTE + "# Configuration\n",
+        "One file, `node.toml`, in the pool directory of each node. Sizes may be written like "
+        "`64MiB`; times are in seconds. `nvpool config sample` prints it, `nvpool config check FILE` checks it. How to "
+        "use it: [Configure](../operate/configure.md).\n",
+    ]
     for section in msgspec.structs.fields(Config):
-        out += [f"## [{section.name}]\n", re.sub(r"\s+", " ", section.type.__doc__ or "") + "\n",
-                "| key | default | allowed | meaning |", "|---|---|---|---|"]
+        out += [
+            f"## [{section.name}]\n",
+            re.sub(r"\s+", " ", section.type.__doc__ or "") + "\n",
+            "| key | default | allowed | meaning |",
+            "|---|---|---|---|",
+        ]
         for field in msgspec.structs.fields(section.type):
             base, meta = get_args(field.type)
-            out.append(f"| `{field.name}` | {value(field.default, meta)} | {cell(allowed(base, meta))} | "
-                       f"{cell(meta.description)} |")
+            out.append(
+                f"| `{field.name}` | {value(field.default, meta)} | {cell(allowed(base, meta))} | "
+                f"{cell(meta.description)} |"
+            )
         out.append("")
     return "\n".join(out).rstrip() + "\n"
 
@@ -127,14 +160,25 @@ def allowed(base: Any, meta: msgspec.Meta) -> str:
     if base is bool:
         return "`true`, `false`"
     write = format_bytes if is_size(meta) else lambda number: f"{number:,}"
-    low = f"≥ {write(meta.ge)}" if meta.ge is not None else f"> {write(meta.gt)}" if meta.gt is not None else ""
-    high = f"≤ {write(meta.le)}" if meta.le is not None else f"≤ {meta.max_length} characters" if meta.max_length else ""
+    low = (
+        f"≥ {write(meta.ge)}" if meta.ge is not None else f"> {write(meta.gt)}" if meta.gt is not None else ""
+    )
+    high = (
+        f"≤ {write(meta.le)}"
+        if meta.le is not None
+        else f"≤ {meta.max_length} characters"
+        if meta.max_length
+        else ""
+    )
     return ", ".join(bound for bound in (low, high) if bound) or "text"
 
 
 def metrics_page() -> str:
-    return (NOTE + "# Metrics\n\nHow to scrape them and which to watch: [Monitor](../operate/monitor.md). `nvpool metrics "
-            "--describe` prints this table.\n\n" + table().rstrip() + "\n")
+    return (
+        NOTE
+        + "# Metrics\n\nHow to scrape them and which to watch: [Monitor](../operate/monitor.md). `nvpool metrics "
+        "--describe` prints this table.\n\n" + table().rstrip() + "\n"
+    )
 
 
 def figures_table(figures: dict, keys, brief: bool) -> str:
@@ -154,16 +198,24 @@ def figures_table(figures: dict, keys, brief: bool) -> str:
             if not brief:
                 goal = (load["goals"] or {}).get(column)
                 ratio = f"{cells[name] / peer:.2f}"
-                row += [ratio if goal is None else f"{ratio} of {goal:g} {'✓' if cells[name] / peer >= goal else '✗'}",
-                        f"{cells[name] / plain:.2f}"]
+                row += [
+                    ratio
+                    if goal is None
+                    else f"{ratio} of {goal:g} {'✓' if cells[name] / peer >= goal else '✗'}",
+                    f"{cells[name] / plain:.2f}",
+                ]
         out.append("| " + " | ".join(row) + " |")
-    return "\n".join(out) + (f"\n\n`make bench` on {figures['date']}: {figures['machine']}; one drive, one copy; medians of "
-                             f"{figures['rounds']} rounds.\n")
+    return "\n".join(out) + (
+        f"\n\n`make bench` on {figures['date']}: {figures['machine']}; one drive, one copy; medians of "
+        f"{figures['rounds']} rounds.\n"
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is not current")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit code 1 if a page is not current"
+    )
     options = parser.parse_args()
     made = pages()
     stale = [path for path, text in made.items() if not path.exists() or path.read_text() != text]

@@ -10,7 +10,9 @@ from __future__ import annotations
 # ruff: noqa: E402
 import signal
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # until main: nobody wants to see where importing was when Ctrl-C came
+signal.signal(
+    signal.SIGINT, signal.SIG_DFL
+)  # until main: nobody wants to see where importing was when Ctrl-C came
 
 import argparse
 import asyncio
@@ -89,15 +91,19 @@ class Quickstart:
             need = tree_bytes(self.source, self.exclude) * 5 // 4 + KEPT_FREE_BYTES
             free = shutil.disk_usage(self.directory.parent).free
             if need > free:
-                raise Failed(f"{self.source} needs {format_bytes(need)} here, {format_bytes(free)} are free; name a smaller "
-                             f"tree with SOURCE=")
+                raise Failed(
+                    f"{self.source} needs {format_bytes(need)} here, {format_bytes(free)} are free; name a smaller "
+                    f"tree with SOURCE="
+                )
             # The sizes differ as drives of a real pool do: the larger one gets twice as many chunks. Sparse until written.
             for share in (1, 2):
                 command += ["--size", str(max(share << 30, need * share // 2) // MIB * MIB)]
         else:
             print("it is there from an earlier run")
         if why_not:
-            print(f"It can not be mounted here: {why_not}. Everything else works; the SDK takes the mount's place.")
+            print(
+                f"It can not be mounted here: {why_not}. Everything else works; the SDK takes the mount's place."
+            )
         else:
             command += ["--mount", str(self.mount)]
         nvpool(*command)
@@ -113,22 +119,33 @@ class Quickstart:
         counted = Counted()
         work = self._compare_mount(counted) if self.mounted else self._compare_sdk(counted)
         began = time.monotonic()
-        asyncio.run(shown("compare", work, lambda: Look(counted.bytes, counted.total or None, f"{counted.files:,} files")))
+        asyncio.run(
+            shown(
+                "compare",
+                work,
+                lambda: Look(counted.bytes, counted.total or None, f"{counted.files:,} files"),
+            )
+        )
         if counted.wrong:
             raise Failed(f"{len(counted.wrong)} files are not what they were, first: {counted.wrong[0]}")
         if not counted.files:
             raise Failed(f"there are no files in {self.source}")
-        print(f"{counted.files:,} files, {format_bytes(counted.bytes)}: equal, byte for byte "
-              f"({format_bytes(counted.bytes / max(time.monotonic() - began, 1e-3))}/s)")
+        print(
+            f"{counted.files:,} files, {format_bytes(counted.bytes)}: equal, byte for byte "
+            f"({format_bytes(counted.bytes / max(time.monotonic() - began, 1e-3))}/s)"
+        )
 
     async def _compare_mount(self, counted: Counted) -> None:
         def work() -> None:
-            pairs = [(path, self.mount / self.name / path.relative_to(self.source))
-                     for path in regular_files(self.source, self.exclude)]
+            pairs = [
+                (path, self.mount / self.name / path.relative_to(self.source))
+                for path in regular_files(self.source, self.exclude)
+            ]
             counted.total = sum(path.lstat().st_size for path, _ in pairs)
             with ThreadPoolExecutor(COMPARED_AT_ONCE) as threads:
-                for (path, there), (here, in_pool) in zip(pairs, threads.map(lambda pair: tuple(map(checksum, pair)), pairs),
-                                                          strict=True):
+                for (path, there), (here, in_pool) in zip(
+                    pairs, threads.map(lambda pair: tuple(map(checksum, pair)), pairs), strict=True
+                ):
                     equal = here == in_pool
                     if not equal and there.exists() and path.lstat().st_mtime_ns != there.lstat().st_mtime_ns:
                         print(f"{path} was changed since it was imported", flush=True)
@@ -174,25 +191,53 @@ class Quickstart:
         for path in here:
             checksum(Path(path))  # so that "in memory" is true
         add("local drive", "in the kernel's page cache", lambda: read_local(here, seconds=short))
-        add("local drive", "past the page cache (O_DIRECT): the drive itself",
-            lambda: read_local(here, seconds=short, direct=True))
+        add(
+            "local drive",
+            "past the page cache (O_DIRECT): the drive itself",
+            lambda: read_local(here, seconds=short, direct=True),
+        )
         if self.mounted:
             there = [str(self.mount / self.name / Path(path).relative_to(self.source)) for path in here]
             add("mount", "in the kernel's page cache", lambda: read_local(there, seconds=short))
-            add("mount, 1 thread", "past the page cache; the stores have it in memory",
-                lambda: read_local(there, seconds=self.seconds, direct=True))
-            add("mount, 16 threads", "past the page cache; the stores have it in memory",
-                lambda: read_local(there, seconds=short, threads=16, direct=True))
-        add("SDK read_many, 64 a call", "no cache; the stores have it in memory", lambda: asyncio.run(self._read_pool(inside)))
+            add(
+                "mount, 1 thread",
+                "past the page cache; the stores have it in memory",
+                lambda: read_local(there, seconds=self.seconds, direct=True),
+            )
+            add(
+                "mount, 16 threads",
+                "past the page cache; the stores have it in memory",
+                lambda: read_local(there, seconds=short, threads=16, direct=True),
+            )
+        add(
+            "SDK read_many, 64 a call",
+            "no cache; the stores have it in memory",
+            lambda: asyncio.run(self._read_pool(inside)),
+        )
         print()
-        print_table(("4 KiB random reads", "caches", "reads/s", "throughput", "p50", "p99"), [
-            (name, caches, f"{found.rate:,.0f}", f"{format_bytes(found.bytes_rate)}/s", duration(found.p50_us),
-             duration(found.p99_us)) for name, caches, found in rows])
-        print("(The latency of read_many is that of a call of 64 reads. Everything shares this machine's "
-              f"{os.cpu_count()} cores; bench/README.md measures with less in the way.)")
+        print_table(
+            ("4 KiB random reads", "caches", "reads/s", "throughput", "p50", "p99"),
+            [
+                (
+                    name,
+                    caches,
+                    f"{found.rate:,.0f}",
+                    f"{format_bytes(found.bytes_rate)}/s",
+                    duration(found.p50_us),
+                    duration(found.p99_us),
+                )
+                for name, caches, found in rows
+            ],
+        )
+        print(
+            "(The latency of read_many is that of a call of 64 reads. Everything shares this machine's "
+            f"{os.cpu_count()} cores; bench/README.md measures with less in the way.)"
+        )
 
     def largest(self, count: int) -> list[Path]:
-        return sorted(regular_files(self.source, self.exclude), key=lambda path: (-path.lstat().st_size, path))[:count]
+        return sorted(
+            regular_files(self.source, self.exclude), key=lambda path: (-path.lstat().st_size, path)
+        )[:count]
 
     async def _read_pool(self, paths: Iterable[bytes]) -> Measured:
         async with session(str(self.directory), "quickstart") as client:
@@ -207,25 +252,33 @@ class Quickstart:
 
     def farewell(self) -> None:
         title("The pool goes on serving. Try next:")
-        command, place, mount = map(shown_path, (Path(sys.executable).parent / "nvpool", self.directory, self.mount))
+        command, place, mount = map(
+            shown_path, (Path(sys.executable).parent / "nvpool", self.directory, self.mount)
+        )
         largest = self.largest(1)[0].relative_to(self.source)
-        tries = [(f"{command} status {place}", "its processes and drives"),
-                 (f"{command} file info {place}:/{self.name}/{largest}", "which chunks, on which drives"),
-                 (f"{command} fsck {place}", "check everything, while it serves"),
-                 (f"{command} bench {place}", "measure it")]
+        tries = [
+            (f"{command} status {place}", "its processes and drives"),
+            (f"{command} file info {place}:/{self.name}/{largest}", "which chunks, on which drives"),
+            (f"{command} fsck {place}", "check everything, while it serves"),
+            (f"{command} bench {place}", "measure it"),
+        ]
         if self.mounted:
             tries.insert(0, (f"ls -l {mount}/{self.name}", "the same tree, from the pool"))
         else:
             tries.insert(0, (f"{command} export {place}:/{self.name} /tmp/{self.name}", "and out again"))
         for line, what in tries:
             print(f"  {line}\n      {what}")
-        print(f"  . {shown_path(Path(sys.executable).parent / 'activate')}\n      and `nvpool` alone will do, as in the README")
+        print(
+            f"  . {shown_path(Path(sys.executable).parent / 'activate')}\n      and `nvpool` alone will do, as in the README"
+        )
         print("  kill -9 any process that `status` names and go on reading: it comes back")
         stop = f"kill $(cut -d' ' -f1 {place}/lock)"
         if self.mounted:
             stop = f"{command} umount {mount} && {stop}"
-        print(f"\nStop it, losing nothing: {stop}\nand `make quickstart` starts it again, also after a reboot. "
-              "`make clean` stops it and removes everything.")
+        print(
+            f"\nStop it, losing nothing: {stop}\nand `make quickstart` starts it again, also after a reboot. "
+            "`make clean` stops it and removes everything."
+        )
 
 
 class Counted:
@@ -292,7 +345,11 @@ def no_mount_because() -> str:
         return "" if shutil.which("fusermount3") else "fusermount3 is missing"
     with open("/proc/self/status") as file:
         rights = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff"))
-    return "" if rights >> CAP_SYS_ADMIN & 1 else "this container may not mount (it would with --cap-add SYS_ADMIN)"
+    return (
+        ""
+        if rights >> CAP_SYS_ADMIN & 1
+        else "this container may not mount (it would with --cap-add SYS_ADMIN)"
+    )
 
 
 def main() -> int:
@@ -310,8 +367,13 @@ def main() -> int:
             parser.error(f"{source} holds {own}, where this pool is going to be; choose another tree")
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        Quickstart(source, arguments.directory.resolve(), arguments.mount.absolute(), arguments.seconds,
-                   () if arguments.source else INSTALLED_LATER).run()
+        Quickstart(
+            source,
+            arguments.directory.resolve(),
+            arguments.mount.absolute(),
+            arguments.seconds,
+            () if arguments.source else INSTALLED_LATER,
+        ).run()
     except Failed as error:
         print(f"quickstart: {error}", file=sys.stderr)
         return 1

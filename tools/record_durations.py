@@ -34,8 +34,12 @@ def seconds_of(report: Path) -> dict[str, float]:
 
 def main() -> int:
     """Merge the reports into the list and write it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("report", nargs="+", type=Path, help="JUnit report of a run with -o junit_duration_report=total")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "report", nargs="+", type=Path, help="JUnit report of a run with -o junit_duration_report=total"
+    )
     known = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
     for report in parser.parse_args().report:
         known |= {name: round(seconds, 1) for name, seconds in seconds_of(report).items()}

@@ -22,8 +22,12 @@ def main() -> int:
 
     def run(seed: int) -> subprocess.CompletedProcess:
         count = min(SHARE, end - seed)
-        return subprocess.run([sys.executable, "-m", "nvpool.testing.sim.scenario", str(seed), "--seeds", str(count)],
-                              capture_output=True, text=True, timeout=3600)
+        return subprocess.run(
+            [sys.executable, "-m", "nvpool.testing.sim.scenario", str(seed), "--seeds", str(count)],
+            capture_output=True,
+            text=True,
+            timeout=3600,
+        )
 
     with ThreadPoolExecutor(options.workers) as threads:
         shares = iter(range(options.first, end, SHARE))
@@ -42,7 +46,9 @@ def main() -> int:
             if sys.stderr.isatty():
                 left_s = (time.monotonic() - began) / count * max(0, options.seeds - count)
                 print(f"{count} of {options.seeds} seeds, {left_s:.0f} s left   ", end="\r", file=sys.stderr)
-    print(f"{options.seeds} seeds from {options.first} on, nothing violated, {time.monotonic() - began:.0f} s")
+    print(
+        f"{options.seeds} seeds from {options.first} on, nothing violated, {time.monotonic() - began:.0f} s"
+    )
     return 0
 
 

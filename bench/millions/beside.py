@@ -1,6 +1,6 @@
 """The records of a tree, made by a program of its own: started by millions/build, which reads them from its standard output.
 
-    python -m millions.beside FILES PER_DIRECTORY NAME_KEY ROOT
+python -m millions.beside FILES PER_DIRECTORY NAME_KEY ROOT
 """
 
 from __future__ import annotations

@@ -62,8 +62,13 @@ def build(shard: Path, files: int, per_directory: int, dense: Path | None, progr
     name_key, root = asyncio.run(begun(shard))
     tree = Tree(files, per_directory, name_key, Layout(root.table, root.chunk_bits))
     _put(shard, tree, root, progress)
-    found = {"files": files, "per_directory": per_directory, "name_key": name_key.hex(), "made_s": time.monotonic() - began_s,
-             **pages(shard)}
+    found = {
+        "files": files,
+        "per_directory": per_directory,
+        "name_key": name_key.hex(),
+        "made_s": time.monotonic() - began_s,
+        **pages(shard),
+    }
     return found | ({"dense_bytes": packed_bytes(shard, dense)} if dense else {})
 
 
@@ -91,8 +96,9 @@ def made_beside(tree: Tree, root: records.Inode) -> Iterator[Iterator[tuple[floa
     A new program, no fork: gRPC's threads are not there in a forked process, and it waits for their end for ever."""
     command = [sys.executable, "-m", beside.__name__, *beside.described(tree, root)]
     environment = os.environ | {"PYTHONPATH": os.fspath(Path(__file__).resolve().parents[1])}
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment,
-                               start_new_session=True)  # so that nothing interrupts it but us, who end it
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment, start_new_session=True
+    )  # so that nothing interrupts it but us, who end it
     try:
         yield iter(partial(_next_batch, process.stdout), None)
     finally:
@@ -114,8 +120,11 @@ def packed_bytes(shard: Path, scratch: Path) -> int:
     which is made and removed."""
     scratch.mkdir()
     try:
-        with (lmdb.open(os.fspath(shard), readonly=True, lock=False) as source, source.begin() as stored,
-              lmdb.open(os.fspath(scratch), map_size=1 << 40, sync=False, lock=False) as target):
+        with (
+            lmdb.open(os.fspath(shard), readonly=True, lock=False) as source,
+            source.begin() as stored,
+            lmdb.open(os.fspath(scratch), map_size=1 << 40, sync=False, lock=False) as target,
+        ):
             pairs = stored.cursor().iternext()
             while part := list(islice(pairs, BATCH_KEYS)):
                 with target.begin(write=True) as transaction:
@@ -133,15 +142,22 @@ def pages(shard: Path) -> dict:
     """What LMDB says of a database that nobody has open for writing."""
     with lmdb.open(os.fspath(shard), readonly=True, lock=False) as env:
         found, info = env.stat(), env.info()
-    return {"used_bytes": _used_bytes(found), "inner_bytes": found["psize"] * found["branch_pages"], "depth": found["depth"],
-            "entries": found["entries"] - 1, "file_bytes": found["psize"] * (info["last_pgno"] + 1)}
+    return {
+        "used_bytes": _used_bytes(found),
+        "inner_bytes": found["psize"] * found["branch_pages"],
+        "depth": found["depth"],
+        "entries": found["entries"] - 1,
+        "file_bytes": found["psize"] * (info["last_pgno"] + 1),
+    }
 
 
 def compared(offline: Kv, served: Kv, files: int, per_directory: int, progress: Progress) -> dict:
     """Whether both hold the same files: each name is in both, under inodes that are alike but for number and times and whose
     records are equally long; so are the directories. The reasons where they do not, ten at most."""
-    trees = [Tree(files, per_directory, records.decode_identity(kv.get(records.IDENTITY_KEY)).name_key, Layout())
-             for kv in (offline, served)]
+    trees = [
+        Tree(files, per_directory, records.decode_identity(kv.get(records.IDENTITY_KEY)).name_key, Layout())
+        for kv in (offline, served)
+    ]
     if trees[0].home != trees[1].home:
         raise ValueError("the two shards have different name keys")
     tree, differences = trees[0], []
@@ -149,7 +165,9 @@ def compared(offline: Kv, served: Kv, files: int, per_directory: int, progress: 
     def directory(kv: Kv, index: int) -> int:
         return records.decode_dentry(partition_of(tree.home), kv.get(tree.directory_key(index)) or b"")[0]
 
-    def compare(what: str, kept: tuple[records.Inode, int] | None, made: tuple[records.Inode, int] | None) -> None:
+    def compare(
+        what: str, kept: tuple[records.Inode, int] | None, made: tuple[records.Inode, int] | None
+    ) -> None:
         if kept is None or made is None or kept != made:
             differences.append(f"{what}: {kept} offline, {made} by the service")
 
@@ -158,7 +176,9 @@ def compared(offline: Kv, served: Kv, files: int, per_directory: int, progress: 
     for number in range(files):
         if per_directory and not number % per_directory:
             parents = [directory(kv, number // per_directory) for kv in (offline, served)]
-            compare(f"directory {number // per_directory}", _seen(offline, parents[0]), _seen(served, parents[1]))
+            compare(
+                f"directory {number // per_directory}", _seen(offline, parents[0]), _seen(served, parents[1])
+            )
         found = []
         for kv, parent in zip((offline, served), parents, strict=True):
             raw = kv.get(next(tree.dentry_keys([number], parent)))

@@ -51,9 +51,13 @@ class Client:
 
     def change(self, slot: int) -> pb.Change:
         self._sequences[slot] += 1
-        return pb.Change(session=self.session, slot=slot, sequence=self._sequences[slot], uid=OWNER, gid=OWNER)
+        return pb.Change(
+            session=self.session, slot=slot, sequence=self._sequences[slot], uid=OWNER, gid=OWNER
+        )
 
-    async def pump(self, method: int, messages: Iterator[bytes], in_flight: int, check: Callable[[bytes], None]) -> int:
+    async def pump(
+        self, method: int, messages: Iterator[bytes], in_flight: int, check: Callable[[bytes], None]
+    ) -> int:
         """Keep so many requests in flight until there are no more; how many were answered. `check` sees each answer;
         what is refused, as a name that does not exist, ends it with the error."""
         answered, left = 0, in_flight
@@ -91,15 +95,18 @@ class Client:
 
     async def look_up(self, parents: Parents, numbers: Iterator[int]) -> int:
         """Each file by itself, IN_FLIGHT at once; how many."""
+
         def messages() -> Iterator[bytes]:
             for number in numbers:
-                yield pb.LookupRequest(session=self.session, parent=parents(number),
-                                       name=file_name(number)).SerializeToString()
+                yield pb.LookupRequest(
+                    session=self.session, parent=parents(number), name=file_name(number)
+                ).SerializeToString()
 
         return await self.pump(wire.META_LOOKUP, messages(), IN_FLIGHT, lambda message: None)
 
     async def look_up_together(self, parents: Parents, numbers: Iterator[int]) -> int:
         """TOGETHER files in a request; how many files."""
+
         def messages() -> Iterator[bytes]:
             while part := [number for _, number in zip(range(TOGETHER), numbers, strict=False)]:
                 request = pb.LookupManyRequest(session=self.session)
@@ -124,11 +131,14 @@ class Client:
     # -- making ----------------------------------------------------------------------------------------------------------
 
     async def make_directory(self, parent: int, name: bytes, slot: int = 63) -> int:
-        request = pb.CreateRequest(change=self.change(slot), parent=parent, name=name, mode=DIRECTORY_MODE, exclusive=True)
+        request = pb.CreateRequest(
+            change=self.change(slot), parent=parent, name=name, mode=DIRECTORY_MODE, exclusive=True
+        )
         return (await self.ask(wire.META_CREATE, request, pb.CreateReply)).entry.attr.inode
 
-    async def make_files(self, parents: Parents, numbers: Iterator[int],
-                         on_made: Callable[[int], None] = lambda number: None) -> int:
+    async def make_files(
+        self, parents: Parents, numbers: Iterator[int], on_made: Callable[[int], None] = lambda number: None
+    ) -> int:
         """Each is created with a write grant, and its size reported when that is answered, as a mount does at close; IN_FLIGHT
         files at once. How many were; `on_made` is told each when it is acknowledged."""
         made = 0
@@ -137,11 +147,22 @@ class Client:
             nonlocal made
             call, deadline_s = self._connection.call, SYSTEM_CLOCK.boottime_s
             for number in numbers:
-                create = pb.CreateRequest(change=self.change(slot), parent=parents(number), name=file_name(number),
-                                          mode=FILE_MODE, exclusive=True, open=True, rights=WRITE)
-                reply = await call(wire.META_CREATE, create.SerializeToString(), deadline_s=deadline_s() + ANSWER_S)
+                create = pb.CreateRequest(
+                    change=self.change(slot),
+                    parent=parents(number),
+                    name=file_name(number),
+                    mode=FILE_MODE,
+                    exclusive=True,
+                    open=True,
+                    rights=WRITE,
+                )
+                reply = await call(
+                    wire.META_CREATE, create.SerializeToString(), deadline_s=deadline_s() + ANSWER_S
+                )
                 inode = pb.CreateReply.FromString(bytes(reply.message)).entry.attr.inode
-                report = pb.ReportRequest(change=self.change(slot), inode=inode, end=size_of(number), wrote=True, release=True)
+                report = pb.ReportRequest(
+                    change=self.change(slot), inode=inode, end=size_of(number), wrote=True, release=True
+                )
                 await call(wire.META_REPORT, report.SerializeToString(), deadline_s=deadline_s() + ANSWER_S)
                 made += 1
                 on_made(number)
@@ -157,18 +178,23 @@ class Client:
         step = per_directory or 1000
         for first in range(0, files, step):
             parent = await self.make_directory(home, directory_name(first // step)) if per_directory else home
-            await self.make_files(lambda _, parent=parent: parent, iter(range(first, min(first + step, files))))
+            await self.make_files(
+                lambda _, parent=parent: parent, iter(range(first, min(first + step, files)))
+            )
             progress(min(first + step, files) / files)
 
     # -- listing ---------------------------------------------------------------------------------------------------------
 
-    async def list(self, directory: int, entries: int, most: int, attributes: bool, progress: Callable[[float], None]) -> int:
+    async def list(
+        self, directory: int, entries: int, most: int, attributes: bool, progress: Callable[[float], None]
+    ) -> int:
         """Entry by entry until its end or until there were `most`; how many came. Each step is asked for when the one before
         it has come, as a reader of a directory does. About so many `entries` are expected."""
         cursor = came = 0
         while came < most:
-            request = pb.ListDirRequest(session=self.session, inode=directory, cursor=cursor, limit=LIST_LIMIT,
-                                        attrs=attributes)
+            request = pb.ListDirRequest(
+                session=self.session, inode=directory, cursor=cursor, limit=LIST_LIMIT, attrs=attributes
+            )
             reply = await self.ask(wire.META_LIST, request, pb.ListDirReply)
             came += len(reply.entries)
             if not reply.more:
@@ -184,7 +210,9 @@ def at_random(files: int, seed: int) -> Iterator[int]:
         yield chance.randrange(files)
 
 
-def until(numbers: Iterator[int], seconds: float, progress: Callable[[float], None] = lambda share: None) -> Iterator[int]:
+def until(
+    numbers: Iterator[int], seconds: float, progress: Callable[[float], None] = lambda share: None
+) -> Iterator[int]:
     """Those that are taken before so much time has passed since the first."""
     began_s = time.monotonic()
     for at, number in enumerate(numbers):
@@ -231,8 +259,15 @@ async def engine_creates(kv: LmdbKv, tree: Tree, first: int, seconds: float) -> 
         for (dentry, entry), (inode, record) in made:
             while kv.full:
                 await kv.room()
-            kv.apply([(records.COUNTS_KEY, counts_record), (dentry, entry), (home, home_record), (inode, record),
-                      (slot, answer)])
+            kv.apply(
+                [
+                    (records.COUNTS_KEY, counts_record),
+                    (dentry, entry),
+                    (home, home_record),
+                    (inode, record),
+                    (slot, answer),
+                ]
+            )
             kv.apply([(inode, record), (slot, answer)])
         await asyncio.sleep(0)
         spent_s += time.perf_counter() - began_s

@@ -37,8 +37,14 @@ class Options:
         """A directory of so many files at most is listed from beginning to end."""
 
 
-async def measured(work: Path, kept: Path | None, made: dict, options: Options, environment: dict[str, str],
-                   progress: Callable[[str], Callable[[float], None]]) -> dict:
+async def measured(
+    work: Path,
+    kept: Path | None,
+    made: dict,
+    options: Options,
+    environment: dict[str, str],
+    progress: Callable[[str], Callable[[float], None]],
+) -> dict:
     """The figures of the shard whose records are at `kept`, measured on a copy below `work`; of an empty one without."""
     copy = None
     if kept is not None:
@@ -67,7 +73,9 @@ def copy_shard(source: Path, target: Path, progress: Callable[[float], None]) ->
 
 
 class _Measuring:
-    def __init__(self, shard: Shard, made: dict, options: Options, progress: Callable[[str], Callable[[float], None]]) -> None:
+    def __init__(
+        self, shard: Shard, made: dict, options: Options, progress: Callable[[str], Callable[[float], None]]
+    ) -> None:
         self._shard, self._options, self._progress = shard, options, progress
         self._tree = Tree(made["files"], made["per_directory"], bytes.fromhex(made["name_key"]), Layout())
         self._figures: dict = {}
@@ -88,7 +96,9 @@ class _Measuring:
         tree = self._tree
         client = await Client(connection).begin()
         numbers = at_random(tree.files, 1)
-        figures["cold_look_ups"] = await self._rate(client.look_up(tree.parent_of, islice(numbers, COLD_LOOK_UPS)))
+        figures["cold_look_ups"] = await self._rate(
+            client.look_up(tree.parent_of, islice(numbers, COLD_LOOK_UPS))
+        )
         await shard.stop()
 
         await self._warm()
@@ -96,7 +106,10 @@ class _Measuring:
         self._see("started")
         client = await Client(connection).begin()
         seconds = self._options.seconds
-        for name, ask, seed in (("look_ups", client.look_up, 2), ("look_ups_together", client.look_up_together, 3)):
+        for name, ask, seed in (
+            ("look_ups", client.look_up, 2),
+            ("look_ups_together", client.look_up_together, 3),
+        ):
             await self._warm()
             numbers = until(at_random(tree.files, seed), seconds, self._progress(name))
             figures[name] = await self._rate(ask(tree.parent_of, numbers))
@@ -129,8 +142,12 @@ class _Measuring:
         done = await work
         took_s, (spent_now_s, pages_now) = time.monotonic() - began_s, self._shard.spent()
         each = max(done, 1)
-        return {"per_s": done / took_s, "processor_us": 1e6 * (spent_now_s - spent_s) / each,
-                "pages_read": (pages_now - pages_read) / each, "count": done}
+        return {
+            "per_s": done / took_s,
+            "processor_us": 1e6 * (spent_now_s - spent_s) / each,
+            "pages_read": (pages_now - pages_read) / each,
+            "count": done,
+        }
 
     # -- growing ---------------------------------------------------------------------------------------------------------
 
@@ -142,7 +159,9 @@ class _Measuring:
             for number in range(NEW_DIRECTORIES):
                 self._parents.append(await client.make_directory(tree.home, b"added-%04d" % number))
         numbers = until(count(self._next), seconds, self._progress("creates"))
-        self._figures["creates"], most = await shard.most_anonymous(self._rate(client.make_files(self._parent, numbers)))
+        self._figures["creates"], most = await shard.most_anonymous(
+            self._rate(client.make_files(self._parent, numbers))
+        )
         self._next += self._figures["creates"]["count"]
         self._see("after creates", most)
 
@@ -150,12 +169,16 @@ class _Measuring:
         tree = self._tree
         if not self._parents:
             return tree.home
-        return self._parents[(number - tree.directories * tree.per_directory) // tree.per_directory % NEW_DIRECTORIES]
+        return self._parents[
+            (number - tree.directories * tree.per_directory) // tree.per_directory % NEW_DIRECTORIES
+        ]
 
     async def _killed(self, client: Client) -> None:
         """While it makes files; then the first start, what it replays, and whether all is there that was acknowledged."""
         shard, acknowledged = self._shard, []
-        making = asyncio.ensure_future(client.make_files(self._parent, count(self._next), acknowledged.append))
+        making = asyncio.ensure_future(
+            client.make_files(self._parent, count(self._next), acknowledged.append)
+        )
         await asyncio.wait([making], timeout=KILLED_AFTER_S)
         await shard.kill()
         await asyncio.gather(making, return_exceptions=True)
@@ -163,7 +186,9 @@ class _Measuring:
         client = await Client(connection).begin()
         status = await client.status()
         self._figures["replayed"] = int(status.counters["kv_replayed"])
-        self._figures["files_after"] = status.inodes - self._tree.inode_count + self._tree.files - len(self._parents)
+        self._figures["files_after"] = (
+            status.inodes - self._tree.inode_count + self._tree.files - len(self._parents)
+        )
         if await client.look_up(self._parent, iter(acknowledged)) < len(acknowledged):
             raise Failed("the daemon was killed, and files that it had acknowledged are not there")
         await self._listed(client)

@@ -44,7 +44,9 @@ class Failed(Exception):
 class Shard:
     """`directory` gets a pool. The records are those of `records`, a shard's directory that is moved into it, or none."""
 
-    def __init__(self, directory: Path, records: Path | None = None, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, directory: Path, records: Path | None = None, environment: dict[str, str] | None = None
+    ) -> None:
         self.pool = RealPool(directory, sizes=(64 << 20,), config=CONFIGURATION)
         self._environment = os.environ | (environment or {})
         self.pool.make(environment)
@@ -78,7 +80,9 @@ class Shard:
         while True:
             try:
                 connection = await self._dialer.connect(endpoints, SYSTEM_CLOCK.boottime_s() + 5)
-                reply = await connection.call(wire.META_STATUS, b"", deadline_s=SYSTEM_CLOCK.boottime_s() + START_S)
+                reply = await connection.call(
+                    wire.META_STATUS, b"", deadline_s=SYSTEM_CLOCK.boottime_s() + START_S
+                )
                 if pb.MetaStatusReply.FromString(bytes(reply.message)).pid != self._process.pid:
                     raise Failed("another daemon answers for this shard")
                 return connection, time.monotonic() - began_s
@@ -88,8 +92,13 @@ class Shard:
             await asyncio.sleep(LOOK_S)
 
     def _spawn(self) -> None:
-        self._process = subprocess.Popen(command(Program.META, str(self.pool.path), "1"), env=self._environment, cwd="/",
-                                         stdin=subprocess.DEVNULL, start_new_session=True)
+        self._process = subprocess.Popen(
+            command(Program.META, str(self.pool.path), "1"),
+            env=self._environment,
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     async def close(self) -> None:
         """The supervisor's place is free; before `end`, on the loop that started it."""
@@ -126,8 +135,10 @@ class Shard:
         """Resident bytes: what the process has for itself, and its pages of mapped files (LMDB's file and programs), which the
         kernel takes back when it likes."""
         text = Path(f"/proc/{self._process.pid}/status").read_text()
-        return {name: int(re.search(rf"Rss{kind}:\s+(\d+)", text)[1]) << 10 for name, kind in
-                (("anonymous_bytes", "Anon"), ("mapped_bytes", "File"))}
+        return {
+            name: int(re.search(rf"Rss{kind}:\s+(\d+)", text)[1]) << 10
+            for name, kind in (("anonymous_bytes", "Anon"), ("mapped_bytes", "File"))
+        }
 
     def spent(self) -> tuple[float, int]:
         """Of all its threads so far: seconds of processors, pages of mapped files that were waited for (major faults)."""
@@ -160,4 +171,3 @@ def read_whole(path: Path, progress) -> None:
         while count := file.readinto(buffer):
             done += count
             progress(done / size)
-

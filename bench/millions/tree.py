@@ -116,9 +116,13 @@ class Tree:
         """Records differ in time and size only, which are put in their places: three times as fast as to encode each of them.
         That they are the places is checked with the first of each call."""
         pattern = self._encoded(0, parent)
-        before, behind, pack = pattern[:_VARYING_AT], pattern[_VARYING_AT + _VARYING.size:], _VARYING.pack
+        before, behind, pack = pattern[:_VARYING_AT], pattern[_VARYING_AT + _VARYING.size :], _VARYING.pack
         for number, key in zip(numbers, self.inode_keys(numbers, parent), strict=True):
-            value = before + pack(BORN_NS + number * EACH_NS + WRITTEN_NS, WRITTEN_CHANGE, size_of(number)) + behind
+            value = (
+                before
+                + pack(BORN_NS + number * EACH_NS + WRITTEN_NS, WRITTEN_CHANGE, size_of(number))
+                + behind
+            )
             if number == numbers[0] and value != self._encoded(number, parent):
                 raise AssertionError("the records of files are laid out in another way than is believed here")
             yield key, value
@@ -126,18 +130,51 @@ class Tree:
     def _encoded(self, number: int, parent: int) -> bytes:
         size, born_ns = size_of(number), BORN_NS + number * EACH_NS
         written_ns = born_ns + WRITTEN_NS
-        return records.encode_inode(records.Inode(
-            self.inode_of(number, parent), FILE_MODE, 1, OWNER, OWNER, size, records.blocks_of(size), born_ns, written_ns,
-            written_ns, WRITTEN_CHANGE, table=self._layout.table, chunk_bits=self._layout.chunk_bits, flags=records.TOUCHED,
-            birth_ns=born_ns))
+        return records.encode_inode(
+            records.Inode(
+                self.inode_of(number, parent),
+                FILE_MODE,
+                1,
+                OWNER,
+                OWNER,
+                size,
+                records.blocks_of(size),
+                born_ns,
+                written_ns,
+                written_ns,
+                WRITTEN_CHANGE,
+                table=self._layout.table,
+                chunk_bits=self._layout.chunk_bits,
+                flags=records.TOUCHED,
+                birth_ns=born_ns,
+            )
+        )
 
-    def _directory_record(self, inode: int, parent: int, first: int, entries: int, directories: int) -> tuple[bytes, bytes]:
+    def _directory_record(
+        self, inode: int, parent: int, first: int, entries: int, directories: int
+    ) -> tuple[bytes, bytes]:
         """Made with its first file, changed with each entry; `entries` of which `directories` are directories."""
         born_ns = BORN_NS + first * EACH_NS
         changed_ns = born_ns + max(entries - 1, 0) * EACH_NS
-        return records.inode_key(inode), records.encode_inode(records.Inode(
-            inode, DIRECTORY_MODE, 2 + directories, OWNER, OWNER, entries, 0, born_ns, changed_ns, changed_ns, 1 + entries,
-            table=self._layout.table, chunk_bits=self._layout.chunk_bits, parent=parent, birth_ns=born_ns))
+        return records.inode_key(inode), records.encode_inode(
+            records.Inode(
+                inode,
+                DIRECTORY_MODE,
+                2 + directories,
+                OWNER,
+                OWNER,
+                entries,
+                0,
+                born_ns,
+                changed_ns,
+                changed_ns,
+                1 + entries,
+                table=self._layout.table,
+                chunk_bits=self._layout.chunk_bits,
+                parent=parent,
+                birth_ns=born_ns,
+            )
+        )
 
     def few(self, root: records.Inode) -> Records:
         """What there is once: the root, which gets its entry, `data`, the shard's counts and bounds."""
@@ -145,12 +182,18 @@ class Tree:
         hashed = self.name_hash(ROOT_INODE, HOME)
         bound = 2 + self.inode_count + RESERVED
         entries = self.directories or self.files
-        return dict([
-            (records.inode_key(ROOT_INODE), records.encode_inode(root)),
-            (records.dentry_key(0, ROOT_INODE, hashed, HOME), records.encode_dentry(0, self.home, DIRECTORY_KIND)),
-            self._directory_record(self.home, ROOT_INODE, 0, entries, self.directories),
-            (records.COUNTS_KEY, records.encode_counts(self.inode_count)),
-            (records.BOUNDS_KEY, records.encode_bounds(records.IssuedNumbers(bound, 1)))])
+        return dict(
+            [
+                (records.inode_key(ROOT_INODE), records.encode_inode(root)),
+                (
+                    records.dentry_key(0, ROOT_INODE, hashed, HOME),
+                    records.encode_dentry(0, self.home, DIRECTORY_KIND),
+                ),
+                self._directory_record(self.home, ROOT_INODE, 0, entries, self.directories),
+                (records.COUNTS_KEY, records.encode_counts(self.inode_count)),
+                (records.BOUNDS_KEY, records.encode_bounds(records.IssuedNumbers(bound, 1))),
+            ]
+        )
 
     def batches(self) -> Iterator[tuple[float, Records]]:
         """All the others, a range of keys after the other, each batch with its share of the work.
@@ -169,8 +212,10 @@ class Tree:
         yield 0.0, batch
 
     def _regions_of_one(self) -> Iterator[tuple[float, Records]]:
-        for keys, pairs, place, bits in ((self.inode_keys, self.inodes, slice(2, 9), COUNTER_BITS),
-                                         (self.dentry_keys, self.dentries, slice(HASH_AT, NAME_AT), HASH_BITS)):
+        for keys, pairs, place, bits in (
+            (self.inode_keys, self.inodes, slice(2, 9), COUNTER_BITS),
+            (self.dentry_keys, self.dentries, slice(HASH_AT, NAME_AT), HASH_BITS),
+        ):
             count = max(1, self.files // REGION_FILES)
             regions = [array("I") for _ in range(count)]
             for number, key in enumerate(keys(range(self.files), self.home)):
@@ -199,7 +244,9 @@ class Tree:
                 numbers = range(first, min(first + self.per_directory, self.files))
                 key, value = self._directory_record(directory, self.home, first, len(numbers), 0)
                 region[key] = value
-                for pair in zip(self.dentries(numbers, directory), self.inodes(numbers, directory), strict=True):
+                for pair in zip(
+                    self.dentries(numbers, directory), self.inodes(numbers, directory), strict=True
+                ):
                     region.update(pair)
                 files += len(numbers)
             yield files / self.files, region

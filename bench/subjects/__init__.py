@@ -10,4 +10,13 @@ from subjects.pool import VARIANTS, Pool
 
 def every_subject() -> list[Subject]:
     pools = (Pool(variant) for variant in VARIANTS)
-    return [PlainDirectory(), FuseFromMemory(), CPassthrough(), CSocket(), *pools, GlusterFS(), MooseFS(), JuiceFS()]
+    return [
+        PlainDirectory(),
+        FuseFromMemory(),
+        CPassthrough(),
+        CSocket(),
+        *pools,
+        GlusterFS(),
+        MooseFS(),
+        JuiceFS(),
+    ]

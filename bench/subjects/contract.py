@@ -113,8 +113,15 @@ class Subject:
         """A process of its own session (Ctrl-C at the terminal is for the bench, which then stops it) that inherits nothing: a
         daemon that holds a descriptor of ours would keep its lock."""
         with open(self.directory / f"{Path(str(command[0])).name}.log", "ab") as file:
-            return subprocess.Popen([str(word) for word in command], stdin=subprocess.DEVNULL, stdout=stdout or file,
-                                    stderr=file, env=self.environment(), start_new_session=True, cwd="/")
+            return subprocess.Popen(
+                [str(word) for word in command],
+                stdin=subprocess.DEVNULL,
+                stdout=stdout or file,
+                stderr=file,
+                env=self.environment(),
+                start_new_session=True,
+                cwd="/",
+            )
 
     def run(self, *command: object, timeout_s: float = START_S, text: str = "") -> str:
         return run(*command, environment=self.environment(), timeout_s=timeout_s, text=text)
@@ -125,14 +132,22 @@ class Subject:
         wait_until(lambda: answers(self.mount), f"the mount of {self.name} does not answer", process)
 
 
-def run(*command: object, environment: dict[str, str] | None = None, timeout_s: float = START_S, text: str = "") -> str:
+def run(
+    *command: object, environment: dict[str, str] | None = None, timeout_s: float = START_S, text: str = ""
+) -> str:
     """What it printed. Failed, with the end of what it said, when it fails or takes too long. It is killed when this is
     interrupted or late, and not waited for longer than KILLED_S: who stands in a mount that does not answer ends when the
     server of that mount does."""
     words = [str(word) for word in command]
     try:
-        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                   env=environment)
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
     except OSError as error:
         raise Failed(f"{words[0]}: {error.strerror}") from None
     try:
@@ -150,7 +165,9 @@ def run(*command: object, environment: dict[str, str] | None = None, timeout_s: 
     return said
 
 
-def wait_until(condition, failure: str, process: subprocess.Popen | None = None, seconds: float = START_S) -> None:
+def wait_until(
+    condition, failure: str, process: subprocess.Popen | None = None, seconds: float = START_S
+) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         if process is not None and process.poll() is not None:
@@ -243,7 +260,9 @@ def marked(directory: Path) -> list[int]:
 def sweep(directory: Path) -> None:
     """End the processes marked with `directory`, unmount what is mounted below it, last first, and remove it. ValueError, and
     nothing is touched, for what is not a bench's own directory or one in it. What stays mounted keeps its files."""
-    if not directory.is_absolute() or not any((place / OWNER).is_file() for place in (directory, directory.parent)):
+    if not directory.is_absolute() or not any(
+        (place / OWNER).is_file() for place in (directory, directory.parent)
+    ):
         raise ValueError(f"{str(directory)!r} is no directory of a bench")
     for number in (signal.SIGTERM, signal.SIGKILL):
         for pid in marked(directory):

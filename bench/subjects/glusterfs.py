@@ -65,11 +65,22 @@ class GlusterFS(Subject):
         configuration = self.directory / "glusterd.vol"
         configuration.write_text(CONFIGURATION)
         # A mount that exists twice lives until both are gone: no FUSE mount of the machine is to be kept by the namespace.
-        lines = [f"umount -l {shlex.quote(unescaped(place))}" for place in reversed(mounts("fuse"))] + ["set -e"]
-        lines += [f"mount --bind {shlex.quote(str(self.directory / name))} {place}" for name, place in ELSEWHERE.items()]
-        lines.append(shlex.join(["exec", "glusterd", "-N", "-f", str(configuration), "-p", f"{self.directory}/glusterd.pid"]))
+        lines = [f"umount -l {shlex.quote(unescaped(place))}" for place in reversed(mounts("fuse"))] + [
+            "set -e"
+        ]
+        lines += [
+            f"mount --bind {shlex.quote(str(self.directory / name))} {place}"
+            for name, place in ELSEWHERE.items()
+        ]
+        lines.append(
+            shlex.join(
+                ["exec", "glusterd", "-N", "-f", str(configuration), "-p", f"{self.directory}/glusterd.pid"]
+            )
+        )
         # `exec` keeps the number of the process.
-        self._glusterd = self.daemon("unshare", "--mount", "--propagation", "private", "sh", "-c", "\n".join(lines))
+        self._glusterd = self.daemon(
+            "unshare", "--mount", "--propagation", "private", "sh", "-c", "\n".join(lines)
+        )
         wait_for_port(own_address(), PORT, "glusterd", self._glusterd)
         self._command("volume", "create", VOLUME, f"{own_address()}:{self.directory / 'brick'}", "force")
         self._command("volume", "start", VOLUME)
@@ -78,8 +89,17 @@ class GlusterFS(Subject):
         return self.run("nsenter", "--mount", "-t", self._glusterd.pid, "gluster", "--mode=script", *words)
 
     def attach(self) -> None:
-        self._client = self.daemon("glusterfs", "-N", f"--volfile-server={own_address()}", f"--volfile-id={VOLUME}",
-                                   "--process-name", "fuse", "-l", self.directory / "log" / "client.log", self.mount)
+        self._client = self.daemon(
+            "glusterfs",
+            "-N",
+            f"--volfile-server={own_address()}",
+            f"--volfile-id={VOLUME}",
+            "--process-name",
+            "fuse",
+            "-l",
+            self.directory / "log" / "client.log",
+            self.mount,
+        )
         self.wait_for_mount(self._client)
 
     def detach(self) -> None:
@@ -89,7 +109,9 @@ class GlusterFS(Subject):
     def stop_servers(self) -> None:
         if self._glusterd is None or self._glusterd.poll() is not None:
             return
-        with contextlib.suppress(Failed):  # it never started, or does not answer: its processes are ended all the same
+        with contextlib.suppress(
+            Failed
+        ):  # it never started, or does not answer: its processes are ended all the same
             self._command("volume", "stop", VOLUME, "force")
         self._glusterd.terminate()
         end(self._glusterd)

@@ -15,8 +15,10 @@ PROGRAM = BENCH.parent / "build" / "peers" / "bin" / "juicefs"
 
 class JuiceFS(Subject):
     name, kind = "juicefs", "peer"
-    notes = ("SQLite and local files, no network between; its fsync does not reach the drive; its cache of blocks is a "
-             "directory of the same drive")
+    notes = (
+        "SQLite and local files, no network between; its fsync does not reach the drive; its cache of blocks is a "
+        "directory of the same drive"
+    )
     cold = "mounted anew, its cache directory removed, page cache dropped"
     _client: subprocess.Popen | None = None
 
@@ -41,8 +43,18 @@ class JuiceFS(Subject):
 
     def attach(self) -> None:
         metrics = f"127.0.0.1:{free_port('127.0.0.1')}"
-        self._client = self.daemon(PROGRAM, "mount", "--no-usage-report", "--no-syslog", "--cache-dir", self._cache(),
-                                   "--metrics", metrics, self._metadata(), self.mount)
+        self._client = self.daemon(
+            PROGRAM,
+            "mount",
+            "--no-usage-report",
+            "--no-syslog",
+            "--cache-dir",
+            self._cache(),
+            "--metrics",
+            metrics,
+            self._metadata(),
+            self.mount,
+        )
         self.wait_for_mount(self._client)
 
     def detach(self) -> None:

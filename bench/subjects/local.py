@@ -113,7 +113,9 @@ def no_compiler(*packages: str) -> str | None:
         if packages:
             run("pkg-config", "--exists", *packages)
     except Failed as failed:
-        return f"needs a C compiler{' and the headers of ' + ', '.join(packages) if packages else ''}: {failed}"
+        return (
+            f"needs a C compiler{' and the headers of ' + ', '.join(packages) if packages else ''}: {failed}"
+        )
     return None
 
 

@@ -14,8 +14,10 @@ EMPTY = Path("/var/lib/mfs/metadata.mfs.empty")
 
 class MooseFS(Subject):
     name, kind = "moosefs", "peer"
-    notes = ("goal 1, daemons at the priority of -19 that they take by themselves; its fsync does not reach the drive "
-             "(HDD_FSYNC_BEFORE_CLOSE = 0, the default); its master keeps all names in memory")
+    notes = (
+        "goal 1, daemons at the priority of -19 that they take by themselves; its fsync does not reach the drive "
+        "(HDD_FSYNC_BEFORE_CLOSE = 0, the default); its master keeps all names in memory"
+    )
     _master: subprocess.Popen | None = None
     _store: subprocess.Popen | None = None
     _client: subprocess.Popen | None = None
@@ -43,23 +45,31 @@ class MooseFS(Subject):
         self._write("topology.cfg", "")
         self._write("drives.cfg", f"{self.directory / 'drive'}")
         user = "WORKING_USER = root\nWORKING_GROUP = root\n"
-        self._write("master.cfg", user + f"""DATA_PATH = {self.directory / 'master'}
-EXPORTS_FILENAME = {self.directory / 'exports.cfg'}
-TOPOLOGY_FILENAME = {self.directory / 'topology.cfg'}
+        self._write(
+            "master.cfg",
+            user
+            + f"""DATA_PATH = {self.directory / "master"}
+EXPORTS_FILENAME = {self.directory / "exports.cfg"}
+TOPOLOGY_FILENAME = {self.directory / "topology.cfg"}
 MATOML_LISTEN_HOST = {host}
 MATOML_LISTEN_PORT = {loggers}
 MATOCS_LISTEN_HOST = {host}
 MATOCS_LISTEN_PORT = {stores}
 MATOCL_LISTEN_HOST = {host}
 MATOCL_LISTEN_PORT = {clients}
-""")
-        self._write("store.cfg", user + f"""DATA_PATH = {self.directory / 'store'}
-HDD_CONF_FILENAME = {self.directory / 'drives.cfg'}
+""",
+        )
+        self._write(
+            "store.cfg",
+            user
+            + f"""DATA_PATH = {self.directory / "store"}
+HDD_CONF_FILENAME = {self.directory / "drives.cfg"}
 MASTER_HOST = {host}
 MASTER_PORT = {stores}
 CSSERV_LISTEN_HOST = {host}
 CSSERV_LISTEN_PORT = {store}
-""")
+""",
+        )
         shutil.copy(EMPTY, self.directory / "master" / "metadata.mfs")
         self._master = self.daemon("mfsmaster", "-f", "-n", "-c", self.directory / "master.cfg", "start")
         wait_for_port(host, clients, "mfsmaster", self._master)
@@ -67,8 +77,11 @@ CSSERV_LISTEN_PORT = {store}
         wait_for_port(host, store, "mfschunkserver", self._store)
         self._mount()
         # Until the store has registered, the first write waits for minutes.
-        wait_until(lambda: self.run("stat", "-f", "-c", "%b", self.mount).strip() != "0", "mfschunkserver does not register",
-                   self._store)
+        wait_until(
+            lambda: self.run("stat", "-f", "-c", "%b", self.mount).strip() != "0",
+            "mfschunkserver does not register",
+            self._store,
+        )
         self.run("mfssetgoal", "-r", "1", self.mount)
 
     def _write(self, name: str, text: str) -> None:

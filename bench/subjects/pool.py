@@ -33,12 +33,24 @@ class Variant(NamedTuple):
 
     def words(self) -> list[str]:
         """Of transport and short cut, for `nvpool mount` and sdk_loads.py."""
-        return [f"--transport={self.transport}"] * bool(self.transport) + ["--no-short-cut"] * (not self.short_cut)
+        return [f"--transport={self.transport}"] * bool(self.transport) + ["--no-short-cut"] * (
+            not self.short_cut
+        )
 
 
 VARIANTS = (
-    Variant("nvpool", "same host", notes="as it comes: the direct engine, and the short cut to the drives of its own host"),
-    Variant("nvpool-tcp", "tcp", "stream", False, notes="the direct engine; `stream`, TCP on loopback as the peers"),
+    Variant(
+        "nvpool",
+        "same host",
+        notes="as it comes: the direct engine, and the short cut to the drives of its own host",
+    ),
+    Variant(
+        "nvpool-tcp",
+        "tcp",
+        "stream",
+        False,
+        notes="the direct engine; `stream`, TCP on loopback as the peers",
+    ),
     Variant("nvpool-unix", None, "stream+unix", False, notes="the direct engine; unix sockets, no short cut"),
     Variant("nvpool-grpc", None, "grpc", False, notes="the direct engine; gRPC on loopback, no short cut"),
     Variant("nvpool-pyfuse3", None, "", True, "pyfuse3", notes="libfuse through pyfuse3; the short cut"),
@@ -65,6 +77,7 @@ class Pool(Subject):
 
     def version(self) -> str:
         from importlib.metadata import version
+
         return "nvpool " + version("nvpool")
 
     def start_servers(self) -> None:
@@ -82,8 +95,13 @@ class Pool(Subject):
         return nvpool(*words, environment=self.environment())
 
     def attach(self) -> None:
-        self._command("mount", self.pool(), self.mount, *self.variant.words(),
-                      *([f"--engine={self.variant.engine}"] if self.variant.engine else []))
+        self._command(
+            "mount",
+            self.pool(),
+            self.mount,
+            *self.variant.words(),
+            *([f"--engine={self.variant.engine}"] if self.variant.engine else []),
+        )
 
     def detach(self) -> None:
         if str(self.mount) in mounts() and answers(self.mount):
@@ -99,7 +117,14 @@ class Pool(Subject):
         return self.run(*self.sdk_command(verb, *words), "--seconds", seconds, timeout_s=seconds + 120)
 
     def sdk_command(self, verb: str, *words: object, variant: Variant | None = None) -> list[str]:
-        chosen = (sys.executable, BENCH / "sdk_loads.py", *(variant or self.variant).words(), verb, self.pool(), *words)
+        chosen = (
+            sys.executable,
+            BENCH / "sdk_loads.py",
+            *(variant or self.variant).words(),
+            verb,
+            self.pool(),
+            *words,
+        )
         return [str(word) for word in chosen]
 
 

@@ -16,7 +16,9 @@ class WaitingReader:
 
     name = ""
 
-    def begin(self, fd: int, offsets, lengths, positions, into: memoryview, on_done: Callable[[Outcome], None]) -> None:
+    def begin(
+        self, fd: int, offsets, lengths, positions, into: memoryview, on_done: Callable[[Outcome], None]
+    ) -> None:
         """Start reading each (offset, length) to its position in `into`.
 
         `on_done` is called once, in a later iteration of the event loop. Do not use `into` before that.
@@ -27,7 +29,9 @@ class WaitingReader:
         """Read as `begin` does. A cancelled caller must not use `into` either, because reads may still be
         running."""
         done = asyncio.get_running_loop().create_future()
-        self.begin(fd, offsets, lengths, positions, into, lambda outcome: done.done() or done.set_result(outcome))
+        self.begin(
+            fd, offsets, lengths, positions, into, lambda outcome: done.done() or done.set_result(outcome)
+        )
         return await done
 
     async def close(self) -> None:

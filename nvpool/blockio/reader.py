@@ -45,7 +45,7 @@ def read_now_plain(fd: int, offsets, lengths, positions, into: memoryview) -> li
         position = positions[at]
         length = lengths[at]
         try:
-            if preadv(fd, (into[position:position + length],), offset, nowait) != length:
+            if preadv(fd, (into[position : position + length],), offset, nowait) != length:
                 missed.append(at)
         except OSError:  # EAGAIN: not cached. The waiting read meets any other error again and reports it.
             missed.append(at)
@@ -88,8 +88,13 @@ def _open_again(fd: int, flags: int) -> int:
 def cached_pages_plain(fd: int, offset: int, length: int) -> int:
     """Return how many pages of a range are in the page cache; -1 if the kernel does not report this."""
     found = (ctypes.c_uint64 * 5)()  # cached, dirty, under writeback, evicted, recently evicted
-    failed = _libc.syscall(ctypes.c_long(_CACHESTAT), ctypes.c_int(fd), (ctypes.c_uint64 * 2)(offset, length), found,
-                           ctypes.c_uint(0))
+    failed = _libc.syscall(
+        ctypes.c_long(_CACHESTAT),
+        ctypes.c_int(fd),
+        (ctypes.c_uint64 * 2)(offset, length),
+        found,
+        ctypes.c_uint(0),
+    )
     return -1 if failed else found[0]
 
 
@@ -112,16 +117,30 @@ class ThreadReader(WaitingReader):
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="read")
 
-    def begin(self, fd: int, offsets, lengths, positions, into: memoryview, on_done: Callable[[Outcome], None]) -> None:
+    def begin(
+        self, fd: int, offsets, lengths, positions, into: memoryview, on_done: Callable[[Outcome], None]
+    ) -> None:
         task = asyncio.ensure_future(self._shares(fd, offsets, lengths, positions, into))
-        task.add_done_callback(lambda task: on_done([Cancelled()] * len(offsets) if task.cancelled() else task.result()))
+        task.add_done_callback(
+            lambda task: on_done([Cancelled()] * len(offsets) if task.cancelled() else task.result())
+        )
 
     async def _shares(self, fd: int, offsets, lengths, positions, into: memoryview) -> Outcome:
         count = len(offsets)
         share = max(1, -(-count // READ_THREADS))
         loop = asyncio.get_running_loop()
-        parts = [loop.run_in_executor(self._threads, self._share, fd, offsets[at:at + share], lengths[at:at + share],
-                                      positions[at:at + share], into) for at in range(0, count, share)]
+        parts = [
+            loop.run_in_executor(
+                self._threads,
+                self._share,
+                fd,
+                offsets[at : at + share],
+                lengths[at : at + share],
+                positions[at : at + share],
+                into,
+            )
+            for at in range(0, count, share)
+        ]
         return [one for part in await asyncio.gather(*parts) for one in part]
 
     @staticmethod
@@ -129,8 +148,10 @@ class ThreadReader(WaitingReader):
         outcome: Outcome = []
         for offset, length, position in zip(offsets, lengths, positions, strict=True):
             try:
-                got = os.preadv(fd, [into[position:position + length]], offset)
-                outcome.append(None if got == length else DriveFailed(f"{got} of {length} bytes read at {offset}"))
+                got = os.preadv(fd, [into[position : position + length]], offset)
+                outcome.append(
+                    None if got == length else DriveFailed(f"{got} of {length} bytes read at {offset}")
+                )
             except OSError as error:
                 outcome.append(from_os_error(error, f"reading {length} bytes at {offset}"))
         return outcome

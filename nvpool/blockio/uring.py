@@ -76,7 +76,9 @@ class UringReader(WaitingReader):
             return None
         return cls(ring)
 
-    def begin(self, fd: int, offsets, lengths, positions, into: memoryview, on_done: Callable[[Outcome], None]) -> None:
+    def begin(
+        self, fd: int, offsets, lengths, positions, into: memoryview, on_done: Callable[[Outcome], None]
+    ) -> None:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop = loop
@@ -120,7 +122,9 @@ class UringReader(WaitingReader):
             try:
                 batch.ended(at, None if result == length else _failure(result, offset, length))
             except Exception as error:  # bug of the caller: still report the other completed reads
-                self._loop.call_exception_handler({"message": "what was read was not taken", "exception": error})
+                self._loop.call_exception_handler(
+                    {"message": "what was read was not taken", "exception": error}
+                )
         if self._outside:
             self._submit()
 

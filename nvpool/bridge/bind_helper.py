@@ -65,7 +65,9 @@ def bind(root: str, volume: str, subpath: str, target: str, read_only: bool, mak
         raise Unavailable(f"the pool is not mounted at {root}")
     wanted = os.path.normpath(f"{whole.root}/{volume}/{subpath}")
     tree = -1
-    outer = _open(os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), volume, f"the volume's directory {volume}")
+    outer = _open(
+        os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), volume, f"the volume's directory {volume}"
+    )
     try:
         if make:
             _make(outer, subpath)
@@ -79,13 +81,32 @@ def bind(root: str, volume: str, subpath: str, target: str, read_only: bool, mak
                 return False
             unbind(target, volume.partition("/")[0])
         os.makedirs(target, mode=0o700, exist_ok=True)
-        tree = _call(_OPEN_TREE, inner, b"", _OPEN_TREE_CLONE | _AT_EMPTY_PATH | os.O_CLOEXEC, doing="bind the volume")
-        attributes = struct.pack("=QQQQ", _ATTR_NOSUID | _ATTR_NODEV | (_ATTR_RDONLY if read_only else 0), 0, 0, 0)
-        _call(_MOUNT_SETATTR, tree, b"", _AT_EMPTY_PATH, attributes, len(attributes), doing="make the bind read-only")
+        tree = _call(
+            _OPEN_TREE, inner, b"", _OPEN_TREE_CLONE | _AT_EMPTY_PATH | os.O_CLOEXEC, doing="bind the volume"
+        )
+        attributes = struct.pack(
+            "=QQQQ", _ATTR_NOSUID | _ATTR_NODEV | (_ATTR_RDONLY if read_only else 0), 0, 0, 0
+        )
+        _call(
+            _MOUNT_SETATTR,
+            tree,
+            b"",
+            _AT_EMPTY_PATH,
+            attributes,
+            len(attributes),
+            doing="make the bind read-only",
+        )
         place = os.open(target, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            _call(_MOVE_MOUNT, tree, b"", place, b"", _MOVE_F_EMPTY_PATH | _MOVE_T_EMPTY_PATH,
-                  doing=f"bind the volume at {target}")
+            _call(
+                _MOVE_MOUNT,
+                tree,
+                b"",
+                place,
+                b"",
+                _MOVE_F_EMPTY_PATH | _MOVE_T_EMPTY_PATH,
+                doing=f"bind the volume at {target}",
+            )
         finally:
             os.close(place)
     finally:
@@ -105,19 +126,27 @@ def unbind(target: str, volumes: str, remove: bool = False) -> bool:
     done = False
     while (there := _uppermost(target)) is not None:
         if not there.ours:
-            raise InUse(f"{target} has {there.source} ({there.type}) mounted on it, which is not of nvpool; unmount that first")
+            raise InUse(
+                f"{target} has {there.source} ({there.type}) mounted on it, which is not of nvpool; unmount that first"
+            )
         if there.root == Path("/"):  # a bind shows a directory of the pool; this is a mount of the whole pool
-            raise InUse(f"{target} is a mount of the pool {there.source} itself, and no volume's; end it with: nvpool umount "
-                        f"{target}")
+            raise InUse(
+                f"{target} is a mount of the pool {there.source} itself, and no volume's; end it with: nvpool umount "
+                f"{target}"
+            )
         if there.root.parts[1] != volumes:
-            raise InUse(f"{target} shows {there.root} of the pool {there.source}, which is no volume; unmount that first")
+            raise InUse(
+                f"{target} shows {there.root} of the pool {there.source}, which is no volume; unmount that first"
+            )
         if _libc.umount2(os.fsencode(target), _MNT_DETACH | _UMOUNT_NOFOLLOW):
             number = ctypes.get_errno()
             if number not in (errno.EINVAL, errno.ENOENT):  # another process unmounted it first
                 raise _error(number, f"unmount {target}")
             if _uppermost(target) == there:
-                raise InUse(f"what is mounted at {target} can not be reached: another mount lies over the path; unmount that "
-                            f"first")
+                raise InUse(
+                    f"what is mounted at {target} can not be reached: another mount lies over the path; unmount that "
+                    f"first"
+                )
         done = True
     if remove:
         try:
@@ -137,7 +166,12 @@ def _uppermost(target: str) -> Mount | None:
 
 def _open(parent: int, path: str, what: str) -> int:
     """Open the directory `path` beneath the descriptor `parent`, and close `parent`."""
-    how = struct.pack("=QQQ", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, 0, _BENEATH | _NO_SYMLINKS | _NO_MAGICLINKS | _NO_XDEV)
+    how = struct.pack(
+        "=QQQ",
+        os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC,
+        0,
+        _BENEATH | _NO_SYMLINKS | _NO_MAGICLINKS | _NO_XDEV,
+    )
     try:
         return _call(_OPENAT2, parent, os.fsencode(path), how, len(how), doing=f"open {what}")
     finally:
@@ -175,8 +209,10 @@ def _error(number: int, doing: str) -> NvpoolError:
         case errno.ENOTDIR | errno.EEXIST:
             return NotADirectory(text)
         case errno.ELOOP:
-            return TooManySymlinks(f"{doing}: there is a symbolic link in it, and those are not followed out of a container's "
-                                   "volume; name the directory itself")
+            return TooManySymlinks(
+                f"{doing}: there is a symbolic link in it, and those are not followed out of a container's "
+                "volume; name the directory itself"
+            )
         case errno.EXDEV:
             return InvalidRequest(f"{doing}: it leads out of the volume")
         case errno.EPERM | errno.EACCES:

@@ -36,15 +36,26 @@ class Binds:
     def place(self, name: str, read_only: bool, subpath: str) -> Path:
         """Return the bind's place. All holders with the same mode and subpath share one place."""
         kind = "ro" if read_only else "rw"
-        return self.places / name / (f"{kind}-{hashlib.sha256(subpath.encode()).hexdigest()[:16]}" if subpath else kind)
+        return (
+            self.places
+            / name
+            / (f"{kind}-{hashlib.sha256(subpath.encode()).hexdigest()[:16]}" if subpath else kind)
+        )
 
     async def bind(self, name: str, read_only: bool, subpath: str, target: Path) -> bool:
         """Bind the volume at `target`; results and errors as `bind` in bridge/bind_helper.
 
         Missing directories of `subpath` are created unless read-only. DeadlineExceeded: the mount hangs.
         """
-        return await self._ask(verb="bind", root=str(self.root), volume=path_of(name).lstrip("/"), subpath=subpath,
-                               target=str(target), read_only=read_only, make=bool(subpath) and not read_only)
+        return await self._ask(
+            verb="bind",
+            root=str(self.root),
+            volume=path_of(name).lstrip("/"),
+            subpath=subpath,
+            target=str(target),
+            read_only=read_only,
+            make=bool(subpath) and not read_only,
+        )
 
     async def unbind(self, target: Path, *, remove: bool = True) -> bool:
         return await self._ask(verb="unbind", target=str(target), volumes=VOLUMES.decode(), remove=remove)
@@ -69,8 +80,13 @@ class Binds:
                 os.write(given, json.dumps(request).encode())
                 os.lseek(given, 0, os.SEEK_SET)
                 process = await asyncio.create_subprocess_exec(
-                    *command(Program.BIND_MOUNT), stdin=given, stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.PIPE, start_new_session=True, cwd="/")
+                    *command(Program.BIND_MOUNT),
+                    stdin=given,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.PIPE,
+                    start_new_session=True,
+                    cwd="/",
+                )
             finally:
                 os.close(given)
             try:
@@ -80,12 +96,16 @@ class Binds:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()  # no wait: the process can not exit before the mount answers
                 if isinstance(error, TimeoutError):
-                    raise DeadlineExceeded(f"the pool's mount at {self.root} has not answered within {BIND_S:.0f} s; see: "
-                                           "nvpool status") from None
+                    raise DeadlineExceeded(
+                        f"the pool's mount at {self.root} has not answered within {BIND_S:.0f} s; see: "
+                        "nvpool status"
+                    ) from None
                 raise
         if process.returncode:
-            raise InvariantBroken(f"{request['verb']} has ended with {process.returncode}: "
-                                  f"{complaint.decode(errors='replace')[-500:]}")
+            raise InvariantBroken(
+                f"{request['verb']} has ended with {process.returncode}: "
+                f"{complaint.decode(errors='replace')[-500:]}"
+            )
         reply = json.loads(said)
         if "error" in reply:
             raise error_of(reply)

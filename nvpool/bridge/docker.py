@@ -80,8 +80,14 @@ def _given(asked: DockerRequest) -> str:
 
 def status_of(error: NvpoolError) -> int:
     """Return the HTTP status of an error, by class where Docker distinguishes classes, else by family."""
-    for classes, status in ((NotFound, 404), ((AlreadyExists, InUse), 409), ((AccessDenied, NotPermitted), 403), (TooBig, 413),
-                            (Refused, 400), ((Stale, Unavailable), 503)):
+    for classes, status in (
+        (NotFound, 404),
+        ((AlreadyExists, InUse), 409),
+        ((AccessDenied, NotPermitted), 403),
+        (TooBig, 413),
+        (Refused, 400),
+        ((Stale, Unavailable), 503),
+    ):
         if isinstance(error, classes):
             return status
     return 500
@@ -93,8 +99,14 @@ class DockerFace:
     `activated` is set whenever an engine connects: then the daemon reconciles the references in `volumes`.
     """
 
-    def __init__(self, volumes: BridgeVolumes, *, deadline_s: float = DEADLINE_S, counts: BridgeMetrics | None = None,
-                 clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self,
+        volumes: BridgeVolumes,
+        *,
+        deadline_s: float = DEADLINE_S,
+        counts: BridgeMetrics | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
         self._volumes, self._deadline_s, self._clock = volumes, deadline_s, clock
         self._counts = counts or BridgeMetrics()
         self.activated = asyncio.Event()
@@ -128,7 +140,9 @@ class DockerFace:
         application.router.add_route("*", "/{path:.*}", self._serve)
         listening, self._made = _listen(path)
         self._socket = path
-        self._runner = web.AppRunner(application, access_log=None, handle_signals=False, keepalive_timeout=30.0)
+        self._runner = web.AppRunner(
+            application, access_log=None, handle_signals=False, keepalive_timeout=30.0
+        )
         await self._runner.setup()
         await web.SockSite(self._runner, listening).start()
 
@@ -152,7 +166,9 @@ class DockerFace:
         began_s = self._clock.boottime_s()
         response, error = await self._response(request)
         if request.path in self._verbs:
-            self._counts.done("docker", request.path.rpartition(".")[2].lower(), self._clock.boottime_s() - began_s, error)
+            self._counts.done(
+                "docker", request.path.rpartition(".")[2].lower(), self._clock.boottime_s() - began_s, error
+            )
         return response
 
     async def _response(self, request: web.Request) -> tuple[web.Response, str]:
@@ -166,8 +182,10 @@ class DockerFace:
                 async with asyncio.timeout(self._deadline_s):
                     return _packed(200, await self._answer(request)), ""
             except TimeoutError:
-                raise DeadlineExceeded(f"nvpool has not done it within {self._deadline_s:.0f} s; repeat it, and see: nvpool "
-                                       "status") from None
+                raise DeadlineExceeded(
+                    f"nvpool has not done it within {self._deadline_s:.0f} s; repeat it, and see: nvpool "
+                    "status"
+                ) from None
             finally:
                 self._running -= 1
                 if not self._running:
@@ -178,12 +196,16 @@ class DockerFace:
             return _packed(status, {"Err": str(error)}), type(error).__name__
         except Exception as error:
             log.error("%s ended by an error that is none of ours", request.path[:100], exc_info=error)
-            return _packed(500, {"Err": f"this is a bug of nvpool ({type(error).__name__}); the bridge's log has more"}), "Bug"
+            return _packed(
+                500, {"Err": f"this is a bug of nvpool ({type(error).__name__}); the bridge's log has more"}
+            ), "Bug"
 
     async def _answer(self, request: web.Request) -> dict[str, Any]:
         verb = self._verbs.get(request.path)
         if verb is None or request.method != "POST":
-            raise NotFound(f"this is a volume plugin of Docker; it does not know {request.method[:10]} {request.path[:100]!r}")
+            raise NotFound(
+                f"this is a volume plugin of Docker; it does not know {request.method[:10]} {request.path[:100]!r}"
+            )
         try:
             body = await request.read()
         except web.HTTPRequestEntityTooLarge:
@@ -191,7 +213,9 @@ class DockerFace:
         try:
             asked = msgspec.json.decode(body, type=DockerRequest) if body.strip() else DockerRequest()
         except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-            raise InvalidRequest(f"the request is not what a volume plugin understands: {str(error)[:200]}") from None
+            raise InvalidRequest(
+                f"the request is not what a volume plugin understands: {str(error)[:200]}"
+            ) from None
         return await verb(asked)
 
     async def _activate(self, _: DockerRequest) -> dict[str, Any]:
@@ -228,29 +252,44 @@ class DockerFace:
         volume = await self._volumes.get(asked.name)
         told = await self._described(volume)
         told["Status"] = {
-            "size": format_bytes(volume.bytes_max) if volume.bytes_max else "no bound", "used": format_bytes(volume.bytes_used),
-            "files_max": volume.files_max, "files": volume.files_used, "replicas": volume.replicas, "sealed": volume.sealed,
-            "used by": list(volume.attachments)}
+            "size": format_bytes(volume.bytes_max) if volume.bytes_max else "no bound",
+            "used": format_bytes(volume.bytes_used),
+            "files_max": volume.files_max,
+            "files": volume.files_used,
+            "replicas": volume.replicas,
+            "sealed": volume.sealed,
+            "used by": list(volume.attachments),
+        }
         return {"Volume": told, "Err": ""}
 
     async def _list(self, _: DockerRequest) -> dict[str, Any]:
-        return {"Volumes": [await self._described(volume) for volume in await self._volumes.list()], "Err": ""}
+        return {
+            "Volumes": [await self._described(volume) for volume in await self._volumes.list()],
+            "Err": "",
+        }
 
     async def _described(self, volume: Any) -> dict[str, Any]:
         made = datetime.datetime.fromtimestamp(volume.created_ns // 1_000_000_000, datetime.UTC)
-        return {"Name": volume.name, "Mountpoint": str(await self._volumes.path(volume.name) or ""),
-                "CreatedAt": made.strftime("%Y-%m-%dT%H:%M:%SZ")}
+        return {
+            "Name": volume.name,
+            "Mountpoint": str(await self._volumes.path(volume.name) or ""),
+            "CreatedAt": made.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        }
 
 
 def _packed(status: int, reply: dict[str, Any]) -> web.Response:
-    return web.Response(status=status, body=msgspec.json.encode(reply), headers={"Content-Type": CONTENT_TYPE})
+    return web.Response(
+        status=status, body=msgspec.json.encode(reply), headers={"Content-Type": CONTENT_TYPE}
+    )
 
 
 def check_path(path: Path) -> Path:
     """Return the path at which the socket is bound before its rename. BadConfiguration: it is too long."""
     beside = path.parent / f".{path.name}.{os.getpid()}"  # Docker takes names in .sock for plugins
     if len(os.fsencode(beside)) > SOCKET_BYTES_MAX:
-        raise BadConfiguration(f"the path of the socket {shown(str(path))} is too long; choose a shorter --docker-socket")
+        raise BadConfiguration(
+            f"the path of the socket {shown(str(path))} is too long; choose a shorter --docker-socket"
+        )
     return beside
 
 

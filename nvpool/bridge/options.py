@@ -57,8 +57,10 @@ def checked_name(name: object) -> str:
 def checked_holder(holder: object) -> str:
     """Return `holder` if it is a valid id of a user of a volume. InvalidRequest: it is not."""
     if not isinstance(holder, str) or len(holder) > HOLDER_CHARACTERS_MAX or not _HOLDER.fullmatch(holder):
-        raise InvalidRequest(f"{shown(holder)} can not be the id of who uses a volume: it takes 1 to {HOLDER_CHARACTERS_MAX} "
-                             "letters, digits and _ . / : @ = + -")
+        raise InvalidRequest(
+            f"{shown(holder)} can not be the id of who uses a volume: it takes 1 to {HOLDER_CHARACTERS_MAX} "
+            "letters, digits and _ . / : @ = + -"
+        )
     return holder
 
 
@@ -69,17 +71,23 @@ def checked_subpath(subpath: object) -> str:
     """
     if not isinstance(subpath, str):
         raise InvalidRequest(f"subpath is {shown(subpath)}, and shall be a path inside of the volume")
-    if "\0" in subpath or any(0xd800 <= ord(character) < 0xe000 for character in subpath):
+    if "\0" in subpath or any(0xD800 <= ord(character) < 0xE000 for character in subpath):
         raise InvalidRequest(f"subpath {shown(subpath)} has characters that no path has")
     if subpath.startswith("/"):
-        raise InvalidRequest(f"subpath {shown(subpath)} is absolute; it begins in the volume: leave the first / out")
+        raise InvalidRequest(
+            f"subpath {shown(subpath)} is absolute; it begins in the volume: leave the first / out"
+        )
     names = [name for name in subpath.split("/") if name not in ("", ".")]
     if ".." in names:
         raise InvalidRequest(f"subpath {shown(subpath)} has .. in it; it may only lead down, into the volume")
     whole = "/".join(names)
-    if len(whole.encode()) > SUBPATH_BYTES_MAX or any(len(name.encode()) > _COMPONENT_BYTES_MAX for name in names):
-        raise NameTooLong(f"subpath {shown(subpath)} is too long: it takes {SUBPATH_BYTES_MAX} bytes, and "
-                          f"{_COMPONENT_BYTES_MAX} for each of its names")
+    if len(whole.encode()) > SUBPATH_BYTES_MAX or any(
+        len(name.encode()) > _COMPONENT_BYTES_MAX for name in names
+    ):
+        raise NameTooLong(
+            f"subpath {shown(subpath)} is too long: it takes {SUBPATH_BYTES_MAX} bytes, and "
+            f"{_COMPONENT_BYTES_MAX} for each of its names"
+        )
     return whole
 
 
@@ -91,14 +99,19 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
     given: dict[str, str] = {}
     for key, value in (options or {}).items():
         if key not in OPTION_NAMES:
-            raise InvalidRequest(f"there is no option {shown(key)}; a volume takes: {', '.join(OPTION_NAMES)}")
+            raise InvalidRequest(
+                f"there is no option {shown(key)}; a volume takes: {', '.join(OPTION_NAMES)}"
+            )
         if not isinstance(value, str):
             raise InvalidRequest(f"the option {key} is {shown(value)}, and shall be text")
         given[key] = value.strip()
-    return Options(_size(given.get("size", "")), _count("files", given.get("files", ""), 1 << 62),
-                   _count("replicas", given.get("replicas", ""), 3) or None,
-                   _truth("sealed", given["sealed"]) if "sealed" in given else None,
-                   checked_subpath(given.get("subpath", "")))
+    return Options(
+        _size(given.get("size", "")),
+        _count("files", given.get("files", ""), 1 << 62),
+        _count("replicas", given.get("replicas", ""), 3) or None,
+        _truth("sealed", given["sealed"]) if "sealed" in given else None,
+        checked_subpath(given.get("subpath", "")),
+    )
 
 
 def _size(text: str) -> int:
@@ -117,7 +130,9 @@ def _count(name: str, text: str, most: int) -> int:
     if not text:
         return 0
     if not (text.isascii() and text.isdigit() and len(text) < 20 and 0 < int(text) <= most):
-        raise InvalidRequest(f"the option {name} is {shown(text)}, and shall be a whole number from 1 to {most}")
+        raise InvalidRequest(
+            f"the option {name} is {shown(text)}, and shall be a whole number from 1 to {most}"
+        )
     return int(text)
 
 

@@ -30,7 +30,9 @@ class PoolMount:
     container, where its own mount would not survive it.
     """
 
-    def __init__(self, pool: str, name: str, place: Path, words: tuple[str, ...] = (), *, make: bool = True) -> None:
+    def __init__(
+        self, pool: str, name: str, place: Path, words: tuple[str, ...] = (), *, make: bool = True
+    ) -> None:
         self.place, self._make = place, make
         self._pool, self._name, self._words = pool, name, words
         self._turn = asyncio.Lock()
@@ -45,23 +47,33 @@ class PoolMount:
             there = mount_at(self.place)
             if there is not None:
                 if not there.ours or there.source != f"nvpool:{self._name}" or there.root != Path("/"):
-                    raise InUse(f"{self.place} has {there.source} ({there.type}) mounted on it, which is not the whole pool "
-                                f"{self._name}; choose another --mountpoint")
+                    raise InUse(
+                        f"{self.place} has {there.source} ({there.type}) mounted on it, which is not the whole pool "
+                        f"{self._name}; choose another --mountpoint"
+                    )
                 state = await asyncio.to_thread(look_at, self.place)
                 if state == "alive":
                     return there
                 if state == "hung":
-                    raise Unavailable(f"the mount of {self._name} at {self.place} does not answer; see: nvpool status")
-                log.warning("the mount at %s is dead; it is made anew, and containers that saw it have to be started again",
-                            self.place)
+                    raise Unavailable(
+                        f"the mount of {self._name} at {self.place} does not answer; see: nvpool status"
+                    )
+                log.warning(
+                    "the mount at %s is dead; it is made anew, and containers that saw it have to be started again",
+                    self.place,
+                )
             if not self._make:
-                raise Unavailable(f"the pool {self._name} is not mounted at {self.place}; mount it there on the host: nvpool "
-                                  f"mount POOL {self.place}   or with nvpool-mount@.service")
+                raise Unavailable(
+                    f"the pool {self._name} is not mounted at {self.place}; mount it there on the host: nvpool "
+                    f"mount POOL {self.place}   or with nvpool-mount@.service"
+                )
             await self._mount()
             there = mount_at(self.place)
             if there is None:
-                raise Unavailable(f"the mount of {self._name} at {self.place} has ended at once; its log is in /var/log/nvpool "
-                                  "or in the pool's directory")
+                raise Unavailable(
+                    f"the mount of {self._name} at {self.place} has ended at once; its log is in /var/log/nvpool "
+                    "or in the pool's directory"
+                )
             log.info("the pool %s is mounted at %s", self._name, self.place)
             return there
 
@@ -74,8 +86,13 @@ class PoolMount:
             raise AccessDenied(f"{self.place} can not be made: {error.strerror}") from error
         options = ["--force", "--wait", f"{MOUNT_S - 5:.0f}", *self._words]
         process = await asyncio.create_subprocess_exec(
-            *command(Program.CLI, "mount", self._pool, str(self.place), *options), stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, start_new_session=True, cwd="/")
+            *command(Program.CLI, "mount", self._pool, str(self.place), *options),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            cwd="/",
+        )
         try:
             async with asyncio.timeout(MOUNT_S):
                 _, said = await process.communicate()
@@ -83,8 +100,10 @@ class PoolMount:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
             if isinstance(error, TimeoutError):
-                raise DeadlineExceeded(f"the pool {self._name} was not mounted at {self.place} within {MOUNT_S:.0f} s; see: "
-                                       "nvpool status") from None
+                raise DeadlineExceeded(
+                    f"the pool {self._name} was not mounted at {self.place} within {MOUNT_S:.0f} s; see: "
+                    "nvpool status"
+                ) from None
             raise
         if process.returncode:
             text = said.decode(errors="replace").strip().removeprefix("nvpool: ")

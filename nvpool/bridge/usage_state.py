@@ -51,21 +51,34 @@ class References:
         self._path = path
         self._state = _read(path)
         if self._state.boot != boot:
-            ended = {name: {holder: msgspec.structs.replace(reference, ended=True) for holder, reference in held.items()}
-                     for name, held in self._state.references.items()}
+            ended = {
+                name: {
+                    holder: msgspec.structs.replace(reference, ended=True)
+                    for holder, reference in held.items()
+                }
+                for name, held in self._state.references.items()
+            }
             self._state = _State(boot=boot, references=ended)
             self._save()
 
     def of(self, name: str) -> dict[str, Reference]:
         """Return the references of a volume that have not ended: holder -> reference."""
-        return {holder: reference for holder, reference in self._state.references.get(name, {}).items() if not reference.ended}
+        return {
+            holder: reference
+            for holder, reference in self._state.references.get(name, {}).items()
+            if not reference.ended
+        }
 
     def volumes(self) -> list[str]:
         return [name for name in self._state.references if self.of(name)]
 
     def ended(self) -> list[tuple[str, str]]:
-        return [(name, holder) for name, held in self._state.references.items() for holder, reference in held.items()
-                if reference.ended]
+        return [
+            (name, holder)
+            for name, held in self._state.references.items()
+            for holder, reference in held.items()
+            if reference.ended
+        ]
 
     def put(self, name: str, holder: str, reference: Reference) -> None:
         self._state.references.setdefault(name, {})[holder] = reference
@@ -120,8 +133,12 @@ def _read(path: Path) -> _State:
     try:
         state = msgspec.json.decode(content, type=_State)
     except msgspec.MsgspecError as error:
-        raise CorruptRecord(f"{path} can not be read ({error}); with no container in use, remove it: what is in use is found "
-                            "again") from None
+        raise CorruptRecord(
+            f"{path} can not be read ({error}); with no container in use, remove it: what is in use is found "
+            "again"
+        ) from None
     if state.version != VERSION:
-        raise WrongFormat(f"{path} has version {state.version}, this nvpool knows {VERSION}; use the nvpool that wrote it")
+        raise WrongFormat(
+            f"{path} has version {state.version}, this nvpool knows {VERSION}; use the nvpool that wrote it"
+        )
     return state

@@ -96,9 +96,17 @@ class BridgeVolumes:
     Requests for one volume run one after another. Any request may be cancelled and repeated.
     """
 
-    def __init__(self, pool: AsyncFileSystem, mountpoint: Path, state: Path, *, node: str = "",
-                 mounted: Callable[[], Awaitable[object]] | None = None, settled_s: float = SETTLED_S,
-                 clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self,
+        pool: AsyncFileSystem,
+        mountpoint: Path,
+        state: Path,
+        *,
+        node: str = "",
+        mounted: Callable[[], Awaitable[object]] | None = None,
+        settled_s: float = SETTLED_S,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
         state = Path(os.path.realpath(state))
         self._pool, self._mountpoint, self._state, self._clock = pool, mountpoint, state, clock
         self.node = checked_holder(node or socket.gethostname())
@@ -134,7 +142,12 @@ class BridgeVolumes:
                     if holder not in self._references.of(name):
                         await self._end(name, holder)
             except NvpoolError as error:
-                log.warning("the pool could not be told yet that volume %s is not used any more by %s: %s", name, holder, error)
+                log.warning(
+                    "the pool could not be told yet that volume %s is not used any more by %s: %s",
+                    name,
+                    holder,
+                    error,
+                )
         return len(self._references.ended())
 
     async def reconcile(self, face: str) -> list[tuple[str, str]]:
@@ -153,19 +166,29 @@ class BridgeVolumes:
                 known = self._references.of(name)
                 for holder in await self._lost(name, attached.get(name, ()), own, known):
                     if name in in_use:
-                        log.warning("volume %s is used by %s: the reference was lost, and is here again", name, holder)
+                        log.warning(
+                            "volume %s is used by %s: the reference was lost, and is here again", name, holder
+                        )
                         self._references.put(name, holder, Reference(since_s=now_s))
                     else:
                         await self._end(name, holder)
                         ended.append((name, holder))
                 for holder, reference in known.items():
-                    if holder.startswith(face) and name not in in_use and reference.since_s + self.settled_s <= now_s:
-                        log.warning("no container uses volume %s for %s any more: the reference ends", name, holder)
+                    if (
+                        holder.startswith(face)
+                        and name not in in_use
+                        and reference.since_s + self.settled_s <= now_s
+                    ):
+                        log.warning(
+                            "no container uses volume %s for %s any more: the reference ends", name, holder
+                        )
                         await self._end(name, holder)
                         ended.append((name, holder))
         return ended
 
-    async def _lost(self, name: str, attached: Iterable[str], own: str, known: Mapping[str, Reference]) -> list[str]:
+    async def _lost(
+        self, name: str, attached: Iterable[str], own: str, known: Mapping[str, Reference]
+    ) -> list[str]:
         """Return the holders that the pool knows and this host does not.
 
         `attached` may be old, because it was read before this request held the lock; so it is read again.
@@ -181,7 +204,10 @@ class BridgeVolumes:
 
     def uses(self) -> tuple[int, int]:
         """Return (holders that use volumes on this host, ended holders not yet reported to the pool)."""
-        return (sum(len(self._references.of(name)) for name in self._references.volumes()), len(self._references.ended()))
+        return (
+            sum(len(self._references.of(name)) for name in self._references.volumes()),
+            len(self._references.ended()),
+        )
 
     # -- volumes ---------------------------------------------------------------------------------------------------------
 
@@ -197,8 +223,9 @@ class BridgeVolumes:
         async with self._turn(name):
             with our_errors():
                 try:
-                    volume = await self._pool.volumes.create(name, bytes_max=wanted.bytes_max, files_max=wanted.files_max,
-                                                             replicas=wanted.replicas)
+                    volume = await self._pool.volumes.create(
+                        name, bytes_max=wanted.bytes_max, files_max=wanted.files_max, replicas=wanted.replicas
+                    )
                 except AlreadyExists:
                     volume = await self._pool.volumes.show(name)
                 except OSError as error:
@@ -210,7 +237,9 @@ class BridgeVolumes:
                 stored = await self._subpath_of(name)
                 if stored != wanted.subpath and (stored or volume.files_used):
                     has = f"subpath {shown(stored)}" if stored else "files and no subpath"
-                    raise AlreadyExists(f"the volume {name} is there, with {has}; leave the option out, or take another name")
+                    raise AlreadyExists(
+                        f"the volume {name} is there, with {has}; leave the option out, or take another name"
+                    )
                 if not stored:
                     with our_errors():
                         await self._pool.setxattr(path_of(name), SUBPATH_ATTRIBUTE, wanted.subpath.encode())
@@ -225,8 +254,10 @@ class BridgeVolumes:
         name = checked_name(name)
         async with self._turn(name):
             if held := self._references.of(name):
-                raise InUse(f"the volume {name} is in use on this host, by {', '.join(sorted(held)[:3])} ({len(held)} in all); "
-                            "stop the containers that use it first")
+                raise InUse(
+                    f"the volume {name} is in use on this host, by {', '.join(sorted(held)[:3])} ({len(held)} in all); "
+                    "stop the containers that use it first"
+                )
             for left, holder in self._references.ended():
                 if left == name:
                     await self._end(name, holder)
@@ -281,8 +312,14 @@ class BridgeVolumes:
         volume, left = await self.get(name), await self.capacity()
         total = volume.bytes_max or volume.bytes_used + left
         files_left = max(0, volume.files_max - volume.files_used)
-        return Stats(total, volume.bytes_used, max(0, min(total - volume.bytes_used, left)), volume.files_max,
-                     volume.files_used, files_left)
+        return Stats(
+            total,
+            volume.bytes_used,
+            max(0, min(total - volume.bytes_used, left)),
+            volume.files_max,
+            volume.files_used,
+            files_left,
+        )
 
     async def condition(self, name: str) -> Condition:
         """Return whether containers of this host can use the volume now. NotFound: there is none.
@@ -292,14 +329,21 @@ class BridgeVolumes:
         volume = await self.get(name)
         there = mount_at(self._mountpoint)
         if there is None or not there.ours:
-            return Condition(True, f"the pool is not mounted at {self._mountpoint}; the next use of a volume mounts it")
+            return Condition(
+                True, f"the pool is not mounted at {self._mountpoint}; the next use of a volume mounts it"
+            )
         if (state := await asyncio.to_thread(look_at, self._mountpoint)) != "alive":
-            return Condition(True, f"the pool's mount at {self._mountpoint} is {state}; see nvpool status, and: nvpool mount "
-                                   f"--force POOL {self._mountpoint}")
+            return Condition(
+                True,
+                f"the pool's mount at {self._mountpoint} is {state}; see nvpool status, and: nvpool mount "
+                f"--force POOL {self._mountpoint}",
+            )
         for reference in self._references.of(volume.name).values():
             bound = mount_at(self._binds.place(volume.name, reference.read_only, reference.subpath))
             if bound is None or bound.device != there.device:
-                return Condition(True, f"containers see a mount of {volume.name} that has ended; start them again")
+                return Condition(
+                    True, f"containers see a mount of {volume.name} that has ended; start them again"
+                )
         return Condition(False, "the volume can be used")
 
     # -- use of them -----------------------------------------------------------------------------------------------------
@@ -320,9 +364,14 @@ class BridgeVolumes:
             volume = await self._show(name)
             there = self._references.of(name).get(holder)
             if there is not None and (read_only > there.read_only or subpath not in ("", there.subpath)):
-                raise AlreadyExists(f"{holder} uses the volume {name} already, in another way; give it back first")
-            wanted = there or Reference(read_only=read_only or volume.sealed, subpath=subpath or await self._subpath_of(name),
-                                        since_s=self._clock.boottime_s())
+                raise AlreadyExists(
+                    f"{holder} uses the volume {name} already, in another way; give it back first"
+                )
+            wanted = there or Reference(
+                read_only=read_only or volume.sealed,
+                subpath=subpath or await self._subpath_of(name),
+                since_s=self._clock.boottime_s(),
+            )
             place = self._binds.place(name, wanted.read_only, wanted.subpath)
             if there is None:
                 self._references.put(name, holder, wanted)
@@ -347,8 +396,11 @@ class BridgeVolumes:
         """
         name, holder = checked_name(name), checked_holder(holder)
         async with self._turn(name):
-            if published := [target for target, found in self._references.publications_of(name).items()
-                             if found.holder == holder]:
+            if published := [
+                target
+                for target, found in self._references.publications_of(name).items()
+                if found.holder == holder
+            ]:
                 raise InUse(f"the volume {name} is published at {published[0]}; unpublish it there first")
             await self._end(name, holder)
 
@@ -365,8 +417,10 @@ class BridgeVolumes:
 
     async def publications(self, name: str) -> dict[str, tuple[str, bool]]:
         """Return where the volume is published on this host: place -> (holder, read-only)."""
-        return {target: (found.holder, found.read_only)
-                for target, found in self._references.publications_of(checked_name(name)).items()}
+        return {
+            target: (found.holder, found.read_only)
+            for target, found in self._references.publications_of(checked_name(name)).items()
+        }
 
     async def publication(self, target: Path) -> str | None:
         """Return the name of the volume that is published at `target`; None if there is none."""
@@ -384,16 +438,22 @@ class BridgeVolumes:
             staged = self._references.of(name).get(holder)
             if staged is None:
                 raise NotFound(f"{holder} has not staged the volume {name} on this host; stage it first")
-            wanted = Publication(name=name, holder=holder, read_only=read_only or staged.read_only, subpath=staged.subpath)
+            wanted = Publication(
+                name=name, holder=holder, read_only=read_only or staged.read_only, subpath=staged.subpath
+            )
             there = self._references.publication(str(target))
             if there is not None and there != wanted:
-                raise AlreadyExists(f"the volume {there.name} is published at {target}"
-                                    f"{', read-only' if there.read_only else ''}; unpublish it there first")
+                raise AlreadyExists(
+                    f"the volume {there.name} is published at {target}"
+                    f"{', read-only' if there.read_only else ''}; unpublish it there first"
+                )
             if there is None:
                 for other in map(Path, self._references.published()):
                     if other.is_relative_to(target) or target.is_relative_to(other):
-                        raise AlreadyExists(f"a volume is published at {other}, and {target} would lie "
-                                            f"{'over' if other.is_relative_to(target) else 'in'} it; unpublish it there first")
+                        raise AlreadyExists(
+                            f"a volume is published at {other}, and {target} would lie "
+                            f"{'over' if other.is_relative_to(target) else 'in'} it; unpublish it there first"
+                        )
                 self._references.publish(str(target), wanted)
             try:
                 await self._bind(name, Reference(read_only=wanted.read_only, subpath=wanted.subpath), target)
@@ -426,11 +486,15 @@ class BridgeVolumes:
     def _checked_target(self, target: Path) -> Path:
         text = os.fspath(target)
         if not text.startswith("/") or "\0" in text or ".." in Path(text).parts or len(text) >= 4096:
-            raise InvalidRequest(f"{shown(text)} is no place to publish a volume at; it takes an absolute path without ..")
+            raise InvalidRequest(
+                f"{shown(text)} is no place to publish a volume at; it takes an absolute path without .."
+            )
         target = Path(os.path.normpath(text))
         for own in (self._mountpoint, self._state):
             if target.is_relative_to(own) or own.is_relative_to(target):
-                raise InvalidRequest(f"{shown(text)} is no place to publish a volume at; {own} is the bridge's own")
+                raise InvalidRequest(
+                    f"{shown(text)} is no place to publish a volume at; {own} is the bridge's own"
+                )
         return target
 
     def _attachment(self, holder: str) -> str:
@@ -465,7 +529,10 @@ class BridgeVolumes:
         The caller holds the volume's lock. The pool comes last, so the volume can not be removed earlier.
         """
         self._references.end(name, holder)
-        wanted = {self._binds.place(name, held.read_only, held.subpath) for held in self._references.of(name).values()}
+        wanted = {
+            self._binds.place(name, held.read_only, held.subpath)
+            for held in self._references.of(name).values()
+        }
         await self._binds.keep_only(name, wanted)
         with contextlib.suppress(NotFound), our_errors():
             await self._pool.volumes.detach(name, self._attachment(holder))
@@ -474,17 +541,28 @@ class BridgeVolumes:
 
 def _check_agrees(volume: Volume, wanted: Options) -> None:
     """Raise AlreadyExists if the volume differs from the options that were given."""
-    for word, asked, has in (("size", wanted.bytes_max, volume.bytes_max), ("files", wanted.files_max, volume.files_max)):
+    for word, asked, has in (
+        ("size", wanted.bytes_max, volume.bytes_max),
+        ("files", wanted.files_max, volume.files_max),
+    ):
         if asked and asked != has:
             told = (format_bytes(has) if word == "size" else str(has)) if has else "no bound"
-            raise AlreadyExists(f"the volume {volume.name} is there, with another {word} ({told}); leave the option out, or "
-                                f"change it with: nvpool volume resize POOL {volume.name} --{word} {asked}")
+            raise AlreadyExists(
+                f"the volume {volume.name} is there, with another {word} ({told}); leave the option out, or "
+                f"change it with: nvpool volume resize POOL {volume.name} --{word} {asked}"
+            )
     if wanted.replicas and wanted.replicas != volume.replicas:
-        raise AlreadyExists(f"the volume {volume.name} is there, with {volume.replicas} replicas; leave the option out, or "
-                            "take another name")
+        raise AlreadyExists(
+            f"the volume {volume.name} is there, with {volume.replicas} replicas; leave the option out, or "
+            "take another name"
+        )
     if wanted.sealed and not volume.sealed and volume.files_used:
-        raise AlreadyExists(f"the volume {volume.name} is there, with files and not sealed; leave the option out, or seal "
-                            f"it with: nvpool volume seal POOL {volume.name}")
+        raise AlreadyExists(
+            f"the volume {volume.name} is there, with files and not sealed; leave the option out, or seal "
+            f"it with: nvpool volume seal POOL {volume.name}"
+        )
     if wanted.sealed is False and volume.sealed:
-        raise AlreadyExists(f"the volume {volume.name} is there, and sealed for ever; leave the option out, or take "
-                            "another name")
+        raise AlreadyExists(
+            f"the volume {volume.name} is there, and sealed for ever; leave the option out, or take "
+            "another name"
+        )

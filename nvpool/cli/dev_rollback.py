@@ -28,7 +28,11 @@ class Undoing:
         self._mountpoint = mountpoint
         path = directory.path
         self._was_there = path.is_dir()
-        self._is_ours = not os.path.lexists(path) or being_made(directory) or (self._was_there and not any(path.iterdir()))
+        self._is_ours = (
+            not os.path.lexists(path)
+            or being_made(directory)
+            or (self._was_there and not any(path.iterdir()))
+        )
         self._ran = directory.supervisor() is not None
         self._place_was_there = mountpoint is None or os.path.lexists(mountpoint)
         self._before: dict[int, Callable[[int, FrameType | None], Any] | int | signal.Handlers | None] = {}
@@ -40,7 +44,9 @@ class Undoing:
                     self._before[number] = signal.signal(number, _interrupt)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             if isinstance(error, KeyboardInterrupt):
                 self._undo()
@@ -53,7 +59,10 @@ class Undoing:
     def _undo(self) -> None:
         place = self.directory.path
         if not self._is_ours:
-            say(f"the pool in {place} was there before and stays" + (self._started() if self._is_left_running() else ""))
+            say(
+                f"the pool in {place} was there before and stays"
+                + (self._started() if self._is_left_running() else "")
+            )
             return
         if not os.path.lexists(place):
             say("nothing was made yet")
@@ -74,8 +83,10 @@ class Undoing:
         place = self.directory.path
         if self._is_ours and self.directory.exists() and not being_made(self.directory):
             runs = " and runs" if self._is_left_running() else ""
-            say(f"the pool in {place} was made{runs}; when the reason below is mended, repeat this command, or remove the pool "
-                f"with: nvpool dev down {place}")
+            say(
+                f"the pool in {place} was made{runs}; when the reason below is mended, repeat this command, or remove the pool "
+                f"with: nvpool dev down {place}"
+            )
         elif not self._is_ours and self._is_left_running():
             say(f"the pool in {place} was there before and stays{self._started()}")
 
@@ -88,6 +99,7 @@ class Undoing:
     def _remove(self) -> None:
         from nvpool.cli import pool_lifecycle
         from nvpool.cli.mount.control import mountpoints_of, unmount
+
         for point in mountpoints_of(self.directory):
             unmount(point, lazy=True)
         self.directory.run.mkdir(exist_ok=True)

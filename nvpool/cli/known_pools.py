@@ -27,10 +27,14 @@ def remedy_for(named: str) -> str:
     near = get_close_matches(path, known, 1, 0.8) or get_close_matches(os.path.basename(path), known, 1, 0.8)
     words = [f"did you mean {near[0]}?"] if near else []
     if known:
-        shown = ", ".join(known[:_SHOWN_MAX]) + (f" and {len(known) - _SHOWN_MAX} more" if len(known) > _SHOWN_MAX else "")
+        shown = ", ".join(known[:_SHOWN_MAX]) + (
+            f" and {len(known) - _SHOWN_MAX} more" if len(known) > _SHOWN_MAX else ""
+        )
         words.append(f"pools on this machine: {shown}")
     else:
-        words.append("no pool runs on this machine; name the directory of a pool, or HOST:PORT of any of its nodes")
+        words.append(
+            "no pool runs on this machine; name the directory of a pool, or HOST:PORT of any of its nodes"
+        )
     return " ".join(words)
 
 

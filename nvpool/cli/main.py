@@ -22,38 +22,65 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "pool": ("nvpool.cli.commands.pool:pool", "Create, rebalance and destroy pools."),
     "status": ("nvpool.cli.commands.status:status", "Show a pool: its processes, drives and problems."),
     "top": ("nvpool.cli.commands.top:top", "Show live I/O rates and latencies by client, volume or target."),
-    "metrics": ("nvpool.cli.commands.metrics:metrics", "Print the metrics of a node in the Prometheus format."),
+    "metrics": (
+        "nvpool.cli.commands.metrics:metrics",
+        "Print the metrics of a node in the Prometheus format.",
+    ),
     "serve": ("nvpool.cli.commands.serve:serve", "Run the daemons of this node in the foreground."),
     "mount": ("nvpool.cli.mount.command:mount", "Mount a pool."),
     "umount": ("nvpool.cli.mount.command:umount", "Unmount a pool."),
-    "bridge": ("nvpool.cli.commands.bridge:bridge", "Provide volumes to containers: Docker plugin and Kubernetes CSI."),
+    "bridge": (
+        "nvpool.cli.commands.bridge:bridge",
+        "Provide volumes to containers: Docker plugin and Kubernetes CSI.",
+    ),
     "node": ("nvpool.cli.commands.node:node", "List, admit, drain and remove the nodes of a pool."),
     "client": ("nvpool.cli.commands.client:client", "Admit, list and remove clients, which are no nodes."),
     "cert": ("nvpool.cli.commands.cert:cert", "List, renew and revoke the certificates of a pool."),
-    "drive": ("nvpool.cli.commands.drive:drive", "List, add, drain, replace and remove drives of a running pool."),
-    "shard": ("nvpool.cli.commands.shard:shard", "List, add and remove metadata shards, and set their number of standbys."),
+    "drive": (
+        "nvpool.cli.commands.drive:drive",
+        "List, add, drain, replace and remove drives of a running pool.",
+    ),
+    "shard": (
+        "nvpool.cli.commands.shard:shard",
+        "List, add and remove metadata shards, and set their number of standbys.",
+    ),
     "dir": (
         "nvpool.cli.commands.dir:directory",
         "Show and set replicas and chunk size of new files in a directory.",
     ),
-    "volume": ("nvpool.cli.commands.volume:volume", "Manage volumes: directories with quotas, rights and other policies."),
+    "volume": (
+        "nvpool.cli.commands.volume:volume",
+        "Manage volumes: directories with quotas, rights and other policies.",
+    ),
     "encryption": (
         "nvpool.cli.commands.encryption:encryption",
         "Create and replace the pool key, which protects encrypted volumes.",
     ),
     "trash": ("nvpool.cli.commands.trash:trash", "List, restore or purge removed files of a volume."),
     "file": ("nvpool.cli.commands.file:file", "Show where the data of a file is stored."),
-    "import": ("nvpool.cli.commands.import_tree:import_tree", "Copy a tree into a pool: parallel, resumable, verified."),
-    "export": ("nvpool.cli.commands.export_tree:export_tree", "Copy a tree out of a pool: parallel, resumable, verified."),
+    "import": (
+        "nvpool.cli.commands.import_tree:import_tree",
+        "Copy a tree into a pool: parallel, resumable, verified.",
+    ),
+    "export": (
+        "nvpool.cli.commands.export_tree:export_tree",
+        "Copy a tree out of a pool: parallel, resumable, verified.",
+    ),
     "fsck": ("nvpool.cli.commands.fsck:fsck", "Check and repair a pool."),
     "scrub": ("nvpool.cli.commands.scrub:scrub", "Read all stored data and verify its checksums."),
     "dump": ("nvpool.cli.commands.dump:dump", "Write a snapshot of all metadata to a file."),
     "load": ("nvpool.cli.commands.load:load", "Load dumped metadata into an empty pool."),
-    "doctor": ("nvpool.cli.doctor.command:doctor", "Find what makes a pool slow or unsafe on this machine, with the remedy."),
+    "doctor": (
+        "nvpool.cli.doctor.command:doctor",
+        "Find what makes a pool slow or unsafe on this machine, with the remedy.",
+    ),
     "audit": ("nvpool.cli.commands.audit:audit", "Show who changed a pool, and which requests were refused."),
     "bench": ("nvpool.cli.commands.bench:bench", "Measure the speed of a pool."),
     "config": ("nvpool.cli.commands.config:config", "Show, check and explain the configuration of a node."),
-    "dev": ("nvpool.cli.commands.dev:dev", "Create and remove a throw-away pool on this machine, under one directory."),
+    "dev": (
+        "nvpool.cli.commands.dev:dev",
+        "Create and remove a throw-away pool on this machine, under one directory.",
+    ),
     "completion": ("nvpool.cli.commands.completion:completion", "Print the completion script of a shell."),
     "version": ("nvpool.cli.commands.version:version", "Print the version."),
     "help": ("nvpool.cli.commands.help:help_", "Show the help of a command."),
@@ -90,10 +117,17 @@ class Nouns(click.Group):
         command: click.Command = getattr(import_module(module), attribute)
         return command
 
-    def resolve_command(self, context: click.Context, arguments: list[str]
-                        ) -> tuple[str | None, click.Command | None, list[str]]:
-        if arguments and arguments[0] not in COMMANDS and not arguments[0].startswith("-") and not context.resilient_parsing:
+    def resolve_command(
+        self, context: click.Context, arguments: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if (
+            arguments
+            and arguments[0] not in COMMANDS
+            and not arguments[0].startswith("-")
+            and not context.resilient_parsing
+        ):
             from difflib import get_close_matches
+
             near = get_close_matches(arguments[0], COMMANDS, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise click.UsageError(f"there is no command {arguments[0]!r}{hint}", context)
@@ -105,19 +139,35 @@ class Nouns(click.Group):
 
     def shell_complete(self, context: click.Context, incomplete: str) -> list[CompletionItem]:
         from click.shell_completion import CompletionItem
-        return [CompletionItem(name, help=text) for name, (_, text) in COMMANDS.items() if name.startswith(incomplete)]
+
+        return [
+            CompletionItem(name, help=text)
+            for name, (_, text) in COMMANDS.items()
+            if name.startswith(incomplete)
+        ]
 
 
 def _print_version(context: click.Context, _: click.Parameter, asked_for: bool) -> None:
     if asked_for and not context.resilient_parsing:
         from nvpool.core.version import VERSION
+
         click.echo(f"nvpool {VERSION}")
         context.exit()
 
 
-@click.command(cls=Nouns, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
-@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version,
-              help="Print the version and exit.")
+@click.command(
+    cls=Nouns,
+    epilog=EXIT_CODES,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_print_version,
+    help="Print the version and exit.",
+)
 def cli() -> None:
     """One fast, shared file system from the NVMe drives of ordinary servers.
 
@@ -137,8 +187,9 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     if any(word.startswith("--token") for word in words):
         from nvpool.cli.token_input import hide_tokens
+
         hide_tokens(words)  # before any other import: other users can read the arguments until then
-    as_json = "--json" in words[:words.index("--")] if "--" in words else "--json" in words
+    as_json = "--json" in words[: words.index("--")] if "--" in words else "--json" in words
     called: dict[str, str] = {}
     try:
         result = cli.main(arguments, prog_name="nvpool", standalone_mode=False, obj=called)
@@ -153,7 +204,12 @@ def main(arguments: list[str] | None = None) -> int:
     except click.ClickException as error:
         if as_json:
             context = getattr(error, "ctx", None)
-            _print_error(error.format_message(), "usage", error.exit_code, f"{context.command_path} --help" if context else "")
+            _print_error(
+                error.format_message(),
+                "usage",
+                error.exit_code,
+                f"{context.command_path} --help" if context else "",
+            )
         error.show()
         return error.exit_code
     except BrokenPipeError:
@@ -161,11 +217,13 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     except Exception as error:
         from nvpool.cli.output import show_error
+
         return show_error(error, as_json, called.get("pool", ""))
 
 
 def _print_error(message: str, code: str, exit_code: int, remedy: str = "") -> None:
     from nvpool.cli.output import error_object, print_json
+
     print_json(error_object(message, code, exit_code, remedy))
 
 

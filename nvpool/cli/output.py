@@ -41,10 +41,16 @@ class Number(click.FloatRange):
 
 def log_options(function: CommandFunction) -> CommandFunction:
     """Add --log-level and --log-format: how the daemon that the command starts writes its log."""
-    function = click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]),
-                            help="Lowest level that is logged. [level under [log] in node.toml, else info]")(function)
-    return click.option("--log-format", type=click.Choice(["text", "json"]),
-                        help="json: one object per line. [format under [log] in node.toml, else text]")(function)
+    function = click.option(
+        "--log-level",
+        type=click.Choice(["debug", "info", "warning", "error"]),
+        help="Lowest level that is logged. [level under [log] in node.toml, else info]",
+    )(function)
+    return click.option(
+        "--log-format",
+        type=click.Choice(["text", "json"]),
+        help="json: one object per line. [format under [log] in node.toml, else text]",
+    )(function)
 
 
 def pool_argument(function: CommandFunction) -> CommandFunction:
@@ -77,8 +83,14 @@ def exit_code(error: BaseException) -> int:
         error = error.__cause__
     if isinstance(error, BadConfiguration):
         return EXIT_USAGE
-    for families, code in (((Unavailable, Stale), EXIT_UNAVAILABLE), (Damaged, EXIT_DAMAGED), (Bug, EXIT_BUG),
-                           (Refused, EXIT_REFUSED), (OSError, EXIT_REFUSED), (KeyboardInterrupt, EXIT_INTERRUPTED)):
+    for families, code in (
+        ((Unavailable, Stale), EXIT_UNAVAILABLE),
+        (Damaged, EXIT_DAMAGED),
+        (Bug, EXIT_BUG),
+        (Refused, EXIT_REFUSED),
+        (OSError, EXIT_REFUSED),
+        (KeyboardInterrupt, EXIT_INTERRUPTED),
+    ):
         if isinstance(error, families):
             return code
     return EXIT_BUG
@@ -86,7 +98,10 @@ def exit_code(error: BaseException) -> int:
 
 def error_object(message: str, code: str, exit_code: int, remedy: str = "") -> dict[str, Any]:
     """Return an error as the object that --json prints."""
-    return {"error": {"message": message, "code": code, "exit_code": exit_code} | ({"remedy": remedy} if remedy else {})}
+    return {
+        "error": {"message": message, "code": code, "exit_code": exit_code}
+        | ({"remedy": remedy} if remedy else {})
+    }
 
 
 def show_error(error: BaseException, as_json: bool = False, pool: str = "") -> int:
@@ -98,11 +113,16 @@ def show_error(error: BaseException, as_json: bool = False, pool: str = "") -> i
     code = exit_code(error)
     text = with_pool(_text_of(error), pool)
     if as_json:
-        known = error.__cause__ if isinstance(error, OSError) and isinstance(error.__cause__, NvpoolError) else error
+        known = (
+            error.__cause__
+            if isinstance(error, OSError) and isinstance(error.__cause__, NvpoolError)
+            else error
+        )
         reason, remedy = _parted(text, with_pool(getattr(known, "remedy", ""), pool))
         print_json(error_object(reason, type(known).__name__, code, remedy))
     if code == EXIT_BUG:
         import traceback
+
         traceback.print_exception(error)
         click.echo("nvpool: this is a bug of nvpool; please report it with the lines above", err=True)
         return code
@@ -122,7 +142,11 @@ def _parted(text: str, remedy: str) -> tuple[str, str]:
 
 def _text_of(error: BaseException) -> str:
     if isinstance(error, OSError) and not isinstance(error, NvpoolError):
-        return f"{os.fsdecode(error.filename)}: {error.strerror}" if error.filename else str(error.strerror or error)
+        return (
+            f"{os.fsdecode(error.filename)}: {error.strerror}"
+            if error.filename
+            else str(error.strerror or error)
+        )
     return str(error) or type(error).__name__
 
 
@@ -149,6 +173,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: st
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
     table = Table(title=title or None, title_justify="left", box=None, header_style="bold", pad_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -157,8 +182,16 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: st
     Console().print(table)
 
 
-_STYLES = {"serving": "green", "starting": "yellow", "restarting": "yellow", "draining": "yellow", "silent": "red",
-           "fenced": "red", "stopped": "red", "degraded": "red"}
+_STYLES = {
+    "serving": "green",
+    "starting": "yellow",
+    "restarting": "yellow",
+    "draining": "yellow",
+    "silent": "red",
+    "fenced": "red",
+    "stopped": "red",
+    "degraded": "red",
+}
 
 
 def _cell(value: Any) -> str:

@@ -76,8 +76,11 @@ def endpoints_of(pool: str) -> tuple[str, ...]:
         return (pool,)
     host, _, port = pool.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise InvalidRequest(f"{pool!r} is neither a pool directory nor the address of a node (HOST:PORT, as `nvpool "
-                             f"status` shows it)", remedy=remedy_for(pool))
+        raise InvalidRequest(
+            f"{pool!r} is neither a pool directory nor the address of a node (HOST:PORT, as `nvpool "
+            f"status` shows it)",
+            remedy=remedy_for(pool),
+        )
     return (f"stream://{pool}", f"grpc://{pool}")
 
 
@@ -87,11 +90,14 @@ def own_host(address: str) -> str:
     NotFound: there is no route to the host. InvalidRequest: `address` is not HOST:PORT.
     """
     import socket
+
     host, _, port = address.removeprefix("stream://").rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdigit():
-        raise InvalidRequest(f"{address!r} is not the address of a node; write HOST:PORT, as `nvpool node token POOL` "
-                             "prints it")
+        raise InvalidRequest(
+            f"{address!r} is not the address of a node; write HOST:PORT, as `nvpool node token POOL` "
+            "prints it"
+        )
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, int(port)))  # sends nothing
@@ -105,6 +111,7 @@ def identity_for(pool: str) -> TlsIdentity | None:
     """Return the TLS identity that this command presents, from the pool directory; None for an address."""
     from nvpool.core.config import load
     from nvpool.security.tls import identity_in
+
     directory = directory_of(pool)
     if directory is None:
         return None
@@ -115,8 +122,16 @@ def identity_for(pool: str) -> TlsIdentity | None:
     return identity_in(directory.secret, pool_id, load(directory.node_toml).network.plain_text)
 
 
-async def ask(pool: str, method: int, request: Any, reply_type: Any, *, wait_s: float, repeat: bool = True,
-              endpoints: tuple[str, ...] = ()) -> Any:
+async def ask(
+    pool: str,
+    method: int,
+    request: Any,
+    reply_type: Any,
+    *,
+    wait_s: float,
+    repeat: bool = True,
+    endpoints: tuple[str, ...] = (),
+) -> Any:
     """Send a request to a supervisor and return its decoded reply.
 
     The request goes to `endpoints`, or to those of `pool` if there are none. With `repeat` it is retried
@@ -126,6 +141,7 @@ async def ask(pool: str, method: int, request: Any, reply_type: Any, *, wait_s: 
     from nvpool.rpc.api import Greeting
     from nvpool.rpc.connection_pool import Dialer
     from nvpool.rpc.messages.data_codec import decoded
+
     endpoints = endpoints or endpoints_of(pool)
     deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
     dialer = Dialer(Greeting("nvpool", identity=identity_for(pool)), host_id=host_id())
@@ -133,14 +149,18 @@ async def ask(pool: str, method: int, request: Any, reply_type: Any, *, wait_s: 
     try:
         while True:
             try:
-                reply = await dialer.call(endpoints, method, request.SerializeToString(), deadline_s=deadline_s)
+                reply = await dialer.call(
+                    endpoints, method, request.SerializeToString(), deadline_s=deadline_s
+                )
                 return decoded(reply_type, reply.message)
             except Unavailable as error:
                 late = isinstance(error, DeadlineExceeded)
                 nobody = nobody or isinstance(error, Unreachable) or (late and not error.may_be_applied)
                 if late or not repeat or SYSTEM_CLOCK.boottime_s() + 0.2 > deadline_s:
                     if nobody:
-                        raise Unreachable(f"nobody answers for the pool {pool}", remedy=_remedy(pool)) from error
+                        raise Unreachable(
+                            f"nobody answers for the pool {pool}", remedy=_remedy(pool)
+                        ) from error
                     raise
             await asyncio.sleep(0.1)
     finally:
@@ -163,12 +183,17 @@ def _remedy(pool: str) -> str:
 
 async def status_of(pool: str, wait_s: float = 5.0) -> dict[str, Any]:
     from nvpool.rpc.v1 import pool_pb2, wire_pb2
-    reply = await ask(pool, wire_pb2.POOL_STATUS, pool_pb2.PoolStatusRequest(), pool_pb2.PoolStatusReply, wait_s=wait_s)
+
+    reply = await ask(
+        pool, wire_pb2.POOL_STATUS, pool_pb2.PoolStatusRequest(), pool_pb2.PoolStatusReply, wait_s=wait_s
+    )
     seen: dict[str, Any] = json.loads(reply.status)
     return seen
 
 
-async def statuses(pool: str, instead: Callable[[], dict[str, Any] | None] = lambda: None) -> AsyncIterator[dict[str, Any]]:
+async def statuses(
+    pool: str, instead: Callable[[], dict[str, Any] | None] = lambda: None
+) -> AsyncIterator[dict[str, Any]]:
     """Yield the status of the pool repeatedly, until the caller stops the iteration.
 
     While the pool is unavailable, the user gets a message and the iteration waits. If `instead` returns a
@@ -199,6 +224,7 @@ async def change(pool: str, verb: str, arguments: dict[str, Any], wait_s: float 
     AccessDenied: this machine is not a node of the pool, or the user may not open the node's unix socket.
     """
     from nvpool.rpc.v1 import pool_pb2, wire_pb2
+
     reply = await ask(pool, wire_pb2.POOL_MAP, pool_pb2.MapRequest(), pool_pb2.MapReply, wait_s=REACH_S)
     directory = directory_of(pool)
     node = directory.node if directory is not None else 1
@@ -206,7 +232,14 @@ async def change(pool: str, verb: str, arguments: dict[str, Any], wait_s: float 
         raise AccessDenied("a pool is changed on its nodes; this directory is a client's")
     endpoints = decode_map(reply.map).node_by_id[node].endpoints  # the unix socket is among them
     request = pool_pb2.PoolChangeRequest(verb=verb, arguments=json.dumps(arguments).encode())
-    reply = await ask(pool, wire_pb2.POOL_CHANGE, request, pool_pb2.PoolChangeReply, wait_s=wait_s, repeat=False,
-                      endpoints=endpoints)
+    reply = await ask(
+        pool,
+        wire_pb2.POOL_CHANGE,
+        request,
+        pool_pb2.PoolChangeReply,
+        wait_s=wait_s,
+        repeat=False,
+        endpoints=endpoints,
+    )
     result: dict[str, Any] = json.loads(reply.result)
     return result

@@ -50,7 +50,13 @@ _MAKE_S = 300.0
 _DRAIN_S = 40.0
 """Longer than the supervisor gives its children: supervisor.drain_s, and five seconds for the kill."""
 
-_FAMILY_OF_EXIT_CODE: dict[int, type[NvpoolError]] = {1: Refused, 2: BadConfiguration, 3: Unavailable, 4: Damaged, 70: Bug}
+_FAMILY_OF_EXIT_CODE: dict[int, type[NvpoolError]] = {
+    1: Refused,
+    2: BadConfiguration,
+    3: Unavailable,
+    4: Damaged,
+    70: Bug,
+}
 
 
 def make(request: dict[str, Any]) -> dict[str, Any]:
@@ -59,14 +65,24 @@ def make(request: dict[str, Any]) -> dict[str, Any]:
     Unavailable: the process did not finish in time; the same command continues. Bug: it gave no reply.
     """
     try:
-        done = subprocess.run(command(Program.POOL_MAKER), input=json.dumps(request).encode(),
-                              stdout=subprocess.PIPE, timeout=_MAKE_S, check=False, start_new_session=True)
+        done = subprocess.run(
+            command(Program.POOL_MAKER),
+            input=json.dumps(request).encode(),
+            stdout=subprocess.PIPE,
+            timeout=_MAKE_S,
+            check=False,
+            start_new_session=True,
+        )
         answer: dict[str, Any] = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
-        raise Unavailable(f"the pool was not made within {_MAKE_S:.0f} s; the same command goes on with it") from None
+        raise Unavailable(
+            f"the pool was not made within {_MAKE_S:.0f} s; the same command goes on with it"
+        ) from None
     except ValueError:
-        raise Bug(f"{Program.POOL_MAKER.module} ended with exit code {done.returncode} and no answer; its words are "
-                  "above") from None
+        raise Bug(
+            f"{Program.POOL_MAKER.module} ended with exit code {done.returncode} and no answer; its words are "
+            "above"
+        ) from None
     if "error" in answer:
         raise _FAMILY_OF_EXIT_CODE.get(answer.get("code", 1), Refused)(answer["error"])
     return answer
@@ -89,27 +105,41 @@ def start(directory: PoolDirectory, wait_s: float = START_S) -> dict[str, Any]:
             # Checked each time: the last holder of the lock may have been a process that was being killed.
             if directory.supervisor() is None and (supervisor is None or supervisor.poll() is not None):
                 if started == _STARTS_MAX:
-                    family = _FAMILY_OF_EXIT_CODE.get(supervisor.returncode, Unavailable) if supervisor else Unavailable
+                    family = (
+                        _FAMILY_OF_EXIT_CODE.get(supervisor.returncode, Unavailable)
+                        if supervisor
+                        else Unavailable
+                    )
                     raise family(f"the supervisor ended at once:{_last_errors(directory, 'nvpoold.log')}")
                 with _interrupted_later():
                     supervisor = _spawn_supervisor(directory)
                 started += 1
             try:
                 seen = runner.run(status_of(str(directory.path), 1.0))
-                if all(process["state"] == "serving" for process in seen["processes"]
-                       if process["role"] in ("meta", "store") and process["pid"] is not None):  # None: another node's
+                if all(
+                    process["state"] == "serving"
+                    for process in seen["processes"]
+                    if process["role"] in ("meta", "store") and process["pid"] is not None
+                ):  # None: another node's
                     return seen
             except Unavailable:
                 pass
             pause(0.1)
-    waits = [f"{process.get('name')} is {process['state']}" for process in seen.get("processes", ())
-             if process["state"] != "serving"]
-    raise Unavailable(f"the pool does not serve after {wait_s:.0f} s: {', '.join(waits) or 'no answer'}"
-                      f"{_last_errors(directory)}")
+    waits = [
+        f"{process.get('name')} is {process['state']}"
+        for process in seen.get("processes", ())
+        if process["state"] != "serving"
+    ]
+    raise Unavailable(
+        f"the pool does not serve after {wait_s:.0f} s: {', '.join(waits) or 'no answer'}"
+        f"{_last_errors(directory)}"
+    )
 
 
 @contextlib.contextmanager
-def _ended_with(supervisor: Callable[[], subprocess.Popen[bytes] | None], directory: PoolDirectory) -> Iterator[None]:
+def _ended_with(
+    supervisor: Callable[[], subprocess.Popen[bytes] | None], directory: PoolDirectory
+) -> Iterator[None]:
     """On Ctrl-C, kill a supervisor that was started but does not hold its lock yet.
 
     No other process could find that supervisor later.
@@ -146,8 +176,14 @@ def _spawn_supervisor(directory: PoolDirectory) -> subprocess.Popen[bytes]:
     configuration.load(directory.node_toml)  # its errors are reported here and not in a log
     directory.log.mkdir(exist_ok=True)
     with open_log(directory.log / "nvpoold.log") as log:
-        return subprocess.Popen(command(Program.SUPERVISOR, str(directory.path), "--log", "file"),
-                                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd="/")
+        return subprocess.Popen(
+            command(Program.SUPERVISOR, str(directory.path), "--log", "file"),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            cwd="/",
+        )
 
 
 def _last_errors(directory: PoolDirectory, logs: str = "*.log") -> str:
@@ -225,8 +261,10 @@ def check_removable(directory: PoolDirectory) -> None:
     """Raise InUse, without a change, if a file system other than nvpool's is mounted below the directory."""
     foreign = [mount for mount in mounts_below(directory.path) if not mount.ours]
     if foreign:
-        raise InUse(f"{foreign[0].point} is a mount of type {foreign[0].type} in the pool directory; unmount it first. "
-                    f"Nothing was removed")
+        raise InUse(
+            f"{foreign[0].point} is a mount of type {foreign[0].type} in the pool directory; unmount it first. "
+            f"Nothing was removed"
+        )
 
 
 def remove_tree(path: Path, last: tuple[str, ...] = ()) -> None:
@@ -242,7 +280,9 @@ def remove_tree(path: Path, last: tuple[str, ...] = ()) -> None:
             place = os.path.join(root, name)
             if os.lstat(place).st_dev != device:
                 raise InUse(f"{place} is on another file system; nothing was removed")
-    for entry in sorted(path.iterdir(), key=lambda entry: last.index(entry.name) if entry.name in last else -1):
+    for entry in sorted(
+        path.iterdir(), key=lambda entry: last.index(entry.name) if entry.name in last else -1
+    ):
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         else:
@@ -295,7 +335,12 @@ def erase_stores(directory: PoolDirectory, pool_map: PoolMap) -> list[str]:
             if kept is not None:
                 with contextlib.suppress(OSError):  # the memory of a process that was killed
                     kept.unlink()
-            if where == node and path and not Path(path).is_relative_to(directory.path) and Path(path).is_dir():
+            if (
+                where == node
+                and path
+                and not Path(path).is_relative_to(directory.path)
+                and Path(path).is_dir()
+            ):
                 remove_tree(Path(path))
                 done.append(f"removed {path}")
     return done
@@ -307,6 +352,10 @@ def forget(directory: PoolDirectory, pool_map: PoolMap | None) -> list[str]:
     Return what was done, or remains to be done, as sentences. May be repeated.
     """
     if pool_map is None:
-        return [f"{directory.path} has no pool map: keys of the pool in an etcd of your own, if it had one, were not removed"]
-    done: list[str] = make({"verb": "forget", "directory": str(directory.path), "pool_id": pool_map.pool_id})["done"]
+        return [
+            f"{directory.path} has no pool map: keys of the pool in an etcd of your own, if it had one, were not removed"
+        ]
+    done: list[str] = make({"verb": "forget", "directory": str(directory.path), "pool_id": pool_map.pool_id})[
+        "done"
+    ]
     return done

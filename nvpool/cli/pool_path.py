@@ -43,7 +43,7 @@ def divided(text: str) -> tuple[str, str]:
     A text that is the path of a local directory is a pool, even if it contains ":/".
     """
     at = _divider(text)
-    return (text[:at], text[at + 1:]) if at > 0 and not os.path.isdir(text) else (text, "/")
+    return (text[:at], text[at + 1 :]) if at > 0 and not os.path.isdir(text) else (text, "/")
 
 
 class PlaceType(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click; 8.1 is supported
@@ -55,16 +55,21 @@ class PlaceType(click.ParamType):  # type: ignore[type-arg]  # generic only in n
 
     name = "POOL:/path"
 
-    def convert(self, value: str | PoolPath, parameter: click.Parameter | None, context: click.Context | None) -> PoolPath:
+    def convert(
+        self, value: str | PoolPath, parameter: click.Parameter | None, context: click.Context | None
+    ) -> PoolPath:
         if isinstance(value, PoolPath):
             return value
         at = _divider(value)
         if at <= 0:
-            self.fail(f"{value!r} is no place in a pool; write POOL:/path, as in /srv/pool:/data or 10.0.0.1:17512:/data",
-                      parameter, context)
+            self.fail(
+                f"{value!r} is no place in a pool; write POOL:/path, as in /srv/pool:/data or 10.0.0.1:17512:/data",
+                parameter,
+                context,
+            )
         if context is not None:
             remember_pool(context, parameter, value[:at])
-        return PoolPath(value[:at], os.fsencode(value[at + 1:]))
+        return PoolPath(value[:at], os.fsencode(value[at + 1 :]))
 
 
 @asynccontextmanager
@@ -72,6 +77,7 @@ async def session(pool: str, doing: str) -> AsyncIterator[Client]:
     """Open a client of the pool; `doing` names the client in the pool's logs. Errors as `Client.open`."""
     from nvpool.client.session import Client
     from nvpool.rpc.v1 import pool_pb2, wire_pb2
+
     # Reports a wrong directory, or a pool that does not run, long before the deadline of `Client.open`.
     await ask(pool, wire_pb2.POOL_MAP, pool_pb2.MapRequest(), pool_pb2.MapReply, wait_s=REACH_S)
     client = await Client.open(pool_behind(pool), name=f"nvpool {doing} pid {os.getpid()}")
@@ -85,6 +91,7 @@ async def find(vfs: Vfs, path: bytes) -> Attr:
     """Return the attributes of `path`, not following links. NotFound names the first missing part."""
     from nvpool.core.errors import NotFound
     from nvpool.core.ids import ROOT_INODE
+
     attr, walked = await vfs.getattr(ROOT_INODE), b""
     for name in (name for name in path.split(b"/") if name not in (b"", b".")):
         walked += b"/" + name

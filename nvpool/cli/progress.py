@@ -33,7 +33,9 @@ class Look(NamedTuple):
     in_bytes: bool = True
 
 
-async def shown(title: str, work: Awaitable[Result], look: Callable[[], Look], *, quiet: bool = False) -> Result:
+async def shown(
+    title: str, work: Awaitable[Result], look: Callable[[], Look], *, quiet: bool = False
+) -> Result:
     """Await `work`, show samples of `look` meanwhile, return the result. Cancelled with its caller."""
     task = asyncio.ensure_future(work)
     if quiet:
@@ -60,14 +62,31 @@ async def _lines(title: str, task: asyncio.Future[Result], look: Callable[[], Lo
 
 async def _bar(title: str, task: asyncio.Future[Result], look: Callable[[], Look]) -> Result:
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
     await asyncio.wait([task], timeout=FIRST_S)
     if task.done():
         return await task  # most often an error: there is no progress to show
     in_bytes = look().in_bytes
-    amounts = (DownloadColumn(binary_units=True), TransferSpeedColumn()) if in_bytes else (TextColumn("{task.completed:,}"),)
-    columns = (TextColumn("{task.description}"), BarColumn(), *amounts, TimeRemainingColumn(),
-               TextColumn("{task.fields[text]}"))
+    amounts = (
+        (DownloadColumn(binary_units=True), TransferSpeedColumn())
+        if in_bytes
+        else (TextColumn("{task.completed:,}"),)
+    )
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        *amounts,
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[text]}"),
+    )
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task(title, total=None, text="")
         while True:

@@ -36,13 +36,18 @@ The token works once. It comes from the first of these sources that is given:
 
 def token_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add --token and --token-file, and pass the token to the command as `token_text`; see `token_from`."""
+
     def with_token(*arguments: Any, token_given: str | None, token_file: str | None, **named: Any) -> Any:
         return command(*arguments, token_text=token_from(token_given, token_file), **named)
 
     with_token.__name__, with_token.__doc__ = command.__name__, command.__doc__
     with_token.__dict__.update(command.__dict__)
-    option = click.option("--token-file", metavar="PATH", help="File whose first line is the token.")(with_token)
-    return click.option("--token", "token_given", metavar="-", help="Read the token from standard input.")(option)
+    option = click.option("--token-file", metavar="PATH", help="File whose first line is the token.")(
+        with_token
+    )
+    return click.option("--token", "token_given", metavar="-", help="Read the token from standard input.")(
+        option
+    )
 
 
 def token_from(given: str | None, file: str | None) -> str:
@@ -55,8 +60,10 @@ def token_from(given: str | None, file: str | None) -> str:
     if given == "-":
         return _first_line(sys.stdin.readline(_TOKEN_BYTES_MAX), "standard input")
     if given is not None:
-        say(f"warning: a token on the command line can be read by every user of this machine in the list of processes; use "
-            f"--token -, --token-file PATH or the variable {VARIABLE}")
+        say(
+            f"warning: a token on the command line can be read by every user of this machine in the list of processes; use "
+            f"--token -, --token-file PATH or the variable {VARIABLE}"
+        )
         return given
     if file is not None:
         try:
@@ -68,8 +75,10 @@ def token_from(given: str | None, file: str | None) -> str:
         return token
     if sys.stdin.isatty():
         return click.prompt("token", hide_input=True, err=True).strip()
-    raise click.UsageError(f"there is no token: give it by --token - (standard input), --token-file PATH, or the variable "
-                           f"{VARIABLE}; `nvpool node token POOL` and `nvpool client token POOL` make one")
+    raise click.UsageError(
+        f"there is no token: give it by --token - (standard input), --token-file PATH, or the variable "
+        f"{VARIABLE}; `nvpool node token POOL` and `nvpool client token POOL` make one"
+    )
 
 
 def _first_line(line: str, where: str) -> str:
@@ -81,7 +90,9 @@ def _first_line(line: str, where: str) -> str:
 def hide_tokens(words: Sequence[str]) -> None:
     """Overwrite the values of --token in the arguments of this process that /proc shows."""
     for word, following in zip(words, [*words[1:], "-"], strict=True):
-        given = following if word == "--token" else word.partition("=")[2] if word.startswith("--token=") else "-"
+        given = (
+            following if word == "--token" else word.partition("=")[2] if word.startswith("--token=") else "-"
+        )
         if given != "-":
             hide_argument(given)
 
@@ -100,6 +111,9 @@ def hide_argument(text: str) -> None:
         there = ctypes.string_at(start, end - start)
         at = there.find(wanted)
         while at >= 0:
-            if there[at - 1:at] in (b"\0", b"=") and there[at + len(wanted):][:1] in (b"\0", b""):  # a whole argument or value
+            if there[at - 1 : at] in (b"\0", b"=") and there[at + len(wanted) :][:1] in (
+                b"\0",
+                b"",
+            ):  # a whole argument or value
                 ctypes.memset(start + at, ord("x"), len(wanted))
             at = there.find(wanted, at + 1)

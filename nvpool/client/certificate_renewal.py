@@ -25,7 +25,14 @@ from nvpool.poolmap.model import PoolMap
 from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.messages.data_codec import decoded
 from nvpool.rpc.v1 import pool_pb2, wire_pb2
-from nvpool.security.tls import CERTIFICATE_FILE, ETCD_SECRET, KEY_NEXT_FILE, TlsIdentity, read_key, settle_key
+from nvpool.security.tls import (
+    CERTIFICATE_FILE,
+    ETCD_SECRET,
+    KEY_NEXT_FILE,
+    TlsIdentity,
+    read_key,
+    settle_key,
+)
 
 LOOK_S = min(3600.0, MEMBER_S / 10)
 _ASK_S = 10.0
@@ -50,9 +57,17 @@ async def keep_renewed(renew: Callable[[], Awaitable[bool]], identity: TlsIdenti
         await asyncio.sleep(LOOK_S)
 
 
-async def renew_once(directory: PoolDirectory, identity: TlsIdentity, pool_map: PoolMap, dialer: Dialer, *,
-                     left_s: float = RENEW_S, clock: Clock = SYSTEM_CLOCK, new_key: bool = False,
-                     sign: Callable[[bytes], Signed | None] = lambda request: None) -> bool:
+async def renew_once(
+    directory: PoolDirectory,
+    identity: TlsIdentity,
+    pool_map: PoolMap,
+    dialer: Dialer,
+    *,
+    left_s: float = RENEW_S,
+    clock: Clock = SYSTEM_CLOCK,
+    new_key: bool = False,
+    sign: Callable[[bytes], Signed | None] = lambda request: None,
+) -> bool:
     """Renew the certificate if it expires within `left_s`; return whether it was renewed.
 
     With `new_key` the renewal is unconditional, and the certificate gets a new key; then the caller makes
@@ -63,7 +78,9 @@ async def renew_once(directory: PoolDirectory, identity: TlsIdentity, pool_map: 
     if not new_key and identity.own_end_s() - clock.wall_ns() / 1e9 >= left_s:
         return False
     if not os.access(directory.secret, os.W_OK):
-        raise AccessDenied(f"it ends soon, and {directory.secret} may not be written by us: use the pool as its owner once")
+        raise AccessDenied(
+            f"it ends soon, and {directory.secret} may not be written by us: use the pool as its owner once"
+        )
     # a large import that is needed once in months
     from nvpool.security.ca import request_again, request_certificate
 
@@ -89,10 +106,17 @@ async def _ask(request: bytes, pool_map: PoolMap, dialer: Dialer, clock: Clock) 
         # Not by unix sockets: the node must see our certificate.
         away = tuple(endpoint for endpoint in node.endpoints if not endpoint.startswith("stream+unix"))
         try:
-            raw = await dialer.call(away, wire_pb2.POOL_RENEW, pool_pb2.RenewRequest(request=request).SerializeToString(),
-                                    deadline_s=clock.boottime_s() + _ASK_S)
+            raw = await dialer.call(
+                away,
+                wire_pb2.POOL_RENEW,
+                pool_pb2.RenewRequest(request=request).SerializeToString(),
+                deadline_s=clock.boottime_s() + _ASK_S,
+            )
             reply = decoded(pool_pb2.RenewReply, raw.message)
-            return [("", reply.certificate), *([(ETCD_SECRET, reply.etcd_certificate)] if reply.etcd_certificate else [])]
+            return [
+                ("", reply.certificate),
+                *([(ETCD_SECRET, reply.etcd_certificate)] if reply.etcd_certificate else []),
+            ]
         except NvpoolError as error:
             told = f"node {node.id}: {error}"
     raise Unavailable(f"no node that has the authority's key signs a new certificate: {told}")

@@ -9,8 +9,12 @@ from nvpool.metrics.exposition import Page
 
 def measure_client(vfs: Vfs, page: Page) -> None:
     chunks, meta, short = vfs.chunks.counters, vfs.meta.counters, vfs.chunks.short.counters
-    for way, count in (("store", chunks["reads"]), ("short_cut", short["hits"]), ("kept", vfs.reader.kept_count),
-                       ("read_ahead", vfs.reader.counters["ahead_hits"])):
+    for way, count in (
+        ("store", chunks["reads"]),
+        ("short_cut", short["hits"]),
+        ("kept", vfs.reader.kept_count),
+        ("read_ahead", vfs.reader.counters["ahead_hits"]),
+    ):
         page.set(metrics.CLIENT_READS, count, way=way)
     page.set(metrics.CLIENT_MESSAGES, chunks["messages"])
     page.set(metrics.CLIENT_WRITES, chunks["writes"])

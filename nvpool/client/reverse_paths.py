@@ -46,8 +46,11 @@ PAUSE_S = 5.0
 def printable(path: bytes) -> str:
     """The path as one printable line. Other characters and bytes that are not UTF-8 become escapes."""
     text = path.decode("utf-8", "backslashreplace")
-    return text if text.isprintable() else "".join(
-        one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    return (
+        text
+        if text.isprintable()
+        else "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    )
 
 
 class PathFinder:
@@ -69,7 +72,7 @@ class PathFinder:
         try:
             async with asyncio.timeout(within_s):
                 for first in range(0, len(wanted), INODES_A_QUESTION):
-                    await self._find(wanted[first:first + INODES_A_QUESTION], found)
+                    await self._find(wanted[first : first + INODES_A_QUESTION], found)
         except TimeoutError:
             log.debug("%d of %d paths were found in %s s", len(found), len(wanted), within_s)
         return found
@@ -108,17 +111,26 @@ class PathFinder:
                 named |= await self._names(directories, {}, directory=above)
             up.update(named)
 
-    async def _names(self, inodes: list[int], found: dict[int, bytes], *, directory: int = 0,
-                     elsewhere: bool = False) -> dict[int, meta_pb2.NamedInode]:
+    async def _names(
+        self, inodes: list[int], found: dict[int, bytes], *, directory: int = 0, elsewhere: bool = False
+    ) -> dict[int, meta_pb2.NamedInode]:
         named: dict[int, meta_pb2.NamedInode] = {}
         left = set(inodes)
         for endpoints in self._shards(directory or inodes[0]):
             cursor, done = b"", False
             while left and not done:
-                request = meta_pb2.NamesRequest(inodes=data_codec.pack_inodes(sorted(left)), directory=directory,
-                                                elsewhere=elsewhere, cursor=cursor)
-                answer = await self._dialer.call(endpoints, wire_pb2.META_NAMES, request.SerializeToString(),
-                                                 deadline_s=self._clock.boottime_s() + STEP_S)
+                request = meta_pb2.NamesRequest(
+                    inodes=data_codec.pack_inodes(sorted(left)),
+                    directory=directory,
+                    elsewhere=elsewhere,
+                    cursor=cursor,
+                )
+                answer = await self._dialer.call(
+                    endpoints,
+                    wire_pb2.META_NAMES,
+                    request.SerializeToString(),
+                    deadline_s=self._clock.boottime_s() + STEP_S,
+                )
                 reply = decoded(meta_pb2.NamesReply, answer.message)
                 gone = data_codec.unpack_inodes(reply.gone)
                 found.update(dict.fromkeys(gone, b""))
@@ -131,7 +143,10 @@ class PathFinder:
         """The endpoints of all shards; the owner of the inode's partition comes first."""
         pool_map = self._pool_map()
         owner = pool_map.shard_of_partition[partition_of(inode)]
-        return [shard.endpoints for shard in sorted(pool_map.shards, key=lambda shard: (shard.id != owner, shard.id))]
+        return [
+            shard.endpoints
+            for shard in sorted(pool_map.shards, key=lambda shard: (shard.id != owner, shard.id))
+        ]
 
 
 def _is_number(inode: int) -> bool:
@@ -175,7 +190,11 @@ class KnownPaths:
         try:
             async with asyncio.timeout(within_s), self._searching:
                 now_s = self._clock.boottime_s()
-                wanted = [inode for inode in dict.fromkeys(inodes) if self._known.get(inode, (0.0, None))[0] <= now_s]
+                wanted = [
+                    inode
+                    for inode in dict.fromkeys(inodes)
+                    if self._known.get(inode, (0.0, None))[0] <= now_s
+                ]
                 wanted = wanted[:FILES_MAX]
                 if wanted:
                     # a shorter limit for the search, so that the paths it finds in time are cached
@@ -217,8 +236,11 @@ class KnownPaths:
                 if path:
                     log.error("inode %d, of which bytes are damaged, is %s", inode, printable(path))
                 elif path is None:
-                    log.error("inode %d, of which bytes are damaged, was not found among the names soon; `nvpool fsck POOL` "
-                              "names the file", inode)
+                    log.error(
+                        "inode %d, of which bytes are damaged, was not found among the names soon; `nvpool fsck POOL` "
+                        "names the file",
+                        inode,
+                    )
             await asyncio.sleep(PAUSE_S)
 
     def close(self) -> None:

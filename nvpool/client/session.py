@@ -72,8 +72,16 @@ class Client:
         await self._view.refresh()
 
     @classmethod
-    async def open(cls, where: str | os.PathLike[str] | PoolMap, name: str = "", options: ClientOptions | None = None, *,
-                   clock: Clock = SYSTEM_CLOCK, dialer: Dialer | None = None, kept: KeptMemory | None = None) -> Client:
+    async def open(
+        cls,
+        where: str | os.PathLike[str] | PoolMap,
+        name: str = "",
+        options: ClientOptions | None = None,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        dialer: Dialer | None = None,
+        kept: KeptMemory | None = None,
+    ) -> Client:
         """Open a client of the pool that `where` names.
 
         `where` is the pool's directory on this host, "host:port" or an endpoint URL of any of its nodes, or a
@@ -103,13 +111,19 @@ class Client:
                     config = load(place.node_toml) if os.access(place.node_toml, os.R_OK) else Config()
                     options = options or configured(config.client)
                     if pool_map is not None:
-                        greeting = greeting._replace(identity=identity_in(place.secret, pool_map.pool_id,
-                                                                          config.network.plain_text))
+                        greeting = greeting._replace(
+                            identity=identity_in(place.secret, pool_map.pool_id, config.network.plain_text)
+                        )
             options = options or ClientOptions()
-            certified = directory is not None and not PoolDirectory(directory).node \
-                and greeting.identity is not None and greeting.identity.secured
-            dialer = dialer or Dialer(greeting, host_id=host, clock=clock, transports=_only(options.transport),
-                                      certified=certified)
+            certified = (
+                directory is not None
+                and not PoolDirectory(directory).node
+                and greeting.identity is not None
+                and greeting.identity.secured
+            )
+            dialer = dialer or Dialer(
+                greeting, host_id=host, clock=clock, transports=_only(options.transport), certified=certified
+            )
             if not isinstance(pool_map, PoolMap):
                 pool_map = await fetch_map(dialer, shown or _endpoints(os.fspath(where)), clock)
             dialer.set_fingerprint(pool_map.fingerprint)
@@ -117,7 +131,9 @@ class Client:
             if dialer is not None:
                 await dialer.close()
             raise
-        clients = PoolDirectory(directory) if directory is not None and not PoolDirectory(directory).node else None
+        clients = (
+            PoolDirectory(directory) if directory is not None and not PoolDirectory(directory).node else None
+        )
         if clients is not None:
             # no other process updates the map in this directory, so the client asks the nodes
             directory = None
@@ -129,7 +145,15 @@ class Client:
             view.changed.append(partial(_keep_nodes, clients, [pool_map.nodes]))
             await asyncio.wait([asyncio.ensure_future(view.refresh())], timeout=FIRST_MAP_S)
         squashed = certified and squashes_root(greeting.identity.own_member())
-        vfs = Vfs(view, dialer, options, clock, name=f"{greeting.name} on {host_name()}", kept=kept, squashes_root=squashed)
+        vfs = Vfs(
+            view,
+            dialer,
+            options,
+            clock,
+            name=f"{greeting.name} on {host_name()}",
+            kept=kept,
+            squashes_root=squashed,
+        )
         client = cls(vfs, view, dialer, clock)
         if certified:
             client._renew(clients, greeting.identity)  # in a node's directory the node's supervisor renews
@@ -149,7 +173,9 @@ class Client:
             except NvpoolError as error:
                 log.warning("background work of the client: %s", error)
             except Exception:
-                log.critical("background work of the client broke; it goes on with the next tick", exc_info=True)
+                log.critical(
+                    "background work of the client broke; it goes on with the next tick", exc_info=True
+                )
 
     async def close(self, timeout_s: float = CLOSE_S) -> None:
         """Store and report all written data, end the session and close the connections, within `timeout_s`.
@@ -187,7 +213,9 @@ def _only(scheme: str) -> dict[str, Transport] | None:
         return None
     found = registry.only(scheme)
     if found is None:
-        raise BadConfiguration(f"no transport {scheme!r} is installed; there are {', '.join(registry.transports())}")
+        raise BadConfiguration(
+            f"no transport {scheme!r} is installed; there are {', '.join(registry.transports())}"
+        )
     return found
 
 
@@ -199,8 +227,12 @@ def _endpoints(place: str) -> tuple[str, ...]:
     if "://" in place:
         return tuple(part for part in place.split(",") if part)
     if "/" in place:
-        raise NotFound(f"there is no directory {place}; name a pool by its directory or by HOST:PORT of a node")
+        raise NotFound(
+            f"there is no directory {place}; name a pool by its directory or by HOST:PORT of a node"
+        )
     host, _, port = place.rpartition(":")
     if not host or not port.isdigit():
-        raise InvalidRequest(f"{place} is neither a directory of a pool nor the address of a node; write DIR or HOST:PORT")
+        raise InvalidRequest(
+            f"{place} is neither a directory of a pool nor the address of a node; write DIR or HOST:PORT"
+        )
     return (f"stream://{place}",)

@@ -70,7 +70,9 @@ class EmbeddedCoordinator:
         self._leading: _EmbeddedLease | None = None
 
     @classmethod
-    async def found(cls, kv: Kv, first: PoolMap, publish: Callable[[bytes], None] = lambda raw: None) -> EmbeddedCoordinator:
+    async def found(
+        cls, kv: Kv, first: PoolMap, publish: Callable[[bytes], None] = lambda raw: None
+    ) -> EmbeddedCoordinator:
         """Create a coordinator over an empty `kv` with `first` as its map.
 
         InvalidRequest: `kv` already has a map.
@@ -111,15 +113,19 @@ class EmbeddedCoordinator:
                 raise StaleLease("who asks for this map does not lead any more")
             now = self.pool_map
             if new.epoch != now.epoch + 1:
-                raise StaleEpoch(f"the pool map has epoch {now.epoch}, so the next is {now.epoch + 1}, not {new.epoch}")
+                raise StaleEpoch(
+                    f"the pool map has epoch {now.epoch}, so the next is {now.epoch + 1}, not {new.epoch}"
+                )
             if problems := problems_of(now, new):
                 raise InvalidRequest("; ".join(problems))
             raw = encode_map(new)
             await self._kv.room()
             # The write replaces older maps, so it is allowed on a full drive: no target restarts without a
             # new map.
-            sequence = self._kv.apply([(_NEWEST, raw), (_kept(new.epoch), raw), (_kept(max(0, new.epoch - KEPT_MAPS)), None)],
-                                      reclaims=True)
+            sequence = self._kv.apply(
+                [(_NEWEST, raw), (_kept(new.epoch), raw), (_kept(max(0, new.epoch - KEPT_MAPS)), None)],
+                reclaims=True,
+            )
             await self._kv.sync(sequence)
             self._told.pool_map = new  # durable: no way back from here, even if the copy cannot be written
             try:
@@ -144,7 +150,9 @@ class EmbeddedCoordinator:
     def _gone(self, name: str, lease: _EmbeddedLease) -> None:
         if self._announced.get(name) is lease:
             del self._announced[name]
-            self._told.present = {other: value for other, value in self._told.present.items() if other != name}
+            self._told.present = {
+                other: value for other, value in self._told.present.items() if other != name
+            }
             self._told.tell()
 
     def present(self) -> Mapping[str, bytes]:

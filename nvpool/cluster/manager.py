@@ -27,7 +27,7 @@ import struct
 from collections.abc import Callable, Mapping
 from math import inf
 
-from nvpool.cluster.api import MapCoordinator, CoordinatorLease
+from nvpool.cluster.api import CoordinatorLease, MapCoordinator
 from nvpool.core.clock import SYSTEM_CLOCK, Clock
 from nvpool.core.errors import Busy, Fenced, InvalidRequest, NvpoolError, StaleEpoch, Unavailable, WrongTarget
 from nvpool.poolmap.chains import transitions
@@ -88,8 +88,13 @@ class _Heard:
         self.unreachable: frozenset[int] = frozenset()
 
 
-async def change(coordinator: MapCoordinator, decide: Callable[[PoolMap], PoolMap], leader: CoordinatorLease | None = None, *,
-                 certain: bool = False) -> PoolMap:
+async def change(
+    coordinator: MapCoordinator,
+    decide: Callable[[PoolMap], PoolMap],
+    leader: CoordinatorLease | None = None,
+    *,
+    certain: bool = False,
+) -> PoolMap:
     """Apply `decide` to the newest map and replace the map; return the newest map afterwards.
 
     `decide` returns a map of the same epoch (nothing to change) or of the next. It is called again if another
@@ -112,8 +117,16 @@ async def change(coordinator: MapCoordinator, decide: Callable[[PoolMap], PoolMa
 
 
 class Manager:
-    def __init__(self, coordinator: MapCoordinator, *, clock: Clock = SYSTEM_CLOCK, leader: CoordinatorLease | None = None,
-                 grace_s: float = LEASE_S, replace_after_s: float = 0.0, gone: int | None = None):
+    def __init__(
+        self,
+        coordinator: MapCoordinator,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        leader: CoordinatorLease | None = None,
+        grace_s: float = LEASE_S,
+        replace_after_s: float = 0.0,
+        gone: int | None = None,
+    ):
         """Create the manager of a new leader.
 
         `leader`: lease under which maps are made and leases granted; None: this process is the only manager.
@@ -168,10 +181,18 @@ class Manager:
         self._dead.pop(request.target, None)
         heard = self._heard.setdefault(request.target, _Heard(0.0))
         is_back = heard.at_s + LEASE_S < self._clock.boottime_s() or heard.pid != request.pid
-        if target.state == "down" or is_back or (request.epoch != heard.epoch and self._waits_for_knowledge(pool_map)):
+        if (
+            target.state == "down"
+            or is_back
+            or (request.epoch != heard.epoch and self._waits_for_knowledge(pool_map))
+        ):
             self._news.set()
         heard.at_s, heard.pid, heard.epoch = self._clock.boottime_s(), request.pid, request.epoch
-        heard.copied_bytes, heard.used_bytes, heard.verifier = request.copied_bytes, request.used_bytes, request.verifier
+        heard.copied_bytes, heard.used_bytes, heard.verifier = (
+            request.copied_bytes,
+            request.used_bytes,
+            request.verifier,
+        )
         if heard.verifier != target.verifier and heard.verifier:  # it serves only once the map has it
             self._urgent.set()
             self._news.set()
@@ -180,15 +201,21 @@ class Manager:
             self._news.set()
         if request.equal:
             usable = min(len(request.equal) // EQUAL.size, _EQUAL_MAX) * EQUAL.size
-            heard.equal = {(table, chain): epoch for table, chain, epoch in EQUAL.iter_unpack(request.equal[:usable])}
+            heard.equal = {
+                (table, chain): epoch for table, chain, epoch in EQUAL.iter_unpack(request.equal[:usable])
+            }
             self._news.set()
         else:
             heard.equal = {}
-        without = request.target in self._withheld or (request.target in self._cut_off
-                                                       and is_replaceable(pool_map, request.target))
-        return AliveReply(lease_s=0.0 if without else self._lent_s(), epoch=pool_map.epoch,
-                          epoch_min=self._epoch_min.get(request.target, self._began_epoch),
-                          left_out=BROKEN if request.target in self._cut_off else "")
+        without = request.target in self._withheld or (
+            request.target in self._cut_off and is_replaceable(pool_map, request.target)
+        )
+        return AliveReply(
+            lease_s=0.0 if without else self._lent_s(),
+            epoch=pool_map.epoch,
+            epoch_min=self._epoch_min.get(request.target, self._began_epoch),
+            left_out=BROKEN if request.target in self._cut_off else "",
+        )
 
     def _lent_s(self) -> float:
         return LENT_S if self._leader is None else min(LENT_S, self._leader.left_s + OUTLIVES_S * 0.95)
@@ -218,7 +245,9 @@ class Manager:
         heard = self._heard.get(target)
         if heard is not None:
             return max(self._began_s, heard.at_s)
-        is_gone = self._gone is not None and self._coordinator.pool_map.target_by_id[target].node == self._gone
+        is_gone = (
+            self._gone is not None and self._coordinator.pool_map.target_by_id[target].node == self._gone
+        )
         return self._began_s + (OUTLIVES_S if is_gone else self._grace_s) - LEASE_S
 
     def serving(self) -> frozenset[int]:
@@ -230,13 +259,20 @@ class Manager:
 
         A target that serves nothing is left out: it starts with the newest map.
         """
-        return [target.id for target in self._coordinator.pool_map.targets
-                if target.state not in ("down", "gone") and not target.is_over and target.id not in self._dead
-                and (target.id not in self._heard or self._heard[target.id].epoch < epoch)]
+        return [
+            target.id
+            for target in self._coordinator.pool_map.targets
+            if target.state not in ("down", "gone")
+            and not target.is_over
+            and target.id not in self._dead
+            and (target.id not in self._heard or self._heard[target.id].epoch < epoch)
+        ]
 
     def used_bytes(self) -> dict[int, int]:
         """Used bytes of each target that has reported them."""
-        return {target: heard.used_bytes for target, heard in self._heard.items() if heard.used_bytes is not None}
+        return {
+            target: heard.used_bytes for target, heard in self._heard.items() if heard.used_bytes is not None
+        }
 
     def copied_bytes(self) -> int:
         """Bytes that all targets together have copied from others during the life of their processes."""
@@ -254,8 +290,12 @@ class Manager:
                     await self._unless_urgent(_GATHER_S)
             except TimeoutError:
                 pool_map = self._coordinator.pool_map
-                if not (self._silent(pool_map) or self._away(pool_map) or self._to_leave(pool_map)
-                        or without_ended(pool_map, self._clock.wall_ns() // 1_000_000) is not pool_map):
+                if not (
+                    self._silent(pool_map)
+                    or self._away(pool_map)
+                    or self._to_leave(pool_map)
+                    or without_ended(pool_map, self._clock.wall_ns() // 1_000_000) is not pool_map
+                ):
                     continue
             self._news.clear()
             self._urgent.clear()
@@ -272,8 +312,11 @@ class Manager:
     def _tick_s(self) -> float:
         """Time until the next check: when the next lease ends, or _TICK_S."""
         now_s = self._clock.boottime_s()
-        ends_s = [end_s - now_s for target in self._coordinator.pool_map.targets if target.state == "up"
-                  and (end_s := self._last_s(target.id) + LEASE_S) >= now_s]
+        ends_s = [
+            end_s - now_s
+            for target in self._coordinator.pool_map.targets
+            if target.state == "up" and (end_s := self._last_s(target.id) + LEASE_S) >= now_s
+        ]
         return min([_TICK_S, *(end_s + _LATER_S for end_s in ends_s)])
 
     async def _unless_urgent(self, wait_s: float) -> None:
@@ -304,8 +347,13 @@ class Manager:
     def _silent(self, pool_map: PoolMap) -> set[int]:
         """Targets under a lease that have sent no heartbeat for the whole lease."""
         now_s = self._clock.boottime_s()
-        late = [target.id for target in pool_map.targets
-                if target.state == "up" and target.id not in self._dead and self._last_s(target.id) + LEASE_S < now_s]
+        late = [
+            target.id
+            for target in pool_map.targets
+            if target.state == "up"
+            and target.id not in self._dead
+            and self._last_s(target.id) + LEASE_S < now_s
+        ]
         return transitions.shared(pool_map) & set(late) if late else set()
 
     def _look_at_links(self, now: PoolMap) -> None:
@@ -314,21 +362,31 @@ class Manager:
         See poolmap/nodes/broken_links.
         """
         known = now.target_by_id
-        reports = {target: [other for other in heard.unreachable & known.keys() if self.answering(other)]
-                   for target, heard in self._heard.items() if heard.unreachable and self.answering(target) and target in known
-                   and (known[target].state == "up" or target in self._cut_off)}
+        reports = {
+            target: [other for other in heard.unreachable & known.keys() if self.answering(other)]
+            for target, heard in self._heard.items()
+            if heard.unreachable
+            and self.answering(target)
+            and target in known
+            and (known[target].state == "up" or target in self._cut_off)
+        }
         found = cut_off(now, reports, self._cut_off.keys()) if reports else frozenset()
         if new := found - self._cut_off.keys():
-            log.warning("targets %s and others do not reach one another, and leave the chains that they share until they do",
-                        ", ".join(map(str, sorted(new))))
+            log.warning(
+                "targets %s and others do not reach one another, and leave the chains that they share until they do",
+                ", ".join(map(str, sorted(new))),
+            )
         now_s = self._clock.boottime_s()
         self._cut_off = {target: self._cut_off.get(target, now_s) for target in found}
 
     def _to_leave(self, pool_map: PoolMap) -> set[int]:
         """Targets behind a broken link whose leases have ended and that can be replaced."""
         now_s = self._clock.boottime_s()
-        return {target for target, since_s in self._cut_off.items()
-                if since_s + LEASE_S < now_s and is_replaceable(pool_map, target)}
+        return {
+            target
+            for target, since_s in self._cut_off.items()
+            if since_s + LEASE_S < now_s and is_replaceable(pool_map, target)
+        }
 
     def _decide(self, now: PoolMap) -> PoolMap:
         self._observe()
@@ -340,19 +398,26 @@ class Manager:
             if heard.verifier:
                 new = transitions.vouched(new, target, heard.verifier)
         new = transitions.died(new, away)
-        back = {target for target, heard in self._heard.items() if heard.pid and self.answering(target)} - self._withheld \
+        back = (
+            {target for target, heard in self._heard.items() if heard.pid and self.answering(target)}
+            - self._withheld
             - self._cut_off.keys()
+        )
         new = transitions.returned(new, back)
         new = taken_back(new, back)
         if away_long := self._away(new):
             new = self._given_up(new, away_long)
         for target in back:
-            equal = [(*name, epoch) for name, epoch in self._heard[target].equal.items()
-                     if self._known(now, name, now.chain(*name).targets if name[0] in now.table_by_id else ())]
+            equal = [
+                (*name, epoch)
+                for name, epoch in self._heard[target].equal.items()
+                if self._known(now, name, now.chain(*name).targets if name[0] in now.table_by_id else ())
+            ]
             if equal:
                 new = transitions.joined(new, target, equal)
-        new = transitions.departed(new, lambda name, target: target in now.chain(*name).leaving
-                                   and self._known(now, name, (target,)))
+        new = transitions.departed(
+            new, lambda name, target: target in now.chain(*name).leaving and self._known(now, name, (target,))
+        )
         serving = self.serving()
         new = next_steps(new, serving=serving)
         return without_ended(transitions.retired(new), self._clock.wall_ns() // 1_000_000)
@@ -362,8 +427,13 @@ class Manager:
         now_s = self._clock.boottime_s()
         if now_s - self._began_s <= self._replace_after_s or now_s < self._refused[1]:
             return set()
-        return {target.id for target in pool_map.targets if target.state == "down" and target.wish == "share"
-                and now_s - self._last_s(target.id) > self._replace_after_s}
+        return {
+            target.id
+            for target in pool_map.targets
+            if target.state == "down"
+            and target.wish == "share"
+            and now_s - self._last_s(target.id) > self._replace_after_s
+        }
 
     def _given_up(self, now: PoolMap, away: set[int]) -> PoolMap:
         try:
@@ -374,8 +444,11 @@ class Manager:
             self._refused = str(error), self._clock.boottime_s() + _GIVE_UP_AGAIN_S
             return now
         self._refused = "", 0.0
-        log.warning("targets %s have been away for more than %.0f s: what they held is made again elsewhere", sorted(away),
-                    self._replace_after_s)
+        log.warning(
+            "targets %s have been away for more than %.0f s: what they held is made again elsewhere",
+            sorted(away),
+            self._replace_after_s,
+        )
         return new
 
     def _known(self, now: PoolMap, name: ChainName, targets: tuple[int, ...]) -> bool:
@@ -384,8 +457,12 @@ class Manager:
         Silent targets have no lease.
         """
         since = self._changed_at.get(name, self._began_epoch)
-        return all(not self.answering(target) or self._heard[target].epoch >= since if target in self._heard
-                   else not self.answering(target) for target in targets)
+        return all(
+            not self.answering(target) or self._heard[target].epoch >= since
+            if target in self._heard
+            else not self.answering(target)
+            for target in targets
+        )
 
     def _observe(self) -> None:
         """Record since when the chains are as they are."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from nvpool.cluster.api import WATCH_S_MAX, MapCoordinator, CoordinatorLease
+from nvpool.cluster.api import WATCH_S_MAX, CoordinatorLease, MapCoordinator
 from nvpool.cluster.watchers import MapWatchers
 from nvpool.core.errors import Unavailable
 from nvpool.poolmap.model import PoolMap

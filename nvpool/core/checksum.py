@@ -44,11 +44,14 @@ def block_checksums_plain(buffer: Buffer) -> bytes:
         raise ValueError(f"{len(view)} bytes are not whole blocks")
     if count == 1:
         return crc32c(view).to_bytes(4, "little")
-    return struct.pack(f"<{count}I", *[crc32c(view[at:at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES)])
+    return struct.pack(
+        f"<{count}I", *[crc32c(view[at : at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES)]
+    )
 
 
 block_checksums: Callable[[Buffer], bytes] = (
-    _checksum.block_checksums if _checksum is not None and _checksum.is_of_use() else block_checksums_plain)
+    _checksum.block_checksums if _checksum is not None and _checksum.is_of_use() else block_checksums_plain
+)
 
 
 def piece_checksums(buffer: Buffer, offset: int) -> bytes:
@@ -72,7 +75,7 @@ def first_bad_block(buffer: Buffer, checksums: Buffer) -> int:
     if block_checksums(view) == bytes(checksums):
         return -1
     for block in range(len(view) // BLOCK_BYTES):
-        expected = int.from_bytes(checksums[block * 4:block * 4 + 4], "little")
-        if crc32c(view[block * BLOCK_BYTES:(block + 1) * BLOCK_BYTES]) != expected:
+        expected = int.from_bytes(checksums[block * 4 : block * 4 + 4], "little")
+        if crc32c(view[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]) != expected:
             return block
     return len(view) // BLOCK_BYTES

@@ -28,6 +28,8 @@ def load_compiled(name: str) -> Any | None:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        text = (f"{name} is not compiled for this Python ({error}): install nvpool again with a compiler and the headers of "
-                f"liburing, or set {PURE_VARIABLE}=1 to run without compiled modules, several times slower")
+        text = (
+            f"{name} is not compiled for this Python ({error}): install nvpool again with a compiler and the headers of "
+            f"liburing, or set {PURE_VARIABLE}=1 to run without compiled modules, several times slower"
+        )
         raise ImportError(text, name=error.name, path=error.path) from error

@@ -30,24 +30,40 @@ _BYTES = {"unit": "bytes"}
 class Log(msgspec.Struct, frozen=True):
     """Where the daemons of this node write what they have to say."""
 
-    level: Annotated[Literal["debug", "info", "warning", "error"], Meta(
-        description="least important messages that are kept")] = "info"
-    to: Annotated[Literal["file", "stderr"], Meta(
-        description="file: one file per process in log/ of the pool directory")] = "file"
-    format: Annotated[Literal["text", "json"], Meta(
-        description="json: an object a line, with time, level, process, pid, logger, message and error")] = "text"
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Meta(description="least important messages that are kept"),
+    ] = "info"
+    to: Annotated[
+        Literal["file", "stderr"],
+        Meta(description="file: one file per process in log/ of the pool directory"),
+    ] = "file"
+    format: Annotated[
+        Literal["text", "json"],
+        Meta(description="json: an object a line, with time, level, process, pid, logger, message and error"),
+    ] = "text"
 
 
 class NetworkConfig(msgspec.Struct, frozen=True):
     """Addresses of new processes. Those of processes that exist are in the pool map and do not change."""
 
-    host: Annotated[str, Meta(
-        description="address to listen on over TCP, under TLS; other hosts can not reach 127.0.0.1; empty: none, the daemons "
-                    "listen on unix sockets of this machine alone")] = ""
-    base_port: Annotated[int, Meta(ge=0, le=65000,
-        description="first TCP port; 0 takes free ones below the ephemeral range")] = 0
-    plain_text: Annotated[bool, Meta(
-        description="send all over the network as it is, without certificates: for networks that are nobody else's")] = False
+    host: Annotated[
+        str,
+        Meta(
+            description="address to listen on over TCP, under TLS; other hosts can not reach 127.0.0.1; "
+            "empty: none, the daemons "
+            "listen on unix sockets of this machine alone"
+        ),
+    ] = ""
+    base_port: Annotated[
+        int, Meta(ge=0, le=65000, description="first TCP port; 0 takes free ones below the ephemeral range")
+    ] = 0
+    plain_text: Annotated[
+        bool,
+        Meta(
+            description="send all over the network as it is, without certificates: for networks that are nobody else's"
+        ),
+    ] = False
 
 
 SOCKET_PATH_MAX = 107
@@ -57,138 +73,292 @@ SOCKET_PATH_MAX = 107
 class AccessConfig(msgspec.Struct, frozen=True):
     """Users of this machine with the rights of an operator, beside root and the user of the daemons."""
 
-    operators: Annotated[str, Meta(
-        description="group, by name or number, whose members may read logs, the audit log and the pool map; the user of the "
-                    "daemons has to be in it, or root; empty: none")] = ""
+    operators: Annotated[
+        str,
+        Meta(
+            description="group, by name or number, whose members may read logs, the audit log and the "
+            "pool map; the user of the "
+            "daemons has to be in it, or root; empty: none"
+        ),
+    ] = ""
 
 
 class SupervisorConfig(msgspec.Struct, frozen=True):
     """nvpoold, which starts the other processes."""
 
-    drain_s: Annotated[float, Meta(ge=0, le=3600, description="how long a stopping process may finish its requests")] = 10.0
-    restart_delay_min_s: Annotated[float, Meta(gt=0, le=60, description="wait before a dead process is started again")] = 0.05
-    restart_delay_max_s: Annotated[float, Meta(gt=0, le=3600, description="the wait doubles up to this with each death")] = 5.0
-    healthy_s: Annotated[float, Meta(gt=0, le=3600, description="serving for so long makes the wait the shortest again")] = 1.0
-    replace_after_s: Annotated[float, Meta(ge=0, le=86400,
-        description="a drive, or a node that keeps the pool map (etcd), may be away so long before others make what it had; "
-                    "0: for ever")] = 600.0
+    drain_s: Annotated[
+        float, Meta(ge=0, le=3600, description="how long a stopping process may finish its requests")
+    ] = 10.0
+    restart_delay_min_s: Annotated[
+        float, Meta(gt=0, le=60, description="wait before a dead process is started again")
+    ] = 0.05
+    restart_delay_max_s: Annotated[
+        float, Meta(gt=0, le=3600, description="the wait doubles up to this with each death")
+    ] = 5.0
+    healthy_s: Annotated[
+        float, Meta(gt=0, le=3600, description="serving for so long makes the wait the shortest again")
+    ] = 1.0
+    replace_after_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=86400,
+            description="a drive, or a node that keeps the pool map (etcd), may be away so long before "
+            "others make what it had; "
+            "0: for ever",
+        ),
+    ] = 600.0
 
 
 class Metrics(msgspec.Struct, frozen=True):
     """Metrics for Prometheus; docs/reference/metrics.md has the names."""
 
-    listen: Annotated[str, Meta(
-        description="PORT at which http://127.0.0.1:PORT/metrics tells of all processes of this node to programs of this "
-                    "machine; unix:/PATH for a socket of root and the operators; HOST:PORT opens it to whoever reaches HOST, "
-                    "without a password; empty: nowhere")] = ""
+    listen: Annotated[
+        str,
+        Meta(
+            description="PORT at which http://127.0.0.1:PORT/metrics tells of all processes of this node to programs of this "
+            "machine; unix:/PATH for a socket of root and the operators; HOST:PORT opens it to whoever reaches HOST, "
+            "without a password; empty: nowhere"
+        ),
+    ] = ""
 
 
 class Processors(msgspec.Struct, frozen=True):
     """What daemons and mounts ask of the kernel's power management."""
 
-    awake: Annotated[Literal["auto", "always", "never"], Meta(
-        description="keep all processors of this machine from sleeping deeply while many requests come: shorter waits for more "
-                    "power (/dev/cpu_dma_latency); auto: not in guests with more than 16")] = "auto"
+    awake: Annotated[
+        Literal["auto", "always", "never"],
+        Meta(
+            description="keep all processors of this machine from sleeping deeply while many requests "
+            "come: shorter waits for more "
+            "power (/dev/cpu_dma_latency); auto: not in guests with more than 16"
+        ),
+    ] = "auto"
 
 
 class JournalConfig(msgspec.Struct, frozen=True):
     """The record engine below metadata and chunk index."""
 
-    durability: Annotated[Literal["interval", "always"], Meta(
-        description="interval: synced every sync_interval_s and on fsync; always: before each acknowledgement")] = "interval"
-    sync_interval_s: Annotated[float, Meta(ge=0.001, le=60,
-        description="the oldest unsynced change after a loss of power")] = 0.1
-    checkpoint_interval_s: Annotated[float, Meta(ge=0.05, le=60, description="how often memory is written to LMDB")] = 1.0
-    layer_entries_max: Annotated[int, Meta(ge=100, le=10_000_000,
-        description="changes in memory before they must wait; fewer where they are scattered over many records")] = 20_000
-    map_bytes_max: Annotated[int, Meta(ge=16 * MIB, le=64 * TIB, extra=_BYTES,
-        description="an LMDB environment grows up to this")] = TIB
+    durability: Annotated[
+        Literal["interval", "always"],
+        Meta(
+            description="interval: synced every sync_interval_s and on fsync; always: before each acknowledgement"
+        ),
+    ] = "interval"
+    sync_interval_s: Annotated[
+        float, Meta(ge=0.001, le=60, description="the oldest unsynced change after a loss of power")
+    ] = 0.1
+    checkpoint_interval_s: Annotated[
+        float, Meta(ge=0.05, le=60, description="how often memory is written to LMDB")
+    ] = 1.0
+    layer_entries_max: Annotated[
+        int,
+        Meta(
+            ge=100,
+            le=10_000_000,
+            description="changes in memory before they must wait; fewer where they are scattered over many records",
+        ),
+    ] = 20_000
+    map_bytes_max: Annotated[
+        int, Meta(ge=16 * MIB, le=64 * TIB, extra=_BYTES, description="an LMDB environment grows up to this")
+    ] = TIB
 
 
 class MetadataSection(msgspec.Struct, frozen=True):
     """Metadata shards."""
 
-    session_lease_s: Annotated[float, Meta(ge=1, le=3600, description="a silent client's session ends after this")] = 60.0
+    session_lease_s: Annotated[
+        float, Meta(ge=1, le=3600, description="a silent client's session ends after this")
+    ] = 60.0
     grant_s: Annotated[float, Meta(ge=2, le=3600, description="life of a right to a file's chunks")] = 120.0
 
 
 class StoreSection(msgspec.Struct, frozen=True):
     """Chunk stores."""
 
-    direct: Annotated[bool, Meta(description="open drives with O_DIRECT: past the kernel's page cache")] = False
-    reads: Annotated[Literal["auto", "executor"], Meta(
-        description="how cold reads wait; auto takes io_uring where a probe at start finds it")] = "auto"
-    reserve_share: Annotated[float, Meta(
-        ge=0.005, le=0.5, description="part of the capacity kept for overwriting, repair and removal")] = 0.02
-    give_back: Annotated[bool, Meta(description="punch freed space out of data files on a file system")] = True
-    resync_bytes_s: Annotated[int, Meta(
-        ge=MIB, le=TIB, extra=_BYTES, description="bytes a second that a target copies from others to catch up; less "
-                                                  "while requests wait")] = 128 * MIB
-    scrub_interval_s: Annotated[float, Meta(
-        ge=0, le=366 * 86400, description="from one round of scrubbing, in which everything is read and compared, to the next; "
-                                          "0: only when `nvpool scrub` says so")] = 7 * 86400.0
-    scrub_bytes_s: Annotated[int, Meta(
-        ge=64 * KIB, le=TIB, extra=_BYTES, description="bytes a second of such a round; less while requests wait")] = 32 * MIB
-    short_cut: Annotated[bool, Meta(
-        description="let mounts and programs of this node read the drives themselves; never with direct")] = True
-    short_cut_group: Annotated[str, Meta(
-        description="group, by name or number, whose programs may; empty: root's and the daemon's own user's only")] = ""
+    direct: Annotated[bool, Meta(description="open drives with O_DIRECT: past the kernel's page cache")] = (
+        False
+    )
+    reads: Annotated[
+        Literal["auto", "executor"],
+        Meta(description="how cold reads wait; auto takes io_uring where a probe at start finds it"),
+    ] = "auto"
+    reserve_share: Annotated[
+        float,
+        Meta(ge=0.005, le=0.5, description="part of the capacity kept for overwriting, repair and removal"),
+    ] = 0.02
+    give_back: Annotated[bool, Meta(description="punch freed space out of data files on a file system")] = (
+        True
+    )
+    resync_bytes_s: Annotated[
+        int,
+        Meta(
+            ge=MIB,
+            le=TIB,
+            extra=_BYTES,
+            description="bytes a second that a target copies from others to catch up; less "
+            "while requests wait",
+        ),
+    ] = 128 * MIB
+    scrub_interval_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=366 * 86400,
+            description="from one round of scrubbing, in which everything is read and compared, to the next; "
+            "0: only when `nvpool scrub` says so",
+        ),
+    ] = 7 * 86400.0
+    scrub_bytes_s: Annotated[
+        int,
+        Meta(
+            ge=64 * KIB,
+            le=TIB,
+            extra=_BYTES,
+            description="bytes a second of such a round; less while requests wait",
+        ),
+    ] = 32 * MIB
+    short_cut: Annotated[
+        bool,
+        Meta(
+            description="let mounts and programs of this node read the drives themselves; never with direct"
+        ),
+    ] = True
+    short_cut_group: Annotated[
+        str,
+        Meta(
+            description="group, by name or number, whose programs may; empty: root's and the daemon's own user's only"
+        ),
+    ] = ""
 
 
 class EncryptionSection(msgspec.Struct, frozen=True):
     """The pool key, which protects the keys of encrypted volumes: the same on each node. Without one there are none."""
 
-    key_file: Annotated[str, Meta(
-        description="one key to a line, the newest first; readable by its owner alone; nvpool encryption key FILE makes one"
-        )] = ""
-    key_command: Annotated[str, Meta(
-        description="a command whose output is such a file, as of a key management service or a TPM; run when a daemon starts"
-        )] = ""
+    key_file: Annotated[
+        str,
+        Meta(
+            description="one key to a line, the newest first; readable by its owner alone; nvpool encryption key FILE makes one"
+        ),
+    ] = ""
+    key_command: Annotated[
+        str,
+        Meta(
+            description="a command whose output is such a file, as of a key management service or a TPM; "
+            "run when a daemon starts"
+        ),
+    ] = ""
 
 
 class LimitsSection(msgspec.Struct, frozen=True):
     """What clients may have of each daemon of this node. One peer is a client's certificate, a user of this host, or an address
     without either. Nodes, root and the daemons' own user are bounded by the totals alone."""
 
-    connections: Annotated[int, Meta(ge=64, le=1_000_000,
-        description="of a daemon, and at most three quarters of its open files; a quarter is kept for nodes and root")] = 16_384
-    connections_per_peer: Annotated[int, Meta(ge=4, le=1_000_000, description="of those; at most half of what clients may have"
-        )] = 2048
-    requests_per_peer: Annotated[int, Meta(ge=64, le=10_000_000,
-        description="requests in flight; above it the busiest connections are not read from")] = 8192
-    memory_bytes: Annotated[int, Meta(ge=64 * MIB, le=TIB, extra=_BYTES,
-        description="messages under way and unsent answers of all clients, and at most a quarter of the memory; above it the "
-                    "one with most is cut off")] = 4 * GIB
-    memory_bytes_per_peer: Annotated[int, Meta(ge=64 * MIB, le=TIB, extra=_BYTES,
-        description="large requests under way; above it no more are read until some have ended")] = 256 * MIB
-    message_s: Annotated[float, Meta(ge=1, le=3600,
-        description="for a message to come whole, or answers to be taken, and a second more for each MiB; then the client is "
-                    "cut off")] = 30.0
-    sessions: Annotated[int, Meta(ge=100, le=1_000_000, description="of a shard; a tenth is kept for nodes and root")] = 10_000
-    sessions_per_peer: Annotated[int, Meta(ge=4, le=1_000_000, description="each mount and program has one at each shard"
-        )] = 2000
-    locks_per_peer: Annotated[int, Meta(ge=1024, le=100_000_000, description="locked ranges at a shard, over all sessions"
-        )] = 262_144
-    open_files_per_peer: Annotated[int, Meta(ge=1024, le=100_000_000, description="open inodes at a shard, over all sessions"
-        )] = 2_000_000
+    connections: Annotated[
+        int,
+        Meta(
+            ge=64,
+            le=1_000_000,
+            description="of a daemon, and at most three quarters of its open files; a quarter is kept for nodes and root",
+        ),
+    ] = 16_384
+    connections_per_peer: Annotated[
+        int, Meta(ge=4, le=1_000_000, description="of those; at most half of what clients may have")
+    ] = 2048
+    requests_per_peer: Annotated[
+        int,
+        Meta(
+            ge=64,
+            le=10_000_000,
+            description="requests in flight; above it the busiest connections are not read from",
+        ),
+    ] = 8192
+    memory_bytes: Annotated[
+        int,
+        Meta(
+            ge=64 * MIB,
+            le=TIB,
+            extra=_BYTES,
+            description="messages under way and unsent answers of all clients, and at most a quarter of "
+            "the memory; above it the "
+            "one with most is cut off",
+        ),
+    ] = 4 * GIB
+    memory_bytes_per_peer: Annotated[
+        int,
+        Meta(
+            ge=64 * MIB,
+            le=TIB,
+            extra=_BYTES,
+            description="large requests under way; above it no more are read until some have ended",
+        ),
+    ] = 256 * MIB
+    message_s: Annotated[
+        float,
+        Meta(
+            ge=1,
+            le=3600,
+            description="for a message to come whole, or answers to be taken, and a second more for each "
+            "MiB; then the client is "
+            "cut off",
+        ),
+    ] = 30.0
+    sessions: Annotated[
+        int, Meta(ge=100, le=1_000_000, description="of a shard; a tenth is kept for nodes and root")
+    ] = 10_000
+    sessions_per_peer: Annotated[
+        int, Meta(ge=4, le=1_000_000, description="each mount and program has one at each shard")
+    ] = 2000
+    locks_per_peer: Annotated[
+        int, Meta(ge=1024, le=100_000_000, description="locked ranges at a shard, over all sessions")
+    ] = 262_144
+    open_files_per_peer: Annotated[
+        int, Meta(ge=1024, le=100_000_000, description="open inodes at a shard, over all sessions")
+    ] = 2_000_000
 
 
 class Rdma(msgspec.Struct, frozen=True):
     """One-sided writes of stores into their readers' memory, with UCX (pip install 'nvpool[rdma]'). What is read is not
     encrypted on its way then; all else is. Look at a machine with: nvpool doctor rdma"""
 
-    enabled: Annotated[Literal["auto", "off"], Meta(
-        description="auto: where a device works and the reader is in `networks` or `local`")] = "auto"
-    networks: Annotated[str, Meta(
-        description="networks, like 10.1.0.0/16, comma between, that are nobody else's and whose readers get RDMA")] = ""
-    local: Annotated[bool, Meta(
-        description="shared memory in place of unix sockets, for readers of this host and of the daemon's own user")] = False
-    transports: Annotated[str, Meta(pattern="^[a-z0-9_]+(,[a-z0-9_]+){0,15}$",
-        description="UCX's; auto: all for InfiniBand and RoCE, and shared memory within a host")] = "auto"
-    devices: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]+(,[A-Za-z0-9_.:-]+){0,15}$",
-        description="of this host, like mlx5_0:1, comma between")] = "all"
-    poll_us: Annotated[int, Meta(ge=0, le=1000,
-        description="microseconds to look for the end of a write before waiting for it: faster alone, for processor time")] = 0
+    enabled: Annotated[
+        Literal["auto", "off"],
+        Meta(description="auto: where a device works and the reader is in `networks` or `local`"),
+    ] = "auto"
+    networks: Annotated[
+        str,
+        Meta(
+            description="networks, like 10.1.0.0/16, comma between, that are nobody else's and whose readers get RDMA"
+        ),
+    ] = ""
+    local: Annotated[
+        bool,
+        Meta(
+            description="shared memory in place of unix sockets, for readers of this host and of the daemon's own user"
+        ),
+    ] = False
+    transports: Annotated[
+        str,
+        Meta(
+            pattern="^[a-z0-9_]+(,[a-z0-9_]+){0,15}$",
+            description="UCX's; auto: all for InfiniBand and RoCE, and shared memory within a host",
+        ),
+    ] = "auto"
+    devices: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9_.:-]+(,[A-Za-z0-9_.:-]+){0,15}$",
+            description="of this host, like mlx5_0:1, comma between",
+        ),
+    ] = "all"
+    poll_us: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1000,
+            description="microseconds to look for the end of a write before waiting for it: faster alone, for processor time",
+        ),
+    ] = 0
 
 
 WORKERS_MAX = 64
@@ -198,28 +368,70 @@ WORKERS_MAX = 64
 class ClientSection(msgspec.Struct, frozen=True):
     """Mounts and programs on this node that are given this pool directory."""
 
-    deadline_s: Annotated[float, Meta(ge=1, le=86400, description="how long a call waits for a daemon that is gone")] = 60.0
-    engine: Annotated[Literal["auto", "kernel", "pyfuse3"], Meta(
-        description="of mounts; kernel: /dev/fuse itself, pyfuse3: libfuse, auto: kernel on Linux 5.4 and newer")] = "auto"
-    transport: Annotated[str, Meta(pattern="^(auto|[a-z][a-z0-9+.-]*)$",
-        description="scheme of the one transport to use: stream+unix, stream, grpc or an installed one's; auto: the best that "
-                    "both ends have")] = "auto"
-    workers: Annotated[int, Meta(ge=1, le=WORKERS_MAX, description="processes for a mount that outlives them; all but one only "
-                                 "read larger files")] = 1
-    attr_timeout_s: Annotated[float, Meta(ge=0, le=3600, description="how long the kernel may keep attributes")] = 1.0
-    entry_timeout_s: Annotated[float, Meta(ge=0, le=3600, description="how long the kernel may keep names")] = 1.0
-    short_cut: Annotated[bool, Meta(
-        description="read drives of this node without asking their daemon for each byte, where that allows it")] = True
-    locations_bytes: Annotated[int, Meta(
-        ge=0, le=64 * GIB, extra=_BYTES, description="memory for where blocks lie: a thousandth of what is read")] = 64 * MIB
-    write_buffer_bytes: Annotated[int, Meta(
-        ge=MIB, le=64 * GIB, extra=_BYTES, description="unsent writes kept in memory, over all files")] = 64 * MIB
-    read_ahead_bytes: Annotated[int, Meta(
-        ge=0, le=GIB, extra=_BYTES, description="read ahead of one handle that reads in order")] = 8 * MIB
-    read_ahead_bytes_max: Annotated[int, Meta(
-        ge=0, le=64 * GIB, extra=_BYTES, description="read ahead of all handles together")] = 128 * MIB
-    rack: Annotated[str, Meta(
-        max_length=64, description="of this host where it is no node of the pool: replicas of that rack are read first")] = ""
+    deadline_s: Annotated[
+        float, Meta(ge=1, le=86400, description="how long a call waits for a daemon that is gone")
+    ] = 60.0
+    engine: Annotated[
+        Literal["auto", "kernel", "pyfuse3"],
+        Meta(
+            description="of mounts; kernel: /dev/fuse itself, pyfuse3: libfuse, auto: kernel on Linux 5.4 and newer"
+        ),
+    ] = "auto"
+    transport: Annotated[
+        str,
+        Meta(
+            pattern="^(auto|[a-z][a-z0-9+.-]*)$",
+            description="scheme of the one transport to use: stream+unix, stream, grpc or an installed "
+            "one's; auto: the best that "
+            "both ends have",
+        ),
+    ] = "auto"
+    workers: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=WORKERS_MAX,
+            description="processes for a mount that outlives them; all but one only read larger files",
+        ),
+    ] = 1
+    attr_timeout_s: Annotated[
+        float, Meta(ge=0, le=3600, description="how long the kernel may keep attributes")
+    ] = 1.0
+    entry_timeout_s: Annotated[
+        float, Meta(ge=0, le=3600, description="how long the kernel may keep names")
+    ] = 1.0
+    short_cut: Annotated[
+        bool,
+        Meta(
+            description="read drives of this node without asking their daemon for each byte, where that allows it"
+        ),
+    ] = True
+    locations_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=64 * GIB,
+            extra=_BYTES,
+            description="memory for where blocks lie: a thousandth of what is read",
+        ),
+    ] = 64 * MIB
+    write_buffer_bytes: Annotated[
+        int,
+        Meta(ge=MIB, le=64 * GIB, extra=_BYTES, description="unsent writes kept in memory, over all files"),
+    ] = 64 * MIB
+    read_ahead_bytes: Annotated[
+        int, Meta(ge=0, le=GIB, extra=_BYTES, description="read ahead of one handle that reads in order")
+    ] = 8 * MIB
+    read_ahead_bytes_max: Annotated[
+        int, Meta(ge=0, le=64 * GIB, extra=_BYTES, description="read ahead of all handles together")
+    ] = 128 * MIB
+    rack: Annotated[
+        str,
+        Meta(
+            max_length=64,
+            description="of this host where it is no node of the pool: replicas of that rack are read first",
+        ),
+    ] = ""
 
 
 class Config(msgspec.Struct, frozen=True):
@@ -255,13 +467,17 @@ def parse_address(text: str) -> tuple[str, int]:
     if text.startswith(SOCKET_PREFIX):
         path = text.removeprefix(SOCKET_PREFIX)
         if not path.startswith("/") or len(os.fsencode(path)) > SOCKET_PATH_MAX or "\0" in path:
-            raise InvalidRequest(f"{text!r} is no socket to listen on; write unix:/PATH, with at most {SOCKET_PATH_MAX} bytes "
-                                 f"of path")
+            raise InvalidRequest(
+                f"{text!r} is no socket to listen on; write unix:/PATH, with at most {SOCKET_PATH_MAX} bytes "
+                f"of path"
+            )
         return path, 0
     host, _, port = text.rpartition(":")
     if not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
-        raise InvalidRequest(f"{text!r} is no address to listen on; write PORT for this machine alone, like 9477, HOST:PORT, "
-                             f"or unix:/PATH")
+        raise InvalidRequest(
+            f"{text!r} is no address to listen on; write PORT for this machine alone, like 9477, HOST:PORT, "
+            f"or unix:/PATH"
+        )
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
@@ -284,12 +500,26 @@ def _contradictions(config: Config) -> list[tuple[str, str, str]]:
     if 0 < config.supervisor.replace_after_s < 5:
         found.append(("supervisor", "replace_after_s", "is shorter than a restart may take; 5 is the least"))
     if config.journal.sync_interval_s > config.journal.checkpoint_interval_s:
-        found.append(("journal", "sync_interval_s", "is longer than checkpoint_interval_s, which syncs anyway"))
+        found.append(
+            ("journal", "sync_interval_s", "is longer than checkpoint_interval_s, which syncs anyway")
+        )
     if config.meta.grant_s < config.meta.session_lease_s:
-        found.append(("meta", "grant_s", "is shorter than session_lease_s: clients would lose rights before their session"))
+        found.append(
+            (
+                "meta",
+                "grant_s",
+                "is shorter than session_lease_s: clients would lose rights before their session",
+            )
+        )
     if {"tcp", "all"} & set(config.rdma.transports.split(",")):
-        found.append(("rdma", "transports", "has UCX's tcp, which emulates one-sided writes and ends a reader's process when a "
-                      "store dies; without a device for RDMA the pool's own transports are faster"))
+        found.append(
+            (
+                "rdma",
+                "transports",
+                "has UCX's tcp, which emulates one-sided writes and ends a reader's process when a "
+                "store dies; without a device for RDMA the pool's own transports are faster",
+            )
+        )
     try:
         networks_of(config.rdma.networks)
     except ValueError as error:
@@ -300,7 +530,9 @@ def _contradictions(config: Config) -> list[tuple[str, str, str]]:
         except InvalidRequest as error:
             found.append(("metrics", "listen", str(error)))
     if config.encryption.key_file and config.encryption.key_command:
-        found.append(("encryption", "key_command", "is there beside key_file: the pool key comes from one place"))
+        found.append(
+            ("encryption", "key_command", "is there beside key_file: the pool key comes from one place")
+        )
     if config.limits.memory_bytes_per_peer > config.limits.memory_bytes:
         found.append(("limits", "memory_bytes_per_peer", "is more than memory_bytes"))
     if config.client.read_ahead_bytes > config.client.read_ahead_bytes_max:
@@ -324,7 +556,12 @@ def parse(text: str, where: str = "the configuration") -> Config:
     for name, kind in _sections():
         table = raw.pop(name, {})
         if not isinstance(table, dict):
-            problems.append((lines.get((name, ""), lines.get(("", name), 0)), f"{name} is a section: write it as [{name}]"))
+            problems.append(
+                (
+                    lines.get((name, ""), lines.get(("", name), 0)),
+                    f"{name} is a section: write it as [{name}]",
+                )
+            )
             continue
         values = {}
         fields = {field.name: field for field in msgspec.structs.fields(kind)}
@@ -346,7 +583,9 @@ def parse(text: str, where: str = "the configuration") -> Config:
     for section, key, reason in _contradictions(config):
         problems.append((lines.get((section, key), lines.get((section, ""), 0)), f"{section}.{key} {reason}"))
     if problems:
-        told = "\n".join(f"  line {line}: {reason}" if line else f"  {reason}" for line, reason in sorted(problems))
+        told = "\n".join(
+            f"  line {line}: {reason}" if line else f"  {reason}" for line, reason in sorted(problems)
+        )
         raise BadConfiguration(f"{where} is wrong:\n{told}")
     return config
 
@@ -357,7 +596,9 @@ def load(path: str | os.PathLike[str]) -> Config:
         with open(path, encoding="utf-8") as file:
             text = file.read(MIB)
     except FileNotFoundError:
-        raise BadConfiguration(f"the file {path} does not exist; write one with: nvpool config sample > {path}") from None
+        raise BadConfiguration(
+            f"the file {path} does not exist; write one with: nvpool config sample > {path}"
+        ) from None
     except UnicodeDecodeError as error:
         raise BadConfiguration(f"{path} is not UTF-8: {error}") from None
     except OSError as error:
@@ -370,15 +611,20 @@ def sample(config: Config | None = None) -> str:
 
     Values of `config` that differ from the default are set. `parse` accepts the file.
     """
-    out = ["# nvpool: configuration of one node. Keys that are commented out have the value shown.",
-           "# Sizes may be written like 64MiB; times are in seconds. Check with: nvpool config check FILE", ""]
+    out = [
+        "# nvpool: configuration of one node. Keys that are commented out have the value shown.",
+        "# Sizes may be written like 64MiB; times are in seconds. Check with: nvpool config check FILE",
+        "",
+    ]
     for name, kind in _sections():
         out += [f"# {line.strip()}" for line in (kind.__doc__ or "").splitlines()] + [f"[{name}]"]
         given = getattr(config, name) if config is not None else kind()
         for field in msgspec.structs.fields(kind):
             value = getattr(given, field.name)
             out.append(f"# {_described(field.type)}")
-            out.append(f"{'# ' if value == field.default else ''}{field.name} = {_written(value, field.type)}")
+            out.append(
+                f"{'# ' if value == field.default else ''}{field.name} = {_written(value, field.type)}"
+            )
         out.append("")
     return "\n".join(out)
 
@@ -432,7 +678,10 @@ def _expected(annotation: Any) -> str:
     low = meta.ge if meta.ge is not None else meta.gt
     high = meta.le if meta.le is not None else meta.lt
     if meta.extra == _BYTES:
-        what, shown = "a size like \"64MiB\"", [_size(int(n)).strip('"') if n is not None else "" for n in (low, high)]
+        what, shown = (
+            'a size like "64MiB"',
+            [_size(int(n)).strip('"') if n is not None else "" for n in (low, high)],
+        )
     else:
         what = "a whole number" if base is int else "a number"
         shown = [f"{n:,}" if n is not None and n >= 10_000 else f"{n}" for n in (low, high)]
@@ -459,7 +708,9 @@ def _described(annotation: Any) -> str:
     if get_origin(base) is Literal:
         return f"{text} (one of {', '.join(get_args(base))})"
     if low is not None and meta.le is not None:
-        shown = [_size(int(n)).strip('"') if size else f"{n:,}" if n >= 10_000 else f"{n}" for n in (low, meta.le)]
+        shown = [
+            _size(int(n)).strip('"') if size else f"{n:,}" if n >= 10_000 else f"{n}" for n in (low, meta.le)
+        ]
         return f"{text} ({'above ' if meta.gt is not None else ''}{shown[0]} to {shown[1]})"
     return text
 

@@ -41,13 +41,17 @@ def parse_endpoint(url: str) -> Endpoint:
         raise InvalidRequest(f"{url!r} is not an endpoint: {error}") from None
     scheme, found, _ = url.partition("://")
     if not found or not scheme:
-        raise InvalidRequest(f"{url!r} is not an endpoint; write it like stream://host:port or stream+unix:///path")
+        raise InvalidRequest(
+            f"{url!r} is not an endpoint; write it like stream://host:port or stream+unix:///path"
+        )
     if scheme == "inproc":
         return Endpoint(scheme, path=parts.netloc + parts.path, host_id=host_id)
     if scheme.endswith("+unix"):
         path = unquote(parts.path)
         if not path.startswith("/") or len(path.encode()) > UNIX_PATH_BYTES_MAX:
-            raise InvalidRequest(f"{url!r}: the path of a unix socket is absolute and at most {UNIX_PATH_BYTES_MAX} bytes long")
+            raise InvalidRequest(
+                f"{url!r}: the path of a unix socket is absolute and at most {UNIX_PATH_BYTES_MAX} bytes long"
+            )
         return Endpoint(scheme, path=path, host_id=host_id)
     if not host:
         raise InvalidRequest(f"{url!r} names no host")

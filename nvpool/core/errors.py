@@ -34,8 +34,14 @@ class NvpoolError(Exception):
     remedy: str = ""
     """The remedy as a separate text, if known; only the text of the error is sent over the wire."""
 
-    def __init__(self, text: str = "", *, may_be_applied: bool | None = None, retry_after_s: float | None = None,
-                 remedy: str = ""):
+    def __init__(
+        self,
+        text: str = "",
+        *,
+        may_be_applied: bool | None = None,
+        retry_after_s: float | None = None,
+        remedy: str = "",
+    ):
         text = text or (type(self).__doc__ or type(self).__name__).split("\n")[0].rstrip(".")
         super().__init__(f"{text}; {remedy}" if remedy else text)
         if remedy:

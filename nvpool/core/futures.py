@@ -29,7 +29,10 @@ class ImmediateFuture:
     def __init__(self) -> None:
         self.on_end: Callable[[Any, BaseException | None], None] | None = None
         self.outcome: tuple[Any, BaseException | None] | None = None
-        self.then: Callable[[ImmediateFuture, Any, BaseException | None], tuple[Any, BaseException | None] | None] | None = None
+        self.then: (
+            Callable[[ImmediateFuture, Any, BaseException | None], tuple[Any, BaseException | None] | None]
+            | None
+        ) = None
 
     def done(self) -> bool:
         """Return whether the outcome is known."""
@@ -79,7 +82,7 @@ class BlocksFuture(ImmediateFuture):
     def set_result(self, blocks: memoryview) -> None:
         """Complete with the wanted part of `blocks`."""
         skip, length = self._skip, self._length
-        self._complete(blocks if len(blocks) == length else blocks[skip:skip + length], None)
+        self._complete(blocks if len(blocks) == length else blocks[skip : skip + length], None)
 
     def set_exception(self, error: BaseException) -> None:
         """Complete with `error`."""

@@ -71,9 +71,20 @@ def member_tag(member: str) -> int:
 
 
 def sign(grant: Grant, secret: bytes) -> bytes:
-    body = _BODY.pack(_VERSION, grant.rights, grant.key, grant.session, grant.inode, grant.cut, grant.ends_ms,
-                      grant.table if grant.table > 1 else 0, grant.epoch >> 16 & 0xFF, grant.epoch & 0xFFFF, grant.volume,
-                      grant.member)
+    body = _BODY.pack(
+        _VERSION,
+        grant.rights,
+        grant.key,
+        grant.session,
+        grant.inode,
+        grant.cut,
+        grant.ends_ms,
+        grant.table if grant.table > 1 else 0,
+        grant.epoch >> 16 & 0xFF,
+        grant.epoch & 0xFFFF,
+        grant.volume,
+        grant.member,
+    )
     return body + blake2b(body, key=secret, digest_size=_MAC_BYTES).digest()
 
 
@@ -86,7 +97,9 @@ def read(raw: bytes) -> Grant:
     """
     if len(raw) != GRANT_BYTES or raw[0] != _VERSION:
         raise StaleGrant("not a grant of a version that is known here")
-    _, rights, key, session, inode, cut, ends_ms, table, above, below, volume, member = _BODY.unpack(raw[:_BODY.size])
+    _, rights, key, session, inode, cut, ends_ms, table, above, below, volume, member = _BODY.unpack(
+        raw[: _BODY.size]
+    )
     return Grant(rights, key, session, inode, cut, ends_ms, table or 1, above << 16 | below, volume, member)
 
 
@@ -114,7 +127,9 @@ def verify(raw: bytes, secret: bytes, now_ms: int) -> Grant:
     `ends_ms` on later requests.
     """
     grant = read(raw)
-    if not hmac.compare_digest(blake2b(raw[:_BODY.size], key=secret, digest_size=_MAC_BYTES).digest(), raw[_BODY.size:]):
+    if not hmac.compare_digest(
+        blake2b(raw[: _BODY.size], key=secret, digest_size=_MAC_BYTES).digest(), raw[_BODY.size :]
+    ):
         raise StaleGrant("the grant's signature is wrong")
     if grant.ends_ms + CLOCK_SKEW_S * 1000 < now_ms:
         raise StaleGrant("the grant has ended")

@@ -72,7 +72,11 @@ def is_done(done: Iterable[tuple[int, int, int]], request: RequestId) -> bool:
     """
     session, slot, sequence = request
     for its_session, its_slot, last in done:
-        if its_session == session and sequence <= last and (its_slot == slot or sequence >> LIFE_BITS < last >> LIFE_BITS):
+        if (
+            its_session == session
+            and sequence <= last
+            and (its_slot == slot or sequence >> LIFE_BITS < last >> LIFE_BITS)
+        ):
             return True
     return False
 

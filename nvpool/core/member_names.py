@@ -16,7 +16,9 @@ from nvpool.core.errors import InvalidRequest
 
 DAY_S = 86_400
 MEMBER_DAYS = 90
-MEMBER_S = min(float(os.environ.get("NVPOOL_CERTIFICATE_S") or MEMBER_DAYS * DAY_S), float(MEMBER_DAYS * DAY_S))
+MEMBER_S = min(
+    float(os.environ.get("NVPOOL_CERTIFICATE_S") or MEMBER_DAYS * DAY_S), float(MEMBER_DAYS * DAY_S)
+)
 """Lifetime of a certificate; the environment variable shortens it, for tests of expiry."""
 SKEW_S = 3600
 """Backdating of a certificate: its validity begins this long before the signature, because clocks differ."""
@@ -39,16 +41,26 @@ def check_member(member: str) -> None:
         raise InvalidRequest(f"{member!r} is no member of a pool: node/NAME, client/NAME or bridge/NAME")
 
 
-def new_member(kind: str, name: str, clock: Clock = SYSTEM_CLOCK, acts_as: tuple[int, int] | None = None,
-               squash_root: bool = False) -> str:
+def new_member(
+    kind: str,
+    name: str,
+    clock: Clock = SYSTEM_CLOCK,
+    acts_as: tuple[int, int] | None = None,
+    squash_root: bool = False,
+) -> str:
     """Return a new, never used member name.
 
     The name consists of `name`, reduced to the characters that a certificate accepts, and random digits. A
     client that may act as only one user has the user and group after the digits; a client that may not act as
     root has SQUASH_ROOT.
     """
-    plain = "".join(c if c.isascii() and (c.isalnum() or c in "_-") else "-" for c in name.split(".")[0])[:48] or kind
-    behind = f".u{acts_as[0]}-{acts_as[1]}" if acts_as is not None else f".{SQUASH_ROOT}" if squash_root else ""
+    plain = (
+        "".join(c if c.isascii() and (c.isalnum() or c in "_-") else "-" for c in name.split(".")[0])[:48]
+        or kind
+    )
+    behind = (
+        f".u{acts_as[0]}-{acts_as[1]}" if acts_as is not None else f".{SQUASH_ROOT}" if squash_root else ""
+    )
     return f"{kind}/{plain}.{clock.secret(4).hex()}{behind}"
 
 

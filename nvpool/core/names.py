@@ -25,8 +25,10 @@ def check_volume_name(name: str) -> str:
     """
     if not isinstance(name, str) or len(name) > NAME_MAX or not _NAME.fullmatch(name):
         shown = repr(name) if len(str(name)) <= 80 else f"{str(name)[:40]!r}... ({len(name)} characters)"
-        raise InvalidRequest(f"{shown} can not be the name of a volume: 1 to {NAME_MAX} letters, digits, _ . and - of ASCII, "
-                             f"the first a letter or a digit")
+        raise InvalidRequest(
+            f"{shown} can not be the name of a volume: 1 to {NAME_MAX} letters, digits, _ . and - of ASCII, "
+            f"the first a letter or a digit"
+        )
     return name
 
 
@@ -41,7 +43,9 @@ def check_holder(holder: str) -> bytes:
     """
     raw = holder.encode("utf-8", "surrogatepass") if isinstance(holder, str) else b""
     if not 0 < len(raw) <= HOLDER_BYTES_MAX or any(byte < 32 or byte == 127 for byte in raw):
-        raise InvalidRequest(f"who holds a volume is named with 1 to {HOLDER_BYTES_MAX} bytes without control characters")
+        raise InvalidRequest(
+            f"who holds a volume is named with 1 to {HOLDER_BYTES_MAX} bytes without control characters"
+        )
     return raw
 
 

@@ -18,18 +18,34 @@ class Program(Enum):
     """A program: its module (None if it is only forked), its title in /proc/PID/cmdline, and its purpose."""
 
     CLI = "nvpool.cli.main", "nvpool.cli.main", "the nvpool command"
-    MOUNT_COMMAND = "nvpool.cli.mount.mount_nvpool", "nvpool.cli.mount.mount_nvpool", "mount.nvpool, the helper of mount(8)"
+    MOUNT_COMMAND = (
+        "nvpool.cli.mount.mount_nvpool",
+        "nvpool.cli.mount.mount_nvpool",
+        "mount.nvpool, the helper of mount(8)",
+    )
     SUPERVISOR = "nvpool.daemons.nvpoold", "nvpool.daemons.nvpoold", "nvpoold, the supervisor of a node"
     META = "nvpool.daemons.meta", "nvpool.daemons.meta", "one member of a metadata shard"
     STORE = "nvpool.daemons.store", "nvpool.daemons.store", "the chunk store of one target"
-    ETCD = "nvpool.daemons.etcd", "nvpool.daemons.etcd", "a member of the pool's own etcd, before it becomes etcd"
+    ETCD = (
+        "nvpool.daemons.etcd",
+        "nvpool.daemons.etcd",
+        "a member of the pool's own etcd, before it becomes etcd",
+    )
     BRIDGE = "nvpool.daemons.bridge", "nvpool.daemons.bridge", "volumes for containers"
     BIND_MOUNT = "nvpool.bridge.bind_helper", "nvpool.bridge.bind_helper", "one bind mount of the bridge"
     POOL_MAKER = "nvpool.provision.create", "nvpool.provision.create", "makes pools and chunk stores"
     MOUNT = "nvpool.mountd.server", "nvpool.mountd.server", "serves a mount"
     MOUNT_HOLDER = "nvpool.mountd.holder", "nvpool.mountd.holder", "keeps /dev/fuse and the state of a mount"
-    MOUNT_FORK_SERVER = "nvpool.mountd.forkserver", "nvpool.mountd.forkserver", "forks the processes that serve a mount"
-    MOUNT_WORKER = "nvpool.mountd.worker", "nvpool.mountd.worker", "reads beside the process that serves a mount"
+    MOUNT_FORK_SERVER = (
+        "nvpool.mountd.forkserver",
+        "nvpool.mountd.forkserver",
+        "forks the processes that serve a mount",
+    )
+    MOUNT_WORKER = (
+        "nvpool.mountd.worker",
+        "nvpool.mountd.worker",
+        "reads beside the process that serves a mount",
+    )
     MOUNT_NOTIFIER = None, "nvpool.mountd.notifier", "writes notifications of a mount to the kernel"
 
     def __init__(self, module: str | None, title: str, purpose: str) -> None:
@@ -42,8 +58,15 @@ COMMANDS = frozenset({Program.CLI, Program.MOUNT_COMMAND})
 """Programs that a user runs and waits for; their arguments may name a pool although they are not a process of
 the pool."""
 DAEMONS = frozenset(Program) - COMMANDS
-OF_A_MOUNT = frozenset({Program.MOUNT, Program.MOUNT_HOLDER, Program.MOUNT_FORK_SERVER, Program.MOUNT_WORKER,
-                        Program.MOUNT_NOTIFIER})
+OF_A_MOUNT = frozenset(
+    {
+        Program.MOUNT,
+        Program.MOUNT_HOLDER,
+        Program.MOUNT_FORK_SERVER,
+        Program.MOUNT_WORKER,
+        Program.MOUNT_NOTIFIER,
+    }
+)
 """Programs whose last two arguments are the pool and the mount point."""
 
 _BY_TITLE = {program.title: program for program in Program}
@@ -78,7 +101,9 @@ def program_of(words: list[str]) -> Program | None:
     return next((_BY_TITLE[word] for word in words if word in _BY_TITLE), None)
 
 
-def processes(*programs: Program, naming: str | os.PathLike[str] | None = None) -> Iterator[tuple[int, list[str]]]:
+def processes(
+    *programs: Program, naming: str | os.PathLike[str] | None = None
+) -> Iterator[tuple[int, list[str]]]:
     """Yield (pid, command line) of each process that runs one of `programs`, by default any daemon.
 
     With `naming`, only processes that have this text as an argument, such as a pool directory or a mount

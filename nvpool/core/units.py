@@ -47,8 +47,22 @@ def clamp_time_ns(time_ns: int) -> int:
     return min(max(time_ns, TIME_NS_MIN), TIME_NS_MAX)
 
 
-_SUFFIXES = {"": 1, "B": 1, "K": KIB, "KB": KIB, "KIB": KIB, "M": MIB, "MB": MIB, "MIB": MIB, "G": GIB, "GB": GIB,
-             "GIB": GIB, "T": TIB, "TB": TIB, "TIB": TIB}
+_SUFFIXES = {
+    "": 1,
+    "B": 1,
+    "K": KIB,
+    "KB": KIB,
+    "KIB": KIB,
+    "M": MIB,
+    "MB": MIB,
+    "MIB": MIB,
+    "G": GIB,
+    "GB": GIB,
+    "GIB": GIB,
+    "T": TIB,
+    "TB": TIB,
+    "TIB": TIB,
+}
 _SIZE = re.compile(r"([0-9]{0,30})(?:\.([0-9]{0,30}))? *([KMGT]?I?B?)")
 
 

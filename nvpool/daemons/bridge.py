@@ -26,7 +26,14 @@ from nvpool.bridge.volumes import SETTLED_S, BridgeVolumes, our_errors
 from nvpool.client.state.options import configured
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.config import Config, load, parse_address
-from nvpool.core.errors import AccessDenied, BadConfiguration, NvpoolError, Refused, Unavailable, from_os_error
+from nvpool.core.errors import (
+    AccessDenied,
+    BadConfiguration,
+    NvpoolError,
+    Refused,
+    Unavailable,
+    from_os_error,
+)
 from nvpool.core.programs import Program
 from nvpool.host.pool_directory import Flock, PoolDirectory
 from nvpool.metrics import registry as metrics
@@ -47,23 +54,46 @@ log = logging.getLogger("nvpool.daemons.bridge")
 
 
 def parse_words(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"python -m {Program.BRIDGE.module}", description="Volumes of a pool for containers.")
-    parser.add_argument("pool", help="directory of a pool or of a client on this machine, or HOST:PORT of any node")
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {Program.BRIDGE.module}", description="Volumes of a pool for containers."
+    )
+    parser.add_argument(
+        "pool", help="directory of a pool or of a client on this machine, or HOST:PORT of any node"
+    )
     parser.add_argument("--state", type=Path, default=STATE, help=f"directory of the bridge's own ({STATE})")
-    parser.add_argument("--mountpoint", type=Path, help="where the whole pool is mounted, or will be (pool in the state "
-                        "directory)")
+    parser.add_argument(
+        "--mountpoint",
+        type=Path,
+        help="where the whole pool is mounted, or will be (pool in the state directory)",
+    )
     parser.add_argument("--docker-socket", default=str(DOCKER_SOCKET), help=f"empty: none ({DOCKER_SOCKET})")
-    parser.add_argument("--no-mount", action="store_true", help="use the mount at --mountpoint; make none where there is none")
-    parser.add_argument("--csi", default="", metavar="ADDRESS", help="serve CSI at this unix socket, as unix:///csi/csi.sock")
-    parser.add_argument("--csi-controller", action="store_true", help="CSI's Controller service, and not Node")
+    parser.add_argument(
+        "--no-mount", action="store_true", help="use the mount at --mountpoint; make none where there is none"
+    )
+    parser.add_argument(
+        "--csi", default="", metavar="ADDRESS", help="serve CSI at this unix socket, as unix:///csi/csi.sock"
+    )
+    parser.add_argument(
+        "--csi-controller", action="store_true", help="CSI's Controller service, and not Node"
+    )
     parser.add_argument("--csi-node", action="store_true", help="CSI's Node service, and not Controller")
-    parser.add_argument("--csi-pool", default="", help="how nodes are labeled that have the pool (the pool's name)")
-    parser.add_argument("--metrics", metavar="HOST:PORT", default="", help="tell Prometheus at http://HOST:PORT/metrics")
-    parser.add_argument("--settled-s", type=float, default=SETTLED_S, help="from which age on a use of a volume without a "
-                        f"container counts as lost ({SETTLED_S:.0f})")
+    parser.add_argument(
+        "--csi-pool", default="", help="how nodes are labeled that have the pool (the pool's name)"
+    )
+    parser.add_argument(
+        "--metrics", metavar="HOST:PORT", default="", help="tell Prometheus at http://HOST:PORT/metrics"
+    )
+    parser.add_argument(
+        "--settled-s",
+        type=float,
+        default=SETTLED_S,
+        help=f"from which age on a use of a volume without a container counts as lost ({SETTLED_S:.0f})",
+    )
     parser.add_argument("--node", default="", help="name of this host for the pool (its host name)")
     parser.add_argument("--log", type=Path, help="file to log to (stderr)")
-    parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], help="as node.toml says, info")
+    parser.add_argument(
+        "--log-level", choices=["debug", "info", "warning", "error"], help="as node.toml says, info"
+    )
     parser.add_argument("--log-format", choices=["text", "json"], help="as node.toml says, text")
     return parser.parse_args(words)
 
@@ -78,12 +108,16 @@ def _check_words(arguments: argparse.Namespace) -> None:
     """Check the arguments before anything is created. BadConfiguration."""
     if arguments.csi:
         from nvpool.bridge.csi.server import check_label, socket_path
+
         socket_path(arguments.csi)
         if arguments.csi_pool:
             check_label(arguments.csi_pool)
     if arguments.docker_socket:
         check_path(Path(arguments.docker_socket))
-    for word, given, check in (("--metrics", arguments.metrics, parse_address), ("--node", arguments.node, checked_holder)):
+    for word, given, check in (
+        ("--metrics", arguments.metrics, parse_address),
+        ("--node", arguments.node, checked_holder),
+    ):
         if given:
             try:
                 check(given)
@@ -102,9 +136,13 @@ def main(words: list[str]) -> int:
         if here:
             directory.check()
             config = load(directory.node_toml)
-        start_log("bridge", arguments.log_level or config.log.level, arguments.log,
-                  form=arguments.log_format or config.log.format,
-                  node_toml=directory.node_toml if here and arguments.log_level is None else None)
+        start_log(
+            "bridge",
+            arguments.log_level or config.log.level,
+            arguments.log,
+            form=arguments.log_format or config.log.format,
+            node_toml=directory.node_toml if here and arguments.log_level is None else None,
+        )
         if os.geteuid():
             raise AccessDenied("the bridge makes mounts for containers; run it as root")
         if not arguments.docker_socket and not arguments.csi:
@@ -130,13 +168,16 @@ async def _serve(arguments: argparse.Namespace, config: Config, place: Path, sto
     node = arguments.node or socket.gethostname()
     with our_errors():
         pool = await AsyncFileSystem.connect(
-            arguments.pool, name=f"bridge {node}",
-            options=configured(config.client)._replace(deadline_s=CLIENT_DEADLINE_S, short_cut=False))
+            arguments.pool,
+            name=f"bridge {node}",
+            options=configured(config.client)._replace(deadline_s=CLIENT_DEADLINE_S, short_cut=False),
+        )
     try:
         name = pool.client.pool_map.name
         mount = PoolMount(arguments.pool, name, place, mount_words(arguments), make=not arguments.no_mount)
-        volumes = BridgeVolumes(pool, mount.place, arguments.state, node=node, mounted=mount.ensure,
-                                settled_s=arguments.settled_s)
+        volumes = BridgeVolumes(
+            pool, mount.place, arguments.state, node=node, mounted=mount.ensure, settled_s=arguments.settled_s
+        )
         await volumes.begin()
         counts = BridgeMetrics()
         docker = DockerFace(volumes, counts=counts) if arguments.docker_socket else None
@@ -147,7 +188,9 @@ async def _serve(arguments: argparse.Namespace, config: Config, place: Path, sto
             async with asyncio.TaskGroup() as tasks:
                 upkeep = [tasks.create_task(keep_alive()), tasks.create_task(_keep_up(volumes, docker))]
                 if arguments.metrics:
-                    upkeep.append(tasks.create_task(serve_metrics(arguments.metrics, partial(_page, volumes, counts))))
+                    upkeep.append(
+                        tasks.create_task(serve_metrics(arguments.metrics, partial(_page, volumes, counts)))
+                    )
                 if arguments.csi:
                     answers = asyncio.Event()
                     upkeep.append(tasks.create_task(_serve_csi(volumes, arguments, name, answers, counts)))
@@ -184,12 +227,24 @@ async def _page(volumes: BridgeVolumes, counts: BridgeMetrics, wait_s: float) ->
     return own_page(measure)
 
 
-async def _serve_csi(volumes: BridgeVolumes, arguments: argparse.Namespace, name: str, answers: asyncio.Event,
-                     counts: BridgeMetrics) -> None:
+async def _serve_csi(
+    volumes: BridgeVolumes,
+    arguments: argparse.Namespace,
+    name: str,
+    answers: asyncio.Event,
+    counts: BridgeMetrics,
+) -> None:
     from nvpool.bridge.csi.server import serve_csi  # here: gRPC takes 30 MB, unused for Docker
-    await serve_csi(volumes, arguments.csi, pool=arguments.csi_pool or name, started=answers.set, counts=counts,
-                    controller=arguments.csi_controller or not arguments.csi_node,
-                    node=arguments.csi_node or not arguments.csi_controller)
+
+    await serve_csi(
+        volumes,
+        arguments.csi,
+        pool=arguments.csi_pool or name,
+        started=answers.set,
+        counts=counts,
+        controller=arguments.csi_controller or not arguments.csi_node,
+        node=arguments.csi_node or not arguments.csi_controller,
+    )
 
 
 async def _keep_up(volumes: BridgeVolumes, docker: DockerFace | None) -> None:

@@ -44,20 +44,61 @@ def arguments_of(directory: PoolDirectory, own: OwnMember, plain_text: bool) -> 
     if own.alone:  # starts with its data, or empty
         cluster, state = ((own.node, own.peer),), "new"
         more = ["--force-new-cluster"] if (own.data(directory) / "member").exists() else []
-    arguments = ["etcd", "--name", f"node-{own.node}", "--data-dir", str(own.data(directory)),
-                 "--listen-client-urls", client, "--advertise-client-urls", client,
-                 "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
-                 "--initial-cluster", ",".join(f"node-{node}={scheme}://{at}" for node, at in cluster),
-                 "--initial-cluster-state", state, *more, "--initial-cluster-token", own.token,
-                 "--heartbeat-interval", str(_HEARTBEAT_MS), "--election-timeout", str(_ELECTION_MS), "--pre-vote",
-                 "--auto-compaction-mode", "revision", "--auto-compaction-retention", "1000",
-                 "--quota-backend-bytes", str(_QUOTA_BYTES), "--logger", "zap", "--log-outputs", "stderr"]
+    arguments = [
+        "etcd",
+        "--name",
+        f"node-{own.node}",
+        "--data-dir",
+        str(own.data(directory)),
+        "--listen-client-urls",
+        client,
+        "--advertise-client-urls",
+        client,
+        "--listen-peer-urls",
+        peer,
+        "--initial-advertise-peer-urls",
+        peer,
+        "--initial-cluster",
+        ",".join(f"node-{node}={scheme}://{at}" for node, at in cluster),
+        "--initial-cluster-state",
+        state,
+        *more,
+        "--initial-cluster-token",
+        own.token,
+        "--heartbeat-interval",
+        str(_HEARTBEAT_MS),
+        "--election-timeout",
+        str(_ELECTION_MS),
+        "--pre-vote",
+        "--auto-compaction-mode",
+        "revision",
+        "--auto-compaction-retention",
+        "1000",
+        "--quota-backend-bytes",
+        str(_QUOTA_BYTES),
+        "--logger",
+        "zap",
+        "--log-outputs",
+        "stderr",
+    ]
     if not plain_text:
         secret = directory.secret / ETCD_SECRET
         for kind in ("", "peer-"):
-            arguments += [f"--{kind}client-cert-auth", f"--{kind}trusted-ca-file", str(secret / AUTHORITY_FILE),
-                          f"--{kind}cert-file", str(secret / CERTIFICATE_FILE), f"--{kind}key-file", str(secret / KEY_FILE)]
-        arguments += ["--client-crl-file", str(secret / REVOKED_FILE), "--peer-crl-file", str(secret / REVOKED_FILE)]
+            arguments += [
+                f"--{kind}client-cert-auth",
+                f"--{kind}trusted-ca-file",
+                str(secret / AUTHORITY_FILE),
+                f"--{kind}cert-file",
+                str(secret / CERTIFICATE_FILE),
+                f"--{kind}key-file",
+                str(secret / KEY_FILE),
+            ]
+        arguments += [
+            "--client-crl-file",
+            str(secret / REVOKED_FILE),
+            "--peer-crl-file",
+            str(secret / REVOKED_FILE),
+        ]
     return arguments
 
 
@@ -73,7 +114,9 @@ def main(path: str, node: int) -> int:
         own = read_map_location(directory).own
         program = shutil.which("etcd")
         if own is None or program is None:
-            raise BadConfiguration("etcd is not installed (Debian: etcd-server)" if own else f"{path} has no member of etcd")
+            raise BadConfiguration(
+                "etcd is not installed (Debian: etcd-server)" if own else f"{path} has no member of etcd"
+            )
         lock = Flock.take(directory.run / f"{name}.lock", name)
     except InUse as error:
         log.warning("%s", error)
@@ -83,10 +126,16 @@ def main(path: str, node: int) -> int:
         return exit_code(error)
     arguments = arguments_of(directory, own, config.network.plain_text)
     os.makedirs(own.data(directory), mode=0o700, exist_ok=True)
-    directory.announce(name, announcement("etcd", number=node, endpoints=(own.client,),
-                                          now_ms=SYSTEM_CLOCK.wall_ns() // 1_000_000))
+    directory.announce(
+        name,
+        announcement(
+            "etcd", number=node, endpoints=(own.client,), now_ms=SYSTEM_CLOCK.wall_ns() // 1_000_000
+        ),
+    )
     os.set_inheritable(lock.descriptor, True)
-    os.execve(program, arguments, os.environ | {"ETCD_UNSUPPORTED_ARCH": os.uname().machine, "GOMAXPROCS": "2"})
+    os.execve(
+        program, arguments, os.environ | {"ETCD_UNSUPPORTED_ARCH": os.uname().machine, "GOMAXPROCS": "2"}
+    )
 
 
 if __name__ == "__main__":

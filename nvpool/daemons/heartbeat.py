@@ -35,8 +35,13 @@ log = logging.getLogger("nvpool.daemons.heartbeat")
 
 
 class Beating:
-    def __init__(self, service: StoreService, dialer: Dialer, endpoints: Callable[[], tuple[str, ...]],
-                 clock: Clock = SYSTEM_CLOCK):
+    def __init__(
+        self,
+        service: StoreService,
+        dialer: Dialer,
+        endpoints: Callable[[], tuple[str, ...]],
+        clock: Clock = SYSTEM_CLOCK,
+    ):
         """`endpoints`: returns the present endpoints of this node's supervisor."""
         self._service = service
         self._calls = LeaseCalls(dialer, clock)
@@ -44,8 +49,11 @@ class Beating:
         self._clock = clock
         self._news = asyncio.Event()
         peers = service.replica.peers
-        self._reach = None if peers is None else Reach(peers, Dialer(dialer.greeting, clock=clock), clock,
-                                                       on_change=self._news.set)
+        self._reach = (
+            None
+            if peers is None
+            else Reach(peers, Dialer(dialer.greeting, clock=clock), clock, on_change=self._news.set)
+        )
         self._used_bytes = 0
         self._count = 0
         self._silent = False
@@ -77,20 +85,29 @@ class Beating:
         self._count += 1
         upkeep = getattr(service, "upkeep", None)
         equal = upkeep.resync.equal if upkeep is not None else {}
-        request = AliveRequest(target=tenure.target, pid=os.getpid(), epoch=tenure.epoch, used_bytes=self._used_bytes,
-                               equal=b"".join([EQUAL.pack(*chain, epoch) for chain, epoch in equal.items()]),
-                               copied_bytes=upkeep.resync.progress.bytes_copied if upkeep is not None else 0,
-                               verifier=tenure.verifier,
-                               unreachable=sorted(self._reach.unreachable) if self._reach is not None else ())
+        request = AliveRequest(
+            target=tenure.target,
+            pid=os.getpid(),
+            epoch=tenure.epoch,
+            used_bytes=self._used_bytes,
+            equal=b"".join([EQUAL.pack(*chain, epoch) for chain, epoch in equal.items()]),
+            copied_bytes=upkeep.resync.progress.bytes_copied if upkeep is not None else 0,
+            verifier=tenure.verifier,
+            unreachable=sorted(self._reach.unreachable) if self._reach is not None else (),
+        )
         sent_s = self._clock.boottime_s()
         try:
-            reply = await self._calls.call(self._endpoints(), POOL_ALIVE, request.SerializeToString(),
-                                           deadline_s=sent_s + _ANSWER_S)
+            reply = await self._calls.call(
+                self._endpoints(), POOL_ALIVE, request.SerializeToString(), deadline_s=sent_s + _ANSWER_S
+            )
             answer = AliveReply.FromString(bytes(reply.message))
         except (NvpoolError, struct.error) as error:
             if not self._silent:
                 log.warning("target %d: no answer to its sign of life: %s", tenure.target, error)
             self._silent, tenure.refused = True, str(error)
             return
-        self._silent, tenure.refused = False, answer.left_out or ("" if answer.lease_s else "the leader gives no lease")
+        self._silent, tenure.refused = (
+            False,
+            answer.left_out or ("" if answer.lease_s else "the leader gives no lease"),
+        )
         tenure.renewed(sent_s, answer.lease_s, answer.epoch_min, answer.epoch)

@@ -24,11 +24,16 @@ log = logging.getLogger("nvpool.daemons.nvpoold")
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "nvpoold", description="Serve the part of a pool that is on this node, in the foreground.",
-        epilog="example: nvpoold /srv/pool   (make one with: nvpool pool create /srv/pool --drive PATH)")
+        "nvpoold",
+        description="Serve the part of a pool that is on this node, in the foreground.",
+        epilog="example: nvpoold /srv/pool   (make one with: nvpool pool create /srv/pool --drive PATH)",
+    )
     parser.add_argument("directory", metavar="DIR", help="pool directory of this node")
-    parser.add_argument("--log", choices=("file", "stderr"),
-                        help="where to write the log (default: the terminal, else as node.toml says)")
+    parser.add_argument(
+        "--log",
+        choices=("file", "stderr"),
+        help="where to write the log (default: the terminal, else as node.toml says)",
+    )
     parser.add_argument("--inherit-lock", type=int, metavar="FD", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
@@ -39,12 +44,15 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.inherit_lock is not None and os.fork():
         os._exit(0)  # our parent waits only for this process; the child's descriptor holds the lock
     from nvpool.runtime import daemon_process, logging_setup  # heavy: after the fork
+
     logging_setup.start_log("nvpoold", "info", None)
     try:
         directory.check()
         if directory.node == 0:
-            raise InvalidRequest(f"{directory.path} is a client's directory, which serves nothing; mount it with: nvpool mount "
-                                 f"{directory.path} MOUNTPOINT")
+            raise InvalidRequest(
+                f"{directory.path} is a client's directory, which serves nothing; mount it with: nvpool mount "
+                f"{directory.path} MOUNTPOINT"
+            )
         config = load(directory.node_toml)
         if arguments.inherit_lock is not None:
             lock = Flock.inherited(arguments.inherit_lock, directory.lock)
@@ -81,28 +89,44 @@ def check_formats(directory: PoolDirectory) -> None:
     from nvpool.poolmap.shards.members import endpoints_of, members, node_and_path
     from nvpool.runtime.service import read_map
     from nvpool.store.chunks.api import FORMAT_TEXT
+
     try:
         pool_map = read_map(directory)
     except NvpoolError:
         return  # the coordinator writes the file again from its records
     paths = {drive.id: drive.path for drive in pool_map.drives}
     node = directory.node
-    stores = [directory.store(paths[target.drive], target.id) for target in pool_map.targets
-              if target.node == node and target.state != "gone"]
+    stores = [
+        directory.store(paths[target.drive], target.id)
+        for target in pool_map.targets
+        if target.node == node and target.state != "gone"
+    ]
     # The path of a member without endpoints is that of the store beside which the member is to be created.
-    places = [(shard, *node_and_path(shard, member)) for shard in pool_map.shards for member in members(shard)
-              if endpoints_of(shard, member)]
-    shards = [Path(path) if path else directory.shard(shard.id) for shard, where, path in places if where == node]
-    parts = [(directory.map, FORMAT), *((shard, FORMAT) for shard in shards),
-             *((store, FORMAT_TEXT) for store in stores), *((store / "index", FORMAT) for store in stores)]
+    places = [
+        (shard, *node_and_path(shard, member))
+        for shard in pool_map.shards
+        for member in members(shard)
+        if endpoints_of(shard, member)
+    ]
+    shards = [
+        Path(path) if path else directory.shard(shard.id) for shard, where, path in places if where == node
+    ]
+    parts = [
+        (directory.map, FORMAT),
+        *((shard, FORMAT) for shard in shards),
+        *((store, FORMAT_TEXT) for store in stores),
+        *((store / "index", FORMAT) for store in stores),
+    ]
     for path, known in parts:
         try:
             found = (path / "FORMAT").read_bytes()
         except OSError:
             continue
         if found != known.encode():
-            raise WrongFormat(f"{path} has the format {found[:40].decode(errors='replace').strip()!r}, this nvpool knows "
-                              f"{known.strip()!r}; use the version of nvpool that made it. Nothing was started")
+            raise WrongFormat(
+                f"{path} has the format {found[:40].decode(errors='replace').strip()!r}, this nvpool knows "
+                f"{known.strip()!r}; use the version of nvpool that made it. Nothing was started"
+            )
 
 
 async def _serve(directory: PoolDirectory, config, stop) -> None:
@@ -133,8 +157,10 @@ async def _serve(directory: PoolDirectory, config, stop) -> None:
     directory.keep_reserve()
     pool_map = coordinator.pool_map
     if directory.node not in pool_map.node_by_id:
-        raise NotFound(f"this node was removed from the pool, and serves nothing; what it had can go: nvpool pool destroy "
-                       f"{directory.path}")
+        raise NotFound(
+            f"this node was removed from the pool, and serves nothing; what it had can go: nvpool pool destroy "
+            f"{directory.path}"
+        )
     identity = identity_in(directory.secret, pool_map.pool_id, config.network.plain_text)
     greeting = Greeting("supervisor", pool_map.fingerprint, identity=identity, limits=limits_of(config))
     supervisor = Supervisor(directory, config, coordinator, stop, failed, directory.node, greeting, keeper)
@@ -142,16 +168,24 @@ async def _serve(directory: PoolDirectory, config, stop) -> None:
     try:
         follow_members(identity, pool_map)
         directory.make_socket_directory()
-        endpoints = tuple(endpoint for endpoint in pool_map.node_by_id[directory.node].endpoints
-                          if is_wanted(endpoint, config.network))
+        endpoints = tuple(
+            endpoint
+            for endpoint in pool_map.node_by_id[directory.node].endpoints
+            if is_wanted(endpoint, config.network)
+        )
         for endpoint in endpoints:
             where = parse_endpoint(endpoint)
             secured = identity is not None and identity.covers(where)
-            listeners += await listen_on((endpoint,), greeting._replace(strangers=secured, local_users=True),
-                                         supervisor.handle_secured if secured else supervisor.handle)
+            listeners += await listen_on(
+                (endpoint,),
+                greeting._replace(strangers=secured, local_users=True),
+                supervisor.handle_secured if secured else supervisor.handle,
+            )
         directory.show_socket([path for endpoint in endpoints if (path := parse_endpoint(endpoint).path)])
-        directory.announce("supervisor", announcement("supervisor", endpoints=endpoints,
-                                                      now_ms=SYSTEM_CLOCK.wall_ns() // 1_000_000))
+        directory.announce(
+            "supervisor",
+            announcement("supervisor", endpoints=endpoints, now_ms=SYSTEM_CLOCK.wall_ns() // 1_000_000),
+        )
         await supervisor.run()
     finally:
         directory.withdraw("supervisor")

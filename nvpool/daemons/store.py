@@ -40,13 +40,18 @@ class _Store(StoreService):
         # If this task ends, the serving lease expires and replicated chunks are no longer served: nothing
         # else is needed.
         self.beating = asyncio.ensure_future(self._beats.run())
-        self.beating.add_done_callback(lambda ended: ended.cancelled() or self._opened.fail(
-            f"the signs of life have stopped: {ended.exception()}"))
+        self.beating.add_done_callback(
+            lambda ended: (
+                ended.cancelled() or self._opened.fail(f"the signs of life have stopped: {ended.exception()}")
+            )
+        )
 
     def follow(self, opened: ServiceContext) -> None:
         self._opened = opened
         node = opened.directory.node
-        self._beats = Beating(self, opened.dialer, lambda: (self._map or opened.pool_map).node_by_id[node].endpoints)
+        self._beats = Beating(
+            self, opened.dialer, lambda: (self._map or opened.pool_map).node_by_id[node].endpoints
+        )
 
     def begin_drain(self) -> None:
         """Does nothing: no request here waits for other requests."""
@@ -69,25 +74,51 @@ async def _open(kept_table: KeptTable | None, opened: ServiceContext) -> StoreSe
         except OSError as error:
             log.warning("that target %d was fenced could not be noted: %s", opened.number, error)
 
-    drive = next(d for d in opened.pool_map.drives if d.id == opened.pool_map.target_by_id[opened.number].drive)
+    drive = next(
+        d for d in opened.pool_map.drives if d.id == opened.pool_map.target_by_id[opened.number].drive
+    )
     journal, configured = opened.config.journal, opened.config.store
-    options = StoreOptions(direct=configured.direct, uring=configured.reads == "auto", reserve_share=configured.reserve_share,
-                           give_back=configured.give_back, lend_s=LEND_S if configured.short_cut else 0.0,
-                           kept_table=kept_table, sync_interval_s=journal.sync_interval_s,
-                           index_bytes_max=journal.map_bytes_max, doubted=fenced.exists())
-    store = await open_chunk_store(opened.directory.store(drive.path, opened.number), target=opened.number, options=options,
-                                   clock=SYSTEM_CLOCK, on_fence=on_fence)
+    options = StoreOptions(
+        direct=configured.direct,
+        uring=configured.reads == "auto",
+        reserve_share=configured.reserve_share,
+        give_back=configured.give_back,
+        lend_s=LEND_S if configured.short_cut else 0.0,
+        kept_table=kept_table,
+        sync_interval_s=journal.sync_interval_s,
+        index_bytes_max=journal.map_bytes_max,
+        doubted=fenced.exists(),
+    )
+    store = await open_chunk_store(
+        opened.directory.store(drive.path, opened.number),
+        target=opened.number,
+        options=options,
+        clock=SYSTEM_CLOCK,
+        on_fence=on_fence,
+    )
     fenced.unlink(missing_ok=True)
-    paths = [parse_endpoint(endpoint).path for endpoint in opened.pool_map.target_by_id[opened.number].endpoints
-             if endpoint.startswith("stream+unix://")]
-    service = _Store(store, target=opened.number, grant_secret=opened.grant_secret, clock=SYSTEM_CLOCK,
-                     refresh_map=lambda: service.update_map(read_map(opened.directory)),
-                     handover_path=path_beside(paths[0]) if paths else "",
-                     handover_group=group_number(configured.short_cut_group, "store.short_cut_group"), dialer=opened.dialer,
-                     resync_bytes_per_s=configured.resync_bytes_s, scrub_interval_s=configured.scrub_interval_s,
-                     scrub_bytes_per_s=configured.scrub_bytes_s, on_fail=opened.fail, callers=opened.callers,
-                     pool_keys=opened.pool_keys,
-                     tenure=Tenure(opened.number, SYSTEM_CLOCK, store.lender, verifier=store.verifier))
+    paths = [
+        parse_endpoint(endpoint).path
+        for endpoint in opened.pool_map.target_by_id[opened.number].endpoints
+        if endpoint.startswith("stream+unix://")
+    ]
+    service = _Store(
+        store,
+        target=opened.number,
+        grant_secret=opened.grant_secret,
+        clock=SYSTEM_CLOCK,
+        refresh_map=lambda: service.update_map(read_map(opened.directory)),
+        handover_path=path_beside(paths[0]) if paths else "",
+        handover_group=group_number(configured.short_cut_group, "store.short_cut_group"),
+        dialer=opened.dialer,
+        resync_bytes_per_s=configured.resync_bytes_s,
+        scrub_interval_s=configured.scrub_interval_s,
+        scrub_bytes_per_s=configured.scrub_bytes_s,
+        on_fail=opened.fail,
+        callers=opened.callers,
+        pool_keys=opened.pool_keys,
+        tenure=Tenure(opened.number, SYSTEM_CLOCK, store.lender, verifier=store.verifier),
+    )
     service.follow(opened)
     return service
 
@@ -99,5 +130,13 @@ if __name__ == "__main__":
     kept = KeptTable(int(sys.argv[3]), float(sys.argv[4])) if sys.argv[3:] else None
     if kept is not None:
         os.set_inheritable(kept.descriptor, False)
-    sys.exit(main("store", f"target-{target}", sys.argv[1], target,
-                  lambda pool_map: pool_map.target_by_id[target].endpoints, partial(_open, kept)))
+    sys.exit(
+        main(
+            "store",
+            f"target-{target}",
+            sys.argv[1],
+            target,
+            lambda pool_map: pool_map.target_by_id[target].endpoints,
+            partial(_open, kept),
+        )
+    )

@@ -103,7 +103,9 @@ def engine_of(wanted: str, *, writeback: bool = False) -> str:
     """
     name = wanted if wanted != "auto" else "kernel" if kernel_version() >= KERNEL_MIN else "pyfuse3"
     if writeback and name != "kernel":
-        raise InvalidRequest("pages are written back by engine kernel only; mount without --writeback, or with --engine kernel")
+        raise InvalidRequest(
+            "pages are written back by engine kernel only; mount without --writeback, or with --engine kernel"
+        )
     return name
 
 
@@ -114,14 +116,22 @@ def is_held(wanted: bool | None, engine: str) -> bool:
     """
     can = engine == "kernel" and kernel_version() >= KERNEL_MIN
     if wanted and not can:
-        raise InvalidRequest(f"the mount can not outlive its process: its engine is {engine}, on Linux {os.uname().release}; "
-                             f"that needs engine kernel, and Linux {KERNEL_MIN[0]}.{KERNEL_MIN[1]}; mount without --holder")
+        raise InvalidRequest(
+            f"the mount can not outlive its process: its engine is {engine}, on Linux {os.uname().release}; "
+            f"that needs engine kernel, and Linux {KERNEL_MIN[0]}.{KERNEL_MIN[1]}; mount without --holder"
+        )
     return can if wanted is None else wanted
 
 
-def make_engine(wanted: str, ops: FuseOps, mount_point: Path, options: MountOptions,
-                on_ready: Callable[[], None] = lambda: None, on_burst: Callable[[], None] = lambda: None,
-                keep: Callable[[int], Unanswered] | None = None) -> Engine:
+def make_engine(
+    wanted: str,
+    ops: FuseOps,
+    mount_point: Path,
+    options: MountOptions,
+    on_ready: Callable[[], None] = lambda: None,
+    on_burst: Callable[[], None] = lambda: None,
+    keep: Callable[[int], Unanswered] | None = None,
+) -> Engine:
     """Make the engine `wanted`, which is not mounted yet.
 
     `on_ready` is called when the kernel has sent its first request (INIT), `on_burst` whenever requests
@@ -131,10 +141,13 @@ def make_engine(wanted: str, ops: FuseOps, mount_point: Path, options: MountOpti
     if engine_of(wanted, writeback=options.writeback) == "kernel":
         if keep is not None:
             from nvpool.fuse.kernel.replay_log import KeepingEngine
+
             return KeepingEngine(ops, mount_point, options, on_ready, on_burst, keep)
         from nvpool.fuse.kernel.connection import KernelEngine
+
         return KernelEngine(ops, mount_point, options, on_ready, on_burst)
     from nvpool.fuse.pyfuse3_engine import Pyfuse3Engine
+
     return Pyfuse3Engine(ops, mount_point, options, on_ready, on_burst)
 
 

@@ -14,7 +14,15 @@ import stat
 import subprocess
 from pathlib import Path
 
-from nvpool.core.errors import AccessDenied, InUse, InvalidRequest, NotADirectory, NotFound, NvpoolError, Unavailable
+from nvpool.core.errors import (
+    AccessDenied,
+    InUse,
+    InvalidRequest,
+    NotADirectory,
+    NotFound,
+    NvpoolError,
+    Unavailable,
+)
 from nvpool.host.mountinfo import OUR_TYPE, Mount, look_at, mount_at, place_of
 
 _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
@@ -36,11 +44,15 @@ def check_mount_point(path: Path, *, force: bool = False) -> Path:
             break
         state = look_at(place) if there.type.startswith("fuse") else "alive"
         if state == "alive":
-            raise InUse(f"{place} has {there.source} ({there.type}) mounted on it; choose another directory, or unmount that"
-                        + (f" with: nvpool umount {place}" if there.type == OUR_TYPE else ""))
+            raise InUse(
+                f"{place} has {there.source} ({there.type}) mounted on it; choose another directory, or unmount that"
+                + (f" with: nvpool umount {place}" if there.type == OUR_TYPE else "")
+            )
         if not force:
-            raise InUse(f"{place} has a {state} mount of {there.source} on it (its process is gone or does not answer); clean "
-                        f"it with: nvpool umount {place}, or mount with --force")
+            raise InUse(
+                f"{place} has a {state} mount of {there.source} on it (its process is gone or does not answer); clean "
+                f"it with: nvpool umount {place}, or mount with --force"
+            )
         unmount(place, lazy=True)
     try:
         found = os.stat(place)
@@ -60,7 +72,9 @@ def check_mount_point(path: Path, *, force: bool = False) -> Path:
     except PermissionError:
         raise AccessDenied(f"{place} can not be listed by this user") from None
     if first is not None:
-        raise InUse(f"{place} is not empty ({first.name!r} is in it), and a mount would hide that; choose an empty directory")
+        raise InUse(
+            f"{place} is not empty ({first.name!r} is in it), and a mount would hide that; choose an empty directory"
+        )
     check_fuse()
     return place
 
@@ -71,11 +85,15 @@ def check_fuse() -> None:
     Raises Unavailable or AccessDenied, with the remedy, if it can not.
     """
     if not os.path.exists("/dev/fuse"):
-        raise Unavailable("there is no /dev/fuse here; load the kernel module (modprobe fuse), or give it to this container "
-                          "with: --device /dev/fuse --cap-add SYS_ADMIN")
+        raise Unavailable(
+            "there is no /dev/fuse here; load the kernel module (modprobe fuse), or give it to this container "
+            "with: --device /dev/fuse --cap-add SYS_ADMIN"
+        )
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        raise AccessDenied("/dev/fuse can not be opened by this user; let root mount the pool, or allow it to all with: "
-                           "chmod 666 /dev/fuse")
+        raise AccessDenied(
+            "/dev/fuse can not be opened by this user; let root mount the pool, or allow it to all with: "
+            "chmod 666 /dev/fuse"
+        )
 
 
 def unmount(path: Path, *, lazy: bool = False) -> None:
@@ -105,7 +123,9 @@ def unmount(path: Path, *, lazy: bool = False) -> None:
 
 def _refusal(place: Path, number: int) -> NvpoolError:
     if number == errno.EBUSY:
-        return InUse(f"{place} is in use; close what is open there (see: fuser -vm {place}), or unmount with --lazy")
+        return InUse(
+            f"{place} is in use; close what is open there (see: fuser -vm {place}), or unmount with --lazy"
+        )
     if number == errno.EPERM:
         return AccessDenied(f"{place} can not be unmounted by this user")
     return Unavailable(f"{place} could not be unmounted: {os.strerror(number)}")
@@ -113,13 +133,21 @@ def _refusal(place: Path, number: int) -> NvpoolError:
 
 def _unmount_as_user(place: Path, lazy: bool) -> None:
     try:
-        done = subprocess.run(["fusermount3", "-u", *(["-z"] if lazy else []), "--", os.fspath(place)], capture_output=True,
-                              text=True, check=False)
+        done = subprocess.run(
+            ["fusermount3", "-u", *(["-z"] if lazy else []), "--", os.fspath(place)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     except FileNotFoundError:
         raise AccessDenied("only root can unmount without fusermount3 (Debian package fuse3)") from None
     if done.returncode:
         busy = mount_at(place) is not None and "busy" in done.stderr
-        raise _refusal(place, errno.EBUSY) if busy else Unavailable(done.stderr.strip() or f"{place} could not be unmounted")
+        raise (
+            _refusal(place, errno.EBUSY)
+            if busy
+            else Unavailable(done.stderr.strip() or f"{place} could not be unmounted")
+        )
 
 
 def set_read_ahead(mount: Mount, byte_count: int) -> bool:

@@ -61,6 +61,7 @@ Without credit only every 32nd time is tried. So a machine whose cores are all b
 BURST_MAX = 16
 """Requests in a row that a worker may take before other events of the loop."""
 
+
 def _words(options: MountOptions) -> set[str]:
     """Mount options for libfuse.
 
@@ -294,14 +295,20 @@ class _Requests(pyfuse3.Operations):
 
     @_answering
     async def setattr(self, inode, attr, fields, fh, ctx):
-        return _entry(await self._ops.setattr(
-            inode, _caller(ctx), fh,
-            mode=attr.st_mode if fields.update_mode else None,
-            uid=attr.st_uid if fields.update_uid else None,
-            gid=attr.st_gid if fields.update_gid else None,
-            size=attr.st_size if fields.update_size else None,
-            atime_ns=attr.st_atime_ns if fields.update_atime else None,
-            mtime_ns=attr.st_mtime_ns if fields.update_mtime else None), self._options)
+        return _entry(
+            await self._ops.setattr(
+                inode,
+                _caller(ctx),
+                fh,
+                mode=attr.st_mode if fields.update_mode else None,
+                uid=attr.st_uid if fields.update_uid else None,
+                gid=attr.st_gid if fields.update_gid else None,
+                size=attr.st_size if fields.update_size else None,
+                atime_ns=attr.st_atime_ns if fields.update_atime else None,
+                mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
+            ),
+            self._options,
+        )
 
     @_answering
     async def readlink(self, inode, ctx):
@@ -365,7 +372,8 @@ class _Requests(pyfuse3.Operations):
     @_answering
     async def readdir(self, fh, start_id, token):
         await self._ops.readdir(
-            fh, start_id, lambda name, attr, cursor: readdir_reply(token, name, self._named(attr), cursor))
+            fh, start_id, lambda name, attr, cursor: readdir_reply(token, name, self._named(attr), cursor)
+        )
 
     @_answering
     async def releasedir(self, fh):
@@ -436,8 +444,14 @@ class Pyfuse3Engine:
     name = "pyfuse3"
     _taken = False
 
-    def __init__(self, ops: FuseOps, mount_point: Path, options: MountOptions, on_ready: Callable[[], None] = lambda: None,
-                 on_burst: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        ops: FuseOps,
+        mount_point: Path,
+        options: MountOptions,
+        on_ready: Callable[[], None] = lambda: None,
+        on_burst: Callable[[], None] = lambda: None,
+    ):
         self._requests = _Requests(ops, on_ready, options.acl)
         ops.invalidate_attributes = self._invalidate_attributes
         ops.invalidate = self._invalidate
@@ -495,8 +509,9 @@ class Pyfuse3Engine:
         await self._invalidate((), (inode,))
 
     async def _store_pages(self, inode: int, offset: int, content: bytes) -> None:
-        await asyncio.get_running_loop().run_in_executor(None, _told, functools.partial(
-            pyfuse3.notify_store, inode, offset, content))
+        await asyncio.get_running_loop().run_in_executor(
+            None, _told, functools.partial(pyfuse3.notify_store, inode, offset, content)
+        )
 
     def stop(self) -> None:
         """Accept no further request; `serve` returns when the pending ones are answered."""
@@ -526,8 +541,10 @@ class Pyfuse3Engine:
 
 
 def _invalidate_all(names: list[tuple[int, bytes]], inodes: list[int]) -> None:
-    for notice in (*[functools.partial(pyfuse3.invalidate_entry, *place) for place in names],
-                   *[functools.partial(pyfuse3.invalidate_inode, inode) for inode in inodes]):
+    for notice in (
+        *[functools.partial(pyfuse3.invalidate_entry, *place) for place in names],
+        *[functools.partial(pyfuse3.invalidate_inode, inode) for inode in inodes],
+    ):
         _told(notice)
 
 

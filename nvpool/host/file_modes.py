@@ -20,7 +20,13 @@ from pathlib import Path
 
 from nvpool.core.errors import BadConfiguration
 from nvpool.host.log_files import LOG_MODE
-from nvpool.host.pool_directory import MAP_MODE, PASSED_THROUGH_MODE, PRIVATE_MODE, RECORDS_MODE, PoolDirectory
+from nvpool.host.pool_directory import (
+    MAP_MODE,
+    PASSED_THROUGH_MODE,
+    PRIVATE_MODE,
+    RECORDS_MODE,
+    PoolDirectory,
+)
 
 _RUN_MODES = {".lock": PRIVATE_MODE, ".json": MAP_MODE, ".ended": PRIVATE_MODE, ".fenced": PRIVATE_MODE}
 """Mode by file name suffix in run/. Sockets have their own modes, which control who may connect."""
@@ -38,7 +44,9 @@ def group_number(name: str, setting: str) -> int | None:
     try:
         return int(name) if name.isdigit() else grp.getgrnam(name).gr_gid
     except KeyError:
-        raise BadConfiguration(f"{setting}: this system has no group {name}; make it, or name another one") from None
+        raise BadConfiguration(
+            f"{setting}: this system has no group {name}; make it, or name another one"
+        ) from None
 
 
 def protect(directory: PoolDirectory, operators: int | None = None) -> None:
@@ -62,8 +70,12 @@ def protect(directory: PoolDirectory, operators: int | None = None) -> None:
         if (mode := _RUN_MODES.get(entry.suffix)) is not None:
             refused += _restrict(entry, mode, operators if mode == MAP_MODE else None)
     if refused:
-        log.warning("modes and groups in %s could not all be set as they should be, so other users may have rights there, or "
-                    "the operators none: %s", directory.path, "; ".join(refused[:3]))
+        log.warning(
+            "modes and groups in %s could not all be set as they should be, so other users may have rights there, or "
+            "the operators none: %s",
+            directory.path,
+            "; ".join(refused[:3]),
+        )
 
 
 def _entries(path: Path) -> list[Path]:

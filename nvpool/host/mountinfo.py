@@ -58,8 +58,14 @@ def mounts() -> list[Mount]:
 def mount_of(line: bytes) -> Mount:
     front, _, back = line.rstrip(b"\n").partition(b" - ")
     fields, behind = front.split(b" "), back.split(b" ")
-    return Mount(fields[2].decode(), Path(_plain(fields[4])), _plain(behind[0]), _plain(behind[1]), _plain(fields[5]),
-                 Path(_plain(fields[3])))
+    return Mount(
+        fields[2].decode(),
+        Path(_plain(fields[4])),
+        _plain(behind[0]),
+        _plain(behind[1]),
+        _plain(fields[5]),
+        Path(_plain(fields[3])),
+    )
 
 
 def _plain(field: bytes) -> str:
@@ -132,8 +138,12 @@ def look_at(path: str | os.PathLike[str]) -> str:
     LOOK_S)."""
     # Not cached: for about a second the kernel would answer for a dead daemon. Not statfs: it queries all
     # stores.
-    looking = subprocess.Popen(["stat", "--cached=never", "--", os.fspath(path)], stdin=subprocess.DEVNULL,
-                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    looking = subprocess.Popen(
+        ["stat", "--cached=never", "--", os.fspath(path)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
         return "alive" if looking.wait(LOOK_S) == 0 else "dead"
     except subprocess.TimeoutExpired:

@@ -151,8 +151,10 @@ class Flock:
         except BlockingIOError:
             os.close(descriptor)
             holder = holder_of(path)
-            raise InUse(f"{what} is in use by {f'process {holder.pid}' if holder else 'another process'}, "
-                        f"which has to end first") from None
+            raise InUse(
+                f"{what} is in use by {f'process {holder.pid}' if holder else 'another process'}, "
+                f"which has to end first"
+            ) from None
         except BaseException:
             os.close(descriptor)
             raise
@@ -289,7 +291,11 @@ class PoolDirectory:
         WrongFormat: the pool has another version or is incomplete; the text has the remedy.
         """
         if not self.path.is_dir():
-            raise NotFound(f"{self.path} is not a directory" if os.path.lexists(self.path) else f"{self.path} does not exist")
+            raise NotFound(
+                f"{self.path} is not a directory"
+                if os.path.lexists(self.path)
+                else f"{self.path} does not exist"
+            )
         try:
             text = self.format.read_text()
         except FileNotFoundError:
@@ -297,11 +303,15 @@ class PoolDirectory:
         except (OSError, UnicodeDecodeError) as error:
             raise WrongFormat(f"{self.format} can not be read: {error}") from None
         if text == BEING_MADE_TEXT:
-            raise WrongFormat(f"the making of the pool in {self.path} was interrupted; run the same command (pool create or "
-                              f"dev up) again")
+            raise WrongFormat(
+                f"the making of the pool in {self.path} was interrupted; run the same command (pool create or "
+                f"dev up) again"
+            )
         if text != FORMAT_TEXT:
-            raise WrongFormat(f"{self.path} has the format {text.strip()[:60]!r}, this nvpool knows {FORMAT_TEXT.strip()!r}; "
-                              f"use the version of nvpool that made it")
+            raise WrongFormat(
+                f"{self.path} has the format {text.strip()[:60]!r}, this nvpool knows {FORMAT_TEXT.strip()!r}; "
+                f"use the version of nvpool that made it"
+            )
 
     def supervisor(self) -> ProcessIdentity | None:
         return holder_of(self.lock)
@@ -383,7 +393,9 @@ class PoolDirectory:
     def keep_reserve(self) -> None:
         """Allocate the reserve, up to RESERVE_BYTES or as much as the drive has."""
         try:
-            with open(self.reserve, "ab", buffering=0, opener=lambda path, flags: os.open(path, flags, PRIVATE_MODE)) as file:
+            with open(
+                self.reserve, "ab", buffering=0, opener=lambda path, flags: os.open(path, flags, PRIVATE_MODE)
+            ) as file:
                 while file.tell() < RESERVE_BYTES:
                     file.write(bytes(4 * KIB))
         except OSError:
@@ -411,11 +423,17 @@ class PoolDirectory:
         Removes the state files of mounts and holders that have ended, except those of mount points that are
         still mounted (see `dead_mounts`).
         """
-        found = {path.stem: state for path in sorted(self.run.glob(f"{prefix}*.json"))
-                 if (state := self.state_of(path.stem)) is not None}
+        found = {
+            path.stem: state
+            for path in sorted(self.run.glob(f"{prefix}*.json"))
+            if (state := self.state_of(path.stem)) is not None
+        }
         running = {name: state for name, state in found.items() if runs(state.identity)}
-        gone = {name: state for name, state in found.items()
-                if name not in running and state.role in ("mount", "holder", "reader")}
+        gone = {
+            name: state
+            for name, state in found.items()
+            if name not in running and state.role in ("mount", "holder", "reader")
+        }
         for name in gone.keys() - _still_mounted(gone, running).keys():
             (self.run / f"{name}.json").unlink(missing_ok=True)
         return running
@@ -427,16 +445,27 @@ class PoolDirectory:
         """
         running = self.states("mount-") | self.states("holder-")
         found = {path.stem: self.state_of(path.stem) for path in sorted(self.run.glob("mount-*.json"))}
-        return _still_mounted({name: state for name, state in found.items() if state is not None and name not in running},
-                              running)
+        return _still_mounted(
+            {name: state for name, state in found.items() if state is not None and name not in running},
+            running,
+        )
 
 
-def _still_mounted(gone: dict[str, ProcessState], running: dict[str, ProcessState]) -> dict[str, ProcessState]:
+def _still_mounted(
+    gone: dict[str, ProcessState], running: dict[str, ProcessState]
+) -> dict[str, ProcessState]:
     if not gone:
         return {}
-    places = {str(mount.point) for mount in mounts() if mount.ours} - {state.mountpoint for state in running.values()}
-    found = {name: state for name, state in gone.items() if state.mountpoint in places and state.boot == boot_id()}
-    last = {(state.role, state.mountpoint): name for name, state in sorted(found.items(), key=lambda one: one[1].since_ms)}
+    places = {str(mount.point) for mount in mounts() if mount.ours} - {
+        state.mountpoint for state in running.values()
+    }
+    found = {
+        name: state for name, state in gone.items() if state.mountpoint in places and state.boot == boot_id()
+    }
+    last = {
+        (state.role, state.mountpoint): name
+        for name, state in sorted(found.items(), key=lambda one: one[1].since_ms)
+    }
     return {name: found[name] for name in last.values()}
 
 
@@ -448,11 +477,23 @@ def being_made(directory: PoolDirectory) -> bool:
         return False
 
 
-def announcement(role: str, *, now_ms: int, number: int = 0, endpoints: tuple[str, ...] = (), mountpoint: str = "",
-                 software: str = "", engine: str = "", pause_ms: int = 0, identity: ProcessIdentity | None = None) -> ProcessState:
+def announcement(
+    role: str,
+    *,
+    now_ms: int,
+    number: int = 0,
+    endpoints: tuple[str, ...] = (),
+    mountpoint: str = "",
+    software: str = "",
+    engine: str = "",
+    pause_ms: int = 0,
+    identity: ProcessIdentity | None = None,
+) -> ProcessState:
     """Return the state of this process, or of the one with `identity`, for `PoolDirectory.announce`."""
     pid, start, boot = identity or own_identity()
-    return ProcessState(role, pid, start, boot, number, "serving", now_ms, endpoints, mountpoint, software, engine, pause_ms)
+    return ProcessState(
+        role, pid, start, boot, number, "serving", now_ms, endpoints, mountpoint, software, engine, pause_ms
+    )
 
 
 def check_name(name: str) -> None:

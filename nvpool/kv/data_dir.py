@@ -57,17 +57,23 @@ class EngineDirectory:
             if (path / "FORMAT").exists():
                 text = (path / "FORMAT").read_bytes()
                 if text != FORMAT.encode():
-                    raise WrongFormat(f"{path} has the format {text[:40]!r}; this nvpool knows only {FORMAT.strip()!r}; "
-                                      "use the version of nvpool that made it")
+                    raise WrongFormat(
+                        f"{path} has the format {text[:40]!r}; this nvpool knows only {FORMAT.strip()!r}; "
+                        "use the version of nvpool that made it"
+                    )
                 if not (path / "data.mdb").exists():
-                    raise CorruptRecord(f"{path}/data.mdb is missing: restore the directory from its backup or dump")
+                    raise CorruptRecord(
+                        f"{path}/data.mdb is missing: restore the directory from its backup or dump"
+                    )
                 return True
             if (path / "FORMAT.new").exists():
                 for name in ("data.mdb", "lock.mdb", "journal-0", "journal-1"):
                     (path / name).unlink(missing_ok=True)
             elif (path / "data.mdb").exists():
-                raise WrongFormat(f"{path} has a database but no FORMAT: if nvpool made it, restore that file, "
-                                  f"it says {FORMAT.strip()!r}")
+                raise WrongFormat(
+                    f"{path} has a database but no FORMAT: if nvpool made it, restore that file, "
+                    f"it says {FORMAT.strip()!r}"
+                )
             descriptor = os.open(path / "FORMAT.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             try:
                 os.write(descriptor, FORMAT.encode())

@@ -42,7 +42,7 @@ from nvpool.kv.journal import Journal, JournalRecord, encode
 from nvpool.kv.lmdb_env import LmdbTree, Mark
 from nvpool.kv.memtable import Layer
 from nvpool.kv.options import LmdbOptions
-from nvpool.kv.replication_log import ReplicationHistory, Position
+from nvpool.kv.replication_log import Position, ReplicationHistory
 from nvpool.kv.snapshot import EngineSnapshot, SnapshotSet
 
 __all__ = ["LmdbKv", "LmdbOptions"]
@@ -64,9 +64,16 @@ class LmdbKv:
     """The LMDB engine; `kv/api` has its contract. Created by `open` only."""
 
     @classmethod
-    async def open(cls, path: str | os.PathLike[str], options: LmdbOptions | None = None, *,
-                   before_checkpoint: BeforeCheckpoint | None = None, on_replay: OnReplay | None = None,
-                   on_fence: Callable[[str], None] | None = None, step: Step = _no_step) -> LmdbKv:
+    async def open(
+        cls,
+        path: str | os.PathLike[str],
+        options: LmdbOptions | None = None,
+        *,
+        before_checkpoint: BeforeCheckpoint | None = None,
+        on_replay: OnReplay | None = None,
+        on_fence: Callable[[str], None] | None = None,
+        step: Step = _no_step,
+    ) -> LmdbKv:
         """Open the engine in the directory `path`, create it if it is missing, and replay its journal.
 
         On return everything that was acknowledged before is present and durable. May be repeated after an
@@ -94,8 +101,15 @@ class LmdbKv:
             raise
         return engine
 
-    def __init__(self, path: Path, options: LmdbOptions, before_checkpoint: BeforeCheckpoint | None,
-                 on_replay: OnReplay | None, on_fence: Callable[[str], None] | None, step: Step) -> None:
+    def __init__(
+        self,
+        path: Path,
+        options: LmdbOptions,
+        before_checkpoint: BeforeCheckpoint | None,
+        on_replay: OnReplay | None,
+        on_fence: Callable[[str], None] | None,
+        step: Step,
+    ) -> None:
         self.path = path
         self.options = options
         self.sync_before_answer = options.durability == "always"
@@ -162,7 +176,12 @@ class LmdbKv:
         self._term_before = term
         self._journal.begin(generation + 2)
         if self._replayed_count:
-            log.info("%s: %d changes replayed from the journal, up to %d", self.path, self._replayed_count, sequence)
+            log.info(
+                "%s: %d changes replayed from the journal, up to %d",
+                self.path,
+                self._replayed_count,
+                sequence,
+            )
         await self._checkpoint_once()
         if self._replayed_count:
             self._tree.renew()  # the checkpoint may have been larger than usual
@@ -181,10 +200,14 @@ class LmdbKv:
         mark = self._tree.mark()
         if mark is None:
             if formatted:
-                raise CorruptRecord(f"{self.path}/data.mdb is empty: restore the directory from its backup or dump")
+                raise CorruptRecord(
+                    f"{self.path}/data.mdb is empty: restore the directory from its backup or dump"
+                )
             return Mark(0, 0, 0)
         if mark.term > self.options.term:
-            raise WrongFormat(f"{self.path} has seen the term {mark.term} and can not be opened under {self.options.term}")
+            raise WrongFormat(
+                f"{self.path} has seen the term {mark.term} and can not be opened under {self.options.term}"
+            )
         return mark
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -287,7 +310,9 @@ class LmdbKv:
         if self._sync_timer is None:
             self._sync_timer = self._loop.call_later(self.options.sync_interval_s, self._sync_due)
         if self._checkpoint_timer is None:
-            self._checkpoint_timer = self._loop.call_later(self.options.checkpoint_interval_s, self._checkpoint_due)
+            self._checkpoint_timer = self._loop.call_later(
+                self.options.checkpoint_interval_s, self._checkpoint_due
+            )
         if len(values) >= self._entries_max or journal.offset > self.options.journal_bytes // 2:
             self._relieve()
         return sequence
@@ -302,11 +327,15 @@ class LmdbKv:
             if self._drive_full:
                 # Rejected callers change nothing, so only this timer checks whether there is space again.
                 if self._checkpoint_timer is None and self._checkpoint_task is None:
-                    self._checkpoint_timer = self._loop.call_later(self.options.checkpoint_interval_s, self._checkpoint_due)
+                    self._checkpoint_timer = self._loop.call_later(
+                        self.options.checkpoint_interval_s, self._checkpoint_due
+                    )
                 raise NoSpace(self._drive_full)
             if self._journal.offset + record_bytes <= self._limit_reclaiming:
-                raise NoSpace(f"the records in {self.path} have reached their configured maximum of "
-                              f"{self.options.map_bytes_max} bytes")
+                raise NoSpace(
+                    f"the records in {self.path} have reached their configured maximum of "
+                    f"{self.options.map_bytes_max} bytes"
+                )
         raise Busy("changes must wait for a checkpoint")
 
     def _set_limits(self) -> None:
@@ -328,7 +357,10 @@ class LmdbKv:
         self._limit_adding = min(self._limit_reclaiming, left)
 
     def _is_large(self) -> bool:
-        return len(self._layer.values) >= self._entries_max or self._journal.offset > self.options.journal_bytes // 2
+        return (
+            len(self._layer.values) >= self._entries_max
+            or self._journal.offset > self.options.journal_bytes // 2
+        )
 
     def _relieve(self) -> None:
         """Start a checkpoint for a large layer; at twice its size, stop accepting changes."""
@@ -492,7 +524,9 @@ class LmdbKv:
         elif isinstance(error, NoSpace):
             log.warning("%s: %s; trying again", self.path, error)
             if self._checkpoint_timer is None:
-                self._checkpoint_timer = self._loop.call_later(self.options.checkpoint_interval_s, self._checkpoint_due)
+                self._checkpoint_timer = self._loop.call_later(
+                    self.options.checkpoint_interval_s, self._checkpoint_due
+                )
         else:
             self._fence(f"a checkpoint failed: {error}")
 
@@ -517,8 +551,9 @@ class LmdbKv:
                 self._tree.prepare(self._frozen_bytes)
             except NoSpace as error:
                 full = str(error)
-            while not await self._loop.run_in_executor(self._checkpoint_thread, self._tree.write, self._frozen.values,
-                                                       mark, self._step):
+            while not await self._loop.run_in_executor(
+                self._checkpoint_thread, self._tree.write, self._frozen.values, mark, self._step
+            ):
                 # The transaction was discarded; the frozen layer still has everything.
                 self._tree.double_map()
         except NoSpace as error:
@@ -562,14 +597,25 @@ class LmdbKv:
 
     def statistics(self) -> dict[str, float]:
         tree = self._tree
-        return {"entries": tree.entries, "used_bytes": tree.used_bytes, "map_bytes": tree.map_bytes,
-                "map_bytes_max": self.options.map_bytes_max, "file_bytes": tree.file_bytes,
-                "journal_bytes": self._journal.offset, "layer_entries": len(self._layer.values),
-                "frozen_entries": len(self._frozen.values) if self._frozen else 0, "snapshots": len(self._snapshots.live),
-                "checkpoints": self._checkpoint_count, "syncs": self._sync_count, "replayed": self._replayed_count,
-                "sequence": self._sequence, "synced_sequence": self._synced_sequence,
-                "stored_sequence": self._stored_sequence, "drive_full": float(bool(self._drive_full)),
-                "fenced": float(bool(self._fenced))}
+        return {
+            "entries": tree.entries,
+            "used_bytes": tree.used_bytes,
+            "map_bytes": tree.map_bytes,
+            "map_bytes_max": self.options.map_bytes_max,
+            "file_bytes": tree.file_bytes,
+            "journal_bytes": self._journal.offset,
+            "layer_entries": len(self._layer.values),
+            "frozen_entries": len(self._frozen.values) if self._frozen else 0,
+            "snapshots": len(self._snapshots.live),
+            "checkpoints": self._checkpoint_count,
+            "syncs": self._sync_count,
+            "replayed": self._replayed_count,
+            "sequence": self._sequence,
+            "synced_sequence": self._synced_sequence,
+            "stored_sequence": self._stored_sequence,
+            "drive_full": float(bool(self._drive_full)),
+            "fenced": float(bool(self._fenced)),
+        }
 
     async def close(self) -> None:
         """Sync, checkpoint and release the engine. May be called twice.

@@ -22,7 +22,9 @@ class NumberBounds:
 
     def __init__(self, kv: Kv, key: bytes, first: int = 1, at_once: int = NUMBERS_AT_ONCE) -> None:
         if at_once < 2:
-            raise InvalidRequest("numbers are reserved by two at least, since the second half is given while the next is made")
+            raise InvalidRequest(
+                "numbers are reserved by two at least, since the second half is given while the next is made"
+            )
         self._kv = kv
         self._key = key
         self._first = first

@@ -59,8 +59,12 @@ class JournalRecord(NamedTuple):
 def encode_plain(term: int, generation: int, sequence: int, effects: dict[bytes, bytes | None]) -> bytes:
     """Encode a record of effects that `api.checked_effects` has accepted."""
     pack = _EFFECT.pack
-    body = b"".join([pack(len(key), _DELETED) + key if value is None else pack(len(key), len(value)) + key + value
-                     for key, value in effects.items()])
+    body = b"".join(
+        [
+            pack(len(key), _DELETED) + key if value is None else pack(len(key), len(value)) + key + value
+            for key, value in effects.items()
+        ]
+    )
     head = _HEAD.pack(_HEAD_BYTES + len(body), term, generation, sequence, len(effects), 0)
     return crc32c(body, crc32c(head)).to_bytes(4, "little") + head + body
 
@@ -79,7 +83,7 @@ def decode(buffer: memoryview, offset: int) -> JournalRecord | None:
     end = offset + length
     if length < _HEAD_BYTES or end > len(buffer) or reserved:
         return None
-    if crc32c(buffer[offset + 4:end]) != int.from_bytes(buffer[offset:offset + 4], "little"):
+    if crc32c(buffer[offset + 4 : end]) != int.from_bytes(buffer[offset : offset + 4], "little"):
         return None
     effects: list[tuple[bytes, bytes | None]] = []
     at = offset + _HEAD_BYTES
@@ -91,12 +95,12 @@ def decode(buffer: memoryview, offset: int) -> JournalRecord | None:
         deleted = value_bytes == _DELETED
         if end - at < key_bytes + (0 if deleted else value_bytes):
             return None
-        key = bytes(buffer[at:at + key_bytes])
+        key = bytes(buffer[at : at + key_bytes])
         at += key_bytes
         if deleted:
             effects.append((key, None))
         else:
-            effects.append((key, bytes(buffer[at:at + value_bytes])))
+            effects.append((key, bytes(buffer[at : at + value_bytes])))
             at += value_bytes
     return JournalRecord(term, generation, sequence, effects, length) if at == end else None
 
@@ -151,7 +155,9 @@ class Journal:
         end = offset + len(record)
         filling = -end % _PAGE_BYTES
         try:
-            if (end - 1) // _PAGE_BYTES > (offset - 1) // _PAGE_BYTES and end + filling <= self.capacity_bytes:
+            if (end - 1) // _PAGE_BYTES > (
+                offset - 1
+            ) // _PAGE_BYTES and end + filling <= self.capacity_bytes:
                 # Fill the last page that this record begins. Otherwise, if the page is not in the page cache,
                 # a partial write would first read it from the drive, and this call would wait.
                 written = os.pwrite(descriptor, record + _ZEROS[:filling], offset)
@@ -164,7 +170,9 @@ class Journal:
                 written += more
         except OSError as error:
             if not self._wiped(descriptor, offset, record):
-                raise Fenced(f"the journal could not be written ({error.strerror}), and part of a change is in it") from error
+                raise Fenced(
+                    f"the journal could not be written ({error.strerror}), and part of a change is in it"
+                ) from error
             raise from_os_error(error, "write the journal") from error
         self._unsynced[half] = True
         self.offset = end
@@ -176,8 +184,10 @@ class Journal:
         A full drive may refuse this write too, so first check whether there is anything to overwrite.
         """
         try:
-            return (os.pread(descriptor, 4, offset) != record[:4]
-                    or os.pwrite(descriptor, bytes(_HEAD_BYTES), offset) == _HEAD_BYTES)
+            return (
+                os.pread(descriptor, 4, offset) != record[:4]
+                or os.pwrite(descriptor, bytes(_HEAD_BYTES), offset) == _HEAD_BYTES
+            )
         except OSError:
             return False
 
@@ -217,7 +227,7 @@ class Journal:
             # retain as much freed memory.
             whole = mmap.mmap(-1, size)
             while offset < size and (piece := os.pread(descriptor, min(_PIECE_BYTES, size - offset), offset)):
-                whole[offset:offset + len(piece)] = piece
+                whole[offset : offset + len(piece)] = piece
                 offset += len(piece)
         except OSError as error:
             raise _read_failed(error) from error

@@ -27,7 +27,15 @@ from typing import NamedTuple
 import lmdb
 
 from nvpool.core.checksum import crc32c
-from nvpool.core.errors import CorruptRecord, DriveFailed, InvalidRequest, NoSpace, NvpoolError, WrongFormat, from_os_error
+from nvpool.core.errors import (
+    CorruptRecord,
+    DriveFailed,
+    InvalidRequest,
+    NoSpace,
+    NvpoolError,
+    WrongFormat,
+    from_os_error,
+)
 from nvpool.core.units import MIB
 from nvpool.kv.api import KEY_BYTES_MAX, KEY_END
 
@@ -102,8 +110,15 @@ class LmdbTree:
             raise from_os_error(error, f"open {self.path}") from error
 
     def _open(self, map_bytes: int) -> None:
-        self._env = lmdb.open(os.fspath(self.path.parent), map_size=map_bytes, subdir=True, mode=0o600, readahead=False,
-                              max_spare_txns=1, create=False)
+        self._env = lmdb.open(
+            os.fspath(self.path.parent),
+            map_size=map_bytes,
+            subdir=True,
+            mode=0o600,
+            readahead=False,
+            max_spare_txns=1,
+            create=False,
+        )
 
     def renew(self) -> None:
         """Reopen LMDB's file, to return the memory of a large `write` to malloc and to the system.
@@ -239,7 +254,9 @@ class LmdbTree:
         value = self._checked((KEY_END, stored))[1]
         version = int.from_bytes(value[:2], "little")
         if version != _MARK_VERSION or len(value) != _MARK.size:
-            raise WrongFormat(f"{self.path} has the version {version}; this version of nvpool knows {_MARK_VERSION} only")
+            raise WrongFormat(
+                f"{self.path} has the version {version}; this version of nvpool knows {_MARK_VERSION} only"
+            )
         return Mark(*_MARK.unpack(value)[3:])
 
     # -- writing ------------------------------------------------------------------------------------------------------
@@ -328,7 +345,9 @@ class LmdbTree:
     def _measure(self) -> None:
         pages, found = self._env.stat(), self._env.info()
         self.entries = max(0, pages["entries"] - 1)
-        self.used_bytes = self._page_bytes * (pages["branch_pages"] + pages["leaf_pages"] + pages["overflow_pages"])
+        self.used_bytes = self._page_bytes * (
+            pages["branch_pages"] + pages["leaf_pages"] + pages["overflow_pages"]
+        )
         self.file_bytes = self._page_bytes * (found["last_pgno"] + 1)
         self.map_bytes = found["map_size"]
         self.write_keys_max = keys_within(WRITE_PAGES_MAX, pages["leaf_pages"], pages["branch_pages"])
@@ -380,4 +399,8 @@ def from_lmdb_error(error: lmdb.Error, doing: str) -> NvpoolError:
     code = getattr(error, "code", 0)
     if code == errno.EFBIG:
         return NoSpace(f"{doing}: {os.strerror(code)}")
-    return from_os_error(OSError(code, os.strerror(code)), doing) if code > 0 else DriveFailed(f"{doing}: {error}")
+    return (
+        from_os_error(OSError(code, os.strerror(code)), doing)
+        if code > 0
+        else DriveFailed(f"{doing}: {error}")
+    )

@@ -132,10 +132,19 @@ class MemoryKv:
         return self._snapshots.begin(first, end)
 
     def statistics(self) -> dict[str, float]:
-        return {"entries": len(self._values), "layer_entries": 0, "syncs": self._syncs, "checkpoints": 0,
-                "used_bytes": sum(map(len, self._values)) + sum(map(len, self._values.values())),
-                "map_bytes": 0, "map_bytes_max": 0, "journal_bytes": 0, "sequence": self._sequence,
-                "synced_sequence": self._synced_sequence, "fenced": float(bool(self._fenced))}
+        return {
+            "entries": len(self._values),
+            "layer_entries": 0,
+            "syncs": self._syncs,
+            "checkpoints": 0,
+            "used_bytes": sum(map(len, self._values)) + sum(map(len, self._values.values())),
+            "map_bytes": 0,
+            "map_bytes_max": 0,
+            "journal_bytes": 0,
+            "sequence": self._sequence,
+            "synced_sequence": self._synced_sequence,
+            "fenced": float(bool(self._fenced)),
+        }
 
     async def close(self) -> None:
         if not self._fenced:

@@ -26,7 +26,7 @@ class OrderedKeys:
     def rebuild(self, keys: Iterable[bytes]) -> None:
         """Replace the content by `keys`, which are unique and in any order."""
         ordered = sorted(keys)
-        self._buckets = [ordered[at:at + _BUCKET_KEYS] for at in range(0, len(ordered), _BUCKET_KEYS)]
+        self._buckets = [ordered[at : at + _BUCKET_KEYS] for at in range(0, len(ordered), _BUCKET_KEYS)]
         self._lasts = [bucket[-1] for bucket in self._buckets]
 
     def add(self, key: bytes) -> None:
@@ -41,8 +41,8 @@ class OrderedKeys:
         bucket = self._buckets[at]
         insort(bucket, key)
         if len(bucket) > 2 * _BUCKET_KEYS:
-            self._buckets[at:at + 1] = [bucket[:_BUCKET_KEYS], bucket[_BUCKET_KEYS:]]
-            self._lasts[at:at + 1] = [bucket[_BUCKET_KEYS - 1], bucket[-1]]
+            self._buckets[at : at + 1] = [bucket[:_BUCKET_KEYS], bucket[_BUCKET_KEYS:]]
+            self._lasts[at : at + 1] = [bucket[_BUCKET_KEYS - 1], bucket[-1]]
         else:
             self._lasts[at] = bucket[-1]
 

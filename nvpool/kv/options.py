@@ -28,7 +28,16 @@ class LmdbOptions:
     def __post_init__(self) -> None:
         if self.durability not in ("interval", "always"):
             raise InvalidRequest(f'durability is "interval" or "always", not {self.durability!r}')
-        if min(self.map_bytes, self.layer_entries_max, self.checkpoint_interval_s, self.sync_interval_s, self.term) <= 0:
+        if (
+            min(
+                self.map_bytes,
+                self.layer_entries_max,
+                self.checkpoint_interval_s,
+                self.sync_interval_s,
+                self.term,
+            )
+            <= 0
+        ):
             raise InvalidRequest("sizes, intervals and the term of an engine are above zero")
         if self.journal_bytes < 4096 or self.map_bytes_max < MIB:
             raise InvalidRequest("an engine needs a journal of 4 KiB and a map of 1 MiB at least")

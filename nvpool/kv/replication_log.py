@@ -131,7 +131,9 @@ class ReplicationHistory:
         """
         if not tail.stored.sequence and not self.base.sequence:
             tail = tail._replace(stored=self.base)  # both started empty
-        for run in reversed((TermRun(tail.stored.term, tail.stored.sequence, tail.stored.sequence), *tail.runs)):
+        for run in reversed(
+            (TermRun(tail.stored.term, tail.stored.sequence, tail.stored.sequence), *tail.runs)
+        ):
             sequence = min(run.last, self.last.sequence)
             while sequence >= max(run.first, self.base.sequence):
                 term = self.term_at(sequence)
@@ -180,8 +182,12 @@ class ReplicationHistory:
             done = asyncio.get_running_loop().create_future()
             # The queue must stay ordered: wait after the last callback of `when`, whose number is as high or
             # higher.
-            self._waiting.append((max(sequence, self._waiting[-1][0] if self._waiting else 0),
-                                  lambda _known, done=done: done.done() or done.set_result(None)))
+            self._waiting.append(
+                (
+                    max(sequence, self._waiting[-1][0] if self._waiting else 0),
+                    lambda _known, done=done: done.done() or done.set_result(None),
+                )
+            )
             await done
             if self._ended:
                 # Nothing will be committed: wait until the caller is cancelled.

@@ -114,7 +114,9 @@ class EngineSnapshot:
     def _changed(self, first: bytes, end: bytes, limit: int) -> list[tuple[bytes, bytes | None]]:
         """Return the first keys in the range that have changed since the snapshot, with their old values."""
         old = self._old
-        found: Iterator[tuple[bytes, bytes | None]] = ((key, old[key]) for key in self._old_keys.ascend(first, end))
+        found: Iterator[tuple[bytes, bytes | None]] = (
+            (key, old[key]) for key in self._old_keys.ascend(first, end)
+        )
         if self._scratch is None:
             return list(islice(found, limit))
         with contextlib.closing(self._scratch.ascend(first, end)) as spilled:
@@ -134,7 +136,11 @@ class EngineSnapshot:
         """
         try:
             for key in keys:
-                if self._position <= key < self._end and key not in self._old and not (self._scratch and key in self._scratch):
+                if (
+                    self._position <= key < self._end
+                    and key not in self._old
+                    and not (self._scratch and key in self._scratch)
+                ):
                     if len(self._old) >= OLD_VALUES_MAX:
                         self._spill()
                     self._old[key] = self._owner.kv.get(key)

@@ -35,8 +35,15 @@ class SpillFile:
         except OSError as error:
             raise from_os_error(error, f"make a directory in {directory}") from error
         try:
-            self._env = lmdb.open(os.fspath(self._path), map_size=_MAP_BYTES, sync=False, metasync=False, lock=False,
-                                  readahead=False, max_spare_txns=1)
+            self._env = lmdb.open(
+                os.fspath(self._path),
+                map_size=_MAP_BYTES,
+                sync=False,
+                metasync=False,
+                lock=False,
+                readahead=False,
+                max_spare_txns=1,
+            )
         except lmdb.Error as error:
             shutil.rmtree(self._path, ignore_errors=True)
             raise from_lmdb_error(error, f"open {self._path}") from error

@@ -41,8 +41,14 @@ class Waits:
         for task in self._undecided:
             task.cancel()
 
-    def add(self, call: Call, wait: Callable[[], Awaitable], then: Callable[[], Any], may_be_applied: bool = False,
-            undecided: bool = False) -> None:
+    def add(
+        self,
+        call: Call,
+        wait: Callable[[], Awaitable],
+        then: Callable[[], Any],
+        may_be_applied: bool = False,
+        undecided: bool = False,
+    ) -> None:
         """Call `then` after `wait()` returns.
 
         If `then` meets a locked record, wait for the record and call `then` again. If `wait` or `then` fails,
@@ -64,7 +70,9 @@ class Waits:
             self._undecided.add(task)
             task.add_done_callback(self._undecided.discard)
 
-    async def _wait(self, call: Call, wait: Callable[[], Awaitable], then: Callable[[], Any], may_be_applied: bool) -> None:
+    async def _wait(
+        self, call: Call, wait: Callable[[], Awaitable], then: Callable[[], Any], may_be_applied: bool
+    ) -> None:
         try:
             async with asyncio.timeout(max(0.0, call.deadline_s - self._clock.boottime_s())):
                 await wait()
@@ -75,7 +83,11 @@ class Waits:
                     except LockedRecord as held:
                         await held.wait()
         except TimeoutError:
-            call.fail(DeadlineExceeded("what the request waits for did not come in time", may_be_applied=may_be_applied))
+            call.fail(
+                DeadlineExceeded(
+                    "what the request waits for did not come in time", may_be_applied=may_be_applied
+                )
+            )
         except asyncio.CancelledError:
             call.fail(Draining(f"{self._who} is stopping", may_be_applied=may_be_applied))
             raise

@@ -15,7 +15,7 @@ from nvpool.core.units import CHAINS_PER_TABLE
 from nvpool.meta.service_auth import ServiceRight
 from nvpool.poolmap.layout import chain_of
 from nvpool.poolmap.model import PoolMap
-from nvpool.rpc.target_calls import TargetDialer, TargetCalls
+from nvpool.rpc.target_calls import TargetCalls, TargetDialer
 
 CALL_S = 5.0
 """Timeout of one call. After it the request is sent again; truncation and removal may be repeated safely."""
@@ -51,8 +51,12 @@ class Targets:
             for number, chain in enumerate(table.chains):
                 if known is None or known.chains[number].epoch != chain.epoch:
                     self._changed_at.update(dict.fromkeys((*chain.targets, *chain.joining), pool_map.epoch))
-        self._of_table = {table.id: frozenset(target for chain in table.chains
-                                              for target in (*chain.targets, *chain.joining)) for table in pool_map.tables}
+        self._of_table = {
+            table.id: frozenset(
+                target for chain in table.chains for target in (*chain.targets, *chain.joining)
+            )
+            for table in pool_map.tables
+        }
         self._has_map.set()
 
     def all(self) -> frozenset[int]:
@@ -81,7 +85,11 @@ class Targets:
     def joining(self, table: int) -> frozenset[int]:
         """Targets that are catching up with chains of this table."""
         known = self._map.table_by_id.get(table) if self._map is not None else None
-        return frozenset(target for chain in known.chains for target in chain.joining) if known is not None else frozenset()
+        return (
+            frozenset(target for chain in known.chains for target in chain.joining)
+            if known is not None
+            else frozenset()
+        )
 
     async def ask(self, target: int, method: int, request: Any) -> Any:
         """Send a request to one target and return its reply. Raises any NvpoolError."""
@@ -90,11 +98,17 @@ class Targets:
             request.map_epoch = self.epoch
         if hasattr(request, "authority"):
             request.authority = self.authority()
-        return await self._calls.call(target, method, request.SerializeToString(),
-                                      deadline_s=self._clock.boottime_s() + CALL_S)
+        return await self._calls.call(
+            target, method, request.SerializeToString(), deadline_s=self._clock.boottime_s() + CALL_S
+        )
 
-    async def tell(self, targets: frozenset[int] | set[int], method: int, request: Any,
-                   answers: dict[int, bytes] | None = None) -> dict[int, NvpoolError]:
+    async def tell(
+        self,
+        targets: frozenset[int] | set[int],
+        method: int,
+        request: Any,
+        answers: dict[int, bytes] | None = None,
+    ) -> dict[int, NvpoolError]:
         """Send one request to all `targets`.
 
         Return the targets that have not carried it out, each with its error. The replies of the others are

@@ -79,8 +79,15 @@ class Page:
     # -- between processes -------------------------------------------------------------------------------------------------
 
     def pack(self) -> bytes:
-        return msgspec.msgpack.encode(_Packed([(name, list(labels), value) for name, of_name in self._samples.items()
-                                               for labels, value in of_name.items()]))
+        return msgspec.msgpack.encode(
+            _Packed(
+                [
+                    (name, list(labels), value)
+                    for name, of_name in self._samples.items()
+                    for labels, value in of_name.items()
+                ]
+            )
+        )
 
     @classmethod
     def unpack(cls, raw: bytes) -> Page:
@@ -104,9 +111,12 @@ class Page:
 
     def told(self) -> list[dict[str, Any]]:
         """Return the samples for JSON: name, labels, and the value, or count and sum of a histogram."""
-        return [{"name": name, "labels": dict(labels)} |
-                ({"count": sum(value[1]), "sum": value[0]} if isinstance(value, tuple) else {"value": value})
-                for name, of_name in self._samples.items() for labels, value in of_name.items()]
+        return [
+            {"name": name, "labels": dict(labels)}
+            | ({"count": sum(value[1]), "sum": value[0]} if isinstance(value, tuple) else {"value": value})
+            for name, of_name in self._samples.items()
+            for labels, value in of_name.items()
+        ]
 
     # -- for Prometheus ----------------------------------------------------------------------------------------------------
 
@@ -116,7 +126,10 @@ class Page:
             of_name = self._samples.get(metric.name)
             if not of_name:
                 continue
-            lines += (f"# HELP {metric.name} {_escaped(metric.help, quote=False)}", f"# TYPE {metric.name} {metric.kind}")
+            lines += (
+                f"# HELP {metric.name} {_escaped(metric.help, quote=False)}",
+                f"# TYPE {metric.name} {metric.kind}",
+            )
             for labels, value in sorted(of_name.items(), key=lambda item: item[0]):
                 if isinstance(value, tuple):
                     _histogram(lines, metric.name, labels, *value)
@@ -130,7 +143,7 @@ def _histogram(lines: list[str], name: str, labels: Labels, sum_s: float, counts
     for slot, bound in zip(range(FIRST_SLOT, LAST_SLOT + 1), BOUNDS_S, strict=True):
         total += counts[slot]
         lines.append(f"{name}_bucket{_written((*labels, ('le', repr(bound))))} {total}")
-    total += sum(counts[LAST_SLOT + 1:])
+    total += sum(counts[LAST_SLOT + 1 :])
     lines.append(f"{name}_bucket{_written((*labels, ('le', '+Inf')))} {total}")
     lines.append(f"{name}_sum{_written(labels)} {_number(sum_s)}")
     lines.append(f"{name}_count{_written(labels)} {total}")
@@ -154,6 +167,8 @@ def _number(value: float) -> str:
 def table() -> str:
     """Return all metrics as a Markdown table, as in docs/reference/metrics.md."""
     rows = ["| name | kind | labels | meaning |", "|---|---|---|---|"]
-    rows += [f"| `{metric.name}` | {metric.kind} | {', '.join(metric.labels) or '–'} | {metric.help} |"
-             for metric in METRICS.values()]
+    rows += [
+        f"| `{metric.name}` | {metric.kind} | {', '.join(metric.labels) or '–'} | {metric.help} |"
+        for metric in METRICS.values()
+    ]
     return "\n".join(rows)

@@ -44,8 +44,11 @@ async def serve_metrics(address: str, make_page: MakePage, group: int | None = N
     """
     host, port = parse_address(address)
     if is_open(address):
-        log.warning("metrics are told to whoever reaches %s, without a password: keep it on the loopback address, or put a "
-                    "proxy before it", address)
+        log.warning(
+            "metrics are told to whoever reaches %s, without a password: keep it on the loopback address, or put a "
+            "proxy before it",
+            address,
+        )
     told = False
     asked: set[asyncio.StreamWriter] = set()
 
@@ -66,15 +69,24 @@ async def serve_metrics(address: str, make_page: MakePage, group: int | None = N
 
     while True:
         try:
-            server = await (asyncio.start_server(answer, host, port, limit=HEAD_BYTES_MAX) if port
-                            else _at_socket(host, answer, group))
+            server = await (
+                asyncio.start_server(answer, host, port, limit=HEAD_BYTES_MAX)
+                if port
+                else _at_socket(host, answer, group)
+            )
         except OSError as error:
             if not told:
-                log.warning("metrics can not be served at %s, which is tried again: %s", address, error.strerror or error)
+                log.warning(
+                    "metrics can not be served at %s, which is tried again: %s",
+                    address,
+                    error.strerror or error,
+                )
                 told = True
             await asyncio.sleep(AGAIN_S)
             continue
-        log.info("metrics are served at %s", f"http://{host}:{port}/metrics" if port else f"the socket {host}")
+        log.info(
+            "metrics are served at %s", f"http://{host}:{port}/metrics" if port else f"the socket {host}"
+        )
         try:
             await asyncio.get_running_loop().create_future()
         finally:
@@ -83,8 +95,11 @@ async def serve_metrics(address: str, make_page: MakePage, group: int | None = N
                 writer.close()
 
 
-async def _at_socket(path: str, answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
-                     group: int | None) -> asyncio.Server:
+async def _at_socket(
+    path: str,
+    answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+    group: int | None,
+) -> asyncio.Server:
     """Listen on a unix socket; replace a socket left by a process that has ended.
 
     OSError: another process listens on `path`.
@@ -118,8 +133,10 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ma
         except Exception:  # border of the subsystem: the next scrape may succeed
             log.exception("metrics could not be told")
             status, kind, body = "500 Internal Server Error", "text/plain", b"the log tells why\n"
-    writer.write(f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
-                 f"Connection: close\r\n\r\n".encode())
+    writer.write(
+        f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
+        f"Connection: close\r\n\r\n".encode()
+    )
     if method != "HEAD":
         writer.write(body)
     async with asyncio.timeout(TAKE_S):

@@ -52,22 +52,39 @@ PROCESS_DESCRIPTORS = _gauge("process_open_fds", "File descriptors that the proc
 PROCESS_DESCRIPTORS_MAX = _gauge("process_max_fds", "File descriptors that it may have open.")
 PROCESS_START = _gauge("process_start_time_seconds", "When the process began, since 1970.")
 
-REQUEST_SECONDS = _histogram("request_seconds", "Requests answered, from their arrival to their answer; a request may be a "
-                             "batch of many reads or writes, and pool_map and meta_watch wait on purpose.",
-                             "op transport")
+REQUEST_SECONDS = _histogram(
+    "request_seconds",
+    "Requests answered, from their arrival to their answer; a request may be a "
+    "batch of many reads or writes, and pool_map and meta_watch wait on purpose.",
+    "op transport",
+)
 REQUEST_ERRORS = _counter("request_errors_total", "Requests answered with an error.", "op error")
-REQUEST_BYTES = _counter("request_bytes_total", "Payload of requests (in) and of their answers (out).",
-                         "op transport direction")
-REQUESTS_GIVEN_UP = _counter("requests_given_up_total", "Requests whose asker has gone or cancelled before the answer.",
-                             "transport")
-REQUESTS_IN_WORK = _gauge("requests_in_work", "Requests that have arrived and are not answered yet.", "transport")
-CALL_SECONDS = _histogram("call_seconds", "Questions to other processes, from the sending to the answer.", "op")
-CALL_ERRORS = _counter("call_errors_total", "Questions that ended with an error: that of the answer, a lost connection, or "
-                       "no answer in time.", "op error")
-CALLS_IN_FLIGHT = _gauge("calls_in_flight", "Questions to other processes that wait for their answer or their turn.")
+REQUEST_BYTES = _counter(
+    "request_bytes_total", "Payload of requests (in) and of their answers (out).", "op transport direction"
+)
+REQUESTS_GIVEN_UP = _counter(
+    "requests_given_up_total", "Requests whose asker has gone or cancelled before the answer.", "transport"
+)
+REQUESTS_IN_WORK = _gauge(
+    "requests_in_work", "Requests that have arrived and are not answered yet.", "transport"
+)
+CALL_SECONDS = _histogram(
+    "call_seconds", "Questions to other processes, from the sending to the answer.", "op"
+)
+CALL_ERRORS = _counter(
+    "call_errors_total",
+    "Questions that ended with an error: that of the answer, a lost connection, or no answer in time.",
+    "op error",
+)
+CALLS_IN_FLIGHT = _gauge(
+    "calls_in_flight", "Questions to other processes that wait for their answer or their turn."
+)
 
-LIMITS_MET = _counter("limits_met_total", "Times that a client was refused, held back or cut off, by the key of [limits] in "
-                      "node.toml.", "limit")
+LIMITS_MET = _counter(
+    "limits_met_total",
+    "Times that a client was refused, held back or cut off, by the key of [limits] in node.toml.",
+    "limit",
+)
 
 KV_ENTRIES = _gauge("kv_entries", "Records in the LMDB environment of a shard or of a target's index.")
 KV_USED = _gauge("kv_used_bytes", "Of the LMDB environment, in use.")
@@ -84,117 +101,223 @@ KV_DRIVE_FULL = _gauge("kv_drive_full", "1 while the journal or LMDB finds no ro
 
 STORE_READS = _counter("store_reads_total", "Reads answered by the store, each of a batch.")
 STORE_READ_BYTES = _counter("store_read_bytes_total", "Bytes read by the store for them.")
-STORE_READS_WAITED = _counter("store_reads_waited_total", "Pieces of reads that were not in memory and waited for the drive.")
+STORE_READS_WAITED = _counter(
+    "store_reads_waited_total", "Pieces of reads that were not in memory and waited for the drive."
+)
 STORE_WRITES = _counter("store_writes_total", "Writes made by the store, each of a batch.")
 STORE_FLUSHES = _counter("store_flushes_total", "Flushes of the drive that were asked for.")
-STORE_SHORT_CUT_READS = _counter("store_short_cut_reads_total", "Reads that clients of this host made past the store, as "
-                                 "they told when they asked for locations.")
+STORE_SHORT_CUT_READS = _counter(
+    "store_short_cut_reads_total",
+    "Reads that clients of this host made past the store, as they told when they asked for locations.",
+)
 STORE_SHORT_CUT_BYTES = _counter("store_short_cut_bytes_total", "Bytes of these reads.")
-STORE_WAITING = _gauge("store_waiting_requests", "Requests that wait in the store for the drive, another target, or their "
-                       "turn.")
+STORE_WAITING = _gauge(
+    "store_waiting_requests", "Requests that wait in the store for the drive, another target, or their turn."
+)
 STORE_CAPACITY = _gauge("store_capacity_bytes", "What chunks may take, without the reserve.")
 STORE_USED = _gauge("store_used_bytes", "What chunks take.")
-STORE_BAD_BLOCKS = _gauge("store_bad_blocks", "Blocks that do not fit their checksum and are not repaired yet.")
-STORE_REPAIRED = _counter("store_repaired_blocks_total", "Bad blocks that were written anew from another replica.")
-STORE_REBUILT = _counter("store_rebuilt_chunks_total", "Chunks that were copied whole from another replica after damage.")
-STORE_STRAYS = _counter("store_strays_removed_chunks_total", "Chunks given up because their chains are others' now.")
-STORE_STRAYS_LEFT = _gauge("store_strays_left_chunks", "Chunks of chains that are others' now and could not be "
-                           "removed yet: a drain waits for them, and nvpool status says why.")
-STORE_FENCED = _gauge("store_fenced", "1 when the store has stopped serving because it can not vouch for what it holds.")
-STORE_LEASE = _gauge("store_lease_left_seconds", "For how long the target may serve what others hold too; not told where it "
-                     "holds nothing together with others.")
+STORE_BAD_BLOCKS = _gauge(
+    "store_bad_blocks", "Blocks that do not fit their checksum and are not repaired yet."
+)
+STORE_REPAIRED = _counter(
+    "store_repaired_blocks_total", "Bad blocks that were written anew from another replica."
+)
+STORE_REBUILT = _counter(
+    "store_rebuilt_chunks_total", "Chunks that were copied whole from another replica after damage."
+)
+STORE_STRAYS = _counter(
+    "store_strays_removed_chunks_total", "Chunks given up because their chains are others' now."
+)
+STORE_STRAYS_LEFT = _gauge(
+    "store_strays_left_chunks",
+    "Chunks of chains that are others' now and could not be "
+    "removed yet: a drain waits for them, and nvpool status says why.",
+)
+STORE_FENCED = _gauge(
+    "store_fenced", "1 when the store has stopped serving because it can not vouch for what it holds."
+)
+STORE_LEASE = _gauge(
+    "store_lease_left_seconds",
+    "For how long the target may serve what others hold too; not told where it "
+    "holds nothing together with others.",
+)
 RESYNC_CHAINS = _gauge("resync_chains", "Chains that the target catches up with, by how far it is.", "state")
-RESYNC_COPIED = _gauge("resync_copied_bytes", "Copied from others for the chains that it catches up with now.")
+RESYNC_COPIED = _gauge(
+    "resync_copied_bytes", "Copied from others for the chains that it catches up with now."
+)
 RESYNC_LEFT = _gauge("resync_left_bytes", "Still to be copied, as far as it is known.")
 SCRUB_RUNNING = _gauge("scrub_running", "1 while a round of scrubbing reads what nobody reads.")
-SCRUB_BLOCKS = _gauge("scrub_round_blocks", "Blocks of 4 KiB of the round that runs, by whether they were read.", "state")
+SCRUB_BLOCKS = _gauge(
+    "scrub_round_blocks", "Blocks of 4 KiB of the round that runs, by whether they were read.", "state"
+)
 SCRUB_BAD = _gauge("scrub_round_bad_blocks", "Bad blocks of the round that runs, or of the last one.")
-SCRUB_ENDED = _gauge("scrub_last_round_end_time_seconds", "When the last whole round ended, since 1970; 0: none yet.")
+SCRUB_ENDED = _gauge(
+    "scrub_last_round_end_time_seconds", "When the last whole round ended, since 1970; 0: none yet."
+)
 
 # -- a metadata shard --------------------------------------------------------------------------------------------------------
 
-META_SERVING = _gauge("meta_serving", "1 while this member is the primary of its shard and may answer: it has its lease.",
-                      "shard")
+META_SERVING = _gauge(
+    "meta_serving",
+    "1 while this member is the primary of its shard and may answer: it has its lease.",
+    "shard",
+)
 META_INODES = _gauge("meta_inodes", "Inodes of the shard.", "shard")
 META_OPEN = _gauge("meta_open_inodes", "Inodes that some session has open.", "shard")
 META_SESSIONS = _gauge("meta_sessions", "Sessions of clients.", "shard")
-META_LEASES = _gauge("meta_watching_sessions", "Sessions that are told of changes, and may keep attributes until then.",
-                     "shard")
-META_RECALLS = _counter("meta_recalls_total", "Leases of attributes that were called back for a change.", "shard")
-META_RECALLS_LATE = _counter("meta_recalls_waited_out_total", "Of those, the ones whose end was waited for.", "shard")
+META_LEASES = _gauge(
+    "meta_watching_sessions",
+    "Sessions that are told of changes, and may keep attributes until then.",
+    "shard",
+)
+META_RECALLS = _counter(
+    "meta_recalls_total", "Leases of attributes that were called back for a change.", "shard"
+)
+META_RECALLS_LATE = _counter(
+    "meta_recalls_waited_out_total", "Of those, the ones whose end was waited for.", "shard"
+)
 META_LOCKS = _gauge("meta_locks", "Locks that are held.", "shard")
 META_LOCK_WAITERS = _gauge("meta_lock_waiters", "Requests that wait for a lock.", "shard")
-META_WAITING = _gauge("meta_waiting_requests", "Requests that wait for a sync, a cut, another shard, or a lease.", "shard")
+META_WAITING = _gauge(
+    "meta_waiting_requests", "Requests that wait for a sync, a cut, another shard, or a lease.", "shard"
+)
 META_CHANGES = _counter("meta_changes_total", "Changes that were made.", "shard")
-META_REPEATED = _counter("meta_repeated_total", "Changes that were asked for again and answered from their record.", "shard")
+META_REPEATED = _counter(
+    "meta_repeated_total", "Changes that were asked for again and answered from their record.", "shard"
+)
 META_REFUSED = _counter("meta_refused_total", "Requests refused for a reason that the user is told.", "shard")
 META_SPANS = _counter("meta_spans_total", "Changes that needed other shards too.", "shard")
-META_ORPHANS = _gauge("meta_orphans", "Inodes without a name that somebody still has open, or that are not collected yet.",
-                      "shard")
+META_ORPHANS = _gauge(
+    "meta_orphans",
+    "Inodes without a name that somebody still has open, or that are not collected yet.",
+    "shard",
+)
 META_TO_COLLECT = _gauge("meta_to_collect", "Inodes whose chunks are to be removed.", "shard")
 META_COLLECTED = _counter("meta_collected_total", "Inodes whose chunks were removed.", "shard")
-META_BEHIND = _gauge("meta_standby_behind_changes", "Replication lag: changes of the primary that this standby does not "
-                     "have.", "shard member")
-META_STANDBY_COUNTS = _gauge("meta_standby_up", "1 while no change is acknowledged that this standby does not have.",
-                             "shard member")
+META_BEHIND = _gauge(
+    "meta_standby_behind_changes",
+    "Replication lag: changes of the primary that this standby does not have.",
+    "shard member",
+)
+META_STANDBY_COUNTS = _gauge(
+    "meta_standby_up", "1 while no change is acknowledged that this standby does not have.", "shard member"
+)
 
 # -- the supervisor of a node: the pool as its map says, and its processes -------------------------------------------------
 
 POOL_EPOCH = _gauge("pool_map_epoch", "Of the newest pool map on this node.")
 POOL_LEADS = _gauge("pool_leads", "1 on the node that decides changes of the map.")
-POOL_CHAINS = _gauge("pool_chains", "Chains of all replica counts, by state: full; fewer copies than they shall have; none "
-                     "that serves. Each node tells the same: use max().", "state")
-POOL_COPIES_LEFT = _gauge("pool_copies_left", "Copies of chains that are still to be made: recovery, rebalancing, draining.")
+POOL_CHAINS = _gauge(
+    "pool_chains",
+    "Chains of all replica counts, by state: full; fewer copies than they shall have; none "
+    "that serves. Each node tells the same: use max().",
+    "state",
+)
+POOL_COPIES_LEFT = _gauge(
+    "pool_copies_left", "Copies of chains that are still to be made: recovery, rebalancing, draining."
+)
 POOL_FILLING = _gauge("pool_chains_filling", "Chains of which a copy is being made now.")
 POOL_MOVING_PAUSED = _gauge("pool_moving_paused", "1 while the operator has paused the moving of chunks.")
-POOL_TARGETS = _gauge("pool_targets", "Targets by state (up, down), without those that were removed.", "state")
+POOL_TARGETS = _gauge(
+    "pool_targets", "Targets by state (up, down), without those that were removed.", "state"
+)
 POOL_NODES = _gauge("pool_nodes", "Nodes of the pool.")
 POOL_STANDBYS = _gauge("pool_standbys", "Standbys of metadata shards by state (up, syncing).", "state")
-SHARD_STANDBYS = _gauge("shard_standbys", "Standbys of a shard: how many are wanted, and how many have all records by the pool "
-                        "map (up). Every node reports the same: use max().", "shard state")
-TARGET_CHAINS_MISSING = _gauge("target_chains_missing", "Chains that lack the copy which this target is to hold. Every node "
-                               "reports the same: use max().", "target")
-DRAIN_STALLED = _gauge("drain_stalled_seconds", "Seconds for which the drain of this target has made no progress; 0 in the "
-                       "first minute of a standstill. Every node reports the same: use max().", "target")
-TARGET_CHAINS = _gauge("target_chains", "Chains that a target of this node holds (holds), is to get (to_come), and to give "
-                       "away (to_go).", "target state")
-CHILD_RESTARTS = _counter("child_restarts_total", "Deaths of the process since its supervisor began.", "child")
-CERTIFICATE_LEFT = _gauge("certificate_remaining_seconds", "Until a certificate in this node's pool directory ends: its own "
-                          "(member), that of the pool's authority, and those for etcd. Below 0: it has ended.", "kind")
+SHARD_STANDBYS = _gauge(
+    "shard_standbys",
+    "Standbys of a shard: how many are wanted, and how many have all records by the pool "
+    "map (up). Every node reports the same: use max().",
+    "shard state",
+)
+TARGET_CHAINS_MISSING = _gauge(
+    "target_chains_missing",
+    "Chains that lack the copy which this target is to hold. Every node reports the same: use max().",
+    "target",
+)
+DRAIN_STALLED = _gauge(
+    "drain_stalled_seconds",
+    "Seconds for which the drain of this target has made no progress; 0 in the "
+    "first minute of a standstill. Every node reports the same: use max().",
+    "target",
+)
+TARGET_CHAINS = _gauge(
+    "target_chains",
+    "Chains that a target of this node holds (holds), is to get (to_come), and to give away (to_go).",
+    "target state",
+)
+CHILD_RESTARTS = _counter(
+    "child_restarts_total", "Deaths of the process since its supervisor began.", "child"
+)
+CERTIFICATE_LEFT = _gauge(
+    "certificate_remaining_seconds",
+    "Until a certificate in this node's pool directory ends: its own "
+    "(member), that of the pool's authority, and those for etcd. Below 0: it has ended.",
+    "kind",
+)
 SCRAPE_SECONDS = _gauge("scrape_seconds", "How long the processes of this node took to answer this scrape.")
 
 # -- a client: a mount --------------------------------------------------------------------------------------------------------
 
-FUSE_SECONDS = _histogram("fuse_seconds", "Requests of the kernel, from the turn in which they were taken to their answer; "
-                          "of those that were answered in that turn the mean counts. Engine kernel.", "op")
-FUSE_READ_BYTES = _counter("fuse_read_bytes_total", "Bytes handed to the kernel as data: of files, and a little of listings. "
-                           "Engine kernel.")
-FUSE_WRITTEN_BYTES = _counter("fuse_written_bytes_total", "Bytes taken from the kernel by writes. Engine kernel.")
+FUSE_SECONDS = _histogram(
+    "fuse_seconds",
+    "Requests of the kernel, from the turn in which they were taken to their answer; "
+    "of those that were answered in that turn the mean counts. Engine kernel.",
+    "op",
+)
+FUSE_READ_BYTES = _counter(
+    "fuse_read_bytes_total",
+    "Bytes handed to the kernel as data: of files, and a little of listings. Engine kernel.",
+)
+FUSE_WRITTEN_BYTES = _counter(
+    "fuse_written_bytes_total", "Bytes taken from the kernel by writes. Engine kernel."
+)
 FUSE_IN_WORK = _gauge("fuse_in_work", "Requests of the kernel that are not answered yet. Engine kernel.")
-CLIENT_READS = _counter("client_reads_total", "Pieces of reads by the way they came: the store's answer, the short cut past "
-                        "it (from the kernel's memory or from the drive), small files kept whole, read-ahead.", "way")
+CLIENT_READS = _counter(
+    "client_reads_total",
+    "Pieces of reads by the way they came: the store's answer, the short cut past "
+    "it (from the kernel's memory or from the drive), small files kept whole, read-ahead.",
+    "way",
+)
 CLIENT_MESSAGES = _counter("client_messages_total", "Messages to stores that carried them.")
 CLIENT_WRITES = _counter("client_writes_total", "Pieces of writes that stores have taken.")
-CLIENT_PRIMARY_SILENT = _gauge("client_primary_silent_seconds", "For how long the primary of a shard has not answered this "
-                               "client; 0 while it does.", "shard")
+CLIENT_PRIMARY_SILENT = _gauge(
+    "client_primary_silent_seconds",
+    "For how long the primary of a shard has not answered this client; 0 while it does.",
+    "shard",
+)
 CLIENT_UNSTORED = _gauge("client_unstored_bytes", "Written bytes that no store has yet.")
-CLIENT_REPEATS = _counter("client_repeats_total", "Requests that were asked again: by whom they are answered.", "service")
-CLIENT_HEDGED = _counter("client_hedged_reads_total", "Reads that another replica was asked for too, because the first was "
-                         "slow.")
-CLIENT_MISMATCHES = _counter("client_mismatches_total", "Blocks that came with a wrong checksum and were read elsewhere.",
-                             "way")
-CLIENT_QUESTIONS = _counter("client_metadata_questions_total", "Questions to metadata services, changes (change) and others "
-                            "(look).", "kind")
+CLIENT_REPEATS = _counter(
+    "client_repeats_total", "Requests that were asked again: by whom they are answered.", "service"
+)
+CLIENT_HEDGED = _counter(
+    "client_hedged_reads_total", "Reads that another replica was asked for too, because the first was slow."
+)
+CLIENT_MISMATCHES = _counter(
+    "client_mismatches_total", "Blocks that came with a wrong checksum and were read elsewhere.", "way"
+)
+CLIENT_QUESTIONS = _counter(
+    "client_metadata_questions_total",
+    "Questions to metadata services, changes (change) and others (look).",
+    "kind",
+)
 MOUNT_WORKERS = _gauge("mount_workers", "Processes that serve this mount and have answered.")
 
 # -- the bridge ----------------------------------------------------------------------------------------------------------------
 
-BRIDGE_SECONDS = _histogram("bridge_request_seconds", "Calls of container engines answered: the transport is docker or csi.",
-                            "op transport")
-BRIDGE_ERRORS = _counter("bridge_request_errors_total", "Calls of container engines that were refused or failed.",
-                         "op transport error")
+BRIDGE_SECONDS = _histogram(
+    "bridge_request_seconds",
+    "Calls of container engines answered: the transport is docker or csi.",
+    "op transport",
+)
+BRIDGE_ERRORS = _counter(
+    "bridge_request_errors_total",
+    "Calls of container engines that were refused or failed.",
+    "op transport error",
+)
 BRIDGE_USES = _gauge("bridge_volume_uses", "Containers, pods and their like that use a volume on this host.")
-BRIDGE_UNTOLD = _gauge("bridge_ended_uses", "Uses that have ended here and of which the pool has not been told yet.")
+BRIDGE_UNTOLD = _gauge(
+    "bridge_ended_uses", "Uses that have ended here and of which the pool has not been told yet."
+)
 
 
 # -- durations -------------------------------------------------------------------------------------------------------------

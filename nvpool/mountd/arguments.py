@@ -33,48 +33,117 @@ def parse_words(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -m {Program.MOUNT.module}", description=DESCRIPTION)
     parser.add_argument("pool", help="directory of a pool on this machine, or HOST:PORT of any of its nodes")
     parser.add_argument("mountpoint", type=Path, help="an empty directory")
-    parser.add_argument("--engine", choices=ENGINES, help="kernel: /dev/fuse itself; pyfuse3: libfuse; auto: kernel on Linux "
-                        "5.4 and newer (auto)")
-    parser.add_argument("--subtree", default="/", metavar="PATH", help="the directory of the pool that is shown (/)")
-    parser.add_argument("--source", default="", metavar="TEXT",
-                        help="what /proc/mounts names as mounted (nvpool:NAME, and the subtree)")
-    parser.add_argument("--stay-in-group", action="store_true", help="all processes of the mount stay in the process group "
-                        "of who starts it: autofs keeps out others until it is mounted")
+    parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        help="kernel: /dev/fuse itself; pyfuse3: libfuse; auto: kernel on Linux 5.4 and newer (auto)",
+    )
+    parser.add_argument(
+        "--subtree", default="/", metavar="PATH", help="the directory of the pool that is shown (/)"
+    )
+    parser.add_argument(
+        "--source",
+        default="",
+        metavar="TEXT",
+        help="what /proc/mounts names as mounted (nvpool:NAME, and the subtree)",
+    )
+    parser.add_argument(
+        "--stay-in-group",
+        action="store_true",
+        help="all processes of the mount stay in the process group "
+        "of who starts it: autofs keeps out others until it is mounted",
+    )
     parser.add_argument("--read-only", action="store_true")
     parser.add_argument("--no-allow-other", action="store_true", help="only for the user who mounts")
     parser.add_argument("--force", action="store_true", help="clean a mount whose process is gone first")
     parser.add_argument("--attr-timeout-s", type=float, help="how long the kernel may keep attributes (1)")
     parser.add_argument("--entry-timeout-s", type=float, help="how long the kernel may keep names (1)")
-    parser.add_argument("--negative-timeout-s", type=float,
-                        help="how long the kernel may remember that a name is not there (0)")
-    parser.add_argument("--deadline-s", type=float, help="how long a call waits for a daemon that is gone (60)")
-    parser.add_argument("--transport", metavar="SCHEME", help="the only one to use: stream+unix, stream, grpc, … (auto)")
-    parser.add_argument("--no-short-cut", action="store_true", help="read through the stores also on their own node")
-    parser.add_argument("--no-acl", action="store_true", help="without access control lists: the kernel does not ask for them")
-    parser.add_argument("--read-ahead", type=parse_bytes, default=1 << 20, metavar="BYTES",
-                        help="how far the kernel reads ahead of a sequential reader (1M)")
-    parser.add_argument("--max-read", type=parse_bytes, default=0, metavar="BYTES",
-                        help="of one request, engine kernel (what the kernel allows: 1M, or fs.fuse.max_pages_limit pages)")
-    parser.add_argument("--max-background", type=int, default=128, metavar="N",
-                        help="requests in work that no call waits for, as read-ahead; engine kernel (128)")
-    parser.add_argument("--congestion-threshold", type=int, default=0, metavar="N",
-                        help="of those, when the kernel begins to hold back; engine kernel (three quarters)")
-    parser.add_argument("--writeback", action="store_true",
-                        help="the kernel keeps written pages and writes them later, engine kernel: only where no other mount "
-                             "or program changes these files")
-    parser.add_argument("--holder", action=argparse.BooleanOptionalAction, default=None, help="the mount outlives this "
-                        "process: needs engine kernel and Linux 5.4 (where it can be)")
+    parser.add_argument(
+        "--negative-timeout-s",
+        type=float,
+        help="how long the kernel may remember that a name is not there (0)",
+    )
+    parser.add_argument(
+        "--deadline-s", type=float, help="how long a call waits for a daemon that is gone (60)"
+    )
+    parser.add_argument(
+        "--transport", metavar="SCHEME", help="the only one to use: stream+unix, stream, grpc, … (auto)"
+    )
+    parser.add_argument(
+        "--no-short-cut", action="store_true", help="read through the stores also on their own node"
+    )
+    parser.add_argument(
+        "--no-acl", action="store_true", help="without access control lists: the kernel does not ask for them"
+    )
+    parser.add_argument(
+        "--read-ahead",
+        type=parse_bytes,
+        default=1 << 20,
+        metavar="BYTES",
+        help="how far the kernel reads ahead of a sequential reader (1M)",
+    )
+    parser.add_argument(
+        "--max-read",
+        type=parse_bytes,
+        default=0,
+        metavar="BYTES",
+        help="of one request, engine kernel (what the kernel allows: 1M, or fs.fuse.max_pages_limit pages)",
+    )
+    parser.add_argument(
+        "--max-background",
+        type=int,
+        default=128,
+        metavar="N",
+        help="requests in work that no call waits for, as read-ahead; engine kernel (128)",
+    )
+    parser.add_argument(
+        "--congestion-threshold",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of those, when the kernel begins to hold back; engine kernel (three quarters)",
+    )
+    parser.add_argument(
+        "--writeback",
+        action="store_true",
+        help="the kernel keeps written pages and writes them later, engine kernel: only where no other mount "
+        "or program changes these files",
+    )
+    parser.add_argument(
+        "--holder",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="the mount outlives this process: needs engine kernel and Linux 5.4 (where it can be)",
+    )
     # behave as on Linux before 6.9; for tests
     parser.add_argument("--no-resend", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--workers", type=_worker_count, metavar="N", help="processes for this mount; all but one only read "
-                        "larger files. Needs a holder (1)")
+    parser.add_argument(
+        "--workers",
+        type=_worker_count,
+        metavar="N",
+        help="processes for this mount; all but one only read larger files. Needs a holder (1)",
+    )
     parser.add_argument("--metrics", metavar="HOST:PORT", help="tell Prometheus at http://HOST:PORT/metrics")
-    parser.add_argument("--drain-s", type=float, default=10.0, help="what open files get on SIGTERM before the mount ends (10)")
-    parser.add_argument("-o", dest="extra", action="append", default=[], metavar="OPTION",
-                        help="of mount(8): noexec, suid, dev, …")
+    parser.add_argument(
+        "--drain-s",
+        type=float,
+        default=10.0,
+        help="what open files get on SIGTERM before the mount ends (10)",
+    )
+    parser.add_argument(
+        "-o",
+        dest="extra",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="of mount(8): noexec, suid, dev, …",
+    )
     parser.add_argument("--log", type=Path, help="file to log to (stderr)")
-    parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"],
-                        help="least important messages that are kept (as node.toml says, info)")
+    parser.add_argument(
+        "--log-level",
+        choices=["debug", "info", "warning", "error"],
+        help="least important messages that are kept (as node.toml says, info)",
+    )
     parser.add_argument("--log-format", choices=["text", "json"], help="as node.toml says, text")
     return parser.parse_args(words)
 
@@ -106,8 +175,13 @@ def start_mount_log(name: str, arguments: argparse.Namespace) -> None:
         directory, config = configured_pool(arguments)
     except NvpoolError:
         directory, config = None, Config()
-    start_log(name, arguments.log_level or config.log.level, arguments.log, form=arguments.log_format or config.log.format,
-              node_toml=directory.node_toml if directory is not None and arguments.log_level is None else None)
+    start_log(
+        name,
+        arguments.log_level or config.log.level,
+        arguments.log,
+        form=arguments.log_format or config.log.format,
+        node_toml=directory.node_toml if directory is not None and arguments.log_level is None else None,
+    )
 
 
 def keeps_requests(arguments: argparse.Namespace) -> bool:
@@ -125,9 +199,15 @@ def given(value: float | None, otherwise: float) -> float:
 def client_options(arguments: argparse.Namespace, section: ClientSection) -> ClientOptions:
     options = configured(section)
     # If the kernel must not cache, the client must not return old attributes either.
-    kept_s = min(given(arguments.attr_timeout_s, section.attr_timeout_s),
-                 given(arguments.entry_timeout_s, section.entry_timeout_s))
-    return options._replace(deadline_s=given(arguments.deadline_s, section.deadline_s),
-                            transport=arguments.transport or section.transport, direct_reads=True,
-                            short_cut=section.short_cut and not arguments.no_short_cut,
-                            attr_s=min(options.attr_s, kept_s), fresh_s=min(options.fresh_s, kept_s))
+    kept_s = min(
+        given(arguments.attr_timeout_s, section.attr_timeout_s),
+        given(arguments.entry_timeout_s, section.entry_timeout_s),
+    )
+    return options._replace(
+        deadline_s=given(arguments.deadline_s, section.deadline_s),
+        transport=arguments.transport or section.transport,
+        direct_reads=True,
+        short_cut=section.short_cut and not arguments.no_short_cut,
+        attr_s=min(options.attr_s, kept_s),
+        fresh_s=min(options.fresh_s, kept_s),
+    )

@@ -82,8 +82,13 @@ def main(words: list[str]) -> int:
             theirs, ours = socket.socketpair()
             with ours:
                 with theirs:
-                    forked = [fork(Program.MOUNT, partial(serve, descriptors, theirs, ours),
-                                   own_session=not arguments.stay_in_group)]
+                    forked = [
+                        fork(
+                            Program.MOUNT,
+                            partial(serve, descriptors, theirs, ours),
+                            own_session=not arguments.stay_in_group,
+                        )
+                    ]
                 for descriptor in descriptors:
                     os.close(descriptor)
                 forked.append(fork(Program.MOUNT_NOTIFIER, partial(notice, ours)))

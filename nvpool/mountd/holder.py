@@ -72,8 +72,11 @@ class Zygote:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.setblocking(False)
         with theirs:
-            self._popen = subprocess.Popen(command(Program.MOUNT_FORK_SERVER, *words), stdin=theirs,
-                                           start_new_session="--stay-in-group" not in words)
+            self._popen = subprocess.Popen(
+                command(Program.MOUNT_FORK_SERVER, *words),
+                stdin=theirs,
+                start_new_session="--stay-in-group" not in words,
+            )
         self.pidfd = os.pidfd_open(self._popen.pid)
         self.started_s = SYSTEM_CLOCK.boottime_s()
 
@@ -132,7 +135,7 @@ class Holder:
         self._heir: Serving | None = None
         self._zygote: Zygote | None = None
         self._heirs_zygote: Zygote | None = None
-        self._zygote_s = 0.0      # when the next fork server may be started
+        self._zygote_s = 0.0  # when the next fork server may be started
         self._zygote_pause_s = 0.0
         self._descriptors: list[int] = []
         """Descriptors to keep and to pass on, as the serving process reported them.
@@ -142,7 +145,7 @@ class Holder:
         """
         self._stops = 0
         self._deaths = 0
-        self._start_s = 0.0      # when to start the next serving process; 0: one is running
+        self._start_s = 0.0  # when to start the next serving process; 0: one is running
         self._died_s = 0.0
         self._leave_until_s = 0.0
         self._signals, signals = socket.socketpair()
@@ -163,7 +166,9 @@ class Holder:
             self._serving = self._start()
         while True:
             zygote_s = self._zygote_s if self._serving is not None else 0.0
-            wake_s = min((at_s for at_s in (self._start_s, self._leave_until_s, zygote_s) if at_s), default=0.0)
+            wake_s = min(
+                (at_s for at_s in (self._start_s, self._leave_until_s, zygote_s) if at_s), default=0.0
+            )
             self._wait(max(0.0, wake_s - SYSTEM_CLOCK.boottime_s()) if wake_s else None)
             self._take_signals()
             self._look_at_zygote()
@@ -221,7 +226,9 @@ class Holder:
             code = self._zygote.end()
             self._zygote = None
             early = lived_s < ZYGOTE_PAUSE_S_MAX
-            self._zygote_pause_s = min(max(0.1, 2 * self._zygote_pause_s), ZYGOTE_PAUSE_S_MAX) if early else 0.1
+            self._zygote_pause_s = (
+                min(max(0.1, 2 * self._zygote_pause_s), ZYGOTE_PAUSE_S_MAX) if early else 0.1
+            )
             self._zygote_s = now_s + self._zygote_pause_s
             log.warning("the process that waits to fork has ended (%s)", _told(code))
         if self._zygote is None and self._serving is not None and now_s >= self._zygote_s:
@@ -231,7 +238,9 @@ class Holder:
     def _listen(self, process: Serving) -> None:
         while True:
             try:
-                said, numbers, _, _ = socket.recv_fds(process.control, 64, DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC)
+                said, numbers, _, _ = socket.recv_fds(
+                    process.control, 64, DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
+                )
             except BlockingIOError:
                 return
             except ConnectionError:
@@ -241,7 +250,7 @@ class Holder:
                 return
             word, _, value = said.decode(errors="replace").partition(" ")
             if word == "here" and len(numbers) == 1:
-                process.pidfd, = numbers
+                (process.pidfd,) = numbers
             elif word == "keep" and len(numbers) >= 2:
                 self._close_descriptors()
                 self._descriptors = numbers
@@ -292,13 +301,18 @@ class Holder:
         self._deaths += 1
         over = self._deaths - QUICK_DEATHS_MAX
         if self._deaths >= DEATHS_MAX:
-            log.error("no serving process comes up; the mount is dead now, clean it up with: nvpool umount %s",
-                      self._words[-1])
+            log.error(
+                "no serving process comes up; the mount is dead now, clean it up with: nvpool umount %s",
+                self._words[-1],
+            )
             return EXIT_BUG
-        pause_s = 0.0 if over <= 0 else min(0.1 * 2 ** over, PAUSE_S_MAX)
+        pause_s = 0.0 if over <= 0 else min(0.1 * 2**over, PAUSE_S_MAX)
         self._start_s = SYSTEM_CLOCK.boottime_s() + pause_s
-        log.warning("the serving process has died%s; another one goes on%s", "" if process.ready else " before it served",
-                    f" in {pause_s:.1f} s" if pause_s else "")
+        log.warning(
+            "the serving process has died%s; another one goes on%s",
+            "" if process.ready else " before it served",
+            f" in {pause_s:.1f} s" if pause_s else "",
+        )
         return None
 
     def _give_heir_up(self, why: str) -> None:
@@ -328,7 +342,12 @@ class Holder:
                 self._stops += 1
                 if self._serving is not None:
                     self._serving.say("stop")
-            elif number == signal.SIGUSR1 and self._heir is None and self._descriptors and self._may_be_replaced():
+            elif (
+                number == signal.SIGUSR1
+                and self._heir is None
+                and self._descriptors
+                and self._may_be_replaced()
+            ):
                 log.info("the serving process is being replaced")
                 self._heirs_zygote = Zygote(self._words)
                 self._heir = self._heirs_zygote.serve(self._descriptors)

@@ -53,7 +53,9 @@ class HolderClient:
         self._popen: subprocess.Popen | None = None
         self._again_s = 0.0
         self._started_s = 0.0
-        self.holder_pid = struct.unpack("3i", self._control.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        self.holder_pid = struct.unpack(
+            "3i", self._control.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        )[0]
         self.serves = False
         """Whether the end of this process is the end of the mount."""
         self.since_s = 0.0
@@ -225,7 +227,10 @@ class HolderClient:
         try:
             self._popen = subprocess.Popen(
                 [*command(Program.MOUNT_HOLDER, f"--adopt={','.join(map(str, passed))}"), *self._words],
-                stdin=subprocess.DEVNULL, pass_fds=passed, start_new_session=True)
+                stdin=subprocess.DEVNULL,
+                pass_fds=passed,
+                start_new_session=True,
+            )
         except OSError as error:
             log.error("no other holder could be started: %s", error)
             self._control.close()

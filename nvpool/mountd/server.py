@@ -59,7 +59,7 @@ from nvpool.mountd.arguments import (
     start_mount_log,
 )
 from nvpool.mountd.holder_client import HolderClient, hand_to_holder
-from nvpool.mountd.worker_pool import Readers, IdleWorker, fork_readers
+from nvpool.mountd.worker_pool import IdleWorker, Readers, fork_readers
 from nvpool.poolmap.model import PoolMap
 from nvpool.runtime.cpu_latency import Awake
 from nvpool.runtime.daemon_process import Stop, exit_code, notify_ready, run
@@ -96,9 +96,11 @@ def main(words: list[str]) -> int:
         engine = engine_of(arguments.engine or config.client.engine, writeback=arguments.writeback)
         with_holder = is_held(arguments.holder, engine)
         if (not with_holder or keeps_requests(arguments)) and (arguments.workers or 1) > 1:
-            raise InvalidRequest("several processes need a holder, which keeps what belongs to one that dies, and a kernel "
-                                 "that hands requests out again; mount without --workers, or by engine kernel on Linux 6.9 "
-                                 "and newer")
+            raise InvalidRequest(
+                "several processes need a holder, which keeps what belongs to one that dies, and a kernel "
+                "that hands requests out again; mount without --workers, or by engine kernel on Linux 6.9 "
+                "and newer"
+            )
         parts_of(arguments.subtree)
         if arguments.metrics:
             parse_address(arguments.metrics)
@@ -128,7 +130,9 @@ def serve_held(arguments: argparse.Namespace, held: HolderClient, notices: socke
         log.error("%s", error)
         code = exit_code(error)
     else:
-        code = run(lambda stop: _Mounted(arguments, directory, config, place, stop, held, beside, notices).serve())
+        code = run(
+            lambda stop: _Mounted(arguments, directory, config, place, stop, held, beside, notices).serve()
+        )
     if held.serves or not held.goes_on:
         held.ended(code)
     return code
@@ -150,9 +154,17 @@ def directory_here(pool_map: PoolMap) -> PoolDirectory | None:
 
 
 class _Mounted:
-    def __init__(self, arguments: argparse.Namespace, directory: PoolDirectory | None, config: Config, place: Path,
-                 stop: Stop, held: HolderClient | None = None, beside: list[IdleWorker] | None = None,
-                 notices: socket.socket | None = None) -> None:
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        directory: PoolDirectory | None,
+        config: Config,
+        place: Path,
+        stop: Stop,
+        held: HolderClient | None = None,
+        beside: list[IdleWorker] | None = None,
+        notices: socket.socket | None = None,
+    ) -> None:
         self._arguments = arguments
         self._directory = directory
         self._config = config
@@ -181,29 +193,52 @@ class _Mounted:
             held.on_holder = self._announce_holder
             held.listen()
         client = await Client.open(
-            arguments.pool, name=f"mount {self._place}", kept=kept, options=client_options(arguments, section))
+            arguments.pool, name=f"mount {self._place}", kept=kept, options=client_options(arguments, section)
+        )
         try:
             root = await self._root(client, kept)
         except BaseException:
             await client.close()
             raise
-        ops = view_of(client.vfs, FuseOptions(given(arguments.attr_timeout_s, section.attr_timeout_s),
-                                              given(arguments.entry_timeout_s, section.entry_timeout_s),
-                                              given(arguments.negative_timeout_s, 0.0),
-                                              arguments.writeback), root=root, read_only=is_read_only(arguments))
+        ops = view_of(
+            client.vfs,
+            FuseOptions(
+                given(arguments.attr_timeout_s, section.attr_timeout_s),
+                given(arguments.entry_timeout_s, section.entry_timeout_s),
+                given(arguments.negative_timeout_s, 0.0),
+                arguments.writeback,
+            ),
+            root=root,
+            read_only=is_read_only(arguments),
+        )
         # A user other than root may pass allow_other only where /etc/fuse.conf permits it; such a user adds
         # -o allow_other.
-        options = MountOptions(client.pool_map.name, is_read_only(arguments),
-                               not os.geteuid() and not arguments.no_allow_other, tuple(arguments.extra),
-                               arguments.max_read, arguments.max_background, arguments.congestion_threshold,
-                               arguments.writeback, self._source(client.pool_map.name), not arguments.no_acl)
+        options = MountOptions(
+            client.pool_map.name,
+            is_read_only(arguments),
+            not os.geteuid() and not arguments.no_allow_other,
+            tuple(arguments.extra),
+            arguments.max_read,
+            arguments.max_background,
+            arguments.congestion_threshold,
+            arguments.writeback,
+            self._source(client.pool_map.name),
+            not arguments.no_acl,
+        )
         if self._directory is None:
             self._directory = directory_here(client.pool_map)
         renewing = asyncio.ensure_future(self._keep_certificate(client))
         awake = Awake(self._config.processors.awake)
         keeps = held is not None and (held.has_requests if held.goes_on else keeps_requests(arguments))
-        engine = make_engine(arguments.engine or section.engine, ops, self._place, options, self._ready, awake.touch,
-                             held.requests if keeps else None)
+        engine = make_engine(
+            arguments.engine or section.engine,
+            ops,
+            self._place,
+            options,
+            self._ready,
+            awake.touch,
+            held.requests if keeps else None,
+        )
         self._engine = engine.name
         if held is not None:
             ops.published.on = bool(self._beside)
@@ -227,7 +262,9 @@ class _Mounted:
             asked = asyncio.ensure_future(self._stop.asked.wait())
             left = asyncio.ensure_future(held.left.wait() if held is not None else asyncio.Future())
             if self._arguments.metrics:
-                scraping = asyncio.ensure_future(serve_metrics(self._arguments.metrics, partial(self._page, client, engine)))
+                scraping = asyncio.ensure_future(
+                    serve_metrics(self._arguments.metrics, partial(self._page, client, engine))
+                )
             gc.freeze()  # the collector need never visit the objects that exist now
             await asyncio.wait([serving, asked, left], return_when=asyncio.FIRST_COMPLETED)
             if left.done() and not serving.done() and not asked.done():
@@ -283,10 +320,13 @@ class _Mounted:
 
     def _source(self, name: str) -> str:
         parts = parts_of(self._arguments.subtree)
-        return self._arguments.source or f"nvpool:{name}" + (":/" + os.fsdecode(b"/".join(parts)) if parts else "")
+        return self._arguments.source or f"nvpool:{name}" + (
+            ":/" + os.fsdecode(b"/".join(parts)) if parts else ""
+        )
 
     async def _page(self, client: Client, engine: Engine, wait_s: float) -> Page:
         """The metrics of all processes of this mount, summed."""
+
         def measure(page: Page) -> None:
             page.set(metrics.UP, 1)
             engine.measure(page)
@@ -318,9 +358,18 @@ class _Mounted:
     def _announce(self, role: str, pid: int, pause_ms: int = 0) -> None:
         identity = identity_of(pid)
         if self._directory is not None and identity is not None:
-            self._directory.announce(f"{role}-{pid}", announcement(
-                role, mountpoint=str(self._place), software=f"nvpool {nvpool.__version__}", engine=self._engine,
-                now_ms=SYSTEM_CLOCK.wall_ns() // 1_000_000, pause_ms=pause_ms, identity=identity))
+            self._directory.announce(
+                f"{role}-{pid}",
+                announcement(
+                    role,
+                    mountpoint=str(self._place),
+                    software=f"nvpool {nvpool.__version__}",
+                    engine=self._engine,
+                    now_ms=SYSTEM_CLOCK.wall_ns() // 1_000_000,
+                    pause_ms=pause_ms,
+                    identity=identity,
+                ),
+            )
 
     def _announce_holder(self) -> None:
         if self._held is not None:
@@ -357,7 +406,9 @@ class _Mounted:
         gone = asyncio.ensure_future(asyncio.to_thread(self._unmount))
         hurry = asyncio.ensure_future(self._stop.hurry.wait())
         await asyncio.wait([gone, hurry], return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait([serving, hurry], timeout=self._arguments.drain_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            [serving, hurry], timeout=self._arguments.drain_s, return_when=asyncio.FIRST_COMPLETED
+        )
         hurry.cancel()
 
     def _unmount(self) -> None:
@@ -367,7 +418,9 @@ class _Mounted:
         try:
             unmount(self._place)
         except InUse:
-            log.warning("files are open in %s: it is detached, they get %.0f s", self._place, self._arguments.drain_s)
+            log.warning(
+                "files are open in %s: it is detached, they get %.0f s", self._place, self._arguments.drain_s
+            )
             unmount(self._place, lazy=True)
         except NvpoolError as error:
             log.warning("%s", error)

@@ -37,10 +37,14 @@ CLOSE_S = 1.0
 log = logging.getLogger("nvpool.mountd.worker")
 
 
-async def serve(arguments: argparse.Namespace, config: Config, connection: socket.socket, clone: int,
-                memory: int) -> None:
-    client = await Client.open(arguments.pool, name=f"mount {arguments.mountpoint} reader",
-                               options=client_options(arguments, config.client)._replace(leases=False))
+async def serve(
+    arguments: argparse.Namespace, config: Config, connection: socket.socket, clone: int, memory: int
+) -> None:
+    client = await Client.open(
+        arguments.pool,
+        name=f"mount {arguments.mountpoint} reader",
+        options=client_options(arguments, config.client)._replace(leases=False),
+    )
     awake = Awake(config.processors.awake)
     ops = ReaderOps(client.vfs, KeptHandles(memory))
     engine = ReaderEngine(ops, Channel(connection, 4096), awake.touch)

@@ -48,7 +48,9 @@ class IdleWorker(NamedTuple):
     connection: socket.socket
 
 
-def fork_readers(count: int, arguments: Namespace, config: Config, held: HolderClient, not_theirs: socket.socket) -> list[IdleWorker]:
+def fork_readers(
+    count: int, arguments: Namespace, config: Config, held: HolderClient, not_theirs: socket.socket
+) -> list[IdleWorker]:
     """Fork `count` read workers, which wait for `Readers.start` or for the end of this process.
 
     If fewer can be forked, the log has the reason and the result is shorter.
@@ -81,7 +83,13 @@ class Readers:
     serve.
     """
 
-    def __init__(self, held: HolderClient, engine: KernelEngine, waiting: list[IdleWorker], on_serving: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        held: HolderClient,
+        engine: KernelEngine,
+        waiting: list[IdleWorker],
+        on_serving: Callable[[int], None],
+    ) -> None:
         self._held = held
         self._engine = engine
         self._waiting = waiting
@@ -111,7 +119,7 @@ class Readers:
         except (NvpoolError, OSError) as error:
             log.error("this mount has fewer processes than it was to have: %s", error)
         # Descriptors without a worker are kept too, with any pidfd: requests taken from them may be pending.
-        pidfds += [os.pidfd_open(os.getpid()) for _ in clones[len(pidfds):]]
+        pidfds += [os.pidfd_open(os.getpid()) for _ in clones[len(pidfds) :]]
         self._held.keep_readers(clones, pidfds)
         for passing in self._passings:  # only now: from here on, a successor knows of these workers
             self._engine.let_read(passing, self._come_in)
@@ -127,7 +135,9 @@ class Readers:
             return
         reader = self._passings[passing]
         if not passing.serves and self._end_of(reader) >= 0:
-            log.error("process %d was to read for this mount and has ended before: it is done without", reader.pid)
+            log.error(
+                "process %d was to read for this mount and has ended before: it is done without", reader.pid
+            )
             return
         log.warning("process %d, which read for this mount, has died: all are replaced", reader.pid)
         logging.shutdown()

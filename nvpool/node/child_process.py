@@ -33,9 +33,19 @@ log = logging.getLogger("nvpool.node.child_process")
 
 
 class Child:
-    def __init__(self, directory: PoolDirectory, role: str, number: int, arguments: list[str], timing: Timing,
-                 clock: Clock, before_start: Callable[[], Awaitable[None]] | None = None,
-                 on_death: Callable[[int], None] = lambda pid: None, name: str = "", keeps_memory: bool = False):
+    def __init__(
+        self,
+        directory: PoolDirectory,
+        role: str,
+        number: int,
+        arguments: list[str],
+        timing: Timing,
+        clock: Clock,
+        before_start: Callable[[], Awaitable[None]] | None = None,
+        on_death: Callable[[int], None] = lambda pid: None,
+        name: str = "",
+        keeps_memory: bool = False,
+    ):
         """Describe a process; `keep` starts it.
 
         `before_start` is awaited before a new process is started (not before one is adopted); while it fails,
@@ -234,8 +244,13 @@ class Child:
         code = None
         if self._popen is not None:
             code = self._popen.wait()
-        self.last_end = "it was adopted, so nobody knows how" if code is None else f"exit code {code}" if code >= 0 \
+        self.last_end = (
+            "it was adopted, so nobody knows how"
+            if code is None
+            else f"exit code {code}"
+            if code >= 0
             else f"killed by {signal.Signals(-code).name}"
+        )
         self.reason = last_error(self._directory.log / f"{self.name}.log", self.pid)
         self._unwatch()
         os.close(self._pidfd)

@@ -33,8 +33,11 @@ def draining(pool_map: PoolMap) -> dict[int, int]:
     """Drive -> chains and shards that must leave it, for drives under a drain.
 
     Includes drives whose drain is complete."""
-    drives = {target.id: target.drive for target in pool_map.targets if target.wish in ("drain", "remove")
-              and target.state != "gone"}
+    drives = {
+        target.id: target.drive
+        for target in pool_map.targets
+        if target.wish in ("drain", "remove") and target.state != "gone"
+    }
     if not drives:
         return {}
     left = {drive: len(beside(pool_map, drive)) for drive in drives.values()}
@@ -47,8 +50,12 @@ def draining(pool_map: PoolMap) -> dict[int, int]:
 
 
 class HealthWatch:
-    def __init__(self, pool_map: Callable[[], PoolMap], stores: Callable[[], Awaitable[Iterable[Mapping]]],
-                 clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self,
+        pool_map: Callable[[], PoolMap],
+        stores: Callable[[], Awaitable[Iterable[Mapping]]],
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
         """`stores` returns the status of the targets (node/status)."""
         self._pool_map = pool_map
         self._stores = stores
@@ -88,8 +95,12 @@ class HealthWatch:
     def _note_facts(self) -> None:
         pool_map, now_ms = self._pool_map(), self._clock.wall_ns() // 1_000_000
         facts = [(target.id,) for target in pool_map.targets if target.state == "down"]
-        facts += [(shard.id, standby.member) for shard in pool_map.shards for standby in shard.standbys
-                  if standby.state == "syncing"]
+        facts += [
+            (shard.id, standby.member)
+            for shard in pool_map.shards
+            for standby in shard.standbys
+            if standby.state == "syncing"
+        ]
         self._facts = {fact: self._facts.get(fact, now_ms) for fact in facts}
 
     def stalled_s(self) -> dict[int, float]:
@@ -98,16 +109,26 @@ class HealthWatch:
         A drain counts as stalled immediately while data movement is paused.
         """
         is_paused, now_s = self._pool_map().moving.paused, self._clock.boottime_s()
-        return {drive: now_s - since_s for drive, ((count, _), since_s) in self._marks.items()
-                if now_s - since_s >= (0.0 if is_paused and count else STALLED_S)}
+        return {
+            drive: now_s - since_s
+            for drive, ((count, _), since_s) in self._marks.items()
+            if now_s - since_s >= (0.0 if is_paused and count else STALLED_S)
+        }
 
     def since(self, problems: Iterable[HealthProblem]) -> list[HealthProblem]:
         """Add the start times to `problems`, which must be all problems known now."""
         self._note_facts()
         problems = list(problems)
-        known = self._known | {problem.key: min(since_ms, self._known.get(problem.key, since_ms)) for problem in problems
-                               if (since_ms := self._facts.get((problem.target,) if problem.target is not None
-                                                               else (problem.shard, problem.member))) is not None}
+        known = self._known | {
+            problem.key: min(since_ms, self._known.get(problem.key, since_ms))
+            for problem in problems
+            if (
+                since_ms := self._facts.get(
+                    (problem.target,) if problem.target is not None else (problem.shard, problem.member)
+                )
+            )
+            is not None
+        }
         dated = with_since(problems, known, self._clock.wall_ns() // 1_000_000)
         self._known = {problem.key: problem.since_ms for problem in dated}
         return dated

@@ -38,7 +38,9 @@ class PolledProcess(NamedTuple):
     serves: bool
 
 
-async def node_page(own: Page, processes: Iterable[PolledProcess], dialer: Dialer, wait_s: float = ANSWER_S) -> Page:
+async def node_page(
+    own: Page, processes: Iterable[PolledProcess], dialer: Dialer, wait_s: float = ANSWER_S
+) -> Page:
     """Merge `own` (the supervisor's page) with the pages of these processes, each with its name.
 
     Returns within little more than `wait_s`.
@@ -60,9 +62,15 @@ async def _page_of(one: PolledProcess, dialer: Dialer, deadline_s: float) -> Pag
     page = Page()
     if one.serves and one.endpoints:
         try:
-            async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline_s - SYSTEM_CLOCK.boottime_s()):
-                reply = await dialer.call(one.endpoints, PROCESS_METRICS, MetricsRequest().SerializeToString(),
-                                          deadline_s=deadline_s)
+            async with asyncio.timeout_at(
+                asyncio.get_running_loop().time() + deadline_s - SYSTEM_CLOCK.boottime_s()
+            ):
+                reply = await dialer.call(
+                    one.endpoints,
+                    PROCESS_METRICS,
+                    MetricsRequest().SerializeToString(),
+                    deadline_s=deadline_s,
+                )
             page = Page.unpack(decoded(MetricsReply, reply.message).page)
         except (NvpoolError, TimeoutError):
             page.set(metrics.UP, 0)
@@ -71,8 +79,14 @@ async def _page_of(one: PolledProcess, dialer: Dialer, deadline_s: float) -> Pag
     return page
 
 
-def measure_pool(page: Page, pool_map: PoolMap, node: int, leads: bool, children: Iterable[Child],
-                 stalled_s: Mapping[int, float] | None = None) -> None:
+def measure_pool(
+    page: Page,
+    pool_map: PoolMap,
+    node: int,
+    leads: bool,
+    children: Iterable[Child],
+    stalled_s: Mapping[int, float] | None = None,
+) -> None:
     """Add the supervisor's own metrics: the pool according to the map, and restarts of its processes.
 
     `stalled_s`: drive -> seconds without progress of its drain.
@@ -90,8 +104,11 @@ def measure_pool(page: Page, pool_map: PoolMap, node: int, leads: bool, children
     for state in ("up", "down"):
         page.set(metrics.POOL_TARGETS, sum(target.state == state for target in targets), state=state)
     for state in ("up", "syncing"):
-        page.set(metrics.POOL_STANDBYS, sum(standby.state == state for shard in pool_map.shards for standby in shard.standbys),
-                 state=state)
+        page.set(
+            metrics.POOL_STANDBYS,
+            sum(standby.state == state for shard in pool_map.shards for standby in shard.standbys),
+            state=state,
+        )
     for shard in pool_map.shards:
         page.set(metrics.SHARD_STANDBYS, wanted(shard), shard=shard.id, state="wanted")
         page.set(metrics.SHARD_STANDBYS, len(up_standbys(shard)), shard=shard.id, state="up")
@@ -100,7 +117,11 @@ def measure_pool(page: Page, pool_map: PoolMap, node: int, leads: bool, children
         page.set(metrics.TARGET_CHAINS_MISSING, missing[target.id], target=target.id)
         if target.wish in ("drain", "remove"):
             page.set(metrics.DRAIN_STALLED, (stalled_s or {}).get(target.drive, 0.0), target=target.id)
-    for state, counts in (("holds", held(pool_map)), ("to_come", coming(pool_map)), ("to_go", going(pool_map))):
+    for state, counts in (
+        ("holds", held(pool_map)),
+        ("to_come", coming(pool_map)),
+        ("to_go", going(pool_map)),
+    ):
         for target in targets:
             if target.node == node:
                 page.set(metrics.TARGET_CHAINS, counts[target.id], target=target.id, state=state)
@@ -122,7 +143,13 @@ def asked(pool_map: PoolMap, children: Iterable[Child]) -> list[PolledProcess]:
             endpoints = pool_map.target_by_id[child.number].endpoints
         elif child.role == "meta" and child.number in pool_map.shard_by_id:
             shard = pool_map.shard_by_id[child.number]
-            endpoints = next((endpoints_of(shard, member) for member in members(shard)
-                              if process_name(shard.id, member) == child.name), ())
+            endpoints = next(
+                (
+                    endpoints_of(shard, member)
+                    for member in members(shard)
+                    if process_name(shard.id, member) == child.name
+                ),
+                (),
+            )
         found.append(PolledProcess(child.name, endpoints, child.state == "serving"))
     return found

@@ -90,9 +90,17 @@ log = logging.getLogger("nvpool.node.supervisor")
 
 
 class Supervisor:
-    def __init__(self, directory: PoolDirectory, config: Config, coordinator: MapCoordinator, stop: Stop,
-                 failed: asyncio.Future[None], node: int = 1, greeting: Greeting | None = None,
-                 keeper: MapKeeper | None = None):
+    def __init__(
+        self,
+        directory: PoolDirectory,
+        config: Config,
+        coordinator: MapCoordinator,
+        stop: Stop,
+        failed: asyncio.Future[None],
+        node: int = 1,
+        greeting: Greeting | None = None,
+        keeper: MapKeeper | None = None,
+    ):
         """`failed` receives an error when this process cannot continue; `run` then raises it."""
         self._operators = operators = operators_of(config)
         self._callers, self._secured_callers = Callers(operators), Callers(operators, strangers=True)
@@ -112,30 +120,79 @@ class Supervisor:
         greeting = greeting or Greeting("supervisor", coordinator.pool_map.fingerprint)
         self._identity = greeting.identity
         self._dialer = Dialer(greeting, host_id=host_id())
-        self.leading = Leading(coordinator, node, self._dialer, self._pid_of, config.supervisor.replace_after_s)
+        self.leading = Leading(
+            coordinator, node, self._dialer, self._pid_of, config.supervisor.replace_after_s
+        )
         self._audit = audit_log(directory, "nvpoold")
         self._certificates = CertificateStore(directory)
-        self._reception = Reception(directory, keeper, self.leading.change, self._audit, self._certificates) \
-            if keeper is not None else None
-        self._etcd = EtcdKeeper(directory, config, keeper, self.leading, self._dialer) if keeper is not None else None
-        self._status = PoolStatus(directory, node, coordinator, self.leading, self._dialer, self._etcd, self._children,
-                                  self._certificates, is_stopping=stop.asked.is_set,
-                                  replace_after_s=config.supervisor.replace_after_s, plain_text=config.network.plain_text)
-        self._keeper_of_shards = ShardKeeper(lambda: coordinator.pool_map, self.leading.change_as_leader, SYSTEM_CLOCK,
-                                             lambda: read_grant_key(directory), lambda: self.leading.reign,
-                                             change_anywhere=self.leading.change,
-                                             has_records=partial(has_records, self._dialer, SYSTEM_CLOCK),
-                                             unaware=self.leading.unaware)
-        self._nodes = Nodes(node, self.leading, self._reception, self._etcd, used=self._status.used_bytes,
-                            answers=self._status.node_answers, stop=stop.ask)
-        self._places = ShardPlaces(directory, config, node, self.leading, start=partial(self._start_missing, targets=False),
-                                   end=self._end_child, again=self._begin_again,
-                                   stuck=StuckStandbys(self._dialer, config.supervisor.replace_after_s))
-        self._drives = Drives(directory, config, node, self.leading, used=self._status.used_bytes, start=self._start_missing,
-                              end=self._end_target)
-        self._scrubbing = Scrubbing(node, lambda: coordinator.pool_map, self._dialer, lambda: read_grant_key(directory))
-        self._shards = MetaShards(directory, config, node, self.leading, self._dialer, start=self._start_missing)
-        self._new_chains = NewChains(self.leading, self._dialer, rights_s=config.meta.grant_s, has_ended=self._has_ended)
+        self._reception = (
+            Reception(directory, keeper, self.leading.change, self._audit, self._certificates)
+            if keeper is not None
+            else None
+        )
+        self._etcd = (
+            EtcdKeeper(directory, config, keeper, self.leading, self._dialer) if keeper is not None else None
+        )
+        self._status = PoolStatus(
+            directory,
+            node,
+            coordinator,
+            self.leading,
+            self._dialer,
+            self._etcd,
+            self._children,
+            self._certificates,
+            is_stopping=stop.asked.is_set,
+            replace_after_s=config.supervisor.replace_after_s,
+            plain_text=config.network.plain_text,
+        )
+        self._keeper_of_shards = ShardKeeper(
+            lambda: coordinator.pool_map,
+            self.leading.change_as_leader,
+            SYSTEM_CLOCK,
+            lambda: read_grant_key(directory),
+            lambda: self.leading.reign,
+            change_anywhere=self.leading.change,
+            has_records=partial(has_records, self._dialer, SYSTEM_CLOCK),
+            unaware=self.leading.unaware,
+        )
+        self._nodes = Nodes(
+            node,
+            self.leading,
+            self._reception,
+            self._etcd,
+            used=self._status.used_bytes,
+            answers=self._status.node_answers,
+            stop=stop.ask,
+        )
+        self._places = ShardPlaces(
+            directory,
+            config,
+            node,
+            self.leading,
+            start=partial(self._start_missing, targets=False),
+            end=self._end_child,
+            again=self._begin_again,
+            stuck=StuckStandbys(self._dialer, config.supervisor.replace_after_s),
+        )
+        self._drives = Drives(
+            directory,
+            config,
+            node,
+            self.leading,
+            used=self._status.used_bytes,
+            start=self._start_missing,
+            end=self._end_target,
+        )
+        self._scrubbing = Scrubbing(
+            node, lambda: coordinator.pool_map, self._dialer, lambda: read_grant_key(directory)
+        )
+        self._shards = MetaShards(
+            directory, config, node, self.leading, self._dialer, start=self._start_missing
+        )
+        self._new_chains = NewChains(
+            self.leading, self._dialer, rights_s=config.meta.grant_s, has_ended=self._has_ended
+        )
 
     async def run(self) -> None:
         """Keep the processes of this node running until the stop. On return all of them have ended.
@@ -154,27 +211,49 @@ class Supervisor:
         following = asyncio.ensure_future(self._follow_map())
         ready = asyncio.ensure_future(self._tell_when_ready())
         alive = asyncio.ensure_future(keep_alive())
-        lastings = [following, asyncio.ensure_future(self._keeper_of_shards.run()),
-                    asyncio.ensure_future(self._shards.run()), asyncio.ensure_future(self._new_chains.run()),
-                    asyncio.ensure_future(look_after(self._places.run_once, self._nodes.run_once)),
-                    asyncio.ensure_future(self._status.watch.run())]
+        lastings = [
+            following,
+            asyncio.ensure_future(self._keeper_of_shards.run()),
+            asyncio.ensure_future(self._shards.run()),
+            asyncio.ensure_future(self._new_chains.run()),
+            asyncio.ensure_future(look_after(self._places.run_once, self._nodes.run_once)),
+            asyncio.ensure_future(self._status.watch.run()),
+        ]
         if self._etcd is not None:
             lastings.append(asyncio.ensure_future(self._etcd.run()))
         if self._config.metrics.listen:
-            lastings.append(asyncio.ensure_future(serve_metrics(self._config.metrics.listen, self.metrics, self._operators)))
+            lastings.append(
+                asyncio.ensure_future(
+                    serve_metrics(self._config.metrics.listen, self.metrics, self._operators)
+                )
+            )
         if self._identity is not None and self._identity.secured:
-            lastings.append(asyncio.ensure_future(keep_renewed(self._directory, self._identity,
-                                                               lambda: self._coordinator.pool_map, self._dialer,
-                                                               self._audit, self._certificates)))
+            lastings.append(
+                asyncio.ensure_future(
+                    keep_renewed(
+                        self._directory,
+                        self._identity,
+                        lambda: self._coordinator.pool_map,
+                        self._dialer,
+                        self._audit,
+                        self._certificates,
+                    )
+                )
+            )
         try:
             while not asked.done():
                 # The keeper of a drive that was added meanwhile is included from the next round on.
-                await asyncio.wait([asked, managing, self._failed, *lastings, *self._keepers.values()],
-                                   timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    [asked, managing, self._failed, *lastings, *self._keepers.values()],
+                    timeout=_LOOK_S,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
                 for lasting in lastings:
                     if lasting.done():
                         lasting.result()
-                        raise Bug("nobody follows the map, renews certificates, or watches over shards and etcd, any more")
+                        raise Bug(
+                            "nobody follows the map, renews certificates, or watches over shards and etcd, any more"
+                        )
                 for name, keeper in self._keepers.items():
                     if keeper.done() and not self._stop.asked.is_set():
                         keeper.result()
@@ -201,8 +280,11 @@ class Supervisor:
                 for target in newest.targets:
                     if target.node == self._node and target.is_over:
                         await self._end_child(f"target-{target.id}")
-                for name in [name for name, child in self._children.items()
-                             if child.role == "meta" and child.number not in newest.shard_by_id]:
+                for name in [
+                    name
+                    for name, child in self._children.items()
+                    if child.role == "meta" and child.number not in newest.shard_by_id
+                ]:
                     await self._end_child(name)
                 await self._shards.remove_left(newest)
 
@@ -224,15 +306,37 @@ class Supervisor:
     def _start_missing(self, *, targets: bool = True) -> None:
         pool_map = self._coordinator.pool_map
         path, timing = str(self._directory.path), self._config.supervisor
-        wanted = [Child(self._directory, "meta", shard.id, command(Program.META, path, str(shard.id), str(member)), timing,
-                        SYSTEM_CLOCK, None, partial(self._member_has_died, shard.id, member),
-                        process_name(shard.id, member))
-                  for shard in pool_map.shards for member in members(shard)
-                  if node_and_path(shard, member)[0] == self._node and endpoints_of(shard, member)]
-        wanted += [Child(self._directory, "store", target.id, command(Program.STORE, path, str(target.id)), timing,
-                         SYSTEM_CLOCK, partial(self._before_start, target.id), partial(self._has_died, target.id),
-                         keeps_memory=True)
-                   for target in pool_map.targets if targets and target.node == self._node and not target.is_over]
+        wanted = [
+            Child(
+                self._directory,
+                "meta",
+                shard.id,
+                command(Program.META, path, str(shard.id), str(member)),
+                timing,
+                SYSTEM_CLOCK,
+                None,
+                partial(self._member_has_died, shard.id, member),
+                process_name(shard.id, member),
+            )
+            for shard in pool_map.shards
+            for member in members(shard)
+            if node_and_path(shard, member)[0] == self._node and endpoints_of(shard, member)
+        ]
+        wanted += [
+            Child(
+                self._directory,
+                "store",
+                target.id,
+                command(Program.STORE, path, str(target.id)),
+                timing,
+                SYSTEM_CLOCK,
+                partial(self._before_start, target.id),
+                partial(self._has_died, target.id),
+                keeps_memory=True,
+            )
+            for target in pool_map.targets
+            if targets and target.node == self._node and not target.is_over
+        ]
         for child in wanted:
             if child.name not in self._children:
                 self._children[child.name] = child
@@ -243,9 +347,11 @@ class Supervisor:
         primaries = {process_name(shard.id, shard.member) for shard in self._coordinator.pool_map.shards}
         children = self._children.values()
         # Primaries end first, because their last replies wait for standbys.
-        for ending in ([child for child in children if child.name in primaries],
-                       [child for child in children if child.role == "meta" and child.name not in primaries],
-                       [child for child in children if child.role == "store"]):
+        for ending in (
+            [child for child in children if child.name in primaries],
+            [child for child in children if child.role == "meta" and child.name not in primaries],
+            [child for child in children if child.role == "store"],
+        ):
             await asyncio.gather(*(child.end(self._drain_s + 5.0, self._stop.hurry) for child in ending))
 
     async def _end_target(self, target: int) -> None:
@@ -280,8 +386,10 @@ class Supervisor:
 
     def _has_ended(self, target: int) -> bool:
         """Whether the target is on this node and no process serves it."""
-        return self._coordinator.pool_map.target_by_id[target].node == self._node \
+        return (
+            self._coordinator.pool_map.target_by_id[target].node == self._node
             and holder_of(self._directory.run / f"target-{target}.lock") is None
+        )
 
     def _pid_of(self, target: int) -> int | None:
         known = self._coordinator.pool_map.target_by_id.get(target)
@@ -298,8 +406,12 @@ class Supervisor:
         """
         pool_map = self._coordinator.pool_map
         targets = remaining(pool_map)
-        dead = {target.id for target in targets if target.node == self._node
-                and holder_of(self._directory.run / f"target-{target.id}.lock") is None}
+        dead = {
+            target.id
+            for target in targets
+            if target.node == self._node
+            and holder_of(self._directory.run / f"target-{target.id}.lock") is None
+        }
         if not dead:
             return  # a killed supervisor's successor then becomes leader without a request to etcd first
         if len(dead) == len(targets) and all(self._ended_at(target) == pool_map.epoch for target in dead):
@@ -337,7 +449,9 @@ class Supervisor:
         while waiting := [name for name, child in self._children.items() if child.state != "serving"]:
             if SYSTEM_CLOCK.boottime_s() > told_s + _TOLD_S:
                 told_s = SYSTEM_CLOCK.boottime_s()
-                notify_ready(f"EXTEND_TIMEOUT_USEC={round(6 * _TOLD_S * 1e6)}\nSTATUS=waiting for {', '.join(waiting)}")
+                notify_ready(
+                    f"EXTEND_TIMEOUT_USEC={round(6 * _TOLD_S * 1e6)}\nSTATUS=waiting for {', '.join(waiting)}"
+                )
             await asyncio.sleep(0.05)
         log.info("all %d processes serve", len(self._children))
         notify_ready(f"READY=1\nSTATUS=serving, {len(self._children)} processes")
@@ -355,6 +469,7 @@ class Supervisor:
 
     async def _know_endpoints(self) -> None:
         """Remove addresses from the map at which the processes of this node no longer listen."""
+
         def decide(newest: PoolMap) -> PoolMap:
             return listening_at(newest, self._node, partial(is_wanted, network=self._config.network))
 
@@ -363,9 +478,14 @@ class Supervisor:
             try:
                 await self.leading.change(decide)
             except Unavailable as error:
-                log.warning("the map does not know yet that the processes of this node leave some addresses: %s", error)
+                log.warning(
+                    "the map does not know yet that the processes of this node leave some addresses: %s",
+                    error,
+                )
             else:
-                log.info("the processes of this node do not listen on loopback any more: node.toml names no such network.host")
+                log.info(
+                    "the processes of this node do not listen on loopback any more: node.toml names no such network.host"
+                )
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -384,17 +504,26 @@ class Supervisor:
             callers.check(call)
         except AccessDenied as error:
             if call.method in (wire_pb2.POOL_CHANGE, wire_pb2.POOL_STOP):
-                self._audit.note("change" if call.method == wire_pb2.POOL_CHANGE else "stop", actor_of(call.peer), {}, error,
-                                 refused=True)
+                self._audit.note(
+                    "change" if call.method == wire_pb2.POOL_CHANGE else "stop",
+                    actor_of(call.peer),
+                    {},
+                    error,
+                    refused=True,
+                )
             raise
 
     def _answer(self, call: Call) -> None:
         if call.method == wire_pb2.POOL_ALIVE:  # answered synchronously: leases depend on it
             self.leading.alive(call)
             return
-        answers = {wire_pb2.POOL_MAP: self._answer_map, wire_pb2.POOL_STATUS: self._answer_status,
-                   wire_pb2.POOL_CHANGE: self._answer_change, wire_pb2.POOL_STOP: self._answer_stop,
-                   wire_pb2.PROCESS_METRICS: self._answer_metrics}
+        answers = {
+            wire_pb2.POOL_MAP: self._answer_map,
+            wire_pb2.POOL_STATUS: self._answer_status,
+            wire_pb2.POOL_CHANGE: self._answer_change,
+            wire_pb2.POOL_STOP: self._answer_stop,
+            wire_pb2.PROCESS_METRICS: self._answer_metrics,
+        }
         answers |= dict.fromkeys(ShardKeeper.METHODS, self._answer_member)
         answer = answers.get(call.method) or (self._reception and self._reception.answers.get(call.method))
         if answer is None:
@@ -408,7 +537,9 @@ class Supervisor:
             return
         peer, trusted = identify(call.peer, self._operators, self._config.network.plain_text)
         if not trusted and self._answers_of[peer] >= _ANSWERS_PER_PEER:
-            call.fail(Unavailable(f"{_ANSWERS_PER_PEER} requests of {peer} wait here already", retry_after_s=1.0))
+            call.fail(
+                Unavailable(f"{_ANSWERS_PER_PEER} requests of {peer} wait here already", retry_after_s=1.0)
+            )
             return
         task = asyncio.ensure_future(self._finish(call, answer))
         self._answers.add(task)
@@ -459,14 +590,24 @@ class Supervisor:
         return pool_pb2.MetricsReply(page=page.pack()).SerializeToString()
 
     def _measure(self, page: Page) -> None:
-        node_metrics.measure_pool(page, self._coordinator.pool_map, self._node, self.leading.manager is not None,
-                               self._children.values(), self._status.watch.stalled_s())
+        node_metrics.measure_pool(
+            page,
+            self._coordinator.pool_map,
+            self._node,
+            self.leading.manager is not None,
+            self._children.values(),
+            self._status.watch.stalled_s(),
+        )
         node_metrics.measure_certificates(page, self._certificates.own(), SYSTEM_CLOCK.wall_ns() / 1e9)
 
     async def metrics(self, wait_s: float) -> Page:
         """Metrics of this process and all others of its node, within `wait_s`."""
-        return await node_metrics.node_page(runtime_metrics.own_page(self._measure), node_metrics.asked(
-            self._coordinator.pool_map, self._children.values()), self._dialer, wait_s)
+        return await node_metrics.node_page(
+            runtime_metrics.own_page(self._measure),
+            node_metrics.asked(self._coordinator.pool_map, self._children.values()),
+            self._dialer,
+            wait_s,
+        )
 
     async def _answer_member(self, call: Call) -> bytes:
         answer = await self.leading.ask_leader(call)
@@ -482,7 +623,9 @@ class Supervisor:
         if request.drain_s > 0:
             self._drain_s = min(request.drain_s, _DRAIN_S_MAX)
         self._audit.note("stop", actor_of(call.peer), {"drain_s": request.drain_s})
-        asyncio.get_running_loop().call_later(0.05, self._stop.ask, f"asked by {call.peer.name or call.peer.address}")
+        asyncio.get_running_loop().call_later(
+            0.05, self._stop.ask, f"asked by {call.peer.name or call.peer.address}"
+        )
         return pool_pb2.PoolStopReply().SerializeToString()
 
     async def _answer_change(self, call: Call) -> bytes:
@@ -499,8 +642,13 @@ class Supervisor:
         if not isinstance(arguments, dict):
             raise InvalidRequest(f"{request.verb} wants a JSON object")
         # Shielded from a caller that disconnects: a change that has begun is finished or refused as a whole.
-        result = await asyncio.shield(asyncio.ensure_future(audited(
-            self._audit, request.verb, actor_of(call.peer), arguments, verbs[request.verb](arguments))))
+        result = await asyncio.shield(
+            asyncio.ensure_future(
+                audited(
+                    self._audit, request.verb, actor_of(call.peer), arguments, verbs[request.verb](arguments)
+                )
+            )
+        )
         return pool_pb2.PoolChangeReply(result=msgspec.json.encode(result)).SerializeToString()
 
     async def _rotate(self, arguments: dict) -> dict:
@@ -509,17 +657,28 @@ class Supervisor:
         Its daemons present the new certificate within half a minute, without a restart.
         """
         if self._identity is None or not self._identity.secured:
-            raise InvalidRequest("this node has no certificate: the pool speaks plain text (network.plain_text)")
+            raise InvalidRequest(
+                "this node has no certificate: the pool speaks plain text (network.plain_text)"
+            )
         async with self._certificates.renewing:
-            await renew_once(self._directory, self._identity, self._coordinator.pool_map, self._dialer, left_s=math.inf,
-                             new_key=bool(arguments.get("new_key", False)))
+            await renew_once(
+                self._directory,
+                self._identity,
+                self._coordinator.pool_map,
+                self._dialer,
+                left_s=math.inf,
+                new_key=bool(arguments.get("new_key", False)),
+            )
         self._certificates.trouble = ""
         return {"certificates": self._certificates.told()}
 
 
 def _without_descriptors() -> Busy:
-    return Busy("the supervisor has no file descriptor left: end some of its clients, or raise its limit (LimitNOFILE=, "
-                "ulimit -Hn) and start it again", retry_after_s=1.0)
+    return Busy(
+        "the supervisor has no file descriptor left: end some of its clients, or raise its limit (LimitNOFILE=, "
+        "ulimit -Hn) and start it again",
+        retry_after_s=1.0,
+    )
 
 
 def _read(kind, call: Call):

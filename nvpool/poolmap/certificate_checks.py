@@ -18,9 +18,14 @@ DAY_S = 86_400.0
 NOTICE_S, RISK_S = 30 * DAY_S, 7 * DAY_S
 LATE_S = DAY_S
 """Time that the pool may take to renew a certificate before the delay is a problem."""
-NAMES = {"authority": "the pool's authority", "member": "this node", "etcd-authority": "the authority of etcd",
-         "etcd-member": "this node for etcd", "external-etcd-authority": "the authority of your etcd",
-         "external-etcd-member": "this node for your etcd"}
+NAMES = {
+    "authority": "the pool's authority",
+    "member": "this node",
+    "etcd-authority": "the authority of etcd",
+    "etcd-member": "this node for etcd",
+    "external-etcd-authority": "the authority of your etcd",
+    "external-etcd-member": "this node for your etcd",
+}
 """Description by kind, as in node/admin/certificate_store."""
 
 _RENEWED = frozenset(("member", "etcd-member"))
@@ -48,12 +53,16 @@ def remedy_of(kind: str, node: str) -> str:
     if kind.startswith("external"):
         return "put new files of your etcd's authority into secret/external-etcd of the pool directory, on each node"
     if kind not in _RENEWED:
-        return "an authority is not renewed: make a new pool before, and copy the files (nvpool export POOL:/ DIR, and then "\
-               "nvpool import DIR NEW_POOL:/)"
+        return (
+            "an authority is not renewed: make a new pool before, and copy the files (nvpool export POOL:/ DIR, and then "
+            "nvpool import DIR NEW_POOL:/)"
+        )
     return f"nvpool cert rotate {node}   and see that the clocks of all nodes are right"
 
 
-def problems(certificates: Iterable[Mapping[str, Any]], now_s: float, *, node: int, pool: str, trouble: str) -> list[HealthProblem]:
+def problems(
+    certificates: Iterable[Mapping[str, Any]], now_s: float, *, node: int, pool: str, trouble: str
+) -> list[HealthProblem]:
     """Return the problems of a node's certificates, as node/admin/certificate_store reports them.
 
     `trouble` is the reason why the node's own certificate could not be renewed.
@@ -70,6 +79,14 @@ def problems(certificates: Iterable[Mapping[str, Any]], now_s: float, *, node: i
         if kind in _RENEWED:
             why = f", and was not renewed: {trouble or 'the supervisor has not tried yet; it does so every hour'}"
         severity = {"notice": "notice", "risk": "degraded", "ended": "unavailable"}[state]
-        found.append(HealthProblem("certificate", f"the certificate of {NAMES[kind]} {when}{why}", remedy_of(kind, pool),
-                             severity, node=node, name=kind))
+        found.append(
+            HealthProblem(
+                "certificate",
+                f"the certificate of {NAMES[kind]} {when}{why}",
+                remedy_of(kind, pool),
+                severity,
+                node=node,
+                name=kind,
+            )
+        )
     return found

@@ -61,7 +61,9 @@ def without_ended(pool_map: PoolMap, now_ms: int) -> PoolMap:
     """
     if all(one.until_ms > now_ms for one in pool_map.rights_taken):
         return pool_map
-    return replace(pool_map, rights_taken=tuple(one for one in pool_map.rights_taken if one.until_ms > now_ms))
+    return replace(
+        pool_map, rights_taken=tuple(one for one in pool_map.rights_taken if one.until_ms > now_ms)
+    )
 
 
 class RightsTaken:
@@ -85,5 +87,8 @@ class RightsTaken:
         if not grant.volume or not self._entries:
             return False
         names = {(volume, member) for volume in (grant.volume, 0) for member in (grant.member, 0)}
-        return any(one.rights & grant.rights and 0 < one.epoch - grant.epoch & EPOCH_MASK < _HALF
-                   for name in names for one in self._entries.get(name, ()))
+        return any(
+            one.rights & grant.rights and 0 < one.epoch - grant.epoch & EPOCH_MASK < _HALF
+            for name in names
+            for one in self._entries.get(name, ())
+        )

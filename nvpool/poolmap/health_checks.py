@@ -73,9 +73,18 @@ def exit_code(problems: Iterable[HealthProblem]) -> int:
 class Health:
     """One evaluation of a pool. `pool` is its name in commands; `replace_after_s` as configured, 0: never."""
 
-    def __init__(self, pool_map: PoolMap, nodes: Sequence[Said], metas: Sequence[Said], stores: Sequence[Said], *,
-                 pool: str = "POOL", replace_after_s: float = 0.0, stalled_s: Mapping[int, float] | None = None,
-                 can_change: bool = True) -> None:
+    def __init__(
+        self,
+        pool_map: PoolMap,
+        nodes: Sequence[Said],
+        metas: Sequence[Said],
+        stores: Sequence[Said],
+        *,
+        pool: str = "POOL",
+        replace_after_s: float = 0.0,
+        stalled_s: Mapping[int, float] | None = None,
+        can_change: bool = True,
+    ) -> None:
         """Store the inputs of the evaluation.
 
         `stalled_s` maps a drive to the time for which its drain has made no progress; other drives are
@@ -91,11 +100,20 @@ class Health:
         self._metas = {(meta["shard"], meta["member"]): meta for meta in metas}
         self._stores = {store["target"]: store for store in stores}
         self._several = len(pool_map.nodes) > 1
-        self._silent = {node["node"] for node in nodes if node.get("reason") and node["wish"] in ("", "draining")}
+        self._silent = {
+            node["node"] for node in nodes if node.get("reason") and node["wish"] in ("", "draining")
+        }
 
     def problems(self) -> list[HealthProblem]:
         """Return all problems that follow from the map and the reports, the most severe first."""
-        found = [*self._silent_nodes(), *self._processes(), *self._chains(), *self._shards(), *self._drains(), *self._drives()]
+        found = [
+            *self._silent_nodes(),
+            *self._processes(),
+            *self._chains(),
+            *self._shards(),
+            *self._drains(),
+            *self._drives(),
+        ]
         order = list(EXIT_CODES)
         return sorted(found, key=lambda problem: order.index(problem.severity))
 
@@ -113,7 +131,11 @@ class Health:
 
     def _start_node(self, node: int) -> str:
         start = f"start node {node} (systemctl start nvpoold, or nvpool serve DIRECTORY, there)"
-        return f"{start}; if it is lost for good: nvpool node remove {self._pool} {node} --lost" if self._can_change else start
+        return (
+            f"{start}; if it is lost for good: nvpool node remove {self._pool} {node} --lost"
+            if self._can_change
+            else start
+        )
 
     def _restart(self, process: Said) -> str:
         """Return the remedy for a process that does not serve.
@@ -136,11 +158,19 @@ class Health:
         for node in self._nodes:
             if node["node"] not in self._silent:
                 continue
-            names = [one["name"] for one in (*self._metas.values(), *self._stores.values())
-                     if one["node"] == node["node"] and one["state"] not in WELL]
+            names = [
+                one["name"]
+                for one in (*self._metas.values(), *self._stores.values())
+                if one["node"] == node["node"] and one["state"] not in WELL
+            ]
             with_it = f", nor do its {', '.join(names)}" if names else ", its other processes do"
-            yield HealthProblem("node-silent", f"node {node['node']} ({node['name']}) does not answer{with_it}: {node['reason']}",
-                          self._start_node(node["node"]), node=node["node"], name="supervisor")
+            yield HealthProblem(
+                "node-silent",
+                f"node {node['node']} ({node['name']}) does not answer{with_it}: {node['reason']}",
+                self._start_node(node["node"]),
+                node=node["node"],
+                name="supervisor",
+            )
 
     def _processes(self) -> Iterable[HealthProblem]:
         """Yield the problems of stores; those of shard members are reported with their shards."""
@@ -150,19 +180,33 @@ class Health:
             name = f"{store['name']}{self._on(target.node)} (drive {target.drive}, {store['path']})"
             if store["state"] not in WELL or (store.get("reason") and store["state"] != "serving"):
                 if target.node not in self._silent:
-                    yield HealthProblem("process-down", f"{name} {_what_is(store)}", f"{self._restart(store)}; where its drive is "
-                                  f"broken: {self._new_drive(target)}", **about)
+                    yield HealthProblem(
+                        "process-down",
+                        f"{name} {_what_is(store)}",
+                        f"{self._restart(store)}; where its drive is broken: {self._new_drive(target)}",
+                        **about,
+                    )
             elif store["state"] == "serving" and target.state == "down" and target.wish != "lost":
-                how = f"not accepted: {store['refused']}" if store.get("refused") else "accepted again since just now"
-                remedy = (f"where it lasts for more than 10 s: kill {store.get('serving_pid') or 'its process'}"
-                          f"{self._on(target.node)} (its supervisor starts it again)")
+                how = (
+                    f"not accepted: {store['refused']}"
+                    if store.get("refused")
+                    else "accepted again since just now"
+                )
+                remedy = (
+                    f"where it lasts for more than 10 s: kill {store.get('serving_pid') or 'its process'}"
+                    f"{self._on(target.node)} (its supervisor starts it again)"
+                )
                 if store.get("refused") == BROKEN:
                     how = BROKEN
                     remedy = f"mend the network between them (on each: nvpool doctor --pool {self._pool}); it returns by itself"
                 else:
                     how = f"its signs of life are {how}"
-                yield HealthProblem("target-left-out", f"{name} says that it serves, and the pool map leaves it out: {how}", remedy,
-                              **about)
+                yield HealthProblem(
+                    "target-left-out",
+                    f"{name} says that it serves, and the pool map leaves it out: {how}",
+                    remedy,
+                    **about,
+                )
 
     # -- data --------------------------------------------------------------------------------------------------------------
 
@@ -196,24 +240,44 @@ class Health:
             yield self._missing(self._map.target_by_id[target_id], how, counts["fewer"], short)
         if counts["nowhere"]:
             here, most = len(usable(self._map.targets)), max(table.id for table in self._map.tables)
-            yield HealthProblem("copies-missing", f"{counts['nowhere']} chains have fewer copies than they shall: {here} "
-                          f"drive{'' if here == 1 else 's'} can be used, and {most} copies of each chunk are asked for",
-                          f"nvpool drive add {self._pool} PATH", count=counts["nowhere"])
+            yield HealthProblem(
+                "copies-missing",
+                f"{counts['nowhere']} chains have fewer copies than they shall: {here} "
+                f"drive{'' if here == 1 else 's'} can be used, and {most} copies of each chunk are asked for",
+                f"nvpool drive add {self._pool} PATH",
+                count=counts["nowhere"],
+            )
 
     def _unavailable(self, count: int, holders: Counter[int]) -> HealthProblem:
         targets = [self._map.target_by_id[target] for target in holders if target in self._map.target_by_id]
         whose = ", ".join(self._name(target) for target in targets[:4]) + (", …" if len(targets) > 4 else "")
         one = targets[0] if targets else None
         node = one.node if one is not None and one.node in self._silent else None
-        back = self._start_node(node) if node is not None else f"bring {'it' if len(targets) == 1 else 'one of them'} back"
-        remedy = back if one is None or not self._can_change else \
-            f"{back}; to do without what is in them for ever: {self._lost_drive(one)} --give-up"
-        return HealthProblem("data-unavailable", f"{count} chains have no target that serves: what they hold can not be read or "
-                       f"written until one is back of {whose or 'those that were given up'}", remedy, "unavailable",
-                       node=one.node if len(targets) == 1 else None, target=one.id if len(targets) == 1 else None,
-                       drive=one.drive if len(targets) == 1 else None, count=count)
+        back = (
+            self._start_node(node)
+            if node is not None
+            else f"bring {'it' if len(targets) == 1 else 'one of them'} back"
+        )
+        remedy = (
+            back
+            if one is None or not self._can_change
+            else f"{back}; to do without what is in them for ever: {self._lost_drive(one)} --give-up"
+        )
+        return HealthProblem(
+            "data-unavailable",
+            f"{count} chains have no target that serves: what they hold can not be read or "
+            f"written until one is back of {whose or 'those that were given up'}",
+            remedy,
+            "unavailable",
+            node=one.node if len(targets) == 1 else None,
+            target=one.id if len(targets) == 1 else None,
+            drive=one.drive if len(targets) == 1 else None,
+            count=count,
+        )
 
-    def _missing(self, target: Target, how: Counter[str], fewer: int, short: Mapping[tuple[int, int], int]) -> HealthProblem:
+    def _missing(
+        self, target: Target, how: Counter[str], fewer: int, short: Mapping[tuple[int, int], int]
+    ) -> HealthProblem:
         """Return the problem of chains that lack the copy of one target."""
         count, store = how.total(), self._stores.get(target.id, {})
         have = ", ".join(f"{live} of {shall}" for live, shall in sorted(short))
@@ -226,7 +290,10 @@ class Health:
             replaced = f"they are made again elsewhere {format_seconds(self._replace_after_s)} after it went"
             lost = self._lost_drive(target)
         else:
-            replaced, lost = "by itself nobody makes them elsewhere (supervisor.replace_after_s is 0)", self._lost_drive(target)
+            replaced, lost = (
+                "by itself nobody makes them elsewhere (supervisor.replace_after_s is 0)",
+                self._lost_drive(target),
+            )
         if target.wish in ("lost", "away", "remove") or target.state == "gone":
             why, remedy = f"it is {target.wish}, and others are being filled", ""
         elif target.node in self._silent and not self._serves(target.id):
@@ -245,8 +312,16 @@ class Health:
             remedy = f"wait; nvpool pool rebalance {self._pool} --status shows how far it is"
         else:
             why, remedy = "they are to be filled", ""
-        return HealthProblem("copies-missing", head + why, remedy, node=target.node, name=f"target-{target.id}", target=target.id,
-                       drive=target.drive, count=count)
+        return HealthProblem(
+            "copies-missing",
+            head + why,
+            remedy,
+            node=target.node,
+            name=f"target-{target.id}",
+            target=target.id,
+            drive=target.drive,
+            count=count,
+        )
 
     # -- metadata ----------------------------------------------------------------------------------------------------------
 
@@ -257,20 +332,32 @@ class Health:
             if primary is not None and not serves:
                 yield self._no_primary(shard, primary)
             elif primary is not None and primary.get("reason"):
-                yield HealthProblem("shard-at-risk", f"shard {shard.id}: {primary['name']}{self._on(primary['node'])} serves, and "
-                              f"{primary['reason']}", f"have a standby filled now: nvpool shard standbys {self._pool} "
-                              f"{shard.id} {max(1, len(shard.standbys))}, or write a dump: nvpool dump {self._pool} FILE",
-                              node=primary["node"], name=primary["name"], shard=shard.id, member=shard.member)
+                yield HealthProblem(
+                    "shard-at-risk",
+                    f"shard {shard.id}: {primary['name']}{self._on(primary['node'])} serves, and "
+                    f"{primary['reason']}",
+                    f"have a standby filled now: nvpool shard standbys {self._pool} "
+                    f"{shard.id} {max(1, len(shard.standbys))}, or write a dump: nvpool dump {self._pool} FILE",
+                    node=primary["node"],
+                    name=primary["name"],
+                    shard=shard.id,
+                    member=shard.member,
+                )
             shall = wanted(shard)
             if shall:
                 yield from self._standbys(shard, shall)
 
     def _no_primary(self, shard: Shard, primary: Said) -> HealthProblem:
         why = primary.get("reason", "")
-        away = [meta for meta in self._members(shard) if meta["in_map"] == "up" and meta["state"] != "serving"] \
-            if primary["state"] != "waiting" else []  # a waiting primary only lacks its lease
-        text = f"shard {shard.id} has no primary that serves, so nothing below it can be changed or looked up: " \
-               f"{primary['name']}{self._on(primary['node'])} {_what_is(primary)}"
+        away = (
+            [meta for meta in self._members(shard) if meta["in_map"] == "up" and meta["state"] != "serving"]
+            if primary["state"] != "waiting"
+            else []
+        )  # a waiting primary only lacks its lease
+        text = (
+            f"shard {shard.id} has no primary that serves, so nothing below it can be changed or looked up: "
+            f"{primary['name']}{self._on(primary['node'])} {_what_is(primary)}"
+        )
         if away:
             whom = " and ".join(f"{meta['name']}{self._on(meta['node'])} ({meta['state']})" for meta in away)
             text += f"; it waits for {whom}, which may have changes that it lacks"
@@ -278,18 +365,34 @@ class Health:
             remedy = self._start_node(primary["node"])
         elif away:
             meta = away[0]
-            remedy = self._start_node(meta["node"]) if meta["node"] in self._silent else self._log(meta["name"], meta["node"])
-            remedy += (f"; to go on without what it has: nvpool shard standbys {self._pool} {shard.id} "
-                       f"{len(shard.standbys) - len(away)}")
+            remedy = (
+                self._start_node(meta["node"])
+                if meta["node"] in self._silent
+                else self._log(meta["name"], meta["node"])
+            )
+            remedy += (
+                f"; to go on without what it has: nvpool shard standbys {self._pool} {shard.id} "
+                f"{len(shard.standbys) - len(away)}"
+            )
         elif primary["state"] == "waiting" and not self._can_change:
             remedy = "it serves as soon as the pool map can be changed again"
         elif "missing" in why or "no whole records" in why:
-            remedy = "mount the file system that holds its records, or put the directory back; where it is lost for good, " \
-                     "load a dump into a new pool (nvpool load NEW_POOL FILE)"
+            remedy = (
+                "mount the file system that holds its records, or put the directory back; where it is lost for good, "
+                "load a dump into a new pool (nvpool load NEW_POOL FILE)"
+            )
         else:
             remedy = f"where that lasts for more than some seconds: {self._restart(primary)}"
-        return HealthProblem("shard-no-primary", text, remedy, "unavailable", node=primary["node"], name=primary["name"],
-                       shard=shard.id, member=shard.member)
+        return HealthProblem(
+            "shard-no-primary",
+            text,
+            remedy,
+            "unavailable",
+            node=primary["node"],
+            name=primary["name"],
+            shard=shard.id,
+            member=shard.member,
+        )
 
     def _members(self, shard: Shard) -> list[Said]:
         names = [(shard.id, standby.member) for standby in shard.standbys]
@@ -308,16 +411,28 @@ class Health:
             remedies += [remedy] if remedy and remedy not in remedies else []
         if len(shard.standbys) < shall:
             places = {place.drive for place in good_places(self._map)}
-            told.append(f"{shall - len(shard.standbys)} more is to be made" if len(places) > shall
-                        else f"there are {len(places)} drives for {shall + 1} members")
+            told.append(
+                f"{shall - len(shard.standbys)} more is to be made"
+                if len(places) > shall
+                else f"there are {len(places)} drives for {shall + 1} members"
+            )
             if len(places) <= shall:
-                remedies.append(f"nvpool drive add {self._pool} PATH, or ask for fewer: nvpool shard standbys {self._pool} "
-                                f"{shard.id} {max(0, len(places) - 1)}")
+                remedies.append(
+                    f"nvpool drive add {self._pool} PATH, or ask for fewer: nvpool shard standbys {self._pool} "
+                    f"{shard.id} {max(0, len(places) - 1)}"
+                )
         one = unable[0] if len(unable) == 1 else None
-        yield HealthProblem("standby-missing" if able else "shard-no-standby",
-                      f"shard {shard.id} has {len(able)} of {shall} standbys that could follow its primary: " + "; ".join(told),
-                      "; ".join(remedies), node=one["node"] if one else None, name=one["name"] if one else "", shard=shard.id,
-                      member=one["member"] if one else None, count=shall - len(able))
+        yield HealthProblem(
+            "standby-missing" if able else "shard-no-standby",
+            f"shard {shard.id} has {len(able)} of {shall} standbys that could follow its primary: "
+            + "; ".join(told),
+            "; ".join(remedies),
+            node=one["node"] if one else None,
+            name=one["name"] if one else "",
+            shard=shard.id,
+            member=one["member"] if one else None,
+            count=shall - len(able),
+        )
 
     def _standby(self, shard: Shard, meta: Said) -> tuple[str, str]:
         """Return the reason why a standby cannot be promoted, and the remedy."""
@@ -330,9 +445,15 @@ class Health:
             return f"has lost its records{why}", f"it is made again by itself within a minute; else: {again}"
         if meta["state"] == "away":
             lost = f"; lost for good: nvpool drive remove {self._pool} {drive} --lost" if drive else ""
-            return f"has its records on a drive that is away{why}", f"mount the drive{lost}; or have another one: {again}"
+            return (
+                f"has its records on a drive that is away{why}",
+                f"mount the drive{lost}; or have another one: {again}",
+            )
         if meta["state"] in WELL and not why:
-            return "does not have everything yet", f"wait until it is filled; where that does not end: {again}"
+            return (
+                "does not have everything yet",
+                f"wait until it is filled; where that does not end: {again}",
+            )
         return _what_is(meta), f"{self._restart(meta)}; or have another one: {again}"
 
     # -- drains and drives -------------------------------------------------------------------------------------------------
@@ -344,21 +465,38 @@ class Health:
                 going.update(target for target in chain.targets if chain.goal and target not in chain.goal)
                 coming.update(target for target in chain.goal if target not in chain.targets)
         for target in self._map.targets:
-            if target.wish not in ("drain", "remove") or target.state == "gone" or target.drive not in self._stalled_s:
+            if (
+                target.wish not in ("drain", "remove")
+                or target.state == "gone"
+                or target.drive not in self._stalled_s
+            ):
                 continue
             left, shards = going[target.id], beside(self._map, target.drive)
             still = format_seconds(self._stalled_s[target.drive])
             about = {"node": target.node, "target": target.id, "drive": target.drive}
             if not shards and target.id not in held:
                 why, remedy = self._why_not_empty(target)
-                yield HealthProblem("drain-stalled", f"drive {target.drive}{self._on(target.node)} has given all its chains away and "
-                              f"does not become empty, nothing was removed for {still}: {why}", remedy, **about)
+                yield HealthProblem(
+                    "drain-stalled",
+                    f"drive {target.drive}{self._on(target.node)} has given all its chains away and "
+                    f"does not become empty, nothing was removed for {still}: {why}",
+                    remedy,
+                    **about,
+                )
                 continue
             why, remedy = self._why_stalled(target, coming)
-            what = " and ".join(([f"{left} chains"] if left else [])
-                                + ([f"metadata of shard {', '.join(map(str, shards))}"] if shards else []))
-            yield HealthProblem("drain-stalled", f"drive {target.drive}{self._on(target.node)} is being drained and nothing has "
-                          f"moved for {still}; {what} to go: {why}", remedy, count=left, **about)
+            what = " and ".join(
+                ([f"{left} chains"] if left else [])
+                + ([f"metadata of shard {', '.join(map(str, shards))}"] if shards else [])
+            )
+            yield HealthProblem(
+                "drain-stalled",
+                f"drive {target.drive}{self._on(target.node)} is being drained and nothing has "
+                f"moved for {still}; {what} to go: {why}",
+                remedy,
+                count=left,
+                **about,
+            )
 
     def _why_not_empty(self, target: Target) -> tuple[str, str]:
         wait = self._stores.get(target.id, {}).get("strays_wait") or "the reason is not known"
@@ -377,35 +515,64 @@ class Health:
             back = self._start_node(nodes[0]) if nodes else self._log(f"target-{down[0].id}", down[0].node)
             return f"{', '.join(map(self._name, down[:4]))} shall take them and does not serve", back
         if full:
-            return f"{', '.join(map(self._name, full[:4]))} has no room for them", \
-                f"nvpool drive add {self._pool} PATH, or {cancel}"
+            return (
+                f"{', '.join(map(self._name, full[:4]))} has no room for them",
+                f"nvpool drive add {self._pool} PATH, or {cancel}",
+            )
         if not self._serves(target.id):
-            return "its own process does not serve", \
-                f"{self._log(f'target-{target.id}', target.node)}; if it is lost for good: {self._lost_drive(target)}"
+            return (
+                "its own process does not serve",
+                f"{self._log(f'target-{target.id}', target.node)}; if it is lost for good: {self._lost_drive(target)}",
+            )
         for one in takers:
             if wait := self._stores.get(one.id, {}).get("resync_wait"):
-                return f"{self._name(one)}, which shall take some, waits for {wait}", \
-                    f"{self._log(f'target-{one.id}', one.node)}; or {cancel}"
+                return (
+                    f"{self._name(one)}, which shall take some, waits for {wait}",
+                    f"{self._log(f'target-{one.id}', one.node)}; or {cancel}",
+                )
         return "the reason is not known", f"{self._log(f'target-{target.id}', target.node)}; or {cancel}"
 
     def _drives(self) -> Iterable[HealthProblem]:
-        coming = Counter(target for table in self._map.tables for chain in table.chains for target in chain.goal
-                         if target not in chain.targets)
+        coming = Counter(
+            target
+            for table in self._map.tables
+            for chain in table.chains
+            for target in chain.goal
+            if target not in chain.targets
+        )
         for target in self._map.targets:
             store = self._stores.get(target.id, {})
-            about = {"node": target.node, "name": f"target-{target.id}", "target": target.id, "drive": target.drive}
+            about = {
+                "node": target.node,
+                "name": f"target-{target.id}",
+                "target": target.id,
+                "drive": target.drive,
+            }
             if target.wish == "away" and target.state != "gone":
-                yield HealthProblem("drive-away", f"drive {target.drive}{self._on(target.node)} has been away for long: what it held "
-                              f"is made again elsewhere, and it gets its share when it is back",
-                              f"when it will not come back: {self._lost_drive(target)}", **about)
+                yield HealthProblem(
+                    "drive-away",
+                    f"drive {target.drive}{self._on(target.node)} has been away for long: what it held "
+                    f"is made again elsewhere, and it gets its share when it is back",
+                    f"when it will not come back: {self._lost_drive(target)}",
+                    **about,
+                )
             if coming[target.id] and store.get("lacks_room"):
-                yield HealthProblem("drive-no-room", f"drive {target.drive} has no room for the {coming[target.id]} chains that it "
-                              f"is to get", f"make some: nvpool drive add {self._pool} PATH", count=coming[target.id], **about)
+                yield HealthProblem(
+                    "drive-no-room",
+                    f"drive {target.drive} has no room for the {coming[target.id]} chains that it is to get",
+                    f"make some: nvpool drive add {self._pool} PATH",
+                    count=coming[target.id],
+                    **about,
+                )
             used, room = store.get("used_bytes") or 0, store.get("capacity_bytes") or 0
             if room and used >= FULL_SHARE * room:
-                yield HealthProblem("drive-full", f"drive {target.drive}{self._on(target.node)} is full to {used / room:.0%}: writes "
-                              f"to it fail when nothing is left", f"add one: nvpool drive add {self._pool} PATH; or remove "
-                              f"files, or empty the trash", **about)
+                yield HealthProblem(
+                    "drive-full",
+                    f"drive {target.drive}{self._on(target.node)} is full to {used / room:.0%}: writes "
+                    f"to it fail when nothing is left",
+                    f"add one: nvpool drive add {self._pool} PATH; or remove files, or empty the trash",
+                    **about,
+                )
             if store.get("host_full"):
                 yield HealthProblem("host-full", f"{store['name']}: {store['host_full']}", **about)
 
@@ -413,9 +580,15 @@ class Health:
 def _what_is(process: Said) -> str:
     """Return state and reason of a process that does not serve; the text is stable over repeated starts."""
     why = f": {process['reason']}" if process.get("reason") else ""
-    return f"does not start{why}" if why and process["state"] in ("starting", "restarting") else f"is {process['state']}{why}"
+    return (
+        f"does not start{why}"
+        if why and process["state"] in ("starting", "restarting")
+        else f"is {process['state']}{why}"
+    )
 
 
-def with_since(problems: Iterable[HealthProblem], known: Mapping[tuple, int], now_ms: int) -> list[HealthProblem]:
+def with_since(
+    problems: Iterable[HealthProblem], known: Mapping[tuple, int], now_ms: int
+) -> list[HealthProblem]:
     """Return the problems with the time since which each is known: from `known`, or now."""
     return [msgspec.structs.replace(problem, since_ms=known.get(problem.key, now_ms)) for problem in problems]

@@ -55,8 +55,10 @@ def pack_layout(layout: Layout) -> bytes:
 def layout_of(chunk_bytes: int, table: int = 1) -> Layout:
     """Return a layout; InvalidRequest if `chunk_bytes` is not a power of two between 64 KiB and 16 MiB."""
     if chunk_bytes & (chunk_bytes - 1) or not CHUNK_BYTES_MIN <= chunk_bytes <= CHUNK_BYTES_MAX:
-        raise InvalidRequest(f"a chunk size is a power of two from 64 KiB to 16 MiB, not "
-                             f"{chunk_bytes:,} bytes ({format_bytes(chunk_bytes)})")
+        raise InvalidRequest(
+            f"a chunk size is a power of two from 64 KiB to 16 MiB, not "
+            f"{chunk_bytes:,} bytes ({format_bytes(chunk_bytes)})"
+        )
     return Layout(table, chunk_bytes.bit_length() - 1)
 
 

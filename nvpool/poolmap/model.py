@@ -251,7 +251,7 @@ class Loss(msgspec.Struct, frozen=True, dict=True):
     def _below(self) -> tuple[int, ...]:
         below = [0] * PARTITION_COUNT
         for part in self.births:
-            below[part.first:part.first + part.count] = [part.below] * part.count
+            below[part.first : part.first + part.count] = [part.below] * part.count
         return tuple(below)
 
     def had(self, inode: int) -> bool:
@@ -339,7 +339,7 @@ class PoolMap(msgspec.Struct, frozen=True, dict=True):
     def shard_of_partition(self) -> tuple[int, ...]:
         owners = [0] * PARTITION_COUNT
         for part in self.partitions:
-            owners[part.first:part.first + part.count] = [part.shard] * part.count
+            owners[part.first : part.first + part.count] = [part.shard] * part.count
         return tuple(owners)
 
     @cached_property
@@ -391,17 +391,25 @@ def check_map(pool_map: PoolMap) -> list[str]:
             wrong.append(f"drive {drive.id} is on node {drive.node}, which does not exist")
     for target in pool_map.targets:
         if target.drive not in drives or (target.node not in nodes and not target.is_over):
-            wrong.append(f"target {target.id} is on drive {target.drive} of node {target.node}, which do not exist")
+            wrong.append(
+                f"target {target.id} is on drive {target.drive} of node {target.node}, which do not exist"
+            )
     for table in pool_map.tables:
         if len(table.chains) != CHAINS_PER_TABLE:
             wrong.append(f"chain table {table.id} has {len(table.chains)} chains")
-        unknown = {target for chain in table.chains for target in (*chain.targets, *chain.joining, *chain.goal)}
+        unknown = {
+            target for chain in table.chains for target in (*chain.targets, *chain.joining, *chain.goal)
+        }
         unknown -= pool_map.target_by_id.keys()
         if unknown:
             wrong.append(f"chain table {table.id} names targets {sorted(unknown)}, which do not exist")
         for number, chain in enumerate(table.chains):
             members = (*chain.targets, *chain.joining)
-            if not chain.targets or len(set(members)) != len(members) or len(set(chain.goal)) != len(chain.goal):
+            if (
+                not chain.targets
+                or len(set(members)) != len(members)
+                or len(set(chain.goal)) != len(chain.goal)
+            ):
                 wrong.append(f"chain {number} of table {table.id} has no target, or one twice")
                 break
             if chain.leaving and not set(chain.leaving) < set(chain.targets):
@@ -413,7 +421,9 @@ def check_map(pool_map: PoolMap) -> list[str]:
     for shard in pool_map.shards:
         if shard.standbys:
             copies = [shard.member, *(standby.member for standby in shard.standbys)]
-            if len(set(copies)) != len(copies) or any(standby.node not in nodes for standby in shard.standbys):
+            if len(set(copies)) != len(copies) or any(
+                standby.node not in nodes for standby in shard.standbys
+            ):
                 wrong.append(f"shard {shard.id} has a member twice, or one on a node that does not exist")
     covered = sorted((part.first, part.count) for part in pool_map.partitions)
     place = 0

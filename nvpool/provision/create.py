@@ -36,7 +36,15 @@ from nvpool.cluster.embedded import EmbeddedCoordinator
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.config import NetworkConfig, parse
 from nvpool.core.endpoint import host_port_url, parse_endpoint
-from nvpool.core.errors import AlreadyExists, InUse, InvalidRequest, NoSpace, NotFound, NvpoolError, from_os_error
+from nvpool.core.errors import (
+    AlreadyExists,
+    InUse,
+    InvalidRequest,
+    NoSpace,
+    NotFound,
+    NvpoolError,
+    from_os_error,
+)
 from nvpool.core.member_names import new_member
 from nvpool.core.units import BLOCK_BYTES, MIB, format_bytes
 from nvpool.host.file_modes import group_number, protect
@@ -59,7 +67,14 @@ from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PoolMap, PoolSettings,
 from nvpool.poolmap.shards.members import SHARDS_MAX, STANDBYS_MAX, dealt, process_name
 from nvpool.provision.tokens import TOKEN_S, address_of, new_token, read_authority
 from nvpool.security.ca import Authority, request_certificate
-from nvpool.security.tls import AUTHORITY_FILE, AUTHORITY_KEY_FILE, CERTIFICATE_FILE, ETCD_SECRET, KEY_FILE, leaves_host
+from nvpool.security.tls import (
+    AUTHORITY_FILE,
+    AUTHORITY_KEY_FILE,
+    CERTIFICATE_FILE,
+    ETCD_SECRET,
+    KEY_FILE,
+    leaves_host,
+)
 from nvpool.store.chunks.api import create_chunk_store
 from nvpool.store.disk.superblock import decode_superblock
 
@@ -80,8 +95,20 @@ A restarted daemon therefore finds its own ports free."""
 _HEAD_BYTES = 16 * BLOCK_BYTES
 """Head of a block device: superblock and the space reserved after it (store/disk/superblock)."""
 
-_OF_A_POOL = ("throw-away", "node.toml", "lock", "secret", "map", "poolmap.json", "meta", "run", "log", "reserve", "targets",
-              "coordinator.json")
+_OF_A_POOL = (
+    "throw-away",
+    "node.toml",
+    "lock",
+    "secret",
+    "map",
+    "poolmap.json",
+    "meta",
+    "run",
+    "log",
+    "reserve",
+    "targets",
+    "coordinator.json",
+)
 
 
 def free_ports(count: int, network: NetworkConfig, used: set[int]) -> list[int]:
@@ -91,7 +118,9 @@ def free_ports(count: int, network: NetworkConfig, used: set[int]) -> list[int]:
     """
     if not network.host:
         return []
-    first = network.base_port or _PORT_FIRST + SYSTEM_CLOCK.random().randrange(_PORT_LAST - _PORT_FIRST - 1000)
+    first = network.base_port or _PORT_FIRST + SYSTEM_CLOCK.random().randrange(
+        _PORT_LAST - _PORT_FIRST - 1000
+    )
     found: list[int] = []
     for port in range(first, min(first + 1000, 65536)):
         if port in used:
@@ -106,7 +135,9 @@ def free_ports(count: int, network: NetworkConfig, used: set[int]) -> list[int]:
         found.append(port)
         if len(found) == count:
             return found
-    raise InUse(f"no {count} free TCP ports on {network.host} from {first} on; set network.base_port in node.toml")
+    raise InUse(
+        f"no {count} free TCP ports on {network.host} from {first} on; set network.base_port in node.toml"
+    )
 
 
 def endpoints_for(directory: PoolDirectory, name: str, host: str, ports: list[int]) -> tuple[str, ...]:
@@ -133,8 +164,10 @@ def store_path(path: str, pool_id: str, target: int, inside: Path | None) -> Pat
     if not stat.S_ISDIR(mode):
         raise InvalidRequest(f"drive {path} is neither a directory nor a block device")
     if file_system_type(place).startswith("fuse.nvpool"):
-        raise InvalidRequest(f"drive {path} lies in a mounted pool, which would wait for itself; name a directory of a local "
-                             f"drive")
+        raise InvalidRequest(
+            f"drive {path} lies in a mounted pool, which would wait for itself; name a directory of a local "
+            f"drive"
+        )
     return place / store_name(pool_id, target)
 
 
@@ -163,10 +196,14 @@ def capacity_for(path: Path, wanted: int) -> int:
         room = free.f_bavail * free.f_frsize
         capacity = wanted or int(room * _SHARE_OF_FREE)
         if capacity > free.f_blocks * free.f_frsize:
-            raise NoSpace(f"drive {existing}: {format_bytes(capacity)} are more than its whole file system has")
+            raise NoSpace(
+                f"drive {existing}: {format_bytes(capacity)} are more than its whole file system has"
+            )
     if capacity < CAPACITY_BYTES_MIN:
-        raise InvalidRequest(f"drive {existing}: {format_bytes(capacity)} are too little, "
-                             f"{format_bytes(CAPACITY_BYTES_MIN)} is the least")
+        raise InvalidRequest(
+            f"drive {existing}: {format_bytes(capacity)} are too little, "
+            f"{format_bytes(CAPACITY_BYTES_MIN)} is the least"
+        )
     return capacity - capacity % MIB
 
 
@@ -192,12 +229,19 @@ def check_device(path: Path, pool_id: str, force: bool) -> None:
     if owner and owner == pool_id:
         return
     if any(head) and not force:
-        what = f"a drive of the pool {owner[:8]} already" if owner else "a file system, a partition table or something else"
-        raise AlreadyExists(f"drive {path} holds {what}; look at it with: lsblk -f {path}   --force overwrites it")
+        what = (
+            f"a drive of the pool {owner[:8]} already"
+            if owner
+            else "a file system, a partition table or something else"
+        )
+        raise AlreadyExists(
+            f"drive {path} holds {what}; look at it with: lsblk -f {path}   --force overwrites it"
+        )
 
 
-def make_store(directory: PoolDirectory, place: Path, capacity_bytes: int, target: int, pool_id: str,
-               force: bool) -> None:
+def make_store(
+    directory: PoolDirectory, place: Path, capacity_bytes: int, target: int, pool_id: str, force: bool
+) -> None:
     """Make an empty chunk store at `place`. For a block device its index is in targets/ of the pool
     directory.
 
@@ -211,8 +255,14 @@ def make_store(directory: PoolDirectory, place: Path, capacity_bytes: int, targe
         if not ours and any(path.iterdir()):
             raise AlreadyExists(f"{path} is not empty")
         shutil.rmtree(path)
-    create_chunk_store(path, target, pool_id, capacity_bytes, device=device,
-                       force=device is not None and (force or pool_on(device) == pool_id))
+    create_chunk_store(
+        path,
+        target,
+        pool_id,
+        capacity_bytes,
+        device=device,
+        force=device is not None and (force or pool_on(device) == pool_id),
+    )
     sync_directory(path.parent)
 
 
@@ -250,6 +300,7 @@ def pool_on(device: Path) -> str:
 
 async def make_pool(request: dict) -> dict:
     from nvpool.provision.external_etcd import check, external, found
+
     directory = PoolDirectory(request["directory"])
     check_name(request["name"])
     chunk_bytes, replicas = int(request["chunk_bytes"]), int(request["replicas"])
@@ -257,17 +308,23 @@ async def make_pool(request: dict) -> dict:
     config = parse(request["config"], "node.toml")
     drives, force = request["drives"], bool(request.get("force"))
     if not drives or len(drives) > 1024:
-        raise InvalidRequest("a pool needs at least one drive, and at most 1,024 on a node: --drive PATH[:SIZE]")
+        raise InvalidRequest(
+            "a pool needs at least one drive, and at most 1,024 on a node: --drive PATH[:SIZE]"
+        )
     if len(drives) < replicas:
         raise InvalidRequest(f"{replicas} replicas need as many drives, there are {len(drives)}")
     if not 1 <= replicas <= 3:
         raise InvalidRequest(f"a chunk has 1, 2 or 3 replicas, not {replicas}: --replicas")
     standbys = int(request.get("standbys") or 0)
     if not 0 <= standbys <= min(STANDBYS_MAX, len(drives)):
-        raise InvalidRequest(f"{standbys} standbys of the metadata need as many drives; at most {STANDBYS_MAX} are possible")
+        raise InvalidRequest(
+            f"{standbys} standbys of the metadata need as many drives; at most {STANDBYS_MAX} are possible"
+        )
     shard_count = int(request.get("shards") or 1)
     if not 1 <= shard_count <= SHARDS_MAX:
-        raise InvalidRequest(f"a pool begins with 1 to {SHARDS_MAX} metadata shards, not {shard_count}: --shards")
+        raise InvalidRequest(
+            f"a pool begins with 1 to {SHARDS_MAX} metadata shards, not {shard_count}: --shards"
+        )
     if len(_real_paths([drive["path"] for drive in drives])) < len(drives):
         raise InvalidRequest("a drive is named twice")
     given = external(request.get("etcd"))
@@ -287,8 +344,12 @@ async def make_pool(request: dict) -> dict:
                 _remove(directory.path / name)
         shard_numbers = range(1, shard_count + 1)
         make_passed_through(directory.run)
-        for path in (directory.map, *map(directory.shard, shard_numbers), directory.log,
-                     directory.path / "targets"):
+        for path in (
+            directory.map,
+            *map(directory.shard, shard_numbers),
+            directory.log,
+            directory.path / "targets",
+        ):
             path.mkdir(parents=True, exist_ok=True)
         protect(directory, group_number(config.access.operators, "access.operators"))
         directory.secret.mkdir(mode=0o700)
@@ -297,7 +358,10 @@ async def make_pool(request: dict) -> dict:
         token, kept = new_token(read_authority(directory), "node", TOKEN_S)
         write_whole(directory.node_toml, request["config"].encode())
         if request.get("throw_away"):
-            write_whole(directory.path / "throw-away", b"made by nvpool dev up; removed, with all in it, by nvpool dev down\n")
+            write_whole(
+                directory.path / "throw-away",
+                b"made by nvpool dev up; removed, with all in it, by nvpool dev down\n",
+            )
 
         ports = free_ports(2 * (len(drives) + shard_count * (standbys + 1) + 1), config.network, set())
         host = config.network.host
@@ -307,28 +371,64 @@ async def make_pool(request: dict) -> dict:
             capacity = capacity_for(place, int(drive.get("capacity_bytes") or 0))
             make_store(directory, place, capacity, number, pool_id, force)
             made.append({"path": str(place), "capacity_bytes": capacity})
-        targets = tuple(Target(n, n, 1, drive["capacity_bytes"],
-                               endpoints_for(directory, f"target-{n}", host, ports[2 * n:2 * n + 2]))
-                        for n, drive in enumerate(made, 1))
+        targets = tuple(
+            Target(
+                n,
+                n,
+                1,
+                drive["capacity_bytes"],
+                endpoints_for(directory, f"target-{n}", host, ports[2 * n : 2 * n + 2]),
+            )
+            for n, drive in enumerate(made, 1)
+        )
         places = itertools.count(2 + 2 * len(drives), 2)
 
         def make_shard(number: int) -> Shard:
             def endpoints(member: int) -> tuple[str, ...]:
-                return endpoints_for(directory, process_name(number, member), host, ports[next(places):][:2])
+                return endpoints_for(directory, process_name(number, member), host, ports[next(places) :][:2])
 
             # The standbys of different shards start with different drives.
             beside = [made[(number - 1 + at) % len(made)] for at in range(standbys)]
-            return Shard(number, 1, endpoints(0), standbys=tuple(
-                StandbyMember(n, 1, endpoints(n), path=make_standby_place(directory, drive["path"], pool_id, number, n))
-                for n, drive in enumerate(beside, 1)))
+            return Shard(
+                number,
+                1,
+                endpoints(0),
+                standbys=tuple(
+                    StandbyMember(
+                        n,
+                        1,
+                        endpoints(n),
+                        path=make_standby_place(directory, drive["path"], pool_id, number, n),
+                    )
+                    for n, drive in enumerate(beside, 1)
+                ),
+            )
 
         first = PoolMap(
-            format=MAP_FORMAT, pool_id=pool_id, name=request["name"], epoch=1, settings=PoolSettings(chunk_bytes, replicas),
-            nodes=(Node(1, socket.gethostname(), host_id(), endpoints_for(directory, "node", host, ports[0:2]),
-                        member=member),),
-            drives=tuple(Drive(n, 1, drive["path"], drive["capacity_bytes"]) for n, drive in enumerate(made, 1)),
-            targets=targets, tables=(build_table(targets, replicas),),
-            shards=tuple(map(make_shard, shard_numbers)), partitions=dealt(shard_count), members=(member,), tokens=(kept,))
+            format=MAP_FORMAT,
+            pool_id=pool_id,
+            name=request["name"],
+            epoch=1,
+            settings=PoolSettings(chunk_bytes, replicas),
+            nodes=(
+                Node(
+                    1,
+                    socket.gethostname(),
+                    host_id(),
+                    endpoints_for(directory, "node", host, ports[0:2]),
+                    member=member,
+                ),
+            ),
+            drives=tuple(
+                Drive(n, 1, drive["path"], drive["capacity_bytes"]) for n, drive in enumerate(made, 1)
+            ),
+            targets=targets,
+            tables=(build_table(targets, replicas),),
+            shards=tuple(map(make_shard, shard_numbers)),
+            partitions=dealt(shard_count),
+            members=(member,),
+            tokens=(kept,),
+        )
         for place in map(directory.shard, shard_numbers):
             await (await LmdbKv.open(place, LmdbOptions())).close()
         if given is not None:
@@ -336,7 +436,12 @@ async def make_pool(request: dict) -> dict:
         else:
             kv = await LmdbKv.open(directory.map, LmdbOptions())
             await (await EmbeddedCoordinator.found(kv, first, directory.publish)).close()
-        for place in (directory.path / "meta", directory.path / "targets", directory.path, directory.path.parent):
+        for place in (
+            directory.path / "meta",
+            directory.path / "targets",
+            directory.path,
+            directory.path.parent,
+        ):
             sync_directory(place)
         for target in targets:  # all are equal: they are empty
             write_whole(directory.ended(target.id), b"%d" % first.epoch)
@@ -345,9 +450,14 @@ async def make_pool(request: dict) -> dict:
     finally:
         lock.release()
     address = address_of(first.nodes[0])
-    return {"directory": str(directory.path), "pool_id": pool_id, "drives": made,
-            "join": {"address": address, "token": token.text(), "ends_ms": kept.ends_ms}
-            if address and leaves_host(parse_endpoint(address)) else None}
+    return {
+        "directory": str(directory.path),
+        "pool_id": pool_id,
+        "drives": made,
+        "join": {"address": address, "token": token.text(), "ends_ms": kept.ends_ms}
+        if address and leaves_host(parse_endpoint(address))
+        else None,
+    }
 
 
 def found_authority(directory: PoolDirectory, pool_id: str, host: str) -> str:
@@ -357,9 +467,12 @@ def found_authority(directory: PoolDirectory, pool_id: str, host: str) -> str:
     for place in (directory.secret, directory.secret / ETCD_SECRET):
         place.mkdir(mode=0o700, exist_ok=True)
         authority = Authority.make(pool_id)
-        for name, content, mode in ((AUTHORITY_FILE, authority.certificate, 0o644), (AUTHORITY_KEY_FILE, authority.key, 0o600),
-                                    (KEY_FILE, asked.key, 0o600),
-                                    (CERTIFICATE_FILE, authority.sign(asked.request, pool_id, member, hosts), 0o644)):
+        for name, content, mode in (
+            (AUTHORITY_FILE, authority.certificate, 0o644),
+            (AUTHORITY_KEY_FILE, authority.key, 0o600),
+            (KEY_FILE, asked.key, 0o600),
+            (CERTIFICATE_FILE, authority.sign(asked.request, pool_id, member, hosts), 0o644),
+        ):
             write_whole(place / name, content, mode)
     return member
 
@@ -370,12 +483,16 @@ def _begin(directory: PoolDirectory) -> str:
         half.unlink()
     found = sorted(entry.name for entry in directory.path.iterdir())
     if "FORMAT" in found and directory.format.read_bytes() != BEING_MADE_TEXT.encode():
-        raise AlreadyExists(f"{directory.path} holds a pool already; `nvpool status {directory.path}` shows it")
+        raise AlreadyExists(
+            f"{directory.path} holds a pool already; `nvpool status {directory.path}` shows it"
+        )
     if "FORMAT" in found:
         if pool_id := _id_of_begun(directory):
             return pool_id
     elif found:
-        raise AlreadyExists(f"{directory.path} is not empty; name an empty directory or one that does not exist")
+        raise AlreadyExists(
+            f"{directory.path} is not empty; name an empty directory or one that does not exist"
+        )
     pool_id = SYSTEM_CLOCK.secret(16).hex()
     write_whole(directory.format, BEING_MADE_TEXT.encode())
     write_whole(directory.path / MARKER, pool_id.encode())
@@ -404,7 +521,9 @@ def _real_paths(paths: list[str]) -> set[str]:
 
 def _answer_store(request: dict) -> tuple[Path, int]:
     place = store_path(request["path"], request["pool_id"], request["target"], None)
-    if os.path.realpath(request["path"]) in _real_paths([*request["known"], *map(os.path.dirname, request["known"])]):
+    if os.path.realpath(request["path"]) in _real_paths(
+        [*request["known"], *map(os.path.dirname, request["known"])]
+    ):
         raise AlreadyExists(f"drive {request['path']} is in the pool already")
     return place, capacity_for(place, int(request.get("capacity_bytes") or 0))
 
@@ -426,26 +545,35 @@ async def _answer(request: dict) -> dict:
         return await make_pool(request)
     if request["verb"] == "join":
         from nvpool.provision.join import join
+
         directory = PoolDirectory(request["directory"])
-        return await join(request, lambda config, name: endpoints_for(directory, name, config.network.host,
-                                                                      free_ports(2, config.network, set())))
+        return await join(
+            request,
+            lambda config, name: endpoints_for(
+                directory, name, config.network.host, free_ports(2, config.network, set())
+            ),
+        )
     if request["verb"] == "erase":
         _erase_head(request["path"], request["pool_id"])
         return {}
     if request["verb"] == "forget":
         from nvpool.provision.external_etcd import forget
+
         return {"done": await forget(PoolDirectory(request["directory"]), request["pool_id"])}
     place, capacity = _answer_store(request)
     force = bool(request.get("force"))
     check_device(place, "", force)
     if request["verb"] == "check":
         return {"capacity_bytes": capacity}
-    make_store(PoolDirectory(request["directory"]), place, capacity, request["target"], request["pool_id"], force)
+    make_store(
+        PoolDirectory(request["directory"]), place, capacity, request["target"], request["pool_id"], force
+    )
     return {"path": str(place), "capacity_bytes": capacity}
 
 
 def main() -> int:
     from nvpool.runtime.daemon_process import exit_code
+
     try:
         answer, code = asyncio.run(_answer(json.load(sys.stdin))), 0
     except KeyboardInterrupt:

@@ -39,16 +39,25 @@ def external(request: dict | None) -> External | None:
     urls = [url.strip().rstrip("/") for url in request["urls"].split(",") if url.strip()]
     schemes = {url.partition("://")[0] for url in urls}
     members = tuple(url.partition("://")[2] for url in urls)
-    if len(schemes) != 1 or not schemes <= {"http", "https"} or not all(
-            host and port.isdigit() for host, _, port in (member.rpartition(":") for member in members)):
-        raise InvalidRequest(f"--etcd {request['urls']}: write https://HOST:PORT, or http:// for all, with commas between them")
+    if (
+        len(schemes) != 1
+        or not schemes <= {"http", "https"}
+        or not all(
+            host and port.isdigit() for host, _, port in (member.rpartition(":") for member in members)
+        )
+    ):
+        raise InvalidRequest(
+            f"--etcd {request['urls']}: write https://HOST:PORT, or http:// for all, with commas between them"
+        )
     files = [request.get(name) for name in ("ca", "cert", "key")]
     if schemes == {"http"}:
         if any(files):
             raise InvalidRequest("--etcd-ca, --etcd-cert and --etcd-key are for an etcd at https://")
         return External(members, None)
     if not all(files):
-        raise InvalidRequest("an etcd at https:// takes --etcd-ca, --etcd-cert and --etcd-key: it knows nobody without")
+        raise InvalidRequest(
+            "an etcd at https:// takes --etcd-ca, --etcd-cert and --etcd-key: it knows nobody without"
+        )
     try:
         return External(members, EtcdCertificates(*(Path(file).read_bytes() for file in files)))
     except OSError as error:
@@ -67,10 +76,14 @@ async def found(directory: PoolDirectory, given: External, first: PoolMap) -> No
     """
     keep(directory, given)
     try:
-        coordinator = await EtcdCoordinator.found(given.members, first, directory.publish, certificates=given.certificates)
+        coordinator = await EtcdCoordinator.found(
+            given.members, first, directory.publish, certificates=given.certificates
+        )
         await coordinator.close()
     except InvalidRequest:
-        await EtcdCoordinator.overwrite(given.members, first.pool_id, lambda begun: first, certificates=given.certificates)
+        await EtcdCoordinator.overwrite(
+            given.members, first.pool_id, lambda begun: first, certificates=given.certificates
+        )
         directory.publish(encode_map(first))
 
 
@@ -88,14 +101,24 @@ async def forget(directory: PoolDirectory, pool_id: str) -> list[str]:
     try:
         certificates = None
         if location.external == "secured":
-            certificates = EtcdCertificates(*((directory.secret / EXTERNAL_SECRET / name).read_bytes()
-                                          for name in (AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE)))
-        left = await EtcdCoordinator.forget(location.members, pool_id, directory.node, certificates=certificates)
+            certificates = EtcdCertificates(
+                *(
+                    (directory.secret / EXTERNAL_SECRET / name).read_bytes()
+                    for name in (AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE)
+                )
+            )
+        left = await EtcdCoordinator.forget(
+            location.members, pool_id, directory.node, certificates=certificates
+        )
     except (OSError, NvpoolError) as error:
-        return [f"the pool's keys are still below {below} in {where}, which can not be asked ({error}): {by_hand}"]
+        return [
+            f"the pool's keys are still below {below} in {where}, which can not be asked ({error}): {by_hand}"
+        ]
     if left:
-        return [f"the pool's keys stay below {below} in {where}, for node {', '.join(map(str, left))}: they go when the pool "
-                f"is destroyed on the last node that its map has; else {by_hand}"]
+        return [
+            f"the pool's keys stay below {below} in {where}, for node {', '.join(map(str, left))}: they go when the pool "
+            f"is destroyed on the last node that its map has; else {by_hand}"
+        ]
     return [f"removed what was below {below} in {where}"]
 
 
@@ -104,6 +127,8 @@ def keep(directory: PoolDirectory, given: External) -> None:
     if given.certificates:
         secret = directory.secret / EXTERNAL_SECRET
         secret.mkdir(mode=0o700, exist_ok=True)
-        for name, content in zip((AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE), given.certificates, strict=True):
+        for name, content in zip(
+            (AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE), given.certificates, strict=True
+        ):
             write_whole(secret / name, content, 0o600)
     write_map_location(directory, MapLocation("etcd", given.members, external=given.kind))

@@ -36,7 +36,13 @@ from nvpool.rpc.api import Greeting
 from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.messages.data_codec import decoded
 from nvpool.rpc.v1 import pool_pb2, wire_pb2
-from nvpool.security.ca import MemberRequest, fingerprint_of, key_of_request, request_again, request_certificate
+from nvpool.security.ca import (
+    MemberRequest,
+    fingerprint_of,
+    key_of_request,
+    request_again,
+    request_certificate,
+)
 from nvpool.security.join_tokens import Token, read_token
 from nvpool.security.tls import (
     AUTHORITY_FILE,
@@ -44,8 +50,8 @@ from nvpool.security.tls import (
     ETCD_SECRET,
     KEY_FILE,
     PLAIN_TEXT,
-    TlsIdentity,
     Stranger,
+    TlsIdentity,
 )
 
 JOIN_S = 90.0
@@ -77,9 +83,15 @@ async def join(request: dict, endpoints_of: Callable[[Config, str], tuple[str, .
         # A unique name: two nodes may use the same directory path, and each would find its own socket there.
         own_name = f"node-{key_of_request(key.request)[:8]}"
         endpoints = endpoints_of(config, own_name) if kind == "node" else ()
-        asked = pool_pb2.JoinRequest(secret=token.secret, kind=kind, request=key.request, name=request.get("name") or
-                                     socket.gethostname(), host=config.network.host if kind == "node" else "",
-                                     host_id=host_id(), endpoints=endpoints)
+        asked = pool_pb2.JoinRequest(
+            secret=token.secret,
+            kind=kind,
+            request=key.request,
+            name=request.get("name") or socket.gethostname(),
+            host=config.network.host if kind == "node" else "",
+            host_id=host_id(),
+            endpoints=endpoints,
+        )
         given = external(request.get("etcd"))
         if given is not None:
             await check(given)
@@ -91,7 +103,9 @@ async def join(request: dict, endpoints_of: Callable[[Config, str], tuple[str, .
         (directory.path / JOINING).unlink(missing_ok=True)
     finally:
         lock.release()
-    return {"directory": str(directory.path)} | {name: answer.get(name, 0) for name in ("pool_id", "name", "member", "node")}
+    return {"directory": str(directory.path)} | {
+        name: answer.get(name, 0) for name in ("pool_id", "name", "member", "node")
+    }
 
 
 def _address(text: str) -> str:
@@ -101,8 +115,10 @@ def _address(text: str) -> str:
         return text
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit():
-        raise InvalidRequest(f"{text!r} is not the address of a node; write HOST:PORT, as `nvpool node token POOL` and "
-                             f"`nvpool client token POOL` print it")
+        raise InvalidRequest(
+            f"{text!r} is not the address of a node; write HOST:PORT, as `nvpool node token POOL` and "
+            f"`nvpool client token POOL` print it"
+        )
     return f"stream://{text}"
 
 
@@ -112,10 +128,14 @@ async def _ask(address: str, token: Token, asked: pool_pb2.JoinRequest, plain_te
     AccessDenied: the server's CA is not the one in the token; the token was not sent.
     """
     stranger: TlsIdentity = PLAIN_TEXT if plain_text else Stranger()
-    found = await _call(address, stranger, wire_pb2.POOL_AUTHORITY, pool_pb2.AuthorityRequest(), pool_pb2.AuthorityReply)
+    found = await _call(
+        address, stranger, wire_pb2.POOL_AUTHORITY, pool_pb2.AuthorityRequest(), pool_pb2.AuthorityReply
+    )
     if fingerprint_of(found.certificate) != token.fingerprint:
-        raise AccessDenied(f"{address} is not the pool that the token is for (its authority is another one); the token was not "
-                           f"sent there")
+        raise AccessDenied(
+            f"{address} is not the pool that the token is for (its authority is another one); the token was not "
+            f"sent there"
+        )
     if not plain_text:
         stranger = Stranger(found.pool_id, found.certificate)
     reply = await _call(address, stranger, wire_pb2.POOL_JOIN, asked, pool_pb2.JoinReply)
@@ -125,8 +145,9 @@ async def _ask(address: str, token: Token, asked: pool_pb2.JoinRequest, plain_te
 async def _call(address: str, identity: TlsIdentity, method: int, request, reply_type):
     dialer = Dialer(Greeting("joining", identity=identity), host_id=host_id())
     try:
-        reply = await dialer.call((address,), method, request.SerializeToString(),
-                                  deadline_s=SYSTEM_CLOCK.boottime_s() + JOIN_S)
+        reply = await dialer.call(
+            (address,), method, request.SerializeToString(), deadline_s=SYSTEM_CLOCK.boottime_s() + JOIN_S
+        )
         return decoded(reply_type, reply.message)
     finally:
         await dialer.close()
@@ -135,21 +156,28 @@ async def _call(address: str, identity: TlsIdentity, method: int, request, reply
 def _keep(directory: PoolDirectory, kind: str, answer: dict, key: MemberRequest) -> None:
     """Write the files that make this directory a member."""
     secret = directory.secret
-    files: list[tuple[Path, str, int]] = [(secret / AUTHORITY_FILE, answer["authority"], 0o644),
-                                          (secret / CERTIFICATE_FILE, answer["certificate"], 0o644)]
+    files: list[tuple[Path, str, int]] = [
+        (secret / AUTHORITY_FILE, answer["authority"], 0o644),
+        (secret / CERTIFICATE_FILE, answer["certificate"], 0o644),
+    ]
     if kind == "node":
         etcd = secret / ETCD_SECRET
         etcd.mkdir(mode=0o700, exist_ok=True)
         write_whole(directory.grant_key, bytes.fromhex(answer["grant_key"]), 0o600)
-        files += [(etcd / AUTHORITY_FILE, answer["etcd"]["authority"], 0o644),
-                  (etcd / CERTIFICATE_FILE, answer["etcd"]["certificate"], 0o644), (etcd / KEY_FILE, key.key.decode(), 0o600)]
+        files += [
+            (etcd / AUTHORITY_FILE, answer["etcd"]["authority"], 0o644),
+            (etcd / CERTIFICATE_FILE, answer["etcd"]["certificate"], 0o644),
+            (etcd / KEY_FILE, key.key.decode(), 0o600),
+        ]
         if "external" not in answer["etcd"]:
             write_map_location(directory, MapLocation("etcd", tuple(answer["etcd"]["members"])))
     for path, text, mode in files:
         write_whole(path, text.encode(), mode)
     decode_map(answer["map"].encode())
     directory.publish(answer["map"].encode())
-    write_whole(directory.node_json, msgspec.json.encode({"node": answer.get("node", 0), "member": answer["member"]}))
+    write_whole(
+        directory.node_json, msgspec.json.encode({"node": answer.get("node", 0), "member": answer["member"]})
+    )
     for path in (directory.path, directory.path.parent):
         sync_directory(path)
 
@@ -165,8 +193,10 @@ def _keep_external(directory: PoolDirectory, etcd: dict, given: External | None)
         return
     if given is None:
         if etcd["external"] == "secured":
-            raise InvalidRequest(f"this pool keeps its map in an etcd of yours ({', '.join(etcd['members'])}): repeat the "
-                                 f"command with --etcd, --etcd-ca, --etcd-cert and --etcd-key")
+            raise InvalidRequest(
+                f"this pool keeps its map in an etcd of yours ({', '.join(etcd['members'])}): repeat the "
+                f"command with --etcd, --etcd-ca, --etcd-cert and --etcd-key"
+            )
         given = External(tuple(etcd["members"]), None)
     keep(directory, given)
 
@@ -179,9 +209,13 @@ def _begin(directory: PoolDirectory) -> MemberRequest:
     found = sorted(entry.name for entry in directory.path.iterdir())
     key_file = directory.secret / KEY_FILE
     if "FORMAT" in found and directory.format.read_bytes() != BEING_MADE_TEXT.encode():
-        raise AlreadyExists(f"{directory.path} belongs to a pool already; `nvpool status {directory.path}` shows it")
+        raise AlreadyExists(
+            f"{directory.path} belongs to a pool already; `nvpool status {directory.path}` shows it"
+        )
     if found and JOINING not in found:
-        raise AlreadyExists(f"{directory.path} is not empty; name an empty directory or one that does not exist")
+        raise AlreadyExists(
+            f"{directory.path} is not empty; name an empty directory or one that does not exist"
+        )
     if key_file.exists():
         return request_again(key_file.read_bytes())
     write_whole(directory.path / JOINING, b"joining a pool; the same command goes on with it\n")

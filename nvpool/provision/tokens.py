@@ -23,7 +23,10 @@ KINDS = ("node", "client", "bridge")
 def new_token(authority: Authority, kind: str, lives_s: float) -> tuple[Token, JoinToken]:
     """Create a token: the part for its holder, and the record for the map."""
     secret = SYSTEM_CLOCK.secret(SECRET_BYTES)
-    return (Token(secret, authority.fingerprint), JoinToken(hash_of(secret), kind, now_ms() + int(lives_s * 1000)))
+    return (
+        Token(secret, authority.fingerprint),
+        JoinToken(hash_of(secret), kind, now_ms() + int(lives_s * 1000)),
+    )
 
 
 def now_ms() -> int:
@@ -36,8 +39,10 @@ def read_authority(directory: PoolDirectory, below: str = "") -> Authority:
     try:
         return Authority((secret / AUTHORITY_FILE).read_bytes(), (secret / AUTHORITY_KEY_FILE).read_bytes())
     except FileNotFoundError:
-        raise AccessDenied("this node lets nobody in, since it does not have the key of the pool's authority; ask the first "
-                           "node of the pool") from None
+        raise AccessDenied(
+            "this node lets nobody in, since it does not have the key of the pool's authority; ask the first "
+            "node of the pool"
+        ) from None
     except OSError as error:
         raise from_os_error(error, f"read {error.filename}") from error
 
@@ -51,5 +56,3 @@ def hosts_of(node: Node | None) -> tuple[str, ...]:
 
 def address_of(node: Node) -> str:
     return next((endpoint for endpoint in node.endpoints if endpoint.startswith("stream://")), "")
-
-

@@ -52,7 +52,9 @@ RIGHTS: dict[int, Right] = {
     wire.DATA_LIST: Right(Who.NODE, _NOTHING),
     wire.DATA_SCRUB: Right(Who.NODE, _NOTHING),
     wire.DATA_STATUS: Right(Who.USER, "all but nodes learn the room alone"),
-    wire.DATA_LOCATE: Right(Who.VOLUME, "the token of the descriptors that were handed over; a grant to read each inode"),
+    wire.DATA_LOCATE: Right(
+        Who.VOLUME, "the token of the descriptors that were handed over; a grant to read each inode"
+    ),
     wire.DATA_EXTENTS: Right(Who.VOLUME, "a grant of the inode"),
     wire.DATA_COPY: Right(Who.VOLUME, "a grant to read the one inode and to write the other"),
     wire.DATA_PEER_WRITE: Right(Who.NODE, _SIGNED),
@@ -61,7 +63,9 @@ RIGHTS: dict[int, Right] = {
     wire.DATA_SCRUB_ORDER: Right(Who.NODE, _SIGNED),
     wire.DATA_PULL: Right(Who.NODE, _SIGNED),
     wire.DATA_USE: Right(Who.NODE, _NOTHING),
-    wire.META_OPEN_SESSION: Right(Who.USER, "of an earlier session: its secret, and that it is the caller's own"),
+    wire.META_OPEN_SESSION: Right(
+        Who.USER, "of an earlier session: its secret, and that it is the caller's own"
+    ),
     wire.META_RENEW_SESSION: Right(Who.USER, _SESSION),
     wire.META_CLOSE_SESSION: Right(Who.USER, _SESSION),
     wire.META_LOOKUP: Right(Who.VOLUME, _SEE),
@@ -100,7 +104,9 @@ RIGHTS: dict[int, Right] = {
     wire.META_FSCK_SUMS: Right(Who.NODE, _NOTHING),
     wire.META_FSCK_CLIMB: Right(Who.NODE, _NOTHING),
     wire.META_PARTS: Right(Who.MEMBER, _SESSION),
-    wire.META_MOMENT: Right(Who.NODE, "the number of the moment is not 0; changes go on by themselves after a while"),
+    wire.META_MOMENT: Right(
+        Who.NODE, "the number of the moment is not 0; changes go on by themselves after a while"
+    ),
     wire.META_SESSIONS: Right(Who.NODE, _NOTHING),
     wire.META_SHIP: Right(Who.NODE, _SIGNED),
     wire.META_FOLLOW: Right(Who.NODE, _SIGNED),
@@ -113,8 +119,10 @@ RIGHTS: dict[int, Right] = {
     wire.META_MOVE: Right(Who.NODE, _SIGNED),
     wire.META_MOVED: Right(Who.NODE, _SIGNED),
     wire.META_VOLUMES: Right(Who.MEMBER, _SESSION),
-    wire.META_VOLUME: Right(Who.USER, f"{_SESSION}; the wish: clients with the right to write, rights by nodes, a local user "
-                                      "only looks"),
+    wire.META_VOLUME: Right(
+        Who.USER,
+        f"{_SESSION}; the wish: clients with the right to write, rights by nodes, a local user only looks",
+    ),
     wire.META_VOLUME_ROOM: Right(Who.VOLUME, _CHANGE),
     wire.META_TRASH: Right(Who.VOLUME_OF_CLIENT, f"{_SEE}, and write in it to change the trash"),
     wire.POOL_MAP: Right(Who.USER, _NOTHING),
@@ -128,8 +136,15 @@ RIGHTS: dict[int, Right] = {
     wire.POOL_KEYS: Right(Who.NODE, f"{_SIGNED}; the node keeps the pool map"),
     wire.PROCESS_METRICS: Right(Who.MEMBER, _NOTHING),
 }
-_LEAST = {Who.STRANGER: Role.STRANGER, Who.USER: Role.USER, Who.VOLUME: Role.USER, Who.MEMBER: Role.CLIENT,
-          Who.VOLUME_OF_CLIENT: Role.CLIENT, Who.NODE: Role.NODE, Who.OPERATOR: Role.NODE}
+_LEAST = {
+    Who.STRANGER: Role.STRANGER,
+    Who.USER: Role.USER,
+    Who.VOLUME: Role.USER,
+    Who.MEMBER: Role.CLIENT,
+    Who.VOLUME_OF_CLIENT: Role.CLIENT,
+    Who.NODE: Role.NODE,
+    Who.OPERATOR: Role.NODE,
+}
 _PEERS_KEPT = 4096
 """Connections whose callers are cached. A full cache is cleared, and all callers are determined again."""
 
@@ -149,7 +164,9 @@ def _refused(role: Role, local: bool) -> frozenset[int]:
 
 
 _REFUSED = {(role, local): _refused(role, local) for role in Role for local in (False, True)}
-_REFUSED_METADATA = frozenset(method for method in _REFUSED[Role.USER, False] if wire.Method.Name(method).startswith("META_"))
+_REFUSED_METADATA = frozenset(
+    method for method in _REFUSED[Role.USER, False] if wire.Method.Name(method).startswith("META_")
+)
 """Metadata methods refused to local users and to clients with restricted users."""
 
 
@@ -213,8 +230,10 @@ def _refusal(method: int, caller: CallerRights, peer: Peer) -> str:
         return "nothing is told to strangers but how to join; show a certificate of this pool"
     name = wire.Method.Name(method)
     if caller.role == Role.USER:
-        return (f"user {caller.user.uid} has not the rights of a node, which {name} needs; ask root, or a member of the "
-                "operator group (access.operators)")
+        return (
+            f"user {caller.user.uid} has not the rights of a node, which {name} needs; ask root, or a member of the "
+            "operator group (access.operators)"
+        )
     right = RIGHTS.get(method)
     if right is not None and right.who is Who.OPERATOR:
         return "a pool is changed through the unix socket of its node only, by who runs it; do it there"

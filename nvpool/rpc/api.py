@@ -140,8 +140,15 @@ class Connection(Protocol):
     peer: Peer
     closed: bool
 
-    async def call(self, method: int, message: Buffer, payload: Sequence[Buffer] = (), *, deadline_s: float,
-                   into: memoryview | None = None) -> Reply:
+    async def call(
+        self,
+        method: int,
+        message: Buffer,
+        payload: Sequence[Buffer] = (),
+        *,
+        deadline_s: float,
+        into: memoryview | None = None,
+    ) -> Reply:
         """Send a request and wait for the response, at most until `deadline_s` (boottime).
 
         With `into` the response payload is received there if it fits, and Reply.payload is that part of
@@ -154,9 +161,17 @@ class Connection(Protocol):
         any NvpoolError    the error that the server answered
         """
 
-    def submit(self, method: int, message: Buffer, payload: Sequence[Buffer] = (), *, deadline_s: float,
-               into: memoryview | None = None, on_done: Callable[[Reply | None, BaseException | None], Any],
-               room: int = 0) -> int:
+    def submit(
+        self,
+        method: int,
+        message: Buffer,
+        payload: Sequence[Buffer] = (),
+        *,
+        deadline_s: float,
+        into: memoryview | None = None,
+        on_done: Callable[[Reply | None, BaseException | None], Any],
+        room: int = 0,
+    ) -> int:
         """Send a request as `call` does, without a task.
 
         Returns the number to pass to `give_up`. `on_done(reply, None)` or `on_done(None, error)` is called

@@ -20,7 +20,14 @@ from typing import NamedTuple
 
 from nvpool.core.clock import SYSTEM_CLOCK, Clock
 from nvpool.core.endpoint import parse_endpoint
-from nvpool.core.errors import DeadlineExceeded, InvalidRequest, NvpoolError, StaleIdentity, TooManyOpen, Unreachable
+from nvpool.core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    NvpoolError,
+    StaleIdentity,
+    TooManyOpen,
+    Unreachable,
+)
 from nvpool.rpc import registry
 from nvpool.rpc.api import Buffer, Connection, Greeting, Reply, Transport
 
@@ -71,15 +78,22 @@ class _Attempt:
         self.trying = ""
 
     def failed(self) -> list[str]:
-        return [str(error) if endpoint in str(error) else f"{endpoint}: {error}" for endpoint, error in self.failures]
+        return [
+            str(error) if endpoint in str(error) else f"{endpoint}: {error}"
+            for endpoint, error in self.failures
+        ]
 
     def error(self) -> NvpoolError:
         """All failures as one error, of the most specific class among them."""
         for _, error in self.failures:
             if isinstance(error, StaleIdentity):  # the daemon answers, and this is the cause
                 return error
-        worst = next((error for _, error in self.failures if not isinstance(error, Unreachable)), self.failures[-1][1])
-        return type(worst)("; ".join(self.failed()), may_be_applied=worst.may_be_applied, retry_after_s=worst.retry_after_s)
+        worst = next(
+            (error for _, error in self.failures if not isinstance(error, Unreachable)), self.failures[-1][1]
+        )
+        return type(worst)(
+            "; ".join(self.failed()), may_be_applied=worst.may_be_applied, retry_after_s=worst.retry_after_s
+        )
 
 
 class Dialer:
@@ -91,8 +105,15 @@ class Dialer:
     instead.
     """
 
-    def __init__(self, greeting: Greeting, *, host_id: str = "", clock: Clock = SYSTEM_CLOCK,
-                 transports: Mapping[str, Transport] | None = None, certified: bool = False) -> None:
+    def __init__(
+        self,
+        greeting: Greeting,
+        *,
+        host_id: str = "",
+        clock: Clock = SYSTEM_CLOCK,
+        transports: Mapping[str, Transport] | None = None,
+        certified: bool = False,
+    ) -> None:
         self._greeting = greeting._replace(host_id=host_id or greeting.host_id)
         self._clock = clock
         self._transports = transports
@@ -128,8 +149,16 @@ class Dialer:
             yield live
         yield from [connection for connection in self._retired.get(endpoints, ()) if not connection.closed]
 
-    def call(self, endpoints: Endpoints, method: int, message: Buffer, payload: Sequence[Buffer] = (), *, deadline_s: float,
-             into: memoryview | None = None) -> Awaitable[Reply]:
+    def call(
+        self,
+        endpoints: Endpoints,
+        method: int,
+        message: Buffer,
+        payload: Sequence[Buffer] = (),
+        *,
+        deadline_s: float,
+        into: memoryview | None = None,
+    ) -> Awaitable[Reply]:
         """Call Connection.call on the connection to this daemon; connect first if there is none.
 
         Unreachable        nobody answers at any endpoint: nothing was sent
@@ -167,7 +196,9 @@ class Dialer:
         await asyncio.wait([task], timeout=max(0.0, deadline_s - self._clock.boottime_s()))
         if not task.done():
             said = [*attempt.failed(), f"{attempt.trying or ', '.join(endpoints)} has not answered yet"]
-            raise DeadlineExceeded(f"no connection within the deadline: {'; '.join(said)}", may_be_applied=False)
+            raise DeadlineExceeded(
+                f"no connection within the deadline: {'; '.join(said)}", may_be_applied=False
+            )
         if task.cancelled():
             raise Unreachable("this dialer is closed")
         return task.result()[0]
@@ -195,7 +226,9 @@ class Dialer:
         if former is not None:
             former.cancel()
         if not self._closed and self._better(endpoints):
-            self._returning[endpoints] = task = asyncio.get_running_loop().create_task(self._return(endpoints))
+            self._returning[endpoints] = task = asyncio.get_running_loop().create_task(
+                self._return(endpoints)
+            )
             task.add_done_callback(lambda done: self._returned(endpoints, done))
 
     async def _make(self, endpoints: Endpoints, attempt: _Attempt) -> tuple[Connection, int]:
@@ -221,12 +254,16 @@ class Dialer:
     async def _try(self, candidate: _Candidate) -> Connection:
         began_s = self._clock.boottime_s()
         try:
-            connection = await candidate.transport.connect(candidate.endpoint, self._greeting, deadline_s=began_s + ATTEMPT_S)
+            connection = await candidate.transport.connect(
+                candidate.endpoint, self._greeting, deadline_s=began_s + ATTEMPT_S
+            )
         except NvpoolError as error:
             now_s = self._clock.boottime_s()
             if now_s - began_s > SLOW_FAILURE_S and not isinstance(error, TooManyOpen):
                 self._shunned = {key: until_s for key, until_s in self._shunned.items() if until_s > now_s}
-                self._shunned[candidate.endpoint] = now_s + (SHUN_LOCAL_S if candidate.socket_path else SHUN_S)
+                self._shunned[candidate.endpoint] = now_s + (
+                    SHUN_LOCAL_S if candidate.socket_path else SHUN_S
+                )
             raise
         self._shunned.pop(candidate.endpoint, None)
         return connection
@@ -241,10 +278,18 @@ class Dialer:
                 where = parse_endpoint(endpoint)
             except InvalidRequest:
                 continue  # a newer version wrote it, or the map has an error: other endpoints may work
-            transport = registry.upgrading(where.scheme) if self._transports is None else self._transports.get(where.scheme)
+            transport = (
+                registry.upgrading(where.scheme)
+                if self._transports is None
+                else self._transports.get(where.scheme)
+            )
             is_local = where.scheme.endswith("+unix")
-            if transport is None or (where.host_id and self._greeting.host_id and is_local
-                                     and where.host_id != self._greeting.host_id):
+            if transport is None or (
+                where.host_id
+                and self._greeting.host_id
+                and is_local
+                and where.host_id != self._greeting.host_id
+            ):
                 continue
             if is_local and self._certified and not _is_ours(where.path):
                 continue
@@ -253,21 +298,31 @@ class Dialer:
     def _candidates(self, endpoints: Endpoints) -> list[_Candidate]:
         """Endpoints that can be tried from this host, in the order to try them."""
         now_s = self._clock.boottime_s()
-        return sorted((candidate for candidate in self._usable(endpoints) if _is_there(candidate)),
-                      key=lambda candidate: (self._shunned.get(candidate.endpoint, 0.0) > now_s, -candidate.transport.rank))
+        return sorted(
+            (candidate for candidate in self._usable(endpoints) if _is_there(candidate)),
+            key=lambda candidate: (
+                self._shunned.get(candidate.endpoint, 0.0) > now_s,
+                -candidate.transport.rank,
+            ),
+        )
 
     # -- returning to a better endpoint
 
     def _better(self, endpoints: Endpoints) -> list[_Candidate]:
         """Endpoints with a higher rank than the live connection, best first."""
         rank = self._ranks.get(endpoints, inf)
-        return sorted((candidate for candidate in self._usable(endpoints) if candidate.transport.rank > rank),
-                      key=lambda candidate: -candidate.transport.rank)
+        return sorted(
+            (candidate for candidate in self._usable(endpoints) if candidate.transport.rank > rank),
+            key=lambda candidate: -candidate.transport.rank,
+        )
 
     async def _return(self, endpoints: Endpoints) -> None:
         """Replace the live connection by a better one as soon as possible. Ends with the connection."""
         now_s = self._clock.boottime_s
-        pauses = {one.endpoint: (RETURN_LOCAL_S if one.socket_path else RETURN_S)[0] for one in self._better(endpoints)}
+        pauses = {
+            one.endpoint: (RETURN_LOCAL_S if one.socket_path else RETURN_S)[0]
+            for one in self._better(endpoints)
+        }
         due_s = {endpoint: now_s() + pause_s for endpoint, pause_s in pauses.items()}
         while better := self._better(endpoints):
             await asyncio.sleep(max(0.0, min(due_s[one.endpoint] for one in better) - now_s()))
@@ -284,7 +339,9 @@ class Dialer:
                     try:
                         connection = await self._try(candidate)
                     except NvpoolError:
-                        pauses[endpoint] = min(2 * pauses[endpoint], (RETURN_LOCAL_S if candidate.socket_path else RETURN_S)[1])
+                        pauses[endpoint] = min(
+                            2 * pauses[endpoint], (RETURN_LOCAL_S if candidate.socket_path else RETURN_S)[1]
+                        )
                 due_s[endpoint] = now_s() + pauses[endpoint]
                 if connection is None:
                     continue
@@ -309,8 +366,11 @@ class Dialer:
     async def _close_when_idle(self, endpoints: Endpoints, connection: Connection) -> None:
         until_s = self._clock.boottime_s() + RETIRED_S_MAX
         await asyncio.sleep(RETIRED_LOOK_S)  # also for callers that received it just now
-        while (not connection.closed and connection.unanswered_since_s() < inf  # noqa: ASYNC110 - no event reports this
-               and self._clock.boottime_s() < until_s):
+        while (  # noqa: ASYNC110 - no event reports this
+            not connection.closed
+            and connection.unanswered_since_s() < inf
+            and self._clock.boottime_s() < until_s
+        ):
             await asyncio.sleep(RETIRED_LOOK_S)
         await connection.close()
         self._retired[endpoints].remove(connection)
@@ -320,12 +380,19 @@ class Dialer:
     async def close(self) -> None:
         """Close every connection and cancel every attempt. May be called twice."""
         self._closed = True
-        tasks = [*(attempt.task for attempt in self._connecting.values()), *self._returning.values(), *self._retiring]
+        tasks = [
+            *(attempt.task for attempt in self._connecting.values()),
+            *self._returning.values(),
+            *self._retiring,
+        ]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        open_ones = [*self._live.values(), *(connection for some in self._retired.values() for connection in some)]
+        open_ones = [
+            *self._live.values(),
+            *(connection for some in self._retired.values() for connection in some),
+        ]
         self._live, self._retired = {}, {}
         if open_ones:
             await asyncio.gather(*[connection.close() for connection in open_ones])

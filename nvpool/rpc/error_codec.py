@@ -30,8 +30,12 @@ def encode_error(error: BaseException) -> tuple[int, bytes]:
         _log.error("unexpected %s while serving a request", type(error).__name__, exc_info=error)
         error = Bug(f"{type(error).__name__}: {error}")
     code = error.wire_code
-    message = wire_pb2.Error(code=code, text=str(error)[:TEXT_CHARACTERS_MAX].encode("utf-8", "replace").decode(),
-                             may_be_applied=error.may_be_applied, retry_after_s=error.retry_after_s)
+    message = wire_pb2.Error(
+        code=code,
+        text=str(error)[:TEXT_CHARACTERS_MAX].encode("utf-8", "replace").decode(),
+        may_be_applied=error.may_be_applied,
+        retry_after_s=error.retry_after_s,
+    )
     return code, message.SerializeToString()
 
 

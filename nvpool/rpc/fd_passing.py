@@ -51,7 +51,6 @@ def path_beside(path: str) -> str:
     return path.removesuffix(".sock") + ".fd"
 
 
-
 class Handover:
     """Server side. Sends descriptors to root, the user of this process and members of `group` only.
 
@@ -59,7 +58,9 @@ class Handover:
     NvpoolError that `give()` raises is sent to the client.
     """
 
-    def __init__(self, path: str, give: Callable[[], tuple[bytes, Sequence[int]]], *, group: int | None = None) -> None:
+    def __init__(
+        self, path: str, give: Callable[[], tuple[bytes, Sequence[int]]], *, group: int | None = None
+    ) -> None:
         self.path = path
         self._give = give
         self._group = group
@@ -156,8 +157,9 @@ async def take(path: str, timeout_s: float) -> tuple[bytes, list[int]]:
 async def _received(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> tuple[bytes, list[int]]:
     while True:
         try:
-            said, ancillary, _, _ = sock.recvmsg(_HEAD.size + SAID_BYTES_MAX, socket.CMSG_SPACE(4 * DESCRIPTORS_MAX),
-                                                 socket.MSG_CMSG_CLOEXEC)
+            said, ancillary, _, _ = sock.recvmsg(
+                _HEAD.size + SAID_BYTES_MAX, socket.CMSG_SPACE(4 * DESCRIPTORS_MAX), socket.MSG_CMSG_CLOEXEC
+            )
             break
         except BlockingIOError:
             ready = loop.create_future()
@@ -169,7 +171,7 @@ async def _received(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> tup
     descriptors: list[int] = []
     for level, kind, content in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            descriptors += array.array("i", content[:len(content) // 4 * 4])
+            descriptors += array.array("i", content[: len(content) // 4 * 4])
     try:
         if not said:
             raise OSError(errno.ECONNRESET, "the other side has hung up")
@@ -185,4 +187,4 @@ async def _received(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> tup
         for descriptor in descriptors:
             os.close(descriptor)
         raise
-    return said[_HEAD.size:], descriptors
+    return said[_HEAD.size :], descriptors

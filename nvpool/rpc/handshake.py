@@ -28,9 +28,15 @@ After it the connection is closed, so that half-open connections do not pile up.
 def encode_hello(greeting: Greeting, offers: Iterable[str] = ()) -> bytes:
     """Encode our Hello. `offers`: transports to which the client can upgrade this connection
     (Hello.transports)."""
-    return wire_pb2.Hello(version=PROTOCOL_VERSION, version_min=PROTOCOL_VERSION_MIN, name=greeting.name,
-                          fingerprint=greeting.fingerprint, software=SOFTWARE, host_id=greeting.host_id,
-                          transports=offers).SerializeToString()
+    return wire_pb2.Hello(
+        version=PROTOCOL_VERSION,
+        version_min=PROTOCOL_VERSION_MIN,
+        name=greeting.name,
+        fingerprint=greeting.fingerprint,
+        software=SOFTWARE,
+        host_id=greeting.host_id,
+        transports=offers,
+    ).SerializeToString()
 
 
 def check_hello(raw, greeting: Greeting) -> wire_pb2.Hello:
@@ -49,9 +55,12 @@ def check_hello(raw, greeting: Greeting) -> wire_pb2.Hello:
     if hello.version < PROTOCOL_VERSION_MIN or hello.version_min > PROTOCOL_VERSION:
         raise ProtocolMismatch(
             f"{theirs} speaks protocol {_span(hello.version_min, hello.version)}, "
-            f"{ours} speaks {_span(PROTOCOL_VERSION_MIN, PROTOCOL_VERSION)}: update the older of the two")
+            f"{ours} speaks {_span(PROTOCOL_VERSION_MIN, PROTOCOL_VERSION)}: update the older of the two"
+        )
     if hello.fingerprint and greeting.fingerprint and hello.fingerprint != greeting.fingerprint:
-        raise ProtocolMismatch(f"{theirs} belongs to pool {hello.fingerprint}, {ours} to pool {greeting.fingerprint}")
+        raise ProtocolMismatch(
+            f"{theirs} belongs to pool {hello.fingerprint}, {ours} to pool {greeting.fingerprint}"
+        )
     return hello
 
 

@@ -95,6 +95,7 @@ def identify(peer: Peer, operators: int | None = None, plain_text: bool = False)
 def network_of(host: str) -> str:
     """The address; for IPv6 the /64 network, which one host has for itself."""
     from ipaddress import IPv6Address, ip_address, ip_network  # here: costs every command 3 ms at start
+
     try:
         address = ip_address(host.strip("[]").partition("%")[0])
     except ValueError:
@@ -167,8 +168,15 @@ class Limits:
     Without `trust` no peer is trusted.
     """
 
-    def __init__(self, bounds: Bounds | None = None, clock: Clock = SYSTEM_CLOCK, *, operators: int | None = None,
-                 plain_text: bool = False, trust: bool = True) -> None:
+    def __init__(
+        self,
+        bounds: Bounds | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+        *,
+        operators: int | None = None,
+        plain_text: bool = False,
+        trust: bool = True,
+    ) -> None:
         self.bounds = bounds = bounds or Bounds()
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.connections_max = max(8, min(bounds.connections, int(descriptors * DESCRIPTORS_SHARE)))
@@ -233,14 +241,23 @@ class Limits:
         count = len(account.shares) + max(0, account.strangers - ends_handshake)
         if account.trusted:
             if self._trusted + self._others >= self.connections_max:
-                self._refuse("connections", f"{daemon} has {self.connections_max} connections already; end some clients, "
-                                            f"{raise_it('connections')} (at most three quarters of its open files)")
+                self._refuse(
+                    "connections",
+                    f"{daemon} has {self.connections_max} connections already; end some clients, "
+                    f"{raise_it('connections')} (at most three quarters of its open files)",
+                )
         elif count >= self.per_peer_max:
-            self._refuse("connections_per_peer", f"{daemon} has {count} connections of {account.name} already; close some, "
-                                                 f"{raise_it('connections_per_peer')}")
+            self._refuse(
+                "connections_per_peer",
+                f"{daemon} has {count} connections of {account.name} already; close some, "
+                f"{raise_it('connections_per_peer')}",
+            )
         elif self._others >= self.others_max or self._trusted + self._others >= self.connections_max:
-            self._refuse("connections", f"{daemon} has {self._others} connections of clients already; end some clients, "
-                                        f"{raise_it('connections')} (at most three quarters of its open files)")
+            self._refuse(
+                "connections",
+                f"{daemon} has {self._others} connections of clients already; end some clients, "
+                f"{raise_it('connections')} (at most three quarters of its open files)",
+            )
 
     def _refuse(self, limit: str, reason: str) -> None:
         self.note(limit, reason)
@@ -280,7 +297,9 @@ class Limits:
             self._logged[limit] = since_s, more + 1
             return
         self._logged[limit] = now_s, 0
-        _log.warning("%s%s", reason, f" ({more} times more of the kind since the last such line)" if more else "")
+        _log.warning(
+            "%s%s", reason, f" ({more} times more of the kind since the last such line)" if more else ""
+        )
 
     # -- memory
 
@@ -309,13 +328,18 @@ class Limits:
         """Disconnect connections of the peers with the most memory until `wanted` more bytes are
         available."""
         while self.bytes + self.unsent + wanted > self.memory_max:
-            account = max((account for account in self._accounts.values() if not account.trusted and account.shares),
-                          key=lambda account: account.bytes + account.unsent, default=None)
+            account = max(
+                (account for account in self._accounts.values() if not account.trusted and account.shares),
+                key=lambda account: account.bytes + account.unsent,
+                default=None,
+            )
             if account is None or account.bytes + account.unsent == 0:
                 return
             share = max(account.shares, key=lambda share: share.total + share.unsent)
-            reason = (f"{account.name} holds most of the memory for messages, {self.bytes + self.unsent >> 20} MiB in "
-                      f"all; send less at once, {raise_it('memory_bytes')}")
+            reason = (
+                f"{account.name} holds most of the memory for messages, {self.bytes + self.unsent >> 20} MiB in "
+                f"all; send less at once, {raise_it('memory_bytes')}"
+            )
             self.cut_off(share, "memory_bytes", reason)
 
     def cut_off(self, share: Share, limit: str, reason: str) -> None:
@@ -369,8 +393,11 @@ class Limits:
         if requests > most or byte_count > 2 * bytes_most:
             limit = "requests_per_peer" if requests > most else "memory_bytes_per_peer"
             if not account.held_back:
-                self.note(limit, f"{account.name} has {requests} requests with {byte_count >> 20} MiB in flight and is not "
-                                 f"read from until there are fewer; ask for less at once, {raise_it(limit)}")
+                self.note(
+                    limit,
+                    f"{account.name} has {requests} requests with {byte_count >> 20} MiB in flight and is not "
+                    f"read from until there are fewer; ask for less at once, {raise_it(limit)}",
+                )
             account.held_back = True
             fair, fair_bytes = most // len(account.shares), bytes_most // len(account.shares)
             for share in account.shares:
@@ -389,8 +416,21 @@ class Share:
     For trusted peers only the connection itself is counted.
     """
 
-    __slots__ = ("limits", "account", "connection", "limited", "coming", "held", "unsent", "waits", "queued",
-                 "_frame", "_frame_since_s", "_goal", "_goal_until_s")
+    __slots__ = (
+        "limits",
+        "account",
+        "connection",
+        "limited",
+        "coming",
+        "held",
+        "unsent",
+        "waits",
+        "queued",
+        "_frame",
+        "_frame_since_s",
+        "_goal",
+        "_goal_until_s",
+    )
 
     def __init__(self, limits: Limits, account: PeerAccount, connection: Limited) -> None:
         self.limits = limits
@@ -442,8 +482,11 @@ class Share:
         """Pause the connection until requests of its peer have ended."""
         account = self.account
         if not self.waits:
-            self.limits.note("memory_bytes_per_peer", f"requests of {account.name} hold {account.bytes >> 20} MiB, and more "
-                             f"are not read until some have ended; send less at once, {raise_it('memory_bytes_per_peer')}")
+            self.limits.note(
+                "memory_bytes_per_peer",
+                f"requests of {account.name} hold {account.bytes >> 20} MiB, and more "
+                f"are not read until some have ended; send less at once, {raise_it('memory_bytes_per_peer')}",
+            )
             self.waits = True
             account.waiting.append(self)
         self.connection.hold_back()
@@ -497,8 +540,12 @@ class Share:
             self._frame = name
             allowed_s = self.limits.bounds.message_s + whole / BYTES_PER_S
             if now_s - self._frame_since_s > allowed_s:
-                self.limits.cut_off(self, "message_s", f"a message of {self.account.name} has not come whole within "
-                                                       f"{allowed_s:.0f} s; send faster, {raise_it('message_s')}")
+                self.limits.cut_off(
+                    self,
+                    "message_s",
+                    f"a message of {self.account.name} has not come whole within "
+                    f"{allowed_s:.0f} s; send faster, {raise_it('message_s')}",
+                )
                 return
         self.unsent, sent = self.connection.unsent()
         if not self.unsent:
@@ -507,9 +554,13 @@ class Share:
             self._goal = sent
             self._goal_until_s = now_s + self.limits.bounds.message_s + self.unsent / BYTES_PER_S
         elif now_s > self._goal_until_s:
-            self.limits.cut_off(self, "message_s", f"{self.account.name} has not taken {self.unsent >> 10} KiB of answers "
-                                                   f"for {self.limits.bounds.message_s:.0f} s or longer; read faster, "
-                                                   f"{raise_it('message_s')}")
+            self.limits.cut_off(
+                self,
+                "message_s",
+                f"{self.account.name} has not taken {self.unsent >> 10} KiB of answers "
+                f"for {self.limits.bounds.message_s:.0f} s or longer; read faster, "
+                f"{raise_it('message_s')}",
+            )
 
 
 class Metered:

@@ -75,8 +75,15 @@ class Asker:
 
     # -- provided by the transport
 
-    def _send_request(self, number: int, method: int, deadline_ms: int, message: Buffer, payload: Sequence[Buffer],
-                      payload_bytes: int) -> None:
+    def _send_request(
+        self,
+        number: int,
+        method: int,
+        deadline_ms: int,
+        message: Buffer,
+        payload: Sequence[Buffer],
+        payload_bytes: int,
+    ) -> None:
         raise NotImplementedError
 
     def _send_cancel(self, number: int) -> None:
@@ -84,8 +91,15 @@ class Asker:
 
     # -- interface of api.Connection
 
-    async def call(self, method: int, message: Buffer, payload: Sequence[Buffer] = (), *, deadline_s: float,
-                   into: memoryview | None = None) -> Reply:
+    async def call(
+        self,
+        method: int,
+        message: Buffer,
+        payload: Sequence[Buffer] = (),
+        *,
+        deadline_s: float,
+        into: memoryview | None = None,
+    ) -> Reply:
         future = self._loop.create_future()
         number = self._begin(method, message, payload, deadline_s, into, partial(_settle, future))
         try:
@@ -94,9 +108,17 @@ class Asker:
             self._give_up(number, None)
             raise
 
-    def submit(self, method: int, message: Buffer, payload: Sequence[Buffer] = (), *, deadline_s: float,
-               into: memoryview | None = None, on_done: Callable[[Reply | None, BaseException | None], Any],
-               room: int = 0) -> int:
+    def submit(
+        self,
+        method: int,
+        message: Buffer,
+        payload: Sequence[Buffer] = (),
+        *,
+        deadline_s: float,
+        into: memoryview | None = None,
+        on_done: Callable[[Reply | None, BaseException | None], Any],
+        room: int = 0,
+    ) -> int:
         return self._begin(method, message, payload, deadline_s, into, on_done, room)
 
     def give_up(self, request: int) -> None:
@@ -115,11 +137,15 @@ class Asker:
         if self.closed:
             return self._refuse(on_done, Disconnected(self._end_reason, may_be_applied=False))
         if len(message) > MESSAGE_BYTES_MAX or payload_bytes > PAYLOAD_BYTES_MAX:
-            return self._refuse(on_done, TooBig(f"a request of {len(message)} + {payload_bytes} bytes fits into no frame"))
+            return self._refuse(
+                on_done, TooBig(f"a request of {len(message)} + {payload_bytes} bytes fits into no frame")
+            )
         now_s = self._now_s()
         left_ms = int((deadline_s - now_s) * 1000)
         if left_ms <= 0:
-            return self._refuse(on_done, DeadlineExceeded("past before the request was sent", may_be_applied=False))
+            return self._refuse(
+                on_done, DeadlineExceeded("past before the request was sent", may_be_applied=False)
+            )
         in_flight = self._in_flight
         number = self._number + 1 & _NUMBER_MASK
         while number in in_flight or not number:
@@ -261,11 +287,31 @@ class InboundCall:
     Later responses are discarded, and so are responses to a client that has disconnected.
     """
 
-    __slots__ = ("method", "message", "payload", "since_s", "deadline_s", "peer", "cancelled", "_side", "_number", "_bytes",
-                 "_payload_bytes", "_callback")
+    __slots__ = (
+        "method",
+        "message",
+        "payload",
+        "since_s",
+        "deadline_s",
+        "peer",
+        "cancelled",
+        "_side",
+        "_number",
+        "_bytes",
+        "_payload_bytes",
+        "_callback",
+    )
 
-    def __init__(self, side: Answerer, number: int, method: int, message: Buffer, payload: memoryview,
-                 since_s: float, deadline_s: float) -> None:
+    def __init__(
+        self,
+        side: Answerer,
+        number: int,
+        method: int,
+        message: Buffer,
+        payload: memoryview,
+        since_s: float,
+        deadline_s: float,
+    ) -> None:
         self.method = method
         self.message = message
         self.payload = payload
@@ -289,7 +335,9 @@ class InboundCall:
             return
         payload_bytes = sum(map(len, payload)) if payload else 0
         if len(message) > MESSAGE_BYTES_MAX or payload_bytes > PAYLOAD_BYTES_MAX:
-            self.fail(InvariantBroken(f"{len(message)} + {payload_bytes} bytes: too long for method {self.method}"))
+            self.fail(
+                InvariantBroken(f"{len(message)} + {payload_bytes} bytes: too long for method {self.method}")
+            )
             return
         self._side = None
         side._finish(self._number, 0, message, payload, payload_bytes)
@@ -324,7 +372,9 @@ class Answerer:
     `_asker_gone`. It should not read while `_overfull` is True; `_room` is called when that changes.
     """
 
-    def __init__(self, handler: Handler, peer: Peer, clock: Clock = SYSTEM_CLOCK, *, transport: str = "") -> None:
+    def __init__(
+        self, handler: Handler, peer: Peer, clock: Clock = SYSTEM_CLOCK, *, transport: str = ""
+    ) -> None:
         self.peer = peer
         self._tally = TALLY.over(transport)
         self.draining = False
@@ -347,7 +397,9 @@ class Answerer:
         self._tally = TALLY.over(transport)
         self._tally.begun += count
 
-    def _send_answer(self, number: int, status: int, message: Buffer, payload: Sequence[Buffer], payload_bytes: int) -> None:
+    def _send_answer(
+        self, number: int, status: int, message: Buffer, payload: Sequence[Buffer], payload_bytes: int
+    ) -> None:
         raise NotImplementedError
 
     def _answer_room(self, number: int, byte_count: int) -> memoryview | None:
@@ -357,7 +409,9 @@ class Answerer:
     def _room(self) -> None:
         """Called when the connection may be read again."""
 
-    def _arrived(self, number: int, method: int, deadline_ms: int, message: Buffer, payload: memoryview) -> None:
+    def _arrived(
+        self, number: int, method: int, deadline_ms: int, message: Buffer, payload: memoryview
+    ) -> None:
         if self.draining:
             code, text = encode_error(Draining())
             self._send_answer(number, code, text, (), 0)
@@ -380,12 +434,15 @@ class Answerer:
         except Exception as error:
             call.fail(error)
 
-    def _finish(self, number: int, status: int, message: Buffer, payload: Sequence[Buffer], payload_bytes: int) -> None:
+    def _finish(
+        self, number: int, status: int, message: Buffer, payload: Sequence[Buffer], payload_bytes: int
+    ) -> None:
         call = self._forget(number)
         self._send_answer(number, status, message, payload, payload_bytes)
         if call is not None:
-            self._tally.answered(call.method, self._now_s() - call.since_s, status, call._payload_bytes,
-                                 payload_bytes)
+            self._tally.answered(
+                call.method, self._now_s() - call.since_s, status, call._payload_bytes, payload_bytes
+            )
         if self._on_idle is not None and not self._in_work:
             self._on_idle()
 

@@ -78,7 +78,11 @@ def acts_as(peer: Peer, operators: int | None) -> Credentials | None:
             return Credentials(SOMEBODY, BELIEVED_GROUPS, 0)
         user = user_in(peer.member)
         return Credentials(user[0], frozenset((user[1],)), 0) if user is not None else None
-    return credentials if credentials is not None and credentials.uid and role_of(peer, operators) is Role.USER else None
+    return (
+        credentials
+        if credentials is not None and credentials.uid and role_of(peer, operators) is Role.USER
+        else None
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -40,6 +40,7 @@ def transport(scheme: str) -> Transport | None:
 @lru_cache(maxsize=1)
 def _installed() -> dict[str, str]:
     from importlib.metadata import entry_points
+
     return {point.name: point.value for point in entry_points(group=GROUP)}
 
 
@@ -51,9 +52,11 @@ def upgrading(scheme: str) -> Transport | None:
     where no server offers RDMA. For every other scheme the result is that of `transport`.
     """
     from nvpool.rpc.transports import ucx
+
     if scheme not in ("stream", "stream+unix") or ucx.missing():
         return transport(scheme)
     from nvpool.rpc.transports.rdma import RdmaTransport, RdmaUnixTransport
+
     return (RdmaTransport if scheme == "stream" else RdmaUnixTransport)(strict=False)
 
 
@@ -84,5 +87,7 @@ async def listen(endpoint: str, greeting: Greeting, handler: Handler) -> Listene
     """
     found = transport(parse_endpoint(endpoint).scheme)
     if found is None:
-        raise BadConfiguration(f"{endpoint}: no transport for it is installed; there are {', '.join(transports())}")
+        raise BadConfiguration(
+            f"{endpoint}: no transport for it is installed; there are {', '.join(transports())}"
+        )
     return await found.listen(endpoint, greeting, handler)

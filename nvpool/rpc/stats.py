@@ -106,11 +106,17 @@ class RpcStats:
                 page.times(metrics.REQUEST_SECONDS, answered.times, op=op, transport=transport)
                 for direction, count in (("in", answered.bytes_in), ("out", answered.bytes_out)):
                     if count:
-                        page.set(metrics.REQUEST_BYTES, count, op=op, transport=transport, direction=direction)
+                        page.set(
+                            metrics.REQUEST_BYTES, count, op=op, transport=transport, direction=direction
+                        )
             for (method, status), count in answers.errors.items():
                 page.set(metrics.REQUEST_ERRORS, count, op=op_of(method), error=error_of(status))
             page.set(metrics.REQUESTS_GIVEN_UP, answers.given_up, transport=transport)
-            page.set(metrics.REQUESTS_IN_WORK, answers.begun - answers.ended - answers.given_up, transport=transport)
+            page.set(
+                metrics.REQUESTS_IN_WORK,
+                answers.begun - answers.ended - answers.given_up,
+                transport=transport,
+            )
         for method, times in self.calls.by_method.items():
             page.times(metrics.CALL_SECONDS, times, op=op_of(method))
         for (method, status), count in self.calls.errors.items():

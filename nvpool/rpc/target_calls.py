@@ -17,8 +17,16 @@ from nvpool.rpc.api import Reply
 
 
 class TargetDialer(Protocol):
-    async def call(self, endpoints: tuple[str, ...], method: int, message: bytes, payload=(), *, deadline_s: float,
-                   into: memoryview | None = None) -> Any: ...
+    async def call(
+        self,
+        endpoints: tuple[str, ...],
+        method: int,
+        message: bytes,
+        payload=(),
+        *,
+        deadline_s: float,
+        into: memoryview | None = None,
+    ) -> Any: ...
 
 
 class TargetCalls:
@@ -32,7 +40,9 @@ class TargetCalls:
 
     def use_map(self, pool_map: PoolMap) -> None:
         before, self.map = self.map, pool_map
-        for target in [target for target in self._gone if _serves(before, target) and not _serves(pool_map, target)]:
+        for target in [
+            target for target in self._gone if _serves(before, target) and not _serves(pool_map, target)
+        ]:
             self._gone.pop(target).set_result(None)
 
     async def call(self, target: int, method: int, message: bytes, *, deadline_s: float) -> Reply:
@@ -47,7 +57,9 @@ class TargetCalls:
         gone = self._gone.get(target)
         if gone is None:
             gone = self._gone[target] = asyncio.get_running_loop().create_future()
-        asked = asyncio.ensure_future(self._dialer.call(known.endpoints, method, message, deadline_s=deadline_s))
+        asked = asyncio.ensure_future(
+            self._dialer.call(known.endpoints, method, message, deadline_s=deadline_s)
+        )
         try:
             await asyncio.wait([asked, gone], return_when=asyncio.FIRST_COMPLETED)
             if asked.done():

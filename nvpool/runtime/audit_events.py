@@ -54,8 +54,10 @@ def is_refusal(error: BaseException | None) -> bool:
 def settings_of(config: Config) -> dict[str, Any]:
     """Settings that differ from their defaults, by section."""
     defaults = as_dict(Config())
-    changed = {section: {name: value for name, value in keys.items() if value != defaults[section][name]}
-               for section, keys in as_dict(config).items()}
+    changed = {
+        section: {name: value for name, value in keys.items() if value != defaults[section][name]}
+        for section, keys in as_dict(config).items()
+    }
     return {section: keys for section, keys in changed.items() if keys}
 
 
@@ -79,8 +81,12 @@ class MetaAudit:
     def __init__(self, log: AuditLog) -> None:
         self._log = log
         self._events: dict[int, Callable[[Buffer], Event | None]] = {
-            wire.META_CREATE: _created, wire.META_VOLUME: _volume_wish, wire.META_TRASH: _trash_wish,
-            wire.META_DUMP: lambda message: ("dump", {}), wire.META_LOAD: lambda message: ("load", {})}
+            wire.META_CREATE: _created,
+            wire.META_VOLUME: _volume_wish,
+            wire.META_TRASH: _trash_wish,
+            wire.META_DUMP: lambda message: ("dump", {}),
+            wire.META_LOAD: lambda message: ("load", {}),
+        }
 
     def watched(self, call: Call) -> Call:
         """Return `call`, or a wrapper that records its result."""
@@ -119,7 +125,9 @@ class _Watched:
     def fail(self, error: BaseException) -> None:
         self._call.fail(error)
         if isinstance(error, Refused):  # else the client retries, perhaps at another shard
-            self._log.note(self._event, actor_of(self._call.peer), self._what, error, refused=is_refusal(error))
+            self._log.note(
+                self._event, actor_of(self._call.peer), self._what, error, refused=is_refusal(error)
+            )
 
 
 def _created(message: Buffer) -> Event | None:
@@ -142,7 +150,11 @@ def _volume_wish(message: Buffer) -> Event | None:
     if wish == "GRANT":
         what["right"] = "rw" if request.grant.write else "ro"
     if wish == "SET":
-        what |= {name: value for name, value in _fields(request).items() if name not in ("session", "inode", "wish")}
+        what |= {
+            name: value
+            for name, value in _fields(request).items()
+            if name not in ("session", "inode", "wish")
+        }
     return f"volume-{wish.lower()}", what
 
 
@@ -150,8 +162,10 @@ def _trash_wish(message: Buffer) -> Event | None:
     request = pb.TrashRequest.FromString(bytes(message))
     if request.wish == pb.TrashRequest.LIST:
         return None
-    return f"trash-{'restore' if request.wish == pb.TrashRequest.RESTORE else 'purge'}", {"inode": request.inode,
-                                                                                           "entry": request.entry}
+    return f"trash-{'restore' if request.wish == pb.TrashRequest.RESTORE else 'purge'}", {
+        "inode": request.inode,
+        "entry": request.entry,
+    }
 
 
 def _fields(message: Message) -> dict[str, Any]:

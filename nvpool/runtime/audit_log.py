@@ -70,8 +70,15 @@ class AuditLog:
         self._pause = threading.Event()
         """Never set: waiting for it is a sleep."""
 
-    def note(self, event: str, actor: Actor, what: Mapping[str, Any], error: BaseException | None = None, *,
-             refused: bool = False) -> None:
+    def note(
+        self,
+        event: str,
+        actor: Actor,
+        what: Mapping[str, Any],
+        error: BaseException | None = None,
+        *,
+        refused: bool = False,
+    ) -> None:
         """Record that `actor` requested `what`.
 
         `error`: why it was not done. `refused`: it was not allowed.
@@ -80,8 +87,13 @@ class AuditLog:
         if result != "done" and not self._may_be_noted():
             self._left_out += 1
             return
-        record: dict[str, Any] = {"time": _time(self._clock), "event": event, "result": result, "process": self._name,
-                                  "what": without_secrets(what)}
+        record: dict[str, Any] = {
+            "time": _time(self._clock),
+            "event": event,
+            "result": result,
+            "process": self._name,
+            "what": without_secrets(what),
+        }
         if error is not None:
             record["error"] = str(error)[:TEXT_MAX]
         if self._left_out:
@@ -177,7 +189,9 @@ class AuditLog:
 
 
 def _time(clock: Clock) -> str:
-    time = datetime.datetime.fromtimestamp(clock.wall_ns() / 1e9, datetime.UTC).isoformat(timespec="milliseconds")
+    time = datetime.datetime.fromtimestamp(clock.wall_ns() / 1e9, datetime.UTC).isoformat(
+        timespec="milliseconds"
+    )
     return time.replace("+00:00", "Z")
 
 
@@ -212,6 +226,11 @@ def _tell_journal(record: dict[str, Any], text: str) -> None:
         return
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.setblocking(False)
-        fields = {"MESSAGE": text, "PRIORITY": _NOTICE, "SYSLOG_IDENTIFIER": "nvpool-audit", "NVPOOL_EVENT": record["event"],
-                  "NVPOOL_RESULT": record["result"]}
+        fields = {
+            "MESSAGE": text,
+            "PRIORITY": _NOTICE,
+            "SYSLOG_IDENTIFIER": "nvpool-audit",
+            "NVPOOL_EVENT": record["event"],
+            "NVPOOL_RESULT": record["result"],
+        }
         sock.sendto("".join(f"{name}={value}\n" for name, value in fields.items()).encode(), _JOURNAL)

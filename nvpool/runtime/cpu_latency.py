@@ -50,7 +50,9 @@ class Awake:
     request, and so does any end of the process. `wanted` is auto, always or never, as in the configuration.
     """
 
-    def __init__(self, wanted: str, device: Path = _DEVICE, driver: Path = _DRIVER, processors: int | None = None) -> None:
+    def __init__(
+        self, wanted: str, device: Path = _DEVICE, driver: Path = _DRIVER, processors: int | None = None
+    ) -> None:
         self._descriptor = -1
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -64,8 +66,10 @@ class Awake:
             guest = driver.exists() and driver.read_text().strip() == "haltpoll"
             self._limit_us = 0 if guest else SHALLOW_US
             if guest and wanted == "auto" and (processors or os.cpu_count() or 1) > AUTO_PROCESSORS_MAX:
-                log.info("processors may sleep between requests: this guest has many; [processors] awake = \"always\" keeps "
-                         "all of them awake under load")
+                log.info(
+                    'processors may sleep between requests: this guest has many; [processors] awake = "always" keeps '
+                    "all of them awake under load"
+                )
                 return
             self._descriptor = os.open(device, os.O_WRONLY | os.O_CLOEXEC)
         except OSError as error:

@@ -23,7 +23,16 @@ from collections.abc import Awaitable, Callable
 import uvloop
 
 from nvpool.core.clock import SYSTEM_CLOCK
-from nvpool.core.errors import BadConfiguration, Bug, Damaged, InUse, NvpoolError, Refused, Unavailable, from_os_error
+from nvpool.core.errors import (
+    BadConfiguration,
+    Bug,
+    Damaged,
+    InUse,
+    NvpoolError,
+    Refused,
+    Unavailable,
+    from_os_error,
+)
 from nvpool.core.programs import Program, command
 from nvpool.core.version import VERSION
 from nvpool.host.pool_directory import Flock, PoolDirectory
@@ -76,8 +85,13 @@ class Stop:
 
 
 def exit_code(error: BaseException) -> int:
-    for family, code in ((BadConfiguration, EXIT_USAGE), (Refused, EXIT_REFUSED), (Unavailable, EXIT_UNAVAILABLE),
-                         (Damaged, EXIT_DAMAGED), (Bug, EXIT_BUG)):
+    for family, code in (
+        (BadConfiguration, EXIT_USAGE),
+        (Refused, EXIT_REFUSED),
+        (Unavailable, EXIT_UNAVAILABLE),
+        (Damaged, EXIT_DAMAGED),
+        (Bug, EXIT_BUG),
+    ):
         if isinstance(error, family):
             return code
     return EXIT_BUG
@@ -133,8 +147,11 @@ def run(main: Callable[[Stop], Awaitable[None]]) -> int:
     `main` drains and returns after `stop.asked`.
     """
     if (limit := raise_descriptor_limit()) < DESCRIPTORS_MIN:
-        log.error("only %d file descriptors are allowed, at least %d are needed; raise the limit (ulimit -Hn, LimitNOFILE=)",
-                  limit, DESCRIPTORS_MIN)
+        log.error(
+            "only %d file descriptors are allowed, at least %d are needed; raise the limit (ulimit -Hn, LimitNOFILE=)",
+            limit,
+            DESCRIPTORS_MIN,
+        )
         return EXIT_REFUSED
 
     async def surround() -> None:
@@ -178,7 +195,6 @@ def run(main: Callable[[Stop], Awaitable[None]]) -> int:
     return EXIT_OK
 
 
-
 def _first(group: BaseException) -> BaseException:
     while isinstance(group, BaseExceptionGroup):
         group = group.exceptions[0]
@@ -199,8 +215,16 @@ def spawn(arguments: list[str], *, pass_fds: tuple[int, ...] = ()) -> subprocess
 
     In its own session a Ctrl-C in a terminal reaches only the supervisor.
     """
-    return subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=2, stderr=2, start_new_session=True,
-                            close_fds=True, pass_fds=pass_fds, cwd="/")
+    return subprocess.Popen(
+        arguments,
+        stdin=subprocess.DEVNULL,
+        stdout=2,
+        stderr=2,
+        start_new_session=True,
+        close_fds=True,
+        pass_fds=pass_fds,
+        cwd="/",
+    )
 
 
 def keep_supervised(directory: PoolDirectory, stop: Stop) -> None:
@@ -212,7 +236,9 @@ def keep_supervised(directory: PoolDirectory, stop: Stop) -> None:
     never two supervisors. If systemd started the supervisor, systemd gets some seconds to start the next one,
     which adopts us, so that systemd's unit stays the process that it monitors.
     """
-    threading.Thread(target=_wait_and_start_heirs, args=(directory, stop), name="supervisor-watch", daemon=True).start()
+    threading.Thread(
+        target=_wait_and_start_heirs, args=(directory, stop), name="supervisor-watch", daemon=True
+    ).start()
 
 
 def _is_restarted(directory: PoolDirectory, pause: threading.Event, wait_s: float) -> bool:
@@ -248,8 +274,10 @@ def _wait_and_start_heirs(directory: PoolDirectory, stop: Stop) -> None:
             if stop.asked.is_set():
                 return
             log.warning("the supervisor is gone; starting another one")
-            heir = spawn(command(Program.SUPERVISOR, str(directory.path), "--inherit-lock", str(lock.descriptor)),
-                         pass_fds=(lock.descriptor,))
+            heir = spawn(
+                command(Program.SUPERVISOR, str(directory.path), "--inherit-lock", str(lock.descriptor)),
+                pass_fds=(lock.descriptor,),
+            )
             heir.wait()  # returns soon: the heir forks
         except OSError as error:
             log.error("no supervisor could be started: %s", error)

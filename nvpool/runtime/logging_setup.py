@@ -24,14 +24,18 @@ _again: Path | None = None
 
 class _Lines(logging.Formatter):
     def __init__(self, name: str) -> None:
-        super().__init__(f"%(asctime)s.%(msecs)03d %(levelname)-7s {name}[%(process)d] %(message)s", "%Y-%m-%d %H:%M:%S")
+        super().__init__(
+            f"%(asctime)s.%(msecs)03d %(levelname)-7s {name}[%(process)d] %(message)s", "%Y-%m-%d %H:%M:%S"
+        )
 
 
 class _LogFile(logging.handlers.WatchedFileHandler):
     """Log file handler: each new file is readable by its owner and group only."""
 
     def _open(self):
-        return open(self.baseFilename, self.mode, encoding=self.encoding, errors=self.errors, opener=log_opener)
+        return open(
+            self.baseFilename, self.mode, encoding=self.encoding, errors=self.errors, opener=log_opener
+        )
 
 
 class _Objects(logging.Formatter):
@@ -46,15 +50,25 @@ class _Objects(logging.Formatter):
         self._name = name
 
     def format(self, record: logging.LogRecord) -> str:
-        time = datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(timespec="milliseconds")
-        told = {"time": time.replace("+00:00", "Z"), "level": record.levelname.lower(), "process": self._name,
-                "pid": record.process, "logger": record.name, "message": record.getMessage()}
+        time = datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(
+            timespec="milliseconds"
+        )
+        told = {
+            "time": time.replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "process": self._name,
+            "pid": record.process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
         if record.exc_info:
             told["error"] = self.formatException(record.exc_info)
         return json.dumps(told, ensure_ascii=False)
 
 
-def start_log(name: str, level: str, path: Path | None, *, form: str = "text", node_toml: Path | None = None) -> None:
+def start_log(
+    name: str, level: str, path: Path | None, *, form: str = "text", node_toml: Path | None = None
+) -> None:
     """Send all log output to `path` or stderr, as lines of text or JSON.
 
     The file is opened again after it was moved away. With `node_toml`, `follow_settings` reads the level from
@@ -81,6 +95,7 @@ def follow_settings() -> None:
         return
     from nvpool.core.config import load  # imported here: the holder, which does not need it, must stay small
     from nvpool.core.errors import NvpoolError
+
     try:
         level = load(_again).log.level
     except NvpoolError as error:

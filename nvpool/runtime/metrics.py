@@ -53,7 +53,9 @@ def _began_s() -> float:
             ticks = int(file.read().rpartition(b")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return 0.0
-    return round(SYSTEM_CLOCK.wall_ns() / 1e9 - SYSTEM_CLOCK.boottime_s() + ticks / os.sysconf("SC_CLK_TCK"), 2)
+    return round(
+        SYSTEM_CLOCK.wall_ns() / 1e9 - SYSTEM_CLOCK.boottime_s() + ticks / os.sysconf("SC_CLK_TCK"), 2
+    )
 
 
 def answer(call: Call, measure: Measure) -> None:

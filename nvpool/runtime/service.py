@@ -16,7 +16,15 @@ from typing import Protocol
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.config import Config, NetworkConfig, Rdma, as_dict, load, networks_of
 from nvpool.core.endpoint import parse_endpoint
-from nvpool.core.errors import BadConfiguration, CorruptRecord, Fenced, InUse, NvpoolError, Unavailable, from_os_error
+from nvpool.core.errors import (
+    BadConfiguration,
+    CorruptRecord,
+    Fenced,
+    InUse,
+    NvpoolError,
+    Unavailable,
+    from_os_error,
+)
 from nvpool.core.member_names import MEMBER_S
 from nvpool.core.version import VERSION
 from nvpool.host.file_modes import group_number
@@ -76,7 +84,15 @@ class ServiceContext:
     the grant key.
     """
 
-    def __init__(self, directory: PoolDirectory, number: int, config: Config, pool_map: PoolMap, dialer: Dialer, key: bytes):
+    def __init__(
+        self,
+        directory: PoolDirectory,
+        number: int,
+        config: Config,
+        pool_map: PoolMap,
+        dialer: Dialer,
+        key: bytes,
+    ):
         self.directory = directory
         self.number = number
         self.config = config
@@ -84,7 +100,9 @@ class ServiceContext:
         self.dialer = dialer
         self.grant_secret = key
         self.callers = Callers(operators_of(config))
-        self.pool_keys = PoolKeys(key_file=config.encryption.key_file, key_command=config.encryption.key_command)
+        self.pool_keys = PoolKeys(
+            key_file=config.encryption.key_file, key_command=config.encryption.key_command
+        )
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def fail(self, reason: str) -> None:
@@ -100,7 +118,9 @@ class ServiceContext:
 class Handling:
     """Request handler of a daemon's listeners: answers what all roles share, then calls the service."""
 
-    def __init__(self, service: Service, awake: Awake, callers: Callers, audit: MetaAudit | None = None) -> None:
+    def __init__(
+        self, service: Service, awake: Awake, callers: Callers, audit: MetaAudit | None = None
+    ) -> None:
         self._service = service
         self._callers = callers
         self._audit = audit
@@ -123,7 +143,9 @@ class Handling:
         except Exception as error:
             watched.fail(error)
 
-    def _answer_at_once(self, buffer: bytearray, end: int, in_work: dict, tally: ReplyStats, out: list, side) -> int:
+    def _answer_at_once(
+        self, buffer: bytearray, end: int, in_work: dict, tally: ReplyStats, out: list, side
+    ) -> int:
         taken = self._answer(buffer, end, in_work, tally, out, side)
         if taken:
             self._awake.touch()
@@ -143,7 +165,9 @@ def read_grant_key(directory: PoolDirectory) -> bytes:
     except OSError as error:
         raise from_os_error(error, f"read {directory.grant_key}") from error
     if len(key) != 32:
-        raise CorruptRecord(f"{directory.grant_key} has {len(key)} bytes, 32 are right; restore it from a copy")
+        raise CorruptRecord(
+            f"{directory.grant_key} has {len(key)} bytes, 32 are right; restore it from a copy"
+        )
     return key
 
 
@@ -178,8 +202,9 @@ def _remove_socket(endpoint: str) -> None:
         Path(parse_endpoint(endpoint).path).unlink(missing_ok=True)
 
 
-async def listen_on(endpoints: tuple[str, ...], greeting: Greeting, handler: Callable[[Call], None],
-                    listen: Listen = listen) -> list[Listener]:
+async def listen_on(
+    endpoints: tuple[str, ...], greeting: Greeting, handler: Callable[[Call], None], listen: Listen = listen
+) -> list[Listener]:
     """Open a listener at each endpoint; after an error none is left open.
 
     Unix sockets of an earlier process are replaced: the caller holds the lock, so that process has ended. The
@@ -189,9 +214,11 @@ async def listen_on(endpoints: tuple[str, ...], greeting: Greeting, handler: Cal
     BadConfiguration: a TCP endpoint without a certificate and without configured plain text."""
     for endpoint in endpoints:
         if greeting.identity is None and parse_endpoint(endpoint).host:
-            raise BadConfiguration(f"{endpoint}: this directory has no certificate of its pool, and without one nothing "
-                                   f"listens on TCP; set network.host = \"\" in node.toml for unix sockets alone, or "
-                                   f"network.plain_text = true")
+            raise BadConfiguration(
+                f"{endpoint}: this directory has no certificate of its pool, and without one nothing "
+                f'listens on TCP; set network.host = "" in node.toml for unix sockets alone, or '
+                f"network.plain_text = true"
+            )
     listeners: list[Listener] = []
     give_up_s = SYSTEM_CLOCK.boottime_s() + _PORT_WAIT_S
     try:
@@ -203,7 +230,9 @@ async def listen_on(endpoints: tuple[str, ...], greeting: Greeting, handler: Cal
                     break
                 except InUse as error:
                     if SYSTEM_CLOCK.boottime_s() > give_up_s:
-                        raise InUse(f"{error}; end the program that listens there (ss -ltnp names it)") from None
+                        raise InUse(
+                            f"{error}; end the program that listens there (ss -ltnp names it)"
+                        ) from None
                     await asyncio.sleep(0.05)
     except BaseException:
         for listener in listeners:
@@ -217,31 +246,51 @@ def offering(rdma: Rdma) -> Listen:
     it."""
     if rdma.enabled == "off" or not (rdma.networks or rdma.local):
         return listen
-    from nvpool.rpc.transports.rdma import RdmaTransport, RdmaUnixTransport, RdmaSettings
+    from nvpool.rpc.transports.rdma import RdmaSettings, RdmaTransport, RdmaUnixTransport
     from nvpool.rpc.transports.ucx import missing
+
     if reason := missing():
         log.warning("no RDMA is offered, although node.toml wants it: %s", reason)
         return listen
-    settings = RdmaSettings(networks_of(rdma.networks), rdma.local, rdma.transports, rdma.devices, rdma.poll_us)
+    settings = RdmaSettings(
+        networks_of(rdma.networks), rdma.local, rdma.transports, rdma.devices, rdma.poll_us
+    )
     offering = {"stream": RdmaTransport(settings), "stream+unix": RdmaUnixTransport(settings)}
 
-    def listen_there(endpoint: str, greeting: Greeting, handler: Callable[[Call], None]) -> Awaitable[Listener]:
+    def listen_there(
+        endpoint: str, greeting: Greeting, handler: Callable[[Call], None]
+    ) -> Awaitable[Listener]:
         found = offering.get(parse_endpoint(endpoint).scheme)
-        return listen(endpoint, greeting, handler) if found is None else found.listen(endpoint, greeting, handler)
+        return (
+            listen(endpoint, greeting, handler)
+            if found is None
+            else found.listen(endpoint, greeting, handler)
+        )
 
     return listen_there
 
 
-def main(role: str, name: str, path: str, number: int, endpoints: Callable[[PoolMap], tuple[str, ...]],
-         open_service: Callable[[ServiceContext], Awaitable[Service]]) -> int:
+def main(
+    role: str,
+    name: str,
+    path: str,
+    number: int,
+    endpoints: Callable[[PoolMap], tuple[str, ...]],
+    open_service: Callable[[ServiceContext], Awaitable[Service]],
+) -> int:
     """Run a daemon from start to end; return its exit code."""
     directory = PoolDirectory(path)
     start_log(name, "info", None)
     try:
         directory.check()
         config = load(directory.node_toml)
-        start_log(name, config.log.level, directory.log / f"{name}.log" if config.log.to == "file" else None,
-                  form=config.log.format, node_toml=directory.node_toml)
+        start_log(
+            name,
+            config.log.level,
+            directory.log / f"{name}.log" if config.log.to == "file" else None,
+            form=config.log.format,
+            node_toml=directory.node_toml,
+        )
         lock = Flock.take(directory.run / f"{name}.lock", name)
     except InUse as error:
         log.warning("%s", error)
@@ -253,7 +302,9 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
     async def serve(stop: Stop) -> None:
         pool_map = read_map(directory)
         identity = identity_in(directory.secret, pool_map.pool_id, config.network.plain_text)
-        greeting = Greeting(name, pool_map.fingerprint, identity=identity, limits=limits_of(config), local_users=True)
+        greeting = Greeting(
+            name, pool_map.fingerprint, identity=identity, limits=limits_of(config), local_users=True
+        )
         dialer = Dialer(greeting, host_id=host_id())
         opened = ServiceContext(directory, number, config, pool_map, dialer, read_grant_key(directory))
         await load_pool_keys(opened.pool_keys)
@@ -269,9 +320,19 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
             directory.make_socket_directory()
             own = tuple(endpoint for endpoint in endpoints(pool_map) if is_wanted(endpoint, config.network))
             follow_members(identity, pool_map)
-            listeners = await listen_on(own, greeting, handle, offering(config.rdma) if role == "store" else listen)
-            directory.announce(name, announcement(role, number=number, endpoints=own, software=f"nvpool {VERSION}",
-                                                  now_ms=SYSTEM_CLOCK.wall_ns() // 1_000_000))
+            listeners = await listen_on(
+                own, greeting, handle, offering(config.rdma) if role == "store" else listen
+            )
+            directory.announce(
+                name,
+                announcement(
+                    role,
+                    number=number,
+                    endpoints=own,
+                    software=f"nvpool {VERSION}",
+                    now_ms=SYSTEM_CLOCK.wall_ns() // 1_000_000,
+                ),
+            )
             keep_supervised(directory, stop)
             log.info("serving at %s", ", ".join(own))
             watching = asyncio.ensure_future(_watch_map(directory, dialer, pool_map, service, identity))
@@ -301,7 +362,11 @@ def main(role: str, name: str, path: str, number: int, endpoints: Callable[[Pool
 
 def limits_of(config: Config) -> Limits:
     """Limits shared by all listeners of a daemon."""
-    return Limits(Bounds(**as_dict(config)["limits"]), operators=operators_of(config), plain_text=config.network.plain_text)
+    return Limits(
+        Bounds(**as_dict(config)["limits"]),
+        operators=operators_of(config),
+        plain_text=config.network.plain_text,
+    )
 
 
 def follow_members(identity: TlsIdentity | None, pool_map: PoolMap) -> None:
@@ -319,8 +384,13 @@ def show_renewed(identity: TlsIdentity | None) -> None:
             log.error("the renewed certificate can not be used: %s", error)
 
 
-async def _watch_map(directory: PoolDirectory, dialer: Dialer, pool_map: PoolMap, service: Service,
-                     identity: TlsIdentity | None) -> None:
+async def _watch_map(
+    directory: PoolDirectory,
+    dialer: Dialer,
+    pool_map: PoolMap,
+    service: Service,
+    identity: TlsIdentity | None,
+) -> None:
     """Pass each newer map to the service.
 
     The map comes from this node's supervisor or, while there is none, from poolmap.json. No error ends this:
@@ -333,8 +403,12 @@ async def _watch_map(directory: PoolDirectory, dialer: Dialer, pool_map: PoolMap
         try:
             request = MapRequest(newer_than=pool_map.epoch, wait_s=_MAP_WAIT_S).SerializeToString()
             known = pool_map.node_by_id.get(node)
-            reply = await dialer.call(known.endpoints if known is not None else (), POOL_MAP, request,
-                                      deadline_s=SYSTEM_CLOCK.boottime_s() + _MAP_WAIT_S + 10)
+            reply = await dialer.call(
+                known.endpoints if known is not None else (),
+                POOL_MAP,
+                request,
+                deadline_s=SYSTEM_CLOCK.boottime_s() + _MAP_WAIT_S + 10,
+            )
             raw = decoded(MapReply, reply.message).map
             newer, told = decode_map(raw) if raw else None, ""
         except NvpoolError as error:

@@ -155,7 +155,9 @@ class AsyncFile:
                 await self._vfs.release(self.handle)
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(f"cannot pickle the open file {self.path!r}; pickle the file system and the path, and open it again")
+        raise TypeError(
+            f"cannot pickle the open file {self.path!r}; pickle the file system and the path, and open it again"
+        )
 
     async def __aenter__(self) -> AsyncFile:
         return self
@@ -178,14 +180,19 @@ class AsyncFileSystem:
         self.volumes = AsyncVolumes(self)
 
     @classmethod
-    async def connect(cls, where: Path | PoolMap, *, name: str = "", options: ClientOptions | None = None) -> AsyncFileSystem:
+    async def connect(
+        cls, where: Path | PoolMap, *, name: str = "", options: ClientOptions | None = None
+    ) -> AsyncFileSystem:
         """Connect to the pool that `where` names. See `connect_async`."""
         return cls(*await connected(origin_of(where, name, options)))
 
     def __reduce__(self) -> tuple[type[Unconnected], tuple[Origin]]:
         if self.origin is None:
-            raise TypeError("cannot pickle a file system that was made of a client; make it with connect_async")
+            raise TypeError(
+                "cannot pickle a file system that was made of a client; make it with connect_async"
+            )
         from nvpool.sdk.pickled_filesystem import Unconnected
+
         return Unconnected, (self.origin,)
 
     async def close(self, timeout_s: float = 10.0) -> None:
@@ -240,21 +247,28 @@ class AsyncFileSystem:
             return AsyncFile(self, path, await self.open_handle(path, flags, permissions))
 
     @overload
-    async def read_many(self, reads: Iterable[Any], into: None = None, *,
-                        on_error: Literal["raise"] = "raise") -> list[memoryview]: ...
+    async def read_many(
+        self, reads: Iterable[Any], into: None = None, *, on_error: Literal["raise"] = "raise"
+    ) -> list[memoryview]: ...
 
     @overload
-    async def read_many(self, reads: Iterable[Any], into: None = None, *, on_error: str) -> list[memoryview | OSError]: ...
+    async def read_many(
+        self, reads: Iterable[Any], into: None = None, *, on_error: str
+    ) -> list[memoryview | OSError]: ...
 
     @overload
-    async def read_many(self, reads: Iterable[Any], into: WriteableBuffer, *,
-                        on_error: Literal["raise"] = "raise") -> list[int]: ...
+    async def read_many(
+        self, reads: Iterable[Any], into: WriteableBuffer, *, on_error: Literal["raise"] = "raise"
+    ) -> list[int]: ...
 
     @overload
-    async def read_many(self, reads: Iterable[Any], into: WriteableBuffer, *, on_error: str) -> list[int | OSError]: ...
+    async def read_many(
+        self, reads: Iterable[Any], into: WriteableBuffer, *, on_error: str
+    ) -> list[int | OSError]: ...
 
-    async def read_many(self, reads: Iterable[Any], into: WriteableBuffer | None = None, *,
-                        on_error: str = "raise") -> Sequence[memoryview | OSError] | Sequence[int | OSError]:
+    async def read_many(
+        self, reads: Iterable[Any], into: WriteableBuffer | None = None, *, on_error: str = "raise"
+    ) -> Sequence[memoryview | OSError] | Sequence[int | OSError]:
         """Read many ranges or files in parallel, with one message per target.
 
         Each read is a path or an open file (all of the file), or a tuple (path or open file, offset, length).
@@ -277,10 +291,13 @@ class AsyncFileSystem:
         """
         returns_errors = check_on_error(on_error)
         plan, given = reads_of(reads, self._handle_of)
-        return await self.read_planned(plan, given, None if into is None else contiguous(into), returns_errors)
+        return await self.read_planned(
+            plan, given, None if into is None else contiguous(into), returns_errors
+        )
 
-    async def read_planned(self, plan: list[Read], given: Sequence[Any], into: memoryview | None,
-                           returns_errors: bool) -> Sequence[memoryview | OSError] | Sequence[int | OSError]:
+    async def read_planned(
+        self, plan: list[Read], given: Sequence[Any], into: memoryview | None, returns_errors: bool
+    ) -> Sequence[memoryview | OSError] | Sequence[int | OSError]:
         """Run `read_many` on reads that are already checked."""
         return await self._batches.read_many(plan, given, into, returns_errors)
 
@@ -321,11 +338,15 @@ class AsyncFileSystem:
         count = 0
         async with await self.open(source) as reading:
             with as_os_error(target):
-                writing = AsyncFile(self, target, await self.open_handle(beside, flags_of("xb"), stat.S_IMODE(attr.mode)))
+                writing = AsyncFile(
+                    self, target, await self.open_handle(beside, flags_of("xb"), stat.S_IMODE(attr.mode))
+                )
             try:
                 async with writing:
                     with as_os_error(source, target):
-                        while copied := await self.vfs.copy_range(reading.handle, count, writing.handle, count, 1 << 62):
+                        while copied := await self.vfs.copy_range(
+                            reading.handle, count, writing.handle, count, 1 << 62
+                        ):
                             count += copied
                 with as_os_error(target):
                     await self._rename(beside, target)
@@ -383,7 +404,9 @@ class AsyncFileSystem:
         """Names in a directory, sorted."""
         return sorted([entry.name async for entry in self.scan(path)])
 
-    async def walk(self, top: Path = "/") -> AsyncIterator[tuple[str, builtins.list[str], builtins.list[str]]]:
+    async def walk(
+        self, top: Path = "/"
+    ) -> AsyncIterator[tuple[str, builtins.list[str], builtins.list[str]]]:
         """Walk a tree top down, like os.walk. Symbolic links are listed with the files and are not
         followed."""
         place = os.fsdecode(top)
@@ -396,8 +419,15 @@ class AsyncFileSystem:
             async for found in self.walk(os.path.join(place, name)):
                 yield found
 
-    async def mkdir(self, path: Path, mode: int = 0o755, *, parents: bool = False, exist_ok: bool = False,
-                    wide: bool = False) -> None:
+    async def mkdir(
+        self,
+        path: Path,
+        mode: int = 0o755,
+        *,
+        parents: bool = False,
+        exist_ok: bool = False,
+        wide: bool = False,
+    ) -> None:
         """Create a directory. `wide` makes it a striped directory: its names are spread over all
         partitions, for directories with very many entries."""
         mode, wide = mode_of(mode), bool(wide)
@@ -408,7 +438,9 @@ class AsyncFileSystem:
             except NotFound:
                 if not parents:
                     raise
-                await self.mkdir(os.path.dirname(os.fsencode(path).rstrip(b"/")) or b"/", parents=True, exist_ok=True)
+                await self.mkdir(
+                    os.path.dirname(os.fsencode(path).rstrip(b"/")) or b"/", parents=True, exist_ok=True
+                )
                 place = await locate(self.vfs, path)
             if place.attr is None:
                 try:
@@ -521,13 +553,17 @@ class AsyncFileSystem:
         """Change the owner. -1 leaves the user or the group unchanged."""
         user, group = owner_of("uid", uid), owner_of("gid", gid)
         with as_os_error(path):
-            await self.vfs.setattr((await find(self.vfs, path)).inode, uid=user, gid=group, caller=self.caller)
+            await self.vfs.setattr(
+                (await find(self.vfs, path)).inode, uid=user, gid=group, caller=self.caller
+            )
 
     async def utime(self, path: Path, ns: tuple[int, int] | None = None) -> None:
         """Set the access and modification times: `ns` is (atime, mtime) in nanoseconds; None means now."""
         atime, mtime = times_of(ns)
         with as_os_error(path):
-            await self.vfs.setattr((await find(self.vfs, path)).inode, atime_ns=atime, mtime_ns=mtime, caller=self.caller)
+            await self.vfs.setattr(
+                (await find(self.vfs, path)).inode, atime_ns=atime, mtime_ns=mtime, caller=self.caller
+            )
 
     async def truncate(self, path: Path, size: int) -> None:
         size = size_of(size)
@@ -547,7 +583,9 @@ class AsyncFileSystem:
 
     async def listxattr(self, path: Path) -> builtins.list[str]:
         with as_os_error(path):
-            return [os.fsdecode(name) for name in await self.vfs.listxattr((await find(self.vfs, path)).inode)]
+            return [
+                os.fsdecode(name) for name in await self.vfs.listxattr((await find(self.vfs, path)).inode)
+            ]
 
     async def removexattr(self, path: Path, name: str) -> None:
         raw = attribute_name(name)
@@ -567,12 +605,16 @@ async def connected(origin: Origin) -> tuple[Client, Caller, Origin]:
         try:
             client = await Client.open(origin.place, origin.name or f"sdk pid {os.getpid()}", origin.options)
         except Unreachable as error:
-            raise Unreachable(f"{error}. Is the node up, and the port right? `nvpool node ls POOL` on a node of the pool shows "
-                              f"the addresses") from error
+            raise Unreachable(
+                f"{error}. Is the node up, and the port right? `nvpool node ls POOL` on a node of the pool shows "
+                f"the addresses"
+            ) from error
     return client, Caller(os.getuid(), os.getgid(), os.getpid()), origin
 
 
-async def connect_async(where: Path | PoolMap, *, name: str = "", options: ClientOptions | None = None) -> AsyncFileSystem:
+async def connect_async(
+    where: Path | PoolMap, *, name: str = "", options: ClientOptions | None = None
+) -> AsyncFileSystem:
     """Connect to a pool on the running event loop.
 
     `where` is the pool's directory on this host, a mount point of the pool, or "host:port" of any of its

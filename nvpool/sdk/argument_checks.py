@@ -24,8 +24,12 @@ _MODE_MAX = 0o177777
 """File type bits are accepted, so that st_mode can be passed to chmod. They change nothing."""
 _ID_MAX = (1 << 32) - 2
 _REPLICAS_MAX = 3
-_MODES = {"r": os.O_RDONLY, "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "a": os.O_WRONLY | os.O_CREAT | os.O_APPEND,
-          "x": os.O_WRONLY | os.O_CREAT | os.O_EXCL}
+_MODES = {
+    "r": os.O_RDONLY,
+    "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC,
+    "a": os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+    "x": os.O_WRONLY | os.O_CREAT | os.O_EXCL,
+}
 
 
 def integer(name: str, value: Any, expected: str = "an integer") -> int:
@@ -33,7 +37,9 @@ def integer(name: str, value: Any, expected: str = "an integer") -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} has to be {expected}, not {type(value).__name__} ({_shown(value)})") from None
+        raise TypeError(
+            f"{name} has to be {expected}, not {type(value).__name__} ({_shown(value)})"
+        ) from None
 
 
 def integer_between(name: str, value: Any, least: int, most: int, expected: str) -> int:
@@ -71,7 +77,9 @@ def mode_of(value: Any, name: str = "mode") -> int:
 
 def owner_of(name: str, value: Any) -> int | None:
     """User or group number; None for -1, which leaves the owner unchanged."""
-    exact = integer_between(name, value, -1, _ID_MAX, f"an integer from 0 to {_ID_MAX}, or -1 to keep what is there")
+    exact = integer_between(
+        name, value, -1, _ID_MAX, f"an integer from 0 to {_ID_MAX}, or -1 to keep what is there"
+    )
     return None if exact == -1 else exact
 
 
@@ -95,7 +103,9 @@ def size_of(size: Any) -> int:
 def attribute_name(name: Any) -> bytes:
     """Name of an extended attribute."""
     if not isinstance(name, str | bytes | os.PathLike):
-        raise TypeError(f"the name of an attribute has to be a string or bytes, not {type(name).__name__} ({_shown(name)})")
+        raise TypeError(
+            f"the name of an attribute has to be a string or bytes, not {type(name).__name__} ({_shown(name)})"
+        )
     raw = os.fsencode(name)
     if b"\0" in raw:
         raise ValueError(f"the name of an attribute can not have a null character in it: {name!r}")
@@ -112,8 +122,14 @@ def attribute_flags(flags: Any) -> int:
 
 def layout_of(replicas: Any, chunk_bytes: Any) -> tuple[int, int]:
     """Arguments of set_layout. The pool itself checks whether it supports the chunk size."""
-    return (integer_between("replicas", replicas, 0, _REPLICAS_MAX, f"an integer from 1 to {_REPLICAS_MAX}, or 0 to keep it"),
-            integer_between("chunk_bytes", chunk_bytes, 0, OFFSET_MAX, "an integer number of bytes, or 0 to keep it"))
+    return (
+        integer_between(
+            "replicas", replicas, 0, _REPLICAS_MAX, f"an integer from 1 to {_REPLICAS_MAX}, or 0 to keep it"
+        ),
+        integer_between(
+            "chunk_bytes", chunk_bytes, 0, OFFSET_MAX, "an integer number of bytes, or 0 to keep it"
+        ),
+    )
 
 
 def check_new_names(path: Path) -> None:
@@ -131,8 +147,10 @@ def contiguous(into: Any) -> memoryview:
     try:
         view = memoryview(into)
     except TypeError:
-        raise TypeError(f"the buffer to read into has to be a bytearray or another writable buffer, not "
-                        f"{type(into).__name__}") from None
+        raise TypeError(
+            f"the buffer to read into has to be a bytearray or another writable buffer, not "
+            f"{type(into).__name__}"
+        ) from None
     if view.readonly:
         raise TypeError("the buffer to read into is read-only")
     return view if view.format == "B" and view.ndim == 1 and view.contiguous else view.cast("B")
@@ -147,7 +165,9 @@ def bytes_of(content: Any, name: str = "what is written") -> bytes | memoryview:
         view = memoryview(content)
     except TypeError:
         hint = "; encode it first, as text.encode()" if isinstance(content, str) else ""
-        raise TypeError(f"{name} has to be bytes or another buffer, not {type(content).__name__}{hint}") from None
+        raise TypeError(
+            f"{name} has to be bytes or another buffer, not {type(content).__name__}{hint}"
+        ) from None
     return view if view.format == "B" and view.ndim == 1 and view.contiguous else view.cast("B")
 
 
@@ -168,7 +188,9 @@ def flags_of(mode: str) -> int:
     return flags & ~os.O_ACCMODE | os.O_RDWR if "+" in kind else flags
 
 
-def check_opening(path: Path, mode: str, buffering: int, encoding: str | None, errors: str | None, newline: str | None) -> None:
+def check_opening(
+    path: Path, mode: str, buffering: int, encoding: str | None, errors: str | None, newline: str | None
+) -> None:
     """Check the arguments of `open`. The errors are those of io.open (TypeError, ValueError, LookupError),
     but raised before the file is opened, because opening may truncate it."""
     name_bytes(path)

@@ -25,7 +25,7 @@ class PathWalk:
     __slots__ = ("above", "names", "links", "error")
 
     def __init__(self, names: list[bytes]) -> None:
-        self.above: list[int] = [ROOT_INODE]   # directories from the root down to the current one
+        self.above: list[int] = [ROOT_INODE]  # directories from the root down to the current one
         self.names = names[::-1]
         self.links = 0
         self.error: NvpoolError | None = None
@@ -49,7 +49,12 @@ class PathWalk:
     def branch(self) -> PathWalk:
         """A copy of this path that continues from the same point."""
         way = PathWalk([])
-        way.above, way.names, way.links, way.error = list(self.above), list(self.names), self.links, self.error
+        way.above, way.names, way.links, way.error = (
+            list(self.above),
+            list(self.names),
+            self.links,
+            self.error,
+        )
         return way
 
     def follow(self, target: bytes | NvpoolError) -> None:
@@ -100,6 +105,7 @@ async def walk_together(vfs: Vfs, ways: Iterable[PathWalk]) -> None:
 
 async def read_links(vfs: Vfs, inodes: Iterable[int]) -> dict[int, bytes | NvpoolError]:
     """Targets of these symbolic links, with one message for each link."""
+
     async def read(inode: int) -> bytes | NvpoolError:
         try:
             return await vfs.readlink(inode)
@@ -109,6 +115,6 @@ async def read_links(vfs: Vfs, inodes: Iterable[int]) -> dict[int, bytes | Nvpoo
     found: dict[int, bytes | NvpoolError] = {}
     left = list(inodes)
     for first in range(0, len(left), _LINKS_AT_ONCE):
-        some = left[first:first + _LINKS_AT_ONCE]
+        some = left[first : first + _LINKS_AT_ONCE]
         found.update(zip(some, await asyncio.gather(*map(read, some)), strict=True))
     return found

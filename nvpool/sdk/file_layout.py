@@ -21,19 +21,29 @@ if TYPE_CHECKING:
     from nvpool.client.session import Client
 
 CHUNKS_AT_ONCE = 1000
-KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symbolic link", stat.S_IFIFO: "fifo",
-         stat.S_IFSOCK: "socket", stat.S_IFCHR: "character device", stat.S_IFBLK: "block device"}
+KINDS = {
+    stat.S_IFREG: "file",
+    stat.S_IFDIR: "directory",
+    stat.S_IFLNK: "symbolic link",
+    stat.S_IFIFO: "fifo",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFCHR: "character device",
+    stat.S_IFBLK: "block device",
+}
 LOCK_KINDS = {RECORD: "fcntl", WHOLE: "flock"}
 LOCK_MODES = {SHARED: "shared", EXCLUSIVE: "exclusive"}
 
 
-async def chunks_on(asking: AdminCalls, target: int, inode: int, first: int = 0,
-                    grant: bytes = b"") -> AsyncIterator[data_pb2.ChunkDescription]:
+async def chunks_on(
+    asking: AdminCalls, target: int, inode: int, first: int = 0, grant: bytes = b""
+) -> AsyncIterator[data_pb2.ChunkDescription]:
     """Chunks of `inode` on `target`, from chunk `first` on, in order. Clients need a `grant` for the
     inode; nodes do not."""
     more = True
     while more:
-        request = data_pb2.DescribeRequest(target=target, inode=inode, first=first, limit=CHUNKS_AT_ONCE, grant=grant)
+        request = data_pb2.DescribeRequest(
+            target=target, inode=inode, first=first, limit=CHUNKS_AT_ONCE, grant=grant
+        )
         reply = await asking.target(target, wire_pb2.DATA_DESCRIBE, request, data_pb2.DescribeReply)
         for chunk in reply.chunks:
             yield chunk
@@ -49,33 +59,76 @@ async def describe(client: Client, attr: meta_pb2.Attr) -> dict[str, Any]:
     """
     asking, pool_map = AdminCalls(client), client.pool_map
     found: dict[str, Any] = {
-        "inode": attr.inode, "kind": KINDS.get(stat.S_IFMT(attr.mode), "unknown"), "mode": stat.filemode(attr.mode),
-        "uid": attr.uid, "gid": attr.gid, "size": attr.size, "links": attr.links, "mtime_ns": attr.mtime_ns,
-        "partition": partition_of(attr.inode), "shard": pool_map.shard_of_partition[partition_of(attr.inode)],
-        "map_epoch": pool_map.epoch}
+        "inode": attr.inode,
+        "kind": KINDS.get(stat.S_IFMT(attr.mode), "unknown"),
+        "mode": stat.filemode(attr.mode),
+        "uid": attr.uid,
+        "gid": attr.gid,
+        "size": attr.size,
+        "links": attr.links,
+        "mtime_ns": attr.mtime_ns,
+        "partition": partition_of(attr.inode),
+        "shard": pool_map.shard_of_partition[partition_of(attr.inode)],
+        "map_epoch": pool_map.epoch,
+    }
     if not stat.S_ISREG(attr.mode):
         return found
     chunk_bytes = 1 << attr.chunk_bits
-    found |= {"chunk_bytes": chunk_bytes, "chain_table": attr.table, "cut": attr.cut,
-              "chunks_max": -(-attr.size // chunk_bytes)}
+    found |= {
+        "chunk_bytes": chunk_bytes,
+        "chain_table": attr.table,
+        "cut": attr.cut,
+        "chunks_max": -(-attr.size // chunk_bytes),
+    }
     table = pool_map.table_by_id[attr.table]
     chunks: dict[int, dict[str, Any]] = {}
-    grant = (await client.vfs.meta.ask(attr.inode, wire_pb2.META_GETATTR,
-                                       meta_pb2.GetAttrRequest(inode=attr.inode, rights=grants.READ), meta_pb2.Entry)).grant
+    grant = (
+        await client.vfs.meta.ask(
+            attr.inode,
+            wire_pb2.META_GETATTR,
+            meta_pb2.GetAttrRequest(inode=attr.inode, rights=grants.READ),
+            meta_pb2.Entry,
+        )
+    ).grant
     for target in sorted({target for chain in table.chains for target in chain.targets}):
         async for one in chunks_on(asking, target, attr.inode, grant=grant):
             chain = chain_of(attr.inode, one.index)
             epoch, counter = version_parts(one.version)
-            chunk = chunks.setdefault(one.index, {"index": one.index, "offset": one.index * chunk_bytes, "chain": chain,
-                                                  "chain_targets": list(table.chains[chain].targets), "copies": []})
-            chunk["copies"].append({
-                "target": target, "version": f"{epoch}.{counter}", "allocated_bytes": one.blocks * BLOCK_BYTES,
-                "extents": one.extents, "cut": one.cut, "end": one.end,
-                "misplaced": target not in table.chains[chain].targets})
+            chunk = chunks.setdefault(
+                one.index,
+                {
+                    "index": one.index,
+                    "offset": one.index * chunk_bytes,
+                    "chain": chain,
+                    "chain_targets": list(table.chains[chain].targets),
+                    "copies": [],
+                },
+            )
+            chunk["copies"].append(
+                {
+                    "target": target,
+                    "version": f"{epoch}.{counter}",
+                    "allocated_bytes": one.blocks * BLOCK_BYTES,
+                    "extents": one.extents,
+                    "cut": one.cut,
+                    "end": one.end,
+                    "misplaced": target not in table.chains[chain].targets,
+                }
+            )
     found["locks"] = [
-        {"kind": LOCK_KINDS[lock.kind], "mode": LOCK_MODES[lock.mode], "first": lock.start,
-         "last": lock.end if lock.end < LAST_BYTE else None, "client": lock.client, "pid": lock.pid, "waits": lock.waits}
-        for lock in await client.vfs.locks_on(attr.inode)]
+        {
+            "kind": LOCK_KINDS[lock.kind],
+            "mode": LOCK_MODES[lock.mode],
+            "first": lock.start,
+            "last": lock.end if lock.end < LAST_BYTE else None,
+            "client": lock.client,
+            "pid": lock.pid,
+            "waits": lock.waits,
+        }
+        for lock in await client.vfs.locks_on(attr.inode)
+    ]
     found["chunks"] = [chunks[index] for index in sorted(chunks)]
-    found["allocated_bytes"] = sum(copy["allocated_bytes"] for chunk in found["chunks"] for copy in chunk["copies"])
+    found["allocated_bytes"] = sum(
+        copy["allocated_bytes"] for chunk in found["chunks"] for copy in chunk["copies"]
+    )
     return found

@@ -34,7 +34,16 @@ from nvpool.client.state.types import KEEP_SIZE, PUNCH_HOLE, FileHandle, StatFs
 from nvpool.core.units import KIB
 from nvpool.poolmap.model import PoolMap
 from nvpool.sdk.aio import AsyncFileSystem, Entry, HandedDown
-from nvpool.sdk.argument_checks import bytes_of, check_opening, contiguous, flags_of, integer, mode_of, size_of, timeout
+from nvpool.sdk.argument_checks import (
+    bytes_of,
+    check_opening,
+    contiguous,
+    flags_of,
+    integer,
+    mode_of,
+    size_of,
+    timeout,
+)
 from nvpool.sdk.loop_thread import Runtime
 from nvpool.sdk.paths import Path, as_os_error, stat_result, write_all
 from nvpool.sdk.pool_origin import Origin, origin_of
@@ -81,7 +90,9 @@ class File(io.RawIOBase):
         self._place = 0
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(f"cannot pickle the open file {self.name!r}; pickle the FileSystem and the path, and open it again")
+        raise TypeError(
+            f"cannot pickle the open file {self.name!r}; pickle the FileSystem and the path, and open it again"
+        )
 
     def _opened(self) -> tuple[Runtime, FileHandle]:
         """Runtime and handle of the open file in this process. After a fork this opens the file again, by
@@ -92,7 +103,9 @@ class File(io.RawIOBase):
         if runtime is not self._runtime:
             flags = self._flags & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)
             with as_os_error(self.name):
-                self._handle = runtime.call(runtime.pool.vfs.open(self._handle.inode, flags, runtime.pool.caller))
+                self._handle = runtime.call(
+                    runtime.pool.vfs.open(self._handle.inode, flags, runtime.pool.caller)
+                )
             self._runtime = runtime
         return self._runtime, self._handle
 
@@ -140,7 +153,7 @@ class File(io.RawIOBase):
             raise io.UnsupportedOperation("not open for reading")
         view = contiguous(buffer)
         found = self._read(self._place, len(view))
-        view[:len(found)] = found
+        view[: len(found)] = found
         self._place += len(found)
         return len(found)
 
@@ -191,7 +204,9 @@ class File(io.RawIOBase):
             raise io.UnsupportedOperation("not open for writing")
         size = self._place if size is None else size_of(size)
         with as_os_error(self.name):
-            runtime.call(runtime.pool.vfs.setattr(handle.inode, size=size, caller=runtime.pool.caller, handle=handle))
+            runtime.call(
+                runtime.pool.vfs.setattr(handle.inode, size=size, caller=runtime.pool.caller, handle=handle)
+            )
         return size
 
     def punch(self, offset: int, length: int) -> None:
@@ -233,7 +248,9 @@ class FileSystem:
     """A pool as a file system of paths; made by `nvpool.connect(where)`. Use `with`, or call `close`;
     otherwise the end of the program closes the file system."""
 
-    def __init__(self, where: Path | PoolMap, *, name: str = "", options: ClientOptions | None = None) -> None:
+    def __init__(
+        self, where: Path | PoolMap, *, name: str = "", options: ClientOptions | None = None
+    ) -> None:
         self._begin(origin_of(where, name, options))
         self._running()
 
@@ -264,8 +281,12 @@ class FileSystem:
                 self._runtime = Runtime(self._origin)
             return self._runtime
 
-    def _call(self, method: Callable[Concatenate[AsyncFileSystem, _Arguments], Coroutine[Any, Any, _Result]],
-              *arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
+    def _call(
+        self,
+        method: Callable[Concatenate[AsyncFileSystem, _Arguments], Coroutine[Any, Any, _Result]],
+        *arguments: _Arguments.args,
+        **named: _Arguments.kwargs,
+    ) -> _Result:
         runtime = self._running()
         return runtime.call(method(runtime.pool, *arguments, **named))
 
@@ -291,33 +312,87 @@ class FileSystem:
     # -- files -----------------------------------------------------------------------------------------------------------
 
     @overload
-    def open(self, path: Path, mode: OpenTextMode = "r", buffering: int = -1, encoding: str | None = None,
-             errors: str | None = None, newline: str | None = None, permissions: int = 0o644) -> io.TextIOWrapper: ...
+    def open(
+        self,
+        path: Path,
+        mode: OpenTextMode = "r",
+        buffering: int = -1,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+        permissions: int = 0o644,
+    ) -> io.TextIOWrapper: ...
 
     @overload
-    def open(self, path: Path, mode: OpenBinaryMode, buffering: Literal[0], encoding: None = None, errors: None = None,
-             newline: None = None, permissions: int = 0o644) -> File: ...
+    def open(
+        self,
+        path: Path,
+        mode: OpenBinaryMode,
+        buffering: Literal[0],
+        encoding: None = None,
+        errors: None = None,
+        newline: None = None,
+        permissions: int = 0o644,
+    ) -> File: ...
 
     @overload
-    def open(self, path: Path, mode: OpenBinaryModeUpdating, buffering: Literal[-1, 1] = -1, encoding: None = None,
-             errors: None = None, newline: None = None, permissions: int = 0o644) -> io.BufferedRandom: ...
+    def open(
+        self,
+        path: Path,
+        mode: OpenBinaryModeUpdating,
+        buffering: Literal[-1, 1] = -1,
+        encoding: None = None,
+        errors: None = None,
+        newline: None = None,
+        permissions: int = 0o644,
+    ) -> io.BufferedRandom: ...
 
     @overload
-    def open(self, path: Path, mode: OpenBinaryModeWriting, buffering: Literal[-1, 1] = -1, encoding: None = None,
-             errors: None = None, newline: None = None, permissions: int = 0o644) -> io.BufferedWriter[File]: ...
+    def open(
+        self,
+        path: Path,
+        mode: OpenBinaryModeWriting,
+        buffering: Literal[-1, 1] = -1,
+        encoding: None = None,
+        errors: None = None,
+        newline: None = None,
+        permissions: int = 0o644,
+    ) -> io.BufferedWriter[File]: ...
 
     @overload
-    def open(self, path: Path, mode: OpenBinaryModeReading, buffering: Literal[-1, 1] = -1, encoding: None = None,
-             errors: None = None, newline: None = None, permissions: int = 0o644) -> io.BufferedReader[File]: ...
+    def open(
+        self,
+        path: Path,
+        mode: OpenBinaryModeReading,
+        buffering: Literal[-1, 1] = -1,
+        encoding: None = None,
+        errors: None = None,
+        newline: None = None,
+        permissions: int = 0o644,
+    ) -> io.BufferedReader[File]: ...
 
     @overload
-    def open(self, path: Path, mode: str, buffering: int = -1, encoding: str | None = None, errors: str | None = None,
-             newline: str | None = None, permissions: int = 0o644
-             ) -> File | io.BufferedRandom | io.BufferedReader[File] | io.BufferedWriter[File] | io.TextIOWrapper: ...
+    def open(
+        self,
+        path: Path,
+        mode: str,
+        buffering: int = -1,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+        permissions: int = 0o644,
+    ) -> File | io.BufferedRandom | io.BufferedReader[File] | io.BufferedWriter[File] | io.TextIOWrapper: ...
 
-    def open(self, path: Path, mode: str = "r", buffering: int = -1, encoding: str | None = None, errors: str | None = None,
-             newline: str | None = None, permissions: int = 0o644
-             ) -> File | io.BufferedRandom | io.BufferedReader[File] | io.BufferedWriter[File] | io.TextIOWrapper:
+    def open(
+        self,
+        path: Path,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+        permissions: int = 0o644,
+    ) -> File | io.BufferedRandom | io.BufferedReader[File] | io.BufferedWriter[File] | io.TextIOWrapper:
         """Open a file like Python's open. Binary modes return a buffered file over a File, or with
         buffering=0 the File itself.
 
@@ -329,29 +404,43 @@ class FileSystem:
         if buffering == 0:
             return raw
         size = buffering if buffering > 1 else BUFFER_BYTES
-        kind = io.BufferedRandom if "+" in mode else io.BufferedReader if raw.readable() else io.BufferedWriter
+        kind = (
+            io.BufferedRandom if "+" in mode else io.BufferedReader if raw.readable() else io.BufferedWriter
+        )
         if flags & os.O_APPEND:
             raw.seek(0, os.SEEK_END)
         buffered = kind(raw, size)
-        return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding or "utf-8", errors, newline,
-                                                             line_buffering=buffering == 1)
+        return (
+            buffered
+            if "b" in mode
+            else io.TextIOWrapper(
+                buffered, encoding or "utf-8", errors, newline, line_buffering=buffering == 1
+            )
+        )
 
     @overload
-    def read_many(self, reads: Iterable[Any], into: None = None, *,
-                  on_error: Literal["raise"] = "raise") -> list[memoryview]: ...
+    def read_many(
+        self, reads: Iterable[Any], into: None = None, *, on_error: Literal["raise"] = "raise"
+    ) -> list[memoryview]: ...
 
     @overload
-    def read_many(self, reads: Iterable[Any], into: None = None, *, on_error: str) -> list[memoryview | OSError]: ...
+    def read_many(
+        self, reads: Iterable[Any], into: None = None, *, on_error: str
+    ) -> list[memoryview | OSError]: ...
 
     @overload
-    def read_many(self, reads: Iterable[Any], into: WriteableBuffer, *,
-                  on_error: Literal["raise"] = "raise") -> list[int]: ...
+    def read_many(
+        self, reads: Iterable[Any], into: WriteableBuffer, *, on_error: Literal["raise"] = "raise"
+    ) -> list[int]: ...
 
     @overload
-    def read_many(self, reads: Iterable[Any], into: WriteableBuffer, *, on_error: str) -> list[int | OSError]: ...
+    def read_many(
+        self, reads: Iterable[Any], into: WriteableBuffer, *, on_error: str
+    ) -> list[int | OSError]: ...
 
-    def read_many(self, reads: Iterable[Any], into: WriteableBuffer | None = None, *,
-                  on_error: str = "raise") -> Sequence[memoryview | OSError] | Sequence[int | OSError]:
+    def read_many(
+        self, reads: Iterable[Any], into: WriteableBuffer | None = None, *, on_error: str = "raise"
+    ) -> Sequence[memoryview | OSError] | Sequence[int | OSError]:
         """Read many ranges or files in parallel, with one message per target.
 
         Each read is a path or an open file (all of it), or a tuple (path or open file, offset, length), in
@@ -420,7 +509,9 @@ class FileSystem:
         followed."""
         return self._drain(AsyncFileSystem.walk, top)
 
-    def _drain(self, method: Callable[[AsyncFileSystem, Path], AsyncIterator[_Result]], path: Path) -> Iterator[_Result]:
+    def _drain(
+        self, method: Callable[[AsyncFileSystem, Path], AsyncIterator[_Result]], path: Path
+    ) -> Iterator[_Result]:
         runtime = self._running()
         source = method(runtime.pool, path)
 
@@ -435,8 +526,15 @@ class FileSystem:
         while found := runtime.call(some()):
             yield from found
 
-    def mkdir(self, path: Path, mode: int = 0o755, *, parents: bool = False, exist_ok: bool = False,
-              wide: bool = False) -> None:
+    def mkdir(
+        self,
+        path: Path,
+        mode: int = 0o755,
+        *,
+        parents: bool = False,
+        exist_ok: bool = False,
+        wide: bool = False,
+    ) -> None:
         """Create a directory. `wide` makes it a striped directory: its names are spread over all
         partitions, for directories with very many entries."""
         self._call(AsyncFileSystem.mkdir, path, mode, parents=parents, exist_ok=exist_ok, wide=wide)

@@ -58,21 +58,36 @@ def name_bytes(path: Path) -> bytes:
     return raw
 
 
-_NAMED = (NotFound, AlreadyExists, NotADirectory, IsADirectory, DirectoryNotEmpty, NameTooLong, TooManySymlinks)
+_NAMED = (
+    NotFound,
+    AlreadyExists,
+    NotADirectory,
+    IsADirectory,
+    DirectoryNotEmpty,
+    NameTooLong,
+    TooManySymlinks,
+)
 """Errors that the path alone explains. Their own texts contain inode numbers and are meant for logs."""
 
-_ERRNO_OF_CONNECTIONS: dict[type[NvpoolError], int] = {Unreachable: errno.ECONNREFUSED, Disconnected: errno.ECONNRESET}
+_ERRNO_OF_CONNECTIONS: dict[type[NvpoolError], int] = {
+    Unreachable: errno.ECONNREFUSED,
+    Disconnected: errno.ECONNRESET,
+}
 """Errnos of ConnectionError. A call on a mount cannot return them; there these errors are EIO."""
 
 
-def os_error(error: NvpoolError, path: Path | None = None, other: Path | None = None, *, as_said: bool = False) -> OSError:
+def os_error(
+    error: NvpoolError, path: Path | None = None, other: Path | None = None, *, as_said: bool = False
+) -> OSError:
     """OSError for an nvpool error: errno, message, and the paths that the caller gave.
 
     The message is that of the operating system if the path explains the rest, otherwise nvpool's own.
     `as_said` always selects nvpool's own message.
     """
     number = _ERRNO_OF_CONNECTIONS.get(type(error), error.errno)
-    text = os.strerror(number) if path is not None and not as_said and isinstance(error, _NAMED) else str(error)
+    text = (
+        os.strerror(number) if path is not None and not as_said and isinstance(error, _NAMED) else str(error)
+    )
     if path is None:
         return OSError(number, text)
     if other is None:
@@ -94,7 +109,9 @@ class as_os_error:  # noqa: N801 (used as a statement; a generator would add 1 Â
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if isinstance(error, NvpoolError):
             raise os_error(error, self._path, self._other, as_said=self._as_said) from error
 
@@ -125,7 +142,7 @@ async def locate(vfs: Vfs, path: Path, *, follow: bool = True, to_open: bool = F
     names = names_of(path)[::-1]
     if not names and not os.fspath(path):
         raise NotFound
-    above: list[int] = [ROOT_INODE]   # directories from the root down to the current one
+    above: list[int] = [ROOT_INODE]  # directories from the root down to the current one
     links = 0
     while names:
         name = names.pop()
@@ -158,11 +175,31 @@ async def locate(vfs: Vfs, path: Path, *, follow: bool = True, to_open: bool = F
 
 
 def stat_result(attr: Attr) -> os.stat_result:
-    return os.stat_result((attr.mode, attr.inode, 0, attr.links, attr.uid, attr.gid, attr.size, attr.atime_ns // 10**9,
-                           attr.mtime_ns // 10**9, attr.ctime_ns // 10**9),
-                          {"st_atime": attr.atime_ns / 1e9, "st_mtime": attr.mtime_ns / 1e9, "st_ctime": attr.ctime_ns / 1e9,
-                           "st_atime_ns": attr.atime_ns, "st_mtime_ns": attr.mtime_ns, "st_ctime_ns": attr.ctime_ns,
-                           "st_blksize": 4096, "st_blocks": attr.blocks, "st_rdev": attr.rdev})
+    return os.stat_result(
+        (
+            attr.mode,
+            attr.inode,
+            0,
+            attr.links,
+            attr.uid,
+            attr.gid,
+            attr.size,
+            attr.atime_ns // 10**9,
+            attr.mtime_ns // 10**9,
+            attr.ctime_ns // 10**9,
+        ),
+        {
+            "st_atime": attr.atime_ns / 1e9,
+            "st_mtime": attr.mtime_ns / 1e9,
+            "st_ctime": attr.ctime_ns / 1e9,
+            "st_atime_ns": attr.atime_ns,
+            "st_mtime_ns": attr.mtime_ns,
+            "st_ctime_ns": attr.ctime_ns,
+            "st_blksize": 4096,
+            "st_blocks": attr.blocks,
+            "st_rdev": attr.rdev,
+        },
+    )
 
 
 async def write_all(vfs: Vfs, handle: FileHandle, offset: int, buffer: Buffer) -> int:

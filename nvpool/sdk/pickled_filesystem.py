@@ -40,8 +40,10 @@ class Unconnected(AsyncFileSystem):
 
     def __getattr__(self, name: str) -> Any:
         if name in ("client", "vfs", "caller"):
-            raise RuntimeError(f"this file system came out of a pickle and is not connected yet; use it in `async with`, or "
-                               f"await one of its calls, before its .{name}")
+            raise RuntimeError(
+                f"this file system came out of a pickle and is not connected yet; use it in `async with`, or "
+                f"await one of its calls, before its .{name}"
+            )
         raise AttributeError(name)
 
     async def close(self, timeout_s: float = 10.0) -> None:
@@ -59,14 +61,18 @@ class _UnconnectedVolumes(AsyncVolumes):
         self._pool = pool
 
 
-def _connecting(method: Callable[..., Any], of: Callable[[Any], tuple[Unconnected, Callable[[], Any]]]) -> Callable[..., Any]:
+def _connecting(
+    method: Callable[..., Any], of: Callable[[Any], tuple[Unconnected, Callable[[], Any]]]
+) -> Callable[..., Any]:
     if inspect.isasyncgenfunction(method):
+
         @wraps(method)
         async def generate(self: Any, *arguments: Any, **named: Any) -> AsyncIterator[Any]:
             pool, found = of(self)
             await Unconnected._connect(pool)
             async for one in method(found(), *arguments, **named):
                 yield one
+
         return generate
 
     @wraps(method)
@@ -74,13 +80,17 @@ def _connecting(method: Callable[..., Any], of: Callable[[Any], tuple[Unconnecte
         pool, found = of(self)
         await Unconnected._connect(pool)
         return await method(found(), *arguments, **named)
+
     return call
 
 
 def _cover(cls: type, base: type, of: Callable[[Any], tuple[Unconnected, Callable[[], Any]]]) -> None:
     for name, method in vars(base).items():
-        if not name.startswith("_") and name not in vars(cls) and (inspect.iscoroutinefunction(method)
-                                                                   or inspect.isasyncgenfunction(method)):
+        if (
+            not name.startswith("_")
+            and name not in vars(cls)
+            and (inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method))
+        ):
             setattr(cls, name, _connecting(method, of))
 
 

@@ -50,7 +50,9 @@ def origin_of(where: Any, name: str, options: ClientOptions | None) -> Origin:
     if isinstance(where, PoolMap):
         return Origin(name=name, options=options, pool_map=encode_map(where))
     if not isinstance(where, str | bytes | os.PathLike):
-        raise TypeError(f"connect() takes a pool directory, a mount point or HOST:PORT, not {type(where).__name__}")
+        raise TypeError(
+            f"connect() takes a pool directory, a mount point or HOST:PORT, not {type(where).__name__}"
+        )
     with as_told(where):
         return Origin(resolved(os.fsdecode(where)), name, options)
 
@@ -66,21 +68,29 @@ def resolved(place: str) -> str:
     if mount is not None and mount.ours:
         point = str(mount.point)
         if place_of(place) != mount.point:
-            raise InvalidRequest(f"{place} lies inside the pool that is mounted at {point}; connect to {point}, and name the "
-                                 f"path in the calls")
+            raise InvalidRequest(
+                f"{place} lies inside the pool that is mounted at {point}; connect to {point}, and name the "
+                f"path in the calls"
+            )
         behind = pool_of(mount)
         if behind is None:
-            raise NotFound(f"{place} is a mount of the pool {mount.source}, and the process that serves it can not be seen "
-                           f"from here; name the directory of that pool, or HOST:PORT of any of its nodes")
+            raise NotFound(
+                f"{place} is a mount of the pool {mount.source}, and the process that serves it can not be seen "
+                f"from here; name the directory of that pool, or HOST:PORT of any of its nodes"
+            )
         pool, subtree = behind
         if subtree.strip("/"):
-            raise InvalidRequest(f"{place} shows the directory {subtree} of the pool {pool}; connect to {pool}, whose paths "
-                                 f"begin at the root of the pool")
+            raise InvalidRequest(
+                f"{place} shows the directory {subtree} of the pool {pool}; connect to {pool}, whose paths "
+                f"begin at the root of the pool"
+            )
         return pool
     if os.path.isdir(place):
         directory = PoolDirectory(place)
         if not directory.poolmap.exists() and not directory.exists():
-            raise NotFound(f"{place} is a directory, but not one of a pool, and no pool is mounted there; {_WANTED}")
+            raise NotFound(
+                f"{place} is a directory, but not one of a pool, and no pool is mounted there; {_WANTED}"
+            )
         return str(directory.path)
     if os.path.lexists(place):
         raise NotADirectory(f"{place} is not a directory; {_WANTED}")
@@ -88,5 +98,7 @@ def resolved(place: str) -> str:
     if "/" in place or not host:
         raise NotFound(f"{place} does not exist; {_WANTED}")
     if not port.isdigit() or not 0 < int(port) < 65536:
-        raise InvalidRequest(f"{place} is not an address: the port has to be a number from 1 to 65535, as in 10.0.0.1:17512")
+        raise InvalidRequest(
+            f"{place} is not an address: the port has to be a number from 1 to 65535, as in 10.0.0.1:17512"
+        )
     return place

@@ -69,8 +69,9 @@ class Batches:
         self._left: deque[tuple[int, FileHandle]] = deque()
         """Handles removed from the cache. Each has the number of the last batch that may still use it."""
 
-    async def read_many(self, reads: Sequence[Read], given: Sequence[Any], into: memoryview | None,
-                        returns_errors: bool) -> Sequence[memoryview | OSError] | Sequence[int | OSError]:
+    async def read_many(
+        self, reads: Sequence[Read], given: Sequence[Any], into: memoryview | None, returns_errors: bool
+    ) -> Sequence[memoryview | OSError] | Sequence[int | OSError]:
         """Run all reads, with one message per target.
 
         With `into` each read goes to the sum of the lengths before it, and the result is the list of lengths.
@@ -101,7 +102,12 @@ class Batches:
                 number = next(at for at, read in enumerate(reads) if read[0] in failed)
                 with as_os_error(name_of(given[number])):
                     raise failed[reads[number][0]]
-            if into is None and not failed and len(opened) == len(reads) and not any(read[1] for read in reads):
+            if (
+                into is None
+                and not failed
+                and len(opened) == len(reads)
+                and not any(read[1] for read in reads)
+            ):
                 try:
                     return await self._vfs.read_whole([opened[read[0]] for read in reads])
                 except Unavailable as error:
@@ -112,8 +118,10 @@ class Batches:
             pieces: Sequence[_Piece | None] = reads  # type: ignore[assignment]  # replaced below if not
             if has_lengths and not failed and paths:
                 # mypy does not see `has_lengths`: no length is None here
-                pieces = [(what if type(what) is FileHandle else found[what], offset, length)  # type: ignore[misc]
-                          for what, offset, length in reads]
+                pieces = [
+                    (what if type(what) is FileHandle else found[what], offset, length)  # type: ignore[misc]
+                    for what, offset, length in reads
+                ]
             elif not has_lengths or failed:
                 pieces = [_piece(read, found, opened) for read in reads]
             return await self._read(reads, pieces, failed, given, into, returns_errors)
@@ -123,15 +131,27 @@ class Batches:
             del self._running[me]
             await self._trim(KEPT_OPEN)
 
-    async def _read(self, reads: Sequence[Read], pieces: Sequence[_Piece | None], failed: Mapping[_Source, NvpoolError],
-                    given: Sequence[Any], into: memoryview | None,
-                    returns_errors: bool) -> Sequence[memoryview | OSError] | Sequence[int | OSError]:
-        spans: list[int] = \
-            [piece[2] if piece is not None else read[2] or 0 for piece, read in zip(pieces, reads, strict=True)] \
-            if pieces is not reads else [read[2] for read in reads]  # type: ignore[misc]  # as pieces they have lengths
+    async def _read(
+        self,
+        reads: Sequence[Read],
+        pieces: Sequence[_Piece | None],
+        failed: Mapping[_Source, NvpoolError],
+        given: Sequence[Any],
+        into: memoryview | None,
+        returns_errors: bool,
+    ) -> Sequence[memoryview | OSError] | Sequence[int | OSError]:
+        if pieces is reads:
+            spans: list[int] = [read[2] for read in reads]  # type: ignore[misc]  # as pieces they have lengths
+        else:
+            spans = [
+                piece[2] if piece is not None else read[2] or 0
+                for piece, read in zip(pieces, reads, strict=True)
+            ]
         total = sum(spans)
         if into is not None and total > len(into):
-            raise ValueError(f"the buffer to read into has {len(into)} bytes, and the {len(reads)} reads need {total}")
+            raise ValueError(
+                f"the buffer to read into has {len(into)} bytes, and the {len(reads)} reads need {total}"
+            )
         if total > READ_BYTES_MAX:
             raise ValueError(f"the {len(reads)} reads are of {total} bytes together, which no buffer holds")
         buffer = into if into is not None else _buffer_of(total, len(reads))
@@ -153,13 +173,19 @@ class Batches:
         views: list[memoryview | OSError] = []
         place = 0
         for one, span in zip(done, spans, strict=True):
-            views.append(one if isinstance(one, OSError) else buffer[place:place + one])
+            views.append(one if isinstance(one, OSError) else buffer[place : place + one])
             place += span
         return views
 
-    async def _read_apart(self, reads: Sequence[Read], pieces: Sequence[_Piece | None], spans: Sequence[int],
-                          failed: Mapping[_Source, NvpoolError], given: Sequence[Any],
-                          buffer: memoryview) -> list[int | OSError]:
+    async def _read_apart(
+        self,
+        reads: Sequence[Read],
+        pieces: Sequence[_Piece | None],
+        spans: Sequence[int],
+        failed: Mapping[_Source, NvpoolError],
+        given: Sequence[Any],
+        buffer: memoryview,
+    ) -> list[int | OSError]:
         """Read with one result or one error per read. Adjacent reads run together; if such a run fails,
         each of its reads is repeated separately."""
         done: list[int | OSError] = [0] * len(reads)
@@ -179,7 +205,9 @@ class Batches:
             try:
                 done[first:last] = await self._vfs.read_many(pieces[first:last], buffer[begin:end])
             except NvpoolError as error:
-                done[first:last] = [_caused(os_error(error, name_of(one)), error) for one in given[first:last]]
+                done[first:last] = [
+                    _caused(os_error(error, name_of(one)), error) for one in given[first:last]
+                ]
                 return last - first == 1
             return True
 
@@ -194,7 +222,9 @@ class Batches:
                     await _some(read, alone)
         return done
 
-    async def _open_whole(self, paths: Iterable[Path], failed: dict[_Source, NvpoolError]) -> dict[_Source, FileHandle]:
+    async def _open_whole(
+        self, paths: Iterable[Path], failed: dict[_Source, NvpoolError]
+    ) -> dict[_Source, FileHandle]:
         """Open these files together, without the cache. Reading a whole file needs its current size. The
         caller releases the handles. Errors go to `failed`."""
         ways: dict[bytes, PathWalk] = {}
@@ -232,12 +262,18 @@ class Batches:
                     one.link = found.inode
                     wanted.append(one)
                 else:
-                    one.error = IsADirectory() if stat.S_ISDIR(found.mode) else InvalidRequest("only regular files can be read")
+                    one.error = (
+                        IsADirectory()
+                        if stat.S_ISDIR(found.mode)
+                        else InvalidRequest("only regular files can be read")
+                    )
             targets = await read_links(self._vfs, {one.link for one in wanted})
             for one in wanted:
                 one.follow(targets[one.link])
 
-    async def _opened(self, paths: Iterable[Path], failed: dict[_Source, NvpoolError]) -> dict[_Source, FileHandle]:
+    async def _opened(
+        self, paths: Iterable[Path], failed: dict[_Source, NvpoolError]
+    ) -> dict[_Source, FileHandle]:
         """Handles of these files: from the cache while they are recent enough, otherwise opened together.
         Errors go to `failed`."""
         found: dict[_Source, FileHandle] = {}
@@ -294,7 +330,9 @@ class Batches:
         await self._trim(KEPT_OPEN)
 
 
-def _piece(read: Read, found: Mapping[_Source, FileHandle], opened: Mapping[_Source, FileHandle]) -> _Piece | None:
+def _piece(
+    read: Read, found: Mapping[_Source, FileHandle], opened: Mapping[_Source, FileHandle]
+) -> _Piece | None:
     """The read as a piece for the client; None if its file is not open."""
     what, offset, length = read
     handle = what if type(what) is FileHandle else (found if length is not None else opened).get(what)
@@ -303,10 +341,12 @@ def _piece(read: Read, found: Mapping[_Source, FileHandle], opened: Mapping[_Sou
     return handle, offset, max(0, handle.size - offset) if length is None else length
 
 
-async def _some(read: Callable[..., Awaitable[bool]], runs: Sequence[tuple[int, int, int, int]]) -> list[bool]:
+async def _some(
+    read: Callable[..., Awaitable[bool]], runs: Sequence[tuple[int, int, int, int]]
+) -> list[bool]:
     found: list[bool] = []
     for first in range(0, len(runs), _READS_AT_ONCE):
-        found += await asyncio.gather(*[read(*run) for run in runs[first:first + _READS_AT_ONCE]])
+        found += await asyncio.gather(*[read(*run) for run in runs[first : first + _READS_AT_ONCE]])
     return found
 
 
@@ -314,7 +354,9 @@ def _buffer_of(total: int, count: int) -> memoryview:
     try:
         return memoryview(bytearray(total))
     except MemoryError:
-        raise MemoryError(f"the reads ({count}) need {total} bytes of memory together; ask for less at once") from None
+        raise MemoryError(
+            f"the reads ({count}) need {total} bytes of memory together; ask for less at once"
+        ) from None
 
 
 def _of_batch(error: NvpoolError, given: Sequence[Any]) -> OSError:

@@ -22,7 +22,9 @@ ON_ERROR = ("raise", "return")
 _EXPECTED = "expected a path, an open file, or (path or open file, offset, length)"
 
 
-def reads_of(reads: Iterable[Any], handle_of: Callable[[Any], FileHandle | None]) -> tuple[list[Read], Sequence[Any]]:
+def reads_of(
+    reads: Iterable[Any], handle_of: Callable[[Any], FileHandle | None]
+) -> tuple[list[Read], Sequence[Any]]:
     """Check all reads; return them as the client takes them, and as given. The caller needs the given ones
     for error messages.
 
@@ -66,8 +68,13 @@ def _are_plain(given: Sequence[Any]) -> bool:
         paths, offsets, lengths = zip(*given, strict=True)
     except ValueError:
         return False  # some do not have three parts
-    return (set(map(type, offsets)) == {int} == set(map(type, lengths)) and set(map(type, paths)) == {str}
-            and min(offsets) >= 0 and min(lengths) >= 0 and max(offsets) <= OFFSET_MAX)
+    return (
+        set(map(type, offsets)) == {int} == set(map(type, lengths))
+        and set(map(type, paths)) == {str}
+        and min(offsets) >= 0
+        and min(lengths) >= 0
+        and max(offsets) <= OFFSET_MAX
+    )
 
 
 def _read(number: int, one: Any, handle_of: Callable[[Any], FileHandle | None]) -> Read:

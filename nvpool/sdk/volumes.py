@@ -99,14 +99,28 @@ class TrashEntry:
 
 
 def volume_of(state: pb.VolumeState) -> Volume:
-    return Volume(name=state.name, inode=state.inode, path=path_of(state.name), bytes_max=state.bytes_max,
-                  files_max=state.files_max, bytes_used=state.bytes_used, files_used=state.files_used, replicas=state.table,
-                  chunk_bytes=1 << state.chunk_bits, sealed=state.sealed, trash_s=state.trash_s,
-                  access=LISTED if state.listed else OPEN,
-                  grants={grant.client: "rw" if grant.write else "ro" for grant in state.grants},
-                  attachments=tuple(state.attachments), state=REMOVING if state.removing else READY,
-                  created_ns=state.created_ns, encrypted=bool(state.pool_key), pool_key=state.pool_key,
-                  bytes_reserved=state.bytes_reserved, files_removing=state.files_removing)
+    return Volume(
+        name=state.name,
+        inode=state.inode,
+        path=path_of(state.name),
+        bytes_max=state.bytes_max,
+        files_max=state.files_max,
+        bytes_used=state.bytes_used,
+        files_used=state.files_used,
+        replicas=state.table,
+        chunk_bytes=1 << state.chunk_bits,
+        sealed=state.sealed,
+        trash_s=state.trash_s,
+        access=LISTED if state.listed else OPEN,
+        grants={grant.client: "rw" if grant.write else "ro" for grant in state.grants},
+        attachments=tuple(state.attachments),
+        state=REMOVING if state.removing else READY,
+        created_ns=state.created_ns,
+        encrypted=bool(state.pool_key),
+        pool_key=state.pool_key,
+        bytes_reserved=state.bytes_reserved,
+        files_removing=state.files_removing,
+    )
 
 
 class AsyncVolumes:
@@ -118,9 +132,18 @@ class AsyncVolumes:
         self.client = pool.client
         self._directory = 0
 
-    async def create(self, name: str, *, bytes_max: int = 0, files_max: int = 0, replicas: int | None = None,
-                     chunk_bytes: int | None = None, trash_s: int = 0, mode: int | None = None,
-                     encrypted: bool = False) -> Volume:
+    async def create(
+        self,
+        name: str,
+        *,
+        bytes_max: int = 0,
+        files_max: int = 0,
+        replicas: int | None = None,
+        chunk_bytes: int | None = None,
+        trash_s: int = 0,
+        mode: int | None = None,
+        encrypted: bool = False,
+    ) -> Volume:
         """Create a volume, or return the existing one with the same properties.
 
         An existing volume need not be empty. 0 means no limit. `replicas` and `chunk_bytes` default to those
@@ -134,12 +157,31 @@ class AsyncVolumes:
         ENOKEY           `encrypted` is set, and the volume's node has no pool key: set encryption.key_file in
                          node.toml
         """
-        return (await self.made(name, bytes_max=bytes_max, files_max=files_max, replicas=replicas, chunk_bytes=chunk_bytes,
-                                trash_s=trash_s, mode=mode, encrypted=encrypted))[0]
+        return (
+            await self.made(
+                name,
+                bytes_max=bytes_max,
+                files_max=files_max,
+                replicas=replicas,
+                chunk_bytes=chunk_bytes,
+                trash_s=trash_s,
+                mode=mode,
+                encrypted=encrypted,
+            )
+        )[0]
 
-    async def made(self, name: str, *, bytes_max: int = 0, files_max: int = 0, replicas: int | None = None,
-                   chunk_bytes: int | None = None, trash_s: int = 0, mode: int | None = None,
-                   encrypted: bool = False) -> tuple[Volume, bool]:
+    async def made(
+        self,
+        name: str,
+        *,
+        bytes_max: int = 0,
+        files_max: int = 0,
+        replicas: int | None = None,
+        chunk_bytes: int | None = None,
+        trash_s: int = 0,
+        mode: int | None = None,
+        encrypted: bool = False,
+    ) -> tuple[Volume, bool]:
         """Create a volume as `create` does; return it, and whether this call created it."""
         with as_told(path_of(name) if _is_name(name) else None):
             wanted = _wish(name, bytes_max, files_max, replicas, chunk_bytes, trash_s, encrypted)
@@ -150,7 +192,9 @@ class AsyncVolumes:
             for _ in range(_TRIES):
                 directory = await self._home(make=True)
                 try:
-                    attr = await self._vfs.make_volume(directory, name.encode(), _MODE if mode is None else mode, wanted)
+                    attr = await self._vfs.make_volume(
+                        directory, name.encode(), _MODE if mode is None else mode, wanted
+                    )
                     return await self._shown(attr.inode), True
                 except AlreadyExists:
                     try:
@@ -179,13 +223,22 @@ class AsyncVolumes:
         with as_told(_place(name)):
             return await self._found(name)
 
-    async def resize(self, name: str, *, bytes_max: int | None = None, files_max: int | None = None) -> Volume:
+    async def resize(
+        self, name: str, *, bytes_max: int | None = None, files_max: int | None = None
+    ) -> Volume:
         """Set the limits of a volume: 0 means no limit, None leaves a limit unchanged. EINVAL: more is in
         use; the text says how much."""
         return await self.set(name, bytes_max=bytes_max, files_max=files_max)
 
-    async def set(self, name: str, *, trash_s: int | None = None, access: str | None = None, bytes_max: int | None = None,
-                  files_max: int | None = None) -> Volume:
+    async def set(
+        self,
+        name: str,
+        *,
+        trash_s: int | None = None,
+        access: str | None = None,
+        bytes_max: int | None = None,
+        files_max: int | None = None,
+    ) -> Volume:
         """Change every property that is not None. `access` is "open" or "listed"."""
         with as_told(_place(name)):
             if access not in (None, OPEN, LISTED):
@@ -193,8 +246,14 @@ class AsyncVolumes:
             _check_size("bytes_max", 0 if bytes_max is None else bytes_max)
             _check_size("files_max", 0 if files_max is None else files_max)
             _check_trash(0 if trash_s is None else trash_s)
-            return await self._tell(name, _Wish.SET, trash_s=trash_s, bytes_max=bytes_max, files_max=files_max,
-                                    listed=None if access is None else access == LISTED)
+            return await self._tell(
+                name,
+                _Wish.SET,
+                trash_s=trash_s,
+                bytes_max=bytes_max,
+                files_max=files_max,
+                listed=None if access is None else access == LISTED,
+            )
 
     async def rewrap(self, name: str) -> Volume:
         """Protect the key of an encrypted volume with a pool key again. The first pool key of the node
@@ -215,14 +274,18 @@ class AsyncVolumes:
             if text("rights", rights) not in _RIGHTS:
                 raise InvalidRequest(f"a right to a volume is 'ro' or 'rw', not {rights!r}")
             member = member_named(text("client", client))
-            return await self._tell(name, _Wish.GRANT, grant=pb.VolumeGrant(client=member, write=_RIGHTS[rights]))
+            return await self._tell(
+                name, _Wish.GRANT, grant=pb.VolumeGrant(client=member, write=_RIGHTS[rights])
+            )
 
     async def revoke(self, name: str, client: str) -> Volume:
         """Take all rights from a client. On return the pool refuses also the files that the client has
         open. `revoked_in_s` of the result is not 0 if a target that does not answer may still accept older
         access tokens."""
         with as_told(_place(name)):
-            return await self._tell(name, _Wish.REVOKE, grant=pb.VolumeGrant(client=member_named(text("client", client))))
+            return await self._tell(
+                name, _Wish.REVOKE, grant=pb.VolumeGrant(client=member_named(text("client", client)))
+            )
 
     async def attach(self, name: str, holder: str) -> Volume:
         """Record that `holder` uses the volume. Without `force` the volume is not removed until that
@@ -296,18 +359,27 @@ class AsyncVolumes:
             if to is not None:
                 with as_told(to):
                     if not names_of(to):
-                        raise InvalidRequest(f"{to!r} is no name to put it back under; say one in the volume, as "
-                                             f"{path_of(name)}/again")
+                        raise InvalidRequest(
+                            f"{to!r} is no name to put it back under; say one in the volume, as "
+                            f"{path_of(name)}/again"
+                        )
                     try:
                         place = await locate(self._vfs, to, follow=False)
                     except NotFound:
-                        raise NotFound(f"the pool has no such directory to put it in; say a path without the name of the "
-                                       f"pool, as {path_of(name)}/again") from None
+                        raise NotFound(
+                            f"the pool has no such directory to put it in; say a path without the name of the "
+                            f"pool, as {path_of(name)}/again"
+                        ) from None
                     if place.attr is not None:
                         raise AlreadyExists(f"{to} exists")
             async with self._named(name) as volume:
-                await self._ask_trash(volume, pb.TrashRequest.RESTORE, entry=inode, directory=place.parent if place else 0,
-                                      name=place.name if place else b"")
+                await self._ask_trash(
+                    volume,
+                    pb.TrashRequest.RESTORE,
+                    entry=inode,
+                    directory=place.parent if place else 0,
+                    name=place.name if place else b"",
+                )
             self._vfs.cache.begin_anew(lambda inode: True)
 
     async def purge(self, name: str, inode: int = 0) -> int:
@@ -331,7 +403,9 @@ class AsyncVolumes:
     async def _described(self, found: builtins.list[pb.TrashEntry]) -> builtins.list[TrashEntry]:
         removed = {entry.inode: entry for entry in found}
         finder = PathFinder(lambda: self._vfs.view.map, self.client.dialer, self._vfs.clock)
-        there = await finder.find({entry.directory for entry in found} - removed.keys(), _FIND_S) if found else {}
+        there = (
+            await finder.find({entry.directory for entry in found} - removed.keys(), _FIND_S) if found else {}
+        )
 
         def path_of_entry(entry: pb.TrashEntry, depth: int = 0) -> str:
             above = removed.get(entry.directory)
@@ -340,9 +414,17 @@ class AsyncVolumes:
             known = there.get(entry.directory)
             return f"{os.fsdecode(known) if known is not None else f'#{entry.directory}'}/{os.fsdecode(entry.name)}"
 
-        return [TrashEntry(entry.inode, path_of_entry(entry), _KINDS.get(stat.S_IFMT(entry.mode), "other"),
-                           entry.size if stat.S_ISREG(entry.mode) else 0, entry.removed_ns, entry.expires_ns)
-                for entry in found]
+        return [
+            TrashEntry(
+                entry.inode,
+                path_of_entry(entry),
+                _KINDS.get(stat.S_IFMT(entry.mode), "other"),
+                entry.size if stat.S_ISREG(entry.mode) else 0,
+                entry.removed_ns,
+                entry.expires_ns,
+            )
+            for entry in found
+        ]
 
     # -- below ---------------------------------------------------------------------------------------------------------
 
@@ -415,7 +497,9 @@ class AsyncVolumes:
             return replace(volume_of(reply.volume), revoked_in_s=reply.revoked_in_s)
 
     async def _ask(self, inode: int, wish: pb.VolumeRequest.Wish, **fields: Any) -> pb.VolumeReply:
-        request = _Wish(inode=inode, wish=wish, **{name: value for name, value in fields.items() if value is not None})
+        request = _Wish(
+            inode=inode, wish=wish, **{name: value for name, value in fields.items() if value is not None}
+        )
         reply: pb.VolumeReply = await self._vfs.meta.ask(inode, wire_pb2.META_VOLUME, request, pb.VolumeReply)
         return reply
 
@@ -426,16 +510,38 @@ class Volumes:
     def __init__(self, pool: FileSystem) -> None:
         self._pool = pool
 
-    def _call(self, method: Callable[Concatenate[AsyncVolumes, _Arguments], Coroutine[Any, Any, _Result]],
-              *arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
+    def _call(
+        self,
+        method: Callable[Concatenate[AsyncVolumes, _Arguments], Coroutine[Any, Any, _Result]],
+        *arguments: _Arguments.args,
+        **named: _Arguments.kwargs,
+    ) -> _Result:
         runtime = self._pool._running()
         return runtime.call(method(runtime.pool.volumes, *arguments, **named))
 
-    def create(self, name: str, *, bytes_max: int = 0, files_max: int = 0, replicas: int | None = None,
-               chunk_bytes: int | None = None, trash_s: int = 0, mode: int | None = None,
-               encrypted: bool = False) -> Volume:
-        return self._call(AsyncVolumes.create, name, bytes_max=bytes_max, files_max=files_max, replicas=replicas,
-                          chunk_bytes=chunk_bytes, trash_s=trash_s, mode=mode, encrypted=encrypted)
+    def create(
+        self,
+        name: str,
+        *,
+        bytes_max: int = 0,
+        files_max: int = 0,
+        replicas: int | None = None,
+        chunk_bytes: int | None = None,
+        trash_s: int = 0,
+        mode: int | None = None,
+        encrypted: bool = False,
+    ) -> Volume:
+        return self._call(
+            AsyncVolumes.create,
+            name,
+            bytes_max=bytes_max,
+            files_max=files_max,
+            replicas=replicas,
+            chunk_bytes=chunk_bytes,
+            trash_s=trash_s,
+            mode=mode,
+            encrypted=encrypted,
+        )
 
     def list(self, *, removing: bool = False) -> list[Volume]:
         return self._call(AsyncVolumes.list, removing=removing)
@@ -446,9 +552,18 @@ class Volumes:
     def resize(self, name: str, *, bytes_max: int | None = None, files_max: int | None = None) -> Volume:
         return self._call(AsyncVolumes.resize, name, bytes_max=bytes_max, files_max=files_max)
 
-    def set(self, name: str, *, trash_s: int | None = None, access: str | None = None, bytes_max: int | None = None,
-            files_max: int | None = None) -> Volume:
-        return self._call(AsyncVolumes.set, name, trash_s=trash_s, access=access, bytes_max=bytes_max, files_max=files_max)
+    def set(
+        self,
+        name: str,
+        *,
+        trash_s: int | None = None,
+        access: str | None = None,
+        bytes_max: int | None = None,
+        files_max: int | None = None,
+    ) -> Volume:
+        return self._call(
+            AsyncVolumes.set, name, trash_s=trash_s, access=access, bytes_max=bytes_max, files_max=files_max
+        )
 
     def rewrap(self, name: str) -> Volume:
         return self._call(AsyncVolumes.rewrap, name)
@@ -504,17 +619,28 @@ def _check_size(name: str, value: int) -> None:
 
 def _check_trash(trash_s: int) -> None:
     if not 0 <= integer("trash_s", trash_s) < 1 << 32:
-        raise InvalidRequest(f"nothing removed can be kept for {trash_s!r} s: a whole number of seconds from 0 (not at all) "
-                             "on, and 136 years at most")
+        raise InvalidRequest(
+            f"nothing removed can be kept for {trash_s!r} s: a whole number of seconds from 0 (not at all) "
+            "on, and 136 years at most"
+        )
 
 
 def _check_entry(inode: int, least: int) -> None:
     if not least <= integer("inode", inode) < 1 << 64:
-        raise InvalidRequest(f"{inode!r} is no number of an inode; the trash, when listed, shows those that it has")
+        raise InvalidRequest(
+            f"{inode!r} is no number of an inode; the trash, when listed, shows those that it has"
+        )
 
 
-def _wish(name: str, bytes_max: int, files_max: int, replicas: int | None, chunk_bytes: int | None,
-          trash_s: int, encrypted: bool) -> pb.VolumeWish:
+def _wish(
+    name: str,
+    bytes_max: int,
+    files_max: int,
+    replicas: int | None,
+    chunk_bytes: int | None,
+    trash_s: int,
+    encrypted: bool,
+) -> pb.VolumeWish:
     check_volume_name(name)
     _check_size("bytes_max", bytes_max)
     _check_size("files_max", files_max)
@@ -533,18 +659,31 @@ def _check_same(found: Volume, wanted: pb.VolumeWish, mode: int | None, found_mo
     """Raise AlreadyExists if an existing volume differs from the requested one."""
     given = stat.S_IMODE(found_mode) if mode is None else mode
     rows: tuple[tuple[str, object, object, Callable[[Any], str]], ...] = (
-        ("size", found.bytes_max, wanted.bytes_max, _exact_bytes), ("files", found.files_max, wanted.files_max, _count),
+        ("size", found.bytes_max, wanted.bytes_max, _exact_bytes),
+        ("files", found.files_max, wanted.files_max, _count),
         ("encryption", found.encrypted, wanted.encrypted, lambda on: "on" if on else "off"),
         ("trash", found.trash_s, wanted.trash_s, _seconds),
         ("mode", f"{stat.S_IMODE(found_mode):o}", f"{given:o}", str),
         ("replicas", found.replicas, wanted.table or found.replicas, str),
-        ("chunk size", found.chunk_bytes, 1 << wanted.chunk_bits if wanted.chunk_bits else found.chunk_bytes, _exact_bytes))
+        (
+            "chunk size",
+            found.chunk_bytes,
+            1 << wanted.chunk_bits if wanted.chunk_bits else found.chunk_bytes,
+            _exact_bytes,
+        ),
+    )
     differs = [f"{what} {show(is_)}, not {show(wish)}" for what, is_, wish, show in rows if is_ != wish]
     if differs:
         ways = _changing(found, wanted)
-        remedy = f"change it with: {'   and: '.join(ways)}   or choose another name" if ways else "choose another name"
-        raise AlreadyExists(f"volume {found.name} is there already, with {', '.join(differs)}; nothing was changed",
-                            remedy=remedy)
+        remedy = (
+            f"change it with: {'   and: '.join(ways)}   or choose another name"
+            if ways
+            else "choose another name"
+        )
+        raise AlreadyExists(
+            f"volume {found.name} is there already, with {', '.join(differs)}; nothing was changed",
+            remedy=remedy,
+        )
 
 
 def _changing(found: Volume, wanted: pb.VolumeWish) -> list[str]:

@@ -40,8 +40,10 @@ def without_secrets(what: Any, depth: int = 4) -> Any:
     if isinstance(what, Mapping):
         if depth == 0:
             return "..."
-        return {str(name)[:TEXT_MAX]: "..." if _is_secret(str(name), value) else without_secrets(value, depth - 1)
-                for name, value in list(what.items())[:50]}
+        return {
+            str(name)[:TEXT_MAX]: "..." if _is_secret(str(name), value) else without_secrets(value, depth - 1)
+            for name, value in list(what.items())[:50]
+        }
     if isinstance(what, list | tuple):
         return [without_secrets(value, depth - 1) for value in what[:50]] if depth else "..."
     if what is None or isinstance(what, bool | int | float):
@@ -50,7 +52,9 @@ def without_secrets(what: Any, depth: int = 4) -> Any:
 
 
 def _is_secret(name: str, value: Any) -> bool:
-    return not isinstance(value, bool | int | float | None) and any(word in name.lower() for word in _SECRET_WORDS)
+    return not isinstance(value, bool | int | float | None) and any(
+        word in name.lower() for word in _SECRET_WORDS
+    )
 
 
 def read_audit(path: Path) -> Iterator[dict[str, Any]]:

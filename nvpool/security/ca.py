@@ -25,10 +25,22 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from nvpool.core.clock import SYSTEM_CLOCK, Clock
 from nvpool.core.errors import CorruptRecord, InvalidRequest
-from nvpool.core.member_names import DAY_S, MEMBER_DAYS, MEMBER_S, SKEW_S, check_member, dns_of, member_in, uri_of
+from nvpool.core.member_names import (
+    DAY_S,
+    MEMBER_DAYS,
+    MEMBER_S,
+    SKEW_S,
+    check_member,
+    dns_of,
+    member_in,
+    uri_of,
+)
 
 if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPrivateKeyTypes, CertificatePublicKeyTypes
+    from cryptography.hazmat.primitives.asymmetric.types import (
+        CertificateIssuerPrivateKeyTypes,
+        CertificatePublicKeyTypes,
+    )
 
 AUTHORITY_S = 20 * 365 * DAY_S
 
@@ -92,8 +104,12 @@ def described(certificate: bytes) -> Described:
     except (x509.ExtensionNotFound, ValueError):
         uris = []
     member = next((named[1] for uri in uris if (named := member_in(uri))), "")
-    return Described(member, f"{found.serial_number:X}", found.not_valid_before_utc.timestamp(),
-                     found.not_valid_after_utc.timestamp())
+    return Described(
+        member,
+        f"{found.serial_number:X}",
+        found.not_valid_before_utc.timestamp(),
+        found.not_valid_after_utc.timestamp(),
+    )
 
 
 class Authority:
@@ -116,16 +132,26 @@ class Authority:
     def make(cls, pool_id: str, clock: Clock = SYSTEM_CLOCK) -> Authority:
         key = ec.generate_private_key(ec.SECP256R1())
         name = _named(f"nvpool {pool_id[:8]}")
-        made = (_begun(name, name, key.public_key(), AUTHORITY_S, clock)
-                .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-                .add_extension(_usage(signs=True), critical=True)
-                .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-                .serial_number(int.from_bytes(clock.secret(16)) >> 1 | 1)
-                .sign(key, hashes.SHA256()))
+        made = (
+            _begun(name, name, key.public_key(), AUTHORITY_S, clock)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_usage(signs=True), critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+            .serial_number(int.from_bytes(clock.secret(16)) >> 1 | 1)
+            .sign(key, hashes.SHA256())
+        )
         return cls(made.public_bytes(serialization.Encoding.PEM), _key_pem(key))
 
-    def sign(self, request: bytes, pool_id: str, member: str, addresses: tuple[str, ...] = (), *, lives_s: float = MEMBER_S,
-             clock: Clock = SYSTEM_CLOCK) -> bytes:
+    def sign(
+        self,
+        request: bytes,
+        pool_id: str,
+        member: str,
+        addresses: tuple[str, ...] = (),
+        *,
+        lives_s: float = MEMBER_S,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> bytes:
         """Return a certificate (PEM) for the key of `request`; the names in the request are ignored.
 
         `addresses` are the host names or addresses of a node under which other members reach it.
@@ -138,31 +164,44 @@ class Authority:
         if serves:
             names += [x509.DNSName(dns_of(pool_id, member)), *map(_general_name, addresses)]
         uses = [ExtendedKeyUsageOID.CLIENT_AUTH] + ([ExtendedKeyUsageOID.SERVER_AUTH] if serves else [])
-        made = (_begun(self._certificate.subject, _named(member), asked.public_key(), lives_s, clock)
-                .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-                .add_extension(_usage(signs=False), critical=True)
-                .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
-                .add_extension(x509.SubjectAlternativeName(names), critical=False)
-                .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()),
-                               critical=False)
-                .serial_number(_serial(pool_id, member, clock.wall_ns() // 1_000_000_000 // DAY_S))
-                .sign(self._key, hashes.SHA256()))
+        made = (
+            _begun(self._certificate.subject, _named(member), asked.public_key(), lives_s, clock)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(signs=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False
+            )
+            .serial_number(_serial(pool_id, member, clock.wall_ns() // 1_000_000_000 // DAY_S))
+            .sign(self._key, hashes.SHA256())
+        )
         return made.public_bytes(serialization.Encoding.PEM)
 
-    def revoke(self, pool_id: str, left: Collection[tuple[str, float]], *, clock: Clock = SYSTEM_CLOCK) -> bytes:
+    def revoke(
+        self, pool_id: str, left: Collection[tuple[str, float]], *, clock: Clock = SYSTEM_CLOCK
+    ) -> bytes:
         """Return a revocation list (CRL, PEM) for former members.
 
         `left` lists (member, time of removal in seconds since 1970). The list covers every certificate that
         such a member may still hold.
         """
         now = datetime.datetime.fromtimestamp(clock.wall_ns() // 1_000_000_000, datetime.UTC)
-        made = (x509.CertificateRevocationListBuilder().issuer_name(self._certificate.subject).last_update(now)
-                .next_update(now + datetime.timedelta(seconds=AUTHORITY_S)))  # readers use only the serials
+        made = (
+            x509.CertificateRevocationListBuilder()
+            .issuer_name(self._certificate.subject)
+            .last_update(now)
+            .next_update(now + datetime.timedelta(seconds=AUTHORITY_S))
+        )  # readers use only the serials
         for member, at_s in left:
             last = int(at_s + SKEW_S) // DAY_S
             for day in range(last - MEMBER_DAYS - 1, last + 1):
-                made = made.add_revoked_certificate(x509.RevokedCertificateBuilder().revocation_date(now).serial_number(
-                    _serial(pool_id, member, day)).build())
+                made = made.add_revoked_certificate(
+                    x509.RevokedCertificateBuilder()
+                    .revocation_date(now)
+                    .serial_number(_serial(pool_id, member, day))
+                    .build()
+                )
         return made.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
@@ -179,18 +218,34 @@ def _named(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
 
 
-def _begun(issuer: x509.Name, subject: x509.Name, key: CertificatePublicKeyTypes, lives_s: float,
-           clock: Clock) -> x509.CertificateBuilder:
+def _begun(
+    issuer: x509.Name, subject: x509.Name, key: CertificatePublicKeyTypes, lives_s: float, clock: Clock
+) -> x509.CertificateBuilder:
     now = datetime.datetime.fromtimestamp(clock.wall_ns() // 1_000_000_000, datetime.UTC)
-    return (x509.CertificateBuilder().issuer_name(issuer).subject_name(subject).public_key(key)
-            .not_valid_before(now - datetime.timedelta(seconds=SKEW_S) if lives_s > 0 else now - datetime.timedelta(days=2))
-            .not_valid_after(now + datetime.timedelta(seconds=lives_s)))
+    return (
+        x509.CertificateBuilder()
+        .issuer_name(issuer)
+        .subject_name(subject)
+        .public_key(key)
+        .not_valid_before(
+            now - datetime.timedelta(seconds=SKEW_S) if lives_s > 0 else now - datetime.timedelta(days=2)
+        )
+        .not_valid_after(now + datetime.timedelta(seconds=lives_s))
+    )
 
 
 def _usage(signs: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(digital_signature=not signs, key_cert_sign=signs, crl_sign=signs, content_commitment=False,
-                         key_encipherment=False, data_encipherment=False, key_agreement=False, encipher_only=False,
-                         decipher_only=False)
+    return x509.KeyUsage(
+        digital_signature=not signs,
+        key_cert_sign=signs,
+        crl_sign=signs,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
 
 
 def _general_name(text: str) -> x509.GeneralName:
@@ -225,7 +280,11 @@ def _request(pem: bytes) -> x509.CertificateSigningRequest:
     except ValueError as error:
         raise InvalidRequest(f"the request for a certificate can not be read: {error}") from None
     key = asked.public_key()
-    if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name != "secp256r1" or not asked.is_signature_valid:
+    if (
+        not isinstance(key, ec.EllipticCurvePublicKey)
+        or key.curve.name != "secp256r1"
+        or not asked.is_signature_valid
+    ):
         raise InvalidRequest("the request for a certificate is not one of a P-256 key, signed with it")
     return asked
 
@@ -235,4 +294,6 @@ def _public(key: CertificatePublicKeyTypes) -> bytes:
 
 
 def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )

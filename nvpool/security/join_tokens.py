@@ -32,12 +32,16 @@ def read_token(text: str) -> Token:
     """Parse a token; InvalidRequest if `text` is not a complete token."""
     text = text.strip()
     try:
-        raw = base64.b64decode(text[len(_PREFIX):] + "=" * (-len(text[len(_PREFIX):]) % 4), b"-_", validate=True)
+        raw = base64.b64decode(
+            text[len(_PREFIX) :] + "=" * (-len(text[len(_PREFIX) :]) % 4), b"-_", validate=True
+        )
     except (binascii.Error, ValueError):
         raw = b""
     if not text.startswith(_PREFIX) or len(raw) != SECRET_BYTES + _FINGERPRINT_BYTES:
-        raise InvalidRequest("this is not a whole token; copy all of the line that `nvpool node token POOL` or "
-                             "`nvpool client token POOL` prints")
+        raise InvalidRequest(
+            "this is not a whole token; copy all of the line that `nvpool node token POOL` or "
+            "`nvpool client token POOL` prints"
+        )
     return Token(raw[:SECRET_BYTES], raw[SECRET_BYTES:])
 
 

@@ -131,10 +131,16 @@ class TlsIdentity:
         try:
             # The time is read before the content: a renewal in between is then noticed at the next refresh.
             seen_ns = (secret / CERTIFICATE_FILE).stat().st_mtime_ns
-            shown = Shown((secret / AUTHORITY_FILE).read_bytes(), (secret / CERTIFICATE_FILE).read_bytes(), read_key(secret))
+            shown = Shown(
+                (secret / AUTHORITY_FILE).read_bytes(),
+                (secret / CERTIFICATE_FILE).read_bytes(),
+                read_key(secret),
+            )
         except FileNotFoundError as error:
-            raise BadConfiguration(f"{error.filename} is missing: this directory has no certificate of its pool; join it "
-                                   f"anew, or set network.plain_text = true in node.toml") from None
+            raise BadConfiguration(
+                f"{error.filename} is missing: this directory has no certificate of its pool; join it "
+                f"anew, or set network.plain_text = true in node.toml"
+            ) from None
         except OSError as error:
             raise from_os_error(error, f"read {error.filename}") from error
         found = cls(pool_id, shown)
@@ -189,7 +195,9 @@ class TlsIdentity:
                         pass
             return serves.getpeercert() or {}
         except ssl.SSLError as error:
-            raise BadConfiguration(f"our own certificate can not be used: {refusal_of(error) or error}") from None
+            raise BadConfiguration(
+                f"our own certificate can not be used: {refusal_of(error) or error}"
+            ) from None
 
     def own_trouble(self) -> str:
         """Return why peers reject our certificate, as far as this process can tell; otherwise "".
@@ -230,8 +238,9 @@ class TlsIdentity:
         if as_server and not member.startswith("node/"):
             raise AccessDenied(f"{member} serves here, which only nodes of a pool may")
         if self.members is not None and member not in self.members:
-            raise StaleIdentity(f"{member} is not in the pool (any more); it has to join it anew, with "
-                                f"another directory")
+            raise StaleIdentity(
+                f"{member} is not in the pool (any more); it has to join it anew, with another directory"
+            )
 
     def watch(self, connection: Revocable, member: str) -> None:
         """Call `connection.revoked` when `member`, the peer of the connection, leaves the pool."""
@@ -287,8 +296,10 @@ def security(identity: TlsIdentity | None, where: Endpoint, endpoint: str) -> Tl
     """
     if identity is None:
         if leaves_host(where):
-            raise AccessDenied(f"{endpoint} is not on this host, and without a certificate of the pool nothing is sent there; "
-                               f"join the pool, or, where the network is nobody else's, set network.plain_text = true")
+            raise AccessDenied(
+                f"{endpoint} is not on this host, and without a certificate of the pool nothing is sent there; "
+                f"join the pool, or, where the network is nobody else's, set network.plain_text = true"
+            )
         return None
     return identity if identity.covers(where) else None
 
@@ -309,7 +320,9 @@ def member_of(certificate: dict[str, Any] | None, pool_id: str) -> str:
     """
     if not certificate:
         return ""
-    return member_of_uris([value for kind, value in certificate.get("subjectAltName", ()) if kind == "URI"], pool_id)
+    return member_of_uris(
+        [value for kind, value in certificate.get("subjectAltName", ()) if kind == "URI"], pool_id
+    )
 
 
 def member_of_uris(uris: list[str], pool_id: str) -> str:
@@ -319,7 +332,9 @@ def member_of_uris(uris: list[str], pool_id: str) -> str:
         raise AccessDenied("the certificate that was shown names no member of a pool")
     pool, member = found[0]
     if pool != pool_id:
-        raise AccessDenied(f"the certificate that was shown is for the pool {pool[:8]}, this one is {pool_id[:8]}")
+        raise AccessDenied(
+            f"the certificate that was shown is for the pool {pool[:8]}, this one is {pool_id[:8]}"
+        )
     return member
 
 

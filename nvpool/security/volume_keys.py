@@ -68,7 +68,7 @@ def wrapped_by(wrapped: bytes) -> str:
     """
     if len(wrapped) != WRAPPED_BYTES or wrapped[0] != _VERSION:
         raise CorruptRecord("the wrapped key of a volume has an unknown form")
-    return wrapped[1:1 + IDENTITY_BYTES].hex()
+    return wrapped[1 : 1 + IDENTITY_BYTES].hex()
 
 
 class PoolKeys:
@@ -112,11 +112,15 @@ class PoolKeys:
             except ValueError:
                 key = b""
             if len(key) != POOL_KEY_BYTES:
-                raise BadConfiguration(f"line {number} of {where} is no pool key, which has {2 * POOL_KEY_BYTES} hexadecimal "
-                                       f"digits; make a key file with: nvpool encryption key FILE")
+                raise BadConfiguration(
+                    f"line {number} of {where} is no pool key, which has {2 * POOL_KEY_BYTES} hexadecimal "
+                    f"digits; make a key file with: nvpool encryption key FILE"
+                )
             keys.setdefault(identity_of(key), key)
         if not keys:
-            raise BadConfiguration(f"{where} has no pool key; make a key file with: nvpool encryption key FILE")
+            raise BadConfiguration(
+                f"{where} has no pool key; make a key file with: nvpool encryption key FILE"
+            )
         self._keys = keys
 
     def new(self) -> bytes:
@@ -147,7 +151,7 @@ class PoolKeys:
             raise KeyMissing(self._missing(identity))
         at = 1 + IDENTITY_BYTES
         try:
-            return AESGCM(pool_key).decrypt(wrapped[at:at + 12], wrapped[at + 12:], wrapped[:at])
+            return AESGCM(pool_key).decrypt(wrapped[at : at + 12], wrapped[at + 12 :], wrapped[:at])
         except InvalidTag:
             raise CorruptRecord("the wrapped key of a volume is damaged") from None
 
@@ -181,10 +185,14 @@ class PoolKeys:
 
     def _missing(self, identity: bytes) -> str:
         if not self.is_configured:
-            return ("this node has no pool key, which encrypted volumes need; set encryption.key_file in node.toml on each "
-                    "node (nvpool encryption key FILE makes a key), and restart its daemons")
-        return (f"this node does not have the pool key {identity.hex()}, which protects the volume's key; add it to "
-                f"{self._file or 'what encryption.key_command prints'}, behind the first one")
+            return (
+                "this node has no pool key, which encrypted volumes need; set encryption.key_file in node.toml on each "
+                "node (nvpool encryption key FILE makes a key), and restart its daemons"
+            )
+        return (
+            f"this node does not have the pool key {identity.hex()}, which protects the volume's key; add it to "
+            f"{self._file or 'what encryption.key_command prints'}, behind the first one"
+        )
 
 
 def _read_file(path: str) -> str:
@@ -192,8 +200,10 @@ def _read_file(path: str) -> str:
         with open(path, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             if stat.S_ISREG(mode) and mode & 0o077:
-                raise BadConfiguration(f"others than its owner may read the key file {path}; take that right away: "
-                                       f"chmod 600 {path}")
+                raise BadConfiguration(
+                    f"others than its owner may read the key file {path}; take that right away: "
+                    f"chmod 600 {path}"
+                )
             return file.read(_FILE_BYTES_MAX).decode("ascii")
     except OSError as error:
         raise BadConfiguration(f"the key file can not be read: {from_os_error(error, path)}") from None
@@ -203,12 +213,19 @@ def _read_file(path: str) -> str:
 
 def _run(command: str) -> str:
     try:
-        done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, timeout=COMMAND_S, check=False,
-                              stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            ["/bin/sh", "-c", command],
+            capture_output=True,
+            timeout=COMMAND_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
     except subprocess.TimeoutExpired:
         raise BadConfiguration(f"the key command did not end within {COMMAND_S:.0f} s: {command}") from None
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()
-        raise BadConfiguration(f"the key command failed with exit code {done.returncode}: {command}"
-                               f"{': ' + said[-1] if said else ''}")
+        raise BadConfiguration(
+            f"the key command failed with exit code {done.returncode}: {command}"
+            f"{': ' + said[-1] if said else ''}"
+        )
     return done.stdout[:_FILE_BYTES_MAX].decode("ascii", "replace")

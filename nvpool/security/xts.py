@@ -13,7 +13,7 @@ The library's own XTS creates a context for each block. This takes 8 µs, about 
 itself. So the compiled part (`_xts.pyx`) applies the tweaks around the library's AES in ECB mode, for many
 blocks per call: about 2 µs for a single block, 0.6 µs per block in large buffers. Without the compiled part,
 the library's XTS is used; tests compare both. Clients use this module to decrypt reads, stores to encrypt
-writes. Any thread may call it. """
+writes. Any thread may call it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ class BlockEngine(Protocol):
     def run_many(self, pieces: Sequence[tuple[int, int, int, int, int]], into: Writable) -> None:
         """Decrypt pieces of `into` in place; see `BlockCipher.decrypt_many`."""
 
-    def run(self, source: Buffer, to: Writable, inode: int, index: int, first: int, keeps_zeros: bool) -> None:
+    def run(
+        self, source: Buffer, to: Writable, inode: int, index: int, first: int, keeps_zeros: bool
+    ) -> None:
         """Encrypt or decrypt whole blocks of `source` into `to`; with `keeps_zeros`, a block of zeros stays
         zeros."""
 
@@ -64,7 +66,9 @@ class BlockCipher:
         self._run("encrypting", inode, index, first, blocks, made, False)
         return made
 
-    def decrypt(self, inode: int, index: int, first: int, blocks: Buffer, into: memoryview | None = None) -> memoryview:
+    def decrypt(
+        self, inode: int, index: int, first: int, blocks: Buffer, into: memoryview | None = None
+    ) -> memoryview:
         """Return the plaintext of `blocks`, in `into` if given; `into` may be `blocks` itself."""
         plain = memoryview(bytearray(len(blocks))) if into is None else into
         self._run("decrypting", inode, index, first, blocks, plain, True)
@@ -75,7 +79,9 @@ class BlockCipher:
         bytes)."""
         self._scratch("decrypting").run_many(pieces, into)
 
-    def _run(self, way: str, inode: int, index: int, first: int, source: Buffer, into: Writable, keeps_zeros: bool) -> None:
+    def _run(
+        self, way: str, inode: int, index: int, first: int, source: Buffer, into: Writable, keeps_zeros: bool
+    ) -> None:
         self._scratch(way).run(source, into, inode, index, first, keeps_zeros)
 
     def _scratch(self, way: str) -> BlockEngine:
@@ -107,19 +113,21 @@ class _PlainXts:
 
     def run_many(self, pieces: Sequence[tuple[int, int, int, int, int]], into: Writable) -> None:
         for inode, index, first, place, length in pieces:
-            part = memoryview(into)[place:place + length]
+            part = memoryview(into)[place : place + length]
             self.run(part, part, inode, index, first, True)
 
-    def run(self, source: Buffer, to: Writable, inode: int, index: int, first: int, keeps_zeros: bool) -> None:
+    def run(
+        self, source: Buffer, to: Writable, inode: int, index: int, first: int, keeps_zeros: bool
+    ) -> None:
         given, made = memoryview(source).cast("B"), memoryview(to).cast("B")
         if len(given) % BLOCK_BYTES or len(made) != len(given):
             raise ValueError(f"{len(given)} bytes to {len(made)} are not whole blocks")
         for at in range(0, len(given), BLOCK_BYTES):
-            block = given[at:at + BLOCK_BYTES]
+            block = given[at : at + BLOCK_BYTES]
             if keeps_zeros and block == _ZERO_BLOCK:
-                made[at:at + BLOCK_BYTES] = _ZERO_BLOCK
+                made[at : at + BLOCK_BYTES] = _ZERO_BLOCK
                 continue
             tweak = struct.pack("<QII", inode, index, first + at // BLOCK_BYTES)
             cipher = Cipher(self._algorithm, modes.XTS(tweak))
             context: CipherContext = cipher.encryptor() if self._encrypts else cipher.decryptor()
-            made[at:at + BLOCK_BYTES] = context.update(bytes(block))
+            made[at : at + BLOCK_BYTES] = context.update(bytes(block))

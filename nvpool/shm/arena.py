@@ -27,16 +27,21 @@ class Arena:
 
     def __init__(self, byte_count: int, held: Iterable[tuple[int, int]] = ()) -> None:
         count = byte_count >> _PIECE_BITS
-        self._kinds = [-1] * count       # size class of each piece; -1 for an unused piece
-        self._used = [0] * count         # allocated places in each piece
+        self._kinds = [-1] * count  # size class of each piece; -1 for an unused piece
+        self._used = [0] * count  # allocated places in each piece
         self._fresh = list(range(count - 1, -1, -1))
         self._free: list[list[int]] = [[] for _ in range(_KINDS)]
         self._taken = 0
         places: dict[int, set[int]] = {}
         for place, length in held:
             kind, piece = _kind(length), place >> _PIECE_BITS
-            if not 0 < length <= MIB or piece >= count or place & (1 << kind + _SMALLEST_BITS) - 1 \
-                    or self._kinds[piece] not in (-1, kind) or place in places.get(piece, ()):
+            if (
+                not 0 < length <= MIB
+                or piece >= count
+                or place & (1 << kind + _SMALLEST_BITS) - 1
+                or self._kinds[piece] not in (-1, kind)
+                or place in places.get(piece, ())
+            ):
                 raise CorruptRecord(f"{length} bytes at {place} are not where bytes can be")
             self._kinds[piece] = kind
             places.setdefault(piece, set()).add(place)

@@ -105,14 +105,25 @@ class Table:
     longest time.
     """
 
-    def __init__(self, memory: mmap.mmap, place: int, form: struct.Struct, count: int, word: Word, *, in_turn: bool = False):
+    def __init__(
+        self,
+        memory: mmap.mmap,
+        place: int,
+        form: struct.Struct,
+        count: int,
+        word: Word,
+        *,
+        in_turn: bool = False,
+    ):
         self._memory, self.place, self.form, self.count = memory, place, form, count
         self._word = 64 + 8 * word
         self._mark = form.size - 8
         self.used: int
-        self.used, = _MARK.unpack_from(memory, self._word)
+        (self.used,) = _MARK.unpack_from(memory, self._word)
         if self.used > count:
-            raise CorruptRecord(f"{word.name.lower()}: {self.used} records are said to be used, there are {count}")
+            raise CorruptRecord(
+                f"{word.name.lower()}: {self.used} records are said to be used, there are {count}"
+            )
         self._in_turn = in_turn
         self._free: deque[int] = deque(index for index in range(self.used) if not self.mark(index))
 
@@ -125,7 +136,9 @@ class Table:
         if self._free and not (self._in_turn and self.used < self.count):
             return self._free.popleft() if self._in_turn else self._free.pop()
         if self.used >= self.count:
-            raise TooManyOpen(f"the memory that outlives a mount's process holds {self.count} records of a kind")
+            raise TooManyOpen(
+                f"the memory that outlives a mount's process holds {self.count} records of a kind"
+            )
         index = self.used
         self.used += 1
         _MARK.pack_into(self._memory, self._word, self.used)
@@ -140,7 +153,7 @@ class Table:
 
     def mark(self, index: int) -> int:
         mark: int
-        mark, = _MARK.unpack_from(self._memory, self.place + index * self.form.size + self._mark)
+        (mark,) = _MARK.unpack_from(self._memory, self.place + index * self.form.size + self._mark)
         return mark
 
     def read(self, index: int) -> tuple[Any, ...]:
@@ -170,11 +183,17 @@ class KeptMemory:
         self._memory = memory = mmap.mmap(descriptor, size)
         magic, version, _, total, arena_bytes = _HEAD.unpack_from(memory)
         if magic != MAGIC or version != VERSION:
-            raise WrongFormat(f"the memory that a mount's process left has version {version}, this nvpool knows {VERSION}: "
-                              "unmount, and mount again" if magic == MAGIC else "this is no memory of a mount's process")
+            raise WrongFormat(
+                f"the memory that a mount's process left has version {version}, this nvpool knows {VERSION}: "
+                "unmount, and mount again"
+                if magic == MAGIC
+                else "this is no memory of a mount's process"
+            )
         places = _places(arena_bytes)
         if total != size or arena_bytes % MIB or places[-1] + arena_bytes != total:
-            raise CorruptRecord(f"the memory that a mount's process left says that it has {total} bytes, and has {size}")
+            raise CorruptRecord(
+                f"the memory that a mount's process left says that it has {total} bytes, and has {size}"
+            )
         self.shards_place = places[0]
         self.shard_count = self.word(Word.SHARDS)
         if self.shard_count > SHARDS_MAX:
@@ -183,7 +202,7 @@ class KeptMemory:
         self.locks = Table(memory, places[2], LOCK, LOCKS_MAX, Word.LOCKS)
         self.files = Table(memory, places[3], FILE, FILES_MAX, Word.FILES)
         self.writes = Table(memory, places[4], WRITE, WRITES_MAX, Word.WRITES, in_turn=True)
-        self.payloads = memoryview(memory)[places[5]:]
+        self.payloads = memoryview(memory)[places[5] :]
         held = []
         for index, inode, offset, place, _, length, taken, _ in self.writes.valid():
             if not inode or not 0 < length <= taken >> 1 <= MIB or offset >= 1 << 62:
@@ -192,7 +211,9 @@ class KeptMemory:
         self.arena = Arena(arena_bytes, held)
         for index, inode, *_ in self.handles.valid():
             if not inode:
-                raise CorruptRecord(f"handle {index} in the memory that a mount's process left is of no inode")
+                raise CorruptRecord(
+                    f"handle {index} in the memory that a mount's process left is of no inode"
+                )
 
     @classmethod
     def make(cls, arena_bytes: int = 256 * MIB) -> int:
@@ -208,7 +229,7 @@ class KeptMemory:
 
     def word(self, word: Word) -> int:
         value: int
-        value, = _MARK.unpack_from(self._memory, 64 + 8 * word)
+        (value,) = _MARK.unpack_from(self._memory, 64 + 8 * word)
         return value
 
     def set_word(self, word: Word, value: int) -> None:
@@ -237,7 +258,9 @@ class KeptMemory:
         for number in range(self.shard_count):
             shard, length, secret, session = SHARD.unpack_from(self._memory, self._shard_place(number))
             if length > SECRET_BYTES_MAX:
-                raise CorruptRecord(f"the secret of shard {shard} in the memory that a mount's process left is too long")
+                raise CorruptRecord(
+                    f"the secret of shard {shard} in the memory that a mount's process left is too long"
+                )
             if session:
                 found[shard] = number, session, secret[:length]
         return found
@@ -260,7 +283,9 @@ class KeptMemory:
 
     def keep_slot(self, number: int, slot: int, sequence: int, method: int, unique: int) -> None:
         """Record, before sending, that the change for kernel request `unique` has this sequence number."""
-        SLOT.pack_into(self._memory, self._shard_place(number) + SHARD.size + slot * SLOT.size, sequence, method, unique)
+        SLOT.pack_into(
+            self._memory, self._shard_place(number) + SHARD.size + slot * SLOT.size, sequence, method, unique
+        )
 
     def clear_slot(self, number: int, slot: int) -> None:
         _MARK.pack_into(self._memory, self._shard_place(number) + SHARD.size + slot * SLOT.size + 16, 0)
@@ -268,13 +293,16 @@ class KeptMemory:
     def slots(self, number: int) -> list[tuple[int, int, int, int]]:
         """Return (slot, sequence, method, unique) of changes whose requests were not answered."""
         place = self._shard_place(number) + SHARD.size
-        found = [(slot, *SLOT.unpack_from(self._memory, place + slot * SLOT.size)) for slot in range(SLOTS_PER_SESSION)]
+        found = [
+            (slot, *SLOT.unpack_from(self._memory, place + slot * SLOT.size))
+            for slot in range(SLOTS_PER_SESSION)
+        ]
         return [record for record in found if record[3]]
 
     def unpublish(self, index: int) -> None:
         """Revoke other processes' permission to read the file of this handle."""
         place = self.handles.place + index * HANDLE.size + 8
-        flags, = _LENGTH.unpack_from(self._memory, place)
+        (flags,) = _LENGTH.unpack_from(self._memory, place)
         _LENGTH.pack_into(self._memory, place, flags & ~PUBLISHED)
 
     # -- writes ----------------------------------------------------------------------------------------------------------
@@ -284,8 +312,9 @@ class KeptMemory:
         pieces = (length >> 16) + 2  # units are chunks, of 64 KiB at least
         return self.writes.free > pieces and self.arena.has_room(length)
 
-    def keep_write(self, inode: int, offset: int, buffer: Buffer, unique: int, last: bool,
-                   number: int) -> tuple[int, memoryview]:
+    def keep_write(
+        self, inode: int, offset: int, buffer: Buffer, unique: int, last: bool, number: int
+    ) -> tuple[int, memoryview]:
         """Store a piece of a write; return (record index, stored bytes).
 
         On return the piece survives the end of this process. A piece has at most 1 MiB, and the caller has
@@ -293,7 +322,7 @@ class KeptMemory:
         """
         length = len(buffer)
         place = self.arena.take(length)
-        kept = self.payloads[place:place + length]
+        kept = self.payloads[place : place + length]
         kept[:] = buffer
         index = self.writes.take()
         # A record without its mark means that the write was stored. So the request number is added only after
@@ -336,7 +365,7 @@ class KeptHandles:
 
     def word(self, word: Word) -> int:
         value: int
-        value, = _MARK.unpack_from(self._memory, 64 + 8 * word)
+        (value,) = _MARK.unpack_from(self._memory, 64 + 8 * word)
         return value
 
     def published(self, number: int) -> int:
@@ -349,7 +378,12 @@ class KeptHandles:
 def _places(arena_bytes: int) -> tuple[int, ...]:
     """Return the offsets of shards, handles, locks, files, writes and arena."""
     found = [4 * KIB]
-    for count in (SHARDS_MAX * SHARD_BYTES, HANDLES_MAX * HANDLE.size, LOCKS_MAX * LOCK.size, FILES_MAX * FILE.size,
-                  WRITES_MAX * WRITE.size):
+    for count in (
+        SHARDS_MAX * SHARD_BYTES,
+        HANDLES_MAX * HANDLE.size,
+        LOCKS_MAX * LOCK.size,
+        FILES_MAX * FILE.size,
+        WRITES_MAX * WRITE.size,
+    ):
         found.append(_up(found[-1] + count))
     return tuple(found)

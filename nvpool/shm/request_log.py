@@ -65,19 +65,25 @@ class Unanswered:
         self._memory = memory = mmap.mmap(descriptor, size)
         magic, version, _, total, request_bytes = _HEAD.unpack_from(memory)
         if magic != MAGIC or version != VERSION:
-            raise WrongFormat(f"the requests that a mount's process left have version {version}, this nvpool knows {VERSION}: "
-                              "unmount, and mount again" if magic == MAGIC else "this is no memory of a mount's requests")
+            raise WrongFormat(
+                f"the requests that a mount's process left have version {version}, this nvpool knows {VERSION}: "
+                "unmount, and mount again"
+                if magic == MAGIC
+                else "this is no memory of a mount's requests"
+            )
         if request_bytes % PAGE or not request_bytes or total != size or _places(request_bytes)[-1] != total:
-            raise CorruptRecord(f"the requests that a mount's process left are said to have {total} bytes, and have {size}")
+            raise CorruptRecord(
+                f"the requests that a mount's process left are said to have {total} bytes, and have {size}"
+            )
         self.request_bytes: int = request_bytes
         self._buffer_place, self._small_place, self._large_place, _ = _places(request_bytes)
         view = memoryview(memory)
-        self.buffer = view[self._buffer_place:self._small_place]
+        self.buffer = view[self._buffer_place : self._small_place]
         """Buffer into which the kernel's requests are read. Other code writes requests here with `put`
         only."""
         self._view = view
         self._at: dict[int, int] = {}  # number of a request -> index of its slot
-        self._small: list[int] = []    # free small slots, the next one last
+        self._small: list[int] = []  # free small slots, the next one last
         self._large: list[int] = []
         count = SMALL_COUNT + _large_count(request_bytes)
         for index, unique in enumerate(struct.unpack_from(f"<{count}Q", memory, _MARKS_PLACE)):
@@ -130,7 +136,7 @@ class Unanswered:
         length = len(request)
         index = (self._small if length <= PAGE else self._large).pop()
         place = self._place(index)
-        self._view[place:place + length] = request
+        self._view[place : place + length] = request
         _MARK.pack_into(self._memory, _MARKS_PLACE + _MARK.size * index, unique)
         self._at[unique] = index
 
@@ -145,7 +151,7 @@ class Unanswered:
         """Write a request into the buffer, never partially: the length, which makes it valid, is written
         last."""
         _MARK.pack_into(self.buffer, 0, 0)
-        self.buffer[4:len(request)] = request[4:]
+        self.buffer[4 : len(request)] = request[4:]
         self.buffer[:4] = request[:4]
 
     def left(self, mask: int) -> list[tuple[int, bytes]]:
@@ -162,5 +168,5 @@ class Unanswered:
         found = []
         for unique in sorted(self._at):
             place = self._place(self._at[unique])
-            found.append((unique, bytes(self._view[place:place + self._length_at(place)])))
+            found.append((unique, bytes(self._view[place : place + self._length_at(place)])))
         return found

@@ -34,8 +34,11 @@ class Caller:
         self._calls = {}
         for service in pb.DESCRIPTOR.services_by_name.values():
             for method in service.methods:
-                self._calls[method.name] = (f"/csi.v1.{service.name}/{method.name}", GetMessageClass(method.input_type),
-                                            GetMessageClass(method.output_type))
+                self._calls[method.name] = (
+                    f"/csi.v1.{service.name}/{method.name}",
+                    GetMessageClass(method.input_type),
+                    GetMessageClass(method.output_type),
+                )
 
     async def __call__(self, call: str, /, **fields: Any) -> Answer:
         path, request, reply = self._calls[call]
@@ -43,7 +46,9 @@ class Caller:
 
     async def raw(self, path: str, request: bytes, read: Any = bytes) -> Answer:
         try:
-            return Answer("OK", await self._channel.unary_unary(path, None, read)(request, timeout=CALL_S), "")
+            return Answer(
+                "OK", await self._channel.unary_unary(path, None, read)(request, timeout=CALL_S), ""
+            )
         except grpc.aio.AioRpcError as error:
             return Answer(error.code().name, None, error.details() or "")
 
@@ -76,13 +81,19 @@ async def plugin(volumes: Any, place: Path, **how: Any) -> AsyncIterator[Caller]
         gc.collect()  # calls of gRPC that lie in cycles: freed after its last server and channel they end the process
 
 
-def use(mode: str = "MULTI_NODE_MULTI_WRITER", *, flags: tuple[str, ...] = (), fs_type: str = "") -> pb.VolumeCapability:
-    return pb.VolumeCapability(mount=pb.VolumeCapability.MountVolume(fs_type=fs_type, mount_flags=flags),
-                               access_mode=Mode(mode=Mode.Mode.Value(mode)))
+def use(
+    mode: str = "MULTI_NODE_MULTI_WRITER", *, flags: tuple[str, ...] = (), fs_type: str = ""
+) -> pb.VolumeCapability:
+    return pb.VolumeCapability(
+        mount=pb.VolumeCapability.MountVolume(fs_type=fs_type, mount_flags=flags),
+        access_mode=Mode(mode=Mode.Mode.Value(mode)),
+    )
 
 
 def block(mode: str = "SINGLE_NODE_WRITER") -> pb.VolumeCapability:
-    return pb.VolumeCapability(block=pb.VolumeCapability.BlockVolume(), access_mode=Mode(mode=Mode.Mode.Value(mode)))
+    return pb.VolumeCapability(
+        block=pb.VolumeCapability.BlockVolume(), access_mode=Mode(mode=Mode.Mode.Value(mode))
+    )
 
 
 def places(*values: str, key: str = "nvpool.io/pool") -> pb.TopologyRequirement:

@@ -16,13 +16,23 @@ from nvpool.daemons.bridge import mount_words, parse_words
 
 
 def bridge(*words):
-    return subprocess.run(command(Program.CLI, "bridge", *map(str, words)), capture_output=True,
-                          text=True, timeout=60)
+    return subprocess.run(
+        command(Program.CLI, "bridge", *map(str, words)), capture_output=True, text=True, timeout=60
+    )
 
 
 def test_help_has_examples_and_all_options_of_a_volume():
     said = bridge("--help").stdout
-    for word in ("examples:", "docker volume create", "--json", "size=", "files=", "replicas=", "sealed=", "subpath="):
+    for word in (
+        "examples:",
+        "docker volume create",
+        "--json",
+        "size=",
+        "files=",
+        "replicas=",
+        "sealed=",
+        "subpath=",
+    ):
         assert word in said
 
 
@@ -34,25 +44,52 @@ def test_a_place_that_is_no_pool_is_refused_with_the_reason(tmp_path):
 
 
 @pytest.mark.skipif(bool(os.geteuid()), reason="the bridge runs as root")
-@pytest.mark.parametrize("words", [
-    ("--metrics", "127.0.0.1:99999"), ("--node", "a b"), ("--csi", "http://x"), ("--docker-socket", "/run/" + 100 * "x"),
-    ("--csi=/run/x.sock", "--csi-pool", "a b")], ids=lambda words: words[-2])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--metrics", "127.0.0.1:99999"),
+        ("--node", "a b"),
+        ("--csi", "http://x"),
+        ("--docker-socket", "/run/" + 100 * "x"),
+        ("--csi=/run/x.sock", "--csi-pool", "a b"),
+    ],
+    ids=lambda words: words[-2],
+)
 def test_a_wrong_word_is_the_command_lines_fault_and_makes_nothing(tmp_path, words):
-    done = bridge("127.0.0.1:9", "--state", tmp_path / "state", "--docker-socket", tmp_path / "x.sock", *words)
-    assert done.returncode == 2 and words[-1].strip("1270.:")[:40] in done.stderr and "Traceback" not in done.stderr
+    done = bridge(
+        "127.0.0.1:9", "--state", tmp_path / "state", "--docker-socket", tmp_path / "x.sock", *words
+    )
+    assert (
+        done.returncode == 2
+        and words[-1].strip("1270.:")[:40] in done.stderr
+        and "Traceback" not in done.stderr
+    )
     assert not (tmp_path / "state").exists()
 
 
 def test_a_pool_that_nobody_serves_is_not_available(tmp_path):
     done = bridge("127.0.0.1:9", "--state", tmp_path / "state", "--docker-socket", tmp_path / "x.sock")
-    assert done.returncode == (3 if not os.geteuid() else 1) and "ERROR" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == (3 if not os.geteuid() else 1)
+        and "ERROR" in done.stderr
+        and "Traceback" not in done.stderr
+    )
     assert not (tmp_path / "x.sock").exists()
 
 
 @pytest.mark.parametrize("metrics", ["127.0.0.1:0", "nowhere"])
 def test_the_log_is_json_where_it_is_asked_for_also_without_a_node_toml(tmp_path, metrics):
-    done = bridge("127.0.0.1:9", "--state", tmp_path / "state", "--docker-socket", tmp_path / "x.sock", "--log-format", "json",
-                  "--metrics", metrics)
+    done = bridge(
+        "127.0.0.1:9",
+        "--state",
+        tmp_path / "state",
+        "--docker-socket",
+        tmp_path / "x.sock",
+        "--log-format",
+        "json",
+        "--metrics",
+        metrics,
+    )
     said = [json.loads(line) for line in done.stderr.splitlines()]
     assert done.returncode and said[-1]["level"] == "error" and said[-1]["process"] == "bridge"
 
@@ -66,7 +103,13 @@ def test_a_mount_that_the_bridge_makes_logs_as_the_bridge_was_told_to():
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_check_shows_the_volumes_of_a_bridge_that_answers_and_says_where_none_does(tmp_path, as_json):
-    words = ["anything", "--check", "--docker-socket", tmp_path / "plugins/nvpool.sock", *(["--json"] if as_json else [])]
+    words = [
+        "anything",
+        "--check",
+        "--docker-socket",
+        tmp_path / "plugins/nvpool.sock",
+        *(["--json"] if as_json else []),
+    ]
     done = bridge(*words)
     assert done.returncode == 3 and "start it with: nvpool bridge" in done.stderr
 
@@ -74,10 +117,12 @@ def test_check_shows_the_volumes_of_a_bridge_that_answers_and_says_where_none_do
         await asked.told("/VolumeDriver.Create", Name="v")
         place = (await asked.told("/VolumeDriver.Mount", Name="v", ID="1"))["Mountpoint"]
         process = await asyncio.create_subprocess_exec(
-            *command(Program.CLI, "bridge", *map(str, words)), stdout=asyncio.subprocess.PIPE)
+            *command(Program.CLI, "bridge", *map(str, words)), stdout=asyncio.subprocess.PIPE
+        )
         said, _ = await process.communicate()
         if as_json:
             assert json.loads(said) == [{"name": "v", "mounted": place}]
         else:
             assert said.decode().splitlines() == ["VOLUME\tMOUNTED", f"v\t{place}"]
+
     scene(tmp_path, play)

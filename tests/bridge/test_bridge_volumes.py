@@ -33,9 +33,35 @@ from nvpool.core.errors import (
 
 pytestmark = pytest.mark.t1
 
-BAD_NAMES = ["", ".", "..", "../x", "a/b", "/etc", "a\0b", "x" * 10_000, "ä", unicodedata.normalize("NFD", "é"), "-rf", " a",
-             "a\n", "a b", "\ud800", "a\\b", "٣"]
-BAD_SUBPATHS = ["..", "../x", "a/../../b", "/etc", "a\0b", "x" * 10_000, "/".join("a" * 255 for _ in range(20)), "\ud800"]
+BAD_NAMES = [
+    "",
+    ".",
+    "..",
+    "../x",
+    "a/b",
+    "/etc",
+    "a\0b",
+    "x" * 10_000,
+    "ä",
+    unicodedata.normalize("NFD", "é"),
+    "-rf",
+    " a",
+    "a\n",
+    "a b",
+    "\ud800",
+    "a\\b",
+    "٣",
+]
+BAD_SUBPATHS = [
+    "..",
+    "../x",
+    "a/../../b",
+    "/etc",
+    "a\0b",
+    "x" * 10_000,
+    "/".join("a" * 255 for _ in range(20)),
+    "\ud800",
+]
 
 
 @pytest.fixture
@@ -65,10 +91,19 @@ def do(wish):
 
 @pytest.mark.parametrize("name", BAD_NAMES, ids=lambda name: ascii(name)[:30])
 def test_a_name_that_could_lead_elsewhere_is_refused_by_every_operation(bridge, pool, name, tmp_path):
-    for wish in (lambda: bridge.create(name), lambda: bridge.remove(name), lambda: bridge.get(name), lambda: bridge.path(name),
-                 lambda: bridge.expand(name, 1), lambda: bridge.stage(name, "docker/1"), lambda: bridge.stats(name),
-                 lambda: bridge.unstage(name, "docker/1"), lambda: bridge.condition(name), lambda: bridge.holders(name),
-                 lambda: bridge.publish(name, "docker/1", tmp_path / "target")):
+    for wish in (
+        lambda: bridge.create(name),
+        lambda: bridge.remove(name),
+        lambda: bridge.get(name),
+        lambda: bridge.path(name),
+        lambda: bridge.expand(name, 1),
+        lambda: bridge.stage(name, "docker/1"),
+        lambda: bridge.stats(name),
+        lambda: bridge.unstage(name, "docker/1"),
+        lambda: bridge.condition(name),
+        lambda: bridge.holders(name),
+        lambda: bridge.publish(name, "docker/1", tmp_path / "target"),
+    ):
         with pytest.raises(NvpoolError) as refused:
             do(wish())
         assert type(refused.value) is InvalidRequest
@@ -107,8 +142,21 @@ def test_an_id_of_a_holder_that_makes_no_sense_is_refused(bridge, holder):
         do(bridge.stage("v", holder))
 
 
-@pytest.mark.parametrize("options", [{"size": "-1"}, {"size": "much"}, {"size": "0"}, {"files": "1.5"}, {"files": "0"},
-                                     {"replicas": "99"}, {"sealed": "maybe"}, {"colour": "red"}, {"size": 5}, {"Size": "1G"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"size": "-1"},
+        {"size": "much"},
+        {"size": "0"},
+        {"files": "1.5"},
+        {"files": "0"},
+        {"replicas": "99"},
+        {"sealed": "maybe"},
+        {"colour": "red"},
+        {"size": 5},
+        {"Size": "1G"},
+    ],
+)
 def test_a_wrong_option_is_named_and_makes_nothing(bridge, pool, options):
     with pytest.raises(InvalidRequest, match=next(iter(options))):
         do(bridge.create("v", options))
@@ -116,9 +164,14 @@ def test_a_wrong_option_is_named_and_makes_nothing(bridge, pool, options):
 
 
 def test_options_as_people_write_them():
-    found = parse_options({"size": "1.5G", "files": "1000", "replicas": "2", "sealed": "true", "subpath": "a/b/"})
+    found = parse_options(
+        {"size": "1.5G", "files": "1000", "replicas": "2", "sealed": "true", "subpath": "a/b/"}
+    )
     assert found == (3 << 29, 1000, 2, True, "a/b")
-    for size, said in (("0.5", "'0.5' is out of range: .* 8 EiB$"), ("ten", "'ten' is not a size; write it like .*1.5G$")):
+    for size, said in (
+        ("0.5", "'0.5' is out of range: .* 8 EiB$"),
+        ("ten", "'ten' is not a size; write it like .*1.5G$"),
+    ):
         with pytest.raises(InvalidRequest, match=f"the option size: {said}"):
             parse_options({"size": size})
     with pytest.raises(InvalidRequest, match="replicas is '9', and shall be a whole number from 1 to 3"):
@@ -284,8 +337,10 @@ def test_a_stage_that_fails_holds_nothing(bridge, pool, step, error):
     elif step == "bind":
         bridge._binds.fault = error
     else:
+
         async def mounted():
             raise error
+
         bridge._mounted = mounted
     with pytest.raises(type(error)):
         do(bridge.stage("v", "docker/1"))
@@ -315,14 +370,18 @@ def test_an_unstage_that_the_pool_does_not_hear_is_told_later_also_by_the_next_b
     assert pool.there["v"].attachments == ()
 
 
-def test_a_death_after_any_write_of_the_state_leaves_no_volume_removable_that_is_seen(bridge, pool, tmp_path, monkeypatch):
+def test_a_death_after_any_write_of_the_state_leaves_no_volume_removable_that_is_seen(
+    bridge, pool, tmp_path, monkeypatch
+):
     # The state is written before the pool is told of a new user, and after it was told of one that went.
     do(bridge.create("v"))
     orders = []
     attach, detach = pool.attach, pool.detach
 
     async def spied_attach(name, holder):
-        orders.append(("attach", json.loads((tmp_path / "state/references.json").read_text())["references"]["v"]))
+        orders.append(
+            ("attach", json.loads((tmp_path / "state/references.json").read_text())["references"]["v"])
+        )
         await attach(name, holder)
 
     async def spied_detach(name, holder):
@@ -374,7 +433,9 @@ def test_a_volume_is_in_use_where_a_container_sees_it_and_not_where_a_copy_of_th
     assert volumes_in_containers("/volumes", PurePath("/state/mounts"), tmp_path) == {"shared", "dead"}
 
 
-@pytest.mark.parametrize("content, error", [(b"{", CorruptRecord), (b'{"version": 99}', WrongFormat), (b"[]", CorruptRecord)])
+@pytest.mark.parametrize(
+    "content, error", [(b"{", CorruptRecord), (b'{"version": 99}', WrongFormat), (b"[]", CorruptRecord)]
+)
 def test_a_state_that_can_not_be_read_is_refused_with_what_to_do(pool, tmp_path, content, error):
     (tmp_path / "state").mkdir()
     (tmp_path / "state/references.json").write_bytes(content)
@@ -390,6 +451,7 @@ def test_requests_for_one_volume_wait_for_one_another_and_others_do_not(bridge, 
 
         async def mounted():
             await hold.wait()
+
         bridge._mounted = mounted
         first = asyncio.ensure_future(bridge.stage("v", "docker/1"))
         await asyncio.sleep(0)
@@ -400,4 +462,5 @@ def test_requests_for_one_volume_wait_for_one_another_and_others_do_not(bridge, 
         await first
         with pytest.raises(InUse):
             await second
+
     do(scene())

@@ -42,8 +42,13 @@ class Row(NamedTuple):
 
 
 def row(call: str, condition: str, code: str, says: str = "", **fields: Any) -> Row:
-    return Row(call, condition, code, lambda place: {name: value(place) if callable(value) else value
-                                                     for name, value in fields.items()}, says)
+    return Row(
+        call,
+        condition,
+        code,
+        lambda place: {name: value(place) if callable(value) else value for name, value in fields.items()},
+        says,
+    )
 
 
 def at(name: str) -> Callable[[Path], str]:
@@ -51,72 +56,172 @@ def at(name: str) -> Callable[[Path], str]:
 
 
 def create(condition: str, code: str, says: str = "", **fields: Any) -> Row:
-    return row("CreateVolume", condition, code, says, **{"name": "new", "volume_capabilities": [use()], **fields})
+    return row(
+        "CreateVolume", condition, code, says, **{"name": "new", "volume_capabilities": [use()], **fields}
+    )
 
 
 def stage(condition: str, code: str, says: str = "", **fields: Any) -> Row:
-    return row("NodeStageVolume", condition, code, says, **{
-        "volume_id": "there", "staging_target_path": at("stage"), "volume_capability": use(), **fields})
+    return row(
+        "NodeStageVolume",
+        condition,
+        code,
+        says,
+        **{"volume_id": "there", "staging_target_path": at("stage"), "volume_capability": use(), **fields},
+    )
 
 
 def publish(condition: str, code: str, says: str = "", **fields: Any) -> Row:
-    return row("NodePublishVolume", condition, code, says, **{
-        "volume_id": "used", "staging_target_path": at("stage-used"), "target_path": at("other"), "volume_capability": use(),
-        **fields})
+    return row(
+        "NodePublishVolume",
+        condition,
+        code,
+        says,
+        **{
+            "volume_id": "used",
+            "staging_target_path": at("stage-used"),
+            "target_path": at("other"),
+            "volume_capability": use(),
+            **fields,
+        },
+    )
 
 
 LONG = "x" * 10_000
 ROWS = [
     # -- Error Scheme, for each call that has required fields
     create("Missing required field: name", "INVALID_ARGUMENT", "name", name=""),
-    create("Missing required field: volume_capabilities", "INVALID_ARGUMENT", "volume_capabilities", volume_capabilities=[]),
-    create("Missing required field: access_type", "INVALID_ARGUMENT", "access type", volume_capabilities=[
-        pb.VolumeCapability(access_mode=use().access_mode)]),
-    create("Missing required field: access_mode", "INVALID_ARGUMENT", "access mode", volume_capabilities=[
-        pb.VolumeCapability(mount=pb.VolumeCapability.MountVolume())]),
+    create(
+        "Missing required field: volume_capabilities",
+        "INVALID_ARGUMENT",
+        "volume_capabilities",
+        volume_capabilities=[],
+    ),
+    create(
+        "Missing required field: access_type",
+        "INVALID_ARGUMENT",
+        "access type",
+        volume_capabilities=[pb.VolumeCapability(access_mode=use().access_mode)],
+    ),
+    create(
+        "Missing required field: access_mode",
+        "INVALID_ARGUMENT",
+        "access mode",
+        volume_capabilities=[pb.VolumeCapability(mount=pb.VolumeCapability.MountVolume())],
+    ),
     create("Invalid field: name leads elsewhere", "INVALID_ARGUMENT", "name", name="../new"),
     create("Invalid field: name is absolute", "INVALID_ARGUMENT", "name", name="/etc"),
     create("Invalid field: name with NUL", "INVALID_ARGUMENT", "name", name="a\0b"),
     create("Invalid field: name of 10,000 characters", "INVALID_ARGUMENT", "name", name=LONG),
     create("Invalid field: name in another Unicode form", "INVALID_ARGUMENT", "ASCII", name="é"),
-    create("Unsupported field: block volume", "INVALID_ARGUMENT", "block", volume_capabilities=[use(), block()]),
-    create("Unsupported field: MULTI_NODE_SINGLE_WRITER", "INVALID_ARGUMENT", "MULTI_NODE_SINGLE_WRITER",
-           volume_capabilities=[use("MULTI_NODE_SINGLE_WRITER")]),
-    create("Unsupported field: fs_type", "INVALID_ARGUMENT", "ext4", volume_capabilities=[use(fs_type="ext4")]),
-    create("Unsupported field: mount option", "INVALID_ARGUMENT", "suid", volume_capabilities=[use(flags=("suid",))]),
-    create("Unsupported field: ro and rw", "INVALID_ARGUMENT", "exclude", volume_capabilities=[use(flags=("ro", "rw"))]),
-    create("Unsupported field: mutable_parameters", "INVALID_ARGUMENT", "mutable", mutable_parameters={"files": "5"}),
+    create(
+        "Unsupported field: block volume", "INVALID_ARGUMENT", "block", volume_capabilities=[use(), block()]
+    ),
+    create(
+        "Unsupported field: MULTI_NODE_SINGLE_WRITER",
+        "INVALID_ARGUMENT",
+        "MULTI_NODE_SINGLE_WRITER",
+        volume_capabilities=[use("MULTI_NODE_SINGLE_WRITER")],
+    ),
+    create(
+        "Unsupported field: fs_type", "INVALID_ARGUMENT", "ext4", volume_capabilities=[use(fs_type="ext4")]
+    ),
+    create(
+        "Unsupported field: mount option",
+        "INVALID_ARGUMENT",
+        "suid",
+        volume_capabilities=[use(flags=("suid",))],
+    ),
+    create(
+        "Unsupported field: ro and rw",
+        "INVALID_ARGUMENT",
+        "exclude",
+        volume_capabilities=[use(flags=("ro", "rw"))],
+    ),
+    create(
+        "Unsupported field: mutable_parameters",
+        "INVALID_ARGUMENT",
+        "mutable",
+        mutable_parameters={"files": "5"},
+    ),
     create("Invalid field: unknown parameter", "INVALID_ARGUMENT", "colour", parameters={"colour": "red"}),
     create("Invalid field: parameter files", "INVALID_ARGUMENT", "files", parameters={"files": "many"}),
     create("Invalid field: parameter replicas", "INVALID_ARGUMENT", "replicas", parameters={"replicas": "0"}),
     create("Invalid field: parameter size", "INVALID_ARGUMENT", "claim", parameters={"size": "10G"}),
     create("Invalid field: parameter subpath", "INVALID_ARGUMENT", "..", parameters={"subpath": "../x"}),
     create("Invalid field: sealed and writable", "INVALID_ARGUMENT", "sealed", parameters={"sealed": "true"}),
-    create("Invalid field: topology without a place", "INVALID_ARGUMENT", "place",
-           accessibility_requirements=pb.TopologyRequirement()),
+    create(
+        "Invalid field: topology without a place",
+        "INVALID_ARGUMENT",
+        "place",
+        accessibility_requirements=pb.TopologyRequirement(),
+    ),
     create("Invalid field: size below 0", "INVALID_ARGUMENT", "0", capacity_range=size(-1)),
     # -- CreateVolume
-    create("Source incompatible or not supported", "INVALID_ARGUMENT", "source", volume_content_source=pb.VolumeContentSource(
-        snapshot=pb.VolumeContentSource.SnapshotSource(snapshot_id="s"))),
-    create("Source incompatible or not supported (volume)", "INVALID_ARGUMENT", "source",
-           volume_content_source=pb.VolumeContentSource(volume=pb.VolumeContentSource.VolumeSource(volume_id="there"))),
-    create("Volume already exists but is incompatible: larger wanted", "ALREADY_EXISTS", "there", name="there",
-           capacity_range=size(2 * SIZE)),
-    create("Volume already exists but is incompatible: smaller wanted", "ALREADY_EXISTS", "there", name="there",
-           capacity_range=size(0, SIZE // 2)),
-    create("Volume already exists but is incompatible: files", "ALREADY_EXISTS", "there", name="there",
-           capacity_range=size(SIZE), parameters={"files": "7"}),
+    create(
+        "Source incompatible or not supported",
+        "INVALID_ARGUMENT",
+        "source",
+        volume_content_source=pb.VolumeContentSource(
+            snapshot=pb.VolumeContentSource.SnapshotSource(snapshot_id="s")
+        ),
+    ),
+    create(
+        "Source incompatible or not supported (volume)",
+        "INVALID_ARGUMENT",
+        "source",
+        volume_content_source=pb.VolumeContentSource(
+            volume=pb.VolumeContentSource.VolumeSource(volume_id="there")
+        ),
+    ),
+    create(
+        "Volume already exists but is incompatible: larger wanted",
+        "ALREADY_EXISTS",
+        "there",
+        name="there",
+        capacity_range=size(2 * SIZE),
+    ),
+    create(
+        "Volume already exists but is incompatible: smaller wanted",
+        "ALREADY_EXISTS",
+        "there",
+        name="there",
+        capacity_range=size(0, SIZE // 2),
+    ),
+    create(
+        "Volume already exists but is incompatible: files",
+        "ALREADY_EXISTS",
+        "there",
+        name="there",
+        capacity_range=size(SIZE),
+        parameters={"files": "7"},
+    ),
     create("Volume already exists but is incompatible: sealed", "ALREADY_EXISTS", "sealed", name="sealed"),
-    create("Volume already exists but is incompatible: no bound", "ALREADY_EXISTS", "there", name="unbounded",
-           capacity_range=size(SIZE)),
-    create("Unable to provision in accessible_topology", "RESOURCE_EXHAUSTED", POOL,
-           accessibility_requirements=places("pool-2")),
-    create("Unable to provision in accessible_topology: foreign key", "RESOURCE_EXHAUSTED", POOL,
-           accessibility_requirements=places("z1", key="topology.kubernetes.io/zone")),
+    create(
+        "Volume already exists but is incompatible: no bound",
+        "ALREADY_EXISTS",
+        "there",
+        name="unbounded",
+        capacity_range=size(SIZE),
+    ),
+    create(
+        "Unable to provision in accessible_topology",
+        "RESOURCE_EXHAUSTED",
+        POOL,
+        accessibility_requirements=places("pool-2"),
+    ),
+    create(
+        "Unable to provision in accessible_topology: foreign key",
+        "RESOURCE_EXHAUSTED",
+        POOL,
+        accessibility_requirements=places("z1", key="topology.kubernetes.io/zone"),
+    ),
     create("Unsupported capacity_range", "OUT_OF_RANGE", "size", capacity_range=size(2 * GIB, GIB)),
     create("(compatible: within the range)", "OK", name="there", capacity_range=size(SIZE // 2, 2 * SIZE)),
     create("(compatible: no range)", "OK", name="there", parameters={"csi.storage.k8s.io/pvc/name": "claim"}),
-    create("(compatible: in this pool)", "OK", name="there", accessibility_requirements=places("pool-2", POOL)),
+    create(
+        "(compatible: in this pool)", "OK", name="there", accessibility_requirements=places("pool-2", POOL)
+    ),
     # -- DeleteVolume
     row("DeleteVolume", "Missing required field: volume_id", "INVALID_ARGUMENT", "volume_id"),
     row("DeleteVolume", "Volume in use", "FAILED_PRECONDITION", "used", volume_id="used"),
@@ -124,109 +229,346 @@ ROWS = [
     row("DeleteVolume", "(no volume can have the name)", "OK", volume_id="../there"),
     row("DeleteVolume", "(a name of 10,000 characters)", "OK", volume_id=LONG),
     # -- ValidateVolumeCapabilities
-    row("ValidateVolumeCapabilities", "Missing required field: volume_id", "INVALID_ARGUMENT", "volume_id",
-        volume_capabilities=[use()]),
-    row("ValidateVolumeCapabilities", "Missing required field: volume_capabilities", "INVALID_ARGUMENT", "volume_capabilities",
-        volume_id="there"),
-    row("ValidateVolumeCapabilities", "Volume does not exist", "NOT_FOUND", "gone", volume_id="gone",
-        volume_capabilities=[use()]),
-    row("ValidateVolumeCapabilities", "Invalid field: volume_id", "INVALID_ARGUMENT", "name", volume_id="../there",
-        volume_capabilities=[use()]),
+    row(
+        "ValidateVolumeCapabilities",
+        "Missing required field: volume_id",
+        "INVALID_ARGUMENT",
+        "volume_id",
+        volume_capabilities=[use()],
+    ),
+    row(
+        "ValidateVolumeCapabilities",
+        "Missing required field: volume_capabilities",
+        "INVALID_ARGUMENT",
+        "volume_capabilities",
+        volume_id="there",
+    ),
+    row(
+        "ValidateVolumeCapabilities",
+        "Volume does not exist",
+        "NOT_FOUND",
+        "gone",
+        volume_id="gone",
+        volume_capabilities=[use()],
+    ),
+    row(
+        "ValidateVolumeCapabilities",
+        "Invalid field: volume_id",
+        "INVALID_ARGUMENT",
+        "name",
+        volume_id="../there",
+        volume_capabilities=[use()],
+    ),
     # -- ListVolumes
     row("ListVolumes", "Invalid starting_token", "ABORTED", "starting_token", starting_token="nonsense"),
-    row("ListVolumes", "Invalid starting_token: leads elsewhere", "ABORTED", "starting_token", starting_token="after:../x"),
+    row(
+        "ListVolumes",
+        "Invalid starting_token: leads elsewhere",
+        "ABORTED",
+        "starting_token",
+        starting_token="after:../x",
+    ),
     row("ListVolumes", "Invalid field: max_entries", "INVALID_ARGUMENT", "max_entries", max_entries=-1),
     # -- ControllerGetVolume
     row("ControllerGetVolume", "Missing required field: volume_id", "INVALID_ARGUMENT", "volume_id"),
     row("ControllerGetVolume", "Volume does not exist", "NOT_FOUND", "gone", volume_id="gone"),
     # -- GetCapacity
-    row("GetCapacity", "Invalid field: parameter", "INVALID_ARGUMENT", "colour", parameters={"colour": "red"}),
-    row("GetCapacity", "Missing required field: access_mode", "INVALID_ARGUMENT", "access mode", volume_capabilities=[
-        pb.VolumeCapability(mount=pb.VolumeCapability.MountVolume())]),
+    row(
+        "GetCapacity", "Invalid field: parameter", "INVALID_ARGUMENT", "colour", parameters={"colour": "red"}
+    ),
+    row(
+        "GetCapacity",
+        "Missing required field: access_mode",
+        "INVALID_ARGUMENT",
+        "access mode",
+        volume_capabilities=[pb.VolumeCapability(mount=pb.VolumeCapability.MountVolume())],
+    ),
     # -- ControllerExpandVolume
-    row("ControllerExpandVolume", "Missing required field: volume_id", "INVALID_ARGUMENT", "volume_id", capacity_range=size(1)),
-    row("ControllerExpandVolume", "Missing required field: capacity_range", "INVALID_ARGUMENT", "capacity_range",
-        volume_id="there"),
-    row("ControllerExpandVolume", "Exceeds capabilities", "INVALID_ARGUMENT", "block", volume_id="there",
-        capacity_range=size(2 * SIZE), volume_capability=block()),
-    row("ControllerExpandVolume", "Volume does not exist", "NOT_FOUND", "gone", volume_id="gone", capacity_range=size(SIZE)),
-    row("ControllerExpandVolume", "Unsupported capacity_range", "OUT_OF_RANGE", "size", volume_id="there",
-        capacity_range=size(2 * GIB, GIB)),
-    row("ControllerExpandVolume", "Unsupported capacity_range: shrinks", "OUT_OF_RANGE", "shrink", volume_id="there",
-        capacity_range=size(0, SIZE // 2)),
-    row("ControllerExpandVolume", "(Volume in use: is expanded ONLINE)", "OK", volume_id="used", capacity_range=size(SIZE)),
-    row("ControllerExpandVolume", "(larger already)", "OK", volume_id="there", capacity_range=size(SIZE // 2)),
+    row(
+        "ControllerExpandVolume",
+        "Missing required field: volume_id",
+        "INVALID_ARGUMENT",
+        "volume_id",
+        capacity_range=size(1),
+    ),
+    row(
+        "ControllerExpandVolume",
+        "Missing required field: capacity_range",
+        "INVALID_ARGUMENT",
+        "capacity_range",
+        volume_id="there",
+    ),
+    row(
+        "ControllerExpandVolume",
+        "Exceeds capabilities",
+        "INVALID_ARGUMENT",
+        "block",
+        volume_id="there",
+        capacity_range=size(2 * SIZE),
+        volume_capability=block(),
+    ),
+    row(
+        "ControllerExpandVolume",
+        "Volume does not exist",
+        "NOT_FOUND",
+        "gone",
+        volume_id="gone",
+        capacity_range=size(SIZE),
+    ),
+    row(
+        "ControllerExpandVolume",
+        "Unsupported capacity_range",
+        "OUT_OF_RANGE",
+        "size",
+        volume_id="there",
+        capacity_range=size(2 * GIB, GIB),
+    ),
+    row(
+        "ControllerExpandVolume",
+        "Unsupported capacity_range: shrinks",
+        "OUT_OF_RANGE",
+        "shrink",
+        volume_id="there",
+        capacity_range=size(0, SIZE // 2),
+    ),
+    row(
+        "ControllerExpandVolume",
+        "(Volume in use: is expanded ONLINE)",
+        "OK",
+        volume_id="used",
+        capacity_range=size(SIZE),
+    ),
+    row(
+        "ControllerExpandVolume", "(larger already)", "OK", volume_id="there", capacity_range=size(SIZE // 2)
+    ),
     # -- NodeStageVolume
     stage("Missing required field: volume_id", "INVALID_ARGUMENT", "volume_id", volume_id=""),
-    stage("Missing required field: staging_target_path", "INVALID_ARGUMENT", "staging_target_path", staging_target_path=""),
-    stage("Missing required field: volume_capability", "INVALID_ARGUMENT", "volume_capability", volume_capability=None),
+    stage(
+        "Missing required field: staging_target_path",
+        "INVALID_ARGUMENT",
+        "staging_target_path",
+        staging_target_path="",
+    ),
+    stage(
+        "Missing required field: volume_capability",
+        "INVALID_ARGUMENT",
+        "volume_capability",
+        volume_capability=None,
+    ),
     stage("Invalid field: staging_target_path", "INVALID_ARGUMENT", "absolute", staging_target_path="stage"),
     stage("Invalid field: volume_id", "INVALID_ARGUMENT", "name", volume_id="../there"),
     stage("Invalid field: volume_context", "INVALID_ARGUMENT", "colour", volume_context={"colour": "red"}),
     stage("Invalid field: subpath leads out", "INVALID_ARGUMENT", "..", volume_context={"subpath": "../x"}),
     stage("Volume does not exist", "NOT_FOUND", "gone", volume_id="gone"),
-    stage("Volume published but is incompatible", "ALREADY_EXISTS", "used", volume_id="used",
-          staging_target_path=at("stage-used"), volume_capability=use("SINGLE_NODE_WRITER")),
+    stage(
+        "Volume published but is incompatible",
+        "ALREADY_EXISTS",
+        "used",
+        volume_id="used",
+        staging_target_path=at("stage-used"),
+        volume_capability=use("SINGLE_NODE_WRITER"),
+    ),
     stage("Exceeds capabilities: block", "FAILED_PRECONDITION", "block", volume_capability=block()),
-    stage("Exceeds capabilities: access mode", "FAILED_PRECONDITION", "MULTI_NODE_SINGLE_WRITER",
-          volume_capability=use("MULTI_NODE_SINGLE_WRITER")),
+    stage(
+        "Exceeds capabilities: access mode",
+        "FAILED_PRECONDITION",
+        "MULTI_NODE_SINGLE_WRITER",
+        volume_capability=use("MULTI_NODE_SINGLE_WRITER"),
+    ),
     # -- NodeUnstageVolume
-    row("NodeUnstageVolume", "Missing required field: volume_id", "INVALID_ARGUMENT", "volume_id",
-        staging_target_path=at("stage")),
-    row("NodeUnstageVolume", "Missing required field: staging_target_path", "INVALID_ARGUMENT", "staging_target_path",
-        volume_id="there"),
-    row("NodeUnstageVolume", "(still published)", "FAILED_PRECONDITION", "published", volume_id="used",
-        staging_target_path=at("stage-used")),
-    row("NodeUnstageVolume", "(not staged there)", "OK", volume_id="used", staging_target_path=at("elsewhere")),
-    row("NodeUnstageVolume", "Volume does not exist (not staged: the text above the table wants OK)", "OK", volume_id="gone",
-        staging_target_path=at("stage")),
+    row(
+        "NodeUnstageVolume",
+        "Missing required field: volume_id",
+        "INVALID_ARGUMENT",
+        "volume_id",
+        staging_target_path=at("stage"),
+    ),
+    row(
+        "NodeUnstageVolume",
+        "Missing required field: staging_target_path",
+        "INVALID_ARGUMENT",
+        "staging_target_path",
+        volume_id="there",
+    ),
+    row(
+        "NodeUnstageVolume",
+        "(still published)",
+        "FAILED_PRECONDITION",
+        "published",
+        volume_id="used",
+        staging_target_path=at("stage-used"),
+    ),
+    row(
+        "NodeUnstageVolume", "(not staged there)", "OK", volume_id="used", staging_target_path=at("elsewhere")
+    ),
+    row(
+        "NodeUnstageVolume",
+        "Volume does not exist (not staged: the text above the table wants OK)",
+        "OK",
+        volume_id="gone",
+        staging_target_path=at("stage"),
+    ),
     # -- NodePublishVolume
     publish("Missing required field: volume_id", "INVALID_ARGUMENT", "volume_id", volume_id=""),
     publish("Missing required field: target_path", "INVALID_ARGUMENT", "target_path", target_path=""),
-    publish("Missing required field: volume_capability", "INVALID_ARGUMENT", "volume_capability", volume_capability=None),
+    publish(
+        "Missing required field: volume_capability",
+        "INVALID_ARGUMENT",
+        "volume_capability",
+        volume_capability=None,
+    ),
     publish("Invalid field: target_path", "INVALID_ARGUMENT", "absolute", target_path="target"),
-    publish("Unsupported field: ephemeral inline volume", "INVALID_ARGUMENT", "claim", staging_target_path="",
-            volume_context={"csi.storage.k8s.io/ephemeral": "true"}),
+    publish(
+        "Unsupported field: ephemeral inline volume",
+        "INVALID_ARGUMENT",
+        "claim",
+        staging_target_path="",
+        volume_context={"csi.storage.k8s.io/ephemeral": "true"},
+    ),
     publish("Volume does not exist", "NOT_FOUND", "gone", volume_id="gone"),
-    publish("Staging target path not set", "FAILED_PRECONDITION", "staging_target_path", staging_target_path=""),
+    publish(
+        "Staging target path not set", "FAILED_PRECONDITION", "staging_target_path", staging_target_path=""
+    ),
     publish("(not staged there)", "FAILED_PRECONDITION", "staged", staging_target_path=at("elsewhere")),
     publish("Exceeds capabilities: block", "FAILED_PRECONDITION", "block", volume_capability=block()),
-    publish("Exceeds capabilities: another than staged", "FAILED_PRECONDITION", "staged",
-            volume_capability=use("SINGLE_NODE_MULTI_WRITER")),
-    publish("Exceeds capabilities: a sealed volume, writable", "FAILED_PRECONDITION", "readOnly", volume_id="sealed",
-            staging_target_path=at("stage-sealed")),
-    publish("Volume published but is incompatible: readonly", "ALREADY_EXISTS", "published", target_path=at("target-used"),
-            readonly=True),
-    publish("Volume published but is incompatible: capability", "ALREADY_EXISTS", "published", target_path=at("target-used"),
-            volume_capability=use("SINGLE_NODE_MULTI_WRITER")),
-    publish("SINGLE_NODE_SINGLE_WRITER, T1!=T2", "FAILED_PRECONDITION", "one pod", volume_id="once",
-            staging_target_path=at("stage-once"), volume_capability=use("SINGLE_NODE_SINGLE_WRITER")),
-    publish("SINGLE_NODE_SINGLE_WRITER, T1!=T2, P1!=P2", "FAILED_PRECONDITION", "one pod", volume_id="once", readonly=True,
-            staging_target_path=at("stage-once"), volume_capability=use("SINGLE_NODE_SINGLE_WRITER")),
-    publish("SINGLE_NODE_SINGLE_WRITER, T1=T2, P1!=P2", "ALREADY_EXISTS", "published", volume_id="once", readonly=True,
-            staging_target_path=at("stage-once"), target_path=at("target-once"),
-            volume_capability=use("SINGLE_NODE_SINGLE_WRITER")),
-    publish("SINGLE_NODE_SINGLE_WRITER, T1=T2, P1=P2", "OK", volume_id="once", staging_target_path=at("stage-once"),
-            target_path=at("target-once"), volume_capability=use("SINGLE_NODE_SINGLE_WRITER")),
+    publish(
+        "Exceeds capabilities: another than staged",
+        "FAILED_PRECONDITION",
+        "staged",
+        volume_capability=use("SINGLE_NODE_MULTI_WRITER"),
+    ),
+    publish(
+        "Exceeds capabilities: a sealed volume, writable",
+        "FAILED_PRECONDITION",
+        "readOnly",
+        volume_id="sealed",
+        staging_target_path=at("stage-sealed"),
+    ),
+    publish(
+        "Volume published but is incompatible: readonly",
+        "ALREADY_EXISTS",
+        "published",
+        target_path=at("target-used"),
+        readonly=True,
+    ),
+    publish(
+        "Volume published but is incompatible: capability",
+        "ALREADY_EXISTS",
+        "published",
+        target_path=at("target-used"),
+        volume_capability=use("SINGLE_NODE_MULTI_WRITER"),
+    ),
+    publish(
+        "SINGLE_NODE_SINGLE_WRITER, T1!=T2",
+        "FAILED_PRECONDITION",
+        "one pod",
+        volume_id="once",
+        staging_target_path=at("stage-once"),
+        volume_capability=use("SINGLE_NODE_SINGLE_WRITER"),
+    ),
+    publish(
+        "SINGLE_NODE_SINGLE_WRITER, T1!=T2, P1!=P2",
+        "FAILED_PRECONDITION",
+        "one pod",
+        volume_id="once",
+        readonly=True,
+        staging_target_path=at("stage-once"),
+        volume_capability=use("SINGLE_NODE_SINGLE_WRITER"),
+    ),
+    publish(
+        "SINGLE_NODE_SINGLE_WRITER, T1=T2, P1!=P2",
+        "ALREADY_EXISTS",
+        "published",
+        volume_id="once",
+        readonly=True,
+        staging_target_path=at("stage-once"),
+        target_path=at("target-once"),
+        volume_capability=use("SINGLE_NODE_SINGLE_WRITER"),
+    ),
+    publish(
+        "SINGLE_NODE_SINGLE_WRITER, T1=T2, P1=P2",
+        "OK",
+        volume_id="once",
+        staging_target_path=at("stage-once"),
+        target_path=at("target-once"),
+        volume_capability=use("SINGLE_NODE_SINGLE_WRITER"),
+    ),
     publish("MULTI_NODE_..., T1=T2, P1=P2", "OK", target_path=at("target-used")),
     publish("MULTI_NODE_..., T1!=T2, P1=P2", "OK", target_path=at("second")),
     publish("MULTI_NODE_..., T1!=T2, P1!=P2", "OK", target_path=at("third"), readonly=True),
     # -- NodeUnpublishVolume
-    row("NodeUnpublishVolume", "Missing required field: volume_id", "INVALID_ARGUMENT", "volume_id", target_path=at("target")),
-    row("NodeUnpublishVolume", "Missing required field: target_path", "INVALID_ARGUMENT", "target_path", volume_id="there"),
-    row("NodeUnpublishVolume", "Invalid field: target_path", "INVALID_ARGUMENT", "absolute", volume_id="there",
-        target_path="target"),
-    row("NodeUnpublishVolume", "Volume does not exist", "NOT_FOUND", "gone", volume_id="gone", target_path=at("nowhere")),
+    row(
+        "NodeUnpublishVolume",
+        "Missing required field: volume_id",
+        "INVALID_ARGUMENT",
+        "volume_id",
+        target_path=at("target"),
+    ),
+    row(
+        "NodeUnpublishVolume",
+        "Missing required field: target_path",
+        "INVALID_ARGUMENT",
+        "target_path",
+        volume_id="there",
+    ),
+    row(
+        "NodeUnpublishVolume",
+        "Invalid field: target_path",
+        "INVALID_ARGUMENT",
+        "absolute",
+        volume_id="there",
+        target_path="target",
+    ),
+    row(
+        "NodeUnpublishVolume",
+        "Volume does not exist",
+        "NOT_FOUND",
+        "gone",
+        volume_id="gone",
+        target_path=at("nowhere"),
+    ),
     row("NodeUnpublishVolume", "(not published there)", "OK", volume_id="there", target_path=at("nowhere")),
-    row("NodeUnpublishVolume", "(another volume is published there: it stays)", "OK", volume_id="there",
-        target_path=at("target-used")),
+    row(
+        "NodeUnpublishVolume",
+        "(another volume is published there: it stays)",
+        "OK",
+        volume_id="there",
+        target_path=at("target-used"),
+    ),
     # -- NodeGetVolumeStats
-    row("NodeGetVolumeStats", "Missing required field: volume_id", "INVALID_ARGUMENT", "volume_id", volume_path=at("target")),
-    row("NodeGetVolumeStats", "Missing required field: volume_path", "INVALID_ARGUMENT", "volume_path", volume_id="used"),
-    row("NodeGetVolumeStats", "Volume does not exist", "NOT_FOUND", "gone", volume_id="gone", volume_path=at("target-used")),
-    row("NodeGetVolumeStats", "Volume does not exist on volume_path", "NOT_FOUND", "published", volume_id="there",
-        volume_path=at("target-used")),
-    row("NodeGetVolumeStats", "(where it is published)", "OK", volume_id="used", volume_path=at("target-used")),
+    row(
+        "NodeGetVolumeStats",
+        "Missing required field: volume_id",
+        "INVALID_ARGUMENT",
+        "volume_id",
+        volume_path=at("target"),
+    ),
+    row(
+        "NodeGetVolumeStats",
+        "Missing required field: volume_path",
+        "INVALID_ARGUMENT",
+        "volume_path",
+        volume_id="used",
+    ),
+    row(
+        "NodeGetVolumeStats",
+        "Volume does not exist",
+        "NOT_FOUND",
+        "gone",
+        volume_id="gone",
+        volume_path=at("target-used"),
+    ),
+    row(
+        "NodeGetVolumeStats",
+        "Volume does not exist on volume_path",
+        "NOT_FOUND",
+        "published",
+        volume_id="there",
+        volume_path=at("target-used"),
+    ),
+    row(
+        "NodeGetVolumeStats", "(where it is published)", "OK", volume_id="used", volume_path=at("target-used")
+    ),
     row("NodeGetVolumeStats", "(where it is staged)", "OK", volume_id="used", volume_path=at("stage-used")),
     # -- the rest: always answered
     row("GetPluginInfo", "(always)", "OK"),
@@ -236,10 +578,19 @@ ROWS = [
     row("NodeGetCapabilities", "(always)", "OK"),
     row("NodeGetInfo", "(always)", "OK"),
 ]
-UNSERVED = ["Controller/ControllerPublishVolume", "Controller/ControllerUnpublishVolume", "Controller/ControllerModifyVolume",
-            "Controller/CreateSnapshot", "Controller/DeleteSnapshot", "Controller/ListSnapshots", "Controller/GetSnapshot",
-            "Node/NodeExpandVolume", "GroupController/GroupControllerGetCapabilities",
-            "GroupController/CreateVolumeGroupSnapshot", "SnapshotMetadata/GetMetadataAllocated"]
+UNSERVED = [
+    "Controller/ControllerPublishVolume",
+    "Controller/ControllerUnpublishVolume",
+    "Controller/ControllerModifyVolume",
+    "Controller/CreateSnapshot",
+    "Controller/DeleteSnapshot",
+    "Controller/ListSnapshots",
+    "Controller/GetSnapshot",
+    "Node/NodeExpandVolume",
+    "GroupController/GroupControllerGetCapabilities",
+    "GroupController/CreateVolumeGroupSnapshot",
+    "SnapshotMetadata/GetMetadataAllocated",
+]
 
 
 # -- volumes to stand on ---------------------------------------------------------------------------------------------------
@@ -262,7 +613,9 @@ async def over_a_pool(place: Path) -> AsyncIterator[BridgeVolumes]:
         mount = PoolMount(str(real.path), sdk.client.pool_map.name, kept.mountpoint)
 
         async def begun() -> BridgeVolumes:
-            volumes = BridgeVolumes(sdk, mount.place, kept.place / "state", node="node-1", mounted=mount.ensure)
+            volumes = BridgeVolumes(
+                sdk, mount.place, kept.place / "state", node="node-1", mounted=mount.ensure
+            )
             await volumes.begin()
             volumes.begun_anew = begun  # type: ignore[attr-defined]
             return volumes
@@ -278,10 +631,14 @@ async def over_a_pool(place: Path) -> AsyncIterator[BridgeVolumes]:
             assert not mounts_below(place)
 
 
-WHY_NOT = "only root can mount" if os.geteuid() else "" if os.path.exists("/dev/fuse") else "there is no /dev/fuse"
+WHY_NOT = (
+    "only root can mount" if os.geteuid() else "" if os.path.exists("/dev/fuse") else "there is no /dev/fuse"
+)
 WORLDS = {"memory": over_memory, "a real pool": over_a_pool}
-worlds = pytest.mark.parametrize("world", ["memory", pytest.param("a real pool", marks=pytest.mark.skipif(
-    bool(WHY_NOT), reason=WHY_NOT or "-"))])
+worlds = pytest.mark.parametrize(
+    "world",
+    ["memory", pytest.param("a real pool", marks=pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "-"))],
+)
 
 
 async def furnish(call: Caller, volumes: Any, place: Path) -> None:
@@ -291,16 +648,33 @@ async def furnish(call: Caller, volumes: Any, place: Path) -> None:
         assert done.code == "OK", done
     assert (await call("CreateVolume", name="unbounded", volume_capabilities=[use()])).code == "OK"
     readers = [use("MULTI_NODE_READER_ONLY")]
-    assert (await call("CreateVolume", name="sealed", volume_capabilities=readers, parameters={"sealed": "1"})).code == "OK"
+    assert (
+        await call("CreateVolume", name="sealed", volume_capabilities=readers, parameters={"sealed": "1"})
+    ).code == "OK"
     for name, mode in (("used", "MULTI_NODE_MULTI_WRITER"), ("once", "SINGLE_NODE_SINGLE_WRITER")):
-        done = await call("NodeStageVolume", volume_id=name, staging_target_path=str(place / f"stage-{name}"),
-                          volume_capability=use(mode))
+        done = await call(
+            "NodeStageVolume",
+            volume_id=name,
+            staging_target_path=str(place / f"stage-{name}"),
+            volume_capability=use(mode),
+        )
         assert done.code == "OK", done
-        done = await call("NodePublishVolume", volume_id=name, staging_target_path=str(place / f"stage-{name}"),
-                          target_path=str(place / f"target-{name}"), volume_capability=use(mode))
+        done = await call(
+            "NodePublishVolume",
+            volume_id=name,
+            staging_target_path=str(place / f"stage-{name}"),
+            target_path=str(place / f"target-{name}"),
+            volume_capability=use(mode),
+        )
         assert done.code == "OK", done
-    assert (await call("NodeStageVolume", volume_id="sealed", staging_target_path=str(place / "stage-sealed"),
-                       volume_capability=use())).code == "OK"
+    assert (
+        await call(
+            "NodeStageVolume",
+            volume_id="sealed",
+            staging_target_path=str(place / "stage-sealed"),
+            volume_capability=use(),
+        )
+    ).code == "OK"
 
 
 async def walk(world: str) -> list[tuple[Row, str, str]]:
@@ -333,8 +707,10 @@ async def walk(world: str) -> list[tuple[Row, str, str]]:
 def report(world: str, found: list[tuple[Row, str, str]]) -> str:
     wrongs = sum(1 for *_, wrong in found if wrong)
     lines = [f"CSI conformance, over {world}: {len(found)} calls, each twice, {wrongs} wrong", ""]
-    lines += [f"  {'ok  ' if not wrong else 'FAIL'} {each.call:28} {code:20} {each.condition}{'  <- ' + wrong if wrong else ''}"
-              for each, code, wrong in found]
+    lines += [
+        f"  {'ok  ' if not wrong else 'FAIL'} {each.call:28} {code:20} {each.condition}{'  <- ' + wrong if wrong else ''}"
+        for each, code, wrong in found
+    ]
     return "\n".join(lines)
 
 
@@ -363,21 +739,41 @@ async def twice(call: Caller, what: str, /, **fields: Any) -> Any:
 
 async def live(world: str, place: Path) -> None:
     staged, pods = str(place / "stage"), [place / "pod-1", place / "pod-2"]
-    published = [{"volume_id": "life", "staging_target_path": staged, "target_path": str(pod), "volume_capability": use()}
-                 for pod in pods]
+    published = [
+        {
+            "volume_id": "life",
+            "staging_target_path": staged,
+            "target_path": str(pod),
+            "volume_capability": use(),
+        }
+        for pod in pods
+    ]
     async with AsyncExitStack() as stack:
         volumes = await stack.enter_async_context(WORLDS[world](place))
         real = not isinstance(volumes, MemoryVolumes)
         async with plugin(volumes, place) as call:
-            made = await twice(call, "CreateVolume", name="life", volume_capabilities=[use()],
-                               capacity_range=size(SIZE, 2 * SIZE), parameters={"files": "100"},
-                               accessibility_requirements=places(POOL))
+            made = await twice(
+                call,
+                "CreateVolume",
+                name="life",
+                volume_capabilities=[use()],
+                capacity_range=size(SIZE, 2 * SIZE),
+                parameters={"files": "100"},
+                accessibility_requirements=places(POOL),
+            )
             assert made.volume.volume_id == "life" and made.volume.capacity_bytes == SIZE
             assert dict(made.volume.accessible_topology[0].segments) == {"nvpool.io/pool": POOL}
-            checked = await twice(call, "ValidateVolumeCapabilities", volume_id="life", parameters={"files": "100"},
-                                  volume_capabilities=[use(), use("SINGLE_NODE_SINGLE_WRITER")])
+            checked = await twice(
+                call,
+                "ValidateVolumeCapabilities",
+                volume_id="life",
+                parameters={"files": "100"},
+                volume_capabilities=[use(), use("SINGLE_NODE_SINGLE_WRITER")],
+            )
             assert len(checked.confirmed.volume_capabilities) == 2
-            await twice(call, "NodeStageVolume", volume_id="life", staging_target_path=staged, volume_capability=use())
+            await twice(
+                call, "NodeStageVolume", volume_id="life", staging_target_path=staged, volume_capability=use()
+            )
             for wish in published:
                 await twice(call, "NodePublishVolume", **wish)
             if real:
@@ -387,7 +783,9 @@ async def live(world: str, place: Path) -> None:
             usage = {entry.unit: entry for entry in stats.usage}
             assert usage[pb.VolumeUsage.BYTES].total == SIZE and usage[pb.VolumeUsage.INODES].total == 100
             assert not stats.volume_condition.abnormal, stats.volume_condition.message
-            grown = await twice(call, "ControllerExpandVolume", volume_id="life", capacity_range=size(2 * SIZE))
+            grown = await twice(
+                call, "ControllerExpandVolume", volume_id="life", capacity_range=size(2 * SIZE)
+            )
             assert grown.capacity_bytes == 2 * SIZE and not grown.node_expansion_required
             stats = (await call("NodeGetVolumeStats", volume_id="life", volume_path=str(pods[1]))).reply
             assert {entry.unit: entry.total for entry in stats.usage}[pb.VolumeUsage.BYTES] == 2 * SIZE

@@ -19,7 +19,15 @@ from nvpool.bridge.csi import controller, identity
 from nvpool.bridge.csi.errors import CODES, CsiRefusal, status_of
 from nvpool.bridge.csi.server import serve_csi, socket_path
 from nvpool.bridge.v1 import csi_pb2 as pb
-from nvpool.core.errors import BadConfiguration, Busy, InUse, InvariantBroken, NvpoolError, Unreachable, every_error
+from nvpool.core.errors import (
+    BadConfiguration,
+    Busy,
+    InUse,
+    InvariantBroken,
+    NvpoolError,
+    Unreachable,
+    every_error,
+)
 from nvpool.core.programs import Program, command
 from nvpool.core.units import MIB
 from nvpool.host.mountinfo import mounts_below
@@ -28,7 +36,9 @@ from nvpool.testing.env.etcd import free_ports
 from nvpool.testing.env.pool import RealPool
 from nvpool.testing.fakes.volumes import MemoryVolumes
 
-WHY_NOT = "only root can mount" if os.geteuid() else "" if os.path.exists("/dev/fuse") else "there is no /dev/fuse"
+WHY_NOT = (
+    "only root can mount" if os.geteuid() else "" if os.path.exists("/dev/fuse") else "there is no /dev/fuse"
+)
 needs_mount = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "-")
 
 
@@ -39,9 +49,11 @@ def volumes():
 
 def asked(volumes, place, questions, **how):
     """What `questions`, given a caller, returns."""
+
     async def ask():
         async with plugin(volumes, place, **how) as call:
             return await questions(call)
+
     return asyncio.run(ask())
 
 
@@ -80,8 +92,15 @@ class Failing(MemoryVolumes):
         raise self.raises("as the test wants it")
 
 
-@pytest.mark.parametrize("error, code", [(InvariantBroken, "INTERNAL"), (Busy, "ABORTED"), (Unreachable, "UNAVAILABLE"),
-                                         (ZeroDivisionError, "INTERNAL")])
+@pytest.mark.parametrize(
+    "error, code",
+    [
+        (InvariantBroken, "INTERNAL"),
+        (Busy, "ABORTED"),
+        (Unreachable, "UNAVAILABLE"),
+        (ZeroDivisionError, "INTERNAL"),
+    ],
+)
 def test_what_goes_wrong_inside_reaches_the_caller_as_a_status(tmp_path, error, code, caplog):
     volumes = Failing()
     volumes.raises = error
@@ -93,14 +112,19 @@ def test_what_goes_wrong_inside_reaches_the_caller_as_a_status(tmp_path, error, 
 def test_a_request_that_is_no_message_is_refused_and_the_plugin_lives(volumes, tmp_path):
     async def ask(call):
         return await call.raw("/csi.v1.Controller/CreateVolume", b"\xff\xff\xff"), await call("Probe")
+
     nonsense, after = asked(volumes, tmp_path, ask)
     assert nonsense.code == "INVALID_ARGUMENT" and after.code == "OK"
 
 
 def test_secrets_are_in_no_log(volumes, tmp_path, caplog):
     caplog.set_level("DEBUG", logger="nvpool")  # gRPC's own records hold calls
-    answer = asked(volumes, tmp_path, lambda call: call("CreateVolume", name="", secrets={"key": "hush-hush"}))
-    assert answer.code == "INVALID_ARGUMENT" and "hush-hush" not in caplog.text and "CreateVolume" in caplog.text
+    answer = asked(
+        volumes, tmp_path, lambda call: call("CreateVolume", name="", secrets={"key": "hush-hush"})
+    )
+    assert (
+        answer.code == "INVALID_ARGUMENT" and "hush-hush" not in caplog.text and "CreateVolume" in caplog.text
+    )
 
 
 # -- what it says of itself ------------------------------------------------------------------------------------------------
@@ -108,19 +132,35 @@ def test_secrets_are_in_no_log(volumes, tmp_path, caplog):
 
 def test_it_says_what_it_can_and_is_the_same_on_every_node(volumes, tmp_path):
     async def ask(call):
-        return ((await call("GetPluginInfo")).reply, (await call("GetPluginCapabilities")).reply,
-                await call("ControllerGetCapabilities"), await call("NodeGetCapabilities"), (await call("Probe")).reply)
+        return (
+            (await call("GetPluginInfo")).reply,
+            (await call("GetPluginCapabilities")).reply,
+            await call("ControllerGetCapabilities"),
+            await call("NodeGetCapabilities"),
+            (await call("Probe")).reply,
+        )
+
     whole = asked(volumes, tmp_path, ask)
     assert whole[0].name == "csi.nvpool.io" and whole[0].vendor_version
     kinds = [(each.service.type, each.volume_expansion.type) for each in whole[1].capabilities]
     assert kinds == [(1, 0), (2, 0), (0, 1)]  # CONTROLLER_SERVICE, VOLUME_ACCESSIBILITY_CONSTRAINTS, ONLINE
     rpc = pb.ControllerServiceCapability.RPC
     assert {rpc.Type.Name(each.rpc.type) for each in whole[2].reply.capabilities} == {
-        "CREATE_DELETE_VOLUME", "LIST_VOLUMES", "GET_CAPACITY", "EXPAND_VOLUME", "VOLUME_CONDITION", "GET_VOLUME",
-        "SINGLE_NODE_MULTI_WRITER"}
+        "CREATE_DELETE_VOLUME",
+        "LIST_VOLUMES",
+        "GET_CAPACITY",
+        "EXPAND_VOLUME",
+        "VOLUME_CONDITION",
+        "GET_VOLUME",
+        "SINGLE_NODE_MULTI_WRITER",
+    }
     rpc = pb.NodeServiceCapability.RPC
     assert {rpc.Type.Name(each.rpc.type) for each in whole[3].reply.capabilities} == {
-        "STAGE_UNSTAGE_VOLUME", "GET_VOLUME_STATS", "VOLUME_CONDITION", "SINGLE_NODE_MULTI_WRITER"}
+        "STAGE_UNSTAGE_VOLUME",
+        "GET_VOLUME_STATS",
+        "VOLUME_CONDITION",
+        "SINGLE_NODE_MULTI_WRITER",
+    }
     assert whole[4].ready.value
     for how, missing in (({"node": False}, 3), ({"controller": False}, 2)):
         part = asked(volumes, tmp_path, ask, **how)
@@ -129,7 +169,9 @@ def test_it_says_what_it_can_and_is_the_same_on_every_node(volumes, tmp_path):
 
 def test_a_node_plugin_that_may_not_mount_says_so_at_once(volumes, tmp_path, monkeypatch):
     status = tmp_path / "status"
-    status.write_text("Name:\tx\nCapEff:\t00000000a80425fb\n")  # Docker's set for containers without privileges
+    status.write_text(
+        "Name:\tx\nCapEff:\t00000000a80425fb\n"
+    )  # Docker's set for containers without privileges
     assert not identity.may_mount(str(status))
     status.write_text("CapEff:\t000001ffffffffff\n")
     assert identity.may_mount(str(status))
@@ -162,6 +204,7 @@ def test_pages_of_a_list_hold_every_volume_once_while_others_come_and_go(volumes
             if pages == 1:
                 for gone in ("v0", "v2"):  # the token names v2
                     await call("DeleteVolume", volume_id=gone)
+
     names, pages = asked(volumes, tmp_path, ask)
     assert names == [f"v{number}" for number in range(10)] and pages == 4
 
@@ -174,30 +217,53 @@ def test_a_list_without_a_bound_goes_on_where_a_message_would_be_too_large(volum
             await call("CreateVolume", name=name, volume_capabilities=[use()])
         first = (await call("ListVolumes")).reply
         return first, (await call("ListVolumes", starting_token=first.next_token)).reply
+
     first, second = asked(volumes, tmp_path, ask)
-    assert [len(page.entries) for page in (first, second)] == [2, 1] and first.next_token and not second.next_token
+    assert (
+        [len(page.entries) for page in (first, second)] == [2, 1]
+        and first.next_token
+        and not second.next_token
+    )
 
 
 def test_a_full_page_of_long_names_fits_into_a_message_of_grpc():
     entry = pb.ListVolumesResponse.Entry(
-        volume=pb.Volume(volume_id="x" * 128, capacity_bytes=1 << 62, accessible_topology=[
-            pb.Topology(segments={"nvpool.io/pool": "p" * 63})]),
-        status=pb.ListVolumesResponse.VolumeStatus(volume_condition=pb.VolumeCondition(abnormal=True, message="x" * 200)))
+        volume=pb.Volume(
+            volume_id="x" * 128,
+            capacity_bytes=1 << 62,
+            accessible_topology=[pb.Topology(segments={"nvpool.io/pool": "p" * 63})],
+        ),
+        status=pb.ListVolumesResponse.VolumeStatus(
+            volume_condition=pb.VolumeCondition(abnormal=True, message="x" * 200)
+        ),
+    )
     assert pb.ListVolumesResponse(entries=[entry] * controller.PAGE_ENTRIES_MAX).ByteSize() < 4 * MIB
 
 
 def test_capacity_is_what_is_left_and_nothing_where_no_volume_can_be(volumes, tmp_path):
     async def ask(call):
-        wishes = [{}, {"accessible_topology": places(POOL).requisite[0]}, {"accessible_topology": places("other").requisite[0]},
-                  {"volume_capabilities": [use(), block()]}, {"parameters": {"files": "5"}}]
+        wishes = [
+            {},
+            {"accessible_topology": places(POOL).requisite[0]},
+            {"accessible_topology": places("other").requisite[0]},
+            {"volume_capabilities": [use(), block()]},
+            {"parameters": {"files": "5"}},
+        ]
         return [(await call("GetCapacity", **wish)).reply.available_capacity for wish in wishes]
+
     left = volumes.pool_bytes
     assert asked(volumes, tmp_path, ask) == [left, left, 0, 0, left]
 
 
 def test_a_condition_names_what_is_used_up_and_the_remedy(volumes, tmp_path):
     async def ask(call):
-        await call("CreateVolume", name="v", volume_capabilities=[use()], capacity_range=size(10), parameters={"files": "5"})
+        await call(
+            "CreateVolume",
+            name="v",
+            volume_capabilities=[use()],
+            capacity_range=size(10),
+            parameters={"files": "5"},
+        )
         seen = []
         for change in ({}, {"bytes_used": 10}, {"bytes_used": 0, "files_used": 5}, {"files_used": 1}):
             volumes.change("v", **change)
@@ -205,20 +271,35 @@ def test_a_condition_names_what_is_used_up_and_the_remedy(volumes, tmp_path):
         volumes.pool_bytes = 0
         seen.append((await call("ListVolumes")).reply.entries[0].status.volume_condition)
         return seen
+
     seen = asked(volumes, tmp_path, ask)
     assert [condition.abnormal for condition in seen] == [False, True, True, False, True]
-    assert "larger" in seen[1].message and "volume resize POOL v --files COUNT" in seen[2].message and "full" in seen[4].message
+    assert (
+        "larger" in seen[1].message
+        and "volume resize POOL v --files COUNT" in seen[2].message
+        and "full" in seen[4].message
+    )
 
 
-@pytest.mark.parametrize("asks, message", [
-    ({"volume_capabilities": [block()]}, "block"), ({"parameters": {"files": "9"}}, "files"),
-    ({"parameters": {"replicas": "3"}}, "replicas"), ({"parameters": {"sealed": "true"}}, "sealed"),
-    ({"parameters": {"colour": "red"}}, "colour"), ({"volume_context": {"colour": "red"}}, "colour"),
-    ({"mutable_parameters": {"files": "9"}}, "mutable")])
+@pytest.mark.parametrize(
+    "asks, message",
+    [
+        ({"volume_capabilities": [block()]}, "block"),
+        ({"parameters": {"files": "9"}}, "files"),
+        ({"parameters": {"replicas": "3"}}, "replicas"),
+        ({"parameters": {"sealed": "true"}}, "sealed"),
+        ({"parameters": {"colour": "red"}}, "colour"),
+        ({"volume_context": {"colour": "red"}}, "colour"),
+        ({"mutable_parameters": {"files": "9"}}, "mutable"),
+    ],
+)
 def test_capabilities_that_a_volume_has_not_are_not_confirmed(volumes, tmp_path, asks, message):
     async def ask(call):
         await call("CreateVolume", name="v", volume_capabilities=[use()], parameters={"files": "5"})
-        return await call("ValidateVolumeCapabilities", **{"volume_id": "v", "volume_capabilities": [use()], **asks})
+        return await call(
+            "ValidateVolumeCapabilities", **{"volume_id": "v", "volume_capabilities": [use()], **asks}
+        )
+
     answer = asked(volumes, tmp_path, ask)
     assert answer.code == "OK" and not answer.reply.HasField("confirmed") and message in answer.reply.message
 
@@ -228,15 +309,37 @@ def test_capabilities_that_a_volume_has_not_are_not_confirmed(volumes, tmp_path,
 
 async def published(call, place, name, mode, *pods):
     await call("CreateVolume", name=name, volume_capabilities=[use(mode)])
-    await call("NodeStageVolume", volume_id=name, staging_target_path=str(place / "stage"), volume_capability=use(mode))
-    return [(await call("NodePublishVolume", volume_id=name, staging_target_path=str(place / "stage"),
-                        target_path=str(place / pod), volume_capability=use(mode))).code for pod in pods]
+    await call(
+        "NodeStageVolume",
+        volume_id=name,
+        staging_target_path=str(place / "stage"),
+        volume_capability=use(mode),
+    )
+    return [
+        (
+            await call(
+                "NodePublishVolume",
+                volume_id=name,
+                staging_target_path=str(place / "stage"),
+                target_path=str(place / pod),
+                volume_capability=use(mode),
+            )
+        ).code
+        for pod in pods
+    ]
 
 
-@pytest.mark.parametrize("mode, second", [
-    ("SINGLE_NODE_WRITER", "FAILED_PRECONDITION"), ("SINGLE_NODE_READER_ONLY", "FAILED_PRECONDITION"),
-    ("SINGLE_NODE_SINGLE_WRITER", "FAILED_PRECONDITION"), ("SINGLE_NODE_MULTI_WRITER", "OK"),
-    ("MULTI_NODE_READER_ONLY", "OK"), ("MULTI_NODE_MULTI_WRITER", "OK")])
+@pytest.mark.parametrize(
+    "mode, second",
+    [
+        ("SINGLE_NODE_WRITER", "FAILED_PRECONDITION"),
+        ("SINGLE_NODE_READER_ONLY", "FAILED_PRECONDITION"),
+        ("SINGLE_NODE_SINGLE_WRITER", "FAILED_PRECONDITION"),
+        ("SINGLE_NODE_MULTI_WRITER", "OK"),
+        ("MULTI_NODE_READER_ONLY", "OK"),
+        ("MULTI_NODE_MULTI_WRITER", "OK"),
+    ],
+)
 def test_how_many_pods_of_a_node_use_a_volume_is_as_its_access_mode_says(volumes, tmp_path, mode, second):
     codes = asked(volumes, tmp_path, lambda call: published(call, tmp_path, "v", mode, "pod-1", "pod-2"))
     assert codes == ["OK", second]
@@ -245,10 +348,18 @@ def test_how_many_pods_of_a_node_use_a_volume_is_as_its_access_mode_says(volumes
 def test_two_pods_that_come_at_once_do_not_both_get_a_volume_for_one(volumes, tmp_path):
     async def ask(call):
         await published(call, tmp_path, "v", "SINGLE_NODE_SINGLE_WRITER")
-        wishes = [call("NodePublishVolume", volume_id="v", staging_target_path=str(tmp_path / "stage"),
-                       target_path=str(tmp_path / f"pod-{number}"), volume_capability=use("SINGLE_NODE_SINGLE_WRITER"))
-                  for number in range(8)]
+        wishes = [
+            call(
+                "NodePublishVolume",
+                volume_id="v",
+                staging_target_path=str(tmp_path / "stage"),
+                target_path=str(tmp_path / f"pod-{number}"),
+                volume_capability=use("SINGLE_NODE_SINGLE_WRITER"),
+            )
+            for number in range(8)
+        ]
         return sorted(answer.code for answer in await asyncio.gather(*wishes))
+
     assert asked(volumes, tmp_path, ask) == ["FAILED_PRECONDITION"] * 7 + ["OK"]
 
 
@@ -257,6 +368,7 @@ def test_a_volume_for_one_pod_is_free_again_when_that_has_ended(volumes, tmp_pat
         codes = await published(call, tmp_path, "v", "SINGLE_NODE_SINGLE_WRITER", "pod-1")
         await call("NodeUnpublishVolume", volume_id="v", target_path=str(tmp_path / "pod-1"))
         return codes + await published(call, tmp_path, "v", "SINGLE_NODE_SINGLE_WRITER", "pod-2", "pod-3")
+
     assert asked(volumes, tmp_path, ask) == ["OK", "OK", "FAILED_PRECONDITION"]
 
 
@@ -265,16 +377,32 @@ def test_a_pool_that_is_silent_holds_up_no_pod_that_ends_and_is_told_as_a_condit
         await published(call, tmp_path, "v", "MULTI_NODE_MULTI_WRITER", "pod-1")
         volumes.silent = True
         stats = await call("NodeGetVolumeStats", volume_id="v", volume_path=str(tmp_path / "pod-1"))
-        again = await call("NodePublishVolume", volume_id="v", staging_target_path=str(tmp_path / "stage"),
-                           target_path=str(tmp_path / "pod-1"), volume_capability=use())
-        ends = [(await call("NodeUnpublishVolume", volume_id="v", target_path=str(tmp_path / "pod-1"))).code for _ in "12"]
-        return stats, again.code, ends, (await call("CreateVolume", name="w", volume_capabilities=[use()])).code
+        again = await call(
+            "NodePublishVolume",
+            volume_id="v",
+            staging_target_path=str(tmp_path / "stage"),
+            target_path=str(tmp_path / "pod-1"),
+            volume_capability=use(),
+        )
+        ends = [
+            (await call("NodeUnpublishVolume", volume_id="v", target_path=str(tmp_path / "pod-1"))).code
+            for _ in "12"
+        ]
+        return (
+            stats,
+            again.code,
+            ends,
+            (await call("CreateVolume", name="w", volume_capabilities=[use()])).code,
+        )
+
     stats, again, ends, made = asked(volumes, tmp_path, ask)
     assert stats.code == "OK" and stats.reply.volume_condition.abnormal and not stats.reply.usage
     assert again == "OK" and ends == ["OK", "OK"] and made == "UNAVAILABLE"
 
 
-def test_what_was_left_at_a_place_after_a_reboot_is_taken_away_also_when_the_volume_is_gone(volumes, tmp_path):
+def test_what_was_left_at_a_place_after_a_reboot_is_taken_away_also_when_the_volume_is_gone(
+    volumes, tmp_path
+):
     (tmp_path / "pod-1").mkdir()
     wish = {"volume_id": "v", "target_path": str(tmp_path / "pod-1")}
     answer = asked(volumes, tmp_path, lambda call: call("NodeUnpublishVolume", **wish))
@@ -286,16 +414,24 @@ def test_a_subpath_of_a_volume_made_by_hand_is_staged(volumes, tmp_path):
     async def ask(call):
         await call("CreateVolume", name="v", volume_capabilities=[use()])
         wish = {"volume_id": "v", "staging_target_path": str(tmp_path / "stage"), "volume_capability": use()}
-        return [(await call("NodeStageVolume", **wish, volume_context=context)).code
-                 for context in ({"subpath": "train", "csi.storage.k8s.io/pod.name": "p"}, {"subpath": "./train/"},
-                                 {"subpath": "other"})]
+        return [
+            (await call("NodeStageVolume", **wish, volume_context=context)).code
+            for context in (
+                {"subpath": "train", "csi.storage.k8s.io/pod.name": "p"},
+                {"subpath": "./train/"},
+                {"subpath": "other"},
+            )
+        ]
+
     assert asked(volumes, tmp_path, ask) == ["OK", "OK", "ALREADY_EXISTS"]
 
 
 # -- the socket ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("address", ["", "csi.sock", "tcp://h:1", "unix:csi.sock", "unix:///", "/" + "x" * 120, "/a\0b"])
+@pytest.mark.parametrize(
+    "address", ["", "csi.sock", "tcp://h:1", "unix:csi.sock", "unix:///", "/" + "x" * 120, "/a\0b"]
+)
 def test_an_address_that_is_none_is_refused(address):
     with pytest.raises(BadConfiguration):
         socket_path(address)
@@ -313,6 +449,7 @@ def test_the_socket_is_roots_alone_and_a_dead_one_is_replaced(volumes, tmp_path)
             await serve_csi(volumes, f"unix://{tmp_path}/csi.sock", pool=POOL)
         with pytest.raises(BadConfiguration, match="--csi-pool"):
             await serve_csi(volumes, f"unix://{tmp_path}/other.sock", pool="a pool")
+
     asked(volumes, tmp_path, ask)
     program = f"import socket; socket.socket(socket.AF_UNIX).bind({str(tmp_path / 'csi.sock')!r})"
     (tmp_path / "csi.sock").unlink(missing_ok=True)
@@ -338,11 +475,26 @@ class CsiBridge(RealBridge):
             return reply.read().decode()
 
     def start(self):
-        words = command(Program.CLI, "bridge", str(self.pool), f"--state={self.place}/state",
-                 "--docker-socket=", f"--csi=unix://{self.place}/csi.sock", f"--node={self.node}", f"--log={self.log}",
-                 "--csi-pool=pool-1", f"--metrics=127.0.0.1:{self.metrics_port}")
-        self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                                         start_new_session=True, cwd="/")
+        words = command(
+            Program.CLI,
+            "bridge",
+            str(self.pool),
+            f"--state={self.place}/state",
+            "--docker-socket=",
+            f"--csi=unix://{self.place}/csi.sock",
+            f"--node={self.node}",
+            f"--log={self.log}",
+            "--csi-pool=pool-1",
+            f"--metrics=127.0.0.1:{self.metrics_port}",
+        )
+        self._process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd="/",
+        )
         self.until(self._probed, "the plugin answers", 120)
 
     def _probed(self):
@@ -353,6 +505,7 @@ class CsiBridge(RealBridge):
         async def ask():
             async with caller_at(f"unix://{self.place}/csi.sock") as caller:
                 return await caller(call, **fields)
+
         return asyncio.run(ask())
 
 
@@ -367,11 +520,16 @@ def test_nothing_but_binds_of_volumes_is_taken_away_and_a_covered_one_is_told_of
         bridge.metrics_port = free_ports(1)[0]
         with bridge:
             try:
-                made = bridge.csi("CreateVolume", name="v", volume_capabilities=[use()], capacity_range=size(64 * MIB))
+                made = bridge.csi(
+                    "CreateVolume", name="v", volume_capabilities=[use()], capacity_range=size(64 * MIB)
+                )
                 assert made.code == "OK", made
                 assert bridge.csi("NodeStageVolume", **wish).code == "OK"
                 own = next(mount.point for mount in mounts_below(tmp_path / "b") if mount.root == Path("/"))
-                assert bridge.csi("NodeUnpublishVolume", volume_id="v", target_path=str(own)).code == "INVALID_ARGUMENT"
+                assert (
+                    bridge.csi("NodeUnpublishVolume", volume_id="v", target_path=str(own)).code
+                    == "INVALID_ARGUMENT"
+                )
                 (own / "somebodys").mkdir()
                 whole.mkdir()
                 for shows in (own / "somebodys", own):  # the second: as a mount of the whole pool looks
@@ -380,25 +538,44 @@ def test_nothing_but_binds_of_volumes_is_taken_away_and_a_covered_one_is_told_of
                     assert done.code == "FAILED_PRECONDITION", done
                 for call in ("NodeUnpublishVolume", "NodePublishVolume"):
                     fields = wish if call == "NodePublishVolume" else {"volume_id": "v"}
-                    assert bridge.csi(call, **fields, target_path=str(whole)).code == "FAILED_PRECONDITION", call
+                    assert bridge.csi(call, **fields, target_path=str(whole)).code == "FAILED_PRECONDITION", (
+                        call
+                    )
                 assert (whole / "volumes/v").is_dir()
                 (tmp_path / "file").write_text("somebody's")
-                second = subprocess.run(command(Program.CLI, "bridge", pool.path, "--docker-socket=",
-                                         f"--state={tmp_path}/second", f"--csi={tmp_path}/file"), capture_output=True,
-                                        text=True, timeout=60)
+                second = subprocess.run(
+                    command(
+                        Program.CLI,
+                        "bridge",
+                        pool.path,
+                        "--docker-socket=",
+                        f"--state={tmp_path}/second",
+                        f"--csi={tmp_path}/file",
+                    ),
+                    capture_output=True,
+                    text=True,
+                    timeout=60,
+                )
                 assert second.returncode == 2 and "is no socket" in second.stderr, second
                 assert not mounts_below(tmp_path / "second"), "who can not listen leaves no mount"
                 done = bridge.csi("NodePublishVolume", **wish, target_path=str(tmp_path / "file"))
                 assert done.code == "INVALID_ARGUMENT", done
                 pods.mkdir()
                 assert bridge.csi("NodePublishVolume", **wish, target_path=str(pods / "a")).code == "OK"
-                assert bridge.csi("NodePublishVolume", **wish, target_path=str(pods / "a/b")).code == "ALREADY_EXISTS"
+                assert (
+                    bridge.csi("NodePublishVolume", **wish, target_path=str(pods / "a/b")).code
+                    == "ALREADY_EXISTS"
+                )
                 subprocess.run(["mount", "-t", "tmpfs", "none", pods], check=True)
                 done = bridge.csi("NodeUnpublishVolume", volume_id="v", target_path=str(pods / "a"))
                 assert done.code == "FAILED_PRECONDITION" and "another mount lies over" in done.text, done
                 subprocess.run(["umount", pods], check=True)
-                assert bridge.csi("NodeUnpublishVolume", volume_id="v", target_path=str(pods / "a")).code == "OK"
-                unstaged = bridge.csi("NodeUnstageVolume", volume_id="v", staging_target_path=str(tmp_path / "stage"))
+                assert (
+                    bridge.csi("NodeUnpublishVolume", volume_id="v", target_path=str(pods / "a")).code == "OK"
+                )
+                unstaged = bridge.csi(
+                    "NodeUnstageVolume", volume_id="v", staging_target_path=str(tmp_path / "stage")
+                )
                 assert unstaged.code == "OK", unstaged
             finally:
                 for mount in reversed([*mounts_below(pods), *mounts_below(whole)]):
@@ -416,7 +593,9 @@ def test_a_killed_plugin_finds_its_mounts_alive_and_pods_notice_nothing(tmp_path
         bridge.metrics_port = free_ports(1)[0]
         with bridge:
             try:
-                made = bridge.csi("CreateVolume", name="v", volume_capabilities=[use()], capacity_range=size(64 * MIB))
+                made = bridge.csi(
+                    "CreateVolume", name="v", volume_capabilities=[use()], capacity_range=size(64 * MIB)
+                )
                 assert made.code == "OK", made
                 assert bridge.csi("NodeStageVolume", **wish).code == "OK"
                 done = bridge.csi("NodePublishVolume", **wish, target_path=str(pod))
@@ -438,9 +617,13 @@ def test_a_killed_plugin_finds_its_mounts_alive_and_pods_notice_nothing(tmp_path
                 assert "nvpool_bridge_volume_uses 1\n" in told and "nvpool_bridge_ended_uses 0\n" in told
                 refused = 'op="deletevolume",transport="csi",error="failed_precondition"'
                 assert f"nvpool_bridge_request_errors_total{{{refused}}} 1\n" in told
-                assert 'nvpool_bridge_request_seconds_count{op="nodegetvolumestats",transport="csi"} 1\n' in told
+                assert (
+                    'nvpool_bridge_request_seconds_count{op="nodegetvolumestats",transport="csi"} 1\n' in told
+                )
                 assert bridge.csi("NodeUnpublishVolume", volume_id="v", target_path=str(pod)).code == "OK"
-                unstaged = bridge.csi("NodeUnstageVolume", volume_id="v", staging_target_path=str(tmp_path / "stage"))
+                unstaged = bridge.csi(
+                    "NodeUnstageVolume", volume_id="v", staging_target_path=str(tmp_path / "stage")
+                )
                 assert unstaged.code == "OK" and bridge.csi("DeleteVolume", volume_id="v").code == "OK"
                 bridge._process.send_signal(signal.SIGTERM)
                 assert bridge._process.wait(60) == 0, bridge.said()

@@ -71,12 +71,22 @@ def attachments(pool, name):
 def test_two_containers_share_a_volume_and_a_third_one_can_not_see_it(docker, bridge, pool, volume):
     shared, other = volume("shared", "size=64M"), volume("other")
     first = docker.begin("echo of the first > /data/a; while true; do sleep 1; done", "-v", f"{shared}:/data")
-    docker.until(lambda: docker.inside(first, "cat /data/a", check=False).returncode == 0, "the first one has written")
-    assert docker.sh("cat /data/a; echo of the second > /data/b", "-v", f"{shared}:/data").stdout == "of the first"
+    docker.until(
+        lambda: docker.inside(first, "cat /data/a", check=False).returncode == 0, "the first one has written"
+    )
+    assert (
+        docker.sh("cat /data/a; echo of the second > /data/b", "-v", f"{shared}:/data").stdout
+        == "of the first"
+    )
     assert docker.inside(first, "cat /data/b").stdout == "of the second"
     third = docker.sh("ls -a /data /data/..; cat /data/../data/a", "-v", f"{other}:/data", check=False)
     assert "No such file" in third.stderr and " b" not in third.stdout
-    assert docker.sh("ls /data/../..; readlink -f /data/../../volumes", "-v", f"{other}:/data").stdout.count("shared") == 0
+    assert (
+        docker.sh("ls /data/../..; readlink -f /data/../../volumes", "-v", f"{other}:/data").stdout.count(
+            "shared"
+        )
+        == 0
+    )
     told = bridge.ask("/VolumeDriver.Get", Name=shared)[1]["Volume"]
     assert told["Status"]["size"] == "64.0 MiB" and len(told["Status"]["used by"]) == 1
     assert pool.connect().volumes.show(shared).attachments[0].startswith("test-host/docker/")
@@ -86,10 +96,16 @@ def test_a_quota_is_hit_inside_a_container_and_what_is_removed_can_be_written_ag
     name = volume("small", "size=4M", "files=20")
     full = docker.sh("dd if=/dev/zero of=/data/big bs=65536 count=200", "-v", f"{name}:/data", check=False)
     assert full.returncode and "quota" in full.stderr.lower(), full
-    again = docker.sh("rm /data/big && dd if=/dev/zero of=/data/big bs=65536 count=40 && echo done", "-v", f"{name}:/data")
+    again = docker.sh(
+        "rm /data/big && dd if=/dev/zero of=/data/big bs=65536 count=40 && echo done", "-v", f"{name}:/data"
+    )
     assert again.stdout.endswith("done")
-    many = docker.sh("i=0; while [ $i -lt 40 ]; do touch /data/$i || exit 1; i=$((i+1)); done", "-v", f"{name}:/data",
-                     check=False)
+    many = docker.sh(
+        "i=0; while [ $i -lt 40 ]; do touch /data/$i || exit 1; i=$((i+1)); done",
+        "-v",
+        f"{name}:/data",
+        check=False,
+    )
     assert many.returncode and "quota" in many.stderr.lower(), many
 
 
@@ -100,7 +116,9 @@ def test_a_volume_in_use_is_not_removed_here_or_by_another_host(docker, bridge, 
     refused = docker.run("volume", "rm", name, check=False)
     assert refused.returncode and "in use" in refused.stderr
     status, reply = bridge.ask("/VolumeDriver.Remove", Name=name)
-    assert status == 409 and "stop the containers" in reply["Err"], "an engine that does not know of it asks us"
+    assert status == 409 and "stop the containers" in reply["Err"], (
+        "an engine that does not know of it asks us"
+    )
     docker.run("rm", "--force", *docker.run("ps", "--quiet").stdout.split())
     assert attachments(pool, name) == ()
     pool.connect().volumes.attach(name, "another-host/docker/1")
@@ -131,15 +149,20 @@ def test_a_link_planted_in_a_volume_leads_nobody_out(docker, bridge, pool, volum
     whole.symlink(planted, f"/volumes/{name}/deep")
     status, reply = bridge.ask("/VolumeDriver.Mount", Name=name, ID="x")
     assert status == 400 and "symbolic link" in reply["Err"], reply
-    tried = docker.run("run", "--rm", "--network=none", "-v", f"{name}:/data", "nvpool-test", "/bin/true", check=False)
+    tried = docker.run(
+        "run", "--rm", "--network=none", "-v", f"{name}:/data", "nvpool-test", "/bin/true", check=False
+    )
     assert tried.returncode and "symbolic link" in tried.stderr
     assert attachments(pool, name) == () and not bridge.ask("/VolumeDriver.Path", Name=name)[1]["Mountpoint"]
     whole.remove(f"/volumes/{name}/deep")
     docker.sh("true", "-v", f"{name}:/data")
 
 
-@pytest.mark.parametrize("name", ["..", "../victim", "/etc", "a/b", "x" * 10_000, "n\u0303", "\u00f1", "-v"],
-                         ids=lambda name: ascii(name)[:12])
+@pytest.mark.parametrize(
+    "name",
+    ["..", "../victim", "/etc", "a/b", "x" * 10_000, "n\u0303", "\u00f1", "-v"],
+    ids=lambda name: ascii(name)[:12],
+)
 def test_no_name_of_a_user_of_docker_leads_anywhere(docker, bridge, pool, name):
     before = {volume.name for volume in pool.connect().volumes.list()}
     assert docker.run("volume", "create", "--driver", bridge.driver, "--name", name, check=False).returncode
@@ -162,10 +185,14 @@ echo rounds $n
 """
 
 
-def test_bridge_and_mount_are_killed_under_containers_that_read_and_write_and_nobody_sees_it(docker, bridge, pool, volume):
+def test_bridge_and_mount_are_killed_under_containers_that_read_and_write_and_nobody_sees_it(
+    docker, bridge, pool, volume
+):
     name = volume("busy", "size=64M")
     working = docker.begin(WORK, "-v", f"{name}:/data")
-    beside = docker.begin("while true; do ls /data > /dev/null || echo FAILED list; done", "-v", f"{name}:/data:ro")
+    beside = docker.begin(
+        "while true; do ls /data > /dev/null || echo FAILED list; done", "-v", f"{name}:/data:ro"
+    )
     docker.until(lambda: docker.inside(working, "ls /data/moved", check=False).returncode == 0, "it works")
     for number in range(KILLS):
         bridge.kill()
@@ -216,7 +243,7 @@ def test_an_engine_that_was_killed_uses_its_volumes_again(docker, bridge, pool, 
 def test_what_is_lost_on_either_side_is_repaired(docker, bridge, pool, volume):
     name = volume("lost")
     running = docker.begin("while true; do sleep 1; done", "-v", f"{name}:/data")
-    held, = attachments(pool, name)
+    (held,) = attachments(pool, name)
     bridge.kill()
     (bridge.place / "state" / "references.json").unlink()  # what the bridge knew
     pool.connect().volumes.attach(name, "test-host/docker/nobody")  # what nobody knows of
@@ -224,7 +251,9 @@ def test_what_is_lost_on_either_side_is_repaired(docker, bridge, pool, volume):
     bridge.ask("/Plugin.Activate")
     bridge.until(lambda: "the reference was lost" in bridge.said(), "the bridge looks what is in use")
     status, reply = bridge.ask("/VolumeDriver.Remove", Name=name)
-    assert status == 409 and "2 in all" in reply["Err"], "a volume that a container sees is in use, whoever has forgotten it"
+    assert status == 409 and "2 in all" in reply["Err"], (
+        "a volume that a container sees is in use, whoever has forgotten it"
+    )
     docker.run("rm", "--force", running)
     assert held not in attachments(pool, name)
     time.sleep(SETTLED_S)

@@ -16,7 +16,17 @@ from nvpool.bridge import docker
 from nvpool.bridge.docker import BODY_BYTES_MAX, CONTENT_TYPE, DockerFace, status_of
 from nvpool.bridge.metrics import BridgeMetrics
 from nvpool.bridge.volumes import BridgeVolumes
-from nvpool.core.errors import AlreadyExists, Bug, Damaged, InUse, NotFound, Refused, Stale, Unavailable, every_error
+from nvpool.core.errors import (
+    AlreadyExists,
+    Bug,
+    Damaged,
+    InUse,
+    NotFound,
+    Refused,
+    Stale,
+    Unavailable,
+    every_error,
+)
 from nvpool.metrics import registry as metrics
 from nvpool.metrics.exposition import Page
 
@@ -69,6 +79,7 @@ def scene(tmp_path, play):
     async def whole():
         async with Asked(tmp_path) as asked:
             await play(asked)
+
     asyncio.run(whole())
 
 
@@ -82,6 +93,7 @@ def test_calls_and_refusals_are_counted_and_a_stranger_makes_no_names(tmp_path):
         assert page.value(metrics.BRIDGE_SECONDS, op="create", transport="docker") == 1
         assert page.value(metrics.BRIDGE_ERRORS, op="get", transport="docker", error="NotFound") == 1
         assert "ogus" not in page.text()
+
     scene(tmp_path, play)
 
 
@@ -95,9 +107,15 @@ def test_the_life_of_a_volume_as_an_engine_asks_for_it(tmp_path):
         place = (await asked.told("/VolumeDriver.Mount", Name="v", ID="1"))["Mountpoint"]
         assert place == str(tmp_path / "state/mounts/v/rw")
         for verb in ("Mount", "Unmount"):
-            assert (await asked.ask(f"/VolumeDriver.{verb}", b'{"Name": "v", "ID": ""}'))[0] == 400, "nobody could end it"
+            assert (await asked.ask(f"/VolumeDriver.{verb}", b'{"Name": "v", "ID": ""}'))[0] == 400, (
+                "nobody could end it"
+            )
         found = (await asked.told("/VolumeDriver.Get", Name="v"))["Volume"]
-        assert found["Name"] == "v" and found["Mountpoint"] == place and found["CreatedAt"] == "2020-01-01T00:00:00Z"
+        assert (
+            found["Name"] == "v"
+            and found["Mountpoint"] == place
+            and found["CreatedAt"] == "2020-01-01T00:00:00Z"
+        )
         assert found["Status"]["size"] == "1.00 GiB" and found["Status"]["used by"] == ["here/docker/1"]
         assert [one["Name"] for one in (await asked.told("/VolumeDriver.List"))["Volumes"]] == ["v"]
         status, reply = await asked.ask("/VolumeDriver.Remove", b'{"Name": "v"}')
@@ -106,6 +124,7 @@ def test_the_life_of_a_volume_as_an_engine_asks_for_it(tmp_path):
         await asked.told("/VolumeDriver.Remove", Name="v")
         status, reply = await asked.ask("/VolumeDriver.Get", b'{"Name": "v"}')
         assert status == 404 and reply["Err"] == "there is no volume v"
+
     scene(tmp_path, play)
 
 
@@ -118,24 +137,43 @@ def test_every_error_becomes_an_answer_with_a_text(tmp_path, kind):
         family = next(base for base in (Refused, Stale, Unavailable, Damaged, Bug) if issubclass(kind, base))
         assert (status // 100 == 4) == (family is Refused)
         assert (status == 503) == (family in (Stale, Unavailable))
+
     scene(tmp_path, play)
 
 
 def test_docker_can_tell_what_is_not_there_and_what_is_in_use():
-    assert [status_of(kind()) for kind in (NotFound, AlreadyExists, InUse, Refused, Unavailable, Damaged, Bug)] == [
-        404, 409, 409, 400, 503, 500, 500]
+    assert [
+        status_of(kind()) for kind in (NotFound, AlreadyExists, InUse, Refused, Unavailable, Damaged, Bug)
+    ] == [404, 409, 409, 400, 503, 500, 500]
 
 
-@pytest.mark.parametrize("body", [b"{", b"[]", b'"v"', b'{"Name": 5}', b'{"Name": "v", "Opts": []}', b'{"Name": null}',
-                                  b"\xff\xfe", b"[" * 60_000, b'{"Name": "a\\u0000b"}', b'{"Name": "../v"}',
-                                  b'{"Name": "\\ud800"}', b'{"Name": "v", "Opts": {"size": {}}}', b"", b"{}"],
-                         ids=lambda body: repr(body[:24]))
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"[]",
+        b'"v"',
+        b'{"Name": 5}',
+        b'{"Name": "v", "Opts": []}',
+        b'{"Name": null}',
+        b"\xff\xfe",
+        b"[" * 60_000,
+        b'{"Name": "a\\u0000b"}',
+        b'{"Name": "../v"}',
+        b'{"Name": "\\ud800"}',
+        b'{"Name": "v", "Opts": {"size": {}}}',
+        b"",
+        b"{}",
+    ],
+    ids=lambda body: repr(body[:24]),
+)
 def test_a_request_that_makes_no_sense_is_refused_and_makes_nothing(tmp_path, body):
     async def play(asked):
         status, reply = await asked.ask("/VolumeDriver.Create", body)
         assert status == 400 and reply["Err"], reply
         assert not asked.pool.there
         assert (await asked.told("/VolumeDriver.List"))["Volumes"] == []
+
     scene(tmp_path, play)
 
 
@@ -143,15 +181,25 @@ def test_a_body_without_end_is_not_read_to_its_end(tmp_path):
     async def play(asked):
         status, reply = await asked.ask("/VolumeDriver.Create", b'{"Name": "' + b"x" * BODY_BYTES_MAX + b'"}')
         assert status == 413 and str(BODY_BYTES_MAX) in reply["Err"]
+
     scene(tmp_path, play)
 
 
-@pytest.mark.parametrize("verb, method", [("/VolumeDriver.Format", "POST"), ("/", "POST"), ("/VolumeDriver.List", "GET"),
-                                          ("/NetworkDriver.CreateNetwork", "POST"), ("/%00", "PUT")])
+@pytest.mark.parametrize(
+    "verb, method",
+    [
+        ("/VolumeDriver.Format", "POST"),
+        ("/", "POST"),
+        ("/VolumeDriver.List", "GET"),
+        ("/NetworkDriver.CreateNetwork", "POST"),
+        ("/%00", "PUT"),
+    ],
+)
 def test_what_is_not_of_the_protocol_gets_an_answer_of_the_protocol(tmp_path, verb, method):
     async def play(asked):
         status, reply = await asked.ask(verb, method=method)
         assert status == 404 and "volume plugin" in reply["Err"]
+
     scene(tmp_path, play)
 
 
@@ -161,6 +209,7 @@ def test_every_request_ends_by_its_deadline_also_one_whose_body_never_comes(tmp_
 
         async def never():
             await asyncio.Event().wait()
+
         asked.volumes._mounted = never
         await asked.told("/VolumeDriver.Create", Name="v")
         status, reply = await asked.ask("/VolumeDriver.Mount", b'{"Name": "v", "ID": "1"}')
@@ -173,6 +222,7 @@ def test_every_request_ends_by_its_deadline_also_one_whose_body_never_comes(tmp_
         writer.close()
         await asked.told("/VolumeDriver.Mount", Name="v", ID="1")
         assert await asked.volumes.holders("v") == ["docker/1"]
+
     scene(tmp_path, play)
 
 
@@ -187,17 +237,21 @@ def test_more_requests_than_are_sensible_are_refused_and_not_kept(tmp_path, monk
             if len(there) == 2:
                 both.set()
             await hold.wait()
+
         asked.volumes._mounted = mounted
         for number in range(2):
             await asked.told("/VolumeDriver.Create", Name=f"v{number}")
-        waiting = [asyncio.ensure_future(asked.ask("/VolumeDriver.Mount", b'{"Name": "v%d", "ID": "1"}' % number))
-                   for number in range(2)]
+        waiting = [
+            asyncio.ensure_future(asked.ask("/VolumeDriver.Mount", b'{"Name": "v%d", "ID": "1"}' % number))
+            for number in range(2)
+        ]
         async with asyncio.timeout(20):
             await both.wait()
         status, reply = await asked.ask("/VolumeDriver.List")
         assert status == 503 and "already" in reply["Err"]
         hold.set()
         assert [status for status, _ in await asyncio.gather(*waiting)] == [200, 200]
+
     scene(tmp_path, play)
 
 
@@ -208,6 +262,7 @@ def test_only_root_may_ask_and_a_dead_socket_is_replaced_and_a_living_one_is_not
         with pytest.raises(InUse, match="answers"):
             await DockerFace(asked.volumes).start(asked.path)
         assert (await asked.told("/VolumeDriver.List"))["Err"] == ""
+
     dead = tmp_path / "plugins/nvpool.sock"
     dead.parent.mkdir()
     with socket.socket(socket.AF_UNIX) as left:
@@ -225,6 +280,7 @@ def test_a_bridge_that_ends_late_leaves_the_socket_of_its_successor_alone(tmp_pa
         assert (await asked.told("/VolumeDriver.List"))["Err"] == ""
         await later.close(1.0)
         assert not asked.path.exists()
+
     scene(tmp_path, play)
 
 
@@ -234,4 +290,5 @@ def test_a_bug_is_told_as_one_and_ends_nothing(tmp_path):
         status, reply = await asked.ask("/VolumeDriver.List")
         assert status == 500 and "bug" in reply["Err"]
         await asked.told("/VolumeDriver.Create", Name="v")
+
     scene(tmp_path, play)

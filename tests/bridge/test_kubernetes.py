@@ -38,12 +38,19 @@ OBJECTS = [(name, document) for name, document in DOCUMENTS if document["kind"] 
 
 
 def of(kind, name=""):
-    found = [document for _, document in DOCUMENTS if document["kind"] == kind and name in document["metadata"]["name"]]
+    found = [
+        document
+        for _, document in DOCUMENTS
+        if document["kind"] == kind and name in document["metadata"]["name"]
+    ]
     assert found, f"no {kind}"
     return found
 
 
-NODE, CONTROLLER = of("DaemonSet")[0]["spec"]["template"]["spec"], of("Deployment")[0]["spec"]["template"]["spec"]
+NODE, CONTROLLER = (
+    of("DaemonSet")[0]["spec"]["template"]["spec"],
+    of("Deployment")[0]["spec"]["template"]["spec"],
+)
 PODS = [pytest.param(NODE, id="node"), pytest.param(CONTROLLER, id="controller")]
 
 
@@ -60,13 +67,20 @@ def plugin_words(pod):
 def shown_in(pod, name):
     """mount path -> (volume, how mounts propagate) of a container."""
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    return {mount["mountPath"]: (volumes[mount["name"]], mount.get("mountPropagation", "None"))
-            for mount in container(pod, name)["volumeMounts"]}
+    return {
+        mount["mountPath"]: (volumes[mount["name"]], mount.get("mountPropagation", "None"))
+        for mount in container(pod, name)["volumeMounts"]
+    }
 
 
 @pytest.mark.parametrize("version", [KUBERNETES[0], KUBERNETES[-1]])
-@pytest.mark.parametrize("document", [pytest.param(document, id=f"{name}-{document['metadata']['name']}-{document['kind']}")
-                                      for name, document in OBJECTS])
+@pytest.mark.parametrize(
+    "document",
+    [
+        pytest.param(document, id=f"{name}-{document['metadata']['name']}-{document['kind']}")
+        for name, document in OBJECTS
+    ],
+)
 def test_every_object_is_as_kubernetes_own_schema_wants_it(document, version):
     kubernetes_validate.validate(document, version, strict=True)
 
@@ -80,7 +94,9 @@ def test_the_schemas_refuse_what_is_wrong():
 def test_kustomize_takes_every_file_but_the_example():
     taken = next(document for _, document in DOCUMENTS if document["kind"] == "Kustomization")
     assert {*taken["resources"], "kustomization.yaml", "example.yaml"} == {path.name for path in FILES}
-    assert [image["name"] for image in taken["images"]] == ["nvpool"] and taken["images"][0]["newTag"] == VERSION
+    assert [image["name"] for image in taken["images"]] == ["nvpool"] and taken["images"][0][
+        "newTag"
+    ] == VERSION
 
 
 def test_every_file_names_the_driver_as_it_calls_itself():
@@ -100,7 +116,9 @@ def test_the_plugin_takes_the_words_that_its_container_gives_it(pod):
     taken = parse_words(words)
     assert taken.csi == "unix:///csi/csi.sock" and taken.docker_socket == ""
     assert (taken.csi_controller, taken.csi_node) == ((True, False) if pod is CONTROLLER else (False, True))
-    assert taken.node.startswith("$(") and taken.node[2:-1] in {each["name"] for each in container(pod, "nvpool")["env"]}
+    assert taken.node.startswith("$(") and taken.node[2:-1] in {
+        each["name"] for each in container(pod, "nvpool")["env"]
+    }
 
 
 @pytest.mark.parametrize("pod", PODS)
@@ -115,15 +133,22 @@ def test_sidecars_ask_at_the_socket_that_the_plugin_serves(pod):
 
 @pytest.mark.parametrize("pod", PODS)
 def test_the_liveness_probe_asks_where_its_sidecar_answers(pod):
-    port = next(port for port in container(pod, "nvpool")["ports"] if port["name"] == "healthz")["containerPort"]
+    port = next(port for port in container(pod, "nvpool")["ports"] if port["name"] == "healthz")[
+        "containerPort"
+    ]
     assert container(pod, "nvpool")["livenessProbe"]["httpGet"]["port"] == "healthz"
-    assert any(word.startswith(("--health-port=", "--http-endpoint=")) and word.endswith(str(port))
-               for word in container(pod, "liveness-probe")["args"])
+    assert any(
+        word.startswith(("--health-port=", "--http-endpoint=")) and word.endswith(str(port))
+        for word in container(pod, "liveness-probe")["args"]
+    )
 
 
 def test_the_kubelet_finds_the_socket_on_the_host():
-    registered = next(word.split("=")[1] for word in container(NODE, "node-driver-registrar")["args"]
-                      if word.startswith("--kubelet-registration-path="))
+    registered = next(
+        word.split("=")[1]
+        for word in container(NODE, "node-driver-registrar")["args"]
+        if word.startswith("--kubelet-registration-path=")
+    )
     served = parse_words(plugin_words(NODE)).csi.removeprefix("unix://")
     on_host = shown_in(NODE, "nvpool")[str(Path(served).parent)][0]["hostPath"]["path"]
     assert registered == f"{on_host}/{Path(served).name}" and Path(on_host).name == DRIVER
@@ -136,7 +161,9 @@ def test_mounts_of_the_node_plugin_are_the_hosts_and_outlive_it():
     assert container(NODE, "nvpool")["securityContext"] == {"privileged": True}
     for place in ("/var/lib/kubelet", str(taken.state)):
         volume, propagation = shown[place]
-        assert volume["hostPath"]["path"] == place and propagation == "Bidirectional"  # the same name inside and outside
+        assert (
+            volume["hostPath"]["path"] == place and propagation == "Bidirectional"
+        )  # the same name inside and outside
     volume, propagation = shown[str(taken.mountpoint.parent)]
     assert volume["hostPath"]["path"] == str(taken.mountpoint.parent) and propagation == "HostToContainer"
     assert taken.no_mount
@@ -149,7 +176,9 @@ def test_the_controller_and_all_sidecars_have_no_privileges():
             if (pod is NODE) > (each["name"] != "nvpool"):
                 continue
             context = each["securityContext"]
-            assert not context.get("privileged") and context["capabilities"] == {"drop": ["ALL"]}, each["name"]
+            assert not context.get("privileged") and context["capabilities"] == {"drop": ["ALL"]}, each[
+                "name"
+            ]
             assert context["allowPrivilegeEscalation"] is False and context["readOnlyRootFilesystem"] is True
 
 
@@ -157,9 +186,11 @@ def test_the_controller_and_all_sidecars_have_no_privileges():
 def test_the_service_account_is_there(pod):
     names = {document["metadata"]["name"] for document in of("ServiceAccount")}
     assert pod["serviceAccountName"] in names
-    assert {document["metadata"].get("namespace") for _, document in OBJECTS
-            if document["kind"] in ("ServiceAccount", "Deployment", "DaemonSet", "Role", "RoleBinding")} == {
-                document["metadata"]["name"] for document in of("Namespace")}
+    assert {
+        document["metadata"].get("namespace")
+        for _, document in OBJECTS
+        if document["kind"] in ("ServiceAccount", "Deployment", "DaemonSet", "Role", "RoleBinding")
+    } == {document["metadata"]["name"] for document in of("Namespace")}
     for kind, ref in (("ClusterRoleBinding", "ClusterRole"), ("RoleBinding", "Role")):
         for binding in of(kind):
             assert binding["roleRef"]["kind"] == ref and of(ref, binding["roleRef"]["name"])
@@ -171,15 +202,24 @@ def test_what_the_manifests_promise_the_driver_does(tmp_path):
         async with plugin(MemoryVolumes(), tmp_path) as call:
             whole = (await call("GetPluginCapabilities")).reply
             rpc = {each.rpc.type for each in (await call("ControllerGetCapabilities")).reply.capabilities}
-            return ({each.service.type for each in whole.capabilities},
-                    {each.volume_expansion.type for each in whole.capabilities}, rpc, (await call("NodeGetInfo")).reply)
+            return (
+                {each.service.type for each in whole.capabilities},
+                {each.volume_expansion.type for each in whole.capabilities},
+                rpc,
+                (await call("NodeGetInfo")).reply,
+            )
+
     services, expansions, rpc, node = asyncio.run(ask())
     driver, sidecars = of("CSIDriver")[0]["spec"], [each["name"] for each in CONTROLLER["containers"]]
-    assert driver["attachRequired"] is (2 in rpc) and ("csi-attacher" in sidecars) is (2 in rpc)  # PUBLISH_UNPUBLISH_VOLUME
+    assert driver["attachRequired"] is (2 in rpc) and ("csi-attacher" in sidecars) is (
+        2 in rpc
+    )  # PUBLISH_UNPUBLISH_VOLUME
     assert ("csi-provisioner" in sidecars) is (1 in rpc)
     assert ("csi-snapshotter" in sidecars) is (5 in rpc)
     assert ("csi-resizer" in sidecars) is (9 in rpc)
-    assert all(document["allowVolumeExpansion"] is (9 in rpc and 1 in expansions) for document in of("StorageClass"))
+    assert all(
+        document["allowVolumeExpansion"] is (9 in rpc and 1 in expansions) for document in of("StorageClass")
+    )
     topology = "--feature-gates=Topology=true" in container(CONTROLLER, "csi-provisioner")["args"]
     assert topology is (2 in services) and TOPOLOGY_KEY in node.accessible_topology.segments
     assert driver["volumeLifecycleModes"] == ["Persistent"] and driver["fsGroupPolicy"] == "File"

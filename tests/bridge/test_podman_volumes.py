@@ -69,8 +69,13 @@ def test_what_one_container_writes_another_one_reads(podman, bridge, pool, volum
     shared, other = volume("shared", "size=64M"), volume("other")
     assert {shared, other} <= names(pool)
     first = podman.begin("echo of the first > /data/a; while true; do sleep 1; done", "-v", f"{shared}:/data")
-    podman.until(lambda: podman.inside(first, "cat /data/a", check=False).returncode == 0, "the first one has written")
-    assert podman.sh("cat /data/a; echo of the second > /data/b", "-v", f"{shared}:/data").stdout == "of the first"
+    podman.until(
+        lambda: podman.inside(first, "cat /data/a", check=False).returncode == 0, "the first one has written"
+    )
+    assert (
+        podman.sh("cat /data/a; echo of the second > /data/b", "-v", f"{shared}:/data").stdout
+        == "of the first"
+    )
     assert podman.inside(first, "cat /data/b").stdout == "of the second"
     assert pool.connect().read_bytes(f"/volumes/{shared}/b") == b"of the second\n"
     assert podman.sh("ls -A /data", "-v", f"{other}:/data").stdout == ""
@@ -108,12 +113,19 @@ def test_one_that_another_host_uses_is_not_removed(podman, pool, volume):
 
 def test_bridge_and_mount_are_killed_under_a_container_and_it_does_not_see_it(podman, bridge, volume):
     name = volume("busy")
-    working = podman.begin("n=0; while [ ! -e /data/stop ]; do n=$((n + 1)); echo $n > /data/n || echo FAILED; "
-                           "[ \"$(cat /data/n)\" = $n ] || echo FAILED; done; echo rounds $n", "-v", f"{name}:/data")
+    working = podman.begin(
+        "n=0; while [ ! -e /data/stop ]; do n=$((n + 1)); echo $n > /data/n || echo FAILED; "
+        '[ "$(cat /data/n)" = $n ] || echo FAILED; done; echo rounds $n',
+        "-v",
+        f"{name}:/data",
+    )
     podman.until(lambda: podman.inside(working, "cat /data/n", check=False).returncode == 0, "it works")
     bridge.kill()
     bridge.kill_mount()
     bridge.start()
-    assert podman.sh("cat /data/n > /dev/null && touch /data/stop && echo new", "-v", f"{name}:/data").stdout == "new"
+    assert (
+        podman.sh("cat /data/n > /dev/null && touch /data/stop && echo new", "-v", f"{name}:/data").stdout
+        == "new"
+    )
     podman.until(lambda: "rounds" in podman.run("logs", working).stdout, "it ends")
     assert "FAILED" not in podman.run("logs", working).stdout

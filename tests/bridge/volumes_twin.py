@@ -48,7 +48,9 @@ class TwinPool:
         self._ask("create", name)
         if name in self.there:
             raise AlreadyExists(f"the volume {name} is there")
-        self.there[name] = TwinVolume(name, len(self.there) + 10, bytes_max, files_max, replicas=replicas or 1)
+        self.there[name] = TwinVolume(
+            name, len(self.there) + 10, bytes_max, files_max, replicas=replicas or 1
+        )
         return self.there[name]
 
     async def list(self):
@@ -118,5 +120,7 @@ class WrittenBinds:
         return self.bound.pop(target, None) is not None
 
     async def keep_only(self, name, wanted):
-        for target in [one for one in self.bound if one.is_relative_to(self.places / name) and one not in wanted]:
+        for target in [
+            one for one in self.bound if one.is_relative_to(self.places / name) and one not in wanted
+        ]:
             del self.bound[target]

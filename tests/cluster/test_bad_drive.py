@@ -207,12 +207,18 @@ def test_a_drive_that_lied_about_its_syncs_gives_errors_and_never_wrong_bytes(tm
         write(client, "/honest", 1)
         faults.arm(on=SYNC, action=LIE, path="targets/1/data")
         faults.arm(on=SYNC, action=LIE, path="targets/2/data", slot=1)
-        indexes, begun_ns = [pool.directory.target(target) / "index" / "data.mdb" for target in (1, 2)], time.time_ns()
+        indexes, begun_ns = (
+            [pool.directory.target(target) / "index" / "data.mdb" for target in (1, 2)],
+            time.time_ns(),
+        )
         for number in range(20):
             write(client, f"/f{number}", number)
         time.sleep(1.0)
         # after a checkpoint the index can not be asked for the old blocks
-        pool.until(lambda: all(index.stat().st_mtime_ns > begun_ns for index in indexes), "a checkpoint of both indexes")
+        pool.until(
+            lambda: all(index.stat().st_mtime_ns > begun_ns for index in indexes),
+            "a checkpoint of both indexes",
+        )
         write(client, "/honest2", 2)
         pool.end()
         faults.close()
@@ -238,5 +244,7 @@ async def read_after_the_lie(directory):
                 assert error.errno == errno.EIO and f"(file /{name})" in problems
                 lost += 1
             else:
-                assert name == "honest2" or found == content_of(1 if name == "honest" else int(name[1:])), name
+                assert name == "honest2" or found == content_of(1 if name == "honest" else int(name[1:])), (
+                    name
+                )
         return lost

@@ -31,7 +31,9 @@ while part := engine.recv(4096):
 REASON = missing()
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
 if REASON is None and not PACKAGES.is_relative_to(CHECKOUT):
-    REASON = f"the environment of these tests, {PACKAGES}, is not in the checkout, from which the machine takes it"
+    REASON = (
+        f"the environment of these tests, {PACKAGES}, is not in the checkout, from which the machine takes it"
+    )
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(REASON is not None, reason=REASON or "")]
 
@@ -49,11 +51,27 @@ def machine(tmp_path_factory):
     try:
         with BootedMachine(place, CHECKOUT, python, PACKAGES) as machine:
             machine.run("chown", "nvpool:", "/srv/nvme0")
-            machine.run("runuser", "-u", "nvpool", "--", "nvpool", "pool", "create", "/var/lib/nvpool/pool", "--drive",
-                        "/srv/nvme0:2G")
-            machine.run("sh", "-c", "echo 'POOL=/var/lib/nvpool/pool\nOPTIONS=' > /etc/nvpool/mounts/mnt-pool.conf")
-            machine.run("sed", "-i", "s|^OPTIONS=.*|OPTIONS=--mountpoint=/mnt/pool|", "/etc/nvpool/bridge.conf")
-            machine.run("systemctl", "enable", "--now", "nvpoold", MOUNT, "nvpool-bridge")  # each waits for the one before
+            machine.run(
+                "runuser",
+                "-u",
+                "nvpool",
+                "--",
+                "nvpool",
+                "pool",
+                "create",
+                "/var/lib/nvpool/pool",
+                "--drive",
+                "/srv/nvme0:2G",
+            )
+            machine.run(
+                "sh", "-c", "echo 'POOL=/var/lib/nvpool/pool\nOPTIONS=' > /etc/nvpool/mounts/mnt-pool.conf"
+            )
+            machine.run(
+                "sed", "-i", "s|^OPTIONS=.*|OPTIONS=--mountpoint=/mnt/pool|", "/etc/nvpool/bridge.conf"
+            )
+            machine.run(
+                "systemctl", "enable", "--now", "nvpoold", MOUNT, "nvpool-bridge"
+            )  # each waits for the one before
             yield machine
     finally:
         shutil.rmtree(place, ignore_errors=True)
@@ -69,7 +87,10 @@ def until(true, within_s: float = 60.0) -> None:
 
 
 def serves_anew(machine: BootedMachine, old: str) -> bool:
-    return machine.show("nvpoold", "MainPID") not in (old, "0") and machine.show("nvpoold", "ActiveState") == "active"
+    return (
+        machine.show("nvpoold", "MainPID") not in (old, "0")
+        and machine.show("nvpoold", "ActiveState") == "active"
+    )
 
 
 def test_all_services_are_there_and_the_pool_is_used(machine):
@@ -81,28 +102,45 @@ def test_all_services_are_there_and_the_pool_is_used(machine):
 
 
 def test_a_reload_of_the_mount_is_an_upgrade_under_an_open_file(machine):
-    writer = machine.popen("sh", "-c", "exec 7> /mnt/pool/open; echo one >&7; echo opened; read word; echo two >&7; "
-                           "cat /mnt/pool/open", stdin=subprocess.PIPE,
-                           stdout=subprocess.PIPE)
+    writer = machine.popen(
+        "sh",
+        "-c",
+        "exec 7> /mnt/pool/open; echo one >&7; echo opened; read word; echo two >&7; cat /mnt/pool/open",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     assert writer.stdout.readline() == "opened\n"
-    pids = machine.run("sh", "-c", "cat /sys/fs/cgroup/system.slice/system-nvpool*/nvpool-mount@*/cgroup.procs").stdout.split()
+    pids = machine.run(
+        "sh", "-c", "cat /sys/fs/cgroup/system.slice/system-nvpool*/nvpool-mount@*/cgroup.procs"
+    ).stdout.split()
     machine.run("systemctl", "reload", MOUNT)
-    now = machine.run("sh", "-c", "cat /sys/fs/cgroup/system.slice/system-nvpool*/nvpool-mount@*/cgroup.procs").stdout.split()
+    now = machine.run(
+        "sh", "-c", "cat /sys/fs/cgroup/system.slice/system-nvpool*/nvpool-mount@*/cgroup.procs"
+    ).stdout.split()
     assert set(now) - set(pids)  # other processes serve it
     assert writer.communicate("go\n", timeout=60) == ("one\ntwo\n", None)
 
 
 def test_a_line_of_fstab_is_mounted_by_systemd_when_somebody_comes(machine):
     machine.run("sh", "-c", "mkdir /mnt/pool/part && echo of it > /mnt/pool/part/f")
-    machine.run("sh", "-c", "echo '/var/lib/nvpool/pool:/part /mnt/auto nvpool _netdev,x-systemd.automount 0 0' > /etc/fstab")
+    machine.run(
+        "sh",
+        "-c",
+        "echo '/var/lib/nvpool/pool:/part /mnt/auto nvpool _netdev,x-systemd.automount 0 0' > /etc/fstab",
+    )
     machine.run("systemctl", "daemon-reload")
     machine.run("systemctl", "start", "mnt-auto.automount")
     assert machine.show("mnt-auto.mount", "ActiveState") == "inactive"
     assert machine.run("timeout", "90", "cat", "/mnt/auto/f").stdout == "of it\n"
-    assert machine.run("findmnt", "--noheadings", "--output", "FSTYPE", "/mnt/auto").stdout.split() == ["autofs", "fuse.nvpool"]
+    assert machine.run("findmnt", "--noheadings", "--output", "FSTYPE", "/mnt/auto").stdout.split() == [
+        "autofs",
+        "fuse.nvpool",
+    ]
     assert machine.show("mnt-auto.mount", "ActiveState") == "active"
     machine.run("systemctl", "stop", "mnt-auto.mount")  # as its idle-timeout does
-    assert machine.run("findmnt", "--noheadings", "--output", "FSTYPE", "/mnt/auto").stdout.split() == ["autofs"]
+    assert machine.run("findmnt", "--noheadings", "--output", "FSTYPE", "/mnt/auto").stdout.split() == [
+        "autofs"
+    ]
     assert machine.run("timeout", "90", "cat", "/mnt/auto/f").stdout == "of it\n"  # and again
 
 
@@ -110,12 +148,16 @@ def test_a_killed_daemon_is_started_again(machine):
     old = machine.show("nvpoold", "MainPID")
     machine.run("systemctl", "kill", "-s", "KILL", "nvpoold")
     until(lambda: serves_anew(machine, old))
-    assert machine.run("sh", "-c", "echo after > /mnt/pool/killed && cat /mnt/pool/killed").stdout == "after\n"
+    assert (
+        machine.run("sh", "-c", "echo after > /mnt/pool/killed && cat /mnt/pool/killed").stdout == "after\n"
+    )
 
 
 def test_a_daemon_that_stands_still_is_ended_by_the_watchdog(machine):
     machine.run("mkdir", "-p", "/run/systemd/system/nvpoold.service.d")
-    machine.run("sh", "-c", "echo '[Service]\nWatchdogSec=5' > /run/systemd/system/nvpoold.service.d/soon.conf")
+    machine.run(
+        "sh", "-c", "echo '[Service]\nWatchdogSec=5' > /run/systemd/system/nvpoold.service.d/soon.conf"
+    )
     machine.run("systemctl", "daemon-reload")
     machine.run("systemctl", "restart", "nvpoold")
     old = machine.show("nvpoold", "MainPID")

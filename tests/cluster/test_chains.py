@@ -86,11 +86,15 @@ def test_stores_are_killed_in_turn_and_whoever_reads_and_writes_meets_no_error(p
 
 @pytest.mark.smoke
 @pytest.mark.mount
-@pytest.mark.skipif(not os.path.exists("/dev/fuse") or os.geteuid() != 0, reason="a mount needs /dev/fuse and root")
+@pytest.mark.skipif(
+    not os.path.exists("/dev/fuse") or os.geteuid() != 0, reason="a mount needs /dev/fuse and root"
+)
 def test_a_mount_of_two_replicas_keeps_everything_while_stores_are_killed(pool, tmp_path):
     place = tmp_path / "mount"
     place.mkdir()
-    subprocess.run([NVPOOL, "mount", str(pool.path), str(place)], check=True, timeout=240, capture_output=True)
+    subprocess.run(
+        [NVPOOL, "mount", str(pool.path), str(place)], check=True, timeout=240, capture_output=True
+    )
     try:
         with CheckingLoad(place, threads=3, seed=7) as load:
             for target in (2, 3, 1):

@@ -50,7 +50,9 @@ def test_a_pool_starts_again_with_the_same_addresses(own):
     again = decode_map(PoolDirectory(own).poolmap.read_bytes())
     assert (again.nodes, again.targets, again.shards) == (first.nodes, first.targets, first.shards)
     for before, after in zip(first.tables[0].chains, again.tables[0].chains, strict=True):
-        assert after.targets == before.targets and after.epoch > before.epoch, "a version never has two contents"
+        assert after.targets == before.targets and after.epoch > before.epoch, (
+            "a version never has two contents"
+        )
     assert len(processes_of(own)) == 4
 
 
@@ -66,13 +68,24 @@ def test_a_volume_is_granted_to_a_client_that_the_pool_has_or_by_force(own, tmp_
         done = nvpool("volume", "grant", own, "v", "nobody.0a1b2c3d", "ro", "--force", "--json")
         assert json.loads(done.stdout)["grants"] == {"client/nobody.0a1b2c3d": "ro"}
     token = json.loads(nvpool("client", "token", own, "--json").stdout)
-    nvpool("client", "join", token["address"].removeprefix("stream://"), tmp_path / "client", "--token", token["token"],
-           "--name", "reader")
-    member, = json.loads(nvpool("client", "ls", own, "--json").stdout)
+    nvpool(
+        "client",
+        "join",
+        token["address"].removeprefix("stream://"),
+        tmp_path / "client",
+        "--token",
+        token["token"],
+        "--name",
+        "reader",
+    )
+    (member,) = json.loads(nvpool("client", "ls", own, "--json").stdout)
     done = nvpool("volume", "grant", own, "v", member.removeprefix("client/"), "rw", "--json")
     assert json.loads(done.stdout)["grants"][member] == "rw"
     done = nvpool("volume", "revoke", own, "v", "raeder.0a1b2c3d", "--json")
-    assert "client/raeder.0a1b2c3d has no right of its own to volume v; those with one: client/nobody.0a1b2c3d" in done.stderr
+    assert (
+        "client/raeder.0a1b2c3d has no right of its own to volume v; those with one: client/nobody.0a1b2c3d"
+        in done.stderr
+    )
     assert member in done.stderr and member in json.loads(done.stdout)["grants"]
     done = nvpool("volume", "revoke", own, "v", member, "--json")
     assert not done.stderr and member not in json.loads(done.stdout)["grants"]
@@ -91,8 +104,15 @@ def test_client_is_bound_to_one_user(own, tmp_path):
         pool.chmod("/tmp/secret", 0o600)
     assert "UID:GID" in nvpool("client", "token", own, "--uid", "0", code=2).stderr
     token = json.loads(nvpool("client", "token", own, "--uid", "1234:56", "--json").stdout)
-    nvpool("client", "join", token["address"].removeprefix("stream://"), tmp_path / "client", "--token", token["token"])
-    member, = json.loads(nvpool("client", "ls", own, "--json").stdout)
+    nvpool(
+        "client",
+        "join",
+        token["address"].removeprefix("stream://"),
+        tmp_path / "client",
+        "--token",
+        token["token"],
+    )
+    (member,) = json.loads(nvpool("client", "ls", own, "--json").stdout)
     assert member.endswith(".u1234-56")
     with nvpool_sdk.connect(tmp_path / "client", options=ClientOptions(transport="stream")) as pool:
         with pytest.raises(PermissionError):
@@ -138,14 +158,22 @@ def test_a_directory_that_holds_anything_is_not_taken(own):
     assert [path.name for path in own.iterdir()] == ["mine"]
 
 
-@pytest.mark.parametrize("arguments, said", [
-    (["--drive", "{tmp}/missing"], "is it mounted?"), (["--drive", "{tmp}/file"], "neither a directory nor a block device"),
-    (["--drive", "{tmp}/a:1K"], "too little"), (["--drive", "{tmp}/a:9999T"], "whole file system"),
-    (["--drive", "{tmp}/a:128M", "--drive", "{tmp}/a/../a:128M"], "named twice"),
-    (["--drive", "{tmp}/a:128M", "--replicas", "2"], "replicas"),
-    (["--drive", "{tmp}/a:128M", "--chunk-size", "3M"], "power of two"),
-    (["--drive", "{tmp}/a:128M", "--name", "a b"], "no name for a pool")])
-def test_a_pool_that_makes_no_sense_is_refused_and_can_be_made_right_afterwards(own, tmp_path, arguments, said):
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--drive", "{tmp}/missing"], "is it mounted?"),
+        (["--drive", "{tmp}/file"], "neither a directory nor a block device"),
+        (["--drive", "{tmp}/a:1K"], "too little"),
+        (["--drive", "{tmp}/a:9999T"], "whole file system"),
+        (["--drive", "{tmp}/a:128M", "--drive", "{tmp}/a/../a:128M"], "named twice"),
+        (["--drive", "{tmp}/a:128M", "--replicas", "2"], "replicas"),
+        (["--drive", "{tmp}/a:128M", "--chunk-size", "3M"], "power of two"),
+        (["--drive", "{tmp}/a:128M", "--name", "a b"], "no name for a pool"),
+    ],
+)
+def test_a_pool_that_makes_no_sense_is_refused_and_can_be_made_right_afterwards(
+    own, tmp_path, arguments, said
+):
     (tmp_path / "a").mkdir()
     (tmp_path / "file").write_text("x")
     words = [word.format(tmp=tmp_path) for word in arguments]
@@ -158,8 +186,25 @@ def test_a_pool_on_drives_of_its_own_is_made_grown_and_destroyed(own, tmp_path):
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()
     (tmp_path / "a" / "lost+found").mkdir()
-    made = json.loads(nvpool("pool", "create", own, "--drive", f"{tmp_path}/a:128M", "--drive", f"{tmp_path}/b:192M", "--name",
-                             "training", "--standbys", "1", "--host", "127.0.0.1", "--plain-text", "--json").stdout)
+    made = json.loads(
+        nvpool(
+            "pool",
+            "create",
+            own,
+            "--drive",
+            f"{tmp_path}/a:128M",
+            "--drive",
+            f"{tmp_path}/b:192M",
+            "--name",
+            "training",
+            "--standbys",
+            "1",
+            "--host",
+            "127.0.0.1",
+            "--plain-text",
+            "--json",
+        ).stdout
+    )
     assert [Path(drive["path"]).parent.name for drive in made["drives"]] == ["a", "b"]
     assert "holds a pool already" in nvpool("pool", "create", own, "--drive", f"{tmp_path}/c", code=1).stderr
     assert "pool destroy" in nvpool("dev", "down", own, code=1).stderr
@@ -170,8 +215,15 @@ def test_a_pool_on_drives_of_its_own_is_made_grown_and_destroyed(own, tmp_path):
     assert "does not exist" in nvpool("drive", "add", own, f"{tmp_path}/nowhere", code=None).stderr
     address = next(e for e in status(own)["processes"][0]["endpoints"] if e.startswith("stream://"))
     with pytest.raises(AccessDenied, match="unix socket"):
-        asyncio.run(ask(address, wire_pb2.POOL_CHANGE, pool_pb2.PoolChangeRequest(verb="drive-add", arguments=b"{}"),
-                        pool_pb2.PoolChangeReply, wait_s=5))
+        asyncio.run(
+            ask(
+                address,
+                wire_pb2.POOL_CHANGE,
+                pool_pb2.PoolChangeRequest(verb="drive-add", arguments=b"{}"),
+                pool_pb2.PoolChangeReply,
+                wait_s=5,
+            )
+        )
     added = json.loads(nvpool("drive", "add", address, f"{tmp_path}/c", "--size", "128M", "--json").stdout)
     assert added["target"] == 3 and added["chains_to_come"] > 0
     assert len(all_serve(own)["drives"]) == 3
@@ -232,7 +284,9 @@ def test_a_mount_is_made_found_named_and_taken_away(own, tmp_path):
     mounts = [process for process in status(own)["processes"] if process["role"] == "mount"]
     assert [process["mountpoint"] for process in mounts] == [str(place)]
     assert "mounted" in nvpool("mount", own, place, code=1).stderr
-    assert "mounted" in nvpool("mount", "127.0.0.1:1", place, code=1).stderr, "it is not taken for a mount of that pool"
+    assert "mounted" in nvpool("mount", "127.0.0.1:1", place, code=1).stderr, (
+        "it is not taken for a mount of that pool"
+    )
 
     nvpool("mount", own, other)
     assert (other / "file").read_text() == "kept"
@@ -276,7 +330,9 @@ def test_a_block_device_is_a_drive_and_is_erased_with_its_pool(own, tmp_path):
     image = tmp_path / "image"
     with open(image, "wb") as file:
         file.truncate(256 << 20)
-    looped = subprocess.run(["losetup", "--find", "--show", image], capture_output=True, text=True, timeout=240, check=False)
+    looped = subprocess.run(
+        ["losetup", "--find", "--show", image], capture_output=True, text=True, timeout=240, check=False
+    )
     if looped.returncode:
         pytest.skip(f"no loop device: {looped.stderr}")
     device = looped.stdout.strip()
@@ -284,7 +340,9 @@ def test_a_block_device_is_a_drive_and_is_erased_with_its_pool(own, tmp_path):
         with open(device, "r+b") as file:
             file.seek(1024)
             file.write(b"as if a file system were here")
-        assert "--force" in nvpool("pool", "create", own, "--drive", device, code=1).stderr and not own.exists()
+        assert (
+            "--force" in nvpool("pool", "create", own, "--drive", device, code=1).stderr and not own.exists()
+        )
         nvpool("pool", "create", own, "--drive", device, "--force")
         assert "already" in nvpool("pool", "create", tmp_path / "another", "--drive", device, code=1).stderr
         daemon = subprocess.Popen(command(Program.CLI, "serve", str(own)), stderr=subprocess.DEVNULL)

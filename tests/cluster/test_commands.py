@@ -18,8 +18,13 @@ MIB = 1 << 20
 
 
 def nvpool(*words, code=0, timeout=240):
-    done = subprocess.run(command(Program.CLI, *map(str, words)), capture_output=True, text=True,
-                          timeout=timeout, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command(Program.CLI, *map(str, words)),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        stdin=subprocess.DEVNULL,
+    )
     assert done.returncode == code, f"{words} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 
@@ -69,8 +74,12 @@ def tree(tmp_path_factory):
 
 def same(one: Path, other: Path) -> None:
     """By rsync, which knows what may differ between two trees better than we do; it prints what it would change."""
-    done = subprocess.run(["rsync", "-naHXc", "--delete", "--out-format=%i %n", f"{one}/", f"{other}/"], capture_output=True,
-                          text=True, check=True)
+    done = subprocess.run(
+        ["rsync", "-naHXc", "--delete", "--out-format=%i %n", f"{one}/", f"{other}/"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert not done.stdout, done.stdout
     for path in one.rglob("*"):
         assert path.lstat().st_mtime_ns == (other / path.relative_to(one)).lstat().st_mtime_ns, path
@@ -78,7 +87,12 @@ def same(one: Path, other: Path) -> None:
 
 def test_a_tree_goes_in_and_comes_out_the_same_and_a_second_time_nothing_moves(pool, tree, tmp_path):
     first = as_json("import", tree, f"{pool}:/in/tree")
-    assert first["failed"] == 0 and first["files"] == 43 and first["hard_links"] == 1 and first["skipped_files"] == 0
+    assert (
+        first["failed"] == 0
+        and first["files"] == 43
+        and first["hard_links"] == 1
+        and first["skipped_files"] == 0
+    )
     second = as_json("import", tree, f"{pool}:/in/tree")
     assert second["skipped_files"] == 43 and second["bytes"] == first["bytes"]
     assert as_json("export", f"{pool}:/in/tree", tmp_path / "out")["failed"] == 0
@@ -93,7 +107,7 @@ def test_file_info_names_the_chunks_and_the_targets_that_have_them(pool, tree):
     found = as_json("file", "info", f"{pool}:/info/holes")
     assert found["size"] == 4 * MIB and found["chunks_max"] == 4
     assert [chunk["index"] for chunk in found["chunks"]] == [2], "the other chunks are holes"
-    copy, = found["chunks"][0]["copies"]
+    (copy,) = found["chunks"][0]["copies"]
     assert found["chunks"][0]["chain_targets"] == [copy["target"]] and copy["allocated_bytes"] == 4096
     assert "holes" in nvpool("file", "info", f"{pool}:/info/holes").stdout
     assert "does not exist" in nvpool("file", "info", f"{pool}:/info/none", code=1).stderr
@@ -108,8 +122,9 @@ def test_what_makes_no_sense_is_refused_with_a_reason(pool, tree, tmp_path):
     assert "its first line is not" in nvpool("load", pool, tmp_path / "text", code=1).stderr
 
 
-@pytest.mark.parametrize("order, word", [("start", "started"), ("pause", "paused"), ("resume", "continues"),
-                                         ("stop", "stopped")])
+@pytest.mark.parametrize(
+    "order, word", [("start", "started"), ("pause", "paused"), ("resume", "continues"), ("stop", "stopped")]
+)
 def test_scrub_order_says_what_it_did(pool, order, word):
     done = nvpool("scrub", order, pool)
     assert f"scrubbing {'is ' if order in ('pause', 'stop') else ''}{word} on targets 1, 2" in done.stdout
@@ -140,7 +155,9 @@ def test_volume_create_says_whether_it_was_made(pool):
     assert again.stdout.startswith("volume told is there already")
     assert as_json("volume", "create", pool, "told", "--size", "1GiB")["created"] is False
     assert as_json("volume", "create", pool, "other")["created"] is True
-    said = nvpool("volume", "create", pool, "told", "--size", "2500M", "--trash", "7d", "--files", "10", code=1).stderr
+    said = nvpool(
+        "volume", "create", pool, "told", "--size", "2500M", "--trash", "7d", "--files", "10", code=1
+    ).stderr
     assert "size 1 GiB, not 2500 MiB, files no limit, not 10, trash off, not 7d" in said
 
 
@@ -168,13 +185,29 @@ def test_changes_are_in_the_audit_log(pool_on_tcp):
     nvpool("volume", "grant", pool, "audited", "client/x.00000000", "ro", "--force")
     nvpool("client", "token", pool)
     nvpool("client", "remove", pool, "client/none.00000000", code=1)
-    found = [(one["event"], one["result"]) for one in as_json("audit", pool) if one["who"].get("uid") == os.geteuid()]
-    for event in (("start", "done"), ("volume-create", "done"), ("volume-grant", "done"), ("token", "done"),
-                  ("member-remove", "failed")):
+    found = [
+        (one["event"], one["result"])
+        for one in as_json("audit", pool)
+        if one["who"].get("uid") == os.geteuid()
+    ]
+    for event in (
+        ("start", "done"),
+        ("volume-create", "done"),
+        ("volume-grant", "done"),
+        ("token", "done"),
+        ("member-remove", "failed"),
+    ):
         assert event in found
-    grant = next(one for one in as_json("audit", pool, "--since", "1h") if one["event"] == "volume-grant"
-                 and one["what"].get("volume") == "audited")
-    assert grant["what"]["client"] == "client/x.00000000" and grant["what"]["right"] == "ro" and grant["who"]["pid"] > 0
+    grant = next(
+        one
+        for one in as_json("audit", pool, "--since", "1h")
+        if one["event"] == "volume-grant" and one["what"].get("volume") == "audited"
+    )
+    assert (
+        grant["what"]["client"] == "client/x.00000000"
+        and grant["what"]["right"] == "ro"
+        and grant["who"]["pid"] > 0
+    )
     assert "nvp1." not in (Path(pool) / "log" / "audit.log").read_text()
 
 
@@ -187,12 +220,26 @@ def test_certificate_is_renewed_under_a_new_key(pool_on_tcp, tmp_path):
     before, key = own(), (Path(pool) / "secret" / "member.key").read_bytes()
     assert before["days_left"] > 80 and not before["revoked"]
     done = as_json("cert", "rotate", pool, "--new-key")
-    assert {one["kind"] for one in done["certificates"]} == {"authority", "member", "etcd-authority", "etcd-member"}
+    assert {one["kind"] for one in done["certificates"]} == {
+        "authority",
+        "member",
+        "etcd-authority",
+        "etcd-member",
+    }
     assert own()["to"] >= before["to"] and own()["member"] == before["member"]
     assert (Path(pool) / "secret" / "member.key").read_bytes() != key
     made = as_json("client", "token", pool)
-    nvpool("client", "join", made["address"].removeprefix("stream://"), tmp_path / "client", "--token", made["token"])
-    member = next(one["member"] for one in as_json("cert", "ls", pool) if one["role"] == "client" and not one["revoked"])
+    nvpool(
+        "client",
+        "join",
+        made["address"].removeprefix("stream://"),
+        tmp_path / "client",
+        "--token",
+        made["token"],
+    )
+    member = next(
+        one["member"] for one in as_json("cert", "ls", pool) if one["role"] == "client" and not one["revoked"]
+    )
     nvpool("cert", "revoke", pool, member)
     assert next(one for one in as_json("cert", "ls", pool) if one["member"] == member)["revoked"]
     assert as_json("status", pool)["pool"]["state"] == "serving"
@@ -200,8 +247,11 @@ def test_certificate_is_renewed_under_a_new_key(pool_on_tcp, tmp_path):
 
 def test_refusal_comes_before_any_progress(pool, tmp_path):
     (tmp_path / "text").write_text("hello")
-    for words in (("export", f"{pool}:/nowhere", tmp_path / "y"), ("load", pool, tmp_path / "text"),
-                  ("dump", pool, tmp_path / "no" / "such")):
+    for words in (
+        ("export", f"{pool}:/nowhere", tmp_path / "y"),
+        ("load", pool, tmp_path / "text"),
+        ("dump", pool, tmp_path / "no" / "such"),
+    ):
         assert len(nvpool(*words, code=1).stderr.splitlines()) == 1
 
 
@@ -222,7 +272,8 @@ def test_a_dump_loads_into_an_empty_pool_and_not_into_a_full_one(pool, tree, tmp
         assert found["files_without_data"] == found["files_sampled"], "contents are not in a dump"
         there, here = (as_json("file", "info", f"{place}:/dumped/deep/3") for place in (tmp_path / "q", pool))
         assert {key: here[key] for key in ("inode", "size", "mode", "mtime_ns", "cut")} == {
-            key: there[key] for key in ("inode", "size", "mode", "mtime_ns", "cut")}
+            key: there[key] for key in ("inode", "size", "mode", "mtime_ns", "cut")
+        }
     finally:
         nvpool("dev", "down", tmp_path / "q")
 
@@ -290,9 +341,12 @@ def import_command(source, place, *options):
 def wait_until_all_serve(pool, without):
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        done = subprocess.run(command(Program.CLI, "status", str(pool), "--check", "--json"),
-                              capture_output=True, text=True)
-        if not done.returncode and without.isdisjoint(process["pid"] for process in json.loads(done.stdout)["processes"]):
+        done = subprocess.run(
+            command(Program.CLI, "status", str(pool), "--check", "--json"), capture_output=True, text=True
+        )
+        if not done.returncode and without.isdisjoint(
+            process["pid"] for process in json.loads(done.stdout)["processes"]
+        ):
             return
     raise AssertionError(f"the pool does not come back: {done.stdout}{done.stderr}")
 
@@ -315,8 +369,11 @@ def test_an_import_goes_on_over_the_death_of_every_daemon(pool, tmp_path):
     for number in range(2000):
         (tmp_path / "src" / f"{number}").write_bytes(os.urandom(9_000))
     processes = as_json("status", pool)["processes"]
-    moving = subprocess.Popen(import_command(tmp_path / "src", f"{pool}:/killed", "--json", "--parallel", "1"),
-                              stdout=subprocess.PIPE, text=True)
+    moving = subprocess.Popen(
+        import_command(tmp_path / "src", f"{pool}:/killed", "--json", "--parallel", "1"),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         wait_until_there(f"{pool}:/killed", moving)
         moving.send_signal(signal.SIGSTOP)  # so that it is not over before anything was killed
@@ -369,8 +426,17 @@ def test_who_makes_a_throw_away_pool_may_write_it():
         os.chown(directory, nobody, nobody)
 
         def as_nobody(*words):
-            subprocess.run(command(Program.CLI, *words), user=nobody, group=nobody, extra_groups=[],
-                           cwd=directory, env={**os.environ, "HOME": directory}, check=True, timeout=240)
+            subprocess.run(
+                command(Program.CLI, *words),
+                user=nobody,
+                group=nobody,
+                extra_groups=[],
+                cwd=directory,
+                env={**os.environ, "HOME": directory},
+                check=True,
+                timeout=240,
+            )
+
         as_nobody("dev", "up", f"{directory}/p", "--size", "128M")
         try:
             with connect(f"{directory}/p") as pool:

@@ -70,7 +70,7 @@ def read_all(pool):
 
 def place_of(pool, number):
     """(target, offset in its data file) of the second block of a file."""
-    wanted = content(number, BYTES)[PAGE:2 * PAGE]
+    wanted = content(number, BYTES)[PAGE : 2 * PAGE]
     for target in (1, 2):
         stored = (pool.directory.target(target) / "data").read_bytes()
         if (at := stored.find(wanted)) >= 0:
@@ -81,10 +81,14 @@ def place_of(pool, number):
 def status_command(pool):
     """What `nvpool status` shows a person, and `nvpool status --json` of the bad blocks."""
     status = command(Program.CLI, "status", str(pool.path))
-    shown, seen = [subprocess.run(status + more, capture_output=True, text=True, timeout=240, check=False)
-                   for more in ([], ["--json"])]
+    shown, seen = [
+        subprocess.run(status + more, capture_output=True, text=True, timeout=240, check=False)
+        for more in ([], ["--json"])
+    ]
     assert shown.returncode == seen.returncode == 4, "damage, and nothing else"
-    return shown.stderr, [bad for process in json.loads(seen.stdout)["processes"] for bad in process.get("bad_blocks", ())]
+    return shown.stderr, [
+        bad for process in json.loads(seen.stdout)["processes"] for bad in process.get("bad_blocks", ())
+    ]
 
 
 def test_a_flipped_byte_in_a_data_file_is_an_error_that_names_file_chunk_and_target(damaged, caplog):
@@ -93,18 +97,32 @@ def test_a_flipped_byte_in_a_data_file_is_an_error_that_names_file_chunk_and_tar
     flip(pool.directory.target(target) / "data", at + 99)
     pool.start()
     assert read_all(pool) == ["f7"]
-    problem, = pool.status()["problems"]
+    (problem,) = pool.status()["problems"]
     assert f"target {target} " in problem and f"file /f7, inode {inodes['f7']} chunk 0 block 1" in problem
     shown, (bad,) = status_command(pool)
-    assert problem in shown and (bad["path"], bad["inode"], bad["index"], bad["block"]) == ("/f7", inodes["f7"], 0, 1)
+    assert problem in shown and (bad["path"], bad["inode"], bad["index"], bad["block"]) == (
+        "/f7",
+        inodes["f7"],
+        0,
+        1,
+    )
     with pytest.raises(OSError):
         pool.connect().read_bytes("/f7")
-    pool.until(lambda: f"inode {inodes['f7']}, of which bytes are damaged, is /f7" in caplog.messages, "the log names the file")
-    assert any(f"target {target} has no good bytes of inode {inodes['f7']}" in line and "chunk 0" in line
-               for line in caplog.messages)
+    pool.until(
+        lambda: f"inode {inodes['f7']}, of which bytes are damaged, is /f7" in caplog.messages,
+        "the log names the file",
+    )
+    assert any(
+        f"target {target} has no good bytes of inode {inodes['f7']}" in line and "chunk 0" in line
+        for line in caplog.messages
+    )
     said = pool.said(f"target-{target}")
     assert f"block 1 of chunk 0 of inode {inodes['f7']}" in said and f"target {target} " in said
-    assert [line.partition("; ")[0] for line in pool.fsck() if "(file /f7)" in line and f"inode {inodes['f7']}" in line]
+    assert [
+        line.partition("; ")[0]
+        for line in pool.fsck()
+        if "(file /f7)" in line and f"inode {inodes['f7']}" in line
+    ]
     client = pool.connect()
     with client.open("/f7", "r+b", buffering=0) as file:
         file.write(content(7, BYTES))  # whole blocks: written anew, the bad one is forgotten
@@ -145,8 +163,10 @@ def test_a_flipped_byte_in_an_index_record_is_an_error_and_no_hole(damaged):
     pool.start()
     assert read_all(pool) == ["f11"]
     assert str(inodes["f11"]) in pool.said(f"target-{target}")
-    assert any(f"target {target} " in line and f"file /f11, inode {inodes['f11']} chunk 0 " in line
-               for line in pool.status()["problems"])
+    assert any(
+        f"target {target} " in line and f"file /f11, inode {inodes['f11']} chunk 0 " in line
+        for line in pool.status()["problems"]
+    )
     assert any(f"target {target}" in line and str(inodes["f11"]) in line for line in pool.fsck())
     client = pool.connect()
     client.remove("/f11")
@@ -169,7 +189,7 @@ def test_a_flipped_byte_in_a_metadata_record_is_an_error_for_that_file_only(dama
     assert found and all(line.startswith("unreadable") for line in found)
     pool.until(lambda: pool.fsck(repair=True) == [] and pool.fsck() == [], "what can not be read is removed")
     client = pool.connect()
-    name, = client.list("/lost+found")
+    (name,) = client.list("/lost+found")
     assert name == f"#{inodes['f13']}" and client.read_bytes(f"/lost+found/{name}") == content(13, BYTES)
     client.rename(f"/lost+found/{name}", "/f13")
     assert read_all(pool) == []
@@ -178,7 +198,9 @@ def test_a_flipped_byte_in_a_metadata_record_is_an_error_for_that_file_only(dama
 def outcome(pool, seed):
     """Flip one byte anywhere in one of the records' files; what came of it."""
     chance = random.Random(seed)
-    place = chance.choice([pool.directory.shard(1), pool.directory.target(1) / "index", pool.directory.target(2) / "index"])
+    place = chance.choice(
+        [pool.directory.shard(1), pool.directory.target(1) / "index", pool.directory.target(2) / "index"]
+    )
     path = place / chance.choice(["data.mdb", "journal-0", "journal-1"])
     used = 1 + len(path.read_bytes().rstrip(b"\0"))
     flip(path, chance.randrange(used), 1 << chance.randrange(8))
@@ -190,7 +212,9 @@ def outcome(pool, seed):
     return "lost" if read_all(pool) else "whole"
 
 
-@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 200), marks=pytest.mark.soak)], ids=["few", "many"])
+@pytest.mark.parametrize(
+    "seeds", [range(4), pytest.param(range(4, 200), marks=pytest.mark.soak)], ids=["few", "many"]
+)
 def test_a_flipped_bit_anywhere_in_the_records_gives_out_no_wrong_byte(damaged, seeds, tmp_path):
     pool, _ = damaged
     shutil.copytree(pool.path, tmp_path / "sound", symlinks=True)
@@ -212,4 +236,6 @@ def test_daemons_that_were_refused_for_damage_say_so(damaged):
     pool.launch()
     reason = pool.until(lambda: "data.mdb" in pool.said("target-1"), "the reason is told")
     assert reason
-    pool.until(lambda: any("target-1" in problem for problem in pool.status()["problems"]), "status tells of it")
+    pool.until(
+        lambda: any("target-1" in problem for problem in pool.status()["problems"]), "status tells of it"
+    )

@@ -17,9 +17,11 @@ DELAY_S = 0.05
 """In each direction."""
 FILE_BYTES, READS, BLOCK = 16 * MIB, 400, 64 * KIB
 
-pytestmark = [pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or ""),
-              pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
-              pytest.mark.skipif(not os.path.exists("/dev/net/tun"), reason="delays need /dev/net/tun")]
+pytestmark = [
+    pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or ""),
+    pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
+    pytest.mark.skipif(not os.path.exists("/dev/net/tun"), reason="delays need /dev/net/tun"),
+]
 
 PROGRAM = """
 import asyncio, json, random, sys, time
@@ -53,12 +55,14 @@ asyncio.run(main(*sys.argv[1:]))
 
 
 def client_does(client: NodeMachine, verb: str, name: str, *numbers: int) -> str:
-    return client.machine.run(sys.executable, "-P", "-c", PROGRAM, verb, str(client.path), name, *map(str, numbers)).stdout
+    return client.machine.run(
+        sys.executable, "-P", "-c", PROGRAM, verb, str(client.path), name, *map(str, numbers)
+    ).stdout
 
 
 def sent_by(node: NodeMachine) -> int:
     """Bytes, all told."""
-    link, = json.loads(node.machine.run("ip", "-s", "-j", "link", "show", "eth0").stdout)
+    (link,) = json.loads(node.machine.run("ip", "-s", "-j", "link", "show", "eth0").stdout)
     return link["stats64"]["tx"]["bytes"]
 
 
@@ -76,8 +80,10 @@ def test_reads_go_to_the_near_copy_and_writes_wait_for_the_far_one():
             before = sent_by(near), sent_by(far)
             seen = json.loads(client_does(client, "read", "/before", 1, FILE_BYTES, READS, BLOCK))
             told = [sent_by(node) - sent for node, sent in zip((near, far), before, strict=True)]
-            print(f"one way {DELAY_S} s: p50 {seen['p50_s']:.4f} s, p99 {seen['p99_s']:.4f} s, {seen['hedged']} reads hedged; "
-                  f"near {told[0] / MIB:.1f} MiB, far {told[1] / MIB:.1f} MiB of {READS * BLOCK / MIB:.1f} MiB")
+            print(
+                f"one way {DELAY_S} s: p50 {seen['p50_s']:.4f} s, p99 {seen['p99_s']:.4f} s, {seen['hedged']} reads hedged; "
+                f"near {told[0] / MIB:.1f} MiB, far {told[1] / MIB:.1f} MiB of {READS * BLOCK / MIB:.1f} MiB"
+            )
             assert seen["hedged"], "no read was asked of both"
             assert told[1] < READS * BLOCK / 4, "the far one is asked though it is slow"
             client_does(client, "write", "/meanwhile", 2, FILE_BYTES)

@@ -18,7 +18,9 @@ NVPOOL = os.path.join(os.path.dirname(sys.executable), "nvpool")
 
 
 def nvpool(*words: object) -> subprocess.CompletedProcess:
-    return subprocess.run([NVPOOL, *map(str, words)], capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(
+        [NVPOOL, *map(str, words)], capture_output=True, text=True, timeout=240, check=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +38,13 @@ def test_a_directory_gets_replicas_that_the_pool_did_not_have_and_hands_them_dow
     client.write_bytes("/safe/before", b"b" * 300_000)
     said = nvpool("dir", "set", f"{pool.path}:/safe", "--replicas", "2", "--chunk-size", "256K", "--json")
     assert said.returncode == 0, said.stderr
-    assert json.loads(said.stdout) == {"path": "/safe", "inode": client.stat("/safe").st_ino, "replicas": 2,
-                                       "chunk_bytes": 256 * KIB, "wide": False}
+    assert json.loads(said.stdout) == {
+        "path": "/safe",
+        "inode": client.stat("/safe").st_ino,
+        "replicas": 2,
+        "chunk_bytes": 256 * KIB,
+        "wide": False,
+    }
     assert [table.id for table in pool.pool_map.tables] == [1, 2]
     client.mkdir("/safe/below")
     content = os.urandom(2_000_000)
@@ -74,8 +81,11 @@ def test_what_can_not_be_is_refused_with_the_remedy(pool):
     with pytest.raises(OSError, match="nvpool dir set"):
         client.set_layout("/refused", replicas=3)
     client.set_layout("/refused", chunk_bytes=MIB, replicas=1)
-    assert nvpool("dir", "show", f"{pool.path}:/refused").stdout.strip().endswith(
-        "new files have 1 replica, in chunks of 1.00 MiB")
+    assert (
+        nvpool("dir", "show", f"{pool.path}:/refused")
+        .stdout.strip()
+        .endswith("new files have 1 replica, in chunks of 1.00 MiB")
+    )
 
 
 def test_a_lost_drive_that_has_the_only_copy_of_chains_is_told_of(pool):
@@ -83,7 +93,9 @@ def test_a_lost_drive_that_has_the_only_copy_of_chains_is_told_of(pool):
     client.mkdir("/two")
     assert nvpool("dir", "set", f"{pool.path}:/two", "--replicas", "2").returncode == 0
     said = nvpool("drive", "remove", pool.path, "1", "--lost")
-    assert said.returncode == 1 and "the only copy of" in said.stderr and "chains of 1 replica;" in said.stderr
+    assert (
+        said.returncode == 1 and "the only copy of" in said.stderr and "chains of 1 replica;" in said.stderr
+    )
     assert "--give-up" in said.stderr
     pool.wait()
 
@@ -96,8 +108,13 @@ def test_draining_moves_the_chains_of_every_replica_count(pool):
     client.write_bytes("/one", b"1" * 3_000_000)
     said = nvpool("drive", "drain", pool.path, "3", "--wait", "--json")
     assert said.returncode == 0, said.stderr
-    assert not any(3 in (*chain.targets, *chain.joining) for table in pool.pool_map.tables for chain in table.chains)
-    assert client.read_bytes("/drained/file") == b"d" * 3_000_000 and client.read_bytes("/one") == b"1" * 3_000_000
+    assert not any(
+        3 in (*chain.targets, *chain.joining) for table in pool.pool_map.tables for chain in table.chains
+    )
+    assert (
+        client.read_bytes("/drained/file") == b"d" * 3_000_000
+        and client.read_bytes("/one") == b"1" * 3_000_000
+    )
     said = nvpool("drive", "drain", pool.path, "2")
     assert said.returncode == 1 and "the pool keeps 2 copies of each chunk" in said.stderr
 
@@ -120,19 +137,33 @@ def test_files_whose_last_copy_is_gone_are_named(tmp_path):
         assert said.returncode == 1 and "--give-up" in said.stderr
         said = nvpool("drive", "remove", pool.path, target, "--lost", "--give-up")
         assert said.returncode == 0 and "chains begin anew with nothing" in said.stderr, said.stderr
-        problems = pool.until(lambda: [one for one in pool.status()["problems"] if "/scratch/small" in one],
-                              "status names the file", 60)
+        problems = pool.until(
+            lambda: [one for one in pool.status()["problems"] if "/scratch/small" in one],
+            "status names the file",
+            60,
+        )
         assert f"inode {inode}" in problems[0]
         assert not any("/safe" in one for one in pool.status()["problems"])
-        pool.until(lambda: all(len(chain.targets) == 2 for chain in pool.pool_map.table_by_id[2].chains), "made again", 60)
-        pool.until(lambda: not any(target in chain.targets for table in pool.pool_map.tables for chain in table.chains),
-                   "the chains have begun anew", 60)
+        pool.until(
+            lambda: all(len(chain.targets) == 2 for chain in pool.pool_map.table_by_id[2].chains),
+            "made again",
+            60,
+        )
+        pool.until(
+            lambda: (
+                not any(target in chain.targets for table in pool.pool_map.tables for chain in table.chains)
+            ),
+            "the chains have begun anew",
+            60,
+        )
         with pytest.raises(OSError, match="given up"):
             client.read_bytes("/scratch/small")
         for number in range(40):  # one of them falls on such a chain
             client.write_bytes(f"/scratch/new-{number}", b"n" * 5000)
         chains = pool.pool_map.table_by_id[1].chains
-        assert any(chains[chain_of(client.stat(f"/scratch/new-{number}").st_ino, 0)].loss for number in range(40))
+        assert any(
+            chains[chain_of(client.stat(f"/scratch/new-{number}").st_ino, 0)].loss for number in range(40)
+        )
         said = nvpool("fsck", pool.path, "--json")
         lost = [one for one in json.loads(said.stdout)["problems"] if one["kind"] == "lost"]
         assert said.returncode == 4 and any("/scratch/small" in one["text"] for one in lost)

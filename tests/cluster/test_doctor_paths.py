@@ -44,8 +44,10 @@ def cable(tmp_path_factory):
 
 def found(cable, port=PORT):
     _, one = cable
-    told = one.run(sys.executable, "-P", "-c", LOOK, f"stream://10.77.0.2:{port}", "stream://10.77.0.2:9").stdout
-    (name, state, seen, _remedy), = json.loads(told)
+    told = one.run(
+        sys.executable, "-P", "-c", LOOK, f"stream://10.77.0.2:{port}", "stream://10.77.0.2:9"
+    ).stdout
+    ((name, state, seen, _remedy),) = json.loads(told)
     assert name == "path to 10.77.0.2"
     return state, seen
 
@@ -70,7 +72,10 @@ def test_a_switch_that_loses_large_packets_without_a_word_is_bad(cable):
 
 def test_two_ends_of_different_sizes_are_to_be_looked_at(cable):
     sizes(cable, 9000, 1500, 9000)
-    assert found(cable) == (WARN, "this machine would send packets of 9000 bytes, and TCP agrees on 1500 at most")
+    assert found(cable) == (
+        WARN,
+        "this machine would send packets of 9000 bytes, and TCP agrees on 1500 at most",
+    )
 
 
 def test_a_host_that_answers_no_datagram_is_not_judged_by_that(cable):

@@ -16,8 +16,12 @@ from nvpool.core.units import MIB
 from nvpool.testing.env.command import nvpool
 from nvpool.testing.env.pool import RealPool, end_process
 
-pytestmark = [pytest.mark.mount, pytest.mark.skipif(not os.path.exists("/dev/fuse") or os.geteuid() != 0,
-                                                    reason="a mount needs /dev/fuse and root")]
+pytestmark = [
+    pytest.mark.mount,
+    pytest.mark.skipif(
+        not os.path.exists("/dev/fuse") or os.geteuid() != 0, reason="a mount needs /dev/fuse and root"
+    ),
+]
 MARK = b"nobody may find this on a drive "
 
 
@@ -54,8 +58,11 @@ def cold(path: Path) -> bytes:
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_mounts_of_an_encrypted_volume(replicas, tmp_path):
-    with encrypted_pool(tmp_path, replicas) as (pool, _), mount(pool, tmp_path / "m") as here, \
-            mount(pool, tmp_path / "far", "--no-short-cut") as there:
+    with (
+        encrypted_pool(tmp_path, replicas) as (pool, _),
+        mount(pool, tmp_path / "m") as here,
+        mount(pool, tmp_path / "far", "--no-short-cut") as there,
+    ):
         chance, content = random.Random(replicas), bytearray(MARK * 200_000)
         (here / "large").write_bytes(content)
         for n in range(50):
@@ -65,7 +72,7 @@ def test_mounts_of_an_encrypted_volume(replicas, tmp_path):
                 place = chance.randrange(len(content) - 5000)
                 piece = chance.randbytes(chance.randrange(1, 5000))
                 os.pwrite(file.fileno(), piece, place)
-                content[place:place + len(piece)] = piece
+                content[place : place + len(piece)] = piece
             file.truncate(5_000_001)
             file.truncate(6_000_000)
             content[5_000_001:] = bytes(999_999)
@@ -74,11 +81,13 @@ def test_mounts_of_an_encrypted_volume(replicas, tmp_path):
             assert cold(path / "large") == content
             for n in range(50):
                 assert cold(path / f"small{n}") == MARK * (n + 1)
-            with open(path / "large", "rb", buffering=0) as file:  # at random, small and large, three times over
+            with open(
+                path / "large", "rb", buffering=0
+            ) as file:  # at random, small and large, three times over
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 for _ in range(300):
                     place, length = chance.randrange(len(content)), chance.choice([1, 4096, 100_000])
-                    assert os.pread(file.fileno(), length, place) == content[place:place + length]
+                    assert os.pread(file.fileno(), length, place) == content[place : place + length]
         for target in (1, 2):
             end_process(pool.pid(f"target-{target}"))
         end_process(pool.pid("meta-1"))
@@ -104,7 +113,7 @@ def test_programs_read_an_encrypted_volume_from_threads(tmp_path):
             with client.open("/volumes/secret/file", "rb", buffering=0) as file:
                 for _ in range(400):
                     place, length = chance.randrange(8 * MIB - 8192), chance.choice([1, 4096, 8192])
-                    if bytes(file.pread(length, place)) != content[place:place + length]:
+                    if bytes(file.pread(length, place)) != content[place : place + length]:
                         wrong.append(place)
 
         threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
@@ -141,4 +150,8 @@ def test_doctor_says_that_there_is_no_pool_key(tmp_path):
         pool.make()
         pool.start()
         refused = nvpool("volume", "create", pool.path, "secret", "--encrypt", check=False)
-        assert refused.returncode == 1 and "encryption.key_file" in refused.stderr and "nvpool encryption key" in refused.stderr
+        assert (
+            refused.returncode == 1
+            and "encryption.key_file" in refused.stderr
+            and "nvpool encryption key" in refused.stderr
+        )

@@ -12,9 +12,11 @@ from nvpool.testing.env.etcd_pool import has_keys, members, of_three, token_of, 
 from nvpool.testing.env.namespaces import Machines
 from nvpool.testing.env.nodes import NodeMachine, Pool
 
-pytestmark = [pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or ""),
-              pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
-              pytest.mark.timeout(1500)]
+pytestmark = [
+    pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or ""),
+    pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
+    pytest.mark.timeout(1500),
+]
 
 
 def joined(pool: Pool, node: NodeMachine, by: NodeMachine) -> None:
@@ -45,8 +47,17 @@ print("out", flush=True)
 
 
 def stays_connected(node: NodeMachine, member: str, wait_s: float) -> subprocess.Popen:
-    return node.machine.popen(sys.executable, "-P", "-c", STAYS_CONNECTED, str(node.path), member, str(wait_s),
-                              stdout=subprocess.PIPE, text=True)
+    return node.machine.popen(
+        sys.executable,
+        "-P",
+        "-c",
+        STAYS_CONNECTED,
+        str(node.path),
+        member,
+        str(wait_s),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 def test_a_node_that_is_removed_leaves_etcd_and_is_let_in_no_more():
@@ -57,7 +68,9 @@ def test_a_node_that_is_removed_leaves_etcd_and_is_let_in_no_more():
         try:
             of_three(pool)
             at_first = next(one.client for one in first.map().etcd if one.node == 1)
-            asking = [stays_connected(node, at_first, wait_s) for node, wait_s in ((second, 90.0), (third, 20.0))]
+            asking = [
+                stays_connected(node, at_first, wait_s) for node, wait_s in ((second, 90.0), (third, 20.0))
+            ]
             assert [each.stdout.readline() for each in asking] == ["in\n", "in\n"]
             first.nvpool("node", "remove", str(first.path), "3")
             assert 3 not in first.map().node_by_id and 3 not in {one.node for one in first.map().etcd}
@@ -66,7 +79,11 @@ def test_a_node_that_is_removed_leaves_etcd_and_is_let_in_no_more():
             again = stays_connected(third, at_first, 5.0).communicate(timeout=100)[0]
             assert again == "out\n", "it is not let in again"
             assert asking[0].poll() is None, "the others are"
-            until(lambda: members(first) <= {1, 2} and len(first.map().etcd) == 1, "one member for two nodes", first)
+            until(
+                lambda: members(first) <= {1, 2} and len(first.map().etcd) == 1,
+                "one member for two nodes",
+                first,
+            )
             until(lambda: token_of(first).returncode == 0, "a change", first)
         finally:
             for each in asking:
@@ -85,12 +102,24 @@ def test_the_third_node_makes_three_members_and_the_first_may_be_gone(plain):
             pool.join(second, pool.found())
             second.until_all_serve()
             assert members(second) == {1}
-            until(lambda: has_keys(second), "of two nodes the second could keep the map when the first is lost", second)
+            until(
+                lambda: has_keys(second),
+                "of two nodes the second could keep the map when the first is lost",
+                second,
+            )
             joined(pool, third, by=first)
-            until(lambda: members(third) == {1, 2, 3} and has_keys(second) and has_keys(third), "three members", third)
+            until(
+                lambda: members(third) == {1, 2, 3} and has_keys(second) and has_keys(third),
+                "three members",
+                third,
+            )
             third.until_all_serve()
             first.kill_all()
-            until(lambda: second.nvpool("node", "token", str(second.path), check=False).returncode == 0, "a change", second)
+            until(
+                lambda: second.nvpool("node", "token", str(second.path), check=False).returncode == 0,
+                "a change",
+                second,
+            )
             joined(pool, fourth, by=third)
             until(lambda: 4 in second.map().node_by_id, "the fourth node", second)
             assert not has_keys(fourth)
@@ -113,7 +142,9 @@ def test_without_most_members_all_is_served_and_one_of_them_can_be_made_to_go_on
                 node.kill_all()
             until(lambda: "most members of etcd do not answer" in told(first), "it is said", first)
             assert token_of(first).returncode
-            first.machine.run("sh", "-c", f"cat {mount}/file && echo new > {mount}/later && sync {mount}/later")
+            first.machine.run(
+                "sh", "-c", f"cat {mount}/file && echo new > {mount}/later && sync {mount}/later"
+            )
 
             # it heals by itself
             second.serve()
@@ -130,7 +161,9 @@ def test_without_most_members_all_is_served_and_one_of_them_can_be_made_to_go_on
             first.nvpool("node", "recover-etcd", str(first.path), "--yes")
             until(lambda: token_of(first).returncode == 0, "a change", first)
             assert members(first) == {1} and first.map().epoch > epoch + 1000
-            first.machine.run("sh", "-c", f"cat {mount}/file {mount}/later && echo more > {mount}/more && sync {mount}/more")
+            first.machine.run(
+                "sh", "-c", f"cat {mount}/file {mount}/later && echo more > {mount}/more && sync {mount}/more"
+            )
 
             # those that were lost come back with all they had: as nodes, and then as other members
             generations = {one.node: one.generation for one in second.map().etcd}
@@ -157,21 +190,46 @@ def test_a_member_that_is_lost_is_followed_by_another_node_and_one_without_its_d
                 config = node.machine.place / "soon.toml"
                 config.write_text(soon.read_text())
                 token = first.json("node", "token", str(first.path))["token"]
-                node.nvpool("node", "join", address, "--dir", str(node.path), "--token", token, "--config", str(config),
-                            "--host", node.machine.address)
+                node.nvpool(
+                    "node",
+                    "join",
+                    address,
+                    "--dir",
+                    str(node.path),
+                    "--token",
+                    token,
+                    "--config",
+                    str(config),
+                    "--host",
+                    node.machine.address,
+                )
             until(lambda: members(first) == {1, 2, 3}, "three members", first)
             until(lambda: has_keys(third), "the third node lets others in", third)
             third.kill_all()
-            until(lambda: members(first) == {1, 2, 4} and has_keys(fourth), "the fourth node follows the third", first)
+            until(
+                lambda: members(first) == {1, 2, 4} and has_keys(fourth),
+                "the fourth node follows the third",
+                first,
+            )
             third.serve()
-            until(lambda: not has_keys(third) and not list(third.path.glob("etcd-*")), "the third one keeps nothing", third)
+            until(
+                lambda: not has_keys(third) and not list(third.path.glob("etcd-*")),
+                "the third one keeps nothing",
+                third,
+            )
 
             second.kill_all()
-            held, = second.path.glob("etcd-*")
+            (held,) = second.path.glob("etcd-*")
             shutil.rmtree(held)
             second.serve()
-            until(lambda: len(members(first)) == 3 and all((one.node, one.generation) != (2, int(held.name[5:]))
-                                                           for one in first.map().etcd), "another member", first)
+            until(
+                lambda: (
+                    len(members(first)) == 3
+                    and all((one.node, one.generation) != (2, int(held.name[5:])) for one in first.map().etcd)
+                ),
+                "another member",
+                first,
+            )
             assert not held.exists()
             until(lambda: token_of(first).returncode == 0, "a change", first)
         finally:
@@ -191,8 +249,15 @@ def test_of_two_nodes_the_second_goes_on_when_the_first_which_kept_the_map_is_lo
             def is_whole():
                 seen = second.json("status", path)
                 (shard,) = seen["shards"]
-                return not seen["problems"] and seen["chains"]["full"] == 1024 and not seen["chains"]["to_copy"] and any(
-                    one["node"] == 2 and one["state"] in ("up", "primary") for one in shard["members"])
+                return (
+                    not seen["problems"]
+                    and seen["chains"]["full"] == 1024
+                    and not seen["chains"]["to_copy"]
+                    and any(
+                        one["node"] == 2 and one["state"] in ("up", "primary") for one in shard["members"]
+                    )
+                )
+
             until(is_whole, "all is on both nodes", second)
             mount = second.machine.place / "mount"
             mount.mkdir()
@@ -204,18 +269,37 @@ def test_of_two_nodes_the_second_goes_on_when_the_first_which_kept_the_map_is_lo
             first.kill_all()
             for words in ((), ("--lost", "2")):
                 refused = second.nvpool("node", "recover-etcd", path, "--yes", *words, check=False)
-                assert refused.returncode == 1 and "merely cut off" in refused.stderr and "two pools" in refused.stderr
+                assert (
+                    refused.returncode == 1
+                    and "merely cut off" in refused.stderr
+                    and "two pools" in refused.stderr
+                )
             epoch = second.map().epoch
             done = second.nvpool("node", "recover-etcd", path, "--yes", "--lost", "1", check=False)
             assert done.returncode == 0, f"{done.stderr}\n{second.said()}"
             until(lambda: token_of(second).returncode == 0, "a change", second)
             assert members(second) == {2} and second.map().epoch > epoch + 1000
-            until(lambda: second.machine.run("sh", "-c", f"cat {mount}/file && echo new > {mount}/later && sync {mount}/later",
-                                             check=False).stdout == "kept\n", "files are there", second)
+            until(
+                lambda: (
+                    second.machine.run(
+                        "sh",
+                        "-c",
+                        f"cat {mount}/file && echo new > {mount}/later && sync {mount}/later",
+                        check=False,
+                    ).stdout
+                    == "kept\n"
+                ),
+                "files are there",
+                second,
+            )
 
             # with all that it had the first one does not begin a second history: it finds that it keeps the map no more
             first.serve()
-            until(lambda: members(first) == {2} and not list(first.path.glob("etcd/member")), "the first one follows", first)
+            until(
+                lambda: members(first) == {2} and not list(first.path.glob("etcd/member")),
+                "the first one follows",
+                first,
+            )
             until(lambda: second.nvpool("status", path, check=False).returncode == 0, "all is well", second)
             second.nvpool("umount", str(mount))
         finally:

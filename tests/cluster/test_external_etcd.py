@@ -22,8 +22,13 @@ pytestmark = pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.miss
 
 
 def nvpool(*words) -> subprocess.CompletedProcess:
-    return subprocess.run(command(Program.CLI, *map(str, words)), capture_output=True, text=True,
-                          timeout=200, stdin=subprocess.DEVNULL)
+    return subprocess.run(
+        command(Program.CLI, *map(str, words)),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        stdin=subprocess.DEVNULL,
+    )
 
 
 class OwnEtcd(RealPool):
@@ -39,10 +44,15 @@ class OwnEtcd(RealPool):
 
 @pytest.mark.parametrize("secured", [False, True], ids=["http", "https"])
 def test_a_pool_of_one_node_in_an_etcd_of_ones_own(tmp_path, secured):
-    with real_etcd.RealEtcd(1 if secured else 3, secured=secured) as etcd, OwnEtcd(tmp_path / "pool", etcd) as pool:
+    with (
+        real_etcd.RealEtcd(1 if secured else 3, secured=secured) as etcd,
+        OwnEtcd(tmp_path / "pool", etcd) as pool,
+    ):
         pool.make()
         location = read_map_location(pool.directory)
-        assert location.external == ("secured" if secured else "plain") and location.members == tuple(etcd.members)
+        assert location.external == ("secured" if secured else "plain") and location.members == tuple(
+            etcd.members
+        )
         pool.start()
         assert not pool.status()["problems"] and pool.pool_map.etcd == ()
         files = pool.connect()
@@ -53,7 +63,9 @@ def test_a_pool_of_one_node_in_an_etcd_of_ones_own(tmp_path, secured):
         assert files.read_bytes("/kept") == b"kept" and pool.pool_map.epoch >= epoch
         etcd.kill(0)
         if secured:
-            pool.until(lambda: any("do not answer" in told for told in pool.status()["problems"]), "it is said", 60)
+            pool.until(
+                lambda: any("do not answer" in told for told in pool.status()["problems"]), "it is said", 60
+            )
             assert files.read_bytes("/kept") == b"kept"
             etcd.start(0)
             etcd.wait(0)
@@ -77,11 +89,13 @@ def test_what_is_made_again_after_an_interruption_is_the_same_pool(tmp_path):
 def test_an_etcd_that_is_not_there_or_not_well_named_is_refused_before_anything_is_made(tmp_path):
     drive, directory = tmp_path / "drive", tmp_path / "pool"
     drive.mkdir()
-    for options, words in ((["--etcd", "http://127.0.0.1:9"], "etcd does not answer"),
-                           (["--etcd", "127.0.0.1:2379"], "https://HOST:PORT"),
-                           (["--etcd", "https://127.0.0.1:9"], "--etcd-key"),
-                           (["--etcd", "http://127.0.0.1:9", "--etcd-ca", "/dev/null"], "https://"),
-                           (["--etcd-ca", "/dev/null"], "go with --etcd")):
+    for options, words in (
+        (["--etcd", "http://127.0.0.1:9"], "etcd does not answer"),
+        (["--etcd", "127.0.0.1:2379"], "https://HOST:PORT"),
+        (["--etcd", "https://127.0.0.1:9"], "--etcd-key"),
+        (["--etcd", "http://127.0.0.1:9", "--etcd-ca", "/dev/null"], "https://"),
+        (["--etcd-ca", "/dev/null"], "go with --etcd"),
+    ):
         done = nvpool("pool", "create", directory, "--drive", f"{drive}:64M", *options)
         assert done.returncode and words in done.stderr, done
         assert not directory.exists() and not list(drive.iterdir())
@@ -93,12 +107,28 @@ def test_nodes_join_a_pool_in_an_etcd_of_ones_own_and_let_others_in():
         pool = Pool(hosts, plain=False)
         first, second = pool.nodes
         at = f"http://{first.machine.address}"
-        etcd = first.machine.popen(shutil.which("etcd"), "--data-dir", str(first.machine.place / "own-etcd"),
-                                   "--log-level", "error", "--listen-client-urls", f"{at}:2379",
-                                   "--advertise-client-urls", f"{at}:2379")
+        etcd = first.machine.popen(
+            shutil.which("etcd"),
+            "--data-dir",
+            str(first.machine.place / "own-etcd"),
+            "--log-level",
+            "error",
+            "--listen-client-urls",
+            f"{at}:2379",
+            "--advertise-client-urls",
+            f"{at}:2379",
+        )
         try:
-            until(lambda: first.machine.run("bash", "-c", f"exec 3<>/dev/tcp/{first.machine.address}/2379", check=False
-                                            ).returncode == 0, "etcd listens", first)
+            until(
+                lambda: (
+                    first.machine.run(
+                        "bash", "-c", f"exec 3<>/dev/tcp/{first.machine.address}/2379", check=False
+                    ).returncode
+                    == 0
+                ),
+                "etcd listens",
+                first,
+            )
             pool.found("--etcd", f"{at}:2379")
             pool.join(second, first.json("node", "token", str(first.path)))
             assert len(second.until_all_serve()["nodes"]) == 2 and second.map().etcd == ()
@@ -114,12 +144,18 @@ def test_nodes_join_a_pool_in_an_etcd_of_ones_own_and_let_others_in():
 
 def keys(etcd) -> int:
     """How many the pools have in it."""
+
     async def count() -> int:
         calls = EtcdCalls(etcd.members, SYSTEM_CLOCK)
         try:
-            return (await calls.range(rpc.RangeRequest(key=b"nvpool/", range_end=b"nvpool0", count_only=True), 10.0)).count
+            return (
+                await calls.range(
+                    rpc.RangeRequest(key=b"nvpool/", range_end=b"nvpool0", count_only=True), 10.0
+                )
+            ).count
         finally:
             await calls.close()
+
     return asyncio.run(count())
 
 

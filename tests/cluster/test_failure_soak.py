@@ -21,9 +21,12 @@ sys.path.insert(0, str(ROOT / "bench"))
 contract, soak = (importlib.import_module(name) for name in ("subjects.contract", "failure_soak"))
 sys.path.remove(str(ROOT / "bench"))
 
-needs_nodes = [pytest.mark.mount, pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or ""),
-               pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
-               pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="a mount needs /dev/fuse")]
+needs_nodes = [
+    pytest.mark.mount,
+    pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or ""),
+    pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
+    pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="a mount needs /dev/fuse"),
+]
 ROUNDS = int(os.environ.get("NVPOOL_FAILURES", "1000"))
 
 
@@ -35,9 +38,18 @@ def place():
 
 
 def program(place, *words):
-    command = [sys.executable, ROOT / "bench" / "failure_soak.py", "--directory", place / "p", "--results", place / "found",
-               *words]
-    return subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [
+        sys.executable,
+        ROOT / "bench" / "failure_soak.py",
+        "--directory",
+        place / "p",
+        "--results",
+        place / "found",
+        *words,
+    ]
+    return subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def finished(place, *words, timeout_s):
@@ -55,13 +67,16 @@ def finished(place, *words, timeout_s):
 
 
 def smoke(victim, condition, *words):
-    return pytest.param(["--victim", victim, "--condition", condition, *words], marks=needs_nodes, id=f"{victim}, {condition}")
+    return pytest.param(
+        ["--victim", victim, "--condition", condition, *words], marks=needs_nodes, id=f"{victim}, {condition}"
+    )
 
 
-@pytest.mark.parametrize("words", [smoke("primary and leader", "primary's node mute"),
-                                   smoke("leader", "store stopped", "--drain")])
+@pytest.mark.parametrize(
+    "words", [smoke("primary and leader", "primary's node mute"), smoke("leader", "store stopped", "--drain")]
+)
 def test_failure_soak_round_misses_no_bound(place, words):
-    row, = finished(place, "--rounds", 1, "--patience", 8, *words, timeout_s=560)  # beside other tests
+    (row,) = finished(place, "--rounds", 1, "--patience", 8, *words, timeout_s=560)  # beside other tests
     assert row["missed"] == [] and "skipped" not in row and row["whole_s"] > 0, row
 
 
@@ -105,20 +120,53 @@ def test_failure_soak_pools_lie_in_short_places(monkeypatch, pools, longest):
 def test_failure_soak_choices_depend_on_seed_and_round():
     def choices(seed):
         return [soak.chosen(seed, number)[1:] for number in range(300)]
+
     assert choices(1) == choices(1) != choices(2)
     victims, conditions, drains = zip(*choices(1), strict=True)
-    assert set(victims) == {*VICTIMS, "nobody"} and set(conditions) == set(CONDITIONS) and 15 < sum(drains) < 50
+    assert (
+        set(victims) == {*VICTIMS, "nobody"} and set(conditions) == set(CONDITIONS) and 15 < sum(drains) < 50
+    )
     assert not any(victim == "nobody" and condition == "nothing else" for victim, condition, _ in choices(1))
     assert {soak.link_of(condition) for condition in CONDITIONS} == set(soak.LINKS)
 
 
 def test_failure_soak_table_counts_missed_bounds():
-    measured = (("nothing else", 0.2, 1.0, []), ("nothing else", 0.4, 2.0, []), ("two nodes cut", 7.5, None, ["change: 7.5 s"]))
-    rows = [{"round": number, "victim": "primary", "condition": condition, "drain": False, "change_s": change, "whole_s": whole,
-             "missed": missed} for number, (condition, change, whole, missed) in enumerate(measured)]
-    skipped = {"round": 3, "victim": "store", "condition": "nothing else", "drain": False, "skipped": "no store", "missed": []}
-    text = soak.markdown({"date": "today", "machine": "m", "commit": "c", "seed": 1, "pools": 1, "took_s": 30,
-                          "each": [*rows, skipped]})
+    measured = (
+        ("nothing else", 0.2, 1.0, []),
+        ("nothing else", 0.4, 2.0, []),
+        ("two nodes cut", 7.5, None, ["change: 7.5 s"]),
+    )
+    rows = [
+        {
+            "round": number,
+            "victim": "primary",
+            "condition": condition,
+            "drain": False,
+            "change_s": change,
+            "whole_s": whole,
+            "missed": missed,
+        }
+        for number, (condition, change, whole, missed) in enumerate(measured)
+    ]
+    skipped = {
+        "round": 3,
+        "victim": "store",
+        "condition": "nothing else",
+        "drain": False,
+        "skipped": "no store",
+        "missed": [],
+    }
+    text = soak.markdown(
+        {
+            "date": "today",
+            "machine": "m",
+            "commit": "c",
+            "seed": 1,
+            "pools": 1,
+            "took_s": 30,
+            "each": [*rows, skipped],
+        }
+    )
     assert "3 rounds on 1 pool" in text and "1 missed a bound" in text
     assert "| primary | nothing else | 2 | 0.4 · 0.4 · 0.4 | 2.0 · 2.0 · 2.0 |  |" in text
     assert "| primary | link cut | 1 | 7.5 · 7.5 · 7.5 | – | 1 |" in text and "| store |" not in text
@@ -127,8 +175,16 @@ def test_failure_soak_table_counts_missed_bounds():
 def test_missing_copies_names_short_chains_and_standbys():
     def pool_map(chain, state="up"):
         standby = StandbyMember(member=2, node=2, endpoints=(), state=state)
-        return PoolMap(format=2, pool_id="p", name="p", epoch=1, settings=PoolSettings(), tables=(ChainTable(2, (chain,)),),
-                       shards=(Shard(id=1, node=1, endpoints=(), standbys=(standby,)),))
+        return PoolMap(
+            format=2,
+            pool_id="p",
+            name="p",
+            epoch=1,
+            settings=PoolSettings(),
+            tables=(ChainTable(2, (chain,)),),
+            shards=(Shard(id=1, node=1, endpoints=(), standbys=(standby,)),),
+        )
+
     whole = pool_map(Chain(1, (1, 2)))
     assert missing_copies(whole) == "" and is_settled(whole)
     assert missing_copies(pool_map(Chain(1, (1,), joining=(2,)))) == "1 chains"

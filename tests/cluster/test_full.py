@@ -17,8 +17,9 @@ from nvpool.testing.env.pool import PLAIN_TCP, RealPool, end_process
 from nvpool.testing.loads.checking import FillingLoad
 from nvpool.testing.loads.crash_history import content
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0 or not os.path.exists("/dev/loop-control"),
-                                reason="needs root and loop devices")
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0 or not os.path.exists("/dev/loop-control"), reason="needs root and loop devices"
+)
 
 CONFIG = """
 [journal]
@@ -55,10 +56,10 @@ def room_again(pool, client, held, refused):
     paths = list(held)
     client.truncate(paths[0], 5)
     assert client.read_bytes(paths[0]) == content(held[paths[0]], PIECE)[:5]
-    for path in [*paths[1:len(paths) // 2], refused]:
+    for path in [*paths[1 : len(paths) // 2], refused]:
         if client.exists(path):
             client.remove(path)
-    kept = {path: held[path] for path in paths[len(paths) // 2:]}
+    kept = {path: held[path] for path in paths[len(paths) // 2 :]}
 
     def writable():
         try:
@@ -105,8 +106,12 @@ def test_a_drive_without_room_for_what_it_is_to_get_is_told_of_until_the_drain_i
             return [one for one in pool.status()["problems"] if one.startswith("drive 2 has no room")]
 
         problem = pool.until(told, "status names the full drive", 120)[0]
-        assert "nvpool drive add" in problem and [one["drive"] for one in pool.status()["drives"] if one["lacks_room"]] == [2]
-        with subprocess.Popen([NVPOOL, "drive", "drain", str(pool.path), "3", "--wait"], stderr=subprocess.PIPE) as waiting:
+        assert "nvpool drive add" in problem and [
+            one["drive"] for one in pool.status()["drives"] if one["lacks_room"]
+        ] == [2]
+        with subprocess.Popen(
+            [NVPOOL, "drive", "drain", str(pool.path), "3", "--wait"], stderr=subprocess.PIPE
+        ) as waiting:
             try:
                 said = b""
                 while b"drive 2 has no room" not in said:
@@ -135,7 +140,10 @@ def loop_device(path, size):
 
 @needs_root
 def test_a_full_block_device_refuses_and_takes_again(tmp_path):
-    with loop_device(tmp_path / "image", 80 * MIB) as device, RealPool(tmp_path / "pool", sizes=(), drives=(device,)) as pool:
+    with (
+        loop_device(tmp_path / "image", 80 * MIB) as device,
+        RealPool(tmp_path / "pool", sizes=(), drives=(device,)) as pool,
+    ):
         pool.make()
         pool.start()
         client = pool.connect()
@@ -153,7 +161,9 @@ def test_a_load_on_a_mount_fills_block_devices_and_meets_nothing_but_that(tmp_pa
     place = tmp_path / "mount"
     place.mkdir()
     with contextlib.ExitStack() as stack:
-        devices = tuple(stack.enter_context(loop_device(tmp_path / f"image-{number}", 80 * MIB)) for number in range(2))
+        devices = tuple(
+            stack.enter_context(loop_device(tmp_path / f"image-{number}", 80 * MIB)) for number in range(2)
+        )
         pool = stack.enter_context(RealPool(tmp_path / "pool", sizes=(), drives=devices, replicas=2))
         pool.make()
         pool.start()
@@ -203,7 +213,10 @@ def eat_all_room(place):
 
 @needs_root
 def test_a_full_file_system_under_the_whole_pool_is_survived_by_restarts_too(tmp_path):
-    with file_system(tmp_path, 420 * MIB) as place, RealPool(place / "pool", shards=1) as pool:  # it has no room for more
+    with (
+        file_system(tmp_path, 420 * MIB) as place,
+        RealPool(place / "pool", shards=1) as pool,
+    ):  # it has no room for more
         pool.make()
         pool.start()
         client = pool.connect(5.0)
@@ -220,13 +233,19 @@ def test_a_full_file_system_under_the_whole_pool_is_survived_by_restarts_too(tmp
         client.truncate("/d/3", 500_001)
         held.pop("/d/3")
         assert client.read_bytes("/d/3") == content(3, PIECE)[:500_001]
-        pool.until(lambda: any("make room there" in problem for problem in pool.status()["problems"]), "status says so")
+        pool.until(
+            lambda: any("make room there" in problem for problem in pool.status()["problems"]),
+            "status says so",
+        )
         for path in filled:
             client.remove(path)
         for name in ("target-1", "target-2", "meta-1", "supervisor"):
             before = pool.pid(name)
             end_process(before)
-            pool.until(lambda name=name, before=before: pool.serving() and pool.pid(name) != before, f"{name} is back")
+            pool.until(
+                lambda name=name, before=before: pool.serving() and pool.pid(name) != before,
+                f"{name} is back",
+            )
         hold(client, held)
         pool.stop()
         pool.start()  # a clean stop has removed its traces, so the start has to make them on the full drive
@@ -246,7 +265,9 @@ def test_a_full_file_system_under_the_whole_pool_is_survived_by_restarts_too(tmp
                 return False
 
         pool.until(writable, "there is room again")
-        assert client.read_bytes("/again") == content(9, PIECE) and client.read_bytes("/d/2") == content(2, PIECE)
+        assert client.read_bytes("/again") == content(9, PIECE) and client.read_bytes("/d/2") == content(
+            2, PIECE
+        )
         pool.until(lambda: pool.fsck() == [], "fsck is clean")
 
 
@@ -281,7 +302,7 @@ def test_a_full_metadata_map_refuses_what_adds_and_takes_what_removes(tmp_path):
         client.truncate("/d/first", 1)
         assert client.read_bytes("/d/first") == b"f"
         names = client.list("/d")
-        for name in names[:len(names) // 2]:
+        for name in names[: len(names) // 2]:
             client.remove(f"/d/{name}")
 
         def writable():
@@ -305,8 +326,12 @@ def test_daemons_without_file_descriptors_refuse_newcomers_and_serve_on(tmp_path
         client.write_bytes("/before", content(1, PIECE))
         pids = {name: pool.pid(name) for name in ("supervisor", "meta-1", "target-1", "target-2")}
         daemons = (*pool.pool_map.shards, *pool.pool_map.targets, *pool.pool_map.nodes)
-        ports = [int(endpoint.rpartition(":")[2]) for daemon in daemons for endpoint in daemon.endpoints
-                 if endpoint.startswith("stream://")]
+        ports = [
+            int(endpoint.rpartition(":")[2])
+            for daemon in daemons
+            for endpoint in daemon.endpoints
+            if endpoint.startswith("stream://")
+        ]
         with contextlib.ExitStack() as crowd:
             for port in ports:
                 for _ in range(140):
@@ -315,7 +340,9 @@ def test_daemons_without_file_descriptors_refuse_newcomers_and_serve_on(tmp_path
                     with contextlib.suppress(OSError):
                         newcomer.connect(("127.0.0.1", port))
             client.write_bytes("/during", content(2, PIECE))
-            assert client.read_bytes("/before") == content(1, PIECE) and client.read_bytes("/during") == content(2, PIECE)
+            assert client.read_bytes("/before") == content(1, PIECE) and client.read_bytes(
+                "/during"
+            ) == content(2, PIECE)
             client.remove("/before")
         assert {name: pool.pid(name) for name in pids} == pids, pool.said()
         other = pool.connect(20.0)

@@ -16,9 +16,12 @@ from nvpool.core.programs import Program, command
 from nvpool.testing.env.pool import RealPool, end_process
 from nvpool.testing.loads.crash_history import content
 
-pytestmark = [pytest.mark.mount,
-              pytest.mark.skipif(not os.path.exists("/dev/fuse") or os.geteuid() != 0,
-                                 reason="a mount needs /dev/fuse and root")]
+pytestmark = [
+    pytest.mark.mount,
+    pytest.mark.skipif(
+        not os.path.exists("/dev/fuse") or os.geteuid() != 0, reason="a mount needs /dev/fuse and root"
+    ),
+]
 
 DEADLINE_S = 3.0
 BYTES = 200_000
@@ -88,13 +91,16 @@ def mounted(tmp_path):
 
 
 def nvpool(*words, check=True, timeout=240):
-    return subprocess.run(command(Program.CLI, *map(str, words)), check=check, capture_output=True,
-                          text=True, timeout=timeout)
+    return subprocess.run(
+        command(Program.CLI, *map(str, words)), check=check, capture_output=True, text=True, timeout=timeout
+    )
 
 
 def call_everything(mountpoint, turn):
     """errno of each kind of call; all of them ended in time."""
-    caller = subprocess.Popen([sys.executable, "-c", CALLS, str(mountpoint), str(turn)], stdout=subprocess.PIPE, text=True)
+    caller = subprocess.Popen(
+        [sys.executable, "-c", CALLS, str(mountpoint), str(turn)], stdout=subprocess.PIPE, text=True
+    )
     try:
         out, _ = caller.communicate(timeout=240)
     except subprocess.TimeoutExpired:
@@ -117,7 +123,10 @@ def test_stores_that_stand_still_end_calls_in_time_and_go_on(mounted):
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
-    assert {found[name] for name in ("read", "write", "create", "truncate")} <= {errno.EIO, errno.ETIMEDOUT}, found
+    assert {found[name] for name in ("read", "write", "create", "truncate")} <= {
+        errno.EIO,
+        errno.ETIMEDOUT,
+    }, found
     assert not any(found[name] for name in ("stat", "list", "mkdir", "rename", "unlink")), found
     os.truncate(mountpoint / "sub" / "truncate", 10)
     assert (mountpoint / "sub" / "truncate").stat().st_size == 10
@@ -136,7 +145,10 @@ def test_a_shard_that_stands_still_ends_calls_in_time_and_goes_on(mounted):
         found = call_everything(mountpoint, 0)
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert {code for name, code in found.items() if name not in ("read", "statfs")} <= {errno.EIO, errno.ETIMEDOUT}, found
+    assert {code for name, code in found.items() if name not in ("read", "statfs")} <= {
+        errno.EIO,
+        errno.ETIMEDOUT,
+    }, found
     (mountpoint / "sub" / "back").write_bytes(content(6, BYTES))
     assert (mountpoint / "sub" / "back").read_bytes() == content(6, BYTES)
     assert pool.pid("meta-1") == pid and pool.fsck() == []
@@ -149,8 +161,10 @@ def test_an_open_file_is_read_on_while_its_shard_stands_still(mounted):
     os.kill(pid, signal.SIGSTOP)
     try:
         for place in range(3):
-            time.sleep(1.2)  # what the kernel remembers of attributes is over: it asks for them before it reads
-            assert os.pread(file, 4096, place * 4096) == content(1, BYTES)[place * 4096:place * 4096 + 4096]
+            time.sleep(
+                1.2
+            )  # what the kernel remembers of attributes is over: it asks for them before it reads
+            assert os.pread(file, 4096, place * 4096) == content(1, BYTES)[place * 4096 : place * 4096 + 4096]
         assert os.fstat(file).st_size == BYTES
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -187,7 +201,9 @@ def test_when_everything_is_dead_calls_end_and_the_mount_goes_away_and_comes_bac
 def test_a_daemon_that_is_killed_faster_than_it_starts_is_an_error_and_no_hang(mounted):
     pool, mountpoint = mounted
     end = time.monotonic() + 3 * DEADLINE_S
-    caller = subprocess.Popen([sys.executable, "-c", CALLS, str(mountpoint), "0"], stdout=subprocess.PIPE, text=True)
+    caller = subprocess.Popen(
+        [sys.executable, "-c", CALLS, str(mountpoint), "0"], stdout=subprocess.PIPE, text=True
+    )
     while time.monotonic() < end:
         for name in ("target-1", "target-2"):
             state = pool.directory.state_of(name)

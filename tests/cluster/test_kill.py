@@ -15,8 +15,12 @@ import pytest
 from nvpool.testing.env.command import NVPOOL, nvpool
 from nvpool.testing.loads.checking import CheckingLoad
 
-pytestmark = [pytest.mark.mount, pytest.mark.skipif(not os.path.exists("/dev/fuse") or os.geteuid() != 0,
-                                                    reason="a mount needs /dev/fuse and root")]
+pytestmark = [
+    pytest.mark.mount,
+    pytest.mark.skipif(
+        not os.path.exists("/dev/fuse") or os.geteuid() != 0, reason="a mount needs /dev/fuse and root"
+    ),
+]
 
 
 @pytest.fixture
@@ -42,7 +46,11 @@ def wait_until_serving(pool, count, seconds=240):
     while time.monotonic() < end:
         done = nvpool("status", pool, "--json", check=False)
         if done.stdout.startswith("{"):
-            found = [process for process in json.loads(done.stdout).get("processes", ()) if process["role"] != "holder"]
+            found = [
+                process
+                for process in json.loads(done.stdout).get("processes", ())
+                if process["role"] != "holder"
+            ]
             if len(found) == count and all(p["state"] == "serving" for p in found):
                 return found
         time.sleep(0.1)
@@ -74,8 +82,13 @@ def test_everything_killed_at_once_comes_back_with_one_command(pool):
     found = wait_until_serving(pool, 5)
     # Started before the load, and told when: a program started now would first close its copies of the load's open files,
     # and closing a file that was written waits for the pool.
-    starter = subprocess.Popen(["sh", "-c", f"read go && exec {NVPOOL} dev up {pool}"], stdin=subprocess.PIPE, text=True,
-                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    starter = subprocess.Popen(
+        ["sh", "-c", f"read go && exec {NVPOOL} dev up {pool}"],
+        stdin=subprocess.PIPE,
+        text=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
     with CheckingLoad(mountpoint, threads=2, seed=5) as load:
         load.goes_on()
         for process in sorted(found, key=lambda p: p["role"] != "supervisor"):

@@ -15,7 +15,9 @@ KILLS = 4
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("options", [{"transport": "stream", "short_cut": False}, {}], ids=["stream", "short cut"])
+@pytest.mark.parametrize(
+    "options", [{"transport": "stream", "short_cut": False}, {}], ids=["stream", "short cut"]
+)
 def test_threads_that_read_meet_no_error_and_no_wrong_byte_when_their_store_is_killed(tmp_path, options):
     with RealPool(tmp_path / "pool", sizes=(96 * MIB,), config=PLAIN_TCP) as pool:
         pool.make()
@@ -31,9 +33,12 @@ def test_threads_that_read_meet_no_error_and_no_wrong_byte_when_their_store_is_k
                 try:
                     with client.open("/file", "rb", buffering=0) as file:
                         while not stop.is_set():
-                            offset, length = chance.randrange(len(content)), chance.choice((1, 4096, 5000, 100_000))
+                            offset, length = (
+                                chance.randrange(len(content)),
+                                chance.choice((1, 4096, 5000, 100_000)),
+                            )
                             found = file.pread(length, offset)
-                            if found != content[offset:offset + length]:
+                            if found != content[offset : offset + length]:
                                 problems.append(f"{length} bytes at {offset} are not what was written")
                                 return
                             reads[number] += 1

@@ -29,8 +29,12 @@ class Holder:
     """Another process that reads files when it is told to, and has leases on them after it."""
 
     def __init__(self, pool: RealPool) -> None:
-        self.process = subprocess.Popen([sys.executable, "-c", HOLDER, str(pool.path)], stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(pool.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
     def ask(self, paths: list[str]) -> None:
         self.process.stdin.write(json.dumps(paths) + "\n")

@@ -11,16 +11,24 @@ import pytest
 from nvpool.core.programs import Program, command
 from nvpool.testing.env.pool import RealPool
 
-pytestmark = [pytest.mark.mount, pytest.mark.skipif(not os.path.exists("/dev/fuse") or os.geteuid() != 0,
-                                                    reason="a mount needs /dev/fuse and root")]
+pytestmark = [
+    pytest.mark.mount,
+    pytest.mark.skipif(
+        not os.path.exists("/dev/fuse") or os.geteuid() != 0, reason="a mount needs /dev/fuse and root"
+    ),
+]
 LEASE_S, GRANT_S, SKEWS_S = 1.0, 2.0, 10.0
 
 
 def mount(pool, place):
     place.mkdir()
-    daemon = subprocess.Popen(command(Program.MOUNT, "--no-holder", str(pool.path),
-                               str(place)), cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                              stderr=subprocess.DEVNULL)
+    daemon = subprocess.Popen(
+        command(Program.MOUNT, "--no-holder", str(pool.path), str(place)),
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     pool.until(lambda: os.path.ismount(place), f"mount of {place}")
     return daemon
 
@@ -28,7 +36,9 @@ def mount(pool, place):
 @pytest.mark.soak
 @pytest.mark.parametrize("shard_dies", [False, True])
 def test_a_killed_mounts_locks_go_to_others_when_its_grants_have_ended_and_not_before(tmp_path, shard_dies):
-    with RealPool(tmp_path / "pool", config=f"[meta]\nsession_lease_s = {LEASE_S}\ngrant_s = {GRANT_S}\n") as pool:
+    with RealPool(
+        tmp_path / "pool", config=f"[meta]\nsession_lease_s = {LEASE_S}\ngrant_s = {GRANT_S}\n"
+    ) as pool:
         pool.make()
         pool.start()
         one, other = tmp_path / "one", tmp_path / "other"

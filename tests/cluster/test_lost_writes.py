@@ -16,12 +16,14 @@ from nvpool.testing.env.pool import RealPool, end_process
 
 def boot_in_between(pool: RealPool) -> None:
     """As if the machine of the targets, whose processes are dead, had been started anew."""
+
     async def forget() -> None:
         for target in pool.pool_map.targets:
             kv = await LmdbKv.open(pool.directory.target(target.id) / "index")
             write_verifier.opened(kv, SYSTEM_CLOCK, "another boot", lost=False)
             await kv.sync(kv.sequence)
             await kv.close()
+
     asyncio.run(forget())
 
 
@@ -32,7 +34,10 @@ def test_a_client_that_lives_on_is_told_of_what_stores_have_lost(tmp_path, repli
         pool.make()
         pool.start()
         client = pool.connect(60.0)
-        with client.open("/killed", "wb", buffering=0) as killed, client.open("/lost", "wb", buffering=0) as lost:
+        with (
+            client.open("/killed", "wb", buffering=0) as killed,
+            client.open("/lost", "wb", buffering=0) as lost,
+        ):
             killed.write(b"k" * 3_000_000)
             killed.flush()
             for target in (1, 2):

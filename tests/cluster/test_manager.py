@@ -52,8 +52,15 @@ def test_a_target_that_is_killed_leaves_its_chains_at_once_and_joins_them_when_i
 
 def full(pool, wait_s=60):
     """Wait until every chain has all that it shall have."""
-    pool.until(lambda: all(len(chain.targets) == table.id and not (chain.joining or chain.goal or chain.leaving)
-                           for table in pool.pool_map.tables for chain in table.chains), "all chains are full again", wait_s)
+    pool.until(
+        lambda: all(
+            len(chain.targets) == table.id and not (chain.joining or chain.goal or chain.leaving)
+            for table in pool.pool_map.tables
+            for chain in table.chains
+        ),
+        "all chains are full again",
+        wait_s,
+    )
 
 
 def test_a_target_that_is_stopped_keeps_its_chains_for_its_whole_lease_and_serves_none_of_them_after_it(pool):
@@ -62,12 +69,19 @@ def test_a_target_that_is_stopped_keeps_its_chains_for_its_whole_lease_and_serve
     try:
         began_s = SYSTEM_CLOCK.boottime_s()
         pool.until(lambda: not chains_of(pool, 2), "it has left")
-        assert SYSTEM_CLOCK.boottime_s() - began_s > LEASE_S - 1.0, "a sign of life may have been half a second old, no more"
+        assert SYSTEM_CLOCK.boottime_s() - began_s > LEASE_S - 1.0, (
+            "a sign of life may have been half a second old, no more"
+        )
         assert pool.pool_map.target_by_id[2].state == "down"
     finally:
         os.kill(pid, signal.SIGCONT)
-    pool.until(lambda: pool.pool_map.target_by_id[2].state == "up" and len(joining(pool, 2)) + len(chains_of(pool, 2)) > 600,
-               "it joins them again")
+    pool.until(
+        lambda: (
+            pool.pool_map.target_by_id[2].state == "up"
+            and len(joining(pool, 2)) + len(chains_of(pool, 2)) > 600
+        ),
+        "it joins them again",
+    )
     full(pool)
     assert pool.pid("target-2") == pid, "the same process"
 
@@ -84,10 +98,17 @@ def test_of_a_pool_that_died_as_a_whole_the_tails_go_on_and_the_others_join_them
     before = pool.pool_map.table_by_id[2].chains
     pool.end_daemons()
     pool.start()
-    pool.until(lambda: all(set(chain.targets) | set(chain.joining) == set(old.targets) for old, chain in
-                           zip(before, pool.pool_map.table_by_id[2].chains, strict=True)), "all are there again")
-    assert all(chain.targets[0] == old.targets[-1] and chain.epoch > old.epoch for old, chain in
-               zip(before, pool.pool_map.table_by_id[2].chains, strict=True))
+    pool.until(
+        lambda: all(
+            set(chain.targets) | set(chain.joining) == set(old.targets)
+            for old, chain in zip(before, pool.pool_map.table_by_id[2].chains, strict=True)
+        ),
+        "all are there again",
+    )
+    assert all(
+        chain.targets[0] == old.targets[-1] and chain.epoch > old.epoch
+        for old, chain in zip(before, pool.pool_map.table_by_id[2].chains, strict=True)
+    )
     full(pool)
 
 
@@ -103,8 +124,13 @@ def test_a_pool_that_was_stopped_in_order_goes_on_as_it_was(pool):
 
 
 def nvpool(pool, *words, code=0):
-    done = subprocess.run(command(Program.CLI, *words[:2], str(pool.path), *map(str, words[2:])),
-                          capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command(Program.CLI, *words[:2], str(pool.path), *map(str, words[2:])),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == code, (words, done.returncode, done.stdout[-2000:], done.stderr[-2000:])
     return done
 
@@ -146,7 +172,9 @@ def truncate_files(pool, number, stop, errors):
 def test_drains_end_under_truncations(pool):
     """The chains have different epochs after the first drain; versions that mix them kept chunks on the drive."""
     stop, errors = threading.Event(), []
-    threads = [threading.Thread(target=truncate_files, args=(pool, number, stop, errors)) for number in range(3)]
+    threads = [
+        threading.Thread(target=truncate_files, args=(pool, number, stop, errors)) for number in range(3)
+    ]
     for thread in threads:
         thread.start()
     try:
@@ -161,7 +189,9 @@ def test_drains_end_under_truncations(pool):
         for thread in threads:
             thread.join(60)
     assert errors == []
-    assert not [process for process in pool.status()["processes"] if process.get("restarts")], "no store has fenced itself"
+    assert not [process for process in pool.status()["processes"] if process.get("restarts")], (
+        "no store has fenced itself"
+    )
     full(pool)
     assert pool.fsck() == []
 
@@ -178,7 +208,9 @@ def test_an_added_drive_gets_its_share_and_a_drained_one_ends_empty_and_can_be_r
         kept.write(written["/kept"])
         client.read_bytes("/kept")  # what was written is at the stores
         (tmp_path / "new").mkdir()
-        added = json.loads(nvpool(pool, "drive", "add", tmp_path / "new", "--size", "192M", "--wait", "--json").stdout)
+        added = json.loads(
+            nvpool(pool, "drive", "add", tmp_path / "new", "--size", "192M", "--wait", "--json").stdout
+        )
         assert [one["chains_to_come"] + one["chains_to_go"] for one in added["drives"]] == [0, 0, 0]
         full(pool)
         shares = [one["share"] for one in added["drives"]]
@@ -217,8 +249,10 @@ def test_a_lost_drive_is_made_again_from_the_others(pool):
     assert {t for chain in pool.pool_map.table_by_id[2].chains for t in chain.targets} == {1, 3}
     all_is_there(pool, written)
     assert "target-2" not in {process.get("name") for process in pool.status()["processes"]}
-    assert "only copy" in nvpool(pool, "drive", "remove", 1, "--lost", code=1).stderr or \
-        "would be left" in nvpool(pool, "drive", "remove", 1, "--lost", code=1).stderr
+    assert (
+        "only copy" in nvpool(pool, "drive", "remove", 1, "--lost", code=1).stderr
+        or "would be left" in nvpool(pool, "drive", "remove", 1, "--lost", code=1).stderr
+    )
 
 
 def test_what_no_other_drive_has_is_not_given_up(tmp_path):
@@ -233,13 +267,19 @@ def test_what_no_other_drive_has_is_not_given_up(tmp_path):
 def test_a_drive_is_replaced_by_a_larger_one(pool, tmp_path):
     written = fill(pool)
     (tmp_path / "new").mkdir()
-    done = json.loads(nvpool(pool, "drive", "replace", 1, tmp_path / "new", "--size", "96M", "--wait", "--json").stdout)
+    done = json.loads(
+        nvpool(pool, "drive", "replace", 1, tmp_path / "new", "--size", "96M", "--wait", "--json").stdout
+    )
     assert (done["replaces"], done["was_there"]) == (1, False)
     full(pool)
     assert {t for table in pool.pool_map.tables for chain in table.chains for t in chain.targets} == {2, 3, 4}
     pool.until(lambda: pool.pool_map.target_by_id[1].state == "gone", "the old one has left the pool")
-    again = json.loads(nvpool(pool, "drive", "replace", 1, tmp_path / "new", "--size", "96M", "--wait", "--json").stdout)
-    assert (again["replaces"], again["drive"], again["was_there"]) == (1, done["drive"], True), "who was interrupted asks again"
+    again = json.loads(
+        nvpool(pool, "drive", "replace", 1, tmp_path / "new", "--size", "96M", "--wait", "--json").stdout
+    )
+    assert (again["replaces"], again["drive"], again["was_there"]) == (1, done["drive"], True), (
+        "who was interrupted asks again"
+    )
     assert "was removed" in nvpool(pool, "drive", "replace", 1, tmp_path, code=1).stderr
     all_is_there(pool, written)
 

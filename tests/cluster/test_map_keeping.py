@@ -192,9 +192,14 @@ async def _came_back_with(made, change) -> tuple[MapKeeper, int]:
 
 def test_a_member_that_was_taken_out_is_not_started_also_where_that_was_learnt_before(made):
     """Others go on without it; started again it would begin a second history of the pool."""
+
     async def main():
-        keeper, epoch = await _came_back_with(made, lambda pool_map: changed(
-            pool_map, etcd=(EtcdMember(2, "127.0.0.1:9", "127.0.0.1:10"),), name="elsewhere"))
+        keeper, epoch = await _came_back_with(
+            made,
+            lambda pool_map: changed(
+                pool_map, etcd=(EtcdMember(2, "127.0.0.1:9", "127.0.0.1:10"),), name="elsewhere"
+            ),
+        )
         for _ in range(2):
             with pytest.raises(Unavailable, match="taken out"):
                 await keeper._before_start()
@@ -260,10 +265,14 @@ def test_a_node_that_was_taken_out_while_it_was_away_begins_no_second_history(ma
             raise StaleIdentity("is not in the pool (any more)")
 
         async def others_have_another_member(*_):
-            return changed(pool_map, etcd=(EtcdMember(7, "10.0.0.7:1", "10.0.0.7:2", generation=pool_map.epoch),))
+            return changed(
+                pool_map, etcd=(EtcdMember(7, "10.0.0.7:1", "10.0.0.7:2", generation=pool_map.epoch),)
+            )
 
-        for elsewhere, told in ((others_say_that_it_was_removed, "this node was removed from the pool"),
-                                (others_have_another_member, "taken out while it was away; nodes that keep the map since: 7")):
+        for elsewhere, told in (
+            (others_say_that_it_was_removed, "this node was removed from the pool"),
+            (others_have_another_member, "taken out while it was away; nodes that keep the map since: 7"),
+        ):
             monkeypatch.setattr(map_backend, "newest_elsewhere", elsewhere)
             with pytest.raises(Refused, match=told):
                 await keeper.recover()

@@ -16,9 +16,12 @@ from nvpool.testing.env.pool import end_process
 from nvpool.testing.loads.checking import Pauses
 from nvpool.testing.loads.mounted_nodes import PoolInUse, Under
 
-pytestmark = [pytest.mark.mount, pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or ""),
-              pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
-              pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="a mount needs /dev/fuse")]
+pytestmark = [
+    pytest.mark.mount,
+    pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or ""),
+    pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
+    pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="a mount needs /dev/fuse"),
+]
 AWAY_S = 5.0
 """Longer than any lease."""
 
@@ -90,7 +93,21 @@ def test_all_of_a_node_stands_still_for_longer_than_its_leases(pool):
 
 def test_a_slow_link_slows_down_and_breaks_nothing(pool):
     node = pool.lead_and_primary()[1]
-    slow = ("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "8mbit", "burst", "64kb", "latency", "400ms")
+    slow = (
+        "tc",
+        "qdisc",
+        "add",
+        "dev",
+        "eth0",
+        "root",
+        "tbf",
+        "rate",
+        "8mbit",
+        "burst",
+        "64kb",
+        "latency",
+        "400ms",
+    )
     with Under(pool, 40) as load:
         load.goes_on()
         node.machine.run(*slow)
@@ -140,7 +157,9 @@ def test_bits_turn_on_the_drives_of_a_node_and_no_reader_sees_it(pool):
     reader.verify()
     assert sum(one["last_bad"] for one in done["scrub"]) > 0, "the load alone does not read all of it"
     again = node.json(*words)["scrub"]
-    assert [one["last_bad"] for one in again] == [0] * len(again) and sum(one["last_blocks"] for one in again) > 0
+    assert [one["last_bad"] for one in again] == [0] * len(again) and sum(
+        one["last_blocks"] for one in again
+    ) > 0
     pool.until_whole()
     pool.check()
 

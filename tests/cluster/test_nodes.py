@@ -15,8 +15,11 @@ from nvpool.testing.env.namespaces import Machines
 from nvpool.testing.env.nodes import MIB, NodeMachine, Pool
 from nvpool.testing.env.pool import end_process
 
-pytestmark = [pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or ""),
-              pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or "")]
+pytestmark = [
+    pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or ""),
+    pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
+]
+
 
 @pytest.fixture(params=["secured", "plain text"])
 def pool(request):
@@ -99,8 +102,19 @@ def test_a_token_works_once_briefly_and_for_its_own_pool(pool):
     client = first.json("client", "token", str(first.path))
     assert "lets in a client" in pool.join(third, client, check=False).stderr
     last = first.json("node", "token", str(first.path))
-    refused = third.nvpool("node", "join", last["address"].removeprefix("stream://"), "--dir", str(third.path), "--token",
-                           last["token"], "--drive", str(third.machine.place / "missing"), *pool.plain, check=False)
+    refused = third.nvpool(
+        "node",
+        "join",
+        last["address"].removeprefix("stream://"),
+        "--dir",
+        str(third.path),
+        "--token",
+        last["token"],
+        "--drive",
+        str(third.machine.place / "missing"),
+        *pool.plain,
+        check=False,
+    )
     assert "is it mounted?" in refused.stderr
     assert len(first.map().nodes) == 2
     pool.join(third, last)
@@ -118,7 +132,9 @@ def test_who_has_no_certificate_or_has_left_learns_nothing():
             join = pool.found()
             address = join["address"].removeprefix("stream://")
             assert "without a certificate" in third.nvpool("status", address, check=False).stderr
-            added = second.nvpool("node", "join", address, "--dir", str(second.path), "--token", join["token"])
+            added = second.nvpool(
+                "node", "join", address, "--dir", str(second.path), "--token", join["token"]
+            )
             assert "as node 2" in added.stdout
             second.until_all_serve()
             second.kill_all()
@@ -131,22 +147,41 @@ def test_who_has_no_certificate_or_has_left_learns_nothing():
             first.nvpool("node", "remove", str(first.path), "2")
             assert second.nvpool("status", str(second_client.path)).returncode == 0
             token = first.json("node", "token", str(first.path))["token"]
-            again = second.nvpool("node", "join", address, "--dir", str(second.path), "--token", token, check=False)
-            assert again.returncode == 1 and "was removed from this pool" in again.stderr and "pool destroy" in again.stderr
+            again = second.nvpool(
+                "node", "join", address, "--dir", str(second.path), "--token", token, check=False
+            )
+            assert (
+                again.returncode == 1
+                and "was removed from this pool" in again.stderr
+                and "pool destroy" in again.stderr
+            )
             # its certificate is as good as ever, but nobody in the pool knows it any more
-            (second_client.path / "secret" / "member.crt").write_bytes((second.path / "secret" / "member.crt").read_bytes())
-            (second_client.path / "secret" / "member.key").write_bytes((second.path / "secret" / "member.key").read_bytes())
+            (second_client.path / "secret" / "member.crt").write_bytes(
+                (second.path / "secret" / "member.crt").read_bytes()
+            )
+            (second_client.path / "secret" / "member.key").write_bytes(
+                (second.path / "secret" / "member.key").read_bytes()
+            )
             refused = second.nvpool("status", str(second_client.path), check=False)
             assert refused.returncode and "is not in the pool" in refused.stderr
-            client, = [one for one in first.json("client", "ls", str(first.path))
-                       if one == json.loads(third.directory.node_json.read_text())["member"]]
+            (client,) = [
+                one
+                for one in first.json("client", "ls", str(first.path))
+                if one == json.loads(third.directory.node_json.read_text())["member"]
+            ]
             first.nvpool("client", "remove", str(first.path), client)
             refused = third.nvpool("status", str(third.path), check=False)
             assert refused.returncode and "is not in the pool" in refused.stderr
-            refused = first.nvpool("client", "remove", str(first.path), first.map().nodes[0].member, check=False)
+            refused = first.nvpool(
+                "client", "remove", str(first.path), first.map().nodes[0].member, check=False
+            )
             assert refused.returncode and "is a node" in refused.stderr
             refused = first.nvpool("node", "remove", str(first.path), "1", check=False)
-            assert refused.returncode == 1 and "nvpool node drain " in refused.stderr and "POOL" not in refused.stderr
+            assert (
+                refused.returncode == 1
+                and "nvpool node drain " in refused.stderr
+                and "POOL" not in refused.stderr
+            )
         finally:
             for node in pool.nodes:
                 node.kill_all()

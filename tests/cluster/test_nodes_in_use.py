@@ -14,9 +14,12 @@ from nvpool.testing.env.nodes import CAPACITY, NVPOOL
 from nvpool.testing.env.pool import end_process
 from nvpool.testing.loads.mounted_nodes import PoolInUse, Under, until
 
-pytestmark = [pytest.mark.mount, pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or ""),
-              pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
-              pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="a mount needs /dev/fuse")]
+pytestmark = [
+    pytest.mark.mount,
+    pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or ""),
+    pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
+    pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="a mount needs /dev/fuse"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +62,20 @@ def told(pool, number):
 
 
 def chains_of(pool, node):
-    return sum(node in {now.target_by_id[target].node for target in chain.targets + chain.joining}
-               for now in [pool.nodes[0].map()] for table in now.tables for chain in table.chains)
+    return sum(
+        node in {now.target_by_id[target].node for target in chain.targets + chain.joining}
+        for now in [pool.nodes[0].map()]
+        for table in now.tables
+        for chain in table.chains
+    )
 
 
 def interrupted(pool, *words, begun):
     """The command is begun; when `begun` holds, who leads loses its supervisor to SIGKILL, and the command is interrupted."""
     first = pool.nodes[0]
-    command = first.machine.popen(*NVPOOL, *words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = first.machine.popen(
+        *NVPOOL, *words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         until(begun, f"{words} has begun", first)
         end_process(pool.lead_and_primary()[0].directory.supervisor().pid)
@@ -95,7 +104,9 @@ def fast(pool):
 def test_nodes_join_and_a_client_that_was_there_before_notices_nothing(founded):
     if len(founded.nodes[0].map().nodes) == 1:
         let_join(founded)
-    assert len(founded.nodes[0].map().etcd) == 3 and all(chains_of(founded, number) > 0 for number in (1, 2, 3))
+    assert len(founded.nodes[0].map().etcd) == 3 and all(
+        chains_of(founded, number) > 0 for number in (1, 2, 3)
+    )
 
 
 def test_copies_move_to_other_racks(pool):
@@ -107,8 +118,10 @@ def test_copies_move_to_other_racks(pool):
             load.goes_on()
         pool.until_copied(first)
         now = first.map()
-        racks = [{now.node_by_id[now.target_by_id[target].node].rack for target in chain.targets}
-                 for chain in now.table_by_id[2].chains]
+        racks = [
+            {now.node_by_id[now.target_by_id[target].node].rack for target in chain.targets}
+            for chain in now.table_by_id[2].chains
+        ]
         assert racks == [{"left", "right"}] * len(racks)
         for number in (1, 2, 3):
             first.nvpool("node", "rack", path, str(number), "", "--wait")
@@ -131,7 +144,13 @@ def test_a_node_is_drained_and_filled_again_with_interruptions(pool):
         load.goes_on()
         first.nvpool("node", "drain", path, "3", "--wait")
         one = told(pool, 3)
-        assert (one["wish"], one["chains"], one["etcd"], one["primaries"], one["standbys"]) == ("drained", 0, False, [], [])
+        assert (one["wish"], one["chains"], one["etcd"], one["primaries"], one["standbys"]) == (
+            "drained",
+            0,
+            False,
+            [],
+            [],
+        )
         assert chains_of(pool, 3) == 0
         load.goes_on()
         first.nvpool("node", "drain", path, "3", "--cancel", "--wait")
@@ -155,16 +174,32 @@ def test_drives_come_and_go_with_interruptions(pool):
     with Under(pool, 4) as load:
         load.goes_on()
         slowly(pool)
-        interrupted(pool, "drive", "add", path, str(new), "--size", CAPACITY, "--wait",
-                    begun=lambda: (one := drive()) and one["chains"] and one["chains_to_come"])
+        interrupted(
+            pool,
+            "drive",
+            "add",
+            path,
+            str(new),
+            "--size",
+            CAPACITY,
+            "--wait",
+            begun=lambda: (one := drive()) and one["chains"] and one["chains_to_come"],
+        )
         load.goes_on()
         fast(pool)
         first.nvpool("pool", "rebalance", path, "--wait")
         assert (full := drive())["chains"] and not full["chains_to_come"]
         load.goes_on()
         slowly(pool)
-        interrupted(pool, "drive", "drain", path, str(full["drive"]), "--wait",
-                    begun=lambda: 0 < drive()["chains"] < full["chains"])
+        interrupted(
+            pool,
+            "drive",
+            "drain",
+            path,
+            str(full["drive"]),
+            "--wait",
+            begun=lambda: 0 < drive()["chains"] < full["chains"],
+        )
         load.goes_on()
         fast(pool)
         first.nvpool("drive", "drain", path, str(full["drive"]), "--wait")

@@ -45,7 +45,9 @@ def direct_or_not(directory):
 
 
 def record_a_history(tmp_path, seed, seconds, workers, kills=0):
-    with RealPool(tmp_path / "pool", sizes=(256 * MIB, 384 * MIB)) as pool:  # room for all large writes of a long load
+    with RealPool(
+        tmp_path / "pool", sizes=(256 * MIB, 384 * MIB)
+    ) as pool:  # room for all large writes of a long load
         pool.make()
         faults = PreloadFaults.create(pool.path, tmp_path / "work")
         try:
@@ -73,8 +75,11 @@ def record_a_history(tmp_path, seed, seconds, workers, kills=0):
             finally:
                 load.kill()
             assert load.returncode == 0, said + pool.said()
-            assert all(process["writes"] == direct_or_not(tmp_path) for process in pool.wait()["processes"]
-                       if process["role"] == "store"), "large writes did not go past the page cache as they do without faults"
+            assert all(
+                process["writes"] == direct_or_not(tmp_path)
+                for process in pool.wait()["processes"]
+                if process["role"] == "store"
+            ), "large writes did not go past the page cache as they do without faults"
         finally:
             faults.close()
     history = CrashHistory(out)
@@ -123,7 +128,9 @@ def make_and_lose_power(tmp_path, seed, cuts):
         at_ns = loss.times()[1] if number == cuts - 1 else chance.choice(loss.records).time_ns
         loss.rebuild(state, at_ns, seed * 1000 + number)
         done = RealPool(state / "pool").make({})
-        assert done.returncode == 0 or "holds a pool already" in done.stdout, f"cut {number}: {done.stdout}{done.stderr}"
+        assert done.returncode == 0 or "holds a pool already" in done.stdout, (
+            f"cut {number}: {done.stdout}{done.stderr}"
+        )
         whole += bool(done.returncode)
         asyncio.run(is_sound(state / "pool"))
     assert 0 < whole < cuts

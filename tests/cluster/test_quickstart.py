@@ -23,12 +23,24 @@ def place(tmp_path):
         (source / "sub" / f"file {number}").write_bytes(os.urandom(10_000 * number))
     (source / "link").symlink_to("sub")
     yield tmp_path
-    subprocess.run(programs.command(programs.Program.CLI, "dev", "down", tmp_path / "p"), check=True, capture_output=True)
+    subprocess.run(
+        programs.command(programs.Program.CLI, "dev", "down", tmp_path / "p"), check=True, capture_output=True
+    )
 
 
 def command(place):
-    return [sys.executable, str(ROOT / "tools" / "quickstart.py"), "--source", str(place / "source"), "--directory",
-            str(place / "p"), "--mount", str(place / "m"), "--seconds", "0.3"]
+    return [
+        sys.executable,
+        str(ROOT / "tools" / "quickstart.py"),
+        "--source",
+        str(place / "source"),
+        "--directory",
+        str(place / "p"),
+        "--mount",
+        str(place / "m"),
+        "--seconds",
+        "0.3",
+    ]
 
 
 def quickstart(place, *, prefix=(), code=0):
@@ -41,8 +53,15 @@ def quickstart(place, *, prefix=(), code=0):
 @pytest.mark.skipif(not CAN_MOUNT, reason="a mount needs /dev/fuse and root")
 def test_it_leaves_the_tree_mounted_and_a_second_run_finds_it(place):
     first = quickstart(place).stdout
-    assert "30 files" in first and "equal, byte for byte" in first and "mount, 16 threads" in first and "SDK read_many" in first
-    assert (place / "m" / "source" / "sub" / "file 7").read_bytes() == (place / "source" / "sub" / "file 7").read_bytes()
+    assert (
+        "30 files" in first
+        and "equal, byte for byte" in first
+        and "mount, 16 threads" in first
+        and "SDK read_many" in first
+    )
+    assert (place / "m" / "source" / "sub" / "file 7").read_bytes() == (
+        place / "source" / "sub" / "file 7"
+    ).read_bytes()
     second = quickstart(place)
     assert "from an earlier run" in second.stdout and "were there already" in second.stderr
 
@@ -69,8 +88,13 @@ def test_without_fuse_it_says_so_and_does_the_same_through_the_sdk(place):
 
 def test_stopped_by_ctrl_c_at_any_time_it_goes_on(place):
     for wait_for in ("1. A pool", "2. Import", "4. Read"):
-        running = subprocess.Popen(command(place), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                                   start_new_session=True)
+        running = subprocess.Popen(
+            command(place),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
         for line in running.stdout:
             if wait_for in line:
                 time.sleep(0.2)
@@ -84,5 +108,7 @@ def test_stopped_by_ctrl_c_at_any_time_it_goes_on(place):
 
 @pytest.mark.smoke
 def test_a_tree_that_holds_the_pool_itself_is_refused(place):
-    done = subprocess.run([*command(place), "--source", str(place)], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [*command(place), "--source", str(place)], capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 2 and "choose another tree" in done.stderr

@@ -29,13 +29,21 @@ OFF = SHM + 'enabled = "off"\n'
 
 def connections(client: Client) -> list:
     """Those to stores that RDMA was agreed on with."""
-    return [connection for connection in client.dialer._live.values() if getattr(connection, "upgraded", False)]
+    return [
+        connection for connection in client.dialer._live.values() if getattr(connection, "upgraded", False)
+    ]
 
 
 async def opened(pool: RealPool, config: str) -> Client:
-    over_tcp = Dialer(Greeting("reader", host_id=host_id()), transports={"stream": RdmaTransport(strict=False)})
-    return await Client.open(str(pool.path), "reader", ClientOptions(deadline_s=40.0, short_cut=False),
-                             dialer=over_tcp if config == NETWORK else None)
+    over_tcp = Dialer(
+        Greeting("reader", host_id=host_id()), transports={"stream": RdmaTransport(strict=False)}
+    )
+    return await Client.open(
+        str(pool.path),
+        "reader",
+        ClientOptions(deadline_s=40.0, short_cut=False),
+        dialer=over_tcp if config == NETWORK else None,
+    )
 
 
 @pytest.mark.parametrize("config", [SHM, NETWORK], ids=["unix", "network"])
@@ -51,13 +59,15 @@ def test_what_is_read_over_rdma_is_right_while_stores_are_killed(config, tmp_pat
             placed = kills = 0
             for turn in range(30):
                 places = [draw.randrange(len(content) // BLOCK) * BLOCK for _ in range(COUNT)]
-                reading = asyncio.ensure_future(client.vfs.read_many([(handle, place, BLOCK) for place in places], into))
+                reading = asyncio.ensure_future(
+                    client.vfs.read_many([(handle, place, BLOCK) for place in places], into)
+                )
                 if turn in (8, 16, 24):
                     await asyncio.sleep(0.001 * turn / 8)
                     kills += len([end_process(pool.pid(name)) for name in ("target-1", "target-2")])
                 assert await reading == [BLOCK] * COUNT
                 for number, place in enumerate(places):
-                    assert into[number * BLOCK:(number + 1) * BLOCK] == content[place:place + BLOCK]
+                    assert into[number * BLOCK : (number + 1) * BLOCK] == content[place : place + BLOCK]
                 placed = max(placed, sum(connection.placed_bytes for connection in connections(client)))
             await client.vfs.read_many([(handle, at, MIB) for at in range(0, len(content), MIB)], whole)
             assert whole == content and kills == 6

@@ -17,9 +17,11 @@ from nvpool.testing.env.namespaces import Machines
 from nvpool.testing.env.nodes import NodeMachine, Pool
 from nvpool.testing.env.pool import end_process
 
-pytestmark = [pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or ""),
-              pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
-              pytest.mark.timeout(1500)]
+pytestmark = [
+    pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or ""),
+    pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
+    pytest.mark.timeout(1500),
+]
 
 LIVES_S = 120
 
@@ -54,23 +56,32 @@ def test_all_go_on_when_the_certificates_they_began_with_have_ended(monkeypatch)
             mount = third.machine.place / "mount"
             mount.mkdir()
             third.nvpool("mount", str(client.path), str(mount))
-            began = {path: path.read_bytes() for node in (*pool.nodes, client, user) for path in certificates(node)}
+            began = {
+                path: path.read_bytes() for node in (*pool.nodes, client, user) for path in certificates(node)
+            }
             ended_s = max(ends_s(raw) for raw in began.values()) + 1
             count = 0
             while SYSTEM_CLOCK.wall_ns() / 1e9 < ended_s:
                 count += 1
-                third.machine.run("sh", "-c", f"echo {count} > {mount}/file && sync {mount}/file && grep -q {count} "
-                                              f"{mount}/file")
+                third.machine.run(
+                    "sh",
+                    "-c",
+                    f"echo {count} > {mount}/file && sync {mount}/file && grep -q {count} {mount}/file",
+                )
                 time.sleep(0.5)
             assert len(began) == 8 and program.poll() is None
             for path, raw in began.items():
-                assert path.read_bytes() != raw and ends_s(path.read_bytes()) > SYSTEM_CLOCK.wall_ns() / 1e9, path
+                assert (
+                    path.read_bytes() != raw and ends_s(path.read_bytes()) > SYSTEM_CLOCK.wall_ns() / 1e9
+                ), path
 
             # what is connected goes on, and so does what has to connect anew: a supervisor, a store, a member of etcd
             end_process(first.directory.supervisor().pid)
             for node, name in ((first, "target-1"), (second, "etcd-2")):
                 end_process(node.directory.state_of(name).pid, signal.SIGKILL)
-            third.machine.run("sh", "-c", f"echo anew > {mount}/other && sync {mount}/other && grep -q anew {mount}/other")
+            third.machine.run(
+                "sh", "-c", f"echo anew > {mount}/other && sync {mount}/other && grep -q anew {mount}/other"
+            )
             for node in pool.nodes:
                 node.until_all_serve()
                 assert members(node) == {1, 2, 3}

@@ -74,10 +74,14 @@ def test_client_is_refused_what_it_has_open():
             assert reader.read_and_stat() == ["ok", "ok"]
         assert not first.nvpool("volume", "revoke", where, "v", one.member).stderr
         for said in one.read_and_stat():
-            assert said.startswith(f"PermissionError [Errno 13] the right of {one.member} to volume v was taken back")
+            assert said.startswith(
+                f"PermissionError [Errno 13] the right of {one.member} to volume v was taken back"
+            )
         assert other.read_and_stat() == ["ok", "ok"]
         first.nvpool("client", "remove", where, other.member)
         while (told := other.read_and_stat()) == ["ok", "ok"]:
             pass
-        assert all(said.startswith("PermissionError") and f"{other.member} is not in the pool" in said
-                   for said in other.read_and_stat()), told
+        assert all(
+            said.startswith("PermissionError") and f"{other.member} is not in the pool" in said
+            for said in other.read_and_stat()
+        ), told

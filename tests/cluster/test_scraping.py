@@ -58,7 +58,9 @@ def measured(tmp_path_factory):
     """A pool of two copies that tells Prometheus, and its port."""
     port = free_ports(1)[0]
     config = f'[metrics]\nlisten = "127.0.0.1:{port}"\n[store]\nshort_cut = false\n'
-    with RealPool(tmp_path_factory.mktemp("measured") / "pool", sizes=(96 * MIB,) * 2, replicas=2, config=config) as pool:
+    with RealPool(
+        tmp_path_factory.mktemp("measured") / "pool", sizes=(96 * MIB,) * 2, replicas=2, config=config
+    ) as pool:
         pool.make()
         pool.start()
         yield pool, port
@@ -75,7 +77,7 @@ def test_what_was_done_is_on_the_page(measured):
         file.fsync()
         for number in range(100):
             file.seek(number * 4 * KIB)
-            assert file.read(4 * KIB) == content[number * 4 * KIB:(number + 1) * 4 * KIB]
+            assert file.read(4 * KIB) == content[number * 4 * KIB : (number + 1) * 4 * KIB]
     after = page(port)
 
     def grown(name: str, **labels: str) -> float:
@@ -87,10 +89,15 @@ def test_what_was_done_is_on_the_page(measured):
     assert grown("nvpool_request_seconds_count", op="data_read") > 0
     assert grown("nvpool_meta_changes_total") >= 1 and grown("nvpool_store_flushes_total") >= 1
     assert value(after, "nvpool_meta_sessions") >= 1 and value(after, "nvpool_meta_inodes") >= 2
-    assert value(after, "nvpool_pool_chains", state="full") == 1024 and value(after, "nvpool_pool_chains", state="fewer") == 0
+    assert (
+        value(after, "nvpool_pool_chains", state="full") == 1024
+        and value(after, "nvpool_pool_chains", state="fewer") == 0
+    )
     assert value(after, "nvpool_target_chains", target="1", state="holds") == 1024
     assert value(after, "nvpool_store_used_bytes") >= 2 * len(content)
-    assert up(port).keys() == {"supervisor", "target-1", "target-2"} | {one for one in up(port) if one.startswith("meta-")}
+    assert up(port).keys() == {"supervisor", "target-1", "target-2"} | {
+        one for one in up(port) if one.startswith("meta-")
+    }
 
 
 def test_the_page_comes_in_time_while_a_process_is_stopped_or_dead(measured):
@@ -103,14 +110,19 @@ def test_the_page_comes_in_time_while_a_process_is_stopped_or_dead(measured):
         took_s = SYSTEM_CLOCK.boottime_s() - began_s
         assert seen["target-2"] == 0 and seen["target-1"] == seen["supervisor"] == 1
         assert took_s < 8.0, f"{took_s:.1f} s; Prometheus waits for ten"
-        said = subprocess.run([NVPOOL, "metrics", str(pool.path), "--wait", "0.5"], capture_output=True, text=True, timeout=60)
+        said = subprocess.run(
+            [NVPOOL, "metrics", str(pool.path), "--wait", "0.5"], capture_output=True, text=True, timeout=60
+        )
         assert 'nvpool_up{process="target-2"} 0' in said.stdout, said
     finally:
         os.kill(pid, signal.SIGCONT)
     pool.until(lambda: up(port).get("target-2") == 1, "it is up again")
     restarts = value(page(port), "nvpool_child_restarts_total", child="target-1")
     end_process(pool.pid("target-1"))
-    pool.until(lambda: value(page(port), "nvpool_child_restarts_total", child="target-1") == restarts + 1, "its death was told")
+    pool.until(
+        lambda: value(page(port), "nvpool_child_restarts_total", child="target-1") == restarts + 1,
+        "its death was told",
+    )
     pool.until(lambda: up(port).get("target-1") == 1, "another one answers")
     pool.until(lambda: value(page(port), "nvpool_pool_chains", state="full") == 1024, "all is whole again")
 
@@ -118,7 +130,10 @@ def test_the_page_comes_in_time_while_a_process_is_stopped_or_dead(measured):
 def test_the_page_is_there_again_after_the_supervisor_was_killed(measured):
     pool, port = measured
     end_process(pool.pid("supervisor"))
-    pool.until(lambda: up(port).get("supervisor") == 1 and set(up(port).values()) == {1.0}, "its heir tells of all of them")
+    pool.until(
+        lambda: up(port).get("supervisor") == 1 and set(up(port).values()) == {1.0},
+        "its heir tells of all of them",
+    )
 
 
 @contextmanager
@@ -129,13 +144,23 @@ def prometheus(place: Path, node: int):
     place.mkdir()
     (place / "prometheus.yml").write_text(
         f"global: {{scrape_interval: 500ms, evaluation_interval: 1s}}\nrule_files: [{ALERTS}]\n"
-        f'scrape_configs:\n  - job_name: nvpool\n    scrape_timeout: 500ms\n'
-        f'    static_configs: [{{targets: ["127.0.0.1:{node}"]}}]\n')
+        f"scrape_configs:\n  - job_name: nvpool\n    scrape_timeout: 500ms\n"
+        f'    static_configs: [{{targets: ["127.0.0.1:{node}"]}}]\n'
+    )
     port = free_ports(1)[0]
     with open(place / "log", "wb") as log:
         running = subprocess.Popen(
-            [program, f"--config.file={place}/prometheus.yml", f"--storage.tsdb.path={place}/records",
-             f"--web.listen-address=127.0.0.1:{port}"], stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=place)
+            [
+                program,
+                f"--config.file={place}/prometheus.yml",
+                f"--storage.tsdb.path={place}/records",
+                f"--web.listen-address=127.0.0.1:{port}",
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd=place,
+        )
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -170,19 +195,34 @@ def test_prometheus_reads_it_and_answers_what_was_done_and_which_alert_there_wou
             return True
 
         read()
-        pool.until(lambda: asked(address, "sum(nvpool_store_read_bytes_total)")[""] >= before + 200 * 4 * KIB,
-                   "it knows of what was read", 60)
-        median = 'histogram_quantile(0.5, sum by (le) (rate(nvpool_request_seconds_bucket{op="data_read"}[1m])))'
-        pool.until(lambda: read() and 0 < asked(address, median).get("", 0) < 1.0, "it reckons with the histogram", 60)
+        pool.until(
+            lambda: asked(address, "sum(nvpool_store_read_bytes_total)")[""] >= before + 200 * 4 * KIB,
+            "it knows of what was read",
+            60,
+        )
+        median = (
+            'histogram_quantile(0.5, sum by (le) (rate(nvpool_request_seconds_bucket{op="data_read"}[1m])))'
+        )
+        pool.until(
+            lambda: read() and 0 < asked(address, median).get("", 0) < 1.0,
+            "it reckons with the histogram",
+            60,
+        )
         assert asked(address, "nvpool_up") == dict.fromkeys(up(port), 1.0)
 
         os.kill(pool.pid("target-1"), signal.SIGSTOP)
         try:
             pool.until(lambda: asked(address, "nvpool_up").get("target-1") == 0, "it sees who is silent", 60)
             assert asked(address, 'up{job="nvpool"}') == {"": 1.0}, "the page itself came in time"
-            pool.until(lambda: any(
-                alert["labels"]["alertname"] == "NvpoolProcessDown" and alert["labels"]["process"] == "target-1"
-                for alert in json.loads(got(f"{address}/api/v1/alerts"))["data"]["alerts"]), "an alert is pending", 60)
+            pool.until(
+                lambda: any(
+                    alert["labels"]["alertname"] == "NvpoolProcessDown"
+                    and alert["labels"]["process"] == "target-1"
+                    for alert in json.loads(got(f"{address}/api/v1/alerts"))["data"]["alerts"]
+                ),
+                "an alert is pending",
+                60,
+            )
         finally:
             os.kill(pool.pid("target-1"), signal.SIGCONT)
         pool.until(lambda: asked(address, "nvpool_up").get("target-1") == 1, "it answers again", 60)

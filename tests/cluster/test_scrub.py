@@ -14,7 +14,9 @@ NVPOOL = os.path.join(os.path.dirname(sys.executable), "nvpool")
 
 
 def nvpool(*words: object, code: int = 0) -> subprocess.CompletedProcess:
-    said = subprocess.run([NVPOOL, *map(str, words)], capture_output=True, text=True, timeout=240, check=False)
+    said = subprocess.run(
+        [NVPOOL, *map(str, words)], capture_output=True, text=True, timeout=240, check=False
+    )
     assert said.returncode == code, (words, said.stdout, said.stderr)
     return said
 
@@ -33,7 +35,9 @@ def scrubs(pool: RealPool) -> dict[int, dict]:
 
 
 def test_what_is_rotten_is_found_and_written_anew_and_rounds_outlive_stores(tmp_path):
-    with RealPool(tmp_path / "pool", sizes=(64 * MIB,) * 2, replicas=2, config="[store]\nscrub_bytes_s = 262144\n") as pool:
+    with RealPool(
+        tmp_path / "pool", sizes=(64 * MIB,) * 2, replicas=2, config="[store]\nscrub_bytes_s = 262144\n"
+    ) as pool:
         pool.make()
         pool.start()
         content = os.urandom(4 * MIB)
@@ -41,12 +45,14 @@ def test_what_is_rotten_is_found_and_written_anew_and_rounds_outlive_stores(tmp_
         client.write_bytes("/file", content)
         with client.open("/file", "r+b", buffering=0) as file:
             file.fsync()
-        rot(pool, 1, content[3 * MIB:3 * MIB + 4096])
-        rot(pool, 2, content[MIB:MIB + 4096])
+        rot(pool, 1, content[3 * MIB : 3 * MIB + 4096])
+        rot(pool, 2, content[MIB : MIB + 4096])
         result = json.loads(nvpool("scrub", "start", pool.path, "--wait", "--json").stdout)
         assert result["targets"] == [1, 2] and not result["silent"]
         assert [(one["last_bad"], one["last_mended"]) for one in result["scrub"]] == [(1, 1), (1, 1)]
-        assert all(one["last_blocks"] == 1024 and one["next_ms"] > one["last_ended_ms"] for one in result["scrub"])
+        assert all(
+            one["last_blocks"] == 1024 and one["next_ms"] > one["last_ended_ms"] for one in result["scrub"]
+        )
         assert pool.status()["problems"] == [] and client.read_bytes("/file") == content
 
         nvpool("scrub", "start", pool.path, "--target", 1)

@@ -78,8 +78,12 @@ def write_and_read(pool: RealPool) -> None:
             assert len(file.read()) == 3 << 20
 
 
-def test_systemd_hears_when_it_serves_that_it_goes_on_and_when_it_ends_and_needs_no_capability(tmp_path, told):
-    closed = ("setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs") if os.geteuid() == 0 else ()
+def test_systemd_hears_when_it_serves_that_it_goes_on_and_when_it_ends_and_needs_no_capability(
+    tmp_path, told
+):
+    closed = (
+        ("setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs") if os.geteuid() == 0 else ()
+    )
     with RealPool(tmp_path / "pool") as pool:
         pool.make()
         pool.start({"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "300000"}, prefix=closed)
@@ -107,7 +111,9 @@ def test_a_supervisor_that_dies_is_begun_again_by_systemd_and_takes_over_what_se
         serving = {process["pid"] for process in pool.status()["processes"]} - {pool.pid("supervisor")}
         os.kill(pool.pid("supervisor"), signal.SIGKILL)
         pool.start({"NOTIFY_SOCKET": str(tmp_path / "notify")})  # as Restart= does
-        assert {process["pid"] for process in pool.status()["processes"]} - {pool.pid("supervisor")} == serving
+        assert {process["pid"] for process in pool.status()["processes"]} - {
+            pool.pid("supervisor")
+        } == serving
         assert "--inherit-lock" not in Path(f"/proc/{pool.pid('supervisor')}/cmdline").read_text()
         write_and_read(pool)
 
@@ -121,7 +127,9 @@ def test_second_death_of_a_supervisor_is_left_to_systemd_too(tmp_path, told):
         pool.start({"NOTIFY_SOCKET": str(tmp_path / "notify")})
         time.sleep(max(0.0, first + 12.0 - time.monotonic()))
         os.kill(pool.pid("supervisor"), signal.SIGKILL)
-        time.sleep(6.0)  # children that give systemd 15 s from the first death on would start one that is not the unit's
+        time.sleep(
+            6.0
+        )  # children that give systemd 15 s from the first death on would start one that is not the unit's
         assert "starting another one" not in pool.said(lines=200)
         pool.start({"NOTIFY_SOCKET": str(tmp_path / "notify")})
         assert "--inherit-lock" not in Path(f"/proc/{pool.pid('supervisor')}/cmdline").read_text()
@@ -139,27 +147,43 @@ def test_the_log_is_json_and_its_level_changes_while_daemons_run(tmp_path):
         pids = sorted(process["pid"] for process in pool.status()["processes"])
         os.kill(pool.pid("supervisor"), signal.SIGHUP)
         for name in ("nvpoold", "meta-1", "target-1"):
-            pool.until(lambda name=name: any("level of the log is debug" in line["message"] for line in lines_of(pool, name)),
-                       f"{name} has taken the level")
+            pool.until(
+                lambda name=name: any(
+                    "level of the log is debug" in line["message"] for line in lines_of(pool, name)
+                ),
+                f"{name} has taken the level",
+            )
         pool.directory.node_toml.write_text('[log]\nlevel = "loud"\n')
         os.kill(pool.pid("supervisor"), signal.SIGHUP)
-        pool.until(lambda: any("stays" in line["message"] and line["level"] == "warning" for line in lines_of(pool, "meta-1")),
-                   "what is wrong is said")
+        pool.until(
+            lambda: any(
+                "stays" in line["message"] and line["level"] == "warning" for line in lines_of(pool, "meta-1")
+            ),
+            "what is wrong is said",
+        )
         assert sorted(process["pid"] for process in pool.status()["processes"]) == pids, "nobody ended of it"
         pool.directory.node_toml.write_text(JSON_LOG)
 
 
 def allowed_calls() -> set[str]:
     """What SystemCallFilter= of the unit leaves."""
+
     def named(words: list[str]) -> set[str]:
         found: set[str] = set()
         for word in words:
             if not word.startswith("@"):
                 found.add(word)
                 continue
-            listed = subprocess.run(["systemd-analyze", "syscall-filter", "--no-pager", word], capture_output=True, text=True,
-                                    timeout=60, check=True).stdout
-            found |= named([line.strip() for line in listed.splitlines()[1:] if line.strip() and "#" not in line])
+            listed = subprocess.run(
+                ["systemd-analyze", "syscall-filter", "--no-pager", word],
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=True,
+            ).stdout
+            found |= named(
+                [line.strip() for line in listed.splitlines()[1:] if line.strip() and "#" not in line]
+            )
         return found
 
     allowed: set[str] = set()
@@ -179,6 +203,8 @@ def test_the_unit_allows_every_call_of_the_kernel_that_the_daemons_make(tmp_path
         write_and_read(pool)
         pool.stop()
         pool.until(lambda: seen.exists() and "total" in seen.read_text(), "strace has told")
-    made = {line.split()[-1] for line in seen.read_text().splitlines()[2:] if line.startswith(" ")} - {"total"}
+    made = {line.split()[-1] for line in seen.read_text().splitlines()[2:] if line.startswith(" ")} - {
+        "total"
+    }
     assert {"read", "openat", "epoll_wait"} & made or "io_uring_enter" in made
     assert made - allowed_calls() == set()

@@ -15,7 +15,9 @@ from nvpool.poolmap.shards.members import process_name
 from nvpool.testing.env.pool import RealPool, end_process
 
 NVPOOL = str(Path(sys.executable).with_name("nvpool"))
-mounted = pytest.mark.skipif(not os.path.exists("/dev/fuse") or os.geteuid() != 0, reason="a mount needs /dev/fuse and root")
+mounted = pytest.mark.skipif(
+    not os.path.exists("/dev/fuse") or os.geteuid() != 0, reason="a mount needs /dev/fuse and root"
+)
 SHARDS = 3
 DIRECTORIES = 12
 """Spread over three shards by hash: that two of them share one shard only is one in a hundred thousand pools."""
@@ -50,8 +52,14 @@ def test_programs_work_on_a_mount_of_three_shards(tmp_path):
             git -c user.name=a -c user.email=a@b commit -qm two; git checkout -q HEAD~1; test -d core; git fsck --strict
             cd ..; find . -type d | wc -l; rm -rf work tree copy; test -z "$(ls -A)"
         """
-        done = subprocess.run(["bash", "-c", script], cwd=mountpoint, env=os.environ | {"SOURCE": str(source)},
-                              capture_output=True, text=True, timeout=480)
+        done = subprocess.run(
+            ["bash", "-c", script],
+            cwd=mountpoint,
+            env=os.environ | {"SOURCE": str(source)},
+            capture_output=True,
+            text=True,
+            timeout=480,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         nvpool("fsck", pool)
     finally:
@@ -99,17 +107,28 @@ def move_while_killed(made: RealPool, kills: int, members: int) -> None:
     try:
         for _ in range(kills):
             before = [mover.moves for mover in movers]
-            made.until(lambda before=before: all(mover.moves > moves + 3 or mover.error
-                                                 for mover, moves in zip(movers, before, strict=True)), "all move")
+            made.until(
+                lambda before=before: all(
+                    mover.moves > moves + 3 or mover.error
+                    for mover, moves in zip(movers, before, strict=True)
+                ),
+                "all move",
+            )
             shard = made.pool_map.shards[chance.randrange(SHARDS)]
             name = process_name(shard.id, shard.member)
             if members > 1:
-                made.until(lambda: all(one.state == "up" for each in made.pool_map.shards for one in each.standbys),
-                           "all standbys are up")
+                made.until(
+                    lambda: all(one.state == "up" for each in made.pool_map.shards for one in each.standbys),
+                    "all standbys are up",
+                )
             end_process(made.pid(name))
         before = [mover.moves for mover in movers]
-        made.until(lambda: all(mover.moves > moves + 3 or mover.error for mover, moves in zip(movers, before, strict=True)),
-                   "all move on")
+        made.until(
+            lambda: all(
+                mover.moves > moves + 3 or mover.error for mover, moves in zip(movers, before, strict=True)
+            ),
+            "all move on",
+        )
     finally:
         stop.set()
         for mover in movers:

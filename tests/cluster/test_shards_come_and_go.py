@@ -16,15 +16,21 @@ from nvpool.poolmap.shards.members import process_name
 from nvpool.testing.env.command import NVPOOL, CommandPool, nvpool
 from nvpool.testing.loads.checking import CheckingLoad, Pauses
 
-pytestmark = [pytest.mark.mount, pytest.mark.skipif(not os.path.exists("/dev/fuse") or os.geteuid() != 0,
-                                                    reason="a mount needs /dev/fuse and root")]
+pytestmark = [
+    pytest.mark.mount,
+    pytest.mark.skipif(
+        not os.path.exists("/dev/fuse") or os.geteuid() != 0, reason="a mount needs /dev/fuse and root"
+    ),
+]
 DEADLINE_S = 180.0
 
 
 class Pool(CommandPool):
     def kill(self, name):
         """The process of that name, if there is one at this moment; another is started in its place."""
-        holder = holder_of(self.directory.lock if name == "supervisor" else self.directory.run / f"{name}.lock")
+        holder = holder_of(
+            self.directory.lock if name == "supervisor" else self.directory.run / f"{name}.lock"
+        )
         if holder is not None:
             os.kill(holder.pid, signal.SIGKILL)
 
@@ -99,7 +105,9 @@ def test_killing_shards_and_the_supervisor_while_partitions_move_loses_nothing(p
                     waiting.wait(DEADLINE_S)
                 finally:
                     waiting.kill()
-            nvpool("shard", *wish, "--wait")  # where the supervisor was killed under the wish itself it is said again
+            nvpool(
+                "shard", *wish, "--wait"
+            )  # where the supervisor was killed under the wish itself it is said again
             assert not pool.map.moves
         load.goes_on()
     load.verify()

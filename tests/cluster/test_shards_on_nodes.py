@@ -29,8 +29,14 @@ def test_a_shard_is_added_on_the_node_that_has_none_and_on_the_one_that_is_named
             assert first.json("shard", "add", path, "--number", "3")["state"] == "wanted", "once"
             assert {one["shard"]: one["state"] for one in first.json("shard", "ls", path)}[3] == "wanted"
             second.serve()
-            until(lambda: any(one["shard"] == 3 and one["node"] == 2 and one["partitions"] > 1000
-                              for one in first.json("shard", "ls", path)), "its node has made it", first)
+            until(
+                lambda: any(
+                    one["shard"] == 3 and one["node"] == 2 and one["partitions"] > 1000
+                    for one in first.json("shard", "ls", path)
+                ),
+                "its node has made it",
+                first,
+            )
             refused = first.nvpool("shard", "add", path, "--node", "9", check=False)
             assert refused.returncode == 1 and "node 9 is not in the pool" in refused.stderr
         finally:

@@ -32,7 +32,10 @@ async def load(pool: RealPool, kills: int, apart_s: float) -> dict:
     """Two clients write, a third reads by the short cut, while every store is killed now and then. What is read is what was
     written in that place; and where no store died lately, not older than what was acknowledged when the read began."""
     options = ClientOptions(deadline_s=40.0)
-    reader, writer = await Client.open(str(pool.path), "reader", options), await Client.open(str(pool.path), "writer", options)
+    reader, writer = (
+        await Client.open(str(pool.path), "reader", options),
+        await Client.open(str(pool.path), "writer", options),
+    )
     loop, chance = asyncio.get_running_loop(), random.Random(3)
     acknowledged, begun = [0] * BLOCKS, [0] * BLOCKS
     killed_s = -100.0
@@ -121,8 +124,7 @@ def test_a_mount_on_the_drives_own_host_reads_them_itself_unless_told_not_to(tmp
     with RealPool(tmp_path / "pool") as pool:
         pool.make()
         pool.start()
-        mounted = subprocess.Popen(command(Program.MOUNT, "--no-holder", *words,
-                                    str(pool.path), str(place)))
+        mounted = subprocess.Popen(command(Program.MOUNT, "--no-holder", *words, str(pool.path), str(place)))
         try:
             pool.until(lambda: os.path.ismount(place), "it is mounted")
             content = random.Random(1).randbytes(8 * MIB)
@@ -130,7 +132,7 @@ def test_a_mount_on_the_drives_own_host_reads_them_itself_unless_told_not_to(tmp
             fd = os.open(place / "file", os.O_RDONLY | os.O_DIRECT)
             into = memoryview(mmap.mmap(-1, 16 * BLOCK))
             for at in random.Random(2).sample(range(0, 8 * MIB, 16 * BLOCK), 100):
-                assert os.preadv(fd, [into], at) == len(into) and into == content[at:at + len(into)]
+                assert os.preadv(fd, [into], at) == len(into) and into == content[at : at + len(into)]
             data = [fd for fd in os.listdir(f"/proc/{mounted.pid}/fd") if is_data(mounted.pid, fd)]
             assert bool(data) == (not words)
             os.close(fd)

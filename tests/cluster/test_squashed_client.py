@@ -30,15 +30,22 @@ def pool(tmp_path_factory):
             for name, mode in (("tmp", 0o1777), ("alice", 0o700), ("etc", 0o755)):
                 fs.mkdir(f"/{name}")
                 fs.chmod(f"/{name}", mode)
-            for path, mode, owner in (("/etc/shadow", 0o600, 0), ("/etc/passwd", 0o644, 0), ("/etc/su", 0o4755, 0),
-                                      ("/alice/f", 0o644, ALICE), ("/tmp/private", 0o600, ALICE),
-                                      ("/tmp/shared", 0o666, ALICE)):
+            for path, mode, owner in (
+                ("/etc/shadow", 0o600, 0),
+                ("/etc/passwd", 0o644, 0),
+                ("/etc/su", 0o4755, 0),
+                ("/alice/f", 0o644, ALICE),
+                ("/tmp/private", 0o600, ALICE),
+                ("/tmp/shared", 0o666, ALICE),
+            ):
                 fs.write_bytes(path, b"bytes")
                 fs.chown(path, owner, owner)
                 fs.chmod(path, mode)
             fs.chown("/alice", ALICE, ALICE)
         token = json.loads(nvpool("client", "token", own, "--squash-root", "--json").stdout)
-        nvpool("client", "join", token["address"].removeprefix("stream://"), client, "--token", token["token"])
+        nvpool(
+            "client", "join", token["address"].removeprefix("stream://"), client, "--token", token["token"]
+        )
         yield own, client
     finally:
         clean_up(own)
@@ -47,12 +54,18 @@ def pool(tmp_path_factory):
 @pytest.mark.smoke
 def test_squashed_client_is_shown_as_one(pool):
     own, _ = pool
-    member, = json.loads(nvpool("client", "ls", own, "--json").stdout)
+    (member,) = json.loads(nvpool("client", "ls", own, "--json").stdout)
     assert member.endswith(".squash-root")
-    assert "root as nobody" in nvpool("client", "ls", own).stdout and "root as nobody" in nvpool("cert", "ls", own).stdout
+    assert (
+        "root as nobody" in nvpool("client", "ls", own).stdout
+        and "root as nobody" in nvpool("cert", "ls", own).stdout
+    )
     found = {one["member"]: one["acts_as"] for one in json.loads(nvpool("cert", "ls", own, "--json").stdout)}
     assert found[member] == "any user, root as nobody" and found[None] is None
-    assert "--uid or --squash-root" in nvpool("client", "token", own, "--squash-root", "--uid", "5", code=2).stderr
+    assert (
+        "--uid or --squash-root"
+        in nvpool("client", "token", own, "--squash-root", "--uid", "5", code=2).stderr
+    )
 
 
 def test_root_of_the_sdk_counts_as_nobody(pool):
@@ -65,8 +78,13 @@ def test_root_of_the_sdk_counts_as_nobody(pool):
         fs.write_bytes("/tmp/mine", b"mine")
         assert fs.read_bytes("/tmp/mine") == b"mine"
         assert (fs.stat("/tmp/mine").st_uid, fs.stat("/tmp/mine").st_gid) == (65534, 65534)
-        for change in (lambda: fs.chown("/tmp/mine", 0, 0), lambda: fs.remove("/tmp/shared"), lambda: fs.mkdir("/etc/new"),
-                       lambda: fs.chmod("/tmp/shared", 0o777), lambda: fs.rename("/tmp/mine", "/etc/mine")):
+        for change in (
+            lambda: fs.chown("/tmp/mine", 0, 0),
+            lambda: fs.remove("/tmp/shared"),
+            lambda: fs.mkdir("/etc/new"),
+            lambda: fs.chmod("/tmp/shared", 0o777),
+            lambda: fs.rename("/tmp/mine", "/etc/mine"),
+        ):
             with pytest.raises(PermissionError):
                 change()
 
@@ -77,11 +95,18 @@ def as_user(uid):
 
 def told(program, path, *, uid=0):
     """What a process of that user is told of a call: "done", or the name of an error."""
-    script = f"import errno, os, sys\np = sys.argv[1]\ntry:\n    {program}\n    print('done')\n" \
-             "except OSError as error:\n    print(errno.errorcode[error.errno])"
+    script = (
+        f"import errno, os, sys\np = sys.argv[1]\ntry:\n    {program}\n    print('done')\n"
+        "except OSError as error:\n    print(errno.errorcode[error.errno])"
+    )
     words = as_user(uid) if uid else []
-    done = subprocess.run([*words, "/usr/bin/python3", "-c", script, path], capture_output=True, text=True, timeout=120,
-                          check=True)
+    done = subprocess.run(
+        [*words, "/usr/bin/python3", "-c", script, path],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     return done.stdout.strip()
 
 
@@ -96,7 +121,11 @@ def test_root_of_a_mount_counts_as_nobody(pool):
         read, write = "open(p).read()", "os.close(os.open(p, os.O_WRONLY))"
         assert told(read, place / "etc/passwd") == told(read, place / "tmp/shared") == "done"
         assert told(write, place / "tmp/shared") == told(read, place / "tmp/private", uid=ALICE) == "done"
-        assert told(read, place / "alice/f", uid=ALICE) == told(write, place / "tmp/private", uid=ALICE) == "done"
+        assert (
+            told(read, place / "alice/f", uid=ALICE)
+            == told(write, place / "tmp/private", uid=ALICE)
+            == "done"
+        )
         with open(place / "tmp/shared"):
             for _ in range(2):  # also of what the mount knows by now
                 for path in ("etc/shadow", "alice/f", "tmp/private"):
@@ -104,7 +133,9 @@ def test_root_of_a_mount_counts_as_nobody(pool):
                 for path in ("etc/passwd", "etc/su", "alice/f", "tmp/private"):
                     assert told(write, place / path) == "EACCES", path
         script = f"import time; f = open({str(place / 'tmp/private')!r}); print(f.read(), flush=True); time.sleep(60)"
-        reader = subprocess.Popen([*as_user(ALICE), "/usr/bin/python3", "-c", script], stdout=subprocess.PIPE, text=True)
+        reader = subprocess.Popen(
+            [*as_user(ALICE), "/usr/bin/python3", "-c", script], stdout=subprocess.PIPE, text=True
+        )
         try:
             assert reader.stdout.readline() == "bytes\n"
             assert told(read, place / "tmp/private") == "EACCES", "it is open here, by its owner"
@@ -115,9 +146,19 @@ def test_root_of_a_mount_counts_as_nobody(pool):
         assert told("open(p, 'w').write('x')", new) == "done"
         assert (new.stat().st_uid, new.stat().st_gid) == (65534, 65534)
         assert told("os.chown(p, 0, 0)", new) == told("os.chown(p, 1, -1)", place / "tmp/shared") == "EPERM"
-        assert told("os.chmod(p, 0o777)", place / "tmp/shared") == "EPERM" and told("os.chmod(p, 0o4755)", new) == "done"
-        assert told("os.unlink(p)", place / "tmp/shared") == "EPERM" and told("os.unlink(p)", place / "etc/passwd") == "EACCES"
-        assert told("os.mkdir(p)", place / "etc/d") == told("os.rename(p, p + 'x')", place / "etc/passwd") == "EACCES"
+        assert (
+            told("os.chmod(p, 0o777)", place / "tmp/shared") == "EPERM"
+            and told("os.chmod(p, 0o4755)", new) == "done"
+        )
+        assert (
+            told("os.unlink(p)", place / "tmp/shared") == "EPERM"
+            and told("os.unlink(p)", place / "etc/passwd") == "EACCES"
+        )
+        assert (
+            told("os.mkdir(p)", place / "etc/d")
+            == told("os.rename(p, p + 'x')", place / "etc/passwd")
+            == "EACCES"
+        )
         assert told("os.truncate(p, 0)", place / "tmp/private") == "EACCES"
         assert told("os.mknod(p, 0o20666, os.makedev(1, 3))", place / "tmp/null") == "EPERM"
         assert told("os.mkdir(p); os.rmdir(p)", place / "tmp/d") == "done"

@@ -23,8 +23,12 @@ from nvpool.testing.env.command import CommandPool, nvpool
 from nvpool.testing.env.pool import end_process
 from nvpool.testing.loads.checking import CheckingLoad, ClientLoad, Pauses
 
-pytestmark = [pytest.mark.mount, pytest.mark.skipif(not os.path.exists("/dev/fuse") or os.geteuid() != 0,
-                                                    reason="a mount needs /dev/fuse and root")]
+pytestmark = [
+    pytest.mark.mount,
+    pytest.mark.skipif(
+        not os.path.exists("/dev/fuse") or os.geteuid() != 0, reason="a mount needs /dev/fuse and root"
+    ),
+]
 SHARDS = 3
 DIRECTORIES = 6
 """Of each load: spread over the shards by hash."""
@@ -39,7 +43,7 @@ class Pool(CommandPool):
     @property
     def shard(self):
         """The only one."""
-        shard, = self.shards
+        (shard,) = self.shards
         return shard
 
     def pid(self, member, shard=1):
@@ -53,12 +57,16 @@ class Pool(CommandPool):
             time.sleep(0.02)
 
     def until_up(self):
-        self.until(lambda: all(standby.state == "up" for shard in self.shards for standby in shard.standbys),
-                   "the standbys are up")
+        self.until(
+            lambda: all(standby.state == "up" for shard in self.shards for standby in shard.standbys),
+            "the standbys are up",
+        )
 
     def said(self):
-        return "\n".join(f"-- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-40:])
-                         for path in sorted(self.directory.log.glob("meta*.log")))
+        return "\n".join(
+            f"-- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-40:])
+            for path in sorted(self.directory.log.glob("meta*.log"))
+        )
 
 
 @contextmanager
@@ -87,8 +95,10 @@ def kill_primaries(pool, kills, seed):
     directories = [pool.mountpoint / f"pauses-{number}" for number in range(DIRECTORIES)]
     for directory in directories:
         directory.mkdir()
-    with (CheckingLoad(pool.mountpoint, threads=2, seed=seed, directories=DIRECTORIES) as mounted,
-          ClientLoad(lambda: FileSystem(pool.path), threads=1, names=2) as programs):
+    with (
+        CheckingLoad(pool.mountpoint, threads=2, seed=seed, directories=DIRECTORIES) as mounted,
+        ClientLoad(lambda: FileSystem(pool.path), threads=1, names=2) as programs,
+    ):
         while killed < kills:
             for load in (mounted, programs):
                 load.goes_on(2)
@@ -101,8 +111,10 @@ def kill_primaries(pool, kills, seed):
                 time.sleep(chance.uniform(0.0, 0.3))
                 for shard in lost:
                     os.kill(pool.pid(shard.member, shard.id), signal.SIGKILL)
-                pool.until(lambda lost=lost: all(pool.shards[was.id - 1].term > was.term for was in lost),
-                           "other members are the primaries")
+                pool.until(
+                    lambda lost=lost: all(pool.shards[was.id - 1].term > was.term for was in lost),
+                    "other members are the primaries",
+                )
                 for one in watching:
                     one.goes_on(2)
             for one in watching:
@@ -110,7 +122,10 @@ def kill_primaries(pool, kills, seed):
             pauses += [max(one.longest_s for one in watching)]
             killed += len(lost)
             if len(pauses) % 10 == 0:
-                print(f"{killed} killed: pauses of {median(pauses):.2f} s as a median, {max(pauses):.2f} s at most", flush=True)
+                print(
+                    f"{killed} killed: pauses of {median(pauses):.2f} s as a median, {max(pauses):.2f} s at most",
+                    flush=True,
+                )
             pool.until_up()
         for load in (mounted, programs):
             load.goes_on()  # after the last kill, too
@@ -118,9 +133,11 @@ def kill_primaries(pool, kills, seed):
         load.verify()
     pool.check()
     longest = max(mounted, programs, key=lambda load: load.longest_s)
-    print(f"{killed} primaries of {SHARDS} shards killed in {len(pauses)} turns under {mounted.operations} operations on a "
-          f"mount and {programs.operations} of programs: pauses of {median(pauses):.2f} s as a median, {max(pauses):.2f} s at "
-          f"most; no operation took longer than {longest.longest_s:.2f} s ({longest.longest})")
+    print(
+        f"{killed} primaries of {SHARDS} shards killed in {len(pauses)} turns under {mounted.operations} operations on a "
+        f"mount and {programs.operations} of programs: pauses of {median(pauses):.2f} s as a median, {max(pauses):.2f} s at "
+        f"most; no operation took longer than {longest.longest_s:.2f} s ({longest.longest})"
+    )
     return killed
 
 
@@ -149,7 +166,10 @@ def test_a_primary_that_was_stopped_for_longer_than_its_lease_does_not_speak_for
                     pause.goes_on(20)
                 finally:
                     os.kill(stopped, signal.SIGCONT)
-                pool.until(lambda stopped=stopped, was=was: pool.pid(was.member) not in (0, stopped), "it began again")
+                pool.until(
+                    lambda stopped=stopped, was=was: pool.pid(was.member) not in (0, stopped),
+                    "it began again",
+                )
                 pool.until_up()
             pause.verify()
             print(f"primary stopped: pause of {pause.longest_s:.2f} s")
@@ -169,7 +189,9 @@ def test_a_standby_that_is_killed_or_stopped_holds_nobody_up_for_long_and_return
                 pool.until(lambda: pool.shard.standbys[0].state == "syncing", "it was taken out")
                 os.kill(pid, signal.SIGCONT)
             else:
-                pool.until(lambda pid=pid, standby=standby: pool.pid(standby) not in (0, pid), "it began again")
+                pool.until(
+                    lambda pid=pid, standby=standby: pool.pid(standby) not in (0, pid), "it began again"
+                )
             pool.until_up()
             assert pool.shard.term == term
         load.finish()
@@ -187,7 +209,9 @@ def test_a_primary_that_ends_does_not_wait_for_locks(pool):
     name, taken = pool.mountpoint / "locked", threading.Event()
     with open(name, "w") as holder, open(name) as waiter:
         fcntl.flock(holder, fcntl.LOCK_EX)
-        waiting = threading.Thread(target=lambda: (fcntl.flock(waiter, fcntl.LOCK_EX), taken.set()), daemon=True)
+        waiting = threading.Thread(
+            target=lambda: (fcntl.flock(waiter, fcntl.LOCK_EX), taken.set()), daemon=True
+        )
         waiting.start()
         time.sleep(1)
         was = pool.shard
@@ -201,7 +225,9 @@ def test_a_primary_that_ends_does_not_wait_for_locks(pool):
 
 def test_what_a_standby_needs_is_shown_by_status(pool):
     found = json.loads(nvpool("status", pool.path, "--json").stdout)
-    members = {process["member"]: process["in_map"] for process in found["processes"] if process["role"] == "meta"}
+    members = {
+        process["member"]: process["in_map"] for process in found["processes"] if process["role"] == "meta"
+    }
     assert members == {0: "primary", 1: "up"} and found["problems"] == []
     standby = pool.pid(1)
     os.kill(standby, signal.SIGSTOP)
@@ -210,8 +236,12 @@ def test_what_a_standby_needs_is_shown_by_status(pool):
         done = nvpool("status", pool.path, "--json", check=False)
         found = json.loads(done.stdout)
         assert done.returncode == 3 == found["health"]["exit_code"]
-        problem, = found["health"]["problems"]
-        assert (problem["kind"], problem["shard"], problem["member"]) == ("shard-no-standby", 1, 1) and problem["remedy"]
+        (problem,) = found["health"]["problems"]
+        assert (problem["kind"], problem["shard"], problem["member"]) == (
+            "shard-no-standby",
+            1,
+            1,
+        ) and problem["remedy"]
         assert any("meta-1.1" in problem for problem in found["problems"]), found["problems"]
     finally:
         os.kill(standby, signal.SIGCONT)
@@ -239,8 +269,12 @@ def test_members_whose_records_are_removed_are_filled_again(pool):
         (pool.mountpoint / f"made-without-{lost}").touch()
         code, problems = status_of(pool)
         if problems:  # else it was filled meanwhile
-            problem, = problems
-            assert code == 3 and (problem["kind"], problem["shard"], problem["node"]) == ("shard-no-standby", 1, 1)
+            (problem,) = problems
+            assert code == 3 and (problem["kind"], problem["shard"], problem["node"]) == (
+                "shard-no-standby",
+                1,
+                1,
+            )
             assert "nvpool shard standbys" in problem["remedy"] and problem["since_ms"]
         pool.until_up()
     pool.until(lambda: status_of(pool) == (0, []), "all is well")
@@ -256,7 +290,7 @@ def test_a_standby_emptied_while_stopped_never_leads(pool, is_removed):
     supervisor = holder_of(pool.directory.lock).pid
     os.kill(supervisor, signal.SIGTERM)
     pool.until(lambda: holder_of(pool.directory.lock) is None, "the pool is stopped")
-    place, = (records_of(pool, standby.member) for standby in pool.shard.standbys)
+    (place,) = (records_of(pool, standby.member) for standby in pool.shard.standbys)
     shutil.rmtree(place)
     if not is_removed:
         place.mkdir()
@@ -271,7 +305,9 @@ def test_status_names_a_missing_copy_and_its_remedy(pool):
     target = pool.directory.state_of("target-2").pid
     os.kill(target, signal.SIGSTOP)
     try:
-        pool.until(lambda: {one["kind"] for one in status_of(pool)[1]} >= {"process-down"}, "the store is missed")
+        pool.until(
+            lambda: {one["kind"] for one in status_of(pool)[1]} >= {"process-down"}, "the store is missed"
+        )
         done = nvpool("status", pool.path, check=False)
         problem = next(one for one in status_of(pool)[1] if one["kind"] == "process-down")
         assert done.returncode == 3 and "problem: target-2" in done.stderr and "remedy: " in done.stderr

@@ -29,8 +29,13 @@ SIZES = ("--size", "128M", "--size", "192M")
 
 
 def nvpool(*arguments, code: int | None = 0, wait_s: float = 240) -> subprocess.CompletedProcess:
-    done = subprocess.run(command(Program.CLI, *map(str, arguments)), capture_output=True, text=True,
-                          timeout=wait_s, check=False)
+    done = subprocess.run(
+        command(Program.CLI, *map(str, arguments)),
+        capture_output=True,
+        text=True,
+        timeout=wait_s,
+        check=False,
+    )
     assert code is None or done.returncode == code, (arguments, done)
     return done
 
@@ -41,7 +46,9 @@ def status(directory, wait_s: float = 60.0) -> dict:
 
 
 def pids(directory) -> dict[str, int]:
-    return {process.get("name", process["role"]): process["pid"] for process in status(directory)["processes"]}
+    return {
+        process.get("name", process["role"]): process["pid"] for process in status(directory)["processes"]
+    }
 
 
 def until(holds, what: str, wait_s: float = 120.0):
@@ -124,7 +131,12 @@ def own(tmp_path):
 def test_status_names_every_process_of_the_pool_and_each_runs(pool):
     all_serve(pool)
     seen = json.loads(nvpool("status", pool, "--json").stdout)
-    assert sorted(process["role"] for process in seen["processes"]) == ["meta", "store", "store", "supervisor"]
+    assert sorted(process["role"] for process in seen["processes"]) == [
+        "meta",
+        "store",
+        "store",
+        "supervisor",
+    ]
     assert sorted(process["pid"] for process in seen["processes"]) == processes_of(pool)
     assert seen["problems"] == [] and seen["pool"]["state"] == "serving"
     assert [drive["capacity_bytes"] >> 20 for drive in seen["drives"]] == [128, 192]
@@ -152,13 +164,19 @@ def test_pool_of_one_machine_listens_on_unix_sockets(pool):
 def test_pool_is_reached_by_every_address_it_is_given(own, tmp_path):
     (tmp_path / "node.toml").write_text(PLAIN_TCP)
     nvpool("dev", "up", own, "--size", "64M", "--config", tmp_path / "node.toml")
-    tcp = next(e for e in decode_map(PoolDirectory(own).poolmap.read_bytes()).nodes[0].endpoints if e.startswith("stream://"))
+    tcp = next(
+        e
+        for e in decode_map(PoolDirectory(own).poolmap.read_bytes()).nodes[0].endpoints
+        if e.startswith("stream://")
+    )
     for named in (own, tcp, tcp.removeprefix("stream://")):
         assert status(named)["pool"]["directory"] == str(own)
     seen = status(own)
-    found, = seen["health"]["problems"]
+    (found,) = seen["health"]["problems"]
     assert not seen["problems"]
-    assert (found["kind"], found["severity"]) == ("plain-text", "notice") and "plain_text = false" in found["remedy"]
+    assert (found["kind"], found["severity"]) == ("plain-text", "notice") and "plain_text = false" in found[
+        "remedy"
+    ]
 
 
 def test_loopback_of_an_earlier_version_is_left(own, tmp_path):
@@ -167,12 +185,20 @@ def test_loopback_of_an_earlier_version_is_left(own, tmp_path):
     nvpool("dev", "up", own, "--size", "64M", "--config", tmp_path / "node.toml")
     kill_all(own)
     before = decode_map(PoolDirectory(own).poolmap.read_bytes())
-    assert len(before.targets[0].endpoints) == len(before.shards[0].endpoints) == len(before.nodes[0].endpoints) == 3
+    assert (
+        len(before.targets[0].endpoints)
+        == len(before.shards[0].endpoints)
+        == len(before.nodes[0].endpoints)
+        == 3
+    )
     (own / "node.toml").write_text("")
     nvpool("dev", "up", own)
     after = decode_map(PoolDirectory(own).poolmap.read_bytes())
-    for old, new in zip((*before.nodes, *before.targets, *before.shards), (*after.nodes, *after.targets, *after.shards),
-                        strict=True):
+    for old, new in zip(
+        (*before.nodes, *before.targets, *before.shards),
+        (*after.nodes, *after.targets, *after.shards),
+        strict=True,
+    ):
         assert new.endpoints == old.endpoints[:1]
     listening = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout
     assert not [pid for pid in pids(own).values() if f"pid={pid}," in listening]
@@ -204,7 +230,9 @@ def test_a_killed_supervisor_is_started_by_a_child_and_adopts_all_of_them(pool):
     kill(before["supervisor"])
     seen = all_serve(pool)
     after = {process.get("name", process["role"]): process["pid"] for process in seen["processes"]}
-    assert after.pop("supervisor") != before.pop("supervisor") and after == before, "no child was started a second time"
+    assert after.pop("supervisor") != before.pop("supervisor") and after == before, (
+        "no child was started a second time"
+    )
     assert all(process["adopted"] for process in seen["processes"] if process["role"] != "supervisor")
     assert len(processes_of(pool)) == 4
 
@@ -220,7 +248,9 @@ def test_the_lock_is_never_free_while_a_supervisor_is_killed_again_and_again(poo
             holder = holder_of(directory.lock)
             if holder is not None:
                 supervisors.add(holder.pid)
-            running = [pid for pid in processes_of(pool) if program_of(command_line(pid)) is Program.SUPERVISOR]
+            running = [
+                pid for pid in processes_of(pool) if program_of(command_line(pid)) is Program.SUPERVISOR
+            ]
             if len(running) > 1:
                 free.append(running)
 
@@ -283,8 +313,12 @@ def test_a_process_that_does_not_answer_is_shown_as_silent_and_the_rest_as_it_is
     try:
         states = {"meta-1": "serving", "target-1": "silent", "target-2": "serving"}
         seen = until(lambda: shown_with(pool, states), "one is silent, the others serve")
-        silent, = (one for one in seen["health"]["problems"] if one["kind"] == "process-down")
-        assert seen["pool"]["state"] == "degraded" and silent["name"] == "target-1" and " is silent" in silent["reason"]
+        (silent,) = (one for one in seen["health"]["problems"] if one["kind"] == "process-down")
+        assert (
+            seen["pool"]["state"] == "degraded"
+            and silent["name"] == "target-1"
+            and " is silent" in silent["reason"]
+        )
         assert f"kill -9 {stopped}" in silent["remedy"]
     finally:
         kill(stopped, signal.SIGCONT)
@@ -294,8 +328,21 @@ def test_a_process_that_does_not_answer_is_shown_as_silent_and_the_rest_as_it_is
 def test_a_daemon_that_may_open_too_few_files_is_refused_with_the_remedy(own):
     nvpool("dev", "up", own, "--size", "128M")
     kill_all(own)
-    done = subprocess.run(["bash", "-c", 'ulimit -n 40; exec "$0" "$@"', *command(Program.SUPERVISOR), str(own),
-                           "--log", "stderr"], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        [
+            "bash",
+            "-c",
+            'ulimit -n 40; exec "$0" "$@"',
+            *command(Program.SUPERVISOR),
+            str(own),
+            "--log",
+            "stderr",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 1 and "LimitNOFILE" in done.stderr and processes_of(own) == []
 
 
@@ -314,13 +361,17 @@ def test_sigterm_ends_every_process_in_order_and_leaves_no_state_behind(pool):
 
 def test_serve_in_a_terminal_ends_on_ctrl_c_and_tells_systemd_when_it_is_ready(pool, tmp_path):
     import socket
+
     kill(pids(pool)["supervisor"], signal.SIGTERM)
     until(lambda: processes_of(pool) == [], "all have ended")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(tmp_path / "notify"))
         systemd.settimeout(120)
-        daemon = subprocess.Popen(command(Program.CLI, "serve", str(pool), "--log", "stderr"),
-                                  stderr=subprocess.PIPE, env=os.environ | {"NOTIFY_SOCKET": str(tmp_path / "notify")})
+        daemon = subprocess.Popen(
+            command(Program.CLI, "serve", str(pool), "--log", "stderr"),
+            stderr=subprocess.PIPE,
+            env=os.environ | {"NOTIFY_SOCKET": str(tmp_path / "notify")},
+        )
         while (told := systemd.recv(1000)).startswith(b"EXTEND_TIMEOUT_USEC="):
             pass
         assert told.startswith(b"READY=1")
@@ -330,20 +381,49 @@ def test_serve_in_a_terminal_ends_on_ctrl_c_and_tells_systemd_when_it_is_ready(p
     assert processes_of(pool) == []
 
 
-@pytest.mark.parametrize("damage, said", [
-    (lambda d: d.format.write_text("nvpool pool 2\n"), "nvpool pool 2"),
-    (lambda d: d.node_toml.write_text("[log]\nlevl = 'info'\n"), "line 2: log.levl is not known here; did you mean level?"),
-    (lambda d: d.node_toml.unlink(), "nvpool config sample"),
-    (lambda d: shutil.rmtree(d.map), "map"),
-    (lambda d: (d.target(1) / "FORMAT").write_text("nvpool chunk store 7\n"), "use the version of nvpool that made it")])
+@pytest.mark.parametrize(
+    "damage, said",
+    [
+        (lambda d: d.format.write_text("nvpool pool 2\n"), "nvpool pool 2"),
+        (
+            lambda d: d.node_toml.write_text("[log]\nlevl = 'info'\n"),
+            "line 2: log.levl is not known here; did you mean level?",
+        ),
+        (lambda d: d.node_toml.unlink(), "nvpool config sample"),
+        (lambda d: shutil.rmtree(d.map), "map"),
+        (
+            lambda d: (d.target(1) / "FORMAT").write_text("nvpool chunk store 7\n"),
+            "use the version of nvpool that made it",
+        ),
+    ],
+)
 def test_a_pool_that_can_not_be_served_is_refused_with_the_reason(own, damage, said):
-    made = {"verb": "pool", "directory": str(own), "name": "x", "chunk_bytes": 1 << 20, "replicas": 1, "config": "",
-            "drives": [{"path": str(own / "targets" / "1"), "capacity_bytes": 128 << 20}], "throw_away": True}
-    subprocess.run(command(Program.POOL_MAKER), input=json.dumps(made), text=True, check=True, timeout=240,
-                   stdout=subprocess.DEVNULL)
+    made = {
+        "verb": "pool",
+        "directory": str(own),
+        "name": "x",
+        "chunk_bytes": 1 << 20,
+        "replicas": 1,
+        "config": "",
+        "drives": [{"path": str(own / "targets" / "1"), "capacity_bytes": 128 << 20}],
+        "throw_away": True,
+    }
+    subprocess.run(
+        command(Program.POOL_MAKER),
+        input=json.dumps(made),
+        text=True,
+        check=True,
+        timeout=240,
+        stdout=subprocess.DEVNULL,
+    )
     damage(PoolDirectory(own))
-    done = subprocess.run(command(Program.SUPERVISOR, str(own), "--log", "stderr"), capture_output=True,
-                          text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command(Program.SUPERVISOR, str(own), "--log", "stderr"),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode in (1, 2, 4) and said in done.stderr, done
     assert "Traceback" not in done.stderr and processes_of(own) == []
 
@@ -356,8 +436,13 @@ def test_a_part_of_another_version_is_told_in_the_status_and_refused_at_the_next
     path.write_text(wrong)
     try:
         kill(pids(pool)[daemon])
-        said = until(lambda: next((p for p in status(pool)["problems"] if wrong.strip() in p), None), "the status says why")
-        assert daemon in said and "does not start" in said and "use the version of nvpool that made it" in said
+        said = until(
+            lambda: next((p for p in status(pool)["problems"] if wrong.strip() in p), None),
+            "the status says why",
+        )
+        assert (
+            daemon in said and "does not start" in said and "use the version of nvpool that made it" in said
+        )
         kill_all(pool)
         told = nvpool("dev", "up", pool, code=1).stderr
         assert wrong.strip() in told and "use the version" in told and processes_of(pool) == []

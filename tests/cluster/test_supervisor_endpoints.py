@@ -20,9 +20,12 @@ from nvpool.testing.env.namespaces import Machines
 from nvpool.testing.env.pool import end_process
 from nvpool.testing.loads.mounted_nodes import PoolInUse, until
 
-pytestmark = [pytest.mark.mount, pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or ""),
-              pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
-              pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="a mount needs /dev/fuse")]
+pytestmark = [
+    pytest.mark.mount,
+    pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or ""),
+    pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
+    pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="a mount needs /dev/fuse"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +46,7 @@ def pool():
 
 @contextlib.contextmanager
 def without_socket(node):
-    socket, = node.directory.run.glob("node*.sock")
+    (socket,) = node.directory.run.glob("node*.sock")
     away = Path(f"{socket}.away")
     socket.rename(away)
     try:
@@ -68,8 +71,14 @@ def start_again_on_tcp(pool, node, name):
 
     def serves():
         state = node.directory.state_of(name)
-        return (state is not None and state.pid != old and state.state == "serving" and identity_of(state.pid) is not None
-                and is_on_tcp(node, state.pid) and state.pid)
+        return (
+            state is not None
+            and state.pid != old
+            and state.state == "serving"
+            and identity_of(state.pid) is not None
+            and is_on_tcp(node, state.pid)
+            and state.pid
+        )
 
     return until(serves, f"{name} is on TCP", *pool.nodes[:3])
 
@@ -80,8 +89,14 @@ def let_another_lead(pool, leads):
     os.kill(pid, signal.SIGSTOP)
     try:
         others = [node for node in pool.nodes[:3] if node is not leads]
-        until(lambda: any(node["leads"] and node["node"] != leads.directory.node
-                          for node in pool.seen_by(others[0]).get("nodes", ())), "another node leads", *others)
+        until(
+            lambda: any(
+                node["leads"] and node["node"] != leads.directory.node
+                for node in pool.seen_by(others[0]).get("nodes", ())
+            ),
+            "another node leads",
+            *others,
+        )
     finally:
         os.kill(pid, signal.SIGCONT)
 
@@ -108,10 +123,18 @@ def test_primary_on_tcp_is_given_leases_by_another_nodes_leader(pool):
     make(pool, "before")
     with without_socket(node):
         pid = start_again_on_tcp(pool, node, name)
-        until(lambda: leads.map().shards[0].standbys[0].state == "up", "the standby has everything", *pool.nodes[:3])
+        until(
+            lambda: leads.map().shards[0].standbys[0].state == "up",
+            "the standby has everything",
+            *pool.nodes[:3],
+        )
         end_process(primary.directory.state_of(process_name(shard.id, shard.member)).pid, signal.SIGKILL)
         took_s = [make(pool, "first")]
-        until(lambda: leads.map().shards[0].standbys[0].state == "up", "it has a standby of its own", *pool.nodes[:3])
+        until(
+            lambda: leads.map().shards[0].standbys[0].state == "up",
+            "it has a standby of its own",
+            *pool.nodes[:3],
+        )
         took_s.append(make(pool, "second"))  # now it needs a lease
         assert leads.map().shards[0].member == standby.member and is_on_tcp(node, pid)
         print(f"files were made within {took_s} s")

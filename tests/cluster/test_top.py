@@ -98,14 +98,18 @@ def test_it_names_the_client_with_its_rates(pool):
 
 
 def test_it_names_targets_and_volumes(pool):
-    said = subprocess.run([NVPOOL, "volume", "create", str(pool.path), "busy"], capture_output=True, text=True, timeout=120)
+    said = subprocess.run(
+        [NVPOOL, "volume", "create", str(pool.path), "busy"], capture_output=True, text=True, timeout=120
+    )
     assert said.returncode == 0, said
     with Load(pool, "volumes/busy/file") as load:
         seen, reads_s, _ = asyncio.run(rates(pool, "volume", load))
         assert seen.rates[0].name == "busy" and len(seen.rates) == 1
         assert seen.rates[0].reads == pytest.approx(reads_s, rel=0.25)
         seen, reads_s, _ = asyncio.run(rates(pool, "target", load))
-    assert len(seen.rates) == 2 and all(row.name.startswith(("target 1 (", "target 2 (")) for row in seen.rates)
+    assert len(seen.rates) == 2 and all(
+        row.name.startswith(("target 1 (", "target 2 (")) for row in seen.rates
+    )
     assert sum(row.reads for row in seen.rates) == pytest.approx(reads_s, rel=0.25)
 
 
@@ -147,19 +151,32 @@ def test_reads_by_the_short_cut_are_told_too_and_a_stopped_target_is_named(pool)
 
 def test_the_command_prints_once_and_lives_on_a_terminal_until_ctrl_c(pool):
     with Load(pool, "seen") as load:
-        said = subprocess.run([NVPOOL, "top", str(pool.path), "--once", "--json", "--interval", "1"], capture_output=True,
-                              text=True, timeout=120)
+        said = subprocess.run(
+            [NVPOOL, "top", str(pool.path), "--once", "--json", "--interval", "1"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         assert said.returncode == 0, said
         told = json.loads(said.stdout)
         assert told["by"] == "client" and told["silent"] == []
         assert told["rows"][0]["name"] == f"seen on {host_name()}" and told["rows"][0]["reads_s"] > 0
-        plain = subprocess.run([NVPOOL, "top", str(pool.path), "--once", "--sort", "ops"], capture_output=True, text=True,
-                               timeout=120)
+        plain = subprocess.run(
+            [NVPOOL, "top", str(pool.path), "--once", "--sort", "ops"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         assert plain.stdout.startswith("CLIENT\tREADS/S\t") and f"seen on {host_name()}" in plain.stdout
         main, terminal = pty.openpty()
-        live = subprocess.Popen([NVPOOL, "top", str(pool.path), "--interval", "0.5"], stdin=terminal, stdout=terminal,
-                                stderr=terminal, start_new_session=True, env=os.environ | {"TERM": "xterm", "COLUMNS": "160",
-                                                                                           "LINES": "30"})
+        live = subprocess.Popen(
+            [NVPOOL, "top", str(pool.path), "--interval", "0.5"],
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+            start_new_session=True,
+            env=os.environ | {"TERM": "xterm", "COLUMNS": "160", "LINES": "30"},
+        )
         os.close(terminal)
         shown = b""
         deadline_s = SYSTEM_CLOCK.boottime_s() + 60
@@ -181,5 +198,7 @@ def test_the_command_prints_once_and_lives_on_a_terminal_until_ctrl_c(pool):
             live.wait()
             os.close(main)
         assert load.reads > 0
-    wrong = subprocess.run([NVPOOL, "top", str(pool.path), "--by", "colour"], capture_output=True, text=True, timeout=60)
+    wrong = subprocess.run(
+        [NVPOOL, "top", str(pool.path), "--by", "colour"], capture_output=True, text=True, timeout=60
+    )
     assert wrong.returncode == 2

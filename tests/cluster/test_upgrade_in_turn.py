@@ -20,9 +20,12 @@ from nvpool.testing.env import namespaces
 from nvpool.testing.env.namespaces import Machines
 from nvpool.testing.loads.mounted_nodes import PoolInUse, Under, until
 
-pytestmark = [pytest.mark.mount, pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or ""),
-              pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
-              pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="a mount needs /dev/fuse")]
+pytestmark = [
+    pytest.mark.mount,
+    pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or ""),
+    pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.missing() or ""),
+    pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="a mount needs /dev/fuse"),
+]
 
 NEWER = f"{nvpool.__version__}+newer"
 
@@ -32,12 +35,18 @@ class Installed:
 
     def __init__(self, place: Path) -> None:
         self.place = place
-        shutil.copytree(Path(nvpool.__file__).parent, place / "nvpool", ignore=shutil.ignore_patterns("__pycache__", "*.c"))
+        shutil.copytree(
+            Path(nvpool.__file__).parent,
+            place / "nvpool",
+            ignore=shutil.ignore_patterns("__pycache__", "*.c"),
+        )
 
     def update(self) -> None:
         """Every file is written anew, and says another version."""
         beside = self.place / "newer"
-        shutil.copytree(Path(nvpool.__file__).parent, beside, ignore=shutil.ignore_patterns("__pycache__", "*.c"))
+        shutil.copytree(
+            Path(nvpool.__file__).parent, beside, ignore=shutil.ignore_patterns("__pycache__", "*.c")
+        )
         version = beside / "core" / "version.py"
         text = version.read_text()
         assert f'"{nvpool.__version__}"' in text
@@ -84,8 +93,13 @@ def test_nodes_and_mount_are_upgraded_in_turn_and_nobody_who_uses_the_pool_is_to
             pool.until_whole()
             found = doctor_of(first)
             assert [one for one in found.values() if one["state"] == "bad"] == []
-            assert {found[name]["state"] for name in ("nodes", "map", "copies", "versions", "clocks", "ports")} == {"ok"}
-            assert found["versions"]["seen"] == f"nvpool {nvpool.__version__}" and found["clocks"]["seen"].count("node ") == 3
+            assert {
+                found[name]["state"] for name in ("nodes", "map", "copies", "versions", "clocks", "ports")
+            } == {"ok"}
+            assert (
+                found["versions"]["seen"] == f"nvpool {nvpool.__version__}"
+                and found["clocks"]["seen"].count("node ") == 3
+            )
             assert {*software(first).values(), *software(client).values()} == {f"nvpool {nvpool.__version__}"}
             with Under(pool, 1) as load:
                 load.goes_on()
@@ -104,7 +118,9 @@ def test_nodes_and_mount_are_upgraded_in_turn_and_nobody_who_uses_the_pool_is_to
                     assert set(software(node).values()) == {f"nvpool {NEWER}"}, software(node)
                     if node is first:
                         assert doctor_of(second)["versions"]["state"] == "warn"
-                    print(f"{node.machine.name}: away and whole again within {time.monotonic() - began_s:.1f} s")
+                    print(
+                        f"{node.machine.name}: away and whole again within {time.monotonic() - began_s:.1f} s"
+                    )
                     load.goes_on()
                 done = client.json("mount", "upgrade", str(client.machine.place / "mount"))
                 print(f"the mount: after a pause of {done['pause_ms']} ms")
@@ -127,7 +143,9 @@ def test_a_pool_of_one_node_is_stopped_while_it_is_read_and_the_readers_wait(ins
             pool.mount_client()
             # by a process that has nothing open on the mount: one of ours waits for the pool when it closes what it inherited
             starts = f'while read place; do {shlex.join(command(Program.SUPERVISOR))} "$place" --log file </dev/null & done'
-            starter = subprocess.Popen(first.machine.command("sh", "-c", starts), stdin=subprocess.PIPE, text=True)
+            starter = subprocess.Popen(
+                first.machine.command("sh", "-c", starts), stdin=subprocess.PIPE, text=True
+            )
             with Under(pool, 2) as load:
                 load.goes_on()
                 for _ in range(2):
@@ -153,6 +171,7 @@ def test_a_pool_of_one_node_is_stopped_while_it_is_read_and_the_readers_wait(ins
 def test_all_of_this_runs_from_the_copy(installed):
     """Else the tests above would upgrade nothing."""
     installed.update()
-    done = subprocess.run(command(Program.CLI, "version", "--json"), capture_output=True, text=True,
-                          check=False, cwd="/")
+    done = subprocess.run(
+        command(Program.CLI, "version", "--json"), capture_output=True, text=True, check=False, cwd="/"
+    )
     assert NEWER in done.stdout, done.stdout + done.stderr

@@ -37,7 +37,9 @@ def command(pool, *words):
 
 
 def nvpool(pool, *words, code=0):
-    done = subprocess.run(command(pool, *words), capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command(pool, *words), capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL
+    )
     assert done.returncode == code, f"{words} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 
@@ -54,8 +56,13 @@ def until(holds, wait_s=60.0):
 
 
 def test_interrupted_the_removal_goes_on_and_the_same_command_waits_again(pool, large):
-    waiting = subprocess.Popen(command(pool, "rm", "large", "--wait"), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True)
+    waiting = subprocess.Popen(
+        command(pool, "rm", "large", "--wait"),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         until(lambda: large.list(removing=True) and not large.list())
         told = waiting.stderr.readline()  # a second later
@@ -66,12 +73,16 @@ def test_interrupted_the_removal_goes_on_and_the_same_command_waits_again(pool, 
         waiting.kill()
         waiting.wait()
     assert waiting.returncode == 130 and not out
-    assert "its removal goes on" in said and "the same command waits" in said and said.endswith("interrupted\n")
+    assert (
+        "its removal goes on" in said and "the same command waits" in said and said.endswith("interrupted\n")
+    )
     assert "or finds no such volume, when it is over" in said
     assert "Traceback" not in said
-    left, = large.list(removing=True)
+    (left,) = large.list(removing=True)
     assert left.state == "removing" and left.name == "large"
-    until(lambda: large.removing(left.inode) is None or large.removing(left.inode).files_used < left.files_used)
+    until(
+        lambda: large.removing(left.inode) is None or large.removing(left.inode).files_used < left.files_used
+    )
     assert shown(pool)["large"]["state"] == "removing"
     again = nvpool(pool, "rm", "large", "--wait", "--json")
     assert json.loads(again.stdout) == {"name": "large", "removed": True, "files_left": 0}
@@ -81,7 +92,7 @@ def test_interrupted_the_removal_goes_on_and_the_same_command_waits_again(pool, 
 
 def test_without_waiting_again_and_with_a_new_volume_of_the_name_nothing_is_mistaken(pool, large):
     nvpool(pool, "rm", "large")
-    first, = large.list(removing=True)
+    (first,) = large.list(removing=True)
     assert "there is no volume large" in nvpool(pool, "rm", "large", code=1).stderr
     made = large.create("large")
     assert json.loads(nvpool(pool, "rm", "large", "--wait", "--json").stdout)["removed"]

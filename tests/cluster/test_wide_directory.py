@@ -49,8 +49,12 @@ class Maker:
 
     def __init__(self, pool, who):
         self.who, self.made = who, 0
-        self._process = subprocess.Popen([sys.executable, "-c", MAKER, str(pool), who, str(EACH), str(EACH_MAX), str(STEP)],
-                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", MAKER, str(pool), who, str(EACH), str(EACH_MAX), str(STEP)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         self._reading = threading.Thread(target=self._read)
         self._reading.start()
 
@@ -95,8 +99,12 @@ def test_it_is_listed_whole_while_files_come_and_go_and_shards_too(pool):
     with FileSystem(pool, name="lists") as files:
         files.mkdir("/wide", wide=True)
         makers = [Maker(pool, f"client{number}") for number in range(CLIENTS)]
-        shards = threading.Thread(target=lambda: [nvpool("shard", "add", pool, "--wait"),
-                                                  nvpool("shard", "remove", pool, 1, "--wait")])
+        shards = threading.Thread(
+            target=lambda: [
+                nvpool("shard", "add", pool, "--wait"),
+                nvpool("shard", "remove", pool, 1, "--wait"),
+            ]
+        )
         shards.start()
         try:
             while any(maker.works for maker in makers) or shards.is_alive():
@@ -109,7 +117,9 @@ def test_it_is_listed_whole_while_files_come_and_go_and_shards_too(pool):
             ended = [maker.end(kill=sys.exc_info()[0] is not None) for maker in makers]
         assert ended == [0] * CLIENTS
         assert all(maker.made >= EACH for maker in makers)
-        assert listed(files, makers) == {f"{maker.who}-{number}" for maker in makers for number in range(maker.made)}
+        assert listed(files, makers) == {
+            f"{maker.who}-{number}" for maker in makers for number in range(maker.made)
+        }
         there = json.loads(nvpool("shard", "ls", pool, "--json"))
         assert {one["shard"] for one in there if one["partitions"]} == {2, 3, 4}
     nvpool("fsck", pool)

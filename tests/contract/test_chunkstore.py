@@ -59,12 +59,23 @@ class ForgettingSubject:
         await self.begin()
 
     async def begin(self):
-        self.store = BlockChunkStore(self.device, CAPACITY_BYTES // 4096, target=1, options=StoreOptions(cached_segments=64),
-                                     clock=ManualClock())
-        options = LmdbOptions(sync_interval_s=30, checkpoint_interval_s=30, journal_bytes=1 << 20, map_bytes=1 << 20)
-        kv = await LmdbKv.open(self.directory / "index", options,
-                               before_checkpoint=self.store.sync_data, on_replay=ReplayCheck(self.device.read_whole),
-                               on_fence=self.store.fence)
+        self.store = BlockChunkStore(
+            self.device,
+            CAPACITY_BYTES // 4096,
+            target=1,
+            options=StoreOptions(cached_segments=64),
+            clock=ManualClock(),
+        )
+        options = LmdbOptions(
+            sync_interval_s=30, checkpoint_interval_s=30, journal_bytes=1 << 20, map_bytes=1 << 20
+        )
+        kv = await LmdbKv.open(
+            self.directory / "index",
+            options,
+            before_checkpoint=self.store.sync_data,
+            on_replay=ReplayCheck(self.device.read_whole),
+            on_fence=self.store.fence,
+        )
         await self.store.attach(kv)
 
     async def restart(self):
@@ -178,7 +189,15 @@ class RawDeviceSubject(DirectorySubject):
         shutil.rmtree(self.directory)
 
 
-SUBJECTS = [TwinSubject, ForgettingSubject, ColdSubject, DirectorySubject, ThreadsSubject, DirectSubject, RawDeviceSubject]
+SUBJECTS = [
+    TwinSubject,
+    ForgettingSubject,
+    ColdSubject,
+    DirectorySubject,
+    ThreadsSubject,
+    DirectSubject,
+    RawDeviceSubject,
+]
 
 
 @pytest.mark.parametrize("check", [*CHECKS, *RANGE_CHECKS, *WHOLE_CHECKS], ids=lambda check: check.__name__)

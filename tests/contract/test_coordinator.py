@@ -17,7 +17,11 @@ def make(request, tmp_path):
     places = iter(range(1000))
 
     async def fresh():
-        kv = MemoryKv() if request.param == "memory" else await LmdbKv.open(tmp_path / str(next(places)), LmdbOptions())
+        kv = (
+            MemoryKv()
+            if request.param == "memory"
+            else await LmdbKv.open(tmp_path / str(next(places)), LmdbOptions())
+        )
         return await EmbeddedCoordinator.found(kv, first_map())
 
     return fresh
@@ -38,12 +42,16 @@ def test_an_embedded_coordinator_keeps_the_contract(check, make):
 def test_the_map_is_there_again_after_a_restart_and_the_copy_is_mended(tmp_path):
     async def run():
         copies = []
-        coordinator = await EmbeddedCoordinator.found(await LmdbKv.open(tmp_path / "map", LmdbOptions()), first_map())
+        coordinator = await EmbeddedCoordinator.found(
+            await LmdbKv.open(tmp_path / "map", LmdbOptions()), first_map()
+        )
         for number in range(3):
             await coordinator.replace(changed(coordinator.pool_map, name=f"n{number}"))
         last = coordinator.pool_map
         await coordinator.close()
-        again = await EmbeddedCoordinator.open(await LmdbKv.open(tmp_path / "map", LmdbOptions()), copies.append)
+        again = await EmbeddedCoordinator.open(
+            await LmdbKv.open(tmp_path / "map", LmdbOptions()), copies.append
+        )
         assert again.pool_map == last
         assert [decode_map(raw) for raw in copies] == [last]
         await again.close()
@@ -54,8 +62,11 @@ def test_the_map_is_there_again_after_a_restart_and_the_copy_is_mended(tmp_path)
 def test_a_map_is_durable_before_the_copy_and_the_copy_before_the_watchers():
     async def run():
         kv, seen = MemoryKv(), []
-        coordinator = await EmbeddedCoordinator.found(kv, first_map(), lambda raw: seen.append(
-            (decode_map(raw).epoch, kv.synced_sequence == kv.sequence)))
+        coordinator = await EmbeddedCoordinator.found(
+            kv,
+            first_map(),
+            lambda raw: seen.append((decode_map(raw).epoch, kv.synced_sequence == kv.sequence)),
+        )
         watch = asyncio.ensure_future(coordinator.watch(1, 10))
         await asyncio.sleep(0)
         await coordinator.replace(changed(coordinator.pool_map, name="next"))

@@ -60,7 +60,9 @@ def a_pool():
 async def pair(etcd, first=None):
     """Two coordinators of one new pool."""
     first = first or a_pool()
-    return await EtcdCoordinator.found(etcd.members, first), await EtcdCoordinator.open(etcd.members, first.pool_id)
+    return await EtcdCoordinator.found(etcd.members, first), await EtcdCoordinator.open(
+        etcd.members, first.pool_id
+    )
 
 
 @pytest.mark.parametrize("members", ["one", "three_whole", "three_less_one"])
@@ -100,7 +102,9 @@ def test_what_one_changes_the_other_is_told(one):
 def test_of_two_that_change_the_map_at_once_one_is_stale_and_may_go_on_from_the_others(one):
     async def run():
         both = await pair(one)
-        changes = (each.replace(changed(each.pool_map, name=name)) for each, name in zip(both, "ab", strict=True))
+        changes = (
+            each.replace(changed(each.pool_map, name=name)) for each, name in zip(both, "ab", strict=True)
+        )
         results = await asyncio.gather(*changes, return_exceptions=True)
         assert sorted(str(type(result).__name__) for result in results) == ["NoneType", "StaleEpoch"]
         assert both[0].pool_map == both[1].pool_map
@@ -223,8 +227,12 @@ def test_maps_of_a_large_pool_are_changed_and_followed_however_many_are_kept(one
     async def run():
         targets = tuple(Target(n, n, 1, 1 << 30, (f"inproc://target-{n}",)) for n in range(1, 7))
         tables = tuple(build_table(targets, replicas) for replicas in (1, 2, 3))
-        large = msgspec.structs.replace(a_pool(), targets=targets, tables=tables, drives=tuple(
-            Drive(n, 1, f"/drive/{n}", 1 << 30) for n in range(1, 7)))
+        large = msgspec.structs.replace(
+            a_pool(),
+            targets=targets,
+            tables=tables,
+            drives=tuple(Drive(n, 1, f"/drive/{n}", 1 << 30) for n in range(1, 7)),
+        )
         assert len(encode_map(large)) * etcd_module.KEPT_MAPS > 4 << 20, "more than gRPC takes in one answer"
         mine, other = await pair(one, large)
         other._following.cancel()
@@ -376,7 +384,9 @@ def test_a_leader_of_an_earlier_version_leads_until_etcd_has_ended_its_lease(one
         mine, other = await pair(one)
         number = await mine._calls.grant_lease(600, 10)
         put = etcd_module.rpc.PutRequest(key=mine._root + b"leader", value=b"old", lease=number)
-        await mine._calls.transact(etcd_module.rpc.TxnRequest(success=[etcd_module.rpc.RequestOp(request_put=put)]), 10)
+        await mine._calls.transact(
+            etcd_module.rpc.TxnRequest(success=[etcd_module.rpc.RequestOp(request_put=put)]), 10
+        )
         await until(lambda: other.leader() == "old")
         assert await other.lead("other", 0.1, 0.5) is None
         waiting = asyncio.ensure_future(other.lead("other", LEASE_S, 30))
@@ -466,7 +476,9 @@ def test_a_member_may_die_or_stand_still_and_leases_and_watches_go_on(three, har
 
 
 @pytest.mark.parametrize("harm", ["kill", "stop"])
-def test_without_most_members_nothing_is_changed_leases_end_and_all_goes_on_when_they_return(three, harm, monkeypatch):
+def test_without_most_members_nothing_is_changed_leases_end_and_all_goes_on_when_they_return(
+    three, harm, monkeypatch
+):
     monkeypatch.setattr(etcd_module, "CHANGE_S", 1.0)
 
     async def run():
@@ -550,11 +562,13 @@ def test_the_keys_of_a_pool_go_with_the_last_of_its_nodes(one):
             await EtcdCoordinator.open(one.members, first.pool_id)
         await other.close()
         await (await EtcdCoordinator.open(one.members, other.pool_map.pool_id)).close()
+
     asyncio.run(run())
 
 
 def test_who_asks_when_the_connections_are_closed_hears_that_etcd_can_not_be_asked():
     """A coordinator is closed under those who ask it when the map moves to another one."""
+
     async def run():
         calls = etcd_client.EtcdCalls(("127.0.0.1:9",), SYSTEM_CLOCK)
         await calls.close()

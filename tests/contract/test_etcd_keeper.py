@@ -27,15 +27,23 @@ def test_a_node_that_tells_something_new_keeps_one_lease_for_it(tmp_path, monkey
     monkeypatch.setattr(etcd_members, "_LOOK_S", 0.01)
 
     async def run(members) -> None:
-        coordinator = await EtcdCoordinator.found(members, msgspec.structs.replace(first_map(), pool_id="pool-of-the-keeper"))
-        maps = SimpleNamespace(relay=Relay(coordinator), own=None, certificates=lambda: None, show_certificates=lambda: None)
+        coordinator = await EtcdCoordinator.found(
+            members, msgspec.structs.replace(first_map(), pool_id="pool-of-the-keeper")
+        )
+        maps = SimpleNamespace(
+            relay=Relay(coordinator), own=None, certificates=lambda: None, show_certificates=lambda: None
+        )
         keeper = etcd_members.EtcdKeeper(PoolDirectory(tmp_path), Config(), maps, None, None)
         telling = asyncio.ensure_future(keeper._announce())
         try:
             async with asyncio.timeout(60):
                 for able in (True, False, True):
-                    monkeypatch.setattr(etcd_members.shutil, "which", lambda name, able=able: "/etcd" if able else None)
-                    while not any(json.loads(says)["able"] == able for says in coordinator.present().values()):  # noqa: ASYNC110
+                    monkeypatch.setattr(
+                        etcd_members.shutil, "which", lambda name, able=able: "/etcd" if able else None
+                    )
+                    while not any(  # noqa: ASYNC110
+                        json.loads(says)["able"] == able for says in coordinator.present().values()
+                    ):
                         await asyncio.sleep(0.01)
                 while len(coordinator._leases) > 1:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
@@ -53,13 +61,28 @@ def test_a_removed_node_says_so_whether_its_own_map_knows_it_or_not(tmp_path, mo
     monkeypatch.setattr(etcd_members, "_AGAIN_S", 0.01)
 
     async def run() -> None:
-        listener = await listen(f"inproc://removed-{in_map}", Greeting("node 2"),
-                                lambda call: call.fail(StaleIdentity("node/one is not in the pool any more")))
+        listener = await listen(
+            f"inproc://removed-{in_map}",
+            Greeting("node 2"),
+            lambda call: call.fail(StaleIdentity("node/one is not in the pool any more")),
+        )
         first = first_map()
-        one, two = first.nodes[0], msgspec.structs.replace(first.nodes[0], id=2, endpoints=(f"inproc://removed-{in_map}",))
-        held = HeldMap(msgspec.structs.replace(first, nodes=(one, two) if in_map else (two,)), "etcd is silent")
-        maps = SimpleNamespace(relay=Relay(held), is_in_etcd=True, own_data_is_lost=False, external="", members=(), own=None,
-                               learn=None)
+        one, two = (
+            first.nodes[0],
+            msgspec.structs.replace(first.nodes[0], id=2, endpoints=(f"inproc://removed-{in_map}",)),
+        )
+        held = HeldMap(
+            msgspec.structs.replace(first, nodes=(one, two) if in_map else (two,)), "etcd is silent"
+        )
+        maps = SimpleNamespace(
+            relay=Relay(held),
+            is_in_etcd=True,
+            own_data_is_lost=False,
+            external="",
+            members=(),
+            own=None,
+            learn=None,
+        )
         dialer = Dialer(Greeting("node 1"))
         keeper = etcd_members.EtcdKeeper(PoolDirectory(tmp_path), Config(), maps, None, dialer)
         keeper._node = one.id
@@ -76,11 +99,14 @@ def test_a_removed_node_says_so_whether_its_own_map_knows_it_or_not(tmp_path, mo
     asyncio.run(run())
 
 
-def test_a_member_is_started_again_once_for_a_node_that_was_removed_though_the_map_can_not_be_changed(tmp_path):
+def test_a_member_is_started_again_once_for_a_node_that_was_removed_though_the_map_can_not_be_changed(
+    tmp_path,
+):
     async def run(client: str) -> None:
         found, started = first_map(), []
-        pool_map = msgspec.structs.replace(found, revoked=(Revoked("9", 1, 5),),
-                                           etcd=(EtcdMember(found.nodes[0].id, client, client),))
+        pool_map = msgspec.structs.replace(
+            found, revoked=(Revoked("9", 1, 5),), etcd=(EtcdMember(found.nodes[0].id, client, client),)
+        )
         answers = [Unavailable("the map can not be changed"), Unavailable("the map can not be changed"), None]
 
         async def start_again() -> None:
@@ -92,9 +118,15 @@ def test_a_member_is_started_again_once_for_a_node_that_was_removed_though_the_m
                 raise answer
             assert decide(pool_map).etcd[0].revoked == 5
 
-        maps = SimpleNamespace(relay=SimpleNamespace(present=dict), certificates=lambda: None, write_revoked=lambda: None,
-                               start_again=start_again)
-        keeper = etcd_members.EtcdKeeper(PoolDirectory(tmp_path), Config(), maps, SimpleNamespace(change=change), None)
+        maps = SimpleNamespace(
+            relay=SimpleNamespace(present=dict),
+            certificates=lambda: None,
+            write_revoked=lambda: None,
+            start_again=start_again,
+        )
+        keeper = etcd_members.EtcdKeeper(
+            PoolDirectory(tmp_path), Config(), maps, SimpleNamespace(change=change), None
+        )
         for _ in range(2):
             with pytest.raises(Unavailable):
                 await keeper._hang_up(pool_map, pool_map.etcd[0])
@@ -110,8 +142,12 @@ def test_no_member_is_started_again_while_a_lost_node_is_counted_on(tmp_path):
         found, started = first_map(), []
         own = EtcdMember(found.nodes[0].id, client, client)
         lost = msgspec.structs.replace(found.nodes[0], id=9, wish="lost")
-        pool_map = msgspec.structs.replace(found, revoked=(Revoked("9", 1, 5),), nodes=(*found.nodes, lost),
-                                           etcd=(own, EtcdMember(9, "h:1", "h:2")))
+        pool_map = msgspec.structs.replace(
+            found,
+            revoked=(Revoked("9", 1, 5),),
+            nodes=(*found.nodes, lost),
+            etcd=(own, EtcdMember(9, "h:1", "h:2")),
+        )
 
         async def start_again() -> None:
             started.append(client)
@@ -120,9 +156,15 @@ def test_no_member_is_started_again_while_a_lost_node_is_counted_on(tmp_path):
             assert decide(pool_map).etcd[0].revoked == 5
 
         written = []
-        maps = SimpleNamespace(relay=SimpleNamespace(present=dict), certificates=lambda: None,
-                               write_revoked=lambda: written.append(client), start_again=start_again)
-        keeper = etcd_members.EtcdKeeper(PoolDirectory(tmp_path), Config(), maps, SimpleNamespace(change=change), None)
+        maps = SimpleNamespace(
+            relay=SimpleNamespace(present=dict),
+            certificates=lambda: None,
+            write_revoked=lambda: written.append(client),
+            start_again=start_again,
+        )
+        keeper = etcd_members.EtcdKeeper(
+            PoolDirectory(tmp_path), Config(), maps, SimpleNamespace(change=change), None
+        )
         await keeper._hang_up(pool_map, own)
         assert not started and written, "who comes anew is not let in"
         await keeper._hang_up(msgspec.structs.replace(pool_map, etcd=(own,)), own)
@@ -136,11 +178,18 @@ def test_member_that_starts_again_is_a_problem_only_once_it_is_silent_for_second
     now_s, says = [100.0], {"etcd/1": {"able": True, "answers": True}}
     first = first_map()
     pool_map = msgspec.structs.replace(first, etcd=(EtcdMember(first.nodes[0].id, "h:1", "h:2"),))
-    relay = SimpleNamespace(pool_map=pool_map, present=lambda: {name: json.dumps(told) for name, told in says.items()})
+    relay = SimpleNamespace(
+        pool_map=pool_map, present=lambda: {name: json.dumps(told) for name, told in says.items()}
+    )
     monkeypatch.setattr(etcd_members, "SYSTEM_CLOCK", SimpleNamespace(boottime_s=lambda: now_s[0]))
     monkeypatch.setattr(etcd_members.EtcdKeeper, "_etcd", SimpleNamespace(is_silent=False))
     keeper = etcd_members.EtcdKeeper(
-        PoolDirectory(tmp_path), Config(), SimpleNamespace(relay=relay, own_data_is_lost=False, is_in_etcd=True), None, None)
+        PoolDirectory(tmp_path),
+        Config(),
+        SimpleNamespace(relay=relay, own_data_is_lost=False, is_in_etcd=True),
+        None,
+        None,
+    )
     keeper._node = first.nodes[0].id
 
     def problems_after(seconds, answers):

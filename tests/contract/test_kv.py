@@ -158,7 +158,7 @@ class KvMachine(RuleBasedStateMachine):
         self.snapshot = None
         keep = data.draw(st.integers(self.kv.synced_sequence, self.kv.sequence))
         self.kv.crash(keep)
-        del self.states[keep + 1:]
+        del self.states[keep + 1 :]
         self.check_all()
 
     def check_all(self):
@@ -175,8 +175,13 @@ def machine(subject_type, examples, steps):
     class Machine(KvMachine):
         subject = subject_type
 
-    limits = settings(max_examples=examples, stateful_step_count=steps, deadline=None, database=None,
-                      suppress_health_check=list(HealthCheck))
+    limits = settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
     case = Machine.TestCase
     case.settings = limits
     return case
@@ -186,8 +191,15 @@ class SmallLmdb(LmdbSubject):
     """Layers of a few entries and a journal of a few pages, so that every history meets checkpoints and waiting."""
 
     def __init__(self):
-        super().__init__(LmdbOptions(journal_bytes=1 << 16, map_bytes=1 << 16, layer_entries_max=8, sync_interval_s=30,
-                                     checkpoint_interval_s=30))
+        super().__init__(
+            LmdbOptions(
+                journal_bytes=1 << 16,
+                map_bytes=1 << 16,
+                layer_entries_max=8,
+                sync_interval_s=30,
+                checkpoint_interval_s=30,
+            )
+        )
 
 
 TestMemoryIsADict = machine(MemorySubject, 60, 40)

@@ -9,7 +9,7 @@ import uvloop
 
 from nvpool.rpc.stats import TALLY
 from nvpool.rpc.transports import ucx
-from nvpool.rpc.transports.rdma import RdmaConnection, RdmaTransport, RdmaUnixTransport, RdmaSettings
+from nvpool.rpc.transports.rdma import RdmaConnection, RdmaSettings, RdmaTransport, RdmaUnixTransport
 from nvpool.testing.contracts.transport import CHECKS, CLIENT, SERVER, TransportSubject, echo, soon
 
 pytestmark = pytest.mark.skipif(bool(ucx.missing()), reason=ucx.missing() or "never")
@@ -23,12 +23,22 @@ class Roomy(RdmaConnection):
     placed_bytes_min = 1
 
     def _begin(self, method, message, payload, deadline_s, into, on_done, room=0):
-        return super()._begin(method, message, payload, deadline_s, into, on_done, room or sum(map(len, payload)) or 5000)
+        return super()._begin(
+            method, message, payload, deadline_s, into, on_done, room or sum(map(len, payload)) or 5000
+        )
 
 
 WAYS = {
-    "posix": (RdmaUnixTransport, RdmaSettings(local=True, transports="posix,self"), "rdma+unix://{directory}/s"),
-    "sysv": (RdmaUnixTransport, RdmaSettings(local=True, transports="sysv,self"), "rdma+unix://{directory}/s"),
+    "posix": (
+        RdmaUnixTransport,
+        RdmaSettings(local=True, transports="posix,self"),
+        "rdma+unix://{directory}/s",
+    ),
+    "sysv": (
+        RdmaUnixTransport,
+        RdmaSettings(local=True, transports="sysv,self"),
+        "rdma+unix://{directory}/s",
+    ),
     "polled": (RdmaUnixTransport, RdmaSettings(local=True, poll_us=50), "rdma+unix://{directory}/s"),
     "tcp": (RdmaTransport, RdmaSettings(networks=LOOPBACK, transports="tcp,self"), "rdma://127.0.0.1:0"),
 }
@@ -96,13 +106,18 @@ def test_an_answer_is_written_right_into_memory_of_the_asker(way, count, tmp_pat
         subject = made(way, tmp_path)
         listener = await subject.transport.listen(subject.endpoint, SERVER, echo)
         connection = await subject.transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
-        content = [bytes([part & 255]) * (count // 4) for part in (next(_number), next(_number), next(_number), next(_number))]
+        content = [
+            bytes([part & 255]) * (count // 4)
+            for part in (next(_number), next(_number), next(_number), next(_number))
+        ]
         for _ in range(3):
             reply = await connection.call(1, b"what", content, deadline_s=soon())
             assert reply.payload == b"".join(content) and reply.message == b"what"
             into = memoryview(bytearray(count + 10))
             reply = await connection.call(1, b"", content, deadline_s=soon(), into=into)
-            assert reply.payload.obj is into.obj and into[:count] == b"".join(content) and not any(into[count:])
+            assert (
+                reply.payload.obj is into.obj and into[:count] == b"".join(content) and not any(into[count:])
+            )
         assert connection.placed_bytes == 6 * count
         await connection.close()
         await listener.close()
@@ -166,6 +181,7 @@ def test_an_asker_has_its_first_answers_while_the_next_ones_are_made(tmp_path):
             reply = await connection.call(number, b"", deadline_s=soon(), into=memoryview(bytearray(1 << 20)))
             come.append(number)
             assert reply.payload == bytes([number]) * (1 << 20)
+
         await asyncio.gather(*map(ask, range(1, 17)))
         assert come == list(range(1, 17))
         assert made_after[-1] > 8, made_after

@@ -10,11 +10,29 @@ import uvloop
 
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.endpoint import parse_endpoint
-from nvpool.core.errors import AccessDenied, BadConfiguration, Disconnected, InvalidRequest, StaleIdentity, Unreachable
+from nvpool.core.errors import (
+    AccessDenied,
+    BadConfiguration,
+    Disconnected,
+    InvalidRequest,
+    StaleIdentity,
+    Unreachable,
+)
 from nvpool.rpc import registry
 from nvpool.security.ca import Authority, request_certificate
-from nvpool.security.tls import PLAIN_TEXT, TlsIdentity, Shown, authority_known, leaves_host
-from nvpool.testing.contracts.transport import CHECKS, CLIENT, PATIENCE_S, SERVER, RecordingHandler, TransportSubject, echo, refused, soon, until
+from nvpool.security.tls import PLAIN_TEXT, Shown, TlsIdentity, authority_known, leaves_host
+from nvpool.testing.contracts.transport import (
+    CHECKS,
+    CLIENT,
+    PATIENCE_S,
+    SERVER,
+    RecordingHandler,
+    TransportSubject,
+    echo,
+    refused,
+    soon,
+    until,
+)
 from nvpool.testing.env.tls_probe import agreed_version
 
 POOL, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2
@@ -23,10 +41,20 @@ SCHEMES = ("stream", "grpc")
 ENDING_S = 5.0
 
 
-def shown(member: str, *, pool: str = POOL, authority: Authority = AUTHORITY, knows: Authority | None = None,
-          lives_s: float = 3600.0) -> Shown:
+def shown(
+    member: str,
+    *,
+    pool: str = POOL,
+    authority: Authority = AUTHORITY,
+    knows: Authority | None = None,
+    lives_s: float = 3600.0,
+) -> Shown:
     made = request_certificate()
-    return Shown((knows or authority).certificate, authority.sign(made.request, pool, member, lives_s=lives_s), made.key)
+    return Shown(
+        (knows or authority).certificate,
+        authority.sign(made.request, pool, member, lives_s=lives_s),
+        made.key,
+    )
 
 
 def identity(member: str, **other) -> TlsIdentity:
@@ -43,7 +71,9 @@ class Secured:
         self._transport = registry.transport(scheme)
 
     async def connect(self, endpoint, greeting, *, deadline_s):
-        return await self._transport.connect(endpoint, greeting._replace(identity=CLIENT_ID), deadline_s=deadline_s)
+        return await self._transport.connect(
+            endpoint, greeting._replace(identity=CLIENT_ID), deadline_s=deadline_s
+        )
 
     async def listen(self, endpoint, greeting, handler):
         return await self._transport.listen(endpoint, greeting._replace(identity=NODE), handler)
@@ -68,8 +98,9 @@ def test_a_transport_keeps_the_contract_under_tls(scheme, check):
 
 
 async def _serve(scheme: str, server: TlsIdentity, handler=echo, strangers: bool = False):
-    return await registry.transport(scheme).listen(f"{scheme}://127.0.0.1:0",
-                                                   SERVER._replace(identity=server, strangers=strangers), handler)
+    return await registry.transport(scheme).listen(
+        f"{scheme}://127.0.0.1:0", SERVER._replace(identity=server, strangers=strangers), handler
+    )
 
 
 async def _meet(scheme: str, listener, client: TlsIdentity | None):
@@ -91,7 +122,7 @@ def test_each_side_knows_whom_it_has_met(scheme):
         listener = await _serve(scheme, NODE, kept)
         connection = await _meet(scheme, listener, CLIENT_ID)
         task = asyncio.ensure_future(connection.call(1, b"", deadline_s=soon()))
-        call, = await kept.count(1)
+        (call,) = await kept.count(1)
         assert call.peer.member == "client/ws1" and connection.peer.member == "node/alpha"
         call.reply()
         await task
@@ -102,7 +133,10 @@ def test_each_side_knows_whom_it_has_met(scheme):
 
 
 STRANGERS = {
-    "another authority's": (lambda: _unchecked("client/x", authority=STRANGE, knows=AUTHORITY), "not signed by"),
+    "another authority's": (
+        lambda: _unchecked("client/x", authority=STRANGE, knows=AUTHORITY),
+        "not signed by",
+    ),
     "one that has ended": (lambda: _unchecked("client/x", lives_s=-60), "has ended"),
     "another pool's": (lambda: _unchecked("client/x", pool=OTHER), "for the pool fedcba98"),
 }
@@ -132,7 +166,10 @@ def test_a_client_with_a_wrong_certificate_is_told_why_and_is_not_served(scheme,
 
 
 SERVERS = {
-    "another authority's": (lambda: _unchecked("node/x", authority=STRANGE, knows=AUTHORITY), "not signed by"),
+    "another authority's": (
+        lambda: _unchecked("node/x", authority=STRANGE, knows=AUTHORITY),
+        "not signed by",
+    ),
     "one that has ended": (lambda: _unchecked("node/x", lives_s=-60), "has ended"),
     "another pool's": (lambda: _unchecked("node/x", pool=OTHER), "for the pool fedcba98"),
     "a client's": (lambda: identity("client/x"), ""),
@@ -178,7 +215,9 @@ def test_a_connection_ends_when_the_other_side_leaves_the_map(scheme, side):
         kept = RecordingHandler()
         listener = await _serve(scheme, server, kept)
         connections = [await _meet(scheme, listener, who) for who in (client, other)]
-        tasks = [asyncio.ensure_future(connection.call(1, b"", deadline_s=soon())) for connection in connections]
+        tasks = [
+            asyncio.ensure_future(connection.call(1, b"", deadline_s=soon())) for connection in connections
+        ]
         calls = {call.peer.member: call for call in await kept.count(2)}
         if side == "server":
             server.update_members(["node/alpha", "client/ws2"])
@@ -203,7 +242,9 @@ def test_plain_text_and_tls_do_not_mix(scheme):
         assert scheme != "stream" or "does it speak TLS" in str(error)
         await listener.close()
         listener = await _serve(scheme, PLAIN_TEXT)
-        assert "plain text" in str(await refused((AccessDenied, Unreachable), _ask(scheme, listener, CLIENT_ID)))
+        assert "plain text" in str(
+            await refused((AccessDenied, Unreachable), _ask(scheme, listener, CLIENT_ID))
+        )
         await listener.close()
 
     run(main())
@@ -220,7 +261,7 @@ def test_without_a_certificate_a_stranger_is_let_in_only_where_that_is_wanted(ca
         await listener.close()
         listener = await _serve("stream", NODE, kept, strangers=True)
         task = asyncio.ensure_future(_ask("stream", listener, joiner))
-        call, = await kept.count(1)
+        (call,) = await kept.count(1)
         assert call.peer.member == "" and not call.peer.local
         call.reply(b"hello")
         await (await task).close()
@@ -246,7 +287,9 @@ def test_a_renewed_certificate_is_shown_from_the_next_connection_on(scheme):
     run(main())
 
 
-@pytest.mark.parametrize("noise", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(5000), b"\x16\x03\x01\x02\x00" + bytes(512)])
+@pytest.mark.parametrize(
+    "noise", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(5000), b"\x16\x03\x01\x02\x00" + bytes(512)]
+)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_noise_and_half_open_connections_disturb_nobody(scheme, noise, caplog):
     async def main():
@@ -266,13 +309,23 @@ def test_noise_and_half_open_connections_disturb_nobody(scheme, noise, caplog):
     with caplog.at_level(logging.ERROR):
         run(main())
     # gRPC's poller, shared by all loops of a process, says so when another was first to read what woke both of them
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR
-                and not (record.exc_info and isinstance(record.exc_info[1], BlockingIOError))]
+    assert not [
+        record
+        for record in caplog.records
+        if record.levelno >= logging.ERROR
+        and not (record.exc_info and isinstance(record.exc_info[1], BlockingIOError))
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
-@pytest.mark.parametrize(("scheme", "newest"), [("stream", ssl.TLSVersion.TLSv1_2), ("stream", ssl.TLSVersion.TLSv1_1),
-                                                ("grpc", ssl.TLSVersion.TLSv1_1)])
+@pytest.mark.parametrize(
+    ("scheme", "newest"),
+    [
+        ("stream", ssl.TLSVersion.TLSv1_2),
+        ("stream", ssl.TLSVersion.TLSv1_1),
+        ("grpc", ssl.TLSVersion.TLSv1_1),
+    ],
+)
 def test_old_versions_of_tls_are_refused(scheme, newest, tmp_path):
     """gRPC has no word for a lowest version: its own is 1.2."""
     known, files = shown("client/ws1"), (tmp_path / "crt", tmp_path / "key")
@@ -301,17 +354,32 @@ def test_nothing_leaves_the_host_in_plain_text_unless_that_was_said(scheme):
         await refused(AccessDenied, transport.listen(f"{scheme}://0.0.0.0:0", SERVER, echo))
         listener = await transport.listen(f"{scheme}://0.0.0.0:0", SERVER._replace(identity=PLAIN_TEXT), echo)
         await listener.close()
-        await refused(Unreachable, transport.connect(away, CLIENT._replace(identity=PLAIN_TEXT),
-                                                     deadline_s=SYSTEM_CLOCK.boottime_s() + 0.1))
+        await refused(
+            Unreachable,
+            transport.connect(
+                away, CLIENT._replace(identity=PLAIN_TEXT), deadline_s=SYSTEM_CLOCK.boottime_s() + 0.1
+            ),
+        )
 
     run(main())
 
 
-@pytest.mark.parametrize(("url", "leaves"), [
-    ("stream://127.0.0.1:1", False), ("stream://127.8.0.1:1", False), ("stream://[::1]:1", False),
-    ("stream://localhost:1", False),
-    ("stream://10.0.0.1:1", True), ("grpc://[fe80::1]:1", True), ("stream://alpha:1", True), ("stream://0.0.0.0:1", True),
-    ("stream+unix:///run/x", False), ("inproc://x", False), ("stream://127.0.0.1.example.org:1", True)])
+@pytest.mark.parametrize(
+    ("url", "leaves"),
+    [
+        ("stream://127.0.0.1:1", False),
+        ("stream://127.8.0.1:1", False),
+        ("stream://[::1]:1", False),
+        ("stream://localhost:1", False),
+        ("stream://10.0.0.1:1", True),
+        ("grpc://[fe80::1]:1", True),
+        ("stream://alpha:1", True),
+        ("stream://0.0.0.0:1", True),
+        ("stream+unix:///run/x", False),
+        ("inproc://x", False),
+        ("stream://127.0.0.1.example.org:1", True),
+    ],
+)
 def test_what_leaves_the_host(url, leaves):
     assert leaves_host(parse_endpoint(url)) is leaves
 

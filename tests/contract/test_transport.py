@@ -23,8 +23,16 @@ LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize(("scheme", "loop"), [("inproc", "asyncio"), ("stream+unix", "uvloop"), ("stream+unix", "asyncio"),
-                                              ("stream", "uvloop"), ("grpc", "uvloop")])
+@pytest.mark.parametrize(
+    ("scheme", "loop"),
+    [
+        ("inproc", "asyncio"),
+        ("stream+unix", "uvloop"),
+        ("stream+unix", "asyncio"),
+        ("stream", "uvloop"),
+        ("grpc", "uvloop"),
+    ],
+)
 def test_a_transport_keeps_the_contract(scheme, loop, check, tmp_path):
     endpoint = ENDPOINTS[scheme].format(number=next(_number), directory=tmp_path)
 

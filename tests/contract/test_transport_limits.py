@@ -41,15 +41,20 @@ def run(main):
 
 
 async def listening(scheme, path, limits, handler=echo, member=None):
-    return await registry.transport(scheme).listen(endpoint_of(scheme, path), SERVER._replace(limits=limits, identity=member),
-                                                   handler)
+    return await registry.transport(scheme).listen(
+        endpoint_of(scheme, path), SERVER._replace(limits=limits, identity=member), handler
+    )
 
 
 async def connect(scheme, listener, member=None):
-    return await registry.transport(scheme).connect(listener.endpoint, CLIENT._replace(identity=member), deadline_s=soon())
+    return await registry.transport(scheme).connect(
+        listener.endpoint, CLIENT._replace(identity=member), deadline_s=soon()
+    )
 
 
-@pytest.mark.parametrize(("scheme", "secured"), [*((scheme, False) for scheme in SCHEMES), ("stream", True), ("grpc", True)])
+@pytest.mark.parametrize(
+    ("scheme", "secured"), [*((scheme, False) for scheme in SCHEMES), ("stream", True), ("grpc", True)]
+)
 def test_a_peer_has_no_more_connections_than_its_share(scheme, secured, tmp_path):
     mine, server = (CLIENT_ID, NODE) if secured else (None, None)
 
@@ -95,11 +100,16 @@ def test_large_requests_of_a_peer_wait_for_one_another(scheme, tmp_path):
         listener = await listening(scheme, tmp_path, limits, kept)
         connections = [await connect(scheme, listener) for _ in range(3)]
         payload = bytes(5 * MIB)
-        tasks = [asyncio.ensure_future(connection.call(n, b"", [payload], deadline_s=soon()))
-                 for n in range(4) for connection in connections]
+        tasks = [
+            asyncio.ensure_future(connection.call(n, b"", [payload], deadline_s=soon()))
+            for n in range(4)
+            for connection in connections
+        ]
         await kept.count(1)
         await asyncio.sleep(0.2)
-        assert len(kept.calls) <= (len(connections) + 1 if scheme == "grpc" else 1)  # gRPC has read them before we know
+        assert len(kept.calls) <= (
+            len(connections) + 1 if scheme == "grpc" else 1
+        )  # gRPC has read them before we know
         for n in range(len(tasks)):
             (await kept.count(n + 1))[n].reply()
         await asyncio.gather(*tasks)
@@ -118,8 +128,13 @@ def test_large_messages_are_carried_and_given_back(scheme, tmp_path):
         listener = await listening(scheme, tmp_path, limits)
         connections = [await connect(scheme, listener) for _ in range(3)]
         message = os.urandom(3 * MIB)
-        replies = await asyncio.gather(*[connection.call(1, message, [message], deadline_s=soon())
-                                         for connection in connections for _ in range(3)])
+        replies = await asyncio.gather(
+            *[
+                connection.call(1, message, [message], deadline_s=soon())
+                for connection in connections
+                for _ in range(3)
+            ]
+        )
         assert all(reply.message == message == reply.payload for reply in replies) and limits.bytes == 0
         for connection in connections:
             await connection.close()
@@ -150,12 +165,15 @@ def test_who_never_reads_is_cut_off(scheme, tmp_path):
         limits = Limits(Bounds(message_s=0.3), trust=False)
         listener = await listening(scheme, tmp_path, limits, kept)
         child = subprocess.Popen(  # noqa: ASYNC220 - it returns at once
-            [sys.executable, "-c", NEVER_READS, scheme, listener.endpoint])
+            [sys.executable, "-c", NEVER_READS, scheme, listener.endpoint]
+        )
         try:
             calls = list(await kept.count(100))
             child.send_signal(signal.SIGSTOP)
             good = await connect(scheme, listener)
-            async with asyncio.timeout(20):  # gRPC tells its service of a connection after the client may use it
+            async with asyncio.timeout(
+                20
+            ):  # gRPC tells its service of a connection after the client may use it
                 while len(listener.connections) < 2:  # noqa: ASYNC110 - what is awaited has no event
                     await asyncio.sleep(0.01)
             answer = [bytes(MIB // 8)]
@@ -218,8 +236,9 @@ def test_where_handshakes_are_too_many_the_reason_is_told(tmp_path):
 
 def test_a_stranger_has_a_share_of_his_address(tmp_path):
     async def check():
-        listener = await registry.transport("stream").listen("stream://127.0.0.1:0", SERVER._replace(
-            limits=Limits(FEW), identity=NODE, strangers=True), echo)
+        listener = await registry.transport("stream").listen(
+            "stream://127.0.0.1:0", SERVER._replace(limits=Limits(FEW), identity=NODE, strangers=True), echo
+        )
         where = parse_endpoint(listener.endpoint)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

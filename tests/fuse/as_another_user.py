@@ -36,11 +36,13 @@ async def main(place):
     from nvpool.fuse.mount_point import mount_at
     from nvpool.fuse.ops.operations import FuseOps
     from nvpool.testing.fakes.vfs import MemoryVfs
+
     vfs = MemoryVfs()
     vfs._nodes[1].attr.mode |= 0o777
 
     def engine(**options):
         return KernelEngine(FuseOps(vfs), place, MountOptions("p", **options))
+
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
@@ -58,7 +60,16 @@ async def main(place):
         await serving
     finally:
         mounted.close()
-    print(json.dumps({"type": found.type, "source": found.source, "refused": refused, "left": mount_at(place) is not None}))
+    print(
+        json.dumps(
+            {
+                "type": found.type,
+                "source": found.source,
+                "refused": refused,
+                "left": mount_at(place) is not None,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":
@@ -72,4 +83,5 @@ if __name__ == "__main__":
 
     import nvpool.fuse.kernel.connection
     import nvpool.testing.fakes.vfs  # noqa: F401
+
     asyncio.run(main(directory / "m"))

@@ -13,13 +13,45 @@ import struct
 import sys
 
 NOBODY, GROUP = 65534, 4242
-ACL = b"".join([struct.pack("<I", 2), *(struct.pack("<HHI", *entry) for entry in (
-    (1, 6, 0xFFFFFFFF), (2, 6, NOBODY), (4, 0, 0xFFFFFFFF), (16, 6, 0xFFFFFFFF), (32, 0, 0xFFFFFFFF)))])
+ACL = b"".join(
+    [
+        struct.pack("<I", 2),
+        *(
+            struct.pack("<HHI", *entry)
+            for entry in (
+                (1, 6, 0xFFFFFFFF),
+                (2, 6, NOBODY),
+                (4, 0, 0xFFFFFFFF),
+                (16, 6, 0xFFFFFFFF),
+                (32, 0, 0xFFFFFFFF),
+            )
+        ),
+    ]
+)
 """u::rw-,u:nobody:rw-,g::---,m::rw-,o::---"""
-FILES = {"f600": 0o600, "f644": 0o644, "f666": 0o666, "f622": 0o622, "group": 0o660, "own0": 0, "own600": 0o600,
-         "own444": 0o444, "suid": 0o4777, "listed": 0o600}
-FOLDERS = {"d700": 0o700, "d711": 0o711, "d744": 0o744, "d755": 0o755, "d777": 0o777, "sticky": 0o1777, "setgid": 0o2777,
-           "mine": 0o700, "other": 0o777}
+FILES = {
+    "f600": 0o600,
+    "f644": 0o644,
+    "f666": 0o666,
+    "f622": 0o622,
+    "group": 0o660,
+    "own0": 0,
+    "own600": 0o600,
+    "own444": 0o444,
+    "suid": 0o4777,
+    "listed": 0o600,
+}
+FOLDERS = {
+    "d700": 0o700,
+    "d711": 0o711,
+    "d744": 0o744,
+    "d755": 0o755,
+    "d777": 0o777,
+    "sticky": 0o1777,
+    "setgid": 0o2777,
+    "mine": 0o700,
+    "other": 0o777,
+}
 
 
 def make(place):
@@ -35,7 +67,9 @@ def make(place):
         (place / name).chmod(mode)
     for name, mode in FILES.items():
         (place / name).write_text("content")
-        os.setxattr(place / name, "user.a", b"of root")  # of a file without any the SDK knows that, and asks nobody
+        os.setxattr(
+            place / name, "user.a", b"of root"
+        )  # of a file without any the SDK knows that, and asks nobody
         os.chown(place / name, NOBODY if name.startswith("own") else 0, GROUP if name == "group" else 0)
         (place / name).chmod(mode)
     os.setxattr(place / "listed", "system.posix_acl_access", ACL)
@@ -53,7 +87,10 @@ def attempts(do, at):
         for mode in ("rb", "r+b", "ab"):
             yield f"open {name} {mode}", lambda name=name, mode=mode: do.open(at(name), mode)
         yield f"stat {name}", lambda name=name: do.stat(at(name))
-        yield f"chmod {name}", lambda name=name: do.chmod(at(name), 0o600 if name.startswith("own6") else 0o640)
+        yield (
+            f"chmod {name}",
+            lambda name=name: do.chmod(at(name), 0o600 if name.startswith("own6") else 0o640),
+        )
         yield f"user.a of {name}", lambda name=name: do.getxattr(at(name), "user.a")
         yield f"set user.b of {name}", lambda name=name: do.setxattr(at(name), "user.b", b"x")
     for name in FOLDERS:
@@ -102,8 +139,21 @@ class Do:
 
     def __init__(self, calls, open_at):
         self._calls, self._open = calls, open_at
-        for name in ("chmod", "rename", "link", "rmdir", "remove", "chown", "truncate", "readlink", "setxattr", "removexattr",
-                     "utime", "mkdir", "symlink"):
+        for name in (
+            "chmod",
+            "rename",
+            "link",
+            "rmdir",
+            "remove",
+            "chown",
+            "truncate",
+            "readlink",
+            "setxattr",
+            "removexattr",
+            "utime",
+            "mkdir",
+            "symlink",
+        ):
             setattr(self, name, getattr(calls, name))
 
     def open(self, path, mode):
@@ -132,6 +182,7 @@ def main(way, tree, pool=""):
     # What is imported later may lie where nobody may not look.
     import nvpool.client.session
     import nvpool.rpc.transports.stream
+
     os.umask(0o022)  # which the SDK does not look at: it has this one in its defaults
     os.setgroups([GROUP])
     os.setresgid(NOBODY, NOBODY, NOBODY)

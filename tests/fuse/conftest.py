@@ -43,7 +43,9 @@ needs_mount = pytest.mark.skipif(bool(NO_MOUNT), reason=NO_MOUNT or "-")
 def pytest_generate_tests(metafunc):
     """Each test runs on the engines that its module names in ENGINES; where it names none, on the default one."""
     if "engine" in metafunc.fixturenames:
-        metafunc.parametrize("engine", getattr(metafunc.module, "ENGINES", ("kernel",)), indirect=True, scope="session")
+        metafunc.parametrize(
+            "engine", getattr(metafunc.module, "ENGINES", ("kernel",)), indirect=True, scope="session"
+        )
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +61,9 @@ def pytest_collection_modifyitems(items):
 
 def needs(*programs):
     missing = [program for program in programs if shutil.which(program) is None]
-    return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} not installed (make setup installs it)")
+    return pytest.mark.skipif(
+        bool(missing), reason=f"{', '.join(missing)} not installed (make setup installs it)"
+    )
 
 
 def wait_until(condition, what, limit_s=120.0):
@@ -80,10 +84,13 @@ class Mounted:
         if pool is None:
             words = [sys.executable, str(ROOT / "bench" / "fuse_floor.py"), *options, str(place)]
         with open(self.log, "ab") as said:
-            self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=said, stderr=said, cwd="/",
-                                            start_new_session=True)
+            self.process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=said, stderr=said, cwd="/", start_new_session=True
+            )
         try:
-            wait_until(lambda: self.process.poll() is not None or os.path.ismount(self.place), f"mount of {place}")
+            wait_until(
+                lambda: self.process.poll() is not None or os.path.ismount(self.place), f"mount of {place}"
+            )
             assert self.process.poll() is None, self.log.read_text()
         except BaseException:
             self.end()
@@ -110,8 +117,15 @@ def is_mounted(place):
 
 
 def nvpool(*words, **options):
-    return subprocess.run(command(Program.CLI, *map(str, words)), check=True, capture_output=True,
-                          text=True, cwd="/", timeout=240, **options)
+    return subprocess.run(
+        command(Program.CLI, *map(str, words)),
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd="/",
+        timeout=240,
+        **options,
+    )
 
 
 class Pool:
@@ -123,8 +137,11 @@ class Pool:
         self.by_engine = {}
         if not FLOOR:
             from nvpool.testing.env.pool import PLAIN_TCP
+
             config = self.directory.with_suffix(".toml")
-            config.write_text(PLAIN_TCP)  # for mounts that are asked for a transport other than the pool's own choice
+            config.write_text(
+                PLAIN_TCP
+            )  # for mounts that are asked for a transport other than the pool's own choice
             nvpool("dev", "up", self.directory, "--size", "4G", "--size", "2G", "--config", config)
 
     def mount(self, place, *options):

@@ -42,6 +42,7 @@ class CountingPool(LocalPool):
         def count(call):
             self.sent[Method.Name(call.method)] += 1
             handler(call)
+
         await super()._listen(role, number, count)
 
 
@@ -121,6 +122,7 @@ class CountedMounts:
             made = CountedMount(place, client, options or FuseOptions(), settings or MountOptions("counted"))
             made.engine.mount()
             return made
+
         made = self.run(make())
         self.mounts.append(made)
         self._serving.append((made, asyncio.run_coroutine_threadsafe(made.engine.serve(), self.loop)))

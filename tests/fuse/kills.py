@@ -31,6 +31,7 @@ UNHEARD_MAX = 3
 """Kills in a row without an answer between them: where a start takes longer than GAP_S, nothing would ever be done."""
 MIB = 1 << 20
 
+
 def processes(place, program):
     """The pids of those that run `program` for the mount at `place`."""
     return [pid for pid, _ in programs.processes(program, naming=place)]
@@ -71,7 +72,9 @@ class Probe:
 
     def pause_ms(self, since):
         """From then to the first answer to what was asked after it; None where nothing was."""
-        return next((round((answered - since) * 1000) for asked, answered in self.answers if asked >= since), None)
+        return next(
+            (round((answered - since) * 1000) for asked, answered in self.answers if asked >= since), None
+        )
 
     def __enter__(self):
         self.thread.start()
@@ -109,7 +112,9 @@ class Killer:
 
     def kill(self):
         chance, end = random.sample(self.programs, len(self.programs)), time.monotonic() + 120
-        while not (found := next(filter(None, (processes(self.held.place, program) for program in chance)), None)):
+        while not (
+            found := next(filter(None, (processes(self.held.place, program) for program in chance)), None)
+        ):
             assert time.monotonic() < end, f"nobody runs {chance}"
             time.sleep(0.001)
         with contextlib.suppress(ProcessLookupError):
@@ -129,7 +134,9 @@ class Killer:
         self.probe.__exit__()
         seen = [pause_ms for at in self.killed if (pause_ms := self.probe.pause_ms(at)) is not None]
         assert self.failed is None and seen, self.failed
-        print(f"{len(self.killed)} kills, pauses in ms: median {statistics.median(seen):.0f}, worst {max(seen)}; {seen}")
+        print(
+            f"{len(self.killed)} kills, pauses in ms: median {statistics.median(seen):.0f}, worst {max(seen)}; {seen}"
+        )
 
 
 def together(*works):
@@ -164,8 +171,11 @@ def looked_again(place, said):
                 file.seek(int(offset))
                 found.append(f"{name} at {offset}: {file.read(48).hex(' ', 4)}")
             time.sleep(0.3)
-    found += [f"{path.name}: {path.read_bytes()[:48].hex(' ', 4)}" for path in sorted(place.parent.iterdir())
-              if path.suffix in (".received", ".expected")]
+    found += [
+        f"{path.name}: {path.read_bytes()[:48].hex(' ', 4)}"
+        for path in sorted(place.parent.iterdir())
+        if path.suffix in (".received", ".expected")
+    ]
     return "\n".join(["", *found, Path(f"{place.parent}.log").read_text()[-6000:]])
 
 
@@ -198,11 +208,17 @@ direct=1
 rw=write
 bs=1m
 """)
-    done = subprocess.run(["fio", str(job), "--output-format=json"], capture_output=True, text=True, timeout=seconds * 10 + 240,
-                          check=False, cwd=place.parent)  # where it leaves what it has verified
+    done = subprocess.run(
+        ["fio", str(job), "--output-format=json"],
+        capture_output=True,
+        text=True,
+        timeout=seconds * 10 + 240,
+        check=False,
+        cwd=place.parent,
+    )  # where it leaves what it has verified
     said = done.stdout[-4000:] + done.stderr[-2000:]
     assert done.returncode == 0, said + looked_again(place, done.stdout + done.stderr)
-    jobs = json.loads(done.stdout[done.stdout.index("{"):])["jobs"]
+    jobs = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
     assert not any(job["error"] for job in jobs) and sum(job["write"]["total_ios"] for job in jobs) > 10
 
 
@@ -252,7 +268,9 @@ class Model:
         own = os.open(self.place / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL)
         try:
             while time.monotonic() < self.end or self.appended < APPENDED_MIN:
-                for step in self.chance.sample((self.make, self.create, self.move, self.remove, self.link, self.attribute), 6):
+                for step in self.chance.sample(
+                    (self.make, self.create, self.move, self.remove, self.link, self.attribute), 6
+                ):
                     step()
                 record = b"%04d %010d\n" % (self.me, self.appended)
                 assert os.write(log, record) == os.write(own, record) == len(record)
@@ -306,7 +324,9 @@ class Model:
         assert set(os.listdir(self.place)) == {"log"} | self.files.keys() | self.directories
         for name, content in self.files.items():
             assert (self.place / name).read_bytes() == content, name
-        assert (self.place / "log").read_bytes() == b"".join(b"%04d %010d\n" % (self.me, n) for n in range(self.appended))
+        assert (self.place / "log").read_bytes() == b"".join(
+            b"%04d %010d\n" % (self.me, n) for n in range(self.appended)
+        )
 
 
 def run_model(place, seconds, threads=3):
@@ -315,7 +335,9 @@ def run_model(place, seconds, threads=3):
     models = [Model(place, me, shared, seconds) for me in range(threads)]
     together(*(model.run for model in models))
     found = shared.read_bytes().splitlines()
-    assert sorted(found) == sorted(b"%04d %010d" % (model.me, n) for model in models for n in range(model.appended))
+    assert sorted(found) == sorted(
+        b"%04d %010d" % (model.me, n) for model in models for n in range(model.appended)
+    )
 
 
 def read_at_random(path, content, seed, count=200, length=64 << 10):
@@ -326,7 +348,7 @@ def read_at_random(path, content, seed, count=200, length=64 << 10):
         for _ in range(count):
             offset = chance.randrange(len(content)) & -4096
             read = os.preadv(file, [buffer], offset)
-            assert buffer[:read] == content[offset:offset + length], offset
+            assert buffer[:read] == content[offset : offset + length], offset
     finally:
         os.close(file)
 
@@ -361,7 +383,9 @@ def load_direct(place, seconds, block_bytes=16 << 10, block_count=256):
         one, many = mmap.mmap(-1, block_bytes), mmap.mmap(-1, MIB)
 
         def content(block):
-            return b"%07d %07d %07d;" % (me, block, written[block]) * (block_bytes // 24) + bytes(block_bytes % 24)
+            return b"%07d %07d %07d;" % (me, block, written[block]) * (block_bytes // 24) + bytes(
+                block_bytes % 24
+            )
 
         def check(block):
             assert os.preadv(file, [one], block * block_bytes) == block_bytes
@@ -373,7 +397,7 @@ def load_direct(place, seconds, block_bytes=16 << 10, block_count=256):
                 first = chance.randrange(0, block_count, run)
                 for block in range(first, first + run):
                     written[block] += 1
-                    many[(block - first) * block_bytes:(block - first + 1) * block_bytes] = content(block)
+                    many[(block - first) * block_bytes : (block - first + 1) * block_bytes] = content(block)
                 assert os.pwritev(file, [many], first * block_bytes) == MIB
                 for block in chance.sample(range(first, first + run), 8):
                     written[block] += 1
@@ -390,9 +414,13 @@ def load_direct(place, seconds, block_bytes=16 << 10, block_count=256):
     together(*(lambda me=me: work(me) for me in range(3)))
 
 
-LOADS = {"fio": pytest.param(run_fio, marks=needs("fio"), id="fio"), "loader": pytest.param(load_files, id="loader"),
-         "model": pytest.param(run_model, id="model"), "large": pytest.param(load_large, id="large"),
-         "direct": pytest.param(load_direct, id="direct")}
+LOADS = {
+    "fio": pytest.param(run_fio, marks=needs("fio"), id="fio"),
+    "loader": pytest.param(load_files, id="loader"),
+    "model": pytest.param(run_model, id="model"),
+    "large": pytest.param(load_large, id="large"),
+    "direct": pytest.param(load_direct, id="direct"),
+}
 
 
 def end(held):

@@ -49,13 +49,15 @@ class Reading(Kernel):
         while asked:
             unique, error, answer = await self.hear()
             offset, length = asked.pop(unique)
-            assert not error and answer == CONTENT[offset:offset + length]
+            assert not error and answer == CONTENT[offset : offset + length]
 
 
 def places(count, seed):
     chance = random.Random(seed)
     for _ in range(count):
-        length = chance.choice([1, 100, BLOCK, BLOCK, 2 * BLOCK, 5000, 64 * KIB, 128 * KIB, 128 * KIB + 1, 300 * KIB])
+        length = chance.choice(
+            [1, 100, BLOCK, BLOCK, 2 * BLOCK, 5000, 64 * KIB, 128 * KIB, 128 * KIB + 1, 300 * KIB]
+        )
         offset = chance.randrange(len(CONTENT))
         yield (offset - offset % BLOCK if chance.random() < 0.5 else offset), length
 
@@ -106,6 +108,7 @@ def both_ways(module, mounted):
                     await test(kernel)
 
             run_whole(all_of_it(), 300)
+
         run.__name__ = test.__name__
         return run
 
@@ -117,6 +120,7 @@ def both_ways(module, mounted):
 
         def alone():
             run("compiled")
+
         alone.__name__ = test.__name__
         return compiled_only(alone)
 

@@ -25,7 +25,9 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 def of(*entries):
     """The kernel's form of (tag, permissions[, id])."""
-    return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *(*entry, 0xFFFFFFFF)[:3]) for entry in entries)
+    return struct.pack("<I", 2) + b"".join(
+        struct.pack("<HHI", *(*entry, 0xFFFFFFFF)[:3]) for entry in entries
+    )
 
 
 BOB_READS = of((USER_OBJ, 6), (USER, 4, BOB), (GROUP_OBJ, 0), (MASK, 4), (OTHER, 0))
@@ -83,7 +85,11 @@ def test_acl_lets_in_whom_it_names(file):
     assert by(BOB, read) == errno.EACCES
     assert by(ALICE, lambda: os.setxattr(file, ACCESS, BOB_READS)) == 0
     assert (by(BOB, read), by(BOB, write), by(CAROL, read)) == (0, errno.EACCES, errno.EACCES)
-    os.setxattr(file, ACCESS, of((USER_OBJ, 6), (USER, 0, BOB), (GROUP_OBJ, 0), (GROUP, 6, STAFF), (MASK, 6), (OTHER, 4)))
+    os.setxattr(
+        file,
+        ACCESS,
+        of((USER_OBJ, 6), (USER, 0, BOB), (GROUP_OBJ, 0), (GROUP, 6, STAFF), (MASK, 6), (OTHER, 4)),
+    )
     assert (by(BOB, read), by(BOB, read, STAFF), by(CAROL, read)) == (errno.EACCES, errno.EACCES, 0)
     assert (by(CAROL, write), by(CAROL, write, STAFF)) == (errno.EACCES, 0)
     os.chmod(file, 0o640)  # the mask
@@ -124,7 +130,9 @@ def test_mode_follows_the_acl_and_the_acl_the_mode(file):
     os.setxattr(file, ACCESS, of((USER_OBJ, 7), (USER, 7, BOB), (GROUP_OBJ, 1), (MASK, 5), (OTHER, 4)))
     assert mode(file) == 0o754
     os.chmod(file, 0o630)
-    assert os.getxattr(file, ACCESS) == of((USER_OBJ, 6), (USER, 7, BOB), (GROUP_OBJ, 1), (MASK, 3), (OTHER, 0))
+    assert os.getxattr(file, ACCESS) == of(
+        (USER_OBJ, 6), (USER, 7, BOB), (GROUP_OBJ, 1), (MASK, 3), (OTHER, 0)
+    )
     assert os.listxattr(file) == [ACCESS]
     os.setxattr(file, ACCESS, of((USER_OBJ, 6), (GROUP_OBJ, 4), (OTHER, 4)))
     assert mode(file) == 0o644 and os.listxattr(file) == []
@@ -133,12 +141,18 @@ def test_mode_follows_the_acl_and_the_acl_the_mode(file):
 
 def test_acl_that_is_not_valid_is_refused(here, file):
     for path, name, value, number in (
-            (file, ACCESS, of((USER_OBJ, 6), (GROUP_OBJ, 4)), errno.EINVAL), (file, ACCESS, b"abc", errno.EINVAL),
-            (file, ACCESS, of((USER_OBJ, 6), (USER, 6, BOB), (GROUP_OBJ, 4), (OTHER, 0)), errno.EINVAL),
-            (file, DEFAULT, HANDED_DOWN, errno.EACCES), (here, "system.other", b"x", errno.EOPNOTSUPP)):
+        (file, ACCESS, of((USER_OBJ, 6), (GROUP_OBJ, 4)), errno.EINVAL),
+        (file, ACCESS, b"abc", errno.EINVAL),
+        (file, ACCESS, of((USER_OBJ, 6), (USER, 6, BOB), (GROUP_OBJ, 4), (OTHER, 0)), errno.EINVAL),
+        (file, DEFAULT, HANDED_DOWN, errno.EACCES),
+        (here, "system.other", b"x", errno.EOPNOTSUPP),
+    ):
         assert number_of(lambda path=path, name=name, value=value: os.setxattr(path, name, value)) == number
     os.symlink("f", here / "l")
-    assert number_of(lambda: os.setxattr(here / "l", ACCESS, BOB_READS, follow_symlinks=False)) == errno.EOPNOTSUPP
+    assert (
+        number_of(lambda: os.setxattr(here / "l", ACCESS, BOB_READS, follow_symlinks=False))
+        == errno.EOPNOTSUPP
+    )
     os.removexattr(file, ACCESS)
     os.removexattr(file, DEFAULT)
     os.setxattr(file, DEFAULT, of())
@@ -181,9 +195,16 @@ def test_default_acl_is_handed_down_without_the_umask(here, engine):
     if engine == "pyfuse3":  # the kernel has applied the umask before (docs/reference/semantics.md)
         assert (mode(here / "f"), mode(here / "d")) == (0o600, 0o700) and os.listxattr(here / "f") == [ACCESS]
         return
-    assert os.getxattr(here / "f", ACCESS) == of((USER_OBJ, 6), (USER, 7, BOB), (GROUP_OBJ, 5), (MASK, 6), (OTHER, 0))
+    assert os.getxattr(here / "f", ACCESS) == of(
+        (USER_OBJ, 6), (USER, 7, BOB), (GROUP_OBJ, 5), (MASK, 6), (OTHER, 0)
+    )
     assert {name: mode(here / name) for name in ("f", "d", "p", "private", "d/deeper")} == {
-        "f": 0o660, "d": 0o770, "p": 0o660, "private": 0o600, "d/deeper": 0o660}
+        "f": 0o660,
+        "d": 0o770,
+        "p": 0o660,
+        "private": 0o600,
+        "d/deeper": 0o660,
+    }
     assert os.getxattr(here / "d", DEFAULT) == HANDED_DOWN == os.getxattr(here / "d", ACCESS)
     assert os.listxattr(here / "l", follow_symlinks=False) == []
     os.chmod(here, 0o755)
@@ -219,7 +240,9 @@ def test_many_files_are_made_with_and_without_a_default_acl(here):
 
 
 def shown(path, *options):
-    text = subprocess.run(["getfacl", "-ncp", *options, str(path)], check=True, capture_output=True, text=True).stdout
+    text = subprocess.run(
+        ["getfacl", "-ncp", *options, str(path)], check=True, capture_output=True, text=True
+    ).stdout
     return sorted(line.split("\t")[0] for line in text.splitlines() if line)
 
 
@@ -227,14 +250,16 @@ def shown(path, *options):
 def test_tools_set_show_and_copy_acls(here):
     def tool(*words):
         subprocess.run(list(map(str, words)), check=True, capture_output=True)
+
     source = here / "source"
     (source / "d").mkdir(parents=True)
     (source / "f").write_bytes(b"x")
     os.chmod(source / "f", 0o640)
     tool("setfacl", "-m", f"u:{BOB}:rw,g:{STAFF}:r", source / "f")
     tool("setfacl", "-d", "-m", f"u:{BOB}:rwx", source / "d")
-    assert shown(source / "f") == sorted(["group::r--", f"group:{STAFF}:r--", "mask::rw-", "other::---", "user::rw-",
-                                          f"user:{BOB}:rw-"])
+    assert shown(source / "f") == sorted(
+        ["group::r--", f"group:{STAFF}:r--", "mask::rw-", "other::---", "user::rw-", f"user:{BOB}:rw-"]
+    )
     tool("cp", "-a", source, here / "cp")
     tool("rsync", "-aA", f"{source}/", here / "rsync")
     tool("tar", "-C", here, "--acls", "-cf", here / "t.tar", "source")
@@ -303,7 +328,9 @@ def test_unnamed_file_inherits_the_default_acl(here, has_unnamed):
     link(fd, here / "f")
     os.close(fd)
     assert mode(here / "f") == 0o660
-    assert os.getxattr(here / "f", ACCESS) == of((USER_OBJ, 6), (USER, 7, BOB), (GROUP_OBJ, 5), (MASK, 6), (OTHER, 0))
+    assert os.getxattr(here / "f", ACCESS) == of(
+        (USER_OBJ, 6), (USER, 7, BOB), (GROUP_OBJ, 5), (MASK, 6), (OTHER, 0)
+    )
 
 
 def test_unnamed_file_needs_a_writable_directory(here, has_unnamed):
@@ -347,7 +374,11 @@ def test_birth_time_is_that_of_the_making(here, engine):
     before = time.time()
     (here / "f").touch()
     os.utime(here / "f", (5, 5))
-    told = float(subprocess.run(["stat", "-c", "%.9W", str(here / "f")], check=True, capture_output=True, text=True).stdout)
+    told = float(
+        subprocess.run(
+            ["stat", "-c", "%.9W", str(here / "f")], check=True, capture_output=True, text=True
+        ).stdout
+    )
     assert told == 0 if engine == "pyfuse3" else before - 1 < told < time.time() + 1
 
 
@@ -357,6 +388,11 @@ def test_file_flags_are_not_supported_and_no_error_beside(here):
     for path in (here, here / "f"):
         fd = os.open(path, os.O_RDONLY)
         for command in (0x80086601, 0x801C581F):  # FS_IOC_GETFLAGS, FS_IOC_FSGETXATTR
-            assert number_of(lambda fd=fd, command=command: fcntl.ioctl(fd, command, bytearray(64))) == errno.ENOTTY
+            assert (
+                number_of(lambda fd=fd, command=command: fcntl.ioctl(fd, command, bytearray(64)))
+                == errno.ENOTTY
+            )
         os.close(fd)
-    assert "not supported" in subprocess.run(["lsattr", "-d", str(here)], capture_output=True, text=True).stderr
+    assert (
+        "not supported" in subprocess.run(["lsattr", "-d", str(here)], capture_output=True, text=True).stderr
+    )

@@ -58,7 +58,7 @@ def follow(path, read):
     offset, end_s = 0, time.monotonic() + LIMIT_S
     while offset < len(LOG):
         data = read(path, offset)
-        assert data == LOG[offset:offset + len(data)], f"at {offset}: {data.count(0)} NUL bytes"
+        assert data == LOG[offset : offset + len(data)], f"at {offset}: {data.count(0)} NUL bytes"
         offset += len(data)
         assert time.monotonic() < end_s, f"{offset} of {len(LOG)} bytes were seen"
 
@@ -71,7 +71,10 @@ def test_reader_of_a_log_sees_no_zeros(here, there, append, kept, elsewhere):
     fd = os.open((there if elsewhere else here) / "log", os.O_RDONLY)
     with ThreadPoolExecutor(1) as writer:
         writing = writer.submit(append, here / "log")
-        follow((there if elsewhere else here) / "log", (lambda _, at: os.pread(fd, 997, at)) if kept else read_anew)
+        follow(
+            (there if elsewhere else here) / "log",
+            (lambda _, at: os.pread(fd, 997, at)) if kept else read_anew,
+        )
         writing.result()
     os.close(fd)
     assert (there / "log").read_bytes() == (here / "log").read_bytes() == LOG
@@ -92,7 +95,9 @@ def test_two_mounts_append_whole_records(here, there):
             one.result()
     lines = (here / "log").read_bytes().splitlines()
     for mark in (b"a", b"b"):
-        assert [line for line in lines if line.startswith(mark)] == [b"%c %04d" % (mark, number) for number in range(60)]
+        assert [line for line in lines if line.startswith(mark)] == [
+            b"%c %04d" % (mark, number) for number in range(60)
+        ]
 
 
 def set_append(fd, wanted):
@@ -144,9 +149,13 @@ def test_bytes_mapped_behind_the_end_are_no_content(here, there, engine, grow):
     with mmap.mmap(fd, 5000) as area:
         view = ctypes.c_char.from_buffer(area)
         ctypes.memset(ctypes.addressof(view) + 5000, 0x55, 100)
-        {"ftruncate": lambda: os.ftruncate(fd, 8192), "truncate": lambda: os.truncate(path, 5100),
-         "write behind": lambda: os.pwrite(fd, b"E", 20_000), "write in the page": lambda: os.pwrite(fd, b"E", 5100),
-         "fallocate": lambda: os.posix_fallocate(fd, 0, 30_000)}[grow]()
+        {
+            "ftruncate": lambda: os.ftruncate(fd, 8192),
+            "truncate": lambda: os.truncate(path, 5100),
+            "write behind": lambda: os.pwrite(fd, b"E", 20_000),
+            "write in the page": lambda: os.pwrite(fd, b"E", 5100),
+            "fallocate": lambda: os.posix_fallocate(fd, 0, 30_000),
+        }[grow]()
         assert os.pread(fd, 100, 5000) == bytes(100)
         os.fsync(fd)
         del view
@@ -178,13 +187,27 @@ def test_bytes_stored_into_a_gap_stay(here, there, mapped):
 
 
 class Block(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_uint64), ("key", ctypes.c_uint32), ("flags", ctypes.c_uint32), ("opcode", ctypes.c_uint16),
-                ("priority", ctypes.c_int16), ("fd", ctypes.c_uint32), ("buffer", ctypes.c_uint64), ("length", ctypes.c_uint64),
-                ("offset", ctypes.c_int64), ("rest", ctypes.c_uint64 * 2))
+    _fields_ = (
+        ("data", ctypes.c_uint64),
+        ("key", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("opcode", ctypes.c_uint16),
+        ("priority", ctypes.c_int16),
+        ("fd", ctypes.c_uint32),
+        ("buffer", ctypes.c_uint64),
+        ("length", ctypes.c_uint64),
+        ("offset", ctypes.c_int64),
+        ("rest", ctypes.c_uint64 * 2),
+    )
 
 
 class Event(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_uint64), ("block", ctypes.c_uint64), ("result", ctypes.c_int64), ("more", ctypes.c_int64))
+    _fields_ = (
+        ("data", ctypes.c_uint64),
+        ("block", ctypes.c_uint64),
+        ("result", ctypes.c_int64),
+        ("more", ctypes.c_int64),
+    )
 
 
 class AsyncWriter:
@@ -199,11 +222,17 @@ class AsyncWriter:
         assert not self.libc.syscall(self.SETUP, ctypes.c_long(4), ctypes.byref(self.context))
 
     def write(self, fd, memory):
-        block = Block(opcode=1, fd=fd, buffer=ctypes.addressof(ctypes.c_char.from_buffer(memory)), length=len(memory))
+        block = Block(
+            opcode=1, fd=fd, buffer=ctypes.addressof(ctypes.c_char.from_buffer(memory)), length=len(memory)
+        )
         blocks, event = (ctypes.c_void_p * 1)(ctypes.addressof(block)), Event()
         assert self.libc.syscall(self.SUBMIT, self.context, ctypes.c_long(1), blocks) == 1
-        assert self.libc.syscall(self.GETEVENTS, self.context, ctypes.c_long(1), ctypes.c_long(1), ctypes.byref(event),
-                                 None) == 1
+        assert (
+            self.libc.syscall(
+                self.GETEVENTS, self.context, ctypes.c_long(1), ctypes.c_long(1), ctypes.byref(event), None
+            )
+            == 1
+        )
         assert event.result == len(memory)
 
 

@@ -30,7 +30,12 @@ def told(found):
     """What does not depend on the file system."""
     if stat.S_ISDIR(found.st_mode):
         return found.st_mode
-    return found.st_mode, found.st_nlink, found.st_size, found.st_mtime_ns if found.st_mtime_ns % 1_000_000_007 == 0 else None
+    return (
+        found.st_mode,
+        found.st_nlink,
+        found.st_size,
+        found.st_mtime_ns if found.st_mtime_ns % 1_000_000_007 == 0 else None,
+    )
 
 
 def whole(path):
@@ -83,12 +88,21 @@ class Scene:
             os.fsync(theirs)  # what was written is seen by others when it was synced or closed
 
     def opened(self):
-        flags = self.random.choice((
-            os.O_RDWR | os.O_CREAT, os.O_RDWR | os.O_CREAT | os.O_EXCL, os.O_RDONLY, os.O_RDWR | os.O_TRUNC,
-            os.O_WRONLY | os.O_CREAT | os.O_TRUNC, os.O_WRONLY | os.O_APPEND | os.O_CREAT))
+        flags = self.random.choice(
+            (
+                os.O_RDWR | os.O_CREAT,
+                os.O_RDWR | os.O_CREAT | os.O_EXCL,
+                os.O_RDONLY,
+                os.O_RDWR | os.O_TRUNC,
+                os.O_WRONLY | os.O_CREAT | os.O_TRUNC,
+                os.O_WRONLY | os.O_APPEND | os.O_CREAT,
+            )
+        )
         name, mount = self.random.choice(NAMES), self.random.choice(self.mounts)
         self.said.append(("open", name, oct(flags), mount))
-        ours, theirs = (self.outcome(os.open, top / name, flags | os.O_NOFOLLOW, 0o640) for top in (self.plain, mount))
+        ours, theirs = (
+            self.outcome(os.open, top / name, flags | os.O_NOFOLLOW, 0o640) for top in (self.plain, mount)
+        )
         assert ours == theirs if str in (type(ours), type(theirs)) else True, (ours, theirs, self.said[-15:])
         if isinstance(ours, int):
             self.open[len(self.said)] = ours, theirs
@@ -104,23 +118,31 @@ class Scene:
         chance = self.random
         offset, length = chance.choice(OFFSETS), chance.choice(LENGTHS)
         steps = (
-            self.opened, self.opened,
+            self.opened,
+            self.opened,
             lambda: self.by_handle(os.pwrite, chance.randbytes(length), offset),
             lambda: self.by_handle(os.pwrite, chance.randbytes(length), offset),
-            lambda: self.by_handle(os.pread, length, offset), lambda: self.by_handle(os.pread, length, offset),
-            lambda: self.by_handle(os.ftruncate, offset), lambda: self.by_handle(os.fchmod, chance.choice((0o600, 0o644))),
+            lambda: self.by_handle(os.pread, length, offset),
+            lambda: self.by_handle(os.pread, length, offset),
+            lambda: self.by_handle(os.ftruncate, offset),
+            lambda: self.by_handle(os.fchmod, chance.choice((0o600, 0o644))),
             lambda: self.by_name(os.rename, names=2),
             lambda: self.by_name(rename_with, chance.choice((1, 2)), names=2),
             lambda: self.by_name(os.link, names=2),
-            lambda: self.by_name(os.unlink), lambda: self.by_name(os.unlink),
+            lambda: self.by_name(os.unlink),
+            lambda: self.by_name(os.unlink),
             lambda: self.at(os.mkdir, [chance.choice(("D0", "D1", "D1/S"))]),
             lambda: self.at(os.rmdir, [chance.choice(("D0", "D1", "D1/S"))]),
             lambda: self.by_name(symlinked, chance.choice(("a", "D1/S", "nowhere"))),
             lambda: self.by_name(os.truncate, offset),
-            lambda: self.by_name(looked_at), lambda: self.by_name(whole), lambda: self.by_name(whole),
+            lambda: self.by_name(looked_at),
+            lambda: self.by_name(whole),
+            lambda: self.by_name(whole),
             lambda: self.by_name(attribute_set, b"x" * chance.choice((0, 5, 300)), chance.choice((0, 1, 2))),
-            lambda: self.by_name(attributes), lambda: self.by_name(timed, 1_000_000_007 * chance.randrange(1 << 30)),
-            lambda: self.at(listed, [chance.choice(("", "D0", "D1", "D1/S"))]))
+            lambda: self.by_name(attributes),
+            lambda: self.by_name(timed, 1_000_000_007 * chance.randrange(1 << 30)),
+            lambda: self.at(listed, [chance.choice(("", "D0", "D1", "D1/S"))]),
+        )
         chance.choice(steps)()
 
 

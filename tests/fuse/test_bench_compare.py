@@ -18,12 +18,17 @@ pytestmark = pytest.mark.t3
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ("--rounds", "1", "--seconds", "0.2", "--file-mib", "8", "--files", "40", "--no-awake-peers")
 sys.path.insert(0, str(ROOT / "bench"))
-compare, contract, report = (importlib.import_module(name) for name in ("compare", "subjects.contract", "report"))
+compare, contract, report = (
+    importlib.import_module(name) for name in ("compare", "subjects.contract", "report")
+)
 sys.path.remove(str(ROOT / "bench"))
 
 needs_root = pytest.mark.skipif(
-    os.geteuid() != 0 or not os.access("/dev/fuse", os.W_OK) or not os.access("/proc/sys/vm/drop_caches", os.W_OK),
-    reason="needs root, /dev/fuse and the right to drop the page cache")
+    os.geteuid() != 0
+    or not os.access("/dev/fuse", os.W_OK)
+    or not os.access("/proc/sys/vm/drop_caches", os.W_OK),
+    reason="needs root, /dev/fuse and the right to drop the page cache",
+)
 
 
 @pytest.fixture
@@ -36,7 +41,9 @@ def place(tmp_path):
 
 def start(place, *words):
     command = [sys.executable, ROOT / "bench" / "compare.py", *TINY, "--directory", place, *words]
-    return subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=place)
+    return subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=place
+    )
 
 
 def assert_nothing_is_left(place):
@@ -61,7 +68,9 @@ def test_every_load_runs_against_drive_floors_and_nvpool_and_nothing_is_left(pla
         for name, cell in load["cells"].items():
             assert "failed" not in cell and cell["best"] > 0, (load["key"], name, cell)
         assert load["name"] in said
-    assert all(floor["columns"]["tcp"]["reached"] is not None and floor["title"] in said for floor in found["floors"])
+    assert all(
+        floor["columns"]["tcp"]["reached"] is not None and floor["title"] in said for floor in found["floors"]
+    )
     assert (tmp_path / "results" / "peers.md").read_text().startswith(said.rstrip("\n"))
     xml.dom.minidom.parseString((tmp_path / "results" / "peers.svg").read_text())
 
@@ -79,7 +88,9 @@ def test_what_an_interrupted_bench_and_a_killed_one_had_started_is_gone(place):
     assert_nothing_is_left(place)
 
     # Nothing of this load unmounts, so it is killed with its mount whole, and no `umount` of it goes on after its death.
-    bench = start(place, "--subjects", "^c-passthrough$", "--only", "^reread$", "--rounds", "99", "--seconds", "2")
+    bench = start(
+        place, "--subjects", "^c-passthrough$", "--only", "^reread$", "--rounds", "99", "--seconds", "2"
+    )
     while "round 1" not in (line := bench.stderr.readline()):
         assert line, "it ended before the first load"
     bench.kill()
@@ -104,7 +115,9 @@ def test_a_load_on_a_mount_that_went_away_is_a_failure_and_no_figure_of_the_dire
         comparison.start()
         comparison.round(0, [leaves, stays])
         assert comparison.failures == {("c-passthrough", "leaves"): "its mount went away under the load"}
-        assert list(comparison.figures) == [("c-passthrough", "stays")], "it is mounted again for the next load"
+        assert list(comparison.figures) == [("c-passthrough", "stays")], (
+            "it is mounted again for the next load"
+        )
         assert len(list((place / "c-passthrough" / "files" / "created-4096-0").iterdir())) == 10
     finally:
         comparison.stop()
@@ -121,7 +134,15 @@ def test_a_mount_point_is_read_as_it_is_from_the_table_of_mounts():
 def test_nothing_but_the_directory_of_a_bench_is_ever_removed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine" / "of-glusterfs").mkdir(parents=True)
-    for path in (Path(), Path(".."), Path("mine"), tmp_path, tmp_path / "mine", tmp_path / "mine" / "of-glusterfs", Path("/")):
+    for path in (
+        Path(),
+        Path(".."),
+        Path("mine"),
+        tmp_path,
+        tmp_path / "mine",
+        tmp_path / "mine" / "of-glusterfs",
+        Path("/"),
+    ):
         with pytest.raises(ValueError):
             contract.sweep(path)
     for subject in compare.every_subject():
@@ -132,12 +153,17 @@ def test_nothing_but_the_directory_of_a_bench_is_ever_removed(tmp_path, monkeypa
     assert os.listdir(tmp_path / "mine") == [contract.OWNER]
 
 
-def test_a_peer_that_is_not_installed_and_a_variant_whose_library_is_not_are_named_with_the_reason(monkeypatch):
+def test_a_peer_that_is_not_installed_and_a_variant_whose_library_is_not_are_named_with_the_reason(
+    monkeypatch,
+):
     from subjects import glusterfs, juicefs, moosefs, pool
 
     monkeypatch.setattr(juicefs, "PROGRAM", Path("/nonexistent/juicefs"))
     monkeypatch.setitem(pool.NEEDS, "grpc", "grpc_of_tomorrow")
-    assert "needs the Python package grpc_of_tomorrow" in pool.Pool(pool.Variant("later", transport="grpc")).missing()
+    assert (
+        "needs the Python package grpc_of_tomorrow"
+        in pool.Pool(pool.Variant("later", transport="grpc")).missing()
+    )
     monkeypatch.setenv("PATH", "/nonexistent")
     for peer in (glusterfs.GlusterFS(), moosefs.MooseFS(), juicefs.JuiceFS()):
         assert peer.missing().endswith("is not installed (make bench-peers)")
@@ -145,19 +171,38 @@ def test_a_peer_that_is_not_installed_and_a_variant_whose_library_is_not_are_nam
 
 def test_the_better_of_asleep_and_awake_counts_and_ratios_are_judged_against_the_best_peer():
     subject = {"kind": "peer", "version": "1", "notes": "", "cold": "so", "missing": None}
-    load = {"key": "stat", "name": "stat", "unit": "files/s", "cold": True, "durable": False, "best_peer": "b", "by": "mount",
-            "goals": {"same host": 2, "tcp": 1.5},
-            "cells": {"a": {"best": 50.0}, "b": {"best": 100.0}, "mine": {"best": 150.0}, "plain": {"best": 1000.0}}}
-    results = {"loads": [load], "columns": {"same host": "mine", "tcp": "mine"}, "date": "today",
-               "subjects": {"a": subject, "b": subject, "mine": subject | {"kind": "nvpool"}}}
+    load = {
+        "key": "stat",
+        "name": "stat",
+        "unit": "files/s",
+        "cold": True,
+        "durable": False,
+        "best_peer": "b",
+        "by": "mount",
+        "goals": {"same host": 2, "tcp": 1.5},
+        "cells": {
+            "a": {"best": 50.0},
+            "b": {"best": 100.0},
+            "mine": {"best": 150.0},
+            "plain": {"best": 1000.0},
+        },
+    }
+    results = {
+        "loads": [load],
+        "columns": {"same host": "mine", "tcp": "mine"},
+        "date": "today",
+        "subjects": {"a": subject, "b": subject, "mine": subject | {"kind": "nvpool"}},
+    }
     row = report._goals(results).splitlines()[-1]
     assert row == "| stat (files/s) | 1,000 | 100 b | 150 | 1.50 of 2 ✗ | 0.15 | 150 | 1.50 of 1.5 ✓ | 0.15 |"
     assert report.judged(2.5, 3.0, at_most=True) == "2.50 of 3 ✓" and report.judged(None, 1.0) == "–"
     one = {"key": "sdk-one", "cells": {"mine": {"best": 20.0}}}
     under = {"key": "socket", "cells": {report.SOCKET: {"best": 80.0}}}
     floors = {floor.key: report.against(floor, [one, under], {"tcp": "mine"}) for floor in report.FLOORS}
-    assert floors["sdk-one"]["columns"] == {"same host": {"value": None, "goal": None, "reached": None},
-                                            "tcp": {"value": 4.0, "goal": 3.0, "reached": False}}
+    assert floors["sdk-one"]["columns"] == {
+        "same host": {"value": None, "goal": None, "reached": None},
+        "tcp": {"value": 4.0, "goal": 3.0, "reached": False},
+    }
     assert floors["sdk-many"]["columns"]["tcp"] == {"value": None, "goal": 150.0, "reached": None}
     found = {"rate": 1.0, "bytes_rate": 1.0, "p50_us": 1.0, "p99_us": 1.0}
     rounds = [found | {"rate": rate} for rate in (3.0, 1.0, 2.0)]
@@ -168,13 +213,25 @@ def test_the_better_of_asleep_and_awake_counts_and_ratios_are_judged_against_the
 def test_the_peers_are_installed_by_somebody_with_root_who_is_told_one_command(tmp_path):
     (tmp_path / "checkout" / "bench").mkdir(parents=True)
     shutil.copy(ROOT / "bench" / "install_peers.sh", tmp_path / "checkout" / "bench")
-    for name, text in {"id": "echo 1000", "dpkg-query": 'case "$*" in *moosefs-client*) exit 1 ;; esac; echo "ok installed"',
-                       "apt-get": f"touch {tmp_path}/asked"}.items():
+    for name, text in {
+        "id": "echo 1000",
+        "dpkg-query": 'case "$*" in *moosefs-client*) exit 1 ;; esac; echo "ok installed"',
+        "apt-get": f"touch {tmp_path}/asked",
+    }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": "false"}
-    done = subprocess.run(["sh", "bench/install_peers.sh"], cwd=tmp_path / "checkout", env=environment, capture_output=True,
-                          text=True, timeout=550)
+    done = subprocess.run(
+        ["sh", "bench/install_peers.sh"],
+        cwd=tmp_path / "checkout",
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=550,
+    )
     assert done.returncode == 1
-    assert done.stdout == "sudo apt-get update && sudo apt-get install --yes --no-install-recommends moosefs-client\n"
+    assert (
+        done.stdout
+        == "sudo apt-get update && sudo apt-get install --yes --no-install-recommends moosefs-client\n"
+    )
     assert not (tmp_path / "asked").exists()

@@ -69,7 +69,9 @@ held = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
 print(len(held[:]), flush=True)
 sys.stdin.read()
 """
-    with subprocess.Popen([sys.executable, "-c", program, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", program, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
         try:
             assert int(holder.stdout.readline())
             yield
@@ -98,12 +100,15 @@ def test_a_file_made_written_and_closed_is_seven_requests_of_which_three_are_sen
         assert sent == {"META_CREATE": 1, "DATA_WRITE": 1, "META_REPORT": 1}
         # a change of names makes the kernel drop the directory's attributes; open(O_CREAT) looks first; the first write asks
         # for file capabilities: the rest is the call itself
-        assert asked == dict.fromkeys(("GETATTR", "LOOKUP", "CREATE", "GETXATTR", "WRITE", "FLUSH", "RELEASE"), 1)
+        assert asked == dict.fromkeys(
+            ("GETATTR", "LOOKUP", "CREATE", "GETXATTR", "WRITE", "FLUSH", "RELEASE"), 1
+        )
         with mounts.counted(one) as (asked, sent):
             make(one.place / "d" / f"empty{number}", b"")
             settle(mounts, one)
         assert sent == {"META_CREATE": 1}
         assert asked == dict.fromkeys(("GETATTR", "LOOKUP", "CREATE", "FLUSH", "RELEASE"), 1)
+
     in_one_of_three(attempt)
 
 
@@ -115,7 +120,7 @@ def test_a_small_file_costs_its_reader_two_trips_and_the_next_one_none(mounts):
     with mounts.counted(one) as (_, sent):
         fd = os.open(one.place / "f", os.O_RDONLY)
         for at in range(0, 65536, 1000):
-            assert os.pread(fd, 1000, at) == content[at:at + 1000]
+            assert os.pread(fd, 1000, at) == content[at : at + 1000]
         assert os.pread(fd, 10, 65530) == content[65530:]
         os.close(fd)
     assert sum(sent.values()) <= 2 and set(sent) <= {"META_LOOKUP", "META_OPEN", "DATA_READ"}
@@ -125,7 +130,10 @@ def test_a_small_file_costs_its_reader_two_trips_and_the_next_one_none(mounts):
         with mounts.counted(one) as (asked, sent):
             assert read(one.place / "f") == content
             settle(mounts, one)
-        assert not sent and asked == {"OPEN": 1, "RELEASE": 1}, "the pages are there, and nobody has to be asked"
+        assert not sent and asked == {"OPEN": 1, "RELEASE": 1}, (
+            "the pages are there, and nobody has to be asked"
+        )
+
     in_one_of_three(attempt)
 
 
@@ -161,9 +169,13 @@ def test_what_was_written_here_is_read_again_out_of_the_kernel_and_after_a_chang
                 os.pwrite(file.fileno(), b"b", 5)
             assert read(name) == whole[:5] + b"b" + whole[6:]
         assert "READ" not in asked
+
     in_one_of_three(attempt)
     make(one.place / "f", whole)
-    with open(one.place / "f", "r+b", buffering=0) as mine, open(other.place / "f", "r+b", buffering=0) as theirs:
+    with (
+        open(one.place / "f", "r+b", buffering=0) as mine,
+        open(other.place / "f", "r+b", buffering=0) as theirs,
+    ):
         os.pwrite(theirs.fileno(), b"c", 200_000)
         os.pwrite(mine.fileno(), b"d", 100)
         os.fsync(theirs.fileno())
@@ -239,7 +251,9 @@ def test_who_keeps_a_file_open_sees_what_is_written_elsewhere(two):
         for text in (b"SECOND"[:5], b"third", b"forth"):
             os.pwrite(writer.fileno(), text, 0)
             os.fsync(writer.fileno())
-            wait_until(lambda text=text: os.pread(reader.fileno(), 10, 0) == text, f"{text} without another open")
+            wait_until(
+                lambda text=text: os.pread(reader.fileno(), 10, 0) == text, f"{text} without another open"
+            )
 
 
 def test_pages_of_an_open_file_outlive_the_lease_when_nothing_has_changed(tmp_path):
@@ -278,7 +292,11 @@ def test_two_nodes_that_make_and_remove_names_in_one_directory_do_not_wait_for_o
                     make(place / f"both-{number}", b"")
         except BaseException as error:
             failures.append(error)
-    threads = [threading.Thread(target=work, args=at) for at in ((here, "a"), (there, "b"), (here, "c"), (there, "d"))]
+
+    threads = [
+        threading.Thread(target=work, args=at)
+        for at in ((here, "a"), (there, "b"), (here, "c"), (there, "d"))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -299,6 +317,7 @@ def test_a_notice_that_stands_behind_a_request_does_not_hold_up_a_change(two, mo
     async def delayed(*arguments):
         await go.wait()
         return await create(*arguments)
+
     monkeypatch.setattr(slow.vfs, "create", delayed)
     creating = threading.Thread(target=make, args=(there / "slow", b""))
     creating.start()
@@ -309,7 +328,9 @@ def test_a_notice_that_stands_behind_a_request_does_not_hold_up_a_change(two, mo
     finally:
         mounts.loop.call_soon_threadsafe(go.set)
         creating.join(120)
-    assert not os.path.lexists(there / "f") and read(there / "g") == b"first" and os.path.lexists(there / "slow")
+    assert (
+        not os.path.lexists(there / "f") and read(there / "g") == b"first" and os.path.lexists(there / "slow")
+    )
 
 
 # -- what the protocol has and libfuse's Python does not ---------------------------------------------------------------------
@@ -337,7 +358,10 @@ def test_who_asks_for_more_than_attributes_costs_no_request_more(mounts):
     os.stat(one.place / "f")
 
     def stat():
-        return subprocess.run(["stat", "-c", "%s %W", one.place / "f"], capture_output=True, text=True, timeout=240).stdout
+        return subprocess.run(
+            ["stat", "-c", "%s %W", one.place / "f"], capture_output=True, text=True, timeout=240
+        ).stdout
+
     with mounts.counted(one) as (asked, sent):
         assert [stat() for _ in range(4)] == [f"4096 {int(os.stat(one.place / 'f').st_ctime)}\n"] * 4
     assert asked["STATX"] == 1 and asked["GETATTR"] <= 1 and sent["META_GETATTR"] <= 2
@@ -354,10 +378,13 @@ def test_rights_of_others_cost_no_message_where_there_is_no_acl(mounts):
     def read():
         files = [os.open(f"f{number}", os.O_RDONLY, dir_fd=place) for number in range(10)]
         return sum(len(os.read(file, 5000)) for file in files)
+
     with mounts.counted(one) as (asked, sent):
         assert as_user(1001, 1001, read) == 10 * 4096
     os.close(place)
-    assert 10 <= asked["GETXATTR"] <= 20 and "META_GETXATTR" not in sent  # of each file; and of the mount's root each time
+    assert (
+        10 <= asked["GETXATTR"] <= 20 and "META_GETXATTR" not in sent
+    )  # of each file; and of the mount's root each time
 
 
 def test_truncation_at_open_is_part_of_the_open(mounts):

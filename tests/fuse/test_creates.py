@@ -98,13 +98,17 @@ class Kept(Host):
     async def __aenter__(self):
         await self.pool.__aenter__()
         listener = self.pool._listeners["meta", 1]
-        self.door = Door(listener.handler.__self__ if hasattr(listener.handler, "__self__") else listener.handler)
+        self.door = Door(
+            listener.handler.__self__ if hasattr(listener.handler, "__self__") else listener.handler
+        )
         if not self.at_once:
             self.door.service = self.pool.meta
             listener.handler = self.door
         self.descriptor = KeptMemory.make(1 << 24)
         self.kept = KeptMemory(self.descriptor)
-        self.client = await Client.open(self.pool.pool_map, "maker", self.client_options, clock=self.clock, kept=self.kept)
+        self.client = await Client.open(
+            self.pool.pool_map, "maker", self.client_options, clock=self.clock, kept=self.kept
+        )
         self.pool._clients.append(self.client)
         self.vfs = self.client.vfs
         return self
@@ -141,7 +145,9 @@ class Mounted(Reading):
         self.last += 2
         unique = self.last if unique is None else unique
         body = FORMS[Op.CREATE].body(flags, mode, 0o22, 0)
-        self.ours.send(requests.encode(FuseRequest(Op.CREATE, unique, node, uid, gid, pid, body, (name,), b"")))
+        self.ours.send(
+            requests.encode(FuseRequest(Op.CREATE, unique, node, uid, gid, pid, body, (name,), b""))
+        )
         return unique
 
     async def hear(self):
@@ -162,7 +168,9 @@ class Mounted(Reading):
         made = replies.read("create", answer)
         if self.host.clock is SYSTEM_CLOCK:
             attr = self.ops._files[made.fh].attr
-            assert made.mtime * 10 ** 9 + made.mtimensec == attr.mtime_ns and made.ctime == attr.ctime_ns // 10 ** 9
+            assert (
+                made.mtime * 10**9 + made.mtimensec == attr.mtime_ns and made.ctime == attr.ctime_ns // 10**9
+            )
         return made
 
     async def close_file(self, handle):
@@ -192,28 +200,59 @@ class Mounted(Reading):
     def books(self):
         """All that there is to be known, in its order."""
         vfs, ops, cache, leases = self.vfs, self.ops, self.vfs.cache, self.vfs.leases
-        slots = [slot for slot in OpenInode.__slots__ if slot not in ("attr", "grant", "grant_session", "grant_half_ms")]
+        slots = [
+            slot
+            for slot in OpenInode.__slots__
+            if slot not in ("attr", "grant", "grant_session", "grant_half_ms")
+        ]
         connection = self.state.met
         return {
-            "open": [(inode, untimed(file.attr), [getattr(file, slot) for slot in slots], *self.grant_of(file))
-                     for inode, file in cache.open.items()],
+            "open": [
+                (inode, untimed(file.attr), [getattr(file, slot) for slot in slots], *self.grant_of(file))
+                for inode, file in cache.open.items()
+            ],
             "attrs": [(inode, untimed(attr), born_s) for inode, (attr, born_s) in cache._attrs.items()],
             "entries": [(place, found[:3], lease_of(found[3])) for place, found in cache._entries.items()],
-            "renamed": list(cache._renamed_s.items()), "floor": cache._renamed_floor_s,
-            "whole": [(inode, whole.change, sorted(whole.names), whole.ours) for inode, whole in cache._whole.items()],
+            "renamed": list(cache._renamed_s.items()),
+            "floor": cache._renamed_floor_s,
+            "whole": [
+                (inode, whole.change, sorted(whole.names), whole.ours)
+                for inode, whole in cache._whole.items()
+            ],
             "whole names": cache._whole_names,
-            "leases": [(inode, lease_of(lease)) for inode, lease in leases._leases.items()], "number": leases._number,
-            "watch": (self.state.watch.floor_s, dict(self.state.watch.ended)),  # not `used`: the watch itself takes that back
-            "registered": dict(self.state.open), "slots": list(self.state.slots), "waiting": list(self.state.waiting),
-            "noted": self.host.kept.slots(self.state.record), "handles": self.host.kept.handles.valid(),
-            "files": [(number, [getattr(file, slot) for slot in ("inode", "flags", "readable", "writable", "append", "closed",
-                                                                 "number")])
-                      for number, file in ops._files.items()],
+            "leases": [(inode, lease_of(lease)) for inode, lease in leases._leases.items()],
+            "number": leases._number,
+            "watch": (
+                self.state.watch.floor_s,
+                dict(self.state.watch.ended),
+            ),  # not `used`: the watch itself takes that back
+            "registered": dict(self.state.open),
+            "slots": list(self.state.slots),
+            "waiting": list(self.state.waiting),
+            "noted": self.host.kept.slots(self.state.record),
+            "handles": self.host.kept.handles.valid(),
+            "files": [
+                (
+                    number,
+                    [
+                        getattr(file, slot)
+                        for slot in ("inode", "flags", "readable", "writable", "append", "closed", "number")
+                    ],
+                )
+                for number, file in ops._files.items()
+            ],
             "shared": all(file.file is cache.open[file.inode] for file in ops._files.values()),
-            "told": dict(ops._told), "seen": dict(ops._seen), "appending": dict(ops._appending), "changes": ops._changes,
-            "named": list(ops._naming.told), "barred": dict(ops.published._barred), "writing": set(ops.published._writing),
+            "told": dict(ops._told),
+            "seen": dict(ops._seen),
+            "appending": dict(ops._appending),
+            "changes": ops._changes,
+            "named": list(ops._naming.told),
+            "barred": dict(ops.published._barred),
+            "writing": set(ops.published._writing),
             "counters": {name: vfs.meta.counters[name] for name in ("changes", "repeats", "sessions")},
-            "made names": dict(vfs._made_names), "work": list(self.engine._work), "held": dict(vfs.meta.once.held),
+            "made names": dict(vfs._made_names),
+            "work": list(self.engine._work),
+            "held": dict(vfs.meta.once.held),
             "spent": sum(times.counts) if (times := self.engine.spent.times[Op.CREATE]) is not None else 0,
             "in flight": len([one for one in connection._in_flight.values() if one[4] == META_CREATE]),
             "calls": (TALLY.calls.begun - TALLY.calls.ended) - len(connection._in_flight),
@@ -246,7 +285,9 @@ async def mounted(way="compiled", options=OPTIONS, clock=SYSTEM_CLOCK, at_once=F
         yield kernel
         kernel.door.instead = None
         assert not kernel.engine._work
-        assert way == "ordinary" or kernel.made_at_once > before or not kernel.expects_some, "none was made in one step"
+        assert way == "ordinary" or kernel.made_at_once > before or not kernel.expects_some, (
+            "none was made in one step"
+        )
 
 
 Mounted.expects_some = True
@@ -254,6 +295,7 @@ WAYS, compiled_only, on_a_mount, by_both_ways, in_one_step = both_ways(fast_crea
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------------
+
 
 def some_number(chance, bits):
     return chance.getrandbits(chance.randrange(bits) + 1) if chance.random() < 0.8 else 0
@@ -263,23 +305,68 @@ def some_number(chance, bits):
 def test_the_request_is_the_bytes_that_protobuf_writes():
     chance = random.Random(1)
     for _ in range(3000):
-        fields = {"parent": some_number(chance, 63), "name": chance.randbytes(chance.choice([1, 7, 127, 128, 255])),
-                  "mode": 0o100000 | some_number(chance, 12), "open": True, "rights": chance.choice([1, 3]),
-                  "exclusive": chance.random() < 0.5, "truncate": chance.random() < 0.5, "masked": some_number(chance, 9)}
+        fields = {
+            "parent": some_number(chance, 63),
+            "name": chance.randbytes(chance.choice([1, 7, 127, 128, 255])),
+            "mode": 0o100000 | some_number(chance, 12),
+            "open": True,
+            "rights": chance.choice([1, 3]),
+            "exclusive": chance.random() < 0.5,
+            "truncate": chance.random() < 0.5,
+            "masked": some_number(chance, 9),
+        }
         request = CreateRequest(**fields)
         change = request.change
-        change.session, change.slot, change.sequence = some_number(chance, 64), chance.randrange(64), some_number(chance, 62)
-        change.map_epoch, change.uid, change.gid = some_number(chance, 40), some_number(chance, 32), some_number(chance, 32)
+        change.session, change.slot, change.sequence = (
+            some_number(chance, 64),
+            chance.randrange(64),
+            some_number(chance, 62),
+        )
+        change.map_epoch, change.uid, change.gid = (
+            some_number(chance, 40),
+            some_number(chance, 32),
+            some_number(chance, 32),
+        )
         packed = fast_creates._creates.request_of(
-            change.session, change.slot, change.sequence, change.map_epoch, change.uid, change.gid, request.parent,
-            request.name, request.mode, request.rights, request.exclusive, request.truncate, request.masked)
+            change.session,
+            change.slot,
+            change.sequence,
+            change.map_epoch,
+            change.uid,
+            change.gid,
+            request.parent,
+            request.name,
+            request.mode,
+            request.rights,
+            request.exclusive,
+            request.truncate,
+            request.masked,
+        )
         assert packed == request.SerializeToString()
 
 
 def some_attr(chance, mode):
-    attr = Attr(inode=1 + some_number(chance, 60), mode=mode, change=1 + some_number(chance, 40), chunk_bits=20, table=1)
-    for field, bits in (("links", 32), ("uid", 32), ("gid", 32), ("blocks", 60), ("atime_ns", 62), ("mtime_ns", 62),
-                        ("ctime_ns", 62), ("rdev", 32), ("cut", 60), ("flags", 16), ("parent", 62), ("punches", 30)):
+    attr = Attr(
+        inode=1 + some_number(chance, 60),
+        mode=mode,
+        change=1 + some_number(chance, 40),
+        chunk_bits=20,
+        table=1,
+    )
+    for field, bits in (
+        ("links", 32),
+        ("uid", 32),
+        ("gid", 32),
+        ("blocks", 60),
+        ("atime_ns", 62),
+        ("mtime_ns", 62),
+        ("ctime_ns", 62),
+        ("rdev", 32),
+        ("cut", 60),
+        ("flags", 16),
+        ("parent", 62),
+        ("punches", 30),
+    ):
         setattr(attr, field, some_number(chance, bits))
     return attr
 
@@ -360,9 +447,11 @@ def test_of_whatever_bytes_what_is_read_is_what_protobuf_reads():
     chance = random.Random(4)
     read = 0
     for turn in range(20_000):
-        message = bytearray(in_two(some_reply(chance)) if turn % 2 else some_reply(chance).SerializeToString())
+        message = bytearray(
+            in_two(some_reply(chance)) if turn % 2 else some_reply(chance).SerializeToString()
+        )
         if turn % 3 == 0:
-            del message[chance.randrange(len(message)):]
+            del message[chance.randrange(len(message)) :]
         for _ in range(turn % 4 if message else 0):
             message[chance.randrange(len(message))] ^= 1 << chance.randrange(8)
         found = answered(bytes(message))
@@ -371,12 +460,18 @@ def test_of_whatever_bytes_what_is_read_is_what_protobuf_reads():
         read += 1
         reply = CreateReply.FromString(bytes(message))
         assert found == replies.created(77, reply.entry.attr, *KEEP, 0x1234567890, 5)
-        assert reply.created and reply.HasField("parent") and len(reply.entry.grant) == 60 and not reply.entry.elsewhere
+        assert (
+            reply.created
+            and reply.HasField("parent")
+            and len(reply.entry.grant) == 60
+            and not reply.entry.elsewhere
+        )
         assert not reply.entry.attr.volume and reply.parent.inode
     assert read > 1000
 
 
 # -- what is the same both ways ----------------------------------------------------------------------------------------------
+
 
 async def many_kinds(kernel, clock):
     """Files made in all manners, and what was to be seen of each: message, answer, books."""
@@ -395,7 +490,9 @@ async def many_kinds(kernel, clock):
 
     first = await make(b"new", NEW)
     await make(b"read", os.O_RDONLY | os.O_CREAT | os.O_EXCL)
-    await make(b"append", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, uid=1000, gid=70000, pid=os.getpid())
+    await make(
+        b"append", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, uid=1000, gid=70000, pid=os.getpid()
+    )
     await make(b"read and append", os.O_RDONLY | os.O_CREAT | os.O_APPEND)
     await make(b"cut", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode=0o106755, uid=5)
     await make(b"append only", NEW | os.O_APPEND)
@@ -438,14 +535,21 @@ def test_messages_answers_and_books_are_the_same_both_ways(writeback):
 
     async def seen(way):
         clock = ManualClock(7, began_s)
-        async with mounted(way, clock=clock, options=OPTIONS._replace(cached_entries=24, deadline_s=300.0),
-                           writeback=writeback) as kernel:
+        async with mounted(
+            way,
+            clock=clock,
+            options=OPTIONS._replace(cached_entries=24, deadline_s=300.0),
+            writeback=writeback,
+        ) as kernel:
             kinds = await many_kinds(kernel, clock)
             found[way] = kinds, of_one_session(kernel.door.heard), kernel.answers, kernel.made_at_once
 
     for way in WAYS:
         run_whole(seen(way), 300)
-    (kinds, heard, answers, _), (kinds_at_once, heard_at_once, answers_at_once, made) = found["ordinary"], found["compiled"]
+    (kinds, heard, answers, _), (kinds_at_once, heard_at_once, answers_at_once, made) = (
+        found["ordinary"],
+        found["compiled"],
+    )
     assert made > 50
     assert heard_at_once == heard
     assert answers_at_once == answers
@@ -471,7 +575,12 @@ def test_files_that_are_made_are_there_for_all(way, at_once):
                 unique, error, answer = await kernel.hear()
                 assert not error
                 made, name = replies.read("create", answer), asked.pop(unique)
-                assert (made.mode, made.nlink, made.size, b"%d-%d" % (made.gid, made.uid)) == (0o100644, 1, 0, name)
+                assert (made.mode, made.nlink, made.size, b"%d-%d" % (made.gid, made.uid)) == (
+                    0o100644,
+                    1,
+                    0,
+                    name,
+                )
                 assert kernel.ops._files[made.fh].inode == made.nodeid
         assert len(kernel.state.open) == 12 * 16
         for number in list(kernel.ops._files):
@@ -491,7 +600,9 @@ async def test_it_is_noted_before_it_is_sent_and_for_as_long_as_nobody_answers(k
     slots = len(kernel.state.slots)
     unique, call = await kernel.begun(b"f")
     change = CreateRequest.FromString(bytes(call.message)).change
-    assert kernel.host.kept.slots(kernel.state.record) == [(change.slot, change.sequence, META_CREATE, unique)]
+    assert kernel.host.kept.slots(kernel.state.record) == [
+        (change.slot, change.sequence, META_CREATE, unique)
+    ]
     assert len(kernel.state.slots) == slots - 1 and list(kernel.engine._work) == [unique]
     assert not kernel.ops._files and not kernel.host.kept.handles.valid()
     other = await kernel.made(b"g")  # meanwhile
@@ -501,13 +612,18 @@ async def test_it_is_noted_before_it_is_sent_and_for_as_long_as_nobody_answers(k
     assert (heard, error) == (unique, 0) and set(kernel.ops._files) == {made.fh, other.fh}
     assert kernel.host.kept.slots(kernel.state.record) == [] and len(kernel.state.slots) == slots
     assert [(record[1], record[-2]) for record in kernel.host.kept.handles.valid()] in (
-        [(other.nodeid, unique + 2), (made.nodeid, unique)], [(made.nodeid, unique), (other.nodeid, unique + 2)])
+        [(other.nodeid, unique + 2), (made.nodeid, unique)],
+        [(made.nodeid, unique), (other.nodeid, unique + 2)],
+    )
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["made", "goes-on"])
 @pytest.mark.parametrize("way", WAYS)
-def test_where_the_kernel_writes_pages_back_whoever_makes_a_file_may_read_it_and_is_told_each_place(way, fails):
+def test_where_the_kernel_writes_pages_back_whoever_makes_a_file_may_read_it_and_is_told_each_place(
+    way, fails
+):
     """O_APPEND is the kernel's then. `fails`: the answer is not taken in one step."""
+
     async def write_back(kernel):
         unique, call = await kernel.begun(b"f", NEW | os.O_APPEND, uid=7)
         if fails:
@@ -519,9 +635,13 @@ def test_where_the_kernel_writes_pages_back_whoever_makes_a_file_may_read_it_and
         assert made.open_flags == Opening.KEEP_CACHE
         file = kernel.ops._files[made.fh]
         assert file.readable and file.writable and not file.append and not kernel.ops._appending
-        assert [record[2] for record in kernel.host.kept.handles.valid()] == [os.O_RDWR | os.O_CREAT | os.O_EXCL]
+        assert [record[2] for record in kernel.host.kept.handles.valid()] == [
+            os.O_RDWR | os.O_CREAT | os.O_EXCL
+        ]
         for offset, content in ((4096, b"b" * 10), (0, b"a" * 5000)):  # written back as the kernel likes
-            await kernel.ask(Op.WRITE, (made.fh, offset, len(content), 0, 0, 0), node=made.nodeid, payload=content)
+            await kernel.ask(
+                Op.WRITE, (made.fh, offset, len(content), 0, 0, 0), node=made.nodeid, payload=content
+            )
         assert await kernel.ask(Op.READ, (made.fh, 4090, 4096, 0, 0, 0), node=made.nodeid) == b"a" * 910
         await kernel.close_file(made.fh)
         await kernel.made(b"g")
@@ -531,11 +651,13 @@ def test_where_the_kernel_writes_pages_back_whoever_makes_a_file_may_read_it_and
 
 # -- what else may come of it ------------------------------------------------------------------------------------------------
 
+
 def changed_reply(change):
     def edit(message):
         reply = CreateReply.FromString(message)
         change(reply)
         return reply.SerializeToString()
+
     return edit
 
 
@@ -546,8 +668,9 @@ ODD = {
     "in a volume": changed_reply(lambda reply: setattr(reply.entry.attr, "volume", 1)),
     "of a newer version": lambda message: message + b"\xc2\x3e\3abc",
     "the directory is older": changed_reply(lambda reply: setattr(reply.parent, "change", 1)),
-    "the right is none to read": changed_reply(lambda reply: setattr(
-        reply.entry, "grant", reply.entry.grant[:1] + b"\2" + reply.entry.grant[2:])),
+    "the right is none to read": changed_reply(
+        lambda reply: setattr(reply.entry, "grant", reply.entry.grant[:1] + b"\2" + reply.entry.grant[2:])
+    ),
     "cut off": lambda message: message[:-3],
     "nothing": lambda message: b"",
     "no message": lambda message: b"\xff" * 20,
@@ -583,8 +706,17 @@ def test_of_an_odd_answer_comes_the_same_both_ways(odd):
         assert one == other
 
 
-@pytest.mark.parametrize("error", [errors.AlreadyExists, errors.NotADirectory, errors.AccessDenied, errors.NoSpace,
-                                   errors.DirectoryGone, errors.QuotaExceeded])
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.AlreadyExists,
+        errors.NotADirectory,
+        errors.AccessDenied,
+        errors.NoSpace,
+        errors.DirectoryGone,
+        errors.QuotaExceeded,
+    ],
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_refused_is_an_error_and_its_slot_is_free(way, error):
     @on_a_mount
@@ -593,18 +725,24 @@ def test_what_is_refused_is_an_error_and_its_slot_is_free(way, error):
         unique, call = await kernel.begun(b"f")
         call.fail(error())
         heard, code, _ = await kernel.hear()
-        assert (heard, code) == (unique, -error.errno), "also in a directory that is gone: there is no such name"
+        assert (heard, code) == (unique, -error.errno), (
+            "also in a directory that is gone: there is no such name"
+        )
         assert kernel.host.kept.slots(kernel.state.record) == [] and len(kernel.state.slots) == slots
         await kernel.made(b"f")
 
     refused(way)
 
 
-FOR_NOW = [(error, sent) for sent in (True, False) for error in (errors.StaleEpoch, errors.Busy, errors.Draining)]
+FOR_NOW = [
+    (error, sent) for sent in (True, False) for error in (errors.StaleEpoch, errors.Busy, errors.Draining)
+]
 FOR_NOW += [(errors.StaleSession, False), (errors.WrongShard, False)]  # these say that it was not carried out
 
 
-@pytest.mark.parametrize(("error", "sent"), FOR_NOW, ids=lambda of: of.__name__ if isinstance(of, type) else f"sent-{of}")
+@pytest.mark.parametrize(
+    ("error", "sent"), FOR_NOW, ids=lambda of: of.__name__ if isinstance(of, type) else f"sent-{of}"
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_refused_for_now_goes_on_and_is_made_once(way, error, sent):
     @on_a_mount
@@ -646,7 +784,10 @@ async def test_connections_that_are_lost_and_a_shard_that_comes_back(kernel):
         assert not error and asked.pop(unique)
         inodes.add(replies.read("create", answer).nodeid)
     assert len(inodes) == 20 and all(kernel.state.open[inode] == 1 for inode in inodes)
-    assert kernel.host.kept.slots(kernel.state.record) == [] and len(kernel.state.slots) == kernel.state.slot_count
+    assert (
+        kernel.host.kept.slots(kernel.state.record) == []
+        and len(kernel.state.slots) == kernel.state.slot_count
+    )
     await kernel.made(b"after")
     await kernel.made(b"after that")
 
@@ -695,7 +836,11 @@ async def test_a_file_that_can_not_be_kept_open_is_closed_and_its_maker_is_told(
     assert (await kernel.hear())[:2] == (unique, -errors.TooManyOpen.errno)
     table._free.extend(free)
     table.used = used
-    assert not kernel.ops._files and not kernel.vfs.cache.open and kernel.host.kept.slots(kernel.state.record) == []
+    assert (
+        not kernel.ops._files
+        and not kernel.vfs.cache.open
+        and kernel.host.kept.slots(kernel.state.record) == []
+    )
     await kernel.made(b"g")
 
 
@@ -729,30 +874,69 @@ async def test_a_file_that_was_opened_meanwhile_has_one_open_inode(kernel):
 async def test_what_would_have_to_wait_is_not_begun_and_nothing_has_happened(kernel):
     state, meta, engine = kernel.state, kernel.vfs.meta, kernel.engine
     compiled = engine._creates
-    request = requests.encode(FuseRequest(Op.CREATE, 900, 1, 0, 0, 0, FORMS[Op.CREATE].body(NEW, 0o100644, 0o22, 0), (b"f",), b""))
+    request = requests.encode(
+        FuseRequest(Op.CREATE, 900, 1, 0, 0, 0, FORMS[Op.CREATE].body(NEW, 0o100644, 0o22, 0), (b"f",), b"")
+    )
 
     def begins(raw=request):
-        engine._buffer[:len(raw)] = raw
+        engine._buffer[: len(raw)] = raw
         return compiled.begin(len(raw))
 
     def left(raw=request):
         before, noted = dict(meta.counters), kernel.host.kept.slots(state.record)
-        slots, entries, renamed = list(state.slots), dict(kernel.vfs.cache._entries), dict(kernel.vfs.cache._renamed_s)
+        slots, entries, renamed = (
+            list(state.slots),
+            dict(kernel.vfs.cache._entries),
+            dict(kernel.vfs.cache._renamed_s),
+        )
         assert not begins(raw)
         assert meta.counters == before and kernel.host.kept.slots(state.record) == noted and not engine._work
-        assert list(state.slots) == slots and kernel.vfs.cache._entries == entries and kernel.vfs.cache._renamed_s == renamed
+        assert (
+            list(state.slots) == slots
+            and kernel.vfs.cache._entries == entries
+            and kernel.vfs.cache._renamed_s == renamed
+        )
 
     def other(**more):
         fields = {"flags": NEW, "mode": 0o100644, "name": b"f", "unique": 900, "node": 1, **more}
-        return requests.encode(FuseRequest(Op.CREATE, fields["unique"], fields["node"], 0, 0, 0,
-                                       FORMS[Op.CREATE].body(fields["flags"], fields["mode"], 0o22, 0), (fields["name"],), b""))
+        return requests.encode(
+            FuseRequest(
+                Op.CREATE,
+                fields["unique"],
+                fields["node"],
+                0,
+                0,
+                0,
+                FORMS[Op.CREATE].body(fields["flags"], fields["mode"], 0o22, 0),
+                (fields["name"],),
+                b"",
+            )
+        )
 
-    for raw in (other(name=b"."), other(name=b".."), other(name=b"a/b"), other(name=b"x" * 256), other(flags=os.O_CREAT | 3),
-                other(unique=1 << 63 | 900), request[:-1], request + b"x", request[:56], request[:-2] + b"\0\0"):
+    for raw in (
+        other(name=b"."),
+        other(name=b".."),
+        other(name=b"a/b"),
+        other(name=b"x" * 256),
+        other(flags=os.O_CREAT | 3),
+        other(unique=1 << 63 | 900),
+        request[:-1],
+        request + b"x",
+        request[:56],
+        request[:-2] + b"\0\0",
+    ):
         left(raw)
-    for place, value in ((state, ("session", 0)), (state, ("met", None)), (meta, ("_closed", True)), (state, ("waiting", [1])),
-                         (state.met, ("closed", True)), (state.met, ("_writable", False)), (state.met, ("upgraded", True)),
-                         (engine, ("_from", {1: 1})), (engine, ("_leaving", True))):
+    for place, value in (
+        (state, ("session", 0)),
+        (state, ("met", None)),
+        (meta, ("_closed", True)),
+        (state, ("waiting", [1])),
+        (state.met, ("closed", True)),
+        (state.met, ("_writable", False)),
+        (state.met, ("upgraded", True)),
+        (engine, ("_from", {1: 1})),
+        (engine, ("_leaving", True)),
+    ):
         name, wrong = value
         right = getattr(place, name)
         setattr(place, name, wrong)
@@ -789,7 +973,11 @@ async def test_a_bug_in_our_books_is_told_and_takes_no_slot(kernel):
         while not told:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     assert [type(error) for error in told] == [ZeroDivisionError]
-    assert len(kernel.state.slots) == slots and kernel.host.kept.slots(kernel.state.record) == [] and not kernel.engine._work
+    assert (
+        len(kernel.state.slots) == slots
+        and kernel.host.kept.slots(kernel.state.record) == []
+        and not kernel.engine._work
+    )
     asyncio.get_running_loop().set_exception_handler(None)
     kernel.vfs.cache.open.clear()
     await kernel.made(b"g")
@@ -806,7 +994,9 @@ async def test_a_bug_before_the_kernel_is_answered_is_an_error_for_its_caller_al
     handles._last = last
     kernel.door.service.handle(later)
     assert (await kernel.hear())[:2] == (other, 0)
-    assert len(kernel.state.slots) == kernel.state.slot_count and not kernel.host.kept.slots(kernel.state.record)
+    assert len(kernel.state.slots) == kernel.state.slot_count and not kernel.host.kept.slots(
+        kernel.state.record
+    )
 
 
 @in_one_step
@@ -829,7 +1019,9 @@ async def test_answers_that_come_in_pieces(kernel):
     chance = random.Random(4)
     for most in (40, 700, 3000):
         reader, connection = kernel.state.met._reader, kernel.state.met
-        connection.get_buffer = lambda hint, most=most, reader=reader: reader.get_buffer(hint)[:chance.randrange(1, most)]
+        connection.get_buffer = lambda hint, most=most, reader=reader: reader.get_buffer(hint)[
+            : chance.randrange(1, most)
+        ]
         connection._transport.set_protocol(connection)
         asked = {}
         for number in range(40):

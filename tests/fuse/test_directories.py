@@ -13,7 +13,17 @@ ENGINES = ("kernel", "pyfuse3")
 
 def test_names_are_any_255_bytes(here):
     place = os.fsencode(here)
-    names = [b"x" * 255, b"\xff" * 255, b"\x01\x02\x7f", b"new\nline", b" ", b"...", b"-rf", "日本語".encode(), b"\xc3"]
+    names = [
+        b"x" * 255,
+        b"\xff" * 255,
+        b"\x01\x02\x7f",
+        b"new\nline",
+        b" ",
+        b"...",
+        b"-rf",
+        "日本語".encode(),
+        b"\xc3",
+    ]
     for name in names:
         with open(os.path.join(place, name), "wb") as file:
             file.write(name)
@@ -27,7 +37,11 @@ def test_a_directory_has_no_other_entries_than_its_own_and_the_two_dots(here):
     (here / "a").mkdir()
     said = subprocess.run(["ls", "-aif", here], check=True, capture_output=True, text=True).stdout.split()
     listed = dict(zip(said[1::2], map(int, said[::2]), strict=True))
-    assert listed == {".": os.stat(here).st_ino, "..": os.stat(here.parent).st_ino, "a": os.stat(here / "a").st_ino}
+    assert listed == {
+        ".": os.stat(here).st_ino,
+        "..": os.stat(here.parent).st_ino,
+        "a": os.stat(here / "a").st_ino,
+    }
 
 
 def fill(place, count):
@@ -43,8 +57,10 @@ def listed(place):
 def test_thousands_of_names_are_listed_once_each_while_others_come_and_go(here, count=3000):
     fill(here, count)
     stop = threading.Event()
-    program = ("import os, sys\nn = 0\nwhile True:\n    p = f'{sys.argv[1]}/comes{n % 500}'\n"
-               "    open(p, 'w').close()\n    os.unlink(p) if n % 3 else os.rename(p, p + 'r')\n    n += 1\n")
+    program = (
+        "import os, sys\nn = 0\nwhile True:\n    p = f'{sys.argv[1]}/comes{n % 500}'\n"
+        "    open(p, 'w').close()\n    os.unlink(p) if n % 3 else os.rename(p, p + 'r')\n    n += 1\n"
+    )
     changing = subprocess.Popen([sys.executable, "-c", program, here])
     try:
         for _ in range(3):
@@ -74,6 +90,7 @@ def test_all_is_removed_that_is_removed_while_it_is_listed(here):
 def test_a_listing_goes_on_where_it_was_told_to(here):
     """telldir and seekdir, in another descriptor too: a cursor belongs to nobody."""
     import ctypes
+
     libc = ctypes.CDLL(None, use_errno=True)
     libc.opendir.restype = libc.readdir.restype = ctypes.c_void_p
     libc.telldir.restype = ctypes.c_long
@@ -107,8 +124,14 @@ def test_types_and_attributes_come_with_the_listing(here):
     (here / "f").write_bytes(b"123")
     (here / "l").symlink_to("f")
     with os.scandir(here) as entries:
-        found = {entry.name: (entry.is_dir(follow_symlinks=False), entry.is_symlink(),
-                              entry.stat(follow_symlinks=False).st_size) for entry in entries}
+        found = {
+            entry.name: (
+                entry.is_dir(follow_symlinks=False),
+                entry.is_symlink(),
+                entry.stat(follow_symlinks=False).st_size,
+            )
+            for entry in entries
+        }
     assert found == {"d": (True, False, found["d"][2]), "f": (False, False, 3), "l": (False, True, 1)}
 
 

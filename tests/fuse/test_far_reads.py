@@ -86,7 +86,8 @@ class Mounted(Reading):
             assert not lane.in_flight
         for connection in self.connections():
             assert (not connection._in_flight and connection.closed) or not [
-                one for one in connection._in_flight.values() if one[4] == DATA_READ]
+                one for one in connection._in_flight.values() if one[4] == DATA_READ
+            ]
 
     def connections(self):
         return list(self.vfs.chunks._dialer._live.values())
@@ -110,9 +111,17 @@ TWINS, compiled_only, on_a_mount, by_both_ways, in_one_step = both_ways(remote_r
 @by_both_ways
 async def test_bytes_are_right_at_every_border_and_of_every_length(kernel):
     number = await kernel.open()
-    for offset, length in [*places(300, 1), (MIB - 1, 2), (MIB - BLOCK, BLOCK), (MIB - BLOCK, 2 * BLOCK), (len(CONTENT), 10),
-                           (len(CONTENT) - 1, 1), (len(CONTENT) - 5, 100), (5 * MIB, 4 * KIB)]:
-        assert await kernel.read(number, offset, length) == CONTENT[offset:offset + length]
+    for offset, length in [
+        *places(300, 1),
+        (MIB - 1, 2),
+        (MIB - BLOCK, BLOCK),
+        (MIB - BLOCK, 2 * BLOCK),
+        (len(CONTENT), 10),
+        (len(CONTENT) - 1, 1),
+        (len(CONTENT) - 5, 100),
+        (5 * MIB, 4 * KIB),
+    ]:
+        assert await kernel.read(number, offset, length) == CONTENT[offset : offset + length]
     if kernel.far is not None:
         assert kernel.far.read_bytes > MIB
 
@@ -125,8 +134,10 @@ async def test_many_at_once_from_the_drive_and_from_memory(kernel):
     for seed in range(6):
         if seed % 2 == 0:
             kernel.forget_pages()
-        asked = {kernel.say_read(number, offset, length): (offset, length) for offset, length in places(60, seed)}
-        total += sum(len(CONTENT[offset:offset + length]) for offset, length in asked.values())
+        asked = {
+            kernel.say_read(number, offset, length): (offset, length) for offset, length in places(60, seed)
+        }
+        total += sum(len(CONTENT[offset : offset + length]) for offset, length in asked.values())
         await kernel.all_of(asked)
     assert kernel.engine._plain_bytes + kernel.engine.read_bytes - before == total
 
@@ -137,8 +148,11 @@ async def test_large_answers_are_told_from_the_buffer_that_they_came_in(kernel):
     for connection in kernel.connections():
         connection._answered = None  # what was received elsewhere
     for turn in range(3):
-        asked = {kernel.say_read(number, at * MIB + turn * BLOCK, length): (at * MIB + turn * BLOCK, length)
-                 for at in range(4) for length in (17 * BLOCK, 32 * BLOCK, 32 * BLOCK - 7)}
+        asked = {
+            kernel.say_read(number, at * MIB + turn * BLOCK, length): (at * MIB + turn * BLOCK, length)
+            for at in range(4)
+            for length in (17 * BLOCK, 32 * BLOCK, 32 * BLOCK - 7)
+        }
         await kernel.all_of(asked)
         kernel.forget_pages()
     for connection in kernel.connections():
@@ -166,10 +180,10 @@ async def test_what_others_and_this_mount_write_is_read_by_the_next_read(kernel)
                 await kernel.vfs.flush(handle)
             await other.write(theirs, offset, new)
             await other.flush(theirs)
-        content[offset:offset + len(new)] = new
+        content[offset : offset + len(new)] = new
         for _ in range(3):
             at = max(0, offset + chance.randrange(-5000, 5000))
-            assert await kernel.read(number, at, 4000) == content[at:at + 4000]
+            assert await kernel.read(number, at, 4000) == content[at : at + 4000]
     for vfs, opened in ((kernel.vfs, handle), (other, theirs)):
         await vfs.release(opened)
 
@@ -186,8 +200,13 @@ async def test_holes_are_zeros(kernel):
     number = int.from_bytes(opened[:8], "little")
     for index in range(10):
         await kernel.read(number, index * MIB + 1, 1)
-    for at, length in ((7 * MIB + 5000, 5000), (6 * MIB + 4 * BLOCK, BLOCK), (9 * MIB, 8), (5 * MIB + 1000, 300)):
-        expected = (CONTENT + bytes(9 * MIB + 5 - len(CONTENT)) + b"end")[at:at + length]
+    for at, length in (
+        (7 * MIB + 5000, 5000),
+        (6 * MIB + 4 * BLOCK, BLOCK),
+        (9 * MIB, 8),
+        (5 * MIB + 1000, 300),
+    ):
+        expected = (CONTENT + bytes(9 * MIB + 5 - len(CONTENT)) + b"end")[at : at + length]
         assert await kernel.read(number, at, length) == expected
 
 
@@ -210,7 +229,7 @@ def test_a_flipped_byte_on_the_drive_is_an_error_and_never_data(way, cold):
             with pytest.raises(OSError) as refused:
                 await kernel.read(number, 5 * BLOCK, BLOCK)
             assert refused.value.errno == errno.EIO
-        assert await kernel.read(number, 7 * BLOCK, BLOCK) == CONTENT[7 * BLOCK:8 * BLOCK]
+        assert await kernel.read(number, 7 * BLOCK, BLOCK) == CONTENT[7 * BLOCK : 8 * BLOCK]
         assert kernel.vfs.chunks.counters["mismatches"] >= 1
 
     flipped(way)
@@ -244,20 +263,27 @@ async def test_an_answer_with_any_byte_changed_gives_right_bytes_or_an_error(ker
         kind = changed % 4
         if kind == 0:
             at = chance.randrange(len(payload))
-            payload = payload[:at] + bytes([payload[at] ^ 1 << chance.randrange(8)]) + payload[at + 1:]
+            payload = payload[:at] + bytes([payload[at] ^ 1 << chance.randrange(8)]) + payload[at + 1 :]
         elif kind == 1:
             at = chance.randrange(11, len(message))
-            message = message[:at] + bytes([message[at] ^ 1 << chance.randrange(8)]) + message[at + 1:]
+            message = message[:at] + bytes([message[at] ^ 1 << chance.randrange(8)]) + message[at + 1 :]
         elif kind == 2:
-            payload = payload[:chance.randrange(len(payload))]
+            payload = payload[: chance.randrange(len(payload))]
         else:
-            message, payload = chance.choice([b"", message[:20], message + message, chance.randbytes(33)]), payload
+            message, payload = (
+                chance.choice([b"", message[:20], message + message, chance.randbytes(33)]),
+                payload,
+            )
         return message, [payload]
 
     doors = kernel.host.doors.values()
 
     def instead(call):
-        door = next(door for door in doors if door.service.target == kernel.vfs.chunks._lanes[door.service.target].target)
+        door = next(
+            door
+            for door in doors
+            if door.service.target == kernel.vfs.chunks._lanes[door.service.target].target
+        )
         for door in doors:
             if bytes(call.message)[10] == door.service.target:
                 break
@@ -270,13 +296,23 @@ async def test_an_answer_with_any_byte_changed_gives_right_bytes_or_an_error(ker
         offset = chance.choice([0, 1, 2, 3]) * MIB + chance.randrange(200) * BLOCK
         length = chance.choice([BLOCK, 3 * BLOCK, 17 * BLOCK, 32 * BLOCK])
         with contextlib.suppress(OSError):  # a status that says so
-            assert await kernel.read(number, offset, length) == CONTENT[offset:offset + length], turn
+            assert await kernel.read(number, offset, length) == CONTENT[offset : offset + length], turn
         assert once[0] <= 0
     assert changed == 200
 
 
-@pytest.mark.parametrize("error", [errors.StaleGrant, errors.StaleEpoch, errors.Busy, errors.WrongTarget, errors.StaleTenure,
-                                   errors.ChecksumMismatch, errors.Unavailable])
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.StaleGrant,
+        errors.StaleEpoch,
+        errors.Busy,
+        errors.WrongTarget,
+        errors.StaleTenure,
+        errors.ChecksumMismatch,
+        errors.Unavailable,
+    ],
+)
 @pytest.mark.parametrize("way", TWINS)
 def test_what_is_refused_for_now_is_asked_for_again(way, error):
     @on_a_mount
@@ -290,7 +326,7 @@ def test_what_is_refused_for_now_is_asked_for_again(way, error):
 
         for block in (3, 300):
             kernel.host.instead(instead)
-            assert await kernel.read(number, block * BLOCK + 5, 1000) == CONTENT[block * BLOCK + 5:][:1000]
+            assert await kernel.read(number, block * BLOCK + 5, 1000) == CONTENT[block * BLOCK + 5 :][:1000]
         assert kernel.vfs.chunks.counters["repeats"] == repeats + 2
 
     refused(way)
@@ -310,7 +346,7 @@ async def test_what_is_refused_for_good_is_an_error_with_one_question(kernel):
         await kernel.read(number, 3 * BLOCK, BLOCK)
     assert refused.value.errno == errno.EACCES and len(asked) == 1
     kernel.host.instead(None)
-    assert await kernel.read(number, 5 * BLOCK, BLOCK) == CONTENT[5 * BLOCK:6 * BLOCK]
+    assert await kernel.read(number, 5 * BLOCK, BLOCK) == CONTENT[5 * BLOCK : 6 * BLOCK]
 
 
 @pytest.mark.parametrize("way", TWINS)
@@ -324,7 +360,7 @@ def test_a_store_that_never_answers_is_an_error_at_the_deadline(way):
         took_s = asyncio.get_running_loop().time() - began_s
         assert refused.value.errno == errors.DeadlineExceeded.errno and 2.5 < took_s < 5.5
         kernel.host.instead(None)
-        assert await kernel.read(number, 5 * BLOCK, BLOCK) == CONTENT[5 * BLOCK:6 * BLOCK]
+        assert await kernel.read(number, 5 * BLOCK, BLOCK) == CONTENT[5 * BLOCK : 6 * BLOCK]
 
     on_a_mount(silent, FAR._replace(deadline_s=3.0))(way)
 
@@ -351,7 +387,7 @@ async def test_who_dies_is_answered_at_once_and_the_late_answer_is_nobodys(kerne
     kernel.host.instead(None)
     for call in calls:
         kernel.host.doors[bytes(call.message)[10]].service.handle(call)
-    assert await kernel.read(number, 6 * BLOCK, BLOCK) == CONTENT[6 * BLOCK:7 * BLOCK]
+    assert await kernel.read(number, 6 * BLOCK, BLOCK) == CONTENT[6 * BLOCK : 7 * BLOCK]
     await kernel.silent()
 
 
@@ -359,19 +395,25 @@ async def test_who_dies_is_answered_at_once_and_the_late_answer_is_nobodys(kerne
 async def test_a_connection_that_is_lost_and_a_store_that_comes_back(kernel):
     number = await kernel.open()
     kernel.host.instead(lambda call: None)
-    asked = {kernel.say_read(number, block * BLOCK, BLOCK): (block * BLOCK, BLOCK) for block in range(3, 1200, 40)}
+    asked = {
+        kernel.say_read(number, block * BLOCK, BLOCK): (block * BLOCK, BLOCK) for block in range(3, 1200, 40)
+    }
     kernel.engine._take()
     await asyncio.sleep(0.05)
     kernel.host.instead(None)
     for connection in kernel.connections():
         connection._transport.abort()
     await kernel.all_of(asked)
-    for served in [served for listener in kernel.host.pool._listeners.values() for served in list(listener.connections)]:
+    for served in [
+        served for listener in kernel.host.pool._listeners.values() for served in list(listener.connections)
+    ]:
         served._transport.abort()
-    asked = {kernel.say_read(number, block * BLOCK, BLOCK): (block * BLOCK, BLOCK) for block in range(5, 1200, 40)}
+    asked = {
+        kernel.say_read(number, block * BLOCK, BLOCK): (block * BLOCK, BLOCK) for block in range(5, 1200, 40)
+    }
     await kernel.all_of(asked)
     for offset, length in places(50, 4):
-        assert await kernel.read(number, offset, length) == CONTENT[offset:offset + length]
+        assert await kernel.read(number, offset, length) == CONTENT[offset : offset + length]
 
 
 @by_both_ways
@@ -380,7 +422,9 @@ async def test_answers_that_come_in_pieces(kernel):
     chance = random.Random(5)
     stores_say(kernel.host, lambda transport: Pieces(transport, chance))
     for seed in range(6):
-        await kernel.all_of({kernel.say_read(number, offset, length): (offset, length) for offset, length in places(40, seed)})
+        await kernel.all_of(
+            {kernel.say_read(number, offset, length): (offset, length) for offset, length in places(40, seed)}
+        )
 
 
 @by_both_ways
@@ -389,8 +433,11 @@ async def test_what_is_no_read_of_this_mount_is_refused_as_always(kernel):
     unique = kernel.say_read(number + 1000, 0, BLOCK)
     heard, error, _ = await kernel.hear()
     assert heard == unique and error
-    whole = requests.encode(requests.FuseRequest(Op.READ, 777, 1, 0, 0, 0, requests.FORMS[Op.READ].body(number, 0, BLOCK, 0, 0, 0),
-                                             (), b""))
+    whole = requests.encode(
+        requests.FuseRequest(
+            Op.READ, 777, 1, 0, 0, 0, requests.FORMS[Op.READ].body(number, 0, BLOCK, 0, 0, 0), (), b""
+        )
+    )
     for broken in (whole[:60], whole + b"12345678", bytes([len(whole) + 8]) + whole[1:]):
         kernel.ours.send(broken)
         heard, error, _ = await kernel.hear()
@@ -398,10 +445,10 @@ async def test_what_is_no_read_of_this_mount_is_refused_as_always(kernel):
     chance = random.Random(4)
     for _ in range(300):
         at, value = chance.choice([*range(40, 58), *range(60, len(whole))]), chance.randrange(256)
-        kernel.ours.send(whole[:at] + bytes([value]) + whole[at + 1:])
+        kernel.ours.send(whole[:at] + bytes([value]) + whole[at + 1 :])
         heard, error, answer = await kernel.hear()
         assert heard == 777 and (error or answer == CONTENT[:BLOCK] or at >= 48)
-    assert await kernel.read(number, 3 * BLOCK, BLOCK) == CONTENT[3 * BLOCK:4 * BLOCK]
+    assert await kernel.read(number, 3 * BLOCK, BLOCK) == CONTENT[3 * BLOCK : 4 * BLOCK]
 
 
 @in_one_step
@@ -411,7 +458,7 @@ async def test_an_answer_that_is_not_taken_is_an_error_to_who_waits(kernel):
     for _ in range(2):
         unique = kernel.say_read(number, 200 * BLOCK, 60 * KIB)
         assert (await kernel.hear())[:2] == (unique, -errno.EIO)
-    assert await kernel.read(number, 6 * BLOCK, 100) == CONTENT[6 * BLOCK:][:100]
+    assert await kernel.read(number, 6 * BLOCK, 100) == CONTENT[6 * BLOCK :][:100]
 
 
 @in_one_step
@@ -426,18 +473,29 @@ async def test_a_bug_on_the_way_to_a_store_is_an_error_to_who_waits(kernel):
                 await kernel.read(number, block * BLOCK, BLOCK)
             assert raised.value.errno == errno.EIO
     del chunks.find_lane
-    assert await kernel.read(number, 6 * BLOCK, 100) == CONTENT[6 * BLOCK:][:100]
+    assert await kernel.read(number, 6 * BLOCK, 100) == CONTENT[6 * BLOCK :][:100]
 
 
 @in_one_step
 async def test_it_counts_as_the_ordinary_way_does(kernel):
     number = await kernel.open()
     chunks, calls = kernel.vfs.chunks, TALLY.calls
-    before = chunks.counters["reads"], calls.begun, calls.ended, sum(calls.by_method[DATA_READ].counts), kernel.far.read_bytes
+    before = (
+        chunks.counters["reads"],
+        calls.begun,
+        calls.ended,
+        sum(calls.by_method[DATA_READ].counts),
+        kernel.far.read_bytes,
+    )
     for block in range(3, 23, 2):
         await kernel.read(number, block * BLOCK, BLOCK)
-    assert (chunks.counters["reads"] - before[0], calls.begun - before[1], calls.ended - before[2],
-            sum(calls.by_method[DATA_READ].counts) - before[3], kernel.far.read_bytes - before[4]) == (*[10] * 4, 10 * BLOCK)
+    assert (
+        chunks.counters["reads"] - before[0],
+        calls.begun - before[1],
+        calls.ended - before[2],
+        sum(calls.by_method[DATA_READ].counts) - before[3],
+        kernel.far.read_bytes - before[4],
+    ) == (*[10] * 4, 10 * BLOCK)
 
 
 @compiled_only
@@ -476,7 +534,10 @@ def test_a_mount_that_leaves_waits_for_the_answers():
             number = await kernel.open()
             calls = []
             host.instead(calls.append)
-            asked = {kernel.say_read(number, block * BLOCK, BLOCK): (block * BLOCK, BLOCK) for block in range(3, 100, 7)}
+            asked = {
+                kernel.say_read(number, block * BLOCK, BLOCK): (block * BLOCK, BLOCK)
+                for block in range(3, 100, 7)
+            }
             kernel.engine._take()
             await asyncio.sleep(0.05)
             leaving = asyncio.ensure_future(kernel.engine.leave(60))

@@ -38,7 +38,7 @@ def test_bytes_come_back(here):
     assert (here / "f").read_bytes() == content
     with opened(here / "f", os.O_RDONLY | os.O_DIRECT) as fd:
         page = aligned(4 * MIB)
-        assert os.preadv(fd, [page], 0) == len(content) and page[:len(content)] == content
+        assert os.preadv(fd, [page], 0) == len(content) and page[: len(content)] == content
 
 
 def test_random_writes_of_all_sizes_give_what_a_local_file_gives(here, tmp_path):
@@ -100,7 +100,11 @@ def test_open_with_truncation_empties_the_file(here):
 def test_reading_ends_at_the_end(here):
     (here / "f").write_bytes(b"12345")
     with opened(here / "f", os.O_RDWR) as fd:
-        assert os.pread(fd, 100, 3) == b"45" and os.pread(fd, 100, 5) == b"" and os.pread(fd, 100, 1 << 40) == b""
+        assert (
+            os.pread(fd, 100, 3) == b"45"
+            and os.pread(fd, 100, 5) == b""
+            and os.pread(fd, 100, 1 << 40) == b""
+        )
         with pytest.raises(OSError) as refused:
             os.pwrite(fd, b"x", (1 << 62))
         assert refused.value.errno == errno.EFBIG
@@ -115,7 +119,10 @@ def test_a_descriptor_allows_only_what_it_was_opened_for(here):
 
 
 def test_appends_go_to_the_end_wherever_the_descriptor_stands(here):
-    with opened(here / "f", os.O_CREAT | os.O_RDWR | os.O_APPEND) as a, opened(here / "f", os.O_WRONLY | os.O_APPEND) as b:
+    with (
+        opened(here / "f", os.O_CREAT | os.O_RDWR | os.O_APPEND) as a,
+        opened(here / "f", os.O_WRONLY | os.O_APPEND) as b,
+    ):
         for number in range(50):
             os.write((a, b)[number % 2], b"%03d\n" % number)
         os.lseek(a, 0, os.SEEK_SET)
@@ -129,6 +136,7 @@ def test_appends_of_many_processes_are_all_there_and_whole(here):
         for number in range(40):
             with open(here / "log", "a") as file:
                 file.write(f"{who} {number} {'x' * 200}\n")
+
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(append, range(6)))
     lines = (here / "log").read_text().splitlines()
@@ -164,7 +172,7 @@ def test_shared_mappings_write_through(here):
         os.ftruncate(fd, size)
         with mmap.mmap(fd, size) as view:
             view[:5] = b"first"
-            view[size - 4:] = b"last"
+            view[size - 4 :] = b"last"
             view.flush()
             assert os.pread(fd, 5, 0) == b"first"
             os.pwrite(fd, b"written", 100)
@@ -187,13 +195,19 @@ def test_a_mapping_may_outlive_its_descriptor(here):
 def test_private_mappings_change_nothing(here):
     (here / "f").write_bytes(b"x" * PAGE)
     both = mmap.PROT_READ | mmap.PROT_WRITE
-    with opened(here / "f", os.O_RDONLY) as fd, mmap.mmap(fd, PAGE, flags=mmap.MAP_PRIVATE, prot=both) as view:
+    with (
+        opened(here / "f", os.O_RDONLY) as fd,
+        mmap.mmap(fd, PAGE, flags=mmap.MAP_PRIVATE, prot=both) as view,
+    ):
         view[:3] = b"abc"
     assert (here / "f").read_bytes() == b"x" * PAGE
 
 
 def test_direct_and_cached_access_see_one_another(here):
-    with opened(here / "f", os.O_CREAT | os.O_RDWR) as cached, opened(here / "f", os.O_RDWR | os.O_DIRECT) as direct:
+    with (
+        opened(here / "f", os.O_CREAT | os.O_RDWR) as cached,
+        opened(here / "f", os.O_RDWR | os.O_DIRECT) as direct,
+    ):
         os.write(cached, b"c" * 4 * PAGE)
         page = aligned(PAGE)
         assert os.preadv(direct, [page], PAGE) == PAGE and page[:] == b"c" * PAGE
@@ -218,7 +232,8 @@ def test_writers_of_different_places_do_not_disturb_one_another(here):
         with opened(here / "f", os.O_CREAT | os.O_WRONLY) as fd:
             content = bytes([number]) * part
             for at in range(0, part, 50_000):
-                os.pwrite(fd, content[at:at + 50_000], number * part + at)
+                os.pwrite(fd, content[at : at + 50_000], number * part + at)
+
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(write, range(8)))
     content = (here / "f").read_bytes()
@@ -267,6 +282,7 @@ def test_many_small_files_made_and_read_at_once(here):
             assert file.read_bytes() == content
             if number % 3 == 0:
                 os.rename(file, here / f"{who}-{number}.moved")
+
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(8)))
     assert len(os.listdir(here)) == 480
@@ -289,7 +305,7 @@ def test_a_large_copy_is_the_same(here):
     content = random.Random(1).randbytes(24 * MIB)
     with open(here / "f", "wb", buffering=0) as file:
         for at in range(0, len(content), 300_001):
-            file.write(content[at:at + 300_001])
+            file.write(content[at : at + 300_001])
     digest = hashlib.blake2b()
     with open(here / "f", "rb", buffering=0) as file:
         while part := file.read(123_457):

@@ -21,8 +21,13 @@ from kills import end, kill_serving, processes, run_model, serving, together
 from nvpool.core.programs import Program, command
 from nvpool.fuse.engines import RESEND_MIN, kernel_version
 
-pytestmark = [pytest.mark.t3, pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons"),
-              pytest.mark.skipif(kernel_version() < RESEND_MIN, reason="this kernel does not hand requests out again")]
+pytestmark = [
+    pytest.mark.t3,
+    pytest.mark.mount,
+    pytest.mark.skipif(FLOOR, reason="the floor has no daemons"),
+    pytest.mark.skipif(kernel_version() < RESEND_MIN, reason="this kernel does not hand requests out again"),
+]
+
 
 @pytest.fixture
 def here(held, request):
@@ -35,8 +40,13 @@ def here(held, request):
 @pytest.fixture(params=[(), ("--no-resend",)], ids=["", "old-kernel"])
 def held(own, request):
     """On a kernel that hands requests out again, and as on one that does not."""
-    made = own.mount(own.directory.parent / f"m-{hashlib.sha1(request.node.name.encode()).hexdigest()[:8]}", "--holder",
-                     "--drain-s", "2", *request.param)
+    made = own.mount(
+        own.directory.parent / f"m-{hashlib.sha1(request.node.name.encode()).hexdigest()[:8]}",
+        "--holder",
+        "--drain-s",
+        "2",
+        *request.param,
+    )
     yield made
     assert made.end() == 0, made.log.read_text()
     said = made.log.read_text()
@@ -45,12 +55,17 @@ def held(own, request):
 
 def kill_holder(held):
     """On return there is another holder."""
-    before, = processes(held.place, Program.MOUNT_HOLDER)
+    (before,) = processes(held.place, Program.MOUNT_HOLDER)
     os.kill(before, signal.SIGKILL)
     if before == held.process.pid:
         held.process.wait(120)
-    wait_until(lambda: [pid for pid in processes(held.place, Program.MOUNT_HOLDER) if pid != before] != []
-               and f"holder[{processes(held.place, Program.MOUNT_HOLDER)[0]}]" in held.log.read_text(), "another holder")
+    wait_until(
+        lambda: (
+            [pid for pid in processes(held.place, Program.MOUNT_HOLDER) if pid != before] != []
+            and f"holder[{processes(held.place, Program.MOUNT_HOLDER)[0]}]" in held.log.read_text()
+        ),
+        "another holder",
+    )
 
 
 def test_holder_and_serving_process_each_start_the_other_again(own):
@@ -64,7 +79,11 @@ def test_holder_and_serving_process_each_start_the_other_again(own):
             (held.place / "g").write_bytes(b"2")
             assert (held.place / "f").read_bytes() == b"1" * 100_000
         seen = json.loads(nvpool("status", own.directory, "--json").stdout)
-        holder, = (one for one in seen["processes"] if one["role"] == "holder" and one["mountpoint"] == str(held.place))
+        (holder,) = (
+            one
+            for one in seen["processes"]
+            if one["role"] == "holder" and one["mountpoint"] == str(held.place)
+        )
         assert holder["pid"] == processes(held.place, Program.MOUNT_HOLDER)[0] and not seen["problems"]
     finally:
         end(held)
@@ -77,7 +96,7 @@ def test_the_serving_process_is_replaced_on_purpose_under_load(held, here):
         told = json.loads(nvpool("mount", "upgrade", held.place, "--json").stdout)
         assert told["pid"] == serving(held) != before and told["pause_ms"] >= 0
 
-    zygote, = processes(held.place, Program.MOUNT_FORK_SERVER)
+    (zygote,) = processes(held.place, Program.MOUNT_FORK_SERVER)
     together(lambda: run_model(here, 5.0), lambda: [replace(held) for _ in range(5)])
     assert zygote not in processes(held.place, Program.MOUNT_FORK_SERVER)  # it has the software of before
 
@@ -88,8 +107,13 @@ def test_where_the_new_process_can_not_start_the_old_one_goes_on(held, here, own
     content = node.read_bytes()
     try:
         node.write_bytes(content + b"\n[nothing]\nsense = 1\n")
-        told = subprocess.run(command(Program.CLI, "mount", "upgrade", str(held.place)),
-                              capture_output=True, text=True, timeout=240, check=False)
+        told = subprocess.run(
+            command(Program.CLI, "mount", "upgrade", str(held.place)),
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
         assert told.returncode == 3 and "the old one does" in told.stderr
     finally:
         node.write_bytes(content)
@@ -110,8 +134,10 @@ def test_a_page_that_is_awaited_keeps_no_killed_process_alive(own):
     seen = json.loads(nvpool("status", own.directory, "--json").stdout)
     stores = [one["pid"] for one in seen["processes"] if one["role"] == "store"]
     file, read = os.open(held.place / "awaited", os.O_RDONLY), []
-    work = [threading.Thread(target=lambda: read.append(os.pread(file, 1 << 20, 1 << 20))),
-            threading.Thread(target=lambda: os.utime(other.place / "awaited", (1, 1)))]
+    work = [
+        threading.Thread(target=lambda: read.append(os.pread(file, 1 << 20, 1 << 20))),
+        threading.Thread(target=lambda: os.utime(other.place / "awaited", (1, 1))),
+    ]
     try:
         for pid in stores:
             os.kill(pid, signal.SIGSTOP)
@@ -127,7 +153,7 @@ def test_a_page_that_is_awaited_keeps_no_killed_process_alive(own):
     for thread in work:
         thread.join(120)
         assert not thread.is_alive()
-    assert read == [content[1 << 20:2 << 20]]
+    assert read == [content[1 << 20 : 2 << 20]]
     os.close(file)
     assert other.end() == 0
     end(held)
@@ -143,10 +169,13 @@ def waits(held):
 
 def test_a_zygote_that_dies_is_replaced_and_waited_for(held, here):
     for kill_both in (False, True):
-        zygote, = processes(held.place, Program.MOUNT_FORK_SERVER)
+        (zygote,) = processes(held.place, Program.MOUNT_FORK_SERVER)
         os.kill(zygote, signal.SIGKILL)
         if not kill_both:
-            wait_until(lambda zygote=zygote: set(processes(held.place, Program.MOUNT_FORK_SERVER)) - {zygote}, "another zygote")
+            wait_until(
+                lambda zygote=zygote: set(processes(held.place, Program.MOUNT_FORK_SERVER)) - {zygote},
+                "another zygote",
+            )
         kill_serving(held)
         (here / f"f{kill_both}").write_bytes(b"1" * 70_000)
         assert (here / f"f{kill_both}").read_bytes() == b"1" * 70_000
@@ -198,7 +227,10 @@ def test_a_hole_and_a_copy_are_made_also_after_a_kill(held, here):
         mebibyte = ctypes.c_long(1 << 20)
         assert ctypes.CDLL(None).fallocate(target.fileno(), 3, mebibyte, mebibyte) == 0
         kill_serving(held)
-        assert os.pread(target.fileno(), len(content), 0) == content[:1 << 20] + bytes(1 << 20) + content[2 << 20:]
+        assert (
+            os.pread(target.fileno(), len(content), 0)
+            == content[: 1 << 20] + bytes(1 << 20) + content[2 << 20 :]
+        )
 
 
 def test_what_was_written_is_stored_though_nobody_is_left_to_ask(held, here, own):
@@ -318,11 +350,21 @@ def test_a_successor_that_can_not_start_is_tried_again_until_it_can(own):
 
 
 def test_a_mount_that_can_not_outlive_its_process_says_so_where_it_is_asked_to(own, tmp_path):
-    done = subprocess.run(command(Program.MOUNT, "--holder", "--engine", "pyfuse3",
-                           own.directory, tmp_path), capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command(Program.MOUNT, "--holder", "--engine", "pyfuse3", own.directory, tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 1 and "--holder" in done.stderr
     plain = own.mount(tmp_path / "m", "--no-holder")
-    told = subprocess.run(command(Program.CLI, "mount", "upgrade", str(plain.place)),
-                          capture_output=True, text=True, timeout=240, check=False)
+    told = subprocess.run(
+        command(Program.CLI, "mount", "upgrade", str(plain.place)),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert told.returncode == 1 and "does not outlive" in told.stderr
     assert plain.end() == 0

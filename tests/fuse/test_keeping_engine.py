@@ -96,15 +96,21 @@ def test_what_is_in_work_is_kept_until_it_is_answered_and_the_successor_answers_
         second = KeepingKernel(vfs, memory, {*asked[1:]}, first)
         async with second:
             heard = dict([(await second.hear())[::2] for _ in range(2)])
-            assert heard == {asked[1]: b"cd", asked[2]: b"ef"}  # by the kernel's numbers; the first was answered before
+            assert heard == {
+                asked[1]: b"cd",
+                asked[2]: b"ef",
+            }  # by the kernel's numbers; the first was answered before
             await second.silent()
             assert second.engine._kept_requests.count == 0 and second.ready == [1]
             assert second.came_again is not None
+
     run(test)
 
 
 def _read(unique, handle, at, inode):
-    return requests.encode(FuseRequest(Op.READ, unique, inode, 0, 0, 0, FORMS[Op.READ].body(handle, at, 2, 0, 0, 0), (), b""))
+    return requests.encode(
+        FuseRequest(Op.READ, unique, inode, 0, 0, 0, FORMS[Op.READ].body(handle, at, 2, 0, 0, 0), (), b"")
+    )
 
 
 def test_who_is_interrupted_is_found_under_the_number_that_the_kernel_knows(memory):
@@ -119,10 +125,13 @@ def test_who_is_interrupted_is_found_under_the_number_that_the_kernel_knows(memo
         second = KeepingKernel(vfs, memory, {asked}, first)
         async with second:
             await waits(vfs, 1)
-            assert second.came_again == {asked} and [unique & FIRST for unique in second.engine._work] == [asked]
+            assert second.came_again == {asked} and [unique & FIRST for unique in second.engine._work] == [
+                asked
+            ]
             second.say(Op.INTERRUPT, (asked,), unique=asked | 1)
             unique, error, _ = await second.hear()  # its caller, process 0, is none
             assert (unique, error) == (asked, -errno.EINTR) and second.engine._kept_requests.count == 0
+
     run(test)
 
 
@@ -143,10 +152,13 @@ def test_where_no_more_can_be_kept_nothing_is_read_until_something_has_ended(mem
             vfs.go.set()
             heard = dict([(await kernel.hear())[::2] for _ in range(3)])
             assert heard == dict(zip(asked, (b"ab", b"cd", b"ef"), strict=True)) and kept.count == 0
+
     run(test)
 
 
-@pytest.mark.parametrize("code, awaited", [(0, True), (errno.EINVAL, True), (errno.ENOENT, False), (errno.ENODEV, False)])
+@pytest.mark.parametrize(
+    "code, awaited", [(0, True), (errno.EINVAL, True), (errno.ENOENT, False), (errno.ENODEV, False)]
+)
 def test_the_kernel_is_asked_whether_it_waits_still(memory, monkeypatch, code, awaited):
     engine = KeepingEngine(FuseOps(SlowVfs()), None, MountOptions("p"), lambda: None, lambda: None, memory)
     said = []
@@ -162,4 +174,6 @@ def test_the_kernel_is_asked_whether_it_waits_still(memory, monkeypatch, code, a
 
 
 def test_its_way_is_not_that_of_others():
-    assert KernelEngine.flags & Init.HAS_RESEND and KeepingEngine.flags == KernelEngine.flags & ~Init.HAS_RESEND
+    assert (
+        KernelEngine.flags & Init.HAS_RESEND and KeepingEngine.flags == KernelEngine.flags & ~Init.HAS_RESEND
+    )

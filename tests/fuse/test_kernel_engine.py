@@ -54,7 +54,9 @@ class Kernel:
             end.setblocking(False)
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
         self.ready = []
-        self.engine = KernelEngine(FuseOps(vfs, options), None, settings or MountOptions("p"), lambda: self.ready.append(1))
+        self.engine = KernelEngine(
+            FuseOps(vfs, options), None, settings or MountOptions("p"), lambda: self.ready.append(1)
+        )
         self.engine.adopt(theirs.fileno())
         self.last = 0
 
@@ -70,13 +72,21 @@ class Kernel:
 
     def say(self, opcode, body=(), *, node=1, names=(), payload=b"", uid=0, pid=0, unique=None):
         self.last += 2
-        form = requests.SETXATTR_EXTENDED if opcode == Op.SETXATTR and self.engine._setxattr_extended else FORMS.get(opcode)
+        form = (
+            requests.SETXATTR_EXTENDED
+            if opcode == Op.SETXATTR and self.engine._setxattr_extended
+            else FORMS.get(opcode)
+        )
         if opcode == Op.SETXATTR:
-            body = (*body, 0, 0, 0)[:len(form.body._fields)]
+            body = (*body, 0, 0, 0)[: len(form.body._fields)]
         made = form.body(*body) if form is not None and form.body else None
         unique = self.last if unique is None else unique
-        self.ours.send(requests.encode(FuseRequest(opcode, unique, node, uid, 0, pid, made, names, payload),
-                                       setxattr_extended=form is requests.SETXATTR_EXTENDED))
+        self.ours.send(
+            requests.encode(
+                FuseRequest(opcode, unique, node, uid, 0, pid, made, names, payload),
+                setxattr_extended=form is requests.SETXATTR_EXTENDED,
+            )
+        )
         return unique
 
     async def hear(self):
@@ -97,8 +107,10 @@ class Kernel:
         return replies.read("init", answer)
 
     async def create(self, name, node=1):
-        answer = replies.read("create", await self.ask(Op.CREATE, (os.O_RDWR | os.O_CREAT, 0o100644, 0o22, 0), node=node,
-                                                       names=(name,)))
+        answer = replies.read(
+            "create",
+            await self.ask(Op.CREATE, (os.O_RDWR | os.O_CREAT, 0o100644, 0o22, 0), node=node, names=(name,)),
+        )
         return answer.nodeid, answer.fh
 
     async def silent(self):
@@ -108,23 +120,35 @@ class Kernel:
 
 def played(make_vfs=MemoryVfs, **options):
     """Run an async test against the engine on a loop of its own."""
+
     def runner(test):
         def run():
             async def all_of_it():
                 async with Kernel(make_vfs(), **options) as kernel:
                     await test(kernel)
+
             asyncio.run(all_of_it())
+
         run.__name__ = test.__name__
         run.__doc__ = test.__doc__
         return run
+
     return runner
 
 
 @played()
 async def test_what_is_agreed_on_is_what_the_kernel_offers_and_no_more(kernel):
     said = await kernel.init(45, ALL & ~int(Init.PARALLEL_DIROPS))
-    assert (said.major, said.minor, said.flags | said.flags2 << 32) == (7, 45, int(FLAGS & ~Init.PARALLEL_DIROPS))
-    assert said.max_write == said.max_pages * 4096 >= 1 << 17 and said.max_background == 128 and said.congestion_threshold == 96
+    assert (said.major, said.minor, said.flags | said.flags2 << 32) == (
+        7,
+        45,
+        int(FLAGS & ~Init.PARALLEL_DIROPS),
+    )
+    assert (
+        said.max_write == said.max_pages * 4096 >= 1 << 17
+        and said.max_background == 128
+        and said.congestion_threshold == 96
+    )
     assert not (said.flags & (Init.EXPORT_SUPPORT | Init.WRITEBACK_CACHE | Init.EXPLICIT_INVAL_DATA))
     assert kernel.ready == [1]
 
@@ -159,8 +183,13 @@ async def test_a_file_made_written_and_read(kernel):
     assert (absent.nodeid, absent.entry_valid, absent.entry_valid_nsec) == (0, 0, 500_000_000)
     inode, handle = await kernel.create(b"f")
     content = os.urandom(5000)
-    assert replies.read("count", await kernel.ask(
-        Op.WRITE, (handle, 0, len(content), 0, 0, 0), node=inode, payload=content)).size == 5000
+    assert (
+        replies.read(
+            "count",
+            await kernel.ask(Op.WRITE, (handle, 0, len(content), 0, 0, 0), node=inode, payload=content),
+        ).size
+        == 5000
+    )
     assert await kernel.ask(Op.READ, (handle, 1000, 4096, 0, 0, 0), node=inode) == content[1000:5000]
     assert await kernel.ask(Op.READ, (handle, 5000, 4096, 0, 0, 0), node=inode) == b""
     attr = replies.read("attr", await kernel.ask(Op.GETATTR, (0, 0), node=inode))
@@ -168,7 +197,12 @@ async def test_a_file_made_written_and_read(kernel):
     assert await kernel.ask(Op.FLUSH, (handle, 0, 0), node=inode) == b""
     assert await kernel.ask(Op.RELEASE, (handle, 0, 0, 0), node=inode) == b""
     found = replies.read("entry", await kernel.ask(Op.LOOKUP, names=(b"f",)))
-    assert (found.nodeid, found.size, found.entry_valid, found.entry_valid_nsec) == (inode, 5000, 1, 250_000_000)
+    assert (found.nodeid, found.size, found.entry_valid, found.entry_valid_nsec) == (
+        inode,
+        5000,
+        1,
+        250_000_000,
+    )
 
 
 @played()
@@ -237,7 +271,9 @@ async def test_set_ids_go_when_the_kernel_says_that_the_writer_may_not_keep_them
         unique = kernel.say(Op.WRITE, (handle, 0, 1, 4, 0, 0), node=inode, payload=b"x")
         heard = await kernel.hear()
         if before != after:
-            assert heard[:2] == (0, 2) and heard[2] == struct.pack("=Qqq", inode, -1, 0)  # the kernel's mode is old
+            assert heard[:2] == (0, 2) and heard[2] == struct.pack(
+                "=Qqq", inode, -1, 0
+            )  # the kernel's mode is old
             heard = await kernel.hear()
         assert heard[:2] == (unique, 0) and await mode() == after
         await chmod(before)
@@ -252,16 +288,22 @@ async def test_ranges_are_punched_found_and_copied(kernel):
     other_inode, other = await kernel.create(b"g")
     await kernel.ask(Op.WRITE, (handle, 0, 12288, 0, 0, 0), node=inode, payload=b"x" * 12288)
     assert await kernel.ask(Op.FALLOCATE, (handle, 4096, 4096, 3), node=inode) == b""
-    places = [replies.read("number", await kernel.ask(Op.LSEEK, (handle, offset, whence), node=inode)).value
-              for offset, whence in ((0, os.SEEK_HOLE), (4096, os.SEEK_DATA), (8192, os.SEEK_HOLE))]
+    places = [
+        replies.read("number", await kernel.ask(Op.LSEEK, (handle, offset, whence), node=inode)).value
+        for offset, whence in ((0, os.SEEK_HOLE), (4096, os.SEEK_DATA), (8192, os.SEEK_HOLE))
+    ]
     assert places == [4096, 8192, 12288]
     copy = (handle, 0, other_inode, other, 100, 5000, 0)
     assert replies.read("count", await kernel.ask(Op.COPY_FILE_RANGE, copy, node=inode)).size == 5000
     assert replies.read("number", await kernel.ask(Op.COPY_FILE_RANGE_64, copy, node=inode)).value == 5000
-    assert await kernel.ask(Op.READ, (other, 0, 8192, 0, 0, 0), node=other_inode) == bytes(100) + b"x" * 4096 + bytes(904)
-    for opcode, body, number in ((Op.LSEEK, (handle, 12288, os.SEEK_DATA), errno.ENXIO),
-                                 (Op.FALLOCATE, (handle, 0, 4096, 8), errno.EOPNOTSUPP),
-                                 (Op.COPY_FILE_RANGE, (*copy[:-1], 1), errno.EINVAL)):
+    assert await kernel.ask(Op.READ, (other, 0, 8192, 0, 0, 0), node=other_inode) == bytes(
+        100
+    ) + b"x" * 4096 + bytes(904)
+    for opcode, body, number in (
+        (Op.LSEEK, (handle, 12288, os.SEEK_DATA), errno.ENXIO),
+        (Op.FALLOCATE, (handle, 0, 4096, 8), errno.EOPNOTSUPP),
+        (Op.COPY_FILE_RANGE, (*copy[:-1], 1), errno.EINVAL),
+    ):
         with pytest.raises(OSError) as refused:
             await kernel.ask(opcode, body, node=inode)
         assert refused.value.errno == number
@@ -315,6 +357,7 @@ def test_access_control_lists_need_a_kernel_that_enforces_them(offered):
 
         async def setxattr(inode, name, value, flags, caller):
             asked.append((name, value, flags))
+
         kernel.engine._ops._vfs.setxattr = setxattr
         said = await kernel.init(flags=offered)
         assert bool(said.flags & Init.POSIX_ACL) == bool(offered & Init.POSIX_ACL)
@@ -334,6 +377,7 @@ def test_access_control_lists_need_a_kernel_that_enforces_them(offered):
         with pytest.raises(OSError) as absent:
             await kernel.ask(Op.GETXATTR, (100,), node=inode, names=(name,))
         assert absent.value.errno == (errno.ENODATA if offered & Init.POSIX_ACL else errno.EOPNOTSUPP)
+
     test()
 
 
@@ -377,7 +421,11 @@ async def test_a_malformed_request_is_refused_and_the_next_one_served(kernel):
 @played()
 async def test_a_handle_that_is_none_is_an_error_and_no_end(kernel):
     await kernel.init()
-    for opcode, body in ((Op.READ, (99, 0, 10, 0, 0, 0)), (Op.RELEASE, (99, 0, 0, 0)), (Op.READDIR, (99, 0, 4096, 0, 0, 0))):
+    for opcode, body in (
+        (Op.READ, (99, 0, 10, 0, 0, 0)),
+        (Op.RELEASE, (99, 0, 0, 0)),
+        (Op.READDIR, (99, 0, 4096, 0, 0, 0)),
+    ):
         with pytest.raises(OSError) as refused:
             await kernel.ask(opcode, body)
         assert refused.value.errno == errno.EIO
@@ -464,7 +512,10 @@ async def test_an_interrupted_call_goes_on_unless_its_caller_is_dying(kernel):
     await kernel.silent()
     child.kill()
     child.wait()
-    assert (await kernel.hear())[:2] == (asked, -errno.EINTR)  # the kernel tells once; somebody has to look again
+    assert (await kernel.hear())[:2] == (
+        asked,
+        -errno.EINTR,
+    )  # the kernel tells once; somebody has to look again
     assert not kernel.engine._work and not kernel.engine._interrupted
     await kernel.silent()
 
@@ -500,7 +551,9 @@ class BeginningVfs(MemoryVfs):
         self.begun = []
 
     def _begin(self, unique, done, given_up):
-        one = SimpleNamespace(unique=unique, done=done, cancel=lambda: given_up(asyncio.CancelledError()) or True)
+        one = SimpleNamespace(
+            unique=unique, done=done, cancel=lambda: given_up(asyncio.CancelledError()) or True
+        )
         self.begun.append(one)
         return one
 
@@ -515,6 +568,7 @@ class BeginningVfs(MemoryVfs):
                 making.opened(handle)
             except errors.NvpoolError as error:
                 making.failed(error)
+
         return self._begin(unique, done, making.failed)
 
     def begin_unlink(self, parent, name, caller, unique, on_end):
@@ -568,7 +622,9 @@ class ElsewhereVfs(BeginningVfs):
     asked = 0
 
     def begin_create(self, parent, name, mode, flags, caller, unique, making):
-        begun = self._begin(unique, lambda: making.go_on(self._open(parent, name, mode, flags, caller)), making.failed)
+        begun = self._begin(
+            unique, lambda: making.go_on(self._open(parent, name, mode, flags, caller)), making.failed
+        )
         begun.leave = lambda: None
         return begun
 
@@ -624,7 +680,9 @@ async def test_what_is_closed_is_released_behind_what_somebody_waits_for(kernel)
     again = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDWR, 0), node=inode)).fh
     released = kernel.say(Op.RELEASE, (handle, 0, 0, 0))
     lock = (again, 2, 0, (1 << 63) - 1, fcntl.F_WRLCK, os.getpid(), 1)
-    locked = kernel.say(Op.SETLK, lock, node=inode)  # who was told of the close does not meet its locks any more
+    locked = kernel.say(
+        Op.SETLK, lock, node=inode
+    )  # who was told of the close does not meet its locks any more
     assert [(await kernel.hear())[:2] for _ in range(2)] == [(released, 0), (locked, 0)]
     await kernel.ask(Op.RELEASE, (again, 0, 0, 0))
     assert not kernel.engine._ops._files and not kernel.engine._late
@@ -669,12 +727,16 @@ async def test_a_request_can_wait_with_a_deadline_and_own_tasks(kernel):
     assert [await kernel.ask(Op.READLINK) for _ in range(3)] == [b"in time"] * 3
 
 
-@pytest.mark.parametrize(("release", "name"), [("5.4.0-1", "kernel"), ("6.18.44", "kernel"), ("4.19.0", "pyfuse3"),
-                                               ("odd", "pyfuse3")])
+@pytest.mark.parametrize(
+    ("release", "name"),
+    [("5.4.0-1", "kernel"), ("6.18.44", "kernel"), ("4.19.0", "pyfuse3"), ("odd", "pyfuse3")],
+)
 def test_auto_takes_the_direct_engine_where_the_kernel_is_new_enough(monkeypatch, tmp_path, release, name):
     monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "n", release, "v", "m")))
     assert make_engine("auto", FuseOps(MemoryVfs()), tmp_path, MountOptions("p")).name == name
-    assert kernel_version() == ((0, 0) if release == "odd" else tuple(int(word) for word in release.split(".")[:2]))
+    assert kernel_version() == (
+        (0, 0) if release == "odd" else tuple(int(word) for word in release.split(".")[:2])
+    )
     assert make_engine("pyfuse3", FuseOps(MemoryVfs()), tmp_path, MountOptions("p")).name == "pyfuse3"
 
 

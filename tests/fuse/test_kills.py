@@ -13,29 +13,53 @@ from kills import LOADS, Killer, end
 from nvpool.core.programs import Program
 from nvpool.fuse.engines import RESEND_MIN, kernel_version
 
-pytestmark = [pytest.mark.t3, pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons"),
-              pytest.mark.skipif(kernel_version() < RESEND_MIN, reason="this kernel does not hand requests out again")]
+pytestmark = [
+    pytest.mark.t3,
+    pytest.mark.mount,
+    pytest.mark.skipif(FLOOR, reason="the floor has no daemons"),
+    pytest.mark.skipif(kernel_version() < RESEND_MIN, reason="this kernel does not hand requests out again"),
+]
 
-VICTIMS = {"serving": ((Program.MOUNT,), ()),
-           "old-kernel": ((Program.MOUNT,), ("--no-resend",)),
-           "old-kernel-all": ((Program.MOUNT, Program.MOUNT_HOLDER, Program.MOUNT_NOTIFIER), ("--no-resend",)),
-           "over-tcp": ((Program.MOUNT,), ("--transport=stream", "--no-short-cut")),
-           "one-of-two": ((Program.MOUNT, Program.MOUNT_WORKER), ("--workers", "2")),
-           "reader": ((Program.MOUNT_WORKER,), ("--workers", "2")),
-           "holder": ((Program.MOUNT_HOLDER,), ()),
-           "zygote": ((Program.MOUNT_FORK_SERVER,), ()),
-           "notice": ((Program.MOUNT, Program.MOUNT_NOTIFIER), ())}
-USUAL = (("serving", "fio"), ("serving", "loader"), ("serving", "model"), ("serving", "direct"), ("old-kernel", "fio"),
-         ("old-kernel", "loader"), ("old-kernel", "model"), ("old-kernel", "large"), ("old-kernel", "direct"),
-         ("old-kernel-all", "model"), ("over-tcp", "fio"),
-         ("one-of-two", "fio"), ("one-of-two", "loader"), ("one-of-two", "model"), ("one-of-two", "large"), ("reader", "large"),
-         ("holder", "model"), ("zygote", "model"), ("notice", "fio"))
+VICTIMS = {
+    "serving": ((Program.MOUNT,), ()),
+    "old-kernel": ((Program.MOUNT,), ("--no-resend",)),
+    "old-kernel-all": ((Program.MOUNT, Program.MOUNT_HOLDER, Program.MOUNT_NOTIFIER), ("--no-resend",)),
+    "over-tcp": ((Program.MOUNT,), ("--transport=stream", "--no-short-cut")),
+    "one-of-two": ((Program.MOUNT, Program.MOUNT_WORKER), ("--workers", "2")),
+    "reader": ((Program.MOUNT_WORKER,), ("--workers", "2")),
+    "holder": ((Program.MOUNT_HOLDER,), ()),
+    "zygote": ((Program.MOUNT_FORK_SERVER,), ()),
+    "notice": ((Program.MOUNT, Program.MOUNT_NOTIFIER), ()),
+}
+USUAL = (
+    ("serving", "fio"),
+    ("serving", "loader"),
+    ("serving", "model"),
+    ("serving", "direct"),
+    ("old-kernel", "fio"),
+    ("old-kernel", "loader"),
+    ("old-kernel", "model"),
+    ("old-kernel", "large"),
+    ("old-kernel", "direct"),
+    ("old-kernel-all", "model"),
+    ("over-tcp", "fio"),
+    ("one-of-two", "fio"),
+    ("one-of-two", "loader"),
+    ("one-of-two", "model"),
+    ("one-of-two", "large"),
+    ("reader", "large"),
+    ("holder", "model"),
+    ("zygote", "model"),
+    ("notice", "fio"),
+)
 SMOKE = ("serving", "model")
 
 
 def run_while_killed(own, victim, load, seconds):
     programs, options = VICTIMS[victim]
-    held = own.mount(own.directory.parent / f"m-{victim}-{load.__name__}", "--holder", "--drain-s", "2", *options)
+    held = own.mount(
+        own.directory.parent / f"m-{victim}-{load.__name__}", "--holder", "--drain-s", "2", *options
+    )
     try:
         here = held.place / f"{victim}-{load.__name__}-{seconds:.0f}"
         here.mkdir()
@@ -46,9 +70,18 @@ def run_while_killed(own, victim, load, seconds):
         end(held)
 
 
-@pytest.mark.parametrize(("victim", "load"), [
-    pytest.param(victim, *LOADS[load].values, marks=(*LOADS[load].marks, *[pytest.mark.smoke] * ((victim, load) == SMOKE)),
-                 id=f"{victim}-{load}") for victim, load in USUAL])
+@pytest.mark.parametrize(
+    ("victim", "load"),
+    [
+        pytest.param(
+            victim,
+            *LOADS[load].values,
+            marks=(*LOADS[load].marks, *[pytest.mark.smoke] * ((victim, load) == SMOKE)),
+            id=f"{victim}-{load}",
+        )
+        for victim, load in USUAL
+    ],
+)
 def test_killed_every_half_second_nobody_notices_more_than_a_pause(own, victim, load):
     run_while_killed(own, victim, load, 4.0)
 

@@ -71,7 +71,7 @@ class Both(Reading):
         assert compiled == ordinary
         assert (compiled_told, compiled_seen) == (ordinary_told, ordinary_seen)
         count = len(compiled_named)
-        assert ordinary_named[count:] == compiled_named[len(named):]
+        assert ordinary_named[count:] == compiled_named[len(named) :]
         return compiled
 
     async def attributes(self, node, *, here=True):
@@ -81,16 +81,26 @@ class Both(Reading):
         return await self.both(Op.LOOKUP, (), node=parent, names=(name,), here=here)
 
     async def create_in(self, parent, name, flags=os.O_RDWR):
-        answer = replies.read("create", await self.ask(Op.CREATE, (flags | os.O_CREAT, 0o100640, 0o22, 0), node=parent,
-                                                       names=(name,)))
+        answer = replies.read(
+            "create",
+            await self.ask(Op.CREATE, (flags | os.O_CREAT, 0o100640, 0o22, 0), node=parent, names=(name,)),
+        )
         return answer.nodeid, answer.fh
 
     async def created_by(self, parent, count, makers):
         """[(inode, handle)] of that many new files, made by each of these threads in turn."""
         made = []
         for number in range(count):
-            answer = replies.read("create", await self.ask(Op.CREATE, NEW, node=parent, names=(b"by turns %d" % number,),
-                                                           pid=makers[number % len(makers)]))
+            answer = replies.read(
+                "create",
+                await self.ask(
+                    Op.CREATE,
+                    NEW,
+                    node=parent,
+                    names=(b"by turns %d" % number,),
+                    pid=makers[number % len(makers)],
+                ),
+            )
             made.append((answer.nodeid, answer.fh))
         return made
 
@@ -107,11 +117,12 @@ class Both(Reading):
         await self.ask(Op.FLUSH, (handle, 0, 0), node=inode)
         await self.ask(Op.RELEASE, (handle, 0, 0, 0), node=inode)
 
-
     def _put(self, opcode, body, node, names):
         form = FORMS[opcode]
-        raw = requests.encode(FuseRequest(opcode, 77, node, 0, 0, 0, form.body(*body) if form.body else None, names, b""))
-        self.engine._view[:len(raw)] = raw
+        raw = requests.encode(
+            FuseRequest(opcode, 77, node, 0, 0, 0, form.body(*body) if form.body else None, names, b"")
+        )
+        self.engine._view[: len(raw)] = raw
         return len(raw)
 
     def _answer(self):
@@ -147,7 +158,11 @@ async def mounted(options=None, root=None):
             top = (await host.vfs.mkdir(1, root, 0o755, ME)).inode
         async with Both(host) as kernel:
             if options is not None or root is not None:
-                ops = SubtreeOps(host.vfs, options, root=top) if root is not None else type(kernel.ops)(host.vfs, options)
+                ops = (
+                    SubtreeOps(host.vfs, options, root=top)
+                    if root is not None
+                    else type(kernel.ops)(host.vfs, options)
+                )
                 engine = type(kernel.engine)(ops, None, kernel.engine._options)
                 engine.adopt(kernel.theirs.fileno())
                 kernel.engine.stop()
@@ -164,9 +179,12 @@ def on_a_mount(*arguments):
             async def all_of_it():
                 async with mounted(*arguments) as kernel:
                     await test(kernel)
+
             run_whole(all_of_it(), 300)
+
         run.__name__ = test.__name__
         return run
+
     return decorated
 
 
@@ -201,7 +219,7 @@ async def test_attributes_and_names_of_what_was_made_here(kernel):
 async def test_a_close_is_answered_behind_the_next_create_where_threads_take_turns(kernel):
     there = await directory(kernel)
     for turn in range(3):
-        (inode, handle), = (await kernel.created_by(there, 2, (11, 12)))[1:]
+        ((inode, handle),) = (await kernel.created_by(there, 2, (11, 12)))[1:]
         close = kernel.say(Op.FLUSH, (handle, 0, 0), node=inode, pid=12)
         look = kernel.say(Op.GETATTR, (0, 0), node=there, pid=11)
         find = kernel.say(Op.LOOKUP, node=there, names=(b"by turns 0",), pid=11)
@@ -229,9 +247,11 @@ async def test_each_close_is_answered_once_however_many_there_are(kernel):
     closes = [kernel.say(Op.FLUSH, (handle, 0, 0), node=inode, pid=11) for inode, handle in made]
     look = kernel.say(Op.GETATTR, (0, 0), node=there)
     order = list(await kernel.answers(len(closes) + 1))
-    put_off = order[order.index(look) + 1:]
+    put_off = order[order.index(look) + 1 :]
     assert sorted(order) == sorted([*closes, look]) and put_off == closes[:16]  # no more of them wait
-    again = [kernel.say(Op.FLUSH, (handle, 0, 0), node=inode, pid=11) for inode, handle in made]  # each create lets one wait
+    again = [
+        kernel.say(Op.FLUSH, (handle, 0, 0), node=inode, pid=11) for inode, handle in made
+    ]  # each create lets one wait
     look = kernel.say(Op.GETATTR, (0, 0), node=there)
     assert list(await kernel.answers(len(again) + 1)) == [*again, look]
     assert sum(kernel.engine.spent.times[Op.FLUSH].counts) == before + 80
@@ -290,7 +310,9 @@ async def test_odd_names_are_the_ordinary_ways(kernel):
     for name in (b".", b".."):
         assert (await kernel.name(there, name, here=False))[0] == 0
     for body in (b"", b"a", b"a\0b\0", b"\0"):
-        kernel.ours.send(struct.pack("=IIQQIIIHH", 40 + len(body), Op.LOOKUP, 99, there, 0, 0, 0, 0, 0) + body)
+        kernel.ours.send(
+            struct.pack("=IIQQIIIHH", 40 + len(body), Op.LOOKUP, 99, there, 0, 0, 0, 0, 0) + body
+        )
         assert (await kernel.hear())[1] == -errno.EINVAL
 
 
@@ -340,9 +362,23 @@ def state_of(kernel, inode):
     file = vfs.cache.open.get(inode)
     shard = vfs.meta._shard_of(inode)
     lease = vfs.leases._leases.get(inode)
-    opened = None if file is None else (file.handles, file.opened, file.untold, file.grant, file.grant_rights, file.attr.change)
-    return (opened, inode in vfs.cache._attrs, shard.open.get(inode), shard.untold.get(inode), lease and lease.grant,
-            inode in ops._paged, ops._seen.get(inode), ops._told.get(inode), len(ops._files), dict(ops.published._barred))
+    opened = (
+        None
+        if file is None
+        else (file.handles, file.opened, file.untold, file.grant, file.grant_rights, file.attr.change)
+    )
+    return (
+        opened,
+        inode in vfs.cache._attrs,
+        shard.open.get(inode),
+        shard.untold.get(inode),
+        lease and lease.grant,
+        inode in ops._paged,
+        ops._seen.get(inode),
+        ops._told.get(inode),
+        len(ops._files),
+        dict(ops.published._barred),
+    )
 
 
 @on_a_mount()
@@ -364,7 +400,9 @@ async def test_open_read_close_leave_the_same_behind(kernel):
             await kernel.ask(Op.RELEASE, (opened.fh, 0, 0, 0), node=inode)
             one = state_of(kernel, inode)
             await kernel.ask(Op.RELEASE, (again.fh, 0, 0, 0), node=inode)
-            left.setdefault(turn, []).append((opened.open_flags, again.open_flags, both, one, state_of(kernel, inode)))
+            left.setdefault(turn, []).append(
+                (opened.open_flags, again.open_flags, both, one, state_of(kernel, inode))
+            )
             kernel.engine._known = step
     for ordinary, compiled in list(left.values())[1:]:  # in the first turn the pages are new
         assert ordinary == compiled
@@ -392,7 +430,9 @@ async def test_what_is_not_stored_is_released_by_the_ordinary_way(kernel):
     there = await directory(kernel)
     inode, handle = await kernel.create_in(there, b"f")
     await kernel.ask(Op.WRITE, (handle, 0, 5000, 0, 0, 0), node=inode, payload=bytes(range(250)) * 20)
-    assert await kernel.ask(Op.RELEASE, (handle, 0, 0, 0), node=inode) == b""  # closed without a FLUSH: of a mapping
+    assert (
+        await kernel.ask(Op.RELEASE, (handle, 0, 0, 0), node=inode) == b""
+    )  # closed without a FLUSH: of a mapping
     opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
     assert await kernel.read(opened.fh, 0, 5000) == bytes(range(250)) * 20
 
@@ -422,7 +462,12 @@ async def test_times_that_the_kernel_may_keep_something(kernel):
     there = await directory(kernel)
     await kernel.once(Op.LOOKUP, (), names=(b"d",))
     entry = replies.read("entry", (await kernel.name(1, b"d"))[1])
-    assert (entry.nodeid, entry.entry_valid, entry.attr_valid, entry.attr_valid_nsec) == (there, 0, 2, 500_000_000)
+    assert (entry.nodeid, entry.entry_valid, entry.attr_valid, entry.attr_valid_nsec) == (
+        there,
+        0,
+        2,
+        500_000_000,
+    )
 
 
 @on_a_mount(None, b"top")
@@ -443,9 +488,18 @@ async def test_times_before_1970_and_large_numbers(kernel):
     attr.CopyFrom(kernel.vfs.cache._attrs[inode][0])
     chance = random.Random(5)
     for change in range(1, 200):
-        for field, least, most in (("size", 0, 1 << 63), ("blocks", 0, 1 << 63), ("atime_ns", -1 << 62, 1 << 62),
-                                   ("mtime_ns", -3 * 10**9, 3 * 10**9), ("ctime_ns", -10**9, 10**9), ("mode", 0, 1 << 16),
-                                   ("links", 1, 1 << 32), ("uid", 0, 1 << 32), ("gid", 0, 1 << 32), ("rdev", 0, 1 << 32)):
+        for field, least, most in (
+            ("size", 0, 1 << 63),
+            ("blocks", 0, 1 << 63),
+            ("atime_ns", -1 << 62, 1 << 62),
+            ("mtime_ns", -3 * 10**9, 3 * 10**9),
+            ("ctime_ns", -(10**9), 10**9),
+            ("mode", 0, 1 << 16),
+            ("links", 1, 1 << 32),
+            ("uid", 0, 1 << 32),
+            ("gid", 0, 1 << 32),
+            ("rdev", 0, 1 << 32),
+        ):
             setattr(attr, field, chance.choice([least, most - 1, chance.randrange(least, most)]))
         attr.change = change + 1 << 20
         other = Attr()
@@ -491,12 +545,15 @@ async def test_the_oldest_time_that_can_be_set(kernel):
     there = await directory(kernel)
     inode, handle = await kernel.create_in(there, b"f")
     await kernel.close(inode, handle)
-    await kernel.ask(Op.SETATTR, (int(Valid.MTIME), 0, 0, 0, 0, -9223372037, 0, 0, 500_000_000, 0, 0, 0, 0), node=inode)
+    await kernel.ask(
+        Op.SETATTR, (int(Valid.MTIME), 0, 0, 0, 0, -9223372037, 0, 0, 500_000_000, 0, 0, 0, 0), node=inode
+    )
     await kernel.attributes(inode)
 
 
 def by_both_ways(test):
     """The test, with the compiled step and without."""
+
     @pytest.mark.parametrize("way", ("ordinary", "compiled"))
     def run(way):
         async def all_of_it():
@@ -504,7 +561,9 @@ def by_both_ways(test):
                 if way == "ordinary":
                     kernel.engine._known = None
                 await test(kernel)
+
         run_whole(all_of_it(), 60)
+
     run.__name__ = test.__name__
     return run
 
@@ -512,6 +571,7 @@ def by_both_ways(test):
 @contextlib.contextmanager
 def no_numbers(kernel):
     """For open files."""
+
     def take(*_, **__):
         raise errors.TooManyOpen("as many as there may be")
 
@@ -536,7 +596,10 @@ async def test_an_open_for_which_there_is_no_number_leaves_nothing(kernel):
 @by_both_ways
 async def test_pages_are_not_kept_for_an_open_that_failed(kernel):
     inode = await theirs(kernel, b"f", b"x")
-    kernel.ops._seen[inode] = kernel.vfs.cache.newer(inode, 0).change - 1, True  # so old are those that the kernel has
+    kernel.ops._seen[inode] = (
+        kernel.vfs.cache.newer(inode, 0).change - 1,
+        True,
+    )  # so old are those that the kernel has
     with no_numbers(kernel):
         assert (await kernel.once(Op.OPEN, (os.O_RDONLY, 0), node=inode))[0] == -errno.ENFILE
     opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
@@ -564,7 +627,9 @@ async def test_who_has_locks_keeps_them_where_there_is_no_number(kernel):
 @by_both_ways
 async def test_a_bug_in_one_release_does_not_lose_those_behind_it(kernel):
     inode = await theirs(kernel, b"f", b"x" * 100)
-    handles = [replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode)).fh for _ in range(3)]
+    handles = [
+        replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode)).fh for _ in range(3)
+    ]
     give_back = kernel.ops._handles.give_back
 
     def broken(number):
@@ -613,13 +678,25 @@ async def test_whatever_is_known_it_says_what_the_ordinary_way_says(kernel):
         cache._trusted_from_s = chance.choice([NEVER_S, NEVER_S, now_s - 5, now_s + 5, now_s])
         for inode in directories + inodes:
             if chance.random() < 0.6:
-                leases._leases[inode] = InodeLease(now_s + chance.choice([-1, 100, 100]), now_s + chance.choice([-20, -1]), b"",
-                                              chance.choice([watch, watch, other]), chance.choice([1, 2]))
+                leases._leases[inode] = InodeLease(
+                    now_s + chance.choice([-1, 100, 100]),
+                    now_s + chance.choice([-20, -1]),
+                    b"",
+                    chance.choice([watch, watch, other]),
+                    chance.choice([1, 2]),
+                )
             if chance.random() < 0.3:
                 watch.ended[inode] = now_s + chance.choice([-30, -3, 3])
             if chance.random() < 0.9:
-                attr = Attr(inode=inode, mode=0o100644, links=chance.choice([0, 1]), size=chance.choice([0, 5000]),
-                            change=chance.choice([1, 7]), mtime_ns=chance.choice([-1, 1, 10**18]), chunk_bits=20)
+                attr = Attr(
+                    inode=inode,
+                    mode=0o100644,
+                    links=chance.choice([0, 1]),
+                    size=chance.choice([0, 5000]),
+                    change=chance.choice([1, 7]),
+                    mtime_ns=chance.choice([-1, 1, 10**18]),
+                    chunk_bits=20,
+                )
                 born_s = now_s + chance.choice([-1000, -0.02, 0, NEVER_S])
                 if chance.random() < 0.3:
                     file = cache.open[inode] = OpenInode(attr)
@@ -628,19 +705,29 @@ async def test_whatever_is_known_it_says_what_the_ordinary_way_says(kernel):
                         file.written = WrittenFile(file)
                         file.written.wrote = chance.random() < 0.4
                 else:
-                    cache._attrs[inode] = (pack_entry(0, attr, True, b"") if chance.random() < 0.5 else attr), born_s
+                    cache._attrs[inode] = (
+                        (pack_entry(0, attr, True, b"") if chance.random() < 0.5 else attr),
+                        born_s,
+                    )
         for one in directories:
             if chance.random() < 0.5:
                 cache._whole[one] = WholeDirectory(chance.choice([1, 7]), chance.choice([None, None, set()]))
                 cache._whole[one].names = {name for name in names if chance.random() < 0.3}
             for name in names:
                 if chance.random() < 0.6:
-                    cache._entries[one, name] = (chance.choice([0, *inodes]), now_s + chance.choice([-1000, -0.02, 0]),
-                                                 now_s + chance.choice([-15, -0.5, 0]),
-                                                 chance.choice([None, InodeLease(0, 0, b"", watch, 1), InodeLease(0, 0, b"", watch, 2)]))
+                    cache._entries[one, name] = (
+                        chance.choice([0, *inodes]),
+                        now_s + chance.choice([-1000, -0.02, 0]),
+                        now_s + chance.choice([-15, -0.5, 0]),
+                        chance.choice(
+                            [None, InodeLease(0, 0, b"", watch, 1), InodeLease(0, 0, b"", watch, 2)]
+                        ),
+                    )
         for name in names:
-            for request in ((Op.LOOKUP, (), chance.choice(directories), (name,)),
-                            (Op.GETATTR, (0, 0), chance.choice(directories + inodes), ())):
+            for request in (
+                (Op.LOOKUP, (), chance.choice(directories), (name,)),
+                (Op.GETATTR, (0, 0), chance.choice(directories + inodes), ()),
+            ):
                 kernel.ops._told.clear()
                 compiled = kernel.in_one_step(*request), dict(kernel.ops._told)
                 kernel.ops._told.clear()
@@ -656,7 +743,9 @@ def test_a_client_without_leases_believes_for_a_moment():
     async def all_of_it():
         host = Host()
         async with host:
-            client = await host.pool.client("unlent", ClientOptions(leases=False, short_cut=False, fresh_s=3600.0))
+            client = await host.pool.client(
+                "unlent", ClientOptions(leases=False, short_cut=False, fresh_s=3600.0)
+            )
             host.vfs = client.vfs
             async with Both(host) as kernel:
                 await kernel.init()

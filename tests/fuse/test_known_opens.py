@@ -59,7 +59,9 @@ def on_a_mount(test):
         async def all_of_it():
             async with mounted(kept) as kernel:
                 await test(kernel, random.Random(31))
+
         run_whole(all_of_it(), 300)
+
     run.__name__ = test.__name__
     return pytest.mark.parametrize("kept", (False, True), ids=("alone", "kept"))(run)
 
@@ -77,10 +79,26 @@ def slots_of(thing):
 def listed(rng, inode, *, mode=0o100000, cut=0, punches=0):
     """Attributes of a regular file as a listing tells them, of whatever size."""
     word = lambda bits: rng.choice((0, 1, rng.getrandbits(bits), (1 << bits) - 1))  # noqa: E731
-    return Attr(inode=inode, mode=mode | rng.getrandbits(12), links=1 + word(31), uid=word(32), gid=word(32), size=word(40),
-                blocks=word(64), atime_ns=word(63) - word(62), mtime_ns=word(63), ctime_ns=-word(62), change=word(64),
-                cut=cut, rdev=word(32), table=word(16), chunk_bits=rng.randrange(12, 63), flags=word(8) & ~32,
-                parent=word(64), punches=punches)
+    return Attr(
+        inode=inode,
+        mode=mode | rng.getrandbits(12),
+        links=1 + word(31),
+        uid=word(32),
+        gid=word(32),
+        size=word(40),
+        blocks=word(64),
+        atime_ns=word(63) - word(62),
+        mtime_ns=word(63),
+        ctime_ns=-word(62),
+        change=word(64),
+        cut=cut,
+        rdev=word(32),
+        table=word(16),
+        chunk_bits=rng.randrange(12, 63),
+        flags=word(8) & ~32,
+        parent=word(64),
+        punches=punches,
+    )
 
 
 def lend(kernel, inode, attr, rights=grants.READ, cut=0):
@@ -116,11 +134,19 @@ async def test_what_was_listed_is_opened_and_closed_as_by_the_ordinary_way(kerne
             opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
             assert (answered(step) > before) == (way is not None)
             handle = kernel.ops._files[opened.fh]
-            assert type(handle) is FileHandle and type(handle.file) is OpenInode and type(handle.ahead) is Ahead
+            assert (
+                type(handle) is FileHandle and type(handle.file) is OpenInode and type(handle.ahead) is Ahead
+            )
             assert handle.number == opened.fh and kernel.vfs.cache.open[inode] is handle.file
             if kernel.ops.kept is not None:
                 assert kernel.ops.kept.handles.valid()[-1][-1] == opened.fh
-            books = [opened.open_flags, slots_of(handle), slots_of(handle.file), state_of(kernel, inode), noted(kernel)]
+            books = [
+                opened.open_flags,
+                slots_of(handle),
+                slots_of(handle.file),
+                state_of(kernel, inode),
+                noted(kernel),
+            ]
             now_ms = time.time() * 1000
             assert abs(handle.file.grant_half_ms - now_ms - (ENDS_MS - now_ms) / 2) < 60_000
             assert abs(handle.file.attr_born_s - kernel.vfs.clock.boottime_s()) < 60
@@ -139,7 +165,11 @@ async def test_two_open_files_have_nothing_in_common(kernel, rng):
     files = []
     for inode in (one, other):
         lend(kernel, inode, listed(rng, inode))
-        files.append(kernel.ops._files[replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode)).fh])
+        files.append(
+            kernel.ops._files[
+                replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode)).fh
+            ]
+        )
     assert sum(kernel.engine._known.all_taken.get(int(op), 0) for op in (Op.OPEN,)) == 2
     for name in ("lanes", "located", "ahead"):
         assert getattr(files[0].file, name) is not getattr(files[1].file, name)
@@ -152,16 +182,26 @@ async def test_what_is_no_file_that_may_be_read_so_is_left_before_anything_has_h
     nameless = listed(rng, inode)
     nameless.links = 0
     plain = listed(rng, inode)
-    for attr, grant in ((listed(rng, inode, mode=0o040000), None), (listed(rng, inode, mode=0o120000), None), (nameless, None),
-                        (listed(rng, inode, cut=4), None), (plain, b""), (plain, b"x" * 59),
-                        (plain, b"x" * grants.GRANT_BYTES)):
+    for attr, grant in (
+        (listed(rng, inode, mode=0o040000), None),
+        (listed(rng, inode, mode=0o120000), None),
+        (nameless, None),
+        (listed(rng, inode, cut=4), None),
+        (plain, b""),
+        (plain, b"x" * 59),
+        (plain, b"x" * grants.GRANT_BYTES),
+    ):
         lend(kernel, inode, attr, cut=3)
         if grant is not None:
             leases = kernel.vfs.leases._leases
             leases[inode] = leases[inode]._replace(grant=grant)
         before = state_of(kernel, inode), dict(kernel.vfs.cache._attrs), noted(kernel)
         assert kernel.in_one_step(Op.OPEN, (os.O_RDONLY, 0), inode, ()) is None
-        assert (state_of(kernel, inode), dict(kernel.vfs.cache._attrs), noted(kernel)) == before and not kernel.vfs.cache.open
+        assert (
+            state_of(kernel, inode),
+            dict(kernel.vfs.cache._attrs),
+            noted(kernel),
+        ) == before and not kernel.vfs.cache.open
 
 
 def test_an_open_without_room_in_what_outlives_the_process_leaves_nothing():
@@ -182,6 +222,7 @@ def test_an_open_without_room_in_what_outlives_the_process_leaves_nothing():
             assert [record[-1] for record in table.valid()] == [opened.fh]
             await kernel.ask(Op.RELEASE, (opened.fh, 0, 0, 0), node=inode)
             assert table.valid() == []
+
     run_whole(all_of_it(), 300)
 
 
@@ -200,17 +241,23 @@ async def test_what_is_malformed_is_refused_by_compiled_steps_as_by_handlers(ker
         return await kernel.hear()
 
     for opcode, body, node, names, payload in (
-            (Op.LOOKUP, (), 1, (b"f",), b""), (Op.GETATTR, (0, 0, 0), inode, (), b""),
-            (Op.OPEN, (os.O_RDONLY, 0), inode, (), b""),
-            (Op.GETXATTR, (100, 0), inode, (CAPABILITY,), b""), (Op.READ, (opened, 0, 10, 0, 0, 0), inode, (), b""),
-            (Op.FLUSH, (opened, 0, 0, 7), inode, (), b""), (Op.RELEASE, (1 << 60, 0, 0, 7), inode, (), b""),
-            (Op.CREATE, (os.O_RDWR | os.O_CREAT, 0o100640, 0o22, 0), 1, (b"new",), b""),
-            (Op.WRITE, (handle, 0, 4, 0, 0, 0), mine, (), b"abcd")):
+        (Op.LOOKUP, (), 1, (b"f",), b""),
+        (Op.GETATTR, (0, 0, 0), inode, (), b""),
+        (Op.OPEN, (os.O_RDONLY, 0), inode, (), b""),
+        (Op.GETXATTR, (100, 0), inode, (CAPABILITY,), b""),
+        (Op.READ, (opened, 0, 10, 0, 0, 0), inode, (), b""),
+        (Op.FLUSH, (opened, 0, 0, 7), inode, (), b""),
+        (Op.RELEASE, (1 << 60, 0, 0, 7), inode, (), b""),
+        (Op.CREATE, (os.O_RDWR | os.O_CREAT, 0o100640, 0o22, 0), 1, (b"new",), b""),
+        (Op.WRITE, (handle, 0, 4, 0, 0, 0), mine, (), b"abcd"),
+    ):
         form = FORMS[opcode]
         count = form.body and len(form.body._fields)
         whole = form.body(*(*body, 0, 0)[:count]) if form.body else None
         raw = requests.encode(FuseRequest(opcode, 777, node, 0, 0, 0, whole, names, payload))
-        broken = [length.to_bytes(4, "little") + raw[4:length] for length in range(requests.HEADER_BYTES, len(raw))]
+        broken = [
+            length.to_bytes(4, "little") + raw[4:length] for length in range(requests.HEADER_BYTES, len(raw))
+        ]
         broken += [(len(raw) + more).to_bytes(4, "little") + raw[4:] for more in (-1, 1, 1 << 20)]
         broken += [raw.replace(name, bytes(len(name))) for name in names]
         for one in broken:
@@ -237,7 +284,9 @@ async def test_service_is_asked_for_each_open_of_squashed_root(kernel, rng):
     meta.change = counted
     for squashes, uid, count in ((False, 0, 0), (True, 1000, 0), (True, 0, 1)):
         kernel.vfs.squashes_root = squashes
-        compiled = cached_replies._cached_replies.Known(kernel.engine, kernel.ops, kernel.vfs, False, kernel.engine._takers())
+        compiled = cached_replies._cached_replies.Known(
+            kernel.engine, kernel.ops, kernel.vfs, False, kernel.engine._takers()
+        )
         for way in (None, compiled):
             kernel.engine._known = way
             asked.clear()

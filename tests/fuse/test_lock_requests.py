@@ -106,6 +106,7 @@ async def test_an_interrupt_after_the_lock_was_given_does_not_take_the_answer_ba
 
     async def forgetting(_names, _inodes):
         await forgotten.wait()
+
     kernel.engine._ops.invalidate = forgetting
     asked = kernel.say(Op.SETLKW, body(handle, 2, WRITE), node=inode)
     await kernel.silent()
@@ -125,6 +126,7 @@ def test_the_end_of_the_mount_ends_waiting_with_an_error_that_is_no_signal():
             kernel.engine.stop()
             assert (await kernel.hear())[:2] == (asked, -errno.EIO)
             await asyncio.wait_for(kernel.serving, 120)
+
     asyncio.run(main())
 
 
@@ -161,7 +163,7 @@ async def test_pages_are_dropped_before_the_lock_is_answered(kernel):
     asked = kernel.say(Op.SETLK, body(handle, 1, WRITE), node=inode)
     unique, code, notice = await kernel.hear()
     assert (unique, code) == (0, Notice.INVAL_INODE)
-    assert notice == replies.inval_inode(inode, 0, 0)[replies.HEADER_BYTES:]
+    assert notice == replies.inval_inode(inode, 0, 0)[replies.HEADER_BYTES :]
     assert (await kernel.hear())[:2] == (asked, 0)
 
 
@@ -186,6 +188,7 @@ def test_absent_names_are_remembered_for_as_long_as_the_kernel_does_and_within_b
 
         async def invalidate(names, _inodes):
             asked.append(sorted(name for _, name in names))
+
         ops.invalidate = invalidate
         _, opened = await ops.create(1, b"f", 0o644, os.O_RDWR, ME)
         for name in (b"a", b"b"):
@@ -202,6 +205,7 @@ def test_absent_names_are_remembered_for_as_long_as_the_kernel_does_and_within_b
         assert len(asked) == 1
         with pytest.raises(InvalidRequest):
             await ops.flock(opened.handle, 1, 5, 1, False)
+
     asyncio.run(main())
 
 
@@ -217,6 +221,7 @@ def test_attributes_that_the_kernel_was_not_told_are_asked_for_again_under_a_loc
         vfs._touch(vfs._nodes[attr.inode])  # as another node would
         await ops.setlk(opened.handle, 1, 0, 9, WRITE, 1, False)
         assert asked == [attr.inode]
+
     asyncio.run(main())
 
 
@@ -228,10 +233,12 @@ def test_pages_of_a_file_whose_locks_were_lost_go():
 
         async def drop(_names, inodes):
             dropped.extend(inodes)
+
         ops.invalidate = drop
         vfs.on_lost(7)
         await asyncio.sleep(0)
         assert dropped == [7]
+
     asyncio.run(main())
 
 
@@ -246,11 +253,15 @@ def test_the_memory_twin_gives_places_in_order():
             await vfs.setlk(handle, owner, 0, 9, EXCLUSIVE, wait=True)
             order.append(owner)
             await vfs.setlk(handle, owner, 0, 9, 0)
+
         waiting = [asyncio.create_task(wait(owner)) for owner in (2, 3, 4)]
         await asyncio.sleep(0)
         waiting[1].cancel()
         await asyncio.sleep(0)
         await vfs.flush(handle, 1)
         await asyncio.gather(waiting[0], waiting[2])
-        assert order == [2, 4] and not list(vfs._locks.in_the_way(handle.inode, Owner(RECORD, 0, 9), 0, 9, EXCLUSIVE))
+        assert order == [2, 4] and not list(
+            vfs._locks.in_the_way(handle.inode, Owner(RECORD, 0, 9), 0, 9, EXCLUSIVE)
+        )
+
     asyncio.run(main())

@@ -19,9 +19,11 @@ from conftest import FLOOR, Mounted, needs, nvpool, wait_until
 
 from nvpool.fuse.engines import KERNEL_MIN, kernel_version
 
-pytestmark = [pytest.mark.mount,
-              pytest.mark.skipif(kernel_version() < KERNEL_MIN, reason="this kernel is too old for the direct engine"),
-              pytest.mark.skipif(FLOOR, reason="the floor has one mount")]
+pytestmark = [
+    pytest.mark.mount,
+    pytest.mark.skipif(kernel_version() < KERNEL_MIN, reason="this kernel is too old for the direct engine"),
+    pytest.mark.skipif(FLOOR, reason="the floor has one mount"),
+]
 
 FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux
 F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW = 36, 37, 38
@@ -72,8 +74,13 @@ def pause():
 """
 
     def __init__(self, program, *arguments):
-        self.process = subprocess.Popen([sys.executable, "-c", self.HEAD + program, *map(str, arguments)], text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", self.HEAD + program, *map(str, arguments)],
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         self.said = b""
 
     def __enter__(self):
@@ -127,11 +134,14 @@ def test_getlk_tells_what_is_in_the_way_and_the_process_where_it_is_of_this_node
     assert who_has(other, fcntl.F_RDLCK) == (fcntl.F_WRLCK, 20, 10, 0)
     assert who_has(other, fcntl.F_WRLCK, 40) == (fcntl.F_RDLCK, 50, 0, 0)
     assert who_has(other, fcntl.F_RDLCK, 40)[0] == fcntl.F_UNLCK
-    with Child("""
+    with Child(
+        """
 with open(sys.argv[1], "r+b") as file:
     got = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 0, 0))
     print(struct.unpack("hhqqi4x", got)[4])
-""", here / "f") as child:
+""",
+        here / "f",
+    ) as child:
         assert int(child.end()) == os.getpid()
 
 
@@ -223,7 +233,9 @@ def test_who_waits_on_the_other_mount_gets_the_lock_when_it_is_given_back(here, 
         child.go()
         child.end()
         # the kernel tells of the last close of a file, which gives a flock back, after close has returned
-        wait_until(lambda: not _is_refused(getattr(fcntl, call), file, fcntl.LOCK_EX | fcntl.LOCK_NB), "the lock", 10)
+        wait_until(
+            lambda: not _is_refused(getattr(fcntl, call), file, fcntl.LOCK_EX | fcntl.LOCK_NB), "the lock", 10
+        )
 
 
 @pytest.mark.parametrize("call", ["lockf", "flock"])
@@ -259,7 +271,11 @@ with open(sys.argv[1], "r+b", buffering=0) as file:
 @pytest.mark.parametrize("call", ["lockf", "flock"])
 def test_a_signal_ends_waiting_and_leaves_no_lock_behind(here, there, call):
     (here / "f").touch()
-    with (open(here / "f", "r+b") as file, open(here / "f", "r+b") as same, Child(INTERRUPTED, there / "f", call) as child):
+    with (
+        open(here / "f", "r+b") as file,
+        open(here / "f", "r+b") as same,
+        Child(INTERRUPTED, there / "f", call) as child,
+    ):
         getattr(fcntl, call)(file, fcntl.LOCK_EX)
         assert child.hear() == "ready" and child.hear() == "woken"
         getattr(fcntl, call)(file, fcntl.LOCK_UN)
@@ -270,7 +286,10 @@ def test_a_signal_ends_waiting_and_leaves_no_lock_behind(here, there, call):
 
 def test_a_signal_whose_handler_goes_on_lets_the_call_go_on(here, there):
     (here / "f").touch()
-    with open(here / "f", "r+b") as file, Child("""
+    with (
+        open(here / "f", "r+b") as file,
+        Child(
+            """
 seen = []
 signal.signal(signal.SIGALRM, lambda *_: seen.append(1))
 with open(sys.argv[1], "r+b") as file:
@@ -278,7 +297,10 @@ with open(sys.argv[1], "r+b") as file:
     signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
     fcntl.lockf(file, fcntl.LOCK_EX)
     ready("has it" if len(seen) > 3 else "not interrupted")
-""", there / "f") as child:
+""",
+            there / "f",
+        ) as child,
+    ):
         fcntl.lockf(file, fcntl.LOCK_EX)
         assert child.hear() == "ready" and child.hear(0.6) is None
         fcntl.lockf(file, fcntl.LOCK_UN)
@@ -287,13 +309,19 @@ with open(sys.argv[1], "r+b") as file:
 
 def test_two_processes_on_two_mounts_that_wait_for_each_other_are_told(here, there):
     (here / "f").write_bytes(b"xx")
-    with open(here / "f", "r+b") as file, Child("""
+    with (
+        open(here / "f", "r+b") as file,
+        Child(
+            """
 with open(sys.argv[1], "r+b") as file:
     fcntl.lockf(file, fcntl.LOCK_EX, 1, 1)
     ready()
     fcntl.lockf(file, fcntl.LOCK_EX, 1, 0)
     ready("has it")
-""", there / "f") as child:
+""",
+            there / "f",
+        ) as child,
+    ):
         fcntl.lockf(file, fcntl.LOCK_EX, 1, 0)
         assert child.hear() == "ready" and child.hear(0.3) is None
         assert refused(fcntl.lockf, file, fcntl.LOCK_EX, 1, 1) == errno.EDEADLK
@@ -322,8 +350,12 @@ with open(sys.argv[1], "r+b", buffering=0) as file:
 def test_a_number_in_a_file_counts_every_step_of_both_mounts(here, there, call):
     """Read and written through the kernels' pages, its size changes with each step."""
     (here / "f").write_bytes(b"0 ")
-    with Child(COUNT, here / "f", 60, call) as a, Child(COUNT, there / "f", 60, call) as b, \
-            Child(COUNT, here / "f", 60, call) as c, Child(COUNT, there / "f", 60, call) as d:
+    with (
+        Child(COUNT, here / "f", 60, call) as a,
+        Child(COUNT, there / "f", 60, call) as b,
+        Child(COUNT, here / "f", 60, call) as c,
+        Child(COUNT, there / "f", 60, call) as d,
+    ):
         for child in (a, b, c, d):
             child.end(120)
     assert int((here / "f").read_bytes().split()[0]) == 240
@@ -361,7 +393,10 @@ def test_many_that_wait_on_one_mount_do_not_keep_out_what_they_wait_for(here, th
     """More than a mount takes other requests at once."""
     (here / "f").touch()
     count = 1200
-    with open(here / "f", "r+b") as file, Child("""
+    with (
+        open(here / "f", "r+b") as file,
+        Child(
+            """
 import threading
 count = int(sys.argv[2])
 def wait(place):
@@ -376,7 +411,11 @@ ready()
 for thread in threads:
     thread.join()
 ready("done")
-""", here / "f", count) as child:
+""",
+            here / "f",
+            count,
+        ) as child,
+    ):
         fcntl.flock(file, fcntl.LOCK_EX)
         assert child.hear() == "ready"
         time.sleep(1)
@@ -405,7 +444,7 @@ def test_locks_and_who_waits_for_them_outlive_the_death_of_the_shard(pool, here,
 
 def kill_shard(pool):
     status = json.loads(nvpool("status", pool.directory, "--json").stdout)
-    shard, = (process for process in status["processes"] if process["role"] == "meta")
+    (shard,) = (process for process in status["processes"] if process["role"] == "meta")
     os.kill(shard["pid"], signal.SIGKILL)
 
 
@@ -413,18 +452,27 @@ def test_the_end_of_a_mount_ends_waiting_with_an_error_and_gives_its_locks_on(po
     (here / "f").touch()
     ending = Mounted(pool.directory, pool.directory.parent / "m-ending", "--drain-s", "0.5")
     place = ending.place / here.relative_to(mounted.place) / "f"
-    with open(here / "f", "r+b") as file, Child(WAIT, place, "lockf") as waits, Child("""
+    with (
+        open(here / "f", "r+b") as file,
+        Child(WAIT, place, "lockf") as waits,
+        Child(
+            """
 with open(sys.argv[1], "r+b") as file:
     fcntl.lockf(file, fcntl.LOCK_EX, 1, 100)
     ready()
     pause()
-""", place) as holds:
+""",
+            place,
+        ) as holds,
+    ):
         fcntl.lockf(file, fcntl.LOCK_EX, 1, 0)
         assert holds.hear() == "ready" and waits.hear() == "ready" and waits.hear(0.3) is None
         assert _is_refused(lock, file, fcntl.LOCK_EX, 1, 100)
         ending.end()
         assert waits.process.wait(120) == 1 and "OSError" in waits.process.stderr.read()
-        wait_until(lambda: not _is_refused(lock, file, fcntl.LOCK_EX, 1, 100), "the lock of the mount that ended")
+        wait_until(
+            lambda: not _is_refused(lock, file, fcntl.LOCK_EX, 1, 100), "the lock of the mount that ended"
+        )
 
 
 # -- programs ----------------------------------------------------------------------------------------------------------------
@@ -468,9 +516,15 @@ def check_accounts(place):
 @pytest.mark.parametrize("journal", ["delete", "truncate", "persist"])
 def test_sqlite_on_two_mounts_at_once_loses_no_transaction(here, there, journal):
     accounts(here / "db")
-    program = TRANSFER.replace('db.execute("begin', f'db.execute("pragma journal_mode={journal}")\n    db.execute("begin', 1)
-    with Child(program, here / "db", 1, 25) as a, Child(program, there / "db", 2, 25) as b, \
-            Child(program, here / "db", 3, 25) as c, Child(program, there / "db", 4, 25) as d:
+    program = TRANSFER.replace(
+        'db.execute("begin', f'db.execute("pragma journal_mode={journal}")\n    db.execute("begin', 1
+    )
+    with (
+        Child(program, here / "db", 1, 25) as a,
+        Child(program, there / "db", 2, 25) as b,
+        Child(program, here / "db", 3, 25) as c,
+        Child(program, there / "db", 4, 25) as d,
+    ):
         for child in (a, b, c, d):
             child.end(120)
     expected = [(who, number) for who in range(1, 5) for number in range(25)]
@@ -482,8 +536,10 @@ def test_sqlite_processes_killed_at_work_leave_whole_transactions_to_the_other_m
     accounts(here / "db")
     committed = {}
     for round_, place in enumerate([here, there] * 3, 1):
-        with Child(TRANSFER, place / "db", 10 + round_, 10_000) as victim, \
-                Child(TRANSFER, (there if place is here else here) / "db", 20 + round_, 15) as other:
+        with (
+            Child(TRANSFER, place / "db", 10 + round_, 10_000) as victim,
+            Child(TRANSFER, (there if place is here else here) / "db", 20 + round_, 15) as other,
+        ):
             for _ in range(4):
                 committed[10 + round_] = int(victim.hear())
             victim.process.kill()
@@ -505,7 +561,10 @@ def test_git_on_two_mounts_at_once_loses_no_commit(pool, tmp_path):
 
     def git(*words, cwd):
         settings = ("-c", "user.name=t", "-c", "user.email=t@e", "-c", "gc.auto=0")
-        return subprocess.run(["git", *settings, *words], cwd=cwd, text=True, capture_output=True, timeout=240)
+        return subprocess.run(
+            ["git", *settings, *words], cwd=cwd, text=True, capture_output=True, timeout=240
+        )
+
     git("init", "--bare", "-b", "main", "repo", cwd=here)
     first = tmp_path / "first"
     git("clone", here / "repo", first, cwd=tmp_path)
@@ -561,7 +620,10 @@ def test_file_info_says_who_has_a_file_locked_and_who_waits(pool, here, both, mo
         assert f"waited for: exclusive (flock), process {child.process.pid} of mount" in said
         found = json.loads(nvpool("file", "info", place, "--json").stdout)["locks"]
     assert sorted((one["kind"], one["mode"], one["first"], one["last"], one["waits"]) for one in found) == [
-        ("fcntl", "shared", 20, 29, False), ("flock", "exclusive", 0, None, False), ("flock", "exclusive", 0, None, True)]
+        ("fcntl", "shared", 20, 29, False),
+        ("flock", "exclusive", 0, None, False),
+        ("flock", "exclusive", 0, None, True),
+    ]
     lock(one, fcntl.LOCK_UN)
     fcntl.flock(other, fcntl.LOCK_UN)
     counters = json.loads(nvpool("status", pool.directory, "--json").stdout)["processes"]

@@ -35,14 +35,22 @@ def own():
 
 @pytest.fixture
 def mine(own, request):
-    made = own.mount(own.directory.parent / f"m-{request.node.name[-40:]}", "--deadline-s", "60", "--drain-s", "2")
+    made = own.mount(
+        own.directory.parent / f"m-{request.node.name[-40:]}", "--deadline-s", "60", "--drain-s", "2"
+    )
     yield made
     made.end(signal.SIGKILL)
 
 
 def refused(*words):
-    done = subprocess.run(command(Program.MOUNT, *map(str, words)), capture_output=True,
-                          text=True, timeout=240, cwd="/", check=False)
+    done = subprocess.run(
+        command(Program.MOUNT, *map(str, words)),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd="/",
+        check=False,
+    )
     assert done.returncode not in (0, 70), done.stderr
     return done.stderr
 
@@ -80,7 +88,7 @@ def test_a_mount_is_made_and_taken_away_through_a_symbolic_link(own, tmp_path):
 
 def test_a_look_at_a_mount_whose_shard_does_not_answer_ends(own, mine, monkeypatch):
     monkeypatch.setattr("nvpool.host.mountinfo.LOOK_S", 0.3)
-    shard, = pids(own, "meta")
+    (shard,) = pids(own, "meta")
     os.kill(shard, signal.SIGSTOP)
     try:
         assert look_at(mine.place) == "hung"
@@ -91,7 +99,9 @@ def test_a_look_at_a_mount_whose_shard_does_not_answer_ends(own, mine, monkeypat
 
 def test_status_names_the_mount_with_its_process(own, mine):
     seen = [process for process in processes(own) if process.get("mountpoint") == str(mine.place)]
-    assert "mount" in {process["role"] for process in seen} and mine.process.pid in {process["pid"] for process in seen}
+    assert "mount" in {process["role"] for process in seen} and mine.process.pid in {
+        process["pid"] for process in seen
+    }
     mine.end()
     assert not any(process.get("mountpoint") == str(mine.place) for process in processes(own))
 
@@ -101,13 +111,31 @@ def test_the_engine_is_the_one_that_was_asked_for_and_the_status_shows_it(own, t
     for word in ("auto", "kernel", "pyfuse3"):
         made = own.mount(tmp_path / word, "--engine", word)
         (made.place / "by-engine").write_bytes(word.encode())
-        shown[word] = next(process["engine"] for process in processes(own) if process.get("mountpoint") == str(made.place))
+        shown[word] = next(
+            process["engine"] for process in processes(own) if process.get("mountpoint") == str(made.place)
+        )
         assert made.end() == 0
     assert shown == {"auto": "kernel", "kernel": "kernel", "pyfuse3": "pyfuse3"}
     (tmp_path / "m").mkdir()
-    assert "engine kernel only" in refused("--engine", "pyfuse3", "--writeback", own.directory, tmp_path / "m")
-    nvpool("mount", own.directory, tmp_path / "m", "--engine", "kernel", "--writeback", "--max-read", "256K",
-           "--max-background", "64", "--congestion-threshold", "32", "--read-ahead", "512K")
+    assert "engine kernel only" in refused(
+        "--engine", "pyfuse3", "--writeback", own.directory, tmp_path / "m"
+    )
+    nvpool(
+        "mount",
+        own.directory,
+        tmp_path / "m",
+        "--engine",
+        "kernel",
+        "--writeback",
+        "--max-read",
+        "256K",
+        "--max-background",
+        "64",
+        "--congestion-threshold",
+        "32",
+        "--read-ahead",
+        "512K",
+    )
     read_ahead = Path(f"/sys/class/bdi/{mount_at(tmp_path / 'm').device}/read_ahead_kb")
     assert read_ahead.read_text() == "512\n"
     (tmp_path / "m" / "by-engine").write_bytes(b"written back")
@@ -169,7 +197,9 @@ def copied(place):
     """Another mount name space, with a copy of the mount."""
     other = subprocess.Popen(["unshare", "-m", "--propagation", "private", "sleep", "1000"])
     try:
-        wait_until(lambda: b"sleep" in Path(f"/proc/{other.pid}/cmdline").read_bytes()[:6], "the other name space")
+        wait_until(
+            lambda: b"sleep" in Path(f"/proc/{other.pid}/cmdline").read_bytes()[:6], "the other name space"
+        )
         assert str(place) in Path(f"/proc/{other.pid}/mountinfo").read_text()
         yield
     finally:
@@ -219,7 +249,9 @@ def test_umount_takes_no_longer_than_it_was_told_when_all_daemons_stand_still(tm
 @pytest.fixture
 def alone(own, request):
     """A mount without a holder."""
-    made = own.mount(own.directory.parent / f"m-{request.node.name[-40:]}", "--deadline-s", "20", "--no-holder")
+    made = own.mount(
+        own.directory.parent / f"m-{request.node.name[-40:]}", "--deadline-s", "20", "--no-holder"
+    )
     yield made
     made.end(signal.SIGKILL)
 
@@ -233,11 +265,17 @@ def test_a_mount_that_was_killed_is_made_again_by_force_and_has_what_was_closed(
         os.stat(mine.place)
     assert dead.value.errno == errno.ENOTCONN
     assert "--force" in refused(own.directory, mine.place)
-    again = subprocess.Popen(command(Program.MOUNT, "--force", own.directory, mine.place),
-                             cwd="/", stderr=subprocess.DEVNULL)
+    again = subprocess.Popen(
+        command(Program.MOUNT, "--force", own.directory, mine.place), cwd="/", stderr=subprocess.DEVNULL
+    )
     try:
-        wait_until(lambda: subprocess.run(["stat", mine.place / "closed"], capture_output=True, check=False).returncode == 0,
-                   "the mount that was forced")
+        wait_until(
+            lambda: (
+                subprocess.run(["stat", mine.place / "closed"], capture_output=True, check=False).returncode
+                == 0
+            ),
+            "the mount that was forced",
+        )
         assert (mine.place / "closed").read_bytes() == b"k" * 70_000
     finally:
         again.terminate()
@@ -251,7 +289,7 @@ def test_the_status_tells_of_a_mount_that_died_until_it_is_cleaned_up(own, alone
     mine.process.wait()
     for _ in range(2):
         seen = json.loads(nvpool("status", own.directory, "--json").stdout)
-        dead, = (process for process in seen["processes"] if process["state"] == "dead")
+        (dead,) = (process for process in seen["processes"] if process["state"] == "dead")
         assert (dead["role"], dead["pid"], dead["mountpoint"]) == ("mount", 0, str(mine.place))
         assert any(f"nvpool umount {mine.place}" in problem for problem in seen["problems"])
         assert seen["pool"]["state"] == "serving", "a dead client is no fault of the pool"
@@ -274,8 +312,14 @@ def all_serving(pool, role):
     found = []
 
     def serve():
-        seen = subprocess.run(command(Program.CLI, "status", str(pool.directory), "--json"), capture_output=True, text=True,
-                              cwd="/", timeout=240, check=False)
+        seen = subprocess.run(
+            command(Program.CLI, "status", str(pool.directory), "--json"),
+            capture_output=True,
+            text=True,
+            cwd="/",
+            timeout=240,
+            check=False,
+        )
         assert seen.returncode in (0, 3), seen.stderr
         if seen.returncode:
             return False
@@ -322,7 +366,9 @@ def test_the_mount_can_be_unmounted_when_all_daemons_are_dead(tmp_path):
 
 def kill_all(pool):
     """Supervisor first, then the others, again until nobody is left to start another supervisor."""
-    found = {process["pid"] for process in processes(pool) if process["role"] in ("supervisor", "meta", "store")}
+    found = {
+        process["pid"] for process in processes(pool) if process["role"] in ("supervisor", "meta", "store")
+    }
     for pid in found:
         os.kill(pid, signal.SIGSTOP)
     for pid in found:
@@ -331,8 +377,9 @@ def kill_all(pool):
 
 
 def test_the_program_says_what_it_takes():
-    said = subprocess.run(command(Program.MOUNT, "--help"), capture_output=True, text=True,
-                          cwd="/", check=True).stdout
+    said = subprocess.run(
+        command(Program.MOUNT, "--help"), capture_output=True, text=True, cwd="/", check=True
+    ).stdout
     assert "--read-only" in said and "--drain-s" in said
 
 

@@ -19,8 +19,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from nvpool.core.programs import Program
 from nvpool.fuse.engines import RESEND_MIN, kernel_version
 
-pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons"),
-              pytest.mark.skipif(kernel_version() < RESEND_MIN, reason="this kernel does not hand requests out again")]
+pytestmark = [
+    pytest.mark.mount,
+    pytest.mark.skipif(FLOOR, reason="the floor has no daemons"),
+    pytest.mark.skipif(kernel_version() < RESEND_MIN, reason="this kernel does not hand requests out again"),
+]
 
 MIB = 1 << 20
 READS, THREADS = 400, 8
@@ -29,11 +32,15 @@ READS, THREADS = 400, 8
 def samples(address):
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=20) as answer:
         text = answer.read().decode()
-    done = subprocess.run([shutil.which("promtool"), "check", "metrics"], input=text, text=True, capture_output=True,
-                          timeout=60)
+    done = subprocess.run(
+        [shutil.which("promtool"), "check", "metrics"], input=text, text=True, capture_output=True, timeout=60
+    )
     assert done.returncode == 0 and not done.stdout + done.stderr, done
-    return {(sample.name, *sample.labels.values()): sample.value
-            for family in text_string_to_metric_families(text) for sample in family.samples}
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
 
 
 def answers(address):
@@ -57,7 +64,16 @@ def test_each_read_is_counted_once_whoever_of_a_mount_answers_it(own):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    held = own.mount(own.directory.parent / "m-metrics", "--holder", "--workers", "2", "--metrics", address, "--drain-s", "2")
+    held = own.mount(
+        own.directory.parent / "m-metrics",
+        "--holder",
+        "--workers",
+        "2",
+        "--metrics",
+        address,
+        "--drain-s",
+        "2",
+    )
     try:
         wait_until(lambda: re.search(r"process \d+ reads for this mount", held.log.read_text()), "the reader")
         (held.place / "read").write_bytes(os.urandom(4 * MIB))
@@ -65,21 +81,36 @@ def test_each_read_is_counted_once_whoever_of_a_mount_answers_it(own):
         before = samples(address)
         assert before["nvpool_mount_workers",] == 2 and before["nvpool_fuse_written_bytes_total",] >= 4 * MIB
         with ThreadPoolExecutor(THREADS) as threads:
-            for done in [threads.submit(read_past_the_pages, held.place / "read", READS) for _ in range(THREADS)]:
+            for done in [
+                threads.submit(read_past_the_pages, held.place / "read", READS) for _ in range(THREADS)
+            ]:
                 done.result()
         after = samples(address)
-        count = after["nvpool_fuse_seconds_count", "read"] - before.get(("nvpool_fuse_seconds_count", "read"), 0)
+        count = after["nvpool_fuse_seconds_count", "read"] - before.get(
+            ("nvpool_fuse_seconds_count", "read"), 0
+        )
         assert count == READS * THREADS
-        assert after["nvpool_fuse_seconds_bucket", "read", "67.108864"] == after["nvpool_fuse_seconds_count", "read"]
+        assert (
+            after["nvpool_fuse_seconds_bucket", "read", "67.108864"]
+            == after["nvpool_fuse_seconds_count", "read"]
+        )
         took_s = after["nvpool_fuse_seconds_sum", "read"] / after["nvpool_fuse_seconds_count", "read"]
         assert 1e-6 < took_s < 0.1
         grown = after["nvpool_fuse_read_bytes_total",] - before["nvpool_fuse_read_bytes_total",]
         assert grown >= count * 4096
-        assert sum(after["nvpool_client_reads_total", way] for way in ("store", "short_cut", "kept", "read_ahead")) > 0
+        assert (
+            sum(
+                after["nvpool_client_reads_total", way]
+                for way in ("store", "short_cut", "kept", "read_ahead")
+            )
+            > 0
+        )
 
-        killed, = processes(held.place, Program.MOUNT)
+        (killed,) = processes(held.place, Program.MOUNT)
         os.kill(killed, signal.SIGKILL)
-        wait_until(lambda: (answers(address) or {}).get(("nvpool_mount_workers",)) == 2, "its successor's page")
+        wait_until(
+            lambda: (answers(address) or {}).get(("nvpool_mount_workers",)) == 2, "its successor's page"
+        )
         read_past_the_pages(held.place / "read", 10)
         assert samples(address)["nvpool_fuse_seconds_count", "read"] >= 10
     finally:
@@ -88,7 +119,11 @@ def test_each_read_is_counted_once_whoever_of_a_mount_answers_it(own):
 
 
 def test_an_address_that_is_none_is_refused_before_anything_is_mounted(own, tmp_path):
-    said = subprocess.run(["nvpool", "mount", str(own.directory), str(tmp_path), "--metrics", "here"], capture_output=True,
-                          text=True, timeout=60, env=os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:"
-                                                                   f"{os.environ['PATH']}"})
+    said = subprocess.run(
+        ["nvpool", "mount", str(own.directory), str(tmp_path), "--metrics", "here"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"},
+    )
     assert said.returncode == 1 and "HOST:PORT" in said.stderr, said

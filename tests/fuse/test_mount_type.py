@@ -11,7 +11,11 @@ from conftest import FLOOR, NO_MOUNT, needs, nvpool, wait_until
 
 from nvpool.core.programs import OF_A_MOUNT, Program, command, processes
 
-pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no subtrees"), needs("unshare", "nsenter")]
+pytestmark = [
+    pytest.mark.mount,
+    pytest.mark.skipif(FLOOR, reason="the floor has no subtrees"),
+    needs("unshare", "nsenter"),
+]
 
 
 class Administrator:
@@ -21,22 +25,41 @@ class Administrator:
         self.place = place
         self.bin = place / "sbin"
         self.bin.mkdir()
-        (self.bin / "mount.nvpool").write_text(f"#!/bin/sh\nexec {shlex.join(command(Program.MOUNT_COMMAND))} \"$@\"\n")
+        (self.bin / "mount.nvpool").write_text(
+            f'#!/bin/sh\nexec {shlex.join(command(Program.MOUNT_COMMAND))} "$@"\n'
+        )
         (self.bin / "mount.nvpool").chmod(0o755)
         (self.bin / "mount.fuse.nvpool").symlink_to("mount.nvpool")
-        self.space = subprocess.Popen(["unshare", "--mount", "--propagation", "private", "sh", "-c",
-                                       f"mount --bind {self.bin} /usr/sbin && echo up && exec sleep 10000"],
-                                      stdout=subprocess.PIPE, text=True)
+        self.space = subprocess.Popen(
+            [
+                "unshare",
+                "--mount",
+                "--propagation",
+                "private",
+                "sh",
+                "-c",
+                f"mount --bind {self.bin} /usr/sbin && echo up && exec sleep 10000",
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         self.up = self.space.stdout.readline() == "up\n"
 
     def run(self, *words, check=True, within_s=120):
-        done = subprocess.run(["nsenter", f"--mount=/proc/{self.space.pid}/ns/mnt", *map(str, words)], capture_output=True,
-                              text=True, check=False, timeout=within_s)
+        done = subprocess.run(
+            ["nsenter", f"--mount=/proc/{self.space.pid}/ns/mnt", *map(str, words)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=within_s,
+        )
         assert not check or done.returncode == 0, (words, done.stdout, done.stderr)
         return done
 
     def found(self, place):
-        done = self.run("findmnt", "--json", "--output", "SOURCE,FSTYPE,OPTIONS", "--mountpoint", place, check=False)
+        done = self.run(
+            "findmnt", "--json", "--output", "SOURCE,FSTYPE,OPTIONS", "--mountpoint", place, check=False
+        )
         return json.loads(done.stdout)["filesystems"][-1] if done.returncode == 0 else None
 
     def close(self):
@@ -77,7 +100,7 @@ def command_lines():
 
 def address_of(directory):
     """HOST:PORT of the pool's node."""
-    node, = json.loads((directory / "poolmap.json").read_bytes())["nodes"]
+    (node,) = json.loads((directory / "poolmap.json").read_bytes())["nodes"]
     return next(one for one in node["endpoints"] if one.startswith("stream://")).removeprefix("stream://")
 
 
@@ -89,7 +112,9 @@ def test_mount_8_mounts_a_part_and_umount_8_ends_it(own, root):
     found = root.found(place)
     assert (found["source"], found["fstype"]) == (source, "fuse.nvpool")
     assert {"rw", "noexec", "nosuid", "nodev"} <= set(found["options"].split(","))
-    assert root.run("ls", place).stdout.split() == ["f", "in"] and root.run("cat", place / "f").stdout == "of x"
+    assert (
+        root.run("ls", place).stdout.split() == ["f", "in"] and root.run("cat", place / "f").stdout == "of x"
+    )
     assert f"{source} {place} fuse.nvpool " in root.run("cat", "/proc/mounts").stdout
     again = root.run("mount", "-t", "nvpool", source, place, check=False)
     assert again.returncode == 32 and "mounted on it" in again.stderr
@@ -112,8 +137,10 @@ def test_lines_of_fstab(own, root):
     place.mkdir()
     other.mkdir()
     source = f"{own.directory}:/volumes/x"
-    table.write_text(f"{source}  {place}  nvpool  ro,_netdev,nofail,x-systemd.automount  0 0\n"
-                     f"{own.directory}:/  {other}  nvpool  noauto,user,_netdev  0 0\n")
+    table.write_text(
+        f"{source}  {place}  nvpool  ro,_netdev,nofail,x-systemd.automount  0 0\n"
+        f"{own.directory}:/  {other}  nvpool  noauto,user,_netdev  0 0\n"
+    )
     root.run("mount", "-T", table, "-a")
     assert root.found(place)["source"] == source and root.found(other) is None
     assert "ro" in root.found(place)["options"].split(",")
@@ -147,11 +174,12 @@ def test_wrong_words_and_failures_have_the_exit_codes_of_mount_8(own, root):
     place = root.place / "m"
     place.mkdir()
     for source, options, code, said in (
-            (f"{own.directory}:/volumes/x", "bogus=1", 1, "'bogus=1' is no option of nvpool; there are"),
-            ("nothing", "ro", 1, "is no source"),
-            (f"{own.directory}:/volumes/y", "ro", 32, "/volumes/y does not exist in the pool"),
-            (f"{own.directory}-not:/x", "ro", 32, "pool-not"),
-            ("127.0.0.1:9:/x", f"ro,wait=20,log={root.place}/log", 32, "127.0.0.1:9")):
+        (f"{own.directory}:/volumes/x", "bogus=1", 1, "'bogus=1' is no option of nvpool; there are"),
+        ("nothing", "ro", 1, "is no source"),
+        (f"{own.directory}:/volumes/y", "ro", 32, "/volumes/y does not exist in the pool"),
+        (f"{own.directory}-not:/x", "ro", 32, "pool-not"),
+        ("127.0.0.1:9:/x", f"ro,wait=20,log={root.place}/log", 32, "127.0.0.1:9"),
+    ):
         done = root.run("mount", "-t", "nvpool", source, place, "-o", options, check=False)
         assert done.returncode == code and said in done.stderr, (source, done.returncode, done.stderr)
         assert root.found(place) is None
@@ -179,9 +207,26 @@ def test_an_automount_gets_it_when_somebody_comes(own, root):
     """As x-systemd.automount does: autofs lies there, keeps whoever comes, and mount(8) is called."""
     place = root.place / "m"
     place.mkdir()
-    auto = subprocess.Popen(["nsenter", f"--mount=/proc/{root.space.pid}/ns/mnt", sys.executable, "-c", AUTOMOUNT, place,
-                             "mount", "-t", "nvpool", f"{own.directory}:/volumes/x", place, "-o", "x-systemd.automount"],
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    auto = subprocess.Popen(
+        [
+            "nsenter",
+            f"--mount=/proc/{root.space.pid}/ns/mnt",
+            sys.executable,
+            "-c",
+            AUTOMOUNT,
+            place,
+            "mount",
+            "-t",
+            "nvpool",
+            f"{own.directory}:/volumes/x",
+            place,
+            "-o",
+            "x-systemd.automount",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         if auto.stdout.readline() != "up\n":
             pytest.skip(auto.stderr.read().strip())

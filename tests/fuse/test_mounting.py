@@ -64,8 +64,11 @@ class Served:
     def __init__(self, place, **options):
         self.place = place
         self.vfs = CountingVfs()
-        self.engine = KernelEngine(FuseOps(self.vfs, FuseOptions(writeback=options.get("writeback", False))), place,
-                                   MountOptions("p", **options))
+        self.engine = KernelEngine(
+            FuseOps(self.vfs, FuseOptions(writeback=options.get("writeback", False))),
+            place,
+            MountOptions("p", **options),
+        )
         self.mount = self.engine.mount()
         self.thread = threading.Thread(target=lambda: asyncio.run(self.engine.serve()))
         self.thread.start()
@@ -88,6 +91,7 @@ def served(tmp_path):
         place.mkdir()
         made.append(Served(place, **options))
         return made[-1]
+
     yield serve
     for one in made:
         one.close()
@@ -98,10 +102,14 @@ pytestmark = pytest.mark.mount
 
 def test_options_of_the_mount_are_those_that_were_asked_for(served):
     found = served(extra=("noexec,dev", "suid"), max_read=65536)
-    line = next(line for line in Path("/proc/self/mountinfo").read_text().splitlines() if f" {found.place} " in line)
+    line = next(
+        line for line in Path("/proc/self/mountinfo").read_text().splitlines() if f" {found.place} " in line
+    )
     options, _, behind = line.partition(" - ")
     assert "noexec" in options and "nosuid" not in options and "nodev" not in options
-    assert behind.startswith("fuse.nvpool nvpool:p rw,user_id=0,group_id=0,default_permissions,allow_other,max_read=65536")
+    assert behind.startswith(
+        "fuse.nvpool nvpool:p rw,user_id=0,group_id=0,default_permissions,allow_other,max_read=65536"
+    )
     plain = mount_at(served(read_only=True).place)
     assert plain.type == "fuse.nvpool" and plain.source == "nvpool:p"
     with pytest.raises(OSError):
@@ -119,20 +127,26 @@ def test_the_kernel_is_given_the_settings(served, tmp_path):
     made.place.stat()
     connections = tmp_path / "connections"
     connections.mkdir()
-    mounted = subprocess.run(["mount", "-t", "fusectl", "none", connections], check=False, capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "fusectl", "none", connections], check=False, capture_output=True, text=True
+    )
     if mounted.returncode:
         pytest.skip(f"no fusectl here: {mounted.stderr.strip()}")
     try:
         control = connections / made.mount.device.partition(":")[2]
-        assert (control / "max_background").read_text() == "77\n" and (control / "congestion_threshold").read_text() == "44\n"
+        assert (control / "max_background").read_text() == "77\n" and (
+            control / "congestion_threshold"
+        ).read_text() == "44\n"
     finally:
         subprocess.run(["umount", connections], check=True)
 
 
 def test_who_waits_for_what_never_comes_can_be_killed(served):
     made = served()
-    program = ("import os, signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: None)\nsys.stdout.write('.')\n"
-               "sys.stdout.flush()\nos.stat(sys.argv[1])")
+    program = (
+        "import os, signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: None)\nsys.stdout.write('.')\n"
+        "sys.stdout.flush()\nos.stat(sys.argv[1])"
+    )
     caller = subprocess.Popen([sys.executable, "-c", program, made.place / "hung"], stdout=subprocess.PIPE)
     caller.stdout.read(1)
     wait_until(lambda: made.engine._work, "the request")
@@ -149,9 +163,16 @@ def test_who_is_killed_may_store_what_he_has_written_but_not_for_ever(served, mo
     """By then he has taken the signal: it is pending for his process only, no longer for him."""
     monkeypatch.setattr("nvpool.fuse.kernel.connection.EXIT_S", 120)
     made = served()
-    writer = subprocess.Popen([sys.executable, "-c", "import sys, time\nfile = open(sys.argv[1], 'wb', buffering=0)\n"
-                               "file.write(b'x')\nsys.stdout.write('.')\nsys.stdout.flush()\ntime.sleep(120)",
-                               made.place / "f"], stdout=subprocess.PIPE)
+    writer = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys, time\nfile = open(sys.argv[1], 'wb', buffering=0)\n"
+            "file.write(b'x')\nsys.stdout.write('.')\nsys.stdout.flush()\ntime.sleep(120)",
+            made.place / "f",
+        ],
+        stdout=subprocess.PIPE,
+    )
     writer.stdout.read(1)
     made.vfs.flush_hangs = True
     writer.kill()
@@ -167,8 +188,10 @@ def test_a_mount_that_is_gone_waits_for_no_reads(served):
     made = served()
     with open(made.place / "f", "wb") as file:
         file.truncate(2 << 20)
-    reader = subprocess.Popen(["dd", f"if={made.place / 'f'}", "of=/dev/null", "bs=4k", "skip=300", "count=1"],
-                              stderr=subprocess.DEVNULL)
+    reader = subprocess.Popen(
+        ["dd", f"if={made.place / 'f'}", "of=/dev/null", "bs=4k", "skip=300", "count=1"],
+        stderr=subprocess.DEVNULL,
+    )
     wait_until(lambda: made.engine._work, "the request")
     subprocess.run(["umount", "-l", made.place], check=True)
     reader.kill()  # the last that uses it
@@ -206,14 +229,28 @@ def test_another_user_mounts_through_fusermount3():
     place = Path(tempfile.mkdtemp(prefix="nvpool-user-"))
     place.chmod(0o755)
     try:
-        done = subprocess.run(["unshare", "--mount", "--propagation", "private", sys.executable,
-                               Path(__file__).with_name("as_another_user.py"), place], capture_output=True, text=True,
-                              timeout=240, check=False)
+        done = subprocess.run(
+            [
+                "unshare",
+                "--mount",
+                "--propagation",
+                "private",
+                sys.executable,
+                Path(__file__).with_name("as_another_user.py"),
+                place,
+            ],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
         if "unshare failed" in done.stderr or "mount:" in done.stderr:
             pytest.skip(f"no mount name space of its own here: {done.stderr.strip()}")
         assert done.returncode == 0, done.stderr
         said = json.loads(done.stdout)
         assert (said["type"], said["source"], said["left"]) == ("fuse.nvpool", "nvpool:p", False)
-        assert "user_allow_other" in said["refused"] or Path("/etc/fuse.conf").read_text().startswith("user_allow_other")
+        assert "user_allow_other" in said["refused"] or Path("/etc/fuse.conf").read_text().startswith(
+            "user_allow_other"
+        )
     finally:
         shutil.rmtree(place)

@@ -26,8 +26,12 @@ MIB = 1 << 20
 
 @pytest.fixture
 def held(own, request):
-    made = own.mount(own.directory.parent / f"m-{request.node.name[:40].replace('[', '-').rstrip(']')}", "--holder",
-                     "--no-resend", "--no-short-cut")
+    made = own.mount(
+        own.directory.parent / f"m-{request.node.name[:40].replace('[', '-').rstrip(']')}",
+        "--holder",
+        "--no-resend",
+        "--no-short-cut",
+    )
     yield made
     end(made)
 
@@ -90,19 +94,25 @@ def test_reads_and_writes_that_wait_for_a_silent_store_go_on(held, own):
     for thread in work:
         thread.join(120)
         assert not thread.is_alive(), "a call hangs"
-    assert read == {at: content[at * MIB:at * MIB + 100_000] for at in range(12)} and wrote == [1000] * 8
+    assert read == {at: content[at * MIB : at * MIB + 100_000] for at in range(12)} and wrote == [1000] * 8
     os.close(file)
     os.close(synced)
     found = (held.place / "synced").read_bytes()
-    assert sorted(found[at:at + 1000] for at in range(0, len(found), 1000)) == [bytes([me]) * 1000 for me in range(8)]
+    assert sorted(found[at : at + 1000] for at in range(0, len(found), 1000)) == [
+        bytes([me]) * 1000 for me in range(8)
+    ]
 
 
 def test_who_waits_can_be_killed_though_the_process_that_heard_of_it_is_dead(held, own):
     """A signal came first, which the kernel tells of once; the one that kills comes after the successor's start."""
-    syncing = ("import os,signal,sys; signal.signal(signal.SIGUSR1, lambda *_: None);"
-               "f=os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT); os.write(f, bytes(100_000)); print(flush=True); os.fsync(f)")
+    syncing = (
+        "import os,signal,sys; signal.signal(signal.SIGUSR1, lambda *_: None);"
+        "f=os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT); os.write(f, bytes(100_000)); print(flush=True); os.fsync(f)"
+    )
     with silent_stores(own):
-        writer = subprocess.Popen([sys.executable, "-c", syncing, held.place / "unsynced"], stdout=subprocess.PIPE)
+        writer = subprocess.Popen(
+            [sys.executable, "-c", syncing, held.place / "unsynced"], stdout=subprocess.PIPE
+        )
         writer.stdout.readline()
         time.sleep(0.5)
         writer.send_signal(signal.SIGUSR1)
@@ -122,14 +132,18 @@ def test_who_waits_can_be_killed_though_the_process_that_heard_of_it_is_dead(hel
 @pytest.mark.parametrize("before", [True, False], ids=["signal-first", "kill-first"])
 def test_who_waits_for_a_lock_is_interrupted_also_after_a_kill(held, own, before):
     """EINTR for the signal, as without a kill; the signal may have been the last that the dead process should have heard."""
-    waits = ("import fcntl,signal,sys\n"
-             "def ring(*_): raise InterruptedError\n"
-             "signal.signal(signal.SIGUSR1, ring); f=open(sys.argv[1], 'rb+'); print(flush=True)\n"
-             "try: fcntl.lockf(f, fcntl.LOCK_EX)\n"
-             "except InterruptedError: print('interrupted', flush=True)\n")
+    waits = (
+        "import fcntl,signal,sys\n"
+        "def ring(*_): raise InterruptedError\n"
+        "signal.signal(signal.SIGUSR1, ring); f=open(sys.argv[1], 'rb+'); print(flush=True)\n"
+        "try: fcntl.lockf(f, fcntl.LOCK_EX)\n"
+        "except InterruptedError: print('interrupted', flush=True)\n"
+    )
     with open(held.place / "l", "wb+") as mine:
         fcntl.lockf(mine, fcntl.LOCK_EX)
-        waiter = subprocess.Popen([sys.executable, "-c", waits, held.place / "l"], stdout=subprocess.PIPE, text=True)
+        waiter = subprocess.Popen(
+            [sys.executable, "-c", waits, held.place / "l"], stdout=subprocess.PIPE, text=True
+        )
         waiter.stdout.readline()
         time.sleep(0.5)
         old = serving(held)
@@ -171,12 +185,23 @@ def test_upgraded_under_load_nobody_meets_an_error(held, own):
         fcntl.lockf(mine, fcntl.LOCK_EX)
         together(upgrade, *(lambda me=me: load(me) for me in range(3)))
         seen = json.loads(nvpool("status", own.directory, "--json").stdout)
-        assert any(one["role"] == "holder" and one["mountpoint"] == str(held.place) for one in seen["processes"])
+        assert any(
+            one["role"] == "holder" and one["mountpoint"] == str(held.place) for one in seen["processes"]
+        )
     programs = [f"mount_{name}" for name in ("daemon", "holder", "notice", "zygote")]
-    wait_until(lambda: all(states(pid) != "D" for program in programs for pid in processes(held.place, program)), "sleep", 10)
+    wait_until(
+        lambda: all(states(pid) != "D" for program in programs for pid in processes(held.place, program)),
+        "sleep",
+        10,
+    )
 
 
 def test_more_processes_are_refused(own, tmp_path):
-    done = subprocess.run(command(Program.MOUNT, "--no-resend", "--workers", "2",
-                           own.directory, tmp_path), capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command(Program.MOUNT, "--no-resend", "--workers", "2", own.directory, tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 1 and "hands requests out again" in done.stderr

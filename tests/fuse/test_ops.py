@@ -52,7 +52,9 @@ class Driven:
             async def run():
                 answer = method(*arguments, **fields)
                 return await answer if asyncio.iscoroutine(answer) else answer
+
             return asyncio.run(run())
+
         return call
 
     def listed(self, handle, cursor=0, room=1 << 30):
@@ -161,6 +163,7 @@ class Pages:
     def teller(self, name):
         async def tell(*what):
             self.told.append((name, *what))
+
         return tell
 
     def taken(self):
@@ -191,7 +194,11 @@ def test_flags_of_a_write_say_where_it_goes(fs):
     fs.write(opened.handle, 2, b"AB", flags=os.O_RDWR)
     fs.write(opened.handle, 0, b"end")
     assert fs.read(reader.handle, 0, 100) == b"01AB456789end"
-    assert pages.taken() == [("drop", attr.inode, 0, 10), ("drop", attr.inode, 2, 2), ("drop", attr.inode, 10, 3)]
+    assert pages.taken() == [
+        ("drop", attr.inode, 0, 10),
+        ("drop", attr.inode, 2, 2),
+        ("drop", attr.inode, 10, 3),
+    ]
     plain = fs.open(attr.inode, os.O_RDWR, ME)
     assert fs.write(plain.handle, 5, b"!", flags=os.O_RDWR | os.O_APPEND) == 1
     assert fs.read(reader.handle, 0, 100) == b"01AB456789end!"
@@ -204,12 +211,18 @@ def test_growth_clears_the_rest_of_the_last_page(fs):
     fs.write(opened.handle, 0, b"x" * 5000)
     fs.setattr(attr.inode, ME, None, size=5100)
     fs.setattr(attr.inode, ME, opened.handle, size=9000)
-    assert pages.taken() == [("store", attr.inode, 5000, bytes(100)), ("store", attr.inode, 5100, bytes(8192 - 5100))]
+    assert pages.taken() == [
+        ("store", attr.inode, 5000, bytes(100)),
+        ("store", attr.inode, 5100, bytes(8192 - 5100)),
+    ]
     fs.write(opened.handle, 20_000, b"E")
     fs.write(opened.handle, 20_101, b"F")
     fs.fallocate(opened.handle, 0, 30_000, 0, ME)
-    assert pages.taken() == [("store", attr.inode, 9000, bytes(12288 - 9000)), ("store", attr.inode, 20_001, bytes(100)),
-                             ("store", attr.inode, 20_102, bytes(20480 - 20_102))]
+    assert pages.taken() == [
+        ("store", attr.inode, 9000, bytes(12288 - 9000)),
+        ("store", attr.inode, 20_001, bytes(100)),
+        ("store", attr.inode, 20_102, bytes(20480 - 20_102)),
+    ]
     fs.setattr(attr.inode, ME, None, size=4096)
     fs.write(opened.handle, 4096, b"x")
     fs.setattr(attr.inode, ME, None, size=4096)
@@ -233,8 +246,10 @@ def test_the_question_before_each_write_is_answered_without_a_trip(fs):
 
 
 def test_access_control_lists_are_refused(fs):
-    for call in (lambda: fs.setxattr(ROOT, b"system.posix_acl_access", b"x", 0, ME),
-                 lambda: fs.getxattr(ROOT, b"system.posix_acl_access")):
+    for call in (
+        lambda: fs.setxattr(ROOT, b"system.posix_acl_access", b"x", 0, ME),
+        lambda: fs.getxattr(ROOT, b"system.posix_acl_access"),
+    ):
         with pytest.raises(errors.NotSupported):
             call()
 
@@ -306,6 +321,7 @@ def test_name_without_a_promise_is_not_kept_by_the_kernel():
 
         async def invalidate(names, inodes):
             taken_back.extend(names)
+
         ops.invalidate = invalidate
         inode = (await ops.mknod(ROOT, b"f", 0o100644, 0, ME)).inode
         assert ops.name_is_kept
@@ -314,6 +330,7 @@ def test_name_without_a_promise_is_not_kept_by_the_kernel():
         assert not ops.name_is_kept
         await ops._recalled([inode])
         assert taken_back == [(ROOT, b"f")], "the other one the kernel asks for each time"
+
     asyncio.run(run())
 
 
@@ -327,6 +344,7 @@ def test_open_by_a_name_from_before_a_recall_is_stale_once():
 
         async def invalidate(names, inodes):
             taken_back.extend(names)
+
         ops.invalidate = invalidate
         await ops._recalled([inode])
         assert sorted(taken_back) == [(ROOT, b"f"), (ROOT, b"g")], "the kernel keeps it by its new name"
@@ -343,6 +361,7 @@ def test_open_by_a_name_from_before_a_recall_is_stale_once():
         await ops._recalled([inode])
         await ops.lookup(ROOT, b"g")
         await ops.open(inode, os.O_RDONLY, Caller(0, 0, 9))
+
     asyncio.run(run())
 
 
@@ -354,6 +373,7 @@ def test_names_are_taken_back_when_all_leases_end_at_once():
 
         async def invalidate(names, inodes):
             taken_back.extend(names)
+
         ops.invalidate = invalidate
         inode = (await ops.mknod(ROOT, b"f", 0o100644, 0, ME)).inode
         vfs.on_unleased()
@@ -363,6 +383,7 @@ def test_names_are_taken_back_when_all_leases_end_at_once():
             await ops.open(inode, os.O_RDONLY, ME)
         await ops._recalled([inode])
         assert len(taken_back) == 1
+
     asyncio.run(run())
 
 
@@ -377,6 +398,7 @@ def test_recall_does_not_wait_for_a_busy_directory():
         async def unlink(parent, name, caller, unlink=vfs.unlink):
             await recalled.wait()  # the other node changes it first
             await unlink(parent, name, caller)
+
         ops.invalidate, vfs.unlink = invalidate, unlink
         recalled = asyncio.Event()
         inode = (await ops.mknod(ROOT, b"f", 0o100644, 0, ME)).inode
@@ -388,6 +410,7 @@ def test_recall_does_not_wait_for_a_busy_directory():
         await removing
         blocked.set()
         assert not ops._locked
+
     asyncio.run(run())
 
 
@@ -406,12 +429,14 @@ def test_removed_directory_is_stale_once_and_then_missing():
             with pytest.raises(errors.DirectoryGone) as refused:
                 await ops.mkdir(directory, b"x", 0o755, ME)
             return errno_of(refused.value, "mkdir")
+
         assert [await answer(kept) for _ in range(3)] == [errno.ESTALE, errno.ENOENT, errno.ENOENT]
         assert [await answer(asked) for _ in range(2)] == [errno.ENOENT] * 2
         assert not ops._locked
 
     def gone(inode):
         raise errors.DirectoryGone()
+
     asyncio.run(run())
 
 
@@ -432,7 +457,9 @@ def test_seek_in_a_listing_asks_for_few_entries():
 
         async def some(cursor, count):
             told = []
-            await ops.readdir(handle, cursor, lambda name, _, place: len(told) < count and not told.append((name, place)))
+            await ops.readdir(
+                handle, cursor, lambda name, _, place: len(told) < count and not told.append((name, place))
+            )
             return told
 
         while told := await some(behind, 100):
@@ -451,6 +478,7 @@ def test_seek_in_a_listing_asks_for_few_entries():
             behind = part[-1][1]
         assert told == places[101:] and asked[:3] == [SEEK_BATCH, 4 * SEEK_BATCH, LIST_BATCH]
         await ops.releasedir(handle)
+
     asyncio.run(run())
 
 
@@ -485,7 +513,9 @@ def test_a_released_number_is_never_given_again(fs):
     assert stat.S_ISREG(fs.getattr(attr.inode).mode)
 
 
-@pytest.mark.parametrize(("uid", "mode", "left"), [(7, 0o6777, 0o777), (7, 0o2666, 0o666), (0, 0o6777, 0o6777)])
+@pytest.mark.parametrize(
+    ("uid", "mode", "left"), [(7, 0o6777, 0o777), (7, 0o2666, 0o666), (0, 0o6777, 0o6777)]
+)
 def test_an_append_takes_set_id_bits_away_unless_root_makes_it(fs, uid, mode, left):
     attr, made = fs.create(ROOT, b"f", 0o777, os.O_WRONLY | os.O_CREAT, ME)
     fs.release(made.handle)
@@ -513,7 +543,9 @@ def test_set_gid_stays_when_a_group_member_changes_bytes(fs):
 
 def test_far_times_are_clamped_to_the_kept_range(fs):
     attr, _ = fs.create(ROOT, b"f", 0o644, os.O_RDWR, ME)
-    found = fs.setattr(attr.inode, ME, None, atime_ns=-11_644_473_600 * 10**9, mtime_ns=253_402_300_799 * 10**9)
+    found = fs.setattr(
+        attr.inode, ME, None, atime_ns=-11_644_473_600 * 10**9, mtime_ns=253_402_300_799 * 10**9
+    )
     assert (found.atime_ns, found.mtime_ns) == (-1 << 63, (1 << 63) - 1)
 
 
@@ -526,9 +558,9 @@ def test_an_append_takes_file_capabilities_away(fs):
     assert fs.listxattr(attr.inode) == [b"user.a"]
 
 
-
 def test_a_long_listing_asks_for_the_next_entries_while_it_tells_some():
     """And what was read ahead is not told after a change of ours."""
+
     async def run():
         vfs = CountingVfs()
         ops = FuseOps(vfs, clock=ManualClock())
@@ -548,6 +580,7 @@ def test_a_long_listing_asks_for_the_next_entries_while_it_tells_some():
                 told.append(name)
                 behind = cursor
                 return True
+
             await ops.readdir(handle, behind, add)
             return len(told) == last
 
@@ -555,18 +588,24 @@ def test_a_long_listing_asks_for_the_next_entries_while_it_tells_some():
             assert await some()
         for _ in range(10):
             await asyncio.sleep(0)
-        assert vfs.calls["readdir"] == 2 + AHEAD_MAX, "the next batches are asked for before they are wanted, and no more"
+        assert vfs.calls["readdir"] == 2 + AHEAD_MAX, (
+            "the next batches are asked for before they are wanted, and no more"
+        )
         await ops.mknod(ROOT, b"zz-new", 0o100644, 0, ME)
         while await some():
             pass
         assert b"zz-new" in told and len(told) == len(set(told)) == 6 * LIST_BATCH + 3
         await ops.releasedir(handle)
+
     asyncio.run(run())
 
 
 # -- where the kernel writes its pages back ------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_RDWR, os.O_WRONLY | os.O_APPEND, os.O_RDWR | os.O_APPEND])
+
+@pytest.mark.parametrize(
+    "flags", [os.O_WRONLY, os.O_RDWR, os.O_WRONLY | os.O_APPEND, os.O_RDWR | os.O_APPEND]
+)
 @pytest.mark.parametrize("made", [True, False], ids=["made", "opened"])
 def test_where_pages_are_written_back_who_writes_may_read_and_each_write_has_its_place(flags, made):
     fs = Driven(FuseOptions(writeback=True))
@@ -583,11 +622,14 @@ def test_where_pages_are_written_back_who_writes_may_read_and_each_write_has_its
 @pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_WRONLY | os.O_APPEND, os.O_RDWR | os.O_APPEND])
 def test_what_an_older_process_had_open_is_written_where_the_kernel_says_too(flags):
     """It had kept the flags as the kernel gave them."""
+
     async def main(pool):
         descriptor = KeptMemory.make(16 * MIB)
 
         async def process(options):
-            client = await Client.open(pool.pool_map, "mount", ClientOptions(), clock=pool.clock, kept=KeptMemory(descriptor))
+            client = await Client.open(
+                pool.pool_map, "mount", ClientOptions(), clock=pool.clock, kept=KeptMemory(descriptor)
+            )
             return client, FuseOps(client.vfs, options, pool.clock)
 
         older, ops = await process(FuseOptions())
@@ -606,4 +648,5 @@ def test_what_an_older_process_had_open_is_written_where_the_kernel_says_too(fla
         await client.close()
         await older.close()
         os.close(descriptor)
+
     run(main)

@@ -60,9 +60,17 @@ TWINS, compiled_only, on_a_mount, by_both_ways, in_one_step = both_ways(local_re
 @by_both_ways
 async def test_bytes_are_right_at_every_border_and_of_every_length(kernel):
     number = await kernel.open()
-    for offset, length in [*places(400, 1), (MIB - 1, 2), (MIB - BLOCK, BLOCK), (MIB - BLOCK, 2 * BLOCK), (len(CONTENT), 10),
-                           (len(CONTENT) - 1, 1), (len(CONTENT) - 5, 100), (5 * MIB, 4 * KIB)]:
-        assert await kernel.read(number, offset, length) == CONTENT[offset:offset + length]
+    for offset, length in [
+        *places(400, 1),
+        (MIB - 1, 2),
+        (MIB - BLOCK, BLOCK),
+        (MIB - BLOCK, 2 * BLOCK),
+        (len(CONTENT), 10),
+        (len(CONTENT) - 1, 1),
+        (len(CONTENT) - 5, 100),
+        (5 * MIB, 4 * KIB),
+    ]:
+        assert await kernel.read(number, offset, length) == CONTENT[offset : offset + length]
     if kernel.plain is not None:
         assert kernel.plain.read_bytes > 5 * MIB
 
@@ -73,7 +81,9 @@ async def test_many_at_once_from_the_drive_and_from_memory(kernel):
     for seed in range(6):
         if seed % 2 == 0:
             kernel.forget_pages()
-        await kernel.all_of({kernel.say_read(number, offset, length): (offset, length) for offset, length in places(60, seed)})
+        await kernel.all_of(
+            {kernel.say_read(number, offset, length): (offset, length) for offset, length in places(60, seed)}
+        )
     assert not kernel.engine._work and not kernel.short.waiting
     assert kernel.plain is None or not kernel.plain.waiting
 
@@ -99,10 +109,10 @@ async def test_what_others_and_this_mount_write_is_read_by_the_next_read(kernel)
                 await kernel.vfs.flush(handle)
             await other.write(theirs, offset, new)
             await other.flush(theirs)
-        content[offset:offset + len(new)] = new
+        content[offset : offset + len(new)] = new
         for _ in range(3):
             at = max(0, offset + chance.randrange(-5000, 5000))
-            assert await kernel.read(number, at, 4000) == content[at:at + 4000]
+            assert await kernel.read(number, at, 4000) == content[at : at + 4000]
     for vfs, opened in ((kernel.vfs, handle), (other, theirs)):
         await vfs.release(opened)
 
@@ -123,7 +133,7 @@ def test_a_flipped_byte_is_an_error_and_never_data(way, cold):
             with pytest.raises(OSError) as refused:
                 await kernel.read(number, 5 * BLOCK, BLOCK)
             assert refused.value.errno == errno.EIO
-        assert await kernel.read(number, 7 * BLOCK, BLOCK) == CONTENT[7 * BLOCK:8 * BLOCK]
+        assert await kernel.read(number, 7 * BLOCK, BLOCK) == CONTENT[7 * BLOCK : 8 * BLOCK]
         assert kernel.short.counters["mismatches"] >= 1
 
     flipped(way)
@@ -135,8 +145,11 @@ async def test_what_is_no_read_of_this_mount_is_refused_as_always(kernel):
     unique = kernel.say_read(number + 1000, 0, BLOCK)
     heard, error, _ = await kernel.hear()
     assert heard == unique and error
-    whole = requests.encode(requests.FuseRequest(Op.READ, 777, 1, 0, 0, 0, requests.FORMS[Op.READ].body(number, 0, BLOCK, 0, 0, 0),
-                                             (), b""))
+    whole = requests.encode(
+        requests.FuseRequest(
+            Op.READ, 777, 1, 0, 0, 0, requests.FORMS[Op.READ].body(number, 0, BLOCK, 0, 0, 0), (), b""
+        )
+    )
     for broken in (whole[:60], whole + b"12345678", bytes([len(whole) + 8]) + whole[1:]):
         kernel.ours.send(broken)
         heard, error, _ = await kernel.hear()
@@ -144,10 +157,10 @@ async def test_what_is_no_read_of_this_mount_is_refused_as_always(kernel):
     chance = random.Random(4)
     for _ in range(300):
         at, value = chance.choice([*range(40, 58), *range(60, len(whole))]), chance.randrange(256)
-        kernel.ours.send(whole[:at] + bytes([value]) + whole[at + 1:])
+        kernel.ours.send(whole[:at] + bytes([value]) + whole[at + 1 :])
         heard, error, answer = await kernel.hear()
         assert heard == 777 and (error or answer == CONTENT[:BLOCK] or at >= 48)
-    assert await kernel.read(number, 3 * BLOCK, BLOCK) == CONTENT[3 * BLOCK:4 * BLOCK]
+    assert await kernel.read(number, 3 * BLOCK, BLOCK) == CONTENT[3 * BLOCK : 4 * BLOCK]
 
 
 @in_one_step
@@ -163,14 +176,14 @@ async def test_small_reads_leave_the_page_cache_alone_but_those_of_the_same_plac
     kernel.forget_pages()
     blocks = random.Random(5).sample(range(20, 1000), 200)
     for block in blocks:
-        assert await kernel.read(number, block * BLOCK, BLOCK) == CONTENT[block * BLOCK:(block + 1) * BLOCK]
+        assert await kernel.read(number, block * BLOCK, BLOCK) == CONTENT[block * BLOCK : (block + 1) * BLOCK]
     assert kernel.pages() < 20
     for block in blocks:
-        assert await kernel.read(number, block * BLOCK, BLOCK) == CONTENT[block * BLOCK:(block + 1) * BLOCK]
+        assert await kernel.read(number, block * BLOCK, BLOCK) == CONTENT[block * BLOCK : (block + 1) * BLOCK]
     assert kernel.pages() >= 190, "what is read again comes into it"
     cold = kernel.short.counters["cold"]
     for block in blocks:
-        assert await kernel.read(number, block * BLOCK, BLOCK) == CONTENT[block * BLOCK:(block + 1) * BLOCK]
+        assert await kernel.read(number, block * BLOCK, BLOCK) == CONTENT[block * BLOCK : (block + 1) * BLOCK]
     assert kernel.short.counters["cold"] < cold + 20
 
 
@@ -190,8 +203,12 @@ async def test_who_dies_is_answered_at_once_and_his_read_is_nobodys(kernel):
     kernel.say(Op.INTERRUPT, (unique,))
     kernel.engine._take()
     heard, error, _ = await kernel.hear()
-    assert (heard, error) == (unique, -errno.EINTR) and unique not in kernel.engine._work and not kernel.short.waiting
-    assert await kernel.read(number, 6 * BLOCK, BLOCK) == CONTENT[6 * BLOCK:7 * BLOCK]
+    assert (
+        (heard, error) == (unique, -errno.EINTR)
+        and unique not in kernel.engine._work
+        and not kernel.short.waiting
+    )
+    assert await kernel.read(number, 6 * BLOCK, BLOCK) == CONTENT[6 * BLOCK : 7 * BLOCK]
     async with asyncio.timeout(60):
         while kernel.plain.waiting:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -205,7 +222,7 @@ async def test_a_drive_that_takes_too_long_is_asked_for_by_its_store(kernel):
     kernel.short._now_s = lambda: real() + short_circuit.SLOW_S + 0.1
     kernel.short.run_once()
     kernel.short._now_s = real
-    assert await kernel.hear() == (unique, 0, CONTENT[8 * BLOCK:9 * BLOCK])
+    assert await kernel.hear() == (unique, 0, CONTENT[8 * BLOCK : 9 * BLOCK])
     assert kernel.vfs.chunks.counters["messages"] > sent and not kernel.short.waiting
     await kernel.silent()
 
@@ -235,7 +252,7 @@ async def test_a_drive_that_fails_is_asked_for_by_its_store(kernel):
         os.dup2(directory, other.fd)
         other.takes_direct = False
     for block in (8, 300, 600):
-        assert await kernel.read(number, block * BLOCK, BLOCK) == CONTENT[block * BLOCK:(block + 1) * BLOCK]
+        assert await kernel.read(number, block * BLOCK, BLOCK) == CONTENT[block * BLOCK : (block + 1) * BLOCK]
     os.close(directory)
 
 
@@ -247,7 +264,7 @@ async def test_an_answer_that_is_not_taken_is_an_error_to_who_waits(kernel):
         unique = kernel.say_read(number, 200 * BLOCK, 128 * KIB)
         assert (await kernel.hear())[:2] == (unique, -errno.EIO)
         kernel.forget_pages()
-    assert await kernel.read(number, 6 * BLOCK, 100) == CONTENT[6 * BLOCK:][:100]
+    assert await kernel.read(number, 6 * BLOCK, 100) == CONTENT[6 * BLOCK :][:100]
 
 
 @compiled_only
@@ -265,4 +282,5 @@ def test_a_mount_that_ends_waits_for_what_its_drive_writes_into_its_memory():
                 plain = kernel.plain
                 assert plain.waiting
             assert not plain.waiting and plain.fileno == -1
+
     run_whole(work(), 120)

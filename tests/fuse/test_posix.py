@@ -61,59 +61,117 @@ LONG = "x" * 255
 TOO_LONG = "x" * 256
 
 REFUSALS = [
-    ("open", "missing", errno.ENOENT), ("open", "f/x", errno.ENOTDIR), ("open", "o", errno.ELOOP), ("open", "b", errno.ENOENT),
-    ("open", TOO_LONG, errno.ENAMETOOLONG), ("open_rw", "d", errno.EISDIR), ("open_excl", "f", errno.EEXIST),
-    ("open_excl", "b", errno.EEXIST), ("open_dir", "f", errno.ENOTDIR), ("open_nofollow", "l", errno.ELOOP),
-    ("open_new", "missing/x", errno.ENOENT), ("open_new", TOO_LONG, errno.ENAMETOOLONG), ("open_new", "d", errno.EISDIR),
-    ("mkdir", "f", errno.EEXIST), ("mkdir", "d", errno.EEXIST), ("mkdir", "b", errno.EEXIST), ("mkdir", "f/x", errno.ENOTDIR),
-    ("mkdir", "missing/x", errno.ENOENT), ("mkdir", TOO_LONG, errno.ENAMETOOLONG),
-    ("rmdir", "d", errno.ENOTEMPTY), ("rmdir", "f", errno.ENOTDIR), ("rmdir", "missing", errno.ENOENT),
+    ("open", "missing", errno.ENOENT),
+    ("open", "f/x", errno.ENOTDIR),
+    ("open", "o", errno.ELOOP),
+    ("open", "b", errno.ENOENT),
+    ("open", TOO_LONG, errno.ENAMETOOLONG),
+    ("open_rw", "d", errno.EISDIR),
+    ("open_excl", "f", errno.EEXIST),
+    ("open_excl", "b", errno.EEXIST),
+    ("open_dir", "f", errno.ENOTDIR),
+    ("open_nofollow", "l", errno.ELOOP),
+    ("open_new", "missing/x", errno.ENOENT),
+    ("open_new", TOO_LONG, errno.ENAMETOOLONG),
+    ("open_new", "d", errno.EISDIR),
+    ("mkdir", "f", errno.EEXIST),
+    ("mkdir", "d", errno.EEXIST),
+    ("mkdir", "b", errno.EEXIST),
+    ("mkdir", "f/x", errno.ENOTDIR),
+    ("mkdir", "missing/x", errno.ENOENT),
+    ("mkdir", TOO_LONG, errno.ENAMETOOLONG),
+    ("rmdir", "d", errno.ENOTEMPTY),
+    ("rmdir", "f", errno.ENOTDIR),
+    ("rmdir", "missing", errno.ENOENT),
     ("rmdir", "l", errno.ENOTDIR),
-    ("rmdir", "e/.", errno.EINVAL), ("rmdir", "d/..", errno.ENOTEMPTY), ("rmdir", TOO_LONG, errno.ENAMETOOLONG),
-    ("unlink", "missing", errno.ENOENT), ("unlink", "d", errno.EISDIR), ("unlink", "f/x", errno.ENOTDIR),
+    ("rmdir", "e/.", errno.EINVAL),
+    ("rmdir", "d/..", errno.ENOTEMPTY),
+    ("rmdir", TOO_LONG, errno.ENAMETOOLONG),
+    ("unlink", "missing", errno.ENOENT),
+    ("unlink", "d", errno.EISDIR),
+    ("unlink", "f/x", errno.ENOTDIR),
     ("unlink", TOO_LONG, errno.ENAMETOOLONG),
-    ("symlink", "f", errno.EEXIST), ("symlink", "missing/x", errno.ENOENT), ("symlink", TOO_LONG, errno.ENAMETOOLONG),
-    ("mknod", "f", errno.EEXIST), ("mknod", "f/x", errno.ENOTDIR), ("mknod", TOO_LONG, errno.ENAMETOOLONG),
-    ("readlink", "f", errno.EINVAL), ("readlink", "d", errno.EINVAL), ("readlink", "missing", errno.ENOENT),
-    ("listdir", "f", errno.ENOTDIR), ("listdir", "missing", errno.ENOENT),
-    ("truncate", "d", errno.EISDIR), ("truncate", "missing", errno.ENOENT), ("truncate", "o", errno.ELOOP),
-    ("chmod", "missing", errno.ENOENT), ("chmod", "f/x", errno.ENOTDIR), ("chown", "missing", errno.ENOENT),
-    ("utime", "missing", errno.ENOENT), ("stat", TOO_LONG, errno.ENAMETOOLONG), ("stat", "o", errno.ELOOP),
+    ("symlink", "f", errno.EEXIST),
+    ("symlink", "missing/x", errno.ENOENT),
+    ("symlink", TOO_LONG, errno.ENAMETOOLONG),
+    ("mknod", "f", errno.EEXIST),
+    ("mknod", "f/x", errno.ENOTDIR),
+    ("mknod", TOO_LONG, errno.ENAMETOOLONG),
+    ("readlink", "f", errno.EINVAL),
+    ("readlink", "d", errno.EINVAL),
+    ("readlink", "missing", errno.ENOENT),
+    ("listdir", "f", errno.ENOTDIR),
+    ("listdir", "missing", errno.ENOENT),
+    ("truncate", "d", errno.EISDIR),
+    ("truncate", "missing", errno.ENOENT),
+    ("truncate", "o", errno.ELOOP),
+    ("chmod", "missing", errno.ENOENT),
+    ("chmod", "f/x", errno.ENOTDIR),
+    ("chown", "missing", errno.ENOENT),
+    ("utime", "missing", errno.ENOENT),
+    ("stat", TOO_LONG, errno.ENAMETOOLONG),
+    ("stat", "o", errno.ELOOP),
 ]
 CALLS = {
-    "open": lambda p: os.close(os.open(p, os.O_RDONLY)), "open_rw": lambda p: os.open(p, os.O_RDWR),
-    "open_excl": lambda p: os.open(p, os.O_CREAT | os.O_EXCL | os.O_WRONLY), "open_dir": lambda p: os.open(p, os.O_DIRECTORY),
-    "open_nofollow": lambda p: os.open(p, os.O_NOFOLLOW), "open_new": lambda p: os.open(p, os.O_CREAT | os.O_WRONLY, 0o644),
-    "mkdir": os.mkdir, "rmdir": os.rmdir, "unlink": os.unlink, "symlink": lambda p: os.symlink("target", p),
-    "mknod": lambda p: os.mknod(p, stat.S_IFREG | 0o600), "readlink": os.readlink, "listdir": os.listdir,
-    "truncate": lambda p: os.truncate(p, 0), "chmod": lambda p: os.chmod(p, 0o600), "chown": lambda p: os.chown(p, 1, 1),
-    "utime": lambda p: os.utime(p, (1, 1)), "stat": os.stat,
+    "open": lambda p: os.close(os.open(p, os.O_RDONLY)),
+    "open_rw": lambda p: os.open(p, os.O_RDWR),
+    "open_excl": lambda p: os.open(p, os.O_CREAT | os.O_EXCL | os.O_WRONLY),
+    "open_dir": lambda p: os.open(p, os.O_DIRECTORY),
+    "open_nofollow": lambda p: os.open(p, os.O_NOFOLLOW),
+    "open_new": lambda p: os.open(p, os.O_CREAT | os.O_WRONLY, 0o644),
+    "mkdir": os.mkdir,
+    "rmdir": os.rmdir,
+    "unlink": os.unlink,
+    "symlink": lambda p: os.symlink("target", p),
+    "mknod": lambda p: os.mknod(p, stat.S_IFREG | 0o600),
+    "readlink": os.readlink,
+    "listdir": os.listdir,
+    "truncate": lambda p: os.truncate(p, 0),
+    "chmod": lambda p: os.chmod(p, 0o600),
+    "chown": lambda p: os.chown(p, 1, 1),
+    "utime": lambda p: os.utime(p, (1, 1)),
+    "stat": os.stat,
 }
 
 
 def test_each_call_refuses_what_it_must_with_the_right_errno(tree):
     before = sorted(os.listdir(tree))
-    wrong = [(call, name[:20], errno.errorcode[expected], errno.errorcode.get(got, got)) for call, name, expected in REFUSALS
-             if (got := number_of(lambda call=call, name=name: CALLS[call](f"{tree}/{name}"))) != expected]
+    wrong = [
+        (call, name[:20], errno.errorcode[expected], errno.errorcode.get(got, got))
+        for call, name, expected in REFUSALS
+        if (got := number_of(lambda call=call, name=name: CALLS[call](f"{tree}/{name}"))) != expected
+    ]
     assert not wrong
     assert sorted(os.listdir(tree)) == before
 
 
 RENAMES = [  # from, to, flags, errno
-    ("missing", "x", 0, errno.ENOENT), ("f", "d", 0, errno.EISDIR), ("d", "f", 0, errno.ENOTDIR),
+    ("missing", "x", 0, errno.ENOENT),
+    ("f", "d", 0, errno.EISDIR),
+    ("d", "f", 0, errno.ENOTDIR),
     ("e", "d", 0, errno.ENOTEMPTY),
-    ("d", "d/x", 0, errno.EINVAL), ("f", "missing/x", 0, errno.ENOENT), ("f", TOO_LONG, 0, errno.ENAMETOOLONG),
-    ("f", "f/x", 0, errno.ENOTDIR), ("f", "l", NOREPLACE, errno.EEXIST), ("d", "e", NOREPLACE, errno.EEXIST),
-    ("f", "missing", EXCHANGE, errno.ENOENT), ("missing", "f", EXCHANGE, errno.ENOENT), ("f", "x", 3, errno.EINVAL),
-    ("d", "d/inside", EXCHANGE, errno.EINVAL), ("d/inside", "d", EXCHANGE, errno.ENOTEMPTY),
+    ("d", "d/x", 0, errno.EINVAL),
+    ("f", "missing/x", 0, errno.ENOENT),
+    ("f", TOO_LONG, 0, errno.ENAMETOOLONG),
+    ("f", "f/x", 0, errno.ENOTDIR),
+    ("f", "l", NOREPLACE, errno.EEXIST),
+    ("d", "e", NOREPLACE, errno.EEXIST),
+    ("f", "missing", EXCHANGE, errno.ENOENT),
+    ("missing", "f", EXCHANGE, errno.ENOENT),
+    ("f", "x", 3, errno.EINVAL),
+    ("d", "d/inside", EXCHANGE, errno.EINVAL),
+    ("d/inside", "d", EXCHANGE, errno.ENOTEMPTY),
 ]
 
 
 def test_rename_refuses_what_it_must_and_changes_nothing(tree):
-    wrong = [(old, new[:20], flags, errno.errorcode[expected], errno.errorcode.get(got, got))
-             for old, new, flags, expected in RENAMES
-             if (got := number_of(lambda a=f"{tree}/{old}", b=f"{tree}/{new}", flags=flags: rename2(a, b, flags))) != expected
-             and not (expected == errno.ENOTEMPTY and got in (errno.EEXIST, errno.EINVAL))]
+    wrong = [
+        (old, new[:20], flags, errno.errorcode[expected], errno.errorcode.get(got, got))
+        for old, new, flags, expected in RENAMES
+        if (got := number_of(lambda a=f"{tree}/{old}", b=f"{tree}/{new}", flags=flags: rename2(a, b, flags)))
+        != expected
+        and not (expected == errno.ENOTEMPTY and got in (errno.EEXIST, errno.EINVAL))
+    ]
     assert not wrong
     assert sorted(os.listdir(tree)) == ["b", "d", "e", "f", "l", "o", "p"]
 
@@ -185,25 +243,47 @@ def times(path):
     return found.st_mtime_ns, found.st_ctime_ns
 
 
-@pytest.mark.parametrize("call, mtime, ctime, parent", [
-    ("write", True, True, False), ("truncate", True, True, False), ("chmod", False, True, False), ("chown", False, True, False),
-    ("link", False, True, True), ("unlink", False, True, True), ("rename", False, True, True), ("setxattr", False, True, False),
-    ("create", None, None, True), ("mkdir", None, None, True), ("rmdir", None, None, True), ("symlink", None, None, True),
-    ("read", False, False, False), ("stat", False, False, False),
-])
+@pytest.mark.parametrize(
+    "call, mtime, ctime, parent",
+    [
+        ("write", True, True, False),
+        ("truncate", True, True, False),
+        ("chmod", False, True, False),
+        ("chown", False, True, False),
+        ("link", False, True, True),
+        ("unlink", False, True, True),
+        ("rename", False, True, True),
+        ("setxattr", False, True, False),
+        ("create", None, None, True),
+        ("mkdir", None, None, True),
+        ("rmdir", None, None, True),
+        ("symlink", None, None, True),
+        ("read", False, False, False),
+        ("stat", False, False, False),
+    ],
+)
 def test_each_call_stamps_the_times_that_it_must_and_no_others(here, call, mtime, ctime, parent):
     file = touch(here / "f", b"12")
     os.link(file, here / "f2")
     (here / "e").mkdir()
     before, above = times(file), times(here)
     time.sleep(0.02)
-    {"write": lambda: file.write_bytes(b"34"), "truncate": lambda: os.truncate(file, 1), "chmod": lambda: file.chmod(0o600),
-     "chown": lambda: os.chown(file, 5, 5), "link": lambda: os.link(file, here / "f3"),
-     "unlink": lambda: os.unlink(here / "f2"),
-     "rename": lambda: os.rename(here / "f2", here / "f4"),
-     "setxattr": lambda: os.setxattr(file, "user.a", b"1"),
-     "create": lambda: touch(here / "g"), "mkdir": lambda: (here / "g").mkdir(), "rmdir": lambda: (here / "e").rmdir(),
-     "symlink": lambda: (here / "g").symlink_to("x"), "read": file.read_bytes, "stat": lambda: os.stat(file)}[call]()
+    {
+        "write": lambda: file.write_bytes(b"34"),
+        "truncate": lambda: os.truncate(file, 1),
+        "chmod": lambda: file.chmod(0o600),
+        "chown": lambda: os.chown(file, 5, 5),
+        "link": lambda: os.link(file, here / "f3"),
+        "unlink": lambda: os.unlink(here / "f2"),
+        "rename": lambda: os.rename(here / "f2", here / "f4"),
+        "setxattr": lambda: os.setxattr(file, "user.a", b"1"),
+        "create": lambda: touch(here / "g"),
+        "mkdir": lambda: (here / "g").mkdir(),
+        "rmdir": lambda: (here / "e").rmdir(),
+        "symlink": lambda: (here / "g").symlink_to("x"),
+        "read": file.read_bytes,
+        "stat": lambda: os.stat(file),
+    }[call]()
     after, above_after = times(file), times(here)
     if mtime is not None:
         assert (after[0] > before[0], after[1] > before[1]) == (mtime, ctime)
@@ -220,7 +300,9 @@ def test_times_are_kept_to_the_nanosecond(here):
     assert os.lstat(here / "l").st_mtime_ns == 6 and os.stat(file).st_mtime_ns != 6
 
 
-@pytest.mark.parametrize("seconds", [-11_644_473_600, -9_246_182_400, 9_223_372_800, 10_413_792_000, 253_402_300_799, 1 << 40])
+@pytest.mark.parametrize(
+    "seconds", [-11_644_473_600, -9_246_182_400, 9_223_372_800, 10_413_792_000, 253_402_300_799, 1 << 40]
+)
 def test_times_out_of_range_are_clamped(here, seconds):
     file = touch(here / "f")
     os.utime(file, ns=(seconds * 10**9, seconds * 10**9))
@@ -270,7 +352,12 @@ def test_special_files_keep_type_and_number(here):
         finally:
             os.chdir("/")
     kinds = {entry.name: stat.S_IFMT(entry.stat(follow_symlinks=False).st_mode) for entry in os.scandir(here)}
-    assert kinds == {"fifo": stat.S_IFIFO, "null": stat.S_IFCHR, "disk": stat.S_IFBLK, "socket": stat.S_IFSOCK}
+    assert kinds == {
+        "fifo": stat.S_IFIFO,
+        "null": stat.S_IFCHR,
+        "disk": stat.S_IFBLK,
+        "socket": stat.S_IFSOCK,
+    }
     assert os.stat(here / "null").st_rdev == os.makedev(1, 3)
     assert os.stat(here / "disk").st_rdev == os.makedev(259, 300)
 
@@ -348,8 +435,11 @@ def test_what_somebody_makes_is_theirs(here):
         os.mkdir(here / "d")
         os.symlink("x", here / "l")
         os.mkfifo(here / "p")
+
     assert alice(make) == 0
-    assert {(os.lstat(here / name).st_uid, os.lstat(here / name).st_gid) for name in "fdlp"} == {(ALICE, ALICE)}
+    assert {(os.lstat(here / name).st_uid, os.lstat(here / name).st_gid) for name in "fdlp"} == {
+        (ALICE, ALICE)
+    }
 
 
 def test_a_set_gid_directory_gives_its_group_to_what_is_made_in_it(here):
@@ -360,6 +450,7 @@ def test_a_set_gid_directory_gives_its_group_to_what_is_made_in_it(here):
         touch(here / "f")
         os.mkdir(here / "d")
         os.mkdir(here / "d" / "deeper")
+
     assert alice(make) == 0
     for name in ("f", "d", "d/deeper"):
         assert os.stat(here / name).st_gid == STAFF
@@ -387,8 +478,18 @@ def test_set_id_bits_do_not_survive_a_change_by_somebody_else(here, call):
     if call == "chown":
         assert alice(lambda: os.chown(file, -1, STAFF), STAFF) == 0
     else:
-        assert bob({"write": write, "append": lambda: write(os.O_APPEND), "truncate": lambda: os.truncate(file, 1),
-                    "ftruncate": ftruncate, "pwrite_direct": lambda: write(os.O_SYNC)}[call]) == 0
+        assert (
+            bob(
+                {
+                    "write": write,
+                    "append": lambda: write(os.O_APPEND),
+                    "truncate": lambda: os.truncate(file, 1),
+                    "ftruncate": ftruncate,
+                    "pwrite_direct": lambda: write(os.O_SYNC),
+                }[call]
+            )
+            == 0
+        )
     assert stat.S_IMODE(os.stat(file).st_mode) == 0o777
 
 
@@ -399,9 +500,14 @@ def test_set_gid_without_group_execution_needs_the_group(here, engine, call):
 
     def change():
         fd = os.open(file, os.O_RDWR)
-        {"write": lambda: os.pwrite(fd, b"x", 0), "ftruncate": lambda: os.ftruncate(fd, 1),
-         "fallocate": lambda: os.posix_fallocate(fd, 0, 100), "chown": lambda: os.chown(file, -1, ALICE)}[call]()
+        {
+            "write": lambda: os.pwrite(fd, b"x", 0),
+            "ftruncate": lambda: os.ftruncate(fd, 1),
+            "fallocate": lambda: os.posix_fallocate(fd, 0, 100),
+            "chown": lambda: os.chown(file, -1, ALICE),
+        }[call]()
         os.close(fd)
+
     file = touch(here / "f", b"program")
     for groups, left in (((), 0o666), ((STAFF,), 0o2666)):
         os.chown(file, ALICE, STAFF)
@@ -429,6 +535,7 @@ def test_a_descriptor_allows_what_it_was_opened_for_after_the_mode_has_changed(h
         os.pwrite(fd, b"x", 1)
         os.ftruncate(fd, 2)
         return os.pread(fd, 10, 0)
+
     assert as_user(ALICE, ALICE, work) == b"ax"
 
 
@@ -438,8 +545,13 @@ def test_a_descriptor_allows_what_it_was_opened_for_after_the_mode_has_changed(h
 def test_extended_attributes_come_back_as_they_were_set(here):
     file = touch(here / "f")
     assert os.listxattr(file) == []
-    values = {"user.a": b"1", "user.empty": b"", "user.big": bytes(range(256)) * 16, "user." + "n" * 250: b"x",
-              "trusted.t": b"t"}
+    values = {
+        "user.a": b"1",
+        "user.empty": b"",
+        "user.big": bytes(range(256)) * 16,
+        "user." + "n" * 250: b"x",
+        "trusted.t": b"t",
+    }
     for name, value in values.items():
         os.setxattr(file, name, value)
     assert {name: os.getxattr(file, name) for name in os.listxattr(file)} == values
@@ -465,10 +577,17 @@ def test_a_removed_current_directory_is_empty_and_takes_nothing(here):
     (here / "d").mkdir()
     fd = os.open(here / "d", os.O_DIRECTORY)
     os.rmdir(here / "d")
-    assert number_of(lambda: os.open("x", os.O_CREAT | os.O_WRONLY, dir_fd=fd)) in (errno.ENOENT, errno.ESTALE)
+    assert number_of(lambda: os.open("x", os.O_CREAT | os.O_WRONLY, dir_fd=fd)) in (
+        errno.ENOENT,
+        errno.ESTALE,
+    )
     os.close(fd)
 
 
 def test_the_file_system_tells_its_size(here):
     found = os.statvfs(here)
-    assert found.f_namemax == 255 and found.f_blocks > found.f_bfree >= found.f_bavail > 0 and found.f_files > found.f_ffree > 0
+    assert (
+        found.f_namemax == 255
+        and found.f_blocks > found.f_bfree >= found.f_bavail > 0
+        and found.f_files > found.f_ffree > 0
+    )

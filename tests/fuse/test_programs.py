@@ -21,7 +21,9 @@ pytestmark = pytest.mark.mount
 
 
 def run(*words, **options):
-    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=240, check=False, **options)
+    done = subprocess.run(
+        [str(word) for word in words], capture_output=True, text=True, timeout=240, check=False, **options
+    )
     assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
     return done.stdout
 
@@ -58,8 +60,15 @@ def source(tmp_path_factory):
 
 @needs("git")
 def test_git_clones_commits_and_finds_nothing_wrong(here, source, tmp_path):
-    environment = {**os.environ, "HOME": str(tmp_path), "GIT_CONFIG_NOSYSTEM": "1", "GIT_AUTHOR_NAME": "a",
-                   "GIT_AUTHOR_EMAIL": "a@b", "GIT_COMMITTER_NAME": "a", "GIT_COMMITTER_EMAIL": "a@b"}
+    environment = {
+        **os.environ,
+        "HOME": str(tmp_path),
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_AUTHOR_NAME": "a",
+        "GIT_AUTHOR_EMAIL": "a@b",
+        "GIT_COMMITTER_NAME": "a",
+        "GIT_COMMITTER_EMAIL": "a@b",
+    }
 
     def git(*words, at=here):
         return run("git", "-C", at, *words, env=environment)
@@ -113,8 +122,10 @@ def test_sqlite_keeps_a_database_with_a_write_ahead_log(here):
 def test_processes_of_sqlite_share_a_database_with_a_write_ahead_log(here):
     """The log's index is a shared writable mapping of several processes."""
     run("sqlite3", here / "db", "pragma journal_mode=wal; create table t (n int);")
-    running = [subprocess.Popen(["sqlite3", here / "db"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-               for _ in range(3)]
+    running = [
+        subprocess.Popen(["sqlite3", here / "db"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
     for process in running:
         process.stdin.write(".timeout 30000\n" + "insert into t values (1);\n" * 20)
         process.stdin.close()
@@ -160,15 +171,30 @@ def test_a_second_rsync_transfers_nothing(here, source):
 
 
 @needs("fio")
-@pytest.mark.parametrize("words", [
-    ("--rw=randwrite", "--bs=4k", "--direct=1", "--numjobs=2"),
-    ("--rw=randrw", "--bssplit=512/20:4k/40:64k/30:300k/10", "--direct=0"),
-    ("--rw=write", "--bs=1m", "--direct=1", "--end_fsync=1"),
-    ("--rw=randwrite", "--bs=8k", "--ioengine=mmap"),
-], ids=["direct", "mixed-sizes", "sequential", "mapped"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--rw=randwrite", "--bs=4k", "--direct=1", "--numjobs=2"),
+        ("--rw=randrw", "--bssplit=512/20:4k/40:64k/30:300k/10", "--direct=0"),
+        ("--rw=write", "--bs=1m", "--direct=1", "--end_fsync=1"),
+        ("--rw=randwrite", "--bs=8k", "--ioengine=mmap"),
+    ],
+    ids=["direct", "mixed-sizes", "sequential", "mapped"],
+)
 def test_fio_reads_back_what_it_wrote(here, words):
-    said = run("fio", "--name=check", f"--directory={here}", "--size=12m", "--verify=crc32c", "--verify_fatal=1",
-               "--do_verify=1", "--fallocate=none", "--output-format=json", *words, cwd=here)
+    said = run(
+        "fio",
+        "--name=check",
+        f"--directory={here}",
+        "--size=12m",
+        "--verify=crc32c",
+        "--verify_fatal=1",
+        "--do_verify=1",
+        "--fallocate=none",
+        "--output-format=json",
+        *words,
+        cwd=here,
+    )
     assert all(job["error"] == 0 for job in json.loads(said)["jobs"])
 
 
@@ -182,7 +208,10 @@ def test_a_python_environment_works_on_the_mount(here):
     program = "import greeting, json, sys; print(greeting.WORDS, sys.prefix)"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     for _ in range(2):
-        assert run(here / "env" / "bin" / "python", "-c", program, env=environment) == f"hello from the pool {here / 'env'}\n"
+        assert (
+            run(here / "env" / "bin" / "python", "-c", program, env=environment)
+            == f"hello from the pool {here / 'env'}\n"
+        )
     assert list(package.glob("__pycache__/*.pyc"))
 
 

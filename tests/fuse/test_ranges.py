@@ -61,7 +61,9 @@ def copy_all(source, target, count, offset=0, to=0):
 
 
 def run(*words, **options):
-    return subprocess.run([str(word) for word in words], check=True, capture_output=True, text=True, timeout=240, **options)
+    return subprocess.run(
+        [str(word) for word in words], check=True, capture_output=True, text=True, timeout=240, **options
+    )
 
 
 def du(path):
@@ -75,8 +77,10 @@ def test_holes_and_sizes_are_those_of_a_local_file(here, tmp_path):
     with open(tmp_path / "local", "w+b", buffering=0) as local, open(here / "f", "w+b", buffering=0) as file:
         both = local.fileno(), file.fileno()
         for _ in range(400):
-            place, length = chance.choice((chance.randrange(size), chance.randrange(768) * BLOCK)), chance.choice((
-                1, 100, BLOCK, BLOCK + 1, 70_000, 300_000))
+            place, length = (
+                chance.choice((chance.randrange(size), chance.randrange(768) * BLOCK)),
+                chance.choice((1, 100, BLOCK, BLOCK + 1, 70_000, 300_000)),
+            )
             what = chance.choice(("write", "write", "fallocate", "fallocate", "copy", "truncate", "read"))
             content, mode, to = chance.randbytes(length), chance.choice(modes), chance.randrange(size)
             for fd in both:
@@ -128,16 +132,16 @@ def test_mappings_see_holes_and_what_is_written_through_them_stays(here):
         file.write(b"x" * 64 * 1024)
         with mmap.mmap(file.fileno(), 0) as mapping:
             assert mapping[BLOCK] == ord("x")
-            mapping[8 * BLOCK:8 * BLOCK + 4] = b"kept"
-            mapping[BLOCK:BLOCK + 4] = b"gone"
+            mapping[8 * BLOCK : 8 * BLOCK + 4] = b"kept"
+            mapping[BLOCK : BLOCK + 4] = b"gone"
             fallocate(file.fileno(), HOLE, BLOCK - 1, BLOCK + 2)
-            assert mapping[:3 * BLOCK] == b"x" * (BLOCK - 1) + bytes(BLOCK + 2) + b"x" * (BLOCK - 1)
-            assert mapping[8 * BLOCK:8 * BLOCK + 4] == b"kept"
-            mapping[BLOCK + 10:BLOCK + 14] = b"back"
+            assert mapping[: 3 * BLOCK] == b"x" * (BLOCK - 1) + bytes(BLOCK + 2) + b"x" * (BLOCK - 1)
+            assert mapping[8 * BLOCK : 8 * BLOCK + 4] == b"kept"
+            mapping[BLOCK + 10 : BLOCK + 14] = b"back"
             mapping.flush()
             assert os.pread(file.fileno(), 6, BLOCK + 9) == b"\0back\0"
             os.copy_file_range(file.fileno(), file.fileno(), BLOCK, 8 * BLOCK, 2 * BLOCK)
-            assert mapping[2 * BLOCK:2 * BLOCK + 5] == b"keptx"
+            assert mapping[2 * BLOCK : 2 * BLOCK + 5] == b"keptx"
 
 
 def test_pages_that_were_read_before_a_copy_are_not_shown_after_it(here):
@@ -150,9 +154,9 @@ def test_pages_that_were_read_before_a_copy_are_not_shown_after_it(here):
         os.pwrite(target.fileno(), b"mine", 8192)
         assert copy_all(source.fileno(), target.fileno(), BLOCK, 0, 12288) == BLOCK
     expected = bytearray(b"old" * MIB)
-    expected[5:5 + 2 * MIB] = (b"new" * MIB)[5:5 + 2 * MIB]
+    expected[5 : 5 + 2 * MIB] = (b"new" * MIB)[5 : 5 + 2 * MIB]
     expected[8192:8196] = b"mine"
-    expected[12288:12288 + BLOCK] = (b"new" * MIB)[:BLOCK]
+    expected[12288 : 12288 + BLOCK] = (b"new" * MIB)[:BLOCK]
     assert (here / "b").read_bytes() == expected
 
 
@@ -164,8 +168,12 @@ def test_places_are_told_block_by_block(here):
         assert extents(fd) == [] and os.lseek(fd, 77, os.SEEK_HOLE) == 77
         for place in (0, 5 * BLOCK, 6 * BLOCK, 100 * MIB + 1, (1 << 40) - 1):
             os.pwrite(fd, b"x", place)
-        assert extents(fd) == [(0, BLOCK), (5 * BLOCK, 7 * BLOCK), (100 * MIB, 100 * MIB + BLOCK),
-                               ((1 << 40) - BLOCK, 1 << 40)]
+        assert extents(fd) == [
+            (0, BLOCK),
+            (5 * BLOCK, 7 * BLOCK),
+            (100 * MIB, 100 * MIB + BLOCK),
+            ((1 << 40) - BLOCK, 1 << 40),
+        ]
         fallocate(fd, HOLE, 6 * BLOCK, BLOCK)
         assert extents(fd)[1] == (5 * BLOCK, 6 * BLOCK)
         assert os.lseek(fd, 10, os.SEEK_CUR) >= 10 and os.lseek(fd, -1, os.SEEK_END) == (1 << 40) - 1
@@ -203,7 +211,7 @@ def test_another_mount_sees_holes_and_copies_when_it_opens_the_file(here, second
     with open(here / "a", "r+b") as file, open(here / "b", "wb") as copy:
         fallocate(file.fileno(), HOLE, 5000, MIB)
         copy_all(file.fileno(), copy.fileno(), 2 * MIB)
-    expected = content[:5000] + bytes(MIB) + content[5000 + MIB:]
+    expected = content[:5000] + bytes(MIB) + content[5000 + MIB :]
     assert (there / "a").read_bytes() == (there / "b").read_bytes() == expected
     with open(there / "a", "r+b") as theirs, open(here / "a", "r+b", buffering=0) as ours:
         ours.seek(MIB)
@@ -223,7 +231,7 @@ def test_the_fallocate_command_does_what_its_manual_says(here):
     run("fallocate", "--punch-hole", "--offset", "0", "--length", "64KiB", here / "f")
     run("fallocate", "--zero-range", "--offset", "2MiB", "--length", "4MiB", here / "f")
     run("fallocate", "--length", "10MiB", here / "f")
-    assert (here / "f").read_bytes() == bytes(65536) + content[65536:2 * MIB] + bytes(8 * MIB)
+    assert (here / "f").read_bytes() == bytes(65536) + content[65536 : 2 * MIB] + bytes(8 * MIB)
     with pytest.raises(subprocess.CalledProcessError, match="returned non-zero"):
         run("fallocate", "--collapse-range", "--offset", "0", "--length", "64KiB", here / "f")
 
@@ -235,8 +243,11 @@ def test_cp_and_tar_keep_holes_and_copy_all_that_is_none(here, tmp_path):
             file.seek(place)
             file.write(os.urandom(MIB + 777))
     digest = hashlib.sha256((here / "f").read_bytes()).hexdigest()
-    for name, options in (("auto", ["--reflink=auto", "--sparse=auto"]), ("always", ["--sparse=always"]),
-                          ("never", ["--reflink=never"])):
+    for name, options in (
+        ("auto", ["--reflink=auto", "--sparse=auto"]),
+        ("always", ["--sparse=always"]),
+        ("never", ["--reflink=never"]),
+    ):
         run("cp", *options, here / "f", here / name)
         assert hashlib.sha256((here / name).read_bytes()).hexdigest() == digest
         with open(here / name, "rb") as file:
@@ -260,18 +271,35 @@ def test_rsync_preallocates(here, tmp_path):
 @needs("fio")
 @pytest.mark.parametrize("way", ["native", "posix", "keep", "truncate"])
 def test_fio_lays_files_out_and_verifies_them(here, way):
-    done = run("fio", "--name=x", f"--directory={here}", "--size=8m", f"--fallocate={way}", "--rw=randrw", "--bs=16k",
-               "--verify=crc32c", "--verify_fatal=1", "--verify_state_save=0", "--fsync=20", "--thread", "--numjobs=2",
-               "--output-format=json")
-    jobs = json.loads(done.stdout[done.stdout.index("{"):])["jobs"]
+    done = run(
+        "fio",
+        "--name=x",
+        f"--directory={here}",
+        "--size=8m",
+        f"--fallocate={way}",
+        "--rw=randrw",
+        "--bs=16k",
+        "--verify=crc32c",
+        "--verify_fatal=1",
+        "--verify_state_save=0",
+        "--fsync=20",
+        "--thread",
+        "--numjobs=2",
+        "--output-format=json",
+    )
+    jobs = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
     assert len(jobs) == 2 and not any(job["error"] for job in jobs)
 
 
 @needs("sqlite3")
 def test_a_database_grows_in_steps(here):
-    said = run("sqlite3", here / "db", "PRAGMA page_size=4096; CREATE TABLE t (n, b); WITH RECURSIVE c(n) AS (SELECT 1 UNION "
-               "ALL SELECT n + 1 FROM c WHERE n < 2000) INSERT INTO t SELECT n, randomblob(500) FROM c; DELETE FROM t WHERE "
-               "n % 3; VACUUM; PRAGMA integrity_check; SELECT count(*) FROM t;")
+    said = run(
+        "sqlite3",
+        here / "db",
+        "PRAGMA page_size=4096; CREATE TABLE t (n, b); WITH RECURSIVE c(n) AS (SELECT 1 UNION "
+        "ALL SELECT n + 1 FROM c WHERE n < 2000) INSERT INTO t SELECT n, randomblob(500) FROM c; DELETE FROM t WHERE "
+        "n % 3; VACUUM; PRAGMA integrity_check; SELECT count(*) FROM t;",
+    )
     assert said.stdout.split() == ["ok", "666"]
 
 
@@ -282,15 +310,27 @@ def test_xfs_io_finds_what_it_made(here):
         words = [word for command in commands for word in ("-c", command)]
         return run("xfs_io", "-f", *words, here / "f").stdout
 
-    io("pwrite -S 0x61 0 1m", "fpunch 64k 128k", "fzero -k 960k 1m", "falloc 0 2m", "falloc -k 0 4m", "truncate 3m")
+    io(
+        "pwrite -S 0x61 0 1m",
+        "fpunch 64k 128k",
+        "fzero -k 960k 1m",
+        "falloc 0 2m",
+        "falloc -k 0 4m",
+        "truncate 3m",
+    )
     io("copy_range -s 0 -d 2m -l 8k " + str(here / "f"), "fsync")
     assert re.findall(r"(DATA|HOLE)\s+(\d+)", io("seek -a -r 0")) == [
-        ("DATA", "0"), ("HOLE", "65536"), ("DATA", "196608"), ("HOLE", str(960 * 1024)), ("DATA", str(2 * MIB)),
-        ("HOLE", str(2 * MIB + 8192))]
+        ("DATA", "0"),
+        ("HOLE", "65536"),
+        ("DATA", "196608"),
+        ("HOLE", str(960 * 1024)),
+        ("DATA", str(2 * MIB)),
+        ("HOLE", str(2 * MIB + 8192)),
+    ]
     expected = bytearray(b"a" * MIB + bytes(2 * MIB))
-    expected[64 * 1024:192 * 1024] = bytes(128 * 1024)
-    expected[960 * 1024:MIB] = bytes(64 * 1024)
-    expected[2 * MIB:2 * MIB + 8192] = b"a" * 8192
+    expected[64 * 1024 : 192 * 1024] = bytes(128 * 1024)
+    expected[960 * 1024 : MIB] = bytes(64 * 1024)
+    expected[2 * MIB : 2 * MIB + 8192] = b"a" * 8192
     assert (here / "f").read_bytes() == expected
 
 
@@ -322,7 +362,11 @@ for _ in range(150):
 """
     with open(here / "f", "wb") as file:
         file.truncate(4 * MIB)
-    workers = [subprocess.Popen([sys.executable, "-c", program, str(here / "f"), str(number)], stderr=subprocess.PIPE,
-                                text=True) for number in range(4)]
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(here / "f"), str(number)], stderr=subprocess.PIPE, text=True
+        )
+        for number in range(4)
+    ]
     for worker in workers:
         assert not worker.communicate(timeout=240)[1] and not worker.returncode

@@ -35,7 +35,15 @@ def there(here, second, mounted):
 def test_the_example_says_the_truth(here, there, engine, example):
     if engine == "pyfuse3" and any(word in example for word in WEAKER_ON_PYFUSE3):
         pytest.skip("the tables say that this is weaker with --engine pyfuse3")
-    known = {"errno": errno, "os": os, "time": time, "fcntl": fcntl, "sqlite3": sqlite3, "here": here, "there": there}
+    known = {
+        "errno": errno,
+        "os": os,
+        "time": time,
+        "fcntl": fcntl,
+        "sqlite3": sqlite3,
+        "here": here,
+        "there": there,
+    }
     exec(compile(example, PAGE.name, "exec"), known)
 
 
@@ -59,7 +67,10 @@ def test_what_is_refused_is_refused_with_the_errno_that_is_told(here):
             assert refused(lambda: fcntl.ioctl(other, ficlone, file.fileno())) == errno.EOPNOTSUPP
         append.write(b"x" * 4096)
         append.flush()
-        assert refused(lambda: mmap.mmap(append.fileno(), 4096, prot=mmap.PROT_WRITE)) in (errno.ENODEV, errno.EACCES)
+        assert refused(lambda: mmap.mmap(append.fileno(), 4096, prot=mmap.PROT_WRITE)) in (
+            errno.ENODEV,
+            errno.EACCES,
+        )
     with open(here / "b", "a+b") as both:
         both.write(b"x" * 4096)
         both.flush()

@@ -92,17 +92,21 @@ TWINS, compiled_only, on_a_mount, by_both_ways, in_one_step = both_ways(small_fi
 async def test_bytes_are_right_of_every_length_and_place_many_at_once(kernel):
     contents = [some(size, seed) for seed, size in enumerate(SIZES * 6)]
     chance = random.Random(1)
-    numbers = [(await kernel.open(inode), content) for inode, content in
-               zip(await kernel.make(contents), contents, strict=True)]
+    numbers = [
+        (await kernel.open(inode), content)
+        for inode, content in zip(await kernel.make(contents), contents, strict=True)
+    ]
     for wide in (True, False):
         asked = {}
         for number, content in numbers:
             offset = 0 if wide else chance.randrange(len(content))
             length = 128 * KIB if wide else chance.choice([1, 10, BLOCK, len(content)])
-            asked[kernel.say_read(number, offset, length)] = content[offset:offset + length]
+            asked[kernel.say_read(number, offset, length)] = content[offset : offset + length]
         for unique, (error, answer) in (await kernel.answers(asked)).items():
             assert not error and answer == asked[unique]
-    assert kernel.vfs.reader._contents.counters["small_hits"] >= len(numbers), "the second time nobody was asked"
+    assert kernel.vfs.reader._contents.counters["small_hits"] >= len(numbers), (
+        "the second time nobody was asked"
+    )
     for inode in (handle.inode for handle in map(kernel.handle, (number for number, _ in numbers))):
         assert kernel.vfs.reader._contents._kept[inode][1] in contents
 
@@ -113,8 +117,12 @@ async def test_what_is_kept_and_counted_is_the_same(kernel):
     chunks, kept = kernel.vfs.chunks, kernel.vfs.reader._contents
     inodes = await kernel.make(contents)
     numbers = [await kernel.open(inode) for inode in inodes]
-    before = (chunks.counters["reads"], kept.counters["small_reads"], kept._bytes,
-              kernel.engine.read_bytes + kernel.engine._plain_bytes)
+    before = (
+        chunks.counters["reads"],
+        kept.counters["small_reads"],
+        kept._bytes,
+        kernel.engine.read_bytes + kernel.engine._plain_bytes,
+    )
     asked = {kernel.say_read(number, 0, 64 * KIB) for number in numbers}
     assert not [error for error, _ in (await kernel.answers(asked)).values() if error]
     assert chunks.counters["reads"] - before[0] == kept.counters["small_reads"] - before[1] == len(SIZES)
@@ -122,7 +130,11 @@ async def test_what_is_kept_and_counted_is_the_same(kernel):
     assert kernel.engine.read_bytes + kernel.engine._plain_bytes - before[3] == sum(SIZES)
     for inode in inodes:
         change, content, read_s = kept._kept[inode]
-        assert change == kernel.vfs.cache.open[inode].attr.change and content in contents and type(content) is bytes
+        assert (
+            change == kernel.vfs.cache.open[inode].attr.change
+            and content in contents
+            and type(content) is bytes
+        )
         assert read_s <= kernel.vfs.clock.boottime_s()
         assert inode in kernel.engine._ops._paged
         assert kernel.vfs.cache.open[inode].grant_used
@@ -135,7 +147,9 @@ async def test_there_is_no_more_kept_than_there_is_room_for(kernel):
     contents = [some(BLOCK, seed) for seed in range(12)]
     inodes = await kernel.make(contents)
     numbers = [await kernel.open(inode) for inode in inodes]
-    asked = {kernel.say_read(number, 0, BLOCK): content for number, content in zip(numbers, contents, strict=True)}
+    asked = {
+        kernel.say_read(number, 0, BLOCK): content for number, content in zip(numbers, contents, strict=True)
+    }
     for unique, (error, answer) in (await kernel.answers(asked)).items():
         assert not error and answer == asked[unique]
     assert kept._bytes <= kept._bytes_max
@@ -145,11 +159,18 @@ async def test_there_is_no_more_kept_than_there_is_room_for(kernel):
 @by_both_ways
 async def test_who_reads_the_same_file_meanwhile_waits_for_the_same_bytes(kernel):
     content = some(50 * KIB, 3)
-    inode, = await kernel.make([content])
+    (inode,) = await kernel.make([content])
     first, second = await kernel.open(inode), await kernel.open(inode)
     reads = kernel.vfs.chunks.counters["reads"]
-    asked = {kernel.say_read(number, offset, length): content[offset:offset + length] for number, offset, length in (
-        (first, 0, 16 * KIB), (second, 0, 64 * KIB), (first, 16 * KIB, 128 * KIB), (second, 5, 1))}
+    asked = {
+        kernel.say_read(number, offset, length): content[offset : offset + length]
+        for number, offset, length in (
+            (first, 0, 16 * KIB),
+            (second, 0, 64 * KIB),
+            (first, 16 * KIB, 128 * KIB),
+            (second, 5, 1),
+        )
+    }
     other = asyncio.ensure_future(kernel.vfs.read(kernel.handle(second), 7, 100))
     for unique, (error, answer) in (await kernel.answers(asked)).items():
         assert not error and answer == asked[unique]
@@ -160,7 +181,7 @@ async def test_who_reads_the_same_file_meanwhile_waits_for_the_same_bytes(kernel
 @by_both_ways
 async def test_what_others_and_this_mount_write_is_read_by_the_next_open(kernel):
     content = bytearray(some(9000, 1))
-    inode, = await kernel.make([bytes(content)])
+    (inode,) = await kernel.make([bytes(content)])
     other = await kernel.host.writer()
     chance = random.Random(3)
     for turn in range(40):
@@ -170,7 +191,7 @@ async def test_what_others_and_this_mount_write_is_read_by_the_next_open(kernel)
         await vfs.write(theirs, at, new)
         await vfs.flush(theirs)
         await vfs.release(theirs)
-        content[at:at + len(new)] = new
+        content[at : at + len(new)] = new
         content = content[:40000]
         if len(content) == 40000:
             await other.setattr(inode, size=40000, caller=ME)
@@ -182,19 +203,22 @@ async def test_what_others_and_this_mount_write_is_read_by_the_next_open(kernel)
 @by_both_ways
 async def test_holes_are_zeros(kernel):
     other = await kernel.host.writer()
-    inode, = await kernel.make([b"begin"])
+    (inode,) = await kernel.make([b"begin"])
     theirs = await other.open(inode, os.O_RDWR, ME)
     await other.write(theirs, 40000, b"end")
     await other.fsync(theirs, False)
     await other.release(theirs)
-    empty, = await kernel.make([b"x"])
+    (empty,) = await kernel.make([b"x"])
     await other.setattr(empty, size=0, caller=ME)
     await other.setattr(empty, size=20000, caller=ME)
     whole = some(BLOCK, 3)
-    beside, = await kernel.make([whole])
+    (beside,) = await kernel.make([whole])
     contents = b"begin" + bytes(39995) + b"end", bytes(20000), whole
     numbers = [await kernel.open(one) for one in (inode, empty, beside)]
-    asked = {kernel.say_read(number, 0, 64 * KIB): content for number, content in zip(numbers, contents, strict=True)}
+    asked = {
+        kernel.say_read(number, 0, 64 * KIB): content
+        for number, content in zip(numbers, contents, strict=True)
+    }
     for unique, (error, answer) in (await kernel.answers(asked)).items():
         assert not error and answer == asked[unique]
 
@@ -252,16 +276,18 @@ async def test_an_answer_with_any_byte_changed_gives_right_bytes_or_an_error(ker
         kind = changed % 5
         if kind == 0:
             at = chance.randrange(len(payload))
-            payload = payload[:at] + bytes([payload[at] ^ 1 << chance.randrange(8)]) + payload[at + 1:]
+            payload = payload[:at] + bytes([payload[at] ^ 1 << chance.randrange(8)]) + payload[at + 1 :]
         elif kind == 1:
             at = chance.randrange(9, len(message))
-            message = message[:at] + bytes([message[at] ^ 1 << chance.randrange(8)]) + message[at + 1:]
+            message = message[:at] + bytes([message[at] ^ 1 << chance.randrange(8)]) + message[at + 1 :]
         elif kind == 2:
-            payload = payload[:chance.randrange(len(payload))]
+            payload = payload[: chance.randrange(len(payload))]
         elif kind == 3:
             payload += bytes(BLOCK)
         else:
-            message = chance.choice([b"", message[:20], message + message, chance.randbytes(33), message + b"\x20\x01"])
+            message = chance.choice(
+                [b"", message[:20], message + message, chance.randbytes(33), message + b"\x20\x01"]
+            )
         return message, [payload]
 
     def instead(call):
@@ -272,9 +298,12 @@ async def test_an_answer_with_any_byte_changed_gives_right_bytes_or_an_error(ker
     inodes = await kernel.make(contents)
     for turn in range(60):
         kernel.vfs.reader.forget_contents()
-        numbers = [await kernel.open(inode) for inode in inodes[:chance.randrange(1, 13)]]
+        numbers = [await kernel.open(inode) for inode in inodes[: chance.randrange(1, 13)]]
         kernel.host.instead(instead)
-        asked = {kernel.say_read(number, 0, 64 * KIB): content for number, content in zip(numbers, contents, strict=False)}
+        asked = {
+            kernel.say_read(number, 0, 64 * KIB): content
+            for number, content in zip(numbers, contents, strict=False)
+        }
         for unique, (error, answer) in (await kernel.answers(asked)).items():
             assert error or answer == asked[unique], turn
         for number in numbers:
@@ -282,8 +311,18 @@ async def test_an_answer_with_any_byte_changed_gives_right_bytes_or_an_error(ker
     assert changed == 60
 
 
-@pytest.mark.parametrize("error", [errors.StaleGrant, errors.StaleEpoch, errors.Busy, errors.WrongTarget, errors.StaleTenure,
-                                   errors.ChecksumMismatch, errors.Unavailable])
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.StaleGrant,
+        errors.StaleEpoch,
+        errors.Busy,
+        errors.WrongTarget,
+        errors.StaleTenure,
+        errors.ChecksumMismatch,
+        errors.Unavailable,
+    ],
+)
 @pytest.mark.parametrize("way", TWINS)
 def test_what_is_refused_for_now_is_asked_for_again(way, error):
     @on_a_mount
@@ -296,7 +335,10 @@ def test_what_is_refused_for_now_is_asked_for_again(way, error):
             call.fail(error())
 
         kernel.host.instead(instead)
-        asked = {kernel.say_read(number, 0, 8 * KIB): content for number, content in zip(numbers, contents, strict=True)}
+        asked = {
+            kernel.say_read(number, 0, 8 * KIB): content
+            for number, content in zip(numbers, contents, strict=True)
+        }
         for unique, (failure, answer) in (await kernel.answers(asked)).items():
             assert not failure and answer == asked[unique]
         assert kernel.vfs.chunks.counters["repeats"] >= 1
@@ -325,7 +367,7 @@ async def test_what_is_refused_for_good_is_an_error_with_one_question(kernel):
 @pytest.mark.parametrize("way", TWINS)
 def test_a_store_that_never_answers_is_an_error_at_the_deadline(way):
     async def silent(kernel):
-        inode, = await kernel.make([some(5000, 1)])
+        (inode,) = await kernel.make([some(5000, 1)])
         number = await kernel.open(inode)
         kernel.host.instead(lambda call: None)
         began_s = asyncio.get_running_loop().time()
@@ -355,7 +397,10 @@ async def test_who_dies_is_answered_at_once_and_who_waits_with_him_gets_the_byte
     calls, nobody = [], 1 << 22  # there is no such process
     kernel.host.instead(calls.append)
     late = [kernel.say_read(number, 0, BLOCK, pid=nobody) for number in numbers]
-    stays = {kernel.say_read(number, 0, 8 * KIB): content for number, content in zip(numbers[:5], contents[:5], strict=True)}
+    stays = {
+        kernel.say_read(number, 0, 8 * KIB): content
+        for number, content in zip(numbers[:5], contents[:5], strict=True)
+    }
     await in_hand(kernel, calls)
     for unique in late:
         kernel.say(Op.INTERRUPT, (unique,))
@@ -380,7 +425,10 @@ async def test_a_connection_that_is_lost_and_a_store_that_comes_back(kernel):
     numbers = [await kernel.open(inode) for inode in await kernel.make(contents)]
     calls = []
     kernel.host.instead(calls.append)
-    asked = {kernel.say_read(number, 0, 8 * KIB): content for number, content in zip(numbers, contents, strict=True)}
+    asked = {
+        kernel.say_read(number, 0, 8 * KIB): content
+        for number, content in zip(numbers, contents, strict=True)
+    }
     await in_hand(kernel, calls)
     kernel.host.instead(None)
     for connection in kernel.connections():
@@ -388,9 +436,14 @@ async def test_a_connection_that_is_lost_and_a_store_that_comes_back(kernel):
     for unique, (error, answer) in (await kernel.answers(asked)).items():
         assert not error and answer == asked[unique]
     kernel.vfs.reader.forget_contents()
-    for served in [served for listener in kernel.host.pool._listeners.values() for served in list(listener.connections)]:
+    for served in [
+        served for listener in kernel.host.pool._listeners.values() for served in list(listener.connections)
+    ]:
         served._transport.abort()
-    asked = {kernel.say_read(number, 0, 8 * KIB): content for number, content in zip(numbers, contents, strict=True)}
+    asked = {
+        kernel.say_read(number, 0, 8 * KIB): content
+        for number, content in zip(numbers, contents, strict=True)
+    }
     for unique, (error, answer) in (await kernel.answers(asked)).items():
         assert not error and answer == asked[unique]
 
@@ -403,14 +456,17 @@ async def test_answers_that_come_in_pieces(kernel):
     stores_say(kernel.host, lambda transport: Pieces(transport, chance))
     for _ in range(3):
         kernel.vfs.reader.forget_contents()
-        asked = {kernel.say_read(number, 0, 64 * KIB): content for number, content in zip(numbers, contents, strict=True)}
+        asked = {
+            kernel.say_read(number, 0, 64 * KIB): content
+            for number, content in zip(numbers, contents, strict=True)
+        }
         for unique, (error, answer) in (await kernel.answers(asked)).items():
             assert not error and answer == asked[unique]
 
 
 @by_both_ways
 async def test_what_is_written_while_it_is_read_is_not_kept(kernel):
-    inode, = await kernel.make([some(6000, 1)])
+    (inode,) = await kernel.make([some(6000, 1)])
     number, calls = await kernel.open(inode), []
     kernel.host.instead(calls.append)
     unique = kernel.say_read(number, 0, 8 * KIB)
@@ -429,7 +485,7 @@ async def test_what_is_written_while_it_is_read_is_not_kept(kernel):
 
 @by_both_ways
 async def test_a_file_that_was_closed_meanwhile_leaves_nothing(kernel):
-    inode, = await kernel.make([some(6000, 1)])
+    (inode,) = await kernel.make([some(6000, 1)])
     number, calls = await kernel.open(inode), []
     kernel.host.instead(calls.append)
     unique = kernel.say_read(number, 0, 8 * KIB)
@@ -444,7 +500,7 @@ async def test_a_file_that_was_closed_meanwhile_leaves_nothing(kernel):
 
 async def opened_by_lease(kernel, content):
     """The number of a handle that its shard does not know of yet, and its file."""
-    inode, = await kernel.make([content])
+    (inode,) = await kernel.make([content])
     entry = replies.read("entry", await kernel.ask(Op.LOOKUP, names=(b"small%d" % kernel.made,)))
     assert entry.nodeid == inode
     number = await kernel.open(inode)
@@ -496,13 +552,16 @@ async def test_zeros_of_a_file_that_was_removed_meanwhile_are_an_error(kernel):
 
 @by_both_ways
 async def test_the_end_of_a_file_that_others_may_have_made_longer_is_asked_for(kernel):
-    inode, = await kernel.make([some(6000, 1)])
+    (inode,) = await kernel.make([some(6000, 1)])
     number = await kernel.open(inode)
     file = kernel.handle(number).file
     kernel.vfs.leases._leases.pop(inode, None)
     file.attr_born_s = leases.NEVER_S
     asked = []
-    refresh, kernel.vfs.reader._refresh = kernel.vfs.reader._refresh, lambda *what: asked.append(what) or refresh(*what)
+    refresh, kernel.vfs.reader._refresh = (
+        kernel.vfs.reader._refresh,
+        lambda *what: asked.append(what) or refresh(*what),
+    )
     assert await kernel.read(number, 0, 8 * KIB) == some(6000, 1)
     assert len(asked) == 1
     kernel.vfs.reader._refresh = refresh
@@ -512,7 +571,7 @@ async def test_the_end_of_a_file_that_others_may_have_made_longer_is_asked_for(k
 def test_by_the_short_cut_the_first_read_of_a_file_is_one_of_these(way):
     async def short(kernel):
         content = some(6000, 1)
-        inode, = await kernel.make([content])
+        (inode,) = await kernel.make([content])
         number = await kernel.open(inode)
         began = kernel.began
         assert await kernel.read(number, 0, 8 * KIB) == content
@@ -536,7 +595,9 @@ async def test_they_travel_together_and_no_more_than_a_burst(kernel):
     chunks, began = kernel.vfs.chunks, kernel.began
     targets = {kernel.handle(number).file.lanes.get(0) for number in numbers}
     before = chunks.counters["messages"]
-    asked = {kernel.say_read(number, 0, BLOCK): content for number, content in zip(numbers, contents, strict=True)}
+    asked = {
+        kernel.say_read(number, 0, BLOCK): content for number, content in zip(numbers, contents, strict=True)
+    }
     kernel.engine._take()
     for unique, (error, answer) in (await kernel.answers(asked)).items():
         assert not error and answer == asked[unique]
@@ -569,7 +630,10 @@ async def test_what_can_not_be_sent_any_more_goes_the_ordinary_way(kernel):
         submit()
 
     kernel.engine._submit_plain_reads = lost_before
-    asked = {kernel.say_read(number, 0, 8 * KIB): content for number, content in zip(numbers, contents, strict=True)}
+    asked = {
+        kernel.say_read(number, 0, 8 * KIB): content
+        for number, content in zip(numbers, contents, strict=True)
+    }
     for unique, (error, answer) in (await kernel.answers(asked)).items():
         assert not error and answer == asked[unique]
     assert kernel.began > began
@@ -602,7 +666,7 @@ async def test_a_bug_on_the_way_is_an_error_to_who_waits(kernel):
 
 @in_one_step
 async def test_a_bug_where_the_ordinary_way_goes_on_is_an_error_to_who_waits(kernel):
-    inode, = await kernel.make([some(5000, 1)])
+    (inode,) = await kernel.make([some(5000, 1)])
     number = await kernel.open(inode)
     submit, chunks = kernel.engine._submit_plain_reads, kernel.vfs.chunks
     send = chunks.send
@@ -627,7 +691,9 @@ async def test_a_bug_where_the_ordinary_way_goes_on_is_an_error_to_who_waits(ker
 @in_one_step
 async def test_it_counts_calls_as_the_ordinary_way_does(kernel):
     calls = TALLY.calls
-    numbers = [await kernel.open(inode) for inode in await kernel.make([some(BLOCK, seed) for seed in range(10)])]
+    numbers = [
+        await kernel.open(inode) for inode in await kernel.make([some(BLOCK, seed) for seed in range(10)])
+    ]
     times = kernel.engine.spent.times[Op.READ]
 
     def counted():
@@ -650,7 +716,10 @@ def test_a_mount_that_is_gone_does_not_wait_for_what_it_has_asked_for():
             async with kernel:
                 await kernel.init()
                 await kernel.connect()
-                numbers = [await kernel.open(inode) for inode in await kernel.make([some(BLOCK, seed) for seed in range(9)])]
+                numbers = [
+                    await kernel.open(inode)
+                    for inode in await kernel.make([some(BLOCK, seed) for seed in range(9)])
+                ]
                 host.instead(calls.append)
                 asked = [kernel.say_read(number, 0, BLOCK) for number in numbers]
                 await in_hand(kernel, calls)
@@ -679,7 +748,10 @@ def test_a_mount_that_leaves_waits_for_the_answers():
             numbers = [await kernel.open(inode) for inode in await kernel.make(contents)]
             calls = []
             host.instead(calls.append)
-            asked = {kernel.say_read(number, 0, BLOCK): content for number, content in zip(numbers, contents, strict=True)}
+            asked = {
+                kernel.say_read(number, 0, BLOCK): content
+                for number, content in zip(numbers, contents, strict=True)
+            }
             await in_hand(kernel, calls)
             leaving = asyncio.ensure_future(kernel.engine.leave(60))
             await asyncio.sleep(0.05)

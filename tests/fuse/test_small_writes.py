@@ -47,8 +47,12 @@ class Mounted(Kernel):
         await self.ask(Op.GETATTR, (0, 0))
 
     async def new(self, name: bytes = b"f", flags: int = os.O_RDWR) -> tuple[int, int]:
-        answer = replies.read("create", await self.ask(Op.CREATE, (flags | os.O_CREAT | os.O_EXCL, 0o100644, 0o22, 0), node=1,
-                                                       names=(name,)))
+        answer = replies.read(
+            "create",
+            await self.ask(
+                Op.CREATE, (flags | os.O_CREAT | os.O_EXCL, 0o100644, 0o22, 0), node=1, names=(name,)
+            ),
+        )
         return answer.nodeid, answer.fh
 
     def say_write(self, handle: int, content: bytes, offset: int = 0, flags: int = 0, **more) -> int:
@@ -67,7 +71,9 @@ class Mounted(Kernel):
     async def stores_hold(self) -> None:
         """What is sent to stores from now on stays here."""
         for target in self.vfs.view.map.targets:
-            connection = await self.vfs.chunks._dialer.connect(target.endpoints, SYSTEM_CLOCK.boottime_s() + 5)
+            connection = await self.vfs.chunks._dialer.connect(
+                target.endpoints, SYSTEM_CLOCK.boottime_s() + 5
+            )
             connection._transport = Holding(connection._transport, self.held)
 
     async def stores_go_on(self) -> None:
@@ -111,7 +117,9 @@ async def mounted():
     descriptor = KeptMemory.make(1 << 24)
     try:
         with tempfile.TemporaryDirectory() as directory:
-            async with LocalPool(endpoints=lambda role, number: f"stream+unix://{directory}/{role}{number}") as pool:
+            async with LocalPool(
+                endpoints=lambda role, number: f"stream+unix://{directory}/{role}{number}"
+            ) as pool:
                 kept = KeptMemory(descriptor)
                 client = await pool.client("mount", OPTIONS, kept=kept)
                 async with Mounted(client.vfs, kept) as kernel:
@@ -124,9 +132,12 @@ async def mounted():
 
 def by_all_ways(test):
     """In compiled steps from the kernel's request on, from the client on, and without."""
+
     @pytest.mark.parametrize("way", WAYS)
     def run(way, monkeypatch):
-        if (way != "ordinary" and fast_writes._plainwrites is None) or (way == "compiled" and small_writes._writes is None):
+        if (way != "ordinary" and fast_writes._plainwrites is None) or (
+            way == "compiled" and small_writes._writes is None
+        ):
             pytest.skip("it is not compiled here")
         if way != "compiled":
             monkeypatch.setattr(small_writes, "_writes", None)
@@ -155,7 +166,11 @@ async def test_a_small_file_is_written_closed_and_read(kernel):
         assert ops._changes == changes + 1 and engine.written_bytes == written_bytes + length
         assert inode in ops._paged
         await kernel.flush(handle)
-        assert ops._changes == changes + 2 and not engine._work and ops._seen[inode][0] == ops._files[handle].attr.change
+        assert (
+            ops._changes == changes + 2
+            and not engine._work
+            and ops._seen[inode][0] == ops._files[handle].attr.change
+        )
         await kernel.flush(handle)  # there is nothing to be told any more
         assert ops._changes == changes + 2
         assert await kernel.read(handle) == content
@@ -250,7 +265,9 @@ async def test_a_request_that_is_handed_out_again_is_answered_from_what_is_kept(
     content = os.urandom(4096)
     asked = kernel.say_write(handle, content)
     assert (await kernel.hear())[:2] == (asked, 0)
-    ((_, _, _, _, unique, _, _, _),) = [record for record in kernel.kept.writes.all() if record[4] == asked] or [(0,) * 8]
+    ((_, _, _, _, unique, _, _, _),) = [
+        record for record in kernel.kept.writes.all() if record[4] == asked
+    ] or [(0,) * 8]
     assert unique == asked
     again = kernel.say_write(handle, content, unique=asked | RESENT)
     heard, error, answer = await kernel.hear()
@@ -287,7 +304,9 @@ async def test_record_locks_end_with_the_close_of_what_was_written(kernel):
 async def test_many_are_written_and_closed_at_once(kernel):
     made = [await kernel.new(b"%d" % number) for number in range(40)]
     contents = [os.urandom(4096) for _ in made]
-    asked = {kernel.say_write(handle, content): 0 for (_, handle), content in zip(made, contents, strict=True)}
+    asked = {
+        kernel.say_write(handle, content): 0 for (_, handle), content in zip(made, contents, strict=True)
+    }
     asked |= {kernel.say(Op.FLUSH, (handle, 0, 0)): 0 for _, handle in made}
     for _ in range(len(asked)):
         heard, error, _ = await kernel.hear()

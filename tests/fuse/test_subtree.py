@@ -52,7 +52,9 @@ def test_a_part_is_all_there_is(own, whole, tree, engine):
     inside = whole.place / tree / "in"
     try:
         assert sorted(os.listdir(part.place)) == ["deep", "f", "hard", "link"]
-        assert (part.place / "f").read_bytes() == b"inside" and (part.place / "hard").read_bytes() == b"outside"
+        assert (part.place / "f").read_bytes() == b"inside" and (
+            part.place / "hard"
+        ).read_bytes() == b"outside"
         with pytest.raises(FileNotFoundError):  # '..' leads to where it is mounted, as of any mount
             (part.place / "link").read_bytes()
         assert os.path.samefile(part.place / "..", part.place.parent)
@@ -60,7 +62,8 @@ def test_a_part_is_all_there_is(own, whole, tree, engine):
         assert part.place.stat().st_ino == inside.stat().st_ino
         with os.scandir(part.place) as entries:
             assert {entry.name: entry.inode() for entry in entries} == {
-                entry.name: entry.inode() for entry in os.scandir(inside)}
+                entry.name: entry.inode() for entry in os.scandir(inside)
+            }
         (part.place / "new").mkdir(mode=0o750)
         (part.place / "new" / "f").write_bytes(b"1" * 300_000)
         os.rename(part.place / "new" / "f", part.place / "moved")
@@ -71,7 +74,11 @@ def test_a_part_is_all_there_is(own, whole, tree, engine):
         assert os.getxattr(inside, "user.here") == b"1" and not (whole.place / "moved").exists()
         assert (inside / "new").stat().st_mode & 0o777 == 0o750
         found = mount_at(part.place)
-        assert found.type == "fuse.nvpool" and found.source.startswith("nvpool:") and found.source.endswith(f":/{tree}/in")
+        assert (
+            found.type == "fuse.nvpool"
+            and found.source.startswith("nvpool:")
+            and found.source.endswith(f":/{tree}/in")
+        )
     finally:
         assert part.end() == 0, part.log.read_text()
     assert "Traceback" not in part.log.read_text() and " ERROR " not in part.log.read_text()
@@ -85,7 +92,9 @@ def test_what_others_change_at_the_top_is_seen(own, whole, tree, engine):
         assert (part.place / "f").read_bytes() == b"inside"
         (inside / "f2").write_bytes(b"changed")
         os.replace(inside / "f2", inside / "f")
-        inside.chmod(0o700)  # told by a notice of the root's own number: the kernel would believe the old one for an hour
+        inside.chmod(
+            0o700
+        )  # told by a notice of the root's own number: the kernel would believe the old one for an hour
         wait_until(lambda: (part.place / "f").read_bytes() == b"changed", "the name to be taken back", 10)
         wait_until(lambda: part.place.stat().st_mode & 0o777 == 0o700, "the mode to be taken back", 10)
         os.unlink(inside / "f")
@@ -100,7 +109,11 @@ def test_df_of_a_volume_shows_its_quota_and_writes_end_at_it(own, whole, engine)
     part = own.mount(own.directory.parent / name, f"--subtree=/volumes/{name}", "--engine", engine)
     try:
         (part.place / "f").write_bytes(b"1" * (8 << 20))
-        wait_until(lambda: os.statvfs(part.place).f_bfree * os.statvfs(part.place).f_frsize <= 56 << 20, "df to show it", 30)
+        wait_until(
+            lambda: os.statvfs(part.place).f_bfree * os.statvfs(part.place).f_frsize <= 56 << 20,
+            "df to show it",
+            30,
+        )
         seen = os.statvfs(part.place)
         assert seen.f_blocks * seen.f_frsize == 64 << 20 and seen.f_files == 100
         with pytest.raises(OSError) as refused, open(part.place / "g", "wb") as file:
@@ -141,8 +154,8 @@ def handle_of(path):
     mount_id = ctypes.c_int()
     if libc.name_to_handle_at(-100, os.fsencode(path), buffer, ctypes.byref(mount_id), 0) < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    length, kind = (int.from_bytes(buffer.raw[at:at + 4], sys.byteorder) for at in (0, 4))
-    return kind, buffer.raw[8:8 + length]
+    length, kind = (int.from_bytes(buffer.raw[at : at + 4], sys.byteorder) for at in (0, 4))
+    return kind, buffer.raw[8 : 8 + length]
 
 
 def test_a_handle_of_what_is_outside_opens_nothing(own, whole, tree, engine):
@@ -172,8 +185,12 @@ def test_a_part_that_is_removed_is_stale_and_nothing_crashes(own, whole, tree, e
     try:
         with open(part.place / "f", "rb") as file:
             subprocess.run(["rm", "-r", gone], check=True)
-            for use in (lambda: os.listdir(part.place), lambda: (part.place / "x").mkdir(), lambda: (part.place / "f").stat(),
-                        lambda: (part.place / "deep" / "x").write_bytes(b"")):
+            for use in (
+                lambda: os.listdir(part.place),
+                lambda: (part.place / "x").mkdir(),
+                lambda: (part.place / "f").stat(),
+                lambda: (part.place / "deep" / "x").write_bytes(b""),
+            ):
                 # within the second for which the kernel may believe what it was told it may answer by itself
                 def stale(use=use):
                     try:
@@ -182,6 +199,7 @@ def test_a_part_that_is_removed_is_stale_and_nothing_crashes(own, whole, tree, e
                         assert error.errno in (errno.ESTALE, errno.ENOENT), error
                         return True
                     return False
+
                 wait_until(stale, "it to be stale", 10)
             wait_until(lambda: part.place.stat().st_nlink == 0, "the removed directory to have no links", 10)
             assert file.read() == b"inside"  # an open file is readable whoever removes it
@@ -202,16 +220,28 @@ def test_a_part_that_is_renamed_stays_mounted(own, whole, tree, engine):
         assert part.end() == 0
 
 
-@pytest.mark.parametrize("path, said", [
-    ("none/x", "does not exist in the pool"), ("f", "is not a directory"), ("link", "symbolic link"),
-    ("../beside", "without '..'")])
+@pytest.mark.parametrize(
+    "path, said",
+    [
+        ("none/x", "does not exist in the pool"),
+        ("f", "is not a directory"),
+        ("link", "symbolic link"),
+        ("../beside", "without '..'"),
+    ],
+)
 def test_a_part_that_can_not_be_mounted_is_refused_with_the_reason(own, whole, tree, engine, path, said):
     if engine != "kernel":
         pytest.skip("it is refused before there is an engine")
     place = own.directory.parent / "refused"
     place.mkdir(exist_ok=True)
-    done = subprocess.run(command(Program.CLI, "mount", f"{own.directory}:/{tree}/in/{path}",
-                           place), capture_output=True, text=True, timeout=240, check=False, cwd="/")
+    done = subprocess.run(
+        command(Program.CLI, "mount", f"{own.directory}:/{tree}/in/{path}", place),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        cwd="/",
+    )
     assert done.returncode == 1 and said in done.stderr, done.stderr
     assert mount_at(place) is None
 
@@ -223,9 +253,15 @@ def test_a_part_survives_kills_and_an_upgrade_of_its_process(own, whole, tree, e
         pytest.skip("engine pyfuse3 has no holder")
     place = own.directory.parent / f"part-{tree}"
     place.mkdir()
-    told = json.loads(nvpool("mount", f"{own.directory}:/{tree}/in/", place, "--holder", "--workers", workers, "--json").stdout)
+    told = json.loads(
+        nvpool(
+            "mount", f"{own.directory}:/{tree}/in/", place, "--holder", "--workers", workers, "--json"
+        ).stdout
+    )
     assert told["subtree"] == f"/{tree}/in"
-    held = type("Held", (), {"place": place, "log": next((own.directory / "log").glob(f"mount*part-{tree}.log"))})
+    held = type(
+        "Held", (), {"place": place, "log": next((own.directory / "log").glob(f"mount*part-{tree}.log"))}
+    )
     try:
         (place / "large").write_bytes(bytes(range(256)) * 4096)
         top = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
@@ -242,7 +278,11 @@ def test_a_part_survives_kills_and_an_upgrade_of_its_process(own, whole, tree, e
 
         (place / "work").mkdir()
         together(lambda: run_model(place / "work", 6.0), trouble)
-        assert sorted(os.listdir(top)) == sorted(os.listdir(place)) == ["deep", "f", "hard", "large", "link", "work"]
+        assert (
+            sorted(os.listdir(top))
+            == sorted(os.listdir(place))
+            == ["deep", "f", "hard", "large", "link", "work"]
+        )
         assert (place / "large").read_bytes() == bytes(range(256)) * 4096
         assert os.path.samefile(place / "work" / "..", place) and not os.listdir(whole.place / tree / "in")
         os.close(top)
@@ -254,15 +294,25 @@ def test_a_part_survives_kills_and_an_upgrade_of_its_process(own, whole, tree, e
 def test_a_read_only_mount_changes_nothing_whoever_mounts_it_again(own, whole, tree, engine):
     part = mounted_part(own, tree, "--engine", engine, "-o", "ro")
     try:
-        again = subprocess.run(["mount", "-i", "-o", "remount,rw", part.place], capture_output=True, text=True, check=False)
+        again = subprocess.run(
+            ["mount", "-i", "-o", "remount,rw", part.place], capture_output=True, text=True, check=False
+        )
         writable = "rw" in mount_at(part.place).options.split(",")
         assert writable == (again.returncode == 0), again.stderr
         before = (whole.place / tree / "in" / "f").stat()
-        for use in (lambda: (part.place / "x").mkdir(), lambda: (part.place / "x").touch(), lambda: (part.place / "f").unlink(),
-                    lambda: (part.place / "f").write_bytes(b"x"), lambda: os.truncate(part.place / "f", 0),
-                    lambda: os.utime(part.place / "f"), lambda: os.rename(part.place / "f", part.place / "g"),
-                    lambda: os.setxattr(part.place / "f", "user.x", b""), lambda: os.link(part.place / "f", part.place / "g"),
-                    lambda: os.symlink("f", part.place / "g"), lambda: os.chmod(part.place, 0o700)):
+        for use in (
+            lambda: (part.place / "x").mkdir(),
+            lambda: (part.place / "x").touch(),
+            lambda: (part.place / "f").unlink(),
+            lambda: (part.place / "f").write_bytes(b"x"),
+            lambda: os.truncate(part.place / "f", 0),
+            lambda: os.utime(part.place / "f"),
+            lambda: os.rename(part.place / "f", part.place / "g"),
+            lambda: os.setxattr(part.place / "f", "user.x", b""),
+            lambda: os.link(part.place / "f", part.place / "g"),
+            lambda: os.symlink("f", part.place / "g"),
+            lambda: os.chmod(part.place, 0o700),
+        ):
             with pytest.raises(OSError) as refused:
                 use()
             assert refused.value.errno == errno.EROFS
@@ -270,7 +320,11 @@ def test_a_read_only_mount_changes_nothing_whoever_mounts_it_again(own, whole, t
     finally:
         assert part.end() == 0, part.log.read_text()
     after = (whole.place / tree / "in" / "f").stat()
-    assert (after.st_mtime_ns, after.st_ctime_ns, after.st_size) == (before.st_mtime_ns, before.st_ctime_ns, before.st_size)
+    assert (after.st_mtime_ns, after.st_ctime_ns, after.st_size) == (
+        before.st_mtime_ns,
+        before.st_ctime_ns,
+        before.st_size,
+    )
 
 
 def test_sdk_connects_to_a_mount_point(own, whole, tree):

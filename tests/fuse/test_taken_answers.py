@@ -59,7 +59,9 @@ class Two:
         for kernel, number in zip(self.kernels, self.large, strict=True):
             for at in range(0, len(CONTENT), 1 << 20):
                 await kernel.read(number, at + 100, 1)
-        self.contents = [some(size, seed) for seed, size in enumerate((1, 100, BLOCK, 5000, 3 * BLOCK, 30 * KIB) * 6)]
+        self.contents = [
+            some(size, seed) for seed, size in enumerate((1, 100, BLOCK, 5000, 3 * BLOCK, 30 * KIB) * 6)
+        ]
         self.small = [[], []]
         for seed, inode in enumerate(await first.make(self.contents)):
             self.small[seed % 2].append((await self.kernels[seed % 2].open(inode), self.contents[seed]))
@@ -67,7 +69,7 @@ class Two:
         stores_say(self.host, Kept)
         for (role, _), listener in self.host.pool._listeners.items():
             if role == "target":
-                connection, = (one for one in first.connections() if one.peer.address == listener.endpoint)
+                (connection,) = (one for one in first.connections() if one.peer.address == listener.endpoint)
                 self.kept[connection] = [served._transport for served in listener.connections]
 
     async def ask(self, seed, lengths=(BLOCK, BLOCK, 5000, 64 * KIB, 128 * KIB)):
@@ -79,7 +81,7 @@ class Two:
             for of, kernel in enumerate(self.kernels):
                 length = chance.choice(lengths)
                 offset = chance.randrange(len(CONTENT) - length)
-                asked[of][kernel.say_read(self.large[of], offset, length)] = CONTENT[offset:offset + length]
+                asked[of][kernel.say_read(self.large[of], offset, length)] = CONTENT[offset : offset + length]
                 number, content = self.small[of][turn]
                 asked[of][kernel.say_read(number, 0, 64 * KIB)] = content
                 if turn % 6 == 5:
@@ -90,12 +92,17 @@ class Two:
         """{connection: frames of its answers}."""
         found, before = {}, -1
         async with asyncio.timeout(60):
-            while (now := sum(len(kept.said) for all_of in self.kept.values() for kept in all_of)) != before or not now or any(
-                    len(found[connection]) < len(connection._in_flight) for connection in self.kept):
+            while (
+                (now := sum(len(kept.said) for all_of in self.kept.values() for kept in all_of)) != before
+                or not now
+                or any(len(found[connection]) < len(connection._in_flight) for connection in self.kept)
+            ):
                 before = now
                 await asyncio.sleep(0.02)
-                found = {connection: [frame for kept in all_of for frame in frames(kept.said)]
-                         for connection, all_of in self.kept.items()}
+                found = {
+                    connection: [frame for kept in all_of for frame in frames(kept.said)]
+                    for connection, all_of in self.kept.items()
+                }
         for kept in (kept for all_of in self.kept.values() for kept in all_of):
             kept.said.clear()
         return found
@@ -145,6 +152,7 @@ def on_two(test):
                     kernel.nothing_is_left()
 
         run_whole(work(), 120)
+
     run.__name__ = test.__name__
     return run
 
@@ -158,8 +166,12 @@ async def test_answers_of_two_engines_and_others_come_in_one_buffer(two):
         told = []
         for connection in two.kept:
             for _ in range(3):
-                connection.submit(DATA_READ, b"no question", deadline_s=SYSTEM_CLOCK.boottime_s() + 60,
-                                  on_done=lambda reply, error, told=told: told.append(type(error)))
+                connection.submit(
+                    DATA_READ,
+                    b"no question",
+                    deadline_s=SYSTEM_CLOCK.boottime_s() + 60,
+                    on_done=lambda reply, error, told=told: told.append(type(error)),
+                )
         counts = TALLY.calls.by_method[DATA_READ].counts
         ended = sum(counts)
         said = await two.said()
@@ -168,7 +180,9 @@ async def test_answers_of_two_engines_and_others_come_in_one_buffer(two):
         for connection, its in said.items():
             count += len(its)
             chance.shuffle(its)
-            await by_the_loop(receive, connection, b"".join(its), iter(lambda sizes=sizes: chance.choice(sizes), None))
+            await by_the_loop(
+                receive, connection, b"".join(its), iter(lambda sizes=sizes: chance.choice(sizes), None)
+            )
             assert not connection._in_flight and not connection._reader._end and not connection._reading
         await two.all_right(asked)
         assert told == [InvalidRequest] * 3 * len(two.kept)
@@ -192,7 +206,9 @@ async def test_nearly_all_are_taken_without_being_read_one_by_one(two):
             await by_the_loop(receive, connection, frame)
         connection._reader._deliver = deliver
     await two.all_right(asked)
-    assert count > 20 and len(read) < count / 4  # what goes over the end of a chunk, or is longer than the buffer
+    assert (
+        count > 20 and len(read) < count / 4
+    )  # what goes over the end of a chunk, or is longer than the buffer
 
 
 @on_two
@@ -264,6 +280,7 @@ async def test_a_connection_that_ends_behind_some_of_them_gives_each_read_its_an
     two.speak()
     some_ended, ended = first.engine._some_ended, []
     for connection, its in said.items():
+
         def end(connection=connection):
             if connection._reading and not connection._ended:
                 ended.append(connection)

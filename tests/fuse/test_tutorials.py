@@ -21,8 +21,16 @@ def blocks(page, language):
 
 def run(script, timeout_s):
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    return subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL,
-                          capture_output=True, text=True, timeout=timeout_s, check=False)
+    return subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
 
 
 @pytest.fixture
@@ -45,6 +53,12 @@ def test_python_sdk_runs_as_printed(place):
     assert made.returncode == 0, made.stdout + made.stderr
     examples = "\n".join(blocks("python-sdk.md", "python"))
     assert examples.count("pool.") >= 8
-    done = subprocess.run([sys.executable, "-c", examples.replace(PRINTED_POOL, str(place))], cwd=place, capture_output=True,
-                          text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", examples.replace(PRINTED_POOL, str(place))],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -42,6 +42,7 @@ def test_pages_kept_there_are_dropped_when_the_file_was_changed_here(here, there
 
 def test_fsynced_bytes_are_seen_by_direct_reads_there_before_the_file_is_closed(here, there):
     import mmap
+
     with open(here / "f", "wb", buffering=0) as writer:
         writer.write(b"x" * 8192)
         os.fsync(writer.fileno())
@@ -91,6 +92,7 @@ def test_appends_from_both_sides_never_overlap(here, there):
         with open(place / "log", "ab", buffering=0) as file:
             for number in range(100):
                 file.write(f"{who} {number}\n".encode().rjust(64))
+
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(append, (here, there), "ab"))
     lines = [line.strip() for line in (here / "log").read_bytes().decode().splitlines()]
@@ -111,6 +113,7 @@ def test_only_one_of_two_that_make_the_same_name_succeeds(here, there):
                 won.append(number)
             except FileExistsError:
                 pass
+
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(make, (here, there)))
     assert sorted(won) == list(range(40))

@@ -50,7 +50,9 @@ def test_linked_name_that_was_replaced_there_opens_the_new_file(here, there, rep
         name, kept = f"name{number}", f"kept{number}"
         (here / kept).write_bytes(b"first")
         (here / f"new{number}").write_bytes(b"second")
-        os.rename(there / f"new{number}", there / kept)  # both know it, and nobody is lent it for some seconds
+        os.rename(
+            there / f"new{number}", there / kept
+        )  # both know it, and nobody is lent it for some seconds
         assert (here / kept).read_bytes() == b"second"
         (here / f"new{number}").write_bytes(b"third")
         if known_by == "rename":
@@ -74,7 +76,9 @@ def test_name_replaced_while_its_file_is_lent_opens_the_new_file(here, there):
         (here / "one").write_bytes(b"old")
         os.link(here / "one", here / "other")
         assert (here / "other").read_bytes() == b"old"
-        os.rename(here / "other", here / "moved")  # the kernel keeps the name that it had been told of by another one
+        os.rename(
+            here / "other", here / "moved"
+        )  # the kernel keeps the name that it had been told of by another one
         (there / "new").write_bytes(b"%d" % number)
         os.rename(there / "new", there / "moved")
         assert (here / "moved").read_bytes() == b"%d" % number
@@ -106,20 +110,29 @@ def test_two_nodes_remove_one_tree_at_once(here, there):
             (here / "tree" / str(directory % 3) / str(directory)).mkdir(parents=True)
             for name in range(8):
                 (here / "tree" / str(directory % 3) / str(directory) / str(name)).touch()
-        running = [subprocess.Popen(["rm", "-rf", place / "tree"], stderr=subprocess.PIPE, text=True)
-                   for place in (here, there)]
+        running = [
+            subprocess.Popen(["rm", "-rf", place / "tree"], stderr=subprocess.PIPE, text=True)
+            for place in (here, there)
+        ]
         assert [(process.communicate()[1], process.returncode) for process in running] == [("", 0)] * 2
         assert not (here / "tree").exists() and not (there / "tree").exists()
 
 
 def changes_in(gone, here):
     """What can be asked of a directory by its descriptor."""
-    return (lambda: os.open("x", os.O_CREAT | os.O_WRONLY, dir_fd=gone), lambda: os.mkdir("x", dir_fd=gone),
-            lambda: os.symlink("x", "y", dir_fd=gone), lambda: os.mknod("x", dir_fd=gone),
-            lambda: os.link(here / "f", "x", dst_dir_fd=gone), lambda: os.unlink("x", dir_fd=gone),
-            lambda: os.rename(here / "f", "x", dst_dir_fd=gone), lambda: os.rmdir("x", dir_fd=gone),
-            lambda: os.rename("x", here / "y", src_dir_fd=gone), lambda: os.stat("sub", dir_fd=gone),
-            lambda: os.open("sub", os.O_RDONLY, dir_fd=gone))
+    return (
+        lambda: os.open("x", os.O_CREAT | os.O_WRONLY, dir_fd=gone),
+        lambda: os.mkdir("x", dir_fd=gone),
+        lambda: os.symlink("x", "y", dir_fd=gone),
+        lambda: os.mknod("x", dir_fd=gone),
+        lambda: os.link(here / "f", "x", dst_dir_fd=gone),
+        lambda: os.unlink("x", dir_fd=gone),
+        lambda: os.rename(here / "f", "x", dst_dir_fd=gone),
+        lambda: os.rmdir("x", dir_fd=gone),
+        lambda: os.rename("x", here / "y", src_dir_fd=gone),
+        lambda: os.stat("sub", dir_fd=gone),
+        lambda: os.open("sub", os.O_RDONLY, dir_fd=gone),
+    )
 
 
 def test_directory_removed_there_is_without_names_here(here, there):
@@ -159,6 +172,7 @@ def test_mount_below_stays_while_two_nodes_change_names(here, there):
                     (place / "work" / "x").touch()
                 with contextlib.suppress(FileNotFoundError):
                     os.rename(place / "work" / "x", place / "work" / "y")
+
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(change, (here, there)))
         assert (here / "below" / "point" / "f").read_bytes() == b"mounted"

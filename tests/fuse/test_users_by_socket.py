@@ -10,13 +10,18 @@ import pytest
 from attempts_of_a_user import FOLDERS, make
 from conftest import FLOOR
 
-pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no service"),
-              pytest.mark.skipif(bool(os.geteuid()), reason="only root becomes another user")]
+pytestmark = [
+    pytest.mark.mount,
+    pytest.mark.skipif(FLOOR, reason="the floor has no service"),
+    pytest.mark.skipif(bool(os.geteuid()), reason="only root becomes another user"),
+]
 PROGRAM = Path(__file__).with_name("attempts_of_a_user.py")
 
 
 def attempted(*words):
-    done = subprocess.run([sys.executable, PROGRAM, *map(str, words)], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, PROGRAM, *map(str, words)], capture_output=True, text=True, timeout=240
+    )
     assert not done.returncode, done.stderr
     return json.loads(done.stdout)
 
@@ -36,8 +41,15 @@ def test_sdk_answers_a_user_as_the_mount_does(pool, mounted, here):
 def test_user_reaches_the_pool_without_its_map_or_secrets(pool, mounted, here):
     """As files of a node are: the map is its group's at most, and run/ is searched and not listed."""
     make(here / "tree")
-    kept = {path: path.stat().st_mode & 0o7777 for path in (pool.directory / "poolmap.json", pool.directory / "node.toml",
-                                                            pool.directory / "run", pool.directory)}
+    kept = {
+        path: path.stat().st_mode & 0o7777
+        for path in (
+            pool.directory / "poolmap.json",
+            pool.directory / "node.toml",
+            pool.directory / "run",
+            pool.directory,
+        )
+    }
     try:
         for path, mode in zip(kept, (0o640, 0o640, 0o711, 0o711), strict=True):
             path.chmod(mode)

@@ -33,7 +33,9 @@ def shown(pool, name):
 @needs("dd", "df")
 def test_dd_over_the_quota_writes_exactly_as_much_as_fits(pool, volume):
     name, place = volume
-    ended = subprocess.run(["dd", "if=/dev/zero", f"of={place}/f", "bs=1000000", "count=20"], capture_output=True, text=True)
+    ended = subprocess.run(
+        ["dd", "if=/dev/zero", f"of={place}/f", "bs=1000000", "count=20"], capture_output=True, text=True
+    )
     assert ended.returncode and "quota exceeded" in ended.stderr.lower(), ended.stderr
     assert os.stat(place / "f").st_size == 10 * MIB
     found = shown(pool, name)
@@ -54,8 +56,16 @@ def test_df_shows_the_quota_and_the_use(volume, engine):
     _, place = volume
     (place / "d").mkdir()
     (place / "d" / "f").write_bytes(b"x" * 4 * MIB)
-    told = subprocess.run(["df", "-B1", "--output=size,used,avail,itotal,iused", place / "d"], check=True, capture_output=True,
-                          text=True).stdout.split("\n")[1].split()
+    told = (
+        subprocess.run(
+            ["df", "-B1", "--output=size,used,avail,itotal,iused", place / "d"],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        .stdout.split("\n")[1]
+        .split()
+    )
     assert told == [str(10 * MIB), str(4 * MIB), str(6 * MIB), "50", "2"]
 
 

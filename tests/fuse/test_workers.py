@@ -19,8 +19,11 @@ from kills import load_large, pauses, processes, read_at_random, run_model, serv
 from nvpool.core.programs import Program, command
 from nvpool.fuse.engines import RESEND_MIN, kernel_version
 
-pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons"),
-              pytest.mark.skipif(kernel_version() < RESEND_MIN, reason="this kernel does not hand requests out again")]
+pytestmark = [
+    pytest.mark.mount,
+    pytest.mark.skipif(FLOOR, reason="the floor has no daemons"),
+    pytest.mark.skipif(kernel_version() < RESEND_MIN, reason="this kernel does not hand requests out again"),
+]
 
 MIB = 1 << 20
 
@@ -33,10 +36,15 @@ def mounted(own, name, workers=2):
 
 def wait_for_readers(held, count=1):
     """Until so many readers serve beside the process that serves now."""
+
     def there():
         own = processes(held.place, Program.MOUNT)
         said = held.log.read_text()
-        return len(own) == 1 and len(re.findall(rf"mount\[{own[0]}\] process \d+ reads for this mount", said)) >= count
+        return (
+            len(own) == 1
+            and len(re.findall(rf"mount\[{own[0]}\] process \d+ reads for this mount", said)) >= count
+        )
+
     wait_until(there, "readers")
 
 
@@ -52,7 +60,7 @@ def ended(held):
 
 @pytest.fixture
 def held(own, request):
-    made = mounted(own, f"m-{abs(hash(request.node.name)) % 10 ** 8}")
+    made = mounted(own, f"m-{abs(hash(request.node.name)) % 10**8}")
     yield made
     answered, passed = ended(made)
     print(f"\nreaders have answered {answered} requests and passed {passed} on")
@@ -60,7 +68,7 @@ def held(own, request):
 
 @pytest.fixture
 def here(held, request):
-    place = held.place / f"{abs(hash(request.node.name)) % 10 ** 8}"
+    place = held.place / f"{abs(hash(request.node.name)) % 10**8}"
     place.mkdir()
     return place
 
@@ -72,7 +80,11 @@ def test_readers_answer_reads_with_the_right_bytes(own):
     together(*(lambda seed=seed: read_at_random(held.place / "many", content, seed) for seed in range(8)))
     assert (held.place / "many").read_bytes() == content
     seen = json.loads(nvpool("status", own.directory, "--json").stdout)
-    readers = {one["pid"] for one in seen["processes"] if one["role"] == "reader" and one["mountpoint"] == str(held.place)}
+    readers = {
+        one["pid"]
+        for one in seen["processes"]
+        if one["role"] == "reader" and one["mountpoint"] == str(held.place)
+    }
     assert readers == set(processes(held.place, Program.MOUNT_WORKER)) and len(readers) == 2
     answered, _ = ended(held)
     assert answered
@@ -90,18 +102,18 @@ def test_a_file_is_written_and_read_through_the_same_mount(here):
             offset, piece = chance.randrange(len(content) - 70_000), chance.randbytes(70_000)
             file = os.open(path, os.O_RDWR)
             os.pwrite(file, piece, offset)
-            content[offset:offset + len(piece)] = piece
+            content[offset : offset + len(piece)] = piece
             for _ in range(4):
                 start = chance.randrange(offset, offset + len(piece)) & -4096
                 for one in (before, file):
                     count = os.preadv(one, [buffer], start)
-                    assert buffer[:count] == content[start:start + (64 << 10)], (turn, start)
+                    assert buffer[:count] == content[start : start + (64 << 10)], (turn, start)
             os.close(file)
             if turn % 5 == 4:
                 os.truncate(path, 2 * MIB)
                 assert os.preadv(before, [buffer], 2 * MIB) == 0
                 os.truncate(path, 3 * MIB)
-                content[2 * MIB:] = bytes(MIB)
+                content[2 * MIB :] = bytes(MIB)
                 assert os.preadv(before, [buffer], 2 * MIB + 4096) == 64 << 10 and not any(buffer[:])
         assert path.read_bytes() == content
     finally:
@@ -123,10 +135,10 @@ def test_what_another_mount_writes_is_read(own, here, held):
             with open(other.place / here.name / "f", "rb+", buffering=0) as file:
                 file.seek(offset)
                 file.write(piece)
-            content[offset:offset + len(piece)] = piece
+            content[offset : offset + len(piece)] = piece
             file = os.open(path, os.O_RDONLY | os.O_DIRECT)
             count = os.preadv(file, [buffer], offset & -4096)
-            assert buffer[:count] == content[offset & -4096:][:64 << 10]
+            assert buffer[:count] == content[offset & -4096 :][: 64 << 10]
             os.close(file)
             assert path.read_bytes() == content
     finally:
@@ -140,7 +152,10 @@ def test_who_has_a_lock_reads_what_was_written_before(own, here, lock):
     path = here / "f"
     path.write_bytes(bytes(MIB))
     try:
-        with open(path, "rb", buffering=0) as mine, open(other.place / here.name / "f", "rb+", buffering=0) as theirs:
+        with (
+            open(path, "rb", buffering=0) as mine,
+            open(other.place / here.name / "f", "rb+", buffering=0) as theirs,
+        ):
             for turn in range(1, 40):
                 assert os.pread(mine.fileno(), 4096, 8192)
                 lock(theirs, fcntl.LOCK_EX)
@@ -180,6 +195,7 @@ def test_the_space_of_an_unlinked_file_is_freed_though_a_reader_had_it_open(own,
     def collected():
         seen = json.loads(nvpool("status", own.directory, "--json").stdout)
         return not any(one.get("to_collect") for one in seen["processes"])
+
     wait_until(collected, "the collection")
 
 
@@ -208,6 +224,11 @@ def test_all_are_replaced_on_purpose(held, here):
 
 
 def test_a_mount_without_a_holder_has_one_process(own, tmp_path):
-    done = subprocess.run(command(Program.MOUNT, "--no-holder", "--workers", "2",
-                           own.directory, tmp_path), capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command(Program.MOUNT, "--no-holder", "--workers", "2", own.directory, tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 1 and "--workers" in done.stderr

@@ -21,8 +21,12 @@ from nvpool.core.units import MIB
 from nvpool.fuse.engines import RESEND_MIN, kernel_version
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor writes nothing back")]
-OUTLIVES = pytest.param("--holder", marks=pytest.mark.skipif(kernel_version() < RESEND_MIN,
-                                                             reason="this kernel does not hand requests out again"))
+OUTLIVES = pytest.param(
+    "--holder",
+    marks=pytest.mark.skipif(
+        kernel_version() < RESEND_MIN, reason="this kernel does not hand requests out again"
+    ),
+)
 PAGE = 4096
 
 
@@ -31,7 +35,9 @@ def back(pool, request):
     """A mount that writes back, for the tests of this module."""
     made = pool.__dict__.setdefault("written_back", {})
     if request.param not in made:
-        made[request.param] = pool.mount(pool.directory.parent / f"m{request.param}", "--writeback", request.param)
+        made[request.param] = pool.mount(
+            pool.directory.parent / f"m{request.param}", "--writeback", request.param
+        )
     yield made[request.param]
     said = made[request.param].log.read_text(errors="replace")
     assert "Traceback" not in said and " ERROR " not in said, said
@@ -51,10 +57,12 @@ def places(pool, back, request):
 @pytest.fixture
 def same(places):
     """Calls `play(directory)` for both; what it returns must be the same."""
+
     def call(play):
         there, plain = (play(place) for place in places)
         assert there == plain
         return there
+
     return call
 
 
@@ -94,6 +102,7 @@ def test_an_append_alone_is_where_ext4_puts_it(same):
 @pytest.mark.parametrize("flags", [os.O_RDWR, os.O_WRONLY])
 def test_pages_that_come_back_through_a_descriptor_which_appends_are_stored_where_they_belong(same, flags):
     """The kernel takes the handle of any writer."""
+
     def play(place):
         appends = os.open(place / "f", os.O_CREAT | os.O_EXCL | flags | os.O_APPEND)
         os.write(appends, b"a" * 3000)
@@ -129,9 +138,14 @@ def test_an_appending_descriptor_reads_and_maps_what_others_wrote(same):
     same(play)
 
 
-@pytest.mark.parametrize("flags", [os.O_CREAT | os.O_TRUNC, os.O_CREAT | os.O_EXCL, os.O_CREAT | os.O_APPEND],
-                         ids=["cut", "new", "append"])
-def test_a_part_of_a_page_that_is_not_here_any_more_is_written_by_who_made_the_file_for_writing_only(same, flags):
+@pytest.mark.parametrize(
+    "flags",
+    [os.O_CREAT | os.O_TRUNC, os.O_CREAT | os.O_EXCL, os.O_CREAT | os.O_APPEND],
+    ids=["cut", "new", "append"],
+)
+def test_a_part_of_a_page_that_is_not_here_any_more_is_written_by_who_made_the_file_for_writing_only(
+    same, flags
+):
     def play(place):
         file = os.open(place / "f", flags | os.O_WRONLY, 0o644)
         os.write(file, b"a" * 100)
@@ -139,7 +153,14 @@ def test_a_part_of_a_page_that_is_not_here_any_more_is_written_by_who_made_the_f
             drop_pages(file)
             os.write(file, b"%d" % turn * 100)
         os.ftruncate(file, 3 * PAGE)
-        for offset, length in ((PAGE, PAGE), (1, 30_000), (65_536, 30_000), (PAGE, 100), (0, 10), (70_000, 10)):
+        for offset, length in (
+            (PAGE, PAGE),
+            (1, 30_000),
+            (65_536, 30_000),
+            (PAGE, 100),
+            (0, 10),
+            (70_000, 10),
+        ):
             drop_pages(file)
             os.pwrite(file, b"x" * length, offset)
         os.close(file)
@@ -164,7 +185,9 @@ def test_many_who_append_at_once_lose_no_record(places):
     records = (place / "f").read_bytes().split(b";")[:-1]
     assert len(records) == 800
     for number in range(4):
-        assert [one for one in records if one.startswith(b"%d " % number)] == [b"%d %d" % (number, one) for one in range(200)]
+        assert [one for one in records if one.startswith(b"%d " % number)] == [
+            b"%d %d" % (number, one) for one in range(200)
+        ]
 
 
 @pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_WRONLY | os.O_APPEND], ids=["write", "append"])
@@ -207,21 +230,28 @@ class Twins:
     def open(self):
         chance = self.chance
         flags = chance.choice([os.O_WRONLY, os.O_WRONLY, os.O_RDWR, os.O_RDONLY])
-        flags |= chance.choice([0, os.O_CREAT, os.O_CREAT, os.O_CREAT | os.O_EXCL]) | chance.choice([0, 0, os.O_APPEND])
+        flags |= chance.choice([0, os.O_CREAT, os.O_CREAT, os.O_CREAT | os.O_EXCL]) | chance.choice(
+            [0, 0, os.O_APPEND]
+        )
         flags |= os.O_TRUNC if flags & 3 and chance.random() < 0.2 else 0
         made = self.both(("open", oct(flags)), lambda path: os.open(path, flags, 0o644))
         if not isinstance(made[0], OSError):
             self.files.append(made)
 
     def step(self):
-        chance, where = self.chance, self.chance.choice([0, 1, 100, 4095, 4096, 60_000, 65_536, self.chance.randrange(100_000)])
+        chance, where = (
+            self.chance,
+            self.chance.choice([0, 1, 100, 4095, 4096, 60_000, 65_536, self.chance.randrange(100_000)]),
+        )
         content = chance.randbytes(chance.choice([1, 10, 100, 4096, 4097, 30_000]))
         if len(self.files) < 2 or (len(self.files) < 8 and chance.random() < 0.1):
             self.open()
             return
         file = chance.choice(self.files)
-        what = chance.choices(["close", "pwrite", "write", "pread", "cut", "size", "drop", "unlink", "whole"],
-                              [4, 30, 15, 20, 3, 5, 8, 1, 4])[0]
+        what = chance.choices(
+            ["close", "pwrite", "write", "pread", "cut", "size", "drop", "unlink", "whole"],
+            [4, 30, 15, 20, 3, 5, 8, 1, 4],
+        )[0]
         if what == "close":
             self.files.remove(file)
             self.both(what, os.close, file)
@@ -289,7 +319,10 @@ def test_write_past_the_largest_file_leaves_the_size(back):
     fd = os.open(path, os.O_CREAT | os.O_RDWR)
     os.write(fd, b"head")
     os.fsync(fd)
-    assert refused([lambda: os.pwrite(fd, b"hello", (1 << 63) - 20), lambda: os.fsync(fd), lambda: os.close(fd)]) == errno.EFBIG
+    assert (
+        refused([lambda: os.pwrite(fd, b"hello", (1 << 63) - 20), lambda: os.fsync(fd), lambda: os.close(fd)])
+        == errno.EFBIG
+    )
     wait_until(lambda: os.stat(path).st_size == 4, "the size that the file has")
     assert path.read_bytes() == b"head"
     path.unlink()
@@ -307,6 +340,6 @@ def test_bytes_over_a_quota_are_not_shown_after_the_error(pool, back):
     seen = path.read_bytes()
     with sdk.connect(str(pool.directory)) as fs:
         assert fs.read_bytes(f"/volumes/{name}/f") == seen
-    assert len(seen) <= MIB and seen == content[:len(seen)]
+    assert len(seen) <= MIB and seen == content[: len(seen)]
     path.unlink()
     nvpool("volume", "rm", pool.directory, name, "--wait", "--force")

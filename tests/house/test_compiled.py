@@ -25,7 +25,9 @@ def test_it_is_compiled_from_the_source_that_is_here(source):
         pytest.skip("NVPOOL_PURE is set")
     name = ".".join(source.relative_to(ROOT).with_suffix("").parts)
     built = Path(importlib.import_module(name).__file__)
-    assert built.suffix == ".so" and built.stat().st_mtime >= source.stat().st_mtime, "it does not compile: see make setup"
+    assert built.suffix == ".so" and built.stat().st_mtime >= source.stat().st_mtime, (
+        "it does not compile: see make setup"
+    )
 
 
 @pytest.mark.parametrize("path", WITH_IT, ids=lambda path: path.name)
@@ -39,20 +41,28 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
 
 
 def run(command: list[str], place: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=place, env=os.environ | environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=place, env=os.environ | environment, capture_output=True, text=True, check=False
+    )
 
 
 def test_pure_mode_loads_no_compiled_module():
-    code = ("import sys, nvpool.daemons.nvpoold, nvpool.cli.main, nvpool.sdk, nvpool.fuse.engines; "
-            "print([name for name, module in sys.modules.items() if name.startswith('nvpool.') "
-            "and (getattr(module, '__file__', None) or '').endswith('.so')])")
+    code = (
+        "import sys, nvpool.daemons.nvpoold, nvpool.cli.main, nvpool.sdk, nvpool.fuse.engines; "
+        "print([name for name, module in sys.modules.items() if name.startswith('nvpool.') "
+        "and (getattr(module, '__file__', None) or '').endswith('.so')])"
+    )
     assert run_python(code, NVPOOL_PURE="1").stdout.strip() == "[]"
     assert "nvpool.core._checksum" in run_python(code, NVPOOL_PURE="0").stdout
 
 
 def test_missing_compiled_module_is_an_error():
     done = run_python("import sys; sys.modules['nvpool.core._checksum'] = None; import nvpool.core.checksum")
-    assert done.returncode == 1 and "nvpool.core._checksum is not compiled" in done.stderr and "NVPOOL_PURE=1" in done.stderr
+    assert (
+        done.returncode == 1
+        and "nvpool.core._checksum is not compiled" in done.stderr
+        and "NVPOOL_PURE=1" in done.stderr
+    )
 
 
 def test_build_fails_without_compiler_unless_pure(tmp_path):

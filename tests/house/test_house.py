@@ -38,7 +38,9 @@ def test_no_module_is_named_after_nothing(path):
 
 def test_folders_are_small_and_say_what_they_are_for():
     for folder in {path.parent for path in MODULES} - {PACKAGE, PACKAGE / "cli" / "commands"}:
-        assert len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) <= MODULES_MAX, folder
+        assert len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) <= MODULES_MAX, (
+            folder
+        )
     for folder in {path.parent for path in PACKAGE.rglob("*.py")}:
         tree = ast.parse((folder / "__init__.py").read_text())
         assert ast.get_docstring(tree), f"{folder}/__init__.py has no docstring"
@@ -71,20 +73,28 @@ def test_each_error_has_its_own_wire_code_in_the_range_of_its_family():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and path.name != "errors.py":
                 bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
-                assert not bases & {cls.__name__ for cls in classes}, f"{path} defines an error of its own: {node.name}"
+                assert not bases & {cls.__name__ for cls in classes}, (
+                    f"{path} defines an error of its own: {node.name}"
+                )
 
 
 def test_the_command_starts_without_what_only_daemons_need():
     heavy = ("grpc", "lmdb", "pyfuse3", "uvloop", "rich")
     program = f"import sys, nvpool.cli.main; print([m for m in {heavy} if m in sys.modules])"
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
     assert out.strip() == "[]"
 
 
 def test_supervisor_starts_without_the_client():
-    program = ("import sys, nvpool.node.coordination.map_backend, nvpool.node.supervisor; "
-               "print([m for m in sys.modules if m.startswith(('nvpool.client.vfs', 'nvpool.client.session', 'nvpool.sdk'))])")
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60).stdout
+    program = (
+        "import sys, nvpool.node.coordination.map_backend, nvpool.node.supervisor; "
+        "print([m for m in sys.modules if m.startswith(('nvpool.client.vfs', 'nvpool.client.session', 'nvpool.sdk'))])"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
     assert out.strip() == "[]"
 
 

@@ -15,9 +15,24 @@ from nvpool.metrics.registry import METRICS
 ROOT = Path(__file__).resolve().parents[2]
 DECLARED = {name: value for name, value in vars(metrics).items() if isinstance(value, metrics.Metric)}
 UNITS_THAT_ARE_NONE = re.compile(
-    r"_(milliseconds|microseconds|ms|us|ns|kb|kib|mb|mib|gib|kilobytes|megabytes|minutes|percent)(_|$)")
-LABELS = {"child", "direction", "error", "kind", "limit", "member", "op", "service", "shard", "state", "target", "transport",
-          "version", "way"}
+    r"_(milliseconds|microseconds|ms|us|ns|kb|kib|mb|mib|gib|kilobytes|megabytes|minutes|percent)(_|$)"
+)
+LABELS = {
+    "child",
+    "direction",
+    "error",
+    "kind",
+    "limit",
+    "member",
+    "op",
+    "service",
+    "shard",
+    "state",
+    "target",
+    "transport",
+    "version",
+    "way",
+}
 """Each has few values, whatever is stored and whoever comes."""
 PROMTOOL = shutil.which("promtool")
 
@@ -40,19 +55,27 @@ def test_a_name_is_declared_once():
 
 @pytest.mark.parametrize("name", DECLARED)
 def test_a_metric_is_told_by_somebody(name):
-    users = [path for path in (ROOT / "nvpool").rglob("*.py") if path.name != "registry.py" or path.parent.name != "metrics"]
+    users = [
+        path
+        for path in (ROOT / "nvpool").rglob("*.py")
+        if path.name != "registry.py" or path.parent.name != "metrics"
+    ]
     assert any(re.search(rf"\bmetrics\.{name}\b", path.read_text()) for path in users), f"nobody tells {name}"
 
 
 def test_alerts_and_documents_name_no_metric_that_is_not_declared():
     for path in (ROOT / "docs" / "operate" / "monitor.md", *(ROOT / "deploy" / "prometheus").iterdir()):
         for name in re.findall(r"\bnvpool_[a-z_0-9]+", path.read_text()):
-            assert re.sub(r"_(bucket|sum|count)$", "", name) in METRICS or name in METRICS, f"{path.name} names {name}"
+            assert re.sub(r"_(bucket|sum|count)$", "", name) in METRICS or name in METRICS, (
+                f"{path.name} names {name}"
+            )
 
 
 def promtool(*words, text=None):
     assert PROMTOOL, "promtool comes with Debian's package prometheus: make setup"
-    return subprocess.run([PROMTOOL, *map(str, words)], input=text, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [PROMTOOL, *map(str, words)], input=text, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_promtool_finds_nothing_wrong_with_the_configuration_and_the_alerts():
@@ -74,6 +97,9 @@ def test_promtool_finds_nothing_wrong_with_a_page_of_every_metric():
 
 
 def test_http_is_spoken_at_one_door():
-    users = [str(path.relative_to(ROOT / "nvpool")) for path in (ROOT / "nvpool").rglob("*.py")
-             if "HTTP/1.1" in path.read_text()]
+    users = [
+        str(path.relative_to(ROOT / "nvpool"))
+        for path in (ROOT / "nvpool").rglob("*.py")
+        if "HTTP/1.1" in path.read_text()
+    ]
     assert users == ["metrics/http.py"], "or where aiohttp has its door"

@@ -33,7 +33,10 @@ def texts(tree):
             passed.update(ast.walk(node.value))
         elif isinstance(node, ast.JoinedStr):
             passed.update(ast.walk(node))
-            yield node.lineno, "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+            yield (
+                node.lineno,
+                "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values),
+            )
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, node.value
 
@@ -47,9 +50,17 @@ def missing(text):
             command, end = command.get_command(context, found[2]), found.end(2)
         if command is None or isinstance(command, click.Group):
             continue  # the name of a pool, or of the program
-        given = [word for word in text[end:end + END.search(text[end:]).start()].split() if not word.startswith("-")]
+        given = [
+            word
+            for word in text[end : end + END.search(text[end:]).start()].split()
+            if not word.startswith("-")
+        ]
         words = list(takewhile(lambda word: not PROSE.fullmatch(word), given))
-        needed = [one.make_metavar(context) for one in command.params if isinstance(one, click.Argument) and one.required]
+        needed = [
+            one.make_metavar(context)
+            for one in command.params
+            if isinstance(one, click.Argument) and one.required
+        ]
         if len(words) < len(needed):
             yield found[0], " ".join(needed)
 
@@ -57,6 +68,10 @@ def missing(text):
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_commands_in_messages_are_whole(path):
     name = str(path.relative_to(PACKAGE))
-    lacking = [(line, *one) for line, text in texts(ast.parse(path.read_text())) for one in missing(text)
-               if (name, one[0]) not in NO_COMMANDS]
+    lacking = [
+        (line, *one)
+        for line, text in texts(ast.parse(path.read_text()))
+        for one in missing(text)
+        if (name, one[0]) not in NO_COMMANDS
+    ]
     assert not lacking, lacking

@@ -25,17 +25,34 @@ def test_the_tests_of_a_file_run_in_one_worker(tmp_path):
     files = [tmp_path / "test_one.py", tmp_path / "test_other.py"]
     for file in files:
         file.write_text(TESTS)
-    done = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", *spread.split(), tmp_path],
-                          cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", *spread.split(), tmp_path],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert "8 passed" in done.stdout, done
     for file in files:
         assert len(set(file.with_suffix(".workers").read_text().split())) == 1
 
 
 SLOW_FOLDERS = ("cluster", "bridge")
-LONG = {"test_renewal", "test_booted_machine", "test_nodes_in_use", "test_wide_directory", "test_supervisor_endpoints",
-        "test_volume_removal", "test_node_failures", "test_etcd_members", "test_scrub", "test_delayed_node",
-        "test_shards_come_and_go", "test_lock_holders"}
+LONG = {
+    "test_renewal",
+    "test_booted_machine",
+    "test_nodes_in_use",
+    "test_wide_directory",
+    "test_supervisor_endpoints",
+    "test_volume_removal",
+    "test_node_failures",
+    "test_etcd_members",
+    "test_scrub",
+    "test_delayed_node",
+    "test_shards_come_and_go",
+    "test_lock_holders",
+}
 """Files whose shortest test takes more than 30 s: `make test-all` runs them, or `make soak` the last one. Smoke tests of other
 files start nodes, shards with standbys and systemd services too."""
 

@@ -8,5 +8,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_types_are_checked():
-    check = subprocess.run([sys.executable, "tools/check_types.py"], cwd=ROOT, capture_output=True, text=True, timeout=500)
+    check = subprocess.run(
+        [sys.executable, "tools/check_types.py"], cwd=ROOT, capture_output=True, text=True, timeout=500
+    )
     assert check.returncode == 0, check.stdout + check.stderr

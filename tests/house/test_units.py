@@ -12,8 +12,9 @@ import pytest
 UNITS = Path(__file__).resolve().parents[2] / "systemd"
 SERVICES = sorted(UNITS.glob("*.service"))
 
-pytestmark = pytest.mark.skipif(shutil.which("systemd-analyze") is None,
-                                reason="systemd-analyze is not installed (Debian: systemd)")
+pytestmark = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed (Debian: systemd)"
+)
 
 
 def analyze(*words: object) -> subprocess.CompletedProcess[str]:
@@ -56,8 +57,11 @@ def test_the_exposure_of_the_daemon_is_at_most_three_of_ten():
 
 @pytest.mark.parametrize("name", ["nvpool.sysusers", "nvpool.tmpfiles"])
 def test_users_and_directories_are_made_as_the_files_say(name, tmp_path):
-    program = ["systemd-sysusers", f"--root={tmp_path}"] if name.endswith("sysusers") else ["systemd-tmpfiles", "--create",
-                                                                                           f"--root={tmp_path}"]
+    program = (
+        ["systemd-sysusers", f"--root={tmp_path}"]
+        if name.endswith("sysusers")
+        else ["systemd-tmpfiles", "--create", f"--root={tmp_path}"]
+    )
     if shutil.which(program[0]) is None:
         pytest.skip(f"{program[0]} is not installed (Debian: systemd)")
     (tmp_path / "etc").mkdir()

@@ -16,13 +16,15 @@ def check_words():
 
 
 def test_old_words_only_get_fewer():
-    check = subprocess.run([sys.executable, "tools/check_words.py"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    check = subprocess.run(
+        [sys.executable, "tools/check_words.py"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert check.returncode == 0, check.stdout + check.stderr
 
 
 def test_word_check_names_the_fields_word():
     words = check_words()
-    (line, word, field), = words.uses_in("nothing here\nthe Wish of a user, fulltold, distell")
+    ((line, word, field),) = words.uses_in("nothing here\nthe Wish of a user, fulltold, distell")
     assert (line, word) == (2, "wish") and "operator request" in field
 
 

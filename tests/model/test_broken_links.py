@@ -24,7 +24,9 @@ async def longest_write_s(loop, client, seconds: float) -> float:
     until_s, longest, number = loop.time() + seconds, 0.0, 0
     while loop.time() < until_s:
         began_s, number = loop.time(), number + 1
-        _, handle = await client.vfs.create(ROOT_INODE, b"file-%d-%d" % (int(1000 * seconds), number), 0o644, os.O_RDWR, ME)
+        _, handle = await client.vfs.create(
+            ROOT_INODE, b"file-%d-%d" % (int(1000 * seconds), number), 0o644, os.O_RDWR, ME
+        )
         await client.vfs.write(handle, 0, bytes(64 * KIB))
         await client.vfs.fsync(handle, False)
         await client.vfs.release(handle)
@@ -33,12 +35,23 @@ async def longest_write_s(loop, client, seconds: float) -> float:
     return longest
 
 
-@pytest.mark.parametrize("ways", [((2, 3),), ((3, 2),), ((2, 3), (3, 2))], ids=["to the third", "to the second", "both"])
+@pytest.mark.parametrize(
+    "ways", [((2, 3),), ((3, 2),), ((2, 3), (3, 2))], ids=["to the third", "to the second", "both"]
+)
 @pytest.mark.parametrize("etcd", [False, True], ids=["one manager", "etcd"])
 def test_writes_go_on_while_two_nodes_are_cut_apart(ways, etcd):
     async def run():
-        async with SimPool(loop, "links", targets=3, replicas=2, options=OPTIONS, standbys=0, shards=1, etcd=etcd,
-                           durability="interval") as pool:
+        async with SimPool(
+            loop,
+            "links",
+            targets=3,
+            replicas=2,
+            options=OPTIONS,
+            standbys=0,
+            shards=1,
+            etcd=etcd,
+            durability="interval",
+        ) as pool:
             client = await pool.client("client-1")
             await longest_write_s(loop, client, 2.0)
             for sender, receiver in ways:

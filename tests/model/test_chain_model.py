@@ -19,10 +19,10 @@ from nvpool.core.ids import RequestId, is_done, version_parts
 from nvpool.core.ids import version as make_version
 from nvpool.poolmap.chains.protocol import (
     Answer,
+    ChainPosition,
     MemberChunkState,
     Next,
     Offer,
-    ChainPosition,
     after_cut,
     deciders_now,
     gained,
@@ -73,12 +73,12 @@ class Member:
         self.cut = 0
         self.requests: tuple = ()
         self.pending: Waiting | None = None
-        self.question = 0          # that our pending write waits for
+        self.question = 0  # that our pending write waits for
         self.above = 0
         self.links: dict[int, int] = {}
         self.own_links: dict[int, int] = {}
         self.cut_waits = 0
-        self.floor = 0        # both raised by a resync of the inode's chunks in other chains
+        self.floor = 0  # both raised by a resync of the inode's chunks in other chains
         self.raised_cut = 0
         self.tainted = False  # was cut before it was in line with the others: resync copies such a chunk whatever its version
 
@@ -87,8 +87,13 @@ class Member:
         return place_in(self.chain, self.number)
 
     def held(self) -> MemberChunkState:
-        return MemberChunkState(self.version, self.floor, max(self.cut, self.cut_waits, self.raised_cut), self.requests,
-                    self.pending.offer.version if self.pending else 0)
+        return MemberChunkState(
+            self.version,
+            self.floor,
+            max(self.cut, self.cut_waits, self.raised_cut),
+            self.requests,
+            self.pending.offer.version if self.pending else 0,
+        )
 
 
 class World:
@@ -122,7 +127,11 @@ class World:
         to = pending.place.successor
         link = member.own_links.setdefault(to, member.process * LINKS + 1)
         member.question = next(self.numbers)
-        last = 0 if pending.whole is None or pending.whole.members == pending.place.members else pending.place.members[-1]
+        last = (
+            0
+            if pending.whole is None or pending.whole.members == pending.place.members
+            else pending.place.members[-1]
+        )
         offer = pending.offer._replace(sender=member.number, epoch=pending.place.epoch, last=last)
         self.send(member.number, to, link, Question(member.question, link, offer, pending.content))
 
@@ -203,8 +212,15 @@ class World:
                 return answer(0, Answer.BUSY)
             content = (*member.content, offer.request.sequence)
             place = until(member.place, offer.last)
-            member.pending = Waiting(offer, content, place, (sender, question.number, question.link), None, place.is_last,
-                                     whole=member.place)
+            member.pending = Waiting(
+                offer,
+                content,
+                place,
+                (sender, question.number, question.link),
+                None,
+                place.is_last,
+                whole=member.place,
+            )
             self.go_on(member)
         else:
             answer(version, verdict)
@@ -248,8 +264,13 @@ class World:
             member.pending, member.question = None, 0
             return
         older = pending.older or gained(deciders, member.place)
-        member.pending = pending._replace(place=taking_part(member.place, deciders), whole=member.place, deciders=deciders,
-                                          last=step is Next.COMMIT, older=older)
+        member.pending = pending._replace(
+            place=taking_part(member.place, deciders),
+            whole=member.place,
+            deciders=deciders,
+            last=step is Next.COMMIT,
+            older=older,
+        )
         self.go_on(member)
 
     def do_cut(self, member: Member) -> None:
@@ -275,7 +296,9 @@ class World:
                 self.made += 1
                 self.open_writes[self.made] = self.granted
             write = list(self.open_writes)[pick % len(self.open_writes)]
-            self.client_writes(self.members[self.chain.targets[0]] if pick % 5 else living[pick % len(living)], write)
+            self.client_writes(
+                self.members[self.chain.targets[0]] if pick % 5 else living[pick % len(living)], write
+            )
         elif kind < 10:
             self.deliver(pick)
         elif kind < 12:
@@ -333,7 +356,9 @@ class World:
         self.change(targets=targets, joining=tuple(t for t in self.chain.joining if t != number))
 
     def bring_back(self, pick: int) -> None:
-        away = [m for m in self.members.values() if m.number not in (*self.chain.targets, *self.chain.joining)]
+        away = [
+            m for m in self.members.values() if m.number not in (*self.chain.targets, *self.chain.joining)
+        ]
         if not away:
             return
         member = away[pick % len(away)]
@@ -341,7 +366,12 @@ class World:
         if not member.alive:  # a new process, with what its drive has
             fresh = Member(member.number, self.chain, member.process + 1)
             fresh.version, fresh.content, fresh.cut, fresh.requests, fresh.tainted = (
-                member.version, member.content, member.cut, member.requests, member.tainted)
+                member.version,
+                member.content,
+                member.cut,
+                member.requests,
+                member.tainted,
+            )
             fresh.floor, fresh.raised_cut = member.floor, member.raised_cut
             self.members[member.number] = fresh
 
@@ -390,7 +420,7 @@ class World:
         member = readable[pick % len(readable)]
         if member.pending is None and member.place is not None and member.place.number < member.place.full:
             found = tuple(write for write in member.content if write > 0)
-            assert found[:len(self.seen)] == self.seen, f"{found} after {self.seen}"
+            assert found[: len(self.seen)] == self.seen, f"{found} after {self.seen}"
             assert set(self.acknowledged) <= set(found), f"{found} without some of {self.acknowledged}"
             self.seen = found
 
@@ -398,7 +428,11 @@ class World:
         for number in self.chain.targets:
             member = self.members[number]
             if member.alive:
-                assert set(self.acknowledged) <= set(member.content), (number, member.content, self.acknowledged)
+                assert set(self.acknowledged) <= set(member.content), (
+                    number,
+                    member.content,
+                    self.acknowledged,
+                )
         for member in self.members.values():
             writes = [write for write in member.content if write > 0]
             assert len(set(writes)) == len(writes), f"{writes}: one was done twice"
@@ -422,7 +456,9 @@ class World:
         if all(member.alive for member in living):
             assert not any(member.pending for member in living)
             full = [self.members[number] for number in self.chain.targets]
-            assert len({(member.version, member.content) for member in full}) == 1, [(m.version, m.content) for m in full]
+            assert len({(member.version, member.content) for member in full}) == 1, [
+                (m.version, m.content) for m in full
+            ]
             assert set(self.acknowledged) <= set(full[0].content)
 
 
@@ -435,7 +471,11 @@ def run(members: int, choices: bytes) -> World:
     return world
 
 
-@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(st.integers(2, 4), st.binary(max_size=400).map(lambda raw: raw[:len(raw) & -2]))
-def test_whatever_happens_to_a_chain_nothing_acknowledged_or_read_is_lost_and_replicas_are_equal(members, choices):
+@settings(
+    max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+@given(st.integers(2, 4), st.binary(max_size=400).map(lambda raw: raw[: len(raw) & -2]))
+def test_whatever_happens_to_a_chain_nothing_acknowledged_or_read_is_lost_and_replicas_are_equal(
+    members, choices
+):
     run(members, choices)

@@ -56,7 +56,9 @@ def test_session_that_others_may_use_is_found(capsys, monkeypatch):
 
 def test_exception_of_a_service_is_found(capsys, monkeypatch):
     monkeypatch.setitem(
-        meta_dispatch.QUERIES, wire.META_READLINK, (meta_dispatch.QUERIES[wire.META_READLINK][0], lambda *_: {}["x"])
+        meta_dispatch.QUERIES,
+        wire.META_READLINK,
+        (meta_dispatch.QUERIES[wire.META_READLINK][0], lambda *_: {}["x"]),
     )
     assert "KeyError" in found(capsys, "shard-client", "META_READLINK")
 
@@ -79,17 +81,34 @@ def test_damage_of_the_tree_is_found(capsys, monkeypatch):
 
 
 def test_same_seed_asks_the_same(capsys):
-    script = ("from nvpool.testing.fuzz import runner as run\nhistory=[]\nclass Heard(run.Run):\n"
-              "    def _one(self, place, number, count):\n        super()._one(place, number, count)\n"
-              "        print(hash(tuple(self._recent)))\nrun.Run = Heard\nrun.fuzz('shard-bound', 2500, '7')")
-    said = [subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120, cwd=ROOT,
-                           env={"PYTHONHASHSEED": "0"}).stdout for _ in range(2)]
+    script = (
+        "from nvpool.testing.fuzz import runner as run\nhistory=[]\nclass Heard(run.Run):\n"
+        "    def _one(self, place, number, count):\n        super()._one(place, number, count)\n"
+        "        print(hash(tuple(self._recent)))\nrun.Run = Heard\nrun.fuzz('shard-bound', 2500, '7')"
+    )
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+            cwd=ROOT,
+            env={"PYTHONHASHSEED": "0"},
+        ).stdout
+        for _ in range(2)
+    ]
     lines = [[line for line in out.splitlines() if not line.startswith("done")] for out in said]
     assert lines[0] == lines[1] and len(lines[0]) == 2
 
 
 @pytest.mark.soak
 def test_ten_million_wrong_requests_harm_nothing():
-    done = subprocess.run([sys.executable, ROOT / "tools" / "fuzz.py", "--cases", "10000000"], capture_output=True, text=True,
-                          check=False, timeout=6 * 3600)
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools" / "fuzz.py", "--cases", "10000000"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=6 * 3600,
+    )
     assert done.returncode == 0, done.stdout[-20_000:]

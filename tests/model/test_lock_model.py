@@ -40,7 +40,9 @@ class Locks(RuleBasedStateMachine):
         return self.loop.run_until_complete(asyncio.wait_for(work, 120))
 
     async def start(self):
-        self.service = MetaService(self.kv, grant_secret=b"s" * 32, dialer=StoreRecorder(), clock=self.clock, options=OPTIONS)
+        self.service = MetaService(
+            self.kv, grant_secret=b"s" * 32, dialer=StoreRecorder(), clock=self.clock, options=OPTIONS
+        )
         self.service.update_map(small_map())
         await self.service.start()
 
@@ -52,24 +54,42 @@ class Locks(RuleBasedStateMachine):
         self.run(self.kv.sync())
 
     def blocked(self, client, owner, start, end, mode):
-        return any(one and EXCLUSIVE in (mode, one)
-                   for others in (self.held, self.dead) for who, modes in others.items() if who != (client, owner)
-                   for one in modes[start:end + 1])
+        return any(
+            one and EXCLUSIVE in (mode, one)
+            for others in (self.held, self.dead)
+            for who, modes in others.items()
+            if who != (client, owner)
+            for one in modes[start : end + 1]
+        )
 
     def lay(self, client, owner, start, end, mode):
         modes = self.held.setdefault((client, owner), [UNLOCKED] * BYTES)
-        modes[start:end + 1] = [mode] * (end + 1 - start)
+        modes[start : end + 1] = [mode] * (end + 1 - start)
 
     def ask(self, client, owner, start, end, mode, again=False, **fields):
         asker = self.clients[client]
-        request = pb.LockRequest(change=asker.change(owner), inode=self.file, kind=RECORD, owner=owner, start=start, end=end,
-                                 mode=mode, **fields)
+        request = pb.LockRequest(
+            change=asker.change(owner),
+            inode=self.file,
+            kind=RECORD,
+            owner=owner,
+            start=start,
+            end=end,
+            mode=mode,
+            **fields,
+        )
         reply = self.run(asker.ask("LOCK", request))
         if again:
             assert self.run(asker.ask("LOCK", request)) == reply
         return reply
 
-    @rule(client=CLIENTS, owner=OWNERS, place=PLACES, mode=st.sampled_from([UNLOCKED, SHARED, EXCLUSIVE]), again=st.booleans())
+    @rule(
+        client=CLIENTS,
+        owner=OWNERS,
+        place=PLACES,
+        mode=st.sampled_from([UNLOCKED, SHARED, EXCLUSIVE]),
+        again=st.booleans(),
+    )
     def lock(self, client, owner, place, mode, again):
         blocked = mode and self.blocked(client, owner, *place, mode)
         granted = self.ask(client, owner, *place, mode, again).granted
@@ -101,8 +121,14 @@ class Locks(RuleBasedStateMachine):
         client, owner = sorted(self.waits)[number % len(self.waits)]
         ticket, start, end, mode = self.waits.pop((client, owner))
         if not patient:
-            self.run(self.clients[client].ask("LOCK_WAIT", pb.LockWaitRequest(session=self.clients[client].session,
-                                                                              given_up=struct.pack("<Q", ticket))))
+            self.run(
+                self.clients[client].ask(
+                    "LOCK_WAIT",
+                    pb.LockWaitRequest(
+                        session=self.clients[client].session, given_up=struct.pack("<Q", ticket)
+                    ),
+                )
+            )
             return
         try:
             reply = self.ask(client, owner, start, end, mode, wait=True, ticket=ticket)
@@ -161,7 +187,7 @@ class Locks(RuleBasedStateMachine):
                 client = next((n for n, one in enumerate(self.clients) if one.session == lock.session), None)
                 if client is not None:
                     modes = seen.setdefault((client, lock.owner), [UNLOCKED] * BYTES)
-                    modes[lock.start:lock.end + 1] = [lock.mode] * (lock.end + 1 - lock.start)
+                    modes[lock.start : lock.end + 1] = [lock.mode] * (lock.end + 1 - lock.start)
         assert seen == {who: modes for who, modes in self.held.items() if any(modes)}
 
     def teardown(self):

@@ -77,7 +77,9 @@ class NameSpace(RuleBasedStateMachine):
 
     async def start(self, power_lost=False):
         await self.open_engine(power_lost)
-        self.service = MetaService(self.kv, grant_secret=b"s" * 32, dialer=StoreRecorder(), clock=self.clock, options=OPTIONS)
+        self.service = MetaService(
+            self.kv, grant_secret=b"s" * 32, dialer=StoreRecorder(), clock=self.clock, options=OPTIONS
+        )
         self.service.update_map(small_map())
         await self.service.start()
 
@@ -88,7 +90,13 @@ class NameSpace(RuleBasedStateMachine):
         self.run(self.client.begin())
         self.root = Node("dir", ROOT)
         self.alive: list[Node] = [self.root]
-        for parent, name, kind in ((0, b"a", "dir"), (0, b"b", "wide"), (1, b"a", "dir"), (1, b"b", "file"), (3, b"a", "dir")):
+        for parent, name, kind in (
+            (0, b"a", "dir"),
+            (0, b"b", "wide"),
+            (1, b"a", "dir"),
+            (1, b"b", "file"),
+            (3, b"a", "dir"),
+        ):
             self.create(parent, name, kind)
 
     # -- the model's side
@@ -149,8 +157,17 @@ class NameSpace(RuleBasedStateMachine):
             self.alive.append(node)
             return node
 
-        reply, node = self.do(lambda: self.client.create(parent.inode, name, mode, exclusive=True, wide=kind == "wide",
-                                                         target=b"t" if kind == "link" else b""), model)
+        reply, node = self.do(
+            lambda: self.client.create(
+                parent.inode,
+                name,
+                mode,
+                exclusive=True,
+                wide=kind == "wide",
+                target=b"t" if kind == "link" else b"",
+            ),
+            model,
+        )
         if node is not None:
             node.inode = reply.entry.attr.inode
             assert node.inode not in {other.inode for other in self.alive if other is not node}
@@ -212,12 +229,18 @@ class NameSpace(RuleBasedStateMachine):
 
     @rule(parent=PICK, name=PICK, new_parent=PICK, new_name=PICK, flags=st.sampled_from([0, 0, 2]))
     def rename_to_what_is_there(self, parent, name, new_parent, new_name, flags):
-        self.rename(parent, name, new_parent, self.name_in(self.pick(self.directories(), new_parent), new_name), flags)
+        self.rename(
+            parent, name, new_parent, self.name_in(self.pick(self.directories(), new_parent), new_name), flags
+        )
 
     @rule(moved=PICK, onto=PICK, flags=st.sampled_from([0, 0, 2]))
     def rename_directory_onto_an_empty_one(self, moved, onto, flags):
-        named = [(node.parent, name, node) for directory in self.directories() for name, node in directory.names.items()
-                 if node.kind == "dir"]
+        named = [
+            (node.parent, name, node)
+            for directory in self.directories()
+            for name, node in directory.names.items()
+            if node.kind == "dir"
+        ]
         empty = [one for one in named if not one[2].names]
         if empty:
             old, new = self.pick(named, moved), self.pick(empty, onto)
@@ -265,7 +288,11 @@ class NameSpace(RuleBasedStateMachine):
 
         self.do(lambda: self.client.rename(parent.inode, name, new_parent.inode, new_name, flags), model)
 
-    @rule(node=PICK, size=st.integers(0, 20_000), way=st.sampled_from(["set", "report", "append", "grow", "hole"]))
+    @rule(
+        node=PICK,
+        size=st.integers(0, 20_000),
+        way=st.sampled_from(["set", "report", "append", "grow", "hole"]),
+    )
     def resize(self, node, size, way):
         files = [node for node in self.alive if node.kind == "file"]
         if not files:
@@ -276,7 +303,9 @@ class NameSpace(RuleBasedStateMachine):
         def model():
             self.refuse(way == "append" and not size, errors.InvalidRequest)
             self.refuse(way in ("grow", "hole") and not size, errors.InvalidRequest)
-            node.size = {"set": size, "append": node.size + size, "hole": node.size}.get(way, max(size, node.size))
+            node.size = {"set": size, "append": node.size + size, "hole": node.size}.get(
+                way, max(size, node.size)
+            )
             return node
 
         def request():
@@ -286,8 +315,10 @@ class NameSpace(RuleBasedStateMachine):
                 return self.client.report(node.inode, size, cut)
             if way != "append":
                 return self.client.allocate(node.inode, 0, size, grow=way == "grow", punch=way == "hole")
-            return self.client.ask("RESERVE", pb.ReserveRequest(change=self.client.change(), inode=node.inode, length=size,
-                                                                cut=cut))
+            return self.client.ask(
+                "RESERVE",
+                pb.ReserveRequest(change=self.client.change(), inode=node.inode, length=size, cut=cut),
+            )
 
         self.do(request, model)
 
@@ -305,10 +336,14 @@ class NameSpace(RuleBasedStateMachine):
 
         def request():
             if value is None:
-                return self.client.ask("REMOVEXATTR", pb.RemoveXattrRequest(change=self.client.change(), inode=node.inode,
-                                                                            name=name))
-            return self.client.ask("SETXATTR", pb.SetXattrRequest(change=self.client.change(), inode=node.inode, name=name,
-                                                                  value=value))
+                return self.client.ask(
+                    "REMOVEXATTR",
+                    pb.RemoveXattrRequest(change=self.client.change(), inode=node.inode, name=name),
+                )
+            return self.client.ask(
+                "SETXATTR",
+                pb.SetXattrRequest(change=self.client.change(), inode=node.inode, name=name, value=value),
+            )
 
         self.do(request, model)
 
@@ -345,8 +380,11 @@ class NameSpace(RuleBasedStateMachine):
                 if node.kind == "file":
                     assert entry.attr.size == node.size
                 if node.xattrs or (node.inode not in seen and entry.attr.flags & 1):
-                    found = self.run(self.client.ask("LISTXATTR", pb.ListXattrRequest(session=self.client.session,
-                                                                                       inode=node.inode)))
+                    found = self.run(
+                        self.client.ask(
+                            "LISTXATTR", pb.ListXattrRequest(session=self.client.session, inode=node.inode)
+                        )
+                    )
                     assert set(found.names) == node.xattrs.keys()
                 seen.add(node.inode)
                 if node.kind == "dir":
@@ -387,9 +425,13 @@ class StoredNameSpace(NameSpace):
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 TestNameSpace = NameSpace.TestCase
-TestNameSpace.settings = settings(max_examples=40, stateful_step_count=50, deadline=None, suppress_health_check=SLOW)
+TestNameSpace.settings = settings(
+    max_examples=40, stateful_step_count=50, deadline=None, suppress_health_check=SLOW
+)
 TestStoredNameSpace = StoredNameSpace.TestCase
-TestStoredNameSpace.settings = settings(max_examples=10, stateful_step_count=40, deadline=None, suppress_health_check=SLOW)
+TestStoredNameSpace.settings = settings(
+    max_examples=10, stateful_step_count=40, deadline=None, suppress_health_check=SLOW
+)
 
 
 @pytest.mark.soak

@@ -33,7 +33,9 @@ ME = Caller(os.getuid(), os.getgid())
 CHUNK = 64 * KIB
 NAMES = st.sampled_from([b"a", b"b", b"c", b"\xff\xfe"])
 DIRS = st.sampled_from([(), (b"d",), (b"d", b"e"), (b"a",)])
-OFFSETS = st.one_of(st.integers(0, 3 * CHUNK), st.sampled_from([0, 1, 4095, 4096, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK]))
+OFFSETS = st.one_of(
+    st.integers(0, 3 * CHUNK), st.sampled_from([0, 1, 4095, 4096, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK])
+)
 LENGTHS = st.one_of(st.integers(1, 9000), st.sampled_from([1, 4096, CHUNK, CHUNK + 4096, 2 * CHUNK + 17]))
 
 
@@ -46,10 +48,18 @@ class Pool:
 
     def __init__(self, make_store=_plain, shards: int = 0) -> None:
         self.loop = asyncio.new_event_loop()
-        self.local = LocalPool(chunk_bytes=CHUNK, make_store=make_store, capacities=(64 * MIB, 96 * MIB), shards=shards)
+        self.local = LocalPool(
+            chunk_bytes=CHUNK, make_store=make_store, capacities=(64 * MIB, 96 * MIB), shards=shards
+        )
         self.run(self.local.__aenter__())
-        options = ClientOptions(attr_s=0.0, fresh_s=0.0, deadline_s=20.0, write_buffer_bytes=256 * KIB,
-                                write_flight_bytes=128 * KIB, read_ahead_bytes=256 * KIB)
+        options = ClientOptions(
+            attr_s=0.0,
+            fresh_s=0.0,
+            deadline_s=20.0,
+            write_buffer_bytes=256 * KIB,
+            write_flight_bytes=128 * KIB,
+            read_ahead_bytes=256 * KIB,
+        )
         self.clients = [self.run(self.local.client(f"client {n}", options)) for n in range(2)]
 
     def run(self, work):
@@ -72,7 +82,7 @@ class NamespaceMachine(RuleBasedStateMachine):
         super().__init__()
         self.root = tempfile.mkdtemp(prefix="nvpool-model-").encode()
         self.pool = Pool(self.make_store, self.shards)
-        self.open: list[tuple[int, int, object]] = []   # (client, descriptor, handle)
+        self.open: list[tuple[int, int, object]] = []  # (client, descriptor, handle)
 
     def teardown(self) -> None:
         for _, descriptor, _ in self.open:
@@ -128,17 +138,27 @@ class NamespaceMachine(RuleBasedStateMachine):
         os.mkdir(self.path((b"d",)))
         self.pool.run(self.vfs(0).mkdir(self.top, b"d", 0o755, ME, wide=self.has_wide))
 
-    @rule(client=st.integers(0, 1), directory=DIRS, name=NAMES, mode=st.sampled_from([0o755, 0o700]), wide=st.booleans())
+    @rule(
+        client=st.integers(0, 1),
+        directory=DIRS,
+        name=NAMES,
+        mode=st.sampled_from([0o755, 0o700]),
+        wide=st.booleans(),
+    )
     def mkdir(self, client, directory, name, mode, wide) -> None:
         async def ours():
             vfs = self.vfs(client)
-            return await vfs.mkdir(await self.find(vfs, directory), name, mode, ME, wide=wide and self.has_wide)
+            return await vfs.mkdir(
+                await self.find(vfs, directory), name, mode, ME, wide=wide and self.has_wide
+            )
+
         self.both(lambda: os.mkdir(self.path(directory, name), mode), ours())
 
     @precondition(lambda self: self.has_wide)
     @rule(client=st.integers(0, 1), directory=DIRS)
     def spread(self, client, directory) -> None:
         """An empty directory becomes a wide one, which a plain file system has no word for."""
+
         async def ours():
             vfs = self.vfs(client)
             inode = await self.find(vfs, directory)
@@ -150,6 +170,7 @@ class NamespaceMachine(RuleBasedStateMachine):
         def plain():
             if os.listdir(self.path(directory)):
                 raise OSError(errno.ENOTEMPTY, "only an empty directory becomes wide")
+
         self.both(plain, ours())
 
     @rule(client=st.integers(0, 1), directory=DIRS, name=NAMES)
@@ -157,6 +178,7 @@ class NamespaceMachine(RuleBasedStateMachine):
         async def ours():
             vfs = self.vfs(client)
             await vfs.rmdir(await self.find(vfs, directory), name, ME)
+
         self.both(lambda: os.rmdir(self.path(directory, name)), ours())
 
     @rule(client=st.integers(0, 1), directory=DIRS, name=NAMES)
@@ -164,13 +186,20 @@ class NamespaceMachine(RuleBasedStateMachine):
         async def ours():
             vfs = self.vfs(client)
             await vfs.unlink(await self.find(vfs, directory), name, ME)
+
         self.both(lambda: os.unlink(self.path(directory, name)), ours())
 
-    @rule(client=st.integers(0, 1), directory=DIRS, name=NAMES, text=st.sampled_from([b"a", b"../b", b"x" * 300]))
+    @rule(
+        client=st.integers(0, 1),
+        directory=DIRS,
+        name=NAMES,
+        text=st.sampled_from([b"a", b"../b", b"x" * 300]),
+    )
     def symlink(self, client, directory, name, text) -> None:
         async def ours():
             vfs = self.vfs(client)
             await vfs.symlink(await self.find(vfs, directory), name, text, ME)
+
         self.both(lambda: os.symlink(text, self.path(directory, name)), ours())
 
     @rule(client=st.integers(0, 1), directory=DIRS, name=NAMES)
@@ -178,12 +207,13 @@ class NamespaceMachine(RuleBasedStateMachine):
         async def ours():
             vfs = self.vfs(client)
             return await vfs.readlink((await vfs.lookup(await self.find(vfs, directory), name)).inode)
+
         expected, found, _ = self.both(lambda: os.readlink(self.path(directory, name)), ours())
         assert found == expected
 
     @rule(client=st.integers(0, 1), directory=DIRS, name=NAMES, other=DIRS, new=NAMES, keep=st.booleans())
     def rename(self, client, directory, name, other, new, keep) -> None:
-        if (*other, new) == (*directory, name)[:len(other) + 1] and len(other) < len(directory):
+        if (*other, new) == (*directory, name)[: len(other) + 1] and len(other) < len(directory):
             return  # onto a directory above: the kernel refuses that itself (ENOTEMPTY), before a file system is asked
 
         async def ours():
@@ -194,12 +224,15 @@ class NamespaceMachine(RuleBasedStateMachine):
         def plain():
             for parent in (directory, other):
                 if not stat.S_ISDIR(os.lstat(self.path(parent)).st_mode):
-                    raise NotADirectoryError(errno.ENOTDIR, "both parents are walked before any name is looked at")
+                    raise NotADirectoryError(
+                        errno.ENOTDIR, "both parents are walked before any name is looked at"
+                    )
             if keep and not os.path.lexists(self.path(directory, name)):
                 os.lstat(self.path(directory, name))
             if keep and os.path.lexists(self.path(other, new)):
                 raise FileExistsError(errno.EEXIST, "exists")
             os.rename(self.path(directory, name), self.path(other, new))
+
         self.both(plain, ours())
 
     @rule(client=st.integers(0, 1), directory=DIRS, name=NAMES, other=DIRS, new=NAMES)
@@ -212,11 +245,19 @@ class NamespaceMachine(RuleBasedStateMachine):
         def plain():
             found = os.lstat(self.path(directory, name))
             if stat.S_ISDIR(found.st_mode) and stat.S_ISDIR(os.lstat(self.path(other)).st_mode):
-                raise PermissionError(errno.EPERM, "whether the new name exists is looked at later here than in the kernel")
+                raise PermissionError(
+                    errno.EPERM, "whether the new name exists is looked at later here than in the kernel"
+                )
             os.link(self.path(directory, name), self.path(other, new), follow_symlinks=False)
+
         self.both(plain, ours())
 
-    @rule(client=st.integers(0, 1), directory=DIRS, name=NAMES, mode=st.sampled_from([0o644, 0o600, 0o755, 0o4755]))
+    @rule(
+        client=st.integers(0, 1),
+        directory=DIRS,
+        name=NAMES,
+        mode=st.sampled_from([0o644, 0o600, 0o755, 0o4755]),
+    )
     def chmod(self, client, directory, name, mode) -> None:
         if self.is_link(directory, name):
             return
@@ -225,9 +266,16 @@ class NamespaceMachine(RuleBasedStateMachine):
             vfs = self.vfs(client)
             attr = await vfs.lookup(await self.find(vfs, directory), name)
             await vfs.setattr(attr.inode, mode=mode, caller=ME)
+
         self.both(lambda: os.chmod(self.path(directory, name), mode), ours())
 
-    @rule(client=st.integers(0, 1), directory=DIRS, name=NAMES, atime=st.integers(0, 1 << 40), mtime=st.integers(0, 1 << 60))
+    @rule(
+        client=st.integers(0, 1),
+        directory=DIRS,
+        name=NAMES,
+        atime=st.integers(0, 1 << 40),
+        mtime=st.integers(0, 1 << 60),
+    )
     def utime(self, client, directory, name, atime, mtime) -> None:
         async def ours():
             vfs = self.vfs(client)
@@ -236,6 +284,7 @@ class NamespaceMachine(RuleBasedStateMachine):
 
         def plain():
             os.utime(self.path(directory, name), ns=(atime, mtime), follow_symlinks=False)
+
         _, attr, worked = self.both(plain, ours())
         if worked:
             assert attr.mtime_ns == mtime
@@ -243,8 +292,12 @@ class NamespaceMachine(RuleBasedStateMachine):
     # -- contents --------------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.open) < 6)
-    @rule(client=st.integers(0, 1), directory=DIRS, name=NAMES,
-          flags=st.sampled_from([0, os.O_CREAT, os.O_CREAT | os.O_EXCL, os.O_CREAT | os.O_TRUNC, os.O_TRUNC]))
+    @rule(
+        client=st.integers(0, 1),
+        directory=DIRS,
+        name=NAMES,
+        flags=st.sampled_from([0, os.O_CREAT, os.O_CREAT | os.O_EXCL, os.O_CREAT | os.O_TRUNC, os.O_TRUNC]),
+    )
     def open_file(self, client, directory, name, flags) -> None:
         self.settle()
         if self.is_link(directory, name) or (flags & os.O_TRUNC and self.is_open(directory, name)):
@@ -259,7 +312,10 @@ class NamespaceMachine(RuleBasedStateMachine):
             if stat.S_ISDIR(attr.mode):
                 raise IsADirectory
             return await vfs.open(attr.inode, os.O_RDWR | flags, ME)
-        descriptor, handle, worked = self.both(lambda: os.open(self.path(directory, name), os.O_RDWR | flags, 0o644), ours())
+
+        descriptor, handle, worked = self.both(
+            lambda: os.open(self.path(directory, name), os.O_RDWR | flags, 0o644), ours()
+        )
         if worked:
             self.open.append((client, descriptor, handle))
 
@@ -290,7 +346,10 @@ class NamespaceMachine(RuleBasedStateMachine):
         client, descriptor, handle = self.open[which]
         content = bytes((seed + i * 7) & 255 for i in range(min(length, 256))) * (length // 256 + 1)
         content = content[:length]
-        self.both(lambda: os.pwrite(descriptor, content, offset), self.vfs(client).write(handle, offset, bytearray(content)))
+        self.both(
+            lambda: os.pwrite(descriptor, content, offset),
+            self.vfs(client).write(handle, offset, bytearray(content)),
+        )
 
     @precondition(lambda self: self.open)
     @rule(which=st.integers(0, 5), offset=OFFSETS, length=LENGTHS)
@@ -304,21 +363,31 @@ class NamespaceMachine(RuleBasedStateMachine):
         assert bytes(found) == expected
 
     @precondition(lambda self: self.open)
-    @rule(which=st.integers(0, 5), places=st.lists(st.tuples(OFFSETS, st.integers(1, 9000)), min_size=1, max_size=6))
+    @rule(
+        which=st.integers(0, 5),
+        places=st.lists(st.tuples(OFFSETS, st.integers(1, 9000)), min_size=1, max_size=6),
+    )
     def read_many(self, which, places) -> None:
         which %= len(self.open)
         if not self.alone(which):
             return
         client, descriptor, handle = self.open[which]
         into = bytearray(sum(length for _, length in places))
-        lengths = self.pool.run(self.vfs(client).read_many([(handle, *place) for place in places], memoryview(into)))
+        lengths = self.pool.run(
+            self.vfs(client).read_many([(handle, *place) for place in places], memoryview(into))
+        )
         at = 0
         for (offset, length), count in zip(places, lengths, strict=True):
-            assert bytes(into[at:at + count]) == os.pread(descriptor, length, offset)
+            assert bytes(into[at : at + count]) == os.pread(descriptor, length, offset)
             at += length
 
     @precondition(lambda self: self.open)
-    @rule(which=st.integers(0, 5), offset=OFFSETS, count=st.integers(2, 12), length=st.sampled_from([4096, 20000, CHUNK]))
+    @rule(
+        which=st.integers(0, 5),
+        offset=OFFSETS,
+        count=st.integers(2, 12),
+        length=st.sampled_from([4096, 20000, CHUNK]),
+    )
     def read_in_sequence(self, which, offset, count, length) -> None:
         for number in range(count):
             self.read(which, offset + number * length, length)
@@ -330,8 +399,10 @@ class NamespaceMachine(RuleBasedStateMachine):
         if not self.alone(which):
             return
         client, descriptor, handle = self.open[which]
-        _, attr, _ = self.both(lambda: os.ftruncate(descriptor, size),
-                               self.vfs(client).setattr(handle.inode, size=size, caller=ME, handle=handle))
+        _, attr, _ = self.both(
+            lambda: os.ftruncate(descriptor, size),
+            self.vfs(client).setattr(handle.inode, size=size, caller=ME, handle=handle),
+        )
         assert attr.size == size
 
     @precondition(lambda self: self.open)
@@ -402,7 +473,7 @@ class NamespaceMachine(RuleBasedStateMachine):
                 handle = await vfs.open(attr.inode, os.O_RDONLY, ME)
                 content = whole(os.path.join(path, name))
                 at = 0
-                while part := content[at:at + 50_000]:
+                while part := content[at : at + 50_000]:
                     assert bytes(await vfs.read(handle, at, 50_000)) == part
                     at += len(part)
                 assert not len(await vfs.read(handle, at, 10))
@@ -416,8 +487,9 @@ def whole(path: bytes) -> bytes:
 
 SUPPRESSED = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 TestNamespace = NamespaceMachine.TestCase
-TestNamespace.settings = settings(max_examples=12, stateful_step_count=40, deadline=None, suppress_health_check=SUPPRESSED,
-                                  print_blob=True)
+TestNamespace.settings = settings(
+    max_examples=12, stateful_step_count=40, deadline=None, suppress_health_check=SUPPRESSED, print_blob=True
+)
 
 
 class OverRealStores(NamespaceMachine):
@@ -438,6 +510,7 @@ class OverThreeShards(NamespaceMachine):
             checkup = Checkup()
             await check_metadata(self.pool.clients[0], checkup)
             assert not checkup.problems
+
         try:
             self.pool.run(sound())
         finally:
@@ -459,8 +532,12 @@ class InAVolume(NamespaceMachine):
         async def sound() -> None:
             for _, _, handle in self.open:
                 await handle_closed(handle)
-            inodes = {(found.st_dev, found.st_ino): found for path, names, files in os.walk(self.root) for name in names + files
-                      for found in [os.lstat(os.path.join(path, name))]}
+            inodes = {
+                (found.st_dev, found.st_ino): found
+                for path, names, files in os.walk(self.root)
+                for name in names + files
+                for found in [os.lstat(os.path.join(path, name))]
+            }
             there = len(inodes), sum(one.st_size for one in inodes.values() if stat.S_ISREG(one.st_mode))
             for _ in range(200):
                 for client in self.pool.clients:
@@ -477,6 +554,7 @@ class InAVolume(NamespaceMachine):
         async def handle_closed(handle) -> None:
             client = next(client for client, _, one in self.open if one is handle)
             await self.vfs(client).release(handle)
+
         try:
             self.pool.run(sound())
         finally:
@@ -493,11 +571,21 @@ TestNamespaceOverThreeShards.settings = settings(TestNamespace.settings)
 
 @pytest.mark.soak
 class TestNamespaceOverThreeShardsForLong(OverThreeShards.TestCase):
-    settings = settings(max_examples=700, stateful_step_count=80, deadline=None, suppress_health_check=SUPPRESSED,
-                        print_blob=True)
+    settings = settings(
+        max_examples=700,
+        stateful_step_count=80,
+        deadline=None,
+        suppress_health_check=SUPPRESSED,
+        print_blob=True,
+    )
 
 
 @pytest.mark.soak
 class TestNamespaceForLong(NamespaceMachine.TestCase):
-    settings = settings(max_examples=1500, stateful_step_count=80, deadline=None, suppress_health_check=SUPPRESSED,
-                        print_blob=True)
+    settings = settings(
+        max_examples=1500,
+        stateful_step_count=80,
+        deadline=None,
+        suppress_health_check=SUPPRESSED,
+        print_blob=True,
+    )

@@ -26,15 +26,25 @@ CHUNK = 64 * KIB
 END = 6 * CHUNK
 OPTIONS = ClientOptions(deadline_s=20.0, fresh_s=0.0, attr_s=0.0, read_ahead_bytes=256 * KIB)
 
-PLACE = st.one_of(st.integers(0, END), st.integers(0, END // BLOCK).map(lambda n: n * BLOCK),
-                  st.integers(0, 6).map(lambda n: n * CHUNK))
+PLACE = st.one_of(
+    st.integers(0, END),
+    st.integers(0, END // BLOCK).map(lambda n: n * BLOCK),
+    st.integers(0, 6).map(lambda n: n * CHUNK),
+)
 LENGTH = st.one_of(st.integers(1, 3 * CHUNK), st.sampled_from([1, BLOCK, 2 * BLOCK, CHUNK, 2 * CHUNK]))
 FILE = st.integers(0, 1)
 STEP = st.one_of(
     st.tuples(st.just("write"), FILE, PLACE, LENGTH),
     st.tuples(st.just("write"), FILE, PLACE, LENGTH),
-    st.tuples(st.just("fallocate"), FILE, PLACE, LENGTH, st.sampled_from([0, KEEP_SIZE, ZERO_RANGE, ZERO_RANGE | KEEP_SIZE,
-                                                                         PUNCH_HOLE | KEEP_SIZE, PUNCH_HOLE | KEEP_SIZE])),
+    st.tuples(
+        st.just("fallocate"),
+        FILE,
+        PLACE,
+        LENGTH,
+        st.sampled_from(
+            [0, KEEP_SIZE, ZERO_RANGE, ZERO_RANGE | KEEP_SIZE, PUNCH_HOLE | KEEP_SIZE, PUNCH_HOLE | KEEP_SIZE]
+        ),
+    ),
     st.tuples(st.just("copy"), FILE, PLACE, FILE, PLACE, LENGTH),
     st.tuples(st.just("copy"), FILE, PLACE, FILE, PLACE, LENGTH),
     st.tuples(st.just("truncate"), FILE, PLACE),
@@ -58,7 +68,9 @@ class Case:
     async def begin(self) -> None:
         self.vfs = (await self.pool.client("first", OPTIONS)).vfs
         self.second = await self.pool.client("second", OPTIONS)
-        self.files = [(await self.vfs.create(ROOT_INODE, name, 0o644, os.O_RDWR, ME))[1] for name in (b"a", b"b")]
+        self.files = [
+            (await self.vfs.create(ROOT_INODE, name, 0o644, os.O_RDWR, ME))[1] for name in (b"a", b"b")
+        ]
 
     def wrote(self, file: int, place: int, length: int) -> None:
         self.data[file] |= set(range(place // BLOCK, (place + length - 1) // BLOCK + 1))
@@ -68,14 +80,14 @@ class Case:
         assert await self.vfs.write(self.files[file], place, content) == length
         model = self.content[file]
         model.extend(bytes(max(0, place + length - len(model))))
-        model[place:place + length] = content
+        model[place : place + length] = content
         self.wrote(file, place, length)
 
     async def fallocate(self, file: int, place: int, length: int, mode: int) -> None:
         await self.vfs.fallocate(self.files[file], place, length, mode)
         model, end = self.content[file], place + length
         if mode & (PUNCH_HOLE | ZERO_RANGE):
-            model[place:min(end, len(model))] = bytes(max(0, min(end, len(model)) - place))
+            model[place : min(end, len(model))] = bytes(max(0, min(end, len(model)) - place))
             self.data[file] -= set(range(-(-place // BLOCK), end // BLOCK))
         if not mode & KEEP_SIZE:
             model.extend(bytes(max(0, end - len(model))))
@@ -92,7 +104,7 @@ class Case:
         if there:
             model = self.content[target]
             model.extend(bytes(max(0, to + there - len(model))))
-            model[to:to + there] = self.content[source][place:place + there]
+            model[to : to + there] = self.content[source][place : place + there]
             self.wrote(target, to, there)
 
     async def truncate(self, file: int, size: int) -> None:
@@ -111,8 +123,15 @@ class Case:
             self.files[file] = await self.vfs.open(self.files[file].inode, os.O_RDWR, ME)
 
     async def look(self, file: int, place: int, length: int) -> None:
-        assert bytes(await self.vfs.read(self.files[file], place, length)) == self.content[file][place:place + length]
-        assert self.files[file].size == (await self.vfs.getattr(self.files[file].inode)).size == len(self.content[file])
+        assert (
+            bytes(await self.vfs.read(self.files[file], place, length))
+            == self.content[file][place : place + length]
+        )
+        assert (
+            self.files[file].size
+            == (await self.vfs.getattr(self.files[file].inode)).size
+            == len(self.content[file])
+        )
 
     async def seek(self, file: int) -> None:
         await self.check_extents(self.vfs, self.files[file], file)
@@ -140,7 +159,9 @@ class Case:
                 assert await vfs.seek(handle, begin - 1, os.SEEK_DATA) == begin
             end = await vfs.seek(handle, begin, os.SEEK_HOLE)
             assert begin < end <= size and (end % BLOCK == 0 or end == size)
-            assert set(range(begin // BLOCK, -(-end // BLOCK))) <= self.data[file], "a block that nobody wrote is data"
+            assert set(range(begin // BLOCK, -(-end // BLOCK))) <= self.data[file], (
+                "a block that nobody wrote is data"
+            )
             rest[begin:end] = bytes(end - begin)
             place = end
         assert not any(rest), "bytes in a hole"

@@ -81,8 +81,17 @@ def test_a_primary_that_does_not_look_at_its_lease(monkeypatch):
 
 def test_a_target_that_does_not_look_at_its_lease(monkeypatch):
     monkeypatch.setattr(serving_lease.Tenure, "holds", lambda self: True)
-    assert found(range(1, 41), replicas=2, standbys=0, shards=1, etcd=False, kinds={"isolate": 1}, of="target",
-                 only=(file_data.Blocks,), clients=6)
+    assert found(
+        range(1, 41),
+        replicas=2,
+        standbys=0,
+        shards=1,
+        etcd=False,
+        kinds={"isolate": 1},
+        of="target",
+        only=(file_data.Blocks,),
+        clients=6,
+    )
 
 
 @pytest.mark.smoke
@@ -97,17 +106,32 @@ def test_a_standby_that_is_counted_before_it_has_what_it_was_sent(monkeypatch):
 
 
 def test_a_slot_whose_record_is_not_kept(monkeypatch):
-    monkeypatch.setattr(meta_service, "encode_slot",
-                        lambda sequence, *rest, before=meta_service.encode_slot: before(0, *rest))
+    monkeypatch.setattr(
+        meta_service, "encode_slot", lambda sequence, *rest, before=meta_service.encode_slot: before(0, *rest)
+    )
     assert found(range(1, 41), standbys=0, kinds={"die": 1}, of="meta")
 
 
 def test_a_store_that_does_not_compare_epochs(monkeypatch):
     monkeypatch.setattr(service.StoreService, "_check_epoch", lambda self, epoch, chunks: None)
-    monkeypatch.setattr(chain, "judge", lambda place, held, offer, before=chain.judge:
-                        before(place, held, offer._replace(epoch=place.epoch) if place is not None else offer))
-    assert found(range(1, 41), replicas=2, standbys=0, shards=1, kinds=KINDS, of="target", only=(file_data.Blocks,), clients=6,
-                 seconds=60.0)
+    monkeypatch.setattr(
+        chain,
+        "judge",
+        lambda place, held, offer, before=chain.judge: before(
+            place, held, offer._replace(epoch=place.epoch) if place is not None else offer
+        ),
+    )
+    assert found(
+        range(1, 41),
+        replicas=2,
+        standbys=0,
+        shards=1,
+        kinds=KINDS,
+        of="target",
+        only=(file_data.Blocks,),
+        clients=6,
+        seconds=60.0,
+    )
 
 
 def test_a_resync_that_leaves_a_chunk_out(monkeypatch):
@@ -138,8 +162,12 @@ def test_an_fsync_that_does_not_look_at_what_was_lost(monkeypatch):
 
 def test_a_death_that_counts_as_a_loss(monkeypatch):
     def restarted(pool_map, target, before=sim_pool.restarted):
-        return transitions.with_chains(before(pool_map, target), lambda _, chain: msgspec.structs.replace(
-            chain, intact=chain.epoch) if chain.targets == (target,) else chain)
+        return transitions.with_chains(
+            before(pool_map, target),
+            lambda _, chain: (
+                msgspec.structs.replace(chain, intact=chain.epoch) if chain.targets == (target,) else chain
+            ),
+        )
 
     monkeypatch.setattr(sim_pool, "restarted", restarted)
     assert found(range(1, 41), replicas=2, kinds={"kill": 1, "die": 4}, of="target", only=(file_data.Blocks,))
@@ -160,8 +188,11 @@ def test_a_store_that_takes_its_checksums_from_what_it_has_read(monkeypatch):
 
 
 def test_a_shard_that_does_not_do_its_part_of_a_change(monkeypatch):
-    monkeypatch.setattr(participant.Participant, "end",
-                        lambda self, span, effects, before=participant.Participant.end: before(self, span, []))
+    monkeypatch.setattr(
+        participant.Participant,
+        "end",
+        lambda self, span, effects, before=participant.Participant.end: before(self, span, []),
+    )
     assert found(range(1, 41), shards=2, kinds={"kill": 1}, only=(name_workload.Naming,))
 
 
@@ -203,7 +234,9 @@ def test_a_part_of_a_wide_directory_that_counts_nothing(monkeypatch):
 
 def test_supervisor_that_disowns_its_daemons_is_found(monkeypatch):
     """It takes every process that shows the certificate of a node for another node's supervisor."""
-    monkeypatch.setattr(leadership.Leading, "_hops", lambda self, call, forwarded: 1 if call.peer.member else forwarded.hops)
+    monkeypatch.setattr(
+        leadership.Leading, "_hops", lambda self, call, forwarded: 1 if call.peer.member else forwarded.hops
+    )
     assert found(range(1, 21), seconds=15.0, etcd=True)
 
 
@@ -212,9 +245,29 @@ def test_version_floor_that_mixes_epochs_is_found(monkeypatch):
     monkeypatch.setattr(memory_store, "raised", max)
     monkeypatch.setattr(chain_protocol, "is_above", int.__gt__)
     for module in (memory_store, chain):
-        monkeypatch.setattr(module, "next_version", lambda held, epoch, above=0: chain_protocol.make_version(
-            max(epoch, max(held.version, held.floor) >> 32), (max(held.version, held.floor, above) & 0xFFFFFFFF) + 1))
-    monkeypatch.setattr(orphan_chunks.Strays, "_goes", lambda self, name, version: self._is_due(name)
-                        and version >> 32 <= self._epochs[name])
-    assert found(range(1, 41), replicas=2, standbys=0, shards=1, moving=False, etcd=False, kinds={"kill": 1, "cut": 1},
-                 of="target", only=(file_data.Blocks, file_data.Sizes), draining=True, clients=4)
+        monkeypatch.setattr(
+            module,
+            "next_version",
+            lambda held, epoch, above=0: chain_protocol.make_version(
+                max(epoch, max(held.version, held.floor) >> 32),
+                (max(held.version, held.floor, above) & 0xFFFFFFFF) + 1,
+            ),
+        )
+    monkeypatch.setattr(
+        orphan_chunks.Strays,
+        "_goes",
+        lambda self, name, version: self._is_due(name) and version >> 32 <= self._epochs[name],
+    )
+    assert found(
+        range(1, 41),
+        replicas=2,
+        standbys=0,
+        shards=1,
+        moving=False,
+        etcd=False,
+        kinds={"kill": 1, "cut": 1},
+        of="target",
+        only=(file_data.Blocks, file_data.Sizes),
+        draining=True,
+        clients=4,
+    )

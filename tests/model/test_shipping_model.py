@@ -55,8 +55,13 @@ class ShippingMachine(RuleBasedStateMachine):
                 self.acknowledged.add(number)
 
         try:
-            sequence = member.kv.apply([(b"change %06d" % number, b"x" * (number % 50)), (b"last", b"%d" % number),
-                                        (b"change %06d" % (number - 7), None if number % 3 == 0 else b"again")])
+            sequence = member.kv.apply(
+                [
+                    (b"change %06d" % number, b"x" * (number % 50)),
+                    (b"last", b"%d" % number),
+                    (b"change %06d" % (number - 7), None if number % 3 == 0 else b"again"),
+                ]
+            )
         except (Busy, Fenced):
             self.refused.add(number)
             return
@@ -141,7 +146,9 @@ class ShippingMachine(RuleBasedStateMachine):
         # a change is there as long as the one that removes or overwrites its key is not
         for number in self.acknowledged - there:
             assert (number + 7) % 3 == 0 and int(found.get(b"last", b"0")) >= number + 7, f"{number} is lost"
-        assert int(found.get(b"last", b"0")) >= max(self.acknowledged, default=0), "the last one acknowledged is lost"
+        assert int(found.get(b"last", b"0")) >= max(self.acknowledged, default=0), (
+            "the last one acknowledged is lost"
+        )
         for number in self.refused & there:
             assert found[b"change %06d" % number] == b"again", f"{number} was refused and is there"
 
@@ -181,8 +188,13 @@ def machine(examples, steps):
     class Machine(ShippingMachine):
         pass
 
-    Machine.TestCase.settings = settings(max_examples=examples, stateful_step_count=steps, deadline=None,
-                                         suppress_health_check=list(HealthCheck), phases=(Phase.reuse, Phase.generate))
+    Machine.TestCase.settings = settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.reuse, Phase.generate),
+    )
     return Machine.TestCase
 
 

@@ -26,8 +26,19 @@ def test_nothing_is_violated(seed):
 
 @pytest.mark.parametrize("seed", (2, 3))
 def test_drains_end_under_truncations(seed):
-    problems, done = simulate(seed, draining=True, replicas=2, standbys=0, shards=1, moving=False, etcd=False,
-                              kinds={"kill": 1, "cut": 1, "die": 1}, of="target", only=(Blocks, Sizes), clients=4)
+    problems, done = simulate(
+        seed,
+        draining=True,
+        replicas=2,
+        standbys=0,
+        shards=1,
+        moving=False,
+        etcd=False,
+        kinds={"kill": 1, "cut": 1, "die": 1},
+        of="target",
+        only=(Blocks, Sizes),
+        clients=4,
+    )
     assert not problems
     assert done["drains"] > 1 and done["cuts_made"] > 10
 
@@ -39,8 +50,17 @@ def test_a_removed_volume_leaves_nothing_also_where_its_files_are_changed_meanwh
 
 
 def test_the_same_seed_does_the_same_in_another_process():
-    said = [subprocess.run([sys.executable, "-m", "nvpool.testing.sim.scenario", "4711"], capture_output=True, text=True,
-                           timeout=240, env={"PYTHONHASHSEED": str(number)}, check=True).stdout for number in (1, 2)]
+    said = [
+        subprocess.run(
+            [sys.executable, "-m", "nvpool.testing.sim.scenario", "4711"],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env={"PYTHONHASHSEED": str(number)},
+            check=True,
+        ).stdout
+        for number in (1, 2)
+    ]
     assert said[0] == said[1] and "frames" in said[0]
 
 

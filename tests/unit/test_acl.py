@@ -21,19 +21,28 @@ from nvpool.sdk.admin.dump import dump, load
 from nvpool.sdk.fsck.check import Checkup, check_metadata
 from nvpool.sdk.transfer.export_tree import export_tree
 from nvpool.sdk.transfer.import_tree import import_tree
-from nvpool.sdk.transfer.progress import TransferProgress, TransferOptions
+from nvpool.sdk.transfer.progress import TransferOptions, TransferProgress
 from nvpool.testing.fakes.local_pool import LocalPool
 
 ME = Caller(1000, 100)
 MASKED = Caller(1000, 100, umask=0o077)
 OPTIONS = ClientOptions(deadline_s=20.0)
 MINIMAL = (AclEntry(USER_OBJ, 6), AclEntry(GROUP_OBJ, 4), AclEntry(OTHER, 4))
-NAMED = (AclEntry(USER_OBJ, 7), AclEntry(USER, 7, 2001), AclEntry(GROUP_OBJ, 5), AclEntry(GROUP, 6, 3001), AclEntry(MASK, 7), AclEntry(OTHER, 0))
+NAMED = (
+    AclEntry(USER_OBJ, 7),
+    AclEntry(USER, 7, 2001),
+    AclEntry(GROUP_OBJ, 5),
+    AclEntry(GROUP, 6, 3001),
+    AclEntry(MASK, 7),
+    AclEntry(OTHER, 0),
+)
 
 
 def written(*entries, version=2):
     return version.to_bytes(4, "little") + b"".join(
-        tag.to_bytes(2, "little") + bits.to_bytes(2, "little") + number.to_bytes(4, "little") for tag, bits, number in entries)
+        tag.to_bytes(2, "little") + bits.to_bytes(2, "little") + number.to_bytes(4, "little")
+        for tag, bits, number in entries
+    )
 
 
 # -- form and rules ----------------------------------------------------------------------------------------------------
@@ -41,21 +50,34 @@ def written(*entries, version=2):
 
 def test_acl_has_the_form_of_the_kernel():
     nobody = 0xFFFFFFFF
-    value = written((1, 7, nobody), (2, 7, 2001), (4, 5, nobody), (8, 6, 3001), (16, 7, nobody), (32, 0, nobody))
+    value = written(
+        (1, 7, nobody), (2, 7, 2001), (4, 5, nobody), (8, 6, 3001), (16, 7, nobody), (32, 0, nobody)
+    )
     assert acl.encode_acl(NAMED) == value and acl.decode_acl(value) == NAMED
     assert acl.decode_acl(written()) == ()
     assert acl.decode_acl(written((1, 6, 7), (4, 4, 8), (32, 4, 9))) == MINIMAL
 
 
-@pytest.mark.parametrize("value", [
-    b"", b"\2\0\0", written((1, 6, 0), (4, 4, 0), (32, 4, 0), version=1), written((1, 6, 0), (4, 4, 0), (32, 4, 0))[:-1],
-    written((1, 6, 0), (4, 4, 0)), written((4, 4, 0), (1, 6, 0), (32, 4, 0)), written((1, 8, 0), (4, 4, 0), (32, 4, 0)),
-    written((1, 6, 0), (1, 6, 0), (4, 4, 0), (32, 4, 0)), written((1, 6, 0), (4, 4, 0), (32, 4, 0), (32, 4, 0)),
-    written((1, 6, 0), (2, 7, 5), (4, 4, 0), (32, 4, 0)), written((1, 6, 0), (4, 4, 0), (8, 7, 5), (32, 4, 0)),
-    written((1, 6, 0), (2, 7, 0xFFFFFFFF), (4, 4, 0), (16, 7, 0), (32, 4, 0)),
-    written((1, 6, 0), (4, 4, 0), (16, 7, 0), (16, 7, 0), (32, 4, 0)), written((1, 6, 0), (4, 4, 0), (3, 7, 0), (32, 4, 0)),
-    written((1, 6, 0), (4, 4, 0), (2, 7, 5), (16, 7, 0), (32, 4, 0)),
-])
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"",
+        b"\2\0\0",
+        written((1, 6, 0), (4, 4, 0), (32, 4, 0), version=1),
+        written((1, 6, 0), (4, 4, 0), (32, 4, 0))[:-1],
+        written((1, 6, 0), (4, 4, 0)),
+        written((4, 4, 0), (1, 6, 0), (32, 4, 0)),
+        written((1, 8, 0), (4, 4, 0), (32, 4, 0)),
+        written((1, 6, 0), (1, 6, 0), (4, 4, 0), (32, 4, 0)),
+        written((1, 6, 0), (4, 4, 0), (32, 4, 0), (32, 4, 0)),
+        written((1, 6, 0), (2, 7, 5), (4, 4, 0), (32, 4, 0)),
+        written((1, 6, 0), (4, 4, 0), (8, 7, 5), (32, 4, 0)),
+        written((1, 6, 0), (2, 7, 0xFFFFFFFF), (4, 4, 0), (16, 7, 0), (32, 4, 0)),
+        written((1, 6, 0), (4, 4, 0), (16, 7, 0), (16, 7, 0), (32, 4, 0)),
+        written((1, 6, 0), (4, 4, 0), (3, 7, 0), (32, 4, 0)),
+        written((1, 6, 0), (4, 4, 0), (2, 7, 5), (16, 7, 0), (32, 4, 0)),
+    ],
+)
 def test_acl_that_is_not_valid_is_refused(value):
     with pytest.raises(errors.InvalidRequest):
         acl.decode_acl(value)
@@ -71,12 +93,24 @@ def test_acl_beyond_a_page_is_refused():
 def test_mode_and_acl_follow_one_another():
     assert acl.mode_of(MINIMAL) == 0o644 and acl.is_minimal(MINIMAL)
     assert acl.mode_of(NAMED) == 0o770 and not acl.is_minimal(NAMED)
-    assert acl.changed_by_mode(NAMED, 0o640) == (AclEntry(USER_OBJ, 6), *NAMED[1:4], AclEntry(MASK, 4), AclEntry(OTHER, 0))
-    assert acl.changed_by_mode(MINIMAL, 0o751) == (AclEntry(USER_OBJ, 7), AclEntry(GROUP_OBJ, 5), AclEntry(OTHER, 1))
+    assert acl.changed_by_mode(NAMED, 0o640) == (
+        AclEntry(USER_OBJ, 6),
+        *NAMED[1:4],
+        AclEntry(MASK, 4),
+        AclEntry(OTHER, 0),
+    )
+    assert acl.changed_by_mode(MINIMAL, 0o751) == (
+        AclEntry(USER_OBJ, 7),
+        AclEntry(GROUP_OBJ, 5),
+        AclEntry(OTHER, 1),
+    )
 
 
 def test_inherited_acl_has_the_rights_of_both():
-    assert acl.inherited(NAMED, 0o100664) == (0o100660, (AclEntry(USER_OBJ, 6), *NAMED[1:4], AclEntry(MASK, 6), AclEntry(OTHER, 0)))
+    assert acl.inherited(NAMED, 0o100664) == (
+        0o100660,
+        (AclEntry(USER_OBJ, 6), *NAMED[1:4], AclEntry(MASK, 6), AclEntry(OTHER, 0)),
+    )
     assert acl.inherited(MINIMAL, 0o102777) == (0o102644, ())
     only_a_mask = (AclEntry(USER_OBJ, 7), AclEntry(GROUP_OBJ, 7), AclEntry(MASK, 5), AclEntry(OTHER, 5))
     assert acl.inherited(only_a_mask, 0o100777) == (0o100755, only_a_mask)
@@ -88,7 +122,9 @@ def test_acl_after_chmod_stands_for_that_mode(mode, _, bits):
         assert acl.mode_of(acl.changed_by_mode(one, mode)) == mode
         kept, access = acl.inherited(one, bits)
         assert kept & ~bits == 0 and (not access or acl.mode_of(access) == kept)
-        assert acl.decode_acl(acl.encode_acl(acl.changed_by_mode(one, mode))) == acl.changed_by_mode(one, mode)
+        assert acl.decode_acl(acl.encode_acl(acl.changed_by_mode(one, mode))) == acl.changed_by_mode(
+            one, mode
+        )
 
 
 # -- in a pool -----------------------------------------------------------------------------------------------------------
@@ -96,6 +132,7 @@ def test_acl_after_chmod_stands_for_that_mode(mode, _, bits):
 
 def in_a_pool(main, **options):
     """main(pool, vfs, directory inode): afterwards a check finds nothing wrong."""
+
     async def whole():
         async with LocalPool(**options) as pool:
             client = await pool.client("acl", OPTIONS)
@@ -104,6 +141,7 @@ def in_a_pool(main, **options):
             checkup = Checkup()
             await check_metadata(await pool.client("check"), checkup)
             assert not checkup.problems
+
     asyncio.run(whole())
 
 
@@ -129,10 +167,19 @@ def test_access_acl_sets_the_mode_and_follows_chmod():
             await get(vfs, inode)
         await put(vfs, inode, NAMED)
         found = await vfs.getattr(inode)
-        assert stat.S_IMODE(found.mode) == 0o770 and found.flags & records.HAS_ACL and found.flags & records.HAS_XATTRS
+        assert (
+            stat.S_IMODE(found.mode) == 0o770
+            and found.flags & records.HAS_ACL
+            and found.flags & records.HAS_XATTRS
+        )
         assert await vfs.listxattr(inode) == [acl.ACCESS]
         await vfs.setattr(inode, mode=0o2640, caller=ME)
-        assert await get(vfs, inode) == (AclEntry(USER_OBJ, 6), *NAMED[1:4], AclEntry(MASK, 4), AclEntry(OTHER, 0))
+        assert await get(vfs, inode) == (
+            AclEntry(USER_OBJ, 6),
+            *NAMED[1:4],
+            AclEntry(MASK, 4),
+            AclEntry(OTHER, 0),
+        )
         await put(vfs, inode, NAMED)
         assert stat.S_IMODE((await vfs.getattr(inode)).mode) == 0o2770
         await put(vfs, inode, NAMED, flags=4)
@@ -147,20 +194,29 @@ def test_access_acl_sets_the_mode_and_follows_chmod():
         assert stat.S_IMODE(found.mode) == 0o770 and found.flags & 255 == records.HAS_XATTRS
         with pytest.raises(errors.NoAttribute):
             await vfs.removexattr(inode, acl.ACCESS, ME)
+
     in_a_pool(main)
 
 
 def test_acl_is_refused_where_there_can_be_none():
     async def main(pool, vfs, top):
-        file, link, valid = await make(vfs, top, b"f"), await vfs.symlink(top, b"l", b"f", ME), acl.encode_acl(NAMED)
+        file, link, valid = (
+            await make(vfs, top, b"f"),
+            await vfs.symlink(top, b"l", b"f", ME),
+            acl.encode_acl(NAMED),
+        )
         for inode, name, value, error in (
-                (file.inode, acl.DEFAULT, valid, errors.AccessDenied), (top, acl.ACCESS, b"x", errors.InvalidRequest),
-                (top, acl.DEFAULT, b"", errors.InvalidRequest), (link.inode, acl.ACCESS, valid, errors.NotSupported),
-                (top, b"system.nfs4_acl", b"", errors.NotSupported)):
+            (file.inode, acl.DEFAULT, valid, errors.AccessDenied),
+            (top, acl.ACCESS, b"x", errors.InvalidRequest),
+            (top, acl.DEFAULT, b"", errors.InvalidRequest),
+            (link.inode, acl.ACCESS, valid, errors.NotSupported),
+            (top, b"system.nfs4_acl", b"", errors.NotSupported),
+        ):
             with pytest.raises(error):
                 await vfs.setxattr(inode, name, value, 0, ME)
         await put(vfs, file.inode, (), acl.DEFAULT)
         assert await vfs.listxattr(file.inode) == []
+
     in_a_pool(main)
 
 
@@ -170,7 +226,12 @@ def test_default_acl_is_inherited_and_the_umask_is_not():
         assert stat.S_IMODE((await vfs.getattr(top)).mode) == 0o755
         file = await make(vfs, top, b"f")
         assert stat.S_IMODE(file.mode) == 0o660
-        assert await get(vfs, file.inode) == (AclEntry(USER_OBJ, 6), *NAMED[1:4], AclEntry(MASK, 6), AclEntry(OTHER, 0))
+        assert await get(vfs, file.inode) == (
+            AclEntry(USER_OBJ, 6),
+            *NAMED[1:4],
+            AclEntry(MASK, 6),
+            AclEntry(OTHER, 0),
+        )
         assert await vfs.listxattr(file.inode) == [acl.ACCESS]
         pipe = await vfs.mknod(top, b"p", stat.S_IFIFO | 0o666, 0, MASKED)
         assert stat.S_IMODE(pipe.mode) == 0o660 and await vfs.listxattr(pipe.inode) == [acl.ACCESS]
@@ -179,7 +240,12 @@ def test_default_acl_is_inherited_and_the_umask_is_not():
         assert await get(vfs, below.inode) == NAMED and await get(vfs, below.inode, acl.DEFAULT) == NAMED
         deeper = await make(vfs, below.inode, b"f", 0o600)
         assert stat.S_IMODE(deeper.mode) == 0o600
-        assert await get(vfs, deeper.inode) == (AclEntry(USER_OBJ, 6), *NAMED[1:4], AclEntry(MASK, 0), AclEntry(OTHER, 0))
+        assert await get(vfs, deeper.inode) == (
+            AclEntry(USER_OBJ, 6),
+            *NAMED[1:4],
+            AclEntry(MASK, 0),
+            AclEntry(OTHER, 0),
+        )
         link = await vfs.symlink(top, b"l", b"f", MASKED)
         assert stat.S_IMODE(link.mode) == 0o777 and await vfs.listxattr(link.inode) == []
         await vfs.removexattr(top, acl.DEFAULT, ME)
@@ -187,6 +253,7 @@ def test_default_acl_is_inherited_and_the_umask_is_not():
         await put(vfs, top, MINIMAL, acl.DEFAULT)
         plain = await make(vfs, top, b"minimal", 0o777)
         assert stat.S_IMODE(plain.mode) == 0o644 and await vfs.listxattr(plain.inode) == []
+
     in_a_pool(main)
 
 
@@ -201,6 +268,7 @@ def test_default_acl_is_inherited_over_shards(tmp_path):
             assert stat.S_IMODE((await make(vfs, below.inode, b"f")).mode) == 0o660
         assert len(shards) == 3
         await dump(await pool.client(), tmp_path / "dump")
+
     in_a_pool(main, shards=3)
 
     async def loaded():
@@ -213,6 +281,7 @@ def test_default_acl_is_inherited_over_shards(tmp_path):
             checkup = Checkup()
             await check_metadata(await pool.client("check"), checkup)
             assert not checkup.problems
+
     asyncio.run(loaded())
 
 
@@ -232,6 +301,7 @@ def test_wide_directory_hands_down_its_default_acl(shards):
         for number in range(12):
             assert stat.S_IMODE((await make(vfs, wide, b"after%d" % number)).mode) == 0o600
         assert (await vfs.getattr(wide)).size == 36
+
     in_a_pool(main, shards=shards)
 
 
@@ -242,6 +312,7 @@ def test_acl_of_a_directory_is_seen_by_other_clients():
             await other.getattr(top)
             await put(vfs, top, value, acl.DEFAULT)
             assert stat.S_IMODE((await make(other, top, b"f%o" % mode)).mode) == mode
+
     in_a_pool(main)
 
 
@@ -257,18 +328,26 @@ def test_check_mends_lists_and_their_marks():
             for field, value in fields.items():
                 setattr(inode, field, value)
             kv.apply([(records.inode_key(number), records.encode_inode(inode))])
+
         change(inodes[0], flags=records.HAS_XATTRS)
         change(inodes[1], mode=0o100755)
-        kv.apply([(records.xattr_key(inodes[2], acl.ACCESS), records.XATTR_HEAD + b"no list"),
-                  (records.xattr_key(inodes[3], acl.ACCESS), None)])
+        kv.apply(
+            [
+                (records.xattr_key(inodes[2], acl.ACCESS), records.XATTR_HEAD + b"no list"),
+                (records.xattr_key(inodes[3], acl.ACCESS), None),
+            ]
+        )
         checkup = Checkup()
         await check_metadata(await pool.client("repair"), checkup, repair=True)
-        assert sum(problem.kind == "acl" for problem in checkup.problems) == 4 and all(one.repaired for one in checkup.problems)
+        assert sum(problem.kind == "acl" for problem in checkup.problems) == 4 and all(
+            one.repaired for one in checkup.problems
+        )
         fresh = (await pool.client("fresh", OPTIONS)).vfs
         assert (await fresh.getattr(inodes[0])).flags & records.HAS_ACL
         assert acl.mode_of(await get(fresh, inodes[1])) == 0o755
         for inode in inodes[2:]:
             assert not (await fresh.getattr(inode)).flags & (records.HAS_ACL | records.HAS_XATTRS)
+
     in_a_pool(main, shards=1)
 
 
@@ -286,7 +365,9 @@ def test_unnamed_file_gets_a_name_by_link(shards):
         await put(vfs, top, NAMED, acl.DEFAULT)
         other = (await vfs.mkdir(top, b"elsewhere", 0o755, ME)).inode
         attr, handle = await vfs.create_unnamed(top, 0o666, os.O_RDWR, MASKED)
-        assert attr.links == 0 and stat.S_IMODE(attr.mode) == 0o660 and await names(vfs, top) == [b"elsewhere"]
+        assert (
+            attr.links == 0 and stat.S_IMODE(attr.mode) == 0o660 and await names(vfs, top) == [b"elsewhere"]
+        )
         await vfs.write(handle, 0, b"bytes")
         await vfs.fsync(handle, False)
         named = await vfs.link(attr.inode, other, b"f", ME)
@@ -300,6 +381,7 @@ def test_unnamed_file_gets_a_name_by_link(shards):
         await vfs.unlink(other, b"f", ME)
         with pytest.raises(errors.NotFound):
             await vfs.link(attr.inode, other, b"g", ME)
+
     in_a_pool(main, shards=shards)
 
 
@@ -319,12 +401,14 @@ def test_unnamed_file_goes_when_it_is_closed():
         meta._collector.orphans[attr.inode] = 0.0
         await meta._collector.run_once()
         assert pool.kvs[1].get(records.inode_key(attr.inode)) is None
+
     in_a_pool(main, shards=1)
 
 
 def test_unnamed_file_counts_in_its_volume():
     async def main(pool, vfs, top):
         from nvpool.sdk.aio import AsyncFileSystem
+
         fs = AsyncFileSystem(await pool.client("fs", OPTIONS), Caller(0, 0))
         inode = (await fs.volumes.create("v", bytes_max=1 << 20, files_max=1)).inode
         attr, handle = await vfs.create_unnamed(inode, 0o600, os.O_RDWR, ME)
@@ -344,6 +428,7 @@ def test_unnamed_file_counts_in_its_volume():
         await fs.remove("/volumes/v/f")
         used = await fs.volumes.show("v")
         assert (used.files_used, used.bytes_used) == (0, 0)
+
     in_a_pool(main, shards=1)
 
 
@@ -352,10 +437,17 @@ def test_birth_time_is_kept_while_all_else_changes():
         attr = await make(vfs, top, b"f")
         born = await vfs.birth_ns(attr.inode)
         assert born == attr.ctime_ns
-        for change in ({"mtime_ns": 5}, {"mtime_ns": born + 10}, {"mtime_ns": 1 << 62}, {"mode": 0o600}, {"size": 100}):
+        for change in (
+            {"mtime_ns": 5},
+            {"mtime_ns": born + 10},
+            {"mtime_ns": 1 << 62},
+            {"mode": 0o600},
+            {"size": 100},
+        ):
             await vfs.setattr(attr.inode, caller=ME, **change)
             assert await vfs.birth_ns(attr.inode) == born
         assert await vfs.birth_ns(top) < born
+
     in_a_pool(main)
 
 
@@ -381,12 +473,18 @@ def test_import_and_export_carry_the_lists_of_the_source(tmp_path):
         assert not tally.failures and not tally.attributes_not_kept
         there = (await vfs.lookup(top, b"there")).inode
         found = {name: await vfs.lookup(there, name) for name in (b"f", b"d", b"plain")}
-        assert await get(vfs, found[b"f"].inode) == NAMED and await get(vfs, found[b"d"].inode, acl.DEFAULT) == NAMED
+        assert (
+            await get(vfs, found[b"f"].inode) == NAMED
+            and await get(vfs, found[b"d"].inode, acl.DEFAULT) == NAMED
+        )
         assert await vfs.listxattr(there) == await vfs.listxattr(found[b"plain"].inode) == []
         assert stat.S_IMODE(found[b"plain"].mode) == 0o640
         assert await vfs.listxattr(top) == [acl.DEFAULT]
         await export_tree(vfs, b"/top/there", out, tally=tally, options=TransferOptions())
         assert not tally.failures and not tally.attributes_not_kept
-        assert os.getxattr(out / "f", acl.ACCESS) == os.getxattr(out / "d", acl.DEFAULT) == acl.encode_acl(NAMED)
+        assert (
+            os.getxattr(out / "f", acl.ACCESS) == os.getxattr(out / "d", acl.DEFAULT) == acl.encode_acl(NAMED)
+        )
         assert os.listxattr(out / "plain") == []
+
     in_a_pool(main)

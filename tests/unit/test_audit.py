@@ -49,8 +49,15 @@ def test_audit_line_says_who_what_and_result(log, path):
     log.note("volume-grant", client, {"inode": 7}, AccessDenied("not you"), refused=True)
     log.note("join", STRANGER, {"kind": "node"}, InUse("x"))
     first, second, third = written(log, path)
-    assert first["who"]["uid"] == os.geteuid() and first["who"]["pid"] == os.getpid() and first["who"]["command"]
-    assert (first["event"], first["result"], first["from"], first["process"]) == ("drive-add", "done", "unix", "nvpoold")
+    assert (
+        first["who"]["uid"] == os.geteuid() and first["who"]["pid"] == os.getpid() and first["who"]["command"]
+    )
+    assert (first["event"], first["result"], first["from"], first["process"]) == (
+        "drive-add",
+        "done",
+        "unix",
+        "nvpoold",
+    )
     assert first["what"] == {"path": "/mnt/nvme0", "force": False} and first["time"].endswith("Z")
     assert second["who"] == {"member": "client/ws1.0a1b2c3d"} and second["from"] == "10.0.0.9:4711"
     assert (second["result"], second["error"]) == ("refused", "not you")
@@ -64,18 +71,34 @@ def test_audit_log_is_not_for_other_users(log, path):
 
 
 def test_audit_line_has_no_secrets(log, path):
-    log.note("x", US, {"token": "nvp1.AAAA", "etcd": {"client_key": "PEM", "urls": ["http://a"]}, "Password": "p",
-                       "new_key": True})
-    record, = written(log, path)
-    assert record["what"] == {"token": "...", "etcd": {"client_key": "...", "urls": ["http://a"]}, "Password": "...",
-                              "new_key": True}
+    log.note(
+        "x",
+        US,
+        {
+            "token": "nvp1.AAAA",
+            "etcd": {"client_key": "PEM", "urls": ["http://a"]},
+            "Password": "p",
+            "new_key": True,
+        },
+    )
+    (record,) = written(log, path)
+    assert record["what"] == {
+        "token": "...",
+        "etcd": {"client_key": "...", "urls": ["http://a"]},
+        "Password": "...",
+        "new_key": True,
+    }
 
 
 def test_audit_line_is_bounded_and_plain_ascii(log, path):
-    log.note("join", STRANGER, {"name": "\x1b[2J\n" + "ü" * 10_000, "more": {str(n): "x" * 300 for n in range(50)}})
-    record, = written(log, path)
+    log.note(
+        "join", STRANGER, {"name": "\x1b[2J\n" + "ü" * 10_000, "more": {str(n): "x" * 300 for n in range(50)}}
+    )
+    (record,) = written(log, path)
     raw = path.read_bytes()
-    assert raw.isascii() and raw.count(b"\n") == 1 and len(raw) <= audit_format.LINE_MAX and b"\x1b" not in raw
+    assert (
+        raw.isascii() and raw.count(b"\n") == 1 and len(raw) <= audit_format.LINE_MAX and b"\x1b" not in raw
+    )
     assert record["what"] == {"left_out": "too long"}
 
 
@@ -134,13 +157,17 @@ def test_audited_work_is_noted_with_its_end(log, path):
 
 def test_actor_is_the_certificate_or_the_local_user():
     credentials = Credentials(1000, frozenset({1000}), 77)
-    assert actor_of(Peer("x", "unix", True, credentials=credentials)) == Actor(uid=1000, pid=77, address="unix")
+    assert actor_of(Peer("x", "unix", True, credentials=credentials)) == Actor(
+        uid=1000, pid=77, address="unix"
+    )
     assert actor_of(Peer("x", "10.0.0.9:1", False, "client/a.1")) == Actor("client/a.1", address="10.0.0.9:1")
     assert actor_of(Peer("x", "10.0.0.9:1", False)) == Actor(address="10.0.0.9:1")
 
 
 def test_settings_that_differ_are_audited():
-    assert settings_of(parse('[network]\nhost = "10.0.0.1"\n[log]\nlevel = "info"\n')) == {"network": {"host": "10.0.0.1"}}
+    assert settings_of(parse('[network]\nhost = "10.0.0.1"\n[log]\nlevel = "info"\n')) == {
+        "network": {"host": "10.0.0.1"}
+    }
 
 
 class Asked:
@@ -160,16 +187,33 @@ class Asked:
 
 WISH = pb.VolumeRequest
 EVENTS = [
-    (wire.META_CREATE, pb.CreateRequest(name=b"data", volume=pb.VolumeWish(bytes_max=9)), "volume-create",
-     {"volume": "data", "bytes_max": 9}),
-    (wire.META_VOLUME, WISH(inode=5, wish=WISH.GRANT, grant=pb.VolumeGrant(client="client/b.2", write=True)), "volume-grant",
-     {"inode": 5, "client": "client/b.2", "right": "rw"}),
-    (wire.META_VOLUME, WISH(inode=5, wish=WISH.REVOKE, grant=pb.VolumeGrant(client="client/b.2")), "volume-revoke",
-     {"inode": 5, "client": "client/b.2"}),
+    (
+        wire.META_CREATE,
+        pb.CreateRequest(name=b"data", volume=pb.VolumeWish(bytes_max=9)),
+        "volume-create",
+        {"volume": "data", "bytes_max": 9},
+    ),
+    (
+        wire.META_VOLUME,
+        WISH(inode=5, wish=WISH.GRANT, grant=pb.VolumeGrant(client="client/b.2", write=True)),
+        "volume-grant",
+        {"inode": 5, "client": "client/b.2", "right": "rw"},
+    ),
+    (
+        wire.META_VOLUME,
+        WISH(inode=5, wish=WISH.REVOKE, grant=pb.VolumeGrant(client="client/b.2")),
+        "volume-revoke",
+        {"inode": 5, "client": "client/b.2"},
+    ),
     (wire.META_VOLUME, WISH(inode=5, wish=WISH.SEAL), "volume-seal", {"inode": 5}),
     (wire.META_VOLUME, WISH(inode=5, wish=WISH.REMOVE), "volume-remove", {"inode": 5}),
     (wire.META_VOLUME, WISH(inode=5, wish=WISH.SET, bytes_max=3), "volume-set", {"inode": 5, "bytes_max": 3}),
-    (wire.META_TRASH, pb.TrashRequest(inode=5, wish=pb.TrashRequest.PURGE), "trash-purge", {"inode": 5, "entry": 0}),
+    (
+        wire.META_TRASH,
+        pb.TrashRequest(inode=5, wish=pb.TrashRequest.PURGE),
+        "trash-purge",
+        {"inode": 5, "entry": 0},
+    ),
     (wire.META_DUMP, pb.DumpRequest(), "dump", {}),
 ]
 
@@ -178,15 +222,21 @@ EVENTS = [
 def test_change_of_a_volume_is_an_event(log, path, method, message, event, what):
     call = Asked(method, message)
     MetaAudit(log).watched(call).reply(b"")
-    record, = written(log, path)
+    (record,) = written(log, path)
     assert (record["event"], record["what"], record["who"]) == (event, what, {"member": "client/a.1"})
     assert call.answered == [b""]
 
 
-@pytest.mark.parametrize("method, message", [
-    (wire.META_CREATE, pb.CreateRequest(name=b"jjj")), (wire.META_VOLUME, WISH(inode=5)),
-    (wire.META_VOLUME, WISH(inode=5, wish=WISH.ATTACH)), (wire.META_TRASH, pb.TrashRequest(inode=5)),
-    (wire.META_GETATTR, pb.GetAttrRequest(inode=5))])
+@pytest.mark.parametrize(
+    "method, message",
+    [
+        (wire.META_CREATE, pb.CreateRequest(name=b"jjj")),
+        (wire.META_VOLUME, WISH(inode=5)),
+        (wire.META_VOLUME, WISH(inode=5, wish=WISH.ATTACH)),
+        (wire.META_TRASH, pb.TrashRequest(inode=5)),
+        (wire.META_GETATTR, pb.GetAttrRequest(inode=5)),
+    ],
+)
 def test_ordinary_request_is_no_event(log, method, message):
     call = Asked(method, message)
     assert MetaAudit(log).watched(call) is call
@@ -198,8 +248,10 @@ def test_volume_of_an_answer_is_named(log, path):
     assert written(log, path)[0]["what"] == {"inode": 5, "volume": "data"}
 
 
-@pytest.mark.parametrize("error, results", [(AccessDenied("no"), ["refused"]), (AlreadyExists("there"), ["failed"]),
-                                            (WrongShard("elsewhere"), [])])
+@pytest.mark.parametrize(
+    "error, results",
+    [(AccessDenied("no"), ["refused"]), (AlreadyExists("there"), ["failed"]), (WrongShard("elsewhere"), [])],
+)
 def test_refused_change_of_a_volume_is_an_event(log, path, error, results):
     call = Asked(wire.META_VOLUME, WISH(inode=5, wish=WISH.SEAL))
     MetaAudit(log).watched(call).fail(error)
@@ -211,14 +263,25 @@ def test_audit_command_prints_the_log(tmp_path):
     directory = PoolDirectory(tmp_path)
     directory.log.mkdir()
     directory.format.write_text(FORMAT_TEXT)
-    old = {"time": "2020-01-01T00:00:00.000Z", "event": "token", "result": "done", "who": {"unknown": True}, "from": "x",
-           "what": {"kind": "node"}}
-    new = old | {"time": "2120-01-01T00:00:00.000Z", "event": "drive-add", "who": {"uid": 0, "user": "root", "pid": 7,
-                                                                                 "command": "nvpool"}}
+    old = {
+        "time": "2020-01-01T00:00:00.000Z",
+        "event": "token",
+        "result": "done",
+        "who": {"unknown": True},
+        "from": "x",
+        "what": {"kind": "node"},
+    }
+    new = old | {
+        "time": "2120-01-01T00:00:00.000Z",
+        "event": "drive-add",
+        "who": {"uid": 0, "user": "root", "pid": 7, "command": "nvpool"},
+    }
     (directory.log / audit_format.FILE).write_text(json.dumps(old) + "\n" + json.dumps(new) + "\n")
     shown = CliRunner().invoke(command.audit, [str(tmp_path)]).output
     assert "token\tdone\tunknown\tx\tkind=node" in shown and "root (nvpool 7)" in shown
     for since in ("7d", "2050-01-01", "2050-01-01T00:00:00Z"):
         done = CliRunner().invoke(command.audit, [str(tmp_path), "--json", "--since", since])
         assert [one["event"] for one in json.loads(done.output)] == ["drive-add"], since
-    assert "write how long ago" in CliRunner().invoke(command.audit, [str(tmp_path), "--since", "soon"]).output
+    assert (
+        "write how long ago" in CliRunner().invoke(command.audit, [str(tmp_path), "--since", "soon"]).output
+    )

@@ -20,7 +20,7 @@ def test_an_inode_number_keeps_partition_and_counter_and_sorts_by_them(partition
     inode = ids.inode_number(partition, counter)
     assert (ids.partition_of(inode), ids.counter_of(inode)) == (partition, counter)
     assert 0 < inode < 1 << 63
-    assert (ids.inode_key(inode) < ids.inode_key(inode + 1))
+    assert ids.inode_key(inode) < ids.inode_key(inode + 1)
 
 
 @pytest.mark.parametrize(("partition", "counter"), [(-1, 1), (4096, 1), (0, 0), (0, 1 << 51)])
@@ -33,7 +33,9 @@ def test_the_root_is_inode_one():
     assert ids.inode_number(0, 1) == ids.ROOT_INODE == 1
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
+@given(
+    st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)
+)
 def test_versions_order_by_epoch_and_then_by_counter(epoch, counter, other_epoch, other_counter):
     rises = (epoch, counter) < (other_epoch, other_counter)
     assert (ids.version(epoch, counter) < ids.version(other_epoch, other_counter)) == rises
@@ -44,7 +46,9 @@ GOLDEN_MAC = "2487fac154de2a4cb7bb7ffeaeede6cc"
 
 
 def test_a_grant_has_the_bytes_that_it_always_had():
-    grant = grants.Grant(rights=3, key=2, session=0x0123456789ABCDEF, inode=1, cut=5, ends_ms=1_700_000_000_000)
+    grant = grants.Grant(
+        rights=3, key=2, session=0x0123456789ABCDEF, inode=1, cut=5, ends_ms=1_700_000_000_000
+    )
     raw = grants.sign(grant, SECRET)
     assert raw[:44].hex() == GOLDEN_GRANT
     assert raw[44:].hex() == GOLDEN_MAC
@@ -72,7 +76,7 @@ def test_a_grant_ends_and_is_bound_to_its_key():
 
 
 def test_checksums_are_crc32c():
-    assert checksum.crc32c(b"123456789") == 0xE3069283          # RFC 3720 B.4, the check value of the catalogue
+    assert checksum.crc32c(b"123456789") == 0xE3069283  # RFC 3720 B.4, the check value of the catalogue
     assert checksum.ZERO_BLOCK_CHECKSUM == 0x98F94189
 
 
@@ -84,7 +88,7 @@ def test_compiled_checksums_are_those_of_the_plain_ones(count, skip, seed):
     if count:
         for function in (checksum.block_checksums, checksum.block_checksums_plain):
             with pytest.raises(ValueError, match="whole blocks"):
-                function(memoryview(whole)[skip + 1:])
+                function(memoryview(whole)[skip + 1 :])
 
 
 @given(st.integers(1, 5), st.integers(0, 4), st.integers(0, 4095))
@@ -109,15 +113,44 @@ def test_pieces_are_cut_at_the_borders_of_blocks(offset, length):
     assert sums == expected
 
 
-@pytest.mark.parametrize(("text", "count"), [("4096", 4096), ("64K", 65536), ("1MiB", 1 << 20), ("1.5G", 3 << 29),
-                                             ("2 tb", 2 << 40), ("0", 0), (".5K", 512), ("1.9", 1),
-                                             ("9007199254740993", (1 << 53) + 1), ("9223372036854775807", (1 << 63) - 1)])
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("4096", 4096),
+        ("64K", 65536),
+        ("1MiB", 1 << 20),
+        ("1.5G", 3 << 29),
+        ("2 tb", 2 << 40),
+        ("0", 0),
+        (".5K", 512),
+        ("1.9", 1),
+        ("9007199254740993", (1 << 53) + 1),
+        ("9223372036854775807", (1 << 63) - 1),
+    ],
+)
 def test_sizes_are_read_as_people_write_them(text, count):
     assert units.parse_bytes(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "K", "-1", "12X", "1e400", "nan", "inf", "9999999T", "0.5", "1_000", "١٢", "1" * 10_000,
-                                  ".", "9223372036854775808"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "K",
+        "-1",
+        "12X",
+        "1e400",
+        "nan",
+        "inf",
+        "9999999T",
+        "0.5",
+        "1_000",
+        "١٢",
+        "1" * 10_000,
+        ".",
+        "9223372036854775808",
+    ],
+)
 def test_a_size_that_makes_no_sense_is_refused(text):
     with pytest.raises(ValueError, match="size|range") as said:
         units.parse_bytes(text)
@@ -129,11 +162,15 @@ def test_sizes_are_shown_short():
     assert shown == ["0 B", "1023 B", "1.00 KiB", "150 MiB", "3.00 TiB"]
 
 
-@pytest.mark.parametrize("make", [
-    lambda loop: asyncio.gather(asyncio.sleep(60), asyncio.sleep(60), return_exceptions=True),
-    lambda loop: loop.create_task(_fails_when_cancelled()),
-    lambda loop: _failed(loop),
-], ids=["gather", "task", "failed"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda loop: asyncio.gather(asyncio.sleep(60), asyncio.sleep(60), return_exceptions=True),
+        lambda loop: loop.create_task(_fails_when_cancelled()),
+        lambda loop: _failed(loop),
+    ],
+    ids=["gather", "task", "failed"],
+)
 def test_abandoned_future_leaves_no_unseen_error(make):
     unseen = []
 

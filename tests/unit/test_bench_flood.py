@@ -13,8 +13,23 @@ BENCH = Path(__file__).resolve().parents[2] / "bench" / "flood.py"
 
 
 def test_a_flood_is_measured_and_ends(tmp_path):
-    done = subprocess.run([sys.executable, BENCH, "--directory", tmp_path, "--kinds", "requests", "--rounds", "1",
-                           "--seconds", "0.5"], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [
+            sys.executable,
+            BENCH,
+            "--directory",
+            tmp_path,
+            "--kinds",
+            "requests",
+            "--rounds",
+            "1",
+            "--seconds",
+            "0.5",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["requests"]
     for what in ("read", "look"):

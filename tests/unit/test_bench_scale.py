@@ -25,7 +25,9 @@ CASES = [(SMALL, "one"), (SMALL, "many"), (LARGE, "one"), (LARGE, "many")]
 def start(place, *words):
     place.mkdir(exist_ok=True)
     command = [sys.executable, ROOT / "bench" / "scale.py", "--directory", place, "--seconds", "0.3", *words]
-    return subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=place)
+    return subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=place
+    )
 
 
 def finished(bench):
@@ -48,7 +50,9 @@ def test_databases_are_made_measured_kept_and_measured_again_as_they_were(tmp_pa
     finished(start(place, "--sizes", f"{SMALL},{LARGE}", "--check", SMALL, "--keep", keep, "--make-only"))
     made = digests(keep)
     assert len(made) == len(CASES)
-    said = finished(start(place, "--sizes", f"{SMALL},{LARGE}", "--keep", keep, "--reuse", "--results", results))
+    said = finished(
+        start(place, "--sizes", f"{SMALL},{LARGE}", "--keep", keep, "--reuse", "--results", results)
+    )
     assert digests(keep) == made
     assert_nothing_is_left(place)
 
@@ -72,8 +76,16 @@ def assert_fits(case):
         served = made["by_service"]
         assert served["same"], served["differences"]
         assert 0.8 < served["used_bytes"] / made["used_bytes"] < 1.25
-    for name in ("cold_look_ups", "look_ups", "look_ups_together", "creates", "engine_look_ups", "engine_creates", "list",
-                 "list_with_attributes"):
+    for name in (
+        "cold_look_ups",
+        "look_ups",
+        "look_ups_together",
+        "creates",
+        "engine_look_ups",
+        "engine_creates",
+        "list",
+        "list_with_attributes",
+    ):
         assert figures[name]["per_s"] > 0, name
     added = figures["files_after"] - files
     assert added >= figures["creates"]["count"] > 0

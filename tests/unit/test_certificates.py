@@ -61,19 +61,38 @@ def test_certificate_is_described(authority, clock):
         described(b"no certificate")
 
 
-@pytest.mark.parametrize("kind, left_days, state", [
-    ("member", 31, "well"), ("member", 29.5, "well"), ("member", 28.9, "notice"), ("member", 6.9, "risk"),
-    ("member", 0, "ended"), ("etcd-member", 29.5, "well"), ("authority", 30.1, "well"), ("authority", 29.9, "notice"),
-    ("authority", 6.9, "risk"),
-    ("etcd-authority", -1, "ended")])
+@pytest.mark.parametrize(
+    "kind, left_days, state",
+    [
+        ("member", 31, "well"),
+        ("member", 29.5, "well"),
+        ("member", 28.9, "notice"),
+        ("member", 6.9, "risk"),
+        ("member", 0, "ended"),
+        ("etcd-member", 29.5, "well"),
+        ("authority", 30.1, "well"),
+        ("authority", 29.9, "notice"),
+        ("authority", 6.9, "risk"),
+        ("etcd-authority", -1, "ended"),
+    ],
+)
 def test_certificate_that_ends_soon_is_a_problem(kind, left_days, state):
     ends_s = NOW_S + left_days * DAY_S
     begins_s = ends_s - (90 if kind.endswith("member") else 20 * 365) * DAY_S - SKEW_S
     assert state_of(kind, begins_s, ends_s, NOW_S) == state
-    found = problems([{"kind": kind, "begins_s": begins_s, "ends_s": ends_s}], NOW_S, node=3, pool="/srv/p",
-                     trouble="no answer")
+    found = problems(
+        [{"kind": kind, "begins_s": begins_s, "ends_s": ends_s}],
+        NOW_S,
+        node=3,
+        pool="/srv/p",
+        trouble="no answer",
+    )
     assert [one.severity for one in found] == {
-        "well": [], "notice": ["notice"], "risk": ["degraded"], "ended": ["unavailable"]}[state]
+        "well": [],
+        "notice": ["notice"],
+        "risk": ["degraded"],
+        "ended": ["unavailable"],
+    }[state]
     for one in found:
         assert one.remedy and one.node == 3 and one.kind == "certificate"
         assert ("no answer" in one.reason) == kind.endswith("member")
@@ -90,7 +109,8 @@ def test_own_certificates_are_told_and_seen_anew_when_replaced(directory, author
     before = certificates.own()["member"]
     clock.advance(10 * DAY_S)
     (directory.secret / "member.crt").write_bytes(
-        authority.sign(request_certificate().request, POOL, "node/alpha.1", clock=clock))
+        authority.sign(request_certificate().request, POOL, "node/alpha.1", clock=clock)
+    )
     assert certificates.own()["member"].ends_s == before.ends_s + 10 * DAY_S
     (directory.secret / "member.crt").write_bytes(b"broken")
     assert set(certificates.own()) == {"authority"}
@@ -99,11 +119,15 @@ def test_own_certificates_are_told_and_seen_anew_when_replaced(directory, author
 def test_issued_certificates_are_remembered_until_long_after_their_end(directory, authority, clock):
     certificates = CertificateStore(directory, clock)
     for member in ("client/a.1", "client/b.2", "client/a.1"):
-        certificates.note_issued(member, authority.sign(request_certificate().request, POOL, member, clock=clock))
+        certificates.note_issued(
+            member, authority.sign(request_certificate().request, POOL, member, clock=clock)
+        )
     assert [one["member"] for one in certificates.issued_told()] == ["client/a.1", "client/b.2"]
     assert (directory.secret / ISSUED_FILE).stat().st_mode & 0o077 == 0
     clock.advance(121 * DAY_S)
-    certificates.note_issued("client/c.3", authority.sign(request_certificate().request, POOL, "client/c.3", clock=clock))
+    certificates.note_issued(
+        "client/c.3", authority.sign(request_certificate().request, POOL, "client/c.3", clock=clock)
+    )
     assert set(certificates.issued()) == {"client/c.3"}
     (directory.secret / ISSUED_FILE).write_bytes(b"broken")
     assert certificates.issued() == {}
@@ -157,13 +181,26 @@ def rotating(tmp_path):
 
 
 def secrets_of(directory):
-    return [(place / name).read_bytes() for place in (directory.secret, directory.secret / ETCD_SECRET)
-            for name in ("member.crt", "member.key")]
+    return [
+        (place / name).read_bytes()
+        for place in (directory.secret, directory.secret / ETCD_SECRET)
+        for name in ("member.crt", "member.key")
+    ]
 
 
 def rotated(directory, identity):
-    first = PoolMap(format=MAP_FORMAT, pool_id=POOL, name="p", epoch=1, settings=PoolSettings(1 << 20, 1), nodes=(), drives=(),
-                    targets=(), tables=(), shards=())
+    first = PoolMap(
+        format=MAP_FORMAT,
+        pool_id=POOL,
+        name="p",
+        epoch=1,
+        settings=PoolSettings(1 << 20, 1),
+        nodes=(),
+        drives=(),
+        targets=(),
+        tables=(),
+        shards=(),
+    )
     return asyncio.run(node_renewal.renew_once(directory, identity, first, None, new_key=True))
 
 
@@ -174,7 +211,9 @@ def test_new_key_takes_the_place_of_the_former_one(rotating):
     after = secrets_of(directory)
     assert not set(before) & set(after) and after[1] == after[3]
     assert identity.shown.key == after[1] and identity.own_member() == "node/alpha.1"
-    assert is_key_of(after[0], after[1]) and is_key_of(after[2], after[3]) and not is_key_of(after[0], before[1])
+    assert (
+        is_key_of(after[0], after[1]) and is_key_of(after[2], after[3]) and not is_key_of(after[0], before[1])
+    )
     assert not list(directory.secret.rglob("*.next"))
     assert all(path.stat().st_mode & 0o077 == 0 for path in directory.secret.rglob("member.key"))
 
@@ -194,6 +233,7 @@ def test_interrupted_change_of_a_key_leaves_a_pair_that_fits(rotating, monkeypat
                 raise PowerLoss
             left[0] -= 1
             return write(*arguments, **named)
+
         return instead
 
     with monkeypatch.context() as patch:
@@ -213,27 +253,51 @@ def test_interrupted_change_of_a_key_leaves_a_pair_that_fits(rotating, monkeypat
 
 
 def status(certificates, issued=(), members=("node/a.1", "node/b.2", "client/c.3"), revoked=()):
-    nodes = [{"node": number, "name": member, "member": member, "endpoints": [f"stream://10.0.0.{number}:1"]}
-             for number, member in ((1, "node/a.1"), (2, "node/b.2"))]
-    return {"members": list(members), "nodes": nodes, "revoked": list(revoked), "certificates": [
-        {"kind": kind, "member": member, "serial": serial, "begins_s": NOW_S, "ends_s": ends_s}
-        for kind, member, serial, ends_s in certificates], "issued": [
-        {"member": member, "serial": serial, "begins_s": NOW_S, "ends_s": ends_s} for member, serial, ends_s in issued]}
+    nodes = [
+        {"node": number, "name": member, "member": member, "endpoints": [f"stream://10.0.0.{number}:1"]}
+        for number, member in ((1, "node/a.1"), (2, "node/b.2"))
+    ]
+    return {
+        "members": list(members),
+        "nodes": nodes,
+        "revoked": list(revoked),
+        "certificates": [
+            {"kind": kind, "member": member, "serial": serial, "begins_s": NOW_S, "ends_s": ends_s}
+            for kind, member, serial, ends_s in certificates
+        ],
+        "issued": [
+            {"member": member, "serial": serial, "begins_s": NOW_S, "ends_s": ends_s}
+            for member, serial, ends_s in issued
+        ],
+    }
 
 
 END_S = NOW_S + 90 * DAY_S
 
 
 def test_certificates_of_all_nodes_are_listed_once():
-    first = status([("authority", "", "CA", END_S), ("member", "node/a.1", "A", END_S),
-                    ("etcd-member", "node/a.1", "AE", END_S)],
-                   [("client/c.3", "C1", END_S - 5), ("client/gone.4", "G", END_S)], revoked=["node/old.9"])
-    second = status([("authority", "", "CA", END_S), ("member", "node/b.2", "B", END_S)], [("client/c.3", "C2", END_S)])
+    first = status(
+        [
+            ("authority", "", "CA", END_S),
+            ("member", "node/a.1", "A", END_S),
+            ("etcd-member", "node/a.1", "AE", END_S),
+        ],
+        [("client/c.3", "C1", END_S - 5), ("client/gone.4", "G", END_S)],
+        revoked=["node/old.9"],
+    )
+    second = status(
+        [("authority", "", "CA", END_S), ("member", "node/b.2", "B", END_S)], [("client/c.3", "C2", END_S)]
+    )
     found = {(one["member"], one["role"]): one for one in cert.certificates([first, second], NOW_S)}
     assert {key: (one["serial"], one["revoked"], one["node"]) for key, one in found.items()} == {
-        (None, "authority"): ("CA", False, None), ("node/a.1", "node"): ("A", False, 1), ("node/a.1", "node, for etcd"):
-        ("AE", False, 1), ("node/b.2", "node"): ("B", False, 2), ("client/c.3", "client"): ("C2", False, None),
-        ("client/gone.4", "client"): ("G", True, None), ("node/old.9", "node"): (None, True, None)}
+        (None, "authority"): ("CA", False, None),
+        ("node/a.1", "node"): ("A", False, 1),
+        ("node/a.1", "node, for etcd"): ("AE", False, 1),
+        ("node/b.2", "node"): ("B", False, 2),
+        ("client/c.3", "client"): ("C2", False, None),
+        ("client/gone.4", "client"): ("G", True, None),
+        ("node/old.9", "node"): (None, True, None),
+    }
     client = found["client/c.3", "client"]
     assert client["days_left"] == 90.0 and client["from"] == "2001-09-09T01:46:40Z"
     assert found["node/old.9", "node"]["to"] is None
@@ -256,10 +320,14 @@ def asked(monkeypatch):
     return changes
 
 
-@pytest.mark.parametrize("member, change", [
-    ("client/c.3", ("member-remove", {"member": "client/c.3"})),
-    ("bridge/d.4", ("member-remove", {"member": "bridge/d.4"})),
-    ("node/b.2", ("node-remove", {"node": 2, "lost": False, "give_up": False}))])
+@pytest.mark.parametrize(
+    "member, change",
+    [
+        ("client/c.3", ("member-remove", {"member": "client/c.3"})),
+        ("bridge/d.4", ("member-remove", {"member": "bridge/d.4"})),
+        ("node/b.2", ("node-remove", {"node": 2, "lost": False, "give_up": False})),
+    ],
+)
 def test_revoked_certificate_is_that_of_a_removed_member(asked, member, change):
     done = CliRunner().invoke(cert.revoke, ["/srv/p", member, "--json"])
     assert json.loads(done.output) == {"member": member, "epoch": 7} and asked == [change]

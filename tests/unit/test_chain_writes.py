@@ -34,27 +34,39 @@ FAST = ClientOptions(deadline_s=60.0, fresh_s=0.0, attr_s=0.0, release_s=0.01, s
 
 def in_loop(test):
     """The test, an async function, run on a loop of its own."""
+
     @functools.wraps(test)
     def run(*arguments, **named):
         asyncio.run(asyncio.wait_for(test(*arguments, **named), 100))
+
     return run
 
 
 def without(pool_map: PoolMap, dead: int) -> PoolMap:
     """The map after a target's death: it has left each chain that has another member."""
+
     def left(chain):
         members = tuple(t for t in chain.targets if t != dead)
         if members == chain.targets or not members:
             return chain
         return msgspec.structs.replace(chain, epoch=chain.epoch + 1, targets=members)
 
-    return changed(pool_map, tables=tuple(
-        msgspec.structs.replace(table, chains=tuple(map(left, table.chains))) for table in pool_map.tables))
+    return changed(
+        pool_map,
+        tables=tuple(
+            msgspec.structs.replace(table, chains=tuple(map(left, table.chains))) for table in pool_map.tables
+        ),
+    )
 
 
 @asynccontextmanager
 async def made(tmp_path, replicas=2, targets=3, memory=False):
-    pool = HoldingPool(None if memory else tmp_path, capacities=(64 * MIB,) * targets, replicas=replicas, chunk_bytes=256 * KIB)
+    pool = HoldingPool(
+        None if memory else tmp_path,
+        capacities=(64 * MIB,) * targets,
+        replicas=replicas,
+        chunk_bytes=256 * KIB,
+    )
     async with pool:
         client = await pool.client("first", FAST)
         yield pool, client.vfs
@@ -77,8 +89,10 @@ async def read_all(vfs, inode: int, length: int) -> bytes:
 
 def held_by(pool: LocalPool, inode: int) -> dict[int, dict[int, tuple]]:
     """target -> chunk index -> (version, blocks)."""
-    return {number: {one.index: (one.version, one.blocks) for one in service.store.describe(inode, 0, 4096)[0]}
-            for number, service in pool.stores.items()}
+    return {
+        number: {one.index: (one.version, one.blocks) for one in service.store.describe(inode, 0, 4096)[0]}
+        for number, service in pool.stores.items()
+    }
 
 
 @pytest.mark.parametrize("raised", ["floor", "cut"])
@@ -119,12 +133,25 @@ async def test_chunks_after_a_truncation_have_their_chains_epoch(tmp_path, repli
     async with made(tmp_path, replicas=replicas) as (pool, vfs):
         handle = await written(vfs, b"file", bytes(2 * MIB))
         inode = handle.file.inode
-        old = max(version_parts(chunk)[0] for held in held_by(pool, inode).values() for chunk, _ in held.values())
+        old = max(
+            version_parts(chunk)[0] for held in held_by(pool, inode).values() for chunk, _ in held.values()
+        )
         for step in range(3):
-            await pool.change_map(lambda pool_map, step=step: changed(pool_map, tables=tuple(
-                msgspec.structs.replace(table, chains=tuple(
-                    msgspec.structs.replace(chain, epoch=chain.epoch + (number % 3 >= step))
-                    for number, chain in enumerate(table.chains))) for table in pool_map.tables)))
+            await pool.change_map(
+                lambda pool_map, step=step: changed(
+                    pool_map,
+                    tables=tuple(
+                        msgspec.structs.replace(
+                            table,
+                            chains=tuple(
+                                msgspec.structs.replace(chain, epoch=chain.epoch + (number % 3 >= step))
+                                for number, chain in enumerate(table.chains)
+                            ),
+                        )
+                        for table in pool_map.tables
+                    ),
+                )
+            )
         await vfs.release(handle)
         vfs = (await pool.client("knows the map", FAST)).vfs
         handle = await vfs.open(inode, 2, ME)
@@ -136,7 +163,6 @@ async def test_chunks_after_a_truncation_have_their_chains_epoch(tmp_path, repli
             for index, (its_version, _) in held.items():
                 epoch = pool.pool_map.chain(replicas, chain_of(inode, index)).epoch
                 assert version_parts(its_version)[0] == epoch > old
-
 
 
 def check_replicas(pool: LocalPool, inode: int, chunks: range, replicas: int) -> None:
@@ -163,7 +189,7 @@ async def test_what_is_written_is_with_every_member_of_its_chain(tmp_path, repli
         assert await read_all(vfs, inode, len(content)) == content
         check_replicas(pool, inode, range(9), replicas)
         other = await pool.client("second", FAST)
-        for dead in list(pool.stores)[:replicas - 1]:
+        for dead in list(pool.stores)[: replicas - 1]:
             await pool.stop_store(dead)
             await pool.change_map(lambda pool_map, dead=dead: without(pool_map, dead))
         assert await read_all(other.vfs, inode, len(content)) == content
@@ -179,7 +205,9 @@ async def kill(pool: LocalPool, dead: int, after_s: float = 0.05) -> None:
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("victim", ["head", "last"])
 @in_loop
-async def test_a_member_that_dies_under_writes_costs_no_error_and_no_acknowledged_byte(tmp_path, replicas, victim):
+async def test_a_member_that_dies_under_writes_costs_no_error_and_no_acknowledged_byte(
+    tmp_path, replicas, victim
+):
     async with made(tmp_path, replicas) as (pool, vfs):
         handle = await written(vfs, b"file", bytes(MIB))
         inode, chance = handle.file.inode, random.Random(2)
@@ -194,7 +222,7 @@ async def test_a_member_that_dies_under_writes_costs_no_error_and_no_acknowledge
                 offset, length = chance.randrange(MIB - 70_000), chance.choice((10, 4096, 5000, 65536))
                 piece = chance.randbytes(length)
                 await vfs.write(handle, offset, piece)
-                content[offset:offset + length] = piece
+                content[offset : offset + length] = piece
                 count += 1
                 if chance.random() < 0.3:
                     await vfs.fsync(handle, False)
@@ -212,7 +240,9 @@ async def test_a_member_that_dies_under_writes_costs_no_error_and_no_acknowledge
             found = await read_all(vfs, inode, MIB)
             assert found == content
             check_replicas_now(pool, inode, replicas)
-            survivors = [t for t in pool.pool_map.chain(replicas, chain_of(inode, 0)).targets if t in pool.stores]
+            survivors = [
+                t for t in pool.pool_map.chain(replicas, chain_of(inode, 0)).targets if t in pool.stores
+            ]
             if len(survivors) > 1:
                 await kill(pool, survivors[0])
         assert await read_all((await pool.client("last", FAST)).vfs, inode, MIB) == content
@@ -224,7 +254,6 @@ def check_replicas_now(pool: LocalPool, inode: int, replicas: int) -> None:
     for index in range(4):
         members = pool.pool_map.chain(replicas, chain_of(inode, index)).targets
         assert len({held[target].get(index) for target in members}) == 1, (index, members, held)
-
 
 
 def content_of(seed: int, length: int) -> bytes:
@@ -245,10 +274,10 @@ async def test_reads_of_a_silent_target_are_answered_by_the_other_one(tmp_path):
             opened = await client.vfs.open(inode, 0, ME)
             places = [number * 40_000 for number in range(60)]
             found = await asyncio.gather(*[client.vfs.read(opened, place, 4096) for place in places])
-            assert [bytes(one) for one in found] == [content[place:place + 4096] for place in places]
+            assert [bytes(one) for one in found] == [content[place : place + 4096] for place in places]
             into = bytearray(60 * 5000)
             await client.vfs.read_many([(opened, place, 5000) for place in places], memoryview(into))
-            assert into == b"".join([content[place:place + 5000] for place in places])
+            assert into == b"".join([content[place : place + 5000] for place in places])
             pool.let_go(silent)
         counters = client.vfs.chunks.hedging.counters
         assert counters["late"] + counters["hedged"] > 0
@@ -266,7 +295,7 @@ async def test_a_target_that_takes_much_longer_than_the_other_is_asked_for_few_r
         before = pool.asked[1, Method.DATA_READ]
         for _ in range(reads):
             offset = chance.randrange(len(content) - 4096)
-            assert await client.vfs.read(opened, offset, 4096) == content[offset:offset + 4096]
+            assert await client.vfs.read(opened, offset, 4096) == content[offset : offset + 4096]
         assert pool.asked[1, Method.DATA_READ] - before < reads / 4
 
 
@@ -283,9 +312,11 @@ async def test_of_many_reads_only_some_are_asked_twice(tmp_path):
         opened = await vfs.open(handle.file.inode, 0, ME)
         for _ in range(reads):
             offset = chance.randrange(len(content) - 4096)
-            assert await vfs.read(opened, offset, 4096) == content[offset:offset + 4096]
+            assert await vfs.read(opened, offset, 4096) == content[offset : offset + 4096]
         asked = sum(pool.asked[number, Method.DATA_READ] - before[number] for number in pool.stores)
-        assert hedging.counters["hedged"] <= hedging_module.CREDIT_MAX + 1 + hedging_module.SHARE * (asked + reads)
+        assert hedging.counters["hedged"] <= hedging_module.CREDIT_MAX + 1 + hedging_module.SHARE * (
+            asked + reads
+        )
 
 
 @in_loop
@@ -322,11 +353,21 @@ async def test_a_read_that_waited_for_a_write_is_not_answered_by_who_has_left_th
         await vfs.write(handle, 0, b"new")
         storing = asyncio.create_task(vfs.fsync(handle, False))
         await pool.until(lambda: pool.held[last])
-        message = encode_read_request(pool.pool_map.epoch, head, [file.grant], READ.pack(inode, 0, 0, 4096, 0, 0), False)
-        reading = asyncio.create_task(vfs.chunks._dialer.call(
-            pool.pool_map.target_by_id[head].endpoints, Method.DATA_READ, message, deadline_s=vfs.clock.boottime_s() + 60))
+        message = encode_read_request(
+            pool.pool_map.epoch, head, [file.grant], READ.pack(inode, 0, 0, 4096, 0, 0), False
+        )
+        reading = asyncio.create_task(
+            vfs.chunks._dialer.call(
+                pool.pool_map.target_by_id[head].endpoints,
+                Method.DATA_READ,
+                message,
+                deadline_s=vfs.clock.boottime_s() + 60,
+            )
+        )
         await pool.until(lambda: pool.asked[head, Method.DATA_READ])
-        await pool.change_map(lambda pool_map: without(pool_map, head))  # what was written since is not known there
+        await pool.change_map(
+            lambda pool_map: without(pool_map, head)
+        )  # what was written since is not known there
         with pytest.raises(StaleEpoch):
             await reading
         pool.let_go(last)
@@ -334,7 +375,9 @@ async def test_a_read_that_waited_for_a_write_is_not_answered_by_who_has_left_th
 
 
 @in_loop
-async def test_what_the_last_one_committed_and_somebody_read_is_committed_by_the_head_when_it_is_gone(tmp_path):
+async def test_what_the_last_one_committed_and_somebody_read_is_committed_by_the_head_when_it_is_gone(
+    tmp_path,
+):
     async with made(tmp_path) as (pool, vfs):
         handle = await written(vfs, b"file", b"old" * 4000)
         inode = handle.file.inode
@@ -359,7 +402,7 @@ async def test_a_truncation_while_a_write_is_pending_leaves_replicas_equal(tmp_p
         for number in range(60):
             offset, piece = chance.randrange(300_000), chance.randbytes(chance.choice((5000, 70_000)))
             await vfs.write(handle, offset, piece)
-            model[offset:offset + len(piece)] = piece
+            model[offset : offset + len(piece)] = piece
             if number % 3 == 0:
                 size = chance.randrange(100_000, 390_000)
                 await vfs.setattr(inode, caller=ME, size=size, handle=handle)
@@ -418,7 +461,7 @@ async def test_a_full_member_refuses_for_all_and_nothing_is_left_of_the_write(tm
 def spoil(pool: LocalPool, target: int, inode: int, index: int, block: int) -> None:
     """A byte of a block is another on the drive."""
     store = pool.stores[target].store
-    place, = store.index.places(store.index.chunk(inode, index), block, 1)
+    (place,) = store.index.places(store.index.chunk(inode, index), block, 1)
     with open(pool._path("targets", str(target), "data"), "r+b") as data:
         data.seek((place << 12) + 100)
         byte = data.read(1)

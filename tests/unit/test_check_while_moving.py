@@ -101,6 +101,7 @@ def test_a_check_under_load_while_partitions_move_finds_nothing():
         assert min(load.turns for load in loads) > 1
         await look()
         await moving.check_anew()
+
     run(main, shards=2)
 
 
@@ -137,8 +138,12 @@ class Damage:
         for directory in places[3::4]:
             number = self.moving.inodes[directory, b"f0"]
             meta = self._meta(partition_of(number))
-            meta._kv.apply([(records.inode_key(number), None),
-                            (records.COUNTS_KEY, records.encode_counts(meta._view.inode_count - 1))])
+            meta._kv.apply(
+                [
+                    (records.inode_key(number), None),
+                    (records.COUNTS_KEY, records.encode_counts(meta._view.inode_count - 1)),
+                ]
+            )
             meta._view.inode_count -= 1
 
 
@@ -147,7 +152,12 @@ def test_damage_is_found_and_mended_while_partitions_move():
         await moving.fill(20)
         await Damage(moving).plant()
         expected = {(problem.kind, problem.text) for problem in (await checked(moving)).problems}
-        assert len(expected) == 25 and {kind for kind, _ in expected} == {"links", "parent", "xattr", "dentry"}
+        assert len(expected) == 25 and {kind for kind, _ in expected} == {
+            "links",
+            "parent",
+            "xattr",
+            "dentry",
+        }
 
         async def look() -> None:
             found = {(problem.kind, problem.text) for problem in (await checked(moving)).problems}
@@ -167,4 +177,5 @@ def test_damage_is_found_and_mended_while_partitions_move():
             listed, _ = await vfs.readdir(await vfs.opendir(directory), 0, 1000)
             lost = {2: b"f2", 3: b"f0"}.get(place % 4)
             assert sorted(listed.names) == [name for name in (b"f0", b"f1", b"f2") if name != lost]
+
     run(main, shards=2)

@@ -35,11 +35,20 @@ async def plant(client, secret, *, inode, index=0, cut=0, target=None):
     block = b"y" * 4096
     ends_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000 + 60_000
     request = data_pb2.WriteRequest(
-        map_epoch=pool_map.epoch, target=target, session=1, checksums=piece_checksums(block, 0),
+        map_epoch=pool_map.epoch,
+        target=target,
+        session=1,
+        checksums=piece_checksums(block, 0),
         grants=[grants.sign(grants.Grant(grants.WRITE, 0, 1, inode, cut, ends_ms), secret)],
-        writes=struct.pack("<QQQIIIHH", inode, cut, 1, index, 0, len(block), 0, 0))
-    reply = await client.dialer.call(pool_map.target_by_id[target].endpoints, wire_pb2.DATA_WRITE, request.SerializeToString(),
-                                     (block,), deadline_s=SYSTEM_CLOCK.boottime_s() + 10)
+        writes=struct.pack("<QQQIIIHH", inode, cut, 1, index, 0, len(block), 0, 0),
+    )
+    reply = await client.dialer.call(
+        pool_map.target_by_id[target].endpoints,
+        wire_pb2.DATA_WRITE,
+        request.SerializeToString(),
+        (block,),
+        deadline_s=SYSTEM_CLOCK.boottime_s() + 10,
+    )
     return struct.unpack_from("<H", data_pb2.WriteReply.FromString(bytes(reply.message)).results)[0]
 
 
@@ -89,7 +98,9 @@ def test_blocks_that_nobody_names_are_given_back_only_when_that_is_wanted(tmp_pa
             for repair, repaired, left in ((False, [False], 5), (True, [True], 0), (True, [], 0)):
                 found = await checked(client, repair=repair)
                 assert [problem.repaired for problem in found.problems] == repaired
-                assert all("5 blocks" in problem.text and problem.where == "target 1" for problem in found.problems)
+                assert all(
+                    "5 blocks" in problem.text and problem.where == "target 1" for problem in found.problems
+                )
                 assert store.status()["used_bytes"] == used - (5 - left) * 4096
 
     asyncio.run(main())
@@ -129,6 +140,7 @@ def quick_looks(monkeypatch):
 
 def of_two_replicas(test):
     """The test, on a pool in memory in which every chunk has two copies, with a file of three chunks that is open."""
+
     def run_it(quick_looks):
         async def main():
             async with LocalPool(replicas=2, capacities=(64 << 20,) * 3) as pool:
@@ -140,10 +152,16 @@ def of_two_replicas(test):
                 assert not (await checked(client)).problems
                 for index in range(3):
                     head, last = pool.pool_map.chain(2, chain_of(handle.inode, index)).targets
-                    copies = [await pool.stores[target].store.fetch(handle.inode, index) for target in (head, last)]
-                    assert copies[0].content == copies[1].content and copies[0].version == copies[1].version > 0
+                    copies = [
+                        await pool.stores[target].store.fetch(handle.inode, index) for target in (head, last)
+                    ]
+                    assert (
+                        copies[0].content == copies[1].content and copies[0].version == copies[1].version > 0
+                    )
                 await client.vfs.release(handle)
+
         asyncio.run(asyncio.wait_for(main(), 120))
+
     run_it.__name__, run_it.__doc__ = test.__name__, test.__doc__
     return run_it
 
@@ -151,7 +169,9 @@ def of_two_replicas(test):
 async def found_and_repaired(pool, client):
     for repair, secret, unrepaired in ((False, None, 1), (True, None, 1), (True, pool.grant_secret, 0)):
         found = await checked(client, repair=repair, grant_secret=secret)
-        assert [(problem.kind, "not the same" in problem.text) for problem in found.problems] == [("copies", True)]
+        assert [(problem.kind, "not the same" in problem.text) for problem in found.problems] == [
+            ("copies", True)
+        ]
         assert found.unrepaired == unrepaired and "file" in found.problems[0].text
 
 
@@ -164,7 +184,9 @@ async def test_a_chunk_that_a_member_of_its_chain_lacks_is_found_and_fetched_aga
 
 
 @of_two_replicas
-async def test_a_chunk_that_is_older_at_a_member_of_its_chain_is_found_and_fetched_again(pool, client, handle):
+async def test_a_chunk_that_is_older_at_a_member_of_its_chain_is_found_and_fetched_again(
+    pool, client, handle
+):
     for member in (0, 1):
         store = pool.stores[pool.pool_map.chain(2, chain_of(handle.inode, 2)).targets[member]].store
         old = await store.fetch(handle.inode, 2)
@@ -185,6 +207,7 @@ async def test_chunks_that_are_written_while_copies_are_compared_are_no_problem(
             await client.vfs.fsync(handle, False)
             count += 1
         return count
+
     writing = asyncio.create_task(write())
     other = await pool.client("other")
     for _ in range(5):
@@ -208,6 +231,7 @@ def test_what_was_cut_where_it_is_missing_is_not_fetched_from_who_has_not_heard_
             assert not store.state(handle.inode, 0).version
             with pytest.raises(WrongTarget):
                 await resync.level(2, handle.inode, 0, 3)
+
     asyncio.run(main())
 
 
@@ -219,11 +243,12 @@ def test_what_a_target_has_of_a_chain_that_moved_is_a_problem_only_when_it_stays
             await client.vfs.write(handle, 0, b"x" * 4096)
             await client.vfs.fsync(handle, False)
             members = pool.pool_map.chain(2, chain_of(handle.inode, 0)).targets
-            other, = set(pool.stores) - set(members)
+            (other,) = set(pool.stores) - set(members)
             store = pool.stores[other].store
             copy = await pool.stores[members[0]].store.fetch(handle.inode, 0)
             assert await store.install([(copy, store.state(handle.inode, 0))]) == [True]
             assert not (await checked(client)).problems
             monkeypatch.setattr("nvpool.store.maintenance.orphan_chunks.LATE_S", 0.0)
             assert [problem.kind for problem in (await checked(client)).problems] == ["misplaced"]
+
     asyncio.run(main())

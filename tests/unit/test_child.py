@@ -54,7 +54,9 @@ def started(program: str, *arguments: str) -> subprocess.Popen:
 
 
 def child_of(directory: PoolDirectory, program: str = SERVES + "    signal.pause()") -> Child:
-    return Child(directory, "meta", 1, [sys.executable, "-c", program, str(directory.path)], QUICK, SYSTEM_CLOCK)
+    return Child(
+        directory, "meta", 1, [sys.executable, "-c", program, str(directory.path)], QUICK, SYSTEM_CLOCK
+    )
 
 
 async def until(holds, what: str) -> None:
@@ -66,8 +68,10 @@ async def until(holds, what: str) -> None:
 
 def scenario(run):
     """Run `run(stopping, hurry)` in a loop; a keeper that died on the way fails the test."""
+
     async def whole():
         await run(asyncio.Event(), asyncio.Event())
+
     asyncio.run(whole())
 
 
@@ -85,6 +89,7 @@ def test_a_process_that_dies_is_started_again_and_ends_when_asked(directory):
         await keeper
         await child.end(5, hurry)
         assert identity_of(last) is None and child.state == "stopped" and starts(directory) == [first, last]
+
     scenario(run)
 
 
@@ -97,10 +102,13 @@ def test_a_process_that_always_dies_is_started_with_a_rising_delay(directory):
         stopping.set()
         await asyncio.wait_for(keeper, 120)
         assert child.state == "stopped" and child.pid == 0
+
     scenario(run)
 
 
-def test_the_wait_before_a_start_rises_with_deaths_but_not_with_those_of_who_has_served_for_a_while(directory, monkeypatch):
+def test_the_wait_before_a_start_rises_with_deaths_but_not_with_those_of_who_has_served_for_a_while(
+    directory, monkeypatch
+):
     waits = []
 
     async def no_wait(event, wait_s):
@@ -109,9 +117,14 @@ def test_the_wait_before_a_start_rises_with_deaths_but_not_with_those_of_who_has
     monkeypatch.setattr(child_module, "_either", no_wait)
 
     async def run(stopping, hurry):
-        clock, timing = ManualClock(), SupervisorConfig(restart_delay_min_s=1, restart_delay_max_s=60, healthy_s=30)
+        clock, timing = (
+            ManualClock(),
+            SupervisorConfig(restart_delay_min_s=1, restart_delay_max_s=60, healthy_s=30),
+        )
         program = SERVES + "    signal.pause()"
-        child = Child(directory, "meta", 1, [sys.executable, "-c", program, str(directory.path)], timing, clock)
+        child = Child(
+            directory, "meta", 1, [sys.executable, "-c", program, str(directory.path)], timing, clock
+        )
         keeper = asyncio.ensure_future(child.keep(stopping))
         for serves_s in (0, 29, 0, 30, 0, 31):
             await until(lambda: child.state == "serving", "it serves")
@@ -124,11 +137,16 @@ def test_the_wait_before_a_start_rises_with_deaths_but_not_with_those_of_who_has
         stopping.set()
         await keeper
         await child.end(5, hurry)
+
     scenario(run)
 
 
-def test_processes_that_are_started_one_after_the_other_have_memory_in_common_and_an_adopted_one_has_not(directory):
-    program = SERVES + """
+def test_processes_that_are_started_one_after_the_other_have_memory_in_common_and_an_adopted_one_has_not(
+    directory,
+):
+    program = (
+        SERVES
+        + """
     memory = int(sys.argv[2])
     size = os.fstat(memory).st_size
     os.pwrite(memory, b"x", size)
@@ -136,6 +154,7 @@ def test_processes_that_are_started_one_after_the_other_have_memory_in_common_an
         file.write(f"{size} {sys.argv[3]}\\n")
     signal.pause()
 """
+    )
 
     def seen():
         path = directory.path / "seen"
@@ -143,8 +162,15 @@ def test_processes_that_are_started_one_after_the_other_have_memory_in_common_an
 
     async def run(stopping, hurry):
         clock = ManualClock()
-        child = Child(directory, "meta", 1, [sys.executable, "-c", program, str(directory.path)], QUICK, clock,
-                      keeps_memory=True)
+        child = Child(
+            directory,
+            "meta",
+            1,
+            [sys.executable, "-c", program, str(directory.path)],
+            QUICK,
+            clock,
+            keeps_memory=True,
+        )
         keeper = asyncio.ensure_future(child.keep(stopping))
         for count in (1, 2, 3):
             await until(lambda: len(seen()) == count, "it has looked")  # noqa: B023
@@ -156,9 +182,19 @@ def test_processes_that_are_started_one_after_the_other_have_memory_in_common_an
         await keeper
         await child.end(5, hurry)
         other = started(SERVES + "    signal.pause()", str(directory.path))
-        await until(lambda: len(starts(directory)) == 5 and directory.state_of("meta-1").pid == other.pid, "another one serves")
-        child = Child(directory, "meta", 1, [sys.executable, "-c", program, str(directory.path)], QUICK, clock,
-                      keeps_memory=True)
+        await until(
+            lambda: len(starts(directory)) == 5 and directory.state_of("meta-1").pid == other.pid,
+            "another one serves",
+        )
+        child = Child(
+            directory,
+            "meta",
+            1,
+            [sys.executable, "-c", program, str(directory.path)],
+            QUICK,
+            clock,
+            keeps_memory=True,
+        )
         stopping.clear()
         keeper = asyncio.ensure_future(child.keep(stopping))
         await until(lambda: child.state == "serving" and child.adopted, "it is adopted")
@@ -170,6 +206,7 @@ def test_processes_that_are_started_one_after_the_other_have_memory_in_common_an
         stopping.set()
         await keeper
         await child.end(5, hurry)
+
     scenario(run)
 
 
@@ -197,6 +234,7 @@ def test_what_a_process_said_of_its_end_is_known_until_one_serves(directory):
         stopping.set()
         await keeper
         await child.end(5, hurry)
+
     scenario(run)
 
 
@@ -212,7 +250,9 @@ def test_a_line_of_the_log_is_kept_whatever_is_in_it(tmp_path):
     for form in ("text", "json"):
         subprocess.run([sys.executable, "-c", code, form], check=True, env={**os.environ, "LC_ALL": "C"})
     text, told = path.read_text().splitlines()[0], json.loads(path.read_text().splitlines()[-1])
-    assert "of the drive /mnt/\\udcff" in text and told["message"] == "of the drive " + os.fsdecode(b"/mnt/\xff\n")
+    assert "of the drive /mnt/\\udcff" in text and told["message"] == "of the drive " + os.fsdecode(
+        b"/mnt/\xff\n"
+    )
 
 
 def test_a_process_that_runs_is_adopted_and_not_started_a_second_time(directory):
@@ -225,11 +265,14 @@ def test_a_process_that_runs_is_adopted_and_not_started_a_second_time(directory)
         assert child.adopted and child.pid == running.pid and starts(directory) == [running.pid]
         running.kill()  # an adopted one that dies is started like any other
         running.wait()
-        await until(lambda: child.state == "serving" and child.pid not in (0, running.pid), "another one serves")
+        await until(
+            lambda: child.state == "serving" and child.pid not in (0, running.pid), "another one serves"
+        )
         assert not child.adopted and child.restarts == 1
         stopping.set()
         await keeper
         await child.end(5, hurry)
+
     scenario(run)
 
 
@@ -244,6 +287,7 @@ def test_of_two_that_start_at_once_one_serves_and_is_adopted(directory):
         await asyncio.gather(*keepers)
         for child in children:
             await child.end(5, hurry)
+
     scenario(run)
 
 
@@ -261,6 +305,7 @@ def test_a_lock_file_with_the_number_of_another_process_is_not_believed(director
         await child.end(5, hurry)
         assert runs(identity), "a stranger is never signalled"
         stranger.communicate(b"\n", timeout=10)
+
     scenario(run)
 
 
@@ -281,6 +326,7 @@ def test_a_process_that_does_not_end_is_killed_after_its_time_or_in_a_hurry(dire
             async with asyncio.timeout(120):
                 await child.end(drain_s, hurry)
             assert identity_of(pid) is None
+
     scenario(run)
 
 
@@ -296,6 +342,7 @@ def test_a_stopped_process_can_be_ended_too(directory):
         async with asyncio.timeout(120):
             await child.end(0.2, hurry)
         assert identity_of(pid) is None
+
     scenario(run)
 
 
@@ -303,17 +350,23 @@ def test_a_started_process_has_no_descriptor_of_ours_and_a_session_of_its_own(di
     async def run(stopping, hurry):
         inherited = os.open(directory.path, os.O_RDONLY)
         os.set_inheritable(inherited, True)
-        report = SERVES + ("    import json\n    (directory.path / 'report').write_text(json.dumps([sorted(int(n) for n in "
-                           "os.listdir('/proc/self/fd') if int(n) < 100 and int(n) > 2 and "
-                           "os.path.isdir(f'/proc/self/fd/{n}')), os.getsid(0) == os.getpid(), os.getcwd()]))\n"
-                           "    signal.pause()")
+        report = SERVES + (
+            "    import json\n    (directory.path / 'report').write_text(json.dumps([sorted(int(n) for n in "
+            "os.listdir('/proc/self/fd') if int(n) < 100 and int(n) > 2 and "
+            "os.path.isdir(f'/proc/self/fd/{n}')), os.getsid(0) == os.getpid(), os.getcwd()]))\n"
+            "    signal.pause()"
+        )
         child = child_of(directory, report)
         keeper = asyncio.ensure_future(child.keep(stopping))
-        await until(lambda: (directory.path / "report").exists() and (directory.path / "report").read_text(), "it reports")
+        await until(
+            lambda: (directory.path / "report").exists() and (directory.path / "report").read_text(),
+            "it reports",
+        )
         os.close(inherited)
         descriptors, own_session, cwd = json.loads((directory.path / "report").read_text())
         assert own_session and cwd == "/" and inherited not in descriptors
         stopping.set()
         await keeper
         await child.end(5, hurry)
+
     scenario(run)

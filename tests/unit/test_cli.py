@@ -46,9 +46,13 @@ def run(capfd, *arguments: str) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize("arguments", [["--help"], ["version"], ["pool", "--help"], ["status", "--help"]])
 def test_what_needs_no_pool_loads_nothing_heavy(arguments):
-    code = ("import sys; from nvpool.cli.main import main; main(sys.argv[1:]); "
-            "sys.stderr.write(' '.join(sorted(m.partition('.')[0] for m in sys.modules if '.' not in m)))")
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True, timeout=240)
+    code = (
+        "import sys; from nvpool.cli.main import main; main(sys.argv[1:]); "
+        "sys.stderr.write(' '.join(sorted(m.partition('.')[0] for m in sys.modules if '.' not in m)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True, timeout=240
+    )
     assert not {"rich", "grpc", "lmdb", "uvloop", "google", "pyfuse3", "crc32c"} & set(done.stderr.split())
 
 
@@ -74,10 +78,18 @@ def test_help_lists_every_command_and_the_exit_codes(capfd):
     assert all(f"  {number} " in out for number in (0, 1, 2, 3, 4, 70, 130))
 
 
-@pytest.mark.parametrize("arguments, said", [
-    (["stat"], "did you mean status?"), (["--nonsense"], "No such option"), (["pool", "create"], "Missing argument"),
-    (["pool", "create", "/x"], "--drive"), (["dev", "up", "/x", "--drives", "0"], "--drives"),
-    (["dev", "up", "/x", "--size", "big"], "is not a size"), (["completion", "tcsh"], "tcsh")])
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["stat"], "did you mean status?"),
+        (["--nonsense"], "No such option"),
+        (["pool", "create"], "Missing argument"),
+        (["pool", "create", "/x"], "--drive"),
+        (["dev", "up", "/x", "--drives", "0"], "--drives"),
+        (["dev", "up", "/x", "--size", "big"], "is not a size"),
+        (["completion", "tcsh"], "tcsh"),
+    ],
+)
 def test_a_wrong_command_line_has_exit_code_2(capfd, arguments, said):
     code, out, err = run(capfd, *arguments)
     assert (code, out) == (2, "") and said in err
@@ -96,19 +108,33 @@ def test_the_completion_script_of_each_shell_calls_us_back(capfd, shell):
 
 
 def test_completion_offers_the_commands():
-    done = subprocess.run(command(Program.CLI), capture_output=True, text=True, timeout=240,
-                          env=os.environ | {"_NVPOOL_COMPLETE": "bash_complete", "COMP_WORDS": "nvpool d", "COMP_CWORD": "1"})
+    done = subprocess.run(
+        command(Program.CLI),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"_NVPOOL_COMPLETE": "bash_complete", "COMP_WORDS": "nvpool d", "COMP_CWORD": "1"},
+    )
     assert {"plain,drive", "plain,dev", "plain,dump"} <= set(done.stdout.split())
 
 
 def test_every_error_has_the_exit_code_of_its_family():
     for cls in every_error():
         family = next(f for f in (Refused, Stale, Unavailable, Damaged, Bug) if issubclass(cls, f))
-        expected = 2 if cls is BadConfiguration else {Refused: 1, Stale: 3, Unavailable: 3, Damaged: 4, Bug: 70}[family]
+        expected = (
+            2
+            if cls is BadConfiguration
+            else {Refused: 1, Stale: 3, Unavailable: 3, Damaged: 4, Bug: 70}[family]
+        )
         assert exit_code(cls("x")) == expected, cls
     assert exit_code(ValueError()) == 70
     assert exit_code(FileNotFoundError(2, "x")) == 1
-    for cause in (Unreachable("x"), StaleEpoch("x"), CorruptRecord("x"), NotFound("x")):  # as the SDK raises them
+    for cause in (
+        Unreachable("x"),
+        StaleEpoch("x"),
+        CorruptRecord("x"),
+        NotFound("x"),
+    ):  # as the SDK raises them
         with pytest.raises(OSError) as raised, as_os_error("/x"):
             raise cause
         assert exit_code(raised.value) == exit_code(cause)
@@ -123,10 +149,15 @@ def failing(monkeypatch, error: BaseException) -> None:
     monkeypatch.setattr(cli_main.Nouns, "get_command", lambda self, context, name: broken)
 
 
-@pytest.mark.parametrize("error, code, said", [
-    (Unavailable("nobody is there"), 3, "nvpool: nobody is there\n"), (Refused("no"), 1, "nvpool: no\n"),
-    (PermissionError(13, "Permission denied", "/x"), 1, "nvpool: /x: Permission denied\n"),
-    (KeyboardInterrupt(), 130, "\ninterrupted\n")])
+@pytest.mark.parametrize(
+    "error, code, said",
+    [
+        (Unavailable("nobody is there"), 3, "nvpool: nobody is there\n"),
+        (Refused("no"), 1, "nvpool: no\n"),
+        (PermissionError(13, "Permission denied", "/x"), 1, "nvpool: /x: Permission denied\n"),
+        (KeyboardInterrupt(), 130, "\ninterrupted\n"),
+    ],
+)
 def test_an_error_is_one_line_on_stderr(capfd, monkeypatch, error, code, said):
     failing(monkeypatch, error)
     assert run(capfd, "version") == (code, "", said)
@@ -170,7 +201,9 @@ def test_the_configuration_commands_agree(capfd, tmp_path):
     code, sample, _ = run(capfd, "config", "sample")
     file.write_text(sample)
     assert code == 0 and run(capfd, "config", "check", str(file))[0] == 0
-    shown, default = (json.loads(run(capfd, "config", *more, "--json")[1]) for more in (["show", str(file)], ["sample"]))
+    shown, default = (
+        json.loads(run(capfd, "config", *more, "--json")[1]) for more in (["show", str(file)], ["sample"])
+    )
     assert shown == default
     file.write_text("[log]\nlevl = 3\n")
     code, out, err = run(capfd, "config", "check", str(tmp_path))
@@ -206,8 +239,9 @@ def test_times_are_told_in_two_units():
     assert [ago(0, seconds * 1000) for seconds in (5, 65, 3700, 90000)] == ["5s", "1m 5s", "1h 1m", "1d 1h"]
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("0", 0), ("90", 90), ("1.5m", 90), ("7d", 604_800), ("0s", 0),
-                                                ("2 w", 1_209_600)])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("0", 0), ("90", 90), ("1.5m", 90), ("7d", 604_800), ("0s", 0), ("2 w", 1_209_600)]
+)
 def test_times_are_read_as_people_write_them(text, seconds):
     assert Duration().convert(text, None, None) == seconds
 
@@ -241,7 +275,9 @@ def numbers(command, words=()):
 
 def test_what_is_no_number_is_within_no_bounds():
     context = click.Context(cli_main.cli)
-    found = [one for name in cli_main.COMMANDS for one in numbers(cli_main.cli.get_command(context, name), (name,))]
+    found = [
+        one for name in cli_main.COMMANDS for one in numbers(cli_main.cli.get_command(context, name), (name,))
+    ]
     assert {words[-1] for *words, _ in found} >= {"mount", "umount", "rebalance", "top", "status"}
     for *words, option in found:
         assert option.type.convert("1.5", option, None) == 1.5, words

@@ -33,9 +33,25 @@ def leaves(command: click.Command, words: tuple[str, ...] = ()):
 
 
 COMMANDS = {" ".join(words): command for words, command in leaves(cli_main.cli)}
-ELSEWHERE = {"completion", "version", "help", "config show", "config sample", "config check", "dev up", "dev down",
-             "pool create", "node join", "client join", "encryption key", "doctor", "doctor rdma", "umount",
-             "serve", "pool destroy"}
+ELSEWHERE = {
+    "completion",
+    "version",
+    "help",
+    "config show",
+    "config sample",
+    "config check",
+    "dev up",
+    "dev down",
+    "pool create",
+    "node join",
+    "client join",
+    "encryption key",
+    "doctor",
+    "doctor rdma",
+    "umount",
+    "serve",
+    "pool destroy",
+}
 """These take no POOL: the last three a directory or mount point."""
 OF_POOLS = [words for words in COMMANDS if words not in ELSEWHERE]
 
@@ -48,11 +64,21 @@ def words_for(command: click.Command, pool: str, existing: str) -> list[str]:
             words.append(pool)
         elif isinstance(parameter, click.Argument):
             kind = parameter.type
-            words.append(f"{pool}:/x" if isinstance(kind, PlaceType) else existing if isinstance(kind, click.Path)
-                         else kind.choices[0] if isinstance(kind, click.Choice) else "1")
+            words.append(
+                f"{pool}:/x"
+                if isinstance(kind, PlaceType)
+                else existing
+                if isinstance(kind, click.Path)
+                else kind.choices[0]
+                if isinstance(kind, click.Choice)
+                else "1"
+            )
     needed = {"resize": ["--size", "1G"], "set": ["--trash", "7d"], "recover-etcd": ["--yes"]}
-    return words + (["--replicas", "1"] if command.name == "set" and "place" in [p.name for p in command.params]
-                    else needed.get(command.name, []))
+    return words + (
+        ["--replicas", "1"]
+        if command.name == "set" and "place" in [p.name for p in command.params]
+        else needed.get(command.name, [])
+    )
 
 
 def run(capfd, *arguments: str) -> tuple[int, str, str]:
@@ -102,7 +128,9 @@ def test_mistyped_pool_is_never_offered_to_be_made(capfd, words, tmp_path):
     there.mkdir()
     (there / "FORMAT").write_text(FORMAT_TEXT)
     wrong = str(tmp_path / "trainig")
-    arguments = [wrong] if words in ("serve", "pool destroy") else words_for(COMMANDS[words], wrong, str(existing))
+    arguments = (
+        [wrong] if words in ("serve", "pool destroy") else words_for(COMMANDS[words], wrong, str(existing))
+    )
     with_json = any("--json" in parameter.opts for parameter in COMMANDS[words].params)
     code, out, err = run(capfd, *words.split(), *arguments, *(["--json"] if with_json else []))
     assert code == 1, err
@@ -111,7 +139,11 @@ def test_mistyped_pool_is_never_offered_to_be_made(capfd, words, tmp_path):
     assert len(err.strip().splitlines()) == 1, "something was said before it was refused"
     if with_json:
         error = json.loads(out)["error"]
-        assert error["message"] == f"{wrong} does not exist" and error["code"] == "NotFound" and error["exit_code"] == 1
+        assert (
+            error["message"] == f"{wrong} does not exist"
+            and error["code"] == "NotFound"
+            and error["exit_code"] == 1
+        )
         assert str(there) in error["remedy"]
     else:
         assert not out
@@ -121,6 +153,7 @@ def test_mistyped_pool_is_never_offered_to_be_made(capfd, words, tmp_path):
 def test_stopped_pool_names_the_command_that_starts_it(capfd, words, tmp_path, stopped, monkeypatch):
     from nvpool.cli import pool_connection
     from nvpool.cli import pool_path as place
+
     monkeypatch.setattr(pool_connection, "REACH_S", 0.3)
     monkeypatch.setattr(place, "REACH_S", 0.3)
     existing = tmp_path / "existing"
@@ -171,9 +204,12 @@ def test_doctor_with_a_pool_names_the_option_for_it(capfd):
 def test_error_object_keeps_message_and_remedy_apart(capfd, monkeypatch):
     def refuse(*_, **__):
         raise NotFound("there is no x", remedy="use y")
+
     monkeypatch.setattr(cli_main.cli, "main", refuse)
     code, out, err = run(capfd, "version", "--json")
-    assert json.loads(out) == {"error": {"message": "there is no x", "code": "NotFound", "exit_code": 1, "remedy": "use y"}}
+    assert json.loads(out) == {
+        "error": {"message": "there is no x", "code": "NotFound", "exit_code": 1, "remedy": "use y"}
+    }
     assert (code, err) == (1, "nvpool: there is no x; use y\n")
 
 
@@ -181,26 +217,39 @@ NO_NODE = "there is no node 9; `nvpool node ls POOL` lists them"
 IN_USE = "drive 3 holds chains; first: nvpool drive drain POOL 3 --wait   or, if it is lost: nvpool drive remove POOL 3 --lost"
 
 
-@pytest.mark.parametrize("words", [("node", "remove", "{}", "9"), ("drive", "ls", "{}"), ("dir", "show", "{}:/x"),
-                                   ("status", "{}")])
+@pytest.mark.parametrize(
+    "words",
+    [("node", "remove", "{}", "9"), ("drive", "ls", "{}"), ("dir", "show", "{}:/x"), ("status", "{}")],
+)
 @pytest.mark.parametrize("said", [NO_NODE, IN_USE])
 def test_remedy_names_the_pool_of_the_call(capfd, monkeypatch, words, said):
     async def refuse(*_, **__):
         raise InvalidRequest(said)
+
     for name in ("ask", "change", "status_of"):
         monkeypatch.setattr(f"nvpool.cli.pool_connection.{name}", refuse)
     monkeypatch.setattr("nvpool.cli.pool_path.ask", refuse)
     monkeypatch.setattr("nvpool.cli.commands.node.ended_drained", lambda *_: None)
-    for pool, shown in (("/srv/pool", "/srv/pool"), ("/srv/my pool", "'/srv/my pool'"), ("10.0.0.1:17512", "10.0.0.1:17512")):
+    for pool, shown in (
+        ("/srv/pool", "/srv/pool"),
+        ("/srv/my pool", "'/srv/my pool'"),
+        ("10.0.0.1:17512", "10.0.0.1:17512"),
+    ):
         code, out, err = run(capfd, *(word.format(pool) for word in words), "--json")
         assert (code, err) == (1, f"nvpool: {said.replace('POOL', shown)}\n")
         reason, _, remedy = said.replace("POOL", shown).partition("; ")
-        assert json.loads(out)["error"] | {"code": ""} == {"message": reason, "remedy": remedy, "code": "", "exit_code": 1}
+        assert json.loads(out)["error"] | {"code": ""} == {
+            "message": reason,
+            "remedy": remedy,
+            "code": "",
+            "exit_code": 1,
+        }
 
 
 def test_command_without_a_pool_keeps_the_word_for_it(capfd, monkeypatch):
     def refuse(*_, **__):
         raise AccessDenied("this token was used already; make a new one with: nvpool client token POOL")
+
     monkeypatch.setattr(cli_main.cli, "main", refuse)
     found = json.loads(run(capfd, "version", "--json")[1])["error"]
     assert found["message"] == "this token was used already"
@@ -208,22 +257,45 @@ def test_command_without_a_pool_keeps_the_word_for_it(capfd, monkeypatch):
 
 
 def test_pool_is_filled_into_commands_alone():
-    assert with_pool("POOL is nvpool volume rm POOL v; nvpool dir set POOL:/x --wide, nvpool load NEW_POOL f", "/p") == \
-        "POOL is nvpool volume rm /p v; nvpool dir set /p:/x --wide, nvpool load NEW_POOL f"
+    assert (
+        with_pool(
+            "POOL is nvpool volume rm POOL v; nvpool dir set POOL:/x --wide, nvpool load NEW_POOL f", "/p"
+        )
+        == "POOL is nvpool volume rm /p v; nvpool dir set /p:/x --wide, nvpool load NEW_POOL f"
+    )
     assert with_pool("nvpool node ls POOL", "") == "nvpool node ls POOL"
 
 
-@pytest.mark.parametrize("words, paused, to_copy, said", [
-    (("--resume",), False, 3, "moving goes on"), (("--resume",), False, 0, "moving goes on, nothing is to be moved now"),
-    (("--resume", "--limit", "1"), False, 3, "moving goes on, limited to 1.00 MiB/s a drive"),
-    (("--pause",), True, 3, "moving is paused"), ((), False, 3, "")])
+@pytest.mark.parametrize(
+    "words, paused, to_copy, said",
+    [
+        (("--resume",), False, 3, "moving goes on"),
+        (("--resume",), False, 0, "moving goes on, nothing is to be moved now"),
+        (("--resume", "--limit", "1"), False, 3, "moving goes on, limited to 1.00 MiB/s a drive"),
+        (("--pause",), True, 3, "moving is paused"),
+        ((), False, 3, ""),
+    ],
+)
 def test_rebalance_says_whether_moving_goes_on(capfd, monkeypatch, words, paused, to_copy, said):
     async def change(*_, **__):
         return {}
 
     async def status_of(*_, **__):
-        return {"chains": {"full": 1, "total": 4, "fewer": 0, "without": 0, "filling": 0, "to_copy": to_copy, "bytes_left": 1,
-                           "seconds_left": None, "paused": paused, "limit_bytes_s": 1 << 20 if "--limit" in words else 0}}
+        return {
+            "chains": {
+                "full": 1,
+                "total": 4,
+                "fewer": 0,
+                "without": 0,
+                "filling": 0,
+                "to_copy": to_copy,
+                "bytes_left": 1,
+                "seconds_left": None,
+                "paused": paused,
+                "limit_bytes_s": 1 << 20 if "--limit" in words else 0,
+            }
+        }
+
     monkeypatch.setattr("nvpool.cli.pool_connection.change", change)
     monkeypatch.setattr("nvpool.cli.pool_connection.status_of", status_of)
     code, out, _ = run(capfd, "pool", "rebalance", "/srv/pool", *words)
@@ -231,15 +303,26 @@ def test_rebalance_says_whether_moving_goes_on(capfd, monkeypatch, words, paused
     assert "go on with: nvpool pool rebalance /srv/pool --resume" in out if paused else "POOL" not in out
 
 
-@pytest.mark.parametrize("error, code, name", [
-    (OSError(28, "No space left on device", "/x"), 1, "OSError"), (KeyboardInterrupt(), 130, "interrupted"),
-    (ZeroDivisionError("by 0"), 70, "ZeroDivisionError"), (click.Abort(), 130, "interrupted")])
+@pytest.mark.parametrize(
+    "error, code, name",
+    [
+        (OSError(28, "No space left on device", "/x"), 1, "OSError"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (ZeroDivisionError("by 0"), 70, "ZeroDivisionError"),
+        (click.Abort(), 130, "interrupted"),
+    ],
+)
 def test_every_error_is_json_where_json_was_asked_for(capfd, monkeypatch, error, code, name):
     def fail(*_, **__):
         raise error
+
     monkeypatch.setattr(cli_main.cli, "main", fail)
     found, out, _ = run(capfd, "version", "--json")
-    assert found == code and json.loads(out)["error"]["code"] == name and json.loads(out)["error"]["exit_code"] == code
+    assert (
+        found == code
+        and json.loads(out)["error"]["code"] == name
+        and json.loads(out)["error"]["exit_code"] == code
+    )
     assert run(capfd, "version")[1] == ""
     assert run(capfd, "version", "--", "--json")[1] == "", "behind -- it is no option"
 
@@ -256,10 +339,17 @@ def test_version_and_help_are_commands_and_options(capfd):
     assert "did you mean volume?" in run(capfd, "help", "volum")[2]
 
 
-@pytest.mark.parametrize("answer, said", [("", "say --yes"), ("n\n", "nothing was destroyed"), ("\n", "nothing was destroyed")])
+@pytest.mark.parametrize(
+    "answer, said", [("", "say --yes"), ("n\n", "nothing was destroyed"), ("\n", "nothing was destroyed")]
+)
 def test_destroy_without_a_yes_is_refused(stopped, answer, said):
-    done = subprocess.run(command(Program.CLI, "pool", "destroy", stopped), input=answer, text=True,
-                          capture_output=True, timeout=60)
+    done = subprocess.run(
+        command(Program.CLI, "pool", "destroy", stopped),
+        input=answer,
+        text=True,
+        capture_output=True,
+        timeout=60,
+    )
     assert done.returncode == 1 and said in done.stderr and "interrupted" not in done.stderr
     assert stopped.exists()
 
@@ -268,8 +358,13 @@ def test_destroy_without_a_yes_is_refused(stopped, answer, said):
 @pytest.mark.parametrize("after_s", [0.3, 0.8, 1.6, 2.5, 4.0])
 def test_interrupted_dev_up_leaves_nothing(tmp_path, number, after_s):
     place = tmp_path / "pool"
-    making = subprocess.Popen(command(Program.CLI, "dev", "up", str(place), "--size", "64M"), stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE, text=True, start_new_session=True)
+    making = subprocess.Popen(
+        command(Program.CLI, "dev", "up", str(place), "--size", "64M"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     time.sleep(after_s)
     making.send_signal(number)
     out, said = making.communicate(timeout=120)
@@ -292,6 +387,7 @@ def _names(pid: str, place: str) -> bool:
 def test_interrupted_dev_up_keeps_a_pool_that_was_there(tmp_path, capfd):
     from nvpool.cli.dev_rollback import Undoing
     from nvpool.host.pool_directory import PoolDirectory
+
     place = tmp_path / "pool"
     place.mkdir()
     (place / "FORMAT").write_text(FORMAT_TEXT)
@@ -304,6 +400,7 @@ def test_interrupted_start_ends_a_supervisor_without_its_lock(tmp_path, monkeypa
     """The signal comes while the process is being started: its number is not known to anybody yet."""
     from nvpool.cli import pool_lifecycle
     from nvpool.host.pool_directory import PoolDirectory
+
     place = PoolDirectory(tmp_path)
     started = []
 
@@ -311,6 +408,7 @@ def test_interrupted_start_ends_a_supervisor_without_its_lock(tmp_path, monkeypa
         os.kill(os.getpid(), signal.SIGINT)
         started.append(subprocess.Popen(["sleep", "60"]))
         return started[0]
+
     monkeypatch.setattr(pool_lifecycle, "_spawn_supervisor", spawn)
     monkeypatch.setattr(PoolDirectory, "check", lambda self: None)
     with pytest.raises(KeyboardInterrupt):
@@ -318,9 +416,16 @@ def test_interrupted_start_ends_a_supervisor_without_its_lock(tmp_path, monkeypa
     assert started[0].poll() == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("kind, said", [
-    ("file", "is not a directory"), ("below a file", "is not a directory"), ("full", "is not empty"),
-    ("around the pool", "which the mount would hide"), ("the pool itself", "which the mount would hide")])
+@pytest.mark.parametrize(
+    "kind, said",
+    [
+        ("file", "is not a directory"),
+        ("below a file", "is not a directory"),
+        ("full", "is not empty"),
+        ("around the pool", "which the mount would hide"),
+        ("the pool itself", "which the mount would hide"),
+    ],
+)
 def test_dev_up_checks_the_mount_point_first(tmp_path, capfd, kind, said):
     place = tmp_path / "around" / "pool"
     place.parent.mkdir()
@@ -340,6 +445,7 @@ def test_dev_up_checks_the_mount_point_first(tmp_path, capfd, kind, said):
 def test_failed_dev_up_says_what_stays(tmp_path, capfd):
     from nvpool.cli.dev_rollback import Undoing
     from nvpool.host.pool_directory import PoolDirectory
+
     place = tmp_path / "pool"
     with pytest.raises(InvalidRequest), Undoing(PoolDirectory(place), None):
         raise InvalidRequest("nothing was made")
@@ -348,5 +454,8 @@ def test_failed_dev_up_says_what_stays(tmp_path, capfd):
         place.mkdir()
         (place / "FORMAT").write_text(FORMAT_TEXT)
         raise InvalidRequest("it can not be mounted")
-    assert f"the pool in {place} was made; " in (said := capfd.readouterr().err) and f"nvpool dev down {place}" in said
+    assert (
+        f"the pool in {place} was made; " in (said := capfd.readouterr().err)
+        and f"nvpool dev down {place}" in said
+    )
     assert (place / "FORMAT").exists()

@@ -11,20 +11,23 @@ from nvpool.cli import pool_connection, progress
 from nvpool.cli.commands.drive import moving_on
 from nvpool.cli.commands.drive import wait_until_moved as wait_until_drained
 from nvpool.cli.commands.shard import wait_until_moved
-from nvpool.cli.pool_path import PoolPath, PlaceType
+from nvpool.cli.pool_path import PlaceType, PoolPath
 from nvpool.core.checksum import crc32c
 from nvpool.core.errors import CorruptRecord, InvalidRequest, WrongFormat
 from nvpool.sdk.admin import dump as sdk_dump
 from nvpool.sdk.bench.random_reads import Latencies, Places, read_local
 
 
-@pytest.mark.parametrize("text, place", [
-    ("/srv/pool:/data", PoolPath("/srv/pool", b"/data")),
-    ("10.0.0.1:17512:/data/a b", PoolPath("10.0.0.1:17512", b"/data/a b")),
-    ("stream://10.0.0.1:7:/", PoolPath("stream://10.0.0.1:7", b"/")),
-    ("stream+unix:///run/p.sock:/x", PoolPath("stream+unix:///run/p.sock", b"/x")),
-    (".:/a:/b", PoolPath(".", b"/a:/b")),
-])
+@pytest.mark.parametrize(
+    "text, place",
+    [
+        ("/srv/pool:/data", PoolPath("/srv/pool", b"/data")),
+        ("10.0.0.1:17512:/data/a b", PoolPath("10.0.0.1:17512", b"/data/a b")),
+        ("stream://10.0.0.1:7:/", PoolPath("stream://10.0.0.1:7", b"/")),
+        ("stream+unix:///run/p.sock:/x", PoolPath("stream+unix:///run/p.sock", b"/x")),
+        (".:/a:/b", PoolPath(".", b"/a:/b")),
+    ],
+)
 def test_a_place_is_divided_where_its_path_begins(text, place):
     assert PlaceType().convert(text, None, None) == place and str(place) == text
 
@@ -36,7 +39,9 @@ def test_what_is_no_place_is_refused_with_an_example(text):
 
 
 def dump_file(*frames):
-    content = b"".join(sdk_dump._FRAME.pack(shard, len(records), crc32c(records)) + records for shard, records in frames)
+    content = b"".join(
+        sdk_dump._FRAME.pack(shard, len(records), crc32c(records)) + records for shard, records in frames
+    )
     end = sdk_dump._COUNT.pack(len(frames))
     return content + sdk_dump._FRAME.pack(sdk_dump.END_OF_FRAMES, len(end), crc32c(end)) + end
 
@@ -51,12 +56,16 @@ def test_the_frames_of_a_dump_come_back_and_none_that_is_not_as_it_was_written()
         list(sdk_dump.frames(io.BytesIO(whole + b"x")))
     for at in (5, 13, 100, len(whole) - 1):
         with pytest.raises(CorruptRecord):
-            list(sdk_dump.frames(io.BytesIO(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1:])))
+            list(sdk_dump.frames(io.BytesIO(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])))
 
 
 def test_a_file_that_is_no_dump_is_refused_by_its_first_bytes():
-    for content, error in ((b"", WrongFormat), (b"nvpool dump 2\n{}\n", WrongFormat), (sdk_dump.MAGIC + b"{", CorruptRecord),
-                           (sdk_dump.MAGIC + b"[]\n", CorruptRecord)):
+    for content, error in (
+        (b"", WrongFormat),
+        (b"nvpool dump 2\n{}\n", WrongFormat),
+        (sdk_dump.MAGIC + b"{", CorruptRecord),
+        (sdk_dump.MAGIC + b"[]\n", CorruptRecord),
+    ):
         file = io.BytesIO(content)
         file.name = "x"
         with pytest.raises(error):
@@ -69,7 +78,11 @@ def test_percentiles_are_those_of_all_that_was_counted():
         (one if step % 2 else other).add(step * 1e-6 + 1e-9)
     other.add(10.0)
     one.merge(other)
-    assert one.count == 100 and one.percentile(0.5) == pytest.approx(50) and one.percentile(0.99) == pytest.approx(99)
+    assert (
+        one.count == 100
+        and one.percentile(0.5) == pytest.approx(50)
+        and one.percentile(0.99) == pytest.approx(99)
+    )
     assert one.percentile(1.0) == pytest.approx(0.2 * 1e6), "longer than what is counted singly"
 
 
@@ -86,24 +99,41 @@ def test_places_cover_all_whole_pieces_and_no_other(tmp_path):
 
 def test_who_waits_for_moving_is_told_what_keeps_it():
     chains = {"paused": False, "filling": 0, "to_copy": 3, "bytes_left": 4096, "seconds_left": 75.0}
-    drives = [{"drive": 1, "node": 1, "chains_to_come": 0, "chains_to_go": 0, "wish": "", "state": "silent"},
-              {"drive": 2, "node": 1, "chains_to_come": 3, "chains_to_go": 0, "wish": "", "state": "serving"}]
-    nodes = [{"node": number, "state": "serving", "wish": "", "rack": "row-a" if number > 1 else "", "primaries": [],
-              "standbys": [number]} for number in (1, 2, 3)]
+    drives = [
+        {"drive": 1, "node": 1, "chains_to_come": 0, "chains_to_go": 0, "wish": "", "state": "silent"},
+        {"drive": 2, "node": 1, "chains_to_come": 3, "chains_to_go": 0, "wish": "", "state": "serving"},
+    ]
+    nodes = [
+        {
+            "node": number,
+            "state": "serving",
+            "wish": "",
+            "rack": "row-a" if number > 1 else "",
+            "primaries": [],
+            "standbys": [number],
+        }
+        for number in (1, 2, 3)
+    ]
     seen = {"drives": drives, "chains": chains, "nodes": nodes}
     assert moving_on(seen, [2]) == "about 4.00 KiB left, 1 min 15 s to go"
     drives[0] |= {"chains_to_go": 3, "wish": "draining"}
-    assert moving_on(seen).startswith("waits for drive 1 to serve again, about"), "nobody else may have what it is to give"
+    assert moving_on(seen).startswith("waits for drive 1 to serve again, about"), (
+        "nobody else may have what it is to give"
+    )
     drives[0]["wish"] = "lost"
     assert moving_on(seen).startswith("about"), "what it had is made of the other copies"
-    drives.append({"drive": 3, "node": 2, "chains_to_come": 3, "chains_to_go": 0, "wish": "", "state": "silent"})
+    drives.append(
+        {"drive": 3, "node": 2, "chains_to_come": 3, "chains_to_go": 0, "wish": "", "state": "silent"}
+    )
     assert moving_on(seen) == "waits for drive 3 to serve again, about 4.00 KiB left, 1 min 15 s to go"
     nodes[1]["state"] = "silent"
     waits = "waits for node 2 (rack row-a) to serve again; if it stays away: nvpool node remove POOL 2 --lost"
     assert moving_on(seen).startswith(waits)
     drives.pop()
     assert moving_on(seen, [1, 3]) == moving_on(seen) == "about 4.00 KiB left, 1 min 15 s to go"
-    assert moving_on(seen, [2]).startswith(waits), "it has a member of the shard of which another one is to be moved"
+    assert moving_on(seen, [2]).startswith(waits), (
+        "it has a member of the shard of which another one is to be moved"
+    )
     nodes[1]["wish"] = "lost"
     assert moving_on(seen, [2]).startswith("about")
     drives[1]["lacks_room"] = True
@@ -112,10 +142,30 @@ def test_who_waits_for_moving_is_told_what_keeps_it():
 
 def test_a_drain_says_which_target_waits_and_why():
     chains = {"paused": False, "filling": 0, "to_copy": 3, "bytes_left": 4096, "seconds_left": None}
-    drives = [{"drive": 1, "target": 4, "node": 1, "chains_to_come": 0, "chains_to_go": 3, "wish": "draining",
-               "state": "serving", "used_bytes": 8192, "moving_wait": ""},
-              {"drive": 2, "target": 5, "node": 1, "chains_to_come": 3, "chains_to_go": 0, "wish": "", "state": "serving",
-               "used_bytes": 0, "moving_wait": "target 4: Busy"}]
+    drives = [
+        {
+            "drive": 1,
+            "target": 4,
+            "node": 1,
+            "chains_to_come": 0,
+            "chains_to_go": 3,
+            "wish": "draining",
+            "state": "serving",
+            "used_bytes": 8192,
+            "moving_wait": "",
+        },
+        {
+            "drive": 2,
+            "target": 5,
+            "node": 1,
+            "chains_to_come": 3,
+            "chains_to_go": 0,
+            "wish": "",
+            "state": "serving",
+            "used_bytes": 0,
+            "moving_wait": "target 4: Busy",
+        },
+    ]
     seen = {"drives": drives, "chains": chains, "nodes": []}
     assert moving_on(seen) == "drive 2 (target 5): target 4: Busy, about 4.00 KiB left"
     drives[1] |= {"chains_to_come": 0, "moving_wait": ""}
@@ -128,13 +178,32 @@ def test_a_drain_says_which_target_waits_and_why():
 
 @pytest.mark.parametrize("quiet", [False, True])
 def test_a_command_that_waits_reports_a_stall(monkeypatch, capsys, quiet):
-    drive = {"drive": 1, "target": 4, "node": 1, "chains_to_come": 0, "chains_to_go": 0, "wish": "drained", "state": "serving",
-             "used_bytes": 4096, "moving_wait": "", "metadata": []}
+    drive = {
+        "drive": 1,
+        "target": 4,
+        "node": 1,
+        "chains_to_come": 0,
+        "chains_to_go": 0,
+        "wish": "drained",
+        "state": "serving",
+        "used_bytes": 4096,
+        "moving_wait": "",
+        "metadata": [],
+    }
 
     async def statuses(pool, instead):
         for used in (4096, 4096, 0):
-            yield {"drives": [drive | {"used_bytes": used}], "nodes": [],
-                   "chains": {"paused": False, "filling": 0, "to_copy": 0, "bytes_left": 0, "seconds_left": None}}
+            yield {
+                "drives": [drive | {"used_bytes": used}],
+                "nodes": [],
+                "chains": {
+                    "paused": False,
+                    "filling": 0,
+                    "to_copy": 0,
+                    "bytes_left": 0,
+                    "seconds_left": None,
+                },
+            }
             await asyncio.sleep(0.05)
 
     monkeypatch.setattr(pool_connection, "statuses", statuses)
@@ -148,8 +217,19 @@ def test_a_command_that_waits_reports_a_stall(monkeypatch, capsys, quiet):
 @pytest.mark.parametrize("noun", ["drive", "node"])
 def test_an_interrupted_wait_says_that_the_drain_goes_on(monkeypatch, capsys, noun):
     async def change(pool, verb, arguments):
-        return {"drive": 2, "node": 2, "state": "draining", "wish": "draining", "chains_to_go": 7, "waits_for": [], "chains": 7,
-                "primaries": [], "standbys": [], "etcd": False, "leads": False}
+        return {
+            "drive": 2,
+            "node": 2,
+            "state": "draining",
+            "wish": "draining",
+            "chains_to_go": 7,
+            "waits_for": [],
+            "chains": 7,
+            "primaries": [],
+            "standbys": [],
+            "etcd": False,
+            "leads": False,
+        }
 
     async def statuses(pool, instead):
         raise KeyboardInterrupt
@@ -164,14 +244,22 @@ def test_an_interrupted_wait_says_that_the_drain_goes_on(monkeypatch, capsys, no
     assert f"end it with: nvpool {noun} drain /nowhere 2 --cancel" in told
 
 
-@pytest.mark.parametrize(("paused", "expected"), [
-    (False, "7 partitions left"), (True, "7 partitions left, paused; go on with: nvpool pool rebalance POOL --resume")])
+@pytest.mark.parametrize(
+    ("paused", "expected"),
+    [
+        (False, "7 partitions left"),
+        (True, "7 partitions left, paused; go on with: nvpool pool rebalance POOL --resume"),
+    ],
+)
 def test_who_waits_for_partitions_is_told_that_moving_is_paused(monkeypatch, paused, expected):
     told, gate = [], asyncio.Event()
 
     async def statuses(pool):
         for left in (7, 0):
-            yield {"shards": [{"shard": 1, "state": "serving", "partitions_to_go": left}], "chains": {"paused": paused}}
+            yield {
+                "shards": [{"shard": 1, "state": "serving", "partitions_to_go": left}],
+                "chains": {"paused": paused},
+            }
             await gate.wait()
 
     async def shown(title, work, look, *, quiet):

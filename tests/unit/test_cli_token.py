@@ -65,15 +65,22 @@ def test_token_comes_from_the_environment(joined):
 
 def test_token_is_asked_for_without_echo(joined, monkeypatch):
     asked = []
-    monkeypatch.setattr("nvpool.cli.token_input.sys.stdin", type("Terminal", (), {"isatty": staticmethod(lambda: True)}))
+    monkeypatch.setattr(
+        "nvpool.cli.token_input.sys.stdin", type("Terminal", (), {"isatty": staticmethod(lambda: True)})
+    )
     monkeypatch.setattr(click, "prompt", lambda text, **how: asked.append((text, how)) or TOKEN)
     assert token_from(None, None) == TOKEN
     assert asked == [("token", {"hide_input": True, "err": True})]
 
 
-@pytest.mark.parametrize("words, how, said", [
-    ((), {}, "there is no token"), (("--token", "-"), {"input": "\n"}, "has no token in its first line"),
-    (("--token", "-", "--token-file", "x"), {"input": TOKEN}, "exclude each other")])
+@pytest.mark.parametrize(
+    "words, how, said",
+    [
+        ((), {}, "there is no token"),
+        (("--token", "-"), {"input": "\n"}, "has no token in its first line"),
+        (("--token", "-", "--token-file", "x"), {"input": TOKEN}, "exclude each other"),
+    ],
+)
 def test_token_that_is_missing_is_a_usage_error(joined, words, how, said):
     done = join(*words, **how)
     assert done.exit_code == 2 and said in done.output and joined == []
@@ -90,12 +97,21 @@ def test_token_as_an_argument_warns(joined):
     assert "warning: a token on the command line can be read by every user" in done.stderr
 
 
-@pytest.mark.parametrize("words, shown", [(["--token", TOKEN], [b"--token", b"x" * len(TOKEN), b""]),
-                                          (["--token", "e"], [b"--token", b"x", b""]),
-                                          ([f"--token={TOKEN}"], [b"there", b"--token=" + b"x" * len(TOKEN), b""])])
+@pytest.mark.parametrize(
+    "words, shown",
+    [
+        (["--token", TOKEN], [b"--token", b"x" * len(TOKEN), b""]),
+        (["--token", "e"], [b"--token", b"x", b""]),
+        ([f"--token={TOKEN}"], [b"there", b"--token=" + b"x" * len(TOKEN), b""]),
+    ],
+)
 def test_token_as_an_argument_leaves_the_process_list(words, shown):
-    done = subprocess.run([sys.executable, "-c", HIDES, "client", "join", "10.0.0.1:17512", "there", *words],
-                          capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", HIDES, "client", "join", "10.0.0.1:17512", "there", *words],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.splitlines() == [words[-1].removeprefix("--token="), str(shown)]
 
 

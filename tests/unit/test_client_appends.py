@@ -30,7 +30,9 @@ class Case:
         await self.pool.__aenter__()
         self.one, self.two = [(await self.pool.client(name, FAST)).vfs for name in ("one", "two")]
         self.inode = (await self.one.create(ROOT_INODE, b"log", 0o644, os.O_WRONLY, ME))[0].inode
-        self.first, self.second = [await vfs.open(self.inode, os.O_RDWR | os.O_APPEND, ME) for vfs in (self.one, self.two)]
+        self.first, self.second = [
+            await vfs.open(self.inode, os.O_RDWR | os.O_APPEND, ME) for vfs in (self.one, self.two)
+        ]
         return self
 
     async def make(self, pool: LocalPool, target: int) -> PlainStore:
@@ -42,12 +44,14 @@ class Case:
 
     def fault_writes(self, fault) -> None:
         """What stores do with writes: an error, or seconds until they are answered; None: nothing."""
+
         def act(call):
             if call.method != wire_pb2.DATA_WRITE or fault is None:
                 return None
             if isinstance(fault, NvpoolError):
                 raise fault
             return fault
+
         for store in self.pool.stores.values():
             store.fault = act
 
@@ -77,6 +81,7 @@ def test_append_is_seen_whole_when_its_bytes_are_stored():
                     break
                 await asyncio.sleep(0.005)
             assert found == {b"", b"record\n"}
+
     run(main())
 
 
@@ -100,8 +105,11 @@ def test_readers_see_a_prefix_while_two_clients_append(length):
             for vfs, handle in ((case.one, case.first), (case.two, case.second)):
                 await vfs.flush(handle)
             content = await case.content(case.one)
-            assert sorted(content[at:at + length] for at in range(0, len(content), length)) == \
-                [b"a" * length] * records + [b"b" * length] * records
+            assert (
+                sorted(content[at : at + length] for at in range(0, len(content), length))
+                == [b"a" * length] * records + [b"b" * length] * records
+            )
+
     run(main())
 
 
@@ -122,11 +130,13 @@ def test_refused_append_leaves_the_file_as_it_was():
             await case.two.write(case.second, 0, b"other\n")
             await case.two.flush(case.second)
             assert await case.content(case.two) == await case.content(case.one) == b"kept\nmore\nother\n"
+
     run(main())
 
 
 def test_append_after_a_refused_one_of_several_pieces():
     """A piece that was stored behind one that was refused is not content when the file grows over it."""
+
     async def main() -> None:
         async with Case() as case:
             await case.one.write(case.first, 0, b"k" * 100)
@@ -136,6 +146,7 @@ def test_append_after_a_refused_one_of_several_pieces():
             def first_fails(call):
                 if call.method == wire_pb2.DATA_WRITE and next(refused, False):
                     raise NoSpace("the drive is full")
+
             for store in case.pool.stores.values():
                 store.fault = first_fails
             await case.one.write(case.first, 0, b"l" * (2 * MIB))
@@ -145,6 +156,7 @@ def test_append_after_a_refused_one_of_several_pieces():
             await case.one.flush(case.first)
             await case.one.setattr(case.inode, size=3 * MIB, caller=ME)
             assert await case.content(case.two) == (b"k" * 100 + b"m" * 10).ljust(3 * MIB, b"\0")
+
     run(main())
 
 
@@ -160,6 +172,7 @@ def test_interrupted_append_gives_its_place_back():
                     decided.set()
                     await asyncio.Event().wait()
                 return answer
+
             case.one.meta._send = losing
             writing = asyncio.create_task(case.one.write(case.first, 0, b"never\n"))
             await decided.wait()
@@ -172,11 +185,13 @@ def test_interrupted_append_gives_its_place_back():
             await case.one.write(case.first, 0, b"three\n")
             await case.one.flush(case.first)
             assert await case.content(case.two) == b"one\ntwo\nthree\n"
+
     run(main())
 
 
 def test_bytes_behind_a_withdrawn_append_are_told_lost():
     """What another descriptor has written behind a place while it was asked for is cut when that is given back."""
+
     async def main() -> None:
         async with Case() as case:
             handle = await case.one.open(case.inode, os.O_WRONLY, ME)
@@ -187,11 +202,13 @@ def test_bytes_behind_a_withdrawn_append_are_told_lost():
             await case.one.write(case.first, 0, b"record")
             await case.one.flush(case.first)
             assert await case.content(case.two) == await case.content(case.one) == b"record"
+
     run(main())
 
 
 def test_truncation_elsewhere_takes_an_append_on_its_way():
     """As by logrotate with copytruncate: what was appended before is gone with the rest, and no hole stays in its place."""
+
     async def main() -> None:
         async with Case() as case:
             await case.one.write(case.first, 0, b"old\n" * 100)
@@ -203,6 +220,7 @@ def test_truncation_elsewhere_takes_an_append_on_its_way():
             await case.one.write(case.first, 0, b"new\n")
             await case.one.flush(case.first)
             assert await case.content(case.two) == await case.content(case.one) == b"new\n"
+
     run(main())
 
 
@@ -214,11 +232,13 @@ def test_own_truncation_cuts_an_append_on_its_way():
             await case.one.write(case.first, 0, b"ab")
             await case.one.flush(case.first)
             assert await case.content(case.two) == b"0123ab"
+
     run(main())
 
 
 def test_reported_end_never_covers_older_bytes_that_are_missing():
     """A sequential writer whose second piece is stored before the first."""
+
     async def main() -> None:
         async with Case() as case:
             handle = await case.one.open(case.inode, os.O_WRONLY, ME)
@@ -226,6 +246,7 @@ def test_reported_end_never_covers_older_bytes_that_are_missing():
 
             def first_is_slow(call):
                 return next(delays, None) if call.method == wire_pb2.DATA_WRITE else None
+
             for store in case.pool.stores.values():
                 store.fault = first_is_slow
             await case.one.write(handle, 0, b"x" * (2 * MIB))
@@ -234,6 +255,7 @@ def test_reported_end_never_covers_older_bytes_that_are_missing():
             assert not (await case.content(case.two)).count(0)
             await case.one.flush(handle)
             assert await case.content(case.two) == b"x" * (2 * MIB)
+
     run(main())
 
 
@@ -245,6 +267,7 @@ def test_bytes_written_behind_the_end_come_before_an_append():
             await case.one.write(case.first, 0, b"record")
             await case.one.flush(handle)
             assert await case.content(case.two) == bytes(100) + b"plainrecord"
+
     run(main())
 
 
@@ -256,18 +279,23 @@ def test_cleared_append_flag_writes_where_it_is_told():
             assert await case.one.append(case.first, b"end") == 10
             await case.one.flush(case.first)
             assert await case.content(case.two) == b"01AB456789end"
+
     run(main())
 
 
 def test_appends_of_many_tasks_of_one_client_are_whole():
     async def main() -> None:
         async with Case() as case:
+
             async def append(number: int) -> None:
                 for _ in range(10):
                     await case.one.write(case.first, 0, bytes([65 + number]) * (4 * KIB + 17))
+
             await asyncio.gather(*map(append, range(8)))
             await case.one.flush(case.first)
             content, length = await case.content(case.two), 4 * KIB + 17
-            assert sorted(content[at:at + length] for at in range(0, len(content), length)) == \
-                [bytes([65 + number]) * length for number in range(8) for _ in range(10)]
+            assert sorted(content[at : at + length] for at in range(0, len(content), length)) == [
+                bytes([65 + number]) * length for number in range(8) for _ in range(10)
+            ]
+
     run(main())

@@ -16,7 +16,16 @@ from nvpool.client.state.types import Caller, DirHandle
 from nvpool.client.write import fast_writes
 from nvpool.core import errors
 from nvpool.core.clock import SYSTEM_CLOCK
-from nvpool.core.errors import AlreadyExists, Disconnected, NoSpace, NotFound, NvpoolError, StaleCut, StaleEpoch, StaleSession
+from nvpool.core.errors import (
+    AlreadyExists,
+    Disconnected,
+    NoSpace,
+    NotFound,
+    NvpoolError,
+    StaleCut,
+    StaleEpoch,
+    StaleSession,
+)
 from nvpool.core.ids import ROOT_INODE
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
 from nvpool.shm.mount_state import KeptMemory, Word
@@ -123,7 +132,9 @@ class Case:
                 return submit(method, message, payload, on_done=on_done, **named)
             error = left.pop(0)
             if sent:
-                return submit(method, message, payload, on_done=lambda reply, failed: on_done(None, error), **named)
+                return submit(
+                    method, message, payload, on_done=lambda reply, failed: on_done(None, error), **named
+                )
             if error is not None:
                 asyncio.get_running_loop().call_soon(on_done, None, error)
             return 0
@@ -184,6 +195,7 @@ def test_a_file_that_is_begun_is_as_one_that_is_asked_for_and_is_told_of_before_
             assert made.writable and not made.readable
             assert here.vfs.release_now(made) and not here.vfs.release_now(made)
             assert not here.vfs.is_open(made.inode)
+
     scene(work)
 
 
@@ -198,8 +210,11 @@ def test_a_file_that_can_not_be_kept_open_is_closed_and_its_maker_is_told():
         told.on_told = refuse
         with pytest.raises(errors.TooManyOpen):
             await told.end
-        assert told.events == ["made", "failed"] and here.noted() == [] and not here.vfs.is_open(told.attr.inode)
+        assert (
+            told.events == ["made", "failed"] and here.noted() == [] and not here.vfs.is_open(told.attr.inode)
+        )
         assert told.attr.inode not in here.state.open and await _listed(here) == [b"f"]
+
     scene(work)
 
 
@@ -212,7 +227,10 @@ def test_an_unlink_that_is_begun_is_as_one_that_is_asked_for():
         assert await told.end is None and told.events == ["ended"] and here.noted() == []
         with pytest.raises(NotFound):
             await here.vfs.lookup(ROOT_INODE, b"f")
-        assert here.vfs.getattr_now(ROOT_INODE) is not None, "the answer has brought the directory's attributes"
+        assert here.vfs.getattr_now(ROOT_INODE) is not None, (
+            "the answer has brought the directory's attributes"
+        )
+
     scene(work)
 
 
@@ -225,6 +243,7 @@ def test_what_is_refused_is_told_and_its_slot_is_free():
         with pytest.raises(NotFound):
             await here.unlink(b"g").end
         assert here.noted() == [] and len(here.state.slots) == slots
+
     scene(work)
 
 
@@ -234,15 +253,25 @@ def test_a_file_that_is_there_is_opened_and_its_attributes_are_told_with_what_wa
         await here.vfs.write(handle, 0, b"abc")
         told = here.create(b"f", os.O_WRONLY | os.O_CREAT)
         attr, again = await told.end
-        assert told.events == ["found"] and again.file is handle.file and attr.size == 3 and handle.file.handles == 2
-        assert here.create(b"f", os.O_WRONLY | os.O_CREAT | os.O_TRUNC).begun is None, "what is written to it has to be stopped"
+        assert (
+            told.events == ["found"]
+            and again.file is handle.file
+            and attr.size == 3
+            and handle.file.handles == 2
+        )
+        assert here.create(b"f", os.O_WRONLY | os.O_CREAT | os.O_TRUNC).begun is None, (
+            "what is written to it has to be stopped"
+        )
         new = here.create(b"new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         assert (new.begun is None) == (here.vfs.cache.entry(ROOT_INODE, b"new", 0.05) != 0)
+
     scene(work)
 
 
 @pytest.mark.parametrize("sent", (True, False), ids=("carried-out", "not-sent"))
-@pytest.mark.parametrize("lost", (Disconnected("lost"), errors.Busy(), StaleEpoch()), ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "lost", (Disconnected("lost"), errors.Busy(), StaleEpoch()), ids=lambda error: type(error).__name__
+)
 def test_a_change_whose_answer_is_lost_goes_on_under_its_name_and_is_made_once(sent, lost):
     async def work(here: Case) -> None:
         here.answers_instead(lost, sent=sent)
@@ -255,6 +284,7 @@ def test_a_change_whose_answer_is_lost_goes_on_under_its_name_and_is_made_once(s
         await here.unlink(b"f").end  # once: the second time it would not be there
         here.answered()
         assert await _listed(here) == [] and here.noted() == []
+
     scene(work)
 
 
@@ -265,6 +295,7 @@ async def _listed(here: Case) -> list[bytes]:
 @pytest.mark.parametrize("asked", ("begun", "asked", "submitted"))
 def test_what_a_silent_primary_was_sent_is_sent_to_the_one_that_takes_its_place(asked):
     """The map that the client knows may be older than the standby: it shows a shard without any."""
+
     async def whole() -> None:
         async with case(LocalPool(tells_map=True)) as here:
             pool = here.pool
@@ -279,11 +310,20 @@ def test_what_a_silent_primary_was_sent_is_sent_to_the_one_that_takes_its_place(
                 await asyncio.sleep(0)
             else:
                 answer = asyncio.get_running_loop().create_future()
-                assert here.vfs.meta.submit(1, wire_pb2.META_GETATTR, meta_pb2.GetAttrRequest(inode=ROOT_INODE),
-                                            lambda reply, error: answer.set_result((reply, error)))
+                assert here.vfs.meta.submit(
+                    1,
+                    wire_pb2.META_GETATTR,
+                    meta_pb2.GetAttrRequest(inode=ROOT_INODE),
+                    lambda reply, error: answer.set_result((reply, error)),
+                )
             await pool._listen("meta", 9, pool.metas[1].handle)  # the same records under another address
-            await pool.change_map(lambda old: replace(old, epoch=old.epoch + 1, shards=(
-                replace(old.shards[0], endpoints=pool.new_shard(9).endpoints), *old.shards[1:])))
+            await pool.change_map(
+                lambda old: replace(
+                    old,
+                    epoch=old.epoch + 1,
+                    shards=(replace(old.shards[0], endpoints=pool.new_shard(9).endpoints), *old.shards[1:]),
+                )
+            )
             async with asyncio.timeout(30):  # half of what it has
                 if asked == "asked":
                     with pytest.raises(NotFound):
@@ -292,11 +332,13 @@ def test_what_a_silent_primary_was_sent_is_sent_to_the_one_that_takes_its_place(
                     assert (await answer)[0].inode and here.noted() == [UNIQUE]
                 else:
                     assert isinstance((await answer)[1], Disconnected)  # who submits asks then
+
     asyncio.run(whole())
 
 
 def test_who_asks_nothing_finds_the_primary_that_follows_later_than_one_look_for_it_takes():
     """Else the session ends there, and the locks with it."""
+
     async def whole() -> None:
         async with case(LocalPool(tells_map=True)) as here:
             pool, view = here.pool, here.vfs.meta._view
@@ -304,12 +346,18 @@ def test_who_asks_nothing_finds_the_primary_that_follows_later_than_one_look_for
             await pool._hang_up("meta", 1, 0.0)
             await asyncio.sleep(FOLLOW_S + 1.0)
             await pool._listen("meta", 9, service.handle)
-            new = await pool.change_map(lambda old: replace(old, epoch=old.epoch + 1, shards=(
-                replace(old.shards[0], endpoints=pool.new_shard(9).endpoints),)))
+            new = await pool.change_map(
+                lambda old: replace(
+                    old,
+                    epoch=old.epoch + 1,
+                    shards=(replace(old.shards[0], endpoints=pool.new_shard(9).endpoints),),
+                )
+            )
             async with asyncio.timeout(20):
                 while view.map.epoch < new.epoch:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             await pool._listen("meta", 1, service.handle)  # for who ends the pool
+
     asyncio.run(whole())
 
 
@@ -320,6 +368,7 @@ def test_a_session_that_has_ended_is_followed_by_another_one_where_nothing_was_s
         await here.create(b"f").end
         here.answered()
         assert here.state.session != session and here.noted() == []
+
     scene(work)
 
 
@@ -338,13 +387,17 @@ def test_a_change_that_may_have_been_made_is_not_repeated_in_another_session():
             await told.end
         here.answered()
         await here.unlink(b"f").end  # it was
+
     scene(work)
 
 
-@pytest.mark.parametrize("error", (errors.WrongShard(), Disconnected("lost")), ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "error", (errors.WrongShard(), Disconnected("lost")), ids=lambda error: type(error).__name__
+)
 @pytest.mark.parametrize("unique", (UNIQUE, 0), ids=("of-the-kernel", "of-nobody"))
 def test_a_slot_is_given_back_once_where_more_is_to_be_done_for_what_went_on(error, unique):
     """As where the name turns out to stand for an inode of another shard."""
+
     async def work(here: Case) -> None:
         slots = sorted(slot for slot, _ in here.state.slots)
         here.answers_instead(error, sent=False)
@@ -358,6 +411,7 @@ def test_a_slot_is_given_back_once_where_more_is_to_be_done_for_what_went_on(err
             attr, handle = await here.create(name).end
             await here.vfs.release(handle)
         assert sorted(await _listed(here)) == sorted([b"f", *names])
+
     scene(work)
 
 
@@ -372,6 +426,7 @@ def test_who_gives_up_is_told_once_and_the_slot_goes_on_behind_what_was_sent():
         for number in range(2 * slots):
             await here.vfs.release((await here.create(b"%d" % number).end)[1])
         assert told.events == ["failed"]
+
     scene(work)
 
 
@@ -388,10 +443,13 @@ def test_who_gives_up_what_goes_on_is_told_when_that_has_ended():
             assert told.begun.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await told.end
-            assert len(here.state.slots) == slots - 1 and here.noted() == [UNIQUE], "until the kernel is answered"
+            assert len(here.state.slots) == slots - 1 and here.noted() == [UNIQUE], (
+                "until the kernel is answered"
+            )
             here.answered()
             assert len(here.state.slots) == slots and here.noted() == []
             here.answers_instead(Disconnected("lost"), sent=False)
+
     scene(work)
 
 
@@ -429,6 +487,7 @@ def test_what_would_have_to_wait_is_not_begun_and_nothing_has_happened():
         meta._closed = False
         await here.create(b"f").end
         assert vfs.cache.entry(ROOT_INODE, b"f", 1.0)
+
     scene(work)
 
 
@@ -445,13 +504,16 @@ def test_a_small_file_is_written_and_closed_without_a_task():
         told = here.flush(handle)
         assert asyncio.all_tasks() == tasks and told.begun not in (None, True)
         await told.end
-        assert handle.file.written.clean and not handle.file.written.unsettled and handle.file.attr.size == 4096
+        assert (
+            handle.file.written.clean and not handle.file.written.unsettled and handle.file.attr.size == 4096
+        )
         assert not here.kept.writes.valid() and here.vfs.writer.held_bytes() == 0
         assert here.flush(handle).begun is True, "there is nothing more to tell"
         other = (await here.pool.client("other")).vfs
         found = await other.lookup(ROOT_INODE, b"f")
         reader = await other.open(found.inode, os.O_RDONLY, ME)
         assert found.size == 4096 and bytes(await other.read(reader, 0, 8192)) == content
+
     scene(work)
 
 
@@ -461,15 +523,22 @@ def test_that_there_is_something_to_flush_outlives_us_before_the_bytes_here_go()
         await here.stores_answer()
         unflushed, told = here.vfs.writer._unflushed, []
         note = unflushed._changed
-        unflushed._changed = lambda there_is: (note(there_is), told.append((there_is, len(here.kept.writes.valid()))))
+        unflushed._changed = lambda there_is: (
+            note(there_is),
+            told.append((there_is, len(here.kept.writes.valid()))),
+        )
         assert here.vfs.write_now(handle, 0, bytes(4096))
         await here.flush(handle).end
         assert told == [(True, 1)] and here.kept.word(Word.UNFLUSHED) and not here.kept.writes.valid()
+
     scene(work)
 
 
-@pytest.mark.parametrize("error", (Disconnected("lost"), StaleEpoch(), errors.Busy(), errors.CorruptFrame("spoiled")),
-                         ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "error",
+    (Disconnected("lost"), StaleEpoch(), errors.Busy(), errors.CorruptFrame("spoiled")),
+    ids=lambda error: type(error).__name__,
+)
 @pytest.mark.parametrize("sent", (True, False), ids=("stored", "not-sent"))
 def test_a_write_whose_answer_is_lost_goes_on_under_its_name(error, sent):
     async def work(here: Case) -> None:
@@ -482,6 +551,7 @@ def test_a_write_whose_answer_is_lost_goes_on_under_its_name(error, sent):
         assert len(here.vfs.chunks._slots) == slots
         reader = await here.vfs.open(handle.inode, os.O_RDONLY, ME)
         assert bytes(await here.vfs.read(reader, 0, 8192)) == content
+
     scene(work)
 
 
@@ -495,10 +565,13 @@ def test_what_can_not_be_stored_is_told_by_the_close_once():
         told = here.flush(handle)
         assert told.begun is True or await told.end is None
         assert not here.kept.writes.valid() and here.vfs.writer.held_bytes() == 0
+
     scene(work)
 
 
-@pytest.mark.parametrize("error", (Disconnected("lost"), errors.Busy(), StaleSession()), ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "error", (Disconnected("lost"), errors.Busy(), StaleSession()), ids=lambda error: type(error).__name__
+)
 def test_a_report_that_meets_an_error_goes_on(error):
     async def work(here: Case) -> None:
         _, handle = await here.create(b"f").end
@@ -507,6 +580,7 @@ def test_a_report_that_meets_an_error_goes_on(error):
         await here.flush(handle).end
         other = (await here.pool.client("other")).vfs
         assert (await other.lookup(ROOT_INODE, b"f")).size == 4096
+
     scene(work)
 
 
@@ -519,6 +593,7 @@ def test_a_report_to_a_file_that_others_cut_is_made_again_under_the_new_cut():
         await other.setattr(handle.inode, size=0, caller=Caller(0, 0))
         await here.flush(handle).end
         assert handle.file.written is None or not handle.file.written.unsettled
+
     scene(work)
 
 
@@ -530,9 +605,15 @@ def test_a_report_that_is_refused_is_told_and_made_again():
         with pytest.raises(errors.AccessDenied):
             await here.flush(handle).end
         written = handle.file.written
-        assert written.unsettled and written.stored_end == 4096 and written.stored_bytes == 4096 and not written.reporting.taken
+        assert (
+            written.unsettled
+            and written.stored_end == 4096
+            and written.stored_bytes == 4096
+            and not written.reporting.taken
+        )
         await here.flush(handle).end
         assert handle.file.attr.size == 4096
+
     scene(work)
 
 
@@ -554,6 +635,7 @@ def test_a_close_that_is_given_up_leaves_what_is_on_its_way_to_the_next():
             assert handle.file.written.unsettled and not handle.file.written.reporting.taken
         await here.flush(handle).end
         assert handle.file.attr.size == 4096 and told.events == ["ended"]
+
     scene(work)
 
 
@@ -571,6 +653,7 @@ def test_a_close_ends_where_what_it_waits_for_is_cut_away_or_the_client_is_close
         await here.vfs.writer.close(0.0)
         with pytest.raises(NvpoolError):
             await told.end
+
     scene(work)
 
 
@@ -586,6 +669,7 @@ def test_a_file_with_locks_or_an_error_that_was_not_told_is_closed_the_ordinary_
         assert here.flush(handle).begun is None
         with pytest.raises(NoSpace):
             await here.vfs.flush(handle)
+
     scene(work)
 
 
@@ -607,4 +691,5 @@ def test_turns_are_one_at_a_time_also_where_who_waits_goes_away():
         tasks[0].cancel()  # woken, and away
         await asyncio.gather(*tasks, return_exceptions=True)
         assert sorted(order) == [2, 3, 4] and turn.take()
+
     asyncio.run(whole())

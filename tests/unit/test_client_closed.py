@@ -49,6 +49,7 @@ def on_the_way(client, method: int, what) -> None:
         if asked != method:
             return await before(state, asked, request, deadline_s)
         return await what(lambda: before(state, asked, request, deadline_s))
+
     client.vfs.meta._send = send
 
 
@@ -60,6 +61,7 @@ def losing(times: int, *, sent: bool):
             return await send()
         lost.append(sent and await send())
         raise Disconnected("lost on the way")
+
     return lose, lost
 
 
@@ -80,6 +82,7 @@ def test_a_file_whose_closing_was_lost_is_closed_at_a_renewal_and_its_bytes_go(s
             await until(lambda: lost)
             assert sent or session_of(pool).opens == {attr.inode: 1}
             await until(lambda: not session_of(pool).opens and not pool.meta._collector.orphans)
+
     run(main())
 
 
@@ -103,6 +106,7 @@ def test_what_is_open_again_stays_open_when_its_first_closing_was_lost():
             assert bytes(await vfs.read(again, 0, 10)) == b"still here"
             await vfs.release(again)
             await until(lambda: not session_of(pool).opens and not pool.meta._collector.orphans)
+
     run(main())
 
 
@@ -115,6 +119,7 @@ def test_what_an_answer_on_its_way_has_opened_is_not_given_up():
                 reply = await send()
                 await arrive.wait()
                 return reply
+
             await vfs.mkdir(ROOT_INODE, b"d", 0o755, ME)
             on_the_way(client, wire_pb2.META_CREATE, late)
             creating = asyncio.ensure_future(vfs.create(ROOT_INODE, b"f", 0o644, os.O_RDWR, ME))
@@ -132,6 +137,7 @@ def test_what_an_answer_on_its_way_has_opened_is_not_given_up():
             assert session_of(pool).opens == {attr.inode: 1} and not state.doubts
             await vfs.release(handle)
             await until(lambda: not session_of(pool).opens and not pool.meta._collector.orphans)
+
     run(main())
 
 
@@ -173,6 +179,7 @@ async def volume():
 
         async def all_is_given_back() -> bool:
             return not (await fs.volumes.show("v")).bytes_reserved
+
         yield pool, client, made.inode, all_is_given_back
 
 
@@ -187,6 +194,7 @@ def test_room_that_was_promised_to_a_write_that_was_interrupted_is_given_back():
                     asked.append(reply)
                     await asyncio.sleep(60)
                 return reply
+
             on_the_way(client, wire_pb2.META_VOLUME_ROOM, stuck)
             _, handle = await vfs.create(directory, b"f", 0o644, os.O_RDWR, ME)
             writing = asyncio.ensure_future(vfs.write(handle, 0, b"x" * 1000))
@@ -198,12 +206,14 @@ def test_room_that_was_promised_to_a_write_that_was_interrupted_is_given_back():
             assert await vfs.write(handle, 0, b"x" * 1000) == 1000
             await vfs.release(handle)
             await until(all_is_given_back)
+
     run(main())
 
 
 @pytest.mark.parametrize("late_method", ["META_VOLUME_ROOM", "META_REPORT"])
 def test_room_is_given_back_though_answers_are_late(late_method):
     """Of reports, so that what was counted is promised once more; of giving back, which a writer comes into."""
+
     async def main() -> None:
         async with volume() as (pool, client, directory, all_is_given_back):
             vfs = client.vfs
@@ -212,6 +222,7 @@ def test_room_is_given_back_though_answers_are_late(late_method):
                 reply = await send()
                 await asyncio.sleep(1.2)
                 return reply
+
             on_the_way(client, getattr(wire_pb2, late_method), late)
             for number in range(4):
                 _, handle = await vfs.create(directory, b"f%d" % number, 0o644, os.O_RDWR, ME)
@@ -222,4 +233,5 @@ def test_room_is_given_back_though_answers_are_late(late_method):
                 await asyncio.sleep(0.2)
             await until(all_is_given_back)
             await until(lambda: not vfs.rooms._rooms)
+
     run(main())

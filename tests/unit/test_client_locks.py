@@ -55,7 +55,10 @@ class Case:
 
     async def held(self) -> list[tuple[int, int, int]]:
         """(start, end, mode) of all that the shard has, kinds and owners aside."""
-        return sorted((one.span.start, one.span.end, one.span.mode) for one in self.pool.meta._view.locks.locks_on(self.inode))
+        return sorted(
+            (one.span.start, one.span.end, one.span.mode)
+            for one in self.pool.meta._view.locks.locks_on(self.inode)
+        )
 
     async def until_held(self, expected) -> None:
         for _ in range(1000):
@@ -83,6 +86,7 @@ def run(work) -> None:
 
 def case(**pool_options):
     """A test with a Case as its argument."""
+
     def wrap(function):
         def test():
             async def main() -> None:
@@ -90,14 +94,18 @@ def case(**pool_options):
                     await function(made)
                     problems = [problem.text for problem in await _fsck(made)]
                     assert problems == []
+
             run(main())
+
         test.__name__, test.__doc__ = function.__name__, function.__doc__
         return test
+
     return wrap
 
 
 async def _fsck(made):
     from nvpool.testing.fakes.meta_shard import ShardClient
+
     return await ShardClient(made.pool.meta).fsck()
 
 
@@ -143,7 +151,9 @@ async def test_who_waits_gets_the_lock_in_order(c):
 
     waiting = []
     for owner in range(2, 12):
-        waiting.append(asyncio.create_task(wait(*((c.there, c.theirs) if owner % 2 else (c.here, c.mine)), owner)))
+        waiting.append(
+            asyncio.create_task(wait(*((c.there, c.theirs) if owner % 2 else (c.here, c.mine)), owner))
+        )
         await c.until_waiting(len(waiting))
     assert not order
     await c.here.setlk(c.mine, 1, *ALL, UNLOCKED)
@@ -206,13 +216,16 @@ def test_an_answer_that_crosses_with_an_interrupt_leaves_the_locks_as_they_were(
                 await c.here.setlk(c.mine, 1, start, end, mode)
             await slow_answers(c.here, 0.05)
             taking = asyncio.create_task(c.here.setlk(c.mine, 1, 0, 9, EXCLUSIVE, wait=True))
-            await c.until_held([(0, 9, EXCLUSIVE), *[lock for lock in [(10, 20, SHARED)] if len(before) == 2]])
+            await c.until_held(
+                [(0, 9, EXCLUSIVE), *[lock for lock in [(10, 20, SHARED)] if len(before) == 2]]
+            )
             taking.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await taking
             await c.until_held(before)
             await c.here.setlk(c.mine, 1, *ALL, UNLOCKED)
             assert await c.held() == [] and not c.here._owned
+
     run(main())
 
 
@@ -374,6 +387,7 @@ async def test_a_release_that_nobody_heard_is_told_when_the_shard_is_back(c):
 @case()
 async def test_a_counter_under_a_lock_counts_whatever_dies(c):
     """Two clients add to a number in a file, under a lock, while the shard dies; every sum is there."""
+
     async def add(vfs, handle, owner, count):
         for _ in range(count):
             await vfs.setlk(handle, owner, *ALL, EXCLUSIVE, wait=True)
@@ -381,8 +395,11 @@ async def test_a_counter_under_a_lock_counts_whatever_dies(c):
             await vfs.write(handle, 0, b"%020d" % (number + 1))
             await vfs.setlk(handle, owner, *ALL, UNLOCKED)
 
-    adding = [asyncio.create_task(add(vfs, handle, owner, 25))
-              for vfs, handle in ((c.here, c.mine), (c.there, c.theirs)) for owner in (1, 2)]
+    adding = [
+        asyncio.create_task(add(vfs, handle, owner, 25))
+        for vfs, handle in ((c.here, c.mine), (c.there, c.theirs))
+        for owner in (1, 2)
+    ]
     while not all(task.done() for task in adding):
         await asyncio.sleep(0.15)
         await c.pool.stop_shard()
@@ -406,11 +423,19 @@ async def test_who_loses_his_locks_with_the_session_hears_of_it_and_his_writes_a
     await c.here.lookup(ROOT_INODE, b"file")  # finds out
     assert lost == [c.inode]
     for handle in (c.mine, c.mine_too):
-        for refused in (c.here.read(handle, 0, 10), c.here.write(handle, 0, b"x"), c.here.fsync(handle, False),
-                        c.here.setlk(handle, 1, 0, 9, UNLOCKED), c.here.setattr(c.inode, size=0, caller=ME, handle=handle),
-                        c.here.read_many([(handle, 0, 1)], memoryview(bytearray(1))), c.here.fallocate(handle, 0, 1, 3),
-                        c.here.fallocate(handle, 0, 1 << 20, 0), c.here.seek(handle, 0, os.SEEK_DATA),
-                        c.here.copy_range(handle, 0, sound, 0, 4), c.here.copy_range(sound, 0, handle, 0, 4)):
+        for refused in (
+            c.here.read(handle, 0, 10),
+            c.here.write(handle, 0, b"x"),
+            c.here.fsync(handle, False),
+            c.here.setlk(handle, 1, 0, 9, UNLOCKED),
+            c.here.setattr(c.inode, size=0, caller=ME, handle=handle),
+            c.here.read_many([(handle, 0, 1)], memoryview(bytearray(1))),
+            c.here.fallocate(handle, 0, 1, 3),
+            c.here.fallocate(handle, 0, 1 << 20, 0),
+            c.here.seek(handle, 0, os.SEEK_DATA),
+            c.here.copy_range(handle, 0, sound, 0, 4),
+            c.here.copy_range(sound, 0, handle, 0, 4),
+        ):
             with pytest.raises(LockLost):
                 await refused
     with pytest.raises(LockLost):
@@ -448,10 +473,12 @@ def test_a_lock_of_a_client_that_vanished_is_given_on_after_its_grants(monkeypat
 
             async def silent(*arguments):
                 raise Disconnected("cut off")
+
             c.here.meta._send = silent
             began = asyncio.get_running_loop().time()
             await c.there.setlk(c.theirs, 1, *ALL, EXCLUSIVE, wait=True)
             assert asyncio.get_running_loop().time() - began > 1.0
+
     run(main())
 
 
@@ -477,7 +504,9 @@ def test_whatever_is_asked_interrupted_and_killed_the_clients_know_what_the_shar
         for _ in range(15):
             start = chance.randrange(12)
             mode = chance.choice((SHARED, EXCLUSIVE, UNLOCKED))
-            asking = asyncio.create_task(vfs.setlk(handle, number, start, start + chance.randrange(6), mode, wait=True))
+            asking = asyncio.create_task(
+                vfs.setlk(handle, number, start, start + chance.randrange(6), mode, wait=True)
+            )
             done, _ = await asyncio.wait((asking,), timeout=chance.choice((0.0, 0.001, 0.005, 0.02)))
             if not done:
                 asking.cancel()
@@ -488,8 +517,11 @@ def test_whatever_is_asked_interrupted_and_killed_the_clients_know_what_the_shar
 
     async def main() -> None:
         async with Case() as c:
-            working = [asyncio.create_task(owner(vfs, handle, number))
-                       for vfs, handle in ((c.here, c.mine), (c.there, c.theirs)) for number in range(4)]
+            working = [
+                asyncio.create_task(owner(vfs, handle, number))
+                for vfs, handle in ((c.here, c.mine), (c.there, c.theirs))
+                for number in range(4)
+            ]
             for _ in range(2):
                 await asyncio.sleep(0.05)
                 await c.pool.stop_shard()
@@ -502,16 +534,24 @@ def test_whatever_is_asked_interrupted_and_killed_the_clients_know_what_the_shar
                     if not any(owned.doubtful or owned.asking.locked() for owned in vfs._owned.values()):
                         break
                     await asyncio.sleep(0.01)
-                known = {(vfs.meta.session_of(c.inode), key.owner): owned.spans for key, owned in vfs._owned.items()}
+                known = {
+                    (vfs.meta.session_of(c.inode), key.owner): owned.spans
+                    for key, owned in vfs._owned.items()
+                }
                 file = c.pool.meta._view.locks.files.get(c.inode)
-                has = {(key.session, key.owner): spans for key, spans in (file.spans if file else {}).items()
-                       if key.session == vfs.meta.session_of(c.inode)}
+                has = {
+                    (key.session, key.owner): spans
+                    for key, spans in (file.spans if file else {}).items()
+                    if key.session == vfs.meta.session_of(c.inode)
+                }
                 assert {who: [span[:3] for span in spans] for who, spans in known.items()} == {
-                    who: [span[:3] for span in spans] for who, spans in has.items()}
+                    who: [span[:3] for span in spans] for who, spans in has.items()
+                }
             for vfs, handle in ((c.here, c.mine), (c.there, c.theirs)):
                 for number in range(4):
                     await vfs.flush(handle, number)
             assert await c.held() == []
+
     run(main())
 
 

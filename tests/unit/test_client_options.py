@@ -15,8 +15,16 @@ from nvpool.poolmap.model import encode_map
 from nvpool.testing.fakes.local_pool import LocalPool
 
 OF_THE_MOUNT = {"attr_timeout_s", "entry_timeout_s", "engine", "workers"}
-CHANGED = {"deadline_s": 7.0, "write_buffer_bytes": 5 << 20, "read_ahead_bytes": 3 << 20, "read_ahead_bytes_max": 9 << 20,
-           "transport": "stream", "short_cut": False, "locations_bytes": 1 << 20, "rack": "row 3"}
+CHANGED = {
+    "deadline_s": 7.0,
+    "write_buffer_bytes": 5 << 20,
+    "read_ahead_bytes": 3 << 20,
+    "read_ahead_bytes_max": 9 << 20,
+    "transport": "stream",
+    "short_cut": False,
+    "locations_bytes": 1 << 20,
+    "rack": "row 3",
+}
 
 
 def opened(where, **given) -> ClientOptions:
@@ -24,6 +32,7 @@ def opened(where, **given) -> ClientOptions:
         client = await Client.open(str(where), **given)
         await client.close()
         return client.vfs.options
+
     return asyncio.run(main())
 
 
@@ -41,7 +50,9 @@ def test_a_client_that_is_given_a_directory_behaves_as_its_configuration_says(tm
     (tmp_path / "node.toml").write_text("[client]\n" + "".join(lines))
     assert opened(tmp_path) == ClientOptions(**CHANGED)
     assert opened(tmp_path, options=ClientOptions(deadline_s=3.0)) == ClientOptions(deadline_s=3.0)
-    with pytest.raises(BadConfiguration, match="no transport 'carrier-pigeon' is installed; there are .*grpc"):
+    with pytest.raises(
+        BadConfiguration, match="no transport 'carrier-pigeon' is installed; there are .*grpc"
+    ):
         opened(tmp_path, options=ClientOptions(transport="carrier-pigeon"))
     (tmp_path / "node.toml").write_text("[client]\ndeadline = 1\n")
     with pytest.raises(BadConfiguration, match="did you mean deadline_s"):

@@ -54,8 +54,11 @@ def test_a_write_is_packed_as_protobuf_has_it():
             grant, inode, epoch = numbers.randbytes(60), numbers.getrandbits(63), numbers.getrandbits(40) + 1
             session, sequence = numbers.getrandbits(64) | 1, numbers.getrandbits(50)
             header = WRITE_ENTRY.pack(inode, cut, sequence, 0, 0, length, 0, 0)
-            assert packing.write_message(epoch, target, grant, inode, cut, sequence, content, session, slot) == \
-                encode_write_request(epoch, target, grant, header, piece_checksums(content, 0), session, slot)
+            assert packing.write_message(
+                epoch, target, grant, inode, cut, sequence, content, session, slot
+            ) == encode_write_request(
+                epoch, target, grant, header, piece_checksums(content, 0), session, slot
+            )
 
 
 @compiled
@@ -63,15 +66,20 @@ def test_a_report_is_packed_as_protobuf_has_it():
     numbers = random.Random(5)
     choices = [0, 1, 127, 128, 16383, 16384, (1 << 32) + 1, (1 << 63) - 1]
     for _ in range(3000):
-        slot, sequence, cut, end, blocks = numbers.choice(range(64)), *(numbers.choice(choices) for _ in range(4))
+        slot, sequence, cut, end, blocks = (
+            numbers.choice(range(64)),
+            *(numbers.choice(choices) for _ in range(4)),
+        )
         session, epoch, inode = numbers.getrandbits(64), numbers.getrandbits(48), numbers.getrandbits(63)
         wrote = numbers.random() < 0.5
         request = meta_pb2.ReportRequest(inode=inode, cut=cut, end=end, wrote=wrote, blocks_delta=blocks)
         change = request.change
         change.session, change.slot, change.sequence, change.map_epoch = session, slot, sequence, epoch
         change.uid = change.gid = 0
-        assert packing.report_message(session, slot, sequence, epoch, inode, cut, end, wrote, blocks) == \
-            request.SerializeToString()
+        assert (
+            packing.report_message(session, slot, sequence, epoch, inode, cut, end, wrote, blocks)
+            == request.SerializeToString()
+        )
 
 
 # -- over frames ---------------------------------------------------------------------------------------------------------------
@@ -144,20 +152,48 @@ class Case:
         """All that a write and a close are noted in."""
         vfs, file = self.vfs, handle.file
         writer, written = vfs.writer, file.written
-        found = {"held": writer._held, "in flight": writer._in_flight, "number": writer._number, "sent": len(writer._begun),
-                 "unflushed": dict(writer._unflushed._recent.get(file.inode, {})), "word": self.kept.word(Word.UNFLUSHED),
-                 "writes": self.kept.writes.valid(), "files": self.kept.files.valid(), "kept": vfs.keeping._number,
-                 "taken": self.kept.arena._taken, "used": list(self.kept.arena._used[:4]), "slots": sorted(vfs.chunks._slots),
-                 "sequence": vfs.chunks.sequence, "counted": vfs.chunks.counters["writes"],
-                 "changes": vfs.meta.counters["changes"],
-                 "meta slots": sorted(vfs.meta._shards[1].slots), "size": file.attr.size, "change": file.attr.change,
-                 "grant used": file.grant_used, "located anew": file.changes}
+        found = {
+            "held": writer._held,
+            "in flight": writer._in_flight,
+            "number": writer._number,
+            "sent": len(writer._begun),
+            "unflushed": dict(writer._unflushed._recent.get(file.inode, {})),
+            "word": self.kept.word(Word.UNFLUSHED),
+            "writes": self.kept.writes.valid(),
+            "files": self.kept.files.valid(),
+            "kept": vfs.keeping._number,
+            "taken": self.kept.arena._taken,
+            "used": list(self.kept.arena._used[:4]),
+            "slots": sorted(vfs.chunks._slots),
+            "sequence": vfs.chunks.sequence,
+            "counted": vfs.chunks.counters["writes"],
+            "changes": vfs.meta.counters["changes"],
+            "meta slots": sorted(vfs.meta._shards[1].slots),
+            "size": file.attr.size,
+            "change": file.attr.change,
+            "grant used": file.grant_used,
+            "located anew": file.changes,
+        }
         if written is not None:
-            found |= {name: getattr(written, name) for name in ("unit_bits", "end", "stored_end", "wrote", "stored_bytes",
-                                                               "begun", "entry", "paused", "error")}
+            found |= {
+                name: getattr(written, name)
+                for name in (
+                    "unit_bits",
+                    "end",
+                    "stored_end",
+                    "wrote",
+                    "stored_bytes",
+                    "begun",
+                    "entry",
+                    "paused",
+                    "error",
+                )
+            }
             found["of the file"] = written.held
             found["reporting"] = written.reporting.taken
-            found["segments"] = [(s.start, s.end, b"".join(s.parts), s.number, s.due, s.records) for s in written.segments()]
+            found["segments"] = [
+                (s.start, s.end, b"".join(s.parts), s.number, s.due, s.records) for s in written.segments()
+            ]
         return found
 
 
@@ -166,9 +202,13 @@ async def case(**options):
     descriptor = KeptMemory.make(1 << 24)
     try:
         with tempfile.TemporaryDirectory() as directory:
-            async with LocalPool(endpoints=lambda role, number: f"stream+unix://{directory}/{role}{number}") as pool:
+            async with LocalPool(
+                endpoints=lambda role, number: f"stream+unix://{directory}/{role}{number}"
+            ) as pool:
                 kept = KeptMemory(descriptor)
-                client = await pool.client("plain", ClientOptions(retry_first_s=0.001, short_cut=False, **options), kept=kept)
+                client = await pool.client(
+                    "plain", ClientOptions(retry_first_s=0.001, short_cut=False, **options), kept=kept
+                )
                 yield Case(pool, client.vfs, kept)
     finally:
         os.close(descriptor)
@@ -183,8 +223,10 @@ def scene(work, **options):
 
 
 def _told(frame: bytes) -> tuple:
-    kind, code, number, deadline_ms, message, payload_bytes = read_head(bytearray(frame), 0, len(frame), 1 << 20)
-    return kind, code, number, deadline_ms, message, frame[len(frame) - payload_bytes:]
+    kind, code, number, deadline_ms, message, payload_bytes = read_head(
+        bytearray(frame), 0, len(frame), 1 << 20
+    )
+    return kind, code, number, deadline_ms, message, frame[len(frame) - payload_bytes :]
 
 
 @pytest.mark.parametrize("length", (4096, 5000, 20000, 32768))
@@ -202,20 +244,24 @@ def test_a_write_and_its_report_are_the_same_frames_and_leave_the_same_books(len
         kind, code, its_number, deadline_ms, message, payload = _told(frame)
         header = WRITE_ENTRY.pack(file.inode, file.cut, sequence, 0, 0, length, 0, 0)
         target = here.pool.pool_map.tables[0].chains[chain_of(file.inode, 0)].targets[0]
-        wanted = encode_write_request(1, target, file.grant, header, piece_checksums(content, 0), file.grant_session, slot)
+        wanted = encode_write_request(
+            1, target, file.grant, header, piece_checksums(content, 0), file.grant_session, slot
+        )
         assert (kind, code, its_number, message, payload) == (REQUEST, DATA_WRITE, number, wanted, content)
         assert 59_000 < deadline_ms <= 60_000
         assert frame == pack_head(REQUEST, DATA_WRITE, number, deadline_ms, wanted, length) + content
         books = here.books(handle)
         ((index, inode, offset, place, unique, size, taken, kept_number),) = books["writes"]
         assert (inode, offset, unique, size, taken) == (file.inode, 0, 77, length, length << 1 | 1)
-        assert bytes(here.kept.payloads[place:place + length]) == content
+        assert bytes(here.kept.payloads[place : place + length]) == content
         assert books["segments"] == [(0, length, content, before["number"] + 1, True, [(kept_number, index)])]
         assert books["files"] == [(books["entry"], 0, 0, file.cut, 0, 0, file.inode)]
         assert books["held"] == books["of the file"] == books["in flight"] == books["end"] == length
         assert books["begun"] and books["sent"] == 1 and books["wrote"]
         assert (type(next(iter(here.vfs.writer._begun))).__name__ == "Sent") == (way == "compiled")
-        assert books["changes"] == before["changes"] and books["slots"] == sorted(set(before["slots"]) - {slot})
+        assert books["changes"] == before["changes"] and books["slots"] == sorted(
+            set(before["slots"]) - {slot}
+        )
         assert file.size == length and here.vfs.writer.overlay(file, 10, 20) == [(10, 20, content[10:20])]
         told = here.flush(handle)
         assert not meta.sent
@@ -223,14 +269,31 @@ def test_a_write_and_its_report_are_the_same_frames_and_leave_the_same_books(len
         await told
         (frame,) = meta.sent
         kind, code, _, _, message, payload = _told(frame)
-        request = meta_pb2.ReportRequest(inode=file.inode, cut=0, end=length, wrote=True, blocks_delta=(length + 511) // 512)
+        request = meta_pb2.ReportRequest(
+            inode=file.inode, cut=0, end=length, wrote=True, blocks_delta=(length + 511) // 512
+        )
         change = request.change
-        change.session, change.slot, change.sequence, change.map_epoch = here.vfs.meta._shards[1].session, slot, sequence + 1, 1
+        change.session, change.slot, change.sequence, change.map_epoch = (
+            here.vfs.meta._shards[1].session,
+            slot,
+            sequence + 1,
+            1,
+        )
         assert (kind, code, message, payload) == (REQUEST, META_REPORT, request.SerializeToString(), b"")
         after = here.books(handle)
         assert after["size"] == length and not after["writes"] and after["files"] == books["files"]
         assert after["unflushed"] == {(1, chain_of(file.inode, 0)): (1, 1)} and after["word"] == 1
-        for name in ("held", "in flight", "sent", "end", "stored_end", "stored_bytes", "wrote", "segments", "taken"):
+        for name in (
+            "held",
+            "in flight",
+            "sent",
+            "end",
+            "stored_end",
+            "stored_bytes",
+            "wrote",
+            "segments",
+            "taken",
+        ):
             assert after[name] in (0, []), name
         assert not after["reporting"]
         assert after["slots"] == before["slots"] and len(after["meta slots"]) == len(before["meta slots"])
@@ -239,24 +302,32 @@ def test_a_write_and_its_report_are_the_same_frames_and_leave_the_same_books(len
         assert bytes(await here.vfs.read(handle, 0, 1 << 16)) == content
         assert not wire.connection._in_flight
         await here.vfs.release(handle)
+
     scene(work)
 
 
 def test_what_is_left_to_the_ordinary_way_is_written_as_ever():
     async def work(here: Case) -> None:
         numbers = random.Random(1)
-        for number, (offset, length) in enumerate(((0, 100), (0, 4095), (4096, 4096), (0, 32769), (0, 300_000), (1, 4096))):
+        for number, (offset, length) in enumerate(
+            ((0, 100), (0, 4095), (4096, 4096), (0, 32769), (0, 300_000), (1, 4096))
+        ):
             handle, _ = await here.begin(b"%d" % number)
             content = numbers.randbytes(length)
             assert here.vfs.write_now(handle, offset, content)
-            assert here.vfs.write_now(handle, offset + length, content[:50])  # more, while the first is on its way
+            assert here.vfs.write_now(
+                handle, offset + length, content[:50]
+            )  # more, while the first is on its way
             await here.flush(handle)
             assert bytes(await here.vfs.read(handle, 0, 1 << 20)) == bytes(offset) + content + content[:50]
             assert here.vfs.write_now(handle, 0, content[:4096])  # it is not empty any more
             await here.flush(handle)
-            assert bytes(await here.vfs.read(handle, 0, 1 << 20))[:len(content[:4096])] == content[:4096]
+            assert bytes(await here.vfs.read(handle, 0, 1 << 20))[: len(content[:4096])] == content[:4096]
             await here.vfs.release(handle)
-        assert not here.kept.writes.valid() and not here.kept.files.valid() and here.vfs.writer.held_bytes() == 0
+        assert (
+            not here.kept.writes.valid() and not here.kept.files.valid() and here.vfs.writer.held_bytes() == 0
+        )
+
     scene(work)
 
 
@@ -274,6 +345,7 @@ def test_where_bounds_are_reached_a_write_is_not_taken_and_nothing_has_happened(
         wire.answer(encode_write_reply(1, bytes(16)))
         assert here.vfs.write_now(second, 0, bytes(20_000))
         await asyncio.gather(here.flush(first), here.flush(second))
+
     scene(work, write_buffer_bytes=40_000)
 
 
@@ -292,14 +364,16 @@ def test_what_is_on_its_way_to_the_stores_at_once_is_bounded():
         for handle, _ in handles:
             await here.flush(handle)
         assert here.vfs.writer._in_flight == 0 and not here.kept.writes.valid()
+
     scene(work, write_flight_bytes=70_000)
 
 
 GOOD = encode_write_reply(1, bytes(16))
 
 
-@pytest.mark.parametrize("message", (GOOD[:-1], b"", GOOD[:10] + b"\0", b"\xff" * 29),
-                         ids=("short", "nothing", "cut", "nonsense"))
+@pytest.mark.parametrize(
+    "message", (GOOD[:-1], b"", GOOD[:10] + b"\0", b"\xff" * 29), ids=("short", "nothing", "cut", "nonsense")
+)
 def test_an_answer_that_is_none_is_asked_for_again_under_the_name_of_the_write(message):
     async def work(here: Case) -> None:
         handle, wire = await here.begin()
@@ -315,6 +389,7 @@ def test_an_answer_that_is_none_is_asked_for_again_under_the_name_of_the_write(m
         assert first[4] == second[4] and first[5] == second[5] and first[2] != second[2]
         assert len(here.vfs.chunks._slots) == slots
         assert bytes(await here.vfs.read(handle, 0, 8192)) == content and not here.kept.writes.valid()
+
     scene(work)
 
 
@@ -335,6 +410,7 @@ def test_answers_with_more_than_we_know_are_good():
         await told
         assert handle.file.attr.size == 4096 and not handle.file.written.unsettled
         meta.hold = False
+
     scene(work)
 
 
@@ -355,6 +431,7 @@ def test_what_a_store_refuses_is_told_by_the_close_once():
             assert not here.kept.writes.valid() and here.vfs.writer.held_bytes() == 0
             await here.flush(handle)
             assert here.kept.files.valid()[-1][4] == 0
+
     scene(work)
 
 
@@ -381,6 +458,7 @@ def test_a_connection_that_is_lost_is_followed_by_another_and_the_write_has_its_
         meta.connection._end("lost")
         await told
         assert handle.file.attr.size == 4096 and here.vfs.meta.counters["changes"] == changes + 1
+
     scene(work)
 
 
@@ -393,7 +471,9 @@ def test_what_is_read_while_it_is_on_its_way_is_what_was_written():
         assert here.vfs.write_now(handle, 0, memoryview(content))
         content[:] = bytes(4096)  # the buffer is the caller's again
         (segment,) = handle.file.written.segments()
-        assert b"".join(segment.parts) == wanted and here.vfs.writer.overlay(handle.file, 0, 4096) == [(0, 4096, wanted)]
+        assert b"".join(segment.parts) == wanted and here.vfs.writer.overlay(handle.file, 0, 4096) == [
+            (0, 4096, wanted)
+        ]
         assert here.vfs.write_now(handle, 100, b"later")  # waits for the first
         assert here.vfs.writer.overlay(handle.file, 0, 4096)[-1] == (100, 105, b"later")
         told = here.flush(handle)
@@ -401,6 +481,7 @@ def test_what_is_read_while_it_is_on_its_way_is_what_was_written():
         wire.hold = False
         await told
         assert bytes(await here.vfs.read(handle, 0, 8192)) == wanted[:100] + b"later" + wanted[105:]
+
     scene(work)
 
 
@@ -421,6 +502,7 @@ def test_first_bytes_stored_last_report_the_whole_size(offset):
         await told
         assert handle.file.attr.size == offset + 4096 and not handle.file.written.ahead
         await here.vfs.release(handle)
+
     scene(work)
 
 
@@ -436,6 +518,7 @@ def test_locks_that_are_lost_meanwhile_are_told():
             await told
         assert not here.kept.writes.valid() and here.vfs.writer.held_bytes() == 0
         handle.file.lost = False
+
     scene(work)
 
 
@@ -449,7 +532,12 @@ def test_who_closes_the_client_is_told_and_nothing_waits():
         assert not await here.vfs.writer.close(0.0)
         with pytest.raises(Exception, match="closed"):
             await told
-        assert not wire.connection._in_flight and not here.vfs.writer._begun and len(here.vfs.chunks._slots) == slots + 1
+        assert (
+            not wire.connection._in_flight
+            and not here.vfs.writer._begun
+            and len(here.vfs.chunks._slots) == slots + 1
+        )
+
     scene(work)
 
 
@@ -464,6 +552,7 @@ def test_a_write_that_nobody_answers_ends_by_its_deadline():
             await told
         assert 0.2 < SYSTEM_CLOCK.boottime_s() - begun_s < 5
         assert not here.kept.writes.valid() and here.vfs.writer.held_bytes() == 0
+
     scene(work, deadline_s=0.3)
 
 
@@ -474,14 +563,19 @@ def test_what_a_socket_does_not_take_at_once_follows_in_its_order():
             _, handle = await here.vfs.create(ROOT_INODE, b"%d" % number, 0o640, os.O_RDWR | os.O_CREAT, ME)
             made.append((handle, numbers.randbytes(numbers.choice((4096, 32768)))))
         for target in here.pool.pool_map.targets:
-            connection = await here.vfs.chunks._dialer.connect(target.endpoints, SYSTEM_CLOCK.boottime_s() + 5)
-            connection._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            connection = await here.vfs.chunks._dialer.connect(
+                target.endpoints, SYSTEM_CLOCK.boottime_s() + 5
+            )
+            connection._transport.get_extra_info("socket").setsockopt(
+                socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
+            )
         for handle, content in made:
             assert here.vfs.write_now(handle, 0, content)
         for handle, content in made:
             await here.flush(handle)
             assert bytes(await here.vfs.read(handle, 0, 1 << 16)) == content
         assert not here.kept.writes.valid()
+
     scene(work)
 
 
@@ -496,24 +590,34 @@ def test_many_at_once_are_each_stored_and_told_of():
             flushes.append(here.flush(handle))
         await asyncio.gather(*flushes)
         for handle, content in zip(handles, contents, strict=True):
-            assert bytes(await here.vfs.read(handle, 0, 1 << 16)) == content and handle.file.attr.size == len(content)
+            assert bytes(await here.vfs.read(handle, 0, 1 << 16)) == content and handle.file.attr.size == len(
+                content
+            )
             await here.vfs.release(handle)
         assert not here.kept.writes.valid() and not here.kept.files.valid() and here.kept.arena._taken == 0
-        assert len(here.vfs.chunks._slots) == 64 and here.vfs.writer.held_bytes() == here.vfs.writer._in_flight == 0
+        assert (
+            len(here.vfs.chunks._slots) == 64
+            and here.vfs.writer.held_bytes() == here.vfs.writer._in_flight == 0
+        )
+
     scene(work)
 
 
 def test_what_the_process_before_left_is_what_was_written():
     """Killed while it is on its way: the next one finds all of it."""
+
     async def work(here: Case) -> None:
         handle, wire = await here.begin()
         wire.hold = True
         content = os.urandom(9000)
         assert here.vfs.write_now(handle, 0, content, 99)
         left = Keeping(here.kept).left()[handle.inode]
-        assert [(piece.offset, bytes(piece.data)) for piece in left.pieces] == [(0, content)] and left.stored_end == 0
+        assert [(piece.offset, bytes(piece.data)) for piece in left.pieces] == [
+            (0, content)
+        ] and left.stored_end == 0
         assert Keeping(here.kept).finished() == {99: 9000}
         wire.hold = False
         wire.connection._end("lost")
         await here.flush(handle)
+
     scene(work)

@@ -84,15 +84,22 @@ def test_reads_of_one_turn_for_one_target_travel_in_one_message():
             handle = await case.file(content)
             for store in case.stores:
                 store.reads_per_call.clear()
-            found = await asyncio.gather(*[case.vfs.read(handle, at, 4096) for at in range(0, 256 * KIB, 4096)])
+            found = await asyncio.gather(
+                *[case.vfs.read(handle, at, 4096) for at in range(0, 256 * KIB, 4096)]
+            )
             assert b"".join(found) == content
             assert sum(len(store.reads_per_call) for store in case.stores) <= 3
+
     run(main())
 
 
-@pytest.mark.parametrize(("count", "each", "messages"), [(7, 4 * KIB, [7]), (64, 4 * KIB, [32, 32]), (7, 128 * KIB, [4, 3]),
-                                                        (16, 64 * KIB, [8, 8])])
-def test_reads_that_are_held_travel_in_a_few_messages_for_each_target_when_they_are_let_go(count, each, messages):
+@pytest.mark.parametrize(
+    ("count", "each", "messages"),
+    [(7, 4 * KIB, [7]), (64, 4 * KIB, [32, 32]), (7, 128 * KIB, [4, 3]), (16, 64 * KIB, [8, 8])],
+)
+def test_reads_that_are_held_travel_in_a_few_messages_for_each_target_when_they_are_let_go(
+    count, each, messages
+):
     async def main() -> None:
         async with Case() as case:
             content = os.urandom(MIB)
@@ -109,9 +116,10 @@ def test_reads_that_are_held_travel_in_a_few_messages_for_each_target_when_they_
             case.vfs.send_reads()
             await asyncio.wait(futures)
             for step, place, future in zip(steps, places, futures, strict=True):
-                assert bytes(future.result()) == content[place:place + each]
+                assert bytes(future.result()) == content[place : place + each]
                 step.close()
             assert [calls for store in case.stores if (calls := list(store.reads_per_call))] == [messages]
+
     run(main())
 
 
@@ -128,11 +136,12 @@ def test_read_many_is_one_message_for_each_target_and_knows_where_files_end():
             lengths = await case.vfs.read_many(reads, memoryview(into))
             place = 0
             for (_, offset, asked), length in zip(reads, lengths, strict=True):
-                assert into[place:place + length] == content[offset:offset + asked]
+                assert into[place : place + length] == content[offset : offset + asked]
                 place += asked
             assert lengths[-2:] == [60, 0]
             across = sum(1 for _, offset, length in reads if offset >> 20 != (offset + length - 1) >> 20)
             assert sum(len(store.reads_per_call) for store in case.stores) <= 2 + 2 * across
+
     run(main())
 
 
@@ -149,6 +158,7 @@ def test_a_spoiled_block_is_asked_for_again_and_never_handed_out():
 
             def always(payload: bytearray) -> None:
                 payload[-1] ^= 1
+
             for store in case.stores:
                 store.spoil = once
             assert bytes(await case.vfs.read(handle, 0, 12_000)) == b"good" * 3000
@@ -159,6 +169,7 @@ def test_a_spoiled_block_is_asked_for_again_and_never_handed_out():
             into = memoryview(bytearray(8192))
             with pytest.raises(ChecksumMismatch):
                 await case.vfs.read_many([(handle, 0, 4096), (handle, 4096, 4096)], into)
+
     run(main())
 
 
@@ -173,6 +184,7 @@ def test_a_write_whose_answer_is_lost_is_repeated_under_its_name():
             writes = sum(store.calls.count(wire_pb2.DATA_WRITE) for store in case.stores)
             assert writes == 3 and sum(len(store.done) for store in case.stores) == 1
             assert bytes(await case.vfs.read(handle, 0, 10)) == b"once"
+
     run(main())
 
 
@@ -192,10 +204,11 @@ def test_a_store_that_is_started_again_is_only_a_pause():
             assert not reading.done() and not writing.done() and not many.done()
             for target in (1, 2):
                 await case.pool.start_store(target)
-            assert bytes(await reading) == before[1000:1000 + 3 * MIB]
+            assert bytes(await reading) == before[1000 : 1000 + 3 * MIB]
             assert await many == [4096, 4096]
             await writing
             assert bytes(await case.vfs.read(handle, 5 * MIB, 10)) == b"more"
+
     run(main())
 
 
@@ -216,6 +229,7 @@ def test_a_store_that_stays_away_ends_calls_at_the_deadline_and_errors_are_told_
             for target in (1, 2):
                 await case.pool.start_store(target)
             assert bytes(await case.vfs.read(handle, 0, 6)) == b"stored"
+
     run(main())
 
 
@@ -230,11 +244,20 @@ def test_what_a_shard_refused_until_the_deadline_is_in_the_last_error(question):
                     for served in listener.connections:
                         served._handler = lambda call: call.fail(Busy("shard 1 has no room just now"))
             with pytest.raises(Unavailable, match="shard 1 has no room just now"):
-                await (case.vfs.lookup(ROOT_INODE, b"x") if question else case.vfs.mkdir(ROOT_INODE, b"d", 0o755, ME))
+                await (
+                    case.vfs.lookup(ROOT_INODE, b"x")
+                    if question
+                    else case.vfs.mkdir(ROOT_INODE, b"d", 0o755, ME)
+                )
             await case.pool.stop_shard()
             with pytest.raises(Unavailable, match="there is no such listener"):
-                await (case.vfs.lookup(ROOT_INODE, b"x") if question else case.vfs.mkdir(ROOT_INODE, b"d", 0o755, ME))
+                await (
+                    case.vfs.lookup(ROOT_INODE, b"x")
+                    if question
+                    else case.vfs.mkdir(ROOT_INODE, b"d", 0o755, ME)
+                )
             await case.pool.start_shard()
+
     run(main())
 
 
@@ -250,12 +273,14 @@ def test_the_size_is_told_of_a_write_that_was_sent_again_after_another_client_ha
                 if call.method == wire_pb2.DATA_WRITE and not refused:
                     refused.append(call)
                     raise StaleGrant  # and with the new grant the client learns of the cut
+
             for store in case.stores:
                 store.fault = refuse
             await case.vfs.write(handle, 50_000, b"tail")
             await case.vfs.fsync(handle, False)
             assert refused
             assert (await other.vfs.look(ROOT_INODE, b"file")).size == 50_004
+
     run(main())
 
 
@@ -263,7 +288,11 @@ def test_a_change_is_made_though_nobody_knows_whether_the_session_before_it_was_
     async def main() -> None:
         async with Case() as case:
             asked = []
-            listener = next(listener for listener in case.pool._listeners.values() if listener.handler == case.pool.meta.handle)
+            listener = next(
+                listener
+                for listener in case.pool._listeners.values()
+                if listener.handler == case.pool.meta.handle
+            )
 
             def handle(call, before=listener.handler) -> None:
                 asked.append(call.method)
@@ -275,6 +304,7 @@ def test_a_change_is_made_though_nobody_knows_whether_the_session_before_it_was_
             listener.handler = handle
             await case.vfs.mkdir(ROOT_INODE, b"d", 0o755, ME)
             assert asked.count(wire_pb2.META_OPEN_SESSION) == 2
+
     run(main())
 
 
@@ -285,6 +315,7 @@ def test_what_a_store_refused_until_the_deadline_is_in_the_last_error():
 
             def refuse(call):
                 raise Busy("target has no room just now")
+
             for store in case.stores:
                 store.fault = refuse
             with pytest.raises(Unavailable, match="target has no room just now"):
@@ -294,15 +325,22 @@ def test_what_a_store_refused_until_the_deadline_is_in_the_last_error():
                 await case.vfs.fsync(handle, False)
             for store in case.stores:
                 store.fault = None
+
     run(main())
 
 
 def test_the_deadline_of_a_request_that_may_have_been_carried_out_says_so_and_why_it_was_repeated():
-    lost, late = Disconnected("lost on the way"), DeadlineExceeded("no connection within the deadline", may_be_applied=False)
+    lost, late = (
+        Disconnected("lost on the way"),
+        DeadlineExceeded("no connection within the deadline", may_be_applied=False),
+    )
     reason = reason_of(late, reason_of(late, reason_of(lost, None)))
     final = at_the_deadline(late, reason)
     assert (type(final), str(final), final.may_be_applied) == (
-        DeadlineExceeded, "no connection within the deadline; last: lost on the way", True)
+        DeadlineExceeded,
+        "no connection within the deadline; last: lost on the way",
+        True,
+    )
     refused = StaleGrant("an old grant")
     final = at_the_deadline(refused, reason_of(refused, lost))
     assert (type(final), str(final), final.may_be_applied) == (DeadlineExceeded, "an old grant", False)
@@ -320,6 +358,7 @@ def test_closing_a_client_takes_no_longer_than_it_may():
             await case.vfs.write(handle, 0, b"lost")
             await asyncio.wait_for(case.client.close(0.2), 120)
             await case.pool.start_shard()
+
     run(main())
 
 
@@ -334,6 +373,7 @@ def test_what_is_stale_is_refreshed_and_asked_again(error):
                 if left[0] and call.method in (wire_pb2.DATA_READ, wire_pb2.DATA_WRITE):
                     left[0] -= 1
                     raise error()
+
             for store in case.stores:
                 store.fault = fault
             asked = case.vfs.meta.counters["questions"]
@@ -344,6 +384,7 @@ def test_what_is_stale_is_refreshed_and_asked_again(error):
             await case.vfs.write(handle, 0, b"y")
             await case.vfs.flush(handle)
             assert bytes(await case.vfs.read(handle, 0, 2)) == b"yx"
+
     run(main())
 
 
@@ -362,6 +403,7 @@ def test_grants_are_renewed_before_they_end():
             await case.vfs.read(handle, 0, 1)
             await case.vfs.run_once()
             await until(lambda: handle.file.grant != first)
+
     run(main())
 
 
@@ -382,6 +424,7 @@ def test_a_shard_that_is_started_again_is_only_a_pause_and_learns_what_is_open()
             assert bytes(await case.vfs.read(handle, 0, 20)) == b"still here"
             await case.vfs.release(handle)
             assert case.vfs.meta.counters["sessions"] == 1
+
     run(main())
 
 
@@ -400,6 +443,7 @@ def test_a_change_whose_answer_is_lost_is_made_once():
 
                 def reply(self, message=b"", payload=()):
                     self._call.fail(Disconnected("lost on the way"))
+
             lost = []
 
             def losing(call):
@@ -407,12 +451,14 @@ def test_a_change_whose_answer_is_lost_is_made_once():
                     lost.append(call)
                     call = Losing(call)
                 handle(call)
+
             for listener in case.pool._listeners.values():
                 if listener.handler == handle:
                     for served in listener.connections:
                         served._handler = losing
             attr = await case.vfs.mkdir(ROOT_INODE, b"d", 0o755, ME)
             assert lost and (await case.vfs.lookup(ROOT_INODE, b"d")).inode == attr.inode
+
     run(main())
 
 
@@ -431,10 +477,13 @@ def test_a_client_whose_session_has_ended_opens_a_new_one_and_its_files_go_on():
             await case.vfs.flush(handle)
             assert bytes(await case.vfs.read(handle, 0, 20)) == b"hello again"
             assert service._sessions.get(state.session).opens == {handle.inode: 1}
+
     run(main())
 
 
-@pytest.mark.parametrize("pieces", [[(0, 8 * MIB)], [(0, 64 * KIB), (64 * KIB, 64 * KIB)], [(100, 50), (4 * MIB, 10)]])
+@pytest.mark.parametrize(
+    "pieces", [[(0, 8 * MIB)], [(0, 64 * KIB), (64 * KIB, 64 * KIB)], [(100, 50), (4 * MIB, 10)]]
+)
 def test_memory_is_not_written_to_any_more_when_the_read_into_it_was_given_up(pieces):
     async def main() -> None:
         async with Case() as case:
@@ -442,7 +491,9 @@ def test_memory_is_not_written_to_any_more_when_the_read_into_it_was_given_up(pi
             for store in case.stores:
                 store.fault = lambda call: 0.05 if call.method == wire_pb2.DATA_READ else None
             memory = bytearray(8 * MIB)
-            reading = asyncio.create_task(case.vfs.read_many([(handle, *piece) for piece in pieces], memoryview(memory)))
+            reading = asyncio.create_task(
+                case.vfs.read_many([(handle, *piece) for piece in pieces], memoryview(memory))
+            )
             await asyncio.sleep(0.02)
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
@@ -451,6 +502,7 @@ def test_memory_is_not_written_to_any_more_when_the_read_into_it_was_given_up(pi
             await asyncio.sleep(0.2)
             assert memory == b"!" * len(memory)
             assert all(lane.in_flight == 0 for lane in case.vfs.chunks._lanes.values())
+
     run(main())
 
 
@@ -460,13 +512,16 @@ def test_reads_that_wait_for_a_store_end_when_the_client_is_closed():
             handle = await case.file(os.urandom(3 * MIB))
             for target in list(case.pool.stores):
                 await case.pool.stop_store(target)
-            reading = [asyncio.create_task(case.vfs.read(handle, 0, 100)),
-                       asyncio.create_task(case.vfs.read(handle, 0, 3 * MIB)),
-                       asyncio.create_task(case.vfs.read_many([(handle, 0, 100)], memoryview(bytearray(100))))]
+            reading = [
+                asyncio.create_task(case.vfs.read(handle, 0, 100)),
+                asyncio.create_task(case.vfs.read(handle, 0, 3 * MIB)),
+                asyncio.create_task(case.vfs.read_many([(handle, 0, 100)], memoryview(bytearray(100)))),
+            ]
             await asyncio.sleep(0.05)
             await case.client.close(0.2)
             done, pending = await asyncio.wait(reading, timeout=2)
             assert not pending and all(task.exception() for task in done)
+
     run(main())
 
 
@@ -484,16 +539,24 @@ def test_what_is_open_is_named_until_the_shard_has_answered_to_it():
                     lost.append(request)
                     raise Disconnected("lost on the way", may_be_applied=False)
                 return await send(of, method, request, deadline_s)
+
             meta._send = losing
             most = 2
             await case.pool.stop_shard()
             await case.pool.start_shard()
-            await until(lambda: len(lost) == 2 and case.pool.meta._sessions.get(state.session).opens == {handle.inode: 1})
+            await until(
+                lambda: (
+                    len(lost) == 2 and case.pool.meta._sessions.get(state.session).opens == {handle.inode: 1}
+                )
+            )
             most = 3
             service = case.pool.meta
             service._end_session(service._sessions.get(state.session), service._clock.boottime_s())
             await case.vfs.mkdir(ROOT_INODE, b"d", 0o755, ME)
-            await until(lambda: len(lost) == 3 and service._sessions.get(state.session).opens == {handle.inode: 1})
+            await until(
+                lambda: len(lost) == 3 and service._sessions.get(state.session).opens == {handle.inode: 1}
+            )
+
     run(main())
 
 
@@ -514,7 +577,9 @@ def test_who_waits_for_what_another_asks_a_shard_waits_no_longer_than_he_may(ask
             soon_s = case.pool.clock.boottime_s() + 0.05
             with pytest.raises(DeadlineExceeded) as refused:
                 if state.session:
-                    await meta._send(state, wire_pb2.META_RELEASE, meta_pb2.ReleaseRequest(session=state.session), soon_s)
+                    await meta._send(
+                        state, wire_pb2.META_RELEASE, meta_pb2.ReleaseRequest(session=state.session), soon_s
+                    )
                 else:
                     await meta.ensure_session(state, soon_s)
             assert not refused.value.may_be_applied
@@ -523,6 +588,7 @@ def test_who_waits_for_what_another_asks_a_shard_waits_no_longer_than_he_may(ask
             for call in held:
                 before(call)
             await asking
+
     run(main())
 
 
@@ -535,12 +601,19 @@ def test_a_question_to_a_shard_finds_it_where_it_has_moved_without_a_watch():
             name = pool._endpoints
             pool._endpoints = lambda role, number: name(role, number) + ("-moved" if role == "meta" else "")
             at = pool.new_shard(1).endpoints
-            await pool.change_map(lambda now: changed(now, shards=tuple(
-                replace(shard, endpoints=at) if shard.id == 1 else shard for shard in now.shards)))
+            await pool.change_map(
+                lambda now: changed(
+                    now,
+                    shards=tuple(
+                        replace(shard, endpoints=at) if shard.id == 1 else shard for shard in now.shards
+                    ),
+                )
+            )
             await pool.start_shard()
             request = meta_pb2.MetaStatusRequest()
             reply = await case.vfs.meta.ask_shard(1, wire_pb2.META_STATUS, request, meta_pb2.MetaStatusReply)
             assert reply.state == "serving" and case.vfs.meta._view.map.epoch == pool.pool_map.epoch
+
     run(main())
 
 
@@ -561,6 +634,7 @@ def test_a_late_refusal_of_an_old_session_does_not_end_the_new_one():
                     if request.DESCRIPTOR.name == "GetAttrRequest":
                         await held.wait()
                     raise
+
             meta._send = slow
             service._end_session(service._sessions.get(state.session), 0.0)
             asking = asyncio.create_task(case.vfs.getattr(ROOT_INODE))
@@ -570,6 +644,7 @@ def test_a_late_refusal_of_an_old_session_does_not_end_the_new_one():
             held.set()
             await asking
             assert state.session == newer and meta.counters["sessions"] == 2
+
     run(main())
 
 
@@ -587,6 +662,7 @@ def test_the_end_of_a_growing_file_is_read_as_it_is_and_not_as_it_was_read_ahead
             await case.vfs.write(writer, len(content), b"a new line")
             await case.vfs.flush(writer)
             assert bytes(await other.read(reader, at, 64 * KIB)) == b"a new line"
+
     run(main())
 
 
@@ -600,6 +676,7 @@ def test_closed_handles_are_released_in_batches():
                 await case.vfs.release(handle)
             await asyncio.sleep(0.1)
             assert not session.opens and not case.vfs.cache.open
+
     run(main())
 
 
@@ -618,6 +695,7 @@ def test_after_a_close_another_client_sees_the_bytes():
             await case.vfs.flush(handle)
             assert bytes(await case.vfs.read(handle, 0, 10)) == b"one 2"
             assert (await other.getattr(seen.inode)).size == 5
+
     run(main())
 
 
@@ -633,11 +711,13 @@ def test_appends_of_two_clients_never_overlap():
                 for _ in range(30):
                     await vfs.write(handle, 0, mark * 100)
                 await vfs.flush(handle)
+
             await asyncio.gather(append(case.vfs, b"a"), append(other, b"b"))
             handle = await case.vfs.open(inode, os.O_RDONLY, ME)
             content = bytes(await case.vfs.read(handle, 0, 10_000))
-            records = [content[at:at + 100] for at in range(0, 6000, 100)]
+            records = [content[at : at + 100] for at in range(0, 6000, 100)]
             assert sorted(records) == [b"a" * 100] * 30 + [b"b" * 100] * 30
+
     run(main())
 
 
@@ -652,6 +732,7 @@ def test_attributes_that_are_known_to_be_missing_are_asked_for_nowhere():
             await case.vfs.setxattr(handle.inode, b"user.a", b"1", 0, ME)
             assert await case.vfs.getxattr(handle.inode, b"user.a") == b"1"
             assert await case.vfs.listxattr(handle.inode) == [b"user.a"]
+
     run(main())
 
 
@@ -664,6 +745,7 @@ def test_a_time_that_was_set_is_not_changed_by_the_close_after_it():
             await case.vfs.flush(handle)
             await case.vfs.release(handle)
             assert (await case.vfs.getattr(handle.inode)).mtime_ns == 123
+
     run(main())
 
 
@@ -676,6 +758,7 @@ def test_stat_before_a_close_shows_what_stat_after_it_shows():
             await case.vfs.flush(handle)
             after = await case.vfs.getattr(handle.inode)
             assert before == after and before.size == 7 and before.mtime_ns
+
     run(main())
 
 
@@ -690,6 +773,7 @@ def test_a_replaced_file_is_flushed_before_its_name_changes():
             with pytest.raises(NotFound):
                 await case.vfs.lookup(ROOT_INODE, b"beside")
             assert (await case.vfs.lookup(ROOT_INODE, b"target")).inode == handle.inode
+
     run(main())
 
 
@@ -702,15 +786,16 @@ def test_reading_ahead_never_shows_what_was_there_before_a_write():
             for at in range(0, 6 * MIB, 64 * KIB):
                 if at % (320 * KIB) == 0:
                     place = min(at + 700 * KIB, 6 * MIB - 10_000)
-                    content[place:place + 10_000] = b"!" * 10_000
+                    content[place : place + 10_000] = b"!" * 10_000
                     await case.vfs.write(second, place, b"!" * 10_000)
                     if at % (640 * KIB) == 0:
                         await case.vfs.flush(second)
-                assert bytes(await case.vfs.read(handle, at, 64 * KIB)) == content[at:at + 64 * KIB]
+                assert bytes(await case.vfs.read(handle, at, 64 * KIB)) == content[at : at + 64 * KIB]
             assert case.vfs.reader.counters["ahead_hits"] > 0
             await case.vfs.release(handle)
             await case.vfs.release(second)
             assert case.vfs.reader._ahead_bytes == 0
+
     run(main())
 
 
@@ -727,6 +812,7 @@ def test_a_sequential_reader_is_served_from_what_was_read_ahead():
             assert b"".join(found) == content
             counters = case.vfs.reader.counters
             assert counters["ahead_hits"] > 60 and counters["ahead_bytes"] < 10 * MIB
+
     run(main())
 
 
@@ -742,6 +828,7 @@ def test_a_newer_map_is_taken_and_an_older_one_is_not(tmp_path):
             assert await view.refresh() and view.map.epoch == newer.epoch and len(told) == 1
             assert not await view.refresh()
             assert not view.offer(first)
+
     run(main())
 
 
@@ -780,7 +867,9 @@ def test_who_waits_for_the_next_map_has_it_when_any_node_has():
     async def check():
         async with Case() as case:
             node = case.pool.pool_map.nodes[0]
-            nodes = tuple(replace(node, id=number, endpoints=(f"stream://h{number}:1",)) for number in range(1, 5))
+            nodes = tuple(
+                replace(node, id=number, endpoints=(f"stream://h{number}:1",)) for number in range(1, 5)
+            )
             first = changed(case.pool.pool_map, nodes=nodes)
             second = changed(first)
             told = asyncio.get_running_loop().create_future()
@@ -790,13 +879,15 @@ def test_who_waits_for_the_next_map_has_it_when_any_node_has():
                 """One is silent, one knows nothing and does not wait, one refuses, one waits until there is something."""
 
                 async def call(self, endpoints, method, message, deadline_s):
-                    number = int(endpoints[0][len("stream://h"):-len(":1")])
+                    number = int(endpoints[0][len("stream://h") : -len(":1")])
                     asked.append((number, pool_pb2.MapRequest.FromString(message).wait_s))
                     if number == 3:
                         raise Unavailable
                     if number == 1:
                         await asyncio.get_running_loop().create_future()
-                    return Reply(pool_pb2.MapReply(map=await told if number == 4 else b"").SerializeToString(), ())
+                    return Reply(
+                        pool_pb2.MapReply(map=await told if number == 4 else b"").SerializeToString(), ()
+                    )
 
             view = PoolView(first, directory=None, dialer=Answers(), clock=case.pool.clock)
             assert not await view.newer(0.0)
@@ -806,6 +897,7 @@ def test_who_waits_for_the_next_map_has_it_when_any_node_has():
             told.set_result(encode_map(second))
             assert all(await asyncio.gather(*waiting)) and view.map.epoch == second.epoch
             await view.close()
+
     run(check())
 
 
@@ -822,6 +914,7 @@ def test_who_waits_for_the_next_map_has_it_when_it_is_in_the_directory(tmp_path)
             (tmp_path / "next").rename(tmp_path / "poolmap.json")
             assert await waiting and view.map.epoch == first.epoch + 1
             await view.close()
+
     run(main())
 
 
@@ -834,6 +927,7 @@ def test_df_shows_what_fits_before_the_first_target_is_full():
             assert 0.9 * 256 * MIB < total <= 256 * MIB
             assert 0 < found.blocks_available <= found.blocks_free < found.blocks_total
             assert found.name_bytes_max == 255
+
     run(main())
 
 
@@ -857,6 +951,7 @@ def test_df_keeps_what_a_silent_target_told_for_a_time_and_is_refused_where_it_t
                 await case.vfs.statfs()
             case.stores[0].fault = None
             assert await case.vfs.statfs() == before and await other.vfs.statfs() == before
+
     run(main())
 
 
@@ -869,8 +964,10 @@ def test_a_file_that_is_open_can_be_read_and_looked_at_while_its_shard_is_silent
             await case.vfs.release(other)
             await case.pool.stop_shard()
             async with asyncio.timeout(120):
-                assert await case.vfs.read(handle, MIB, 4096) == content[MIB:MIB + 4096]
-                assert await case.vfs.read(handle, 2 * MIB, 4096) == content[2 * MIB:], "across the end that is known"
+                assert await case.vfs.read(handle, MIB, 4096) == content[MIB : MIB + 4096]
+                assert await case.vfs.read(handle, 2 * MIB, 4096) == content[2 * MIB :], (
+                    "across the end that is known"
+                )
                 assert (await case.vfs.getattr(handle.inode)).size == len(content)
                 into = bytearray(4096)
                 assert await case.vfs.read_many([(handle, 2 * MIB, 4096)], memoryview(into)) == [100]
@@ -880,4 +977,5 @@ def test_a_file_that_is_open_can_be_read_and_looked_at_while_its_shard_is_silent
                 await asyncio.wait_for(case.vfs.getattr(other.inode), 2)
             await case.pool.start_shard()
             assert (await case.vfs.getattr(other.inode)).size == 5
+
     run(main())

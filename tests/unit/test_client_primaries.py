@@ -26,6 +26,7 @@ def a_map():
 
 def with_silent_primary(check):
     """`check(view, connection, waiting)`: a request waits for a silent primary on a connection that was replaced since."""
+
     async def main():
         transport, kept = InprocTransport(), RecordingHandler()
         listener = await transport.listen("inproc://first", Greeting("the primary"), kept)
@@ -86,10 +87,17 @@ def test_question_of_a_check_ends_when_the_primary_is_followed(monkeypatch):
         view = SimpleNamespace(map=a_map(), changed=[], followed=asyncio.Event())
         view.follow = view.followed.set
         asked = Primaries(view, dialer, SYSTEM_CLOCK)
-        client = SimpleNamespace(vfs=SimpleNamespace(meta=SimpleNamespace(primaries=asked)), pool_map=view.map, dialer=dialer,
-                                 clock=SYSTEM_CLOCK)
-        asking = asyncio.ensure_future(AdminCalls(client).shard(1, wire_pb2.META_STATUS, meta_pb2.MetaStatusRequest(),
-                                                            meta_pb2.MetaStatusReply))
+        client = SimpleNamespace(
+            vfs=SimpleNamespace(meta=SimpleNamespace(primaries=asked)),
+            pool_map=view.map,
+            dialer=dialer,
+            clock=SYSTEM_CLOCK,
+        )
+        asking = asyncio.ensure_future(
+            AdminCalls(client).shard(
+                1, wire_pb2.META_STATUS, meta_pb2.MetaStatusRequest(), meta_pb2.MetaStatusReply
+            )
+        )
         try:
             async with asyncio.timeout(30):
                 await view.followed.wait()

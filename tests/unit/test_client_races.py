@@ -17,19 +17,27 @@ from nvpool.testing.fakes.store import PlainStore
 
 ME = Caller(0, 0)
 WRITERS = 6
-SLOT = 700          # bytes; several writers share each block
+SLOT = 700  # bytes; several writers share each block
 ROUND = WRITERS * SLOT
 
 
 async def neighbours(seed: int, steps: int, real: bool) -> None:
     dice = random.Random(seed)
-    options = ClientOptions(deadline_s=20.0, fresh_s=0.0, attr_s=0.0, write_buffer_bytes=64 * KIB, write_flight_bytes=16 * KIB,
-                            write_age_s=0.0, read_ahead_bytes=256 * KIB)
+    options = ClientOptions(
+        deadline_s=20.0,
+        fresh_s=0.0,
+        attr_s=0.0,
+        write_buffer_bytes=64 * KIB,
+        write_flight_bytes=16 * KIB,
+        write_age_s=0.0,
+        read_ahead_bytes=256 * KIB,
+    )
 
     async def plain(pool: LocalPool, target: int) -> PlainStore:
         store = PlainStore(target, pool.grant_secret, chunks=chunks.setdefault(target, {}))
         store.fault = lambda call: dice.random() * 0.004
         return store
+
     chunks: dict[int, dict] = {}
     async with LocalPool(chunk_bytes=64 * KIB, make_store=None if real else plain) as pool:
         clients = [(await pool.client(f"client {number}", options)).vfs for number in range(2)]
@@ -47,17 +55,17 @@ async def neighbours(seed: int, steps: int, real: bool) -> None:
                 place = mine.randrange(rounds) * ROUND + number * SLOT
                 content = mine.randbytes(SLOT)
                 await vfs.write(handle, place, content)
-                expected[place:place + SLOT] = content
+                expected[place : place + SLOT] = content
                 if mine.random() < 0.2:
                     await vfs.flush(handle)
                 elif mine.random() < 0.1:
                     await vfs.fsync(handle, False)
                 look = mine.randrange(rounds) * ROUND + number * SLOT
-                assert bytes(await vfs.read(handle, look, SLOT)) == expected[look:look + SLOT]
+                assert bytes(await vfs.read(handle, look, SLOT)) == expected[look : look + SLOT]
                 into = memoryview(bytearray(SLOT))
                 if mine.random() < 0.2:
                     await vfs.read_many([(handle, look, SLOT)], into)
-                    assert into == expected[look:look + SLOT]
+                    assert into == expected[look : look + SLOT]
             await vfs.release(handle)
 
         async def disturb() -> None:
@@ -113,6 +121,7 @@ def test_a_listing_that_the_end_of_a_write_has_overtaken_does_not_show_the_file_
                 answered.set()
                 await go_on.wait()
                 return answer
+
             vfs._ask_list = overtaken
             listing = asyncio.ensure_future(vfs.readdir(await vfs.opendir(ROOT_INODE), 0, 100))
             await answered.wait()
@@ -124,4 +133,5 @@ def test_a_listing_that_the_end_of_a_write_has_overtaken_does_not_show_the_file_
             assert listed.attr(listed.names.index(b"file")).size == len(b"written")
             if reading is not None:
                 await vfs.release(reading)
+
     asyncio.run(scene())

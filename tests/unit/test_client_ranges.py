@@ -33,9 +33,12 @@ def in_a_pool(clients=1, directory=False, **pool_options):
                 async with LocalPool(tmp_path if directory else None, **pool_options) as pool:
                     made = [(await pool.client(f"client {number}", OPTIONS)).vfs for number in range(clients)]
                     await test(pool, *made)
+
             asyncio.run(asyncio.wait_for(main(), 120))
+
         run.__name__ = test.__name__
         return run
+
     return wrap
 
 
@@ -59,7 +62,9 @@ def some_bytes(count, seed=1):
 
 
 @in_a_pool(clients=2)
-async def test_bytes_that_are_stored_and_not_reported_are_not_lost_when_another_client_makes_a_hole(pool, one, other):
+async def test_bytes_that_are_stored_and_not_reported_are_not_lost_when_another_client_makes_a_hole(
+    pool, one, other
+):
     handle = await new_file(one)
     await one.write(handle, 0, some_bytes(MIB))
     await one.writer.store(handle.file)
@@ -92,8 +97,8 @@ async def test_what_was_written_before_a_hole_is_gone_and_what_comes_after_it_st
     await vfs.fallocate(handle, 5000, 2 * MIB, HOLE)
     await vfs.write(handle, MIB, b"after")
     expected = bytearray(b"x" * end)
-    expected[5000:5000 + 2 * MIB] = bytes(2 * MIB)
-    expected[MIB:MIB + 5] = b"after"
+    expected[5000 : 5000 + 2 * MIB] = bytes(2 * MIB)
+    expected[MIB : MIB + 5] = b"after"
     assert await content_of(vfs, handle) == expected
     await vfs.fsync(handle, False)
     assert await content_of(vfs, handle) == expected and (await vfs.getattr(handle.inode)).size == end
@@ -107,7 +112,10 @@ async def test_what_was_read_ahead_of_a_hole_is_forgotten(pool, vfs):
     assert handle.ahead.units
     await vfs.fallocate(handle, 2 * MIB, MIB, ZERO_RANGE)
     found = [bytes(await vfs.read(handle, at, 128 * KIB)) for at in range(MIB, 4 * MIB, 128 * KIB)]
-    assert b"".join(found) == some_bytes(8 * MIB)[MIB:2 * MIB] + bytes(MIB) + some_bytes(8 * MIB)[3 * MIB:4 * MIB]
+    assert (
+        b"".join(found)
+        == some_bytes(8 * MIB)[MIB : 2 * MIB] + bytes(MIB) + some_bytes(8 * MIB)[3 * MIB : 4 * MIB]
+    )
 
 
 @in_a_pool()
@@ -125,8 +133,12 @@ async def test_modes_and_handles_that_can_not_be_are_refused(pool, vfs):
     for mode in (PUNCH_HOLE, PUNCH_HOLE | ZERO_RANGE | KEEP_SIZE, 8, 0x20, 0x40, 0x48):
         with pytest.raises(errors.NotSupported):
             await vfs.fallocate(handle, 0, 10, mode)
-    for offset, length, error in ((-1, 1, errors.InvalidRequest), (0, 0, errors.InvalidRequest), (0, -1, errors.InvalidRequest),
-                                  (1 << 52, 1, errors.FileTooLarge)):
+    for offset, length, error in (
+        (-1, 1, errors.InvalidRequest),
+        (0, 0, errors.InvalidRequest),
+        (0, -1, errors.InvalidRequest),
+        (1 << 52, 1, errors.FileTooLarge),
+    ):
         with pytest.raises(error):
             await vfs.fallocate(handle, offset, length, HOLE)
     reader = await vfs.open(handle.inode, os.O_RDONLY, ME)
@@ -159,7 +171,9 @@ async def test_nothing_is_set_aside_and_what_does_not_fit_is_refused(pool, vfs):
         with pytest.raises(errors.NoSpace):
             await vfs.fallocate(handle, 0, available + 3 * MIB, mode)
     assert (await vfs.getattr(handle.inode)).size == available // 2
-    await vfs.fallocate(handle, 0, available + MIB - 32 * KIB, KEEP_SIZE)  # what is there already needs no room
+    await vfs.fallocate(
+        handle, 0, available + MIB - 32 * KIB, KEEP_SIZE
+    )  # what is there already needs no room
     await vfs.fallocate(handle, 0, 1 << 40, ZERO_RANGE)
     assert (await vfs.getattr(handle.inode)).size == 1 << 40
 
@@ -193,9 +207,10 @@ def test_a_hole_is_made_once_over_the_deaths_of_daemons(tmp_path, dies):
         attr = await vfs.getattr(handle.inode)
         assert (attr.cut, attr.punches, attr.size) == (1, 1, 3 * MIB)
         expected = bytearray(content)
-        expected[5000:5000 + 2 * MIB] = bytes(2 * MIB)
-        expected[MIB:MIB + 5] = b"after"
+        expected[5000 : 5000 + 2 * MIB] = bytes(2 * MIB)
+        expected[MIB : MIB + 5] = b"after"
         assert await content_of(vfs, handle) == expected
+
     made(tmp_path)
 
 
@@ -222,16 +237,17 @@ def test_writes_that_were_answered_late_or_twice_bring_nothing_back_into_holes(t
             place, length = dice.randrange(290_000), dice.choice((10, 5000, 10_000))
             if dice.random() < 0.4:
                 await vfs.fallocate(handle, place, length, HOLE)
-                model[place:place + length] = bytes(len(model[place:place + length]))
+                model[place : place + length] = bytes(len(model[place : place + length]))
             else:
                 data = dice.randbytes(length)
                 await vfs.write(handle, place, data)
-                model[place:place + length] = data
+                model[place : place + length] = data
             if dice.random() < 0.2:
                 await vfs.flush(handle)
             assert await content_of(vfs, handle) == model
         await vfs.flush(handle)
         assert await content_of(vfs, handle) == model
+
     made(tmp_path)
 
 
@@ -246,7 +262,11 @@ async def test_whole_blocks_on_one_target_do_not_travel(pool, vfs):
     before = dict(vfs.chunks.counters)
     assert await vfs.copy_range(source, 0, target, 0, 1 << 40) == len(content)
     await vfs.flush(target)
-    assert vfs.chunks.counters["reads"] - before["reads"] == vfs.chunks.counters["writes"] - before["writes"] == 1, "the tail"
+    assert (
+        vfs.chunks.counters["reads"] - before["reads"]
+        == vfs.chunks.counters["writes"] - before["writes"]
+        == 1
+    ), "the tail"
     attr = await vfs.getattr(target.inode)
     assert attr.size == len(content) and attr.blocks == pytest.approx(len(content) // 512, abs=16)
     assert await content_of(vfs, target) == content
@@ -264,7 +284,7 @@ async def test_a_copy_goes_through_the_client_where_the_targets_or_the_places_wi
     writes = vfs.chunks.counters["writes"] - before["writes"]
     assert 0 < writes < 9
     assert await vfs.copy_range(source, 1, target, 0, MIB) == MIB
-    assert await content_of(vfs, target) == content[1:MIB + 1] + content[:9 * MIB]
+    assert await content_of(vfs, target) == content[1 : MIB + 1] + content[: 9 * MIB]
 
 
 @in_a_pool(clients=2)
@@ -286,7 +306,11 @@ async def test_a_copy_has_what_was_written_before_it_and_others_see_it_after_the
 async def test_a_copy_is_short_at_the_end_of_the_source_and_in_what_one_call_does(pool, vfs):
     source, target = await new_file(vfs, b"a", b"x" * 100), await new_file(vfs, b"b")
     assert await vfs.copy_range(source, 90, target, 1000, 100) == 10
-    assert await vfs.copy_range(source, 100, target, 0, 10) == await vfs.copy_range(source, 200, target, 0, 10) == 0
+    assert (
+        await vfs.copy_range(source, 100, target, 0, 10)
+        == await vfs.copy_range(source, 200, target, 0, 10)
+        == 0
+    )
     assert await vfs.copy_range(source, 0, target, 0, 0) == 0
     await vfs.setattr(source.inode, size=1 << 40, caller=ME)
     at = 0
@@ -316,12 +340,15 @@ async def test_files_with_chunks_of_different_sizes_are_copied_by_their_store(po
     assert await vfs.copy_range(again, 0, large, 8192, 18 * MIB) == 18 * MIB
     assert vfs.chunks.counters["writes"] == before["writes"]
     await vfs.flush(large)
-    assert await content_of(vfs, large) == bytes(8192) + content[8192:8192 + 18 * MIB]
+    assert await content_of(vfs, large) == bytes(8192) + content[8192 : 8192 + 18 * MIB]
 
 
 @in_a_pool(capacities=(256 * MIB,))
 async def test_damage_is_not_copied(pool, vfs):
-    source, target = await new_file(vfs, b"a", some_bytes(2 * MIB)), await new_file(vfs, b"b", some_bytes(2 * MIB, 2))
+    source, target = (
+        await new_file(vfs, b"a", some_bytes(2 * MIB)),
+        await new_file(vfs, b"b", some_bytes(2 * MIB, 2)),
+    )
     pool.stores[1].store.flip(source.inode, 1, 7)
     assert await vfs.copy_range(source, 0, target, 0, 2 * MIB) == MIB, "as far as it went"
     with pytest.raises(errors.ChecksumMismatch):
@@ -377,6 +404,7 @@ async def test_many_places_are_told_in_few_messages_and_a_petabyte_is_no_walk(po
         def counting(call, answer=answer):
             asked.append(call.method)
             answer(call)
+
         for listener in pool._listeners.values():
             if listener.handler == service.handle:
                 for served in listener.connections:
@@ -421,10 +449,12 @@ async def test_a_kernel_is_answered_with_numbers(pool, vfs):
     assert await ops.lseek(opened.handle, BLOCK, os.SEEK_DATA) == 2 * BLOCK
     _, other = await ops.create(ROOT_INODE, b"g", 0o644, os.O_RDWR, ME)
     assert await ops.copy_file_range(opened.handle, 0, other.handle, BLOCK, 3 * BLOCK, 0, ME) == 3 * BLOCK
-    for call, number in ((ops.lseek(opened.handle, 3 * BLOCK, os.SEEK_DATA), errno.ENXIO),
-                         (ops.fallocate(opened.handle, 0, 1, 8, ME), errno.EOPNOTSUPP),
-                         (ops.copy_file_range(opened.handle, 0, opened.handle, 1, 2, 0, ME), errno.EINVAL),
-                         (ops.copy_file_range(opened.handle, 0, other.handle, 0, 1, 1, ME), errno.EINVAL)):
+    for call, number in (
+        (ops.lseek(opened.handle, 3 * BLOCK, os.SEEK_DATA), errno.ENXIO),
+        (ops.fallocate(opened.handle, 0, 1, 8, ME), errno.EOPNOTSUPP),
+        (ops.copy_file_range(opened.handle, 0, opened.handle, 1, 2, 0, ME), errno.EINVAL),
+        (ops.copy_file_range(opened.handle, 0, other.handle, 0, 1, 1, ME), errno.EINVAL),
+    ):
         with pytest.raises(errors.NvpoolError) as refused:
             await call
         assert errno_of(refused.value, "lseek") == number

@@ -36,8 +36,11 @@ class Host:
 
     def __init__(self, **pool_options):
         self.directory = tempfile.mkdtemp(prefix="shortcut-", dir="/tmp")
-        self.pool = LocalPool(self.directory, endpoints=lambda role, number: f"stream+unix://{self.directory}/{role}{number}.sock",
-                              **pool_options)
+        self.pool = LocalPool(
+            self.directory,
+            endpoints=lambda role, number: f"stream+unix://{self.directory}/{role}{number}.sock",
+            **pool_options,
+        )
 
     async def __aenter__(self):
         await self.pool.__aenter__()
@@ -58,7 +61,7 @@ class Host:
         vfs = vfs or self.vfs
         _, handle = await vfs.create(1, name, 0o644, os.O_RDWR, ME)
         for at in range(0, len(content), MIB):
-            await vfs.write(handle, at, content[at:at + MIB])
+            await vfs.write(handle, at, content[at : at + MIB])
         await vfs.flush(handle)
         return handle
 
@@ -102,6 +105,7 @@ def hosted(**pool_options):
 
         run.__name__ = test.__name__
         return run
+
     return wrap
 
 
@@ -130,10 +134,16 @@ async def test_bytes_come_at_once_from_memory_and_are_right_at_every_border(host
     for _ in range(300):
         offset = chance.randrange(len(content))
         length = chance.choice([1, 4096, 10_000, 131072, MIB])
-        assert await host.at_once(handle, offset, length) == content[offset:offset + length]
-    for offset, length in ((0, 4096), (MIB - 1, 2), (MIB - 4096, 8192), (2 * MIB, MIB), (3 * MIB, 4096),
-                           (len(content) - 1, 99)):
-        assert await host.at_once(handle, offset, length) == content[offset:offset + length]
+        assert await host.at_once(handle, offset, length) == content[offset : offset + length]
+    for offset, length in (
+        (0, 4096),
+        (MIB - 1, 2),
+        (MIB - 4096, 8192),
+        (2 * MIB, MIB),
+        (3 * MIB, 4096),
+        (len(content) - 1, 99),
+    ):
+        assert await host.at_once(handle, offset, length) == content[offset : offset + length]
     assert host.vfs.read_now(handle, len(content), 10) in (None, b"")
     assert host.vfs.read_now(handle, 0, 0) is None
     assert host.short.counters["hits"] > 300 and not host.short.counters["mismatches"]
@@ -143,7 +153,7 @@ async def test_bytes_come_at_once_from_memory_and_are_right_at_every_border(host
         await host.at_once(handle, at, BLOCK)
     sent = host.vfs.chunks.counters["messages"]
     for at in places:
-        assert host.vfs.read_now(handle, at, BLOCK) == content[at:at + BLOCK]
+        assert host.vfs.read_now(handle, at, BLOCK) == content[at : at + BLOCK]
     assert host.vfs.chunks.counters["messages"] == sent
 
 
@@ -157,16 +167,20 @@ async def test_what_is_not_in_memory_is_read_from_the_drive_without_the_store(ho
         evict(service.store.path)
     sent, cold = host.vfs.chunks.counters["messages"], host.short.counters["cold"]
     offsets = [at * BLOCK for at in random.Random(3).sample(range(1024), 60)]
-    for offset, part in zip(offsets, await asyncio.gather(*[host.vfs.read(handle, at, 5000) for at in offsets]), strict=True):
-        assert bytes(part) == content[offset:offset + 5000]
+    for offset, part in zip(
+        offsets, await asyncio.gather(*[host.vfs.read(handle, at, 5000) for at in offsets]), strict=True
+    ):
+        assert bytes(part) == content[offset : offset + 5000]
     assert host.vfs.chunks.counters["messages"] == sent
-    assert host.short.counters["cold"] > cold, "tmpfs has no drive below it" if host.directory.startswith("/dev/shm") else ""
+    assert host.short.counters["cold"] > cold, (
+        "tmpfs has no drive below it" if host.directory.startswith("/dev/shm") else ""
+    )
     into = memoryview(bytearray(64 * BLOCK))
     evict(next(iter(host.pool.stores.values())).store.path)
     await host.vfs.read_many([(handle, at * 16 * BLOCK + at % 3 * 100, BLOCK) for at in range(64)], into)
     for at in range(64):
         offset = at * 16 * BLOCK + at % 3 * 100
-        assert into[at * BLOCK:at * BLOCK + BLOCK] == content[offset:offset + BLOCK]
+        assert into[at * BLOCK : at * BLOCK + BLOCK] == content[offset : offset + BLOCK]
 
 
 @hosted(capacities=(64 * MIB,))
@@ -176,7 +190,7 @@ async def test_all_chunks_of_a_file_are_located_by_the_first_reads_of_one_of_the
     await host.located(handle)
     assert len(handle.file.located) == 8
     for index in range(8):
-        assert await host.at_once(handle, index * MIB + 4096, 4096) == content[index * MIB + 4096:][:4096]
+        assert await host.at_once(handle, index * MIB + 4096, 4096) == content[index * MIB + 4096 :][:4096]
 
 
 @hosted()
@@ -200,28 +214,30 @@ async def test_while_cold_reads_wait_memory_is_looked_at_for_some_only_and_all_b
         coming.on_end = lambda found, error: all(coming.done() for _, coming in reads) and ended.set()
     if not all(coming.done() for _, coming in reads):
         await asyncio.wait_for(ended.wait(), 120)
-    assert all(bytes(coming.outcome[0]) == content[at:at + 4000] for at, coming in reads)
+    assert all(bytes(coming.outcome[0]) == content[at : at + 4000] for at, coming in reads)
 
 
 @hosted()
 async def test_read_many_takes_what_is_in_memory_and_asks_for_the_rest(host):
     content = some(4 * MIB + 100)
     handle = await host.file(content)
-    _, unknown = None, await host.file(content[:BLOCK * 3], name=b"unknown")
+    _, unknown = None, await host.file(content[: BLOCK * 3], name=b"unknown")
     await host.located(handle, 3)
     chance = random.Random(4)
     for _ in range(30):
         reads = []
         for _ in range(200):
             length = chance.choice([BLOCK, BLOCK, 100, 5000, 8 * BLOCK])
-            reads.append((handle, chance.randrange(len(content) // BLOCK) * BLOCK + chance.choice([0, 0, 77]), length))
+            reads.append(
+                (handle, chance.randrange(len(content) // BLOCK) * BLOCK + chance.choice([0, 0, 77]), length)
+            )
         reads.append((unknown, 4096, 5000))
         into = bytearray(sum(length for _, _, length in reads))
         lengths = await host.vfs.read_many(reads, memoryview(into))
         place = 0
         for (which, offset, asked), length in zip(reads, lengths, strict=True):
-            expected = (content if which is handle else content[:3 * BLOCK])[offset:offset + asked]
-            assert length == len(expected) and into[place:place + length] == expected
+            expected = (content if which is handle else content[: 3 * BLOCK])[offset : offset + asked]
+            assert length == len(expected) and into[place : place + length] == expected
             place += asked
     assert host.short.counters["hits"] > 1000
 
@@ -255,7 +271,7 @@ async def test_own_writes_are_read_whether_they_are_stored_or_not(host):
         offset = chance.randrange(2 * MIB - 9000)
         new = chance.randbytes(chance.choice([10, 4096, 9000]))
         await host.vfs.write(handle, offset, new)
-        content[offset:offset + len(new)] = new
+        content[offset : offset + len(new)] = new
         if chance.random() < 0.5:
             await host.vfs.flush(handle)
         for _ in range(3):
@@ -263,7 +279,7 @@ async def test_own_writes_are_read_whether_they_are_stored_or_not(host):
             found = host.vfs.read_now(handle, at, 4000)
             if found is None:
                 found = await host.vfs.read(handle, at, 4000)
-            assert found == content[at:at + 4000]
+            assert found == content[at : at + 4000]
 
 
 @hosted()
@@ -277,11 +293,14 @@ async def test_cut_bytes_are_never_seen_again_though_the_reader_knows_an_old_siz
         size = random.Random(round_number).choice([0, 10, BLOCK, MIB, MIB + 50])
         await other.setattr(handle.inode, size=size, caller=ME)
         for offset in (0, BLOCK, MIB - BLOCK, MIB, MIB + BLOCK):
-            for found in (host.vfs.read_now(handle, offset, BLOCK), await host.vfs.read(handle, offset, BLOCK)):
+            for found in (
+                host.vfs.read_now(handle, offset, BLOCK),
+                await host.vfs.read(handle, offset, BLOCK),
+            ):
                 if found is not None:
-                    assert not bytes(found)[max(0, size - offset):].strip(b"\0"), "cut"
+                    assert not bytes(found)[max(0, size - offset) :].strip(b"\0"), "cut"
                     kept = max(0, min(BLOCK, size - offset))
-                    assert bytes(found)[:kept] == content[offset:offset + kept]
+                    assert bytes(found)[:kept] == content[offset : offset + kept]
 
 
 @hosted()
@@ -292,23 +311,27 @@ async def test_holes_and_copies_of_another_client_are_seen_by_the_next_read_with
     target = await writer.open(theirs.inode, os.O_RDWR, ME)
     source = await host.file(some(MIB, 2), writer, b"source")
     mine = await host.vfs.open(theirs.inode, os.O_RDONLY, ME)
-    for mode, offset, length in ((PUNCH_HOLE | KEEP_SIZE, 5000, 9000), (None, 20 * BLOCK, 7 * BLOCK), (None, MIB, MIB),
-                                 (ZERO_RANGE, MIB - 5, 10 * BLOCK)):
+    for mode, offset, length in (
+        (PUNCH_HOLE | KEEP_SIZE, 5000, 9000),
+        (None, 20 * BLOCK, 7 * BLOCK),
+        (None, MIB, MIB),
+        (ZERO_RANGE, MIB - 5, 10 * BLOCK),
+    ):
         await host.located(mine, 2)
         for place in range(offset - offset % BLOCK, offset + length, BLOCK):
-            assert await host.at_once(mine, place, BLOCK) == content[place:place + BLOCK]
+            assert await host.at_once(mine, place, BLOCK) == content[place : place + BLOCK]
         if mode is None:
             assert await writer.copy_range(source, 0, target, offset, length) == length
             await writer.flush(target)
-            content[offset:offset + length] = some(MIB, 2)[:length]
+            content[offset : offset + length] = some(MIB, 2)[:length]
         else:
             await writer.fallocate(target, offset, length, mode)
-            content[offset:offset + length] = bytes(length)
+            content[offset : offset + length] = bytes(length)
         for place in range(offset - offset % BLOCK, offset + length, BLOCK):
             found = host.vfs.read_now(mine, place, BLOCK)
             if found is None:
                 found = await host.vfs.read(mine, place, BLOCK)
-            assert found == content[place:place + BLOCK]
+            assert found == content[place : place + BLOCK]
     for vfs, handle in ((writer, target), (writer, source), (host.vfs, mine)):
         await vfs.release(handle)
 
@@ -322,9 +345,12 @@ async def test_an_unlinked_file_that_is_open_is_read_on_and_its_places_are_not_u
     await other.unlink(1, b"file", ME)
     filler = await host.file(some(4 * MIB, 9), other, b"filler")
     for at in range(0, 2 * MIB, 64 * BLOCK):
-        assert await host.at_once(handle, at, BLOCK) == content[at:at + BLOCK]
+        assert await host.at_once(handle, at, BLOCK) == content[at : at + BLOCK]
     await host.vfs.release(handle)
-    assert not handle.file.located and bytes(await other.read(filler, MIB, 100)) == some(4 * MIB, 9)[MIB:MIB + 100]
+    assert (
+        not handle.file.located
+        and bytes(await other.read(filler, MIB, 100)) == some(4 * MIB, 9)[MIB : MIB + 100]
+    )
 
 
 @hosted()
@@ -333,7 +359,7 @@ async def test_a_flipped_byte_is_an_error_and_known_to_the_store_and_never_the_w
     handle = await host.file(content)
     await host.vfs.fsync(handle, False)
     await host.located(handle)
-    assert await host.at_once(handle, 5 * BLOCK, BLOCK) == content[5 * BLOCK:6 * BLOCK]
+    assert await host.at_once(handle, 5 * BLOCK, BLOCK) == content[5 * BLOCK : 6 * BLOCK]
     store, place = host.place_of(handle, 5)
     fd = os.open(store.path, os.O_RDWR)
     os.pwrite(fd, bytes([os.pread(fd, 1, place * BLOCK + 9)[0] ^ 1]), place * BLOCK + 9)
@@ -345,7 +371,7 @@ async def test_a_flipped_byte_is_an_error_and_known_to_the_store_and_never_the_w
         with pytest.raises(ChecksumMismatch):
             await host.vfs.read_many([(handle, 5 * BLOCK, BLOCK)], memoryview(bytearray(BLOCK)))
     assert [(bad.inode, bad.block) for bad in store.bad_blocks()] == [(handle.inode, 5)]
-    assert bytes(await host.vfs.read(handle, 6 * BLOCK, BLOCK)) == content[6 * BLOCK:7 * BLOCK]
+    assert bytes(await host.vfs.read(handle, 6 * BLOCK, BLOCK)) == content[6 * BLOCK : 7 * BLOCK]
     assert not handle.file.located, "a chunk with a bad block is not lent"
     await host.vfs.write(handle, 5 * BLOCK, content[:BLOCK])
     await host.vfs.flush(handle)
@@ -409,7 +435,7 @@ async def test_a_store_that_dies_and_comes_back_is_read_through_and_then_lends_a
         async with asyncio.timeout(120):
             hits = host.short.counters["hits"]
             while host.short.counters["hits"] == hits:
-                assert bytes(await host.vfs.read(handle, BLOCK, BLOCK)) == content[BLOCK:2 * BLOCK]
+                assert bytes(await host.vfs.read(handle, BLOCK, BLOCK)) == content[BLOCK : 2 * BLOCK]
                 await asyncio.sleep(0.05)
     assert not host.short.counters["mismatches"]
 
@@ -420,7 +446,7 @@ async def test_locations_keep_to_their_memory(host):
     handle = await host.file(content)
     host.short._bytes_max = 5000
     for at in list(range(0, 8 * MIB, 64 * BLOCK)) * 3:
-        assert bytes(await host.vfs.read(handle, at + 5, 50)) == content[at + 5:at + 55]
+        assert bytes(await host.vfs.read(handle, at + 5, 50)) == content[at + 5 : at + 55]
         await asyncio.sleep(0.001)
         assert host.short._bytes <= 5000 and len(handle.file.located) <= 3
     assert host.short.counters["located"] > 5
@@ -484,7 +510,9 @@ async def opened_direct(host, inode):
     handle = await vfs.open(inode, os.O_RDONLY, ME)
     async with asyncio.timeout(120):
         while len(handle.file.located) < handle.file.size >> 20:
-            await asyncio.gather(*[vfs.read(handle, index * MIB + 8, 100) for index in range(handle.file.size >> 20)])
+            await asyncio.gather(
+                *[vfs.read(handle, index * MIB + 8, 100) for index in range(handle.file.size >> 20)]
+            )
     source = handle.file.located[0].source
     if source.direct_fd < 0:
         pytest.skip("this file system or kernel has no reads past the page cache")
@@ -509,20 +537,26 @@ async def test_large_reads_of_who_has_a_cache_leave_the_kernels_cache_of_the_dri
     for service in host.pool.stores.values():
         evict(service.store.path)
     before, sent = in_memory(host), vfs.chunks.counters["messages"]
-    for offset, length in ((0, MIB), (3 * MIB + 5, 200_000), (MIB, MIB), (2 * MIB, 128 * KIB), (5 * MIB, 2 * MIB)):
-        assert bytes(await vfs.read(handle, offset, length)) == content[offset:offset + length]
+    for offset, length in (
+        (0, MIB),
+        (3 * MIB + 5, 200_000),
+        (MIB, MIB),
+        (2 * MIB, 128 * KIB),
+        (5 * MIB, 2 * MIB),
+    ):
+        assert bytes(await vfs.read(handle, offset, length)) == content[offset : offset + length]
     assert in_memory(host) < before + 32, "but for what small reads have asked the kernel for"
     assert vfs.chunks.counters["messages"] == sent
     other = await host.vfs.open(inode, os.O_RDONLY, ME)
     for at in range(0, 8 * MIB, MIB):
-        assert bytes(await host.vfs.read(other, at, MIB)) == content[at:at + MIB]
+        assert bytes(await host.vfs.read(other, at, MIB)) == content[at : at + MIB]
     assert in_memory(host) > before + 1000, "who has no cache leaves it in the kernel's"
     for _ in range(10):  # somebody may want the memory back
         await host.vfs.read(other, 4 * MIB, MIB)
         found = vfs.read_now(handle, 4 * MIB, MIB)
         if found is not None:
             break
-    assert bytes(found) == content[4 * MIB:5 * MIB], "what is in memory is taken from there"
+    assert bytes(found) == content[4 * MIB : 5 * MIB], "what is in memory is taken from there"
 
 
 @hosted()
@@ -533,10 +567,10 @@ async def test_a_read_past_the_cache_has_what_was_written_into_it(host):
     for _ in range(8):
         vfs, handle = await opened_direct(host, theirs.inode)
         at, length = chance.randrange(2 * MIB - 9000), chance.randrange(1, 9000)
-        content[at:at + length] = new = chance.randbytes(length)
+        content[at : at + length] = new = chance.randbytes(length)
         await host.vfs.write(theirs, at, new)
         await host.vfs.flush(theirs)
-        assert bytes(await vfs.read(handle, at >> 20 << 20, MIB)) == content[at >> 20 << 20:][:MIB]
+        assert bytes(await vfs.read(handle, at >> 20 << 20, MIB)) == content[at >> 20 << 20 :][:MIB]
         await vfs.release(handle)
 
 
@@ -552,7 +586,7 @@ async def test_a_drive_that_refuses_reads_past_the_cache_is_read_through_it(host
         for service in host.pool.stores.values():
             evict(service.store.path)
         for at in range(0, 3 * MIB, MIB):
-            assert bytes(await vfs.read(handle, at + 1, MIB - 1)) == content[at + 1:at + MIB]
+            assert bytes(await vfs.read(handle, at + 1, MIB - 1)) == content[at + 1 : at + MIB]
     assert not any(located.source.takes_direct for located in handle.file.located.values())
 
 
@@ -577,8 +611,11 @@ def test_each_side_can_switch_it_off(how, monkeypatch):
     options = {"store": {"lend_s": 0.0}, "direct": {"direct": True}}.get(how, {})
     if options:
         opened = store_api.open_chunk_store
-        monkeypatch.setattr(store_api, "open_chunk_store",
-                            lambda path, target, clock: opened(path, target, store_api.StoreOptions(**options), clock=clock))
+        monkeypatch.setattr(
+            store_api,
+            "open_chunk_store",
+            lambda path, target, clock: opened(path, target, store_api.StoreOptions(**options), clock=clock),
+        )
 
     async def main():
         async with Host() as host:
@@ -587,7 +624,7 @@ def test_each_side_can_switch_it_off(how, monkeypatch):
             handle = await host.file(some(MIB))
             for at in range(0, MIB, 16 * BLOCK):
                 assert host.vfs.read_now(handle, at, 100) is None
-                assert bytes(await host.vfs.read(handle, at, 100)) == some(MIB)[at:at + 100]
+                assert bytes(await host.vfs.read(handle, at, 100)) == some(MIB)[at : at + 100]
             assert not handle.file.located and not host.vfs.chunks.short._sources
             path = path_beside(f"{host.directory}/target1.sock")
             assert (os.path.basename(path) in os.listdir(host.directory)) == (how == "client")
@@ -598,6 +635,7 @@ def test_each_side_can_switch_it_off(how, monkeypatch):
 def test_a_checking_load_of_two_clients_never_sees_the_past_or_a_mixture():
     """Every block says which it is and how often it was written. What is read is not older than what was acknowledged when the
     read began."""
+
     async def main():
         async with Host(capacities=(24 * MIB,)) as host:
             other = await host.writer()
@@ -632,7 +670,7 @@ def test_a_checking_load_of_two_clients_never_sees_the_past_or_a_mixture():
                     if found is None:
                         found = await host.vfs.read(handle, first * BLOCK, len(numbers) * BLOCK)
                     for at, (number, low) in enumerate(zip(numbers, least, strict=True)):
-                        part = bytes(found[at * BLOCK:at * BLOCK + BLOCK])
+                        part = bytes(found[at * BLOCK : at * BLOCK + BLOCK])
                         its_number, generation = struct.unpack_from("<QQ", part)
                         assert its_number == number and part == block(number, generation)
                         assert low <= generation <= begun[number], (low, generation, begun[number])
@@ -651,12 +689,15 @@ def test_a_checking_load_of_two_clients_never_sees_the_past_or_a_mixture():
 
 def asker(path: str, uid: int = 0, gid: int = 0, groups: tuple[int, ...] = ()) -> str:
     """What a process of another user gets at `path`."""
-    program = ("import asyncio, os, sys; from nvpool.rpc.fd_passing import take\n"
-               f"asyncio; os.setgroups({list(groups)}); os.setgid({gid}); os.setuid({uid})\n"
-               "try:\n  said, fds = asyncio.run(take(sys.argv[1], 5)); print('given', said.decode(), len(fds))\n"
-               "except Exception as error: print(type(error).__name__)")
-    return subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, timeout=240,
-                          check=True).stdout.strip()
+    program = (
+        "import asyncio, os, sys; from nvpool.rpc.fd_passing import take\n"
+        f"asyncio; os.setgroups({list(groups)}); os.setgid({gid}); os.setuid({uid})\n"
+        "try:\n  said, fds = asyncio.run(take(sys.argv[1], 5)); print('given', said.decode(), len(fds))\n"
+        "except Exception as error: print(type(error).__name__)"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", program, path], capture_output=True, text=True, timeout=240, check=True
+    ).stdout.strip()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
@@ -671,7 +712,9 @@ def test_descriptors_are_for_root_and_the_group_that_the_pool_names_and_for_nobo
         try:
             assert os.stat(path).st_mode & 0o777 == 0o660 and os.stat(path).st_gid == group
             assert await asyncio.to_thread(asker, path) == "given hello 1"
-            assert await asyncio.to_thread(asker, path, 65534, 65534) == "AccessDenied", "by the mode of the socket"
+            assert await asyncio.to_thread(asker, path, 65534, 65534) == "AccessDenied", (
+                "by the mode of the socket"
+            )
             os.chmod(path, 0o666)
             assert await asyncio.to_thread(asker, path, 65534, 65534) == "AccessDenied", "by who it is"
             assert await asyncio.to_thread(asker, path, 65534, 65534, (group,)) == "given hello 1"

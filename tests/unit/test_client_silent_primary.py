@@ -17,8 +17,10 @@ class Bench:
         self.clock = ManualClock()
         self.unanswered_s, self.followed = inf, 0
         self.connection = SimpleNamespace(unanswered_since_s=lambda besides: self.unanswered_s)
-        pool_map = PoolMap(MAP_FORMAT, "p", "p", 1, PoolSettings(), shards=(Shard(1, 2, ("stream://10.0.0.2:7",)),))
-        self.shard, = pool_map.shards
+        pool_map = PoolMap(
+            MAP_FORMAT, "p", "p", 1, PoolSettings(), shards=(Shard(1, 2, ("stream://10.0.0.2:7",)),)
+        )
+        (self.shard,) = pool_map.shards
         view = SimpleNamespace(map=pool_map, changed=[], follow=self.follow)
         self.primaries = Primaries(view, self, self.clock)
 
@@ -47,7 +49,7 @@ def test_silent_primary_is_logged_once(caplog):
     assert bench.looked(SILENT_S) == 0 and bench.looked(1.0) == SILENT_S + 1.0 and not caplog.messages
     for _ in range(5):
         bench.looked(TOLD_S)
-    told, = caplog.messages
+    (told,) = caplog.messages
     assert "shard 1, meta-1 on node 2 (stream://10.0.0.2:7)" in told and "nvpool status" in told
     bench.unanswered_s = inf
     assert bench.looked(1.0) == 0 and "answers this client again" in caplog.messages[-1]

@@ -43,7 +43,10 @@ class Stores:
         if not self.at_once:
             future = asyncio.get_running_loop().create_future()
             for first, count, _ in self.waiting:
-                assert first // 4096 > (start + length - 1) // 4096 or (first + count - 1) // 4096 < start // 4096
+                assert (
+                    first // 4096 > (start + length - 1) // 4096
+                    or (first + count - 1) // 4096 < start // 4096
+                )
             self.waiting.append((start, length, future))
             try:
                 await future
@@ -53,7 +56,7 @@ class Stores:
             raise self.errors.pop(0)
         if len(self.content) < start + length:
             self.content.extend(bytes(start + length - len(self.content)))
-        self.content[start:start + length] = data
+        self.content[start : start + length] = data
         return Stored((1, index % 2), 1, file.cut)
 
     async def flush(self, places) -> set:
@@ -72,7 +75,9 @@ class Case:
         self.reports: list[tuple[int, bool, bool]] = []
         self.refreshed = 0
         self.report_errors: list[Exception] = []
-        self.writer = Writer(self.stores, ClientOptions(**options), SYSTEM_CLOCK, refresh=self.refresh, report=self.report)
+        self.writer = Writer(
+            self.stores, ClientOptions(**options), SYSTEM_CLOCK, refresh=self.refresh, report=self.report
+        )
         self.file = OpenInode(Attr(inode=5, table=1, chunk_bits=CHUNK_BITS, cut=3))
         self.file.handles = 1
 
@@ -108,6 +113,7 @@ def test_a_small_file_is_one_write_and_one_report():
         await case.flush()
         assert len(case.reports) == 1
         assert case.file.written.clean and case.writer.held_bytes() == 0
+
     run(main())
 
 
@@ -122,6 +128,7 @@ def test_sequential_writes_leave_in_whole_chunks_without_being_asked():
         assert first == (0, 4096), "what begins a new file does not wait"
         assert others[0] == (4096, (1 << CHUNK_BITS) - 4096)
         assert others[1:] == [(n << CHUNK_BITS, 1 << CHUNK_BITS) for n in range(1, 4)]
+
     run(main())
 
 
@@ -142,6 +149,7 @@ def test_two_writes_to_one_block_are_never_on_the_way_together():
         case.stores.release()
         await second
         assert case.stores.content == b"a" * 100 + b"b" * 100
+
     run(main())
 
 
@@ -158,18 +166,19 @@ def test_random_writes_end_as_the_last_of_each_byte():
                 for _, _, future in list(case.stores.waiting):
                     if dice.random() < 0.5 and not future.done():
                         future.set_result(None)
+
         server = asyncio.create_task(serve())
         for step in range(400):
             offset = dice.choice([dice.randrange(200_000), len(expected)])
             data = os.urandom(dice.choice([1, 100, 4096, 10_000, 40_000]))
             await case.writer.write(case.file, offset, data if dice.random() < 0.5 else bytearray(data))
             expected.extend(bytes(max(0, offset + len(data) - len(expected))))
-            expected[offset:offset + len(data)] = data
+            expected[offset : offset + len(data)] = data
             laid = case.writer.overlay(case.file, max(0, offset - 10), offset + len(data) + 10)
             seen = bytearray(len(expected) + 10)
             for start, end, part in laid:
                 seen[start:end] = part
-            assert seen[offset:offset + len(data)] == data
+            assert seen[offset : offset + len(data)] == data
             if step % 40 == 0:
                 await case.flush()
             elif step % 17 == 0:
@@ -180,6 +189,7 @@ def test_random_writes_end_as_the_last_of_each_byte():
         assert case.stores.content == expected
         assert case.file.attr.size == len(expected)
         assert case.writer.held_bytes() == 0
+
     run(main())
 
 
@@ -197,6 +207,7 @@ def test_an_error_is_told_once_at_the_next_write_and_not_forgotten_before():
         await case.flush()
         case.writer.raise_error(case.file)
         assert case.stores.content == b"z"
+
     run(main())
 
 
@@ -212,6 +223,7 @@ def test_writers_wait_for_room_and_are_refused_when_none_comes():
         await asyncio.sleep(0.01)
         case.stores.release()
         assert await waiting == 60 * KIB
+
     run(main())
 
 
@@ -228,6 +240,7 @@ def test_flight_is_bounded_and_all_files_get_their_turn():
             case.stores.release()
             await asyncio.sleep(0)
         assert len(case.stores.content) == 8 << CHUNK_BITS
+
     run(main())
 
 
@@ -240,6 +253,7 @@ def test_a_write_that_meets_a_cut_is_sent_again_under_the_new_one():
         assert case.refreshed == 2 and case.file.cut == 5
         assert case.reports == [(15, True, False)]
         case.writer.raise_error(case.file)
+
     run(main())
 
 
@@ -252,6 +266,7 @@ def test_a_size_that_was_cut_before_it_was_reported_is_not_reported():
         await case.writer.settle(case.file)
         assert [report[0] for report in case.reports] == [5000, 0]
         assert case.file.size == 0
+
     run(main())
 
 
@@ -274,7 +289,8 @@ def test_a_cut_forgets_what_lies_behind_it_and_sends_the_rest_after_it():
         assert not stored.done()
         case.writer.end_cut(case.file)
         await stored
-        assert case.stores.content[1 << CHUNK_BITS:] == b"c" * 10 + b"b" * 40
+        assert case.stores.content[1 << CHUNK_BITS :] == b"c" * 10 + b"b" * 40
+
     run(main())
 
 
@@ -287,6 +303,7 @@ def test_what_is_old_is_sent_and_reported_without_anybody_asking():
         await case.writer.run_once()
         await asyncio.sleep(0.01)
         assert case.stores.content == b"log line" and case.reports[-1][0] == 8
+
     run(main())
 
 
@@ -299,6 +316,7 @@ def test_a_flush_asks_the_targets_that_have_new_bytes_and_those_once():
         await case.writer.make_durable(5)
         assert case.stores.flushed == [1, 2]
         assert not case.writer.unflushed(5)
+
     run(main())
 
 
@@ -313,6 +331,7 @@ def test_two_flushes_of_one_file_at_once_both_wait_for_the_stores():
         async def slow(targets) -> set:
             await gate.wait()
             return await flush(targets)
+
         case.stores.flush = slow
         both = [asyncio.create_task(case.writer.make_durable(5)) for _ in range(2)]
         await asyncio.sleep(0.01)
@@ -325,6 +344,7 @@ def test_two_flushes_of_one_file_at_once_both_wait_for_the_stores():
         assert case.writer.unflushed(5)
         await case.writer.make_durable(5)
         assert not case.writer.unflushed(5)
+
     run(main())
 
 
@@ -339,6 +359,7 @@ def test_who_waits_for_bytes_that_a_cut_drops_is_woken():
         await asyncio.sleep(0.01)
         await case.writer.begin_cut(case.file, 0)
         await asyncio.wait_for(waiting, 120)
+
     run(main())
 
 
@@ -354,6 +375,7 @@ def test_bytes_that_are_stored_after_their_time_was_told_have_it_told_again():
         case.stores.release()
         await case.flush()
         assert case.reports[1:] == [(3, True, False)], "who opened the file between the two has the old bytes"
+
     run(main())
 
 
@@ -368,4 +390,5 @@ def test_a_large_write_of_bytes_is_kept_without_copying_and_others_are_copied():
         mutable[:] = b"y" * 40 * KIB
         await case.flush()
         assert case.stores.content[MIB:] == b"x" * 40 * KIB
+
     run(main())

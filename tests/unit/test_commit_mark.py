@@ -5,7 +5,7 @@ import os
 import pytest
 
 from nvpool.kv.replication.commit_mark import CommitMark, Marked, read_mark, remove_mark
-from nvpool.kv.replication_log import ReplicationHistory, Position
+from nvpool.kv.replication_log import Position, ReplicationHistory
 
 
 @pytest.fixture
@@ -65,10 +65,18 @@ def as_pipe(path):
     os.mkfifo(path, 0o600)
 
 
-@pytest.mark.parametrize("spoil", [lambda path: path.chmod(0o622), lambda path: os.truncate(path, 16),
-                                   lambda path: path.write_bytes(b"x" * 40),
-                                   lambda path: os.link(path, path.with_name("second")), as_symlink, as_pipe],
-                         ids=["writable", "short", "strange", "linked", "symlink", "pipe"])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: path.chmod(0o622),
+        lambda path: os.truncate(path, 16),
+        lambda path: path.write_bytes(b"x" * 40),
+        lambda path: os.link(path, path.with_name("second")),
+        as_symlink,
+        as_pipe,
+    ],
+    ids=["writable", "short", "strange", "linked", "symlink", "pipe"],
+)
 def test_commit_mark_in_doubt_proves_nothing(path, records, spoil):
     CommitMark.begin(path, records, 7, 40)
     spoil(path)

@@ -39,32 +39,37 @@ def test_an_empty_file_is_the_default():
 
 
 def test_values_given_are_kept_and_written_back():
-    given_config = config.parse('[log]\nlevel = "debug"\n[journal]\nmap_bytes_max = "64MiB"\nsync_interval_s = 1\n')
+    given_config = config.parse(
+        '[log]\nlevel = "debug"\n[journal]\nmap_bytes_max = "64MiB"\nsync_interval_s = 1\n'
+    )
     assert given_config.log.level == "debug"
     assert given_config.journal.map_bytes_max == 64 * MIB
     assert given_config.journal.sync_interval_s == 1.0
     assert config.parse(config.sample(given_config)) == given_config
 
 
-@pytest.mark.parametrize("text, line, reason", [
-    ("[log]\nlevl = 'info'", 2, "log.levl is not known here; did you mean level?"),
-    ("\n\n[jurnal]\n", 3, "jurnal is not known here; did you mean journal?"),
-    ("level = 'info'", 1, "level is not known here"),
-    ("log = 3", 1, "log is a section: write it as [log]"),
-    ("[log]\nlevel = 'loud'", 2, 'log.level = "loud"'),
-    ("[meta]\n# so\nsession_lease_s = -1", 3, "meta.session_lease_s = -1"),
-    ("[meta]\ngrant_s = nan", 2, "is not a number"),
-    ("[meta]\ngrant_s = inf", 2, "meta.grant_s = inf"),
-    ("[journal]\nlayer_entries_max = 1.5", 2, "layer_entries_max = 1.5"),
-    ("[journal]\nmap_bytes_max = '1X'", 2, "is not a size"),
-    ("[journal]\nmap_bytes_max = '1K'", 2, 'write a size like "64MiB" from 16MiB to 64TiB'),
-    ("[store]\ndirect = 1", 2, "store.direct = 1"),
-    ("[network]\nhost = 1", 2, 'network.host = 1'),
-    ("[network]\nbase_port = true", 2, "base_port = true: write a whole number from 0 to 65,000"),
-    ("[supervisor]\nrestart_delay_min_s = 9", 2, "is longer than restart_delay_max_s"),
-    ("[meta]\ngrant_s = 10", 2, "is shorter than session_lease_s"),
-    ("supervisor.drain_s = 'long'", 1, 'supervisor.drain_s = "long": write a number from 0 to 3600'),
-])
+@pytest.mark.parametrize(
+    "text, line, reason",
+    [
+        ("[log]\nlevl = 'info'", 2, "log.levl is not known here; did you mean level?"),
+        ("\n\n[jurnal]\n", 3, "jurnal is not known here; did you mean journal?"),
+        ("level = 'info'", 1, "level is not known here"),
+        ("log = 3", 1, "log is a section: write it as [log]"),
+        ("[log]\nlevel = 'loud'", 2, 'log.level = "loud"'),
+        ("[meta]\n# so\nsession_lease_s = -1", 3, "meta.session_lease_s = -1"),
+        ("[meta]\ngrant_s = nan", 2, "is not a number"),
+        ("[meta]\ngrant_s = inf", 2, "meta.grant_s = inf"),
+        ("[journal]\nlayer_entries_max = 1.5", 2, "layer_entries_max = 1.5"),
+        ("[journal]\nmap_bytes_max = '1X'", 2, "is not a size"),
+        ("[journal]\nmap_bytes_max = '1K'", 2, 'write a size like "64MiB" from 16MiB to 64TiB'),
+        ("[store]\ndirect = 1", 2, "store.direct = 1"),
+        ("[network]\nhost = 1", 2, "network.host = 1"),
+        ("[network]\nbase_port = true", 2, "base_port = true: write a whole number from 0 to 65,000"),
+        ("[supervisor]\nrestart_delay_min_s = 9", 2, "is longer than restart_delay_max_s"),
+        ("[meta]\ngrant_s = 10", 2, "is shorter than session_lease_s"),
+        ("supervisor.drain_s = 'long'", 1, 'supervisor.drain_s = "long": write a number from 0 to 3600'),
+    ],
+)
 def test_what_is_wrong_is_said_with_its_line(text, line, reason):
     said = told(text)
     assert f"line {line}: " in said and reason in said, said
@@ -72,15 +77,22 @@ def test_what_is_wrong_is_said_with_its_line(text, line, reason):
 
 def test_all_that_is_wrong_is_said_at_once():
     said = told("[log]\nlevel = 1\nto = 2\n[store]\nspeed = 'high'\n[meta]\ngrant_s = 1\n")
-    assert [line.split(":")[0].strip() for line in said.splitlines()[1:]] == ["line 2", "line 3", "line 5", "line 7"]
+    assert [line.split(":")[0].strip() for line in said.splitlines()[1:]] == [
+        "line 2",
+        "line 3",
+        "line 5",
+        "line 7",
+    ]
 
 
 def test_text_that_is_not_toml_is_refused_with_its_line():
     assert "line 2" in told("[log]\nlevel = \n")
 
 
-@pytest.mark.parametrize("content, reason", [(None, "does not exist"), (b"\xff\xfe", "not UTF-8"),
-                                             ("directory", "can not be read")])
+@pytest.mark.parametrize(
+    "content, reason",
+    [(None, "does not exist"), (b"\xff\xfe", "not UTF-8"), ("directory", "can not be read")],
+)
 def test_a_file_that_can_not_be_read_is_refused(tmp_path, content, reason):
     place = tmp_path / "node.toml"
     if content == "directory":
@@ -92,13 +104,27 @@ def test_a_file_that_can_not_be_read_is_refused(tmp_path, content, reason):
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.text(max_size=200) | st.dictionaries(
-    st.sampled_from(["log", "meta", "store", "journal", "x"]),
-    st.dictionaries(st.sampled_from(["level", "grant_s", "direct", "y"]),
-                    st.integers() | st.text(max_size=5) | st.booleans() | st.floats(allow_nan=False, allow_infinity=False)))
-    .map(lambda tables: "\n".join(
-        [f"[{name}]\n" + "\n".join(f"{key} = {msgspec.json.encode(value).decode()}" for key, value in table.items())
-         for name, table in tables.items()])))
+@given(
+    st.text(max_size=200)
+    | st.dictionaries(
+        st.sampled_from(["log", "meta", "store", "journal", "x"]),
+        st.dictionaries(
+            st.sampled_from(["level", "grant_s", "direct", "y"]),
+            st.integers()
+            | st.text(max_size=5)
+            | st.booleans()
+            | st.floats(allow_nan=False, allow_infinity=False),
+        ),
+    ).map(
+        lambda tables: "\n".join(
+            [
+                f"[{name}]\n"
+                + "\n".join(f"{key} = {msgspec.json.encode(value).decode()}" for key, value in table.items())
+                for name, table in tables.items()
+            ]
+        )
+    )
+)
 def test_any_text_is_a_configuration_or_refused(text):
     try:
         assert isinstance(config.parse(text), config.Config)
@@ -106,10 +132,22 @@ def test_any_text_is_a_configuration_or_refused(text):
         pass
 
 
-@pytest.mark.parametrize("text", ['networks = "10.0.0.0/33"', 'networks = "office"', 'transports = "tcp,self"',
-                                  'transports = "A B"', 'devices = "mlx5_0;rm"', "poll_us = 2000", 'enabled = "on"'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        'networks = "10.0.0.0/33"',
+        'networks = "office"',
+        'transports = "tcp,self"',
+        'transports = "A B"',
+        'devices = "mlx5_0;rm"',
+        "poll_us = 2000",
+        'enabled = "on"',
+    ],
+)
 def test_networks_devices_and_transports_for_rdma_are_named_properly_or_refused(text):
     with pytest.raises(BadConfiguration, match="rdma"):
         config.parse(f"[rdma]\n{text}\n")
-    good = config.parse('[rdma]\nnetworks = "10.0.0.0/16, fd00::/8"\ndevices = "mlx5_0:1,mlx5_1:1"\ntransports = "rc,self"\n')
+    good = config.parse(
+        '[rdma]\nnetworks = "10.0.0.0/16, fd00::/8"\ndevices = "mlx5_0:1,mlx5_1:1"\ntransports = "rc,self"\n'
+    )
     assert len(config.networks_of(good.rdma.networks)) == 2

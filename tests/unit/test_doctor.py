@@ -23,12 +23,14 @@ from nvpool.security.ca import Authority, Described
 @pytest.fixture
 def root(tmp_path):
     """Writes files of a tree that stands for /."""
+
     def write(**files):
         for path, text in files.items():
             place = tmp_path / path.replace("__", "-").replace("|", "/")
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text(text)
         return tmp_path
+
     return write
 
 
@@ -52,7 +54,10 @@ def states(found):
 
 # -- a machine -----------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("release, wanted", [("6.9.1", OK), ("6.1.0-18-amd64", WARN), ("4.19.0", WARN), ("strange", WARN)])
+
+@pytest.mark.parametrize(
+    "release, wanted", [("6.9.1", OK), ("6.1.0-18-amd64", WARN), ("4.19.0", WARN), ("strange", WARN)]
+)
 def test_kernels(release, wanted):
     assert state(doctor_machine.kernel(release)) == wanted
 
@@ -68,27 +73,45 @@ def test_a_machine_without_fuse(tmp_path):
 
 def test_what_fuse_allows(tmp_path):
     assert state(doctor_machine.request_pages(tmp_path)) == OK
-    assert state(doctor_machine.request_pages(put(tmp_path, "proc/sys/fs/fuse/max_pages_limit", "32\n"))) == WARN
+    assert (
+        state(doctor_machine.request_pages(put(tmp_path, "proc/sys/fs/fuse/max_pages_limit", "32\n"))) == WARN
+    )
     assert state(doctor_machine.fusermount(str(tmp_path)), ["fuse3"]) == WARN
     assert "for himself" in doctor_machine.allow_other(tmp_path).seen
-    assert "share" in doctor_machine.allow_other(put(tmp_path, "etc/fuse.conf", "# x\nuser_allow_other\n")).seen
+    assert (
+        "share" in doctor_machine.allow_other(put(tmp_path, "etc/fuse.conf", "# x\nuser_allow_other\n")).seen
+    )
 
 
 def test_limits():
-    for check, few, many in ((doctor_machine.open_files, 1024, 1 << 20), (doctor_machine.locked_memory, 64 << 10, -1),
-                             (doctor_machine.processes, 100, -1)):
+    for check, few, many in (
+        (doctor_machine.open_files, 1024, 1 << 20),
+        (doctor_machine.locked_memory, 64 << 10, -1),
+        (doctor_machine.processes, 100, -1),
+    ):
         assert state(check((few, few)), ["ulimit"]) in (WARN, BAD)
         assert state(check((many, many))) == OK
-    assert state(doctor_machine.open_files((1024, 1024))) == BAD and state(doctor_machine.open_files((1024, 20_000))) == WARN
+    assert (
+        state(doctor_machine.open_files((1024, 1024))) == BAD
+        and state(doctor_machine.open_files((1024, 20_000))) == WARN
+    )
     assert state(doctor_machine.open_files((1024, -1))) == OK
 
 
 def test_io_uring_that_is_forbidden(tmp_path):
     assert state(doctor_machine.io_uring(tmp_path, errno.EFAULT)) == OK
-    assert (state(doctor_machine.compiled_modules(False)), state(doctor_machine.compiled_modules(True))) == (OK, WARN)
+    assert (state(doctor_machine.compiled_modules(False)), state(doctor_machine.compiled_modules(True))) == (
+        OK,
+        WARN,
+    )
     for refused in (errno.EPERM, errno.ENOSYS):
         assert state(doctor_machine.io_uring(tmp_path, refused)) == WARN
-    assert state(doctor_machine.io_uring(put(tmp_path, "proc/sys/kernel/io_uring_disabled", "2\n"), errno.EFAULT)) == WARN
+    assert (
+        state(
+            doctor_machine.io_uring(put(tmp_path, "proc/sys/kernel/io_uring_disabled", "2\n"), errno.EFAULT)
+        )
+        == WARN
+    )
 
 
 def test_clocks_of_a_machine(tmp_path):
@@ -151,7 +174,11 @@ def test_devices_for_rdma_are_named_and_what_stands_in_their_way(tmp_path):
     put(tmp_path, "sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN\n")
     put(tmp_path, "sys/class/infiniband/mlx5_0/fw_ver", "22.39.1002\n")
     found = doctor_machine.rdma_devices(tmp_path)
-    assert state(found, ["nvpool doctor rdma"]) == WARN and "mlx5_0" in found.seen and "link mlx5_0:1 bad" in found.seen
+    assert (
+        state(found, ["nvpool doctor rdma"]) == WARN
+        and "mlx5_0" in found.seen
+        and "link mlx5_0:1 bad" in found.seen
+    )
     assert any(one.name == "rdma" for one in doctor_machine.machine(tmp_path))
 
 
@@ -169,21 +196,36 @@ def test_all_checks_run_here_and_one_that_can_not_look_says_so():
 
     def fails():
         raise PermissionError(errno.EACCES, "no")
+
     assert states(all_of("x", fails)) == [("x", WARN)]
 
 
 # -- drives --------------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("kind, options, wanted", [
-    ("ext4", "rw,relatime", OK), ("xfs", "rw", OK), ("tmpfs", "rw", BAD), ("nfs4", "rw", BAD), ("fuse.sshfs", "rw", BAD),
-    ("overlay", "rw", WARN), ("btrfs", "rw", WARN), ("ext4", "rw,nobarrier", BAD), ("ext4", "rw,barrier=0", BAD),
-    ("xfs", "rw,sync", WARN)])
+
+@pytest.mark.parametrize(
+    "kind, options, wanted",
+    [
+        ("ext4", "rw,relatime", OK),
+        ("xfs", "rw", OK),
+        ("tmpfs", "rw", BAD),
+        ("nfs4", "rw", BAD),
+        ("fuse.sshfs", "rw", BAD),
+        ("overlay", "rw", WARN),
+        ("btrfs", "rw", WARN),
+        ("ext4", "rw,nobarrier", BAD),
+        ("ext4", "rw,barrier=0", BAD),
+        ("xfs", "rw,sync", WARN),
+    ],
+)
 def test_file_systems(kind, options, wanted):
     assert state(doctor_drive.file_system(Path("/d"), Mount("8:1", Path("/d"), kind, "x", options))) == wanted
 
 
 def test_the_mount_of_a_drive_is_the_deepest():
-    all_mounts = [Mount("8:1", Path(place), "ext4", place, "rw") for place in ("/", "/mnt", "/mnt/a", "/mnt/ab")]
+    all_mounts = [
+        Mount("8:1", Path(place), "ext4", place, "rw") for place in ("/", "/mnt", "/mnt/a", "/mnt/ab")
+    ]
     assert doctor_drive.mount_of(Path("/mnt/a/b"), all_mounts).source == "/mnt/a"
 
 
@@ -202,6 +244,7 @@ def test_devices(tmp_path):
 def test_direct_reads_are_tried(tmp_path):
     def refuses(path, flags, mode=0):
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
     assert state(doctor_drive.direct(tmp_path, refuses)) == WARN
     place = Path("/dev/shm") if Path("/dev/shm").is_dir() else tmp_path
     before = set(os.listdir(place))
@@ -215,10 +258,19 @@ def test_what_can_be_no_drive_is_said_to_be_none_and_ends_no_doctor(tmp_path):
             raise OSError(number, os.strerror(number))
 
     os.mkfifo(tmp_path / "pipe")
-    for path, said in ((tmp_path / "pipe", "neither"), (Path("/dev/null"), "neither"), (tmp_path / "none", "not there"),
-                       (Broken(tmp_path / "dead"), "Input/output error"), (Broken(tmp_path / "others"), "may not look")):
+    for path, said in (
+        (tmp_path / "pipe", "neither"),
+        (Path("/dev/null"), "neither"),
+        (tmp_path / "none", "not there"),
+        (Broken(tmp_path / "dead"), "Input/output error"),
+        (Broken(tmp_path / "others"), "may not look"),
+    ):
         first, last = doctor_drive.drives([path])
-        assert state(first) == (WARN if "may not" in said else BAD) and said in first.seen and first.name == f"drive {path}"
+        assert (
+            state(first) == (WARN if "may not" in said else BAD)
+            and said in first.seen
+            and first.name == f"drive {path}"
+        )
         assert state(last) == OK and "none" in last.seen
 
 
@@ -228,16 +280,26 @@ def test_space_and_drives_that_share_a_device(tmp_path):
     one, other = tmp_path / "a", tmp_path / "b"
     one.mkdir()
     other.mkdir()
-    assert state(doctor_drive.apart([one])) == OK and state(doctor_drive.apart([one, other]), ["one drive"]) == WARN
+    assert (
+        state(doctor_drive.apart([one])) == OK
+        and state(doctor_drive.apart([one, other]), ["one drive"]) == WARN
+    )
     found = dict(states(doctor_drive.drives([one, tmp_path / "none"])))
     assert found[f"drive {tmp_path / 'none'}"] == BAD
 
 
 # -- a pool --------------------------------------------------------------------------------------------------------------------
 
+
 def node(number, state="serving", **more):
-    return {"node": number, "name": f"n{number}", "address": f"10.0.0.{number}", "state": state, "etcd": True,
-            "leads": number == 1} | more
+    return {
+        "node": number,
+        "name": f"n{number}",
+        "address": f"10.0.0.{number}",
+        "state": state,
+        "etcd": True,
+        "leads": number == 1,
+    } | more
 
 
 def test_chains_nodes_and_problems():
@@ -248,13 +310,23 @@ def test_chains_nodes_and_problems():
     assert state(doctor_pool.nodes({"nodes": [node(1), node(2, "silent")]})) == BAD
     told = ["3 chains have fewer copies than they shall", "the mount at /m is dead", "store 1 is fenced"]
     assert states(doctor_pool.problems({"problems": told})) == [("pool", BAD)]
-    fields = [{"kind": kind, "reason": f"reason {kind}", "remedy": remedy} for kind, remedy in (
-        ("copies-missing", "wait"), ("shard-no-standby", "nvpool shard standbys POOL 1 1"), ("bad-block", ""))]
+    fields = [
+        {"kind": kind, "reason": f"reason {kind}", "remedy": remedy}
+        for kind, remedy in (
+            ("copies-missing", "wait"),
+            ("shard-no-standby", "nvpool shard standbys POOL 1 1"),
+            ("bad-block", ""),
+        )
+    ]
     shown = list(doctor_pool.problems({"problems": told, "health": {"problems": fields}}))
-    assert [(one.seen, one.remedy) for one in shown] == [("reason shard-no-standby", "nvpool shard standbys POOL 1 1"),
-                                                         ("reason bad-block", "see nvpool status")]
+    assert [(one.seen, one.remedy) for one in shown] == [
+        ("reason shard-no-standby", "nvpool shard standbys POOL 1 1"),
+        ("reason bad-block", "see nvpool status"),
+    ]
     noticed = {"kind": "plain-text", "severity": "notice", "reason": "plain text", "remedy": "TLS"}
-    assert states(doctor_pool.problems({"problems": told, "health": {"problems": [noticed]}})) == [("pool", WARN)]
+    assert states(doctor_pool.problems({"problems": told, "health": {"problems": [noticed]}})) == [
+        ("pool", WARN)
+    ]
 
 
 def test_who_keeps_the_map():
@@ -268,24 +340,56 @@ def test_who_keeps_the_map():
 def test_mounts_of_this_machine():
     def process(role, place, state="serving"):
         return {"role": role, "mountpoint": place, "state": state}
-    status = {"processes": [process("mount", "/a"), process("holder", "/a"), process("mount", "/b"),
-                            process("mount", "/c", "dead"), {"role": "meta", "state": "serving"}]}
-    assert states(doctor_pool.mounts(status, True)) == [("mount /a", OK), ("mount /b", WARN), ("mount /c", BAD)]
+
+    status = {
+        "processes": [
+            process("mount", "/a"),
+            process("holder", "/a"),
+            process("mount", "/b"),
+            process("mount", "/c", "dead"),
+            {"role": "meta", "state": "serving"},
+        ]
+    }
+    assert states(doctor_pool.mounts(status, True)) == [
+        ("mount /a", OK),
+        ("mount /b", WARN),
+        ("mount /c", BAD),
+    ]
     assert states(doctor_pool.mounts(status, False))[1] == ("mount /b", OK)
 
 
 def test_versions_and_clocks_that_differ():
-    assert state(doctor_pool.versions({"a": "1", "b": "1"})) == OK and state(doctor_pool.versions({"a": "1", "b": "2"})) == WARN
+    assert (
+        state(doctor_pool.versions({"a": "1", "b": "1"})) == OK
+        and state(doctor_pool.versions({"a": "1", "b": "2"})) == WARN
+    )
     for seconds, wanted in ((0.1, OK), (-3.0, WARN), (1000.0, BAD)):
         assert state(doctor_pool.skews({"a": 0.0, "b": seconds})) == wanted
 
 
 def test_certificates_that_end(tmp_path):
     now_s = 1_000_000.0
-    ends = {"a.crt": 29.5, "b.crt": 28.0, "c.crt": 6.0, "d.crt": -0.1, "etcd/authority.crt": 31.0, "f/authority.crt": 29.5,
-            "g/authority.crt": 6.0}
-    found = {name: Described("", "1", now_s - 90 * 86_400, now_s + days * 86_400) for name, days in ends.items()}
-    assert [one for _, one in states(doctor_pool.certificates(found, now_s))] == [OK, WARN, BAD, BAD, OK, WARN, BAD]
+    ends = {
+        "a.crt": 29.5,
+        "b.crt": 28.0,
+        "c.crt": 6.0,
+        "d.crt": -0.1,
+        "etcd/authority.crt": 31.0,
+        "f/authority.crt": 29.5,
+        "g/authority.crt": 6.0,
+    }
+    found = {
+        name: Described("", "1", now_s - 90 * 86_400, now_s + days * 86_400) for name, days in ends.items()
+    }
+    assert [one for _, one in states(doctor_pool.certificates(found, now_s))] == [
+        OK,
+        WARN,
+        BAD,
+        BAD,
+        OK,
+        WARN,
+        BAD,
+    ]
     (tmp_path / "etcd").mkdir()
     for name in ("authority.crt", "etcd/authority.crt"):
         (tmp_path / name).write_bytes(Authority.make("0" * 32).certificate)
@@ -300,8 +404,19 @@ def test_metrics_that_others_may_read():
 
 
 def test_addresses():
-    found = dict(states(doctor_pool.names(["stream://127.0.0.1:1", "stream://no-such-name.invalid:1", "stream://192.0.2.7:1",
-                                           "stream+unix:///x.sock"], ["stream://127.0.0.1:1", "stream://192.0.2.7:1"])))
+    found = dict(
+        states(
+            doctor_pool.names(
+                [
+                    "stream://127.0.0.1:1",
+                    "stream://no-such-name.invalid:1",
+                    "stream://192.0.2.7:1",
+                    "stream+unix:///x.sock",
+                ],
+                ["stream://127.0.0.1:1", "stream://192.0.2.7:1"],
+            )
+        )
+    )
     assert found == {"address 127.0.0.1": OK, "address no-such-name.invalid": BAD, "address 192.0.2.7": BAD}
     assert dict(states(doctor_pool.names(["stream://192.0.2.7:1"], []))) == {"address 192.0.2.7": OK}
 
@@ -316,14 +431,23 @@ def test_ports_that_are_closed_and_ports_of_strangers():
         assert states(doctor_pool.ports({there: "stopped"}, [there]))[0] == (f"port 127.0.0.1:{port}", BAD)
         assert states(doctor_pool.ports({there: "stopped"}, [])) == [("ports", OK)]  # somebody else's to tell
         assert states(doctor_pool.ports({away: "serving", "stream+unix:///x": "serving"}, []))[0] == (
-            f"port 127.0.0.1:{closed}", BAD)
+            f"port 127.0.0.1:{closed}",
+            BAD,
+        )
         assert states(doctor_pool.ports({away: "silent"}, [])) == [("ports", OK)]  # told as a process that is
 
 
-@pytest.mark.parametrize(("interface", "agreed", "answers", "arrives", "wanted"), [
-    (9000, 9000, True, True, OK), (9000, 9000, True, False, BAD), (9000, 1500, True, True, WARN),
-    (9000, 1500, True, False, BAD),
-    (9000, 1500, False, False, WARN), (1500, 1500, False, False, OK)])
+@pytest.mark.parametrize(
+    ("interface", "agreed", "answers", "arrives", "wanted"),
+    [
+        (9000, 9000, True, True, OK),
+        (9000, 9000, True, False, BAD),
+        (9000, 1500, True, True, WARN),
+        (9000, 1500, True, False, BAD),
+        (9000, 1500, False, False, WARN),
+        (1500, 1500, False, False, OK),
+    ],
+)
 def test_packets_that_do_not_arrive(interface, agreed, answers, arrives, wanted):
     found = network_mtu.judge(network_mtu.Path("h", interface, agreed, answers, arrives))
     assert state(found, ["MTU"] if wanted != OK else []) == wanted
@@ -337,9 +461,17 @@ def test_paths_lead_to_other_machines_only():
 
 # -- the command -------------------------------------------------------------------------------------------------------------
 
+
 def nvpool(*words):
-    return subprocess.run(command(Program.CLI, *map(str, words)), capture_output=True, text=True,
-                          check=False, timeout=240, cwd="/", env={**os.environ, "NVPOOL_POOL": ""})
+    return subprocess.run(
+        command(Program.CLI, *map(str, words)),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+        cwd="/",
+        env={**os.environ, "NVPOOL_POOL": ""},
+    )
 
 
 def test_the_command_tells_all_and_fails_where_something_is_bad(tmp_path):
@@ -357,8 +489,14 @@ def test_a_pool_that_runs_is_looked_at_and_one_that_does_not_is_bad(tmp_path):
     try:
         assert nvpool("dev", "up", pool, "--size", "1G").returncode == 0
         found = {one["name"]: one for one in json.loads(nvpool("doctor", "--pool", pool, "--json").stdout)}
-        assert {found[name]["state"] for name in ("nodes", "map", "copies", "versions", "clocks", "ports")} == {OK}
-        assert "+0.0 s" in found["clocks"]["seen"] and "drives apart" in found and "nvpool " in found["versions"]["seen"]
+        assert {
+            found[name]["state"] for name in ("nodes", "map", "copies", "versions", "clocks", "ports")
+        } == {OK}
+        assert (
+            "+0.0 s" in found["clocks"]["seen"]
+            and "drives apart" in found
+            and "nvpool " in found["versions"]["seen"]
+        )
     finally:
         nvpool("dev", "down", pool)
     gone = nvpool("doctor", "--pool", pool, "--json")

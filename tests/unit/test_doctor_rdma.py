@@ -11,8 +11,15 @@ from nvpool.cli.doctor.command import doctor
 from nvpool.rpc.transports import ucx
 
 
-def machine(root, *, state="4: ACTIVE", layer="Ethernet", gids=("RoCE v2",), modules=("ib_core", "ib_uverbs", "mlx5_ib"),
-            nodes=("uverbs0",)):
+def machine(
+    root,
+    *,
+    state="4: ACTIVE",
+    layer="Ethernet",
+    gids=("RoCE v2",),
+    modules=("ib_core", "ib_uverbs", "mlx5_ib"),
+    nodes=("uverbs0",),
+):
     port = root / "sys/class/infiniband/mlx5_0/ports/1"
     (port / "gid_attrs/types").mkdir(parents=True)
     (port / "state").write_text(state + "\n")
@@ -63,7 +70,9 @@ def test_links_that_are_down_and_kernels_without_modules_are_bad(tmp_path):
 
 
 def test_the_command_ends_with_one_when_something_is_bad(monkeypatch):
-    monkeypatch.setattr(doctor_rdma, "checks", lambda: [Check("a", OK, "fine"), Check("b", BAD, "broken", "mend it")])
+    monkeypatch.setattr(
+        doctor_rdma, "checks", lambda: [Check("a", OK, "fine"), Check("b", BAD, "broken", "mend it")]
+    )
     shown = CliRunner().invoke(doctor, ["rdma"])
     assert shown.exit_code == 1 and "mend it" in shown.output
     told = CliRunner().invoke(doctor, ["rdma", "--json"])

@@ -21,12 +21,17 @@ from nvpool.testing.contracts.coordinator import first_map
 def write(directory: PoolDirectory, wish: str, chains: bool) -> None:
     """The map of a pool whose second node is to hold nothing, and perhaps still does."""
     first = first_map()
-    now = replace(first, nodes=(*first.nodes, Node(2, "b", "h", ("stream://10.0.0.2:1",), wish=wish)),
-                  drives=(*first.drives, Drive(9, 2, "/mnt/b", 1 << 30)),
-                  targets=(*first.targets, Target(9, 9, 2, 1 << 30, (), wish="drain")))
+    now = replace(
+        first,
+        nodes=(*first.nodes, Node(2, "b", "h", ("stream://10.0.0.2:1",), wish=wish)),
+        drives=(*first.drives, Drive(9, 2, "/mnt/b", 1 << 30)),
+        targets=(*first.targets, Target(9, 9, 2, 1 << 30, (), wish="drain")),
+    )
     if chains:
         table = now.tables[0]
-        now = replace(now, tables=(replace(table, chains=(replace(table.chains[0], joining=(9,)), *table.chains[1:])),))
+        now = replace(
+            now, tables=(replace(table, chains=(replace(table.chains[0], joining=(9,)), *table.chains[1:])),)
+        )
     directory.poolmap.write_bytes(encode_map(now))
 
 
@@ -43,8 +48,16 @@ def directory(tmp_path, monkeypatch):
 
     async def change(pool, verb, arguments):
         write(one, "stop", chains=False)
-        return {"node": 2, "wish": "draining", "chains": 3, "primaries": [], "standbys": [], "etcd": False, "leads": False,
-                "waits_for": []}
+        return {
+            "node": 2,
+            "wish": "draining",
+            "chains": 3,
+            "primaries": [],
+            "standbys": [],
+            "etcd": False,
+            "leads": False,
+            "waits_for": [],
+        }
 
     monkeypatch.setattr(pool_connection, "status_of", status_of)
     monkeypatch.setattr(pool_connection, "change", change)

@@ -34,19 +34,28 @@ def ask(monkeypatch, request):
                 elif isinstance(answer, Exception):
                     call.fail(answer)
                 else:
-                    call.reply(pool_pb2.MapReply(map=encode_map(answer) if answer else b"").SerializeToString())
+                    call.reply(
+                        pool_pb2.MapReply(map=encode_map(answer) if answer else b"").SerializeToString()
+                    )
+
             return handle
 
         names = [f"inproc://{request.node.name}-{number}" for number in range(len(answers))]
-        listeners = [await listen(name, Greeting("node"), handler(answer))
-                     for name, answer in zip(names, answers, strict=True)]
+        listeners = [
+            await listen(name, Greeting("node"), handler(answer))
+            for name, answer in zip(names, answers, strict=True)
+        ]
         dialer = Dialer(Greeting("node 1"))
         first = first_map()
-        nodes = tuple(msgspec.structs.replace(first.nodes[0], id=number + 2, endpoints=(name,)) for number, name in
-                      enumerate(names))
+        nodes = tuple(
+            msgspec.structs.replace(first.nodes[0], id=number + 2, endpoints=(name,))
+            for number, name in enumerate(names)
+        )
         try:
             async with asyncio.timeout(30):
-                return await peer_maps.newest_elsewhere(SimpleNamespace(etcd=(), nodes=nodes, epoch=first.epoch), OWN, dialer)
+                return await peer_maps.newest_elsewhere(
+                    SimpleNamespace(etcd=(), nodes=nodes, epoch=first.epoch), OWN, dialer
+                )
         finally:
             await dialer.close()
             for listener in listeners:

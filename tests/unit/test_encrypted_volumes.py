@@ -59,8 +59,10 @@ def test_cipher_equals_the_library_xts(compiled, monkeypatch):
         inode, index, first = chance.getrandbits(64), chance.getrandbits(32), chance.randrange(4000)
         cipher = BlockCipher(key)
         stored = cipher.encrypt(inode, index, first, content)
-        assert stored == b"".join(library(key, inode, index, first + n, content[n * BLOCK_BYTES:(n + 1) * BLOCK_BYTES])
-                                  for n in range(blocks))
+        assert stored == b"".join(
+            library(key, inode, index, first + n, content[n * BLOCK_BYTES : (n + 1) * BLOCK_BYTES])
+            for n in range(blocks)
+        )
         assert cipher.decrypt(inode, index, first, stored) == content
         whole = memoryview(bytearray(stored))
         cipher.decrypt(inode, index, first, whole, whole)  # in place
@@ -75,7 +77,10 @@ def test_cipher_keeps_holes(compiled, monkeypatch):
     stored = cipher.encrypt(1, 2, 3, zeros + MARK * 128 + zeros)
     assert stored[:BLOCK_BYTES] != zeros and stored[:BLOCK_BYTES] != stored[-BLOCK_BYTES:]
     assert cipher.decrypt(1, 2, 3, stored) == zeros + MARK * 128 + zeros
-    assert cipher.decrypt(1, 2, 3, zeros + stored[BLOCK_BYTES:2 * BLOCK_BYTES] + zeros) == zeros + MARK * 128 + zeros
+    assert (
+        cipher.decrypt(1, 2, 3, zeros + stored[BLOCK_BYTES : 2 * BLOCK_BYTES] + zeros)
+        == zeros + MARK * 128 + zeros
+    )
 
 
 def test_cipher_refuses_what_is_no_block():
@@ -148,11 +153,17 @@ def test_key_command(tmp_path):
 
 def test_volume_record_holds_the_key(tmp_path):
     plain = VolumeRecord("name", 1, 2, 3, 4, 2, 0, (("client/a.1", True),))
-    encrypted = plain._replace(flags=2 | ENCRYPTED_FLAG, wrapped_key=PoolKeys(key_file=key_file(tmp_path)).new())
+    encrypted = plain._replace(
+        flags=2 | ENCRYPTED_FLAG, wrapped_key=PoolKeys(key_file=key_file(tmp_path)).new()
+    )
     assert decode_volume(encode_volume(encrypted)) == encrypted and encrypted.is_restricted
     assert not encrypted._replace(flags=ENCRYPTED_FLAG).is_restricted
-    for raw in (encode_volume(encrypted)[:-1], encode_volume(encrypted) + b"x", encode_volume(plain) + b"x",
-                encode_volume(encrypted._replace(wrapped_key=b""))):
+    for raw in (
+        encode_volume(encrypted)[:-1],
+        encode_volume(encrypted) + b"x",
+        encode_volume(plain) + b"x",
+        encode_volume(encrypted._replace(wrapped_key=b"")),
+    ):
         with pytest.raises(CorruptRecord):
             decode_volume(raw)
 
@@ -171,6 +182,7 @@ async def the_store(kind: str, directory: Path):
 @pytest.mark.parametrize("kind", ["memory", "file"])
 def test_store_encrypts_writes_and_cuts(kind, tmp_path):
     """Writes of any place and length, cuts and holes: what a reader decrypts is what was written."""
+
     async def main():
         store, cipher, chance = await the_store(kind, tmp_path), BlockCipher(os.urandom(64)), random.Random(7)
         wanted, cut = bytearray(MIB), 0
@@ -185,14 +197,22 @@ def test_store_encrypts_writes_and_cuts(kind, tmp_path):
                 length = chance.choice([1, 100, 4096, 5000, 8192, 256 * KIB])
                 offset = chance.randrange(MIB - length) & chance.choice([-1, -4096])
                 content = chance.randbytes(length)
-                await store.write(5, 0, offset, memoryview(content), piece_checksums(content, offset), cut=cut, cipher=cipher)
-                wanted[offset:offset + length] = content
+                await store.write(
+                    5,
+                    0,
+                    offset,
+                    memoryview(content),
+                    piece_checksums(content, offset),
+                    cut=cut,
+                    cipher=cipher,
+                )
+                wanted[offset : offset + length] = content
         copy = await store.fetch(5, 0)
         found = bytearray(MIB)
         at = 0
         for first, count in copy.runs:
-            stored = copy.content[at:at + count * BLOCK_BYTES]
-            found[first * BLOCK_BYTES:(first + count) * BLOCK_BYTES] = cipher.decrypt(5, 0, first, stored)
+            stored = copy.content[at : at + count * BLOCK_BYTES]
+            found[first * BLOCK_BYTES : (first + count) * BLOCK_BYTES] = cipher.decrypt(5, 0, first, stored)
             at += count * BLOCK_BYTES
         assert found == wanted and not copy.bad
         await store.close() if kind == "file" else None
@@ -221,7 +241,7 @@ async def work(fs: AsyncFileSystem, path: str, wanted: bytearray, chance: random
                 await file.write(place, content)
                 if len(wanted) < place:
                     wanted.extend(bytes(place - len(wanted)))
-                wanted[place:place + length] = content
+                wanted[place : place + length] = content
             elif drawn < 0.6:
                 await file.truncate(place)
                 if place < len(wanted):
@@ -235,7 +255,7 @@ async def work(fs: AsyncFileSystem, path: str, wanted: bytearray, chance: random
             elif drawn < 0.7:
                 await file.flush()
             else:
-                assert bytes(await file.read(place, length)) == bytes(wanted[place:place + length])
+                assert bytes(await file.read(place, length)) == bytes(wanted[place : place + length])
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -248,7 +268,9 @@ def test_files_of_encrypted_volumes(kind, replicas, tmp_path):
         async with pool_and_client(directory, replicas=replicas, key_file=key_file(tmp_path)) as (pool, fs):
             volume = await fs.volumes.create("secret", encrypted=True, replicas=replicas)
             assert volume.encrypted and volume.pool_key == identity_of(bytes(range(32))).hex()
-            assert (await fs.volumes.create("secret", encrypted=True, replicas=replicas)).inode == volume.inode
+            assert (
+                await fs.volumes.create("secret", encrypted=True, replicas=replicas)
+            ).inode == volume.inode
             with pytest.raises(FileExistsError, match="encryption on, not off"):
                 await fs.volumes.create("secret", replicas=replicas)
             await fs.write_bytes("/volumes/secret/file", b"")
@@ -258,8 +280,9 @@ def test_files_of_encrypted_volumes(kind, replicas, tmp_path):
                 await fs.write_bytes(f"/volumes/secret/small{n}", MARK * (n + 1))
             other = AsyncFileSystem(await pool.client("other"), ROOT)
             assert bytes(await other.read_bytes("/volumes/secret/file")) == bytes(wanted)
-            assert [bytes(one) for one in await other.read_many([f"/volumes/secret/small{n}" for n in range(20)])] == [
-                MARK * (n + 1) for n in range(20)]
+            assert [
+                bytes(one) for one in await other.read_many([f"/volumes/secret/small{n}" for n in range(20)])
+            ] == [MARK * (n + 1) for n in range(20)]
             for shard in [shard.id for shard in pool.pool_map.shards]:
                 await pool.stop_shard(shard=shard)
                 await pool.start_shard(shard)
@@ -289,7 +312,9 @@ def test_copy_within_and_out_of_an_encrypted_volume(tmp_path):
                 async with await fs.open(source) as one, await fs.open(target, "w+") as two:
                     done = 0
                     while done < len(content):
-                        done += await fs.vfs.copy_range(one.handle, done, two.handle, done, len(content) - done)
+                        done += await fs.vfs.copy_range(
+                            one.handle, done, two.handle, done, len(content) - done
+                        )
                 assert bytes(await fs.read_bytes(target)) == content, target
 
     asyncio.run(main())
@@ -326,7 +351,10 @@ def test_store_without_the_pool_key_refuses_writes(tmp_path):
 def test_rewrap_while_clients_work(tmp_path):
     async def main():
         old, new = os.urandom(32), os.urandom(32)
-        async with pool_and_client(None, key_file=key_file(tmp_path, old), capacities=(64 * MIB,)) as (pool, fs):
+        async with pool_and_client(None, key_file=key_file(tmp_path, old), capacities=(64 * MIB,)) as (
+            pool,
+            fs,
+        ):
             await fs.volumes.create("secret", encrypted=True)
             await fs.write_bytes("/volumes/secret/file", MARK * 1000)
             for keys in ((new, old), (new,)):
@@ -348,6 +376,7 @@ def test_rewrap_while_clients_work(tmp_path):
 
 def test_write_without_the_key_is_refused(tmp_path):
     """A client that sends plain bytes to a file of an encrypted volume, or a key to one of no such volume."""
+
     async def main():
         async with pool_and_client(None, key_file=key_file(tmp_path), capacities=(64 * MIB,)) as (_, fs):
             await fs.volumes.create("secret", encrypted=True)
@@ -361,8 +390,15 @@ def test_write_without_the_key_is_refused(tmp_path):
                     keys, inode.encrypted = inode.key, False
                     inode.key = None if keys is not None else (await wrapped(fs))
                     with pytest.raises(InvalidRequest):
-                        await fs.vfs.chunks.write(inode, 0, 0, 3, [b"bad"], piece_checksums(b"bad", 0),
-                                                  fs.vfs.clock.boottime_s() + 5)
+                        await fs.vfs.chunks.write(
+                            inode,
+                            0,
+                            0,
+                            3,
+                            [b"bad"],
+                            piece_checksums(b"bad", 0),
+                            fs.vfs.clock.boottime_s() + 5,
+                        )
                     inode.key, inode.encrypted = keys, keys is not None
                 assert bytes(await fs.read_bytes(path)) == b"good"
 

@@ -10,11 +10,20 @@ from msgspec.structs import replace
 from nvpool.core.config import Config
 from nvpool.host.pool_directory import PoolDirectory
 from nvpool.node.coordination.etcd_members import EtcdKeeper
-from nvpool.poolmap.model import MAP_FORMAT, EtcdMember, Node, PoolMap, PoolSettings, changed, decode_map, encode_map
+from nvpool.poolmap.model import (
+    MAP_FORMAT,
+    EtcdMember,
+    Node,
+    PoolMap,
+    PoolSettings,
+    changed,
+    decode_map,
+    encode_map,
+)
 from nvpool.poolmap.nodes.etcd_membership import (
     Add,
-    MapChange,
     Found,
+    MapChange,
     Promote,
     Remove,
     clients,
@@ -29,12 +38,26 @@ from nvpool.poolmap.nodes.etcd_membership import (
 
 
 def a_map(nodes: int, *entries: EtcdMember, racks: dict[int, str] | None = None) -> PoolMap:
-    return PoolMap(MAP_FORMAT, "pool", "pool", 1, PoolSettings(), etcd=entries,
-                   nodes=tuple(Node(n, f"n{n}", f"h{n}", (), (racks or {}).get(n, "")) for n in range(1, nodes + 1)))
+    return PoolMap(
+        MAP_FORMAT,
+        "pool",
+        "pool",
+        1,
+        PoolSettings(),
+        etcd=entries,
+        nodes=tuple(Node(n, f"n{n}", f"h{n}", (), (racks or {}).get(n, "")) for n in range(1, nodes + 1)),
+    )
 
 
 def entry(node: int, state="up", generation: int = 0) -> EtcdMember:
-    return EtcdMember(node, f"c{node}", f"p{node}", state, generation, f"{node}" if state in ("up", "added", "leaving") else "")
+    return EtcdMember(
+        node,
+        f"c{node}",
+        f"p{node}",
+        state,
+        generation,
+        f"{node}" if state in ("up", "added", "leaving") else "",
+    )
 
 
 class Etcd:
@@ -47,7 +70,9 @@ class Etcd:
 
     def do(self, step, nodes_of: dict[str, int]) -> None:
         if isinstance(step, Add):
-            if any(one.learns for one in self.found.values()) or any(step.peer in one.peers for one in self.found.values()):
+            if any(one.learns for one in self.found.values()) or any(
+                step.peer in one.peers for one in self.found.values()
+            ):
                 raise ValueError("refused")
             self.last += 1
             self.found[str(self.last)] = Found(str(self.last), (step.peer,), True, False)
@@ -67,8 +92,14 @@ def act(pool_map: PoolMap, node: int) -> PoolMap:
     """What a node does about its own entry."""
     one = of_node(pool_map, node)
     if one is not None and one.state == "wanted":
-        return put(pool_map, node, one.generation, state="ready", client=f"c{node}.{one.generation}",
-                   peer=f"p{node}.{one.generation}")
+        return put(
+            pool_map,
+            node,
+            one.generation,
+            state="ready",
+            client=f"c{node}.{one.generation}",
+            peer=f"p{node}.{one.generation}",
+        )
     return pool_map
 
 
@@ -135,7 +166,9 @@ def draining(pool_map: PoolMap, *numbers: int) -> PoolMap:
     return replace(pool_map, nodes=nodes)
 
 
-@pytest.mark.parametrize(("nodes", "drained", "expected"), [(4, 1, {2, 3, 4}), (3, 1, 1), (3, 3, 1), (5, 2, {1, 3, 4})])
+@pytest.mark.parametrize(
+    ("nodes", "drained", "expected"), [(4, 1, {2, 3, 4}), (3, 1, 1), (3, 3, 1), (5, 2, {1, 3, 4})]
+)
 def test_one_whose_node_is_drained_gives_its_place_away(nodes, drained, expected):
     here = set(range(1, nodes + 1))
     after = settle(draining(a_map(nodes, entry(1), entry(2), entry(3)), drained), of_three(here), here, set())
@@ -167,7 +200,11 @@ def test_without_most_of_them_nobody_is_removed():
 def test_one_that_has_lost_its_data_comes_again_as_another():
     pool_map = put(a_map(3, entry(1), entry(2), entry(3)), 2, 0, state="lost")
     after = settle(pool_map, of_three({1, 2, 3}), {1, 2, 3}, set())
-    assert voters(after) == {1, 2, 3} and of_node(after, 2).generation > 0 and of_node(after, 2).id not in ("1", "2", "3")
+    assert (
+        voters(after) == {1, 2, 3}
+        and of_node(after, 2).generation > 0
+        and of_node(after, 2).id not in ("1", "2", "3")
+    )
 
 
 def test_the_only_member_leaves_after_another_has_come():
@@ -195,7 +232,9 @@ def test_a_newcomer_that_goes_away_is_given_up():
 
 def test_a_member_that_the_map_does_not_know_is_removed_and_an_etcd_of_the_operators_own_left_alone():
     stranger = Found("9", ("p9",), False, True)
-    assert next_step(a_map(1, entry(1)), [Found("1", ("p1",), False, True), stranger], {1}, set()) == Remove("9")
+    assert next_step(a_map(1, entry(1)), [Found("1", ("p1",), False, True), stranger], {1}, set()) == Remove(
+        "9"
+    )
     assert next_step(a_map(3), [stranger], {1, 2, 3}, set()) is None
 
 
@@ -207,8 +246,14 @@ def test_what_is_said_of_another_generation_changes_nothing():
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["step", "act", "start", "die", "return", "leave", "lose"]), st.integers(1, 5)),
-                max_size=60))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["step", "act", "start", "die", "return", "leave", "lose"]), st.integers(1, 5)
+        ),
+        max_size=60,
+    )
+)
 def test_whatever_happens_most_voters_are_there_to_decide_and_all_ends_well(events):
     here, pool_map = {1, 2, 3, 4, 5}, a_map(5, EtcdMember(1, "c1", "p1"))
     etcd = of_one()
@@ -252,14 +297,33 @@ def test_whatever_happens_most_voters_are_there_to_decide_and_all_ends_well(even
     assert changed(after).etcd == after.etcd
 
 
-@pytest.mark.parametrize(("drained", "here", "told"), [
-    ((), {1, 2, 3}, ["the pool map is kept by 1 of 3 members of etcd"]),
-    ((), {1}, ["the pool map is kept by 1 of 3 members of etcd: install etcd (Debian: etcd-server) on more nodes"]),
-    ((3,), {1, 2, 3}, []), ((3,), {1}, [])])
+@pytest.mark.parametrize(
+    ("drained", "here", "told"),
+    [
+        ((), {1, 2, 3}, ["the pool map is kept by 1 of 3 members of etcd"]),
+        (
+            (),
+            {1},
+            [
+                "the pool map is kept by 1 of 3 members of etcd: install etcd (Debian: etcd-server) on more nodes"
+            ],
+        ),
+        ((3,), {1, 2, 3}, []),
+        ((3,), {1}, []),
+    ],
+)
 def test_too_few_members_are_told_of_where_more_are_to_come(tmp_path, monkeypatch, drained, here, told):
     pool_map = draining(a_map(3, entry(1)), *drained)
     present = {f"etcd/{node}": '{"able": true, "answers": true}' for node in here}
-    keeper = SimpleNamespace(relay=SimpleNamespace(pool_map=pool_map, present=lambda: present), members=(), is_in_etcd=True,
-                             own_data_is_lost=False, external=False)
+    keeper = SimpleNamespace(
+        relay=SimpleNamespace(pool_map=pool_map, present=lambda: present),
+        members=(),
+        is_in_etcd=True,
+        own_data_is_lost=False,
+        external=False,
+    )
     monkeypatch.setattr(EtcdKeeper, "_etcd", SimpleNamespace(is_silent=False))
-    assert EtcdKeeper(PoolDirectory(tmp_path), Config(), keeper, SimpleNamespace(node=1), None).problems() == told
+    assert (
+        EtcdKeeper(PoolDirectory(tmp_path), Config(), keeper, SimpleNamespace(node=1), None).problems()
+        == told
+    )

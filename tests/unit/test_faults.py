@@ -24,8 +24,15 @@ def faults(tmp_path):
 
 def run(faults, program, **environment):
     command = [sys.executable, "-c", "import os, errno\n" + textwrap.dedent(program)]
-    return subprocess.run(command, cwd=faults.root, env=os.environ | faults.environment() | environment, timeout=240,
-                          capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        command,
+        cwd=faults.root,
+        env=os.environ | faults.environment() | environment,
+        timeout=240,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
 
 
 def states(faults, count=40):
@@ -38,12 +45,15 @@ def states(faults, count=40):
 
 
 def test_what_was_synced_is_in_every_state_and_what_was_not_in_some(faults):
-    run(faults, """
+    run(
+        faults,
+        """
         f = os.open("new", os.O_RDWR | os.O_CREAT)
         os.pwrite(f, b"a" * 4096, 0); os.fdatasync(f)
         os.pwrite(f, b"b" * 4096, 4096)
         os.pwrite(f, b"c" * 4096, 8192)
-    """)
+    """,
+    )
     seen = set()
     for state in states(faults):
         raw = (state / "new").read_bytes()
@@ -53,11 +63,14 @@ def test_what_was_synced_is_in_every_state_and_what_was_not_in_some(faults):
 
 
 def test_an_unsynced_overwrite_leaves_the_old_or_the_new_page(faults):
-    run(faults, """
+    run(
+        faults,
+        """
         f = os.open("old", os.O_RDWR)
         os.pwrite(f, b"n" * 9000, 0)
         os.ftruncate(f, 5000)
-    """)
+    """,
+    )
     seen = set()
     for state in states(faults):
         raw = (state / "old").read_bytes()
@@ -67,10 +80,13 @@ def test_an_unsynced_overwrite_leaves_the_old_or_the_new_page(faults):
 
 
 def test_a_rename_without_a_sync_of_the_directory_may_not_have_happened(faults):
-    run(faults, """
+    run(
+        faults,
+        """
         f = os.open("tmp", os.O_RDWR | os.O_CREAT); os.write(f, b"x"); os.fsync(f)
         os.rename("tmp", "old")
-    """)
+    """,
+    )
     assert {(s / "tmp").exists() for s in states(faults)} == {True, False}
     run(faults, 'd = os.open(".", os.O_RDONLY); os.fsync(d)')
     assert all((s / "old").read_bytes() == b"x" for s in states(faults, 10))
@@ -90,7 +106,9 @@ def test_a_lying_sync_covers_nothing(faults):
 def test_writes_fail_or_come_short_on_request_and_only_on_the_named_file(faults):
     faults.arm(on=WRITE, action=FAIL, error=errno.ENOSPC, path="bad", skip=1, count=1)
     faults.arm(on=WRITE, action=SHORT, path="short", slot=1)
-    out = run(faults, """
+    out = run(
+        faults,
+        """
         f = os.open("bad", os.O_RDWR | os.O_CREAT)
         print(os.write(f, b"1234"))
         try: os.write(f, b"1234")
@@ -98,42 +116,52 @@ def test_writes_fail_or_come_short_on_request_and_only_on_the_named_file(faults)
         print(os.write(f, b"1234"))
         print(os.write(os.open("short", os.O_RDWR | os.O_CREAT), b"1234"))
         print(os.write(os.open("good", os.O_RDWR | os.O_CREAT), b"1234"))
-    """)
+    """,
+    )
     assert out.split() == ["4", "ENOSPC", "4", "2", "4"]
 
 
 def test_direct_writes_of_whole_blocks_pass_come_short_and_fail_between_blocks(faults):
-    out = run(faults, """
+    out = run(
+        faults,
+        """
         import mmap, sys
         try: f = os.open("big", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
         except OSError: sys.exit(print("none"))
         m = mmap.mmap(-1, 33 * 4096); m.write(b"d" * len(m))
         print(os.pwritev(f, [m], 0), os.write(f, m)); os.fdatasync(f)
-    """)
+    """,
+    )
     if out == "none\n":
         pytest.skip("no direct writes on this file system")
     assert out.split() == ["135168", "135168"]
     assert all((s / "big").read_bytes() == b"d" * 33 * 4096 for s in states(faults, 3))
     faults.arm(on=WRITE, action=SHORT, path="big", count=1)
     faults.arm(on=WRITE, action=FAIL, error=errno.ENOSPC, path="big", slot=1)
-    out = run(faults, """
+    out = run(
+        faults,
+        """
         import mmap
         f, m = os.open("big", os.O_RDWR | os.O_DIRECT), mmap.mmap(-1, 33 * 4096)
         print(os.pwritev(f, [m], 0))
         try: os.pwritev(f, [memoryview(m)[65536:]], 65536)
         except OSError as e: print(errno.errorcode[e.errno])
-    """)
+    """,
+    )
     assert out.split() == ["65536", "ENOSPC"]
 
 
 def test_lmdb_survives_power_loss_at_any_moment_of_its_commits(faults):
-    run(faults, """
+    run(
+        faults,
+        """
         import lmdb, time
         e = lmdb.open("db", map_size=1 << 20); os.fsync(os.open(".", os.O_RDONLY))
         for i in range(20):
             with e.begin(write=True) as t: t.put(b"k%02d" % i, b"v" * 500)
             print(time.clock_gettime_ns(time.CLOCK_MONOTONIC), i)
-    """)
+    """,
+    )
     import lmdb
 
     loss = PowerLoss(faults.root, faults.base, faults.log)

@@ -62,6 +62,7 @@ def test_when_an_eighth_was_asked_for_by_name_the_rest_comes_together_and_opens_
             async def look(some: list[bytes]) -> None:
                 for name in some:
                     assert (await find(case.one, there, name)).size == len(b"content of " + name)
+
             _, sent = await case.counted(look(names[:64]))
             assert sent["META_LOOKUP_MANY"] == 64
             await settled(case.one)
@@ -73,10 +74,12 @@ def test_when_an_eighth_was_asked_for_by_name_the_rest_comes_together_and_opens_
                     part = case.one.begin_read(handle, 0, 4096)
                     assert bytes(await outcome_of(part)) == b"content of " + name
                     assert case.one.release_now(handle)
+
             _, sent = await case.counted(read(names))
             assert sent == {"DATA_READ": 400}
             with pytest.raises(NotFound):
                 await find(case.one, there, b"nothing")
+
     run(main())
 
 
@@ -100,12 +103,16 @@ def test_what_was_listed_without_the_right_to_read_it_gets_that_with_the_rest():
             async def read(some: list[bytes]) -> None:
                 for name in some:
                     handle = case.one.open_now(inodes[name], os.O_RDONLY)
-                    assert bytes(await outcome_of(case.one.begin_read(handle, 0, 4096))) == b"content of " + name
+                    assert (
+                        bytes(await outcome_of(case.one.begin_read(handle, 0, 4096))) == b"content of " + name
+                    )
                     assert case.one.release_now(handle)
+
             _, sent = await case.counted(read(known[2:]))
             assert sent == {"DATA_READ": len(known) - 2}
             assert await get(case.one, changed, there) == b"changed meanwhile"
             assert await get(case.one, other, there) == b"content of " + other
+
     run(main())
 
 
@@ -126,12 +133,17 @@ def test_what_others_change_is_seen_by_who_has_gone_through():
             await settled(case.one)
             await put(case.other, names[90], b"later", there)
             await case.other.unlink(there, names[91], ME)
-            for name, content in {**changes, names[83]: b"content of " + names[82], names[90]: b"later"}.items():
+            for name, content in {
+                **changes,
+                names[83]: b"content of " + names[82],
+                names[90]: b"later",
+            }.items():
                 assert await get(case.one, name, there) == content
             for name in (names[81], names[82], names[91]):
                 with pytest.raises(NotFound):
                     await find(case.one, there, name)
             assert case.pool.meta._watches.waited_out == 0
+
     run(main())
 
 
@@ -150,6 +162,7 @@ def test_what_is_open_or_written_here_stays_as_it_is():
             assert bytes(await case.one.read(handle, 0, 1000)) == b"x" * 100
             await case.one.release(handle)
             assert await get(case.other, names[100], there) == b"x" * 100
+
     run(main())
 
 
@@ -164,6 +177,7 @@ def test_directories_that_can_not_be_remembered_or_are_small_are_not_gone_throug
                     await find(case.one, there, name)
                 await settled(case.one)
                 assert not case.pool.sent["META_LIST"]
+
     run(main())
 
 
@@ -179,6 +193,7 @@ def test_where_no_rights_come_with_the_names_each_is_asked_for():
                 assert (await find(case.one, there, name)).size
             await settled(case.one)
             assert 1 <= case.pool.sent["META_LIST"] <= 3 and case.pool.sent["META_LOOKUP_MANY"] == 200
+
     run(main())
 
 
@@ -193,6 +208,7 @@ def test_names_that_are_not_there_do_not_bring_the_directory_again_and_again():
                     await find(case.one, there, b"no %d" % number)
             await settled(case.one)
             assert 1 <= case.pool.sent["META_LIST"] <= 4
+
     run(main())
 
 
@@ -211,6 +227,7 @@ def test_several_directories_in_turns_are_each_gone_through():
                     await find(case.one, there, name)
             await settled(case.one)
             assert case.pool.sent["META_LIST"] == 2 and case.pool.sent["META_LOOKUP_MANY"] < 120
+
     run(main())
 
 
@@ -229,6 +246,7 @@ def test_a_wide_directory_is_gone_through_at_all_its_shards(shards):
             await settled(one)
             for name in names:
                 assert await get(one, name, there) == b"content of " + name
+
     run(main())
 
 
@@ -245,6 +263,7 @@ def test_a_shard_that_is_gone_leaves_no_error_behind():
             await settled(case.one)
             await case.pool.start_shard()
             assert (await find(case.one, there, names[40])).size
+
     run(main())
 
 
@@ -253,12 +272,14 @@ def test_a_larger_share_counts_where_it_was_of_no_use():
         @staticmethod
         def boottime_s() -> float:
             return 1.0
+
     known = Siblings(Clock(), lambda *_: None)
     assert not known.is_to_be_known(1, 0)
 
     def missed(count: int) -> None:
         for number in range(count):
             known.missed_alone(1, b"%d" % number)
+
     missed(99)
     assert not known.is_to_be_known(1, 800)
     missed(1)
@@ -278,9 +299,15 @@ def test_a_larger_share_counts_where_it_was_of_no_use():
 
 
 def test_the_grants_of_a_listing_belong_to_its_promised_files():
-    entries = [(Attr(inode=1, mode=0o100644), True), (Attr(inode=2, mode=0o040755), True),
-               (Attr(inode=3, mode=0o100644), False), (Attr(inode=4, mode=0o100600), True)]
-    listed = DirectoryPage(b"".join(pack_entry(at, attr, promised, b"n%d" % at) for at, (attr, promised) in enumerate(entries)))
+    entries = [
+        (Attr(inode=1, mode=0o100644), True),
+        (Attr(inode=2, mode=0o040755), True),
+        (Attr(inode=3, mode=0o100644), False),
+        (Attr(inode=4, mode=0o100600), True),
+    ]
+    listed = DirectoryPage(
+        b"".join(pack_entry(at, attr, promised, b"n%d" % at) for at, (attr, promised) in enumerate(entries))
+    )
     first, last = b"\1" * GRANT_BYTES, b"\2" * GRANT_BYTES
     assert listed.grants(first + last) == [first, b"", b"", last]
     for odd in (first, first + last + b"x", first + last + last, b""):

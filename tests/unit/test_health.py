@@ -8,7 +8,18 @@ from msgspec.structs import replace
 from nvpool.core.clock import ManualClock
 from nvpool.node.health_watch import STALLED_S, HealthWatch
 from nvpool.poolmap.health_checks import Health, HealthProblem, exit_code, with_since
-from nvpool.poolmap.model import Chain, ChainTable, Drive, RebalanceSettings, Node, PoolMap, PoolSettings, Shard, StandbyMember, Target
+from nvpool.poolmap.model import (
+    Chain,
+    ChainTable,
+    Drive,
+    Node,
+    PoolMap,
+    PoolSettings,
+    RebalanceSettings,
+    Shard,
+    StandbyMember,
+    Target,
+)
 
 
 def a_map(nodes=2, replicas=2, **fields) -> PoolMap:
@@ -17,11 +28,17 @@ def a_map(nodes=2, replicas=2, **fields) -> PoolMap:
     holders = tuple(range(1, nodes + 1))[:replicas]
     standby = StandbyMember(1, 2, ("stream://n2:2",), "up", "/d2/nvpool-pool-meta-1.1")
     first = PoolMap(
-        6, "pool", "p", 7, PoolSettings(),
-        nodes=tuple(Node(n, f"name{n}", f"h{n}", (f"stream://n{n}:7",)) for n in range(1, nodes + 1)), targets=targets,
+        6,
+        "pool",
+        "p",
+        7,
+        PoolSettings(),
+        nodes=tuple(Node(n, f"name{n}", f"h{n}", (f"stream://n{n}:7",)) for n in range(1, nodes + 1)),
+        targets=targets,
         drives=tuple(Drive(n, n, f"/d{n}/nvpool-pool-target-{n}", 1 << 30) for n in range(1, nodes + 1)),
         tables=(ChainTable(replicas, (Chain(1, holders), Chain(1, holders))),),
-        shards=(Shard(1, 1, ("stream://n1:1",), standbys=(standby,)),))
+        shards=(Shard(1, 1, ("stream://n1:1",), standbys=(standby,)),),
+    )
     return replace(first, **fields)
 
 
@@ -29,19 +46,46 @@ def seen(pool_map, *, silent=(), stores=None, metas=None, **named):
     """Problems of the map, where all processes serve but for what is said of them."""
     stores, metas = stores or {}, metas or {}
     shard = pool_map.shards[0]
-    states = {shard.member: ("primary", shard.node)} | {one.member: (one.state, one.node) for one in shard.standbys}
+    states = {shard.member: ("primary", shard.node)} | {
+        one.member: (one.state, one.node) for one in shard.standbys
+    }
 
     def process(name, node, **more):
         away = {"state": "silent", "reason": "nobody answers"} if node in silent else {}
         return {"name": name, "node": node, "state": "serving", "pid": 4711} | more | away
 
     return Health(
-        pool_map, [{"node": one.id, "name": one.name, "wish": "", "state": "silent" if one.id in silent else "serving"}
-                   | ({"reason": "nobody answers"} if one.id in silent else {}) for one in pool_map.nodes],
-        [process(f"meta-1.{member}", node, shard=1, member=member, in_map=state, **metas.get(member, {}))
-         for member, (state, node) in states.items()],
-        [process(f"target-{one.id}", one.node, target=one.id, drive=one.drive, path=f"/d{one.id}", **stores.get(one.id, {}))
-         for one in pool_map.targets if not one.is_over], pool="/srv/pool", replace_after_s=600, **named).problems()
+        pool_map,
+        [
+            {
+                "node": one.id,
+                "name": one.name,
+                "wish": "",
+                "state": "silent" if one.id in silent else "serving",
+            }
+            | ({"reason": "nobody answers"} if one.id in silent else {})
+            for one in pool_map.nodes
+        ],
+        [
+            process(f"meta-1.{member}", node, shard=1, member=member, in_map=state, **metas.get(member, {}))
+            for member, (state, node) in states.items()
+        ],
+        [
+            process(
+                f"target-{one.id}",
+                one.node,
+                target=one.id,
+                drive=one.drive,
+                path=f"/d{one.id}",
+                **stores.get(one.id, {}),
+            )
+            for one in pool_map.targets
+            if not one.is_over
+        ],
+        pool="/srv/pool",
+        replace_after_s=600,
+        **named,
+    ).problems()
 
 
 def kinds(problems):
@@ -49,7 +93,10 @@ def kinds(problems):
 
 
 def with_target(pool_map, number, **fields):
-    return replace(pool_map, targets=tuple(replace(one, **fields) if one.id == number else one for one in pool_map.targets))
+    return replace(
+        pool_map,
+        targets=tuple(replace(one, **fields) if one.id == number else one for one in pool_map.targets),
+    )
 
 
 def without_copy(pool_map, number, joining=()):
@@ -65,12 +112,19 @@ def test_a_healthy_pool_has_no_problem_and_code_0():
 def test_a_dead_node_is_named_once_with_its_processes():
     pool_map = without_copy(with_target(a_map(), 2, state="down"), 2)
     found = kinds(seen(pool_map, silent={2}))
-    assert set(found) == {"node-silent", "copies-missing", "shard-no-standby"} and exit_code(found.values()) == 3
+    assert (
+        set(found) == {"node-silent", "copies-missing", "shard-no-standby"} and exit_code(found.values()) == 3
+    )
     node = found["node-silent"]
     assert node.node == 2 and "target-2" in node.reason and "meta-1.1" in node.reason
     assert "nvpool node remove /srv/pool 2 --lost" in node.remedy
     copies = found["copies-missing"]
-    assert (copies.node, copies.target, copies.drive, copies.count) == (2, 2, 2, 2) and "1 of 2" in copies.reason
+    assert (copies.node, copies.target, copies.drive, copies.count) == (
+        2,
+        2,
+        2,
+        2,
+    ) and "1 of 2" in copies.reason
     assert "start node 2" in copies.remedy
 
 
@@ -78,8 +132,13 @@ def test_missing_copies_name_the_cause_and_the_command():
     pool_map = without_copy(with_target(a_map(3, 3), 3, state="down"), 3)
     down = kinds(seen(pool_map, stores={3: {"state": "restarting", "reason": "no chunk store"}}))
     again = kinds(seen(pool_map, stores={3: {"state": "starting", "reason": "no chunk store"}}))
-    assert down["copies-missing"].reason == again["copies-missing"].reason, "steady between two tries to start it"
-    assert "no chunk store" in down["copies-missing"].reason and "no other drive" in down["copies-missing"].reason
+    assert down["copies-missing"].reason == again["copies-missing"].reason, (
+        "steady between two tries to start it"
+    )
+    assert (
+        "no chunk store" in down["copies-missing"].reason
+        and "no other drive" in down["copies-missing"].reason
+    )
     assert "nvpool drive replace /srv/pool 3 NEW_PATH --lost" in down["copies-missing"].remedy
     hangs = kinds(seen(pool_map, stores={3: {"state": "silent", "reason": "late", "hangs": True}}))
     assert "kill -9 4711 on node 3" in hangs["process-down"].remedy
@@ -92,7 +151,9 @@ def test_missing_copies_name_the_cause_and_the_command():
 
 def test_store_that_serves_but_is_left_out_is_reported():
     pool_map = without_copy(with_target(a_map(), 2, state="down"), 2)
-    found = kinds(seen(pool_map, stores={2: {"refused": "this node does not lead the pool", "serving_pid": 99}}))
+    found = kinds(
+        seen(pool_map, stores={2: {"refused": "this node does not lead the pool", "serving_pid": 99}})
+    )
     left_out = found["target-left-out"]
     assert "says that it serves, and the pool map leaves it out" in left_out.reason
     assert "this node does not lead the pool" in left_out.reason and "kill 99 on node 2" in left_out.remedy
@@ -106,9 +167,14 @@ def test_chains_without_a_target_are_unavailable():
     assert "nvpool drive remove /srv/pool 2 --lost --give-up" in found[0].remedy
 
 
-@pytest.mark.parametrize(("state", "reason", "words"), [
-    ("waiting", "it has no lease: this node does not lead", "no lease"), ("silent", "late", "see its log"),
-    ("restarting", "/srv/pool/meta/shard-1 is missing", "load a dump")])
+@pytest.mark.parametrize(
+    ("state", "reason", "words"),
+    [
+        ("waiting", "it has no lease: this node does not lead", "no lease"),
+        ("silent", "late", "see its log"),
+        ("restarting", "/srv/pool/meta/shard-1 is missing", "load a dump"),
+    ],
+)
 def test_a_shard_without_a_serving_primary_is_unavailable(state, reason, words):
     problem = kinds(seen(a_map(), metas={0: {"state": state, "reason": reason}}))["shard-no-primary"]
     assert problem.severity == "unavailable" and (problem.shard, problem.member, problem.node) == (1, 0, 1)
@@ -123,7 +189,9 @@ def test_a_primary_that_waits_for_a_standby_says_for_which():
 
 def test_remedy_is_a_command_that_can_succeed():
     pool_map = replace(a_map(), tables=(ChainTable(1, (Chain(1, (2,)),)),))
-    found = kinds(seen(pool_map, silent={2}, metas={0: {"state": "waiting", "reason": "no lease"}}, can_change=False))
+    found = kinds(
+        seen(pool_map, silent={2}, metas={0: {"state": "waiting", "reason": "no lease"}}, can_change=False)
+    )
     assert set(found) == {"data-unavailable", "shard-no-primary", "node-silent", "shard-no-standby"}
     assert not any("nvpool node remove" in one.remedy or "--give-up" in one.remedy for one in found.values())
     primary = found["shard-no-primary"]
@@ -135,14 +203,34 @@ def syncing(pool_map, state="syncing"):
     return replace(pool_map, shards=(replace(shard, standbys=(replace(shard.standbys[0], state=state),)),))
 
 
-@pytest.mark.parametrize(("said", "words", "remedy"), [
-    ({"state": "lost", "reason": "its records are gone"}, "has lost its records: its records are gone", "made again by itself"),
-    ({"state": "away", "reason": "x"}, "on a drive that is away", "nvpool drive remove /srv/pool 2 --lost"),
-    ({"state": "serving"}, "does not have everything yet", "wait"),
-    ({"state": "silent", "reason": "late", "pid": 8, "hangs": True}, "is silent: late", "kill -9 8 on node 2")])
+@pytest.mark.parametrize(
+    ("said", "words", "remedy"),
+    [
+        (
+            {"state": "lost", "reason": "its records are gone"},
+            "has lost its records: its records are gone",
+            "made again by itself",
+        ),
+        (
+            {"state": "away", "reason": "x"},
+            "on a drive that is away",
+            "nvpool drive remove /srv/pool 2 --lost",
+        ),
+        ({"state": "serving"}, "does not have everything yet", "wait"),
+        (
+            {"state": "silent", "reason": "late", "pid": 8, "hangs": True},
+            "is silent: late",
+            "kill -9 8 on node 2",
+        ),
+    ],
+)
 def test_a_missing_standby_says_why_and_what_to_do(said, words, remedy):
     problem = kinds(seen(syncing(a_map()), metas={1: said}))["shard-no-standby"]
-    assert words in problem.reason and remedy in problem.remedy and (problem.shard, problem.member, problem.node) == (1, 1, 2)
+    assert (
+        words in problem.reason
+        and remedy in problem.remedy
+        and (problem.shard, problem.member, problem.node) == (1, 1, 2)
+    )
     assert "nvpool shard standbys /srv/pool 1 0, and then 1" in problem.remedy
 
 
@@ -150,7 +238,9 @@ def test_too_few_drives_for_the_standbys_are_reported():
     pool_map = a_map()
     shard = replace(pool_map.shards[0], standbys=(), standbys_wanted=2)
     problem = kinds(seen(replace(pool_map, shards=(shard,))))["shard-no-standby"]
-    assert "2 drives for 3 members" in problem.reason and "nvpool shard standbys /srv/pool 1 1" in problem.remedy
+    assert (
+        "2 drives for 3 members" in problem.reason and "nvpool shard standbys /srv/pool 1 1" in problem.remedy
+    )
 
 
 def drained(**fields):
@@ -169,7 +259,9 @@ def test_a_drain_is_a_problem_only_when_it_stands_still():
 def test_a_drain_that_stands_still_says_what_it_waits_for():
     paused = kinds(seen(drained(moving=RebalanceSettings(paused=True)), stalled_s={1: 0.0}))["drain-stalled"]
     assert "paused" in paused.reason and paused.remedy == "nvpool pool rebalance /srv/pool --resume"
-    down = kinds(seen(with_target(drained(), 3, state="down"), silent={3}, stalled_s={1: 99.0}))["drain-stalled"]
+    down = kinds(seen(with_target(drained(), 3, state="down"), silent={3}, stalled_s={1: 99.0}))[
+        "drain-stalled"
+    ]
     assert "target 3 (drive 3) on node 3 shall take them" in down.reason and "start node 3" in down.remedy
     full = kinds(seen(drained(), stores={3: {"lacks_room": True}}, stalled_s={1: 99.0}))["drain-stalled"]
     assert "no room" in full.reason and "nvpool drive add /srv/pool" in full.remedy
@@ -177,7 +269,9 @@ def test_a_drain_that_stands_still_says_what_it_waits_for():
 
 def test_a_drive_that_is_almost_full_is_a_problem():
     room = {"capacity_bytes": 1000}
-    assert "drive-full" not in kinds(seen(a_map(), stores={2: room | {"used_bytes": 949}, 1: room | {"used_bytes": None}}))
+    assert "drive-full" not in kinds(
+        seen(a_map(), stores={2: room | {"used_bytes": 949}, 1: room | {"used_bytes": None}})
+    )
     problem = kinds(seen(a_map(), stores={2: room | {"used_bytes": 950}}))["drive-full"]
     assert (problem.drive, problem.severity) == (2, "degraded") and "95%" in problem.reason
 
@@ -191,11 +285,18 @@ def test_a_drain_that_removes_nothing_says_what_keeps_chunks():
     kept = {"strays_wait": "7 chunks are kept until this target has heard from the node that leads the pool"}
     problem = kinds(seen(emptied(), stores={1: kept}, stalled_s={1: 99.0}))["drain-stalled"]
     assert problem.reason.endswith(kept["strays_wait"]) and "does not become empty" in problem.reason
-    repair = {"strays_wait": "4096 bytes are in use that belong to no chunk; give them back with: nvpool fsck POOL --repair"}
+    repair = {
+        "strays_wait": "4096 bytes are in use that belong to no chunk; give them back with: nvpool fsck POOL --repair"
+    }
     problem = kinds(seen(emptied(), stores={1: repair}, stalled_s={1: 99.0}))["drain-stalled"]
     assert problem.remedy == "nvpool fsck /srv/pool --repair"
-    problem = kinds(seen(drained(), stores={3: {"resync_wait": "target 1: it does not answer"}}, stalled_s={1: 99.0}))
-    assert "target 3 (drive 3)" in problem["drain-stalled"].reason and "target 1: it" in problem["drain-stalled"].reason
+    problem = kinds(
+        seen(drained(), stores={3: {"resync_wait": "target 1: it does not answer"}}, stalled_s={1: 99.0})
+    )
+    assert (
+        "target 3 (drive 3)" in problem["drain-stalled"].reason
+        and "target 1: it" in problem["drain-stalled"].reason
+    )
 
 
 def test_a_drain_stands_still_while_the_drive_is_not_emptied():
@@ -219,12 +320,16 @@ def test_a_drain_stands_still_while_the_drive_is_not_emptied():
 
 
 def test_exit_codes_put_what_is_missing_before_damage():
-    damaged, notice, degraded = (HealthProblem("x", "y", severity=one) for one in ("damaged", "notice", "degraded"))
-    assert exit_code([notice]) == 0 and exit_code([damaged, notice]) == 4 and exit_code([damaged, degraded]) == 3
+    damaged, notice, degraded = (
+        HealthProblem("x", "y", severity=one) for one in ("damaged", "notice", "degraded")
+    )
+    assert (
+        exit_code([notice]) == 0 and exit_code([damaged, notice]) == 4 and exit_code([damaged, degraded]) == 3
+    )
 
 
 def test_a_problem_keeps_the_time_since_when_it_is_known():
-    first, = with_since([HealthProblem("x", "one way", target=1)], {}, 1000)
+    (first,) = with_since([HealthProblem("x", "one way", target=1)], {}, 1000)
     later = [HealthProblem("x", "another way", target=1), HealthProblem("x", "one way", target=2)]
     again, other = with_since(later, {first.key: 1000}, 5000)
     assert (first.since_ms, again.since_ms, other.since_ms) == (1000, 1000, 5000)
@@ -266,5 +371,9 @@ def test_since_is_the_time_of_the_map_change():
     asyncio.run(watch.run_once())
     went_ms = clock.wall_ns() // 1_000_000
     clock.advance(100)
-    missing, = (one for one in watch.since(seen(maps[0], stores={2: {"state": "stopped"}})) if one.kind == "copies-missing")
+    (missing,) = (
+        one
+        for one in watch.since(seen(maps[0], stores={2: {"state": "stopped"}}))
+        if one.kind == "copies-missing"
+    )
     assert missing.since_ms == went_ms

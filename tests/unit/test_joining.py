@@ -55,7 +55,9 @@ def test_a_token_lets_in_once_until_it_ends_and_the_same_key_again():
     pool_map = token_given(first_map(), JoinToken("h", "node", 1000), 0)
     assert decode_map(encode_map(pool_map)) == pool_map
     for wrong, kind, now_ms in (("x", "node", 0), ("h", "client", 0), ("h", "node", 1000)):
-        with pytest.raises(AccessDenied, match=f"nvpool {kind} token"):  # never one that gives more than was asked for
+        with pytest.raises(
+            AccessDenied, match=f"nvpool {kind} token"
+        ):  # never one that gives more than was asked for
             joined(pool_map, wrong, kind, "key-a", "node/beta.2", now_ms, node)
     after = joined(pool_map, "h", "node", "key-a", "node/beta.2", 500, node)
     assert after.epoch == pool_map.epoch + 1 and after.members == (*pool_map.members, "node/beta.2")
@@ -88,10 +90,15 @@ def test_a_node_leaves_when_nothing_is_on_it_and_takes_its_name_along():
 
 
 def test_the_number_of_a_node_that_had_drives_is_not_given_again():
-    pool_map = token_given(token_given(first_map(), JoinToken("h", "node", 1000), 0), JoinToken("i", "node", 1000), 0)
+    pool_map = token_given(
+        token_given(first_map(), JoinToken("h", "node", 1000), 0), JoinToken("i", "node", 1000), 0
+    )
     second = joined(pool_map, "h", "node", "k", "node/beta.2", 0, node)
-    second = replace(second, drives=(*second.drives, replace(second.drives[0], id=9, node=2)),
-                     targets=(*second.targets, replace(second.targets[0], id=9, drive=9, node=2, state="gone")))
+    second = replace(
+        second,
+        drives=(*second.drives, replace(second.drives[0], id=9, node=2)),
+        targets=(*second.targets, replace(second.targets[0], id=9, drive=9, node=2, state="gone")),
+    )
     assert joined(node_removed(second, 2, 5), "i", "node", "l", "node/beta.3", 6, node).nodes[-1].id == 3
 
 
@@ -100,10 +107,14 @@ def test_the_number_of_a_node_that_had_drives_is_not_given_again():
 def test_who_was_removed_has_no_certificate_that_is_not_on_the_list(age_s, hour):
     clock = ManualClock(start_s=1e9 + hour * 86400)
     authority, asked = Authority.make(POOL, clock), request_certificate()
-    mine, other = (x509.load_pem_x509_certificate(authority.sign(asked.request, POOL, member, clock=clock))
-                   for member in ("node/a.1", "node/b.1"))
+    mine, other = (
+        x509.load_pem_x509_certificate(authority.sign(asked.request, POOL, member, clock=clock))
+        for member in ("node/a.1", "node/b.1")
+    )
     clock.advance(age_s)
-    listed = x509.load_pem_x509_crl(authority.revoke(POOL, [("node/a.1", clock.wall_ns() / 1e9)], clock=clock))
+    listed = x509.load_pem_x509_crl(
+        authority.revoke(POOL, [("node/a.1", clock.wall_ns() / 1e9)], clock=clock)
+    )
     assert listed.get_revoked_certificate_by_serial_number(mine.serial_number) is not None
     assert listed.get_revoked_certificate_by_serial_number(other.serial_number) is None
 
@@ -111,7 +122,10 @@ def test_who_was_removed_has_no_certificate_that_is_not_on_the_list(age_s, hour)
 def test_no_name_is_given_twice_and_each_is_one_a_certificate_takes():
     made = request_certificate()
     authority = Authority.make(POOL)
-    names = {new_member("node", name) for name in ("a", "a", "ünï cödé", "", "x" * 200, "host.example.org", "a/../b")}
+    names = {
+        new_member("node", name)
+        for name in ("a", "a", "ünï cödé", "", "x" * 200, "host.example.org", "a/../b")
+    }
     assert len(names) == 7
     for name in names:
         authority.sign(made.request, POOL, name)
@@ -124,9 +138,12 @@ def secret(tmp_path):
     for below in ("", "etcd"):
         (place / "secret" / below).mkdir(parents=True, exist_ok=True)
         authority, asked = Authority.make(POOL), request_certificate()
-        for name, content in ((AUTHORITY_FILE, authority.certificate), (AUTHORITY_KEY_FILE, authority.key),
-                              (KEY_FILE, asked.key),
-                              (CERTIFICATE_FILE, authority.sign(asked.request, POOL, "node/alpha.1", lives_s=60))):
+        for name, content in (
+            (AUTHORITY_FILE, authority.certificate),
+            (AUTHORITY_KEY_FILE, authority.key),
+            (KEY_FILE, asked.key),
+            (CERTIFICATE_FILE, authority.sign(asked.request, POOL, "node/alpha.1", lives_s=60)),
+        ):
             (place / "secret" / below / name).write_bytes(content)
     return PoolDirectory(place)
 
@@ -160,7 +177,9 @@ def test_an_answer_that_is_no_certificate_is_told_and_ends_nothing(secret):
         listener = await listen("inproc://renewing", greeting, lambda call: call.reply(b"\xff"))
         dialer = Dialer(greeting)
         try:
-            there = replace(first_map(), pool_id=POOL, nodes=(Node(1, "here", "host", ("inproc://renewing",)),))
+            there = replace(
+                first_map(), pool_id=POOL, nodes=(Node(1, "here", "host", ("inproc://renewing",)),)
+            )
             with pytest.raises(Unavailable, match="RenewReply"):
                 await renew_once(secret, identity, there, dialer)
         finally:

@@ -41,10 +41,18 @@ def test_a_record_has_the_bytes_of_the_golden_file():
     assert encode(*GOLDEN_RECORD) == golden_bytes()
     term, generation, sequence, effects = GOLDEN_RECORD
     raw = golden_bytes()
-    assert decode(memoryview(raw), 0) == JournalRecord(term, generation, sequence, list(effects.items()), len(raw))
+    assert decode(memoryview(raw), 0) == JournalRecord(
+        term, generation, sequence, list(effects.items()), len(raw)
+    )
 
 
-@given(EFFECTS, st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.binary(max_size=50))
+@given(
+    EFFECTS,
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 2**64 - 1),
+    st.binary(max_size=50),
+)
 def test_a_record_is_read_back_whatever_stands_around_it(effects, term, generation, sequence, around):
     raw = encode(term, generation, sequence, effects)
     record = decode(memoryview(around + raw + around), len(around))
@@ -56,15 +64,29 @@ def test_compiled_and_plain_write_the_same_record(effects, term, generation, seq
     assert encode(term, generation, sequence, effects) == encode_plain(term, generation, sequence, effects)
     pairs = list(effects.items())
     changed = checked_effects(pairs)
-    assert list(changed.items()) == pairs == list(checked_effects_plain(pairs).items()) and changed is not effects
+    assert (
+        list(changed.items()) == pairs == list(checked_effects_plain(pairs).items())
+        and changed is not effects
+    )
     assert list(checked_effects(iter(pairs)).items()) == pairs
 
 
-@pytest.mark.parametrize(("effects", "error"), [
-    ([(b"a", b"1"), (b"b", None), (b"a", None)], InvalidRequest), ([(b"", b"1")], InvalidRequest),
-    ([(KEY_END, b"1")], InvalidRequest), ([(bytes(512), b"1")], InvalidRequest), ([("a", b"1")], InvalidRequest),
-    ([(bytearray(b"a"), b"1")], TypeError), ([(b"a", "1")], InvalidRequest), ([(b"a", bytearray(b"1"))], InvalidRequest),
-    ([(b"a", bytes(VALUE_BYTES_MAX + 1))], TooBig), ([(b"a",)], ValueError), ([b"ab"], InvalidRequest)])
+@pytest.mark.parametrize(
+    ("effects", "error"),
+    [
+        ([(b"a", b"1"), (b"b", None), (b"a", None)], InvalidRequest),
+        ([(b"", b"1")], InvalidRequest),
+        ([(KEY_END, b"1")], InvalidRequest),
+        ([(bytes(512), b"1")], InvalidRequest),
+        ([("a", b"1")], InvalidRequest),
+        ([(bytearray(b"a"), b"1")], TypeError),
+        ([(b"a", "1")], InvalidRequest),
+        ([(b"a", bytearray(b"1"))], InvalidRequest),
+        ([(b"a", bytes(VALUE_BYTES_MAX + 1))], TooBig),
+        ([(b"a",)], ValueError),
+        ([b"ab"], InvalidRequest),
+    ],
+)
 def test_effects_that_can_not_be_are_refused_in_both_ways_alike(effects, error):
     for check in (checked_effects, checked_effects_plain):
         with pytest.raises(error):
@@ -80,14 +102,16 @@ def test_a_page_is_begun_whole_so_that_nobody_waits_for_the_drive_to_read_it(tmp
     capacity = 3 * 4096 + 2000
     journal, writes = Journal(tmp_path, capacity), []
     write = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda file, some, at: writes.append((at, at + len(some))) or write(file, some, at))
+    monkeypatch.setattr(
+        os, "pwrite", lambda file, some, at: writes.append((at, at + len(some))) or write(file, some, at)
+    )
     for generation in (2, 4):  # over what the first one has left
         journal.begin(generation)
         sequence, begun = 0, set()
         while journal.offset < capacity - 700:
             sequence += 1
             journal.append(encode(1, generation, sequence, {b"k%d" % sequence: bytes(97 * sequence % 600)}))
-            (first, end), = writes
+            ((first, end),) = writes
             writes.clear()
             for page in range(first // 4096, (end - 1) // 4096 + 1):
                 if page not in begun and page < 3:
@@ -136,7 +160,7 @@ def test_a_last_record_that_is_torn_at_any_byte_is_dropped_and_no_other(journal,
     all_five = replayed(journal)
     assert [sequence for sequence, _ in all_five] == [1, 2, 3, 4, 5] and replayed(journal) == all_five
     for at in range(start, end):
-        garbled = whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1:]
+        garbled = whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :]
         for damaged in (whole[:at], whole[:at] + bytes(len(whole) - at), garbled):
             path.write_bytes(damaged)
             assert replayed(journal) == all_five[:4], at
@@ -165,7 +189,10 @@ def test_only_records_of_the_generation_asked_for_and_of_following_numbers_are_r
 
 
 def test_a_journal_is_preallocated_and_may_be_opened_again(journal, tmp_path):
-    assert {path.name: path.stat().st_size for path in tmp_path.iterdir()} == {"journal-0": 1 << 16, "journal-1": 1 << 16}
+    assert {path.name: path.stat().st_size for path in tmp_path.iterdir()} == {
+        "journal-0": 1 << 16,
+        "journal-1": 1 << 16,
+    }
     fill(journal, 3)
     again = Journal(tmp_path, 1 << 17)
     assert len(replayed(again)) == 3 and (tmp_path / "journal-0").stat().st_size == 1 << 17

@@ -69,12 +69,14 @@ def test_a_successor_finds_what_is_valid_and_nothing_else(descriptor):
 
     after = KeptMemory(descriptor)
     assert after.shards() == {1: (0, 5, b"s")} and after.slots(0) == [(3, 9, 40, 1234)]
-    (found, inode, offset, place, unique, length, taken, mark), = after.writes.valid()
+    ((found, inode, offset, place, unique, length, taken, mark),) = after.writes.valid()
     assert (found, inode, offset, unique, length, taken, mark) == (index, 10, 0, 1, 50, 401, 1)
-    assert after.payloads[place:place + length] == bytes(range(50))
-    assert [record[4] for record in after.writes.all()] == [1, 2, 3], "what was stored a moment ago is known by its request"
+    assert after.payloads[place : place + length] == bytes(range(50))
+    assert [record[4] for record in after.writes.all()] == [1, 2, 3], (
+        "what was stored a moment ago is known by its request"
+    )
     other, _ = after.keep_write(11, 0, b"x" * 200, 4, True, 3)
-    assert after.payloads[place:place + length] == bytes(range(50)) and other not in (index,)
+    assert after.payloads[place : place + length] == bytes(range(50)) and other not in (index,)
 
 
 def test_a_write_of_which_only_the_mark_is_missing_is_not_told_as_done(descriptor, monkeypatch):
@@ -114,7 +116,12 @@ def test_what_makes_no_sense_is_refused_and_nothing_else_is_raised(descriptor):
         memory.handles.put(memory.handles.take(), 10, 0, 0, 0, 0, 0, number + 1)
     whole = os.pread(descriptor, 8192, 0)
     shards, handles, _, _, writes, _ = mount_state._places(16 * MIB)
-    places = [*range(128), *range(shards, shards + 100), *range(handles, handles + 800), *range(writes, writes + 960)]
+    places = [
+        *range(128),
+        *range(shards, shards + 100),
+        *range(handles, handles + 800),
+        *range(writes, writes + 960),
+    ]
     chance = random.Random(3)
     refused = 0
     for _ in range(300):
@@ -132,7 +139,9 @@ def test_what_makes_no_sense_is_refused_and_nothing_else_is_raised(descriptor):
 
 def test_a_table_that_is_full_says_so(descriptor, monkeypatch):
     memory = KeptMemory(descriptor)
-    table = mount_state.Table(memory._memory, mount_state._places(16 * MIB)[2], mount_state.LOCK, 3, Word.LOCKS)
+    table = mount_state.Table(
+        memory._memory, mount_state._places(16 * MIB)[2], mount_state.LOCK, 3, Word.LOCKS
+    )
     taken = [table.take() for _ in range(3)]
     assert taken == [0, 1, 2] and not table.free
     with pytest.raises(TooManyOpen):
@@ -142,7 +151,9 @@ def test_a_table_that_is_full_says_so(descriptor, monkeypatch):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, MIB)), max_size=80), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(1, MIB)), max_size=80), st.randoms(use_true_random=False)
+)
 def test_places_never_overlap_and_are_found_again(steps, chance):
     arena = Arena(8 * MIB)
     held: dict[int, int] = {}
@@ -166,6 +177,13 @@ def test_places_never_overlap_and_are_found_again(steps, chance):
 
 
 def test_places_that_can_not_be_are_refused():
-    for held in ([(8 * MIB, 1)], [(1, 64)], [(0, 0)], [(0, MIB + 1)], [(0, 64), (0, 64)], [(0, 64), (128, 128)]):
+    for held in (
+        [(8 * MIB, 1)],
+        [(1, 64)],
+        [(0, 0)],
+        [(0, MIB + 1)],
+        [(0, 64), (0, 64)],
+        [(0, 64), (128, 128)],
+    ):
         with pytest.raises(CorruptRecord):
             Arena(8 * MIB, held)

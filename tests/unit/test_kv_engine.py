@@ -63,7 +63,9 @@ def copy(path, to):
 # -- crashes ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_death_between_any_two_steps_of_a_checkpoint_loses_nothing_however_often_replay_is_repeated(path, tmp_path):
+def test_a_death_between_any_two_steps_of_a_checkpoint_loses_nothing_however_often_replay_is_repeated(
+    path, tmp_path
+):
     found = {}
 
     async def expect(copied, state):
@@ -122,7 +124,9 @@ def test_a_journal_whose_last_record_is_torn_or_garbled_at_any_byte_opens_withou
             half = kv._journal.generation & 1
         whole = (path / f"journal-{half}").read_bytes()
         for at in range(start, end):
-            for number, damaged in enumerate((whole[:at], whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1:])):
+            for number, damaged in enumerate(
+                (whole[:at], whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            ):
                 copied = tmp_path / f"{at}-{number}"
                 copy(path, copied)
                 (copied / f"journal-{half}").write_bytes(damaged)
@@ -314,7 +318,9 @@ def test_replay_asks_which_effects_stand(path):
 
         async with opened(path, on_replay=on_replay) as kv:
             assert asked == [{b"a": b"new", b"b": b"1"}, {b"c": b"2"}, {b"d": b"3"}]
-            assert everything(kv) == {b"stored": b"0", b"a": b"old", b"b": b"1", b"d": b"3"} and kv.sequence == 4
+            assert (
+                everything(kv) == {b"stored": b"0", b"a": b"old", b"b": b"1", b"d": b"3"} and kv.sequence == 4
+            )
         asked.clear()
         async with opened(path, on_replay=on_replay) as kv:
             assert asked == [] and kv.get(b"a") == b"old"
@@ -373,6 +379,7 @@ def test_a_failed_append_changes_nothing_and_fences_unless_the_drive_is_only_ful
     def failing(code):
         def pwrite(*_):
             raise OSError(code, os.strerror(code))
+
         return pwrite
 
     async def main():
@@ -401,7 +408,9 @@ def test_a_failed_append_changes_nothing_and_fences_unless_the_drive_is_only_ful
 
 def test_at_its_maximum_what_adds_is_refused_and_what_removes_works(path):
     async def main():
-        async with opened(path, LmdbOptions(journal_bytes=1 << 20, map_bytes=1 << 16, map_bytes_max=1 << 20, **QUIET)) as kv:
+        async with opened(
+            path, LmdbOptions(journal_bytes=1 << 20, map_bytes=1 << 16, map_bytes_max=1 << 20, **QUIET)
+        ) as kv:
             added = 0
             with pytest.raises(NoSpace):
                 while True:
@@ -447,7 +456,9 @@ def test_a_full_drive_refuses_what_adds_keeps_what_was_taken_and_works_again(pat
             kv.apply([(b"first", b"1")])
             await kv.checkpoint()
             hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # the kernel's EFBIG stands in for ENOSPC
+            resource.setrlimit(
+                resource.RLIMIT_FSIZE, (1 << 20, hard)
+            )  # the kernel's EFBIG stands in for ENOSPC
             try:
                 taken = 0
                 with pytest.raises(NoSpace):
@@ -475,7 +486,9 @@ def test_a_full_drive_refuses_what_adds_keeps_what_was_taken_and_works_again(pat
 
 def test_who_is_refused_on_a_full_drive_finds_out_when_there_is_room_again(path):
     async def main():
-        async with opened(path, LmdbOptions(journal_bytes=1 << 20, map_bytes=1 << 24, checkpoint_interval_s=0.01)) as kv:
+        async with opened(
+            path, LmdbOptions(journal_bytes=1 << 20, map_bytes=1 << 24, checkpoint_interval_s=0.01)
+        ) as kv:
             kv.apply([(b"first", bytes(1 << 16))])
             hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
@@ -538,7 +551,9 @@ def test_a_layer_that_fills_at_the_very_end_of_a_checkpoint_gets_one_of_its_own(
                     done.set()
 
         kv = None
-        async with opened(path, LmdbOptions(journal_bytes=1 << 16, layer_entries_max=10, **QUIET), step=step) as opened_kv:
+        async with opened(
+            path, LmdbOptions(journal_bytes=1 << 16, layer_entries_max=10, **QUIET), step=step
+        ) as opened_kv:
             kv = opened_kv
             kv.apply([(b"a", b"1")])
             await kv.checkpoint()
@@ -575,7 +590,9 @@ def test_two_owners_of_one_directory_are_refused(path):
             with pytest.raises(InUse):
                 await LmdbKv.open(path, SMALL)
             command = [sys.executable, "-c", WRITER, str(path)]
-            other = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=240)
+            other = await asyncio.to_thread(
+                subprocess.run, command, capture_output=True, text=True, timeout=240
+            )
             assert other.returncode and "InUse" in other.stderr
         async with opened(path) as kv:
             kv.apply([(b"a", b"1")])
@@ -585,7 +602,11 @@ def test_two_owners_of_one_directory_are_refused(path):
 
 def free_descriptors(count):
     """The smallest numbers that the next files would have: others may have left holes."""
-    taken = {number for number in map(int, os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{number}")}
+    taken = {
+        number
+        for number in map(int, os.listdir("/proc/self/fd"))
+        if os.path.exists(f"/proc/self/fd/{number}")
+    }
     return [number for number in range(len(taken) + count) if number not in taken][:count]
 
 
@@ -685,15 +706,24 @@ def test_a_flipped_bit_in_a_stored_key_or_value_is_never_taken_for_the_truth(pat
             with pytest.raises(CorruptRecord):
                 kv.get_many([b"key-10", b"key-50"])
             assert kv.get_many([b"key-10", b"key-11"]) == [b"value-10", b"value-11"]
-            assert len(kv.scan(b"key-10", b"key-48", 100)) == 38, "what is damaged behind the end is not asked for"
+            assert len(kv.scan(b"key-10", b"key-48", 100)) == 38, (
+                "what is damaged behind the end is not asked for"
+            )
             kv.apply([(b"key-50" if what[:1] == b"v" else b"other", b"written anew")])
 
     run(main())
 
 
 def test_options_that_make_no_sense_are_refused():
-    for wrong in ({"durability": "never"}, {"map_bytes": 0}, {"term": 0}, {"layer_entries_max": 0}, {"journal_bytes": 100},
-                  {"checkpoint_interval_s": -1.0}, {"map_bytes_max": 5}):
+    for wrong in (
+        {"durability": "never"},
+        {"map_bytes": 0},
+        {"term": 0},
+        {"layer_entries_max": 0},
+        {"journal_bytes": 100},
+        {"checkpoint_interval_s": -1.0},
+        {"map_bytes_max": 5},
+    ):
         with pytest.raises(InvalidRequest):
             LmdbOptions(**wrong)
     assert LmdbOptions(durability="always").durability == "always"
@@ -721,6 +751,7 @@ def test_stored_records_have_the_bytes_of_the_golden_file(path):
 
 def test_groups_of_keys_that_are_filled_one_after_the_other_leave_no_half_empty_pages(path):
     """As the names of new directories, which come in no order within theirs: a checkpoint must not sort them."""
+
     async def fill():
         chance, kept = random.Random(1), 0
         async with opened(path, LmdbOptions(**QUIET)) as kv:

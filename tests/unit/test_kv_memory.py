@@ -59,18 +59,34 @@ def filled(path, count):
 
 def pages_of(tree):
     raw = tree.path.read_bytes()
-    return [raw[at:at + PAGE] for at in range(0, len(raw), PAGE)]
+    return [raw[at : at + PAGE] for at in range(0, len(raw), PAGE)]
 
 
-@pytest.mark.parametrize("leaves, branches", [(0, 0), (1, 0), (2, 1), (300, 4), (36_000, 470), (360_000, 4600),
-                                              (3_600_000, 47_000), (10, 1000), (1 << 40, 1 << 33)])
+@pytest.mark.parametrize(
+    "leaves, branches",
+    [
+        (0, 0),
+        (1, 0),
+        (2, 1),
+        (300, 4),
+        (36_000, 470),
+        (360_000, 4600),
+        (3_600_000, 47_000),
+        (10, 1000),
+        (1 << 40, 1 << 33),
+    ],
+)
 def test_how_many_keys_change_so_many_pages(leaves, branches):
     """As many as the pages allow where each is on its own, no more than pages by all levels; rising with what is allowed."""
     found = [keys_within(pages, leaves, branches) for pages in (1, 10, 1000, 16_384)]
     assert found == sorted(found)
     for pages, keys in zip((1, 10, 1000, 16_384), found, strict=True):
         assert min(keys, leaves) + keys // 16 <= pages
-    assert keys_within(16_384, 3_600_000, 47_000) < keys_within(16_384, 36_000, 470) < keys_within(16_384, 300, 4)
+    assert (
+        keys_within(16_384, 3_600_000, 47_000)
+        < keys_within(16_384, 36_000, 470)
+        < keys_within(16_384, 300, 4)
+    )
     assert keys_within(16_384, 3_600_000, 47_000) > 16_384 // 5
 
 
@@ -83,8 +99,8 @@ def test_a_write_of_so_many_keys_changes_no_more_pages_than_it_may(tmp_path, mon
         random.Random(2).shuffle(old)
         keys = tree.write_keys_max
         assert keys >= pages_max // 4
-        changes = dict.fromkeys(old[:keys // 3], b"x" * 40) | dict.fromkeys(old[keys // 3:keys // 2])
-        changes |= dict(list(scattered(keys, 3).items())[:keys - len(changes)])
+        changes = dict.fromkeys(old[: keys // 3], b"x" * 40) | dict.fromkeys(old[keys // 3 : keys // 2])
+        changes |= dict(list(scattered(keys, 3).items())[: keys - len(changes)])
         assert len(changes) == keys or keys > count
         before = pages_of(tree)
         assert tree.write(changes, Mark(2, 2, 1), no_step)
@@ -121,7 +137,9 @@ def test_a_layer_is_large_by_the_pages_that_it_will_change(tmp_path, monkeypatch
             await kv.checkpoint()
             assert len(layers) > 10 and 60 < kv._entries_max < 300
             # A layer may be frozen under the figure of the tree before the last write.
-            assert all(size <= max(before, now) for (size, now), (_, before) in zip(layers[1:], layers, strict=False))
+            assert all(
+                size <= max(before, now) for (size, now), (_, before) in zip(layers[1:], layers, strict=False)
+            )
             assert dict(everything(kv)) == wanted
         async with opened(tmp_path / "kv", replace(OPTIONS, layer_entries_max=20)) as kv:
             assert kv._entries_max == 20
@@ -169,12 +187,13 @@ asyncio.run(main())
 
 def test_a_replay_gives_back_the_memory_that_it_took(tmp_path):
     """Records over all of a tree of 8,000 pages: 30 MiB are copied to write them."""
+
     async def main():
         options = replace(OPTIONS, layer_entries_max=1_000_000, journal_bytes=1 << 25)
         async with opened(tmp_path / "kv", options) as kv:
             old = scattered(250_000, 1)
             for part in range(0, 250_000, 25_000):
-                kv.apply(list(old.items())[part:part + 25_000])
+                kv.apply(list(old.items())[part : part + 25_000])
                 await kv.checkpoint()
             kv._start_checkpoint = lambda: None
             kv._entries_max = 1_000_000
@@ -182,8 +201,13 @@ def test_a_replay_gives_back_the_memory_that_it_took(tmp_path):
                 kv.apply([(key, b"new"), (b"last", b"%d" % number)])
 
     run(main())
-    said = subprocess.run([sys.executable, "-c", REPLAYING, os.fspath(tmp_path / "kv")], capture_output=True, text=True,
-                          check=True, timeout=60)
+    said = subprocess.run(
+        [sys.executable, "-c", REPLAYING, os.fspath(tmp_path / "kv")],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     grown, replayed, last = said.stdout.split()
     assert (float(replayed), last) == (20_000, "b'19999'")
     assert float(grown) < 20

@@ -16,8 +16,13 @@ from nvpool.testing.contracts.kv import everything
 from nvpool.testing.faults.power_loss import PowerLoss
 from nvpool.testing.faults.preload import FAIL, LIE, SHORT, SYNC, WRITE, PreloadFaults
 
-OPTIONS = LmdbOptions(journal_bytes=1 << 16, map_bytes=1 << 16, sync_interval_s=30, checkpoint_interval_s=30,
-                      layer_entries_max=60)
+OPTIONS = LmdbOptions(
+    journal_bytes=1 << 16,
+    map_bytes=1 << 16,
+    sync_interval_s=30,
+    checkpoint_interval_s=30,
+    layer_entries_max=60,
+)
 
 PROGRAM = """
 import asyncio, sys, time
@@ -70,9 +75,18 @@ def faults(tmp_path):
 
 
 def run(faults, how):
-    done = subprocess.run([sys.executable, "-c", PROGRAM, how], cwd=faults.root, env=os.environ | faults.environment(),
-                          timeout=240, capture_output=True, text=True)
-    reports = [(kind, int(sequence), int(at)) for kind, sequence, at in re.findall(r"(\w+) (\d+) (\d+)\n", done.stdout)]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, how],
+        cwd=faults.root,
+        env=os.environ | faults.environment(),
+        timeout=240,
+        capture_output=True,
+        text=True,
+    )
+    reports = [
+        (kind, int(sequence), int(at))
+        for kind, sequence, at in re.findall(r"(\w+) (\d+) (\d+)\n", done.stdout)
+    ]
     return done, reports
 
 
@@ -125,13 +139,17 @@ def test_a_sync_that_the_drive_refuses_fences_and_what_was_synced_before_is_ther
     lose_power(faults, [*reports, ("limit", 300, 1 << 63)], 5, seed=2)
 
 
-@pytest.mark.parametrize("on, path, skip", [(WRITE, "data.mdb", 12), (SYNC, "data.mdb", 6), (WRITE, "journal", 60)])
+@pytest.mark.parametrize(
+    "on, path, skip", [(WRITE, "data.mdb", 12), (SYNC, "data.mdb", 6), (WRITE, "journal", 60)]
+)
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_a_drive_that_begins_to_fail_costs_nothing_that_was_synced(faults, on, path, skip, code):
     faults.arm(on=on, action=FAIL, error=code, path=path, skip=skip)
     done, reports = run(faults, "stay")
     assert done.returncode and reports, done.stderr
-    assert ("NoSpace" if code == errno.ENOSPC else "Fenced" if path == "data.mdb" else "DriveFailed") in done.stderr
+    assert (
+        "NoSpace" if code == errno.ENOSPC else "Fenced" if path == "data.mdb" else "DriveFailed"
+    ) in done.stderr
     faults.disarm()
     assert asyncio.run(check(faults.root, reports[-1][1], 300)) >= reports[-1][1]
     lose_power(faults, [*reports, ("limit", 300, 1 << 63)], 5, seed=4)

@@ -22,7 +22,7 @@ from nvpool.core.errors import (
 from nvpool.kv.journal import encode
 from nvpool.kv.replication.member import MemberKv, peek, records_of
 from nvpool.kv.replication.standby import Group, StandbyKv
-from nvpool.kv.replication_log import ReplicationHistory, Position, TermRun, Tail, runs_of
+from nvpool.kv.replication_log import Position, ReplicationHistory, Tail, TermRun, runs_of
 from nvpool.poolmap.shards import members as shard_members
 from nvpool.testing.contracts.kv import everything
 from nvpool.testing.fakes.shard_members import OPTIONS, QUICK, Members
@@ -82,17 +82,20 @@ def test_damaged_records_of_a_standby_are_filled_anew(tmp_path):
 # -- history ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tail, common", [
-    (Tail(Position(0, 0)), 0),
-    (Tail(Position(3, 1)), 3),
-    (Tail(Position(1, 1), (TermRun(1, 2, 3), TermRun(2, 4, 4))), 4),
-    (Tail(Position(1, 1), (TermRun(1, 2, 9),)), 3),                      # a former primary with changes nobody else got
-    (Tail(Position(4, 1), (TermRun(1, 5, 9),)), None),                   # … of which LMDB has some
-    (Tail(Position(2, 1), (TermRun(1, 3, 3), TermRun(2, 4, 4), TermRun(3, 5, 7))), 4),
-    (Tail(Position(6, 4)), 6),
-    (Tail(Position(6, 5)), None),
-    (Tail(Position(2, 1), (TermRun(1, 3, 3), TermRun(2, 4, 5), TermRun(4, 6, 8))), 6),
-])
+@pytest.mark.parametrize(
+    "tail, common",
+    [
+        (Tail(Position(0, 0)), 0),
+        (Tail(Position(3, 1)), 3),
+        (Tail(Position(1, 1), (TermRun(1, 2, 3), TermRun(2, 4, 4))), 4),
+        (Tail(Position(1, 1), (TermRun(1, 2, 9),)), 3),  # a former primary with changes nobody else got
+        (Tail(Position(4, 1), (TermRun(1, 5, 9),)), None),  # … of which LMDB has some
+        (Tail(Position(2, 1), (TermRun(1, 3, 3), TermRun(2, 4, 4), TermRun(3, 5, 7))), 4),
+        (Tail(Position(6, 4)), 6),
+        (Tail(Position(6, 5)), None),
+        (Tail(Position(2, 1), (TermRun(1, 3, 3), TermRun(2, 4, 5), TermRun(4, 6, 8))), 6),
+    ],
+)
 def test_where_two_histories_part(tail, common):
     assert history((0, 0), 1, 1, 1, 2, 2, 4).common(tail) == common
 
@@ -107,7 +110,9 @@ def test_where_two_histories_part_is_not_known_below_what_is_kept():
 
 def test_a_history_keeps_what_is_not_committed_and_of_the_rest_what_it_may():
     kept = history((0, 0), *[1] * 100, retain_bytes=200)
-    assert kept.base == Position(80, 1) and len(kept.records(80, 1 << 20)) == 20 and kept.records(79, 100) == []
+    assert (
+        kept.base == Position(80, 1) and len(kept.records(80, 1 << 20)) == 20 and kept.records(79, 100) == []
+    )
     assert kept.records(80, 25) == [b"x" * 10] * 2 and kept.records(80, 1) == [b"x" * 10]
     kept.alone = False
     for sequence in range(101, 201):
@@ -133,8 +138,14 @@ def test_positions_as_runs():
 
 
 def group(term, first, count, committed=0, generation=1):
-    return Group(term, b"".join(encode(term, generation, sequence, {b"%d" % sequence: b"%d of %d" % (sequence, term)})
-                                for sequence in range(first, first + count)), committed)
+    return Group(
+        term,
+        b"".join(
+            encode(term, generation, sequence, {b"%d" % sequence: b"%d of %d" % (sequence, term)})
+            for sequence in range(first, first + count)
+        ),
+        committed,
+    )
 
 
 def test_what_a_standby_takes_and_what_not(tmp_path):
@@ -145,14 +156,14 @@ def test_what_a_standby_takes_and_what_not(tmp_path):
         def done(sequence, error):
             told.append(sequence if error is None else type(error))
 
-        standby.ship(group(1, 1, 2), done)                     # nobody has said where to go on
+        standby.ship(group(1, 1, 2), done)  # nobody has said where to go on
         assert await standby.begin(1) == Tail(Position(0, 0))
         standby.ship(group(1, 1, 2), done)
         await standby.keep(1, 0)
         standby.ship(group(1, 1, 2), done)
-        standby.ship(group(1, 1, 4), done)                     # two of them once more
+        standby.ship(group(1, 1, 4), done)  # two of them once more
         assert told == [Unavailable, Unavailable, 2, 4]
-        standby.ship(group(1, 6, 1), done)                     # one is missing: begin anew
+        standby.ship(group(1, 6, 1), done)  # one is missing: begin anew
         standby.ship(group(1, 5, 1), done)
         assert told[4:] == [InvalidRequest, Unavailable]
         assert (await standby.begin(1)).last == Position(4, 1)
@@ -162,8 +173,13 @@ def test_what_a_standby_takes_and_what_not(tmp_path):
         standby.ship(Group(1, bytes(damaged), 0), done)
         assert told[6:] == [CorruptRecord] and standby.last == Position(4, 1)
         assert await standby.begin(3) == Tail(Position(0, 0), (TermRun(1, 1, 4),))
-        for call in (standby.begin(2), standby.keep(2, 4), standby.install(2, Position(0, 0)), standby.sync(2),
-                     standby.promote(2)):
+        for call in (
+            standby.begin(2),
+            standby.keep(2, 4),
+            standby.install(2, Position(0, 0)),
+            standby.sync(2),
+            standby.promote(2),
+        ):
             with pytest.raises(StaleTerm):
                 await call
         await standby.keep(3, 3)
@@ -172,7 +188,7 @@ def test_what_a_standby_takes_and_what_not(tmp_path):
         assert await standby.sync(3) == 4 and standby.kv.synced_sequence == 4
         await standby.close()
         assert peek(tmp_path / "kv").last == Position(4, 3)
-        again = StandbyKv(tmp_path / "kv", OPTIONS)              # forgot what it had heard, but not what it has
+        again = StandbyKv(tmp_path / "kv", OPTIONS)  # forgot what it had heard, but not what it has
         with pytest.raises(StaleTerm):
             await again.begin(2)
         with pytest.raises(InvalidRequest):
@@ -228,8 +244,10 @@ def test_groups_wait_for_room_in_their_order_and_a_bounded_number(tmp_path):
         told = []
         big = b"v" * 50_000
         for sequence in range(1, 110):  # of a journal of 1 MiB
-            standby.ship(Group(1, encode(1, 1, sequence, {b"k%d" % sequence: big}), sequence - 1),
-                         lambda *answer: told.append(answer))
+            standby.ship(
+                Group(1, encode(1, 1, sequence, {b"k%d" % sequence: big}), sequence - 1),
+                lambda *answer: told.append(answer),
+            )
         refused = [error for _, error in told if error is not None]
         assert refused and isinstance(refused[0], Busy), told
         await until(lambda: len(told) == 109)
@@ -316,6 +334,7 @@ def test_killed_primary_goes_on_without_its_standby(tmp_path):
 @pytest.mark.parametrize("lost", ["changes", "mark"])
 def test_primary_without_proof_waits_for_its_standby(tmp_path, lost):
     """Its machine has lost power, or its drive went away and came back with less."""
+
     async def check(members):
         await members.quiet()
         primary = members.members[0]
@@ -344,7 +363,9 @@ def test_a_change_waits_for_a_standby_and_decisions_do_not(tmp_path):
             members.apply(of(number), told.append)
         for _ in range(50):
             await asyncio.sleep(0.01)
-        assert members.primary.kv.sequence == 50 and told == []  # the map says that it is up: nothing may be acknowledged
+        assert (
+            members.primary.kv.sequence == 50 and told == []
+        )  # the map says that it is up: nothing may be acknowledged
         assert members.primary.kv.get(b"last") == b"49"
         members.manager_away = False
         await until(lambda: len(told) == 50)
@@ -422,7 +443,7 @@ def test_a_standby_that_was_away_long_is_filled_while_changes_go_on(tmp_path):
         expected = everything(members.primary.kv)
         assert everything(members.members[1].standby.kv) == expected
         await members.kill(0)
-        await members.kill(1)                                 # what it was filled with is on its drive
+        await members.kill(1)  # what it was filled with is on its drive
         members.pool_map = shard_members.primary_lost(members.pool_map, 1)
         await members.start(1)
         assert members.primary.number == 1 and everything(members.primary.kv) == expected
@@ -439,11 +460,18 @@ def test_a_member_that_died_while_it_was_filled_is_filled_again_and_never_promot
         for _ in range(3):
             await members.start(1)
             standby = members.members[1].standby
-            await until(lambda standby=standby: standby.filling and standby.kv and standby.kv.statistics()["layer_entries"])
+            await until(
+                lambda standby=standby: (
+                    standby.filling and standby.kv and standby.kv.statistics()["layer_entries"]
+                )
+            )
             with pytest.raises(Unavailable):
                 await members.members[1].standby.promote(2)
             await members.kill(1)
-            assert peek(members.path(members.members[1])) == Tail(Position(0, 0)) and not await members.fail_over()
+            assert (
+                peek(members.path(members.members[1])) == Tail(Position(0, 0))
+                and not await members.fail_over()
+            )
         await members.start(1)
         await members.quiet()
         assert everything(members.members[1].standby.kv) == everything(members.primary.kv)
@@ -461,7 +489,9 @@ def test_a_standby_without_room_is_taken_out_and_nobody_waits_for_it(tmp_path):
 
         standby.kv._journal.append = full
         await members.acknowledged(of(1))
-        assert members.up == set() and members.primary.shipping.states()[1]["reason"] == "asked for by the test"
+        assert (
+            members.up == set() and members.primary.shipping.states()[1]["reason"] == "asked for by the test"
+        )
         del standby.kv._journal.append
         await members.quiet()
         assert everything(standby.kv) == everything(members.primary.kv)
@@ -469,10 +499,18 @@ def test_a_standby_without_room_is_taken_out_and_nobody_waits_for_it(tmp_path):
     with_members(tmp_path, check)
 
 
-@pytest.mark.parametrize("error, is_certain", [
-    (NotLeader(), True), (Unreachable(), False), (NotLeader(may_be_applied=True), False), (DeadlineExceeded(), False)])
+@pytest.mark.parametrize(
+    "error, is_certain",
+    [
+        (NotLeader(), True),
+        (Unreachable(), False),
+        (NotLeader(may_be_applied=True), False),
+        (DeadlineExceeded(), False),
+    ],
+)
 def test_standby_that_could_not_be_called_up_is_taken_out(tmp_path, error, is_certain):
     """Where certainly nobody was asked who could have changed the map, nobody has to be asked to change it back."""
+
     async def check(members):
         await members.quiet()
         members.cuts = {(0, 1)}
@@ -487,7 +525,9 @@ def test_standby_that_could_not_be_called_up_is_taken_out(tmp_path, error, is_ce
         members.cuts = {(0, 1)}  # it dies before it could be called up
         change = asyncio.ensure_future(members.acknowledged(of(2)))
         await asyncio.wait([change], timeout=0.5)
-        assert change.done() or not is_certain  # else its answer may have been lost, and the map may call it up
+        assert (
+            change.done() or not is_certain
+        )  # else its answer may have been lost, and the map may call it up
         members.manager_away = False
         await change
         members.cuts = set()
@@ -510,6 +550,7 @@ def test_standby_that_could_not_be_called_up_is_taken_out(tmp_path, error, is_ce
 
 def test_standby_that_others_demoted_is_called_up_again(tmp_path):
     """As the supervisor that leads does with one that has lost its records."""
+
     async def check(members):
         await members.quiet()
         assert members.up == {1}
@@ -590,7 +631,9 @@ def test_a_member_opened_without_the_end_of_its_journal_forgets_it_for_good(tmp_
 def test_records_travel_as_they_are_in_the_journal():
     records = [encode(7, 3, sequence, {b"a": b"1", b"b": None}) for sequence in (5, 6)]
     found = records_of(memoryview(b"".join(records)))
-    assert [(record.term, record.sequence, record.effects) for record in found] == [(7, 5, [(b"a", b"1"), (b"b", None)]),
-                                                                                (7, 6, [(b"a", b"1"), (b"b", None)])]
+    assert [(record.term, record.sequence, record.effects) for record in found] == [
+        (7, 5, [(b"a", b"1"), (b"b", None)]),
+        (7, 6, [(b"a", b"1"), (b"b", None)]),
+    ]
     with pytest.raises(CorruptRecord):
         records_of(b"".join(records)[:-1])

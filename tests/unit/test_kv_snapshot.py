@@ -11,8 +11,13 @@ from nvpool.kv.api import KEY_END
 from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.kv.memory import MemoryKv
 
-OPTIONS = LmdbOptions(journal_bytes=1 << 20, map_bytes=1 << 20, layer_entries_max=500, sync_interval_s=30,
-                      checkpoint_interval_s=30)
+OPTIONS = LmdbOptions(
+    journal_bytes=1 << 20,
+    map_bytes=1 << 20,
+    layer_entries_max=500,
+    sync_interval_s=30,
+    checkpoint_interval_s=30,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +47,9 @@ def test_a_snapshot_is_of_one_moment_also_when_nearly_everything_changes_in_fron
             await change_much(kv, chance, 150)
             seen += snapshot.step(chance.randrange(1, 60))
         assert seen == then
-        assert [pair async for pairs in beside for pair in pairs] == [pair for pair in then if pair[0][:1] == b"1"]
+        assert [pair async for pairs in beside for pair in pairs] == [
+            pair for pair in then if pair[0][:1] == b"1"
+        ]
         assert not list((tmp_path / "kv").glob("snapshot-*"))
         left = kv.snapshot()
         await change_much(kv, chance, 500)

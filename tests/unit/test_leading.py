@@ -8,7 +8,15 @@ from msgspec.structs import replace
 
 from nvpool.cluster.manager import LEASE_S
 from nvpool.core.clock import SYSTEM_CLOCK
-from nvpool.core.errors import AccessDenied, DeadlineExceeded, Fenced, NotLeader, StaleEpoch, Unavailable, Unreachable
+from nvpool.core.errors import (
+    AccessDenied,
+    DeadlineExceeded,
+    Fenced,
+    NotLeader,
+    StaleEpoch,
+    Unavailable,
+    Unreachable,
+)
 from nvpool.node.coordination.leadership import Leading
 from nvpool.poolmap.model import changed
 from nvpool.rpc.v1.meta_pb2 import ShardAliveRequest
@@ -23,8 +31,13 @@ class Others:
 
     def __init__(self):
         found = a_pool((4, 4, 4), 2, nodes=3)
-        self.pool_map = replace(found, nodes=tuple(replace(node, endpoints=(f"inproc://{node.id}",), member=f"node/n{node.id}")
-                                                   for node in found.nodes))
+        self.pool_map = replace(
+            found,
+            nodes=tuple(
+                replace(node, endpoints=(f"inproc://{node.id}",), member=f"node/n{node.id}")
+                for node in found.nodes
+            ),
+        )
         self.leads, self.silent, self.asked, self.messages = "2", {2}, [], []
 
     async def newest(self):
@@ -65,6 +78,7 @@ def test_who_waits_for_a_leader_that_is_silent_asks_the_next_one():
     async def check(others, leading, question):
         others.leads = "3"
         assert await question == b"from 3" and others.asked == [2, 3]
+
     asking(check)
 
 
@@ -73,6 +87,7 @@ def test_who_waits_for_a_leader_that_is_silent_hears_that_nobody_leads():
         others.leads = None
         with pytest.raises(Unavailable):
             await question
+
     asking(check)
 
 
@@ -81,12 +96,14 @@ def test_who_waits_for_a_leader_that_is_silent_and_leads_itself_answers_itself()
         leading.manager = object()
         others.leads = "1"
         assert await question is None
+
     asking(check)
 
 
 @pytest.mark.parametrize("serves_again", [False, True])
 def test_a_death_that_is_told_late_is_not_that_of_the_process_that_followed(serves_again):
     """Who leads gives that one leases, and would not know for a moment that others go on without it."""
+
     class Coordinator(Others):
         async def replace(self, new, leader=None):
             if self.pool_map.epoch == before:  # another one was first
@@ -109,6 +126,7 @@ def test_a_death_that_is_told_late_is_not_that_of_the_process_that_followed(serv
 
 def passing(check, *, silent=(), member="", method=META_ALIVE, request=None):
     """`check(others, leading, call)` on node 1, where `member` asks for `request`; its target 1 is served by process 7."""
+
     async def main():
         others = Others()
         others.silent = set(silent)
@@ -142,15 +160,24 @@ def test_own_target_is_passed_on_whatever_certificate_it_shows(member):
         await asyncio.gather(*leading._passing)
         assert call.answer == (b"from 2", b"")
         passed_on = AliveRequest.FromString(others.messages[0])
-        assert (passed_on.forwarded.node, passed_on.forwarded.hops, passed_on.target, passed_on.pid) == (1, 1, 1, 7)
+        assert (passed_on.forwarded.node, passed_on.forwarded.hops, passed_on.target, passed_on.pid) == (
+            1,
+            1,
+            1,
+            7,
+        )
 
     passing(check, member=member, method=POOL_ALIVE, request=AliveRequest(target=1, pid=7))
 
 
-@pytest.mark.parametrize("member, forwarded", [
-    ("node/n3", Forwarded(node=3, hops=1)), ("", Forwarded(node=3, hops=1)),  # plain text shows no certificate
-    ("node/n3", Forwarded()),                                                 # a supervisor that does not say so yet
-])
+@pytest.mark.parametrize(
+    "member, forwarded",
+    [
+        ("node/n3", Forwarded(node=3, hops=1)),
+        ("", Forwarded(node=3, hops=1)),  # plain text shows no certificate
+        ("node/n3", Forwarded()),  # a supervisor that does not say so yet
+    ],
+)
 def test_forwarded_request_is_not_passed_on_again(member, forwarded):
     async def check(others, leading, call):
         with pytest.raises(NotLeader) as caught:
@@ -168,14 +195,22 @@ def test_leader_that_this_node_does_not_reach_is_asked_through_another():
         assert relayed.forwarded == Forwarded(node=1, hops=1, relay=True) and relayed.term == 3
         others.silent = {3}
         assert await leading.ask_leader(call) == b"from 2" and others.asked == [2, 3, 2, 3], "both at once"
-        assert await leading.ask_leader(call) == b"from 2" and others.asked == [2, 3, 2, 3, 2], "it is reached again"
+        assert await leading.ask_leader(call) == b"from 2" and others.asked == [2, 3, 2, 3, 2], (
+            "it is reached again"
+        )
 
     passing(check, silent=(2,))
 
 
 @pytest.mark.parametrize("leader", [Unreachable("no route"), None], ids=["unreachable", "silent"])
-@pytest.mark.parametrize("relay, raised", [(AccessDenied("not yours"), AccessDenied), (Fenced("over"), Fenced),
-                                           (NotLeader("nor do I reach it"), NotLeader)])
+@pytest.mark.parametrize(
+    "relay, raised",
+    [
+        (AccessDenied("not yours"), AccessDenied),
+        (Fenced("over"), Fenced),
+        (NotLeader("nor do I reach it"), NotLeader),
+    ],
+)
 def test_refusals_of_a_leader_come_through_another(leader, relay, raised):
     async def check(others, leading, call):
         async def answer(endpoints, method, message, *, deadline_s):
@@ -185,6 +220,7 @@ def test_refusals_of_a_leader_come_through_another(leader, relay, raised):
                 await asyncio.sleep(1.0)
                 raise NotLeader("too late")
             raise leader
+
         others.call = answer
         with pytest.raises(raised) as caught:
             await leading.ask_leader(call)
@@ -210,11 +246,15 @@ def test_relayed_request_goes_to_the_leader_alone(relays):
     passing(check, member="node/n3", request=ShardAliveRequest(shard=1, forwarded=forwarded))
 
 
-@pytest.mark.parametrize("member, forwarded", [
-    ("client/c", Forwarded()), ("bridge/b", Forwarded(node=1, hops=1)),  # no node
-    ("node/n3", Forwarded(node=2, hops=1)),                              # in another node's name
-    ("node/n3", Forwarded(node=9, hops=1)),                              # in the name of none of the pool
-])
+@pytest.mark.parametrize(
+    "member, forwarded",
+    [
+        ("client/c", Forwarded()),
+        ("bridge/b", Forwarded(node=1, hops=1)),  # no node
+        ("node/n3", Forwarded(node=2, hops=1)),  # in another node's name
+        ("node/n3", Forwarded(node=9, hops=1)),  # in the name of none of the pool
+    ],
+)
 @pytest.mark.parametrize("leads", [False, True])
 def test_forwarding_in_the_name_of_others_is_denied(member, forwarded, leads):
     async def check(others, leading, call):
@@ -232,6 +272,7 @@ def test_forwarding_in_the_name_of_others_is_denied(member, forwarded, leads):
 @pytest.mark.parametrize("forwarded", [Forwarded(), Forwarded(node=3, hops=1)], ids=["older", "today"])
 def test_leader_hears_targets_whose_supervisor_passes_them_on(forwarded):
     """A supervisor of an older version, which does not say that it has passed the sign on, is understood."""
+
     async def check(others, leading, call):
         leading.manager = SimpleNamespace(alive=lambda request: AliveReply(epoch=request.target))
         leading.alive(call)
@@ -241,7 +282,12 @@ def test_leader_hears_targets_whose_supervisor_passes_them_on(forwarded):
         assert await leading.ask_leader(shard) is None  # to be answered here
 
     target = next(target.id for target in Others().pool_map.targets if target.node == 3)
-    passing(check, member="node/n3", method=POOL_ALIVE, request=AliveRequest(target=target, pid=9, forwarded=forwarded))
+    passing(
+        check,
+        member="node/n3",
+        method=POOL_ALIVE,
+        request=AliveRequest(target=target, pid=9, forwarded=forwarded),
+    )
 
 
 def test_node_speaks_for_its_own_targets_only():
@@ -251,20 +297,29 @@ def test_node_speaks_for_its_own_targets_only():
         with pytest.raises(AccessDenied, match="target 1 of node 1"):
             leading.alive(call)
 
-    passing(check, member="node/n3", method=POOL_ALIVE,
-            request=AliveRequest(target=1, pid=7, forwarded=Forwarded(node=3, hops=1)))
+    passing(
+        check,
+        member="node/n3",
+        method=POOL_ALIVE,
+        request=AliveRequest(target=1, pid=7, forwarded=Forwarded(node=3, hops=1)),
+    )
 
 
 def test_forwarded_requests_share_one_field_number():
     from nvpool.node.coordination.shard_failover import ShardKeeper
     from nvpool.rpc.v1 import meta_pb2, moving_pb2, wire_pb2
-    kinds = {wire_pb2.META_ALIVE: meta_pb2.ShardAliveRequest, wire_pb2.META_STANDBY: meta_pb2.StandbyRequest,
-             wire_pb2.META_MOVED: moving_pb2.MovedRequest, wire_pb2.META_TAKE_RIGHT: meta_pb2.TakeRightRequest}
+
+    kinds = {
+        wire_pb2.META_ALIVE: meta_pb2.ShardAliveRequest,
+        wire_pb2.META_STANDBY: meta_pb2.StandbyRequest,
+        wire_pb2.META_MOVED: moving_pb2.MovedRequest,
+        wire_pb2.META_TAKE_RIGHT: meta_pb2.TakeRightRequest,
+    }
     assert set(kinds) == ShardKeeper.METHODS
     for kind in (*kinds.values(), AliveRequest):
         made = kind(forwarded=Forwarded(node=4, hops=2)).SerializeToString()
         assert Forwardable.FromString(made).forwarded == Forwarded(node=4, hops=2)
-        assert made == bytes.fromhex("a20604" "0804" "1002")  # as other versions of nvpool read it
+        assert made == bytes.fromhex("a2060408041002")  # as other versions of nvpool read it
 
 
 def test_answer_after_a_change_of_leader_may_have_been_applied():
@@ -290,10 +345,13 @@ def test_answer_after_a_change_of_leader_may_have_been_applied():
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("former, led_s, bounded", [
-    ("2", LEASE_S + 0.1, True), ("2", LEASE_S, False), ("2", 0.0, False), (None, 9.0, False)])
+@pytest.mark.parametrize(
+    "former, led_s, bounded",
+    [("2", LEASE_S + 0.1, True), ("2", LEASE_S, False), ("2", 0.0, False), (None, 9.0, False)],
+)
 def test_rights_have_ended_where_the_former_leader_says_so(former, led_s, bounded):
     """Also for a supervisor that has just been started: it has seen no other node lead for long."""
+
     async def main():
         leading = Leading(Others(), 1, Others(), {}.get)
         reign = leading._begun(SimpleNamespace(former=former, former_led_s=led_s, left_s=2.0, holds=True))

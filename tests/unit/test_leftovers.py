@@ -7,7 +7,9 @@ from pathlib import Path
 
 
 def test_a_process_that_outlives_its_test_is_named_ended_and_fails_the_run(tmp_path):
-    (tmp_path / "conftest.py").write_text((Path(__file__).parents[1] / "conftest.py").read_text().replace("15.0", "0.5"))
+    (tmp_path / "conftest.py").write_text(
+        (Path(__file__).parents[1] / "conftest.py").read_text().replace("15.0", "0.5")
+    )
     (tmp_path / "test_it.py").write_text("""
 import subprocess, sys
 def test_it():
@@ -15,8 +17,13 @@ def test_it():
     open("pid", "w").write(str(child.pid))
     child.returncode = 0  # so that Python does not warn of it
 """)
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."], cwd=tmp_path,
-                          capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     pid = int((tmp_path / "pid").read_text())
     assert done.returncode == 1 and f"LEFT BEHIND process {pid}" in done.stdout, done.stdout
     assert done.stdout.splitlines()[-1].startswith("1 passed")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from nvpool.testing.sim.linearizability import (
     INITIAL,
-    RegisterOperation,
     NameCall,
+    RegisterOperation,
     SizeCall,
     names_problems,
     register_problems,
@@ -29,7 +29,11 @@ def explained(accesses: list[RegisterOperation]) -> bool:
         left_out = [a for place, a in enumerate(unknown) if chosen >> place & 1]
         for order in permutations([a for a in accesses if a not in left_out]):
             value = INITIAL
-            if any(later.end < earlier.begin for place, earlier in enumerate(order) for later in order[place + 1:]):
+            if any(
+                later.end < earlier.begin
+                for place, earlier in enumerate(order)
+                for later in order[place + 1 :]
+            ):
                 continue
             for access in order:
                 if access.kind == "write":
@@ -63,7 +67,11 @@ def test_registers_are_judged_as_by_trying_all_orders(history):
 
 
 def test_a_register_that_forgets_what_was_acknowledged_is_found():
-    history = [RegisterOperation("write", 1, 0, 1), RegisterOperation("read", 1, 2, 3), RegisterOperation("read", 0, 4, 5)]
+    history = [
+        RegisterOperation("write", 1, 0, 1),
+        RegisterOperation("read", 1, 2, 3),
+        RegisterOperation("read", 0, 4, 5),
+    ]
     assert register_problems(history)
     assert not register_problems(history[:2])
 
@@ -82,7 +90,11 @@ def test_two_creates_of_a_name_that_both_succeed_are_found():
 
 def test_a_rename_never_shows_both_names_or_none():
     history = [call("create", b"a", "ok", 0, 1), call("rename", b"a", "ok", 2, 9, b"b")]
-    for seen_a, seen_b, fine in (("ok", "missing", True), ("missing", "ok", True), ("missing", "missing", False)):
+    for seen_a, seen_b, fine in (
+        ("ok", "missing", True),
+        ("missing", "ok", True),
+        ("missing", "missing", False),
+    ):
         looked = [call("lookup", b"a", seen_a, 3, 4), call("lookup", b"b", seen_b, 5, 6)]
         assert (not names_problems([*history, *looked])) == fine
     backwards = [call("lookup", b"b", "ok", 3, 4), call("lookup", b"a", "ok", 5, 6)]
@@ -104,11 +116,18 @@ def test_links_are_counted_and_a_rename_over_another_name_of_the_file_does_nothi
     same = [*made, call("replace", b"a", "ok", 4, 5, b"b")]
     assert not names_problems(same, frozenset([(b"a", 7), (b"b", 7)]))
     assert names_problems(same, frozenset([(b"b", 7)]))
-    other = [call("create", b"a", "ok", 0, 1), call("create", b"b", "ok", 2, 3, inode=8),
-             call("replace", b"a", "ok", 4, 5, b"b")]
+    other = [
+        call("create", b"a", "ok", 0, 1),
+        call("create", b"b", "ok", 2, 3, inode=8),
+        call("replace", b"a", "ok", 4, 5, b"b"),
+    ]
     assert not names_problems(other, frozenset([(b"b", 7)]))
     assert names_problems(other, frozenset([(b"b", 8)]))
-    gone = [call("create", b"a", "ok", 0, 1), call("unlink", b"a", "ok", 2, 3), call("link", b"b", "ok", 4, 5)]
+    gone = [
+        call("create", b"a", "ok", 0, 1),
+        call("unlink", b"a", "ok", 2, 3),
+        call("link", b"b", "ok", 4, 5),
+    ]
     assert names_problems(gone) and not names_problems([*gone[:2], call("link", b"b", "missing", 4, 5)])
 
 
@@ -121,16 +140,24 @@ def test_the_inode_of_a_create_that_nobody_answered_is_what_is_found_later():
 
 
 def test_a_register_that_was_cut_is_judged_too():
-    history = [RegisterOperation("write", 1, 0, 1), RegisterOperation("write", INITIAL, 2, 3), RegisterOperation("read", INITIAL, 4, 5)]
+    history = [
+        RegisterOperation("write", 1, 0, 1),
+        RegisterOperation("write", INITIAL, 2, 3),
+        RegisterOperation("read", INITIAL, 4, 5),
+    ]
     assert not register_problems(history)
     assert register_problems([*history, RegisterOperation("read", 1, 6, 7)])
-    assert not register_problems([history[0], RegisterOperation("write", INITIAL, 2, inf), RegisterOperation("read", 1, 6, 7)])
+    assert not register_problems(
+        [history[0], RegisterOperation("write", INITIAL, 2, inf), RegisterOperation("read", 1, 6, 7)]
+    )
 
 
 def test_sizes_are_the_largest_that_was_written_since_the_last_cut():
     history = [SizeCall("write", 50, 0, 1), SizeCall("cut", 20, 2, 3), SizeCall("write", 10, 4, 5)]
     assert not sizes_problems([*history, SizeCall("look", 20, 6, 7)])
-    assert sizes_problems([*history, SizeCall("look", 50, 6, 7)]) and sizes_problems([*history, SizeCall("look", 10, 6, 7)])
+    assert sizes_problems([*history, SizeCall("look", 50, 6, 7)]) and sizes_problems(
+        [*history, SizeCall("look", 10, 6, 7)]
+    )
 
 
 def test_records_lie_apart_and_in_their_order():
@@ -139,17 +166,25 @@ def test_records_lie_apart_and_in_their_order():
     assert records_problems(b"<one>\0\0\0<two>", [first, second])
     assert not records_problems(b"<one>\0\0\0<two>", [first, second, AppendedRecord(b"<lost>", 2, inf, "b")])
     assert records_problems(b"<two><one>", [first, second])
-    assert records_problems(b"<on<two>", [first, second]) and records_problems(b"<one><one><two>", [first, second])
+    assert records_problems(b"<on<two>", [first, second]) and records_problems(
+        b"<one><one><two>", [first, second]
+    )
     assert records_problems(b"<one>noise<two>", [first, second])
     assert not records_problems(b"<one>", [first, AppendedRecord(b"<two>", 2, inf, "b")])
 
 
 def test_what_was_seen_before_a_loss_of_power_and_answered_behind_it_counts_for_nothing():
-    write, seen, later = RegisterOperation("write", 1, 0, 9), RegisterOperation("read", 1, 1, 2), RegisterOperation("read", INITIAL, 6, 7)
+    write, seen, later = (
+        RegisterOperation("write", 1, 0, 9),
+        RegisterOperation("read", 1, 1, 2),
+        RegisterOperation("read", INITIAL, 6, 7),
+    )
     assert register_problems([write, seen, later])
     kept = without_what_was_seen_too_early([write, seen, later], [5], lambda access: access.kind == "write")
     assert kept == [write, later] and not register_problems(kept)
-    assert seen in without_what_was_seen_too_early([write, seen, later], [12], lambda access: access.kind == "write")
+    assert seen in without_what_was_seen_too_early(
+        [write, seen, later], [12], lambda access: access.kind == "write"
+    )
 
 
 def test_a_look_at_a_cut_that_is_not_answered_does_not_put_the_writes_of_others_behind_it():

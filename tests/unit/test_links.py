@@ -8,20 +8,25 @@ from nvpool.poolmap.nodes.broken_links import cut_off, is_replaceable
 from tests.unit.test_placement import a_pool
 
 POOL = a_pool((4,) * 6, 2)
-POOL = replace(POOL, targets=tuple(replace(target, node=1 + number // 2) for number, target in enumerate(POOL.targets)))
+POOL = replace(
+    POOL, targets=tuple(replace(target, node=1 + number // 2) for number, target in enumerate(POOL.targets))
+)
 """Targets 1 and 2 on node 1, 3 and 4 on node 2, 5 and 6 on node 3."""
 
 
-@pytest.mark.parametrize("reports, before, expected", [
-    ({}, (), ()),
-    ({3: (5,)}, (), (5,)),                                  # the one that is reported
-    ({5: (3,), 6: (3, 4)}, (), (3, 4)),
-    ({3: (5,), 5: (3,)}, (), (5,)),                         # both: the node with the higher number
-    ({3: (5,), 5: (3,)}, (3,), (3,)),                       # and the same one as before
-    ({1: (5,), 3: (5,), 5: (1, 3)}, (), (5,)),              # the node with more broken links
-    ({1: (3,), 3: (1,), 5: (3,)}, (), (3,)),
-    ({1: (2,), 3: (99,)}, (), ()),                          # no link: one node, and a target that is not there
-])
+@pytest.mark.parametrize(
+    "reports, before, expected",
+    [
+        ({}, (), ()),
+        ({3: (5,)}, (), (5,)),  # the one that is reported
+        ({5: (3,), 6: (3, 4)}, (), (3, 4)),
+        ({3: (5,), 5: (3,)}, (), (5,)),  # both: the node with the higher number
+        ({3: (5,), 5: (3,)}, (3,), (3,)),  # and the same one as before
+        ({1: (5,), 3: (5,), 5: (1, 3)}, (), (5,)),  # the node with more broken links
+        ({1: (3,), 3: (1,), 5: (3,)}, (), (3,)),
+        ({1: (2,), 3: (99,)}, (), ()),  # no link: one node, and a target that is not there
+    ],
+)
 def test_targets_of_one_node_give_way(reports, before, expected):
     assert cut_off(POOL, reports, before) == frozenset(expected)
 

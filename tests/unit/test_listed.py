@@ -22,12 +22,33 @@ from nvpool.testing.fakes.vfs import MemoryVfs
 ME = Caller(0, 0)
 WORDS, SIGNED = st.integers(0, (1 << 64) - 1), st.integers(-(1 << 63), (1 << 63) - 1)
 HALVES = st.integers(0, (1 << 32) - 1)
-ATTRS = st.builds(Attr, inode=WORDS, mode=HALVES, links=HALVES, uid=HALVES, gid=HALVES, size=WORDS, blocks=WORDS,
-                  atime_ns=SIGNED, mtime_ns=SIGNED, ctime_ns=SIGNED, rdev=HALVES, table=st.integers(0, 255),
-                  chunk_bits=st.integers(0, 255), cut=WORDS, flags=st.integers(0, 255), change=WORDS, parent=WORDS,
-                  punches=WORDS)
-ENTRIES = st.lists(st.builds(DirEntry, name=st.binary(min_size=1, max_size=255), cursor=WORDS, attr=ATTRS,
-                             promised=st.booleans()), max_size=8)
+ATTRS = st.builds(
+    Attr,
+    inode=WORDS,
+    mode=HALVES,
+    links=HALVES,
+    uid=HALVES,
+    gid=HALVES,
+    size=WORDS,
+    blocks=WORDS,
+    atime_ns=SIGNED,
+    mtime_ns=SIGNED,
+    ctime_ns=SIGNED,
+    rdev=HALVES,
+    table=st.integers(0, 255),
+    chunk_bits=st.integers(0, 255),
+    cut=WORDS,
+    flags=st.integers(0, 255),
+    change=WORDS,
+    parent=WORDS,
+    punches=WORDS,
+)
+ENTRIES = st.lists(
+    st.builds(
+        DirEntry, name=st.binary(min_size=1, max_size=255), cursor=WORDS, attr=ATTRS, promised=st.booleans()
+    ),
+    max_size=8,
+)
 
 
 # -- packed --------------------------------------------------------------------------------------------------------------
@@ -37,16 +58,23 @@ ENTRIES = st.lists(st.builds(DirEntry, name=st.binary(min_size=1, max_size=255),
 @given(ENTRIES)
 def test_entries_come_out_as_they_went_in(entries):
     listed = DirectoryPage(packed(entries))
-    assert [(one.name, one.cursor, one.inode, one.kind, one.attr) for one in listed] == \
-        [(one.name, one.cursor, one.attr.inode, one.attr.mode >> 12, one.attr) for one in entries]
+    assert [(one.name, one.cursor, one.inode, one.kind, one.attr) for one in listed] == [
+        (one.name, one.cursor, one.attr.inode, one.attr.mode >> 12, one.attr) for one in entries
+    ]
     assert [attr_of(record) for record in listed.records] == [entry.attr for entry in entries]
-    assert [change_of(record) for record in listed.records] == listed.changes == [entry.attr.change for entry in entries]
+    assert (
+        [change_of(record) for record in listed.records]
+        == listed.changes
+        == [entry.attr.change for entry in entries]
+    )
     assert listed.promised == sum(entry.promised for entry in entries)
     assert [listed.is_promised(at) for at in range(len(listed))] == [entry.promised for entry in entries]
 
 
 def test_other_attributes_can_be_put_in_an_entry():
-    listed = DirectoryPage(pack_entry(7, Attr(inode=1, size=2), True, b"a") + pack_entry(8, Attr(inode=3), False, b"b"))
+    listed = DirectoryPage(
+        pack_entry(7, Attr(inode=1, size=2), True, b"a") + pack_entry(8, Attr(inode=3), False, b"b")
+    )
     listed.put(0, Attr(inode=1, size=99, change=4))
     assert listed[0].attr.size == attr_of(listed.records[0]).size == 99
     assert (listed[0].name, listed[0].cursor, listed.is_promised(0), listed[1].inode) == (b"a", 7, True, 3)
@@ -76,8 +104,12 @@ class Books:
 
 
 def listed_of(*inodes, change=5):
-    return DirectoryPage(b"".join(pack_entry(inode, Attr(inode=inode, change=change, size=change), True, b"%d" % inode)
-                           for inode in inodes))
+    return DirectoryPage(
+        b"".join(
+            pack_entry(inode, Attr(inode=inode, change=change, size=change), True, b"%d" % inode)
+            for inode in inodes
+        )
+    )
 
 
 def test_leases_that_came_together_end_one_by_one():
@@ -91,7 +123,9 @@ def test_leases_that_came_together_end_one_by_one():
     books.leases.end(books.watch, [1])
     assert not books.leases.held(1) and books.leases.held(2) and books.leases.held(3)
     assert books.leases.outdated([1, 2, 3], sent_s) == {1}
-    assert books.leases.take_all([1, 2, 3], 60_000, sent_s)[0] is None, "what was asked before its end begins no lease"
+    assert books.leases.take_all([1, 2, 3], 60_000, sent_s)[0] is None, (
+        "what was asked before its end begins no lease"
+    )
     books.now()
     again = books.leases.take_all([1, 2, 3], 60_000, books.now())
     assert again[0].number != leases[0].number and again[1].number == leases[1].number
@@ -139,11 +173,17 @@ def test_what_is_known_of_listings_is_bounded():
         inodes = list(range(first, first + 50))
         listed, sent_s = listed_of(*inodes), books.now()
         assert books.cache.put_attrs(listed)
-        books.cache.put_entries(ROOT, listed.names, inodes, sent_s, books.leases.take_all(inodes, 1 << 30, sent_s))
+        books.cache.put_entries(
+            ROOT, listed.names, inodes, sent_s, books.leases.take_all(inodes, 1 << 30, sent_s)
+        )
     assert books.cache.attr(1, 1e9) is None and books.cache.attr(999, 1e9)
     assert books.cache.entry(ROOT, b"1", 1e9) is None and books.cache.entry(ROOT, b"999", 1e9) == 999
     assert books.leases.held(1) is None and books.leases.held(999)
-    assert len(books.cache._attrs) <= 100 and len(books.cache._entries) <= 100 and len(books.leases._leases) <= 100
+    assert (
+        len(books.cache._attrs) <= 100
+        and len(books.cache._entries) <= 100
+        and len(books.leases._leases) <= 100
+    )
 
 
 # -- what the kernel is told -------------------------------------------------------------------------------------------
@@ -169,12 +209,14 @@ def test_of_what_others_have_changed_since_it_was_listed_the_kernel_is_told_the_
         def add_all(listed, first, unknown):
             told.extend((entry.name, entry.inode in unknown) for entry in list(listed)[first:])
             return len(listed)
+
         attrs = [await vfs.mknod(ROOT, b"f%d" % number, 0o100644, 0, ME) for number in range(3)]
         vfs.changed = {attrs[1].inode}
         handle = await ops.opendir(ROOT)
         await ops.readdir(handle, 2, lambda *_: True, add_all)
         await ops.releasedir(handle)
         assert told == [(b"f0", False), (b"f1", True), (b"f2", False)]
+
     asyncio.run(run())
 
 
@@ -186,6 +228,7 @@ def test_names_that_were_listed_are_taken_back_until_the_kernel_has_forgotten_th
 
         async def invalidate(names, inodes):
             taken_back.extend(names)
+
         ops.invalidate = invalidate
         attrs = [await vfs.mknod(ROOT, b"f%d" % number, 0o100644, 0, ME) for number in range(3)]
         await vfs.link(attrs[0].inode, ROOT, b"again", ME)
@@ -198,13 +241,16 @@ def test_names_that_were_listed_are_taken_back_until_the_kernel_has_forgotten_th
         await ops.lookup(ROOT, b"again")
         taken_back.clear()
         await ops._recalled([attrs[0].inode])
-        assert taken_back == [(ROOT, b"again")], "once, however often it was told; the other one is not kept any more"
+        assert taken_back == [(ROOT, b"again")], (
+            "once, however often it was told; the other one is not kept any more"
+        )
         clock.advance(10.0)
         await ops.lookup(ROOT, b"f2")
         taken_back.clear()
         await ops._recalled([attr.inode for attr in attrs])
         assert taken_back == [(ROOT, b"f2")], "of the others the kernel asks by itself"
         await ops.releasedir(handle)
+
     asyncio.run(run())
 
 
@@ -218,6 +264,7 @@ def test_names_that_the_kernel_was_told_of_are_remembered_up_to_a_bound(monkeypa
 
         async def invalidate(names, inodes):
             taken_back.extend(names)
+
         ops.invalidate = invalidate
         attrs = [await ops.mknod(ROOT, b"f%d" % number, 0o100644, 0, ME) for number in range(300)]
         await ops._recalled([attr.inode for attr in attrs])
@@ -231,4 +278,5 @@ def test_names_that_the_kernel_was_told_of_are_remembered_up_to_a_bound(monkeypa
         assert (ROOT, b"f7") in taken_back
         await ops.releasedir(handle)
         assert sum(len(named.told) for named in ops._named) <= 110
+
     asyncio.run(run())

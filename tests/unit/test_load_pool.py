@@ -43,6 +43,7 @@ def dumped(path):
         await fill(client)
         await dump(client, path)
         stores.update({key: store for key, store in pool._memory.items() if key[0] == "target"})
+
     run(main)
     return stores
 
@@ -60,6 +61,7 @@ def loaded(path, stores=(), look=None):
             if look is not None:
                 await look(client)
             return found
+
     return asyncio.run(main())
 
 
@@ -68,7 +70,9 @@ def rewritten(path, change):
     with open(path, "rb") as file:
         sdk_dump.read_header(file)
         head = file.tell()
-        rows = [msgspec.json.decode(line) for _, records in sdk_dump.frames(file) for line in records.splitlines()]
+        rows = [
+            msgspec.json.decode(line) for _, records in sdk_dump.frames(file) for line in records.splitlines()
+        ]
         file.seek(0)
         content = file.read(head)
     records = b"".join(msgspec.json.encode(row) + b"\n" for row in change(rows))
@@ -98,6 +102,7 @@ def test_targets_that_do_not_answer_are_said_and_the_load_is_good(tmp_path):
         found = await load(await pool.client(), path)
         assert found.records and "no such listener" in found.unanswered
         assert not found.files_sampled and not found.files_without_data
+
     run(main)
 
 
@@ -110,10 +115,12 @@ def test_records_that_contradict_one_another_are_mended_and_told(tmp_path):
         full = next(row for row in rows if row.get("name") == "full 1")
         next(row for row in rows if row.get("type") == "inode" and row["inode"] == full["inode"])["links"] = 9
         return [row for row in rows if row.get("type") != "inode" or row["inode"] != victim["inode"]]
+
     rewritten(path, spoil)
 
     async def look(client):
         assert (await client.vfs.lookup(ROOT_INODE, b"full 1")).links == 1
+
     found = loaded(path, stores, look)
     assert {problem.kind for problem in found.problems} >= {"dentry", "links", "counts"} and not found.left
     assert all(problem.repaired for problem in found.problems)
@@ -121,8 +128,18 @@ def test_records_that_contradict_one_another_are_mended_and_told(tmp_path):
 
 def test_a_sample_is_spread_over_all_files_with_contents():
     sample, made = _Sample(), 10_000
-    rows = [{"type": "inode", "inode": number, "mode": 0o100644, "links": 1, "size": 5, "blocks": number % 3, "table": 1}
-            for number in range(1, made + 1)]
+    rows = [
+        {
+            "type": "inode",
+            "inode": number,
+            "mode": 0o100644,
+            "links": 1,
+            "size": 5,
+            "blocks": number % 3,
+            "table": 1,
+        }
+        for number in range(1, made + 1)
+    ]
     rows[5:5] = [{"type": "dentry"}, {"type": "inode"}, {"type": "inode", "mode": "x"}, {}]
     lines = b"".join(msgspec.json.encode(row) + b"\n" for row in rows) + b"no json\n"
     sample.look(lines)

@@ -37,4 +37,5 @@ def test_services_that_are_killed_and_started_again_have_what_they_answered(tmp_
         if kept == "directory":
             async with LocalPool(tmp_path) as pool:
                 pass
+
     asyncio.run(asyncio.wait_for(main(), 120))

@@ -9,7 +9,15 @@ import pytest
 
 from nvpool.core import grants
 from nvpool.core.clock import ManualClock
-from nvpool.core.errors import AccessDenied, Bug, NotFound, NotPermitted, NvpoolError, StaleGrant, StaleSession
+from nvpool.core.errors import (
+    AccessDenied,
+    Bug,
+    NotFound,
+    NotPermitted,
+    NvpoolError,
+    StaleGrant,
+    StaleSession,
+)
 from nvpool.core.ids import ROOT_INODE as ROOT
 from nvpool.core.posix.acl import ACCESS, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, AclEntry, encode_acl
 from nvpool.kv.memory import MemoryKv
@@ -32,10 +40,18 @@ def peer(uid, *groups):
     return Peer("somebody", "unix", True, credentials=Credentials(uid, frozenset({uid, *groups}), 1))
 
 
-REQUESTS = {method: kind for method, (kind, *_) in (CHANGES | QUERIES).items() if method in local_users._GUARDS} | {
-    wire.META_RENEW_SESSION: pb.RenewSessionRequest, wire.META_RELEASE: pb.ReleaseRequest, wire.META_LIST: pb.ListDirRequest,
-    wire.META_LOOKUP_MANY: pb.LookupManyRequest, wire.META_GETATTR_MANY: pb.GetAttrManyRequest,
-    wire.META_STATFS: pb.StatFsRequest, wire.META_VOLUME: pb.VolumeRequest, wire.META_VOLUME_ROOM: pb.VolumeRoomRequest}
+REQUESTS = {
+    method: kind for method, (kind, *_) in (CHANGES | QUERIES).items() if method in local_users._GUARDS
+} | {
+    wire.META_RENEW_SESSION: pb.RenewSessionRequest,
+    wire.META_RELEASE: pb.ReleaseRequest,
+    wire.META_LIST: pb.ListDirRequest,
+    wire.META_LOOKUP_MANY: pb.LookupManyRequest,
+    wire.META_GETATTR_MANY: pb.GetAttrManyRequest,
+    wire.META_STATFS: pb.StatFsRequest,
+    wire.META_VOLUME: pb.VolumeRequest,
+    wire.META_VOLUME_ROOM: pb.VolumeRoomRequest,
+}
 del REQUESTS[wire.META_RESERVE]  # waits for the last one
 
 
@@ -47,8 +63,14 @@ class Place:
         return await self.begin()
 
     async def begin(self):
-        self.service = MetaService(self.kv, grant_secret=b"s" * 32, dialer=StoreRecorder(), clock=self.clock,
-                                   options=OPTIONS, callers=Callers(OPERATORS))
+        self.service = MetaService(
+            self.kv,
+            grant_secret=b"s" * 32,
+            dialer=StoreRecorder(),
+            clock=self.clock,
+            options=OPTIONS,
+            callers=Callers(OPERATORS),
+        )
         self.service.update_map(small_map())
         await self.service.start()
         self.root = await ShardClient(self.service).begin()
@@ -71,6 +93,7 @@ def scenario(function):
                 await place.service.close()
 
         asyncio.run(body())
+
     test.__name__, test.__doc__ = function.__name__, function.__doc__
     return test
 
@@ -99,12 +122,18 @@ async def test_grants_follow_the_mode(place):
     await place.root.file(ROOT, b"open", mode=stat.S_IFREG | 0o644)
     assert await shown(place.us, ROOT, b"secret") == 0 and await shown(place.us, ROOT, b"open") == grants.READ
     assert await shown(place.us, ROOT, b"open", grants.READ | grants.WRITE) == grants.READ
-    for name, rights in ((b"secret", grants.READ), (b"open", grants.WRITE), (b"open", grants.READ | grants.WRITE)):
+    for name, rights in (
+        (b"secret", grants.READ),
+        (b"open", grants.WRITE),
+        (b"open", grants.READ | grants.WRITE),
+    ):
         await refused(AccessDenied, place.us.open((await place.us.lookup(ROOT, name)).attr.inode, rights))
     opened = await place.us.open((await place.us.lookup(ROOT, b"open")).attr.inode, grants.READ)
     assert grants.read(opened.grant).rights == grants.READ
     assert not (await place.us.getattr(opened.attr.inode, grants.WRITE)).grant
-    assert (await place.root.open((await place.us.lookup(ROOT, b"secret")).attr.inode, 3)).grant, "root has a node's rights"
+    assert (await place.root.open((await place.us.lookup(ROOT, b"secret")).attr.inode, 3)).grant, (
+        "root has a node's rights"
+    )
 
 
 @scenario
@@ -123,24 +152,42 @@ async def test_guessed_inodes_are_not_reached(place):
     us = place.us
     await us.getattr(home.inode)  # its name is in a directory that is everybody's
     for ask in (
-            lambda: us.open(file.inode), lambda: us.getattr(file.inode), lambda: us.getattr(below.inode),
-            lambda: us.lookup(home.inode, b"f"), lambda: us.lookup(below.inode, b"x"), lambda: us.list(home.inode),
-            lambda: us.list(below.inode), lambda: us.file(below.inode, b"x"), lambda: us.report(file.inode, 10),
-            lambda: us.setattr(file.inode, valid.SIZE, size=0), lambda: us.allocate(file.inode, 0, 10, grow=True),
-            lambda: us.link(file.inode, ROOT, b"x"), lambda: us.lock(file.inode, 1), lambda: us.locks(file.inode),
-            lambda: us.unlink(home.inode, b"f"), lambda: us.rmdir(home.inode, b"below"),
-            lambda: us.rename(home.inode, b"f", ROOT, b"f"), lambda: us.rename(ROOT, b"home", below.inode, b"f"),
-            lambda: us.ask("RESERVE", pb.ReserveRequest(change=us.change(), inode=file.inode, length=1)),
-            lambda: us.ask("SETXATTR", pb.SetXattrRequest(change=us.change(), inode=file.inode, name=b"user.a", value=b"x")),
-            lambda: us.ask("REMOVEXATTR", pb.RemoveXattrRequest(change=us.change(), inode=file.inode, name=b"user.a")),
-            lambda: us.ask("GETXATTR", pb.GetXattrRequest(session=us.session, inode=file.inode, name=b"user.a")),
-            lambda: us.ask("LISTXATTR", pb.ListXattrRequest(session=us.session, inode=file.inode)),
-            lambda: us.ask("READLINK", pb.ReadLinkRequest(session=us.session, inode=file.inode))):
+        lambda: us.open(file.inode),
+        lambda: us.getattr(file.inode),
+        lambda: us.getattr(below.inode),
+        lambda: us.lookup(home.inode, b"f"),
+        lambda: us.lookup(below.inode, b"x"),
+        lambda: us.list(home.inode),
+        lambda: us.list(below.inode),
+        lambda: us.file(below.inode, b"x"),
+        lambda: us.report(file.inode, 10),
+        lambda: us.setattr(file.inode, valid.SIZE, size=0),
+        lambda: us.allocate(file.inode, 0, 10, grow=True),
+        lambda: us.link(file.inode, ROOT, b"x"),
+        lambda: us.lock(file.inode, 1),
+        lambda: us.locks(file.inode),
+        lambda: us.unlink(home.inode, b"f"),
+        lambda: us.rmdir(home.inode, b"below"),
+        lambda: us.rename(home.inode, b"f", ROOT, b"f"),
+        lambda: us.rename(ROOT, b"home", below.inode, b"f"),
+        lambda: us.ask("RESERVE", pb.ReserveRequest(change=us.change(), inode=file.inode, length=1)),
+        lambda: us.ask(
+            "SETXATTR", pb.SetXattrRequest(change=us.change(), inode=file.inode, name=b"user.a", value=b"x")
+        ),
+        lambda: us.ask(
+            "REMOVEXATTR", pb.RemoveXattrRequest(change=us.change(), inode=file.inode, name=b"user.a")
+        ),
+        lambda: us.ask("GETXATTR", pb.GetXattrRequest(session=us.session, inode=file.inode, name=b"user.a")),
+        lambda: us.ask("LISTXATTR", pb.ListXattrRequest(session=us.session, inode=file.inode)),
+        lambda: us.ask("READLINK", pb.ReadLinkRequest(session=us.session, inode=file.inode)),
+    ):
         await refused(AccessDenied, ask())
     many = pb.GetAttrManyRequest(session=us.session, inodes=file.inode.to_bytes(8, "little"))
     message, _ = await us.send("GETATTR_MANY", many).wait()
     assert not DirectoryPage(pb.GetAttrManyReply.FromString(message).packed).inodes
-    names = pb.LookupManyRequest(session=us.session, directories=[pb.NamesIn(parent=home.inode, names=[b"f", b"none"])])
+    names = pb.LookupManyRequest(
+        session=us.session, directories=[pb.NamesIn(parent=home.inode, names=[b"f", b"none"])]
+    )
     assert {one.error for one in (await us.ask("LOOKUP_MANY", names)).found} == {AccessDenied.wire_code}
 
 
@@ -154,7 +201,9 @@ async def test_path_that_is_closed_ends_what_was_met(place):
     await place.root.setattr(home.inode, valid.MODE, mode=0o700)
     await refused(AccessDenied, place.us.open(met))
     await refused(AccessDenied, place.us.getattr(other))
-    assert (await place.us.getattr(met, grants.READ)).grant, "what is open stays so, as a file descriptor does"
+    assert (await place.us.getattr(met, grants.READ)).grant, (
+        "what is open stays so, as a file descriptor does"
+    )
     assert opened.grant
 
 
@@ -186,7 +235,10 @@ async def test_what_is_made_belongs_to_who_makes_it(place):
     assert (directory.uid, directory.gid, directory.mode) == (US, US, stat.S_IFDIR | 0o755)
     for name, kind in ((b"chr", stat.S_IFCHR), (b"blk", stat.S_IFBLK)):
         await refused(NotPermitted, place.us.create(tmp.inode, name, kind | 0o666, exclusive=True, rdev=1))
-    await refused(AccessDenied, place.us.create(tmp.inode, b"v", stat.S_IFDIR | 0o755, exclusive=True, volume=pb.VolumeWish()))
+    await refused(
+        AccessDenied,
+        place.us.create(tmp.inode, b"v", stat.S_IFDIR | 0o755, exclusive=True, volume=pb.VolumeWish()),
+    )
     await refused(AccessDenied, place.us.file(ROOT, b"x"))
     await refused(NotPermitted, place.another.unlink(tmp.inode, b"mine"))
     await refused(NotPermitted, place.another.rename(tmp.inode, b"mine", tmp.inode, b"theirs"))
@@ -199,8 +251,13 @@ async def test_owner_alone_changes_mode_owner_and_times(place):
     await place.root.setattr(tmp.inode, valid.MODE, mode=0o777)
     mine = (await place.us.file(tmp.inode, b"mine", mode=stat.S_IFREG | 0o664)).inode
     await place.another.lookup(tmp.inode, b"mine")
-    for bits, fields in ((valid.MODE, {"mode": 0o777}), (valid.UID, {"uid": ANOTHER}), (valid.GID, {"gid": ANOTHER}),
-                         (valid.MTIME, {"mtime_ns": 1}), (valid.ATIME_NOW, {})):
+    for bits, fields in (
+        (valid.MODE, {"mode": 0o777}),
+        (valid.UID, {"uid": ANOTHER}),
+        (valid.GID, {"gid": ANOTHER}),
+        (valid.MTIME, {"mtime_ns": 1}),
+        (valid.ATIME_NOW, {}),
+    ):
         await refused(NotPermitted, place.another.setattr(mine, bits, **fields))
     await refused(AccessDenied, place.another.setattr(mine, valid.ATIME_NOW | valid.MTIME_NOW))
     await refused(AccessDenied, place.another.setattr(mine, valid.SIZE, size=0))
@@ -209,7 +266,9 @@ async def test_owner_alone_changes_mode_owner_and_times(place):
     assert (await place.us.setattr(mine, valid.GID, gid=50)).attr.gid == 50
     assert (await place.us.setattr(mine, valid.MODE, mode=0o2775)).attr.mode & 0o7777 == 0o2775
     await place.root.setattr(mine, valid.GID, gid=7)
-    assert (await place.us.setattr(mine, valid.MODE, mode=0o6775)).attr.mode & 0o7777 == 0o4775, "not of that group"
+    assert (await place.us.setattr(mine, valid.MODE, mode=0o6775)).attr.mode & 0o7777 == 0o4775, (
+        "not of that group"
+    )
 
 
 @scenario
@@ -217,13 +276,19 @@ async def test_read_only_file_of_ours_is_written_while_it_is_open(place):
     """As `git` and `cp` make theirs: the descriptor may write what the mode does not allow."""
     tmp = (await place.root.create(ROOT, b"tmp", stat.S_IFDIR | 0o777, exclusive=True)).entry.attr
     await place.root.setattr(tmp.inode, valid.MODE, mode=0o777)
-    made = await place.us.create(tmp.inode, b"object", stat.S_IFREG | 0o444, open=True, rights=3, exclusive=True)
+    made = await place.us.create(
+        tmp.inode, b"object", stat.S_IFREG | 0o444, open=True, rights=3, exclusive=True
+    )
     inode = made.entry.attr.inode
     assert grants.read(made.entry.grant).rights == 3
     await place.us.report(inode, 100)
-    assert grants.read((await place.us.getattr(inode, 3)).grant).rights == 3, "a right that ends is given anew"
+    assert grants.read((await place.us.getattr(inode, 3)).grant).rights == 3, (
+        "a right that ends is given anew"
+    )
     await refused(AccessDenied, place.us.open(inode, grants.WRITE))
-    await refused(AccessDenied, place.another.report((await place.another.lookup(tmp.inode, b"object")).attr.inode, 100))
+    await refused(
+        AccessDenied, place.another.report((await place.another.lookup(tmp.inode, b"object")).attr.inode, 100)
+    )
 
 
 @scenario
@@ -234,8 +299,12 @@ async def test_set_uid_ends_where_another_user_writes(place):
     assert opened.attr.mode & 0o7777 == (await place.root.getattr(inode)).attr.mode & 0o7777 == 0o777
     await place.root.setattr(inode, valid.MODE, mode=0o4777)
     assert not (await place.us.getattr(inode, grants.WRITE)).grant
-    await place.root.ask("SETXATTR", pb.SetXattrRequest(change=place.root.change(), inode=inode, name=local_users.CAPABILITIES,
-                                                        value=b"x"))
+    await place.root.ask(
+        "SETXATTR",
+        pb.SetXattrRequest(
+            change=place.root.change(), inode=inode, name=local_users.CAPABILITIES, value=b"x"
+        ),
+    )
     await place.us.open(inode, grants.WRITE)
     asked = pb.ListXattrRequest(session=place.root.session, inode=inode)
     assert not (await place.root.ask("LISTXATTR", asked)).names
@@ -245,10 +314,14 @@ async def test_set_uid_ends_where_another_user_writes(place):
 async def test_listing_tells_attributes_to_who_may_search(place):
     home = (await place.root.create(ROOT, b"names", stat.S_IFDIR | 0o744, exclusive=True)).entry.attr
     file = await place.root.file(home.inode, b"f")
-    asked = pb.ListDirRequest(session=place.us.session, inode=home.inode, attrs=True, packed=True, rights=grants.READ)
+    asked = pb.ListDirRequest(
+        session=place.us.session, inode=home.inode, attrs=True, packed=True, rights=grants.READ
+    )
     seen = await place.us.ask("LIST", asked)
     listed = DirectoryPage(seen.packed)
-    assert listed.names == [b"f"] and listed.changes == [0] and listed.attr(0).size == listed.attr(0).links == 0
+    assert (
+        listed.names == [b"f"] and listed.changes == [0] and listed.attr(0).size == listed.attr(0).links == 0
+    )
     assert not seen.grants and not listed.promised
     await refused(AccessDenied, place.us.open(file.inode))
     await place.root.setattr(home.inode, valid.MODE, mode=0o755)
@@ -262,7 +335,9 @@ async def test_listing_tells_attributes_to_who_may_search(place):
 
 @scenario
 async def test_client_bound_to_one_user_acts_as_that_alone(place):
-    bound = await ShardClient(place.service, 0, 0, Peer("c", "10.0.0.1:1", False, f"client/a.0a1b2c3d.u{US}-50")).begin()
+    bound = await ShardClient(
+        place.service, 0, 0, Peer("c", "10.0.0.1:1", False, f"client/a.0a1b2c3d.u{US}-50")
+    ).begin()
     free = await ShardClient(place.service, 0, 0, Peer("c", "10.0.0.1:1", False, "client/a.0a1b2c3d")).begin()
     secret = await place.root.file(ROOT, b"secret", mode=stat.S_IFREG | 0o600)
     await refused(AccessDenied, bound.open(secret.inode))
@@ -277,11 +352,25 @@ async def test_client_bound_to_one_user_acts_as_that_alone(place):
 @scenario
 async def test_access_list_counts(place):
     inode = (await place.root.file(ROOT, b"f", mode=stat.S_IFREG | 0o600)).inode
-    value = encode_acl((AclEntry(USER_OBJ, 6), AclEntry(USER, 6, US), AclEntry(GROUP_OBJ, 0), AclEntry(MASK, 6), AclEntry(OTHER, 0)))
-    await place.root.ask("SETXATTR", pb.SetXattrRequest(change=place.root.change(), inode=inode, name=ACCESS, value=value))
+    value = encode_acl(
+        (
+            AclEntry(USER_OBJ, 6),
+            AclEntry(USER, 6, US),
+            AclEntry(GROUP_OBJ, 0),
+            AclEntry(MASK, 6),
+            AclEntry(OTHER, 0),
+        )
+    )
+    await place.root.ask(
+        "SETXATTR", pb.SetXattrRequest(change=place.root.change(), inode=inode, name=ACCESS, value=value)
+    )
     assert await shown(place.us, ROOT, b"f", 3) == 3 and await shown(place.another, ROOT, b"f", 3) == 0
-    await refused(NotPermitted, place.us.ask("SETXATTR", pb.SetXattrRequest(change=place.us.change(), inode=inode, name=ACCESS,
-                                                                            value=value)))
+    await refused(
+        NotPermitted,
+        place.us.ask(
+            "SETXATTR", pb.SetXattrRequest(change=place.us.change(), inode=inode, name=ACCESS, value=value)
+        ),
+    )
 
 
 @scenario
@@ -289,9 +378,13 @@ async def test_sessions_of_others_are_refused(place):
     file = await place.root.file(ROOT, b"f")
     for session in (place.root.session, place.another.session):
         place.us.session = session
-        for work in (place.us.getattr(file.inode), place.us.lookup(ROOT, b"f"), place.us.report(file.inode, 1),
-                     place.us.ask("CLOSE_SESSION", pb.CloseSessionRequest(session=session)),
-                     place.us.ask("RENEW_SESSION", pb.RenewSessionRequest(session=session))):
+        for work in (
+            place.us.getattr(file.inode),
+            place.us.lookup(ROOT, b"f"),
+            place.us.report(file.inode, 1),
+            place.us.ask("CLOSE_SESSION", pb.CloseSessionRequest(session=session)),
+            place.us.ask("RENEW_SESSION", pb.RenewSessionRequest(session=session)),
+        ):
             await refused(StaleSession, work)
     assert (await place.root.getattr(file.inode)).attr.inode == file.inode
 
@@ -321,15 +414,26 @@ async def test_users_are_refused_where_shards_are_several(place):
 
 @scenario
 async def test_volume_with_a_list_is_closed_to_users(place):
-    made = (await place.root.create(ROOT, b"v", stat.S_IFDIR | 0o777, exclusive=True, volume=pb.VolumeWish())).entry.attr
+    made = (
+        await place.root.create(ROOT, b"v", stat.S_IFDIR | 0o777, exclusive=True, volume=pb.VolumeWish())
+    ).entry.attr
     await place.root.setattr(made.inode, valid.MODE, mode=0o777)
     inside = await place.us.file(made.inode, b"f", mode=stat.S_IFREG | 0o666)
-    wish = pb.VolumeRequest(session=place.root.session, inode=made.inode, wish=pb.VolumeRequest.GRANT,
-                            grant=pb.VolumeGrant(client="client/a.1", write=True))
+    wish = pb.VolumeRequest(
+        session=place.root.session,
+        inode=made.inode,
+        wish=pb.VolumeRequest.GRANT,
+        grant=pb.VolumeGrant(client="client/a.1", write=True),
+    )
     await place.root.ask("VOLUME", wish)
     await refused(AccessDenied, place.us.open(inside.inode))
     await refused(AccessDenied, place.us.file(made.inode, b"g"))
-    for wish in (pb.VolumeRequest.SET, pb.VolumeRequest.SEAL, pb.VolumeRequest.GRANT, pb.VolumeRequest.REMOVE):
+    for wish in (
+        pb.VolumeRequest.SET,
+        pb.VolumeRequest.SEAL,
+        pb.VolumeRequest.GRANT,
+        pb.VolumeRequest.REMOVE,
+    ):
         asked = pb.VolumeRequest(session=place.us.session, inode=made.inode, wish=wish)
         await refused(AccessDenied, place.us.ask("VOLUME", asked))
 
@@ -342,8 +446,6 @@ def test_what_is_remembered_is_bounded(monkeypatch):
     assert list(table) == [1, 3, 4]
 
 
-
-
 INODES = ("inode", "parent", "new_parent")
 NAMES = ("name", "new_name")
 
@@ -352,11 +454,25 @@ def any_request(kind, chance, known, session, sequence):
     """A request of that kind with fields as they may come, of inodes and names that are there."""
     request = kind()
     for field in kind.DESCRIPTOR.fields:
-        if chance.random() < 0.3 and field.name not in (*INODES, *NAMES, "session", "change", "mode", "valid"):
+        if chance.random() < 0.3 and field.name not in (
+            *INODES,
+            *NAMES,
+            "session",
+            "change",
+            "mode",
+            "valid",
+        ):
             continue
         if field.name == "change":
-            request.change.CopyFrom(pb.Change(session=session, slot=0, sequence=sequence, uid=chance.choice((0, US, 7)),
-                                              gid=chance.choice((0, US, 50))))
+            request.change.CopyFrom(
+                pb.Change(
+                    session=session,
+                    slot=0,
+                    sequence=sequence,
+                    uid=chance.choice((0, US, 7)),
+                    gid=chance.choice((0, US, 50)),
+                )
+            )
         elif field.name == "session":
             request.session = session
         elif field.name == "directories":
@@ -367,10 +483,16 @@ def any_request(kind, chance, known, session, sequence):
             request.inodes = b"".join(inode.to_bytes(8, "little") for inode in known)
         elif field.name in NAMES and field.type == field.TYPE_BYTES:
             attribute = kind in (pb.SetXattrRequest, pb.GetXattrRequest, pb.RemoveXattrRequest)
-            names = (b"user.a", b"trusted.a", ACCESS) if attribute else (b"f", b"home", b"below", b"x%d" % chance.randrange(9))
+            names = (
+                (b"user.a", b"trusted.a", ACCESS)
+                if attribute
+                else (b"f", b"home", b"below", b"x%d" % chance.randrange(9))
+            )
             setattr(request, field.name, chance.choice(names))
         elif field.name == "mode":
-            request.mode = chance.choice((0o100000, 0o040000, 0o120000, 0o010000, 0o020000, 0)) | chance.randrange(0o10000)
+            request.mode = chance.choice(
+                (0o100000, 0o040000, 0o120000, 0o010000, 0o020000, 0)
+            ) | chance.randrange(0o10000)
         elif field.name == "valid":
             request.valid = chance.choice((1 << chance.randrange(12), chance.randrange(1 << 12)))
         elif field.type == field.TYPE_BOOL:
@@ -382,12 +504,21 @@ def any_request(kind, chance, known, session, sequence):
     return request
 
 
-VALUE = encode_acl((AclEntry(USER_OBJ, 7), AclEntry(USER, 7, US), AclEntry(GROUP_OBJ, 7), AclEntry(MASK, 7), AclEntry(OTHER, 7)))
+VALUE = encode_acl(
+    (
+        AclEntry(USER_OBJ, 7),
+        AclEntry(USER, 7, US),
+        AclEntry(GROUP_OBJ, 7),
+        AclEntry(MASK, 7),
+        AclEntry(OTHER, 7),
+    )
+)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_request_changes_what_is_roots(seed):
     """A closed directory with files that all may write, a file of root's, and a directory that all may write beside them."""
+
     async def body():
         place = await Place().start()
         home, below, file = await private(place)
@@ -395,11 +526,22 @@ def test_no_request_changes_what_is_roots(seed):
         tmp = (await place.root.create(ROOT, b"tmp", stat.S_IFDIR | 0o1777, exclusive=True)).entry.attr
         await place.root.setattr(tmp.inode, valid.MODE, mode=0o1777)
         theirs = (await place.us.file(tmp.inode, b"x", mode=stat.S_IFREG | 0o644)).inode
-        known, chance = [ROOT, home.inode, below.inode, file.inode, secret.inode, tmp.inode, theirs], random.Random(seed)
+        known, chance = (
+            [ROOT, home.inode, below.inode, file.inode, secret.inode, tmp.inode, theirs],
+            random.Random(seed),
+        )
 
         async def state():
-            found = [(await place.root.getattr(one.inode)).attr.SerializeToString() for one in (home, below, file, secret)]
-            return found, await place.root.names(home.inode), await place.root.names(below.inode), await place.root.names(ROOT)
+            found = [
+                (await place.root.getattr(one.inode)).attr.SerializeToString()
+                for one in (home, below, file, secret)
+            ]
+            return (
+                found,
+                await place.root.names(home.inode),
+                await place.root.names(below.inode),
+                await place.root.names(ROOT),
+            )
 
         before, sequence, refusals = await state(), place.us.sequences[0], Counter()
         closed = {file.inode, secret.inode}
@@ -430,6 +572,6 @@ def grants_in(message):
     """Signed rights anywhere in a message."""
     for at in range(len(message) - grants.GRANT_BYTES + 1):
         try:
-            yield grants.verify(message[at:at + grants.GRANT_BYTES], b"s" * 32, 0)
+            yield grants.verify(message[at : at + grants.GRANT_BYTES], b"s" * 32, 0)
         except StaleGrant:
             continue

@@ -3,7 +3,17 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvpool.core.posix.byte_ranges import EXCLUSIVE, LAST_BYTE, SHARED, UNLOCKED, LockRange, laid, overlapping, pieces, weaker
+from nvpool.core.posix.byte_ranges import (
+    EXCLUSIVE,
+    LAST_BYTE,
+    SHARED,
+    UNLOCKED,
+    LockRange,
+    laid,
+    overlapping,
+    pieces,
+    weaker,
+)
 
 BYTES = 24
 RANGES = st.tuples(st.integers(0, BYTES - 1), st.integers(0, BYTES - 1)).map(sorted)
@@ -15,15 +25,15 @@ def made(locks):
     spans, model = [], [UNLOCKED] * BYTES
     for (start, end), mode in locks:
         laid(spans, start, end, mode).apply(spans)
-        model[start:end + 1] = [mode] * (end + 1 - start)
+        model[start : end + 1] = [mode] * (end + 1 - start)
     return spans, model
 
 
 def bytes_of(spans):
     model = [UNLOCKED] * BYTES
     for span in spans:
-        assert span.mode and all(not mode for mode in model[span.start:span.end + 1])
-        model[span.start:span.end + 1] = [span.mode] * (span.end + 1 - span.start)
+        assert span.mode and all(not mode for mode in model[span.start : span.end + 1])
+        model[span.start : span.end + 1] = [span.mode] * (span.end + 1 - span.start)
     return model
 
 
@@ -32,7 +42,9 @@ def test_each_byte_has_the_mode_that_was_laid_over_it_last_in_as_few_ranges_as_c
     spans, model = made(locks)
     assert bytes_of(spans) == model
     assert spans == sorted(spans)
-    borders = sum(1 for mode, before in zip(model, [UNLOCKED, *model], strict=False) if mode and mode != before)
+    borders = sum(
+        1 for mode, before in zip(model, [UNLOCKED, *model], strict=False) if mode and mode != before
+    )
     assert len(spans) == borders
 
 
@@ -41,14 +53,16 @@ def test_what_overlaps_a_range_is_found(locks, where):
     spans, model = made(locks)
     found = overlapping(spans, *where)
     assert found == [span for span in spans if span.end >= where[0] and span.start <= where[1]]
-    assert [mode for start, end, mode in pieces(spans, *where) for _ in range(start, end + 1)] == model[where[0]:where[1] + 1]
+    assert [mode for start, end, mode in pieces(spans, *where) for _ in range(start, end + 1)] == model[
+        where[0] : where[1] + 1
+    ]
 
 
 @given(LOCKS, LOCKS, RANGES)
 def test_the_weaker_of_two_is_the_weaker_byte_by_byte(one, other, where):
     (spans, model), (its, others) = made(one), made(other)
     found = [mode for start, end, mode in weaker(spans, its, *where) for _ in range(start, end + 1)]
-    assert found == [min(pair) for pair in zip(model, others, strict=True)][where[0]:where[1] + 1]
+    assert found == [min(pair) for pair in zip(model, others, strict=True)][where[0] : where[1] + 1]
 
 
 def test_a_lock_to_the_last_byte_is_split_and_joined_like_any_other():

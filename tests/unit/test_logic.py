@@ -21,8 +21,19 @@ def a_map(capacities=(100, 200)):
     node = Node(1, "n1", "host", ("stream://127.0.0.1:1",))
     drives = tuple(Drive(i, 1, f"/d{i}", c) for i, c in enumerate(capacities, 1))
     targets = tuple(Target(i, i, 1, c, (f"inproc://t{i}",)) for i, c in enumerate(capacities, 1))
-    return PoolMap(MAP_FORMAT, "p", "pool", 1, PoolSettings(), (node,), drives, targets, (placement.build_table(targets, 1),),
-                   (Shard(1, 1, ("inproc://m1",)),), (PartitionRange(0, 4096, 1),))
+    return PoolMap(
+        MAP_FORMAT,
+        "p",
+        "pool",
+        1,
+        PoolSettings(),
+        (node,),
+        drives,
+        targets,
+        (placement.build_table(targets, 1),),
+        (Shard(1, 1, ("inproc://m1",)),),
+        (PartitionRange(0, 4096, 1),),
+    )
 
 
 def test_the_chunk_hash_has_the_values_that_it_always_had():
@@ -76,7 +87,9 @@ def test_chains_follow_capacity_and_never_hold_a_target_twice(capacities, replic
     assert sum(held.values()) == 1024 * replicas
     if replicas == 1:
         for target in targets:
-            assert abs(held[target.id] - 1024 * target.capacity_bytes / sum(t.capacity_bytes for t in targets)) <= len(targets)
+            assert abs(
+                held[target.id] - 1024 * target.capacity_bytes / sum(t.capacity_bytes for t in targets)
+            ) <= len(targets)
 
 
 def test_nodes_are_the_failure_domain_when_there_are_enough():
@@ -111,9 +124,12 @@ def test_a_map_that_contradicts_itself_is_refused():
     with pytest.raises(InvalidRequest, match="partition"):
         poolmap_model.changed(pool_map, partitions=(PartitionRange(0, 4095, 1),))
     raw = poolmap_model.encode_map(pool_map)
-    for wrong, error in ((b"", CorruptRecord), (raw[:-2], CorruptRecord),
-                         (raw.replace(b'"format":2', b'"format":9'), WrongFormat),
-                         (raw.replace(b'"epoch":1', b'"epoch":"x"'), CorruptRecord)):
+    for wrong, error in (
+        (b"", CorruptRecord),
+        (raw[:-2], CorruptRecord),
+        (raw.replace(b'"format":2', b'"format":9'), WrongFormat),
+        (raw.replace(b'"epoch":1', b'"epoch":"x"'), CorruptRecord),
+    ):
         with pytest.raises(error):
             poolmap_model.decode_map(wrong)
 

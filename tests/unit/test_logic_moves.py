@@ -76,7 +76,9 @@ def histories(draw):
         what = draw(st.sampled_from(["add", "add", "remove", "share", "move", "gone"]))
         one = draw(st.sampled_from(ids))
         if what == "add" and len(ids) < 8:
-            pool_map = partition_moves.shard_added(pool_map, shard(partition_moves.shards_given(pool_map) + 1))
+            pool_map = partition_moves.shard_added(
+                pool_map, shard(partition_moves.shards_given(pool_map) + 1)
+            )
         elif what in ("remove", "share"):
             try:
                 pool_map = partition_moves.wished(pool_map, one, what)
@@ -88,7 +90,9 @@ def histories(draw):
             except InUse:
                 pass
         for _ in range(draw(st.integers(0, 6))):
-            new = step(pool_map, draw(st.sampled_from(sorted(pool_map.shard_by_id))), draw(st.integers(1, 900)))
+            new = step(
+                pool_map, draw(st.sampled_from(sorted(pool_map.shard_by_id))), draw(st.integers(1, 900))
+            )
             pool_map = new if new is not None else pool_map
     return pool_map
 
@@ -105,7 +109,10 @@ def test_a_plan_is_even_moves_the_fewest_and_stands_when_it_is_made_again(pool_m
     counts = held(done)
     staying = [one.id for one in done.shards if one.wish == "share"]
     assert not done.moves and check_map(done) == []
-    assert {counts[one] for one in staying} <= {PARTITION_COUNT // len(staying), -(-PARTITION_COUNT // len(staying))}
+    assert {counts[one] for one in staying} <= {
+        PARTITION_COUNT // len(staying),
+        -(-PARTITION_COUNT // len(staying)),
+    }
     assert all(partition_moves.is_empty(done, one.id) for one in done.shards if one.wish == "remove")
     assert partition_moves.planned(done) == done
 
@@ -117,7 +124,11 @@ def test_what_is_under_way_goes_on_when_another_wish_comes(pool_map, data):
     new = partition_moves.shard_added(pool_map, shard(partition_moves.shards_given(pool_map) + 1))
     assert partition_moves.left(new) == least(new)
     before, after = partition_moves.goals(pool_map), partition_moves.goals(new)
-    kept = {p for p in range(PARTITION_COUNT) if before[p] != pool_map.shard_of_partition[p] and before[p] == after[p]}
+    kept = {
+        p
+        for p in range(PARTITION_COUNT)
+        if before[p] != pool_map.shard_of_partition[p] and before[p] == after[p]
+    }
     quota = Counter(after)
     for p in range(PARTITION_COUNT):
         holder = pool_map.shard_of_partition[p]
@@ -161,7 +172,9 @@ def test_a_shard_that_holds_something_is_not_removed_and_the_last_one_never():
     with pytest.raises(InvalidRequest):
         partition_moves.wished(leaving, 1, "remove")
     assert partition_moves.wished(leaving, 2, "share").moves == ()
-    assert partition_moves.shard_removed(partition_moves.shard_removed(finished(leaving), 2), 2).shard_by_id.keys() == {1}
+    assert partition_moves.shard_removed(
+        partition_moves.shard_removed(finished(leaving), 2), 2
+    ).shard_by_id.keys() == {1}
 
 
 def test_a_number_of_a_removed_shard_is_not_given_again():
@@ -214,10 +227,13 @@ def test_what_has_to_wait_is_not_in_the_next_batch():
 
 def nodes_and_shards(*primaries: int, nodes: int = 3) -> PoolMap:
     """Shards with their primaries on these nodes, each of which has a drive."""
-    return replace(small_map(), nodes=tuple(Node(number, f"n{number}", "", ()) for number in range(1, nodes + 1)),
-                   drives=tuple(Drive(number, number, f"/d{number}", 1) for number in range(1, nodes + 1)),
-                   targets=tuple(Target(number, number, number, 1, ()) for number in range(1, nodes + 1)),
-                   shards=tuple(replace(shard(number), node=node) for number, node in enumerate(primaries, 1)))
+    return replace(
+        small_map(),
+        nodes=tuple(Node(number, f"n{number}", "", ()) for number in range(1, nodes + 1)),
+        drives=tuple(Drive(number, number, f"/d{number}", 1) for number in range(1, nodes + 1)),
+        targets=tuple(Target(number, number, number, 1, ()) for number in range(1, nodes + 1)),
+        shards=tuple(replace(shard(number), node=node) for number, node in enumerate(primaries, 1)),
+    )
 
 
 def test_a_new_shard_is_best_where_there_are_fewest():
@@ -225,9 +241,13 @@ def test_a_new_shard_is_best_where_there_are_fewest():
         partition_moves.node_for_shard(nodes_and_shards(1), 1) == 2
         and partition_moves.node_for_shard(nodes_and_shards(1), 3) == 3
     )
-    assert partition_moves.node_for_shard(nodes_and_shards(1, 2, 3), 3) == 3, "of equals the one that is asked"
+    assert partition_moves.node_for_shard(nodes_and_shards(1, 2, 3), 3) == 3, (
+        "of equals the one that is asked"
+    )
     busy = nodes_and_shards(1, 1)
-    busy = replace(busy, shards=(replace(busy.shards[0], standbys=(StandbyMember(1, 2, ()),)), busy.shards[1]))
+    busy = replace(
+        busy, shards=(replace(busy.shards[0], standbys=(StandbyMember(1, 2, ()),)), busy.shards[1])
+    )
     assert partition_moves.node_for_shard(busy, 1) == 3, "no primary, and no standby either"
     drained = replace(busy, nodes=(*busy.nodes[:2], replace(busy.nodes[2], wish="drain")))
     assert partition_moves.node_for_shard(drained, 1) == 2

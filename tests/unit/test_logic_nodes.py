@@ -35,13 +35,27 @@ def a_map(count=3, replicas=2, standbys=((1, 2),)):
     """One drive a node; shard 1 on node 1, its standbys (member, node) beside drives."""
     numbers = range(1, count + 1)
     targets = tuple(Target(n, n, n, BIG, ()) for n in numbers)
-    shard = Shard(1, 1, ("stream://h:1",), standbys=tuple(StandbyMember(m, n, (f"stream://h:{m}0",), "up", f"/d{n}/x")
-                                                         for m, n in standbys), standbys_wanted=len(standbys))
-    return PoolMap(MAP_FORMAT, "p", "p", 1, PoolSettings(replicas=replicas), tuple(Node(n, f"n{n}", "", (), member=f"node/{n}")
-                                                                              for n in numbers),
-                   tuple(Drive(n, n, f"/d{n}/store", BIG) for n in numbers), targets,
-                   (build_table(targets, replicas),), (shard,),
-                   (PartitionRange(0, 4096, 1),), members=tuple(f"node/{n}" for n in numbers))
+    shard = Shard(
+        1,
+        1,
+        ("stream://h:1",),
+        standbys=tuple(StandbyMember(m, n, (f"stream://h:{m}0",), "up", f"/d{n}/x") for m, n in standbys),
+        standbys_wanted=len(standbys),
+    )
+    return PoolMap(
+        MAP_FORMAT,
+        "p",
+        "p",
+        1,
+        PoolSettings(replicas=replicas),
+        tuple(Node(n, f"n{n}", "", (), member=f"node/{n}") for n in numbers),
+        tuple(Drive(n, n, f"/d{n}/store", BIG) for n in numbers),
+        targets,
+        (build_table(targets, replicas),),
+        (shard,),
+        (PartitionRange(0, 4096, 1),),
+        members=tuple(f"node/{n}" for n in numbers),
+    )
 
 
 def moved(pool_map):
@@ -59,10 +73,16 @@ def moved(pool_map):
 
 def nodes_step(pool_map, serving):
     lost = {target.id for target in pool_map.targets if target.wish == "lost"}
-    pool_map = next_steps(transitions.died(pool_map, lost), serving=serving, joining_max=4096, of_target_max=4096)
+    pool_map = next_steps(
+        transitions.died(pool_map, lost), serving=serving, joining_max=4096, of_target_max=4096
+    )
     for target in serving:
-        joining = [(table.id, number, chain.epoch) for table in pool_map.tables for number, chain in enumerate(table.chains)
-                   if target in chain.joining]
+        joining = [
+            (table.id, number, chain.epoch)
+            for table in pool_map.tables
+            for number, chain in enumerate(table.chains)
+            if target in chain.joining
+        ]
         pool_map = transitions.joined(pool_map, target, joining)
     pool_map = transitions.retired(transitions.departed(pool_map, lambda name, target: True))
     for shard in pool_map.shards:
@@ -87,7 +107,9 @@ def test_a_drained_node_holds_nothing_and_can_be_removed_and_its_numbers_are_not
     with pytest.raises(InUse, match="nvpool node drain POOL 1 --wait"):
         node_lifecycle.removed(wished, 1, 1000)
     done = moved(wished)
-    assert node_lifecycle.left_on(done, 1).nothing and {1} == {node.id for node in done.nodes if node.wish == "drain"}
+    assert node_lifecycle.left_on(done, 1).nothing and {1} == {
+        node.id for node in done.nodes if node.wish == "drain"
+    }
     gone = node_lifecycle.removed(done, 1, 1000)
     assert check_map(gone) == [] and decode_map(encode_map(gone)) == gone
     assert [node.id for node in gone.nodes] == [2, 3] and gone.members == ("node/2", "node/3")
@@ -150,7 +172,7 @@ def test_a_lost_node_with_the_only_copy_of_anything_is_refused():
     with pytest.raises(InvalidRequest, match="--give-up"):
         node_lifecycle.lost(there, 2, {}, 1000)
     accepted = node_lifecycle.lost(there, 2, {}, 1000, give_up=True)
-    assert accepted.node_by_id[2].wish == 'lost' and accepted.target_by_id[2].wish == "lost"
+    assert accepted.node_by_id[2].wish == "lost" and accepted.target_by_id[2].wish == "lost"
     with pytest.raises(InvalidRequest, match="try again then"):
         node_lifecycle.lost(a_map(), 1, {}, 1000)
     with pytest.raises(InvalidRequest, match="only whole copy of the metadata"):
@@ -158,12 +180,16 @@ def test_a_lost_node_with_the_only_copy_of_anything_is_refused():
 
 
 def test_a_rack_moves_chains_so_that_no_chain_is_on_one_rack_alone():
-    there = replace(a_map(4), nodes=tuple(replace(node, rack="a" if node.id < 3 else "b") for node in a_map(4).nodes))
+    there = replace(
+        a_map(4), nodes=tuple(replace(node, rack="a" if node.id < 3 else "b") for node in a_map(4).nodes)
+    )
     there = moved(node_lifecycle.in_rack(there, 2, "b"))
     rack = {node.id: node.rack for node in there.nodes}
     assert rack[2] == "b" and node_lifecycle.in_rack(there, 2, "b") is there
-    assert all(len({rack[there.target_by_id[target].node] for target in chain.targets}) == 2
-               for chain in there.table_by_id[2].chains)
+    assert all(
+        len({rack[there.target_by_id[target].node] for target in chain.targets}) == 2
+        for chain in there.table_by_id[2].chains
+    )
     with pytest.raises(InvalidRequest):
         node_lifecycle.in_rack(there, 2, "x" * 65)
 
@@ -172,7 +198,8 @@ def test_a_node_on_another_host_changes_nothing_of_other_nodes():
     before = node_lifecycle.in_rack(a_map(), 2, "left")
     after = node_lifecycle.on_host(before, 1, "there")
     assert [(node.id, node.host_id, node.rack) for node in after.nodes] == [
-        (node.id, "there" if node.id == 1 else node.host_id, node.rack) for node in before.nodes]
+        (node.id, "there" if node.id == 1 else node.host_id, node.rack) for node in before.nodes
+    ]
 
 
 def test_a_lost_node_is_counted_on_until_it_keeps_no_map_and_no_chain_of_others_names_it():
@@ -183,7 +210,9 @@ def test_a_lost_node_is_counted_on_until_it_keeps_no_map_and_no_chain_of_others_
     chains_only = replace(lost, etcd=lost.etcd[:2])
     assert node_lifecycle.still_counted_on(chains_only)
     died = transitions.died(chains_only, {3})
-    assert not node_lifecycle.still_counted_on(died) and node_lifecycle.still_counted_on(replace(died, etcd=lost.etcd))
+    assert not node_lifecycle.still_counted_on(died) and node_lifecycle.still_counted_on(
+        replace(died, etcd=lost.etcd)
+    )
     assert died.node_by_id[3].wish == "lost", "it is listed still"
     alone = transitions.died(node_lifecycle.lost(a_map(replicas=1), 3, {}, 1000, give_up=True), {3})
     assert not node_lifecycle.still_counted_on(alone), "what nobody else has may wait for ever"
@@ -194,15 +223,26 @@ def test_endpoints_that_are_left_go_from_one_node():
         return f"stream+unix:///{name}.sock", f"stream://127.0.0.1:{name}"
 
     before = a_map()
-    before = replace(before, nodes=tuple(replace(node, endpoints=at(f"1{node.id}")) for node in before.nodes),
-                     targets=tuple(replace(target, endpoints=at(f"2{target.id}")) for target in before.targets),
-                     shards=(replace(before.shards[0], endpoints=at("31"), standbys=(
-                         replace(before.shards[0].standbys[0], endpoints=at("32")),)),))
+    before = replace(
+        before,
+        nodes=tuple(replace(node, endpoints=at(f"1{node.id}")) for node in before.nodes),
+        targets=tuple(replace(target, endpoints=at(f"2{target.id}")) for target in before.targets),
+        shards=(
+            replace(
+                before.shards[0],
+                endpoints=at("31"),
+                standbys=(replace(before.shards[0].standbys[0], endpoints=at("32")),),
+            ),
+        ),
+    )
     after = node_lifecycle.listening_at(before, 1, lambda endpoint: "+unix" in endpoint)
     assert [len(one.endpoints) for one in (*after.nodes, *after.targets)] == [1, 2, 2, 1, 2, 2]
     assert after.shards[0].endpoints == at("31")[:1] and after.shards[0].standbys[0].endpoints == at("32")
     assert (
-        node_lifecycle.listening_at(before, 2, lambda endpoint: "+unix" in endpoint).shards[0].standbys[0].endpoints
+        node_lifecycle.listening_at(before, 2, lambda endpoint: "+unix" in endpoint)
+        .shards[0]
+        .standbys[0]
+        .endpoints
         == at("32")[:1]
     )
     assert node_lifecycle.listening_at(after, 1, lambda endpoint: "+unix" in endpoint) is after

@@ -6,15 +6,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nvpool.core.errors import InvalidRequest, StaleMember, StaleTerm, Unavailable
-from nvpool.poolmap.model import MAP_FORMAT, Node, PoolMap, PoolSettings, Shard, StandbyMember, decode_map, encode_map
+from nvpool.poolmap.model import (
+    MAP_FORMAT,
+    Node,
+    PoolMap,
+    PoolSettings,
+    Shard,
+    StandbyMember,
+    decode_map,
+    encode_map,
+)
 from nvpool.poolmap.shards import members as shard_members
 
 
 def a_map(*states):
-    standbys = tuple(StandbyMember(number, 1, (f"stream://h:{number}",), state, f"/d{number}")
-                     for number, state in enumerate(states, 1))
+    standbys = tuple(
+        StandbyMember(number, 1, (f"stream://h:{number}",), state, f"/d{number}")
+        for number, state in enumerate(states, 1)
+    )
     shard = Shard(1, 1, ("stream://h:100",), 7, path="/d0", epoch=20, standbys=standbys)
-    return PoolMap(MAP_FORMAT, "p", "p", 1, PoolSettings(), (Node(1, "n", "", ()),), shards=(shard, Shard(2, 1, ())))
+    return PoolMap(
+        MAP_FORMAT, "p", "p", 1, PoolSettings(), (Node(1, "n", "", ()),), shards=(shard, Shard(2, 1, ()))
+    )
 
 
 def test_a_shard_with_standbys_travels_as_json():
@@ -23,15 +36,23 @@ def test_a_shard_with_standbys_travels_as_json():
     assert msgspec.json.encode(there.shards[0]) == (
         b'{"id":1,"node":1,"endpoints":["stream://h:100"],"term":7,"state":"up","member":0,"path":"/d0","epoch":20,"standbys":['
         b'{"member":1,"node":1,"endpoints":["stream://h:1"],"state":"up","path":"/d1"},'
-        b'{"member":2,"node":1,"endpoints":["stream://h:2"],"state":"syncing","path":"/d2"}],"wish":"share","standbys_wanted":null}')
+        b'{"member":2,"node":1,"endpoints":["stream://h:2"],"state":"syncing","path":"/d2"}],"wish":"share","standbys_wanted":null}'
+    )
 
 
 def test_a_primary_that_is_lost_is_followed_by_the_first_that_is_up():
     new = shard_members.primary_lost(a_map("syncing", "up", "up"), 1).shard_by_id[1]
     assert (new.member, new.endpoints, new.path, new.term, new.epoch) == (2, ("stream://h:2",), "/d2", 8, 21)
-    assert [(other.member, other.state) for other in new.standbys] == [(1, "syncing"), (3, "up"), (0, "syncing")]
+    assert [(other.member, other.state) for other in new.standbys] == [
+        (1, "syncing"),
+        (3, "up"),
+        (0, "syncing"),
+    ]
     assert new.standbys[-1].endpoints == ("stream://h:100",) and new.standbys[-1].path == "/d0"
-    assert shard_members.primary_lost(a_map("syncing", "syncing"), 1) is None and shard_members.primary_lost(a_map(), 1) is None
+    assert (
+        shard_members.primary_lost(a_map("syncing", "syncing"), 1) is None
+        and shard_members.primary_lost(a_map(), 1) is None
+    )
 
 
 def test_a_primary_that_begins_anew_leaves_it_to_one_that_is_up():
@@ -57,7 +78,8 @@ def test_a_question_that_a_standby_be_up_comes_too_late_once_it_was_taken_out():
     there = a_map("syncing")
     out = shard_members.standby_out(there, 1, 1, 7)
     assert (
-        out.shard_by_id[1].epoch == 21 and shard_members.standby_up(there, 1, 1, 7, 20).shard_by_id[1].standbys[0].state == "up"
+        out.shard_by_id[1].epoch == 21
+        and shard_members.standby_up(there, 1, 1, 7, 20).shard_by_id[1].standbys[0].state == "up"
     )
     with pytest.raises(StaleMember):
         shard_members.standby_up(out, 1, 1, 7, 20)
@@ -79,15 +101,19 @@ def test_a_question_that_a_standby_be_up_comes_too_late_once_it_was_taken_out():
 def test_members_come_and_go():
     there = shard_members.standby_added(a_map(), 1, StandbyMember(3, 1, ("x",), "up"))
     assert there.shard_by_id[1].standbys == (StandbyMember(3, 1, ("x",), "syncing"),) and there.epoch == 2
-    assert shard_members.members(there.shard_by_id[1]) == (0, 3) and shard_members.endpoints_of(there.shard_by_id[1], 3) == (
-        "x",
-    )
+    assert shard_members.members(there.shard_by_id[1]) == (0, 3) and shard_members.endpoints_of(
+        there.shard_by_id[1], 3
+    ) == ("x",)
     assert shard_members.standby_removed(there, 1, 3).shard_by_id[1].standbys == ()
     with pytest.raises(InvalidRequest):
         shard_members.standby_added(a_map("up"), 1, StandbyMember(9, 5, ()))  # on a node that does not exist
 
 
-@given(st.lists(st.tuples(st.sampled_from(["up", "late up", "out", "lost", "began"]), st.integers(0, 3)), max_size=30))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["up", "late up", "out", "lost", "began"]), st.integers(0, 3)), max_size=30
+    )
+)
 def test_terms_and_epochs_only_grow_and_nobody_is_promoted_who_is_not_up(steps):
     there, before = a_map("syncing", "syncing", "syncing"), 20
     for step, member in steps:
@@ -95,7 +121,9 @@ def test_terms_and_epochs_only_grow_and_nobody_is_promoted_who_is_not_up(steps):
         up = {standby.member for standby in was.standbys if standby.state == "up"}
         try:
             if step in ("up", "late up"):
-                there = shard_members.standby_up(there, 1, member, was.term, was.epoch if step == "up" else before)
+                there = shard_members.standby_up(
+                    there, 1, member, was.term, was.epoch if step == "up" else before
+                )
             elif step == "out":
                 there = shard_members.standby_out(there, 1, member, was.term)
             elif step == "lost":

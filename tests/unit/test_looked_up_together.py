@@ -54,8 +54,12 @@ def test_the_names_of_a_burst_are_one_message_and_known_afterwards():
             found, sent = await case.counted(begun(case.one, names[1:3]))
             assert sent == {"META_LOOKUP_MANY": 1} and [attr.size for attr in found] == [1, 2]
             case.one.hold_reads()
-            several = [case.one.begin_lookup(ROOT_INODE, b"no such name"), case.one.begin_lookup(there, b"below"),
-                    case.one.begin_lookup(there, b"nothing"), case.one.begin_lookup(there, b"there")]
+            several = [
+                case.one.begin_lookup(ROOT_INODE, b"no such name"),
+                case.one.begin_lookup(there, b"below"),
+                case.one.begin_lookup(there, b"nothing"),
+                case.one.begin_lookup(there, b"there"),
+            ]
             _, sent = await case.counted(asyncio.to_thread(lambda: None))
             assert not sent  # before the end of the burst
             case.one.send_reads()
@@ -70,6 +74,7 @@ def test_the_names_of_a_burst_are_one_message_and_known_afterwards():
                 await case.one.release(handle)
             with pytest.raises(NotFound):  # under the lease of nobody: it is asked for
                 await case.one.lookup(ROOT_INODE, b"no such name")
+
     run(main())
 
 
@@ -82,6 +87,7 @@ def test_outside_of_a_burst_they_go_at_the_end_of_the_turn():
             asked = [case.one.begin_lookup(ROOT_INODE, name) for name in (b"a", b"b")]
             assert [(await outcome_of(one)).size for one in asked] == [1, 2]
             assert case.pool.sent["META_LOOKUP_MANY"] == 1 and not case.pool.sent["META_LOOKUP"]
+
     run(main())
 
 
@@ -102,6 +108,7 @@ def test_one_of_several_in_a_row_asks_for_those_behind_it():
                     begun_so += 1
                     await outcome_of(asked)
             assert begun_so == 3 and waited >= 1
+
     run(main())
 
 
@@ -111,9 +118,10 @@ def test_what_is_written_here_is_seen_by_who_looks():
             attr, handle = await case.one.create(ROOT_INODE, b"file", 0o644, os.O_RDWR, ME)
             await case.one.write(handle, 0, b"12345")
             case.one.cache.forget_entry(ROOT_INODE, b"file")
-            found, = await begun(case.one, [b"file"])
+            (found,) = await begun(case.one, [b"file"])
             assert found.size == 5 and found.inode == attr.inode
             await case.one.release(handle)
+
     run(main())
 
 
@@ -137,6 +145,7 @@ def test_who_gives_up_hears_of_it_at_once_and_the_others_get_their_answers():
             alone.cancel()
             _, sent = await case.counted(asyncio.sleep(0, case.one.send_reads()))
             assert not sent
+
     run(main())
 
 
@@ -152,16 +161,22 @@ class Refusing(Case):
             def handle(call: Call) -> None:
                 if call.method != Method.Value("META_LOOKUP_MANY") or not self.answer(call):
                     handler(call)
+
             await listen(role, number, handle)
+
         self.pool._listen = refusing
 
 
-@pytest.mark.parametrize("answer", [
-    lambda call: call.fail(Disconnected("on the way")),
-    lambda call: call.fail(StaleSession("as if it had ended")),
-    lambda call: call.reply(b""),
-    lambda call: call.reply(b"\xff\xff\xff"),
-], ids=["lost", "stale", "too few", "none at all"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda call: call.fail(Disconnected("on the way")),
+        lambda call: call.fail(StaleSession("as if it had ended")),
+        lambda call: call.reply(b""),
+        lambda call: call.reply(b"\xff\xff\xff"),
+    ],
+    ids=["lost", "stale", "too few", "none at all"],
+)
 def test_what_is_answered_out_of_the_ordinary_is_asked_again_one_by_one(answer):
     async def main() -> None:
         async with Refusing() as case:
@@ -171,6 +186,7 @@ def test_what_is_answered_out_of_the_ordinary_is_asked_again_one_by_one(answer):
             found = await begun(case.one, [b"a", b"b", b"nothing"])
             assert [one.size for one in found[:2]] == [3, 3] and type(found[2]) is NotFound
             assert not case.one._renewals
+
     run(main())
 
 
@@ -189,6 +205,7 @@ def test_without_a_session_or_a_watch_they_are_asked_the_ordinary_way():
             assert case.one.begin_lookup(ROOT_INODE, b"b") is None
             await case.pool.start_shard()
             assert (await case.one.lookup(ROOT_INODE, b"a")).size == 1
+
     run(main())
 
 
@@ -198,14 +215,18 @@ def test_names_at_several_shards_and_inodes_of_others(shards):
         async with LocalPool(shards=shards) as pool:
             other, one = (await pool.client()).vfs, (await pool.client()).vfs
             wide = (await other.mkdir(ROOT_INODE, b"wide", 0o755, ME, wide=True)).inode
-            parents = [(await other.mkdir(ROOT_INODE, b"d%d" % number, 0o755, ME)).inode for number in range(6)] + [wide]
+            parents = [
+                (await other.mkdir(ROOT_INODE, b"d%d" % number, 0o755, ME)).inode for number in range(6)
+            ] + [wide]
             places = []
             for number in range(60):
                 parent = parents[number % len(parents)]
                 await put(other, b"%d" % number, b"x" * number, parent)
                 places.append((parent, b"%d" % number))
             for number in range(6):  # names of inodes that other shards have
-                await other.link((await other.lookup(*places[number])).inode, parents[(number + 1) % 6], b"link", ME)
+                await other.link(
+                    (await other.lookup(*places[number])).inode, parents[(number + 1) % 6], b"link", ME
+                )
                 places.append((parents[(number + 1) % 6], b"link"))
             for vfs in (one,):
                 for parent in (ROOT_INODE, *parents):
@@ -217,6 +238,7 @@ def test_names_at_several_shards_and_inodes_of_others(shards):
                     attr = await (outcome_of(begun_so) if begun_so is not None else vfs.lookup(parent, name))
                     assert attr.inode == (await other.lookup(parent, name)).inode
                 assert sum(begun_so is not None for begun_so in asked) > 10
+
     run(main())
 
 
@@ -243,7 +265,9 @@ def test_a_shard_says_of_many_names_what_it_says_of_each():
             def many(parent: int, some: list[bytes], rights: int) -> list:
                 request = meta_pb2.LookupManyRequest(session=session, rights=rights)
                 request.directories.add(parent=parent, names=some)
-                return list(list(lookup_operations.lookup_many(meta._view, request, lambda: 10**18))[-1].found)
+                return list(
+                    list(lookup_operations.lookup_many(meta._view, request, lambda: 10**18))[-1].found
+                )
 
             def each(parent: int, some: list[bytes], rights: int) -> list:
                 return [one for name in some for one in many(parent, [name], rights)]
@@ -251,19 +275,41 @@ def test_a_shard_says_of_many_names_what_it_says_of_each():
             for rights in (0, 1):
                 assert many(ROOT_INODE, names, rights) == each(ROOT_INODE, names, rights)
                 assert many(wide, [b"in wide", b"no"], rights) == each(wide, [b"in wide", b"no"], rights)
-                assert many(ROOT_INODE, [b"file", b"", b"a/b"], rights) == each(ROOT_INODE, [b"file", b"", b"a/b"], rights)
+                assert many(ROOT_INODE, [b"file", b"", b"a/b"], rights) == each(
+                    ROOT_INODE, [b"file", b"", b"a/b"], rights
+                )
                 assert many(cut, [b"file", b"x"], rights) == each(cut, [b"file", b"x"], rights)
                 assert many(1 << 40, [b"file", b"x"], rights) == each(1 << 40, [b"file", b"x"], rights)
             found = many(ROOT_INODE, names, 1)
-            assert [bool(one.entry.grant) for one in found] == [True, True, False, False, False, False, False, True]
-            assert all(one.entry.lease_ms or one.error for one in found) and found[2].error == NotFound.wire_code
+            assert [bool(one.entry.grant) for one in found] == [
+                True,
+                True,
+                False,
+                False,
+                False,
+                False,
+                False,
+                True,
+            ]
+            assert (
+                all(one.entry.lease_ms or one.error for one in found) and found[2].error == NotFound.wire_code
+            )
             meta._view.cutting[cut] = None
             cutting = many(ROOT_INODE, names, 1)
-            assert cutting == each(ROOT_INODE, names, 1) and not cutting[-1].entry.grant and not cutting[-1].entry.lease_ms
+            assert (
+                cutting == each(ROOT_INODE, names, 1)
+                and not cutting[-1].entry.grant
+                and not cutting[-1].entry.lease_ms
+            )
             del meta._view.cutting[cut]
             meta._kv.apply([(records.inode_key(cut), b"\xff")])
             damaged = many(ROOT_INODE, names, 1)
-            assert damaged == each(ROOT_INODE, names, 1) and damaged[-1].error and damaged[0].entry == found[0].entry
+            assert (
+                damaged == each(ROOT_INODE, names, 1)
+                and damaged[-1].error
+                and damaged[0].entry == found[0].entry
+            )
+
     run(main())
 
 
@@ -274,7 +320,7 @@ def test_a_shard_says_of_names_in_many_directories_what_it_says_of_each():
             parents = []
             for number in range(150):
                 parents.append((await vfs.mkdir(ROOT_INODE, b"d%d" % number, 0o755, ME)).inode)
-                for name in (b"f", b"g")[:number % 3]:
+                for name in (b"f", b"g")[: number % 3]:
                     await put(vfs, name, b"%d" % number, parents[-1])
             file = await put(vfs, b"file", b"1")
             wide = (await vfs.mkdir(ROOT_INODE, b"wide", 0o755, ME, wide=True)).inode
@@ -288,18 +334,31 @@ def test_a_shard_says_of_names_in_many_directories_what_it_says_of_each():
                 request = meta_pb2.LookupManyRequest(session=session, rights=rights)
                 for parent, names in asked:
                     request.directories.add(parent=parent, names=names)
-                return list(list(lookup_operations.lookup_many(meta._view, request, lambda: 10**18))[-1].found)
+                return list(
+                    list(lookup_operations.lookup_many(meta._view, request, lambda: 10**18))[-1].found
+                )
 
             def same(asked: list[tuple[int, list[bytes]]]) -> None:
                 for rights in (0, 1):
-                    assert many(asked, rights) == [one for parent, names in asked for name in names
-                                                   for one in many([(parent, [name])], rights)]
+                    assert many(asked, rights) == [
+                        one
+                        for parent, names in asked
+                        for name in names
+                        for one in many([(parent, [name])], rights)
+                    ]
 
-            plain = [(parent, [b"f", b"g", b"no"][:number % 4]) for number, parent in enumerate(parents)]
+            plain = [(parent, [b"f", b"g", b"no"][: number % 4]) for number, parent in enumerate(parents)]
             same(plain)
             assert sum(bool(one.entry.grant) for one in many(plain, 1)) == 100
-            for odd in ([(file, [b"x"])], [(1 << 40, [b"f", b"g"])], [(gone, [b"f"])], [(wide, [b"f", b"no"])],
-                        [(parents[2], [b"", b"f"])], [(parents[5], [b"f"] * 300)], [(parents[7], [])]):
+            for odd in (
+                [(file, [b"x"])],
+                [(1 << 40, [b"f", b"g"])],
+                [(gone, [b"f"])],
+                [(wide, [b"f", b"no"])],
+                [(parents[2], [b"", b"f"])],
+                [(parents[5], [b"f"] * 300)],
+                [(parents[7], [])],
+            ):
                 same([*plain[:10], *odd, *plain[10:20]])
                 same(odd)
             inode = (await vfs.lookup(parents[2], b"f")).inode
@@ -309,6 +368,7 @@ def test_a_shard_says_of_names_in_many_directories_what_it_says_of_each():
             meta._kv.apply([(records.inode_key(inode), b"\xff")])
             same(plain)
             del held
+
     run(main())
 
 
@@ -329,7 +389,10 @@ def test_reads_of_a_small_file_are_one_read_of_all_of_it():
             await put(case.other, b"file", content)
             handle = await opened(case, b"file")
             case.pool.sent.clear()
-            parts = [case.one.begin_read(handle, at, size) for at, size in ((0, 20_000), (5000, 100), (9_999, 4096))]
+            parts = [
+                case.one.begin_read(handle, at, size)
+                for at, size in ((0, 20_000), (5000, 100), (9_999, 4096))
+            ]
             waiting = asyncio.create_task(case.one.read(handle, 1, 5))
             assert parts[1].cancel()
             assert bytes(await outcome_of(parts[0])) == content
@@ -339,11 +402,17 @@ def test_reads_of_a_small_file_are_one_read_of_all_of_it():
                 await outcome_of(parts[1])
             assert case.pool.sent["DATA_READ"] == 1
             assert bytes(case.one.read_now(handle, 100, 50)) == content[100:150]
-            assert case.one.begin_read(handle, 10_000, 1) is None and await case.one.read(handle, 10_000, 1) == b""
-            assert case.one.release_now(handle) and not case.one.release_now(handle) and not case.one.cache.open
+            assert (
+                case.one.begin_read(handle, 10_000, 1) is None
+                and await case.one.read(handle, 10_000, 1) == b""
+            )
+            assert (
+                case.one.release_now(handle) and not case.one.release_now(handle) and not case.one.cache.open
+            )
             assert case.one.begin_read(handle, 0, 1) is None
             with pytest.raises(BadHandle):
                 await case.one.read(handle, 0, 1)
+
     run(main())
 
 
@@ -366,6 +435,7 @@ def test_what_was_changed_while_it_was_read_is_not_kept():
             assert not case.one.release_now(handle)
             await case.one.release(handle)
             assert not case.one.cache.open
+
     run(main())
 
 
@@ -384,6 +454,7 @@ def test_an_error_is_told_to_all_who_wait_and_the_next_read_asks_again():
                 await case.pool.start_store(target)
             assert bytes(await outcome_of(case.one.begin_read(handle, 0, 100))) == b"content"
             await case.one.release(handle)
+
     run(main())
 
 
@@ -408,6 +479,7 @@ def test_bytes_that_came_when_no_lease_holds_any_more_are_handed_out_after_the_s
             for handle in (kept, gone):
                 await case.one.release(handle)
             assert not case.one._renewals
+
     run(main())
 
 
@@ -422,6 +494,7 @@ def test_a_handle_with_locks_is_not_released_on_the_spot():
             other = await case.other.open(handle.inode, os.O_RDWR, Caller(0, 0))
             await case.other.flock(other, 8, 2, 99)
             await case.other.release(other)
+
     run(main())
 
 
@@ -431,6 +504,9 @@ def test_a_large_file_is_not_read_as_a_whole():
             content = os.urandom(200 * KIB)
             await put(case.other, b"file", content)
             handle = await case.one.open((await case.one.lookup(ROOT_INODE, b"file")).inode, os.O_RDWR, ME)
-            assert bytes(await outcome_of(case.one.begin_read(handle, 100_000, 10))) == content[100_000:100_010]
+            assert (
+                bytes(await outcome_of(case.one.begin_read(handle, 100_000, 10))) == content[100_000:100_010]
+            )
             assert case.one.release_now(handle)
+
     run(main())

@@ -28,19 +28,33 @@ def given_up(pool_map, target):
 
 
 def test_only_what_nobody_holds_begins_anew_and_the_map_tells_what_was_lost():
-    pool_map = replace(a_pool((4, 4, 4), 1), partitions=(PartitionRange(0, 2048, 1), PartitionRange(2048, 2048, 2)),
-                       shards=(Shard(1, 1, ()), Shard(2, 1, ())))
+    pool_map = replace(
+        a_pool((4, 4, 4), 1),
+        partitions=(PartitionRange(0, 2048, 1), PartitionRange(2048, 2048, 2)),
+        shards=(Shard(1, 1, ()), Shard(2, 1, ())),
+    )
     of_one = {number for number, chain in enumerate(pool_map.tables[0].chains) if chain.targets == (1,)}
     lost = given_up(pool_map, 1)
-    assert {number for _, number in ownerless(lost)} == of_one == losing(lost)[1] and lost.target_by_id[1].state == "up"
+    assert {number for _, number in ownerless(lost)} == of_one == losing(lost)[1] and lost.target_by_id[
+        1
+    ].state == "up"
     loss = births_of(lost, {1: 10, 2: 500})
     assert begun_anew(lost, ownerless(lost), loss, {1}) is lost, "nobody who serves"
     new = begun_anew(lost, ownerless(lost), loss, {2, 3})
-    assert not ownerless(new) and losing(new)[1] == of_one and new.target_by_id[1].state == "gone" and not check_map(new)
-    assert all(new.tables[0].chains[n] == pool_map.tables[0].chains[n] for n in range(1024) if n not in of_one)
+    assert (
+        not ownerless(new)
+        and losing(new)[1] == of_one
+        and new.target_by_id[1].state == "gone"
+        and not check_map(new)
+    )
+    assert all(
+        new.tables[0].chains[n] == pool_map.tables[0].chains[n] for n in range(1024) if n not in of_one
+    )
     chain = new.tables[0].chains[min(of_one)]
     assert chain.begun == chain.epoch == 2 and may_have_lost(new, chain, inode_number(2047, 9))
-    assert not may_have_lost(new, chain, inode_number(2047, 10)) and may_have_lost(new, chain, inode_number(2048, 499))
+    assert not may_have_lost(new, chain, inode_number(2047, 10)) and may_have_lost(
+        new, chain, inode_number(2048, 499)
+    )
     assert decode_map(encode_map(new)) == new
 
 
@@ -51,7 +65,9 @@ def test_the_other_copies_of_a_chain_that_began_anew_join_it():
     assert names
     new = begun_anew(lost, names, Loss(()), {3, 4})
     for name in names:
-        assert len(new.chain(*name).targets) == 1 and new.chain(*name).targets[0] in {3, 4} == set(new.chain(*name).goal)
+        assert len(new.chain(*name).targets) == 1 and new.chain(*name).targets[0] in {3, 4} == set(
+            new.chain(*name).goal
+        )
         joined = next_steps(new, joining_max=2000, of_target_max=2000).chain(*name)
         assert {*joined.targets, *joined.joining} == {3, 4}
 
@@ -60,10 +76,14 @@ def test_chain_begun_anew_is_above_epochs_of_all_chains():
     pool_map = a_pool((4, 4, 4), 1)
     table = pool_map.tables[0]
     others = next(number for number, chain in enumerate(table.chains) if chain.targets == (2,))
-    chains = [replace(chain, epoch=70 if number == others else 3) for number, chain in enumerate(table.chains)]
+    chains = [
+        replace(chain, epoch=70 if number == others else 3) for number, chain in enumerate(table.chains)
+    ]
     lost = given_up(replace(pool_map, tables=(replace(table, chains=tuple(chains)),)), 1)
     new = begun_anew(lost, ownerless(lost), Loss(()), {2, 3})
-    assert {(chain.epoch, chain.begun, chain.intact) for chain in new.tables[0].chains if chain.loss} == {(71, 71, 71)}
+    assert {(chain.epoch, chain.begun, chain.intact) for chain in new.tables[0].chains if chain.loss} == {
+        (71, 71, 71)
+    }
     assert new.tables[0].chains[others].epoch == 70, "the others stay as they are"
 
 
@@ -73,8 +93,13 @@ def test_a_map_that_names_a_loss_that_it_does_not_tell_contradicts_itself():
     for fields in ({"loss": 1, "begun": 1}, {"begun": 1}):
         wrong = replace(table, chains=(replace(table.chains[0], **fields), *table.chains[1:]))
         assert "has lost something" in check_map(replace(pool_map, tables=(wrong,)))[0]
-    assert not check_map(replace(pool_map, losses=(Loss((Births(0, 4096, 7),)),), tables=(
-        replace(table, chains=(replace(table.chains[0], loss=1, begun=1), *table.chains[1:])),)))
+    assert not check_map(
+        replace(
+            pool_map,
+            losses=(Loss((Births(0, 4096, 7),)),),
+            tables=(replace(table, chains=(replace(table.chains[0], loss=1, begun=1), *table.chains[1:])),),
+        )
+    )
 
 
 class Scene:
@@ -103,7 +128,9 @@ class Scene:
 
     async def begin_anew(self):
         counters = {shard: meta._view.next_number for shard, meta in self.pool.metas.items()}
-        await self.pool.change_map(lambda now: begun_anew(now, ownerless(now), births_of(now, counters), {2, 3}))
+        await self.pool.change_map(
+            lambda now: begun_anew(now, ownerless(now), births_of(now, counters), {2, 3})
+        )
         await self.chunks._view.refresh()
 
     async def read(self, handle, index, length=MIB):
@@ -119,6 +146,7 @@ def scene(work):
         async with LocalPool(capacities=(128 * MIB, 128 * MIB, 128 * MIB), tells_map=True) as pool:
             client = await pool.client("test", ClientOptions(deadline_s=20.0))
             await work(Scene(pool, client))
+
     asyncio.run(run())
 
 
@@ -133,7 +161,7 @@ def test_what_was_lost_is_an_error_and_is_whole_when_it_was_written_anew():
                 with pytest.raises(BytesLost):
                     await s.read(old, index)
             else:
-                assert await s.read(old, index) == content(12 * MIB)[index * MIB:(index + 1) * MIB]
+                assert await s.read(old, index) == content(12 * MIB)[index * MIB : (index + 1) * MIB]
         await s.vfs.write(old, lost[0] * MIB, b"n" * 8192)
         await s.vfs.fsync(old, False)
         assert await s.read(old, lost[0], 8192) == b"n" * 8192
@@ -149,6 +177,7 @@ def test_what_was_lost_is_an_error_and_is_whole_when_it_was_written_anew():
         await s.vfs.fsync(old, False)
         for index in lost:
             assert await s.read(old, index) == b"n" * MIB
+
     scene(work)
 
 
@@ -161,6 +190,7 @@ def test_files_that_are_born_later_are_as_everywhere():
         for index in range(40):
             assert len(await s.read(new, index)) == MIB, "holes are zeros"
         assert (await s.read(new, 39))[-7:] == b"the end"
+
     scene(work)
 
 
@@ -190,6 +220,7 @@ def test_an_old_file_is_appended_to_and_replaced_by_a_shorter_one():
             await s.vfs.fsync(log, False)
         for index in range(2, 29):
             assert await s.read(log, index) == b"x" * MIB
+
     scene(work)
 
 
@@ -200,11 +231,13 @@ def test_lost_chunks_are_no_holes_to_who_looks_for_data():
         await s.give_up()
         found = await s.vfs.ranges.extents(old.file, 0, 12 * MIB, SYSTEM_CLOCK.boottime_s() + 10)
         assert lost and found.runs == [(0, 12 * MIB)]
+
     scene(work)
 
 
 def test_what_a_new_member_has_from_earlier_days_counts_for_nothing():
     """It held the chain before the one that was given up did, and has not removed its chunks yet."""
+
     async def work(s):
         old = await s.file(b"old", 12 * MIB)
         chains = s.pool.pool_map.table_by_id[1].chains
@@ -213,9 +246,20 @@ def test_what_a_new_member_has_from_earlier_days_counts_for_nothing():
 
         def moved(now):
             table = now.table_by_id[1]
-            return replace(now, tables=(replace(table, chains=tuple(
-                replace(chain, epoch=chain.epoch + 1, targets=(1,), goal=(2,)) if number in numbers else chain
-                for number, chain in enumerate(table.chains))),))
+            return replace(
+                now,
+                tables=(
+                    replace(
+                        table,
+                        chains=tuple(
+                            replace(chain, epoch=chain.epoch + 1, targets=(1,), goal=(2,))
+                            if number in numbers
+                            else chain
+                            for number, chain in enumerate(table.chains)
+                        ),
+                    ),
+                ),
+            )
 
         await s.pool.change_map(moved)
         await s.pool.stop_store(1)
@@ -230,6 +274,7 @@ def test_what_a_new_member_has_from_earlier_days_counts_for_nothing():
             assert await s.read(old, index, 4096) == b"n" * 4096
             with pytest.raises(BytesLost):
                 await s.read(old, index)
+
     scene(work)
 
 
@@ -252,4 +297,5 @@ def test_a_new_member_that_does_not_know_it_yet_tells_nobody_that_there_is_a_hol
             with pytest.raises(BytesLost):
                 await s.read(old, index)
         assert asked
+
     scene(work)

@@ -20,20 +20,32 @@ from tests.unit.test_placement import a_pool
 
 def with_manager(run, pool_map=None, leader=False):
     async def main():
-        now = pool_map or replace(a_pool((4, 4, 4), 2), shards=(Shard(1, 1, ("inproc://m",)),),
-                                  partitions=(PartitionRange(0, 4096, 1),))
+        now = pool_map or replace(
+            a_pool((4, 4, 4), 2),
+            shards=(Shard(1, 1, ("inproc://m",)),),
+            partitions=(PartitionRange(0, 4096, 1),),
+        )
         coordinator = await EmbeddedCoordinator.found(MemoryKv(), now)
         clock = ManualClock()
         lease = await coordinator.lead("1", 3.0, 1.0) if leader else None
         manager = Manager(coordinator, clock=clock, leader=lease)
         await run(coordinator, manager, clock, *([lease] if leader else []))
         await coordinator.close()
+
     asyncio.run(main())
 
 
 def beat(manager, target, epoch=1, pid=None, equal=(), verifier=0, unreachable=()):
-    return manager.alive(AliveRequest(target=target, pid=pid or 100 + target, epoch=epoch, verifier=verifier,
-                                      unreachable=unreachable, equal=b"".join(EQUAL.pack(*one) for one in equal)))
+    return manager.alive(
+        AliveRequest(
+            target=target,
+            pid=pid or 100 + target,
+            epoch=epoch,
+            verifier=verifier,
+            unreachable=unreachable,
+            equal=b"".join(EQUAL.pack(*one) for one in equal),
+        )
+    )
 
 
 def holds(pool_map, target):
@@ -53,6 +65,7 @@ def test_a_silent_target_is_replaced_after_its_lease_and_gets_none_before_it_kno
         assert answer.epoch_min == now.epoch == answer.epoch
         assert await manager.run_once() and coordinator.pool_map.target_by_id[3].state == "up"
         assert all(3 in c.joining for c in coordinator.pool_map.table_by_id[2].chains if 3 in c.goal)
+
     with_manager(run)
 
 
@@ -63,7 +76,11 @@ def test_target_behind_broken_link_leaves_after_its_lease():
             for _ in range(round(seconds / 0.5)):
                 clock.advance(0.5)
                 epoch = coordinator.pool_map.epoch
-                answers = [beat(manager, 1, epoch), beat(manager, 2, epoch, unreachable=unreachable), beat(manager, 3, epoch)]
+                answers = [
+                    beat(manager, 1, epoch),
+                    beat(manager, 2, epoch, unreachable=unreachable),
+                    beat(manager, 3, epoch),
+                ]
                 await manager.run_once()
             return answers
 
@@ -79,6 +96,7 @@ def test_target_behind_broken_link_leaves_after_its_lease():
         await beats(1.0, ())
         assert coordinator.pool_map.target_by_id[3].state == "up"
         assert any(3 in chain.joining for chain in coordinator.pool_map.table_by_id[2].chains)
+
     with_manager(run, three_nodes())
 
 
@@ -93,6 +111,7 @@ def test_manager_cancelled_while_news_come_ends(turns):
         deciding.cancel()
         await asyncio.wait([deciding], timeout=5)
         assert deciding.cancelled()
+
     with_manager(run)
 
 
@@ -108,6 +127,7 @@ def test_a_dead_process_is_not_listened_to_and_another_one_of_the_target_is():
         assert await manager.run_once() and coordinator.pool_map.target_by_id[2].state == "up"
         with pytest.raises(WrongTarget):
             beat(manager, 9)
+
     with_manager(run)
 
 
@@ -115,8 +135,12 @@ def test_who_has_caught_up_is_taken_in_when_the_others_know_that_it_joins_and_wh
     def changed(pool_map):
         chain = Chain(5, (1, 2), (3,), (2, 3))
         table = replace(pool_map.table_by_id[2], chains=(chain, *pool_map.table_by_id[2].chains[1:]))
-        return replace(pool_map, tables=(pool_map.tables[0], table), shards=(Shard(1, 1, ("inproc://m",)),),
-                       partitions=(PartitionRange(0, 4096, 1),))
+        return replace(
+            pool_map,
+            tables=(pool_map.tables[0], table),
+            shards=(Shard(1, 1, ("inproc://m",)),),
+            partitions=(PartitionRange(0, 4096, 1),),
+        )
 
     async def run(coordinator, manager, clock):
         beat(manager, 1, epoch=0)
@@ -124,20 +148,30 @@ def test_who_has_caught_up_is_taken_in_when_the_others_know_that_it_joins_and_wh
         beat(manager, 3, equal=[(2, 0, 5)])
         assert not await manager.run_once(), "target 1 does not know the map yet"
         beat(manager, 1)
-        assert await manager.run_once() and coordinator.pool_map.chain(2, 0) == Chain(6, (1, 2, 3), (), (2, 3), (1,))
+        assert await manager.run_once() and coordinator.pool_map.chain(2, 0) == Chain(
+            6, (1, 2, 3), (), (2, 3), (1,)
+        )
         beat(manager, 1)
         assert not await manager.run_once()
         beat(manager, 1, epoch=coordinator.pool_map.epoch)
         assert await manager.run_once() and coordinator.pool_map.chain(2, 0) == Chain(7, (2, 3))
+
     with_manager(run, changed(a_pool((4, 4, 4), 2)))
 
 
 def test_what_the_last_target_of_a_chain_lost_is_in_the_map_before_anybody_joins_it():
     def sole(pool_map):
         chain = Chain(5, (1,), (3,), (1, 3))
-        return replace(pool_map, tables=(pool_map.tables[0], replace(pool_map.table_by_id[2], chains=(
-            chain, *pool_map.table_by_id[2].chains[1:]))), targets=tuple(replace(one, verifier=7) for one in pool_map.targets),
-            shards=(Shard(1, 1, ("inproc://m",)),), partitions=(PartitionRange(0, 4096, 1),))
+        return replace(
+            pool_map,
+            tables=(
+                pool_map.tables[0],
+                replace(pool_map.table_by_id[2], chains=(chain, *pool_map.table_by_id[2].chains[1:])),
+            ),
+            targets=tuple(replace(one, verifier=7) for one in pool_map.targets),
+            shards=(Shard(1, 1, ("inproc://m",)),),
+            partitions=(PartitionRange(0, 4096, 1),),
+        )
 
     async def run(coordinator, manager, clock):
         for target in (1, 2, 3):
@@ -149,15 +183,22 @@ def test_what_the_last_target_of_a_chain_lost_is_in_the_map_before_anybody_joins
         now = coordinator.pool_map
         assert [one.verifier for one in now.targets] == [8, 7, 7]
         assert now.chain(2, 0) == Chain(6, (1, 3), intact=5)
-        assert all(chain.intact == (chain.epoch if 1 in chain.targets else 0) for chain in now.table_by_id[2].chains[1:])
+        assert all(
+            chain.intact == (chain.epoch if 1 in chain.targets else 0)
+            for chain in now.table_by_id[2].chains[1:]
+        )
         beat(manager, 1, pid=9)  # of an older version
         assert not await manager.run_once()
+
     with_manager(run, sole(a_pool((4, 4, 4), 2)))
 
 
 def three_nodes():
-    return replace(a_pool((4, 4, 4), 2, nodes=3), shards=(Shard(1, 1, ("inproc://m",)),),
-                   partitions=(PartitionRange(0, 4096, 1),))
+    return replace(
+        a_pool((4, 4, 4), 2, nodes=3),
+        shards=(Shard(1, 1, ("inproc://m",)),),
+        partitions=(PartitionRange(0, 4096, 1),),
+    )
 
 
 class Bounded:
@@ -182,9 +223,12 @@ def test_no_lease_outlives_the_leaders_by_more_than_the_next_one_waits_for_the_n
         assert not await manager.run_once(), "what it was given may be left to it"
         clock.advance(0.01)
         assert await manager.run_once() and not holds(coordinator.pool_map, 3)
-        assert holds(coordinator.pool_map, 1) and holds(coordinator.pool_map, 2), "they have a whole lease to be heard"
+        assert holds(coordinator.pool_map, 1) and holds(coordinator.pool_map, 2), (
+            "they have a whole lease to be heard"
+        )
         clock.advance(LEASE_S - OUTLIVES_S)
         assert await manager.run_once() and coordinator.pool_map.target_by_id[2].state == "down"
+
     with_manager(run, three_nodes())
 
 
@@ -196,6 +240,7 @@ def test_a_target_of_the_node_that_led_which_is_heard_keeps_its_chains():
         assert beat(manager, 1) and beat(manager, 2) and not await manager.run_once()
         clock.advance(0.01)
         assert await manager.run_once() and not holds(coordinator.pool_map, 3)
+
     with_manager(run)
 
 
@@ -219,12 +264,17 @@ def test_what_is_so_already_by_an_old_map_is_changed_where_that_is_to_be_certain
     async def main():
         coordinator = await Behind.found(MemoryKv(), first)
         coordinator.looked = True
-        await coordinator.replace(replace(first, epoch=first.epoch + 1, moving=replace(first.moving, paused=True)))
+        await coordinator.replace(
+            replace(first, epoch=first.epoch + 1, moving=replace(first.moving, paused=True))
+        )
         coordinator.looked = False
         assert await change(coordinator, resumed) is first
         assert not (await change(coordinator, resumed, certain=True)).moving.paused
         assert not coordinator.pool_map.moving.paused and coordinator.pool_map.epoch == first.epoch + 2
-    first = replace(a_pool((4, 4), 1), shards=(Shard(1, 1, ("inproc://m",)),), partitions=(PartitionRange(0, 4096, 1),))
+
+    first = replace(
+        a_pool((4, 4), 1), shards=(Shard(1, 1, ("inproc://m",)),), partitions=(PartitionRange(0, 4096, 1),)
+    )
     asyncio.run(main())
 
 
@@ -234,6 +284,7 @@ def test_who_does_not_lead_any_more_gives_no_lease():
         await lease.release()
         with pytest.raises(Unavailable):
             beat(manager, 1)
+
     with_manager(run, leader=True)
 
 
@@ -265,9 +316,20 @@ def test_a_tenure_counts_from_the_sending_needs_the_map_and_is_told_to_readers_o
     assert tenure.holds() and told.until_s == sent_s + LEASE_S
     tenure.renewed(sent_s, LEASE_S, 3)
     assert not tenure.holds() and told.until_s == 0.0, "it was taken out by a map that it does not know"
-    gone = replace(pool_map, epoch=3, tables=(pool_map.tables[0], replace(pool_map.tables[1], chains=tuple(
-        replace(c, targets=tuple(t for t in c.targets if t != 1)) if len(c.targets) > 1 else c
-        for c in pool_map.tables[1].chains))))
+    gone = replace(
+        pool_map,
+        epoch=3,
+        tables=(
+            pool_map.tables[0],
+            replace(
+                pool_map.tables[1],
+                chains=tuple(
+                    replace(c, targets=tuple(t for t in c.targets if t != 1)) if len(c.targets) > 1 else c
+                    for c in pool_map.tables[1].chains
+                ),
+            ),
+        ),
+    )
     before = told.changed
     tenure.update_map(gone)
     assert told.changed == before + 1 and not tenure.shared and tenure.holds()
@@ -280,12 +342,16 @@ def test_a_tenure_counts_from_the_sending_needs_the_map_and_is_told_to_readers_o
 
 def given_up_after(run, capacities=(4, 4, 4, 4), replicas=2, replace_after_s=60.0):
     async def main():
-        now = replace(a_pool(capacities, replicas), shards=(Shard(1, 1, ("inproc://m",)),),
-                      partitions=(PartitionRange(0, 4096, 1),))
+        now = replace(
+            a_pool(capacities, replicas),
+            shards=(Shard(1, 1, ("inproc://m",)),),
+            partitions=(PartitionRange(0, 4096, 1),),
+        )
         coordinator = await EmbeddedCoordinator.found(MemoryKv(), now)
         clock = ManualClock()
         await run(coordinator, Manager(coordinator, clock=clock, replace_after_s=replace_after_s), clock)
         await coordinator.close()
+
     asyncio.run(main())
 
 
@@ -306,13 +372,16 @@ def test_a_target_that_is_away_for_long_is_given_up_and_gets_its_share_when_it_i
         now = coordinator.pool_map
         assert now.target_by_id[4].wish == "away"
         assert not any(4 in chain.goal for chain in now.table_by_id[2].chains)
-        assert sum(bool(chain.joining) for chain in now.table_by_id[2].chains) == 256  # as many as begin at a time
+        assert (
+            sum(bool(chain.joining) for chain in now.table_by_id[2].chains) == 256
+        )  # as many as begin at a time
         await seconds(manager, clock, 2, 1, 2, 3, 4)
         back = coordinator.pool_map
         assert (back.target_by_id[4].state, back.target_by_id[4].wish) == ("up", "share")
         assert sum(4 in (chain.goal or chain.targets) for chain in back.table_by_id[2].chains) > 400
         await seconds(manager, clock, 100, 1, 2, 3, 4)
         assert coordinator.pool_map.target_by_id[4].wish == "share"
+
     given_up_after(run)
 
 
@@ -320,6 +389,7 @@ def test_nothing_is_given_up_where_the_others_are_too_few_or_nobody_wants_it():
     async def refused(coordinator, manager, clock):
         await seconds(manager, clock, 200, 1, 2)
         assert [target.wish for target in coordinator.pool_map.targets] == ["share"] * 3
+
     given_up_after(refused, (4, 4, 4), 3)
     given_up_after(refused, (4, 4, 4), 2, replace_after_s=0.0)
 
@@ -332,9 +402,17 @@ def test_manager_knows_which_targets_lack_a_map():
         assert manager.unaware(4) == [3] and manager.unaware(5) == [2, 3]
         manager.died({2: 102})
         assert manager.unaware(5) == [3]
-        await change(coordinator, lambda now: replace(now, targets=tuple(
-            replace(target, state="down") if target.id == 3 else target for target in now.targets)))
+        await change(
+            coordinator,
+            lambda now: replace(
+                now,
+                targets=tuple(
+                    replace(target, state="down") if target.id == 3 else target for target in now.targets
+                ),
+            ),
+        )
         assert manager.unaware(5) == []
+
     with_manager(run)
 
 
@@ -348,4 +426,5 @@ def test_manager_drops_taken_rights_after_their_time():
         clock.advance(2.0)
         await manager.run_once()
         assert not coordinator.pool_map.rights_taken
+
     with_manager(run)

@@ -68,7 +68,9 @@ class Told(Case):
             def handle(call) -> None:
                 if role != "meta" or not self.about(call, number):
                     handler(call)
+
             await listen(role, number, handle)
+
         self.pool._listen = telling
 
 
@@ -94,6 +96,7 @@ def test_many_directories_cost_one_message_for_each_level_and_nothing_the_next_t
             await lent_again(pool)
             _, sent = await case.counted(read(pool, contents))
             assert sum(questions(sent).values()) <= levels + 2
+
     run(main())
 
 
@@ -113,6 +116,7 @@ def test_of_several_shards_each_is_asked_once_for_each_level(levels):
                 await asyncio.sleep(1.1)
             _, sent = await case.counted(read(pool, contents))
             assert not questions(sent)  # by leases, though all names are old
+
     run(main())
 
 
@@ -123,8 +127,13 @@ def test_without_leases_what_is_old_is_asked_anew_together():
             pool = AsyncFileSystem(await case.client(), ME)
             for _ in range(2):
                 _, sent = await case.counted(read(pool, contents))
-                assert sent.pop("META_LOOKUP_MANY") <= 3 and sent.pop("META_OPEN") == 50 and sent.pop("META_LOOKUP", 0) <= 1
+                assert (
+                    sent.pop("META_LOOKUP_MANY") <= 3
+                    and sent.pop("META_OPEN") == 50
+                    and sent.pop("META_LOOKUP", 0) <= 1
+                )
                 assert set(sent) == {"DATA_READ"}
+
     run(main())
 
 
@@ -135,8 +144,11 @@ def test_more_names_than_one_message_holds_go_in_several():
             for number in range(1100):
                 await case.other.mkdir(top, b"d%d" % number, 0o755, ME)
             vfs = (await case.client()).vfs
-            found, sent = await case.counted(vfs.walk_many([(top, b"d%d" % number) for number in range(1100)]))
+            found, sent = await case.counted(
+                vfs.walk_many([(top, b"d%d" % number) for number in range(1100)])
+            )
             assert sent == {"META_LOOKUP_MANY": 2} and len({inode for inode, _ in found}) == 1100
+
     run(main())
 
 
@@ -160,6 +172,7 @@ def test_pieces_of_many_files_are_opened_together_too_and_kept_open_for_a_second
             assert len(pool.client.vfs.cache.open) == 100
             await pool._batches.forget()
             assert not pool.client.vfs.cache.open
+
     run(main())
 
 
@@ -173,10 +186,12 @@ def test_files_that_several_batches_open_at_once_are_read_by_all_and_closed_by_t
                 for _ in range(5):
                     found = await pool.read_many([(path, 0, 4096) for path in contents])
                     assert [bytes(one) for one in found] == list(contents.values())
+
             await asyncio.gather(*(some() for _ in range(4)))
             assert {file.handles for file in pool.client.vfs.cache.open.values()} <= {1}
             await pool._batches.forget()
             assert not pool.client.vfs.cache.open
+
     run(main())
 
 
@@ -209,15 +224,20 @@ def test_what_was_opened_anew_is_closed_though_some_batch_is_always_being_read()
             first, first_gate = await begun()
             for _ in range(10):
                 await read()
-            assert sum(file.handles for file in vfs.cache.open.values()) == 55, "the first one may be reading by any of them"
+            assert sum(file.handles for file in vfs.cache.open.values()) == 55, (
+                "the first one may be reading by any of them"
+            )
             second, second_gate = await begun()
             first_gate.set()
             await first
-            assert sum(file.handles for file in vfs.cache.open.values()) == 10, "the second one's, and what it has replaced"
+            assert sum(file.handles for file in vfs.cache.open.values()) == 10, (
+                "the second one's, and what it has replaced"
+            )
             second_gate.set()
             await second
             await pool._batches.forget()
             assert not vfs.cache.open
+
     run(main())
 
 
@@ -237,6 +257,7 @@ def test_wide_directories_over_several_shards_are_walked_as_others():
             await read(pool, contents)
             _, sent = await case.counted(read(pool, contents))
             assert not questions(sent)
+
     run(main())
 
 
@@ -265,19 +286,26 @@ def test_files_whose_inodes_another_shard_has_are_asked_for_together_and_by_them
                     request.ClearField("rights")
                     call.message = request.SerializeToString()
                 return False
+
             case.about = forget
             _, sent = await case.counted(read(pool, contents))
             sent.pop("DATA_READ")
             assert sent.pop("META_GETATTR", 0) <= (42 if older else 2) and sum(sent.values()) <= 5
-            await read(pool, contents)  # names that were asked for before there was a lease on what they stand for
+            await read(
+                pool, contents
+            )  # names that were asked for before there was a lease on what they stand for
             _, sent = await case.counted(read(pool, contents))
             assert not questions(sent)
             expected = [contents[path.replace("/l", "/f")] for path in links]
-            assert [bytes(one) for one in await pool.read_many([*links, *contents])] == [*expected, *contents.values()]
+            assert [bytes(one) for one in await pool.read_many([*links, *contents])] == [
+                *expected,
+                *contents.values(),
+            ]
             await vfs.unlink(to, b"f7", ME)
             with pytest.raises(FileNotFoundError):
                 await pool.read_many(list(contents))
             assert not pool.client.vfs.cache.open
+
     run(main())
 
 
@@ -290,10 +318,18 @@ def test_what_is_wrong_with_one_path_is_told_of_that_path(shards):
         async with Case(OPTIONS, shards=shards) as case:
             contents = await planted(case, 1, 20)
             pool = AsyncFileSystem(await case.client(), ME)
-            for wrong, error in (("top/nothing/f", FileNotFoundError), ("top/d3/g", FileNotFoundError),
-                                 ("top/d4/f/x", NotADirectoryError), ("top/d5", IsADirectoryError), ("/", IsADirectoryError),
-                                 ("top/d6/..", IsADirectoryError), ("top/d6/f/..", NotADirectoryError),
-                                 ("n" * 300 + "/f", OSError), ("top/" + "n" * 300, OSError), ("top/d1/\0", ValueError)):
+            for wrong, error in (
+                ("top/nothing/f", FileNotFoundError),
+                ("top/d3/g", FileNotFoundError),
+                ("top/d4/f/x", NotADirectoryError),
+                ("top/d5", IsADirectoryError),
+                ("/", IsADirectoryError),
+                ("top/d6/..", IsADirectoryError),
+                ("top/d6/f/..", NotADirectoryError),
+                ("n" * 300 + "/f", OSError),
+                ("top/" + "n" * 300, OSError),
+                ("top/d1/\0", ValueError),
+            ):
                 for _ in range(2):
                     with pytest.raises(error) as raised:
                         await pool.read_many([*contents, wrong, "no/path"])
@@ -304,16 +340,32 @@ def test_what_is_wrong_with_one_path_is_told_of_that_path(shards):
             assert not pool.client.vfs.cache.open
             vfs = pool.client.vfs
             top = (await vfs.lookup(ROOT_INODE, b"top")).inode
-            found = await vfs.walk_many([(top, b"d1"), (top, b"no"), (top, b"n" * 300), (top, b"d2"), (ROOT_INODE, b"top")])
+            found = await vfs.walk_many(
+                [(top, b"d1"), (top, b"no"), (top, b"n" * 300), (top, b"d2"), (ROOT_INODE, b"top")]
+            )
             assert [type(one) for one in found] == [tuple, NotFound, NameTooLong, tuple, tuple]
             file = (await vfs.lookup(found[0][0], b"f")).inode
-            opened = await vfs.open_many([(found[0][0], b"f"), (top, b"d1"), (file, b"x"), (top, b"a/b"), (top, b"no"),
-                                          (found[3][0], b"f")], ME)
+            opened = await vfs.open_many(
+                [
+                    (found[0][0], b"f"),
+                    (top, b"d1"),
+                    (file, b"x"),
+                    (top, b"a/b"),
+                    (top, b"no"),
+                    (found[3][0], b"f"),
+                ],
+                ME,
+            )
             assert [isinstance(one, FileHandle) for one in opened] == [True, False, False, False, False, True]
-            assert type(opened[2]) is NotADirectory and type(opened[4]) is NotFound and isinstance(opened[3], NvpoolError)
+            assert (
+                type(opened[2]) is NotADirectory
+                and type(opened[4]) is NotFound
+                and isinstance(opened[3], NvpoolError)
+            )
             for one in (opened[0], opened[5]):
                 await vfs.release(one)
             await read(pool, contents)
+
     run(main())
 
 
@@ -332,14 +384,18 @@ def test_a_volume_that_one_has_no_right_to_is_refused_and_the_others_are_read(sh
             def stranger(call, shard) -> bool:
                 call.peer = call.peer._replace(member=STRANGER)
                 return False
+
             pool = AsyncFileSystem(await case.client(), ME)
             case.about = stranger
             good = [f"volumes/open/d{number}/f" for number in range(5)]
             with pytest.raises(PermissionError) as raised:
                 await pool.read_many([*good, "volumes/secret/d1/f", "volumes/secret/d2/f"])
-            assert raised.value.filename == "volumes/secret/d1/f" and isinstance(raised.value.__cause__, AccessDenied)
+            assert raised.value.filename == "volumes/secret/d1/f" and isinstance(
+                raised.value.__cause__, AccessDenied
+            )
             assert [bytes(one) for one in await pool.read_many(good)] == [b"open"] * 5
             assert not pool.client.vfs.cache.open
+
     run(main())
 
 
@@ -349,9 +405,14 @@ def test_a_shard_that_is_silent_fails_the_paths_through_it():
             contents = await planted(case, 1, 20)
             vfs = (await case.client()).vfs
             top = (await vfs.lookup(ROOT_INODE, b"top")).inode
-            directories = [inode for inode, _ in await vfs.walk_many([(top, b"d%d" % number) for number in range(20)])]
-            case.about = lambda call, shard: call.method == Method.Value("META_LOOKUP_MANY") and shard == 2 and (
-                call.fail(Disconnected("on the way")) or True)
+            directories = [
+                inode for inode, _ in await vfs.walk_many([(top, b"d%d" % number) for number in range(20)])
+            ]
+            case.about = lambda call, shard: (
+                call.method == Method.Value("META_LOOKUP_MANY")
+                and shard == 2
+                and (call.fail(Disconnected("on the way")) or True)
+            )
             opened = await vfs.open_many([(directory, b"f") for directory in directories], ME)
             for directory, one in zip(directories, opened, strict=True):
                 assert isinstance(one, FileHandle) == (vfs.meta.shard_of(directory) == 1)
@@ -361,6 +422,7 @@ def test_a_shard_that_is_silent_fails_the_paths_through_it():
                     await vfs.release(one)
             case.about = lambda call, shard: False
             await read(AsyncFileSystem(await case.client(), ME), contents)
+
     run(main())
 
 
@@ -370,12 +432,15 @@ def test_an_answer_that_does_not_fit_is_an_error_of_the_paths_that_it_was_for(an
         async with Told(OPTIONS, shards=1) as case:
             contents = await planted(case, 1, 5)
             pool = AsyncFileSystem(await case.client(), ME)
-            case.about = lambda call, shard: call.method == Method.Value("META_LOOKUP_MANY") and (call.reply(answer) or True)
+            case.about = lambda call, shard: (
+                call.method == Method.Value("META_LOOKUP_MANY") and (call.reply(answer) or True)
+            )
             with pytest.raises(OSError) as raised:
                 await pool.read_many(list(contents))
             assert raised.value.filename == next(iter(contents)) and not pool.client.vfs.cache.open
             case.about = lambda call, shard: False
             await read(pool, contents)
+
     run(main())
 
 
@@ -399,13 +464,16 @@ def test_directories_that_others_move_and_replace_are_found_where_they_are(shard
             await other.rename(third, b"e", top, b"e", 0, ME)
             await put(other, b"f", b"new", (await other.mkdir(third, b"e", 0o755, ME)).inode)
             if shards == 2:
-                await asyncio.sleep(1.1)  # of what another shard has than its name that is believed for so long
+                await asyncio.sleep(
+                    1.1
+                )  # of what another shard has than its name that is believed for so long
             with pytest.raises(FileNotFoundError) as raised:
                 await pool.read_many(list(contents))
             assert raised.value.filename == "top/d2/e/f"
             contents["away/e/f"], contents["top/d1/e/f"] = contents["top/d1/e/f"], contents.pop("top/d2/e/f")
             contents["top/e/f"], contents["top/d3/e/f"] = contents["top/d3/e/f"], b"new"
             await read(pool, contents)
+
     run(main())
 
 
@@ -420,6 +488,7 @@ def test_partitions_that_move_to_another_shard_meanwhile():
                 await read(pool, contents)
             assert set(case.pool.pool_map.shard_of_partition) == {1}
             await read(pool, contents)
+
     run(main())
 
 
@@ -465,17 +534,21 @@ def test_a_tree_with_links_upward_names_and_wide_directories_is_read_as_path_by_
                     return await pool.read_bytes(path)
                 except OSError as error:
                     return error.errno
+
             plain = AsyncFileSystem(await case.client(), ME)
             expected = [await each(plain, path) for path in wanted]
             good = [(path, one) for path, one in zip(wanted, expected, strict=True) if isinstance(one, bytes)]
             assert len(good) > 50 and len({one for one in expected if isinstance(one, int)}) >= 3
             together = AsyncFileSystem(await case.client(), ME)
             for _ in range(2):
-                assert [bytes(one) for one in await together.read_many([path for path, _ in good])] == [one for _, one in good]
+                assert [bytes(one) for one in await together.read_many([path for path, _ in good])] == [
+                    one for _, one in good
+                ]
             for path, one in zip(wanted, expected, strict=True):
                 if isinstance(one, int):
                     with pytest.raises(OSError) as raised:
                         await together.read_many([good[0][0], path, "no/such/path"])
                     assert raised.value.errno == one and raised.value.filename == path
             assert not together.client.vfs.cache.open
+
     run(main())

@@ -27,8 +27,13 @@ class Shard:
         return self
 
     async def start(self):
-        service = MetaService(self.kv, grant_secret=b"s" * 32, dialer=self.stores, clock=self.clock,
-                              options=MetaOptions(tick_s=3600))
+        service = MetaService(
+            self.kv,
+            grant_secret=b"s" * 32,
+            dialer=self.stores,
+            clock=self.clock,
+            options=MetaOptions(tick_s=3600),
+        )
         service.update_map(small_map())
         await service.start()
         return service
@@ -37,15 +42,23 @@ class Shard:
         await self.service.close()
 
     def sending(self, client, length, own=0, cut=0, slot=0):
-        return client.send("RESERVE", pb.ReserveRequest(change=client.change(slot), inode=self.inode, length=length, own=own,
-                                                        cut=cut, deferred=True))
+        return client.send(
+            "RESERVE",
+            pb.ReserveRequest(
+                change=client.change(slot), inode=self.inode, length=length, own=own, cut=cut, deferred=True
+            ),
+        )
 
     async def reserve(self, client, length, own=0, cut=0):
         return pb.ReserveReply.FromString((await self.sending(client, length, own, cut).wait())[0])
 
     async def report(self, client, end, **fields):
-        return (await client.ask("REPORT", pb.ReportRequest(change=client.change(), inode=self.inode, end=end, wrote=True,
-                                                            **fields))).attr
+        return (
+            await client.ask(
+                "REPORT",
+                pb.ReportRequest(change=client.change(), inode=self.inode, end=end, wrote=True, **fields),
+            )
+        ).attr
 
     async def size(self):
         return (await self.two.getattr(self.inode)).attr.size
@@ -56,7 +69,9 @@ def scenario(function):
         async def body():
             async with Shard() as shard:
                 await function(shard)
+
         asyncio.run(asyncio.wait_for(body(), 60))
+
     test.__name__ = function.__name__
     return test
 
@@ -81,7 +96,9 @@ async def test_other_clients_append_when_the_report_has_come(shard):
     waiting = shard.sending(shard.two, 10)
     extending = shard.sending(shard.one, 5, own=100, slot=1)
     await asyncio.sleep(0.01)
-    assert waiting.answer is None and extending.answer is None, "one client after the other, also the one that has the turn"
+    assert waiting.answer is None and extending.answer is None, (
+        "one client after the other, also the one that has the turn"
+    )
     await shard.report(shard.one, 100)
     reply = pb.ReserveReply.FromString((await waiting.wait())[0])
     assert (reply.offset, reply.shared) == (100, True) and extending.answer is None
@@ -125,7 +142,9 @@ async def test_withdrawn_places_leave_nothing_behind(shard):
     await shard.reserve(shard.one, 100)
     attr = await shard.report(shard.one, 90, withdrawn=140)
     assert attr.size == 90 and attr.cut == 1
-    assert {(cut.size, cut.cut) for cut in shard.stores.cuts} == {(90, 1)}, "bytes behind the end may be at stores"
+    assert {(cut.size, cut.cut) for cut in shard.stores.cuts} == {(90, 1)}, (
+        "bytes behind the end may be at stores"
+    )
     assert (await shard.reserve(shard.two, 5, cut=1)).offset == 90
 
 

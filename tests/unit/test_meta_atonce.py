@@ -32,12 +32,24 @@ from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
 from nvpool.testing.fakes.meta_shard import ShardClient, StoreRecorder, small_map
 
-pytestmark = pytest.mark.skipif(not meta_fast_path.IS_COMPILED, reason="nvpool.meta.server._fast_path is not compiled")
+pytestmark = pytest.mark.skipif(
+    not meta_fast_path.IS_COMPILED, reason="nvpool.meta.server._fast_path is not compiled"
+)
 FILE = stat.S_IFREG | 0o644
-CREATE, UNLINK, REPORT, LOOKUP, GETATTR = (wire.META_CREATE, wire.META_UNLINK, wire.META_REPORT, wire.META_LOOKUP,
-                                           wire.META_GETATTR)
-MESSAGES = {CREATE: pb.CreateRequest, UNLINK: pb.UnlinkRequest, REPORT: pb.ReportRequest, LOOKUP: pb.LookupRequest,
-            GETATTR: pb.GetAttrRequest}
+CREATE, UNLINK, REPORT, LOOKUP, GETATTR = (
+    wire.META_CREATE,
+    wire.META_UNLINK,
+    wire.META_REPORT,
+    wire.META_LOOKUP,
+    wire.META_GETATTR,
+)
+MESSAGES = {
+    CREATE: pb.CreateRequest,
+    UNLINK: pb.UnlinkRequest,
+    REPORT: pb.ReportRequest,
+    LOOKUP: pb.LookupRequest,
+    GETATTR: pb.GetAttrRequest,
+}
 
 
 class Ordinary(Answerer):
@@ -78,7 +90,9 @@ class Bench:
 
     def at_once(self, frame, in_work=None):
         out = []
-        taken = self.service.at_once.answer(bytearray(frame), len(frame), in_work or {}, self.tally, out, self.ordinary)
+        taken = self.service.at_once.answer(
+            bytearray(frame), len(frame), in_work or {}, self.tally, out, self.ordinary
+        )
         return taken, out
 
     async def ask(self, method, request, number=7):
@@ -101,8 +115,16 @@ class Bench:
 
     async def make(self, name, **fields):
         """A file, opened; its inode."""
-        request = pb.CreateRequest(change=self.client.change(), parent=self.home, name=name, mode=FILE, open=True, rights=2,
-                                   exclusive=True, **fields)
+        request = pb.CreateRequest(
+            change=self.client.change(),
+            parent=self.home,
+            name=name,
+            mode=FILE,
+            open=True,
+            rights=2,
+            exclusive=True,
+            **fields,
+        )
         status, message = await self.ask(CREATE, request)
         assert not status, decode_error(status, message)
         return pb.CreateReply.FromString(message).entry.attr.inode
@@ -110,22 +132,53 @@ class Bench:
     def state(self):
         """All that it has, on the drive and in memory."""
         service, journal = self.service, self.kv._journal
-        sessions = [(session.number, session.opens, session.brought, [
-            (slot.sequence, slot.waits_for, slot.answer, slot.mark, repr(slot.error), slot.restored, slot.opened, slot.awaited)
-            for slot in session.slots if slot is not None]) for session in service._sessions.by_number.values()]
-        return {"records": self.kv.scan(b"", b"\xff" * 12, 1_000_000), "sequence": self.kv.sequence,
-                "journal": os.pread(journal._files[journal.generation & 1], journal.offset, 0),
-                "sessions": sessions, "holders": service._sessions.holders, "orphans": service._collector.orphans,
-                "counters": service._counters, "numbers": (service._view.next_number, service._view.inode_count),
-                "state": service._state, "cool": service._watches._cool,
-                "leases": (bytes(service._watches._table._new), bytes(service._watches._table._old))}
+        sessions = [
+            (
+                session.number,
+                session.opens,
+                session.brought,
+                [
+                    (
+                        slot.sequence,
+                        slot.waits_for,
+                        slot.answer,
+                        slot.mark,
+                        repr(slot.error),
+                        slot.restored,
+                        slot.opened,
+                        slot.awaited,
+                    )
+                    for slot in session.slots
+                    if slot is not None
+                ],
+            )
+            for session in service._sessions.by_number.values()
+        ]
+        return {
+            "records": self.kv.scan(b"", b"\xff" * 12, 1_000_000),
+            "sequence": self.kv.sequence,
+            "journal": os.pread(journal._files[journal.generation & 1], journal.offset, 0),
+            "sessions": sessions,
+            "holders": service._sessions.holders,
+            "orphans": service._collector.orphans,
+            "counters": service._counters,
+            "numbers": (service._view.next_number, service._view.inode_count),
+            "state": service._state,
+            "cool": service._watches._cool,
+            "leases": (bytes(service._watches._table._new), bytes(service._watches._table._old)),
+        }
 
 
 @asynccontextmanager
 async def a_shard(path, quick, clock=None, watch=True, options=None):
     kv = await LmdbKv.open(path, options or LmdbOptions(sync_interval_s=1000, checkpoint_interval_s=1000))
-    service = MetaService(kv, grant_secret=b"s" * 32, clock=clock or ManualClock(3), dialer=StoreRecorder(),
-                          options=MetaOptions(session_lease_s=3600, watch_s=3600, tick_s=1000))
+    service = MetaService(
+        kv,
+        grant_secret=b"s" * 32,
+        clock=clock or ManualClock(3),
+        dialer=StoreRecorder(),
+        options=MetaOptions(session_lease_s=3600, watch_s=3600, tick_s=1000),
+    )
     await service.start()
     service.update_map(small_map())
     try:
@@ -179,15 +232,34 @@ async def test_a_file_is_made_written_looked_up_and_removed_with_the_bytes_of_th
         assert not told[-1][0], decode_error(*told[-1])
         return told[-1][1]
 
-    for number, (opened, rights, mode) in enumerate(((True, 2, 0o644), (True, 1, 0o600), (True, 3, 0o4755), (True, 0, 0),
-                                                     (False, 0, 0o666), (False, 2, 0o640))):
+    for number, (opened, rights, mode) in enumerate(
+        (
+            (True, 2, 0o644),
+            (True, 1, 0o600),
+            (True, 3, 0o4755),
+            (True, 0, 0),
+            (False, 0, 0o666),
+            (False, 2, 0o640),
+        )
+    ):
         name = b"%d" % number
-        made = pb.CreateReply.FromString(await ask(
-            CREATE, change=client.change(number), parent=bench.home, name=name, open=opened, mode=stat.S_IFREG | mode,
-            rights=rights, exclusive=bool(number & 1)))
+        made = pb.CreateReply.FromString(
+            await ask(
+                CREATE,
+                change=client.change(number),
+                parent=bench.home,
+                name=name,
+                open=opened,
+                mode=stat.S_IFREG | mode,
+                rights=rights,
+                exclusive=bool(number & 1),
+            )
+        )
         inode = made.entry.attr.inode
         assert made.created and made.parent.size == number + 1 and made.entry.lease_ms
-        await ask(REPORT, change=client.change(9), inode=inode, end=1000 * number + 1, wrote=True, release=opened)
+        await ask(
+            REPORT, change=client.change(9), inode=inode, end=1000 * number + 1, wrote=True, release=opened
+        )
         await ask(REPORT, change=client.change(9), inode=inode, end=1, wrote=True, blocks_delta=7)
         await ask(REPORT, change=client.change(9), inode=inode, end=1 << 30, blocks_delta=80)
         for wanted in (0, 1, 2, 3):
@@ -204,11 +276,13 @@ async def test_a_file_is_made_written_looked_up_and_removed_with_the_bytes_of_th
 @with_both
 async def test_who_has_too_much_open_makes_no_open_file(bench):
     async def make(name, opened):
-        request = pb.CreateRequest(change=bench.client.change(), parent=bench.home, name=name, mode=FILE, open=opened, rights=1)
+        request = pb.CreateRequest(
+            change=bench.client.change(), parent=bench.home, name=name, mode=FILE, open=opened, rights=1
+        )
         return await bench.ask(CREATE, request)
 
     told = [await make(b"a", True)]
-    session, = bench.service._sessions.by_number.values()
+    (session,) = bench.service._sessions.by_number.values()
     session.peer, session.opens_max = "uid 1000", 0
     told += [await make(b"b", True), await make(b"c", False)]
     assert [bool(status) for status, _ in told] == [False, True, False]
@@ -220,7 +294,9 @@ async def test_who_has_too_much_open_makes_no_open_file(bench):
 async def test_requests_that_come_together_are_answered_together_in_their_order(bench):
     frames = []
     for number in range(20):
-        request = pb.CreateRequest(change=bench.client.change(number), parent=bench.home, name=b"%d" % number, mode=FILE)
+        request = pb.CreateRequest(
+            change=bench.client.change(number), parent=bench.home, name=b"%d" % number, mode=FILE
+        )
         frames.append(pack_head(REQUEST, CREATE, number, 1000, request.SerializeToString(), 0))
     cut_off = frames[0][:-1]
     if bench.quick:
@@ -270,7 +346,11 @@ def some_request(draw, bench):
     if not hasattr(bench, "inodes"):
         bench.inodes = [bench.home, 1]
     names = [b"a", b"b", b"name with blanks", b"x" * 255, b"\xff\xfe"]
-    name = draw.choice(names) if draw.randrange(20) else draw.choice((b"", b".", b"..", b"a/b", b"a\0", b"x" * 256))
+    name = (
+        draw.choice(names)
+        if draw.randrange(20)
+        else draw.choice((b"", b".", b"..", b"a/b", b"a\0", b"x" * 256))
+    )
     parent = bench.home if draw.randrange(10) else draw.choice((1, 2, 0, 1 << 63, *bench.inodes))
     inode = draw.choice(bench.inodes) if draw.randrange(20) else draw.choice((0, 2, 1 << 62, (1 << 64) - 1))
     change = client.change(draw.randrange(3))
@@ -278,35 +358,68 @@ def some_request(draw, bench):
         change.sequence = max(0, change.sequence - draw.randrange(3))
     if not draw.randrange(30):
         change.session += 99
-    change.map_epoch, change.uid, change.gid = draw.choice((0, 1, 1 << 40)), draw.choice((0, 1000, 70_000)), draw.choice((0, 7))
+    change.map_epoch, change.uid, change.gid = (
+        draw.choice((0, 1, 1 << 40)),
+        draw.choice((0, 1000, 70_000)),
+        draw.choice((0, 7)),
+    )
     rights, flag = draw.choice((0, 1, 2, 3, 4, 7)), lambda: bool(draw.randrange(2))
     kind = draw.randrange(100)
     if kind < 30:
-        mode = draw.choice((FILE,) * 8 + (stat.S_IFDIR | 0o2755, stat.S_IFLNK | 0o777, stat.S_IFIFO | 0o600, 0o644, 1 << 20))
+        mode = draw.choice(
+            (FILE,) * 8 + (stat.S_IFDIR | 0o2755, stat.S_IFLNK | 0o777, stat.S_IFIFO | 0o600, 0o644, 1 << 20)
+        )
         more = {"target": b"where"} if stat.S_ISLNK(mode) else {}
-        return CREATE, pb.CreateRequest(change=change, parent=parent, name=name, mode=mode, open=flag(), rights=rights,
-                                        exclusive=flag(), truncate=not draw.randrange(10), **more)
+        return CREATE, pb.CreateRequest(
+            change=change,
+            parent=parent,
+            name=name,
+            mode=mode,
+            open=flag(),
+            rights=rights,
+            exclusive=flag(),
+            truncate=not draw.randrange(10),
+            **more,
+        )
     if kind < 50:
         return UNLINK, pb.UnlinkRequest(change=change, parent=parent, name=name)
     if kind < 70:
-        return REPORT, pb.ReportRequest(change=change, inode=inode, cut=draw.choice((0, 0, 0, 1, 2)),
-                                        end=draw.choice((0, 1, 4096, 10_000, 1 << 40, 1 << 52)), wrote=flag(),
-                                        release=flag(), sync=not draw.randrange(10),
-                                        blocks_delta=draw.choice((0, 8, 1 << 20)))
+        return REPORT, pb.ReportRequest(
+            change=change,
+            inode=inode,
+            cut=draw.choice((0, 0, 0, 1, 2)),
+            end=draw.choice((0, 1, 4096, 10_000, 1 << 40, 1 << 52)),
+            wrote=flag(),
+            release=flag(),
+            sync=not draw.randrange(10),
+            blocks_delta=draw.choice((0, 8, 1 << 20)),
+        )
     if kind < 78:
         return LOOKUP, pb.LookupRequest(session=change.session, parent=parent, name=name, rights=rights)
     if kind < 86:
-        return GETATTR, pb.GetAttrRequest(session=change.session, inode=inode, rights=rights, map_epoch=change.map_epoch)
+        return GETATTR, pb.GetAttrRequest(
+            session=change.session, inode=inode, rights=rights, map_epoch=change.map_epoch
+        )
     if kind < 90:
-        return wire.META_SETATTR, pb.SetAttrRequest(change=change, inode=inode, valid=draw.choice((1, 2, 4, 8, 16, 32)),
-                                                    mode=draw.choice((0o2777, 0o600)), uid=5, gid=6,
-                                                    size=draw.choice((0, 5000)),
-                                                    atime_ns=draw.choice((-5, 1 << 60)), mtime_ns=draw.choice((0, -(1 << 40))))
+        return wire.META_SETATTR, pb.SetAttrRequest(
+            change=change,
+            inode=inode,
+            valid=draw.choice((1, 2, 4, 8, 16, 32)),
+            mode=draw.choice((0o2777, 0o600)),
+            uid=5,
+            gid=6,
+            size=draw.choice((0, 5000)),
+            atime_ns=draw.choice((-5, 1 << 60)),
+            mtime_ns=draw.choice((0, -(1 << 40))),
+        )
     if kind < 92:
-        return wire.META_LINK, pb.LinkRequest(change=change, inode=inode, parent=parent, name=draw.choice(names))
+        return wire.META_LINK, pb.LinkRequest(
+            change=change, inode=inode, parent=parent, name=draw.choice(names)
+        )
     if kind < 94:
-        return wire.META_RENAME, pb.RenameRequest(change=change, parent=parent, name=name, new_parent=bench.home,
-                                                  new_name=draw.choice(names))
+        return wire.META_RENAME, pb.RenameRequest(
+            change=change, parent=parent, name=name, new_parent=bench.home, new_name=draw.choice(names)
+        )
     if kind < 96:
         return wire.META_OPEN, pb.OpenRequest(change=change, inode=inode, rights=rights)
     if kind < 98:
@@ -316,7 +429,9 @@ def some_request(draw, bench):
 
 @with_both
 async def test_a_request_that_comes_again_gets_its_kept_answer_and_is_not_made_twice(bench):
-    request = pb.CreateRequest(change=bench.client.change(5), parent=bench.home, name=b"a", mode=FILE, open=True, rights=3)
+    request = pb.CreateRequest(
+        change=bench.client.change(5), parent=bench.home, name=b"a", mode=FILE, open=True, rights=3
+    )
     first, taken = await bench.ask(CREATE, request), bench.taken
     again = await bench.ask(CREATE, request)
     assert bench.taken == taken
@@ -330,7 +445,9 @@ def test_what_was_answered_is_there_after_the_death_of_the_process(tmp_path):
         clock = ManualClock(3)
         async with a_shard(tmp_path / "kv", True, clock) as bench:
             made = [await bench.make(b"%d" % number) for number in range(50)]
-            await bench.ask(UNLINK, pb.UnlinkRequest(change=bench.client.change(), parent=bench.home, name=b"7"))
+            await bench.ask(
+                UNLINK, pb.UnlinkRequest(change=bench.client.change(), parent=bench.home, name=b"7")
+            )
             assert bench.taken == 51
             session, sequence = bench.client.session, bench.client.sequences[0]
             await bench.kv.abandon()
@@ -355,13 +472,17 @@ async def test_what_was_loaded_is_found_and_changed_by_the_name_key_of_the_dump(
     lines = bench.client.payload
     assert reply.done
     kv = MemoryKv()
-    service = MetaService(kv, grant_secret=b"another secret" * 3, clock=ManualClock(3), dialer=StoreRecorder())
+    service = MetaService(
+        kv, grant_secret=b"another secret" * 3, clock=ManualClock(3), dialer=StoreRecorder()
+    )
     await service.start()
     await ShardClient(service).ask("LOAD", pb.LoadRequest(first=True, last=True), lines)
     loaded = Bench(kv, service, True)
     client = loaded.client = await ShardClient(service).begin()
     service._sessions.slot(service._sessions.get(client.session), 0)
-    status, message = await loaded.ask(LOOKUP, pb.LookupRequest(session=client.session, parent=bench.home, name=b"there"))
+    status, message = await loaded.ask(
+        LOOKUP, pb.LookupRequest(session=client.session, parent=bench.home, name=b"there")
+    )
     assert not status and pb.Entry.FromString(message).attr.inode == there
     loaded.home = bench.home
     new = await loaded.make(b"new")
@@ -383,7 +504,9 @@ def is_left(bench, method, request, in_work=None):
 
 
 def a_create(bench, name=b"new", **fields):
-    return pb.CreateRequest(**{"change": bench.client.change(5), "parent": bench.home, "name": name, "mode": FILE, **fields})
+    return pb.CreateRequest(
+        **{"change": bench.client.change(5), "parent": bench.home, "name": name, "mode": FILE, **fields}
+    )
 
 
 @with_shard
@@ -392,8 +515,18 @@ async def test_what_is_no_plain_sailing_is_left_before_anything_has_happened(ben
     there = await bench.make(b"there")
     await client.create(home, b"link", stat.S_IFLNK | 0o777, target=b"there")
     assert not is_left(bench, CREATE, a_create(bench, b"plain"))
-    for fields in ({"rdev": 1}, {"target": b"x"}, {"wide": True}, {"spread": True}, {"volume": pb.VolumeWish()},
-                   {"mode": stat.S_IFDIR | 0o755}, {"name": b"there"}, {"name": b"link"}, {"parent": there}, {"parent": 99}):
+    for fields in (
+        {"rdev": 1},
+        {"target": b"x"},
+        {"wide": True},
+        {"spread": True},
+        {"volume": pb.VolumeWish()},
+        {"mode": stat.S_IFDIR | 0o755},
+        {"name": b"there"},
+        {"name": b"link"},
+        {"parent": there},
+        {"parent": 99},
+    ):
         assert is_left(bench, CREATE, a_create(bench, **fields)), fields
     change = client.change(5)
     for name in (b"missing", b"..", b""):
@@ -401,16 +534,35 @@ async def test_what_is_no_plain_sailing_is_left_before_anything_has_happened(ben
         assert is_left(bench, LOOKUP, pb.LookupRequest(session=client.session, parent=home, name=name))
     assert is_left(bench, UNLINK, pb.UnlinkRequest(change=change, parent=1, name=b"home"))
     assert is_left(bench, UNLINK, pb.UnlinkRequest(change=change, parent=home, name=b"there", spread=True))
-    for fields in ({"sync": True}, {"cut": 1}, {"end": 0, "wrote": False}, {"end": 1 << 52}, {"inode": home}, {"inode": 99}):
-        assert is_left(bench, REPORT, pb.ReportRequest(**{"change": change, "inode": there, "end": 9, "wrote": True, **fields}))
+    for fields in (
+        {"sync": True},
+        {"cut": 1},
+        {"end": 0, "wrote": False},
+        {"end": 1 << 52},
+        {"inode": home},
+        {"inode": 99},
+    ):
+        assert is_left(
+            bench,
+            REPORT,
+            pb.ReportRequest(**{"change": change, "inode": there, "end": 9, "wrote": True, **fields}),
+        )
     for parent in (there, 99, 0, 1 << 63):
         assert is_left(bench, LOOKUP, pb.LookupRequest(session=client.session, parent=parent, name=b"there"))
     never_written = (await client.file(home, b"never written")).inode
     assert is_left(bench, GETATTR, pb.GetAttrRequest(session=client.session, inode=never_written, rights=2))
-    assert not is_left(bench, GETATTR, pb.GetAttrRequest(session=client.session, inode=never_written, rights=1))
+    assert not is_left(
+        bench, GETATTR, pb.GetAttrRequest(session=client.session, inode=never_written, rights=1)
+    )
     # who asks, and in which place
     assert is_left(bench, LOOKUP, pb.LookupRequest(session=client.session + 1, parent=home, name=b"there"))
-    for strange in ({"session": client.session + 1}, {"slot": 64}, {"slot": 1 << 31}, {"sequence": 0}, {"sequence": 1}):
+    for strange in (
+        {"session": client.session + 1},
+        {"slot": 64},
+        {"slot": 1 << 31},
+        {"sequence": 0},
+        {"sequence": 1},
+    ):
         wrong = client.change(5)
         for field, value in strange.items():
             setattr(wrong, field, value)
@@ -429,9 +581,17 @@ async def test_a_shard_that_is_not_at_ease_leaves_everything(bench):
     there = await bench.make(b"there")
 
     def all_left():
-        return [is_left(bench, CREATE, a_create(bench)),
-                is_left(bench, REPORT, pb.ReportRequest(change=bench.client.change(5), inode=there, end=9, wrote=True)),
-                is_left(bench, LOOKUP, pb.LookupRequest(session=bench.client.session, parent=bench.home, name=b"there"))]
+        return [
+            is_left(bench, CREATE, a_create(bench)),
+            is_left(
+                bench, REPORT, pb.ReportRequest(change=bench.client.change(5), inode=there, end=9, wrote=True)
+            ),
+            is_left(
+                bench,
+                LOOKUP,
+                pb.LookupRequest(session=bench.client.session, parent=bench.home, name=b"there"),
+            ),
+        ]
 
     for state in ("draining", "fenced", "loading"):
         service._state = state
@@ -489,13 +649,19 @@ async def test_grant_in_a_volume_is_that_of_the_ordinary_way(bench):
     inside = (await client.file(root, b"inside")).inode
     for epoch in (0x1_0203, 0x7_1234_5678):
         bench.service.update_map(replace(small_map(), epoch=epoch))
-        request = pb.LookupRequest(session=client.session, parent=root, name=b"inside", rights=1).SerializeToString()
+        request = pb.LookupRequest(
+            session=client.session, parent=root, name=b"inside", rights=1
+        ).SerializeToString()
         frame = pack_head(REQUEST, LOOKUP, 7, 1000, request, 0)
         taken, out = bench.at_once(frame)
         assert taken and out == [await bench.ordinary.ask(frame)]
         _, _, _, _, message, _ = read_head(bytearray(out[0]), 0, len(out[0]), 0)
         grant = read(pb.Entry.FromString(message).grant)
-        assert (grant.inode, grant.epoch, grant.volume) == (inside, epoch & EPOCH_MASK, volume_tag(root)) and not grant.member
+        assert (grant.inode, grant.epoch, grant.volume) == (
+            inside,
+            epoch & EPOCH_MASK,
+            volume_tag(root),
+        ) and not grant.member
 
 
 @with_shard
@@ -528,7 +694,9 @@ async def test_records_that_are_damaged_are_left_to_who_says_so(bench):
     bench.service._ranges._look_through()
     look = pb.LookupRequest(session=bench.client.session, parent=bench.home, name=b"there")
     assert is_left(bench, LOOKUP, look)
-    assert is_left(bench, UNLINK, pb.UnlinkRequest(change=bench.client.change(5), parent=bench.home, name=b"there"))
+    assert is_left(
+        bench, UNLINK, pb.UnlinkRequest(change=bench.client.change(5), parent=bench.home, name=b"there")
+    )
     status, message = await bench.ask(LOOKUP, look)
     assert isinstance(decode_error(status, message), CorruptRecord)
     bench.kv.get = get
@@ -550,10 +718,12 @@ async def test_a_bug_on_the_way_ends_no_connection_and_is_said_the_ordinary_way(
 
     bench.kv.get = broken
     bench.service._ranges._look_through()
-    for method, request in ((LOOKUP, pb.LookupRequest(session=bench.client.session, parent=bench.home, name=b"there")),
-                            (GETATTR, pb.GetAttrRequest(session=bench.client.session, inode=there)),
-                            (UNLINK, pb.UnlinkRequest(change=bench.client.change(5), parent=bench.home, name=b"there")),
-                            (REPORT, pb.ReportRequest(change=bench.client.change(5), inode=there, end=9, wrote=True))):
+    for method, request in (
+        (LOOKUP, pb.LookupRequest(session=bench.client.session, parent=bench.home, name=b"there")),
+        (GETATTR, pb.GetAttrRequest(session=bench.client.session, inode=there)),
+        (UNLINK, pb.UnlinkRequest(change=bench.client.change(5), parent=bench.home, name=b"there")),
+        (REPORT, pb.ReportRequest(change=bench.client.change(5), inode=there, end=9, wrote=True)),
+    ):
         assert is_left(bench, method, request)
         assert isinstance(decode_error(*await bench.ask(method, request)), Bug)
 
@@ -567,8 +737,9 @@ async def test_a_change_behind_which_something_fails_is_made_once_and_answered_w
         raise CorruptRecord("damaged")
 
     bench.service._sessions.on_free = fail
-    status, message = await bench.ask(REPORT, pb.ReportRequest(change=bench.client.change(5), inode=there, end=9, wrote=True,
-                                                               release=True))
+    status, message = await bench.ask(
+        REPORT, pb.ReportRequest(change=bench.client.change(5), inode=there, end=9, wrote=True, release=True)
+    )
     assert not status and pb.AttrReply.FromString(message).attr.size == 9
     assert bench.kv.sequence == before + 1 and not bench.service._sessions.holders.get(there)
 
@@ -576,7 +747,9 @@ async def test_a_change_behind_which_something_fails_is_made_once_and_answered_w
 @with_shard
 async def test_frames_that_are_none_of_ours_or_were_changed_on_their_way_are_left(bench):
     await bench.make(b"there")
-    message = pb.LookupRequest(session=bench.client.session, parent=bench.home, name=b"there").SerializeToString()
+    message = pb.LookupRequest(
+        session=bench.client.session, parent=bench.home, name=b"there"
+    ).SerializeToString()
     frame = pack_head(REQUEST, LOOKUP, 7, 1000, message, 0)
     assert bench.at_once(frame)[0] == len(frame)
     for bit in range(8 * len(frame)):
@@ -585,10 +758,13 @@ async def test_frames_that_are_none_of_ours_or_were_changed_on_their_way_are_lef
         assert bench.at_once(bytes(changed)) == (0, []), bit
     for short in range(len(frame)):
         assert bench.at_once(frame[:short]) == (0, [])
-    for other in (pack_head(HELLO, 0, 7, 0, message, 0), pack_head(REPLY, 0, 7, 0, message, 0),
-                  pack_head(REQUEST, LOOKUP, 7, 1000, message, 5) + bytes(5),
-                  pack_head(REQUEST, wire.META_STATUS, 7, 1000, b"", 0),
-                  pack_head(REQUEST, LOOKUP, 7, 1000, message + b"\x0a" * 2000, 0)):
+    for other in (
+        pack_head(HELLO, 0, 7, 0, message, 0),
+        pack_head(REPLY, 0, 7, 0, message, 0),
+        pack_head(REQUEST, LOOKUP, 7, 1000, message, 5) + bytes(5),
+        pack_head(REQUEST, wire.META_STATUS, 7, 1000, b"", 0),
+        pack_head(REQUEST, LOOKUP, 7, 1000, message + b"\x0a" * 2000, 0),
+    ):
         assert bench.at_once(other) == (0, [])
     with pytest.raises(ValueError, match="outside"):
         bench.service.at_once.answer(bytearray(frame), len(frame) + 1, {}, bench.tally, [], bench.ordinary)
@@ -617,9 +793,14 @@ async def test_the_listener_asks_it_first_and_reads_what_it_leaves_as_always(ben
 
     made = pb.CreateReply.FromString(await ask(CREATE, a_create(bench, b"first", open=True, rights=2)))
     assert made.created and not asked
-    creates = [a_create(bench, b"%d" % number, change=bench.client.change(10 + number)) for number in range(40)]
+    creates = [
+        a_create(bench, b"%d" % number, change=bench.client.change(10 + number)) for number in range(40)
+    ]
     creates[20].mode = stat.S_IFDIR | 0o755
-    made = [pb.CreateReply.FromString(reply) for reply in await asyncio.gather(*(ask(CREATE, create) for create in creates))]
+    made = [
+        pb.CreateReply.FromString(reply)
+        for reply in await asyncio.gather(*(ask(CREATE, create) for create in creates))
+    ]
     assert all(reply.created for reply in made) and 0 < len(asked) < 40
     with pytest.raises(NotFound):
         await ask(LOOKUP, pb.LookupRequest(session=bench.client.session, parent=bench.home, name=b"missing"))
@@ -632,12 +813,16 @@ async def test_the_listener_asks_it_first_and_reads_what_it_leaves_as_always(ben
 async def test_session_of_another_is_not_answered_at_once(bench):
     inode = await bench.make(b"f")
     change = bench.client.change()
-    frames = [pack_head(REQUEST, method, 7, 1000, request.SerializeToString(), 0) for method, request in (
-        (GETATTR, pb.GetAttrRequest(session=bench.client.session, inode=inode)),
-        (LOOKUP, pb.LookupRequest(session=bench.client.session, parent=bench.home, name=b"f")),
-        (REPORT, pb.ReportRequest(change=change, inode=inode, end=100, wrote=True)),
-        (UNLINK, pb.UnlinkRequest(change=change, parent=bench.home, name=b"f")),
-        (CREATE, pb.CreateRequest(change=change, parent=bench.home, name=b"g", mode=FILE)))]
+    frames = [
+        pack_head(REQUEST, method, 7, 1000, request.SerializeToString(), 0)
+        for method, request in (
+            (GETATTR, pb.GetAttrRequest(session=bench.client.session, inode=inode)),
+            (LOOKUP, pb.LookupRequest(session=bench.client.session, parent=bench.home, name=b"f")),
+            (REPORT, pb.ReportRequest(change=change, inode=inode, end=100, wrote=True)),
+            (UNLINK, pb.UnlinkRequest(change=change, parent=bench.home, name=b"f")),
+            (CREATE, pb.CreateRequest(change=change, parent=bench.home, name=b"g", mode=FILE)),
+        )
+    ]
     before = bench.state()
     session = bench.service._sessions.by_number[bench.client.session]
     session.owner = "client/alice.1"
@@ -646,7 +831,9 @@ async def test_session_of_another_is_not_answered_at_once(bench):
         assert bench.at_once(frame) == (0, [])
     session.owner = None  # of a record that does not say: bound the ordinary way
     assert bench.at_once(frames[0]) == (0, [])
-    assert bench.service.at_once.answer(bytearray(frames[0]), len(frames[0]), {}, bench.tally, []) == 0  # by nobody known
+    assert (
+        bench.service.at_once.answer(bytearray(frames[0]), len(frames[0]), {}, bench.tally, []) == 0
+    )  # by nobody known
     assert bench.state() == before
     for owner, member in (("client/alice.1", "client/alice.1"), ("", ""), ("client/alice.1", "node/alpha")):
         session.owner = owner
@@ -661,8 +848,10 @@ async def test_who_acts_as_one_user_is_not_answered_at_once(bench):
     session, ours = bench.service._sessions.by_number[bench.client.session], bench.ordinary.peer
     uid = os.geteuid() + 1000
     user = ours._replace(credentials=Credentials(uid, frozenset((uid,)), 1))
-    for peer, owner in ((user, f"uid/{uid}"), *((ours._replace(member=name), name) for name in (
-            "client/a.0a1b2c3d.u1000-50", "client/a.0a1b2c3d"))):
+    for peer, owner in (
+        (user, f"uid/{uid}"),
+        *((ours._replace(member=name), name) for name in ("client/a.0a1b2c3d.u1000-50", "client/a.0a1b2c3d")),
+    ):
         bench.ordinary.peer, session.owner = peer, owner
         assert (bench.at_once(frame) == (0, [])) is (owner != "client/a.0a1b2c3d"), owner
 
@@ -677,7 +866,9 @@ async def test_a_member_answers_at_once_only_while_it_is_a_primary_without_a_gat
     frame = pack_head(REQUEST, LOOKUP, 7, 1000, look, 0)
 
     def taken():
-        return member_at_once(member).answer(bytearray(frame), len(frame), {}, bench.tally, [], bench.ordinary)
+        return member_at_once(member).answer(
+            bytearray(frame), len(frame), {}, bench.tally, [], bench.ordinary
+        )
 
     assert not taken()
     member._service, member.handle = bench.service, lambda call: None  # behind a gate; or deposed
@@ -689,8 +880,17 @@ async def test_a_member_answers_at_once_only_while_it_is_a_primary_without_a_gat
 # -- what the engine does not take ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [NoSpace("full"), Busy("later", retry_after_s=0.1), DriveFailed("broken"), Fenced("over"),
-                                   ValueError("a bug")], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "error",
+    [
+        NoSpace("full"),
+        Busy("later", retry_after_s=0.1),
+        DriveFailed("broken"),
+        Fenced("over"),
+        ValueError("a bug"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
 def test_what_the_engine_refuses_is_answered_and_kept_as_ever(tmp_path, error):
     async def served(quick):
         async with a_shard(tmp_path / f"kv-{quick}", quick) as bench:
@@ -708,7 +908,12 @@ def test_what_the_engine_refuses_is_answered_and_kept_as_ever(tmp_path, error):
             told += [await bench.ask(CREATE, request), await bench.ask(CREATE, a_create(bench, b"other"))]
             if bench.service.died.done():
                 bench.service.died.exception()
-            return told, calls, bench.state(), dict(bench.tally.errors) if quick else dict(bench.ordinary._tally.errors)
+            return (
+                told,
+                calls,
+                bench.state(),
+                dict(bench.tally.errors) if quick else dict(bench.ordinary._tally.errors),
+            )
 
     quick, ordinary = asyncio.run(served(True)), asyncio.run(served(False))
     assert quick[:3] == ordinary[:3]
@@ -727,7 +932,9 @@ async def test_a_full_engine_makes_changes_wait_and_look_ups_not(bench):
 
     bench.kv.__class__ = Full
     assert is_left(bench, CREATE, a_create(bench))
-    assert not is_left(bench, LOOKUP, pb.LookupRequest(session=bench.client.session, parent=bench.home, name=b"there"))
+    assert not is_left(
+        bench, LOOKUP, pb.LookupRequest(session=bench.client.session, parent=bench.home, name=b"there")
+    )
     bench.kv.__class__ = kind
 
 
@@ -736,16 +943,40 @@ async def test_a_full_engine_makes_changes_wait_and_look_ups_not(bench):
 
 def inodes():
     number = st.integers
-    time = st.one_of(number(-(1 << 33), 1 << 33), number(1_700_000_000 * 10**9, 1_700_000_010 * 10**9),
-                     number(-(1 << 61), 1 << 61))
+    time = st.one_of(
+        number(-(1 << 33), 1 << 33),
+        number(1_700_000_000 * 10**9, 1_700_000_010 * 10**9),
+        number(-(1 << 61), 1 << 61),
+    )
     owner = st.one_of(st.just(0), number(0, 0xFFFF), number(0, 0xFFFFFFFF))
     small = st.one_of(st.just(0), number(0, 300), number(0, (1 << 63) - 1))
-    mode = st.builds(lambda kind, bits: kind << 12 | bits, st.sampled_from(sorted(records.KINDS - {10})), number(0, 0o7777))
+    mode = st.builds(
+        lambda kind, bits: kind << 12 | bits, st.sampled_from(sorted(records.KINDS - {10})), number(0, 0o7777)
+    )
     links = st.one_of(st.just(1), number(0, 0xFFFFFFFF))
-    return st.builds(Inode, number(1, (1 << 63) - 1), mode, links=links, uid=owner, gid=owner, size=small, blocks=small,
-                     atime_ns=time, mtime_ns=time, ctime_ns=time, change=small, cut=small, rdev=owner, table=number(0, 255),
-                     chunk_bits=st.one_of(st.just(20), number(0, 255)), flags=number(0, 0x1FF), parent=small, punches=small,
-                     volume=small, birth_ns=st.one_of(st.just(0), time))
+    return st.builds(
+        Inode,
+        number(1, (1 << 63) - 1),
+        mode,
+        links=links,
+        uid=owner,
+        gid=owner,
+        size=small,
+        blocks=small,
+        atime_ns=time,
+        mtime_ns=time,
+        ctime_ns=time,
+        change=small,
+        cut=small,
+        rdev=owner,
+        table=number(0, 255),
+        chunk_bits=st.one_of(st.just(20), number(0, 255)),
+        flags=number(0, 0x1FF),
+        parent=small,
+        punches=small,
+        volume=small,
+        birth_ns=st.one_of(st.just(0), time),
+    )
 
 
 @given(inodes())
@@ -759,14 +990,29 @@ def test_inodes_are_read_and_written_as_records_does(inode):
     if not raw[4:6] or not records.decode_inode(inode.number, raw).flags & records.TRASHED:
         assert attr == said.SerializeToString()
     target = b"over there"
-    link = Inode(inode.number, 0o120777, size=len(target), atime_ns=inode.atime_ns, mtime_ns=inode.mtime_ns,
-                 ctime_ns=inode.ctime_ns, target=target)
+    link = Inode(
+        inode.number,
+        0o120777,
+        size=len(target),
+        atime_ns=inode.atime_ns,
+        mtime_ns=inode.mtime_ns,
+        ctime_ns=inode.ctime_ns,
+        target=target,
+    )
     raw = records.encode_inode(link)
     assert meta_fast_path._fast_path.recoded(inode.number, raw)[0] == raw
 
 
-@given(st.one_of(st.binary(max_size=80), st.builds(
-    lambda head, rest: (1 | head << 8).to_bytes(4, "little") + rest, st.integers(0, (1 << 22) - 1), st.binary(max_size=90))))
+@given(
+    st.one_of(
+        st.binary(max_size=80),
+        st.builds(
+            lambda head, rest: (1 | head << 8).to_bytes(4, "little") + rest,
+            st.integers(0, (1 << 22) - 1),
+            st.binary(max_size=90),
+        ),
+    )
+)
 def test_records_that_make_no_sense_are_not_read(raw):
     found = meta_fast_path._fast_path.recoded(5, raw)
     try:
@@ -792,16 +1038,51 @@ def requests():
     number = st.one_of(st.just(0), st.integers(0, 300), st.integers(0, (1 << 64) - 1))
     small = st.one_of(st.just(0), st.integers(0, 300), st.integers(0, (1 << 32) - 1))
     flag, name = st.booleans(), st.binary(max_size=20)
-    change = st.builds(pb.Change, session=number, slot=small, sequence=number, map_epoch=number, uid=small, gid=small)
+    change = st.builds(
+        pb.Change, session=number, slot=small, sequence=number, map_epoch=number, uid=small, gid=small
+    )
     return st.one_of(
-        st.tuples(st.just(CREATE), st.builds(pb.CreateRequest, change=change, parent=number, name=name, mode=small, open=flag,
-                                             rights=small, exclusive=flag, truncate=flag, masked=small)),
+        st.tuples(
+            st.just(CREATE),
+            st.builds(
+                pb.CreateRequest,
+                change=change,
+                parent=number,
+                name=name,
+                mode=small,
+                open=flag,
+                rights=small,
+                exclusive=flag,
+                truncate=flag,
+                masked=small,
+            ),
+        ),
         st.tuples(st.just(UNLINK), st.builds(pb.UnlinkRequest, change=change, parent=number, name=name)),
-        st.tuples(st.just(REPORT), st.builds(pb.ReportRequest, change=change, inode=number, cut=number, end=number, wrote=flag,
-                                             sync=flag, release=flag, blocks_delta=number)),
-        st.tuples(st.just(LOOKUP), st.builds(pb.LookupRequest, session=number, map_epoch=number, parent=number, name=name,
-                                             rights=small)),
-        st.tuples(st.just(GETATTR), st.builds(pb.GetAttrRequest, session=number, map_epoch=number, inode=number, rights=small)))
+        st.tuples(
+            st.just(REPORT),
+            st.builds(
+                pb.ReportRequest,
+                change=change,
+                inode=number,
+                cut=number,
+                end=number,
+                wrote=flag,
+                sync=flag,
+                release=flag,
+                blocks_delta=number,
+            ),
+        ),
+        st.tuples(
+            st.just(LOOKUP),
+            st.builds(
+                pb.LookupRequest, session=number, map_epoch=number, parent=number, name=name, rights=small
+            ),
+        ),
+        st.tuples(
+            st.just(GETATTR),
+            st.builds(pb.GetAttrRequest, session=number, map_epoch=number, inode=number, rights=small),
+        ),
+    )
 
 
 def fields_of(method, request):
@@ -809,8 +1090,21 @@ def fields_of(method, request):
     change = request.change if hasattr(request, "change") else request
     of = lambda what, name: getattr(what, name, b"" if name == "name" else 0)  # noqa: E731
     found = {name: of(change, name) for name in ("session", "slot", "sequence", "uid", "gid")}
-    found |= {name: of(request, name) for name in ("name", "mode", "open", "rights", "cut", "end", "wrote", "sync", "release",
-                                                   "blocks_delta")}
+    found |= {
+        name: of(request, name)
+        for name in (
+            "name",
+            "mode",
+            "open",
+            "rights",
+            "cut",
+            "end",
+            "wrote",
+            "sync",
+            "release",
+            "blocks_delta",
+        )
+    }
     return found | {"inode": of(request, "inode" if method in (REPORT, GETATTR) else "parent")}
 
 
@@ -825,8 +1119,16 @@ def test_requests_are_read_as_protobuf_does(asked):
         assert found == fields_of(method, request)
 
 
-@given(requests(), st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255),
-                                      st.sampled_from(("change", "insert", "cut", "double"))), min_size=1, max_size=4))
+@given(
+    requests(),
+    st.lists(
+        st.tuples(
+            st.integers(0, 200), st.integers(0, 255), st.sampled_from(("change", "insert", "cut", "double"))
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+)
 def test_what_is_read_of_a_broken_request_is_what_protobuf_reads(asked, faults):
     method, request = asked
     raw = bytearray(request.SerializeToString())
@@ -837,9 +1139,9 @@ def test_what_is_read_of_a_broken_request_is_what_protobuf_reads(asked, faults):
         elif what == "insert":
             raw.insert(at, byte)
         elif what == "cut":
-            del raw[at:at + byte % 4]
+            del raw[at : at + byte % 4]
         elif what == "double":
-            raw[at:at] = raw[at:at + byte % 12]
+            raw[at:at] = raw[at : at + byte % 12]
     found = meta_fast_path._fast_path.request_of(method, bytes(raw))
     if found is not None:
         read = MESSAGES[method].FromString(bytes(raw))  # raises where it can not be read

@@ -14,7 +14,7 @@ from nvpool.meta.gc.truncations import Cuts
 from nvpool.meta.migration.ownership import PartitionOwnership
 from nvpool.meta.state.lock_table import LockTable
 from nvpool.meta.state.record_locks import Holds
-from nvpool.meta.state.records import ShardIdentity, Inode, Intent, decode_inode, encode_inode, inode_key
+from nvpool.meta.state.records import Inode, Intent, ShardIdentity, decode_inode, encode_inode, inode_key
 from nvpool.meta.state.transaction import View
 from nvpool.meta.state.transaction_records import SpanId
 from nvpool.meta.state.volume_access import VolumeAccess
@@ -25,10 +25,17 @@ from nvpool.rpc.v1 import data_pb2
 
 def pool_map(epoch: int, chain: Chain) -> PoolMap:
     numbers = (1, 2, 3)
-    return PoolMap(MAP_FORMAT, "p", "p", epoch, PoolSettings(), (Node(1, "n", "", ()),),
-                   drives=tuple(Drive(number, 1, f"d{number}", 1 << 30) for number in numbers),
-                   targets=tuple(Target(number, number, 1, 1 << 30, (f"inproc://{number}",)) for number in numbers),
-                   tables=(ChainTable(1, (chain,) * CHAINS_PER_TABLE),))
+    return PoolMap(
+        MAP_FORMAT,
+        "p",
+        "p",
+        epoch,
+        PoolSettings(),
+        (Node(1, "n", "", ()),),
+        drives=tuple(Drive(number, 1, f"d{number}", 1 << 30) for number in numbers),
+        targets=tuple(Target(number, number, 1, 1 << 30, (f"inproc://{number}",)) for number in numbers),
+        tables=(ChainTable(1, (chain,) * CHAINS_PER_TABLE),),
+    )
 
 
 class Told:
@@ -75,7 +82,9 @@ def test_who_left_and_came_back_after_it_was_told_is_told_again():
 
         def meanwhile(target: int) -> None:
             if target == 1 and told.epoch == 7:
-                told.use(pool_map(9, Chain(3, (1,), joining=(2,))))  # it may copy now what target 1 is still to cut
+                told.use(
+                    pool_map(9, Chain(3, (1,), joining=(2,)))
+                )  # it may copy now what target 1 is still to cut
 
         told.meanwhile = meanwhile
         return await told.cut()
@@ -86,6 +95,7 @@ def test_who_left_and_came_back_after_it_was_told_is_told_again():
 
 def test_a_hole_ends_also_in_what_is_closed_for_a_hand_over_or_held_for_another_change():
     """A hand-over waits for it. What the view refuses is no failure of the service."""
+
     async def main() -> int:
         clock, kv, told = ManualClock(), MemoryKv(), Told(pool_map(7, Chain(1, (1, 2))))
         view = View(kv, ShardIdentity(1, bytes(16)), bytes(32), 60.0, LockTable(clock, 60.0))
@@ -119,8 +129,14 @@ def test_a_target_that_is_silent_is_waited_for_until_the_map_calls_it_down():
         await silent.wait()
         told.use(pool_map(8, Chain(1, (1, 2))))
         without = pool_map(9, Chain(2, (1,)))
-        told.use(replace(without, targets=tuple(replace(target, state="down") if target.id == 2 else target
-                                                for target in without.targets)))
+        told.use(
+            replace(
+                without,
+                targets=tuple(
+                    replace(target, state="down") if target.id == 2 else target for target in without.targets
+                ),
+            )
+        )
         return await cutting
 
     assert set(asyncio.run(main())) == {1}

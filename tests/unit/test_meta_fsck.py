@@ -37,7 +37,9 @@ class Planted:
             await c.file(self.wide, b"w%d" % number)
         await c.link(self.file, self.wide, b"second name")
         await c.create(ROOT, b"link", stat.S_IFLNK | 0o777, target=b"dir/file")
-        await c.ask("SETXATTR", pb.SetXattrRequest(change=c.change(), inode=self.file, name=b"user.a", value=b"1"))
+        await c.ask(
+            "SETXATTR", pb.SetXattrRequest(change=c.change(), inode=self.file, name=b"user.a", value=b"1")
+        )
         self.orphan = (await c.file(ROOT, b"gone", open=True, rights=2)).inode
         await c.unlink(ROOT, b"gone")
         assert await c.fsck() == []
@@ -143,7 +145,10 @@ def plant_mark_without_xattr(p):
 
 
 def plant_intent_of_nothing(p):
-    p.put(records.numbered_key(records.INTENT, inode_number(9, 77)), records.encode_intent(records.Intent(1, 0, 1, 20)))
+    p.put(
+        records.numbered_key(records.INTENT, inode_number(9, 77)),
+        records.encode_intent(records.Intent(1, 0, 1, 20)),
+    )
 
 
 def plant_forgotten_intent(p):
@@ -161,7 +166,9 @@ def plant_undecodable_intent(p):
 
 def plant_forgotten_hole(p):
     p.change(p.file, cut=2, punches=1)
-    p.put(records.numbered_key(records.INTENT, p.file), records.encode_intent(records.Intent(2, 0, 1, 20, 4096)))
+    p.put(
+        records.numbered_key(records.INTENT, p.file), records.encode_intent(records.Intent(2, 0, 1, 20, 4096))
+    )
 
 
 def plant_undecodable_hole(p):
@@ -186,7 +193,10 @@ def plant_undecodable_slot(p):
 
 
 def plant_dead_session(p):
-    p.put(records.session_key(12345), session_records.encode_session(session_records.SessionRecord(bytes(16), 0, "x")))
+    p.put(
+        records.session_key(12345),
+        session_records.encode_session(session_records.SessionRecord(bytes(16), 0, "x")),
+    )
 
 
 def plant_undecodable_session(p):
@@ -196,7 +206,9 @@ def plant_undecodable_session(p):
 def plant_wrong_hash(p):
     partition = partition_of(p.dir)
     p.put(p.name(p.dir, b"file"), None)
-    p.put(records.dentry_key(partition, p.dir, b"\1" * 7, b"file"), records.encode_dentry(partition, p.file, 8))
+    p.put(
+        records.dentry_key(partition, p.dir, b"\1" * 7, b"file"), records.encode_dentry(partition, p.file, 8)
+    )
 
 
 def plant_wrong_partition(p):
@@ -208,7 +220,10 @@ def plant_wrong_partition(p):
 
 
 def plant_second_name_of_a_directory(p):
-    p.put(p.name(p.wide, b"again"), records.encode_dentry(records.partition_of_key(p.name(p.wide, b"again")), p.sub, 4))
+    p.put(
+        p.name(p.wide, b"again"),
+        records.encode_dentry(records.partition_of_key(p.name(p.wide, b"again")), p.sub, 4),
+    )
 
 
 def plant_wrong_parent(p):
@@ -227,7 +242,9 @@ def plant_entry_in_a_missing_directory(p):
 
 def plant_impossible_name(p):
     partition = partition_of(p.dir)
-    p.put(records.dentry_key(partition, p.dir, b"\2" * 7, b"a/b"), records.encode_dentry(partition, p.file, 8))
+    p.put(
+        records.dentry_key(partition, p.dir, b"\2" * 7, b"a/b"), records.encode_dentry(partition, p.file, 8)
+    )
     p.change(p.file, links=3)
 
 
@@ -241,7 +258,10 @@ def plant_loop(p):
 
 def plant_counter_above_the_next(p):
     number = inode_number(3, p.view.next_number + 500_000)
-    p.put(p.name(p.wide, b"future"), records.encode_dentry(records.partition_of_key(p.name(p.wide, b"future")), number, 8))
+    p.put(
+        p.name(p.wide, b"future"),
+        records.encode_dentry(records.partition_of_key(p.name(p.wide, b"future")), number, 8),
+    )
     p.put(records.inode_key(number), records.encode_inode(records.Inode(number, 0o100644)))
 
 
@@ -291,7 +311,9 @@ def on_a_shard(test):
             finally:
                 await shard.service.close()
                 assert not shard.service.died.done()
+
         asyncio.run(run())
+
     del body.__wrapped__
     return body
 
@@ -313,9 +335,17 @@ def test_planted_damage_is_found_and_repaired(plant):
         after = await shard.tree()
         inodes = {inode for inode, _ in after.values()}
         lost = {number for number, _ in before.values()} - inodes
-        assert len(lost) <= ("undecodable_inode" in plant.__name__) + ("undecodable_directory" in plant.__name__)
-        if "undecodable_" not in plant.__name__ and "without_dentry" not in plant.__name__ and "loop" not in plant.__name__:
-            assert {path: after.get(path, (0,))[0] for path in before} == {path: found[0] for path, found in before.items()}
+        assert len(lost) <= ("undecodable_inode" in plant.__name__) + (
+            "undecodable_directory" in plant.__name__
+        )
+        if (
+            "undecodable_" not in plant.__name__
+            and "without_dentry" not in plant.__name__
+            and "loop" not in plant.__name__
+        ):
+            assert {path: after.get(path, (0,))[0] for path in before} == {
+                path: found[0] for path, found in before.items()
+            }
         root = await shard.client.file(ROOT, b"new")
         assert counter_of(root.inode) >= shard.view.next_number - 1
 
@@ -403,15 +433,20 @@ async def dump_all(client, limit=7):
 
 def stored(kv):
     """All records but sessions, slots and bounds."""
-    return {key: raw for key, raw in kv.scan(b"\0", b"\xff" * 8, 10**6)
-            if records.kind_of(key) not in (records.SESSION, records.SLOT, records.BOUNDS)}
+    return {
+        key: raw
+        for key, raw in kv.scan(b"\0", b"\xff" * 8, 10**6)
+        if records.kind_of(key) not in (records.SESSION, records.SLOT, records.BOUNDS)
+    }
 
 
 async def load_all(client, lines, parts=3):
     rows = lines.splitlines(keepends=True)
     size = -(-len(rows) // parts)
     for at in range(0, len(rows), size):
-        await client.ask("LOAD", pb.LoadRequest(first=not at, last=at + size >= len(rows)), b"".join(rows[at:at + size]))
+        await client.ask(
+            "LOAD", pb.LoadRequest(first=not at, last=at + size >= len(rows)), b"".join(rows[at : at + size])
+        )
 
 
 @on_a_shard
@@ -439,7 +474,9 @@ async def test_a_dump_of_one_moment_loads_into_an_empty_shard(shard):
     assert await empty.fsck() == []
     assert (await empty.lookup(shard.dir, b"file")).attr.inode == shard.file
     made = await empty.file(ROOT, b"after")
-    assert counter_of(made.inode) > max(counter_of(records.inode_of_key(k)) for k in before if records.kind_of(k) == 0)
+    assert counter_of(made.inode) > max(
+        counter_of(records.inode_of_key(k)) for k in before if records.kind_of(k) == 0
+    )
     await other.close()
 
 
@@ -455,7 +492,7 @@ async def test_a_load_wants_an_empty_shard_and_a_whole_dump(shard):
     empty = ShardClient(other)
     with pytest.raises(InvalidRequest):
         await empty.ask("LOAD", pb.LoadRequest(last=True), lines)
-    half = lines[:len(lines) // 2]
+    half = lines[: len(lines) // 2]
     with pytest.raises(InvalidRequest):
         await load_all(empty, half + b"\n{broken\n")
     await other.close()
@@ -472,7 +509,9 @@ async def test_a_load_wants_an_empty_shard_and_a_whole_dump(shard):
 async def test_volume_that_is_being_removed_is_no_damage(shard):
     """What is left in it goes by itself; a repair would have it come back in /lost+found."""
     c = shard.client
-    made = (await c.create(ROOT, b"v", stat.S_IFDIR | 0o755, exclusive=True, volume=pb.VolumeWish())).entry.attr
+    made = (
+        await c.create(ROOT, b"v", stat.S_IFDIR | 0o755, exclusive=True, volume=pb.VolumeWish())
+    ).entry.attr
     below = await c.mkdir(made.inode, b"d")
     for directory, name in ((made.inode, b"f"), (made.inode, b"g"), (below.inode, b"h")):
         await c.file(directory, name)

@@ -38,12 +38,21 @@ async def load_names(kv: LmdbKv, directory: int, count: int) -> None:
     for first in range(0, count, BATCH):
         effects = []
         for number in range(first, min(first + BATCH, count)):
-            inode = records.Inode(inode_number(partition, FIRST_COUNTER + number), stat.S_IFREG | 0o644, atime_ns=now,
-                                  mtime_ns=now, ctime_ns=now)
+            inode = records.Inode(
+                inode_number(partition, FIRST_COUNTER + number),
+                stat.S_IFREG | 0o644,
+                atime_ns=now,
+                mtime_ns=now,
+                ctime_ns=now,
+            )
             name = b"%012d.jpg" % number
             effects.append((records.inode_key(inode.number), records.encode_inode(inode)))
-            effects.append((records.dentry_key(partition, directory, name_hash(directory, name), name),
-                            records.encode_dentry(partition, inode.number, inode.kind)))
+            effects.append(
+                (
+                    records.dentry_key(partition, directory, name_hash(directory, name), name),
+                    records.encode_dentry(partition, inode.number, inode.kind),
+                )
+            )
         while kv.full:
             await kv.room()
         kv.apply(effects)
@@ -62,7 +71,9 @@ async def list_all(path: Path, count: int) -> None:
     cursor, found, begun = 0, 0, time.monotonic()
     before = 0.0
     while True:
-        request = meta_pb2.ListDirRequest(session=client.session, inode=directory, cursor=cursor, limit=1000, attrs=True)
+        request = meta_pb2.ListDirRequest(
+            session=client.session, inode=directory, cursor=cursor, limit=1000, attrs=True
+        )
         reply = await client.ask("LIST", request)
         for entry in reply.entries:
             number = int(entry.name[:12])
@@ -74,8 +85,10 @@ async def list_all(path: Path, count: int) -> None:
             break
         cursor = reply.entries[-1].cursor
     grown = anonymous_mib() - before
-    print(f"{count} names with attributes in {time.monotonic() - begun:.1f} s, memory grew by {grown:.1f} MiB,"
-          f" {kv.statistics()['used_bytes'] / count:.0f} bytes of LMDB a file")
+    print(
+        f"{count} names with attributes in {time.monotonic() - begun:.1f} s, memory grew by {grown:.1f} MiB,"
+        f" {kv.statistics()['used_bytes'] / count:.0f} bytes of LMDB a file"
+    )
     assert found == count and sum(seen) == count
     assert grown < 32
     await service.close(1)

@@ -30,8 +30,13 @@ ALICE, BOB, ROOT, NODE = user(1000), user(1001), user(0), Peer("x", "10.0.0.1:9"
 
 @asynccontextmanager
 async def a_service(kv=None, options=OPTIONS):
-    service = MetaService(kv or MemoryKv(), grant_secret=b"s" * 32, clock=ManualClock(3), dialer=StoreRecorder(),
-                          options=options)
+    service = MetaService(
+        kv or MemoryKv(),
+        grant_secret=b"s" * 32,
+        clock=ManualClock(3),
+        dialer=StoreRecorder(),
+        options=options,
+    )
     await service.start()
     service.update_map(small_map())
     try:
@@ -43,12 +48,13 @@ async def a_service(kv=None, options=OPTIONS):
 def on_a_loop(test):
     def run():
         asyncio.run(asyncio.wait_for(test(), 60))
+
     run.__name__, run.__doc__ = test.__name__, test.__doc__
     return run
 
 
 async def open_root_to_all(service):
-    client, = await begin(service, NODE)
+    (client,) = await begin(service, NODE)
     await client.setattr(ROOT_INODE, MODE, mode=0o777)
     await client.ask("CLOSE_SESSION", pb.CloseSessionRequest(session=client.session))
 
@@ -62,13 +68,14 @@ async def test_a_peer_has_no_more_sessions_than_its_share():
     async with a_service() as service:
         first, *_ = await begin(service, *[ALICE] * 4)
         before = TALLY.limits_met.get("sessions_per_peer", 0)
-        with pytest.raises(TooManyOpen, match=r"4 sessions of uid 1000 .* limits\.sessions_per_peer in node\.toml"):
+        with pytest.raises(
+            TooManyOpen, match=r"4 sessions of uid 1000 .* limits\.sessions_per_peer in node\.toml"
+        ):
             await begin(service, ALICE)
         assert TALLY.limits_met["sessions_per_peer"] == before + 1
         await begin(service, BOB, ROOT, NODE)
         await first.ask("CLOSE_SESSION", pb.CloseSessionRequest(session=first.session))
         await begin(service, ALICE)
-
 
 
 @on_a_loop
@@ -95,22 +102,24 @@ async def test_sessions_count_again_once_they_are_renewed():
             await begin(service, ALICE)
 
 
-
 @on_a_loop
 async def test_open_files_of_all_sessions_of_a_peer_are_bounded():
     async with a_service() as service:
         await open_root_to_all(service)
         one, other, stranger = await begin(service, ALICE, ALICE, BOB)
-        opened = [(await one.create(ROOT_INODE, b"%d" % n, open=True, rights=1)).entry.attr.inode for n in range(6)]
+        opened = [
+            (await one.create(ROOT_INODE, b"%d" % n, open=True, rights=1)).entry.attr.inode for n in range(6)
+        ]
         await service.end_leases()
         with pytest.raises(TooManyOpen, match=r"uid 1000 has .* limits\.open_files_per_peer in node\.toml"):
             await other.create(ROOT_INODE, b"more", open=True, rights=1)
         await stranger.create(ROOT_INODE, b"stranger", open=True, rights=1)
         for inode in opened[:3]:
-            await one.ask("RELEASE", pb.ReleaseRequest(session=one.session, inodes=inode.to_bytes(8, "little")))
+            await one.ask(
+                "RELEASE", pb.ReleaseRequest(session=one.session, inodes=inode.to_bytes(8, "little"))
+            )
         await service.end_leases()
         await other.create(ROOT_INODE, b"again", open=True, rights=1)
-
 
 
 @on_a_loop

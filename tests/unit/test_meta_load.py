@@ -25,7 +25,9 @@ class Empty:
         return await self.start()
 
     async def start(self):
-        self.service = MetaService(self.kv, grant_secret=b"another" * 5, dialer=StoreRecorder(), options=OPTIONS)
+        self.service = MetaService(
+            self.kv, grant_secret=b"another" * 5, dialer=StoreRecorder(), options=OPTIONS
+        )
         self.service.update_map(small_map())
         await self.service.start()
         return ShardClient(self.service)
@@ -50,13 +52,15 @@ def raw(key, value):
 async def test_a_record_that_no_dump_holds_is_refused_and_the_shard_waits_for_a_whole_load(shard):
     rows = rows_of(await dump_all(shard.client))
     session = session_records.encode_session(session_records.SessionRecord(b"s" * 16, 0, "me"))
-    for bad, error in ((raw(records.session_key(7), session), InvalidRequest),
-                       (raw(records.slot_key(7, 1), session_records.encode_slot(1, 0, b"")), InvalidRequest),
-                       (raw(records.IDENTITY_KEY + b"x", b"y"), InvalidRequest),
-                       (raw(records.COUNTS_KEY, b"?"), CorruptRecord),
-                       (raw(records.BOUNDS_KEY, b"?"), CorruptRecord),
-                       (raw(records.inode_key(ROOT), b"\xffgarbage"), CorruptRecord),
-                       (raw(records.inode_key(ROOT), records.encode_inode(records.Inode(ROOT, 0o100644))), InvalidRequest)):
+    for bad, error in (
+        (raw(records.session_key(7), session), InvalidRequest),
+        (raw(records.slot_key(7, 1), session_records.encode_slot(1, 0, b"")), InvalidRequest),
+        (raw(records.IDENTITY_KEY + b"x", b"y"), InvalidRequest),
+        (raw(records.COUNTS_KEY, b"?"), CorruptRecord),
+        (raw(records.BOUNDS_KEY, b"?"), CorruptRecord),
+        (raw(records.inode_key(ROOT), b"\xffgarbage"), CorruptRecord),
+        (raw(records.inode_key(ROOT), records.encode_inode(records.Inode(ROOT, 0o100644))), InvalidRequest),
+    ):
         empty = Empty()
         async with empty as client:
             with pytest.raises(error):
@@ -75,8 +79,13 @@ def without_a_kind(rows, chance):
 
 
 def with_another_number(rows, chance):
-    victim = chance.choice([row for row in rows if row.get("type") in ("dentry", "inode", "orphan", "xattr")
-                            and row.get("inode") != ROOT])
+    victim = chance.choice(
+        [
+            row
+            for row in rows
+            if row.get("type") in ("dentry", "inode", "orphan", "xattr") and row.get("inode") != ROOT
+        ]
+    )
     fields = ("inode", "directory", "links", "size", "parent", "kind", "partition", "mode", "flags", "cut")
     field = chance.choice([name for name in fields if name in victim])
     victim[field] = chance.choice([0, 1, 2, 3, 4, 8, inode_number(17, 5), victim[field] + 1, 1 << 62])
@@ -123,4 +132,5 @@ def test_what_contradicts_itself_is_settled_by_checks(seed):
                         break
                 assert await client.fsck() == []
                 await walk(client)
+
     on_a_shard(main)()

@@ -31,7 +31,9 @@ class Shard:
         self.clock = ManualClock()
 
     async def start(self):
-        self.service = MetaService(self.kv, grant_secret=b"s" * 32, dialer=StoreRecorder(), clock=self.clock, options=OPTIONS)
+        self.service = MetaService(
+            self.kv, grant_secret=b"s" * 32, dialer=StoreRecorder(), clock=self.clock, options=OPTIONS
+        )
         self.service.update_map(small_map())
         await self.service.start()
         return self
@@ -60,7 +62,9 @@ class Shard:
     def wait(self, client, *tickets, given_up=()):
         """A question of who waits, as a call."""
         request = pb.LockWaitRequest(session=client.session, tickets=pack(tickets), given_up=pack(given_up))
-        call = DirectCall(wire.META_LOCK_WAIT, request.SerializeToString(), deadline_s=self.clock.boottime_s() + 60)
+        call = DirectCall(
+            wire.META_LOCK_WAIT, request.SerializeToString(), deadline_s=self.clock.boottime_s() + 60
+        )
         self.service.handle(call)
         return call
 
@@ -78,7 +82,10 @@ def scenario(function):
     def test():
         async def body():
             shard = await Shard().start()
-            shard.one, shard.two = await ShardClient(shard.service).begin(), await ShardClient(shard.service).begin()
+            shard.one, shard.two = (
+                await ShardClient(shard.service).begin(),
+                await ShardClient(shard.service).begin(),
+            )
             shard.file = (await shard.one.file(ROOT, b"file")).inode
             try:
                 await function(shard, shard.one, shard.two, shard.file)
@@ -94,7 +101,11 @@ def scenario(function):
 
 
 def records_of(shard):
-    return [key for key, _ in shard.kv.scan(b"", records.END_OF_KEYS, 1000) if records.kind_of(key) == records.LOCK]
+    return [
+        key
+        for key, _ in shard.kv.scan(b"", records.END_OF_KEYS, 1000)
+        if records.kind_of(key) == records.LOCK
+    ]
 
 
 @scenario
@@ -103,9 +114,17 @@ async def test_a_lock_of_one_client_is_in_the_way_of_another_and_says_whose_it_i
     assert reply.granted and reply.attr.inode == file
     assert not (await two.lock(file, SHARED, 19, 30)).granted
     assert (await two.lock(file, SHARED, 20, 30)).granted
-    lock, = await two.locks(file, SHARED, 0, 100)
+    (lock,) = await two.locks(file, SHARED, 0, 100)
     assert (lock.kind, lock.session, lock.owner, lock.start, lock.end, lock.mode, lock.pid, lock.client) == (
-        RECORD, one.session, 7, 10, 19, EXCLUSIVE, 4711, "test")
+        RECORD,
+        one.session,
+        7,
+        10,
+        19,
+        EXCLUSIVE,
+        4711,
+        "test",
+    )
     assert not await one.locks(file, EXCLUSIVE, 0, 19, owner=7)
     assert not await two.locks(file, SHARED, 20, 100)
     assert len(await two.locks(file)) == 2
@@ -115,7 +134,9 @@ async def test_a_lock_of_one_client_is_in_the_way_of_another_and_says_whose_it_i
 
 
 @scenario
-async def test_a_lock_that_was_given_survives_kill_and_loss_of_power_and_so_does_its_release(shard, one, two, file):
+async def test_a_lock_that_was_given_survives_kill_and_loss_of_power_and_so_does_its_release(
+    shard, one, two, file
+):
     for power_lost in (False, True):
         assert (await one.lock(file, EXCLUSIVE, 0, 9)).granted
         await shard.restart(power_lost)
@@ -123,15 +144,21 @@ async def test_a_lock_that_was_given_survives_kill_and_loss_of_power_and_so_does
         assert (await one.lock(file, UNLOCKED, 3, 6)).granted
         await shard.restart(power_lost)
         assert (await two.lock(file, SHARED, 5, 5)).granted
-        assert [(lock.start, lock.end) for lock in await two.locks(file, EXCLUSIVE, 0, 2, owner=9)] == [(0, 2)]
+        assert [(lock.start, lock.end) for lock in await two.locks(file, EXCLUSIVE, 0, 2, owner=9)] == [
+            (0, 2)
+        ]
         for client in (one, two):
             await client.lock(file, UNLOCKED)
         assert not records_of(shard)
 
 
 @scenario
-async def test_a_request_that_is_repeated_gets_its_first_answer_and_takes_nothing_twice(shard, one, two, file):
-    request = pb.LockRequest(change=one.change(), inode=file, kind=RECORD, owner=1, end=LAST_BYTE, mode=EXCLUSIVE)
+async def test_a_request_that_is_repeated_gets_its_first_answer_and_takes_nothing_twice(
+    shard, one, two, file
+):
+    request = pb.LockRequest(
+        change=one.change(), inode=file, kind=RECORD, owner=1, end=LAST_BYTE, mode=EXCLUSIVE
+    )
     assert (await one.ask("LOCK", request)).granted
     await shard.restart()
     assert (await one.ask("LOCK", request)).granted
@@ -146,7 +173,9 @@ async def test_a_request_that_is_repeated_gets_its_first_answer_and_takes_nothin
 
 @scenario
 async def test_the_answer_to_a_repetition_waits_for_the_sync_as_the_first_did(shard, one, two, file):
-    request = pb.LockRequest(change=one.change(), inode=file, kind=RECORD, owner=1, end=LAST_BYTE, mode=EXCLUSIVE)
+    request = pb.LockRequest(
+        change=one.change(), inode=file, kind=RECORD, owner=1, end=LAST_BYTE, mode=EXCLUSIVE
+    )
     first, second = one.send("LOCK", request), one.send("LOCK", request)
     assert first.answer is None and second.answer is None
     await second.wait()
@@ -164,7 +193,9 @@ async def test_a_session_that_says_goodbye_gives_its_locks_back_at_once(shard, o
 
 
 @scenario
-async def test_a_dead_sessions_locks_are_given_on_when_its_grants_have_ended_and_not_before(shard, one, two, file):
+async def test_a_dead_sessions_locks_are_given_on_when_its_grants_have_ended_and_not_before(
+    shard, one, two, file
+):
     await one.lock(file, EXCLUSIVE)
     await one.lock(file, SHARED, kind=WHOLE)
     await shard.pass_time(OPTIONS.session_lease_s + 1, two)
@@ -228,7 +259,9 @@ async def test_who_waits_is_told_and_comes_for_the_lock_with_its_ticket(shard, o
 
 
 @scenario
-async def test_a_second_question_of_a_session_ends_the_first_and_one_that_gives_up_frees_the_place(shard, one, two, file):
+async def test_a_second_question_of_a_session_ends_the_first_and_one_that_gives_up_frees_the_place(
+    shard, one, two, file
+):
     await one.lock(file, EXCLUSIVE)
     first = (await two.lock(file, EXCLUSIVE, wait=True)).ticket
     second = (await two.lock(file, EXCLUSIVE, owner=2, wait=True)).ticket
@@ -242,7 +275,9 @@ async def test_a_second_question_of_a_session_ends_the_first_and_one_that_gives_
 
 
 @scenario
-async def test_an_interrupted_question_is_forgotten_and_its_places_with_it_after_a_while(shard, one, two, file):
+async def test_an_interrupted_question_is_forgotten_and_its_places_with_it_after_a_while(
+    shard, one, two, file
+):
     await one.lock(file, EXCLUSIVE)
     ticket = (await two.lock(file, EXCLUSIVE, wait=True)).ticket
     request = pb.LockWaitRequest(session=two.session, tickets=pack([ticket]))
@@ -292,8 +327,13 @@ async def test_a_deadlock_between_clients_is_refused(shard, one, two, file):
 @scenario
 async def test_what_makes_no_sense_is_refused(shard, one, two, file):
     directory = (await one.mkdir(ROOT, b"dir")).inode
-    for inode, fields in ((directory, {}), (file, {"kind": 3}), (file, {"start": 5, "end": 4}), (file, {"end": 1 << 63}),
-                          (file, {"kind": WHOLE, "end": 9})):
+    for inode, fields in (
+        (directory, {}),
+        (file, {"kind": 3}),
+        (file, {"start": 5, "end": 4}),
+        (file, {"end": 1 << 63}),
+        (file, {"kind": WHOLE, "end": 9}),
+    ):
         with pytest.raises(errors.InvalidRequest):
             await one.lock(inode, EXCLUSIVE, **fields)
     with pytest.raises(errors.InvalidRequest):
@@ -332,15 +372,25 @@ def test_dangling_locks_are_found_and_repaired():
         await client.lock(file, EXCLUSIVE, 0, 9)
         table = shard.service._view.locks
         planted = {
-            "no inode": [(records.lock_key(file + 77, RECORD, client.session, 1, 0), records.encode_lock(9, SHARED, 0))],
-            "unknown": [(records.lock_key(file, RECORD, client.session, 1, 50), records.encode_lock(60, SHARED, 0))],
+            "no inode": [
+                (records.lock_key(file + 77, RECORD, client.session, 1, 0), records.encode_lock(9, SHARED, 0))
+            ],
+            "unknown": [
+                (records.lock_key(file, RECORD, client.session, 1, 50), records.encode_lock(60, SHARED, 0))
+            ],
             "unreadable": [(records.lock_key(file, RECORD, client.session, 1, 70), b"nonsense")],
-            "bad key": [(records.lock_key(file, RECORD, client.session, 1, 70)[:-1], records.encode_lock(80, SHARED, 0))]}
+            "bad key": [
+                (
+                    records.lock_key(file, RECORD, client.session, 1, 70)[:-1],
+                    records.encode_lock(80, SHARED, 0),
+                )
+            ],
+        }
         for what, effects in planted.items():
             shard.kv.apply(effects)
-            problem, = await shard.fsck(client)
+            (problem,) = await shard.fsck(client)
             assert problem.kind in ("lock", "undecodable") and not problem.repaired, what
-            problem, = await shard.fsck(client, repair=True)
+            (problem,) = await shard.fsck(client, repair=True)
             assert problem.repaired, what
             assert await shard.fsck(client) == [], what
         assert [(lock.start, lock.end) for lock in await client.locks(file)] == [(0, 9)]
@@ -348,7 +398,9 @@ def test_dangling_locks_are_found_and_repaired():
         step = table.decide(file, ghost, 20, 29, EXCLUSIVE)
         shard.kv.apply(step.effects)
         table.commit(step)
-        assert ["does not live" in problem.text for problem in await shard.fsck(client, repair=True)] == [True]
+        assert ["does not live" in problem.text for problem in await shard.fsck(client, repair=True)] == [
+            True
+        ]
         assert await shard.fsck(client) == []
         await shard.pass_time(HOLD_S + 1, client)
         assert (await client.lock(file, EXCLUSIVE, 20, 29, owner=2)).granted
@@ -360,12 +412,20 @@ def test_dangling_locks_are_found_and_repaired():
 def test_two_locks_that_contradict_each_other_are_found_after_a_restart():
     async def body():
         shard = await Shard().start()
-        shard.one, shard.two = await ShardClient(shard.service).begin(), await ShardClient(shard.service).begin()
+        shard.one, shard.two = (
+            await ShardClient(shard.service).begin(),
+            await ShardClient(shard.service).begin(),
+        )
         file = (await shard.one.file(ROOT, b"file")).inode
         await shard.one.lock(file, EXCLUSIVE)
-        shard.kv.apply([(records.lock_key(file, RECORD, shard.two.session, 1, 5), records.encode_lock(9, SHARED, 0))])
+        shard.kv.apply(
+            [(records.lock_key(file, RECORD, shard.two.session, 1, 5), records.encode_lock(9, SHARED, 0))]
+        )
         await shard.restart()
-        assert ["by another" in problem.text for problem in await shard.fsck(shard.one, repair=True)] == [True, True]
+        assert ["by another" in problem.text for problem in await shard.fsck(shard.one, repair=True)] == [
+            True,
+            True,
+        ]
         await shard.two.lock(file, UNLOCKED)
         assert await shard.fsck(shard.one) == []
         await shard.service.close()

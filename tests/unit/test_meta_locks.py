@@ -42,13 +42,23 @@ class Tables(RuleBasedStateMachine):
         """Owners that have, or whose turn it is to have, what stands against it."""
         found = set()
         for (its, other), modes in self.held.items():
-            if its == inode and other != owner and other.kind == owner.kind and any(
-                    EXCLUSIVE in (mode, one) and one for one in modes[start:end + 1]):
+            if (
+                its == inode
+                and other != owner
+                and other.kind == owner.kind
+                and any(EXCLUSIVE in (mode, one) and one for one in modes[start : end + 1])
+            ):
                 found.add(other)
         for ticket in self.turns:
             its, other, first, last, one = self.places[ticket]
-            if its == inode and other != owner and other.kind == owner.kind and first <= end and start <= last and (
-                    EXCLUSIVE in (mode, one)):
+            if (
+                its == inode
+                and other != owner
+                and other.kind == owner.kind
+                and first <= end
+                and start <= last
+                and (EXCLUSIVE in (mode, one))
+            ):
                 found.add(other)
         return found
 
@@ -64,13 +74,19 @@ class Tables(RuleBasedStateMachine):
 
     def lay(self, inode, owner, start, end, mode):
         modes = self.held.setdefault((inode, owner), [UNLOCKED] * BYTES)
-        modes[start:end + 1] = [mode] * (end + 1 - start)
+        modes[start : end + 1] = [mode] * (end + 1 - start)
         if not any(modes):
             del self.held[inode, owner]
 
-    @rule(inode=st.integers(1, 2), kind=st.sampled_from([RECORD, RECORD, WHOLE]), session=st.integers(1, 2),
-          number=st.integers(1, 2), place=st.tuples(st.integers(0, BYTES - 1), st.integers(0, BYTES - 1)).map(sorted),
-          mode=st.sampled_from([SHARED, EXCLUSIVE, EXCLUSIVE]), wait=st.booleans())
+    @rule(
+        inode=st.integers(1, 2),
+        kind=st.sampled_from([RECORD, RECORD, WHOLE]),
+        session=st.integers(1, 2),
+        number=st.integers(1, 2),
+        place=st.tuples(st.integers(0, BYTES - 1), st.integers(0, BYTES - 1)).map(sorted),
+        mode=st.sampled_from([SHARED, EXCLUSIVE, EXCLUSIVE]),
+        wait=st.booleans(),
+    )
     def lock(self, inode, kind, session, number, place, mode, wait):
         owner = Owner(kind, session, number)
         start, end = place if kind == RECORD else (0, BYTES - 1)
@@ -92,8 +108,13 @@ class Tables(RuleBasedStateMachine):
             self.lay(inode, owner, start, end, mode)
         self.apply(step)
 
-    @rule(inode=st.integers(1, 2), kind=st.sampled_from([RECORD, WHOLE]), session=st.integers(1, 2), number=st.integers(1, 2),
-          place=st.tuples(st.integers(0, BYTES - 1), st.integers(0, BYTES - 1)).map(sorted))
+    @rule(
+        inode=st.integers(1, 2),
+        kind=st.sampled_from([RECORD, WHOLE]),
+        session=st.integers(1, 2),
+        number=st.integers(1, 2),
+        place=st.tuples(st.integers(0, BYTES - 1), st.integers(0, BYTES - 1)).map(sorted),
+    )
     def unlock(self, inode, kind, session, number, place):
         owner = Owner(kind, session, number)
         start, end = place if kind == RECORD else (0, BYTES - 1)
@@ -149,27 +170,35 @@ class Tables(RuleBasedStateMachine):
                 self.table._waiters[ticket].turn_s = self.clock.boottime_s()
         self.table.tick()
         for ticket, (inode, owner, start, end, mode) in self.places.items():
-            assert ticket in self.turns or self.blocked_by(inode, owner, start, end, mode), "free, and nobody gets it"
+            assert ticket in self.turns or self.blocked_by(inode, owner, start, end, mode), (
+                "free, and nobody gets it"
+            )
 
     @invariant()
     def what_is_held_is_what_the_records_say_and_never_contradicts_itself(self):
         again = LockTable(self.clock, HOLD_S)
         for key in sorted(self.records):
             kind, session, owner, start = records.lock_of_key(key)
-            again.load(records.inode_of_key(key), Owner(kind, session, owner),
-                       LockRange(start, *records.decode_lock(self.records[key])))
+            again.load(
+                records.inode_of_key(key),
+                Owner(kind, session, owner),
+                LockRange(start, *records.decode_lock(self.records[key])),
+            )
         for table in (self.table, again):
             seen = {}
             for inode, file in table.files.items():
                 for owner, spans in file.spans.items():
                     modes = seen[inode, owner] = [UNLOCKED] * BYTES
                     for span in spans:
-                        modes[span.start:span.end + 1] = [span.mode] * (span.end + 1 - span.start)
+                        modes[span.start : span.end + 1] = [span.mode] * (span.end + 1 - span.start)
             assert seen == self.held
         for (inode, owner), modes in self.held.items():
             for (its, other), others in self.held.items():
                 if its == inode and other != owner and other.kind == owner.kind:
-                    assert not any(one and two and EXCLUSIVE in (one, two) for one, two in zip(modes, others, strict=True))
+                    assert not any(
+                        one and two and EXCLUSIVE in (one, two)
+                        for one, two in zip(modes, others, strict=True)
+                    )
         assert self.table.waiting == len(self.places)
         assert sum(self.table.counts.values()) == len(self.records)
 
@@ -201,10 +230,15 @@ class Driven:
 def test_those_that_wait_come_in_order_and_readers_together():
     d = Driven()
     assert d.lock("a") is True
-    tickets = {who: d.lock(who, mode) for who, mode in (("b", SHARED), ("c", SHARED), ("d", EXCLUSIVE), ("e", SHARED))}
+    tickets = {
+        who: d.lock(who, mode)
+        for who, mode in (("b", SHARED), ("c", SHARED), ("d", EXCLUSIVE), ("e", SHARED))
+    }
     d.lock("a", UNLOCKED)
     assert d.turns == ["b", "c"]
-    assert d.lock("b", SHARED, ticket=tickets["b"]) is True and d.lock("c", SHARED, ticket=tickets["c"]) is True
+    assert (
+        d.lock("b", SHARED, ticket=tickets["b"]) is True and d.lock("c", SHARED, ticket=tickets["c"]) is True
+    )
     d.lock("b", UNLOCKED)
     assert d.turns == ["b", "c"]
     d.lock("c", UNLOCKED)
@@ -218,7 +252,9 @@ def test_a_lock_that_is_somebodys_turn_is_not_given_to_who_happens_to_ask():
     ticket = d.lock("b")
     d.lock("a", UNLOCKED)
     assert d.lock("c", wait=False) == 0
-    assert [one.owner.owner for one in d.table.in_the_way(1, Owner(RECORD, 1, ord("c")), 0, 9, SHARED)] == [ord("b")]
+    assert [one.owner.owner for one in d.table.in_the_way(1, Owner(RECORD, 1, ord("c")), 0, 9, SHARED)] == [
+        ord("b")
+    ]
     assert d.lock("b", ticket=ticket) is True
 
 

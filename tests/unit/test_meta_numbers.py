@@ -30,7 +30,9 @@ def test_all_who_wait_share_one_reservation_and_none_hears_of_it_after_giving_up
             answer.set_exception(Unavailable("the standby is gone"))
             with pytest.raises(Unavailable):
                 await waiting[1]
-            assert waiting[0].cancelled() and numbers.bounds.inode == before.inode + RESERVED  # what is not synced is not used
+            assert (
+                waiting[0].cancelled() and numbers.bounds.inode == before.inode + RESERVED
+            )  # what is not synced is not used
 
             alone = asyncio.ensure_future(numbers.more())
             await asyncio.sleep(0)

@@ -33,7 +33,9 @@ class Shard:
         self.service = None
 
     async def start(self):
-        self.service = MetaService(self.kv, grant_secret=SECRET, dialer=self.stores, clock=self.clock, options=OPTIONS)
+        self.service = MetaService(
+            self.kv, grant_secret=SECRET, dialer=self.stores, clock=self.clock, options=OPTIONS
+        )
         self.service.update_map(small_map())
         await self.service.start()
         return self
@@ -53,6 +55,7 @@ class Shard:
 
 def run(scenario):
     """Run a scenario(shard, client) on a fresh shard."""
+
     async def body():
         shard = await Shard().start()
         try:
@@ -94,7 +97,9 @@ async def test_a_new_shard_has_an_empty_root(shard, client):
 async def test_a_created_file_is_found_with_a_grant_that_the_stores_accept(shard, client):
     reply = await client.create(ROOT, b"file", exclusive=True, open=True, rights=3)
     attr = reply.entry.attr
-    assert reply.created and attr.links == 1 and attr.uid == 1000 and attr.gid == 100 and attr.chunk_bits == 20
+    assert (
+        reply.created and attr.links == 1 and attr.uid == 1000 and attr.gid == 100 and attr.chunk_bits == 20
+    )
     found = await client.lookup(ROOT, b"file", rights=1)
     assert found.attr == attr
     grant = grants.verify(found.grant, SECRET, shard.clock.wall_ns() // 1_000_000)
@@ -138,8 +143,12 @@ async def test_a_truncation_is_answered_when_all_targets_have_cut(shard, client)
     inode = (await client.create(ROOT, b"a", open=True, rights=3)).entry.attr.inode
     assert (await client.report(inode, 10_000)).size == 10_000
     shard.stores.away = {"inproc://2"}
-    cutting = client.send("SETATTR", pb.SetAttrRequest(change=client.change(), inode=inode, valid=8, size=5, rights=3))
-    growing = client.send("SETATTR", pb.SetAttrRequest(change=client.change(1), inode=inode, valid=8, size=50))
+    cutting = client.send(
+        "SETATTR", pb.SetAttrRequest(change=client.change(), inode=inode, valid=8, size=5, rights=3)
+    )
+    growing = client.send(
+        "SETATTR", pb.SetAttrRequest(change=client.change(1), inode=inode, valid=8, size=50)
+    )
     asking = client.send("GETATTR", pb.GetAttrRequest(session=client.session, inode=inode, rights=1))
     await asyncio.sleep(0.05)
     assert cutting.answer is growing.answer is asking.answer is None
@@ -161,8 +170,14 @@ async def test_a_truncation_is_answered_when_all_targets_have_cut(shard, client)
 
 @scenario
 async def test_names_that_can_be_none_are_refused_and_255_bytes_are_taken(shard, client):
-    for name, error in ((b"", errors.InvalidRequest), (b".", errors.InvalidRequest), (b"..", errors.InvalidRequest),
-                        (b"a/b", errors.InvalidRequest), (b"a\0b", errors.InvalidRequest), (b"x" * 256, errors.NameTooLong)):
+    for name, error in (
+        (b"", errors.InvalidRequest),
+        (b".", errors.InvalidRequest),
+        (b"..", errors.InvalidRequest),
+        (b"a/b", errors.InvalidRequest),
+        (b"a\0b", errors.InvalidRequest),
+        (b"x" * 256, errors.NameTooLong),
+    ):
         with pytest.raises(error):
             await client.file(ROOT, name)
     strange = bytes(byte for byte in range(1, 256) if byte != ord("/")) + b"x"
@@ -193,7 +208,11 @@ async def test_nothing_is_born_in_a_removed_directory_that_is_still_open(shard, 
     made = await client.mkdir(ROOT, b"d")
     await client.open(made.inode, rights=0)
     await client.rmdir(ROOT, b"d")
-    for attempt in (client.file(made.inode, b"f"), client.mkdir(made.inode, b"g"), client.lookup(made.inode, b"f")):
+    for attempt in (
+        client.file(made.inode, b"f"),
+        client.mkdir(made.inode, b"g"),
+        client.lookup(made.inode, b"f"),
+    ):
         with pytest.raises(errors.NotFound):
             await attempt
     assert await client.names(made.inode) == set() and (await client.getattr(made.inode)).attr.links == 0
@@ -215,8 +234,10 @@ async def test_layout_is_handed_down_by_directories_and_stays_with_a_file(shard,
     sub = await client.mkdir(made.inode, b"sub")
     assert (await client.file(sub.inode, b"f")).chunk_bits == 22
     assert (await client.getattr(before.inode)).attr.chunk_bits == 20
-    for fields, error in (({"chunk_bits": 30, "valid": 512}, errors.InvalidRequest),
-                          ({"replicas": 9, "valid": 1024}, errors.InvalidRequest)):
+    for fields, error in (
+        ({"chunk_bits": 30, "valid": 512}, errors.InvalidRequest),
+        ({"replicas": 9, "valid": 1024}, errors.InvalidRequest),
+    ):
         with pytest.raises(error):
             await client.setattr(made.inode, fields.pop("valid"), **fields)
     with pytest.raises(errors.NotADirectory):
@@ -375,7 +396,9 @@ async def test_two_truncations_of_one_file_follow_one_another(shard, client):
     await client.report(inode, 1000)
     shard.stores.away = {"inproc://1"}
     first = client.send("SETATTR", pb.SetAttrRequest(change=client.change(0), inode=inode, valid=8, size=500))
-    second = client.send("SETATTR", pb.SetAttrRequest(change=client.change(1), inode=inode, valid=8, size=200))
+    second = client.send(
+        "SETATTR", pb.SetAttrRequest(change=client.change(1), inode=inode, valid=8, size=200)
+    )
     third = client.send("OPEN", pb.OpenRequest(change=client.change(2), inode=inode, rights=2, truncate=True))
     client.sequences[0] -= 1
     again = client.send("SETATTR", pb.SetAttrRequest(change=client.change(0), inode=inode, valid=8, size=500))
@@ -397,16 +420,21 @@ async def test_a_hole_is_told_to_those_that_may_have_its_chunks_and_the_size_sta
     entry = await client.allocate(inode, 5 << 20, 4096, punch=True, rights=3)
     assert (entry.attr.size, entry.attr.cut, entry.attr.punches) == (100 << 20, 2, 2)
     assert entry.attr.change > before.change and grants.read(entry.grant).cut == 2
-    cut, = shard.stores.cuts
+    (cut,) = shard.stores.cuts
     assert (cut.size, cut.end, cut.cut) == (5 << 20, (5 << 20) + 4096, 2)
     assert cut.target in small_map().tables[0].chains[chain_of(inode, 5)].targets
     await client.allocate(inode, 0, 100 << 20, punch=True)
-    assert {(c.target, c.size, c.end) for c in shard.stores.cuts[1:]} == {(1, 0, 100 << 20), (2, 0, 100 << 20)}
+    assert {(c.target, c.size, c.end) for c in shard.stores.cuts[1:]} == {
+        (1, 0, 100 << 20),
+        (2, 0, 100 << 20),
+    }
     assert await client.fsck() == []
 
 
 @scenario
-async def test_sizes_reported_under_a_number_before_a_hole_count_and_before_a_truncation_do_not(shard, client):
+async def test_sizes_reported_under_a_number_before_a_hole_count_and_before_a_truncation_do_not(
+    shard, client
+):
     inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
     await client.allocate(inode, 0, 4096, punch=True)
     assert (await client.report(inode, 5000, cut=0)).size == 5000
@@ -449,8 +477,12 @@ async def test_a_hole_waits_for_a_truncation_and_growth_for_both(shard, client):
     await client.report(inode, 10_000)
     shard.stores.away = {"inproc://1", "inproc://2"}
     first = client.send("SETATTR", pb.SetAttrRequest(change=client.change(0), inode=inode, valid=8, size=500))
-    second = client.send("ALLOCATE", pb.AllocateRequest(change=client.change(1), inode=inode, length=100, punch=True))
-    third = client.send("ALLOCATE", pb.AllocateRequest(change=client.change(2), inode=inode, length=9000, grow=True))
+    second = client.send(
+        "ALLOCATE", pb.AllocateRequest(change=client.change(1), inode=inode, length=100, punch=True)
+    )
+    third = client.send(
+        "ALLOCATE", pb.AllocateRequest(change=client.change(2), inode=inode, length=9000, grow=True)
+    )
     await asyncio.sleep(0.03)
     assert first.answer is second.answer is third.answer is None
     shard.stores.away = set()
@@ -464,14 +496,18 @@ async def test_a_hole_that_a_restart_interrupts_is_finished_and_answered_once(sh
     inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
     await client.report(inode, 1000)
     shard.stores.away = {"inproc://1", "inproc://2"}
-    call = client.send("ALLOCATE", pb.AllocateRequest(change=client.change(), inode=inode, offset=5, length=10, punch=True))
+    call = client.send(
+        "ALLOCATE", pb.AllocateRequest(change=client.change(), inode=inode, offset=5, length=10, punch=True)
+    )
     await asyncio.sleep(0)
     await shard.restart()
     with pytest.raises(errors.Draining):
         await call.wait()
     client.service = shard.service
     client.sequences[0] -= 1
-    again = client.send("ALLOCATE", pb.AllocateRequest(change=client.change(), inode=inode, offset=5, length=10, punch=True))
+    again = client.send(
+        "ALLOCATE", pb.AllocateRequest(change=client.change(), inode=inode, offset=5, length=10, punch=True)
+    )
     await asyncio.sleep(0.01)
     assert again.answer is None
     shard.stores.away = set()
@@ -524,8 +560,15 @@ async def test_who_waits_for_a_cut_is_told_when_his_deadline_ends(shard, client)
         await call.wait()
     assert caught.value.may_be_applied
     shard.stores.away = set()
-    assert (await client.setattr(inode, 8, size=3)).attr.cut == 2, "the cut went on without him, and the service with it"
-    assert {(c.target, c.cut, c.size) for c in shard.stores.cuts} == {(1, 1, 5), (2, 1, 5), (1, 2, 3), (2, 2, 3)}
+    assert (await client.setattr(inode, 8, size=3)).attr.cut == 2, (
+        "the cut went on without him, and the service with it"
+    )
+    assert {(c.target, c.cut, c.size) for c in shard.stores.cuts} == {
+        (1, 1, 5),
+        (2, 1, 5),
+        (1, 2, 3),
+        (2, 2, 3),
+    }
 
 
 @scenario
@@ -533,7 +576,9 @@ async def test_appends_of_many_writers_never_overlap(shard, client):
     inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
     places = []
     for length in (10, 4096, 1, 77):
-        reply = await client.ask("RESERVE", pb.ReserveRequest(change=client.change(), inode=inode, length=length))
+        reply = await client.ask(
+            "RESERVE", pb.ReserveRequest(change=client.change(), inode=inode, length=length)
+        )
         places.append((reply.offset, length))
         assert reply.attr.size == reply.offset + length
     assert places == [(0, 10), (10, 4096), (4106, 1), (4107, 77)]
@@ -553,30 +598,42 @@ async def test_extended_attributes_come_back_and_keep_their_rules(shard, client)
     inode = (await client.file(ROOT, b"a")).inode
 
     async def put(name, value, flags=0):
-        return await client.ask("SETXATTR", pb.SetXattrRequest(change=client.change(), inode=inode, name=name, value=value,
-                                                               flags=flags))
+        return await client.ask(
+            "SETXATTR",
+            pb.SetXattrRequest(change=client.change(), inode=inode, name=name, value=value, flags=flags),
+        )
 
     async def get(name):
-        return (await client.ask("GETXATTR", pb.GetXattrRequest(session=client.session, inode=inode, name=name))).value
+        return (
+            await client.ask("GETXATTR", pb.GetXattrRequest(session=client.session, inode=inode, name=name))
+        ).value
 
     async def names():
-        return list((await client.ask("LISTXATTR", pb.ListXattrRequest(session=client.session, inode=inode))).names)
+        return list(
+            (await client.ask("LISTXATTR", pb.ListXattrRequest(session=client.session, inode=inode))).names
+        )
 
     assert await names() == []
     assert (await put(b"user.b", b"x" * 65536)).attr.flags & 1
     await put(b"user.a", b"")
     assert await names() == [b"user.a", b"user.b"] and await get(b"user.a") == b""
-    for attempt, error in ((put(b"user.a", b"", 1), errors.AlreadyExists), (put(b"user.c", b"", 2), errors.NoAttribute),
-                           (put(b"user.c", b"x" * 65537), errors.TooBig), (get(b"user.c"), errors.NoAttribute),
-                           (put(b"system.posix_acl_access", b"x"), errors.InvalidRequest),
-                           (get(b"system.posix_acl_default"), errors.NoAttribute),
-                           (put(b"system.nfs4_acl", b"x"), errors.NotSupported),
-                           (put(b"user.", b"x"), errors.InvalidRequest),
-                           (put(b"user." + b"n" * 255, b"x"), errors.RangeTooSmall)):
+    for attempt, error in (
+        (put(b"user.a", b"", 1), errors.AlreadyExists),
+        (put(b"user.c", b"", 2), errors.NoAttribute),
+        (put(b"user.c", b"x" * 65537), errors.TooBig),
+        (get(b"user.c"), errors.NoAttribute),
+        (put(b"system.posix_acl_access", b"x"), errors.InvalidRequest),
+        (get(b"system.posix_acl_default"), errors.NoAttribute),
+        (put(b"system.nfs4_acl", b"x"), errors.NotSupported),
+        (put(b"user.", b"x"), errors.InvalidRequest),
+        (put(b"user." + b"n" * 255, b"x"), errors.RangeTooSmall),
+    ):
         with pytest.raises(error):
             await attempt
     for name in (b"user.a", b"user.b"):
-        last = await client.ask("REMOVEXATTR", pb.RemoveXattrRequest(change=client.change(), inode=inode, name=name))
+        last = await client.ask(
+            "REMOVEXATTR", pb.RemoveXattrRequest(change=client.change(), inode=inode, name=name)
+        )
     assert last.attr.flags & 1 == 0 and await names() == []
 
 
@@ -605,7 +662,9 @@ def test_each_name_comes_once_whatever_the_size_of_the_steps_and_though_others_c
             if removed:
                 await client.unlink(made.inode, removed.pop())
         assert len(seen) == len(set(seen)) and kept <= set(seen)
-        assert [e.cursor for e in await client.list(made.inode)] == sorted(e.cursor for e in await client.list(made.inode))
+        assert [e.cursor for e in await client.list(made.inode)] == sorted(
+            e.cursor for e in await client.list(made.inode)
+        )
         assert await client.fsck() == []
 
     run(body)
@@ -637,7 +696,7 @@ async def test_a_wide_directory_is_removed_only_when_every_partition_is_empty(sh
 @scenario
 async def test_a_listing_with_attributes_shows_what_getattr_shows(shard, client):
     made = await client.file(ROOT, b"a")
-    entry, = await client.list(ROOT, attrs=True)
+    (entry,) = await client.list(ROOT, attrs=True)
     assert entry.attr == made and entry.inode == made.inode and entry.kind == 8
     with pytest.raises(errors.NotADirectory):
         await client.list(made.inode)
@@ -647,8 +706,12 @@ async def test_a_listing_with_attributes_shows_what_getattr_shows(shard, client)
 
 async def both(client, **request):
     """Entries as messages, and packed, of the same question; whether there are more."""
-    in_messages, in_one = [await client.ask("LIST", pb.ListDirRequest(session=client.session, attrs=True, packed=packed,
-                                                                      **request)) for packed in (False, True)]
+    in_messages, in_one = [
+        await client.ask(
+            "LIST", pb.ListDirRequest(session=client.session, attrs=True, packed=packed, **request)
+        )
+        for packed in (False, True)
+    ]
     assert in_messages.more == in_one.more and not in_one.entries and not in_messages.packed
     return list(in_messages.entries), DirectoryPage(in_one.packed), in_one.more
 
@@ -664,8 +727,9 @@ async def test_what_is_listed_packed_is_what_is_listed_in_messages(shard, client
     cursor, more, names = 0, True, []
     while more:
         entries, listed, more = await both(client, inode=made.inode, cursor=cursor, limit=7)
-        assert [(one.name, one.cursor, one.inode, one.kind, one.attr) for one in listed] == \
-            [(one.name, one.cursor, one.inode, one.kind, one.attr) for one in entries]
+        assert [(one.name, one.cursor, one.inode, one.kind, one.attr) for one in listed] == [
+            (one.name, one.cursor, one.inode, one.kind, one.attr) for one in entries
+        ]
         names += listed.names
         cursor = listed.cursor(-1)
     assert len(names) == 43 == len(set(names))
@@ -674,12 +738,15 @@ async def test_what_is_listed_packed_is_what_is_listed_in_messages(shard, client
 @scenario
 async def test_inodes_that_can_not_be_read_are_left_out_of_a_listing_and_the_others_are_in_it(shard, client):
     numbers = {name: (await client.file(ROOT, name)).inode for name in (b"whole", b"gone", b"garbled")}
-    shard.kv.apply([(records.inode_key(numbers[b"gone"]), None), (records.inode_key(numbers[b"garbled"]), b"\xff" * 30)])
+    shard.kv.apply(
+        [(records.inode_key(numbers[b"gone"]), None), (records.inode_key(numbers[b"garbled"]), b"\xff" * 30)]
+    )
     entries, listed, _ = await both(client, inode=ROOT)
     assert listed.names == [b"whole"] == [entry.name for entry in entries]
 
     def damaged(keys):
         raise errors.CorruptRecord("one of them")
+
     shard.service._view.get_many = damaged
     assert (await both(client, inode=ROOT))[1].names == [b"whole"]
 
@@ -734,11 +801,16 @@ async def test_an_unlinked_file_stays_a_while_for_opens_that_asked_nobody(shard,
     await client.unlink(ROOT, b"a")
     shard.clock.advance(1)
     await client.collect()
-    await client.ask("RENEW_SESSION", pb.RenewSessionRequest(session=client.session, opened=made.inode.to_bytes(8, "little")))
+    await client.ask(
+        "RENEW_SESSION",
+        pb.RenewSessionRequest(session=client.session, opened=made.inode.to_bytes(8, "little")),
+    )
     shard.clock.advance(5)
     await client.collect()
     assert (await client.getattr(made.inode)).attr.links == 0
-    await client.ask("RELEASE", pb.ReleaseRequest(session=client.session, inodes=made.inode.to_bytes(8, "little")))
+    await client.ask(
+        "RELEASE", pb.ReleaseRequest(session=client.session, inodes=made.inode.to_bytes(8, "little"))
+    )
     await client.collect()
     with pytest.raises(errors.NotFound):
         await client.getattr(made.inode)
@@ -767,7 +839,9 @@ async def test_a_sweep_removes_the_chunks_of_inodes_that_are_gone_and_no_others(
     living = [(await client.file(ROOT, b"f%d" % number)).inode for number in range(3)]
     given = ids.inode_number(5, 2)  # the counter of the first file, in a partition where it was not born
     waiting, future = ids.inode_number(6, 3), ids.inode_number(0, shard.service._view.next_number)
-    shard.kv.apply([(records.numbered_key(records.COLLECT, waiting), records.encode_collect(records.Collect(1, 20)))])
+    shard.kv.apply(
+        [(records.numbered_key(records.COLLECT, waiting), records.encode_collect(records.Collect(1, 20)))]
+    )
     shard.stores.kept[2] = [*living, given, waiting, future, 1 << 63]
     assert await shard.service._collector.sweep(2) == 1
     assert [(r.target, int.from_bytes(r.inodes, "little")) for r in shard.stores.removed] == [(2, given)]
@@ -816,8 +890,9 @@ async def test_after_a_restart_clients_have_a_lease_to_name_their_open_files(sha
     client.service = shard.service
     shard.clock.advance(9)
     assert (await client.collect()).left == 1
-    reply = await client.ask("RENEW_SESSION", pb.RenewSessionRequest(session=client.session,
-                                                                     opened=inode.to_bytes(8, "little")))
+    reply = await client.ask(
+        "RENEW_SESSION", pb.RenewSessionRequest(session=client.session, opened=inode.to_bytes(8, "little"))
+    )
     assert reply.incarnation != first
     shard.clock.advance(5)
     await client.collect()
@@ -832,8 +907,15 @@ async def test_a_create_that_is_answered_again_after_a_restart_has_its_file_open
     for name, truncate in ((b"f", False), (b"g", True)):
         if truncate:
             await client.file(ROOT, name, open=True, rights=3)
-        request = pb.CreateRequest(change=client.change(), parent=ROOT, name=name, mode=stat.S_IFREG | 0o644, open=True,
-                                   rights=3, truncate=truncate)
+        request = pb.CreateRequest(
+            change=client.change(),
+            parent=ROOT,
+            name=name,
+            mode=stat.S_IFREG | 0o644,
+            open=True,
+            rights=3,
+            truncate=truncate,
+        )
         inode = (await client.ask("CREATE", request)).entry.attr.inode
         await shard.restart()
         client.service = shard.service
@@ -843,19 +925,28 @@ async def test_a_create_that_is_answered_again_after_a_restart_has_its_file_open
 
 
 @scenario
-async def test_a_shard_that_stands_still_after_a_restart_still_lets_clients_name_their_open_files(shard, client):
+async def test_a_shard_that_stands_still_after_a_restart_still_lets_clients_name_their_open_files(
+    shard, client
+):
     inode = (await client.file(ROOT, b"f", open=True, rights=3)).inode
     await client.unlink(ROOT, b"f")
     await shard.stop()
-    shard.service = MetaService(shard.kv, grant_secret=SECRET, dialer=shard.stores, clock=shard.clock,
-                                options=OPTIONS._replace(tick_s=0.05))
+    shard.service = MetaService(
+        shard.kv,
+        grant_secret=SECRET,
+        dialer=shard.stores,
+        clock=shard.clock,
+        options=OPTIONS._replace(tick_s=0.05),
+    )
     shard.service.update_map(small_map())
     await shard.service.start()
     client.service = shard.service
     await asyncio.sleep(0.12)
     shard.clock.advance(100)
     await asyncio.sleep(0.2)
-    await client.ask("RENEW_SESSION", pb.RenewSessionRequest(session=client.session, opened=inode.to_bytes(8, "little")))
+    await client.ask(
+        "RENEW_SESSION", pb.RenewSessionRequest(session=client.session, opened=inode.to_bytes(8, "little"))
+    )
     assert (await client.getattr(inode)).attr.links == 0
 
 
@@ -864,7 +955,9 @@ async def test_a_session_is_taken_up_again_only_with_its_secret(shard, client):
     await client.file(ROOT, b"a")
     with pytest.raises(errors.StaleSession):
         await client.ask("OPEN_SESSION", pb.OpenSessionRequest(session=client.session, secret=b"guess"))
-    reply = await client.ask("OPEN_SESSION", pb.OpenSessionRequest(session=client.session, secret=client.secret))
+    reply = await client.ask(
+        "OPEN_SESSION", pb.OpenSessionRequest(session=client.session, secret=client.secret)
+    )
     assert reply.session == client.session and reply.sequences[0] == 1 and len(reply.sequences) == 64
     await client.ask("CLOSE_SESSION", pb.CloseSessionRequest(session=client.session))
     await client.ask("CLOSE_SESSION", pb.CloseSessionRequest(session=client.session))
@@ -878,11 +971,20 @@ async def test_who_goes_on_with_a_session_has_open_what_he_names_and_what_he_may
         return shard.service._sessions.get(client.session)
 
     async def go_on(*named):
-        await client.ask("OPEN_SESSION", pb.OpenSessionRequest(
-            session=client.session, secret=client.secret, names_open=True,
-            opened=b"".join(inode.to_bytes(8, "little") for inode in named)))
+        await client.ask(
+            "OPEN_SESSION",
+            pb.OpenSessionRequest(
+                session=client.session,
+                secret=client.secret,
+                names_open=True,
+                opened=b"".join(inode.to_bytes(8, "little") for inode in named),
+            ),
+        )
 
-    kept, closed = [(await client.create(ROOT, name, open=True, rights=3)).entry.attr.inode for name in (b"kept", b"closed")]
+    kept, closed = [
+        (await client.create(ROOT, name, open=True, rights=3)).entry.attr.inode
+        for name in (b"kept", b"closed")
+    ]
     await client.ask("OPEN", pb.OpenRequest(change=client.change(), inode=kept, rights=1))
     last = (await client.create(ROOT, b"last", open=True, rights=3)).entry.attr.inode
     assert session().opens == {kept: 2, closed: 1, last: 1}
@@ -899,22 +1001,40 @@ async def test_who_goes_on_with_a_session_has_open_what_he_names_and_what_he_may
 
 
 @scenario
-async def test_what_nobody_will_ask_for_again_is_not_open_after_a_process_of_the_client_was_killed(shard, client):
+async def test_what_nobody_will_ask_for_again_is_not_open_after_a_process_of_the_client_was_killed(
+    shard, client
+):
     def opens():
         return shard.service._sessions.get(client.session).opens
 
     async def go_on(*named, slots=()):
-        await client.ask("OPEN_SESSION", pb.OpenSessionRequest(
-            session=client.session, secret=client.secret, names_open=True, names_slots=True, slots=slots,
-            opened=b"".join(inode.to_bytes(8, "little") for inode in named)))
+        await client.ask(
+            "OPEN_SESSION",
+            pb.OpenSessionRequest(
+                session=client.session,
+                secret=client.secret,
+                names_open=True,
+                names_slots=True,
+                slots=slots,
+                opened=b"".join(inode.to_bytes(8, "little") for inode in named),
+            ),
+        )
 
     async def create(name, slot):
-        request = pb.CreateRequest(change=client.change(slot), parent=ROOT, name=name, mode=0o100644, open=True, rights=3)
+        request = pb.CreateRequest(
+            change=client.change(slot), parent=ROOT, name=name, mode=0o100644, open=True, rights=3
+        )
         return (await client.ask("CREATE", request)).entry.attr.inode, request
 
     async def release(inodes=(), slots=()):
-        await client.ask("RELEASE", pb.ReleaseRequest(
-            session=client.session, inodes=b"".join(inode.to_bytes(8, "little") for inode in inodes), slots=slots))
+        await client.ask(
+            "RELEASE",
+            pb.ReleaseRequest(
+                session=client.session,
+                inodes=b"".join(inode.to_bytes(8, "little") for inode in inodes),
+                slots=slots,
+            ),
+        )
 
     closed, _ = await create(b"closed", 1)  # answered, closed, and the release not sent
     again, request = await create(b"again", 2)
@@ -923,7 +1043,9 @@ async def test_what_nobody_will_ask_for_again_is_not_open_after_a_process_of_the
     both, _ = await create(b"both", 5)
     refused, _ = await create(b"refused", 6)
     await go_on(both, slots=(2, 3, 4, 5, 6, 7))
-    assert opens() == {both: 2, again: 1, never: 1, newer: 1, refused: 1}, "the request for what is closed was answered"
+    assert opens() == {both: 2, again: 1, never: 1, newer: 1, refused: 1}, (
+        "the request for what is closed was answered"
+    )
 
     await client.ask("CREATE", request)
     await release(slots=(2, 3, 7))
@@ -966,15 +1088,24 @@ async def test_nonsense_is_refused_and_changes_nothing(shard, client):
             shard.service.handle(call)
             with pytest.raises(errors.NvpoolError):
                 await call.wait()
-    for change in (pb.Change(session=client.session, slot=64, sequence=1), pb.Change(session=client.session, sequence=0)):
+    for change in (
+        pb.Change(session=client.session, slot=64, sequence=1),
+        pb.Change(session=client.session, sequence=0),
+    ):
         with pytest.raises(errors.InvalidRequest):
             await client.ask("UNLINK", pb.UnlinkRequest(change=change, parent=ROOT, name=b"a"))
     for inode in (0, 1 << 63, (1 << 64) - 1, 12345):
         with pytest.raises(errors.NotFound):
             await client.getattr(inode)
-    for inode in (0, 1 << 63, (1 << 64) - 1):  # who says that it is spread is believed: its own shard alone knows it
-        for method, request in (("LIST", pb.ListDirRequest(session=client.session, inode=inode, cursor=1 << 62, spread=True)),
-                                ("LOOKUP", pb.LookupRequest(session=client.session, parent=inode, name=b"a", spread=True))):
+    for inode in (
+        0,
+        1 << 63,
+        (1 << 64) - 1,
+    ):  # who says that it is spread is believed: its own shard alone knows it
+        for method, request in (
+            ("LIST", pb.ListDirRequest(session=client.session, inode=inode, cursor=1 << 62, spread=True)),
+            ("LOOKUP", pb.LookupRequest(session=client.session, parent=inode, name=b"a", spread=True)),
+        ):
             with pytest.raises(errors.NotFound):
                 await client.ask(method, request)
     assert shard.kv.sequence == before
@@ -1024,10 +1155,19 @@ async def test_an_engine_that_fences_itself_ends_the_service(shard, client):
 async def test_changes_wait_while_the_engine_is_full_and_are_made_once(shard, client):
     room = asyncio.Event()
     shard.kv.full, shard.kv.room = True, room.wait
-    calls = [client.send("CREATE", pb.CreateRequest(change=client.change(slot), parent=ROOT, name=b"a%d" % slot, mode=0o100644))
-             for slot in range(3)]
+    calls = [
+        client.send(
+            "CREATE",
+            pb.CreateRequest(change=client.change(slot), parent=ROOT, name=b"a%d" % slot, mode=0o100644),
+        )
+        for slot in range(3)
+    ]
     client.sequences[0] -= 1
-    calls.append(client.send("CREATE", pb.CreateRequest(change=client.change(), parent=ROOT, name=b"a0", mode=0o100644)))
+    calls.append(
+        client.send(
+            "CREATE", pb.CreateRequest(change=client.change(), parent=ROOT, name=b"a0", mode=0o100644)
+        )
+    )
     await client.getattr(ROOT)
     assert all(call.answer is None for call in calls)
     shard.kv.full = False
@@ -1042,14 +1182,24 @@ async def test_statfs_and_status_count(shard, client):
     reply = await client.ask("STATFS", pb.StatFsRequest(session=client.session))
     assert reply.files == 2 and reply.files_max > 10**6
     status = await client.status()
-    assert status.state == "serving" and status.inodes == 2 and status.sessions == 1 and status.counters["kv_syncs"] >= 1
+    assert (
+        status.state == "serving"
+        and status.inodes == 2
+        and status.sessions == 1
+        and status.counters["kv_syncs"] >= 1
+    )
 
 
 @scenario
 async def test_a_name_of_another_shard_is_not_answered_here(shard, client):
     pool_map = small_map()
-    shard.service.update_map(changed(pool_map, shards=(*pool_map.shards, MapShard(2, 1, ("inproc://m2",))),
-                                     partitions=(PartitionRange(0, 100, 1), PartitionRange(100, 3996, 2))))
+    shard.service.update_map(
+        changed(
+            pool_map,
+            shards=(*pool_map.shards, MapShard(2, 1, ("inproc://m2",))),
+            partitions=(PartitionRange(0, 100, 1), PartitionRange(100, 3996, 2)),
+        )
+    )
     with pytest.raises(errors.WrongShard):
         await client.getattr(2000 << 51 | 5)
     await client.file(ROOT, b"a")
@@ -1063,4 +1213,5 @@ def test_a_service_that_could_not_begin_is_closed():
         with pytest.raises(errors.NvpoolError):
             await service.start()
         await service.close()
+
     asyncio.run(main())

@@ -15,7 +15,10 @@ from nvpool.testing.fakes.meta_shard import DirectCall
 
 
 async def waited(then, deadline_s: float = 1e9) -> DirectCall:
-    call, waits = DirectCall(0, b"", deadline_s=deadline_s), Waits(SYSTEM_CLOCK, "shard 1", lambda error: None)
+    call, waits = (
+        DirectCall(0, b"", deadline_s=deadline_s),
+        Waits(SYSTEM_CLOCK, "shard 1", lambda error: None),
+    )
     waits.add(call, lambda: asyncio.sleep(0), lambda: then(call))
     await asyncio.gather(*waits.tasks)
     return call

@@ -9,7 +9,17 @@ from msgspec.structs import replace
 
 from nvpool.core.errors import InvalidRequest
 from nvpool.poolmap.chains.transitions import retired, wished
-from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PoolMap, PoolSettings, Shard, StandbyMember, Target, check_map
+from nvpool.poolmap.model import (
+    MAP_FORMAT,
+    Drive,
+    Node,
+    PoolMap,
+    PoolSettings,
+    Shard,
+    StandbyMember,
+    Target,
+    check_map,
+)
 from nvpool.poolmap.shards import members as shard_members
 from nvpool.poolmap.shards import placement as shard_placement
 from nvpool.poolmap.shards.placement import ShardLocation
@@ -29,7 +39,9 @@ def a_map(*drives_of, racks=(), standbys=(), wanted=None):
 
 
 def standby(member, node, drive, state="up"):
-    return StandbyMember(member, node, (f"stream://h:{10 + member}",), state, f"/d{drive}/nvpool-p-meta-1.{member}")
+    return StandbyMember(
+        member, node, (f"stream://h:{10 + member}",), state, f"/d{drive}/nvpool-p-meta-1.{member}"
+    )
 
 
 def played(pool_map, serving=None, steps_max=60):
@@ -39,8 +51,13 @@ def played(pool_map, serving=None, steps_max=60):
         for one in shard.standbys:
             if not one.endpoints:
                 drive = next(drive for drive in pool_map.drives if drive.path == one.path)
-                pool_map = shard_members.standby_made(pool_map, 1, one.member, f"/d{drive.id}/nvpool-p-meta-1.{one.member}",
-                                               (f"stream://h:{10 + one.member}",))
+                pool_map = shard_members.standby_made(
+                    pool_map,
+                    1,
+                    one.member,
+                    f"/d{drive.id}/nvpool-p-meta-1.{one.member}",
+                    (f"stream://h:{10 + one.member}",),
+                )
         for one in pool_map.shards[0].standbys:
             if one.state != "up":
                 now = pool_map.shards[0]
@@ -58,14 +75,18 @@ def played(pool_map, serving=None, steps_max=60):
 
 def where(pool_map):
     shard = pool_map.shards[0]
-    return [tuple(shard_placement.place_of(pool_map, shard, member)) for member in shard_members.members(shard)]
+    return [
+        tuple(shard_placement.place_of(pool_map, shard, member)) for member in shard_members.members(shard)
+    ]
 
 
 def test_a_standby_moves_to_the_second_node_when_that_has_a_drive_that_serves():
     there = a_map(2, 1, standbys=(standby(1, 1, 2),))
     assert shard_placement.next_step(there, serving={1, 2}) is there
     step = shard_placement.next_step(there, serving={1, 2, 3}).shards[0]
-    assert step.standbys[0].state == "up" and step.standbys[1] == StandbyMember(2, 2, (), "syncing", "/d3/store")
+    assert step.standbys[0].state == "up" and step.standbys[1] == StandbyMember(
+        2, 2, (), "syncing", "/d3/store"
+    )
     assert where(played(there)) == [(1, 0), (2, 3)]
 
 
@@ -109,7 +130,9 @@ def test_a_stuck_standby_is_replaced_on_another_drive():
     assert shard_placement.next_step(there) is there, "it may be on its way"
     added = shard_placement.next_step(there, stuck={(1, 1)})
     assert where(added)[1:] == [(2, 2), (3, 3)] and added.shards[0].standbys_wanted == 1
-    assert shard_placement.next_step(added, stuck={(1, 1)}) is added, "the old one stays until the new one is up"
+    assert shard_placement.next_step(added, stuck={(1, 1)}) is added, (
+        "the old one stays until the new one is up"
+    )
     made = shard_members.standby_made(added, 1, 2, "/d3/nvpool-p-meta-1.2", ("stream://h:12",))
     now = made.shards[0]
     up = shard_members.standby_up(made, 1, 2, now.term, now.epoch)
@@ -129,7 +152,9 @@ def test_a_drive_is_gone_when_metadata_beside_it_is_elsewhere_too():
     there = a_map(1, 2, standbys=(standby(1, 2, 2),))
     there = shard_members.primary_lost(there, 1)
     assert (
-        where(there)[0] == (2, 2) and shard_placement.beside(there, 2) == [1] and shard_placement.only_beside(there, 2) == [1]
+        where(there)[0] == (2, 2)
+        and shard_placement.beside(there, 2) == [1]
+        and shard_placement.only_beside(there, 2) == [1]
     )
     removed = wished(there, 2, "remove")
     assert retired(removed) is removed, "who pulls it would pull the only copy"
@@ -164,13 +189,16 @@ def test_each_shard_ends_with_what_is_wanted_in_places_of_their_own(drives, want
     shard, places = there.shards[0], [ShardLocation(*place) for place in where(there)]
     free = shard_placement.good_places(there)
     assert len(set(places)) == len(places)
-    assert len(shard.standbys) == min(wanted, len(set(free) | {p for p in places if p.drive == 0}) - 1) or \
-        shard_placement.misplaced(there, shard)
+    assert len(shard.standbys) == min(
+        wanted, len(set(free) | {p for p in places if p.drive == 0}) - 1
+    ) or shard_placement.misplaced(there, shard)
     stay = {node.id for node in there.nodes if node.wish == "share"}
     assert places[0].node in stay or not free or len(free) <= len(places)
     if not shard_placement.misplaced(there, shard) and len(places) > 1:
         racks = {there.node_by_id[place.node].rack or place.node for place in {*free, places[0]}}
-        assert len({there.node_by_id[place.node].rack or place.node for place in places}) == min(len(places), len(racks))
+        assert len({there.node_by_id[place.node].rack or place.node for place in places}) == min(
+            len(places), len(racks)
+        )
 
 
 def primaries_after(pool_map):
@@ -181,7 +209,9 @@ def primaries_after(pool_map):
             return Counter(shard.node for shard in pool_map.shards)
         assert len(handing) == 1, "one after the other"
         pool_map = shard_members.primary_lost(pool_map, handing[0].id)
-        assert not any(shard_placement.hands_over(pool_map, shard) for shard in pool_map.shards), "not while one catches up"
+        assert not any(shard_placement.hands_over(pool_map, shard) for shard in pool_map.shards), (
+            "not while one catches up"
+        )
         for shard in pool_map.shards:
             for one in shard.standbys:
                 if one.state != "up":
@@ -193,12 +223,29 @@ def primaries_after(pool_map):
 @given(st.lists(st.permutations([1, 2, 3]), min_size=1, max_size=9))
 def test_primaries_are_spread_over_nodes_and_then_stay(places):
     pool_map = a_map(1, 1, 1)
-    pool_map = replace(pool_map, shards=tuple(
-        Shard(number, first, (f"stream://h:{number}",), path=f"/d{first}/nvpool-p-meta-{number}", standbys=(
-            StandbyMember(1, second, (f"stream://h:{100 + number}",), "up", f"/d{second}/nvpool-p-meta-{number}.1"),))
-        for number, (first, second, _) in enumerate(places, 1)))
+    pool_map = replace(
+        pool_map,
+        shards=tuple(
+            Shard(
+                number,
+                first,
+                (f"stream://h:{number}",),
+                path=f"/d{first}/nvpool-p-meta-{number}",
+                standbys=(
+                    StandbyMember(
+                        1,
+                        second,
+                        (f"stream://h:{100 + number}",),
+                        "up",
+                        f"/d{second}/nvpool-p-meta-{number}.1",
+                    ),
+                ),
+            )
+            for number, (first, second, _) in enumerate(places, 1)
+        ),
+    )
     before = Counter(shard.node for shard in pool_map.shards)
     after = primaries_after(pool_map)
-    assert sum(count ** 2 for count in after.values()) <= sum(count ** 2 for count in before.values())
+    assert sum(count**2 for count in after.values()) <= sum(count**2 for count in before.values())
     if all(first == 1 for first, *_ in places) and {second for _, second, _ in places} == {2}:
         assert after[1] - after[2] in (0, 1)

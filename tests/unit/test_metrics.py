@@ -39,26 +39,36 @@ def test_each_duration_is_below_its_bound_and_in_no_lower_bucket(durations):
     page = Page()
     page.times(metrics.CALL_SECONDS, times, op="data_read")
     samples = families(page)["nvpool_call_seconds"].samples
-    buckets = {float(sample.labels["le"]): sample.value for sample in samples if sample.name.endswith("_bucket")}
+    buckets = {
+        float(sample.labels["le"]): sample.value for sample in samples if sample.name.endswith("_bucket")
+    }
     for bound, count in buckets.items():
         assert count == sum(seconds < bound for seconds in durations)
     assert list(buckets) == [*BOUNDS_S, math.inf]
-    assert {sample.name: sample.value for sample in samples}["nvpool_call_seconds_count"] == len(durations) == times.count
-    assert {sample.name: sample.value for sample in samples}["nvpool_call_seconds_sum"] == pytest.approx(sum(durations))
+    assert (
+        {sample.name: sample.value for sample in samples}["nvpool_call_seconds_count"]
+        == len(durations)
+        == times.count
+    )
+    assert {sample.name: sample.value for sample in samples}["nvpool_call_seconds_sum"] == pytest.approx(
+        sum(durations)
+    )
 
 
 def test_a_parser_of_prometheus_reads_back_what_was_put_on_a_page():
     page = Page()
     page.set(metrics.POOL_EPOCH, 12)
     page.set(metrics.BUILD_INFO, 1, version='a "quoted" \\ version\nof two lines')
-    page.set(metrics.STORE_READ_BYTES, 2.0 ** 53 - 1)
+    page.set(metrics.STORE_READ_BYTES, 2.0**53 - 1)
     page.set(metrics.STORE_LEASE, 1.5)
     page.set(metrics.SCRUB_ENDED, math.inf)
     read = families(page)
     assert read["nvpool_build_info"].samples[0].labels == {"version": 'a "quoted" \\ version\nof two lines'}
-    assert read["nvpool_pool_map_epoch"].type == "gauge" and read["nvpool_pool_map_epoch"].samples[0].value == 12
+    assert (
+        read["nvpool_pool_map_epoch"].type == "gauge" and read["nvpool_pool_map_epoch"].samples[0].value == 12
+    )
     assert read["nvpool_store_read_bytes"].type == "counter"
-    assert read["nvpool_store_read_bytes"].samples[0].value == 2.0 ** 53 - 1
+    assert read["nvpool_store_read_bytes"].samples[0].value == 2.0**53 - 1
     assert read["nvpool_store_lease_left_seconds"].samples[0].value == 1.5
     assert read["nvpool_scrub_last_round_end_time_seconds"].samples[0].value == math.inf
     assert read["nvpool_pool_map_epoch"].documentation == metrics.POOL_EPOCH.help
@@ -94,9 +104,16 @@ def test_a_page_travels_and_what_is_newer_than_the_receiver_is_left_out():
     page.times(metrics.CALL_SECONDS, times, op="data_read")
     page.set(metrics.POOL_TARGETS, 3, state="up")
     assert Page.unpack(page.pack()).text() == page.text() != ""
-    newer = msgspec.msgpack.encode([[("nvpool_of_tomorrow", [], 1.0), ("nvpool_pool_nodes", [], 2.0),
-                                     ("nvpool_pool_map_epoch", [], (1.0, [0] * SLOTS)),
-                                     ("nvpool_call_seconds", [("op", "x")], (1.0, [0] * 3))]])
+    newer = msgspec.msgpack.encode(
+        [
+            [
+                ("nvpool_of_tomorrow", [], 1.0),
+                ("nvpool_pool_nodes", [], 2.0),
+                ("nvpool_pool_map_epoch", [], (1.0, [0] * SLOTS)),
+                ("nvpool_call_seconds", [("op", "x")], (1.0, [0] * 3)),
+            ]
+        ]
+    )
     assert families(Page.unpack(newer)).keys() == {"nvpool_pool_nodes"}
 
 
@@ -145,13 +162,25 @@ async def silent_and_speaking(tmp_path):
 
     kept = []
     loop = asyncio.get_running_loop()
-    listeners = [(await dialed(tmp_path / name, handler))[0] for name, handler in
-                 (("speaks", speak), ("silent", kept.append), ("nonsense", nonsense))]
+    listeners = [
+        (await dialed(tmp_path / name, handler))[0]
+        for name, handler in (("speaks", speak), ("silent", kept.append), ("nonsense", nonsense))
+    ]
     dialer = Dialer(Greeting("test"))
     began = loop.time()
-    page = await node_page(Page(), [
-        *(PolledProcess(name, (f"stream+unix://{tmp_path / name}",), True) for name in ("speaks", "silent", "nonsense", "gone")),
-        PolledProcess("restarting", (f"stream+unix://{tmp_path / 'speaks'}",), False), PolledProcess("etcd-1", (), True)], dialer, 0.3)
+    page = await node_page(
+        Page(),
+        [
+            *(
+                PolledProcess(name, (f"stream+unix://{tmp_path / name}",), True)
+                for name in ("speaks", "silent", "nonsense", "gone")
+            ),
+            PolledProcess("restarting", (f"stream+unix://{tmp_path / 'speaks'}",), False),
+            PolledProcess("etcd-1", (), True),
+        ],
+        dialer,
+        0.3,
+    )
     took_s = loop.time() - began
     await dialer.close()
     for listener in listeners:
@@ -162,8 +191,18 @@ async def silent_and_speaking(tmp_path):
 def test_a_page_of_a_node_is_there_in_time_whoever_is_silent(tmp_path):
     page, took_s, kept = asyncio.run(silent_and_speaking(tmp_path))
     up = {sample.labels["process"]: sample.value for sample in families(page)["nvpool_up"].samples}
-    assert up == {"supervisor": 1, "speaks": 1, "silent": 0, "nonsense": 0, "gone": 0, "restarting": 0, "etcd-1": 1}
-    assert [sample.labels for sample in families(page)["nvpool_pool_map_epoch"].samples] == [{"process": "speaks"}]
+    assert up == {
+        "supervisor": 1,
+        "speaks": 1,
+        "silent": 0,
+        "nonsense": 0,
+        "gone": 0,
+        "restarting": 0,
+        "etcd-1": 1,
+    }
+    assert [sample.labels for sample in families(page)["nvpool_pool_map_epoch"].samples] == [
+        {"process": "speaks"}
+    ]
     assert kept, "the silent one was asked"
     assert 0.25 < took_s < 1.5
 
@@ -199,11 +238,18 @@ async def asked_by_http(requests, make_page, patience=None):
 
 
 def test_metrics_address_is_loopback_unless_a_host_is_named():
-    for text, found, is_open in (("9477", ("127.0.0.1", 9477), False), (":9477", ("127.0.0.1", 9477), False),
-                                 ("127.0.0.1:9477", ("127.0.0.1", 9477), False), ("[::1]:9477", ("::1", 9477), False),
-                                 ("localhost:9477", ("localhost", 9477), False), ("10.0.0.1:9477", ("10.0.0.1", 9477), True),
-                                 ("0.0.0.0:9477", ("0.0.0.0", 9477), True), ("[::]:9477", ("::", 9477), True),
-                                 ("gpu-1:9477", ("gpu-1", 9477), True), ("unix:/run/m.sock", ("/run/m.sock", 0), False)):
+    for text, found, is_open in (
+        ("9477", ("127.0.0.1", 9477), False),
+        (":9477", ("127.0.0.1", 9477), False),
+        ("127.0.0.1:9477", ("127.0.0.1", 9477), False),
+        ("[::1]:9477", ("::1", 9477), False),
+        ("localhost:9477", ("localhost", 9477), False),
+        ("10.0.0.1:9477", ("10.0.0.1", 9477), True),
+        ("0.0.0.0:9477", ("0.0.0.0", 9477), True),
+        ("[::]:9477", ("::", 9477), True),
+        ("gpu-1:9477", ("gpu-1", 9477), True),
+        ("unix:/run/m.sock", ("/run/m.sock", 0), False),
+    ):
         assert parse_address(text) == found and config.is_open(text) == is_open, text
     for text in ("", "x", "x:", ":0", "70000", "unix:", "unix:m.sock", "unix:/" + "m" * 107, "unix:/a\0b"):
         with pytest.raises(InvalidRequest, match="to listen on"):
@@ -259,12 +305,23 @@ async def a_page(wait_s):
 
 
 def test_a_page_is_given_at_one_path_and_nothing_else_anywhere():
-    said = asyncio.run(asked_by_http([
-        b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /metrics?x=1 HTTP/1.0\r\n\r\n", b"HEAD /metrics HTTP/1.1\r\n\r\n",
-        b"GET / HTTP/1.1\r\n\r\n", b"GET /../etc/passwd HTTP/1.1\r\n\r\n", b"POST /metrics HTTP/1.1\r\n\r\nbody",
-        b"GET /metrics HTTP/1.1\r\nX-Prometheus-Scrape-Timeout-Seconds: 0.5\r\n\r\n",
-        b"GET /metrics HTTP/1.1\r\nX-Prometheus-Scrape-Timeout-Seconds: soon\r\n\r\n",
-        b"\xff\x00 nonsense\r\n\r\n", b"x" * 100_000], a_page))
+    said = asyncio.run(
+        asked_by_http(
+            [
+                b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n",
+                b"GET /metrics?x=1 HTTP/1.0\r\n\r\n",
+                b"HEAD /metrics HTTP/1.1\r\n\r\n",
+                b"GET / HTTP/1.1\r\n\r\n",
+                b"GET /../etc/passwd HTTP/1.1\r\n\r\n",
+                b"POST /metrics HTTP/1.1\r\n\r\nbody",
+                b"GET /metrics HTTP/1.1\r\nX-Prometheus-Scrape-Timeout-Seconds: 0.5\r\n\r\n",
+                b"GET /metrics HTTP/1.1\r\nX-Prometheus-Scrape-Timeout-Seconds: soon\r\n\r\n",
+                b"\xff\x00 nonsense\r\n\r\n",
+                b"x" * 100_000,
+            ],
+            a_page,
+        )
+    )
     page, with_query, head, root, outside, post, hurried, wrong, nonsense, long = said
     assert page.startswith(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4")
     assert b"nvpool_scrape_seconds 2\n" in page
@@ -273,7 +330,11 @@ def test_a_page_is_given_at_one_path_and_nothing_else_anywhere():
     assert with_query == page and wrong == page
     assert head == page.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
     assert b"nvpool_scrape_seconds 0.25\n" in hurried
-    assert root.startswith(b"HTTP/1.1 404") and outside.startswith(b"HTTP/1.1 404") and post.startswith(b"HTTP/1.1 405")
+    assert (
+        root.startswith(b"HTTP/1.1 404")
+        and outside.startswith(b"HTTP/1.1 404")
+        and post.startswith(b"HTTP/1.1 405")
+    )
     assert nonsense.startswith(b"HTTP/1.1 405") and (isinstance(long, ConnectionError) or long == b"")
 
 

@@ -29,11 +29,15 @@ class Stages:
 
     async def ask(self, stage: int, *shards: int) -> list[MomentReply]:
         request = MomentRequest(id=self.number, stage=stage, dump=True)
-        return [(await self.asking.shard(shard, wire_pb2.META_MOMENT, request, MomentReply))[0]
-                for shard in shards or self.shards]
+        return [
+            (await self.asking.shard(shard, wire_pb2.META_MOMENT, request, MomentReply))[0]
+            for shard in shards or self.shards
+        ]
 
     async def dumped(self, shard: int, cursor: bytes) -> bytes:
-        return bytes((await self.asking.shard(shard, wire_pb2.META_DUMP, DumpRequest(cursor=cursor), DumpReply))[1])
+        return bytes(
+            (await self.asking.shard(shard, wire_pb2.META_DUMP, DumpRequest(cursor=cursor), DumpReply))[1]
+        )
 
 
 async def until_somebody_waits(names: Names, shard: int) -> None:
@@ -53,7 +57,7 @@ def test_what_is_changed_after_one_shard_has_its_snapshot_waits_until_all_have_t
     async def main(names: Names) -> None:
         stages = Stages(names)
         await stages.ask(QUIET)
-        first, = await stages.ask(TAKE, 2)
+        (first,) = await stages.ask(TAKE, 2)
         making = asyncio.create_task(names.file(names.at[2], b"early"))
         await until_somebody_waits(names, 2)
         second, third = await stages.ask(TAKE, 1, 3)
@@ -62,6 +66,7 @@ def test_what_is_changed_after_one_shard_has_its_snapshot_waits_until_all_have_t
         await making
         assert b"early" not in await stages.dumped(2, first.cursor)
         assert b"early" in await stages.dumped(2, b"")
+
     run(main)
 
 
@@ -79,6 +84,7 @@ def test_a_change_over_several_shards_waits_for_the_moment_and_others_go_on_unti
         await stages.ask(END)
         await moving
         assert set(await names.names(names.at[3])) == {b"b"} and not await names.names(names.at[2])
+
     run(main)
 
 
@@ -94,6 +100,7 @@ def test_who_comes_too_late_is_told_that_it_was_no_moment_and_changes_go_on(monk
             await stages.ask(TAKE, 2)
         assert [reply.stood for reply in await stages.ask(END, 2)] == [False]
         await names.file(names.at[2], b"goes on")
+
     run(main)
 
 
@@ -111,6 +118,7 @@ def test_two_who_begin_at_once_get_a_moment_each():
         assert begun[0].holders == begun[1].holders == names.pool.pool_map.shard_of_partition
         assert set(begun[0].cursors) == set(names.at)
         assert not any(meta._moment.spans_wait for meta in names.pool.metas.values())
+
     run(main)
 
 
@@ -150,6 +158,7 @@ def test_a_check_goes_on_where_a_shard_gets_another_primary_and_says_so(monkeypa
         assert not found.problems, found.problems
         assert found.records == quiet.records
         assert not any(meta._runs.under_way() for meta in names.pool.metas.values())
+
     run(main)
 
 
@@ -165,8 +174,11 @@ def test_a_dump_goes_on_where_a_shard_gets_another_primary(monkeypatch, tmp_path
         with open(tmp_path / "dump", "rb") as file:  # noqa: ASYNC230
             read_header(file)
             records = b"".join(part for _, part in frames(file))
-        assert records.count(b"\n") == count + len(names.at)  # each begins with a line that says whose they are
+        assert records.count(b"\n") == count + len(
+            names.at
+        )  # each begins with a line that says whose they are
         assert all(records.count(b'"f%d"' % number) == 1 for number in range(10))
+
     run(main)
 
 
@@ -187,4 +199,5 @@ def test_a_check_that_never_gets_to_its_end_says_what_keeps_it(monkeypatch):
             await check_metadata(names.pool._clients[0], found)
         assert found.begun_anew == ["it is another one"] * 2
         assert not any(meta._runs.under_way() for meta in names.pool.metas.values())
+
     run(main)

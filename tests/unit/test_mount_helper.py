@@ -21,17 +21,20 @@ def parsed(source, *options, words=()):
     return parse([source, "/mnt/none-here", *words, *(("-o", ",".join(options)) if options else ())])
 
 
-@pytest.mark.parametrize("source, pool, subtree", [
-    ("host:/volumes/x", "host:17512", "/volumes/x"),
-    ("10.0.0.1:4000:/volumes/x", "10.0.0.1:4000", "/volumes/x"),
-    ("host:/", "host:17512", "/"),
-    ("host:4000", "host:4000", "/"),
-    ("[fd00::1]:/x", "[fd00::1]:17512", "/x"),
-    ("[fd00::1]:4000:/x", "[fd00::1]:4000", "/x"),
-    ("/srv/pool:/a/b", "/srv/pool", "/a/b"),
-    ("/srv/pool", "/srv/pool", "/"),
-    ("stream://10.0.0.1:4000:/x", "stream://10.0.0.1:4000", "/x"),
-])
+@pytest.mark.parametrize(
+    "source, pool, subtree",
+    [
+        ("host:/volumes/x", "host:17512", "/volumes/x"),
+        ("10.0.0.1:4000:/volumes/x", "10.0.0.1:4000", "/volumes/x"),
+        ("host:/", "host:17512", "/"),
+        ("host:4000", "host:4000", "/"),
+        ("[fd00::1]:/x", "[fd00::1]:17512", "/x"),
+        ("[fd00::1]:4000:/x", "[fd00::1]:4000", "/x"),
+        ("/srv/pool:/a/b", "/srv/pool", "/a/b"),
+        ("/srv/pool", "/srv/pool", "/"),
+        ("stream://10.0.0.1:4000:/x", "stream://10.0.0.1:4000", "/x"),
+    ],
+)
 def test_sources(source, pool, subtree):
     found = parsed(source)
     assert (found.source, found.pool, found.subtree) == (source, pool, subtree)
@@ -45,7 +48,11 @@ def test_a_directory_with_a_colon_is_a_pool(tmp_path):
 
 
 def test_a_clients_directory_is_an_option_and_the_host_is_a_name_then():
-    for source, subtree in (("anything:/volumes/x", "/volumes/x"), ("pool", "/"), ("10.0.0.1:17512:/x", "/x")):
+    for source, subtree in (
+        ("anything:/volumes/x", "/volumes/x"),
+        ("pool", "/"),
+        ("10.0.0.1:17512:/x", "/x"),
+    ):
         found = parsed(source, "pool=/etc/nvpool/pool")
         assert (found.source, found.pool, found.subtree) == (source, "/etc/nvpool/pool", subtree)
 
@@ -57,37 +64,92 @@ def test_what_is_no_source_is_refused(source, capsys):
 
 
 def test_options_become_words_of_a_mount():
-    found = parsed("h:/x", "rw", "noexec", "writeback", "max_read=64K", "read-ahead=0", "workers=4", "deadline-s=5",
-                   "no_short_cut", "holder", "allow_other", "engine=kernel", 'context="a:b,c"', "wait=7", "log=/var/log/x",
-                   "metrics=127.0.0.1:9478", "log_format=json", "log-level=debug", "attr_timeout_s=0")
-    assert found.words == ("-orw", "-onoexec", "--writeback", "--max-read=65536", "--read-ahead=0", "--workers=4",
-                           "--deadline-s=5.0", "--no-short-cut", "--holder", "-oallow_other", "--engine=kernel",
-                           '-ocontext="a:b,c"', "--metrics=127.0.0.1:9478", "--log-format=json", "--log-level=debug",
-                           "--attr-timeout-s=0.0")
+    found = parsed(
+        "h:/x",
+        "rw",
+        "noexec",
+        "writeback",
+        "max_read=64K",
+        "read-ahead=0",
+        "workers=4",
+        "deadline-s=5",
+        "no_short_cut",
+        "holder",
+        "allow_other",
+        "engine=kernel",
+        'context="a:b,c"',
+        "wait=7",
+        "log=/var/log/x",
+        "metrics=127.0.0.1:9478",
+        "log_format=json",
+        "log-level=debug",
+        "attr_timeout_s=0",
+    )
+    assert found.words == (
+        "-orw",
+        "-onoexec",
+        "--writeback",
+        "--max-read=65536",
+        "--read-ahead=0",
+        "--workers=4",
+        "--deadline-s=5.0",
+        "--no-short-cut",
+        "--holder",
+        "-oallow_other",
+        "--engine=kernel",
+        '-ocontext="a:b,c"',
+        "--metrics=127.0.0.1:9478",
+        "--log-format=json",
+        "--log-level=debug",
+        "--attr-timeout-s=0.0",
+    )
     assert (found.log, found.wait_s, found.remount, found.fake) == ("/var/log/x", 7.0, False, False)
 
 
 def test_what_is_for_others_in_a_line_of_fstab_is_left_to_them():
-    found = parsed("h:/x", "defaults", "noauto", "user", "_netdev", "x-systemd.automount", "x-systemd.idle-timeout=60",
-                   "nofail", "comment=ours", "X-mount.mkdir", "ro")
+    found = parsed(
+        "h:/x",
+        "defaults",
+        "noauto",
+        "user",
+        "_netdev",
+        "x-systemd.automount",
+        "x-systemd.idle-timeout=60",
+        "nofail",
+        "comment=ours",
+        "X-mount.mkdir",
+        "ro",
+    )
     assert found.words == ("-oro",)
 
 
-@pytest.mark.parametrize("option, said", [
-    ("bogus", "'bogus' is no option of nvpool; there are pool="), ("workers", "needs a value"),
-    ("workers=many", "is not a value"), ("workers=65", "is not a value for it: it is a whole number from 1 to 64"),
-    ("entry-timeout-s=-1", "is not a value for it: it is seconds from 0 to 3600"),
-    ("deadline-s=nan", "is not a value for it: it is seconds from 1 to 86400"), ("wait=-1", "is not a value for it"),
-    ("max-background=0", "is not a value for it: it is a whole number from 1 to"),
-    ("max_read=-", "is not a value"), ("pool=", "needs a value"),
-    ("metrics=nowhere", "is not a value"), ("log-format=xml", "is not a value"), ("engine=steam", "is not a value"),
-    ("writeback=1", "is no option")])
+@pytest.mark.parametrize(
+    "option, said",
+    [
+        ("bogus", "'bogus' is no option of nvpool; there are pool="),
+        ("workers", "needs a value"),
+        ("workers=many", "is not a value"),
+        ("workers=65", "is not a value for it: it is a whole number from 1 to 64"),
+        ("entry-timeout-s=-1", "is not a value for it: it is seconds from 0 to 3600"),
+        ("deadline-s=nan", "is not a value for it: it is seconds from 1 to 86400"),
+        ("wait=-1", "is not a value for it"),
+        ("max-background=0", "is not a value for it: it is a whole number from 1 to"),
+        ("max_read=-", "is not a value"),
+        ("pool=", "needs a value"),
+        ("metrics=nowhere", "is not a value"),
+        ("log-format=xml", "is not a value"),
+        ("engine=steam", "is not a value"),
+        ("writeback=1", "is no option"),
+    ],
+)
 def test_an_option_that_is_none_is_refused_with_those_that_there_are(option, said, capsys):
     assert main(["h:/x", "/mnt/none-here", "-o", f"ro,{option}"]) == 1
     error = capsys.readouterr().err
     assert said in error and ("is no option" not in said or ("deadline-s=" in error and "noexec" in error))
     if "value" not in said:
-        assert parsed("h:/x", "ro", option, words=("-s",)).words == ("-oro",)  # mount -s: what is not known is passed over
+        assert parsed("h:/x", "ro", option, words=("-s",)).words == (
+            "-oro",
+        )  # mount -s: what is not known is passed over
 
 
 def test_flags_are_those_that_a_mount_knows():
@@ -106,9 +168,27 @@ def test_commas_in_quotes_stay_up_to_the_mount():
 
 def test_words_about_the_log_and_the_kernel_reach_the_daemon_of_a_mount(monkeypatch, tmp_path):
     given = []
-    monkeypatch.setattr("nvpool.cli.mount.control.mount_pool", lambda pool, place, log, words, wait_s: given.extend(words) or 7)
-    done = CliRunner().invoke(mount, ["127.0.0.1:9", str(tmp_path), "--log", str(tmp_path / "log"), "--log-format", "json",
-                                      "--log-level", "debug", "--attr-timeout-s", "0", "--negative-timeout-s", "2"])
+    monkeypatch.setattr(
+        "nvpool.cli.mount.control.mount_pool",
+        lambda pool, place, log, words, wait_s: given.extend(words) or 7,
+    )
+    done = CliRunner().invoke(
+        mount,
+        [
+            "127.0.0.1:9",
+            str(tmp_path),
+            "--log",
+            str(tmp_path / "log"),
+            "--log-format",
+            "json",
+            "--log-level",
+            "debug",
+            "--attr-timeout-s",
+            "0",
+            "--negative-timeout-s",
+            "2",
+        ],
+    )
     assert done.exit_code == 0, done.output
     words = parse_words([str(tmp_path), str(tmp_path), *given])
     assert (words.log_format, words.log_level) == ("json", "debug")
@@ -132,9 +212,21 @@ def test_a_fake_mount_checks_and_does_nothing(tmp_path, capsys):
 
 
 def test_options_of_the_kernel_are_taken_when_it_is_mounted_anew_and_only_then():
-    shown = ("rw", "nosuid", "nodev", "relatime", "user_id=0", "group_id=0", "default_permissions", "allow_other", "ro")
+    shown = (
+        "rw",
+        "nosuid",
+        "nodev",
+        "relatime",
+        "user_id=0",
+        "group_id=0",
+        "default_permissions",
+        "allow_other",
+        "ro",
+    )
     assert parsed("h:/x", "remount", *shown).flags == 1 | 2 | 4
-    assert parsed("nvpool:p:/x", "remount", "ro", "rw", "noexec", "suid").flags == 4 | 8  # as /proc/mounts may show it
+    assert (
+        parsed("nvpool:p:/x", "remount", "ro", "rw", "noexec", "suid").flags == 4 | 8
+    )  # as /proc/mounts may show it
     with pytest.raises(InvalidRequest, match="user_id"):
         parsed("h:/x", *shown)
 
@@ -145,7 +237,11 @@ def test_nothing_is_mounted_anew_where_nothing_is_mounted(tmp_path, capsys):
 
 
 def test_the_helper_is_a_program_that_mount_8_can_find():
-    project = tomllib.loads(Path(__file__).resolve().parents[2].joinpath("pyproject.toml").read_text())["project"]
-    assert project["scripts"]["mount.nvpool"] == "nvpool.cli.mount.mount_nvpool:main" and callable(mount_nvpool.main)
+    project = tomllib.loads(Path(__file__).resolve().parents[2].joinpath("pyproject.toml").read_text())[
+        "project"
+    ]
+    assert project["scripts"]["mount.nvpool"] == "nvpool.cli.mount.mount_nvpool:main" and callable(
+        mount_nvpool.main
+    )
     done = subprocess.run(command(Program.MOUNT_COMMAND), capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "mount -t nvpool" in done.stderr

@@ -10,18 +10,32 @@ LINE = rb"36 35 98:0 / %s rw,noatime master:1 - %s %s rw,errors=continue" + b"\n
 
 def test_a_line_of_the_kernel_is_read_with_its_escapes_and_odd_bytes():
     found = mount_of(LINE % (rb"/a\040b\011c\134d\012e" + b"\xff", b"fuse.nvpool", rb"nvpool:my\040pool"))
-    assert found == ("98:0", Path("/a b\tc\\d\ne\udcff"), "fuse.nvpool", "nvpool:my pool", "rw,noatime", Path("/"))
+    assert found == (
+        "98:0",
+        Path("/a b\tc\\d\ne\udcff"),
+        "fuse.nvpool",
+        "nvpool:my pool",
+        "rw,noatime",
+        Path("/"),
+    )
     assert found.ours
 
 
 def test_only_mounts_of_nvpool_are_ours():
-    for kind, source, ours in ((b"fuse.nvpool", b"x", True), (b"fuse", b"nvpool:x", True), (b"ext4", b"nvpool", False),
-                               (b"fuse.sshfs", b"host:", False)):
+    for kind, source, ours in (
+        (b"fuse.nvpool", b"x", True),
+        (b"fuse", b"nvpool:x", True),
+        (b"ext4", b"nvpool", False),
+        (b"fuse.sshfs", b"host:", False),
+    ):
         assert mount_of(LINE % (b"/m", kind, source)).ours is ours
 
 
 def test_a_place_is_found_through_links_without_touching_what_is_mounted_there(tmp_path, monkeypatch):
-    table = [mount_of(LINE % (str(tmp_path / name).encode(), b"fuse.nvpool", b"nvpool:x")) for name in ("m", "m", "m/below")]
+    table = [
+        mount_of(LINE % (str(tmp_path / name).encode(), b"fuse.nvpool", b"nvpool:x"))
+        for name in ("m", "m", "m/below")
+    ]
     monkeypatch.setattr(mountinfo, "mounts", lambda: table)
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "link").symlink_to("../m")  # there is nothing at m: whoever touched it would be told

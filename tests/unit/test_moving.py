@@ -23,8 +23,8 @@ from nvpool.meta.sessions.lock_waiters import LockWaits
 from nvpool.meta.sessions.table import Sessions
 from nvpool.meta.state.lock_table import LockTable, Owner
 from nvpool.meta.state.records import (
-    ShardIdentity,
     Inode,
+    ShardIdentity,
     encode_inode,
     inode_key,
     lock_key,
@@ -141,6 +141,7 @@ def run(main, **options) -> None:
     async def whole() -> None:
         async with Moving(**options) as moving:
             await main(moving)
+
     asyncio.run(whole())
 
 
@@ -160,6 +161,7 @@ def test_a_shard_is_added_and_the_first_one_with_the_root_removed_and_nobody_not
         await moving.check()
         await moving.check_anew()
         assert moving.pool.metas[2]._view.inode_count == 15 + len(moving.files)
+
     run(main)
 
 
@@ -190,13 +192,16 @@ def test_files_that_are_open_locked_unlinked_and_written_move_and_are_closed_on_
         (session,) = {owner.session for inode, _ in held for owner in meta._locks._table.files[inode].spans}
         assert session == vfs.meta.session_of(ROOT_INODE) and session >> 48 == 2
         for inode, _ in held:
-            assert meta._sessions.by_number[session].opens[inode] >= 1  # counted twice where a renewal came in between
+            assert (
+                meta._sessions.by_number[session].opens[inode] >= 1
+            )  # counted twice where a renewal came in between
         for _, handle in held:
             await vfs.release(handle)
         async with asyncio.timeout(WAIT_S):
             while any(inode in meta._locks._table.files for inode, _ in held):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await moving.check(other)
+
     run(main)
 
 
@@ -228,6 +233,7 @@ def test_a_close_that_was_not_told_yet_is_told_where_the_file_is_by_then():
         async with asyncio.timeout(WAIT_S):
             while here & orphans.keys():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+
     run(main)
 
 
@@ -250,26 +256,36 @@ def test_a_lock_that_somebody_waits_for_is_given_on_where_it_is_by_then():
         assert not waiting.done()
         await vfs.setlk(mine, 1, 0, 9, UNLOCKED, 1)
         await asyncio.wait_for(waiting, WAIT_S)
+
     run(main)
 
 
 def test_a_directory_is_not_born_in_a_partition_that_is_closed():
     """Its partition is chosen by its name, and nothing of it is read before."""
+
     async def main(moving: Moving) -> None:
         vfs, meta = moving.vfs, moving.pool.metas[1]
         await vfs.mkdir(ROOT_INODE, b"before", 0o755, ME)
-        used = {partition_of_key(key) for key, _ in moving.pool.kvs[1].scan(prefix(0, 0), prefix(4096, 0), 1000)}
-        name, partition = next((name, partition) for name in map(str.encode, map(str, range(10_000))) if (
-            partition := partition_of_directory(meta._view.name_hash(ROOT_INODE, name))) not in used)
+        used = {
+            partition_of_key(key) for key, _ in moving.pool.kvs[1].scan(prefix(0, 0), prefix(4096, 0), 1000)
+        }
+        name, partition = next(
+            (name, partition)
+            for name in map(str.encode, map(str, range(10_000)))
+            if (partition := partition_of_directory(meta._view.name_hash(ROOT_INODE, name))) not in used
+        )
         meta._ranges.close((partition,))
         making = asyncio.create_task(vfs.mkdir(ROOT_INODE, name, 0o755, ME))
         async with asyncio.timeout(WAIT_S):
             while not meta._waits.tasks and not making.done():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        assert not making.done() and not moving.pool.kvs[1].scan(prefix(partition, 0), prefix(partition + 1, 0), 1)
+        assert not making.done() and not moving.pool.kvs[1].scan(
+            prefix(partition, 0), prefix(partition + 1, 0), 1
+        )
         meta._ranges.open((partition,))
         made = await asyncio.wait_for(making, WAIT_S)
         assert partition_of(made.inode) == partition
+
     run(main)
 
 
@@ -315,6 +331,7 @@ def test_a_load_of_names_goes_on_while_partitions_move_to_and_fro():
             assert sorted(listed.names) == [b"f0", b"f1"]
         meta = moving.pool.metas[2]
         assert meta._view.inode_count == 10 + len(moving.files) + len(meta._collector.orphans)
+
     run(main)
 
 
@@ -329,6 +346,7 @@ def test_sessions_come_and_go_between_two_messages_about_those_that_move():
         another = (await moving.pool.client("another", OPTIONS)).vfs
         await another.lookup(ROOT_INODE, b"0")
         assert len({*numbers, *(session.session for session in told)}) == 3
+
     run(main)
 
 
@@ -338,8 +356,10 @@ def test_what_a_full_shard_could_not_bring_to_its_session_is_brought_later():
         table, sessions = LockTable(clock, 60.0), Sessions(kv, 60.0, shard=2)
         locks = LockWaits(kv, table, clock)
         inode = inode_number(9, 1)
-        ours, theirs = (sessions.arrive(number, SessionRecord(bytes(16), 1, "client", True, 77), (), 0.0)
-                        for number in (2 << 48 | 1, 1 << 48 | 1))
+        ours, theirs = (
+            sessions.arrive(number, SessionRecord(bytes(16), 1, "client", True, 77), (), 0.0)
+            for number in (2 << 48 | 1, 1 << 48 | 1)
+        )
         step = table.decide(inode, Owner(RECORD, theirs.number, 5), 0, 9, EXCLUSIVE)
         kv.apply(step.effects)
         table.commit(step)
@@ -352,6 +372,7 @@ def test_what_a_full_shard_could_not_bring_to_its_session_is_brought_later():
         assert list(sessions.by_number) == [ours.number] and list(table.counts) == [ours.number]
         ((key, _),) = kv.scan(prefix(9, 0), prefix(10, 0), 10)
         assert key == lock_key(inode, RECORD, ours.number, 5, 0)
+
     asyncio.run(main())
 
 
@@ -364,7 +385,18 @@ def test_what_has_gone_is_removed_by_one_alone_and_not_what_comes_behind_it():
         key = inode_key(inode_number(9, 1))
         kv.apply([(key, encode_inode(Inode(inode_number(9, 1), 0o100644)))])
         view.inode_count = 2
-        leaving.begin(PoolMap(MAP_FORMAT, "p", "p", 7, PoolSettings(), (), partitions=(PartitionRange(0, PARTITION_COUNT, 2),)), ())
+        leaving.begin(
+            PoolMap(
+                MAP_FORMAT,
+                "p",
+                "p",
+                7,
+                PoolSettings(),
+                (),
+                partitions=(PartitionRange(0, PARTITION_COUNT, 2),),
+            ),
+            (),
+        )
 
         async def take() -> None:
             """As a taker begins, and lays the first that comes."""
@@ -380,4 +412,5 @@ def test_what_has_gone_is_removed_by_one_alone_and_not_what_comes_behind_it():
         kv.has_room.set()
         await asyncio.gather(*working)
         assert kv.get(key) == b"come" and 9 in ranges.strange and not leaving.waiting
+
     asyncio.run(main())

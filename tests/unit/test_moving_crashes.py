@@ -75,8 +75,9 @@ async def kill(pool: LocalPool, shard: int) -> None:
 async def until_at_rest(pool: LocalPool) -> None:
     async with asyncio.timeout(WAIT_S):
         while pool.pool_map.moves or any(
-                one["partitions_coming"] + one["partitions_leaving"] for one in
-                (meta._moving.counters() for meta in pool.metas.values())):
+            one["partitions_coming"] + one["partitions_leaving"]
+            for one in (meta._moving.counters() for meta in pool.metas.values())
+        ):
             for shard, meta in list(pool.metas.items()):
                 if meta.died.done():  # it does not know in this term what became of its question
                     await kill(pool, shard)
@@ -86,8 +87,10 @@ async def until_at_rest(pool: LocalPool) -> None:
 async def until_settled(pool: LocalPool) -> None:
     """Nothing is held, and everybody has heard of what was decided."""
     async with asyncio.timeout(WAIT_S):
-        while any(one["held"] or one["spans_to_tell"] for one in  # noqa: ASYNC110
-                  (meta._spanning.counters() for meta in pool.metas.values())):
+        while any(  # noqa: ASYNC110
+            one["held"] or one["spans_to_tell"]
+            for one in (meta._spanning.counters() for meta in pool.metas.values())
+        ):
             await asyncio.sleep(0.01)
 
 
@@ -97,7 +100,9 @@ def test_nothing_is_lost_or_doubled_however_often_shards_die_while_partitions_mo
         chance = random.Random(seed)
         async with LocalPool(tmp_path, tells_map=True, shards=1 + seed % 2) as pool:
             pool.loses_moved = lambda: chance.choice(["", "", "question", "answer"])
-            loads = [Load((await pool.client(f"client {number}", OPTIONS)).vfs, number) for number in range(2)]
+            loads = [
+                Load((await pool.client(f"client {number}", OPTIONS)).vfs, number) for number in range(2)
+            ]
             for load in loads:
                 await load.begin()
             running = [asyncio.create_task(load.run()) for load in loads]
@@ -127,11 +132,13 @@ def test_nothing_is_lost_or_doubled_however_often_shards_die_while_partitions_mo
             checkup = Checkup()
             await check_metadata(another, checkup)
             assert not checkup.problems, checkup.problems
+
     asyncio.run(main())
 
 
 def test_partitions_that_are_ours_are_taken_up_before_what_comes_next_is_made_room_for(tmp_path):
     """The next attempt begins by removing what is left of the one before; the map that makes that one ours may come with it."""
+
     async def main() -> None:
         async with LocalPool(tmp_path, tells_map=True) as pool:
             load = Load((await pool.client("client", OPTIONS)).vfs, 1)
@@ -147,19 +154,26 @@ def test_partitions_that_are_ours_are_taken_up_before_what_comes_next_is_made_ro
             pool.metas[2].update_map(pool.pool_map)
             await until_at_rest(pool)
             await load.check((await pool.client("another", OPTIONS)).vfs)
+
     asyncio.run(main())
 
 
-def test_a_file_without_a_name_that_is_open_stays_where_the_shard_that_takes_it_dies_before_the_map_changes(tmp_path):
+def test_a_file_without_a_name_that_is_open_stays_where_the_shard_that_takes_it_dies_before_the_map_changes(
+    tmp_path,
+):
     """Who has it open was told to the process that died; the client has a lease to tell the next one."""
+
     async def main() -> None:
         async with LocalPool(tmp_path, tells_map=True, meta_options=MetaOptions(linger_s=0.0)) as pool:
             client = await pool.client("client", OPTIONS)
             vfs, new = client.vfs, pool.new_shard(2)
             _, going = partition_moves.next_batch(partition_moves.shard_added(pool.pool_map, new), 1)
             name_hash = pool.meta._view.name_hash
-            name = next(b"%d" % number for number in range(1_000_000)
-                        if partition_of_directory(name_hash(ROOT_INODE, b"%d" % number)) in going)
+            name = next(
+                b"%d" % number
+                for number in range(1_000_000)
+                if partition_of_directory(name_hash(ROOT_INODE, b"%d" % number)) in going
+            )
             directory = (await vfs.mkdir(ROOT_INODE, name, 0o755, ME)).inode
             attr, handle = await vfs.create(directory, b"f", 0o644, os.O_RDWR, ME)
             await vfs.write(handle, 0, b"bytes")
@@ -181,4 +195,5 @@ def test_a_file_without_a_name_that_is_open_stays_where_the_shard_that_takes_it_
             await until_at_rest(pool)
             assert bytes(await vfs.read(handle, 0, 100)) == b"bytes"
             await vfs.release(handle)
+
     asyncio.run(main())

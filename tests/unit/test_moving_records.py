@@ -12,8 +12,9 @@ from nvpool.meta.state import migration_records, session_records
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "moving_records.json"
 COMING = migration_records.IncomingMigration(3, 2, 77, 12345, True, (0, 7, 4095))
-SESSION = session_records.SessionRecord(bytes(range(16)), 1_700_000_000_000_000_000, "mount host 4711", True,
-                                        0x1122334455667788)
+SESSION = session_records.SessionRecord(
+    bytes(range(16)), 1_700_000_000_000_000_000, "mount host 4711", True, 0x1122334455667788
+)
 OWNED = SESSION._replace(owner="client/alice.0a1b2c3d")
 
 
@@ -32,12 +33,20 @@ def test_records_have_their_golden_bytes():
     assert {name: raw.hex() for name, raw in made.items()} == json.loads(GOLDEN.read_text())
 
 
-@given(st.builds(migration_records.IncomingMigration, *[st.integers(0, (1 << 64) - 1)] * 4, st.booleans(),
-                 st.lists(st.integers(0, 4095), max_size=300).map(tuple)))
+@given(
+    st.builds(
+        migration_records.IncomingMigration,
+        *[st.integers(0, (1 << 64) - 1)] * 4,
+        st.booleans(),
+        st.lists(st.integers(0, 4095), max_size=300).map(tuple),
+    )
+)
 def test_what_is_written_is_read_again(coming):
     assert migration_records.decode_coming(migration_records.encode_coming(coming)) == coming
     assert migration_records.giver_of_key(migration_records.coming_key(9)) == 9
-    assert migration_records.arrived_session_of_key(migration_records.arrived_key(9, coming.term)) == coming.term
+    assert (
+        migration_records.arrived_session_of_key(migration_records.arrived_key(9, coming.term)) == coming.term
+    )
     assert migration_records.partition_of_gone_key(migration_records.gone_key(4095)) == 4095
     assert migration_records.decode_seen(migration_records.encode_seen(coming.term)) == coming.term
 

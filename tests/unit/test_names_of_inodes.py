@@ -50,17 +50,25 @@ class CountedKv(MemoryKv):
 
 def shard(scenario):
     """A test scenario(client of a shard in memory)."""
+
     def run():
         async def body():
-            service = MetaService(CountedKv(), grant_secret=b"s" * 32, dialer=StoreRecorder(), clock=ManualClock(),
-                                  options=MetaOptions(tick_s=3600))
+            service = MetaService(
+                CountedKv(),
+                grant_secret=b"s" * 32,
+                dialer=StoreRecorder(),
+                clock=ManualClock(),
+                options=MetaOptions(tick_s=3600),
+            )
             service.update_map(small_map())
             await service.start()
             client = await ShardClient(service).begin()
             await scenario(client)
             assert await client.fsck() == []
             await service.close()
+
         asyncio.run(body())
+
     run.__name__ = scenario.__name__
     return run
 
@@ -102,10 +110,14 @@ async def test_a_name_that_came_later_is_found_elsewhere_and_a_directory_in_the_
     await client.rename(one, b"moved", other, b"there")
     await client.link(linked, other, b"again")
     assert (await names(client, [moved, linked]))[0] == {linked: (one, b"linked", ROOT)}
-    assert (await names(client, [moved, linked], elsewhere=True))[0] == {moved: (other, b"there", ROOT),
-                                                                         linked: (other, b"again", ROOT)}
-    assert (await names(client, [one, other, moved], directory=ROOT))[0] == {one: (ROOT, b"one", ROOT),
-                                                                             other: (ROOT, b"other", ROOT)}
+    assert (await names(client, [moved, linked], elsewhere=True))[0] == {
+        moved: (other, b"there", ROOT),
+        linked: (other, b"again", ROOT),
+    }
+    assert (await names(client, [one, other, moved], directory=ROOT))[0] == {
+        one: (ROOT, b"one", ROOT),
+        other: (ROOT, b"other", ROOT),
+    }
     wide = (await client.mkdir(one, b"wide", wide=True)).inode
     below = (await client.mkdir(wide, b"below")).inode
     assert (await names(client, [below], directory=wide))[0] == {below: (wide, b"below", one)}
@@ -129,7 +141,9 @@ async def test_a_step_is_bounded_in_entries_and_in_partitions(client):
             cursor, done = b"", False
             while not done:
                 kv.scanned.clear()
-                request = pb.NamesRequest(inodes=data_codec.pack_inodes([inode]), cursor=cursor, limit=limit, **fields)
+                request = pb.NamesRequest(
+                    inodes=data_codec.pack_inodes([inode]), cursor=cursor, limit=limit, **fields
+                )
                 reply = await client.ask("NAMES", request)
                 assert sum(kv.scanned) <= (limit or lookup_operations.NAMES_LIMIT)
                 assert len(kv.scanned) <= max(scans, limit // lookup_operations._EMPTY_SCAN)
@@ -140,7 +154,12 @@ async def test_a_step_is_bounded_in_entries_and_in_partitions(client):
 async def test_entries_that_can_not_be_read_hide_no_others(client):
     inodes = [(await client.file(ROOT, b"%d" % number)).inode for number in range(40)]
     kv = client.service._kv
-    keys = [key for key, _ in MemoryKv.scan(kv, records.prefix(0, records.DENTRY), records.prefix(0, records.DENTRY + 1), 99)]
+    keys = [
+        key
+        for key, _ in MemoryKv.scan(
+            kv, records.prefix(0, records.DENTRY), records.prefix(0, records.DENTRY + 1), 99
+        )
+    ]
     kv.damaged = frozenset((keys[0], keys[13], keys[14], keys[39]))
     for limit in (1, 5, 0):
         assert len((await names(client, inodes, limit=limit))[0]) == 36
@@ -149,13 +168,20 @@ async def test_entries_that_can_not_be_read_hide_no_others(client):
 
 @shard
 async def test_nonsense_is_refused(client):
-    for fields in ({"inodes": b""}, {"inodes": b"1234567"}, {"inodes": bytes(8)}, {"inodes": b"\xff" * 8},
-                   {"inodes": data_codec.pack_inodes(range(1, lookup_operations.NAMES_INODES_MAX + 2))},
-                   {"inodes": data_codec.pack_inodes([7]), "directory": 1 << 63}):
+    for fields in (
+        {"inodes": b""},
+        {"inodes": b"1234567"},
+        {"inodes": bytes(8)},
+        {"inodes": b"\xff" * 8},
+        {"inodes": data_codec.pack_inodes(range(1, lookup_operations.NAMES_INODES_MAX + 2))},
+        {"inodes": data_codec.pack_inodes([7]), "directory": 1 << 63},
+    ):
         with pytest.raises(errors.InvalidRequest):
             await client.ask("NAMES", pb.NamesRequest(**fields))
     for cursor in (b"\0", b"\xff" * 600):
-        request = pb.NamesRequest(inodes=data_codec.pack_inodes([7]), cursor=cursor, directory=99, limit=1 << 31)
+        request = pb.NamesRequest(
+            inodes=data_codec.pack_inodes([7]), cursor=cursor, directory=99, limit=1 << 31
+        )
         assert not (await client.ask("NAMES", request)).names
 
 
@@ -164,12 +190,20 @@ async def test_nonsense_is_refused(client):
 
 def in_a_pool(test):
     """A test(pool, its vfs, a PathFinder)."""
+
     def run(*arguments):
         async def body():
             async with LocalPool() as pool:
                 client = await pool.client()
-                await test(pool, client.vfs, PathFinder(lambda: client.pool_map, client.dialer, SYSTEM_CLOCK), *arguments)
+                await test(
+                    pool,
+                    client.vfs,
+                    PathFinder(lambda: client.pool_map, client.dialer, SYSTEM_CLOCK),
+                    *arguments,
+                )
+
         asyncio.run(asyncio.wait_for(body(), 120))
+
     run.__name__ = test.__name__
     return run
 
@@ -206,7 +240,10 @@ async def test_paths_are_found_however_deep_and_wherever_files_and_directories_w
 async def test_a_search_ends_in_its_time_and_where_nobody_answers_without_an_error(pool, vfs, finder):
     inode = await made(vfs, b"/a/f")
     kept, routes = [], pool.meta._routes
-    names, routes[wire_pb2.META_NAMES] = routes[wire_pb2.META_NAMES], kept.append  # takes questions and never answers
+    names, routes[wire_pb2.META_NAMES] = (
+        routes[wire_pb2.META_NAMES],
+        kept.append,
+    )  # takes questions and never answers
     assert await finder.find([inode], 0.2) == {} and kept
     routes[wire_pb2.META_NAMES] = names
     assert await finder.find([inode], 60) == {inode: b"/a/f"}
@@ -217,15 +254,31 @@ async def test_a_search_ends_in_its_time_and_where_nobody_answers_without_an_err
 @in_a_pool
 async def test_directories_in_a_loop_and_an_older_shard_give_no_path_and_no_endless_search(pool, vfs, finder):
     inode = await made(vfs, b"/a/b/f")
-    a, b = [(await vfs.getattr(n)).inode for n in ((await vfs.lookup(ROOT, b"a")).inode,
-                                                   (await vfs.lookup((await vfs.lookup(ROOT, b"a")).inode, b"b")).inode)]
+    a, b = [
+        (await vfs.getattr(n)).inode
+        for n in (
+            (await vfs.lookup(ROOT, b"a")).inode,
+            (await vfs.lookup((await vfs.lookup(ROOT, b"a")).inode, b"b")).inode,
+        )
+    ]
     view = pool.meta._view
-    (key, raw), = ((k, v) for k, v in view.scan(records.prefix(0, records.DENTRY), records.prefix(0, records.DENTRY + 1), 9))
+    ((key, raw),) = (
+        (k, v)
+        for k, v in view.scan(records.prefix(0, records.DENTRY), records.prefix(0, records.DENTRY + 1), 9)
+    )
     looped = view.inode(a)
     looped.parent = b
     name_hash = view.name_hash(b, b"a")
-    pool.kv.apply([(key, None), (records.inode_key(a), records.encode_inode(looped)),
-                   (records.dentry_key(partition_of(b), b, name_hash, b"a"), records.encode_dentry(partition_of(b), a, 4))])
+    pool.kv.apply(
+        [
+            (key, None),
+            (records.inode_key(a), records.encode_inode(looped)),
+            (
+                records.dentry_key(partition_of(b), b, name_hash, b"a"),
+                records.encode_dentry(partition_of(b), a, 4),
+            ),
+        ]
+    )
     assert await finder.find([inode], 10) == {}
     del pool.meta._routes[wire_pb2.META_NAMES]
     assert await finder.find([inode], 10) == {}
@@ -239,7 +292,9 @@ def test_paths_are_shown_on_one_line_whatever_bytes_they_have():
 # -- what the log says ---------------------------------------------------------------------------------------------------
 
 
-def test_the_log_of_a_client_names_inode_chunk_target_and_path_of_a_file_with_damaged_bytes(caplog, monkeypatch):
+def test_the_log_of_a_client_names_inode_chunk_target_and_path_of_a_file_with_damaged_bytes(
+    caplog, monkeypatch
+):
     monkeypatch.setattr(reverse_paths, "PAUSE_S", 0.01)
 
     def spoil(payload):
@@ -259,18 +314,25 @@ def test_the_log_of_a_client_names_inode_chunk_target_and_path_of_a_file_with_da
             await vfs.flush(handle)
             asked = []
             search = lookup_operations.names
-            monkeypatch.setattr(lookup_operations, "names", lambda *arguments: asked.append(1) or search(*arguments))
+            monkeypatch.setattr(
+                lookup_operations, "names", lambda *arguments: asked.append(1) or search(*arguments)
+            )
             with pytest.raises(errors.ChecksumMismatch):
                 await vfs.read(handle, 0, 4096)
-            told, = caplog.messages
-            assert f"no good bytes of inode {attr.inode}, chunk 0, offset 0" in told and told.startswith("target ")
+            (told,) = caplog.messages
+            assert f"no good bytes of inode {attr.inode}, chunk 0, offset 0" in told and told.startswith(
+                "target "
+            )
             await asyncio.wait_for(vfs.paths._telling, 120)
             assert caplog.messages[1:] == [f"inode {attr.inode}, of which bytes are damaged, is /d\\n/file"]
             questions = len(asked)
             for _ in range(3):
                 with pytest.raises(errors.ChecksumMismatch):
                     await vfs.read(handle, 4096, 4096)
-            assert all(f"inode {attr.inode} (/d\\n/file), chunk 0, offset 4096" in line for line in caplog.messages[2:])
+            assert all(
+                f"inode {attr.inode} (/d\\n/file), chunk 0, offset 4096" in line
+                for line in caplog.messages[2:]
+            )
             assert len(caplog.messages) == 5 and len(asked) == questions > 0
             await vfs.release(handle)
 
@@ -300,4 +362,5 @@ def test_what_was_not_found_is_not_looked_for_all_the_time_and_a_path_is_believe
         for first in range(0, 5 * reverse_paths.KEPT_MAX, reverse_paths.FILES_MAX):
             await paths.look(range(first, first + reverse_paths.FILES_MAX))
         assert len(paths._known) <= reverse_paths.KEPT_MAX
+
     asyncio.run(main())

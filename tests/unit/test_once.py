@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from nvpool.client.rpc.exactly_once import PendingSlot, Once
+from nvpool.client.rpc.exactly_once import Once, PendingSlot
 from nvpool.shm.mount_state import KeptMemory
 
 MKDIR, CHMOD = 1, 2

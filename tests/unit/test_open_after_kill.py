@@ -33,12 +33,20 @@ async def asked(unique, work):
 def test_what_was_closed_before_the_kill_is_not_open_after_it(answered):
     async def main(pool) -> None:
         descriptor = KeptMemory.make(16 * MIB)
+
         def process(release_s):
-            return Client.open(pool.pool_map, "mount", ClientOptions(release_s=release_s), clock=pool.clock,
-                               kept=KeptMemory(descriptor))
+            return Client.open(
+                pool.pool_map,
+                "mount",
+                ClientOptions(release_s=release_s),
+                clock=pool.clock,
+                kept=KeptMemory(descriptor),
+            )
 
         def opens():
-            session, = [one for one in pool.meta._sessions.by_number.values() if one.client.startswith("mount")]
+            (session,) = [
+                one for one in pool.meta._sessions.by_number.values() if one.client.startswith("mount")
+            ]
             return set(session.opens)
 
         killed = await process(NEVER_S)
@@ -66,15 +74,22 @@ def test_what_was_closed_before_the_kill_is_not_open_after_it(answered):
         await after.close()
         await killed.close()
         os.close(descriptor)
+
     run(main)
 
 
 def test_what_was_asked_for_by_somebody_who_is_gone_is_closed():
     async def main(pool) -> None:
         descriptor = KeptMemory.make(16 * MIB)
+
         def process():
-            return Client.open(pool.pool_map, "mount", ClientOptions(release_s=0.01), clock=pool.clock,
-                               kept=KeptMemory(descriptor))
+            return Client.open(
+                pool.pool_map,
+                "mount",
+                ClientOptions(release_s=0.01),
+                clock=pool.clock,
+                kept=KeptMemory(descriptor),
+            )
 
         killed = await process()
         attr, _ = await asked(1000, killed.vfs.create(ROOT_INODE, b"f", 0o644, os.O_RDWR, ME))
@@ -82,7 +97,7 @@ def test_what_was_asked_for_by_somebody_who_is_gone_is_closed():
         after = await process()
         await after.vfs.take_over([])
         await after.vfs.lookup(ROOT_INODE, b"f")
-        session, = pool.meta._sessions.by_number.values()
+        (session,) = pool.meta._sessions.by_number.values()
         assert session.opens == {attr.inode: 1}
         after.vfs.meta.once.all_came_again(set())
         await asyncio.sleep(0.1)
@@ -90,4 +105,5 @@ def test_what_was_asked_for_by_somebody_who_is_gone_is_closed():
         await after.close()
         await killed.close()
         os.close(descriptor)
+
     run(main)

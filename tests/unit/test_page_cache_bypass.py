@@ -33,6 +33,7 @@ def test_write_behind_the_end_in_its_page_drops_it_first():
         await pages.written_behind(INODE, 5000, 5100)
         assert kernel.dropped == [(INODE, 5000, 100)]
         assert not pages.locked
+
     asyncio.run(main())
 
 
@@ -52,6 +53,7 @@ def test_write_that_locks_its_page_seldom_waits():
         assert kernel.begun == len(kernel.dropped) == 3 * UNWAITED_MAX
         pages.released(INODE)
         assert not pages.locked
+
     asyncio.run(main())
 
 
@@ -65,4 +67,5 @@ def test_page_that_is_dropped_in_time_is_waited_for_again():
         kernel.locked.set()
         await pages.written_behind(INODE, 5201, 5300)
         assert not pages.locked
+
     asyncio.run(main())

@@ -59,6 +59,7 @@ def published(memory):
         number = handles.take(inode, os.O_RDONLY, Caller(0, 0), 1, published=True)
         found.add(inode, number)
         return number
+
     return found, handles, take
 
 

@@ -16,29 +16,56 @@ from nvpool.poolmap.chains.placement import Placing, Spread, build_table, usable
 from nvpool.poolmap.chains.rebalance import check_room, given_up, next_steps, standing, taken_back, with_goals
 from nvpool.poolmap.chains.transitions import died, returned, wished
 from nvpool.poolmap.layout import chain_of
-from nvpool.poolmap.model import MAP_FORMAT, Chain, Drive, RebalanceSettings, Node, PoolMap, PoolSettings, Target, check_map
+from nvpool.poolmap.model import (
+    MAP_FORMAT,
+    Chain,
+    Drive,
+    Node,
+    PoolMap,
+    PoolSettings,
+    RebalanceSettings,
+    Target,
+    check_map,
+)
 
 GIB = 1 << 30
 
 
 def a_pool(capacities, replicas, nodes=1, racks=()):
     targets = tuple(Target(i, i, (i - 1) % nodes + 1, c * GIB, ()) for i, c in enumerate(capacities, 1))
-    return PoolMap(MAP_FORMAT, "p", "pool", 1, PoolSettings(1 << 20, replicas),
-                   tuple(Node(n, f"n{n}", "", (), racks[n - 1] if racks else "") for n in range(1, nodes + 1)),
-                   tuple(Drive(t.id, t.node, f"/d{t.id}", t.capacity_bytes) for t in targets), targets,
-                   tuple(build_table(targets, count) for count in range(1, replicas + 1)))
+    return PoolMap(
+        MAP_FORMAT,
+        "p",
+        "pool",
+        1,
+        PoolSettings(1 << 20, replicas),
+        tuple(Node(n, f"n{n}", "", (), racks[n - 1] if racks else "") for n in range(1, nodes + 1)),
+        tuple(Drive(t.id, t.node, f"/d{t.id}", t.capacity_bytes) for t in targets),
+        targets,
+        tuple(build_table(targets, count) for count in range(1, replicas + 1)),
+    )
 
 
 def with_target(pool_map, capacity, node=1):
     number = max(t.id for t in pool_map.targets) + 1
-    return replace(pool_map, drives=(*pool_map.drives, Drive(number, node, f"/d{number}", capacity * GIB)),
-                   targets=(*pool_map.targets, Target(number, number, node, capacity * GIB, ())))
+    return replace(
+        pool_map,
+        drives=(*pool_map.drives, Drive(number, node, f"/d{number}", capacity * GIB)),
+        targets=(*pool_map.targets, Target(number, number, node, capacity * GIB, ())),
+    )
 
 
 def reached(pool_map):
     """The map with all chains as their goals want them."""
-    return replace(pool_map, tables=tuple(replace(table, chains=tuple(
-        Chain(chain.epoch, chain.goal or chain.targets) for chain in table.chains)) for table in pool_map.tables))
+    return replace(
+        pool_map,
+        tables=tuple(
+            replace(
+                table, chains=tuple(Chain(chain.epoch, chain.goal or chain.targets) for chain in table.chains)
+            )
+            for table in pool_map.tables
+        ),
+    )
 
 
 def moves_and_least(before, after):
@@ -49,7 +76,10 @@ def moves_and_least(before, after):
         spread = Spread(usable(after.targets), after.nodes, table.id)
         held = Counter(t for chain in wanted for t in chain)
         least += sum(max(0, int(spread.quota[t] + 1e-6) - held[t]) for t in spread.quota)
-        moves += sum(len(set(chain.goal or chain.targets) - set(old)) for old, chain in zip(wanted, new.chains, strict=True))
+        moves += sum(
+            len(set(chain.goal or chain.targets) - set(old))
+            for old, chain in zip(wanted, new.chains, strict=True)
+        )
     return moves, least
 
 
@@ -71,10 +101,18 @@ def held_by(pool_map, table):
 
 def test_the_tables_of_a_new_pool_are_what_they_always_were():
     for capacities, replicas, nodes, digest in (
-            ((8, 16), 1, 1, "0701c71dbf5f51c4"), ((8, 16), 2, 1, "5286513728326a3c"), ((1, 1, 1), 2, 1, "54483cb685b2d4d4"),
-            ((1, 2, 3, 4), 3, 2, "4d5a6a7a882e2c3a"), ((5,) * 6, 2, 3, "b3736df535636755")):
-        table = build_table([Target(i, i, i % nodes, c * GIB, ()) for i, c in enumerate(capacities, 1)], replicas)
-        assert hashlib.sha256(json.dumps([c.targets for c in table.chains]).encode()).hexdigest()[:16] == digest
+        ((8, 16), 1, 1, "0701c71dbf5f51c4"),
+        ((8, 16), 2, 1, "5286513728326a3c"),
+        ((1, 1, 1), 2, 1, "54483cb685b2d4d4"),
+        ((1, 2, 3, 4), 3, 2, "4d5a6a7a882e2c3a"),
+        ((5,) * 6, 2, 3, "b3736df535636755"),
+    ):
+        table = build_table(
+            [Target(i, i, i % nodes, c * GIB, ()) for i, c in enumerate(capacities, 1)], replicas
+        )
+        assert (
+            hashlib.sha256(json.dumps([c.targets for c in table.chains]).encode()).hexdigest()[:16] == digest
+        )
 
 
 POOLS = st.tuples(st.lists(st.integers(1, 16), min_size=3, max_size=12), st.integers(1, 3), st.integers(1, 4))
@@ -93,8 +131,12 @@ def test_adding_draining_and_resizing_move_little_more_than_the_least_and_end_in
             wanted = wished(pool_map, leaves, "drain")
         else:
             one = rng.choice([t for t in pool_map.targets if t.wish == "share"])
-            wanted = replace(pool_map, targets=tuple(replace(t, capacity_bytes=capacity * GIB) if t is one else t
-                                                     for t in pool_map.targets))
+            wanted = replace(
+                pool_map,
+                targets=tuple(
+                    replace(t, capacity_bytes=capacity * GIB) if t is one else t for t in pool_map.targets
+                ),
+            )
         after = with_goals(wanted)
         moves, least = moves_and_least(wanted, after)
         slack = 3 * len(after.targets) * replicas  # roundings, where next to nothing had to move
@@ -104,12 +146,17 @@ def test_adding_draining_and_resizing_move_little_more_than_the_least_and_end_in
         assert not check_map(after)
         here = {t.id for t in usable(after.targets)}
         for table in after.tables:
-            assert all(len(set(c.goal or c.targets)) == table.id and set(c.goal or c.targets) <= here for c in table.chains)
+            assert all(
+                len(set(c.goal or c.targets)) == table.id and set(c.goal or c.targets) <= here
+                for c in table.chains
+            )
         pool_map = reached(after)
 
 
-@pytest.mark.parametrize("capacities, replicas, nodes", [((4, 4, 4), 2, 1), ((2, 3, 4, 5), 2, 1), ((1,) * 8, 3, 4),
-                                                         ((8, 16), 1, 1), ((4,) * 12, 2, 6)])
+@pytest.mark.parametrize(
+    "capacities, replicas, nodes",
+    [((4, 4, 4), 2, 1), ((2, 3, 4, 5), 2, 1), ((1,) * 8, 3, 4), ((8, 16), 1, 1), ((4,) * 12, 2, 6)],
+)
 def test_an_added_drive_takes_its_share_of_what_is_stored_and_no_more(capacities, replicas, nodes):
     before = reached(with_goals(a_pool(capacities, replicas, nodes)))
     after = with_goals(with_target(before, max(capacities), 1))
@@ -127,7 +174,9 @@ def test_an_added_drive_takes_its_share_of_what_is_stored_and_no_more(capacities
     assert all(abs(held[t] - quota[t]) < 2 for t in quota)
     if even:  # nothing stands in the way of filling all drives alike
         fill = [used[t.id] / t.capacity_bytes for t in after.targets]
-        assert (max(fill) - min(fill)) / max(fill) < 0.05, "within 5 points of each other when the fullest is full"
+        assert (max(fill) - min(fill)) / max(fill) < 0.05, (
+            "within 5 points of each other when the fullest is full"
+        )
 
 
 def test_copies_are_spread_over_racks_then_nodes_then_drives():
@@ -138,7 +187,9 @@ def test_copies_are_spread_over_racks_then_nodes_then_drives():
         assert len({rack_of[t] for t in chain.goal or chain.targets}) == 2
     three = with_goals(a_pool((4,) * 8, 3, 4, racks))  # more copies than racks: two nodes of one of them
     node_of = {t.id: t.node for t in three.targets}
-    assert all(len({node_of[t] for t in chain.goal or chain.targets}) == 3 for chain in three.table_by_id[3].chains)
+    assert all(
+        len({node_of[t] for t in chain.goal or chain.targets}) == 3 for chain in three.table_by_id[3].chains
+    )
     lone = with_goals(a_pool((4, 4, 4), 3, 2))  # more copies than nodes
     assert all(len(set(chain.goal or chain.targets)) == 3 for chain in lone.table_by_id[3].chains)
 
@@ -194,8 +245,13 @@ def test_steps_are_bounded_and_chains_with_the_fewest_copies_come_first():
     one = pool_map.table_by_id[3].chains
     number = next(n for n, chain in enumerate(one) if 4 in chain.goal)
     short = replace(one[number], targets=one[number].targets[:1])
-    pool_map = replace(pool_map, tables=tuple(replace(t, chains=(*t.chains[:number], short, *t.chains[number + 1:]))
-                                              if t.id == 3 else t for t in pool_map.tables))
+    pool_map = replace(
+        pool_map,
+        tables=tuple(
+            replace(t, chains=(*t.chains[:number], short, *t.chains[number + 1 :])) if t.id == 3 else t
+            for t in pool_map.tables
+        ),
+    )
     step = next_steps(pool_map, joining_max=8, of_target_max=5)
     joining = [(t.id, n, c.joining) for t in step.tables for n, c in enumerate(t.chains) if c.joining]
     assert (3, number, tuple(t for t in short.goal if t not in short.targets)) in joining
@@ -208,9 +264,15 @@ def test_steps_are_bounded_and_chains_with_the_fewest_copies_come_first():
 def test_nobody_joins_a_chain_that_nobody_serves_nor_does_who_is_down():
     pool_map = with_goals(with_target(reached(with_goals(a_pool((4, 4), 1))), 4))
     for down in (3, 1):
-        stopped = replace(pool_map, targets=tuple(replace(t, state="down") if t.id == down else t for t in pool_map.targets))
-        joined = {(c.targets, c.joining) for t in next_steps(stopped, joining_max=2000, of_target_max=2000).tables
-                  for c in t.chains if c.joining}
+        stopped = replace(
+            pool_map, targets=tuple(replace(t, state="down") if t.id == down else t for t in pool_map.targets)
+        )
+        joined = {
+            (c.targets, c.joining)
+            for t in next_steps(stopped, joining_max=2000, of_target_max=2000).tables
+            for c in t.chains
+            if c.joining
+        }
         assert joined == (set() if down == 3 else {((2,), (3,))})
 
 
@@ -218,12 +280,24 @@ def test_chains_that_nobody_can_fill_for_now_keep_no_others_waiting():
     """Of a drained target that died meanwhile: what it alone has waits for it, and copies that others have are made."""
     pool_map = next_steps(with_goals(wished(a_pool((4, 4, 4, 4), 2), 2, "drain")), joining_max=64)
     pool_map = died(pool_map, {2, 1})
-    stuck = {(t.id, n) for t in pool_map.tables for n, c in enumerate(t.chains) if c.joining and not {3, 4} & {*c.targets}}
+    stuck = {
+        (t.id, n)
+        for t in pool_map.tables
+        for n, c in enumerate(t.chains)
+        if c.joining and not {3, 4} & {*c.targets}
+    }
     assert stuck and len(stuck) <= 64
     serving = frozenset({3, 4})
     for bound in (len(stuck), 64):
-        step = next_steps(given_up(pool_map, {1}, {}), joining_max=bound, of_target_max=bound, serving=serving)
-        joining = {(t.id, n) for t in step.tables for n, c in enumerate(t.chains) if c.joining and {3, 4} & {*c.targets}}
+        step = next_steps(
+            given_up(pool_map, {1}, {}), joining_max=bound, of_target_max=bound, serving=serving
+        )
+        joining = {
+            (t.id, n)
+            for t in step.tables
+            for n, c in enumerate(t.chains)
+            if c.joining and {3, 4} & {*c.targets}
+        }
         assert len(joining) == bound
         assert next_steps(step, joining_max=bound, of_target_max=bound, serving=serving) is step
 
@@ -254,12 +328,21 @@ def test_targets_are_given_up_and_taken_back_and_no_chain_ever_loses_its_last_co
         except InvalidRequest:
             assert sum(target.wish == "share" for target in there.targets) - len(down) < replicas
             continue
-        assert all(target.wish == ("away" if target.id in down else "share") for target in there.targets
-                   if target.id in away)
-        assert all(chain.targets and (set(chain.targets) - down or len(chain.targets) == 1)
-                   for table in there.tables for chain in table.chains)
-        assert not any(set(chain.goal) & {t.id for t in there.targets if t.wish == "away"}
-                       for table in there.tables for chain in table.chains)
+        assert all(
+            target.wish == ("away" if target.id in down else "share")
+            for target in there.targets
+            if target.id in away
+        )
+        assert all(
+            chain.targets and (set(chain.targets) - down or len(chain.targets) == 1)
+            for table in there.tables
+            for chain in table.chains
+        )
+        assert not any(
+            set(chain.goal) & {t.id for t in there.targets if t.wish == "away"}
+            for table in there.tables
+            for chain in table.chains
+        )
         there = returned(there, away)
         there = taken_back(there, away)
         assert all(target.wish == "share" for target in there.targets)

@@ -12,9 +12,27 @@ from msgspec.structs import replace
 from nvpool.core.errors import InUse, InvalidRequest, NotFound, WrongFormat
 from nvpool.daemons.nvpoold import check_formats
 from nvpool.host.mountinfo import Mount
-from nvpool.host.pool_directory import FORMAT_TEXT, Flock, PoolDirectory, announcement, check_name, holder_of, write_whole
+from nvpool.host.pool_directory import (
+    FORMAT_TEXT,
+    Flock,
+    PoolDirectory,
+    announcement,
+    check_name,
+    holder_of,
+    write_whole,
+)
 from nvpool.host.processes import ProcessIdentity, boot_id, host_id, identity_of, own_identity, runs
-from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PoolMap, PoolSettings, Shard, StandbyMember, Target, encode_map
+from nvpool.poolmap.model import (
+    MAP_FORMAT,
+    Drive,
+    Node,
+    PoolMap,
+    PoolSettings,
+    Shard,
+    StandbyMember,
+    Target,
+    encode_map,
+)
 from nvpool.store.chunks.api import FORMAT_TEXT as STORE_FORMAT
 
 
@@ -36,8 +54,12 @@ def test_a_second_lock_is_refused_with_the_pid_of_the_first(directory):
 
 def test_a_started_program_does_not_inherit_the_lock(directory):
     lock = Flock.take(directory.lock, "the pool")
-    sleeper = subprocess.Popen([sys.executable, "-c", "print(1, flush=True); input()"], stdin=subprocess.PIPE,
-                               stdout=subprocess.PIPE, close_fds=False)
+    sleeper = subprocess.Popen(
+        [sys.executable, "-c", "print(1, flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        close_fds=False,
+    )
     try:
         sleeper.stdout.readline()  # exec closes descriptors one by one, and Popen returns before it is through
         lock.release()
@@ -48,13 +70,22 @@ def test_a_started_program_does_not_inherit_the_lock(directory):
 
 def test_a_lock_that_is_passed_on_is_never_free_in_between(directory):
     lock = Flock.take(directory.lock, "the pool")
-    heir = subprocess.Popen([sys.executable, "-c", f"""if True:
+    heir = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"""if True:
         from pathlib import Path
         from nvpool.host.pool_directory import Flock
         lock = Flock.inherited({lock.descriptor}, Path({str(directory.lock)!r}))
         print("mine", flush=True)
         input()
-        """], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(lock.descriptor,))
+        """,
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=(lock.descriptor,),
+    )
     try:
         lock.release()  # the heir has its own descriptor from the moment it was started
         with pytest.raises(InUse):
@@ -76,7 +107,9 @@ def test_a_descriptor_of_another_file_is_not_taken_for_the_lock(directory, tmp_p
 
 
 def test_the_word_of_a_process_that_is_gone_is_not_believed(directory):
-    directory.lock.write_text(f"{os.getpid()} 1 {boot_id()}\n")  # our number, another start: a number that was used again
+    directory.lock.write_text(
+        f"{os.getpid()} 1 {boot_id()}\n"
+    )  # our number, another start: a number that was used again
     assert holder_of(directory.lock) is None
     directory.lock.write_text("nonsense")
     assert holder_of(directory.lock) is None
@@ -98,9 +131,15 @@ def test_the_host_has_one_name():
     assert host_id() == host_id() and len(host_id()) == 16
 
 
-@pytest.mark.parametrize("text, error, remedy", [
-    (None, NotFound, "it has no file FORMAT"), ("nvpool pool 2\n", WrongFormat, "version of nvpool that made it"),
-    ("nvpool pool being made\n", WrongFormat, "again"), ("", WrongFormat, "nvpool pool 1")])
+@pytest.mark.parametrize(
+    "text, error, remedy",
+    [
+        (None, NotFound, "it has no file FORMAT"),
+        ("nvpool pool 2\n", WrongFormat, "version of nvpool that made it"),
+        ("nvpool pool being made\n", WrongFormat, "again"),
+        ("", WrongFormat, "nvpool pool 1"),
+    ],
+)
 def test_what_is_no_pool_of_this_version_is_refused_with_the_remedy(directory, text, error, remedy):
     if text is not None:
         directory.format.write_text(text)
@@ -145,7 +184,9 @@ def test_announced_processes_are_listed_while_they_run(directory):
     directory.announce("meta-1", announcement("meta", now_ms=5, number=1))
     gone = ProcessIdentity(os.getpid(), 1, boot_id())
     state = announcement("mount", now_ms=5)
-    dead = type(state)(**{field: getattr(state, field) for field in state.__struct_fields__} | {"start": gone.start})
+    dead = type(state)(
+        **{field: getattr(state, field) for field in state.__struct_fields__} | {"start": gone.start}
+    )
     directory.announce("mount-2", dead)
     (directory.run / "half.json").write_text("{")
     assert set(directory.states()) == {"mount-1", "meta-1"}
@@ -158,7 +199,9 @@ def test_announced_processes_are_listed_while_they_run(directory):
 def test_of_dead_processes_of_one_mount_the_last_is_told_of(directory, monkeypatch):
     place = Mount("0:99", Path("/mnt/pool"), "fuse.nvpool", "nvpool:p", "rw")
     monkeypatch.setattr("nvpool.host.pool_directory.mounts", lambda: [place])
-    state = announcement("mount", now_ms=0, mountpoint="/mnt/pool", identity=ProcessIdentity(os.getpid(), 1, boot_id()))
+    state = announcement(
+        "mount", now_ms=0, mountpoint="/mnt/pool", identity=ProcessIdentity(os.getpid(), 1, boot_id())
+    )
     for number, since_ms in ((3, 300), (1, 500), (2, 400)):
         directory.announce(f"mount-{number}", msgspec.structs.replace(state, since_ms=since_ms))
     assert set(directory.dead_mounts()) == {"mount-1"}
@@ -179,14 +222,23 @@ def test_check_formats_skips_standby_that_is_not_made(tmp_path):
     drive.mkdir()
     (drive / "FORMAT").write_text(STORE_FORMAT)
     planned = StandbyMember(member=2, node=1, endpoints=(), path=str(drive))
-    pool_map = PoolMap(format=MAP_FORMAT, pool_id="p", name="p", epoch=1, settings=PoolSettings(),
-                       nodes=(Node(1, "a", "1", ()), Node(2, "b", "2", ())), drives=(Drive(1, 1, str(drive), 1 << 30),),
-                       targets=(Target(1, 1, 1, 1 << 30, ()),),
-                       shards=(Shard(id=1, node=2, endpoints=("stream://10.0.0.2:1",), standbys=(planned,)),))
+    pool_map = PoolMap(
+        format=MAP_FORMAT,
+        pool_id="p",
+        name="p",
+        epoch=1,
+        settings=PoolSettings(),
+        nodes=(Node(1, "a", "1", ()), Node(2, "b", "2", ())),
+        drives=(Drive(1, 1, str(drive), 1 << 30),),
+        targets=(Target(1, 1, 1, 1 << 30, ()),),
+        shards=(Shard(id=1, node=2, endpoints=("stream://10.0.0.2:1",), standbys=(planned,)),),
+    )
     directory.poolmap.write_bytes(encode_map(pool_map))
     check_formats(directory)  # a standby is to be made beside the store, whose format is not that of a shard
     made = replace(planned, endpoints=("stream://10.0.0.1:1",))
-    directory.poolmap.write_bytes(encode_map(replace(pool_map, shards=(replace(pool_map.shards[0], standbys=(made,)),))))
+    directory.poolmap.write_bytes(
+        encode_map(replace(pool_map, shards=(replace(pool_map.shards[0], standbys=(made,)),)))
+    )
     with pytest.raises(WrongFormat, match="Nothing was started"):
         check_formats(directory)
 

@@ -29,8 +29,16 @@ def directory(tmp_path, old_umask):
     found = PoolDirectory(tmp_path / "pool")
     for path in (found.run, found.log, found.map, found.path / "meta", found.path / "targets"):
         path.mkdir(parents=True)
-    for path in (found.lock, found.run / "target-1.lock", found.run / "target-1.json", found.log / "target-1.log",
-                 found.poolmap, found.reserve, found.node_toml, found.format):
+    for path in (
+        found.lock,
+        found.run / "target-1.lock",
+        found.run / "target-1.json",
+        found.log / "target-1.log",
+        found.poolmap,
+        found.reserve,
+        found.node_toml,
+        found.format,
+    ):
         path.write_text("x")
         path.chmod(0o644)
     return found
@@ -65,9 +73,20 @@ def test_pool_of_an_earlier_version_is_mended(directory):
     protect(directory)
     assert mode(directory.path) == 0o751
     assert modes_below(directory) == {
-        "FORMAT": 0o644, "lock": 0o600, "log": 0o750, "log/target-1.log": 0o640, "map": 0o750, "meta": 0o750,
-        "node.toml": 0o644, "poolmap.json": 0o640, "reserve": 0o600, "run": 0o751, "run/target-1.json": 0o640,
-        "run/target-1.lock": 0o600, "targets": 0o750}
+        "FORMAT": 0o644,
+        "lock": 0o600,
+        "log": 0o750,
+        "log/target-1.log": 0o640,
+        "map": 0o750,
+        "meta": 0o750,
+        "node.toml": 0o644,
+        "poolmap.json": 0o640,
+        "reserve": 0o600,
+        "run": 0o751,
+        "run/target-1.json": 0o640,
+        "run/target-1.lock": 0o600,
+        "targets": 0o750,
+    }
     before = modes_below(directory)
     protect(directory)
     assert modes_below(directory) == before

@@ -50,7 +50,9 @@ def test_processes_are_found_by_title_and_argument(tmp_path):
         child.stdout.readline()
         assert list(processes(naming=tmp_path)) == [(child.pid, words)]
         assert list(processes(Program.STORE, naming=str(tmp_path))) == [(child.pid, words)]
-        assert not list(processes(Program.META, naming=tmp_path)) and not list(processes(naming=tmp_path.parent))
+        assert not list(processes(Program.META, naming=tmp_path)) and not list(
+            processes(naming=tmp_path.parent)
+        )
         child.stdin.close()
     assert command_line(child.pid) == []
 
@@ -67,9 +69,21 @@ def test_commands_are_no_daemons(tmp_path):
 
 @pytest.mark.parametrize("title", [Program.MOUNT, Program.MOUNT_WORKER, Program.MOUNT_NOTIFIER])
 def test_title_is_replaced_in_place(title):
-    code = ("import sys; from nvpool.core.programs import Program, set_title; "
-            f"set_title(Program.MOUNT_FORK_SERVER); set_title(Program.{title.name}); " + SLEEP)
-    words = [sys.executable, "-P", "-c", code, Program.MOUNT_FORK_SERVER.title, "--workers", "", "/pool", "/place"]
+    code = (
+        "import sys; from nvpool.core.programs import Program, set_title; "
+        f"set_title(Program.MOUNT_FORK_SERVER); set_title(Program.{title.name}); " + SLEEP
+    )
+    words = [
+        sys.executable,
+        "-P",
+        "-c",
+        code,
+        Program.MOUNT_FORK_SERVER.title,
+        "--workers",
+        "",
+        "/pool",
+        "/place",
+    ]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         child.stdout.readline()
         expected = [title.title if word == Program.MOUNT_FORK_SERVER.title else word for word in words]
@@ -78,9 +92,11 @@ def test_title_is_replaced_in_place(title):
 
 
 def test_title_that_does_not_fit_is_refused():
-    code = ("from nvpool.core.programs import Program, set_title\n"
-            "Program.MOUNT.title = 'x' * 200\n"
-            "try:\n    set_title(Program.MOUNT)\nexcept ValueError as error:\n    print(error)")
+    code = (
+        "from nvpool.core.programs import Program, set_title\n"
+        "Program.MOUNT.title = 'x' * 200\n"
+        "try:\n    set_title(Program.MOUNT)\nexcept ValueError as error:\n    print(error)"
+    )
     words = [sys.executable, "-P", "-c", code, Program.MOUNT_HOLDER.title]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert "does not fit" in done.stdout
@@ -92,12 +108,18 @@ def test_modules_of_programs_are_named_in_the_table_alone():
     for folder in ("nvpool", "tests", "bench", "tools"):
         for path in (ROOT / folder).rglob("*.py"):
             if path.stem not in {"programs", "test_program_table"}:
-                found = [line for line in path.read_text().splitlines() if started.search(line) and "getLogger" not in line]
+                found = [
+                    line
+                    for line in path.read_text().splitlines()
+                    if started.search(line) and "getLogger" not in line
+                ]
                 assert not found, f"{path}: {found}"
 
 
 def test_table_needs_the_standard_library_alone():
     code = "import sys, nvpool.core.programs; print([m for m in sys.modules if m.startswith('nvpool.')])"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
     assert "nvpool.core.version" in done.stdout

@@ -17,14 +17,16 @@ from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import DeadlineExceeded, Disconnected, Unavailable, Unreachable
 from nvpool.rpc import registry
 from nvpool.rpc.transports import rdma, rdma_buffers, ucx
-from nvpool.rpc.transports.rdma import RdmaTransport, RdmaUnixTransport, RdmaSettings
+from nvpool.rpc.transports.rdma import RdmaSettings, RdmaTransport, RdmaUnixTransport
 from nvpool.testing.contracts.transport import CLIENT, SERVER, RecordingHandler, echo, refused, soon, until
 
 pytestmark = pytest.mark.skipif(bool(ucx.missing()), reason=ucx.missing() or "never")
 LOOPBACK = (ip_network("127.0.0.0/8"),)
 MIB = 1 << 20
-WAYS = {"shm": (RdmaUnixTransport, RdmaSettings(local=True), "rdma+unix://{}/s"),
-        "tcp": (RdmaTransport, RdmaSettings(networks=LOOPBACK, transports="tcp,self"), "rdma://127.0.0.1:0")}
+WAYS = {
+    "shm": (RdmaUnixTransport, RdmaSettings(local=True), "rdma+unix://{}/s"),
+    "tcp": (RdmaTransport, RdmaSettings(networks=LOOPBACK, transports="tcp,self"), "rdma://127.0.0.1:0"),
+}
 
 PEER = """
 import asyncio, os, signal, sys
@@ -75,8 +77,10 @@ def on_a_loop(test):
             async with asyncio.timeout(60):
                 await test(*args, **kwargs)
             await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
+
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(timed())
+
     return run
 
 
@@ -89,8 +93,14 @@ class Peer:
     async def __aenter__(self):
         kind, settings, endpoint = WAYS[self._way]
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", PEER, self._way, endpoint.format(self._place), stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE)
+            sys.executable,
+            "-c",
+            PEER,
+            self._way,
+            endpoint.format(self._place),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
         self.pid = self._process.pid
         said = (await self._process.stdout.readline()).decode().strip()
         self.connection = await kind(settings).connect(said, CLIENT, deadline_s=soon())
@@ -106,8 +116,13 @@ class Peer:
     def ask(self, word, letter, count, deadline_s=None):
         """A future of the payload."""
         future = asyncio.get_running_loop().create_future()
-        self.connection.submit(1, f"{word} {letter} {count}".encode(), deadline_s=deadline_s or soon(), room=count + 8,
-                               on_done=lambda reply, error: future.set_exception(error) if error else future.set_result(reply))
+        self.connection.submit(
+            1,
+            f"{word} {letter} {count}".encode(),
+            deadline_s=deadline_s or soon(),
+            room=count + 8,
+            on_done=lambda reply, error: future.set_exception(error) if error else future.set_result(reply),
+        )
         return future
 
     async def stopped(self):
@@ -136,13 +151,15 @@ async def test_a_peer_that_dies_in_the_middle_of_a_write_leaves_nothing_that_is_
 
 @pytest.mark.parametrize("way", WAYS)
 @on_a_loop
-async def test_a_write_that_goes_on_after_its_connection_was_given_up_reaches_nobody(way, tmp_path, monkeypatch):
+async def test_a_write_that_goes_on_after_its_connection_was_given_up_reaches_nobody(
+    way, tmp_path, monkeypatch
+):
     """The peer is stopped in the middle of a write; we give up, connect to another and use memory there; the peer goes on."""
     monkeypatch.setattr(rdma, "QUARANTINE_S", 0.2)
     async with Peer(way, tmp_path / "a" if way == "tcp" else _made(tmp_path / "a")) as peer:
         asked = peer.ask("stop", "x", 8 * MIB, SYSTEM_CLOCK.boottime_s() + 0.3)
         await peer.stopped()
-        place, = peer.connection._places.values()
+        (place,) = peer.connection._places.values()
         await refused(DeadlineExceeded, asked)
         assert list(peer.connection._places.values()) == [place], "not kept until the store has answered"
         other = peer.connection._rooms.take(8 * MIB)
@@ -155,7 +172,9 @@ async def test_a_write_that_goes_on_after_its_connection_was_given_up_reaches_no
             held += [(await another.ask("go", letter, 8 * MIB)).payload for letter in "tu"]
             await asyncio.sleep(0.2)
             for letter, payload in zip(b"pqrstu", held, strict=True):
-                assert payload[2:] == bytes([letter]) * (8 * MIB), "a foreign byte in memory that was used again"
+                assert payload[2:] == bytes([letter]) * (8 * MIB), (
+                    "a foreign byte in memory that was used again"
+                )
 
 
 def _made(path):
@@ -165,13 +184,15 @@ def _made(path):
 
 @pytest.mark.parametrize("way", WAYS)
 @on_a_loop
-async def test_a_place_whose_request_ended_here_is_used_again_when_the_store_has_answered_for_it(way, tmp_path):
+async def test_a_place_whose_request_ended_here_is_used_again_when_the_store_has_answered_for_it(
+    way, tmp_path
+):
     kept = RecordingHandler()
     transport, endpoint, handler = pair(way, tmp_path, kept)
     listener = await transport.listen(endpoint, SERVER, handler)
     connection = await transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
     number = connection.submit(1, b"", deadline_s=soon(), room=MIB, on_done=lambda *_: None)
-    call, = await kept.count(1)
+    (call,) = await kept.count(1)
     place = connection._places[number]
     where = place.key, place.offset
     del place
@@ -188,13 +209,15 @@ async def test_a_place_whose_request_ended_here_is_used_again_when_the_store_has
 
 @pytest.mark.parametrize("way", WAYS)
 @on_a_loop
-async def test_what_was_asked_for_with_a_key_that_is_revoked_is_unavailable_and_later_requests_work(way, tmp_path):
+async def test_what_was_asked_for_with_a_key_that_is_revoked_is_unavailable_and_later_requests_work(
+    way, tmp_path
+):
     kept = RecordingHandler()
     transport, endpoint, handler = pair(way, tmp_path, kept)
     listener = await transport.listen(endpoint, SERVER, handler)
     connection = await transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
     asked = asyncio.ensure_future(connection.call(1, b"", deadline_s=soon(), into=memoryview(bytearray(MIB))))
-    call, = await kept.count(1)
+    (call,) = await kept.count(1)
     connection.revoke_keys()
     again = asyncio.ensure_future(connection.call(2, b"", deadline_s=soon(), into=memoryview(bytearray(MIB))))
     later = (await kept.count(2))[1]
@@ -212,8 +235,10 @@ async def test_memory_of_an_asker_that_takes_its_key_back_or_goes_is_filled_for_
     transport, endpoint, handler = pair("shm", tmp_path, kept)
     listener = await transport.listen(endpoint, SERVER, handler)
     connection = await transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
-    asked = [asyncio.ensure_future(connection.call(1, b"", deadline_s=soon(), into=memoryview(bytearray(MIB))))
-             for _ in range(4)]
+    asked = [
+        asyncio.ensure_future(connection.call(1, b"", deadline_s=soon(), into=memoryview(bytearray(MIB))))
+        for _ in range(4)
+    ]
     filled, late, given_up, left = await kept.count(4)
     rooms_there = [call.room(MIB) for call in (filled, given_up, left)]
     assert all(room is not None for room in rooms_there)
@@ -246,14 +271,19 @@ async def test_memory_of_an_asker_that_takes_its_key_back_or_goes_is_filled_for_
 
 @pytest.mark.parametrize("way", WAYS)
 @on_a_loop
-async def test_a_completion_that_never_comes_ends_the_connection_and_not_the_memory_of_others(way, tmp_path, monkeypatch):
+async def test_a_completion_that_never_comes_ends_the_connection_and_not_the_memory_of_others(
+    way, tmp_path, monkeypatch
+):
     monkeypatch.setattr(rdma, "QUARANTINE_S", 0.2)
     monkeypatch.setattr(rdma.RdmaServed, "_written", lambda *_: None)
     transport, endpoint, handler = pair(way, tmp_path, lambda call: call.reply(b"", [b"z" * MIB]))
     listener = await transport.listen(endpoint, SERVER, handler)
     connection = await transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
     mine = bytearray(MIB)
-    await refused(DeadlineExceeded, connection.call(1, b"", deadline_s=SYSTEM_CLOCK.boottime_s() + 0.2, into=memoryview(mine)))
+    await refused(
+        DeadlineExceeded,
+        connection.call(1, b"", deadline_s=SYSTEM_CLOCK.boottime_s() + 0.2, into=memoryview(mine)),
+    )
     assert not connection.closed and connection._places
     other = asyncio.ensure_future(connection.call(1, b"", deadline_s=soon(), into=memoryview(bytearray(MIB))))
     await refused(Disconnected, other)
@@ -268,8 +298,9 @@ async def test_an_asker_that_goes_while_it_is_written_to_costs_the_others_nothin
     staying = await transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
     for _ in range(3):
         going = await transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
-        asked = asyncio.ensure_future(going.call(1, b"", [bytes(30 * MIB)], deadline_s=soon(),
-                                                 into=memoryview(bytearray(30 * MIB))))
+        asked = asyncio.ensure_future(
+            going.call(1, b"", [bytes(30 * MIB)], deadline_s=soon(), into=memoryview(bytearray(30 * MIB)))
+        )
         await until(lambda: asked.done() or any(served._writing_bytes for served in listener.connections))  # noqa: B023
         going._transport.abort()
         await asyncio.wait([asked])
@@ -285,20 +316,31 @@ async def test_an_asker_that_goes_while_it_is_written_to_costs_the_others_nothin
 async def test_memory_is_bounded_and_answers_without_room_come_as_on_a_stream(tmp_path, monkeypatch):
     monkeypatch.setattr(rdma_buffers, "ROOM_BYTES_MAX", 8 * MIB)
     monkeypatch.setattr(rdma_buffers.RegisteredBuffers.__init__, "__kwdefaults__", {"bytes_max": 8 * MIB})
-    transport, endpoint, handler = pair("shm", tmp_path, lambda call: call.reply(b"", [bytes(call.message) * MIB]))
+    transport, endpoint, handler = pair(
+        "shm", tmp_path, lambda call: call.reply(b"", [bytes(call.message) * MIB])
+    )
     listener = await transport.listen(endpoint, SERVER, handler)
     connection = await transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
     before = rdma_buffers._in_process[0]
-    held = [await connection.call(1, bytes([n]), deadline_s=soon(), into=memoryview(bytearray(MIB))) for n in range(20)]
-    asked = [asyncio.ensure_future(connection.call(1, bytes([n]), deadline_s=soon(), into=memoryview(bytearray(MIB))))
-             for n in range(20)]
+    held = [
+        await connection.call(1, bytes([n]), deadline_s=soon(), into=memoryview(bytearray(MIB)))
+        for n in range(20)
+    ]
+    asked = [
+        asyncio.ensure_future(
+            connection.call(1, bytes([n]), deadline_s=soon(), into=memoryview(bytearray(MIB)))
+        )
+        for n in range(20)
+    ]
     for number, answer in enumerate(await asyncio.gather(*asked)):
         assert answer.payload == bytes([number]) * MIB == held[number].payload
     assert connection._rooms._bytes <= 8 * MIB and rdma_buffers._in_process[0] - before <= 8 * MIB
     assert 20 * MIB <= connection.placed_bytes < 40 * MIB
     placed = connection.placed_bytes
     larger = await connection.call(1, b"k", deadline_s=soon(), into=memoryview(bytearray(2 * MIB)))
-    assert larger.payload == b"k" * MIB and connection.placed_bytes == placed + MIB  # instead of what nobody uses
+    assert (
+        larger.payload == b"k" * MIB and connection.placed_bytes == placed + MIB
+    )  # instead of what nobody uses
     assert connection._rooms._bytes <= 8 * MIB
     await connection.close()
     assert rdma_buffers._in_process[0] < before + MIB
@@ -308,14 +350,21 @@ async def test_memory_is_bounded_and_answers_without_room_come_as_on_a_stream(tm
 # -- negotiation
 
 
-@pytest.mark.parametrize(("offered", "why"), [
-    (RdmaSettings(), "does not offer"), (RdmaSettings(networks=(ip_network("10.0.0.0/8"),), transports="tcp,self"), "does not offer"),
-    (RdmaSettings(networks=LOOPBACK, transports="nosuch"), "does not offer"),
-    (RdmaSettings(networks=LOOPBACK), "does not offer")])
+@pytest.mark.parametrize(
+    ("offered", "why"),
+    [
+        (RdmaSettings(), "does not offer"),
+        (RdmaSettings(networks=(ip_network("10.0.0.0/8"),), transports="tcp,self"), "does not offer"),
+        (RdmaSettings(networks=LOOPBACK, transports="nosuch"), "does not offer"),
+        (RdmaSettings(networks=LOOPBACK), "does not offer"),
+    ],
+)
 @on_a_loop
 async def test_where_one_side_can_not_the_connection_is_an_ordinary_one(offered, why, tmp_path):
     listener = await RdmaTransport(offered).listen("stream://127.0.0.1:0", SERVER, echo)
-    assert why in str(await refused(Unreachable, RdmaTransport().connect(listener.endpoint, CLIENT, deadline_s=soon())))
+    assert why in str(
+        await refused(Unreachable, RdmaTransport().connect(listener.endpoint, CLIENT, deadline_s=soon()))
+    )
     connection = await registry.upgrading("stream").connect(listener.endpoint, CLIENT, deadline_s=soon())
     assert not connection.upgraded
     assert (await connection.call(65535, b"m", [b"p"], deadline_s=soon())).payload == b"p"
@@ -328,11 +377,15 @@ async def test_a_side_whose_device_fails_says_so_once_and_goes_on_without(tmp_pa
     caplog.set_level(logging.INFO)
     transport, endpoint, handler = pair("shm", tmp_path, echo)
     listener = await transport.listen(endpoint, SERVER, handler)
-    monkeypatch.setattr(ucx, "Worker", lambda context: (_ for _ in ()).throw(ucx.Error("the device is on fire")))
+    monkeypatch.setattr(
+        ucx, "Worker", lambda context: (_ for _ in ()).throw(ucx.Error("the device is on fire"))
+    )
     lenient = RdmaUnixTransport(strict=False)
     for _ in range(2):
         connection = await lenient.connect(f"stream+unix://{tmp_path}/s", CLIENT, deadline_s=soon())
-        answer = await connection.call(1, b"", [b"as ever" * 9999], deadline_s=soon(), into=memoryview(bytearray(70_000)))
+        answer = await connection.call(
+            1, b"", [b"as ever" * 9999], deadline_s=soon(), into=memoryview(bytearray(70_000))
+        )
         assert answer.payload == b"as ever" * 9999 and not connection.placed_bytes
         await connection.close()
     ours = [record.getMessage() for record in caplog.records if "so it is stream+unix" in record.getMessage()]
@@ -344,7 +397,9 @@ async def test_a_side_whose_device_fails_says_so_once_and_goes_on_without(tmp_pa
 async def test_who_knows_nothing_of_rdma_is_served_and_serves_as_ever(tmp_path):
     transport, endpoint, handler = pair("shm", tmp_path, echo)
     listener = await transport.listen(endpoint, SERVER, handler)
-    plain = await registry.transport("stream+unix").connect(f"stream+unix://{tmp_path}/s", CLIENT, deadline_s=soon())
+    plain = await registry.transport("stream+unix").connect(
+        f"stream+unix://{tmp_path}/s", CLIENT, deadline_s=soon()
+    )
     assert (await plain.call(65535, b"m", [b"p"], deadline_s=soon())).payload == b"p"
     await plain.close()
     await listener.close()
@@ -359,8 +414,13 @@ async def test_who_knows_nothing_of_rdma_is_served_and_serves_as_ever(tmp_path):
 async def test_words_that_make_no_sense_end_the_connection_and_nothing_else(tmp_path, caplog):
     transport, endpoint, handler = pair("shm", tmp_path, echo)
     listener = await transport.listen(endpoint, SERVER, handler)
-    for word, said in ((rdma.KEY, b"short"), (rdma.TRY, b""), (99, b"what"), (rdma.FORGET, b""),
-                       (rdma.BEGIN, b"again")):
+    for word, said in (
+        (rdma.KEY, b"short"),
+        (rdma.TRY, b""),
+        (99, b"what"),
+        (rdma.FORGET, b""),
+        (rdma.BEGIN, b"again"),
+    ):
         connection = await transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
         connection._say(word, said)
         await until(lambda: connection.closed)  # noqa: B023  awaited at once
@@ -377,7 +437,9 @@ def test_a_port_that_nobody_listens_at_is_unreachable_as_on_a_stream():
         port = sock.getsockname()[1]
 
     async def main():
-        await refused(Unreachable, RdmaTransport().connect(f"rdma://127.0.0.1:{port}", CLIENT, deadline_s=soon()))
+        await refused(
+            Unreachable, RdmaTransport().connect(f"rdma://127.0.0.1:{port}", CLIENT, deadline_s=soon())
+        )
 
     asyncio.run(main())
 

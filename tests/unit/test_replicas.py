@@ -30,7 +30,9 @@ class Reader:
         self.now_s = SYSTEM_CLOCK.boottime_s()
         self.view = SimpleNamespace(map=pool_of())
         self.lanes: dict[int, Lane] = {}
-        self.replicas = Replicas(self.view, SimpleNamespace(boottime_s=lambda: self.now_s), host_id, rack, self.lane)
+        self.replicas = Replicas(
+            self.view, SimpleNamespace(boottime_s=lambda: self.now_s), host_id, rack, self.lane
+        )
 
     def lane(self, target: int) -> Lane:
         if target not in self.lanes:
@@ -54,15 +56,22 @@ def test_this_host_is_asked_first_then_its_rack_then_others(turn):
 def test_a_client_on_no_node_stands_in_the_rack_that_it_is_told_and_one_on_a_node_in_that_of_the_map():
     assert Reader("elsewhere", "b").order(1, 2, 3)[0] == 3
     told_otherwise = Reader("host-1", "b")
-    assert [told_otherwise.lane(target).distance for target in (1, 2, 3, 4)] == [HERE, SAME_RACK, ELSEWHERE, ELSEWHERE]
+    assert [told_otherwise.lane(target).distance for target in (1, 2, 3, 4)] == [
+        HERE,
+        SAME_RACK,
+        ELSEWHERE,
+        ELSEWHERE,
+    ]
     # a node without a label is in no rack, as is a client without one
     assert {Reader("elsewhere").lane(target).distance for target in RACKS} == {ELSEWHERE}
 
 
 def test_a_new_label_counts_with_the_map_that_brings_it():
     reader = Reader("host-1")
-    nodes = tuple(replace(node, rack="a" if node.id == 3 else "b" if node.id == 2 else node.rack)
-                  for node in reader.view.map.nodes)
+    nodes = tuple(
+        replace(node, rack="a" if node.id == 3 else "b" if node.id == 2 else node.rack)
+        for node in reader.view.map.nodes
+    )
     reader.view.map = replace(reader.view.map, nodes=nodes)
     reader.replicas.use_map(reader.view.map)
     assert reader.order(2, 3) == [3, 2]
@@ -83,7 +92,9 @@ def test_of_those_that_are_equally_near_the_one_with_fewer_reads_on_their_way():
 def test_who_is_silent_or_slow_is_asked_last_for_a_while_however_near():
     reader = Reader("host-1")
     reader.lane(1).took_s, reader.lane(3).took_s = 5 * SLOW_S_MIN, SLOW_S_MIN / 10
-    assert reader.replicas.shun_slow(reader.lanes.values()) and not reader.replicas.shun_slow(reader.lanes.values())
+    assert reader.replicas.shun_slow(reader.lanes.values()) and not reader.replicas.shun_slow(
+        reader.lanes.values()
+    )
     assert reader.order(1, 3) == [3, 1]
     reader.now_s += SHUN_S + 1
     assert not reader.replicas.shun_slow(reader.lanes.values()), "it was not asked since"

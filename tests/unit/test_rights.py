@@ -18,7 +18,9 @@ def a_map(epoch=7):
 
 
 def grant(epoch, volume=VOLUME, member=ONE, rights=READ):
-    return Grant(rights, 0, 1, 5, 0, NOW_MS + LIFE_MS, 1, epoch & EPOCH_MASK, volume_tag(volume), member_tag(member))
+    return Grant(
+        rights, 0, 1, 5, 0, NOW_MS + LIFE_MS, 1, epoch & EPOCH_MASK, volume_tag(volume), member_tag(member)
+    )
 
 
 def refuses(pool_map, *grants, now_ms=NOW_MS):
@@ -46,7 +48,12 @@ def test_right_to_write_is_taken_alone():
 
 def test_everybody_is_refused_without_a_name():
     new = taken(a_map(), VOLUME, "", READ | WRITE, NOW_MS, LIFE_MS)
-    assert refuses(new, grant(7), grant(7, member=""), grant(8), grant(7, volume=ANOTHER)) == [True, True, False, False]
+    assert refuses(new, grant(7), grant(7, member=""), grant(8), grant(7, volume=ANOTHER)) == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_grants_outside_of_volumes_are_never_refused():
@@ -58,7 +65,11 @@ def test_grants_outside_of_volumes_are_never_refused():
 def test_epochs_are_compared_beyond_their_24_bits():
     new = taken(a_map(EPOCH_MASK), VOLUME, ONE, READ, NOW_MS, LIFE_MS)
     assert new.epoch == EPOCH_MASK + 1
-    assert refuses(new, grant(EPOCH_MASK - 5), grant(EPOCH_MASK + 1), grant(EPOCH_MASK + 9)) == [True, False, False]
+    assert refuses(new, grant(EPOCH_MASK - 5), grant(EPOCH_MASK + 1), grant(EPOCH_MASK + 9)) == [
+        True,
+        False,
+        False,
+    ]
 
 
 def test_entry_ends_with_the_grants_before_it():
@@ -74,7 +85,7 @@ def test_entry_ends_with_the_grants_before_it():
 def test_the_same_right_taken_twice_is_one_entry():
     new = taken(a_map(), VOLUME, ONE, READ, NOW_MS, LIFE_MS)
     again = taken(new, VOLUME, ONE, WRITE, NOW_MS + 1000, 1000)
-    entry, = again.rights_taken
+    (entry,) = again.rights_taken
     assert (entry.epoch, entry.rights, entry.until_ms) == (9, READ | WRITE, NOW_MS + LIFE_MS)
 
 
@@ -84,13 +95,26 @@ def test_many_entries_become_one_for_all_volumes():
         new = taken(new, VOLUME + number, ONE, READ, NOW_MS, LIFE_MS + number)
     assert len(new.rights_taken) == TAKEN_MAX
     new = taken(new, ANOTHER, ONE, READ, NOW_MS, LIFE_MS)
-    entry, = new.rights_taken
+    (entry,) = new.rights_taken
     assert entry.until_ms == NOW_MS + LIFE_MS + TAKEN_MAX - 1 and entry.epoch == new.epoch
-    assert refuses(new, grant(7), grant(7, member=OTHER, volume=VOLUME + 3), grant(new.epoch)) == [True, True, False]
+    assert refuses(new, grant(7), grant(7, member=OTHER, volume=VOLUME + 3), grant(new.epoch)) == [
+        True,
+        True,
+        False,
+    ]
 
 
-@pytest.mark.parametrize("wrong", [(VOLUME, "one", READ, LIFE_MS), (VOLUME, ONE, 0, LIFE_MS), (VOLUME, ONE, SERVICE, LIFE_MS),
-                                   (VOLUME, ONE, READ, 0), (VOLUME, ONE, READ, 1 << 40), (-1, ONE, READ, LIFE_MS)])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        (VOLUME, "one", READ, LIFE_MS),
+        (VOLUME, ONE, 0, LIFE_MS),
+        (VOLUME, ONE, SERVICE, LIFE_MS),
+        (VOLUME, ONE, READ, 0),
+        (VOLUME, ONE, READ, 1 << 40),
+        (-1, ONE, READ, LIFE_MS),
+    ],
+)
 def test_nonsense_is_not_taken(wrong):
     volume, member, rights, life_ms = wrong
     with pytest.raises(InvalidRequest):

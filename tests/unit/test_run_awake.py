@@ -6,7 +6,14 @@ import struct
 
 import pytest
 
-from nvpool.runtime.cpu_latency import AUTO_PROCESSORS_MAX, BURST_MIN, LINGER_S, NO_LIMIT_US, SHALLOW_US, Awake
+from nvpool.runtime.cpu_latency import (
+    AUTO_PROCESSORS_MAX,
+    BURST_MIN,
+    LINGER_S,
+    NO_LIMIT_US,
+    SHALLOW_US,
+    Awake,
+)
 
 
 @pytest.fixture
@@ -17,7 +24,7 @@ def device(tmp_path):
 
 
 def limits(device) -> list[int]:
-    return [limit for limit, in struct.iter_unpack("=i", device.read_bytes())]
+    return [limit for (limit,) in struct.iter_unpack("=i", device.read_bytes())]
 
 
 def burst(awake: Awake, count: int = BURST_MIN) -> None:
@@ -46,7 +53,11 @@ def test_many_requests_keep_processors_awake_until_they_are_over(device, tmp_pat
         awake.close()
 
     asyncio.run(work())
-    assert limits(device) == [SHALLOW_US, NO_LIMIT_US, SHALLOW_US]  # the last is taken back by the closing itself
+    assert limits(device) == [
+        SHALLOW_US,
+        NO_LIMIT_US,
+        SHALLOW_US,
+    ]  # the last is taken back by the closing itself
 
 
 def test_a_request_now_and_then_asks_nothing_of_the_kernel(device, tmp_path):
@@ -61,9 +72,17 @@ def test_a_request_now_and_then_asks_nothing_of_the_kernel(device, tmp_path):
     assert limits(device) == []
 
 
-@pytest.mark.parametrize("wanted, processors, asked", [
-    ("auto", AUTO_PROCESSORS_MAX, [0]), ("auto", AUTO_PROCESSORS_MAX + 1, []), ("always", AUTO_PROCESSORS_MAX + 1, [0])])
-def test_in_a_guest_no_halt_is_shallow_enough_and_a_large_one_is_asked_first(device, tmp_path, wanted, processors, asked):
+@pytest.mark.parametrize(
+    "wanted, processors, asked",
+    [
+        ("auto", AUTO_PROCESSORS_MAX, [0]),
+        ("auto", AUTO_PROCESSORS_MAX + 1, []),
+        ("always", AUTO_PROCESSORS_MAX + 1, [0]),
+    ],
+)
+def test_in_a_guest_no_halt_is_shallow_enough_and_a_large_one_is_asked_first(
+    device, tmp_path, wanted, processors, asked
+):
     (tmp_path / "driver").write_text("haltpoll\n")
 
     async def work():

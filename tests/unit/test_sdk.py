@@ -40,9 +40,14 @@ def pool(served, request):
 
 
 def test_importing_nvpool_loads_no_client():
-    program = ("import sys, nvpool; "
-               "print([m for m in sys.modules if m.startswith(('nvpool.client', 'google', 'uvloop', 'grpc'))])")
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
+    program = (
+        "import sys, nvpool; "
+        "print([m for m in sys.modules if m.startswith(('nvpool.client', 'google', 'uvloop', 'grpc'))])"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+        == "[]\n"
+    )
 
 
 def test_files_are_written_and_read_as_with_open(pool):
@@ -97,7 +102,11 @@ def test_holes_are_made_found_and_copied(pool):
     with pool.open(f"{top}/holes", "w+b", buffering=0) as file:
         file.write(b"x" * 40_000)
         file.punch(4096, 8192)
-        assert (file.seek(0, os.SEEK_HOLE), file.seek(5000, os.SEEK_DATA), file.tell()) == (4096, 12288, 12288)
+        assert (file.seek(0, os.SEEK_HOLE), file.seek(5000, os.SEEK_DATA), file.tell()) == (
+            4096,
+            12288,
+            12288,
+        )
         with pytest.raises(OSError, match="but a hole") as beyond:
             file.seek(40_000, os.SEEK_DATA)
         assert beyond.value.errno == errno.ENXIO
@@ -116,8 +125,9 @@ def test_names_are_made_listed_moved_and_removed(pool):
         pool.write_bytes(f"{top}/a/f{number}", b"%d" % number)
     assert pool.list(f"{top}/a") == sorted(["b", *[f"f{number}" for number in range(30)]])
     assert {entry.name for entry in pool.scan(f"{top}/a") if entry.is_dir()} == {"b"}
-    assert [(place.removeprefix(top), directories, len(files)) for place, directories, files in pool.walk(top)] == [
-        ("", ["a"], 0), ("/a", ["b"], 30), ("/a/b", ["c"], 0), ("/a/b/c", [], 0)]
+    assert [
+        (place.removeprefix(top), directories, len(files)) for place, directories, files in pool.walk(top)
+    ] == [("", ["a"], 0), ("/a", ["b"], 30), ("/a/b", ["c"], 0), ("/a/b/c", [], 0)]
     pool.rename(f"{top}/a/f1", f"{top}/a/f2")
     assert pool.read_bytes(f"{top}/a/f2") == b"1" and not pool.exists(f"{top}/a/f1")
     pool.link(f"{top}/a/f2", f"{top}/hard")
@@ -174,17 +184,26 @@ def test_read_many_takes_paths_and_files_and_fills_the_buffer_in_order(pool):
         pool.write_bytes(path, content)
     last = f"{pool.top}/f4"
     with pool.open(f"{pool.top}/f0", "rb") as buffered, pool.open(f"{pool.top}/f1", "rb", buffering=0) as raw:
-        reads = [(f"{pool.top}/f{number}", offset, 4096) for number in range(2, 5) for offset in range(0, 96_000, 8192)]
+        reads = [
+            (f"{pool.top}/f{number}", offset, 4096)
+            for number in range(2, 5)
+            for offset in range(0, 96_000, 8192)
+        ]
         reads += [(buffered, 4096, 4096), (raw, 123, 456), (last, 99_990, 100), (last, 200_000, 5)]
-        names = [{id(buffered): f"{pool.top}/f0", id(raw): f"{pool.top}/f1"}.get(id(what), what) for what, _, _ in reads]
+        names = [
+            {id(buffered): f"{pool.top}/f0", id(raw): f"{pool.top}/f1"}.get(id(what), what)
+            for what, _, _ in reads
+        ]
         into = bytearray(sum(length for _, _, length in reads))
         lengths = pool.read_many(reads, into)
         place = 0
         for name, (_, offset, asked), length in zip(names, reads, lengths, strict=True):
-            assert into[place:place + length] == contents[name][offset:offset + asked]
+            assert into[place : place + length] == contents[name][offset : offset + asked]
             place += asked
         assert lengths[-2:] == [10, 0]
-        assert [bytes(part) for part in pool.read_many(reads[:3])] == [contents[n][o:o + c] for n, o, c in reads[:3]]
+        assert [bytes(part) for part in pool.read_many(reads[:3])] == [
+            contents[n][o : o + c] for n, o, c in reads[:3]
+        ]
     with pytest.raises(FileNotFoundError):
         pool.read_many([(f"{pool.top}/missing", 0, 1)], bytearray(1))
     with pytest.raises(TypeError):
@@ -212,6 +231,7 @@ def test_many_threads_share_one_connection(pool):
                 offset = (seed * 7919 + step * 104_729) % 1_000_000
                 if file.pread(300, offset) != bytes((offset + n) % 256 for n in range(300)):
                     wrong.append(offset)
+
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
     for thread in threads:
         thread.start()
@@ -264,6 +284,7 @@ file.write(b"not closed")
 
 def _map_text(served) -> str:
     from nvpool.poolmap.model import encode_map
+
     return encode_map(served.pool.pool_map).decode()
 
 
@@ -278,12 +299,15 @@ def test_asyncio_programs_use_it_without_a_thread(served):
                 assert bytes(await file.read(3, 4)) == b"3456"
                 await file.truncate(5)
                 assert (await file.stat()).st_size == 5 == file.size
-                assert [bytes(part) for part in await pool.read_many([(file, 0, 2), ("/async/file", 4, 9)])] == [b"01", b"4"]
+                assert [
+                    bytes(part) for part in await pool.read_many([(file, 0, 2), ("/async/file", 4, 9)])
+                ] == [b"01", b"4"]
             assert await pool.list("/async") == ["file"]
             await asyncio.gather(*[pool.write_bytes(f"/async/f{n}", b"%d" % n) for n in range(20)])
             assert await pool.read_bytes("/async/f7") == b"7"
             await pool.remove_tree("/async")
             assert not await pool.exists("/async")
+
     asyncio.run(asyncio.wait_for(main(), 120))
 
 
@@ -305,6 +329,7 @@ def test_a_thread_whose_call_is_under_way_when_another_closes_the_pool_does_not_
                 runtime.call(asyncio.sleep(3600))
             except BaseException as error:
                 ended.append(error)
+
         thread = threading.Thread(target=call, daemon=True)
         thread.start()
     thread.join(5)

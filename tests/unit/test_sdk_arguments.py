@@ -65,10 +65,22 @@ WRONG_WRITES = {
     "truncate below nothing": (lambda pool: pool.truncate(pool.file, -1), ValueError),
     "remove the tree of nothing": (lambda pool: pool.remove_tree(""), FileNotFoundError),
     "copy onto a directory": (lambda pool: pool.copy(pool.file, pool.top), IsADirectoryError),
-    "mkdir below nothing with no mode": (lambda pool: pool.mkdir(f"{pool.top}/a/b", "x", parents=True), TypeError),
-    "mkdir below nothing with a mode below 0": (lambda pool: pool.mkdir(f"{pool.top}/a/b", -1, parents=True), ValueError),
-    "mkdir below nothing with a long name": (lambda pool: pool.mkdir(f"{pool.top}/a/{'b' * 256}", parents=True), OSError),
-    "open a new file with permissions below 0": (lambda pool: pool.open(f"{pool.top}/new", "wb", permissions=-1), ValueError),
+    "mkdir below nothing with no mode": (
+        lambda pool: pool.mkdir(f"{pool.top}/a/b", "x", parents=True),
+        TypeError,
+    ),
+    "mkdir below nothing with a mode below 0": (
+        lambda pool: pool.mkdir(f"{pool.top}/a/b", -1, parents=True),
+        ValueError,
+    ),
+    "mkdir below nothing with a long name": (
+        lambda pool: pool.mkdir(f"{pool.top}/a/{'b' * 256}", parents=True),
+        OSError,
+    ),
+    "open a new file with permissions below 0": (
+        lambda pool: pool.open(f"{pool.top}/new", "wb", permissions=-1),
+        ValueError,
+    ),
     "copy into nowhere": (lambda pool: pool.copy(pool.file, f"{pool.top}/none/copy"), FileNotFoundError),
 }
 
@@ -98,6 +110,7 @@ def test_async_write_bytes_checks_before_it_truncates(served):
             with pytest.raises(ValueError):
                 await pool.truncate("/async-old", -5)
             await pool.remove("/async-old")
+
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
@@ -105,6 +118,7 @@ def test_two_copies_to_one_target_do_not_meet(pool):
     async def both():
         running = pool._runtime.pool
         await asyncio.gather(*[running.copy(pool.file, f"{pool.top}/copy") for _ in range(8)])
+
     pool._runtime.call(both())
     assert pool.read_bytes(f"{pool.top}/copy") == OLD and pool.list(pool.top) == ["copy", "file"]
 
@@ -116,9 +130,11 @@ def test_copy_to_the_longest_name_works(pool):
 
 def with_file(call):
     """The call with an open file of its own."""
+
     def opened(pool):
         with pool.open(pool.file, "r+b", 0) as file:
             call(file)
+
     return opened
 
 
@@ -129,32 +145,112 @@ WRONG_VALUES = {
     "chmod beyond all modes": (lambda pool: pool.chmod(pool.file, 1 << 16), ValueError, "mode .* not 65536"),
     "chown to text": (lambda pool: pool.chown(pool.file, "x", 0), TypeError, "uid .* not str"),
     "chown to None": (lambda pool: pool.chown(pool.file, 0, None), TypeError, "gid .* not NoneType"),
-    "chown below -1": (lambda pool: pool.chown(pool.file, -5, 0), ValueError, "uid .* -1 to keep what is there, not -5"),
+    "chown below -1": (
+        lambda pool: pool.chown(pool.file, -5, 0),
+        ValueError,
+        "uid .* -1 to keep what is there, not -5",
+    ),
     "chown beyond all": (lambda pool: pool.chown(pool.file, 0, 1 << 32), ValueError, "gid .* not 4294967296"),
     "mkdir below nothing": (lambda pool: pool.mkdir(f"{pool.top}/d", -1), ValueError, "mode .* not -1"),
-    "utime of a number": (lambda pool: pool.utime(pool.file, 5), TypeError, r"ns .* two integers .* not int \(5\)"),
+    "utime of a number": (
+        lambda pool: pool.utime(pool.file, 5),
+        TypeError,
+        r"ns .* two integers .* not int \(5\)",
+    ),
     "utime of one": (lambda pool: pool.utime(pool.file, (1,)), TypeError, "ns .* not tuple of 1"),
     "utime of texts": (lambda pool: pool.utime(pool.file, (1, "b")), TypeError, r"ns\[1\] .* not str"),
-    "setxattr of a number": (lambda pool: pool.setxattr(pool.file, "user.x", 3), TypeError, "value .* not int"),
-    "setxattr of text": (lambda pool: pool.setxattr(pool.file, "user.x", "v"), TypeError, "value .* not str; encode it first"),
-    "setxattr of no name": (lambda pool: pool.setxattr(pool.file, 3, b""), TypeError, "name of an attribute .* not int"),
-    "setxattr with a null": (lambda pool: pool.setxattr(pool.file, "user.\0", b""), ValueError, "null character"),
-    "setxattr with flags": (lambda pool: pool.setxattr(pool.file, "user.x", b"", 9), ValueError, "os.XATTR_CREATE .* not 9"),
-    "setxattr with text as flags": (lambda pool: pool.setxattr(pool.file, "user.x", b"", "1"), TypeError, "flags .* not str"),
-    "getxattr of no name": (lambda pool: pool.getxattr(pool.file, None), TypeError, "name of an attribute .* not NoneType"),
-    "removexattr of no name": (lambda pool: pool.removexattr(pool.file, 3), TypeError, "name of an attribute .* not int"),
-    "set_layout of a text": (lambda pool: pool.set_layout(pool.top, chunk_bytes="1M"), TypeError, "chunk_bytes .* not str"),
-    "set_layout below nothing": (lambda pool: pool.set_layout(pool.top, chunk_bytes=-1), ValueError, "chunk_bytes .* not -1"),
-    "set_layout of replicas": (lambda pool: pool.set_layout(pool.top, replicas="2"), TypeError, "replicas .* not str"),
-    "set_layout of -1 replicas": (lambda pool: pool.set_layout(pool.top, replicas=-1), ValueError, "from 1 to 3, .* not -1"),
-    "create with replicas": (lambda pool: pool.volumes.create("w", replicas="x"), TypeError, "replicas .* not str"),
-    "create with chunks": (lambda pool: pool.volumes.create("w", chunk_bytes="x"), TypeError, "chunk_bytes .* not str"),
-    "create with a quota": (lambda pool: pool.volumes.create("w", bytes_max="1G"), TypeError, "bytes_max .* not str"),
-    "create with trash": (lambda pool: pool.volumes.create("w", trash_s="7d"), TypeError, "trash_s .* not str"),
+    "setxattr of a number": (
+        lambda pool: pool.setxattr(pool.file, "user.x", 3),
+        TypeError,
+        "value .* not int",
+    ),
+    "setxattr of text": (
+        lambda pool: pool.setxattr(pool.file, "user.x", "v"),
+        TypeError,
+        "value .* not str; encode it first",
+    ),
+    "setxattr of no name": (
+        lambda pool: pool.setxattr(pool.file, 3, b""),
+        TypeError,
+        "name of an attribute .* not int",
+    ),
+    "setxattr with a null": (
+        lambda pool: pool.setxattr(pool.file, "user.\0", b""),
+        ValueError,
+        "null character",
+    ),
+    "setxattr with flags": (
+        lambda pool: pool.setxattr(pool.file, "user.x", b"", 9),
+        ValueError,
+        "os.XATTR_CREATE .* not 9",
+    ),
+    "setxattr with text as flags": (
+        lambda pool: pool.setxattr(pool.file, "user.x", b"", "1"),
+        TypeError,
+        "flags .* not str",
+    ),
+    "getxattr of no name": (
+        lambda pool: pool.getxattr(pool.file, None),
+        TypeError,
+        "name of an attribute .* not NoneType",
+    ),
+    "removexattr of no name": (
+        lambda pool: pool.removexattr(pool.file, 3),
+        TypeError,
+        "name of an attribute .* not int",
+    ),
+    "set_layout of a text": (
+        lambda pool: pool.set_layout(pool.top, chunk_bytes="1M"),
+        TypeError,
+        "chunk_bytes .* not str",
+    ),
+    "set_layout below nothing": (
+        lambda pool: pool.set_layout(pool.top, chunk_bytes=-1),
+        ValueError,
+        "chunk_bytes .* not -1",
+    ),
+    "set_layout of replicas": (
+        lambda pool: pool.set_layout(pool.top, replicas="2"),
+        TypeError,
+        "replicas .* not str",
+    ),
+    "set_layout of -1 replicas": (
+        lambda pool: pool.set_layout(pool.top, replicas=-1),
+        ValueError,
+        "from 1 to 3, .* not -1",
+    ),
+    "create with replicas": (
+        lambda pool: pool.volumes.create("w", replicas="x"),
+        TypeError,
+        "replicas .* not str",
+    ),
+    "create with chunks": (
+        lambda pool: pool.volumes.create("w", chunk_bytes="x"),
+        TypeError,
+        "chunk_bytes .* not str",
+    ),
+    "create with a quota": (
+        lambda pool: pool.volumes.create("w", bytes_max="1G"),
+        TypeError,
+        "bytes_max .* not str",
+    ),
+    "create with trash": (
+        lambda pool: pool.volumes.create("w", trash_s="7d"),
+        TypeError,
+        "trash_s .* not str",
+    ),
     "create with a mode": (lambda pool: pool.volumes.create("w", mode="7"), TypeError, "mode .* not str"),
-    "resize to text": (lambda pool: pool.volumes.resize("w", files_max=""), TypeError, "files_max .* not str"),
+    "resize to text": (
+        lambda pool: pool.volumes.resize("w", files_max=""),
+        TypeError,
+        "files_max .* not str",
+    ),
     "grant to a number": (lambda pool: pool.volumes.grant("w", 3, "rw"), TypeError, "client .* not int"),
-    "grant of no right": (lambda pool: pool.volumes.grant("w", "one", ["rw"]), TypeError, "rights .* not list"),
+    "grant of no right": (
+        lambda pool: pool.volumes.grant("w", "one", ["rw"]),
+        TypeError,
+        "rights .* not list",
+    ),
     "revoke of a number": (lambda pool: pool.volumes.revoke("w", 3), TypeError, "client .* not int"),
     "restore of text": (lambda pool: pool.volumes.restore("w", "7"), TypeError, "inode .* not str"),
     "restore to a number": (lambda pool: pool.volumes.restore("w", 7, 3), TypeError, "int"),
@@ -164,7 +260,11 @@ WRONG_VALUES = {
     "pread at text": (with_file(lambda file: file.pread(3, "x")), TypeError, "offset .* not str"),
     "pread at a float": (with_file(lambda file: file.pread(3, 1.0)), TypeError, "offset .* not float"),
     "pwrite at text": (with_file(lambda file: file.pwrite(b"s", "x")), TypeError, "offset .* not str"),
-    "pwrite of text": (with_file(lambda file: file.pwrite("s", 0)), TypeError, "bytes .* not str; encode it first"),
+    "pwrite of text": (
+        with_file(lambda file: file.pwrite("s", 0)),
+        TypeError,
+        "bytes .* not str; encode it first",
+    ),
     "punch at text": (with_file(lambda file: file.punch("x", 1)), TypeError, "offset .* not str"),
     "punch of None": (with_file(lambda file: file.punch(0, None)), TypeError, "length .* not NoneType"),
     "seek to text": (with_file(lambda file: file.seek("x")), TypeError, "offset .* not str"),
@@ -173,7 +273,11 @@ WRONG_VALUES = {
     "seek to no hole": (with_file(lambda file: file.seek("x", os.SEEK_HOLE)), TypeError, "offset .* not str"),
     "close in text": (lambda pool: pool.close("x"), TypeError, "timeout_s .* not str"),
     "connect with a name": (lambda pool: nvpool.connect("/tmp", name=3), TypeError, "name .* not int"),
-    "connect with options": (lambda pool: nvpool.connect("/tmp", options={}), TypeError, "options .* not dict"),
+    "connect with options": (
+        lambda pool: nvpool.connect("/tmp", options={}),
+        TypeError,
+        "options .* not dict",
+    ),
 }
 
 
@@ -188,8 +292,10 @@ def test_wrong_value_is_named_and_changes_nothing(pool, name):
 
 
 WRONG_ASYNC_VALUES = {
-    "read of text": lambda pool, file: file.read(0, "x"), "write at text": lambda pool, file: file.write("x", b""),
-    "write of text": lambda pool, file: file.write(0, "x"), "punch at text": lambda pool, file: file.punch("x", 1),
+    "read of text": lambda pool, file: file.read(0, "x"),
+    "write at text": lambda pool, file: file.write("x", b""),
+    "write of text": lambda pool, file: file.write(0, "x"),
+    "punch at text": lambda pool, file: file.punch("x", 1),
     "open with text": lambda pool, file: pool.open("/async-new", "wb", "644"),
     "close in text": lambda pool, file: pool.close("x"),
 }
@@ -198,10 +304,14 @@ WRONG_ASYNC_VALUES = {
 @pytest.mark.parametrize("name", WRONG_ASYNC_VALUES)
 def test_wrong_value_is_named_by_async_calls(served, name):
     async def main():
-        async with await nvpool.connect_async(served.pool.pool_map) as pool, await pool.open("/async-values", "w+b") as file:
+        async with (
+            await nvpool.connect_async(served.pool.pool_map) as pool,
+            await pool.open("/async-values", "w+b") as file,
+        ):
             with pytest.raises(TypeError, match=r"has to be .* not str"):
                 await WRONG_ASYNC_VALUES[name](pool, file)
             assert file.size == 0 and not await pool.exists("/async-new")
+
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
@@ -257,9 +367,15 @@ def test_wrong_read_is_named_by_its_index(pool, name):
         pool._runtime.call(async_pool.read_many(reads))
 
 
-@pytest.mark.parametrize("into, error, text", [
-    (b"read-only", TypeError, "read-only"), (bytearray(3), ValueError, "has 3 bytes, and the 2 reads need 42"),
-    ("text", TypeError, "writable buffer, not str"), (memoryview(bytearray(100))[::2], TypeError, "contiguous")])
+@pytest.mark.parametrize(
+    "into, error, text",
+    [
+        (b"read-only", TypeError, "read-only"),
+        (bytearray(3), ValueError, "has 3 bytes, and the 2 reads need 42"),
+        ("text", TypeError, "writable buffer, not str"),
+        (memoryview(bytearray(100))[::2], TypeError, "contiguous"),
+    ],
+)
 def test_wrong_buffer_is_refused(pool, into, error, text):
     with pytest.raises(error, match=text):
         pool.read_many([pool.file, pool.file], into)
@@ -273,9 +389,24 @@ def test_wrong_buffer_is_refused(pool, into, error, text):
 
 def test_read_many_takes_paths_files_and_ranges_together(pool):
     path = pathlib.PurePosixPath(pool.file)
-    with pool.open(pool.file, "rb") as buffered, pool.open(pool.file) as text, pool.open(pool.file, "rb", 0) as raw:
-        given = [pool.file, (pool.file, 5, 3), [pool.file.encode(), 0, 4], path, (path, 5, None), buffered, (text, 0, 2), raw,
-                 (raw, 17, 100), (pool.file, 100, 5), (pool.file, 100, None)]
+    with (
+        pool.open(pool.file, "rb") as buffered,
+        pool.open(pool.file) as text,
+        pool.open(pool.file, "rb", 0) as raw,
+    ):
+        given = [
+            pool.file,
+            (pool.file, 5, 3),
+            [pool.file.encode(), 0, 4],
+            path,
+            (path, 5, None),
+            buffered,
+            (text, 0, 2),
+            raw,
+            (raw, 17, 100),
+            (pool.file, 100, 5),
+            (pool.file, 100, None),
+        ]
         wanted = [OLD, OLD[5:8], OLD[:4], OLD, OLD[5:], OLD, OLD[:2], OLD, OLD[17:], b"", b""]
         for reads in (given, tuple(given), (one for one in given), dict.fromkeys(range(0))):
             found = pool.read_many(reads)
@@ -285,7 +416,7 @@ def test_read_many_takes_paths_files_and_ranges_together(pool):
         assert lengths == [len(one) for one in wanted]
         asked, place = [21, 3, 4, 21, 16, 21, 2, 21, 100, 5, 0], 0
         for span, one in zip(asked, wanted, strict=True):
-            assert into[place:place + len(one)] == one
+            assert into[place : place + len(one)] == one
             place += span
     assert pool.read_many([]) == [] and pool.read_many([], bytearray()) == []
 
@@ -302,7 +433,14 @@ def test_whole_files_are_read_into_a_buffer(pool):
 
 
 def test_failed_reads_are_returned_where_asked_for(pool):
-    reads = [pool.file, f"{pool.top}/none", (f"{pool.top}/none", 0, 7), (pool.file, 0, 3), f"{pool.file}/below", pool.top]
+    reads = [
+        pool.file,
+        f"{pool.top}/none",
+        (f"{pool.top}/none", 0, 7),
+        (pool.file, 0, 3),
+        f"{pool.file}/below",
+        pool.top,
+    ]
     found = pool.read_many(reads, on_error="return")
     assert bytes(found[0]) == OLD and bytes(found[3]) == OLD[:3]
     kinds = [FileNotFoundError, FileNotFoundError, NotADirectoryError, IsADirectoryError]
@@ -315,7 +453,9 @@ def test_failed_reads_are_returned_where_asked_for(pool):
     assert into[:31] == OLD + bytes(7) + OLD[:3], "a failed read keeps its place"
     with pytest.raises(FileNotFoundError) as raised:
         pool.read_many(reads)
-    assert raised.value.filename == f"{pool.top}/none" and raised.value.strerror == "No such file or directory"
+    assert (
+        raised.value.filename == f"{pool.top}/none" and raised.value.strerror == "No such file or directory"
+    )
 
 
 def test_one_bad_file_is_named_and_leaves_the_others(pool):
@@ -330,6 +470,7 @@ def test_one_bad_file_is_named_and_leaves_the_others(pool):
         if any(handle.inode == bad for handle, _, _ in reads):
             raise ChecksumMismatch("block 0 is not as it was written")
         return await plain(reads, into)
+
     vfs.read_many = read_many
     with pytest.raises(OSError, match="not as it was written") as raised:
         pool.read_many([(path, 0, 4) for path in paths])
@@ -347,34 +488,51 @@ def test_file_of_another_connection_is_refused(pool, served):
         pass
     with pytest.raises(ValueError, match="read 0: .*closed"):
         pool.read_many([file])
-    with pool.open(f"{pool.top}/new", "wb") as file, pytest.raises(ValueError, match="read 0: .* not open for reading"):
+    with (
+        pool.open(f"{pool.top}/new", "wb") as file,
+        pytest.raises(ValueError, match="read 0: .* not open for reading"),
+    ):
         pool.read_many([file])
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 FAILING = {
-    "open": lambda pool, path: pool.open(path), "open to write below nothing": lambda pool, path: pool.open(path + "/x", "w"),
-    "read_bytes": lambda pool, path: pool.read_bytes(path), "stat": lambda pool, path: pool.stat(path),
-    "list": lambda pool, path: pool.list(path), "scan": lambda pool, path: list(pool.scan(path)),
-    "walk": lambda pool, path: list(pool.walk(path)), "remove": lambda pool, path: pool.remove(path),
-    "rmdir": lambda pool, path: pool.rmdir(path), "remove_tree": lambda pool, path: pool.remove_tree(path),
-    "rename": lambda pool, path: pool.rename(path, "/other"), "link": lambda pool, path: pool.link(path, "/other"),
-    "copy": lambda pool, path: pool.copy(path, "/other"), "readlink": lambda pool, path: pool.readlink(path),
-    "chmod": lambda pool, path: pool.chmod(path, 0o600), "chown": lambda pool, path: pool.chown(path, 1),
-    "utime": lambda pool, path: pool.utime(path), "truncate": lambda pool, path: pool.truncate(path, 0),
-    "getxattr": lambda pool, path: pool.getxattr(path, "user.x"), "layout": lambda pool, path: pool.layout(path),
-    "setxattr": lambda pool, path: pool.setxattr(path, "user.x", b""), "statfs": lambda pool, path: pool.statfs(path),
-    "listxattr": lambda pool, path: pool.listxattr(path), "set_layout": lambda pool, path: pool.set_layout(path, replicas=1),
-    "mkdir": lambda pool, path: pool.mkdir(path + "/below"), "symlink": lambda pool, path: pool.symlink("x", path + "/below"),
+    "open": lambda pool, path: pool.open(path),
+    "open to write below nothing": lambda pool, path: pool.open(path + "/x", "w"),
+    "read_bytes": lambda pool, path: pool.read_bytes(path),
+    "stat": lambda pool, path: pool.stat(path),
+    "list": lambda pool, path: pool.list(path),
+    "scan": lambda pool, path: list(pool.scan(path)),
+    "walk": lambda pool, path: list(pool.walk(path)),
+    "remove": lambda pool, path: pool.remove(path),
+    "rmdir": lambda pool, path: pool.rmdir(path),
+    "remove_tree": lambda pool, path: pool.remove_tree(path),
+    "rename": lambda pool, path: pool.rename(path, "/other"),
+    "link": lambda pool, path: pool.link(path, "/other"),
+    "copy": lambda pool, path: pool.copy(path, "/other"),
+    "readlink": lambda pool, path: pool.readlink(path),
+    "chmod": lambda pool, path: pool.chmod(path, 0o600),
+    "chown": lambda pool, path: pool.chown(path, 1),
+    "utime": lambda pool, path: pool.utime(path),
+    "truncate": lambda pool, path: pool.truncate(path, 0),
+    "getxattr": lambda pool, path: pool.getxattr(path, "user.x"),
+    "layout": lambda pool, path: pool.layout(path),
+    "setxattr": lambda pool, path: pool.setxattr(path, "user.x", b""),
+    "statfs": lambda pool, path: pool.statfs(path),
+    "listxattr": lambda pool, path: pool.listxattr(path),
+    "set_layout": lambda pool, path: pool.set_layout(path, replicas=1),
+    "mkdir": lambda pool, path: pool.mkdir(path + "/below"),
+    "symlink": lambda pool, path: pool.symlink("x", path + "/below"),
     "read_many": lambda pool, path: pool.read_many([path]),
     "read_many a part": lambda pool, path: pool.read_many([(path, 0, 1)]),
 }
 
 
 @pytest.mark.parametrize("name", FAILING)
-@pytest.mark.parametrize("start, error", [("nope", FileNotFoundError), ("file/nope", NotADirectoryError),
-                                          ("", FileNotFoundError)])
+@pytest.mark.parametrize(
+    "start, error", [("nope", FileNotFoundError), ("file/nope", NotADirectoryError), ("", FileNotFoundError)]
+)
 def test_error_names_the_path_of_the_caller(pool, name, start, error):
     path = f"{pool.top}/{start}" if start else ""
     if not path and name in ("mkdir", "symlink", "open to write below nothing"):
@@ -386,12 +544,21 @@ def test_error_names_the_path_of_the_caller(pool, name, start, error):
     assert "inode" not in str(raised.value) and "directory 1" not in str(raised.value)
 
 
-@pytest.mark.parametrize("call, number", [
-    (lambda pool: pool.remove("/"), errno.EISDIR), (lambda pool: pool.rmdir("/"), errno.EBUSY),
-    (lambda pool: pool.rename("/", "/x"), errno.EBUSY), (lambda pool: pool.rename(pool.file, "/"), errno.EBUSY),
-    (lambda pool: pool.rmdir(f"{pool.top}/.."), errno.EBUSY), (lambda pool: pool.link(pool.file, "/"), errno.EEXIST),
-    (lambda pool: pool.link(pool.file, pool.file), errno.EEXIST), (lambda pool: pool.symlink("x", "/"), errno.EEXIST),
-    (lambda pool: pool.readlink(pool.file), errno.EINVAL), (lambda pool: pool.open("/", "wb"), errno.EISDIR)])
+@pytest.mark.parametrize(
+    "call, number",
+    [
+        (lambda pool: pool.remove("/"), errno.EISDIR),
+        (lambda pool: pool.rmdir("/"), errno.EBUSY),
+        (lambda pool: pool.rename("/", "/x"), errno.EBUSY),
+        (lambda pool: pool.rename(pool.file, "/"), errno.EBUSY),
+        (lambda pool: pool.rmdir(f"{pool.top}/.."), errno.EBUSY),
+        (lambda pool: pool.link(pool.file, "/"), errno.EEXIST),
+        (lambda pool: pool.link(pool.file, pool.file), errno.EEXIST),
+        (lambda pool: pool.symlink("x", "/"), errno.EEXIST),
+        (lambda pool: pool.readlink(pool.file), errno.EINVAL),
+        (lambda pool: pool.open("/", "wb"), errno.EISDIR),
+    ],
+)
 def test_root_is_neither_removed_nor_replaced(pool, call, number):
     with pytest.raises(OSError) as raised:
         call(pool)
@@ -410,7 +577,9 @@ def test_error_with_more_to_say_keeps_its_words(pool):
     with pytest.raises(OSError, match="quota") as raised:
         pool.write_bytes("/volumes/small/file", bytes(1 << 20))
     assert raised.value.errno == errno.EDQUOT and isinstance(raised.value.__cause__, QuotaExceeded)
-    with pytest.raises(FileExistsError, match="size 4 KiB, not 8 KiB.* nvpool volume resize POOL small --size 8192 "):
+    with pytest.raises(
+        FileExistsError, match="size 4 KiB, not 8 KiB.* nvpool volume resize POOL small --size 8192 "
+    ):
         pool.volumes.create("small", bytes_max=8192)
     with pytest.raises(FileNotFoundError, match="there is no volume nope"):
         pool.volumes.show("nope")
@@ -434,11 +603,20 @@ def test_refused_connection_is_a_connection_error():
         asyncio.run(nvpool.connect_async(where))
 
 
-@pytest.mark.parametrize("where, error, text", [
-    ("", FileNotFoundError, "names no pool"), ("/no/such/place", FileNotFoundError, "does not exist"),
-    ("nowhere", FileNotFoundError, "does not exist"), ("/etc/hostname", NotADirectoryError, "not a directory"),
-    ("/usr", FileNotFoundError, "no pool is mounted there"), ("host:port", OSError, "from 1 to 65535"),
-    ("host:99999", OSError, "from 1 to 65535"), (None, TypeError, "not NoneType"), (17512, TypeError, "not int")])
+@pytest.mark.parametrize(
+    "where, error, text",
+    [
+        ("", FileNotFoundError, "names no pool"),
+        ("/no/such/place", FileNotFoundError, "does not exist"),
+        ("nowhere", FileNotFoundError, "does not exist"),
+        ("/etc/hostname", NotADirectoryError, "not a directory"),
+        ("/usr", FileNotFoundError, "no pool is mounted there"),
+        ("host:port", OSError, "from 1 to 65535"),
+        ("host:99999", OSError, "from 1 to 65535"),
+        (None, TypeError, "not NoneType"),
+        (17512, TypeError, "not int"),
+    ],
+)
 def test_connect_says_what_it_wants(where, error, text):
     with pytest.raises(error, match=text) as raised:
         nvpool.connect(where)

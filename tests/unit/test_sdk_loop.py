@@ -84,7 +84,9 @@ def test_file_collected_in_the_loop_thread_is_stored_and_closed(tmp_path):
                 runtime.loop.call_soon_threadsafe(lambda seen=collected: (gc.collect(), seen.set()))
                 assert collected.wait(30), "the loop waits for itself"
                 runtime.call(runtime.done())
-                if not buffering:  # of a buffered file in a cycle Python may close the raw one first, which loses the buffer
+                if (
+                    not buffering
+                ):  # of a buffered file in a cycle Python may close the raw one first, which loses the buffer
                     assert pool.read_bytes("/file") == b"left open"
                 pool.remove("/file")
     finally:

@@ -67,7 +67,9 @@ if __name__ == "__main__":
 def test_file_system_goes_to_another_process(served, method, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    subprocess.run([sys.executable, program, method, encode_map(served.pool.pool_map).decode()], check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, program, method, encode_map(served.pool.pool_map).decode()], check=True, timeout=120
+    )
 
 
 def test_pickle_connects_at_its_first_call(pool):
@@ -120,4 +122,5 @@ def test_async_file_system_connects_after_unpickling(served):
         await pickle.loads(pickled).close()
         with pytest.raises(TypeError, match="made of a client"):
             pickle.dumps(AsyncFileSystem(third.client, third.caller))
+
     asyncio.run(asyncio.wait_for(main(), 60))

@@ -35,15 +35,23 @@ def test_refused_and_broken_maps_do_not_end_a_daemon(monkeypatch, tmp_path, capl
     monkeypatch.setattr(runtime_service, "_MAP_RETRY_S", 0.01)
     first = a_pool((4, 4), 1)
     second = replace(first, epoch=2)
-    supervisor = Supervisor(AccessDenied("who are you?"), AccessDenied("who are you?"), b"\xff", MapReply(
-        map=b"no map").SerializeToString(), MapReply(map=encode_map(second)).SerializeToString())
+    supervisor = Supervisor(
+        AccessDenied("who are you?"),
+        AccessDenied("who are you?"),
+        b"\xff",
+        MapReply(map=b"no map").SerializeToString(),
+        MapReply(map=encode_map(second)).SerializeToString(),
+    )
     directory = SimpleNamespace(node=1, poolmap=tmp_path / "poolmap.json")
     directory.poolmap.write_bytes(b"neither")
     taken = []
 
     async def run():
-        watching = asyncio.ensure_future(runtime_service._watch_map(directory, supervisor, first, SimpleNamespace(
-            update_map=taken.append), None))
+        watching = asyncio.ensure_future(
+            runtime_service._watch_map(
+                directory, supervisor, first, SimpleNamespace(update_map=taken.append), None
+            )
+        )
         async with asyncio.timeout(20):
             while not taken:
                 assert not watching.done()
@@ -54,10 +62,17 @@ def test_refused_and_broken_maps_do_not_end_a_daemon(monkeypatch, tmp_path, capl
     assert [one.epoch for one in taken] == [2] and len(caplog.messages) == len(set(caplog.messages))
 
 
-@pytest.mark.parametrize(("endpoint", "host", "wanted"), [
-    ("stream+unix:///p/run/node.sock", "", True), ("stream://127.0.0.1:1", "", False), ("grpc://[::1]:1", "", False),
-    ("stream://127.0.0.1:1", "127.0.0.1", True), ("stream://localhost:1", "127.0.0.1", False),
-    ("stream://10.0.0.1:1", "", True)])
+@pytest.mark.parametrize(
+    ("endpoint", "host", "wanted"),
+    [
+        ("stream+unix:///p/run/node.sock", "", True),
+        ("stream://127.0.0.1:1", "", False),
+        ("grpc://[::1]:1", "", False),
+        ("stream://127.0.0.1:1", "127.0.0.1", True),
+        ("stream://localhost:1", "127.0.0.1", False),
+        ("stream://10.0.0.1:1", "", True),
+    ],
+)
 def test_loopback_is_listened_to_where_it_is_named(endpoint, host, wanted):
     assert runtime_service.is_wanted(endpoint, NetworkConfig(host=host)) is wanted
 
@@ -65,7 +80,9 @@ def test_loopback_is_listened_to_where_it_is_named(endpoint, host, wanted):
 def test_nothing_listens_on_tcp_without_a_certificate(tmp_path):
     async def listen(identity):
         endpoints = (f"stream+unix://{tmp_path}/s", "stream://127.0.0.1:0")
-        for one in await runtime_service.listen_on(endpoints, Greeting("us", identity=identity), lambda call: call.reply()):
+        for one in await runtime_service.listen_on(
+            endpoints, Greeting("us", identity=identity), lambda call: call.reply()
+        ):
             await one.close()
 
     with pytest.raises(BadConfiguration, match="plain_text = true"):
@@ -84,7 +101,7 @@ def test_socket_is_open_to_users_where_it_says_so(tmp_path, local_users, mode):
 
     async def look():
         greeting = Greeting("us", local_users=local_users)
-        listener, = await runtime_service.listen_on((f"stream+unix://{tmp_path}/s",), greeting, handler)
+        (listener,) = await runtime_service.listen_on((f"stream+unix://{tmp_path}/s",), greeting, handler)
         dialer = Dialer(Greeting("them"))
         try:
             assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == mode

@@ -22,17 +22,34 @@ from nvpool.testing.fakes.meta_shard import PEER, DirectCall, ShardClient
 
 UID = os.geteuid() + 1000
 ALICE, MALLORY = PEER._replace(member="client/alice.1"), PEER._replace(member="client/mallory.1")
-USER, OTHER_USER = (PEER._replace(credentials=Credentials(uid, frozenset((uid,)), 1)) for uid in (UID, UID + 1))
+USER, OTHER_USER = (
+    PEER._replace(credentials=Credentials(uid, frozenset((uid,)), 1)) for uid in (UID, UID + 1)
+)
 NODE = PEER._replace(member="node/alpha")
 WITH_A_SESSION = {
-    wire.META_OPEN_SESSION: pb.OpenSessionRequest, wire.META_RENEW_SESSION: pb.RenewSessionRequest,
-    wire.META_CLOSE_SESSION: pb.CloseSessionRequest, wire.META_LOOKUP: pb.LookupRequest, wire.META_GETATTR: pb.GetAttrRequest,
-    wire.META_READLINK: pb.ReadLinkRequest, wire.META_RELEASE: pb.ReleaseRequest, wire.META_LIST: pb.ListDirRequest,
-    wire.META_STATFS: pb.StatFsRequest, wire.META_GETXATTR: pb.GetXattrRequest, wire.META_LISTXATTR: pb.ListXattrRequest,
-    wire.META_SYNC: pb.SyncRequest, wire.META_LOCK_WAIT: pb.LockWaitRequest, wire.META_LOCKS: pb.LocksRequest,
-    wire.META_WATCH: pb.WatchRequest, wire.META_LOOKUP_MANY: pb.LookupManyRequest,
-    wire.META_GETATTR_MANY: pb.GetAttrManyRequest, wire.META_PARTS: pb.PartsRequest, wire.META_VOLUMES: pb.VolumesRequest,
-    wire.META_VOLUME: pb.VolumeRequest, wire.META_VOLUME_ROOM: pb.VolumeRoomRequest, wire.META_TRASH: pb.TrashRequest}
+    wire.META_OPEN_SESSION: pb.OpenSessionRequest,
+    wire.META_RENEW_SESSION: pb.RenewSessionRequest,
+    wire.META_CLOSE_SESSION: pb.CloseSessionRequest,
+    wire.META_LOOKUP: pb.LookupRequest,
+    wire.META_GETATTR: pb.GetAttrRequest,
+    wire.META_READLINK: pb.ReadLinkRequest,
+    wire.META_RELEASE: pb.ReleaseRequest,
+    wire.META_LIST: pb.ListDirRequest,
+    wire.META_STATFS: pb.StatFsRequest,
+    wire.META_GETXATTR: pb.GetXattrRequest,
+    wire.META_LISTXATTR: pb.ListXattrRequest,
+    wire.META_SYNC: pb.SyncRequest,
+    wire.META_LOCK_WAIT: pb.LockWaitRequest,
+    wire.META_LOCKS: pb.LocksRequest,
+    wire.META_WATCH: pb.WatchRequest,
+    wire.META_LOOKUP_MANY: pb.LookupManyRequest,
+    wire.META_GETATTR_MANY: pb.GetAttrManyRequest,
+    wire.META_PARTS: pb.PartsRequest,
+    wire.META_VOLUMES: pb.VolumesRequest,
+    wire.META_VOLUME: pb.VolumeRequest,
+    wire.META_VOLUME_ROOM: pb.VolumeRoomRequest,
+    wire.META_TRASH: pb.TrashRequest,
+}
 """Messages with the number of a session; those of changes have it in their `change`."""
 
 
@@ -72,9 +89,14 @@ def test_messages_with_a_session_are_all_known():
     assert named == (WITH_A_SESSION.keys() | CHANGES.keys()) - {wire.META_OPEN_SESSION}
 
 
-@pytest.mark.parametrize(("owner", "others"), [
-    pytest.param(ALICE, (MALLORY, USER), id="client"), pytest.param(USER, (OTHER_USER, MALLORY), id="local user"),
-    pytest.param(PEER, (MALLORY, USER), id="node")])
+@pytest.mark.parametrize(
+    ("owner", "others"),
+    [
+        pytest.param(ALICE, (MALLORY, USER), id="client"),
+        pytest.param(USER, (OTHER_USER, MALLORY), id="local user"),
+        pytest.param(PEER, (MALLORY, USER), id="node"),
+    ],
+)
 def test_session_of_another_is_refused_in_each_message(owner, others):
     async def body(shard, _):
         await (await ShardClient(shard.service).begin()).setattr(ROOT, MODE, mode=0o777)
@@ -92,6 +114,7 @@ def test_session_of_another_is_refused_in_each_message(owner, others):
                 assert method in not_asked or "belongs to somebody else" in str(raised.value), raised.value
         assert shard.kv.sequence == before and mine.session in shard.service._sessions.by_number
         await mine.unlink(ROOT, b"f")
+
     run(body)
 
 
@@ -127,7 +150,10 @@ async def test_session_without_an_owner_is_of_who_uses_it_first(shard, client):
     shard.kv.apply([(key, encode_session(record._replace(owner=None)))])  # as software from before wrote it
     await shard.restart()
     mine.service = shard.service
-    for user in (USER, PEER._replace(member="client/bound.0a1b2c3d.u1000-50")):  # nobody served them when it was opened
+    for user in (
+        USER,
+        PEER._replace(member="client/bound.0a1b2c3d.u1000-50"),
+    ):  # nobody served them when it was opened
         with pytest.raises(StaleSession):
             await Peer(shard, user, mine.session).getattr(ROOT)
     await mine.getattr(ROOT)
@@ -150,9 +176,13 @@ async def test_lock_stays_when_another_ends_the_session(shard, client):
 
 def test_identity_of_another_brings_nothing_of_his():
     sessions = Sessions(None, 60.0, shard=1)
-    arrived = sessions.arrive(2 << 48 | 5, SessionRecord(b"s" * 16, 0, "a", False, 77, "client/alice.1"), (5,), 0.0)
+    arrived = sessions.arrive(
+        2 << 48 | 5, SessionRecord(b"s" * 16, 0, "a", False, 77, "client/alice.1"), (5,), 0.0
+    )
     for number, owner, brought in ((6, "client/mallory.1", []), (7, "client/alice.1", [arrived])):
-        session, _ = sessions.opening(1 << 48 | number, SessionRecord(b"t" * 16, 0, "b", False, 77, owner), 0.0)
+        session, _ = sessions.opening(
+            1 << 48 | number, SessionRecord(b"t" * 16, 0, "b", False, 77, owner), 0.0
+        )
         sessions.add(session)
         assert [came for came, _ in sessions.strangers()] == brought
     assert sessions.number_of(77) == 1 << 48 | 7
@@ -218,16 +248,39 @@ async def test_slot_of_older_software_answers_as_before(shard, client):
     assert (await client.file(ROOT, b"mine")).inode
 
 
-@pytest.mark.parametrize(("method", "request_", "same", "other"), [
-    (wire.META_SETATTR, pb.SetAttrRequest(inode=5, valid=8, size=9), {"rights": 3}, {"size": 10}),
-    (wire.META_ALLOCATE, pb.AllocateRequest(inode=5, length=9), {"rights": 3}, {"punch": True}),
-    (wire.META_RESERVE, pb.ReserveRequest(inode=5, length=9, deferred=True), {"cut": 2, "own": 7}, {"length": 10}),
-    (wire.META_CREATE, pb.CreateRequest(parent=5, name=b"f", mode=1), {"spread": True}, {"exclusive": True}),
-    (wire.META_UNLINK, pb.UnlinkRequest(parent=5, name=b"f"), {"spread": True}, {"name": b"g"}),
-    (wire.META_RENAME, pb.RenameRequest(parent=5, name=b"f", new_parent=6), {"spread": True}, {"new_parent": 7})])
+@pytest.mark.parametrize(
+    ("method", "request_", "same", "other"),
+    [
+        (wire.META_SETATTR, pb.SetAttrRequest(inode=5, valid=8, size=9), {"rights": 3}, {"size": 10}),
+        (wire.META_ALLOCATE, pb.AllocateRequest(inode=5, length=9), {"rights": 3}, {"punch": True}),
+        (
+            wire.META_RESERVE,
+            pb.ReserveRequest(inode=5, length=9, deferred=True),
+            {"cut": 2, "own": 7},
+            {"length": 10},
+        ),
+        (
+            wire.META_CREATE,
+            pb.CreateRequest(parent=5, name=b"f", mode=1),
+            {"spread": True},
+            {"exclusive": True},
+        ),
+        (wire.META_UNLINK, pb.UnlinkRequest(parent=5, name=b"f"), {"spread": True}, {"name": b"g"}),
+        (
+            wire.META_RENAME,
+            pb.RenameRequest(parent=5, name=b"f", new_parent=6),
+            {"spread": True},
+            {"new_parent": 7},
+        ),
+    ],
+)
 def test_mark_is_of_the_change_alone(method, request_, same, other):
-    def mark(epoch: int = 1, uid: int = 1, gid: int = 1, sequence: int = 1, of: int = method, **fields) -> int:
-        request = type(request_)(change=pb.Change(session=1, sequence=sequence, map_epoch=epoch, uid=uid, gid=gid))
+    def mark(
+        epoch: int = 1, uid: int = 1, gid: int = 1, sequence: int = 1, of: int = method, **fields
+    ) -> int:
+        request = type(request_)(
+            change=pb.Change(session=1, sequence=sequence, map_epoch=epoch, uid=uid, gid=gid)
+        )
         request.MergeFrom(request_)
         request.MergeFrom(type(request_)(**fields))
         return mark_of(of, request, request.SerializeToString())

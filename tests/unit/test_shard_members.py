@@ -1,6 +1,5 @@
 """What a member of a shard answers, and who watches over its primaries, without processes."""
 
-
 import asyncio
 import functools
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from nvpool.kv.options import LmdbOptions
 from nvpool.kv.replication.commit_mark import CommitMark
 from nvpool.kv.replication.member import MemberKv
 from nvpool.kv.replication.standby import StandbyKv
-from nvpool.kv.replication_log import ReplicationHistory, Position
+from nvpool.kv.replication_log import Position, ReplicationHistory
 from nvpool.meta.server.commit_gate import Gate
 from nvpool.meta.server.member import MemberOptions, ShardMember
 from nvpool.meta.server.replication_rpc import PrimaryDoor, StandbyDoor
@@ -56,9 +55,16 @@ class Bench:
         self.answer = None
         self.records: dict[int, bool | None] = {}
         """Of standbys that were asked: True unless it is said here."""
-        self.keeper = ShardKeeper(lambda: self.map, self.change, self.clock, lambda: SECRET, lambda: self.reign,
-                                  change_anywhere=self.change_anywhere, has_records=self.has_records,
-                                  unaware=lambda epoch: [3] if epoch > 1 else [])
+        self.keeper = ShardKeeper(
+            lambda: self.map,
+            self.change,
+            self.clock,
+            lambda: SECRET,
+            lambda: self.reign,
+            change_anywhere=self.change_anywhere,
+            has_records=self.has_records,
+            unaware=lambda epoch: [3] if epoch > 1 else [],
+        )
         self.right = ServiceRight(self.clock, SECRET, 1)
 
     async def has_records(self, shard, member):
@@ -77,12 +83,22 @@ class Bench:
         return self.map.shards[0]
 
     async def alive(self, member, term, right=None, whole_term=0):
-        request = pb.ShardAliveRequest(shard=1, member=member, term=term, map_epoch=self.map.epoch, whole_term=whole_term,
-                                       authority=self.right() if right is None else right)
-        return pb.ShardAliveReply.FromString(await self.keeper.answer(wire.META_ALIVE, request.SerializeToString()))
+        request = pb.ShardAliveRequest(
+            shard=1,
+            member=member,
+            term=term,
+            map_epoch=self.map.epoch,
+            whole_term=whole_term,
+            authority=self.right() if right is None else right,
+        )
+        return pb.ShardAliveReply.FromString(
+            await self.keeper.answer(wire.META_ALIVE, request.SerializeToString())
+        )
 
     async def standby(self, member, up, term, epoch):
-        request = pb.StandbyRequest(shard=1, member=member, up=up, term=term, epoch=epoch, authority=self.right())
+        request = pb.StandbyRequest(
+            shard=1, member=member, up=up, term=term, epoch=epoch, authority=self.right()
+        )
         answer = await self.keeper.answer(wire.META_STANDBY, request.SerializeToString())
         return decode_map(pb.StandbyReply.FromString(answer).map)
 
@@ -163,7 +179,9 @@ async def test_a_standby_that_does_not_answer_is_waited_for():
     bench.keeper.member_ended(1, 0)
     await bench.keeper.run_once()
     assert (bench.shard.member, bench.shard.term) == (0, 1)
-    with pytest.raises(Unavailable, match="meta-1.1 on node 1 may have changes .*nvpool shard standbys POOL 1 0"):
+    with pytest.raises(
+        Unavailable, match="meta-1.1 on node 1 may have changes .*nvpool shard standbys POOL 1 0"
+    ):
         await bench.alive(0, 0)
     bench.records = {}
     await bench.keeper.run_once()
@@ -177,7 +195,9 @@ async def test_proven_primary_goes_on_without_silent_standby():
     with pytest.raises(Unavailable, match="may have changes"):
         await bench.alive(0, 0, whole_term=5)
     reply = await bench.alive(0, 0, whole_term=1)
-    assert reply.term == 2 and reply.lease_ms and decode_map(reply.map).shards[0].standbys[0].state == "syncing"
+    assert (
+        reply.term == 2 and reply.lease_ms and decode_map(reply.map).shards[0].standbys[0].state == "syncing"
+    )
     bench.records = {}
     bench.keeper.member_ended(1, 0)  # from here on the standby may lack what the primary acknowledges
     await bench.keeper.run_once()
@@ -271,7 +291,9 @@ async def test_where_all_leases_of_the_reign_before_have_ended_nothing_is_waited
     await bench.keeper.run_once()
     assert bench.shard.member == 1
     bench = Bench("up")
-    bench.reign = Reign(bench, bounded=True, gone=2)  # the primary is on another node, and has the time to be heard
+    bench.reign = Reign(
+        bench, bounded=True, gone=2
+    )  # the primary is on another node, and has the time to be heard
     await bench.keeper.run_once()
     bench.clock.advance(HEARD_S - 0.1)
     await bench.keeper.run_once()
@@ -371,7 +393,11 @@ def test_answers_wait_for_what_was_changed_before_them_and_no_longer():
     one(3)
     assert [call.answer for call in answers[1:]] == [None] * 3
     history.advance(1)
-    assert answers[1].answer == (b"1", b"") and isinstance(answers[2].answer, AlreadyExists) and answers[3].answer is None
+    assert (
+        answers[1].answer == (b"1", b"")
+        and isinstance(answers[2].answer, AlreadyExists)
+        and answers[3].answer is None
+    )
     history.end()
     assert isinstance(answers[3].answer, Unavailable) and answers[3].answer.may_be_applied
 
@@ -436,10 +462,16 @@ async def test_a_standby_sends_clients_to_the_primary_and_hears_only_services(tm
 def test_who_is_deposed_by_a_map_does_not_act_on_what_that_map_gives_the_shard(tmp_path):
     """It may have come to the primary of the later term."""
     told, failed = [], []
-    first = PoolMap(MAP_FORMAT, "p", "p", 1, PoolSettings(), (Node(1, "n", "", ()),), shards=(Shard(1, 1, (), term=2),))
+    first = PoolMap(
+        MAP_FORMAT, "p", "p", 1, PoolSettings(), (Node(1, "n", "", ()),), shards=(Shard(1, 1, (), term=2),)
+    )
     options = MemberOptions(1, 1, 0, tmp_path, LmdbOptions(), SECRET)
     member = ShardMember(options, first, None, ManualClock(), None, failed.append)
-    member._kv, member._term, member._service = SimpleNamespace(), 2, SimpleNamespace(update_map=told.append, handle=None)
+    member._kv, member._term, member._service = (
+        SimpleNamespace(),
+        2,
+        SimpleNamespace(update_map=told.append, handle=None),
+    )
     second = replace(first, epoch=2)
     member.update_map(second)
     member.update_map(replace(first, epoch=3, shards=(replace(first.shards[0], member=1, term=3),)))
@@ -472,8 +504,15 @@ async def test_primary_that_begins_tells_its_proof(tmp_path):
     kv.apply([(b"a", b"1")])
     CommitMark.begin(mark, path, 2, kv.last.sequence)
     await kv.abandon()
-    first = PoolMap(MAP_FORMAT, "p", "p", 1, PoolSettings(), (Node(1, "n", "", ()),),
-                    shards=(Shard(1, 1, (), term=2, standbys=(StandbyMember(1, 1, (), "up"),)),))
+    first = PoolMap(
+        MAP_FORMAT,
+        "p",
+        "p",
+        1,
+        PoolSettings(),
+        (Node(1, "n", "", ()),),
+        shards=(Shard(1, 1, (), term=2, standbys=(StandbyMember(1, 1, (), "up"),)),),
+    )
     for named, term in ((mark, 2), (None, 0)):
         asked = Asked()
         named_options = MemberOptions(1, 1, 0, path, options, SECRET, mark=named)
@@ -484,20 +523,28 @@ async def test_primary_that_begins_tells_its_proof(tmp_path):
         await asyncio.wait([starting])
         await member.close()
         assert [(one.term, one.whole_term) for one in asked.requests] == [(0, term)] and mark.exists()
-    member = ShardMember(MemberOptions(1, 1, 0, path, options, SECRET, mark=mark), first, None, ManualClock(), None, None)
+    member = ShardMember(
+        MemberOptions(1, 1, 0, path, options, SECRET, mark=mark), first, None, ManualClock(), None, None
+    )
     member._kv = await MemberKv.open_member(path, options)
     await member.close()
     assert not mark.exists(), "a primary that ended in order leaves nothing behind"
 
 
-@pytest.mark.parametrize(("method", "message"), [(wire.META_SHIP, pb.ShipRequest), (wire.META_FOLLOW, pb.FollowRequest)])
+@pytest.mark.parametrize(
+    ("method", "message"), [(wire.META_SHIP, pb.ShipRequest), (wire.META_FOLLOW, pb.FollowRequest)]
+)
 def test_of_two_that_take_themselves_for_the_primary_the_one_of_the_later_term_is(method, message):
     clock, later = ManualClock(), []
-    door = PrimaryDoor(shard=1, member=2, term=7, clock=clock, secret=SECRET, on_later=lambda: later.append(True))
+    door = PrimaryDoor(
+        shard=1, member=2, term=7, clock=clock, secret=SECRET, on_later=lambda: later.append(True)
+    )
     right = ServiceRight(clock, SECRET, 1)()
 
     def answered(term, authority=right):
-        call = DirectCall(method, message(shard=1, member=2, term=term, authority=authority).SerializeToString())
+        call = DirectCall(
+            method, message(shard=1, member=2, term=term, authority=authority).SerializeToString()
+        )
         door.handle(call)
         return call.answer
 
@@ -512,7 +559,10 @@ def test_of_two_that_take_themselves_for_the_primary_the_one_of_the_later_term_i
 def test_a_right_is_one_of_a_service():
     clock = ManualClock()
 
-    assert read(ServiceRight(clock, SECRET, 7)()).rights == SERVICE and read(ServiceRight(clock, SECRET, 7)()).session == 7
+    assert (
+        read(ServiceRight(clock, SECRET, 7)()).rights == SERVICE
+        and read(ServiceRight(clock, SECRET, 7)()).session == 7
+    )
 
 
 @in_a_loop
@@ -522,9 +572,13 @@ async def test_keeper_has_the_map_say_what_was_taken_back():
     with pytest.raises(StaleGrant):
         await bench.keeper.answer(wire.META_TAKE_RIGHT, request.SerializeToString())
     request.authority = bench.right()
-    reply = pb.TakeRightReply.FromString(await bench.keeper.answer(wire.META_TAKE_RIGHT, request.SerializeToString()))
-    entry, = decode_map(reply.map).rights_taken
-    assert (entry.volume, entry.member, entry.epoch) == (7, "client/one.0a1b2c3d", 2) and list(reply.unaware) == [3]
+    reply = pb.TakeRightReply.FromString(
+        await bench.keeper.answer(wire.META_TAKE_RIGHT, request.SerializeToString())
+    )
+    (entry,) = decode_map(reply.map).rights_taken
+    assert (entry.volume, entry.member, entry.epoch) == (7, "client/one.0a1b2c3d", 2) and list(
+        reply.unaware
+    ) == [3]
     asking = pb.TakeRightRequest(shard=1, known=1, authority=bench.right()).SerializeToString()
     reply = pb.TakeRightReply.FromString(await bench.keeper.answer(wire.META_TAKE_RIGHT, asking))
     assert not reply.map and not reply.unaware and bench.map.epoch == 2

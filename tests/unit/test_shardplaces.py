@@ -24,8 +24,14 @@ from nvpool.testing.contracts.coordinator import first_map
 def test_a_drive_that_is_not_there_keeps_no_other_member_from_its_place(tmp_path):
     drives = [tmp_path / name / "store" for name in ("away", "here")]
     drives[1].mkdir(parents=True)
-    shard = Shard(1, 1, ("stream://127.0.0.1:1",), standbys=tuple(
-        StandbyMember(number, 1, (), path=str(drive)) for number, drive in enumerate(drives, 1)))
+    shard = Shard(
+        1,
+        1,
+        ("stream://127.0.0.1:1",),
+        standbys=tuple(
+            StandbyMember(number, 1, (), path=str(drive)) for number, drive in enumerate(drives, 1)
+        ),
+    )
     started = []
 
     async def nothing(name: str) -> None:
@@ -34,11 +40,19 @@ def test_a_drive_that_is_not_there_keeps_no_other_member_from_its_place(tmp_path
     async def run() -> None:
         first = first_map()
         local = [replace(one, endpoints=("stream+unix:/here",)) for one in (*first.nodes, *first.targets)]
-        coordinator = await EmbeddedCoordinator.found(MemoryKv(), replace(first, nodes=tuple(local[:1]),
-                                                                          targets=tuple(local[1:]), shards=(shard,)))
+        coordinator = await EmbeddedCoordinator.found(
+            MemoryKv(), replace(first, nodes=tuple(local[:1]), targets=tuple(local[1:]), shards=(shard,))
+        )
         leading = Leading(coordinator, 1, None, lambda target: None)
-        places = ShardPlaces(PoolDirectory(tmp_path), Config(), 1, leading, start=lambda: started.append(leading.pool_map),
-                             end=nothing, again=lambda name: None)
+        places = ShardPlaces(
+            PoolDirectory(tmp_path),
+            Config(),
+            1,
+            leading,
+            start=lambda: started.append(leading.pool_map),
+            end=nothing,
+            again=lambda name: None,
+        )
         with pytest.raises(NotFound, match="away"):
             await places.run_once()
         (away, here) = leading.pool_map.shards[0].standbys
@@ -70,16 +84,29 @@ def test_a_removed_directory_of_a_standby_is_made_again(tmp_path, monkeypatch):
         local = [replace(one, endpoints=("stream+unix:/here",)) for one in (*first.nodes, *first.targets)]
         drives = tuple(Drive(number, 1, str(path), 1 << 30) for number, path in enumerate((store, away), 1))
         targets = tuple(replace(local[1], id=number, drive=number) for number in (1, 2))
-        coordinator = await EmbeddedCoordinator.found(MemoryKv(), replace(first, nodes=tuple(local[:1]), drives=drives,
-                                                                          targets=targets, shards=(shard,), tables=()))
-        places = ShardPlaces(PoolDirectory(tmp_path), Config(), 1, Leading(coordinator, 1, None, lambda target: None),
-                             start=lambda: None, end=nothing, again=lambda name: None)
+        coordinator = await EmbeddedCoordinator.found(
+            MemoryKv(),
+            replace(
+                first, nodes=tuple(local[:1]), drives=drives, targets=targets, shards=(shard,), tables=()
+            ),
+        )
+        places = ShardPlaces(
+            PoolDirectory(tmp_path),
+            Config(),
+            1,
+            Leading(coordinator, 1, None, lambda target: None),
+            start=lambda: None,
+            end=nothing,
+            again=lambda name: None,
+        )
         await places.run_once()
         await coordinator.close()
 
     asyncio.run(run())
     made = [Path(one.path).is_dir() for one in standbys]
-    assert made == [True, False, False], "not of one that the map counts on, nor on a drive that is not mounted"
+    assert made == [True, False, False], (
+        "not of one that the map counts on, nor on a drive that is not mounted"
+    )
 
 
 def test_a_shard_is_not_added_at_a_port_that_another_process_was_given_meanwhile(tmp_path):
@@ -93,15 +120,29 @@ def test_a_shard_is_not_added_at_a_port_that_another_process_was_given_meanwhile
         async def change(self, decide):
             if not self.taken:
                 self.taken = free_ports(1, config.network, used_ports(self.pool_map))[0]
-                await super().change(lambda newest: replace(newest, nodes=tuple(
-                    replace(one, endpoints=(f"stream://127.0.0.1:{self.taken}",)) for one in newest.nodes)))
+                await super().change(
+                    lambda newest: replace(
+                        newest,
+                        nodes=tuple(
+                            replace(one, endpoints=(f"stream://127.0.0.1:{self.taken}",))
+                            for one in newest.nodes
+                        ),
+                    )
+                )
             return await super().change(decide)
 
     async def run() -> None:
         first = first_map()
         local = [replace(one, endpoints=("stream+unix:/here",)) for one in (*first.nodes, *first.targets)]
-        coordinator = await EmbeddedCoordinator.found(MemoryKv(), replace(
-            first, nodes=tuple(local[:1]), targets=tuple(local[1:]), shards=(Shard(1, 1, ("stream://127.0.0.1:1",)),)))
+        coordinator = await EmbeddedCoordinator.found(
+            MemoryKv(),
+            replace(
+                first,
+                nodes=tuple(local[:1]),
+                targets=tuple(local[1:]),
+                shards=(Shard(1, 1, ("stream://127.0.0.1:1",)),),
+            ),
+        )
         leading = Late(coordinator, 1, None, lambda target: None)
         shards = MetaShards(PoolDirectory(tmp_path), config, 1, leading, None, start=lambda: None)
         with pytest.raises(Busy, match="ports"):

@@ -39,12 +39,15 @@ def in_loop(test):
     @functools.wraps(test)
     def run(*arguments, **named):
         asyncio.run(asyncio.wait_for(test(*arguments, **named), 100))
+
     return run
 
 
 @asynccontextmanager
 async def made(replicas=2, targets=2):
-    async with HoldingPool(capacities=(64 * MIB,) * targets, replicas=replicas, chunk_bytes=CHUNK, tells_map=True) as pool:
+    async with HoldingPool(
+        capacities=(64 * MIB,) * targets, replicas=replicas, chunk_bytes=CHUNK, tells_map=True
+    ) as pool:
         yield pool, (await pool.client("first", OPTIONS)).vfs
 
 
@@ -70,7 +73,9 @@ async def test_who_asks_for_places_asks_others_again_when_all_were_silent_for_a_
         for target in (first, second):
             pool.hold(target, Method.DATA_EXTENTS)
         copying = asyncio.create_task(vfs.copy_range(handle, 0, copy, 0, len(content)))
-        await pool.until(lambda: pool.asked[second, Method.DATA_EXTENTS] and pool.asked[first, Method.DATA_EXTENTS] > 1)
+        await pool.until(
+            lambda: pool.asked[second, Method.DATA_EXTENTS] and pool.asked[first, Method.DATA_EXTENTS] > 1
+        )
         pool.let_go(second)
         assert await copying == len(content)
         assert len(pool.held[first]) == pool.asked[first, Method.DATA_EXTENTS]  # it never said anything
@@ -132,18 +137,31 @@ async def test_a_copy_in_a_silent_store_is_made_where_the_chunks_are_by_the_next
     async with made(replicas=1) as (pool, vfs):
         content = os.urandom(100_000)
         handle = await new_file(vfs, b"file", content)
-        source, = pool.pool_map.chain(1, chain_of(handle.inode, 0)).targets
+        (source,) = pool.pool_map.chain(1, chain_of(handle.inode, 0)).targets
         other = 3 - source
-        index = next(index for index in range(1, 1000)
-                     if pool.pool_map.chain(1, chain_of(handle.inode, index)).targets == (source,))
+        index = next(
+            index
+            for index in range(1, 1000)
+            if pool.pool_map.chain(1, chain_of(handle.inode, index)).targets == (source,)
+        )
         pool.hold(source, Method.DATA_COPY)
         copying = asyncio.create_task(vfs.copy_range(handle, 0, handle, index * CHUNK, 24 * 4096))
         await pool.until(lambda: pool.held[source])
 
         def moved(pool_map):
-            return replace(pool_map, tables=tuple(replace(table, chains=tuple(
-                replace(chain, targets=(other,), epoch=chain.epoch + 1) for chain in table.chains))
-                for table in pool_map.tables))
+            return replace(
+                pool_map,
+                tables=tuple(
+                    replace(
+                        table,
+                        chains=tuple(
+                            replace(chain, targets=(other,), epoch=chain.epoch + 1) for chain in table.chains
+                        ),
+                    )
+                    for table in pool_map.tables
+                ),
+            )
+
         await pool.change_map(moved)
         assert await copying == 24 * 4096
         assert pool.asked[other, Method.DATA_COPY] == 1 and len(pool.held[source]) == 1
@@ -204,9 +222,12 @@ async def test_reads_go_to_another_replica_while_a_host_lets_nobody_connect(monk
         content = os.urandom(300_000)
         await new_file(vfs, b"file", content)
         for silent in (1, 2):
-            endpoint, = pool.pool_map.target_by_id[silent].endpoints
-            monkeypatch.setattr(transport("inproc"), "faults", lambda where, kind, _, endpoint=endpoint:
-                                None if (where, kind) == (endpoint, HELLO) else 0.0)
+            (endpoint,) = pool.pool_map.target_by_id[silent].endpoints
+            monkeypatch.setattr(
+                transport("inproc"),
+                "faults",
+                lambda where, kind, _, endpoint=endpoint: None if (where, kind) == (endpoint, HELLO) else 0.0,
+            )
             fresh = (await pool.client(f"of {silent}", OPTIONS)).vfs
             attr = await fresh.look(ROOT_INODE, b"file")
             handle = await fresh.open(attr.inode, os.O_RDONLY, ME)
@@ -218,7 +239,9 @@ async def test_reads_go_to_another_replica_while_a_host_lets_nobody_connect(monk
 
 @pytest.mark.parametrize("first", ["silent", "refuses"])
 @in_loop
-async def test_a_read_that_the_other_replica_refused_for_now_is_asked_of_it_again_while_the_first_is_silent(first):
+async def test_a_read_that_the_other_replica_refused_for_now_is_asked_of_it_again_while_the_first_is_silent(
+    first,
+):
     async with made() as (pool, vfs):
         content = os.urandom(100_000)
         handle = await new_file(vfs, b"file", content)
@@ -237,6 +260,7 @@ async def test_a_read_that_the_other_replica_refused_for_now_is_asked_of_it_agai
                 asked += 1
                 pool.held[other].pop().fail(Busy("a write of the chunk is not decided: ask another target"))
             return asked >= 3 and bool(pool.held[silent])
+
         await pool.until(refused)
         pool.let_go(other)
         assert bytes(await reading) == content[8192:12288]

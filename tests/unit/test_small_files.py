@@ -50,14 +50,19 @@ class CountingPool(LocalPool):
         def count(call) -> None:
             self.sent[Method.Name(call.method)] += 1
             handler(call)
+
         await super()._listen(role, number, count)
 
 
 class Case:
-    def __init__(self, options: ClientOptions = EXACT, meta: MetaOptions | None = None, **pool_options) -> None:
+    def __init__(
+        self, options: ClientOptions = EXACT, meta: MetaOptions | None = None, **pool_options
+    ) -> None:
         self.options = options
         self.chunks: dict[int, dict] = {}
-        self.pool = CountingPool(make_store=self.make, meta_options=meta or MetaOptions(watch_s=1.0), **pool_options)
+        self.pool = CountingPool(
+            make_store=self.make, meta_options=meta or MetaOptions(watch_s=1.0), **pool_options
+        )
 
     async def make(self, pool: LocalPool, target: int) -> PlainStore:
         return PlainStore(target, pool.grant_secret, chunks=self.chunks.setdefault(target, {}))
@@ -120,6 +125,7 @@ def test_a_small_file_that_nobody_knows_costs_two_trips_whatever_its_reader_does
             handle = case.one.open_now((await case.one.lookup(ROOT_INODE, b"file")).inode, os.O_RDONLY)
             assert case.one.read_now(handle, 100, 50) == content[100:150]
             await case.one.release(handle)
+
     run(main())
 
 
@@ -130,6 +136,7 @@ def test_a_file_that_is_made_written_and_closed_costs_three_trips_and_none_to_be
             assert sent == {"META_CREATE": 1, "DATA_WRITE": 1, "META_REPORT": 1}
             _, sent = await case.counted(get(case.one, b"file"))
             assert sent == {"DATA_READ": 1}
+
     run(main())
 
 
@@ -150,13 +157,21 @@ def test_reading_many_files_by_path_is_one_message_for_the_shard_and_one_for_eac
                 assert [bytes(one) for one in found] == list(contents.values())
                 assert sent.pop("META_LOOKUP_MANY", 0) == expected and sent.pop("DATA_READ") <= 3 and not sent
             await pool.client.vfs.symlink(ROOT_INODE, b"link", b"a/2", ME)
-            assert [bytes(one) for one in await pool.read_many(["link", "a/4"])] == [contents["a/2"], contents["a/4"]]
-            for missing, error in (("a/nothing", FileNotFoundError), ("a/b", IsADirectoryError), ("a/2/x", NotADirectoryError),
-                                   ("gone/x", FileNotFoundError)):
+            assert [bytes(one) for one in await pool.read_many(["link", "a/4"])] == [
+                contents["a/2"],
+                contents["a/4"],
+            ]
+            for missing, error in (
+                ("a/nothing", FileNotFoundError),
+                ("a/b", IsADirectoryError),
+                ("a/2/x", NotADirectoryError),
+                ("gone/x", FileNotFoundError),
+            ):
                 with pytest.raises(error) as raised:
                     await pool.read_many(["a/2", missing])
                 assert raised.value.filename == missing
             assert not case.one.cache.open and not pool.client.vfs.cache.open
+
     run(main())
 
 
@@ -182,18 +197,22 @@ def test_stat_of_ten_thousand_names_in_the_order_of_a_listing_is_a_few_messages(
             async def stat_all() -> None:
                 for name in names:
                     assert (await case.one.lookup(parent, name)).mode & 0o777 == 0o644
+
             _, sent = await case.counted(stat_all())
             assert sum(sent.values()) <= 30
             _, sent = await case.counted(stat_all())
             assert not sent
             with pytest.raises(NotFound):
                 await case.one.lookup(parent, b"no such name")
+
     run(main())
 
 
 def test_the_next_names_are_on_their_way_before_the_last_ones_are_looked_up():
     async def main() -> None:
-        async with Case(meta=MetaOptions(watch_s=30.0)) as case:  # none ends meanwhile, also where the machine is busy
+        async with Case(
+            meta=MetaOptions(watch_s=30.0)
+        ) as case:  # none ends meanwhile, also where the machine is busy
             parent, names = await many(case, 3000)
 
             async def stat_all() -> int:
@@ -205,9 +224,11 @@ def test_the_next_names_are_on_their_way_before_the_last_ones_are_looked_up():
                     for _ in range(5):
                         await asyncio.sleep(0)
                 return asked
+
             asked, sent = await case.counted(stat_all())
             assert asked <= 10 and sent["META_LIST"] <= 10 and sent["META_LOOKUP"] <= 4
             assert not case.one._renewals
+
     run(main())
 
 
@@ -223,7 +244,9 @@ def test_names_at_the_beginning_that_are_looked_up_again_and_again_bring_no_othe
                     for name in names[:10]:
                         assert case.one.lookup_now(parent, name)
                     await asyncio.sleep(0)
+
             assert not (await case.counted(stat_some()))[1]
+
     run(main())
 
 
@@ -238,10 +261,12 @@ def test_names_whose_answer_was_to_come_and_failed_are_asked_for_one_by_one():
                     await asyncio.sleep(0)
                     raise Disconnected("asked for by the test")
                 return await ask(inode, method, request, reply)
+
             case.one.meta.ask = ask_or_fail
             for name in names:
                 assert (await case.one.lookup(parent, name)).mode & 0o777 == 0o644
             assert not case.one._renewals
+
     run(main())
 
 
@@ -253,8 +278,10 @@ def test_names_that_are_looked_up_in_no_order_are_not_asked_for_in_advance_again
             async def stat_some() -> None:
                 for name in sorted(names)[::8]:
                     await case.one.lookup(parent, name)
+
             _, sent = await case.counted(stat_some())
             assert sent["META_LIST"] <= 6
+
     run(main())
 
 
@@ -269,8 +296,10 @@ def test_what_was_listed_is_not_asked_for():
             async def stat_all() -> None:
                 for entry in entries:
                     assert (await pool.stat("many/" + entry.name)).st_ino == entry.stat.st_ino
+
             _, sent = await case.counted(stat_all())
             assert sum(sent.values()) <= 3  # for the directory, once a second
+
     run(main())
 
 
@@ -305,6 +334,7 @@ def test_what_another_client_changes_is_seen_by_the_next_open_and_look_up():
             await other.setxattr((await one.lookup(ROOT_INODE, b"second name")).inode, b"user.x", b"1", 0, ME)
             assert await one.getxattr((await one.lookup(ROOT_INODE, b"second name")).inode, b"user.x") == b"1"
             assert case.pool.meta._watches.waited_out == 0
+
     run(main())
 
 
@@ -316,6 +346,7 @@ def test_a_file_that_two_clients_write_and_read_in_turns_is_not_lent_again_and_a
                 assert await get(case.one, b"file") == b"%d" % number
                 await put(case.other, b"file", b"%d" % (number + 1))
             assert case.pool.meta._watches.recalled <= 2
+
     run(main())
 
 
@@ -342,6 +373,7 @@ def test_a_client_that_does_not_answer_holds_up_a_change_once_and_not_for_long_a
             await asyncio.sleep(0.2)
             found, sent = await case.counted(get(one, names[3]))
             assert found == b"second"
+
     run(main())
 
 
@@ -359,10 +391,12 @@ def test_answers_that_are_lost_are_given_again_before_a_change_is_made():
                     lost.append(call)
                     watch.call = SimpleNamespace(reply=lambda *_: call.fail(Disconnected("on the way")))
                 answer(watch, watch.call)
+
             watches._answer = lose
             await put(other, b"file", b"second")
             assert len(lost) == 3 and watches.waited_out == 0
             assert await get(one, b"file") == b"second"
+
     run(main())
 
 
@@ -381,6 +415,7 @@ def test_more_than_can_be_told_ends_all_leases(monkeypatch):
             await get(one, b"1")
             await put(other, b"1", b"second")
             assert await get(one, b"1") == b"second"
+
     run(main())
 
 
@@ -403,6 +438,7 @@ def test_a_shard_that_is_started_again_changes_nothing_before_those_who_had_leas
                     raise AssertionError("a lease of the process before")
                 await asyncio.sleep(0.02)
             assert await get(one, b"file") == b"second"
+
     run(main())
 
 
@@ -426,6 +462,7 @@ def test_a_file_opened_without_a_question_stays_readable_when_another_client_unl
             await asyncio.sleep(0.1)
             await case.pool.meta.run_once()
             assert not any(key[0] == inode for chunks in case.chunks.values() for key in chunks)
+
     run(main())
 
 
@@ -447,13 +484,16 @@ def test_an_open_that_asked_nobody_is_told_soon_and_one_that_was_closed_meanwhil
             await case.one.release(again)
             await asyncio.sleep(0.1)
             assert not session.opens and case.pool.sent["META_RELEASE"] == 1
+
     run(main())
 
 
 @pytest.mark.parametrize("size", [100, 200 * KIB])
 def test_a_client_that_was_stopped_for_so_long_that_its_file_is_gone_gets_an_error_and_no_zeros(size):
     async def main() -> None:
-        async with Case(EXACT._replace(tell_s=1000.0), meta=MetaOptions(watch_s=1.0, linger_s=0.0, tick_s=3600)) as case:
+        async with Case(
+            EXACT._replace(tell_s=1000.0), meta=MetaOptions(watch_s=1.0, linger_s=0.0, tick_s=3600)
+        ) as case:
             one, other, content = case.one, case.other, b"\1" * size
             inode = await put(other, b"file", content)
             await asyncio.sleep(0.1)
@@ -470,6 +510,7 @@ def test_a_client_that_was_stopped_for_so_long_that_its_file_is_gone_gets_an_err
                 await one.read_many([(handle, 0, 50)], memoryview(bytearray(50)))
             assert one.read_now(handle, 0, 50) is None
             await one.release(handle)
+
     run(main())
 
 
@@ -483,6 +524,7 @@ def test_a_file_that_changes_while_it_is_read_through_an_open_that_asked_nobody_
             assert bytes(await case.one.read(handle, 0, 50)) in (b"a" * 50, b"b" * 50)
             assert not handle.file.untold
             await case.one.release(handle)
+
     run(main())
 
 
@@ -495,6 +537,7 @@ def test_time_that_this_process_stood_still_ends_its_leases():
             assert await get(still, b"file") == b"x" and still.leases.held(inode)
             clock.ahead_s = 5.0
             assert still.leases.held(inode) is None and still.open_now(inode, os.O_RDONLY) is None
+
     run(main())
 
 
@@ -505,9 +548,12 @@ def test_an_answer_that_was_sent_before_a_lease_ended_begins_none():
             leases, watch = case.one.leases, state_of(case.one).watch
             sent_s = case.pool.clock.boottime_s()
             leases.end(watch, [inode])
-            assert leases.take(inode, 60_000, sent_s) is None and leases.take(inode, 60_000, case.pool.clock.boottime_s())
+            assert leases.take(inode, 60_000, sent_s) is None and leases.take(
+                inode, 60_000, case.pool.clock.boottime_s()
+            )
             leases.end_all(watch)
             assert leases.held(inode) is None and leases.take(inode, 60_000, sent_s) is None
+
     run(main())
 
 
@@ -569,7 +615,10 @@ async def history(seed: int, steps: int, faults: bool) -> None:
                     await case.pool.stop_shard()
                     await case.pool.start_shard()
 
-        others = [asyncio.create_task(work) for work in [read(vfs) for vfs in clients] + ([disturb()] if faults else [])]
+        others = [
+            asyncio.create_task(work)
+            for work in [read(vfs) for vfs in clients] + ([disturb()] if faults else [])
+        ]
         try:
             await asyncio.gather(*[write(vfs) for vfs in clients])
         finally:

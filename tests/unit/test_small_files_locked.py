@@ -17,7 +17,10 @@ def test_who_takes_a_lock_believes_no_lease_and_no_content_from_before_it():
         async with Case() as case:
             inode = await put(case.other, b"file", b"a" * 100)
             handle = await case.one.open((await case.one.lookup(ROOT_INODE, b"file")).inode, os.O_RDONLY, ME)
-            assert bytes(await case.one.read(handle, 0, 100)) == b"a" * 100 and case.one.read_now(handle, 0, 100) is not None
+            assert (
+                bytes(await case.one.read(handle, 0, 100)) == b"a" * 100
+                and case.one.read_now(handle, 0, 100) is not None
+            )
             locker = await case.other.open(inode, os.O_RDWR, ME)
             for content in (b"b" * 100, b"c" * 50):  # written and cut, and the writer goes on having it open
                 assert case.one.reader.content(handle.file) is not None
@@ -31,6 +34,7 @@ def test_who_takes_a_lock_believes_no_lease_and_no_content_from_before_it():
                 await case.one.setlk(handle, 1, 0, LAST_BYTE, UNLOCKED)
             await case.other.release(locker)
             await case.one.release(handle)
+
     run(main())
 
 
@@ -54,6 +58,7 @@ def test_no_content_is_kept_beyond_the_end_of_a_session(locked):
             _, sent = await case.counted(get(case.one, b"file"))
             assert sent["DATA_READ"] == 1
             await case.one.release(handle)
+
     run(main())
 
 
@@ -70,6 +75,7 @@ def test_what_was_stored_and_could_not_be_reported_is_not_hidden_by_what_was_rea
                 await case.one.release(handle)
             case.one.meta.change = change
             assert await get(case.one, b"file") == b"b" * 4096
+
     run(main())
 
 

@@ -12,7 +12,15 @@ from msgspec.structs import replace
 from nvpool.client.reverse_paths import PathFinder
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.types import Caller
-from nvpool.core.errors import AlreadyExists, Busy, DirectoryNotEmpty, IsADirectory, NotFound, Unavailable, WouldLoop
+from nvpool.core.errors import (
+    AlreadyExists,
+    Busy,
+    DirectoryNotEmpty,
+    IsADirectory,
+    NotFound,
+    Unavailable,
+    WouldLoop,
+)
 from nvpool.core.ids import ROOT_INODE, inode_number, partition_of
 from nvpool.meta.options import MetaOptions
 from nvpool.meta.state import records
@@ -90,13 +98,17 @@ def run(main, **options) -> None:
         async with Names(**options) as names:
             await main(names)
             await names.quiet()
+
     asyncio.run(whole())
 
 
 def test_directories_are_made_filled_listed_and_removed_wherever_they_lie():
     async def main(names: Names) -> None:
         vfs = names.vfs
-        made = {b"d%d" % number: (await vfs.mkdir(names.at[2], b"d%d" % number, 0o755, ME)).inode for number in range(20)}
+        made = {
+            b"d%d" % number: (await vfs.mkdir(names.at[2], b"d%d" % number, 0o755, ME)).inode
+            for number in range(20)
+        }
         assert {vfs.meta.shard_of(inode) for inode in made.values()} == set(SHARDS)
         assert await names.names(names.at[2]) == made
         other = (await names.pool.client("second", OPTIONS)).vfs
@@ -114,6 +126,7 @@ def test_directories_are_made_filled_listed_and_removed_wherever_they_lie():
         assert (await vfs.getattr(names.at[2])).links == 2
         with pytest.raises(NotFound):
             await other.mkdir(made[b"d1"], b"late", 0o755, ME)
+
     run(main)
 
 
@@ -127,7 +140,9 @@ def test_a_file_is_renamed_linked_opened_and_unlinked_by_a_name_on_another_shard
         assert await names.content((await vfs.lookup(at[2], b"b")).inode) == b"bytes"
         other = (await names.pool.client("second", OPTIONS)).vfs
         assert (await other.lookup(at[2], b"b")).inode == inode
-        attr, handle = await other.create(at[2], b"b", 0o600, os.O_RDWR | os.O_TRUNC, ME)  # it is there, and elsewhere
+        attr, handle = await other.create(
+            at[2], b"b", 0o600, os.O_RDWR | os.O_TRUNC, ME
+        )  # it is there, and elsewhere
         assert attr.inode == inode and attr.size == 0
         await other.release(handle)
         with pytest.raises(AlreadyExists):
@@ -144,6 +159,7 @@ def test_a_file_is_renamed_linked_opened_and_unlinked_by_a_name_on_another_shard
         for name in await names.names(ROOT_INODE):
             with pytest.raises(IsADirectory):
                 await vfs.unlink(ROOT_INODE, name, ME)
+
     run(main)
 
 
@@ -167,6 +183,7 @@ def test_directories_move_over_shards_and_never_below_themselves():
         name = next(iter(await names.names(at[2])))
         await vfs.rename(at[3], b"moved", at[2], name, 0, ME)  # in place of an empty one
         assert (await names.names(at[2]))[name] == at[1] and empty not in (await names.names(at[2])).values()
+
     run(main)
 
 
@@ -178,14 +195,18 @@ def test_two_names_change_places_over_shards():
         await vfs.rename(at[1], b"a", at[2], name, 2, ME)
         assert await names.names(at[1]) == {b"a": directory} and await names.names(at[2]) == {name: file}
         assert (await vfs.getattr(directory)).parent == at[1]
+
     run(main)
 
 
 def test_changes_of_many_clients_over_the_same_directories_end_and_lose_nothing():
     async def main(names: Names) -> None:
         clients = [(await names.pool.client(f"client {number}", OPTIONS)).vfs for number in range(3)]
-        inodes = {b"%d-%d" % (number, shard): await names.file(names.at[shard], b"%d-%d" % (number, shard))
-                  for number in range(3) for shard in SHARDS}
+        inodes = {
+            b"%d-%d" % (number, shard): await names.file(names.at[shard], b"%d-%d" % (number, shard))
+            for number in range(3)
+            for shard in SHARDS
+        }
 
         async def carry(number: int) -> None:
             vfs = clients[number]
@@ -202,6 +223,7 @@ def test_changes_of_many_clients_over_the_same_directories_end_and_lose_nothing(
             assert found.keys().isdisjoint(listed)
             found |= listed
         assert found == inodes
+
     run(main)
 
 
@@ -210,9 +232,11 @@ def test_what_a_request_tells_is_asked_for_together():
         vfs, at = names.vfs, names.at
         asked: list[int] = []
         for meta in names.pool.metas.values():
+
             def hold(request, shard=meta._shard, hold=meta._spanning.participant.hold):
                 asked.append(shard)
                 return hold(request)
+
             meta._spanning.participant.hold = hold
         for _ in range(20):
             await vfs.mkdir(at[2], b"d", 0o755, ME)
@@ -229,6 +253,7 @@ def test_what_a_request_tells_is_asked_for_together():
         asked.clear()
         await vfs.link(inode, at[2], b"g", ME)
         assert asked == [2]
+
     run(main)
 
 
@@ -239,7 +264,9 @@ def test_paths_of_inodes_are_found_over_all_shards():
         moved = await names.file(below, b"moved")
         await names.vfs.rename(below, b"moved", names.at[2], b"away", 0, ME)
         client = names.pool._clients[0]
-        found = await PathFinder(lambda: client.pool_map, client.dialer, names.pool.clock).find([there, moved, below])
+        found = await PathFinder(lambda: client.pool_map, client.dialer, names.pool.clock).find(
+            [there, moved, below]
+        )
         for inode, path in found.items():
             attr, place = None, ROOT_INODE
             for name in path.strip(b"/").split(b"/"):
@@ -247,6 +274,7 @@ def test_paths_of_inodes_are_found_over_all_shards():
                 place = attr.inode
             assert place == inode
         assert found.keys() == {there, moved, below}
+
     run(main)
 
 
@@ -260,6 +288,7 @@ def test_what_was_refused_after_others_were_asked_is_remembered_by_nobody():
             with pytest.raises(DirectoryNotEmpty):
                 await vfs.rmdir(names.at[1], name, ME)
         assert not any(meta._spanning.coordinator._active for meta in names.pool.metas.values())
+
     run(main)
 
 
@@ -280,17 +309,22 @@ def test_who_changes_something_over_shards_is_not_told_of_it_and_others_are():
             told[who] += asked
 
         for who, one in (("first", vfs), ("second", other)):
+
             async def on_recall(inodes: list[int], who: str = who) -> None:
                 note(who, inodes)
+
             one.on_recall = on_recall
             await one.getattr(inode)
         async with asyncio.timeout(60):
-            while other.leases.held(inode) is None or vfs.leases.held(inode) is None:  # not lent soon after a change
+            while (
+                other.leases.held(inode) is None or vfs.leases.held(inode) is None
+            ):  # not lent soon after a change
                 await asyncio.sleep(0.1)
                 await asyncio.gather(vfs._fetch_attr(inode), other._fetch_attr(inode))
         await vfs.rename(at[3], b"f", at[2], b"f", 0, ME)
         await vfs.rename(at[2], b"f", at[1], b"f", 0, ME)
         assert inode in told["second"] and inode not in told["first"]
+
     run(main)
 
 
@@ -304,8 +338,9 @@ def test_leases_end_while_a_shard_that_is_silent_is_asked_what_became_of_its_cha
         outcome = pool.metas[2]._routes[wire.META_OUTCOME]
         pool.metas[2]._routes[wire.META_OUTCOME] = asked.append
         span = SpanId(2, 7, 1)
-        await meta._spanning.participant.hold(pb.HoldRequest(id=id_message(span), order=1,
-                                                             keys=[records.inode_key(names.at[3])]))
+        await meta._spanning.participant.hold(
+            pb.HoldRequest(id=id_message(span), order=1, keys=[records.inode_key(names.at[3])])
+        )
         async with asyncio.timeout(60):
             while not asked:  # noqa: ASYNC110 (nobody is told)
                 await asyncio.sleep(0.01)
@@ -315,6 +350,7 @@ def test_leases_end_while_a_shard_that_is_silent_is_asked_what_became_of_its_cha
         pool.metas[2]._routes[wire.META_OUTCOME] = outcome
         for call in asked:
             outcome(call)
+
     monkeypatch.setattr(participant, "ASK_AFTER_S", 0.05)
     monkeypatch.setattr(participant, "ASK_S", 120.0)
     run(main, meta_options=MetaOptions(tick_s=0.05))
@@ -340,14 +376,18 @@ def test_a_coordinator_that_is_silent_keeps_nobody_from_asking_another(monkeypat
         for call in asked:
             outcome(call)
         await asking
+
     monkeypatch.setattr(participant, "ASK_AFTER_S", 0.0)
     monkeypatch.setattr(participant, "ASK_S", 120.0)
     run(main, meta_options=MetaOptions(tick_s=3600.0))
 
 
-def test_who_has_left_the_pool_is_told_nothing_more_and_answers_nobody_and_who_is_not_known_yet_is_asked_again(monkeypatch):
+def test_who_has_left_the_pool_is_told_nothing_more_and_answers_nobody_and_who_is_not_known_yet_is_asked_again(
+    monkeypatch,
+):
     """A shard leaves when it holds for nobody: it had done its part, and what was lost is its answer. One that is newer than
     the map at hand has not left: what it decided is not taken for undecided."""
+
     async def main(names: Names) -> None:
         await names.quiet()
         pool_map, spanning = names.pool.pool_map, names.pool.metas[1]._spanning
@@ -358,7 +398,9 @@ def test_who_has_left_the_pool_is_told_nothing_more_and_answers_nobody_and_who_i
             key = records.inode_key(inode_number(partition_of(names.at[1]), 1000 + number))
             await participating.hold(pb.HoldRequest(id=id_message(span), order=1, keys=[key]))
         told = SpanId(1, 7, 1)
-        spanning.coordinator._begin_telling(told, Decision(NO_TURN, {3: [(records.inode_key(names.at[3]), None)]}))
+        spanning.coordinator._begin_telling(
+            told, Decision(NO_TURN, {3: [(records.inode_key(names.at[3]), None)]})
+        )
         async with asyncio.timeout(20):
             await spanning.coordinator.all_told()
         await participating.run_once()
@@ -366,6 +408,7 @@ def test_who_has_left_the_pool_is_told_nothing_more_and_answers_nobody_and_who_i
         peers.use_map(replace(pool_map, shards_given=9))
         await participating.run_once()
         assert new not in participating._holds.by_span
+
     monkeypatch.setattr(participant, "ASK_AFTER_S", 0.0)
     run(main, meta_options=MetaOptions(tick_s=3600.0))
 
@@ -384,12 +427,14 @@ def test_a_change_over_shards_waits_for_a_cut_no_longer_than_for_anything_else(m
         deciding.end(span)
         assert not cutting.done()
         del meta._view.cutting[5]
+
     monkeypatch.setattr(coordinator, "SPAN_S", 0.05)
     run(main)
 
 
 def test_what_a_change_wants_of_partitions_on_their_way_it_gets_only_where_they_wait_for_it(monkeypatch):
     """What is held when nothing was held there any more would stay behind, and what is decided about it be lost."""
+
     async def main(names: Names) -> None:
         await names.quiet()
         meta = names.pool.metas[3]
@@ -398,8 +443,11 @@ def test_what_a_change_wants_of_partitions_on_their_way_it_gets_only_where_they_
         going, staying = ours[:2], ours[2:4]
 
         def request(number: int, partition: int) -> pb.HoldRequest:
-            return pb.HoldRequest(id=id_message(SpanId(1, 7, number)), order=number,
-                                  keys=[records.inode_key(inode_number(partition, number))])
+            return pb.HoldRequest(
+                id=id_message(SpanId(1, 7, number)),
+                order=number,
+                keys=[records.inode_key(inode_number(partition, number))],
+            )
 
         await hold(request(1, staying[0]))
         await hold(request(2, going[0]))
@@ -422,12 +470,14 @@ def test_what_a_change_wants_of_partitions_on_their_way_it_gets_only_where_they_
         await hold(request(1, going[0]))
         for number in (1, 3):
             meta._spanning.participant.end(SpanId(1, 7, number), [])
+
     monkeypatch.setattr(participant, "ASK_AFTER_S", 1e9)  # the coordinator of these knows nothing of them
     run(main)
 
 
 def test_each_name_of_an_inode_of_another_shard_is_listed_with_its_attributes():
     """Two names in one answer for one inode, which its own shard is asked about once."""
+
     async def main() -> None:
         async with Names() as names:
             vfs = names.vfs
@@ -438,6 +488,7 @@ def test_each_name_of_an_inode_of_another_shard_is_listed_with_its_attributes():
             listing = await other.opendir(names.at[2])
             entries, _ = await other.readdir(listing, 0, 10)
             assert {entry.name: (entry.attr.mode, entry.attr.links) for entry in entries} == dict.fromkeys(
-                (b"a", b"b", b"c"), (link.mode, 4))
+                (b"a", b"b", b"c"), (link.mode, 4)
+            )
 
     asyncio.run(main())

@@ -16,7 +16,9 @@ from nvpool.meta.server.service import MetaOptions
 from nvpool.meta.transactions import participant
 from nvpool.testing.env.pool import problems_of
 
-PATIENT = ClientOptions(deadline_s=60.0, fresh_s=0.0, attr_s=0.0, retry_first_s=0.01, retry_last_s=0.05, leases=False)
+PATIENT = ClientOptions(
+    deadline_s=60.0, fresh_s=0.0, attr_s=0.0, retry_first_s=0.01, retry_last_s=0.05, leases=False
+)
 STEPS_MAX = 12
 """More than any of these changes has."""
 
@@ -217,7 +219,9 @@ async def restart(names: Names, shard: int, power_lost: bool) -> None:
     await pool.start_shard(shard)
 
 
-async def one(make: Callable[[Names], Crash], shard: int, where: str, number: int, power_lost: bool, directory) -> bool:
+async def one(
+    make: Callable[[Names], Crash], shard: int, where: str, number: int, power_lost: bool, directory
+) -> bool:
     """Whether there was such a step."""
     async with Names(directory=directory, meta_options=MetaOptions(tick_s=0.05), options=PATIENT) as names:
         case = make(names)
@@ -234,7 +238,9 @@ async def one(make: Callable[[Names], Crash], shard: int, where: str, number: in
         meta.died.add_done_callback(lambda died: died.exception())
         trap.armed = True
         changing = asyncio.ensure_future(_told(case))
-        await asyncio.wait([changing, asyncio.ensure_future(trap.sprung.wait())], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            [changing, asyncio.ensure_future(trap.sprung.wait())], return_when=asyncio.FIRST_COMPLETED
+        )
         if changing.done():
             await asyncio.wait_for(_quiet_or(names, trap), 60)
         trap.armed = False
@@ -275,7 +281,9 @@ CASES = [Mkdir, Rmdir, RenameFile, RenameDirectory, Link, Unlink]
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_a_shard_that_is_killed_at_any_step_leaves_the_whole_change_or_nothing(case: Callable[[Names], Crash], shard: int):
+def test_a_shard_that_is_killed_at_any_step_leaves_the_whole_change_or_nothing(
+    case: Callable[[Names], Crash], shard: int
+):
     async def main() -> int:
         died = 0
         for where in STEPS:
@@ -284,17 +292,21 @@ def test_a_shard_that_is_killed_at_any_step_leaves_the_whole_change_or_nothing(c
                     break
                 died += 1
         return died
+
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("case", [Mkdir, RenameFile, RenameDirectory], ids=lambda case: case.__name__)
-def test_a_shard_that_loses_power_at_any_step_leaves_the_whole_change_or_nothing(case: Callable[[Names], Crash], shard: int):
+def test_a_shard_that_loses_power_at_any_step_leaves_the_whole_change_or_nothing(
+    case: Callable[[Names], Crash], shard: int
+):
     async def main() -> None:
         for where in STEPS:
             for number in range(1, STEPS_MAX):
                 if not await one(case, shard, where, number, True, None):
                     break
+
     asyncio.run(main())
 
 
@@ -305,5 +317,5 @@ def test_the_same_on_the_engine_that_a_pool_has(shard: int, where: str, tmp_path
         for number in range(1, STEPS_MAX):
             if not await one(RenameFile, shard, where, number, False, tmp_path / f"{number}"):
                 break
-    asyncio.run(main())
 
+    asyncio.run(main())

@@ -69,8 +69,12 @@ class Planted:
         self.change(3, self.dir, parent=self.names.at[1])
 
 
-DAMAGE = {"names are lost": Planted.lose_names, "an inode is lost": Planted.lose_inode,
-          "links are miscounted": Planted.miscount_links, "a directory names another parent": Planted.misplace}
+DAMAGE = {
+    "names are lost": Planted.lose_names,
+    "an inode is lost": Planted.lose_inode,
+    "links are miscounted": Planted.miscount_links,
+    "a directory names another parent": Planted.misplace,
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
@@ -83,7 +87,9 @@ def test_damage_between_shards_is_found_and_mended(damage: Callable[[Planted], N
             found = await checked(names)
             assert found.problems and found.unrepaired == found.found
             again = await checked(names)  # to look changes nothing
-            assert {problem.text for problem in again.problems} == {problem.text for problem in found.problems}
+            assert {problem.text for problem in again.problems} == {
+                problem.text for problem in found.problems
+            }
             for _ in range(3):
                 if not (await checked(names, repair=True)).problems:
                     break
@@ -98,6 +104,7 @@ def test_damage_between_shards_is_found_and_mended(damage: Callable[[Planted], N
                 assert await names.content(planted.file) == b"bytes"
             elif damage is Planted.lose_inode:
                 assert b"file" not in await names.names(names.at[2])
+
     asyncio.run(main())
 
 
@@ -112,7 +119,9 @@ def test_a_check_while_names_move_between_shards_finds_nothing():
                 place = number % 3
                 while not stop.is_set():
                     to = (place + 1) % 3
-                    await names.vfs.rename(names.at[place + 1], b"f%d" % number, names.at[to + 1], b"f%d" % number, 0, ME)
+                    await names.vfs.rename(
+                        names.at[place + 1], b"f%d" % number, names.at[to + 1], b"f%d" % number, 0, ME
+                    )
                     place = to
 
             moving = [asyncio.ensure_future(move(number)) for number in range(9)]
@@ -122,6 +131,7 @@ def test_a_check_while_names_move_between_shards_finds_nothing():
             await asyncio.gather(*moving)
             await names.quiet()
             assert not (await checked(names)).problems
+
     asyncio.run(main())
 
 
@@ -178,7 +188,14 @@ class Chain:
         name_hash = view.name_hash(last, b"up")
         partition = partition_of_name(last, self.spread, name_hash)
         holder = pool.kvs[pool.pool_map.shard_of_partition[partition]]
-        holder.apply([(records.dentry_key(partition, last, name_hash, b"up"), records.encode_dentry(partition, first, 4))])
+        holder.apply(
+            [
+                (
+                    records.dentry_key(partition, last, name_hash, b"up"),
+                    records.encode_dentry(partition, first, 4),
+                )
+            ]
+        )
         self._put(ROOT_INODE, size=root.size - 1, links=root.links - 1)
         self._put(last, size=below.size + 1, links=below.links + 1)
         self._put(first, parent=last)
@@ -201,17 +218,21 @@ def test_a_loop_of_directories_over_shards_is_found_and_opened(spread: bool):
             assert not found, found
             vfs = (await names.pool.client("after", OPTIONS)).vfs
             lost = (await vfs.lookup(ROOT_INODE, b"lost+found")).inode
-            loose, = (await names.names(lost)).values()
+            (loose,) = (await names.names(lost)).values()
             place = chain.dirs.index(loose)
-            for inode in chain.dirs[place + 1:] + chain.dirs[:place]:  # all of them are below the one that was loosened
+            for inode in (
+                chain.dirs[place + 1 :] + chain.dirs[:place]
+            ):  # all of them are below the one that was loosened
                 assert inode in await entries(vfs, loose)
                 loose = inode
             assert await names.content(chain.inside) == b"kept"
+
     asyncio.run(main())
 
 
 def test_a_climb_over_shards_that_meets_itself_while_directories_are_renamed_is_no_loop(monkeypatch):
     """What was read at different moments is traced twice before it is told."""
+
     async def main() -> None:
         async with Names() as names:
             a = await names.directory(2, ROOT_INODE, b"a")
@@ -223,6 +244,7 @@ def test_a_climb_over_shards_that_meets_itself_while_directories_are_renamed_is_
 
             monkeypatch.setattr(climbs, "_climb", both_ways)
             assert [problem async for problem in climbs.loops(repair=True)] == []
+
     asyncio.run(main())
 
 
@@ -240,17 +262,21 @@ def test_a_part_that_has_other_attributes_than_its_wide_directory_is_found_and_m
             part.mode, part.gid = 0o40777, 12
             kv.apply([(key, encode_part(part))])
             assert [(one.kind, one.repaired) for one in (await checked(names)).problems] == [("part", False)]
-            assert [(one.kind, one.repaired) for one in (await checked(names, repair=True)).problems] == [("part", True)]
+            assert [(one.kind, one.repaired) for one in (await checked(names, repair=True)).problems] == [
+                ("part", True)
+            ]
             await names.quiet()
             assert not (await checked(names)).problems
             seen = await (await names.pool.client("after", OPTIONS)).vfs.getattr(wide)
             assert seen.size == 40 and seen.mode == 0o40750 and seen.gid == ME.gid
+
     asyncio.run(main())
 
 
 def test_a_dump_under_load_is_one_moment_of_all_shards(tmp_path):
     """Files go to and fro between directories of different shards, a link and a second name behind each; and what is made last
     is not there without what the same client had made before it."""
+
     async def main() -> None:
         paths = [str(tmp_path / f"dump-{number}") for number in range(4)]
         async with Names() as names:
@@ -258,7 +284,11 @@ def test_a_dump_under_load_is_one_moment_of_all_shards(tmp_path):
             inodes = {number: await names.file(at[number % 3 + 1], b"f%d" % number) for number in range(9)}
 
             async def move(number: int) -> None:
-                place, linked, vfs = number % 3, None, (await names.pool.client(f"mover {number}", OPTIONS)).vfs
+                place, linked, vfs = (
+                    number % 3,
+                    None,
+                    (await names.pool.client(f"mover {number}", OPTIONS)).vfs,
+                )
                 while not stop:
                     to = (place + 1) % 3
                     await vfs.rename(at[place + 1], b"f%d" % number, at[to + 1], b"f%d" % number, 0, ME)
@@ -271,7 +301,9 @@ def test_a_dump_under_load_is_one_moment_of_all_shards(tmp_path):
                 vfs, turn = (await names.pool.client(f"follower {number}", OPTIONS)).vfs, 0
                 while not stop:
                     for shard in at:
-                        attr, handle = await vfs.create(at[shard], b"step-%d-%d" % (number, turn), 0o644, os.O_RDWR, ME)
+                        attr, handle = await vfs.create(
+                            at[shard], b"step-%d-%d" % (number, turn), 0o644, os.O_RDWR, ME
+                        )
                         await vfs.release(handle)
                         turn += 1
 
@@ -300,8 +332,11 @@ def test_a_dump_under_load_is_one_moment_of_all_shards(tmp_path):
                     assert set(links) <= {inode} and len(links) <= 2
                     assert (await client.vfs.getattr(inode)).links == 1 + len(links)
                 for number in range(2):
-                    turns = sorted(int(name.split(b"-")[2]) for name in found if name.startswith(b"step-%d-" % number))
+                    turns = sorted(
+                        int(name.split(b"-")[2]) for name in found if name.startswith(b"step-%d-" % number)
+                    )
                     assert turns == list(range(len(turns)))
+
     asyncio.run(main())
 
 
@@ -311,7 +346,9 @@ def test_a_dump_is_loaded_into_a_pool_of_any_division(shards: int, tmp_path):
         path = str(tmp_path / "dump")
         async with Names() as names:
             planted = await Planted(names).begin()
-            before = {inode: await names.names(inode) for inode in (ROOT_INODE, *names.at.values(), planted.dir)}
+            before = {
+                inode: await names.names(inode) for inode in (ROOT_INODE, *names.at.values(), planted.dir)
+            }
             count = await dump(names.pool._clients[0], path)
         async with LocalPool(shards=shards) as pool:
             client = await pool.client("loads", OPTIONS)
@@ -325,4 +362,5 @@ def test_a_dump_is_loaded_into_a_pool_of_any_division(shards: int, tmp_path):
             files = sum(meta._view.inode_count for meta in pool.metas.values())
             seen = await client.vfs.statfs()
             assert files == seen.files_total - seen.files_free
+
     asyncio.run(main())

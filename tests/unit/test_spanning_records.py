@@ -29,8 +29,13 @@ KEYS = st.binary(min_size=1, max_size=300)
 
 
 def test_records_have_their_golden_bytes():
-    made = {"held key": held_key(SPAN), "decided key": decided_key(SPAN), "turn": TURN_KEY,
-            "held": encode_held(1 << 60, [b"key", b"another"]), "decided": encode_decision(DECISION)}
+    made = {
+        "held key": held_key(SPAN),
+        "decided key": decided_key(SPAN),
+        "turn": TURN_KEY,
+        "held": encode_held(1 << 60, [b"key", b"another"]),
+        "decided": encode_decision(DECISION),
+    }
     assert {name: raw.hex() for name, raw in made.items()} == json.loads(GOLDEN.read_text())
 
 
@@ -45,8 +50,10 @@ def test_holds_come_back(order, keys):
     assert decode_held(encode_held(order, keys)) == (order, keys)
 
 
-@given(st.dictionaries(st.integers(1, 65535), st.lists(st.tuples(KEYS, st.none() | st.binary(max_size=300)))),
-       st.integers(0, 2))
+@given(
+    st.dictionaries(st.integers(1, 65535), st.lists(st.tuples(KEYS, st.none() | st.binary(max_size=300)))),
+    st.integers(0, 2),
+)
 def test_decisions_come_back(effects, turn):
     decision = Decision(turn, effects)
     found = decode_decision(encode_decision(decision))
@@ -69,4 +76,4 @@ def test_half_a_decision_is_none(cut):
         found = decode_decision(raw)
     except CorruptRecord:
         return
-    assert list(found.effects.items()) == list(DECISION.effects.items())[:len(found.effects)]
+    assert list(found.effects.items()) == list(DECISION.effects.items())[: len(found.effects)]

@@ -40,8 +40,14 @@ class Place:
         return self
 
     async def begin(self):
-        self.service = MetaService(self.kv, grant_secret=b"s" * 32, dialer=StoreRecorder(), clock=self.clock, options=OPTIONS,
-                                   callers=Callers())
+        self.service = MetaService(
+            self.kv,
+            grant_secret=b"s" * 32,
+            dialer=StoreRecorder(),
+            clock=self.clock,
+            options=OPTIONS,
+            callers=Callers(),
+        )
         self.service.update_map(small_map())
         await self.service.start()
         self.node = await ShardClient(self.service).begin()
@@ -51,7 +57,11 @@ class Place:
     def as_user(self, uid, gid):
         """The same session: a mount has one for all of its users."""
         found = ShardClient(self.service, uid, gid, PEER)
-        found.session, found.secret, found.sequences = self.root.session, self.root.secret, self.root.sequences
+        found.session, found.secret, found.sequences = (
+            self.root.session,
+            self.root.secret,
+            self.root.sequences,
+        )
         return found
 
     async def owned(self, name, mode, uid=0, gid=0, parent=ROOT):
@@ -72,6 +82,7 @@ def scenario(function):
                 await place.service.close()
 
         asyncio.run(body())
+
     test.__name__, test.__doc__ = function.__name__, function.__doc__
     return test
 
@@ -79,9 +90,17 @@ def scenario(function):
 def test_member_says_that_its_root_is_squashed():
     member = new_member("client", "gpu-1.lan", squash_root=True)
     check_member(member)
-    assert squashes_root(member) and user_in(member) is None and users_of(member) == "any user, root as nobody"
-    for other in (new_member("client", "x.squash-root"), new_member("client", "x", acts_as=(5, 6)), f"node{member[6:]}",
-                  f"{member}.x", "client/squash-root", ""):
+    assert (
+        squashes_root(member) and user_in(member) is None and users_of(member) == "any user, root as nobody"
+    )
+    for other in (
+        new_member("client", "x.squash-root"),
+        new_member("client", "x", acts_as=(5, 6)),
+        f"node{member[6:]}",
+        f"{member}.x",
+        "client/squash-root",
+        "",
+    ):
         assert not squashes_root(other), other
     assert users_of(new_member("client", "x", acts_as=(5, 6))) == "user 5, group 6"
     assert users_of(new_member("client", "x")) == "any user"
@@ -93,8 +112,12 @@ def test_peer_acts_as_somebody():
 
 
 def may(mode, owner, group, uid, wanted, access=()):
-    return permissions.may(Inode(1, mode=stat.S_IFREG | mode, uid=owner, gid=group), access,
-                           Credentials(uid, BELIEVED_GROUPS, 0), wanted)
+    return permissions.may(
+        Inode(1, mode=stat.S_IFREG | mode, uid=owner, gid=group),
+        access,
+        Credentials(uid, BELIEVED_GROUPS, 0),
+        wanted,
+    )
 
 
 def test_groups_are_believed_but_for_roots():
@@ -112,11 +135,22 @@ def test_somebody_may_what_any_user_but_root_could():
 
 def test_lists_count_for_believed_groups():
     def entries(tag, id, mask=7):
-        return (AclEntry(USER_OBJ, 6), AclEntry(tag, 6, id), AclEntry(GROUP_OBJ, 0), AclEntry(MASK, mask), AclEntry(OTHER, 0))
+        return (
+            AclEntry(USER_OBJ, 6),
+            AclEntry(tag, 6, id),
+            AclEntry(GROUP_OBJ, 0),
+            AclEntry(MASK, mask),
+            AclEntry(OTHER, 0),
+        )
 
-    for uid, tag, id, wanted, allowed in ((ALICE, USER, ALICE, 6, True), (CAROL, USER, ALICE, 4, False),
-                                          (SOMEBODY, USER, ALICE, 6, True), (SOMEBODY, USER, 0, 4, False),
-                                          (ALICE, GROUP, STAFF, 6, True), (ALICE, GROUP, 0, 4, False)):
+    for uid, tag, id, wanted, allowed in (
+        (ALICE, USER, ALICE, 6, True),
+        (CAROL, USER, ALICE, 4, False),
+        (SOMEBODY, USER, ALICE, 6, True),
+        (SOMEBODY, USER, 0, 4, False),
+        (ALICE, GROUP, STAFF, 6, True),
+        (ALICE, GROUP, 0, 4, False),
+    ):
         assert may(0o670, 0, 0, uid, wanted, entries(tag, id)) == allowed, (uid, tag, id)
     assert not may(0o640, 0, 0, ALICE, 2, entries(USER, ALICE, mask=4))
 
@@ -126,7 +160,10 @@ async def test_root_opens_as_nobody(place):
     for name, mode, uid in ((b"roots", 0o600, 0), (b"alices", 0o600, ALICE)):
         inode = await place.owned(name, stat.S_IFREG | mode, uid)
         await refused(AccessDenied, place.root.open(inode, grants.READ))
-        assert not (await place.root.lookup(ROOT, name, 3)).grant and not (await place.root.getattr(inode, 3)).grant
+        assert (
+            not (await place.root.lookup(ROOT, name, 3)).grant
+            and not (await place.root.getattr(inode, 3)).grant
+        )
     alices = (await place.alice.lookup(ROOT, b"alices")).attr.inode
     await refused(AccessDenied, place.carol.open(alices))
     assert grants.read((await place.alice.open(alices, 3)).grant).rights == 3
@@ -142,8 +179,13 @@ async def test_grant_beside_a_question_is_for_everybody(place):
     """Of a file that all may read, in a directory that only its owner may search, the question does not say who asks."""
     home = await place.owned(b"home", stat.S_IFDIR | 0o700, ALICE, STAFF)
     inode = await place.owned(b"f", stat.S_IFREG | 0o666, ALICE, STAFF, home)
-    assert not (await place.alice.lookup(home, b"f", 3)).grant and not (await place.alice.getattr(inode, 3)).grant
-    many = pb.LookupManyRequest(session=place.root.session, rights=1, directories=[pb.NamesIn(parent=home, names=[b"f"])])
+    assert (
+        not (await place.alice.lookup(home, b"f", 3)).grant
+        and not (await place.alice.getattr(inode, 3)).grant
+    )
+    many = pb.LookupManyRequest(
+        session=place.root.session, rights=1, directories=[pb.NamesIn(parent=home, names=[b"f"])]
+    )
     assert not (await place.root.ask("LOOKUP_MANY", many)).found[0].entry.grant
     assert (await place.alice.open(inode, 3)).grant
     await refused(AccessDenied, place.root.open(inode, grants.READ))
@@ -154,20 +196,30 @@ async def test_grant_beside_a_question_is_for_everybody(place):
 async def test_what_root_alone_may_see_is_not_seen(place):
     private = await place.owned(b"private", stat.S_IFDIR | 0o700)
     inode = await place.owned(b"f", stat.S_IFREG | 0o644, parent=private)
-    for ask in (lambda: place.root.lookup(private, b"f"), lambda: place.root.getattr(inode), lambda: place.root.list(private),
-                lambda: place.root.open(inode), lambda: place.alice.open(inode), lambda: place.root.locks(inode)):
+    for ask in (
+        lambda: place.root.lookup(private, b"f"),
+        lambda: place.root.getattr(inode),
+        lambda: place.root.list(private),
+        lambda: place.root.open(inode),
+        lambda: place.alice.open(inode),
+        lambda: place.root.locks(inode),
+    ):
         await refused(AccessDenied, ask())
     many = pb.GetAttrManyRequest(session=place.root.session, inodes=inode.to_bytes(8, "little"))
     message, _ = await place.root.send("GETATTR_MANY", many).wait()
     assert not DirectoryPage(pb.GetAttrManyReply.FromString(message).packed).inodes
     await place.owned(b"x", stat.S_IFREG | 0o600)
-    assert (await place.root.lookup(ROOT, b"x")).attr.uid == 0, "attributes are everybody's who may search the directory"
+    assert (await place.root.lookup(ROOT, b"x")).attr.uid == 0, (
+        "attributes are everybody's who may search the directory"
+    )
 
 
 @scenario
 async def test_root_makes_files_of_nobody(place):
     drop = await place.owned(b"drop", stat.S_IFDIR | 0o1777)
-    made = (await place.root.create(drop, b"f", stat.S_IFREG | 0o600, exclusive=True, open=True, rights=3)).entry
+    made = (
+        await place.root.create(drop, b"f", stat.S_IFREG | 0o600, exclusive=True, open=True, rights=3)
+    ).entry
     assert (made.attr.uid, made.attr.gid) == (NOBODY, NOBODY) and grants.read(made.grant).rights == 3
     assert (await place.alice.file(drop, b"g")).uid == ALICE
     await refused(AccessDenied, place.root.create(ROOT, b"f"))
@@ -185,17 +237,21 @@ async def test_root_changes_what_is_nobodys_alone(place):
     mine = (await place.root.file(drop, b"mine")).inode
     others = await place.owned(b"others", stat.S_IFREG | 0o666, ALICE, STAFF)
     for inode in (others, await place.owned(b"roots", stat.S_IFREG | 0o666)):
-        for change in (lambda inode=inode: place.root.setattr(inode, valid.MODE, mode=0o777),
-                       lambda inode=inode: place.root.setattr(inode, valid.UID, uid=NOBODY),
-                       lambda inode=inode: place.root.setattr(inode, valid.GID, gid=NOBODY),
-                       lambda inode=inode: place.root.setattr(inode, valid.MTIME, mtime_ns=1)):
+        for change in (
+            lambda inode=inode: place.root.setattr(inode, valid.MODE, mode=0o777),
+            lambda inode=inode: place.root.setattr(inode, valid.UID, uid=NOBODY),
+            lambda inode=inode: place.root.setattr(inode, valid.GID, gid=NOBODY),
+            lambda inode=inode: place.root.setattr(inode, valid.MTIME, mtime_ns=1),
+        ):
             await refused(NotPermitted, change())
     for owner in ({"uid": 0}, {"uid": ALICE}):
         await refused(NotPermitted, place.root.setattr(mine, valid.UID, **owner))
         await refused(NotPermitted, place.alice.setattr(others, valid.UID, uid=0))
     await refused(NotPermitted, place.alice.setattr(others, valid.GID, gid=0))
     await refused(NotPermitted, place.root.setattr(mine, valid.GID, gid=0))
-    assert (await place.alice.setattr(others, valid.GID, gid=77)).attr.gid == 77, "its kernel has looked at its groups"
+    assert (await place.alice.setattr(others, valid.GID, gid=77)).attr.gid == 77, (
+        "its kernel has looked at its groups"
+    )
     assert stat.S_IMODE((await place.root.setattr(mine, valid.MODE, mode=0o4755)).attr.mode) == 0o4755
     await refused(NotPermitted, place.carol.setattr(others, valid.MODE, mode=0o777))
 
@@ -218,13 +274,31 @@ async def test_attributes_of_the_privileged_are_roots_of_nodes(place):
         await refused(NotPermitted, place.root.ask("SETXATTR", request))
     request = pb.SetXattrRequest(change=place.node.change(), inode=mine, name=b"trusted.a", value=b"x")
     await place.node.ask("SETXATTR", request)
-    await refused(NoAttribute, place.root.ask("GETXATTR", pb.GetXattrRequest(session=place.root.session, inode=mine,
-                                                                             name=b"trusted.a")))
+    await refused(
+        NoAttribute,
+        place.root.ask(
+            "GETXATTR", pb.GetXattrRequest(session=place.root.session, inode=mine, name=b"trusted.a")
+        ),
+    )
     alices = await place.owned(b"a", stat.S_IFREG | 0o644, ALICE, STAFF)
-    acl = encode_acl((AclEntry(USER_OBJ, 6), AclEntry(USER, 6, NOBODY), AclEntry(GROUP_OBJ, 4), AclEntry(MASK, 6), AclEntry(OTHER, 0)))
-    await refused(NotPermitted, place.root.ask("SETXATTR", pb.SetXattrRequest(change=place.root.change(), inode=alices,
-                                                                              name=ACCESS, value=acl)))
-    await place.alice.ask("SETXATTR", pb.SetXattrRequest(change=place.alice.change(), inode=alices, name=ACCESS, value=acl))
+    acl = encode_acl(
+        (
+            AclEntry(USER_OBJ, 6),
+            AclEntry(USER, 6, NOBODY),
+            AclEntry(GROUP_OBJ, 4),
+            AclEntry(MASK, 6),
+            AclEntry(OTHER, 0),
+        )
+    )
+    await refused(
+        NotPermitted,
+        place.root.ask(
+            "SETXATTR", pb.SetXattrRequest(change=place.root.change(), inode=alices, name=ACCESS, value=acl)
+        ),
+    )
+    await place.alice.ask(
+        "SETXATTR", pb.SetXattrRequest(change=place.alice.change(), inode=alices, name=ACCESS, value=acl)
+    )
     assert (await place.root.open(alices, 3)).grant, "a list may name nobody"
 
 
@@ -236,10 +310,14 @@ async def test_open_file_is_written_whoever_has_opened_it(place):
     await place.alice.open(inode, 3)
     await place.node.setattr(inode, valid.MODE, mode=0)
     assert (await place.root.report(inode, 10)).size == 10
-    assert (await place.root.ask("RESERVE", pb.ReserveRequest(change=place.root.change(), inode=inode, length=5))).offset == 10
+    assert (
+        await place.root.ask("RESERVE", pb.ReserveRequest(change=place.root.change(), inode=inode, length=5))
+    ).offset == 10
     assert (await place.root.allocate(inode, 0, 100, grow=True)).attr.size == 100
     assert (await place.root.lock(inode, 2)).granted
-    await refused(AccessDenied, place.root.setattr(inode, valid.SIZE, size=0))  # of root we know that it is root
+    await refused(
+        AccessDenied, place.root.setattr(inode, valid.SIZE, size=0)
+    )  # of root we know that it is root
     await place.service.close()
     await place.begin()
     await refused(AccessDenied, place.root.report(inode, 20))
@@ -251,7 +329,10 @@ async def test_open_file_is_written_whoever_has_opened_it(place):
 @scenario
 async def test_volumes_are_made_by_others(place):
     drop = await place.owned(b"drop", stat.S_IFDIR | 0o777)
-    await refused(AccessDenied, place.root.create(drop, b"v", stat.S_IFDIR | 0o755, exclusive=True, volume=pb.VolumeWish()))
+    await refused(
+        AccessDenied,
+        place.root.create(drop, b"v", stat.S_IFDIR | 0o755, exclusive=True, volume=pb.VolumeWish()),
+    )
 
 
 @scenario
@@ -260,7 +341,9 @@ async def test_refusal_names_who_is_refused(place):
     with pytest.raises(AccessDenied, match=f"^user {NOBODY} may not read inode {inode}"):
         await place.root.open(inode)
     private = await place.owned(b"p", stat.S_IFDIR | 0o700)
-    with pytest.raises(AccessDenied, match="^no user of this client but root, which is squashed, may not search"):
+    with pytest.raises(
+        AccessDenied, match="^no user of this client but root, which is squashed, may not search"
+    ):
         await place.root.lookup(private, b"f")
 
 
@@ -277,7 +360,10 @@ def test_nothing_is_answered_at_once(tmp_path):
             for peer, taken in ((PEER._replace(member=new_member("client", "x")), False), (PEER, False)):
                 side, out = Ordinary(place.service), []
                 side.peer = peer
-                assert bool(place.service.at_once.answer(bytearray(frame), len(frame), {}, Answers(), out, side)) == taken
+                assert (
+                    bool(place.service.at_once.answer(bytearray(frame), len(frame), {}, Answers(), out, side))
+                    == taken
+                )
             side.peer = PEER._replace(member="node/1")
             assert place.service.at_once.answer(bytearray(frame), len(frame), {}, Answers(), out, side)
         finally:

@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 
 from nvpool.core.errors import InvariantBroken, NoSpace
 from nvpool.kv.memory import MemoryKv
-from nvpool.store.disk.allocator import DELTAS_MAX, GROUP_BLOCKS, RESERVED_BLOCKS, Allocator, Transaction, SpacePending, find_run
+from nvpool.store.disk.allocator import (
+    DELTAS_MAX,
+    GROUP_BLOCKS,
+    RESERVED_BLOCKS,
+    Allocator,
+    SpacePending,
+    Transaction,
+    find_run,
+)
 
 
 def run_of(mask, count, limit=200):
@@ -94,7 +102,9 @@ def test_any_history_gives_each_block_once_and_reads_back_the_same(seed):
     assert again.used_blocks == allocator.used_blocks
     for place, count in owned:
         assert all(again.is_used(place + n) for n in range(count))
-    assert sum(again.used_mask(group).bit_count() for group in range(again.group_count)) == sum(c for _, c in owned)
+    assert sum(again.used_mask(group).bit_count() for group in range(again.group_count)) == sum(
+        c for _, c in owned
+    )
 
 
 def test_freed_blocks_are_not_given_out_before_their_change_is_durable():
@@ -129,7 +139,7 @@ def test_what_grows_stops_at_the_reserve_and_what_replaces_does_not():
 def test_a_block_that_is_not_in_use_is_not_freed():
     kv = MemoryKv()
     allocator = Allocator(kv, 1000, 0)
-    (place, _), = take(allocator, kv, 2)
+    ((place, _),) = take(allocator, kv, 2)
     for run in ((place + 1, 2), (3, 1), (999, 1)):
         transaction = Transaction()
         transaction.free(run)

@@ -60,8 +60,15 @@ class Bench:
     def __init__(self, store, clock, make):
         self.clock = clock
         self.service = StoreService(store, target=1, grant_secret=SECRET, clock=clock)
-        self.service.at_once = self.reads = make(1, self.service._grants, store, self.service.replica.pending,
-                                                 self.service.tenure, self.service.use, clock)
+        self.service.at_once = self.reads = make(
+            1,
+            self.service._grants,
+            store,
+            self.service.replica.pending,
+            self.service.tenure,
+            self.service.use,
+            clock,
+        )
         self.service.update_map(pool_map(5))
         self.tally = ReplyStats()
         self.grant = self.signed()
@@ -71,10 +78,33 @@ class Bench:
         ends_ms = self.clock.wall_ns() // 1_000_000 + int(life_s * 1000)
         return grants.sign(grants.Grant(rights, 0, 9, inode, 0, ends_ms), SECRET)
 
-    def frame(self, block=0, count=1, *, inode=1, index=0, number=7, epoch=5, target=1, grant=None, offset=None, length=None,
-              place=0, flags=0, deadline_ms=1000, method=DATA_READ, verify=False):
-        read = READ.pack(inode, index, block << 12 if offset is None else offset, count << 12 if length is None else length,
-                         place, flags)
+    def frame(
+        self,
+        block=0,
+        count=1,
+        *,
+        inode=1,
+        index=0,
+        number=7,
+        epoch=5,
+        target=1,
+        grant=None,
+        offset=None,
+        length=None,
+        place=0,
+        flags=0,
+        deadline_ms=1000,
+        method=DATA_READ,
+        verify=False,
+    ):
+        read = READ.pack(
+            inode,
+            index,
+            block << 12 if offset is None else offset,
+            count << 12 if length is None else length,
+            place,
+            flags,
+        )
         message = encode_read_request(epoch, target, [grant or self.grant], read, verify)
         return pack_head(REQUEST, method, number, deadline_ms, message, 0)
 
@@ -98,7 +128,9 @@ class Bench:
 def pool_map(epoch):
     node = Node(1, "here", "h", ("inproc://n",))
     drives, targets = (Drive(1, 1, "/d1", 1 << 40),), (Target(1, 1, 1, 1 << 40, ("inproc://t",)),)
-    return PoolMap(MAP_FORMAT, "p", "pool", epoch, PoolSettings(), (node,), drives, targets, (build_table(targets, 1),))
+    return PoolMap(
+        MAP_FORMAT, "p", "pool", epoch, PoolSettings(), (node,), drives, targets, (build_table(targets, 1),)
+    )
 
 
 @asynccontextmanager
@@ -136,14 +168,20 @@ def with_bench(test):
         asyncio.run(served())
 
     more = [name for name in inspect.signature(test).parameters if name != "bench"]
-    run.__signature__ = inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-                                           for name in ("make", "tmp_path", *more)])
+    run.__signature__ = inspect.Signature(
+        [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            for name in ("make", "tmp_path", *more)
+        ]
+    )
     run.__name__, run.__doc__ = test.__name__, test.__doc__
     return run
 
 
 @with_bench
-async def test_whole_blocks_that_are_known_and_in_memory_are_answered_with_the_bytes_of_the_ordinary_way(bench):
+async def test_whole_blocks_that_are_known_and_in_memory_are_answered_with_the_bytes_of_the_ordinary_way(
+    bench,
+):
     for block in (0, 1, 63, 64, 100, HOLE - 1, HOLE + 1, BLOCKS - 1):
         assert bench.same(bench.frame(block)), block
     for block, count in ((0, 2), (5, 7), (56, 8), (64, 8)):
@@ -160,10 +198,21 @@ async def test_what_is_answered_is_the_golden_frame(bench):
     taken, [reply] = bench.at_once(bench.frame(1, number=0x01020304))
     version = bench.service.store.held(1, 0).version
     block = reply[-4096:]
-    message = (b"\x09" + (5).to_bytes(8, "little") + b"\x12\x10\0\0\1\0" + (4096).to_bytes(4, "little")
-               + version.to_bytes(8, "little") + b"\x1a\x04" + block_checksums(block))
-    head = (b"NP\3\0\0\0\0\0\4\3\2\1\0\0\0\0" + len(message).to_bytes(4, "little") + (4096).to_bytes(4, "little")
-            + crc32c(message).to_bytes(4, "little"))
+    message = (
+        b"\x09"
+        + (5).to_bytes(8, "little")
+        + b"\x12\x10\0\0\1\0"
+        + (4096).to_bytes(4, "little")
+        + version.to_bytes(8, "little")
+        + b"\x1a\x04"
+        + block_checksums(block)
+    )
+    head = (
+        b"NP\3\0\0\0\0\0\4\3\2\1\0\0\0\0"
+        + len(message).to_bytes(4, "little")
+        + (4096).to_bytes(4, "little")
+        + crc32c(message).to_bytes(4, "little")
+    )
     assert reply == head + crc32c(head).to_bytes(4, "little") + message + block
     assert taken == fast_reads.FRAME_BYTES == len(bench.frame(1))
 
@@ -174,19 +223,34 @@ async def test_a_read_by_chance_is_answered_as_always_or_left(bench):
     answered = 0
     for number in range(1, 3000):
         count = draw.choice((1, 1, 2, 3, 8, 9, 64))
-        answered += bench.same(bench.frame(draw.randrange(BLOCKS + 80), count, number=number, flags=draw.randrange(2)))
+        answered += bench.same(
+            bench.frame(draw.randrange(BLOCKS + 80), count, number=number, flags=draw.randrange(2))
+        )
     assert 1000 < answered < 2900
 
 
 LEFT = {
-    "of another inode than the grant's": {"inode": 2}, "of a chunk that is not there": {"index": 1}, "a hole": {"block": HOLE},
-    "with a hole in it": {"block": HOLE - 1, "count": 2}, "behind the end": {"block": BLOCKS},
-    "across the end": {"block": BLOCKS - 1, "count": 2}, "across a segment": {"block": 63, "count": 2},
-    "too long": {"count": 9}, "nothing": {"length": 0}, "in the middle of a block": {"offset": 4097},
-    "a part of a block": {"length": 100}, "behind every chunk": {"offset": 0xFFFFF000}, "of an older map": {"epoch": 4},
-    "of a newer map": {"epoch": 6}, "of no map": {"epoch": 0}, "for another target": {"target": 2},
-    "by a grant that is not there": {"place": 1}, "late": {"deadline_ms": 0}, "no read": {"method": DATA_WRITE},
-    "to be checked": {"verify": True}}
+    "of another inode than the grant's": {"inode": 2},
+    "of a chunk that is not there": {"index": 1},
+    "a hole": {"block": HOLE},
+    "with a hole in it": {"block": HOLE - 1, "count": 2},
+    "behind the end": {"block": BLOCKS},
+    "across the end": {"block": BLOCKS - 1, "count": 2},
+    "across a segment": {"block": 63, "count": 2},
+    "too long": {"count": 9},
+    "nothing": {"length": 0},
+    "in the middle of a block": {"offset": 4097},
+    "a part of a block": {"length": 100},
+    "behind every chunk": {"offset": 0xFFFFF000},
+    "of an older map": {"epoch": 4},
+    "of a newer map": {"epoch": 6},
+    "of no map": {"epoch": 0},
+    "for another target": {"target": 2},
+    "by a grant that is not there": {"place": 1},
+    "late": {"deadline_ms": 0},
+    "no read": {"method": DATA_WRITE},
+    "to be checked": {"verify": True},
+}
 
 
 @pytest.mark.parametrize("why", LEFT)
@@ -218,14 +282,18 @@ async def test_a_grant_is_looked_at_as_always(bench):
 async def test_grant_of_a_taken_right_is_left(bench):
     def of(volume):
         ends_ms = bench.clock.wall_ns() // 1_000_000 + 60_000
-        return grants.sign(grants.Grant(grants.READ, 0, 9, 1, 0, ends_ms, 1, 5, grants.volume_tag(volume)), SECRET)
+        return grants.sign(
+            grants.Grant(grants.READ, 0, 9, 1, 0, ends_ms, 1, 5, grants.volume_tag(volume)), SECRET
+        )
 
     revoked, other = bench.frame(grant=of(77)), bench.frame(grant=of(78))
     for frame in (revoked, other):
         assert not bench.same(frame)  # nobody has verified it
         bench.ordinary.ask(frame)
         assert bench.same(frame)
-    bench.service.update_map(taken(pool_map(5), 77, "", grants.READ, bench.clock.wall_ns() // 1_000_000, 60_000))
+    bench.service.update_map(
+        taken(pool_map(5), 77, "", grants.READ, bench.clock.wall_ns() // 1_000_000, 60_000)
+    )
     revoked, other = bench.frame(grant=of(77), epoch=6), bench.frame(grant=of(78), epoch=6)
     for frame in (revoked, other):
         assert not bench.same(frame)
@@ -250,7 +318,11 @@ async def test_the_store_and_its_service_have_to_be_well(bench):
     store.quarantine.chunks.clear()
     service.tenure.vouched = False
     left()
-    service.tenure.vouched, service.tenure.shared, service.tenure.until_s = True, True, bench.clock.boottime_s() - 1
+    service.tenure.vouched, service.tenure.shared, service.tenure.until_s = (
+        True,
+        True,
+        bench.clock.boottime_s() - 1,
+    )
     left()
     service.tenure.until_s = bench.clock.boottime_s() + 1
     assert bench.same(frame)
@@ -339,9 +411,11 @@ async def test_a_frame_with_right_checksums_and_any_message_is_answered_as_alway
     for turn in range(4000):
         message = bytearray(good)
         for _ in range(draw.choice((0, 1, 1, 2))):
-            message[draw.randrange(len(message))] = draw.choice((0, 1, 16, 24, 60, 127, 128, 255, draw.randrange(256)))
+            message[draw.randrange(len(message))] = draw.choice(
+                (0, 1, 16, 24, 60, 127, 128, 255, draw.randrange(256))
+            )
         if draw.random() < 0.1:
-            message = message[:draw.randrange(len(message))] + bytes(draw.randrange(3))
+            message = message[: draw.randrange(len(message))] + bytes(draw.randrange(3))
         answered += bench.same(pack_head(REQUEST, DATA_READ, turn + 1, 1000, bytes(message), 0))
     assert 1000 < answered < 3500
 
@@ -391,11 +465,15 @@ async def test_the_listener_asks_it_first_and_reads_what_it_leaves_as_always(ben
     first = await connection.call(DATA_READ, message(3), deadline_s=deadline_s)
     assert not asked and bytes(first.payload) == bench.ordinary.ask(bench.frame(3))[-4096:]
     blocks = [*range(100, HOLE + 10)]
-    replies = await asyncio.gather(*[connection.call(DATA_READ, message(block), deadline_s=deadline_s) for block in blocks])
+    replies = await asyncio.gather(
+        *[connection.call(DATA_READ, message(block), deadline_s=deadline_s) for block in blocks]
+    )
     for block, reply in zip(blocks, replies, strict=True):
         expected = bench.ordinary.ask(bench.frame(block))
         assert expected.endswith(bytes(reply.message) + bytes(reply.payload)), block
-    assert message(HOLE) in asked and len(asked) < len(blocks), "what stood behind the hole may have gone with it"
+    assert message(HOLE) in asked and len(asked) < len(blocks), (
+        "what stood behind the hole may have gone with it"
+    )
     await connection.close()
     await listener.close()
 

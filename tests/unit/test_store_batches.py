@@ -20,26 +20,42 @@ async def filled(path):
     create_chunk_store(path, 1, "pool", 256 << 20)
     store = await open_chunk_store(path, 1)
     chance, contents = random.Random(1), {}
-    for inode, index, blocks, writes in [(1, 0, 256, 1), (1, 1, 100, 30), (2, 0, 1, 1), (2, 7, 200, 3), (2**63 + 5, 3, 40, 9)]:
+    for inode, index, blocks, writes in [
+        (1, 0, 256, 1),
+        (1, 1, 100, 30),
+        (2, 0, 1, 1),
+        (2, 7, 200, 3),
+        (2**63 + 5, 3, 40, 9),
+    ]:
         content = bytearray(256 * BLOCK)
         for _ in range(writes):
             first = 0 if writes == 1 else chance.randrange(blocks)
             count = blocks if writes == 1 else chance.randrange(1, min(8, blocks - first) + 1)
             new = chance.randbytes(count * BLOCK)
             store.write_now(inode, index, first * BLOCK, memoryview(new), block_checksums(new))
-            content[first * BLOCK:(first + count) * BLOCK] = new
+            content[first * BLOCK : (first + count) * BLOCK] = new
         contents[inode, index] = bytes(content)
     return store, contents
 
 
 def some_reads(chance, contents, count):
     for _ in range(count):
-        inode, index = chance.choice([(1, 0)] * 20 + [*contents] * 4 + [(1, 9), (77, 0), (2**64 - 1, 2**32 - 1)])
+        inode, index = chance.choice(
+            [(1, 0)] * 20 + [*contents] * 4 + [(1, 9), (77, 0), (2**64 - 1, 2**32 - 1)]
+        )
         block, blocks = chance.randrange(256), chance.choice([1, 1, 1, 1, 2, 5, 64, 70])
         offset, length = block * BLOCK, min(blocks, 256 - block) * BLOCK
         if chance.random() < 0.02:
-            offset, length = chance.choice([(offset + 1, length), (offset, 0), (offset, length - 7), (2**32 - BLOCK, BLOCK),
-                                            (0, 2**32 - BLOCK), (2**32 - BLOCK, 2 * BLOCK)])
+            offset, length = chance.choice(
+                [
+                    (offset + 1, length),
+                    (offset, 0),
+                    (offset, length - 7),
+                    (2**32 - BLOCK, BLOCK),
+                    (0, 2**32 - BLOCK),
+                    (2**32 - BLOCK, 2 * BLOCK),
+                ]
+            )
         yield READ.pack(inode, index, offset, length, chance.choice([0, 0, 0, 0, 0, 0, 1, 2, 3, 4, 65535]), 0)
 
 
@@ -80,11 +96,12 @@ def test_a_batch_is_answered_the_same_by_both_ways(tmp_path, monkeypatch, verify
                 reads_module._read_batch = kept
             results, checksums, payload = one
             at = 0
-            for (inode, index, offset, _, _, _), (status, _, length, _) in zip(READ.iter_unpack(packed),
-                                                                               RESULT.iter_unpack(results), strict=True):
+            for (inode, index, offset, _, _, _), (status, _, length, _) in zip(
+                READ.iter_unpack(packed), RESULT.iter_unpack(results), strict=True
+            ):
                 refused += bool(status)
                 if length:
-                    assert payload[at:at + length] == contents[inode, index][offset:offset + length]
+                    assert payload[at : at + length] == contents[inode, index][offset : offset + length]
                 at += length
             assert at == len(payload) and block_checksums(payload) == checksums
         assert whole > 5000 and refused > 500
@@ -163,7 +180,9 @@ def test_chunks_of_a_batch_that_nobody_knows_are_looked_up_in_one_transaction(tm
         results, _, payload = told(store, packed, True, (ALL_INODES,))
         assert payload == b"".join(contents.get(inode, b"") for inode in numbers)
         assert not any(status for status, *_ in RESULT.iter_unpack(results))
-        assert asked == [101] + [1] * (101 if damaged else 0), "what is damaged is left to who asks for it by itself"
+        assert asked == [101] + [1] * (101 if damaged else 0), (
+            "what is damaged is left to who asks for it by itself"
+        )
         asked.clear()
         assert told(store, packed, True, (ALL_INODES,))[2] == payload and not asked
         await store.close()

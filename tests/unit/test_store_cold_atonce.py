@@ -45,13 +45,22 @@ class Cold:
     """A store that has nothing of its chunk in memory."""
 
     def __init__(self, bench):
-        self.bench, self.reads, self.store, self.service = bench, bench.reads, bench.service.store, bench.service
+        self.bench, self.reads, self.store, self.service = (
+            bench,
+            bench.reads,
+            bench.service.store,
+            bench.service,
+        )
         self.side = Later(bench.service)
         self.waited = 0
         """Of the ordinary way's answers, for the drive."""
-        self.answers = {block: bench.ordinary.ask(bench.frame(block)) for block in range(BLOCKS) if block != HOLE}
+        self.answers = {
+            block: bench.ordinary.ask(bench.frame(block)) for block in range(BLOCKS) if block != HOLE
+        }
         bench.mapped.close()
-        os.posix_fadvise(self.store.device.fd, 0, 0, os.POSIX_FADV_RANDOM)  # so that no read brings what the next is for
+        os.posix_fadvise(
+            self.store.device.fd, 0, 0, os.POSIX_FADV_RANDOM
+        )  # so that no read brings what the next is for
 
     async def expected(self, *frames):
         """What the ordinary way answers: from memory, unless the kernel has taken something away again."""
@@ -75,7 +84,9 @@ class Cold:
         evict(self.store.device.path)
         waiting, out = self.reads.waiting, []
         side = side or self.side
-        taken = self.reads.answer(bytearray(b"".join(frames)), sum(map(len, frames)), side._in_work, side._tally, out, side)
+        taken = self.reads.answer(
+            bytearray(b"".join(frames)), sum(map(len, frames)), side._in_work, side._tally, out, side
+        )
         assert taken == sum(map(len, frames))
         if out:
             raise DriveWasQuicker
@@ -121,9 +132,15 @@ async def test_what_is_not_in_memory_comes_from_the_drive_with_the_bytes_of_the_
     draw = random.Random(1)
     missed, asked = cold.store.reader.missed_count, 0
     for count in (1, 1, 3, 4, 5, 16, 100):
-        frames = [cold.bench.frame(block, number=block + 1) for block in draw.sample(sorted(cold.answers), count)]
+        frames = [
+            cold.bench.frame(block, number=block + 1) for block in draw.sample(sorted(cold.answers), count)
+        ]
         cold.begin(*frames)
-        assert cold.service.waiting and cold.service.waiting_count == count and cold.store.readings.oldest() < math.inf
+        assert (
+            cold.service.waiting
+            and cold.service.waiting_count == count
+            and cold.store.readings.oldest() < math.inf
+        )
         assert sorted(await cold.come()) == sorted(await cold.expected(*frames))
         asked += count
     for first, count in ((0, 8), (56, 8), (5, 2)):
@@ -183,7 +200,10 @@ async def test_a_drive_that_takes_no_reads_past_the_cache_is_read_as_always(cold
 @with_cold
 async def test_large_answers_that_wait_for_their_socket_keep_their_memory_however_many_they_are(cold):
     places = ((0, 32), (32, 32), (64, 16), (80, 31), (3, 17))
-    frames = [cold.bench.frame(first, count, number=number + 1, flags=1) for number, (first, count) in enumerate(places)]
+    frames = [
+        cold.bench.frame(first, count, number=number + 1, flags=1)
+        for number, (first, count) in enumerate(places)
+    ]
     expected, direct = sorted(await cold.expected(*frames)), cold.store.device.direct_reads
     kept = []  # for nobody takes them
     for turn in range(20):
@@ -230,7 +250,10 @@ async def test_a_number_that_is_in_work_is_refused_as_always(cold):
     with pytest.raises(Exception, match="sent twice"):
         cold.side.ask(cold.bench.frame(4, number=5))
     frame = cold.bench.frame(4, number=5)
-    assert cold.reads.answer(bytearray(frame), len(frame), cold.side._in_work, cold.side._tally, [], cold.side) == 0
+    assert (
+        cold.reads.answer(bytearray(frame), len(frame), cold.side._in_work, cold.side._tally, [], cold.side)
+        == 0
+    )
     assert len(await cold.come()) == 1
 
 
@@ -239,7 +262,9 @@ async def test_a_chain_that_has_gone_on_without_this_target_meanwhile_gives_no_b
     frame = cold.bench.frame(3)
     cold.begin(frame)
     cold.service.update_map(pool_map(6))
-    assert [part[-4096:] for part in await cold.come()] == [cold.answers[3][-4096:]], "nothing of its chain has changed"
+    assert [part[-4096:] for part in await cold.come()] == [cold.answers[3][-4096:]], (
+        "nothing of its chain has changed"
+    )
     cold.begin(cold.bench.frame(3, epoch=6))
     cold.service.update_map(pool_map(7))
     cold.service._changed_at = dict.fromkeys(range(1024), 7)
@@ -320,7 +345,11 @@ async def test_where_nothing_was_ever_begun_and_when_all_is_over_nothing_comes(c
 
 @with_cold
 async def test_what_the_ring_has_no_room_for_is_left(cold):
-    frames = [cold.bench.frame(block, number=turn * BLOCKS + block + 1) for turn in range(3) for block in cold.answers]
+    frames = [
+        cold.bench.frame(block, number=turn * BLOCKS + block + 1)
+        for turn in range(3)
+        for block in cold.answers
+    ]
     evict(cold.store.device.path)
     sent = bytearray(b"".join(frames))
     out = []

@@ -57,6 +57,7 @@ def cold(test):
             await bench.write([(1, 0, 1, 0, 0, CONTENT)])
             await test(bench)
             await bench.service.close()
+
         asyncio.run(main())
 
     run.__name__ = test.__name__
@@ -66,11 +67,13 @@ def cold(test):
 def outcome(call):
     """Status of each read, and the bytes."""
     assert call.error is None
-    return [one[0] for one in RESULT.iter_unpack(pb.ReadReply.FromString(call.message_out).results)], call.payload_out
+    return [
+        one[0] for one in RESULT.iter_unpack(pb.ReadReply.FromString(call.message_out).results)
+    ], call.payload_out
 
 
 def part(*blocks):
-    return b"".join(CONTENT[block * BLOCK:(block + 1) * BLOCK] for block in blocks)
+    return b"".join(CONTENT[block * BLOCK : (block + 1) * BLOCK] for block in blocks)
 
 
 @cold
@@ -157,18 +160,21 @@ async def test_no_more_reads_wait_than_there_is_room_for(bench):
 @pytest.mark.parametrize("missing", [[], [1], [0, 1, 2]])
 def test_memory_of_the_asker_is_filled_from_memory_only(tmp_path, missing):
     """What has to wait for the drive comes in the store's own: the asker may go meanwhile, and use his for something else."""
+
     async def main():
         create_chunk_store(tmp_path / "t", 1, "pool", 64 << 20)
         bench = Bench(await open_chunk_store(tmp_path / "t", 1))
         await bench.write([(1, 0, 1, 0, 0, CONTENT)])
         store, device = bench.store, bench.store.device
         reads = b"".join(READ.pack(1, 0, block * BLOCK, BLOCK, 0, 0) for block in (4, 0, 6))
-        wanted = b"".join(CONTENT[block * BLOCK:][:BLOCK] for block in (4, 0, 6))
+        wanted = b"".join(CONTENT[block * BLOCK :][:BLOCK] for block in (4, 0, 6))
         theirs, read_now = memoryview(bytearray(3 * BLOCK)), device.read_now
 
         def partly(offsets, lengths, positions, into, *rest):
             had = [at for at in range(len(offsets)) if at not in missing]
-            assert not read_now(*([values[at] for at in had] for values in (offsets, lengths, positions)), into, *rest)
+            assert not read_now(
+                *([values[at] for at in had] for values in (offsets, lengths, positions)), into, *rest
+            )
             return missing
 
         device.read_now = partly
@@ -182,6 +188,9 @@ def test_memory_of_the_asker_is_filled_from_memory_only(tmp_path, missing):
         theirs[:] = bytes(len(theirs))
         device.read_now = read_now
         checked = store.read_now(reads, [1], True, lambda count: theirs[:count])
-        assert b"".join(checked.payload) == wanted and not any(theirs), "checked where the asker can change it"
+        assert b"".join(checked.payload) == wanted and not any(theirs), (
+            "checked where the asker can change it"
+        )
         await bench.service.close()
+
     asyncio.run(main())

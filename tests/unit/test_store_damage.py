@@ -41,8 +41,13 @@ class DamagedKv(MemoryKv):
 
 
 async def a_store():
-    store = BlockChunkStore(MemoryDevice(BLOCKS * 4096), BLOCKS, target=1, options=StoreOptions(cached_segments=1),
-                            clock=ManualClock())
+    store = BlockChunkStore(
+        MemoryDevice(BLOCKS * 4096),
+        BLOCKS,
+        target=1,
+        options=StoreOptions(cached_segments=1),
+        clock=ManualClock(),
+    )
     await store.attach(DamagedKv())
     return store
 
@@ -100,14 +105,17 @@ async def test_a_block_that_the_drive_does_not_give_is_cut_as_a_damaged_one_and_
     data = some_bytes(20_000)
     for inode in (1, 2):
         await put(store, inode, 0, 0, data)
-    place, = store.index.places(store.index.chunk(1, 0), 2, 1)
+    (place,) = store.index.places(store.index.chunk(1, 0), 2, 1)
     store.device.fail_reads = {place}
     with pytest.raises(errors.ChecksumMismatch) as raised:
         await put(store, 1, 0, 9000, b"part")
     assert raised.value.damaged == (1, 0, 2) and [one[:3] for one in store.bad_blocks()] == [(1, 0, 2)]
     for inode in (1, 2):
         await store.cut(inode, 10_000, 1, 20)
-    assert (await get(store, 1, 0, 0, 1 << 14)).status in (errors.DriveFailed.wire_code, errors.ChecksumMismatch.wire_code)
+    assert (await get(store, 1, 0, 0, 1 << 14)).status in (
+        errors.DriveFailed.wire_code,
+        errors.ChecksumMismatch.wire_code,
+    )
     copy = await store.fetch(2, 0, 2, 1)
     assert await store.mend(1, 0, 2, copy.content, checksum=bytes(copy.checksums), version=copy.version)
     assert await content(store, 1, 0, 20_000) == data[:10_000] + bytes(10_000) and not store.bad_blocks()
@@ -177,7 +185,12 @@ async def test_a_scrub_that_may_brings_the_free_map_in_line_with_the_index(store
     with pytest.raises(errors.InvariantBroken):
         await store.remove([2])
     found, left = await mended(store, blocks=5)
-    assert left == [] and len(found) == 2 and f"lies at {place}," in found[0] and found[1].startswith("43 blocks from")
+    assert (
+        left == []
+        and len(found) == 2
+        and f"lies at {place}," in found[0]
+        and found[1].startswith("43 blocks from")
+    )
     await is_sound(store)
     assert store.status()["used_bytes"] == used and store.allocator.held_blocks == 0, "flushed, so free"
     assert await content(store, 2, 0, 20_000) == some_bytes(20_000, 2)
@@ -193,7 +206,10 @@ async def test_nothing_is_given_back_while_a_record_can_not_be_read(store):
         await put(store, inode, 0, 0, some_bytes(20_000, inode))
     key = segment_key(1, 0, 0)
     raw = store.kv.get(key)
-    for spoil in (lambda: store.kv.apply([(key, b"\xffof a later version")]), lambda: setattr(store.kv, "damaged", {key})):
+    for spoil in (
+        lambda: store.kv.apply([(key, b"\xffof a later version")]),
+        lambda: setattr(store.kv, "damaged", {key}),
+    ):
         spoil()
         used = store.allocator.used_blocks
         found, left = await mended(store)
@@ -219,6 +235,7 @@ async def test_passes_that_cross_one_another_give_nothing_back_that_is_named(sto
         done = await store.scrub(cursors[which], 7, True)
         cursors[which] = done.cursor
         assert not done.mended and not done.problems
+
     for turn in range(60):
         await asyncio.gather(step(0), step(1), *([step(0)] if turn % 7 == 3 else []))
         if turn % 5 == 4:

@@ -40,7 +40,7 @@ def test_a_large_write_past_the_page_cache_replaces_what_was_cached(tmp_path):
         for size in (DIRECT_WRITE_BYTES, 1 << 20):
             old, new = os.urandom(size), os.urandom(size)
             for at in range(0, size, 4096):
-                device.write([old[at:at + 4096]], at)
+                device.write([old[at : at + 4096]], at)
             assert read(device, 0, size) == old
             await device.write_direct(new, [(0, size // 2), (size // 2, size // 2)])
             assert read(device, 0, size) == new
@@ -56,7 +56,7 @@ def test_a_large_write_is_right_wherever_its_buffer_lies(tmp_path):
         content = os.urandom(DIRECT_WRITE_BYTES)
         memory = mmap.mmap(-1, DIRECT_WRITE_BYTES + 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for skip in (0, 16, 512, 4096):
-            buffer = memoryview(memory)[skip:skip + DIRECT_WRITE_BYTES]
+            buffer = memoryview(memory)[skip : skip + DIRECT_WRITE_BYTES]
             assert begins_at_page(buffer) == (not skip % 4096)
             buffer[:] = content
             for form in (buffer, buffer.toreadonly(), bytes(buffer), bytearray(buffer)):
@@ -68,10 +68,14 @@ def test_a_large_write_is_right_wherever_its_buffer_lies(tmp_path):
     with_device(tmp_path, work)
 
 
-def test_where_a_write_can_not_go_past_the_page_cache_it_goes_through_it_and_that_is_said_once(tmp_path, caplog):
+def test_where_a_write_can_not_go_past_the_page_cache_it_goes_through_it_and_that_is_said_once(
+    tmp_path, caplog
+):
     async def work(device):
         content = os.urandom(DIRECT_WRITE_BYTES)
-        await device.write_direct(content, [(100, DIRECT_WRITE_BYTES)])  # EINVAL, as a drive with larger blocks answers
+        await device.write_direct(
+            content, [(100, DIRECT_WRITE_BYTES)]
+        )  # EINVAL, as a drive with larger blocks answers
         assert device.writes == "cached" and device.direct_write_bytes == 0
         assert read(device, 100, len(content)) == content
 
@@ -158,6 +162,7 @@ def test_who_does_not_take_what_he_has_read_keeps_it_from_nobody_else(tmp_path):
 
         def refuse(outcome):
             raise ZeroDivisionError
+
         reader.begin(fd, [0], [4096], [0], into, refuse)
         reader.begin(fd, [4096], [4096], [4096], into, done.set_result)
         reader._submit()

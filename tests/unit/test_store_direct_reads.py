@@ -38,10 +38,16 @@ class Place:
         missed = self.device.read_now(offsets, lengths, positions, into, keeps)
         if missed:
             done = asyncio.get_running_loop().create_future()
-            self.device.begin_read(*[[column[at] for at in missed] for column in (offsets, lengths, positions)], into,
-                                   keeps, done.set_result)
+            self.device.begin_read(
+                *[[column[at] for at in missed] for column in (offsets, lengths, positions)],
+                into,
+                keeps,
+                done.set_result,
+            )
             assert not any(await done)
-        assert bytes(into) == b"".join(self.content[at:at + count] for at, count in zip(offsets, lengths, strict=True))
+        assert bytes(into) == b"".join(
+            self.content[at : at + count] for at, count in zip(offsets, lengths, strict=True)
+        )
         return missed
 
 
@@ -52,6 +58,7 @@ def at_place(work, path, **options):
             await work(place)
         finally:
             await place.device.close()
+
     asyncio.run(asyncio.wait_for(run(), 120))
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # somebody else's, closed meanwhile
@@ -107,7 +114,7 @@ def test_what_is_in_memory_is_read_from_there_and_what_was_written_there_is_not_
         await place.read([0], [MIB], keeps=False)
         assert await place.read([0], [MIB]) == []
         place.device.write([new := os.urandom(8192)], 2 * MIB + 4096)
-        place.content = place.content[:2 * MIB + 4096] + new + place.content[2 * MIB + 4096 + 8192:]
+        place.content = place.content[: 2 * MIB + 4096] + new + place.content[2 * MIB + 4096 + 8192 :]
         assert await place.read([2 * MIB], [MIB])
 
     at_place(work, tmp_path / "data")

@@ -41,11 +41,21 @@ class Forgetful:
         self.device = MemoryDevice(blocks * BLOCK)
 
     async def begin(self, step=lambda name: None):
-        self.store = BlockChunkStore(self.device, self.blocks, target=1, options=StoreOptions(), clock=ManualClock())
+        self.store = BlockChunkStore(
+            self.device, self.blocks, target=1, options=StoreOptions(), clock=ManualClock()
+        )
         self.check = ReplayCheck(self.device.read_whole, self.device.write)
-        options = LmdbOptions(sync_interval_s=30, checkpoint_interval_s=30, journal_bytes=1 << 20, map_bytes=1 << 20)
-        kv = await LmdbKv.open(self.directory / "index", options, before_checkpoint=self.store.sync_data,
-                               on_replay=self.check, on_fence=self.store.fence, step=step)
+        options = LmdbOptions(
+            sync_interval_s=30, checkpoint_interval_s=30, journal_bytes=1 << 20, map_bytes=1 << 20
+        )
+        kv = await LmdbKv.open(
+            self.directory / "index",
+            options,
+            before_checkpoint=self.store.sync_data,
+            on_replay=self.check,
+            on_fence=self.store.fence,
+            step=step,
+        )
         await self.store.attach(kv)
         return self.store
 
@@ -155,7 +165,9 @@ async def test_a_synced_journal_alone_frees_no_block(one):
         taken.add(store.index.chunk(inode, 0).segments[0].disk[0])
     assert old not in taken
     store = await one.die()
-    assert await content(store, 1, 0, BLOCK) == some_bytes(BLOCK), "the new bytes did not reach the drive, the old ones stand"
+    assert await content(store, 1, 0, BLOCK) == some_bytes(BLOCK), (
+        "the new bytes did not reach the drive, the old ones stand"
+    )
     assert one.check.checked_blocks
     assert await get(store, 30, 0) and (await get(store, 30, 0)).data == b""
     await is_sound(store)
@@ -176,7 +188,9 @@ async def test_a_block_under_a_waiting_read_is_not_given_out(one):
 
 
 @on_a_forgetting_drive
-async def test_a_block_is_not_given_out_when_it_is_overwritten_before_the_read_that_named_it_has_begun_to_wait(one):
+async def test_a_block_is_not_given_out_when_it_is_overwritten_before_the_read_that_named_it_has_begun_to_wait(
+    one,
+):
     store = one.store
     await put(store, 1, 0, 0, some_bytes(BLOCK))
     store.device.cold = True
@@ -202,7 +216,9 @@ async def test_what_a_failed_sync_left_in_memory_alone_is_on_the_drive_after_the
     one.device.fail_syncs.append(errno.EIO)
     with pytest.raises(Fenced):
         await one.store.flush()
-    store = await one.die(power=False)  # the process ends and is started again; its client asks once more for the flush
+    store = await one.die(
+        power=False
+    )  # the process ends and is started again; its client asks once more for the flush
     await store.flush()
     store = await one.die()
     assert await content(store, 1, 0, 2 * BLOCK) == some_bytes(BLOCK) + some_bytes(BLOCK, 2)
@@ -220,9 +236,13 @@ async def test_a_write_of_which_one_block_is_missing_is_not_there_at_all(one):
     lost = store.index.chunk(1, 0).segments[2].disk[7]
     store = await one.die(keep=lambda number: number != lost)
     assert await content(store, 1, 0, 600 * 1024) == old
-    assert (await get(store, 1, 0)).version not in (before, lost_version), "for other targets it would be the lost write"
+    assert (await get(store, 1, 0)).version not in (before, lost_version), (
+        "for other targets it would be the lost write"
+    )
     await is_sound(store)
-    assert await put(store, 1, 0, 0, new, request=RequestId(1, 1, 1)) > before, "a repetition is written, not answered"
+    assert await put(store, 1, 0, 0, new, request=RequestId(1, 1, 1)) > before, (
+        "a repetition is written, not answered"
+    )
     assert await content(store, 1, 0, 600 * 1024) == new
 
 
@@ -364,7 +384,9 @@ async def _history(seed, turns):
     one.remember_journal()
     try:
         for turn in range(1, turns):
-            for number in cuts:  # what each version is; a cut makes the next one of whatever it meets, in no epoch of its own
+            for number in (
+                cuts
+            ):  # what each version is; a cut makes the next one of whatever it meets, in no epoch of its own
                 found = await get(store, number, 0, 0, chunk_blocks * BLOCK)
                 if found.version:
                     contents[number, found.version] = found.data
@@ -372,10 +394,21 @@ async def _history(seed, turns):
             what = chance.random()
             if what < 0.15:
                 other, length = chance.randint(1, inodes), chance.choice([1, 5, 40])
-                first, from_ = chance.randrange(chunk_blocks - length), chance.randrange(chunk_blocks - length)
+                first, from_ = (
+                    chance.randrange(chunk_blocks - length),
+                    chance.randrange(chunk_blocks - length),
+                )
                 try:
-                    await store.copy((other, 0, from_ * BLOCK), inode, 0, first * BLOCK, length * BLOCK, cut=cuts[inode],
-                                     request=RequestId(5, turn % 8, turn), epoch=epoch)
+                    await store.copy(
+                        (other, 0, from_ * BLOCK),
+                        inode,
+                        0,
+                        first * BLOCK,
+                        length * BLOCK,
+                        cut=cuts[inode],
+                        request=RequestId(5, turn % 8, turn),
+                        epoch=epoch,
+                    )
                 except NoSpace:
                     assert store.status()["used_bytes"] > 400 * BLOCK
                     continue
@@ -385,8 +418,13 @@ async def _history(seed, turns):
             elif what < 0.22:
                 other = chance.randint(1, inodes)
                 source = await store.fetch(other, 0)
-                copy = replace(source, inode=inode, version=version(epoch + 1, turn), cut=cuts[inode],
-                               known=InodeCut(inode, cuts[inode], 0, 20))
+                copy = replace(
+                    source,
+                    inode=inode,
+                    version=version(epoch + 1, turn),
+                    cut=cuts[inode],
+                    known=InodeCut(inode, cuts[inode], 0, 20),
+                )
                 try:
                     assert await store.install([(copy, store.state(inode, 0))]) == [True]
                 except NoSpace:
@@ -403,13 +441,22 @@ async def _history(seed, turns):
                 data = chance.randbytes(length)
                 first, last = offset // BLOCK, (offset + length - 1) // BLOCK
                 joined = bytearray(b"".join(model.now((inode, block)) for block in range(first, last + 1)))
-                joined[offset - first * BLOCK:offset - first * BLOCK + length] = data
+                joined[offset - first * BLOCK : offset - first * BLOCK + length] = data
                 try:
-                    await put(store, inode, 0, offset, data, cut=cuts[inode], request=RequestId(5, turn % 8, turn), epoch=epoch)
+                    await put(
+                        store,
+                        inode,
+                        0,
+                        offset,
+                        data,
+                        cut=cuts[inode],
+                        request=RequestId(5, turn % 8, turn),
+                        epoch=epoch,
+                    )
                 except NoSpace:
                     assert store.status()["used_bytes"] > 400 * BLOCK
                     continue
-                blocks = [bytes(joined[at:at + BLOCK]) for at in range(0, len(joined), BLOCK)]
+                blocks = [bytes(joined[at : at + BLOCK]) for at in range(0, len(joined), BLOCK)]
                 model.write(turn, inode, first, blocks, aligned)
             elif what < 0.80:
                 await store.flush()
@@ -428,7 +475,9 @@ async def _history(seed, turns):
                     behind = max(0, min(BLOCK, end - block * BLOCK)) if end else BLOCK
                     if (inode, block) in model.possible and kept < behind:
                         now = model.now((inode, block))
-                        model.write(turn, inode, block, [now[:kept] + bytes(behind - kept) + now[behind:]], False)
+                        model.write(
+                            turn, inode, block, [now[:kept] + bytes(behind - kept) + now[behind:]], False
+                        )
                 model.flushed()  # a cut is flushed when it answers, and all before it with it
                 one.remember_journal()
             elif what < 0.92:
@@ -464,9 +513,13 @@ async def _history(seed, turns):
                 found = {}
                 for number in cuts:
                     now = await get(store, number, 0, 0, chunk_blocks * BLOCK)
-                    assert contents.get((number, now.version), now.data) == now.data, "one version has two contents"
+                    assert contents.get((number, now.version), now.data) == now.data, (
+                        "one version has two contents"
+                    )
                     whole = await content(store, number, 0, chunk_blocks * BLOCK)
-                    found |= {(number, block): whole[block * BLOCK:][:BLOCK] for block in range(chunk_blocks)}
+                    found |= {
+                        (number, block): whole[block * BLOCK :][:BLOCK] for block in range(chunk_blocks)
+                    }
                 model.settle(found)
                 if not power:
                     assert not store.kv.scan(b"r", b"s", 1)
@@ -495,7 +548,9 @@ async def _nothing():
 
 
 @on_a_forgetting_drive
-async def test_blocks_that_a_scrub_gives_back_are_given_out_only_when_no_loss_of_power_can_bring_their_names_back(one):
+async def test_blocks_that_a_scrub_gives_back_are_given_out_only_when_no_loss_of_power_can_bring_their_names_back(
+    one,
+):
     """A record that can not be read is removed, and what it named is freed by a scrub: while the removal is not on the drive,
     the bytes must stay, for the record will be back."""
     store = one.store

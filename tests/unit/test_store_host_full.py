@@ -14,8 +14,9 @@ from nvpool.store.chunks.api import StoreOptions, create_chunk_store, open_chunk
 from nvpool.store.disk import reserve_file
 from nvpool.store.disk.reserve_file import HostRoom
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0 or not os.path.exists("/dev/loop-control"),
-                                reason="needs root and loop devices")
+pytestmark = pytest.mark.skipif(
+    os.geteuid() != 0 or not os.path.exists("/dev/loop-control"), reason="needs root and loop devices"
+)
 FILES = 60
 
 
@@ -28,7 +29,9 @@ def host(tmp_path):
     subprocess.run(["mkfs.ext4", "-q", "-m", "0", image], check=True)
     subprocess.run(["mount", "-o", "loop", image, place], check=True)
     yield place
-    subprocess.run(["umount", "--lazy", place], check=True)  # a store that a failed test left open must not keep it
+    subprocess.run(
+        ["umount", "--lazy", place], check=True
+    )  # a store that a failed test left open must not keep it
 
 
 def eat_all_room(place):
@@ -96,6 +99,7 @@ def test_files_are_cut_within_a_block_and_removed_on_a_full_file_system_for_ever
 async def read(store, inode):
     from nvpool.store.chunks.api import ALL_INODES
     from nvpool.store.chunks.read_batch import READ
+
     batch = store.read_now(READ.pack(inode, 0, 0, 2 * 4096, 0, 0), [ALL_INODES])
     if batch.missed:
         await store.finish_read(batch)
@@ -115,7 +119,11 @@ def test_a_spent_reserve_is_an_error_and_no_loop(tmp_path):
         room.with_reserve(write)
     assert len(tries) == reserve_file.RESERVE_BYTES // reserve_file.PIECE_BYTES + 1 and "is full" in room.told
     room.tend()
-    assert not room.missing and not room.told and (tmp_path / "reserve").stat().st_size == reserve_file.RESERVE_BYTES
+    assert (
+        not room.missing
+        and not room.told
+        and (tmp_path / "reserve").stat().st_size == reserve_file.RESERVE_BYTES
+    )
 
 
 def test_a_write_that_is_refused_while_the_reserve_is_made_whole_is_not_forgotten(tmp_path, monkeypatch):
@@ -126,6 +134,7 @@ def test_a_write_that_is_refused_while_the_reserve_is_made_whole_is_not_forgotte
     def refused_meanwhile():
         keep()
         room.refused()
+
     monkeypatch.setattr(room, "keep", refused_meanwhile)
     room.tend()
     assert room.full and "is full" in room.told

@@ -29,7 +29,7 @@ from nvpool.store.chunks import location_leases as lend
 from nvpool.store.chunks.api import LEND_S, LocatedBlocks, StoreOptions
 from nvpool.store.chunks.block_store import BlockChunkStore
 from nvpool.store.chunks.recovery import ReplayCheck
-from nvpool.store.disk.allocator import Transaction, SpacePending
+from nvpool.store.disk.allocator import SpacePending, Transaction
 from nvpool.store.disk.device import MemoryDevice
 from nvpool.store.disk.index_records import decode_held, encode_held, held_key
 from nvpool.store.server.service import StoreService
@@ -55,11 +55,19 @@ class Lending:
 
     async def begin(self):
         kept = lend.KeptTable(os.dup(self.memory), self.since_s) if self.memory >= 0 else None
-        self.store = BlockChunkStore(self.device, self.blocks, target=1, options=StoreOptions(kept_table=kept),
-                                     clock=self.clock)
-        options = LmdbOptions(sync_interval_s=30, checkpoint_interval_s=30, journal_bytes=1 << 20, map_bytes=1 << 20)
-        kv = await LmdbKv.open(self.directory / "index", options, before_checkpoint=self.store.sync_data,
-                               on_replay=ReplayCheck(self.device.read_whole, self.device.write), on_fence=self.store.fence)
+        self.store = BlockChunkStore(
+            self.device, self.blocks, target=1, options=StoreOptions(kept_table=kept), clock=self.clock
+        )
+        options = LmdbOptions(
+            sync_interval_s=30, checkpoint_interval_s=30, journal_bytes=1 << 20, map_bytes=1 << 20
+        )
+        kv = await LmdbKv.open(
+            self.directory / "index",
+            options,
+            before_checkpoint=self.store.sync_data,
+            on_replay=ReplayCheck(self.device.read_whole, self.device.write),
+            on_fence=self.store.fence,
+        )
         await self.store.attach(kv)
         return self.store
 
@@ -80,7 +88,9 @@ class Lending:
         return self.store.locate(inode, index, blocks, 60.0)
 
     def places(self, inode, index=0):
-        return set(places_of(lend.located(self.store.index, self.store.index.chunk(inode, index), 4096))) - {0}
+        return set(places_of(lend.located(self.store.index, self.store.index.chunk(inode, index), 4096))) - {
+            0
+        }
 
     def free(self) -> set[int]:
         """All blocks that would be given to a write now."""
@@ -120,7 +130,9 @@ def lending(test):
 
 
 @lending
-async def test_an_overwritten_block_is_given_out_again_when_the_last_lifetime_that_names_it_has_ended_and_not_before(one):
+async def test_an_overwritten_block_is_given_out_again_when_the_last_lifetime_that_names_it_has_ended_and_not_before(
+    one,
+):
     await put(one.store, 1, 0, 0, some_bytes(8 * BLOCK))
     old = one.places(1)
     one.lend(1)
@@ -189,7 +201,9 @@ async def test_after_a_death_and_after_two_nothing_that_was_lent_is_used_before_
     one.lend(1)
     one.lend(2)
     one.clock.advance(1)
-    await put(one.store, 1, 0, 0, some_bytes(4 * BLOCK, 2))  # rests until its first lifetime would end, 6 s from the beginning
+    await put(
+        one.store, 1, 0, 0, some_bytes(4 * BLOCK, 2)
+    )  # rests until its first lifetime would end, 6 s from the beginning
     await one.die()
     one.clock.advance(1)
     # lent by the dead process, freed by this one, which knows of no lifetime of its own
@@ -244,7 +258,9 @@ async def test_blocks_that_rest_are_waited_for_and_scarce_space_is_not_lent(one)
 
 
 @lending
-async def test_a_cut_soon_after_a_death_is_answered_when_the_clients_of_the_dead_process_can_not_read_any_more(one):
+async def test_a_cut_soon_after_a_death_is_answered_when_the_clients_of_the_dead_process_can_not_read_any_more(
+    one,
+):
     for inode in (1, 2):
         await put(one.store, inode, 0, 0, some_bytes(8 * BLOCK))
         one.lend(inode)
@@ -260,7 +276,9 @@ async def test_a_cut_soon_after_a_death_is_answered_when_the_clients_of_the_dead
 
 
 @lending
-async def test_a_cut_after_an_orderly_end_waits_for_no_client_and_after_a_death_that_follows_it_does_again(one):
+async def test_a_cut_after_an_orderly_end_waits_for_no_client_and_after_a_death_that_follows_it_does_again(
+    one,
+):
     for inode in (1, 2):
         await put(one.store, inode, 0, 0, some_bytes(8 * BLOCK))
     old = one.places(1)
@@ -294,7 +312,9 @@ async def test_a_cut_after_an_orderly_end_waits_for_no_client_and_after_a_death_
 
 
 @lending
-async def test_a_cut_after_a_death_waits_for_no_client_where_all_tables_are_one_that_outlives_the_processes(one):
+async def test_a_cut_after_a_death_waits_for_no_client_where_all_tables_are_one_that_outlives_the_processes(
+    one,
+):
     for inode in (1, 2):
         await put(one.store, inode, 0, 0, some_bytes(8 * BLOCK))
     old = one.places(2)
@@ -310,7 +330,9 @@ async def test_a_cut_after_a_death_waits_for_no_client_where_all_tables_are_one_
     assert not cutting.done()
     one.store.lender.serve_until(one.clock.boottime_s())
     await one.die()  # with the table that is kept
-    assert struct.unpack("<I", os.pread(seen, 4, 4 * slot))[0] != stamp, "the client of the dead returns nothing any more"
+    assert struct.unpack("<I", os.pread(seen, 4, 4 * slot))[0] != stamp, (
+        "the client of the dead returns nothing any more"
+    )
     again = asyncio.ensure_future(one.store.cut(1, 5, 2, 20))
     await asyncio.wait([again], timeout=0.2)
     assert not again.done(), "a client of the first process may read yet"
@@ -338,8 +360,12 @@ async def test_each_change_of_a_chunk_shows_in_the_table_before_it_is_answered_a
     await content(store, 1, 0, BLOCK)
     await store.flush()
     assert [store.lender.stamp(1, index) for index in (0, 1)] == stamps
-    for change in (lambda: put(store, 1, 0, 5, b"x"), lambda: store.cut(1, MIB + 100, 1, 20), lambda: store.cut(1, 100, 2, 20),
-                   lambda: store.remove([1])):
+    for change in (
+        lambda: put(store, 1, 0, 5, b"x"),
+        lambda: store.cut(1, MIB + 100, 1, 20),
+        lambda: store.cut(1, 100, 2, 20),
+        lambda: store.remove([1]),
+    ):
         before = store.lender.stamp(1, 0), store.lender.stamp(1, 1)
         await change()
         assert (store.lender.stamp(1, 0), store.lender.stamp(1, 1)) != before
@@ -363,10 +389,12 @@ async def test_holes_and_copies_show_in_the_table_for_each_chunk_that_they_chang
         return applied(effects, **words)
 
     store.kv.apply = apply
-    for change, of in ((lambda: store.cut(1, 10, 1, 20, 2 * BLOCK + 10), {0}),
-                       (lambda: store.cut(1, MIB + 5, 2, 20, 2 * MIB + 2 * BLOCK + 5), {1, 2}),
-                       (lambda: store.copy((2, 0, 0), 1, 3, 0, 2 * BLOCK, cut=2), {3}),
-                       (lambda: store.copy((2, 0, 0), 1, 3, 0, 4 * BLOCK, cut=2), {3})):
+    for change, of in (
+        (lambda: store.cut(1, 10, 1, 20, 2 * BLOCK + 10), {0}),
+        (lambda: store.cut(1, MIB + 5, 2, 20, 2 * MIB + 2 * BLOCK + 5), {1, 2}),
+        (lambda: store.copy((2, 0, 0), 1, 3, 0, 2 * BLOCK, cut=2), {3}),
+        (lambda: store.copy((2, 0, 0), 1, 3, 0, 4 * BLOCK, cut=2), {3}),
+    ):
         before = [store.lender.stamp(1, index)[1] for index in range(4)]
         del seen[:]
         await change()
@@ -377,7 +405,9 @@ async def test_holes_and_copies_show_in_the_table_for_each_chunk_that_they_chang
     del store.kv.apply
     await store.flush()
     gone = [places - one.places(1, index) for index, places in enumerate(old)]
-    assert all(gone) and not set.union(*gone) & one.free(), "they may be read until their lifetimes have ended"
+    assert all(gone) and not set.union(*gone) & one.free(), (
+        "they may be read until their lifetimes have ended"
+    )
     one.clock.advance(LEND_S + 1)
     await store.flush()
     await store.tend()
@@ -395,7 +425,7 @@ async def test_places_and_checksums_are_those_of_the_index_whatever_holes_there_
             data = some_bytes(count * BLOCK, inode * 100 + step)
             await put(one.store, inode, 0, block * BLOCK, data)
             for at in range(count):
-                model[block + at] = data[at * BLOCK:at * BLOCK + BLOCK]
+                model[block + at] = data[at * BLOCK : at * BLOCK + BLOCK]
         blocks = chance.choice([256, 300, max(model) // 2 + 1])
         found = one.lend(inode, 0, blocks)
         within = [block for block in model if block < blocks]
@@ -417,7 +447,11 @@ class Asked:
     peer = PEER
 
     def __init__(self, message):
-        self.method, self.message, self.payload = Method.DATA_LOCATE, message.SerializeToString(), memoryview(b"")
+        self.method, self.message, self.payload = (
+            Method.DATA_LOCATE,
+            message.SerializeToString(),
+            memoryview(b""),
+        )
         self.deadline_s, self.cancelled = float("inf"), False
         self.answer = None
 
@@ -428,25 +462,44 @@ class Asked:
 def ask(one, entries, rights=grants.READ, inode=1, left_s=60.0, token=None):
     service = StoreService(one.store, target=1, grant_secret=SECRET, clock=one.clock)
     ends = one.clock.wall_ns() // 1_000_000 + int(left_s * 1000)
-    request = pb.LocateRequest(target=1, token=one.store.lender.token if token is None else token,
-                               grants=[grants.sign(grants.Grant(rights, 0, 9, inode, 0, ends), SECRET)],
-                               entries=b"".join(data_codec.LOCATE_ENTRY.pack(*entry) for entry in entries))
+    request = pb.LocateRequest(
+        target=1,
+        token=one.store.lender.token if token is None else token,
+        grants=[grants.sign(grants.Grant(rights, 0, 9, inode, 0, ends), SECRET)],
+        entries=b"".join(data_codec.LOCATE_ENTRY.pack(*entry) for entry in entries),
+    )
     call = Asked(request)
     service.handle(call)
-    return list(data_codec.LOCATE_RESULT.iter_unpack(call.answer.results)), array("Q", call.answer.runs), call.answer.checksums
+    return (
+        list(data_codec.LOCATE_RESULT.iter_unpack(call.answer.results)),
+        array("Q", call.answer.runs),
+        call.answer.checksums,
+    )
 
 
 @lending
-async def test_places_are_told_to_whom_the_descriptors_were_given_under_a_grant_and_no_longer_than_it_lasts(one):
+async def test_places_are_told_to_whom_the_descriptors_were_given_under_a_grant_and_no_longer_than_it_lasts(
+    one,
+):
     await put(one.store, 1, 0, 0, some_bytes(4 * BLOCK))
     version = await put(one.store, 1, 1, 0, some_bytes(2 * BLOCK))
-    results, runs, checksums = ask(one, [(1, 0, 256, 0, 0), (1, 1, 256, 0, version), (1, 2, 256, 0, 0), (2, 0, 1, 0, 0),
-                                         (1, 0, 1, 7, 0)])
-    assert [(status, flags, run_count, blocks, life) for status, flags, run_count, blocks, life, _, _, _ in results] == [
-        (0, 0, 1, 4, 5000), (0, data_codec.SAME_VERSION, 0, 0, 5000), (0, 0, 0, 0, 0),
-        (errors.StaleGrant.wire_code, 0, 0, 0, 0), (errors.StaleGrant.wire_code, 0, 0, 0, 0)]
+    results, runs, checksums = ask(
+        one, [(1, 0, 256, 0, 0), (1, 1, 256, 0, version), (1, 2, 256, 0, 0), (2, 0, 1, 0, 0), (1, 0, 1, 7, 0)]
+    )
+    assert [
+        (status, flags, run_count, blocks, life)
+        for status, flags, run_count, blocks, life, _, _, _ in results
+    ] == [
+        (0, 0, 1, 4, 5000),
+        (0, data_codec.SAME_VERSION, 0, 0, 5000),
+        (0, 0, 0, 0, 0),
+        (errors.StaleGrant.wire_code, 0, 0, 0, 0),
+        (errors.StaleGrant.wire_code, 0, 0, 0, 0),
+    ]
     assert len(runs) == 1 and len(checksums) == 16 and results[1][7] == version
-    assert ask(one, [(1, 0, 256, 0, 0)], left_s=-3.0)[0][0][4] == 2000, "the clocks of two machines may differ by five seconds"
+    assert ask(one, [(1, 0, 256, 0, 0)], left_s=-3.0)[0][0][4] == 2000, (
+        "the clocks of two machines may differ by five seconds"
+    )
     with pytest.raises(errors.AccessDenied):
         ask(one, [(1, 0, 256, 0, 0)], token=b"guess")
     assert ask(one, [(1, 0, 256, 0, 0)], rights=grants.WRITE)[0][0][0] == errors.StaleGrant.wire_code
@@ -461,11 +514,19 @@ async def test_places_are_told_to_whom_the_descriptors_were_given_under_a_grant_
 @lending
 async def test_locations_are_called_in_when_a_right_is_taken(one):
     await put(one.store, 1, 0, 0, some_bytes(BLOCK))
-    (_, _, _, _, _, slot, stamp, _), = ask(one, [(1, 0, 256, 0, 0)])[0]
+    ((_, _, _, _, _, slot, stamp, _),) = ask(one, [(1, 0, 256, 0, 0)])[0]
     assert one.store.lender._table[slot] == stamp
     service = StoreService(one.store, target=1, grant_secret=SECRET, clock=one.clock)
-    service.update_map(taken(PoolMap(MAP_FORMAT, "p", "p", 5, PoolSettings()), 77, "", grants.READ,
-                             one.clock.wall_ns() // 1_000_000, 60_000))
+    service.update_map(
+        taken(
+            PoolMap(MAP_FORMAT, "p", "p", 5, PoolSettings()),
+            77,
+            "",
+            grants.READ,
+            one.clock.wall_ns() // 1_000_000,
+            60_000,
+        )
+    )
     assert one.store.lender._table[slot] != stamp
 
 
@@ -491,12 +552,22 @@ def golden() -> dict[str, str]:
     entries = data_codec.LOCATE_ENTRY.pack(7, 1, 256, 0, 9)
     said = lend.encode_said(3, bytes(range(16)), 1234.5)
     return {
-        "entry": entries.hex(), "result": data_codec.LOCATE_RESULT.pack(0, 1, 2, 256, 5000, 65535, 0xFFFFFFFF, 9).hex(),
-        "LocateRequest": pb.LocateRequest(map_epoch=1, target=2, grants=[b"g"], token=b"t" * 16,
-                                          entries=entries).SerializeToString().hex(),
-        "LocateReply": pb.LocateReply(map_epoch=1, results=b"r", runs=b"p" * 8, checksums=b"cccc").SerializeToString().hex(),
-        "said with the descriptors": (fd_passing._HEAD.pack(fd_passing._MAGIC, fd_passing._VERSION, 0) + said).hex(),
-        "slots": json.dumps([lend.slot_of(1, 0), lend.slot_of(1, 1), lend.slot_of((1 << 63) - 1, 0xFFFFFFFF)]),
+        "entry": entries.hex(),
+        "result": data_codec.LOCATE_RESULT.pack(0, 1, 2, 256, 5000, 65535, 0xFFFFFFFF, 9).hex(),
+        "LocateRequest": pb.LocateRequest(
+            map_epoch=1, target=2, grants=[b"g"], token=b"t" * 16, entries=entries
+        )
+        .SerializeToString()
+        .hex(),
+        "LocateReply": pb.LocateReply(map_epoch=1, results=b"r", runs=b"p" * 8, checksums=b"cccc")
+        .SerializeToString()
+        .hex(),
+        "said with the descriptors": (
+            fd_passing._HEAD.pack(fd_passing._MAGIC, fd_passing._VERSION, 0) + said
+        ).hex(),
+        "slots": json.dumps(
+            [lend.slot_of(1, 0), lend.slot_of(1, 1), lend.slot_of((1 << 63) - 1, 0xFFFFFFFF)]
+        ),
         "held record": (held_key(5) + encode_held(1234.5678, [((1 << 42) - 1, 1), (16, 65536)])).hex(),
     }
 

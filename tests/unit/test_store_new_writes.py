@@ -32,7 +32,8 @@ from nvpool.store.server import fast_first_writes, fast_reads
 from nvpool.store.server.service import WRITE, StoreService
 
 pytestmark = pytest.mark.skipif(
-    fast_first_writes._fast_first_writes is None or fast_reads._fast_reads is None, reason="it is not compiled here"
+    fast_first_writes._fast_first_writes is None or fast_reads._fast_reads is None,
+    reason="it is not compiled here",
 )
 
 BLOCK = bytes(range(256)) * 16
@@ -43,9 +44,11 @@ OWN_KEYS = (b"F", b"V")
 
 class Asker(Ordinary):
     def ask(self, frame):
-        kind, method, number, deadline_ms, message, payload_bytes = read_head(bytearray(frame), 0, len(frame), 0)
+        kind, method, number, deadline_ms, message, payload_bytes = read_head(
+            bytearray(frame), 0, len(frame), 0
+        )
         assert kind == REQUEST
-        self._arrived(number, method, deadline_ms, message, memoryview(frame)[len(frame) - payload_bytes:])
+        self._arrived(number, method, deadline_ms, message, memoryview(frame)[len(frame) - payload_bytes :])
         return self.sent.pop() if self.sent else None  # it has to wait
 
 
@@ -69,7 +72,7 @@ class One:
             if taken:
                 assert taken == len(frame)
                 self.taken += 1
-                reply, = out
+                (reply,) = out
                 return reply
             assert not out
         return self.ordinary.ask(frame)
@@ -87,34 +90,89 @@ class One:
         """All that a store keeps, in memory and in its index."""
         store, allocator = self.store, self.store.allocator
         index = [pair for pair in store.kv.scan(b"\0", b"\xff", 1 << 20) if pair[0] not in OWN_KEYS]
-        chunks = {name: (one.inode, one.index, one.version, one.cut, one.requests, one.table,
-                         [segment and (segment.disk.tolist(), segment.crcs, segment.base) for segment in one.segments])
-                  for name, one in {**store.index._old, **store.index.young}.items() if one.version}
-        return {"index": index, "chunks": chunks, "used": allocator.used_blocks, "available": allocator._available,
-                "held": allocator._held, "spare": allocator._spare.tolist(), "level": bytes(allocator._level),
-                "small": allocator._small, "scrub": allocator.changed_groups,
-                "groups": {number: (group.used, group.deltas.tolist()) for number, group in allocator._cached.items()},
-                "written": store._written, "writes": store.write_count, "sequence": store.kv.sequence,
-                "journal": store.kv._journal.offset, "run": (store.device._run_start, store.device._run_end),
-                "table": bytes(store.lender._table)}
+        chunks = {
+            name: (
+                one.inode,
+                one.index,
+                one.version,
+                one.cut,
+                one.requests,
+                one.table,
+                [segment and (segment.disk.tolist(), segment.crcs, segment.base) for segment in one.segments],
+            )
+            for name, one in {**store.index._old, **store.index.young}.items()
+            if one.version
+        }
+        return {
+            "index": index,
+            "chunks": chunks,
+            "used": allocator.used_blocks,
+            "available": allocator._available,
+            "held": allocator._held,
+            "spare": allocator._spare.tolist(),
+            "level": bytes(allocator._level),
+            "small": allocator._small,
+            "scrub": allocator.changed_groups,
+            "groups": {
+                number: (group.used, group.deltas.tolist()) for number, group in allocator._cached.items()
+            },
+            "written": store._written,
+            "writes": store.write_count,
+            "sequence": store.kv.sequence,
+            "journal": store.kv._journal.offset,
+            "run": (store.device._run_start, store.device._run_end),
+            "table": bytes(store.lender._table),
+        }
 
     def data(self):
         raw = os.pread(self.store.device.fd, os.fstat(self.store.device.fd).st_size, 0)
-        return raw[16 << 12:]
+        return raw[16 << 12 :]
 
     def counts(self):
         answered = self.tally.by_method.get(DATA_WRITE)
-        return (self.tally.begun, self.tally.ended, self.tally.errors,
-                answered and (answered.bytes_in, answered.bytes_out, answered.times.counts, answered.times.sum_s))
+        return (
+            self.tally.begun,
+            self.tally.ended,
+            self.tally.errors,
+            answered and (answered.bytes_in, answered.bytes_out, answered.times.counts, answered.times.sum_s),
+        )
 
 
-def frame(clock, *, inode=1, index=0, offset=0, data=BLOCK, cut=0, sequence=1, session=9, slot=3, epoch=5, target=1, number=7,
-          deadline_ms=1000, checksums=None, length=None, place=0, flags=0, method=DATA_WRITE, grant_of=None, grant_session=9,
-          grant_cut=5, rights=grants.READ | grants.WRITE, life_s=60, table=1, secret=SECRET, extra=b""):
+def frame(
+    clock,
+    *,
+    inode=1,
+    index=0,
+    offset=0,
+    data=BLOCK,
+    cut=0,
+    sequence=1,
+    session=9,
+    slot=3,
+    epoch=5,
+    target=1,
+    number=7,
+    deadline_ms=1000,
+    checksums=None,
+    length=None,
+    place=0,
+    flags=0,
+    method=DATA_WRITE,
+    grant_of=None,
+    grant_session=9,
+    grant_cut=5,
+    rights=grants.READ | grants.WRITE,
+    life_s=60,
+    table=1,
+    secret=SECRET,
+    extra=b"",
+):
     ends_ms = clock.wall_ns() // 1_000_000 + int(life_s * 1000)
     owner = inode if grant_of is None else grant_of
     right = grants.sign(grants.Grant(rights, 0, grant_session, owner, grant_cut, ends_ms, table), secret)
-    entry = WRITE.pack(inode, cut, sequence, index, offset, len(data) if length is None else length, place, flags)
+    entry = WRITE.pack(
+        inode, cut, sequence, index, offset, len(data) if length is None else length, place, flags
+    )
     sums = piece_checksums(data, offset) if checksums is None else checksums
     message = encode_write_request(epoch, target, right, entry, sums, session, slot) + extra
     return pack_head(REQUEST, method, number, deadline_ms, message, len(data)) + data
@@ -141,16 +199,56 @@ async def both(path, **options):
         yield new, old
 
 
-PLAIN = ({}, {"data": b"a part"}, {"data": b"at its end", "offset": 4086}, {"data": BLOCK[:-1]}, {"data": b"x", "offset": 1},
-         {"index": 3}, {"index": 0xFFFFFFFF}, {"cut": 5}, {"slot": 127}, {"sequence": (1 << 63) + 5}, {"table": 8},
-         {"flags": 1}, {"inode": 5 * PARTITION + 77}, {"inode": (1 << 63) - 1}, {"inode": 1 << 63}, {"life_s": -4.9},
-         {"number": 0xFFFFFFFF}, {"rights": grants.WRITE}, {"session": 1, "grant_session": 1},
-         {"grant_cut": 1 << 60, "cut": 1 << 60})
-NOT_PLAIN = ({"offset": 4096}, {"data": BLOCK * 2}, {"offset": 4095, "data": b"xy"}, {"session": 0}, {"slot": 0}, {"slot": 128},
-             {"epoch": 4}, {"epoch": 6}, {"target": 2}, {"grant_of": 2}, {"rights": grants.READ}, {"grant_session": 8},
-             {"cut": 6}, {"rights": grants.SERVICE | grants.WRITE}, {"life_s": -6}, {"secret": b"z" * 32}, {"place": 1},
-             {"length": 4095}, {"length": 0}, {"data": b""}, {"checksums": b"bad!"}, {"checksums": b""},
-             {"checksums": bytes(8)}, {"extra": b"\x48\1"}, {"table": 9}, {"inode": 0})
+PLAIN = (
+    {},
+    {"data": b"a part"},
+    {"data": b"at its end", "offset": 4086},
+    {"data": BLOCK[:-1]},
+    {"data": b"x", "offset": 1},
+    {"index": 3},
+    {"index": 0xFFFFFFFF},
+    {"cut": 5},
+    {"slot": 127},
+    {"sequence": (1 << 63) + 5},
+    {"table": 8},
+    {"flags": 1},
+    {"inode": 5 * PARTITION + 77},
+    {"inode": (1 << 63) - 1},
+    {"inode": 1 << 63},
+    {"life_s": -4.9},
+    {"number": 0xFFFFFFFF},
+    {"rights": grants.WRITE},
+    {"session": 1, "grant_session": 1},
+    {"grant_cut": 1 << 60, "cut": 1 << 60},
+)
+NOT_PLAIN = (
+    {"offset": 4096},
+    {"data": BLOCK * 2},
+    {"offset": 4095, "data": b"xy"},
+    {"session": 0},
+    {"slot": 0},
+    {"slot": 128},
+    {"epoch": 4},
+    {"epoch": 6},
+    {"target": 2},
+    {"grant_of": 2},
+    {"rights": grants.READ},
+    {"grant_session": 8},
+    {"cut": 6},
+    {"rights": grants.SERVICE | grants.WRITE},
+    {"life_s": -6},
+    {"secret": b"z" * 32},
+    {"place": 1},
+    {"length": 4095},
+    {"length": 0},
+    {"data": b""},
+    {"checksums": b"bad!"},
+    {"checksums": b""},
+    {"checksums": bytes(8)},
+    {"extra": b"\x48\1"},
+    {"table": 9},
+    {"inode": 0},
+)
 
 
 @pytest.mark.parametrize("write", PLAIN, ids=str)
@@ -164,6 +262,7 @@ def test_what_is_plain_is_answered_at_once_and_as_ever(tmp_path, write):
             asked = new.said(**write)  # repeated: done already
             assert asked == old.said(**write)
             assert new.taken == 1 and new.state() == old.state()
+
     asyncio.run(scene())
 
 
@@ -173,7 +272,9 @@ def test_a_group_of_the_free_map_is_filled_and_the_next_one_begun(tmp_path, left
         async with both(tmp_path, size=128 << 20) as (new, old):
             for one in (new, old):
                 allocator = one.store.allocator
-                transaction = Transaction()  # all of the second group but the last blocks, as if written by others
+                transaction = (
+                    Transaction()
+                )  # all of the second group but the last blocks, as if written by others
                 allocator._small = 1
                 allocator._take(transaction.taken, 1, 0, GROUP_BLOCKS - left)
                 effects = allocator.effects(transaction)
@@ -182,10 +283,11 @@ def test_a_group_of_the_free_map_is_filled_and_the_next_one_begun(tmp_path, left
                 write = {"inode": n + 1, "sequence": n, "data": n.to_bytes(4, "big") * 700}
                 assert new.said(**write) == old.said(**write)
                 for one in (new, old):
-                    place, = one.store.index.places(one.store.index.chunk(n + 1, 0), 0, 1)
+                    (place,) = one.store.index.places(one.store.index.chunk(n + 1, 0), 0, 1)
                     assert place >> 13 == (1 if n < left else 2) and one.store.allocator.is_used(place)
             assert new.taken == (40 if left == 2000 else 39 if left else 2)
             assert new.state() == old.state() and new.data() == old.data()
+
     asyncio.run(scene())
 
 
@@ -199,6 +301,7 @@ def test_what_is_not_is_left_before_anything_has_happened(tmp_path, write):
             assert new.state() == before
             assert new.ask(asked) == old.ask(asked)
             assert not new.taken and new.state() == old.state()
+
     asyncio.run(scene())
 
 
@@ -219,14 +322,20 @@ def test_a_frame_that_is_not_whole_or_was_changed_is_left(tmp_path):
             no_time = frame(one.clock, deadline_ms=0)
             assert one.service.at_once.answer(bytearray(no_time), len(no_time), {}, one.tally, []) == 0
             assert not one.store.write_count
-            assert one.service.at_once.answer(bytearray(whole), len(whole), {8: None}, one.tally, []) == len(whole)
+            assert one.service.at_once.answer(bytearray(whole), len(whole), {8: None}, one.tally, []) == len(
+                whole
+            )
+
     asyncio.run(scene())
 
 
 def test_frames_that_came_together_are_answered_in_their_order(tmp_path):
     async def scene():
         async with both(tmp_path) as (new, old):
-            frames = [frame(new.clock, inode=100 + n, number=n, sequence=n, data=BLOCK[:100 + n]) for n in range(1, 20)]
+            frames = [
+                frame(new.clock, inode=100 + n, number=n, sequence=n, data=BLOCK[: 100 + n])
+                for n in range(1, 20)
+            ]
             frames.insert(10, frame(new.clock, inode=101, number=50, offset=4096))  # the ordinary way's
             together, out = bytearray(b"".join(frames)), []
             taken = new.service.at_once.answer(together, len(together), {}, new.tally, out)
@@ -237,12 +346,14 @@ def test_frames_that_came_together_are_answered_in_their_order(tmp_path):
             assert new.service.at_once.answer(rest, len(rest), {}, new.tally, out) == len(rest)
             assert out == [old.ask(one) for one in frames[11:]]
             assert new.state() == old.state() and new.data() == old.data()
+
     asyncio.run(scene())
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_any_order_of_writes_leaves_the_same_index_drive_and_memory(tmp_path, seed):
     """With all else that changes a store between them, on one that is full at times."""
+
     async def scene():
         dice = random.Random(seed)
         size = dice.choice((2 << 20, 40 << 20, 80 << 20))
@@ -250,18 +361,28 @@ def test_any_order_of_writes_leaves_the_same_index_drive_and_memory(tmp_path, se
             inode, known = 1, [1]
             for step in range(500):
                 fate = dice.random()
-                if fate < .7:
+                if fate < 0.7:
                     inode += dice.choice((1, 1, 1, 2, -1, 700))
-                    write = {"inode": dice.randrange(3) * PARTITION + max(inode, 1), "sequence": step,
-                             "slot": dice.randrange(1, 5),
-                             "data": dice.choice((BLOCK, dice.randbytes(4096), dice.randbytes(dice.randrange(1, 300))))}
-                    if dice.random() < .1:
+                    write = {
+                        "inode": dice.randrange(3) * PARTITION + max(inode, 1),
+                        "sequence": step,
+                        "slot": dice.randrange(1, 5),
+                        "data": dice.choice(
+                            (BLOCK, dice.randbytes(4096), dice.randbytes(dice.randrange(1, 300)))
+                        ),
+                    }
+                    if dice.random() < 0.1:
                         write |= dice.choice((*PLAIN, *NOT_PLAIN[:-2]))
                     known.append(write["inode"])
-                elif fate < .85:
-                    write = {"inode": dice.choice(known), "offset": dice.choice((0, 4096, 81920)),
-                             "sequence": dice.randrange(step + 1), "slot": dice.randrange(1, 5),
-                             "cut": dice.choice((0, 0, 4)), "index": dice.choice((0, 0, 1))}
+                elif fate < 0.85:
+                    write = {
+                        "inode": dice.choice(known),
+                        "offset": dice.choice((0, 4096, 81920)),
+                        "sequence": dice.randrange(step + 1),
+                        "slot": dice.randrange(1, 5),
+                        "cut": dice.choice((0, 0, 4)),
+                        "index": dice.choice((0, 0, 1)),
+                    }
                 else:
                     target = dice.choice(known)
                     what = dice.choice(CHANGES)
@@ -270,10 +391,12 @@ def test_any_order_of_writes_leaves_the_same_index_drive_and_memory(tmp_path, se
                     continue
                 answer = new.said(**write)
                 assert answer == old.said(**write), write
-                if answer is None:  # all that is free is held; or the file system does not say what is in memory
+                if (
+                    answer is None
+                ):  # all that is free is held; or the file system does not say what is in memory
                     break
                 for one in (new, old):
-                    one.clock.advance(.01)
+                    one.clock.advance(0.01)
             assert new.taken > 50 or answer is None
             assert new.state() == old.state()
             assert new.data() == old.data()
@@ -281,6 +404,7 @@ def test_any_order_of_writes_leaves_the_same_index_drive_and_memory(tmp_path, se
             contents = {name: new.blocks(*name) for name in new.state()["chunks"]}
         async with opened(tmp_path / "new") as new:
             assert {name: new.blocks(*name) for name in contents} == contents
+
     asyncio.run(scene())
 
 
@@ -314,7 +438,10 @@ async def changed(one, what, inode, step):
 def test_what_was_answered_is_there_after_the_process_has_died_and_is_not_done_twice(tmp_path):
     async def scene():
         clock = ManualClock()
-        frames = [frame(clock, inode=1000 + n, sequence=n, data=random.Random(n).randbytes(4096 - n % 7)) for n in range(300)]
+        frames = [
+            frame(clock, inode=1000 + n, sequence=n, data=random.Random(n).randbytes(4096 - n % 7))
+            for n in range(300)
+        ]
         create_chunk_store(tmp_path / "t", 1, "pool", 64 << 20)
         store = await open_chunk_store(tmp_path / "t", 1, clock=clock)
         one = One(tmp_path, store, clock, True)
@@ -329,6 +456,7 @@ def test_what_was_answered_is_there_after_the_process_has_died_and_is_not_done_t
             assert not one.taken  # they are known
             assert one.store.allocator.used_blocks == used and not one.store.write_count
             assert one.said(inode=1300, sequence=9) and one.taken == 1
+
     asyncio.run(scene())
 
 
@@ -365,10 +493,13 @@ def test_a_killed_process_has_kept_all_that_it_answered(tmp_path, lines):
         async with opened(tmp_path) as one:
             for n in range(answered - 1):  # the last line may be torn
                 assert one.blocks(n + 1) == (one.blocks(1)[0], [n.to_bytes(8, "little") * 512]), n
+
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize("error", (NoSpace("full"), Fenced("gone"), Busy("later"), DriveFailed("broken"), ValueError("a bug")))
+@pytest.mark.parametrize(
+    "error", (NoSpace("full"), Fenced("gone"), Busy("later"), DriveFailed("broken"), ValueError("a bug"))
+)
 def test_what_the_engine_refuses_is_told_as_ever_and_changes_nothing(tmp_path, error, caplog):
     async def scene():
         async with both(tmp_path) as (new, old):
@@ -386,10 +517,15 @@ def test_what_the_engine_refuses_is_told_as_ever_and_changes_nothing(tmp_path, e
                 one.store.kv.apply = one.apply
             after = new.state()
             assert after == old.state()
-            told = ("written", "run", "table")  # that bytes were on their way to the drive, and that readers have to ask again
+            told = (
+                "written",
+                "run",
+                "table",
+            )  # that bytes were on their way to the drive, and that readers have to ask again
             assert {**after, **dict.fromkeys(told)} == {**before, **dict.fromkeys(told)}
             assert new.said(inode=2, sequence=2) == old.said(inode=2, sequence=2)
             assert new.taken == 3 and new.state() == old.state() and new.data() == old.data()
+
     asyncio.run(scene())
     assert ("a bug" in caplog.text) == isinstance(error, ValueError)
     caplog.clear()
@@ -401,11 +537,14 @@ def test_what_the_drive_does_not_take_the_ordinary_way_tells(tmp_path):
             write, one.store.device.fd = one.store.device.fd, os.open(one.store.device.path, os.O_RDONLY)
             one.store.kv.on_apply = None
             one.service.at_once.writes = None
-            fast_first_writes.answer_new_writes(one.service, SECRET)  # by the descriptor that can not be written to
-            code = int.from_bytes(one.said()[32 + 11:32 + 13], "little")
+            fast_first_writes.answer_new_writes(
+                one.service, SECRET
+            )  # by the descriptor that can not be written to
+            code = int.from_bytes(one.said()[32 + 11 : 32 + 13], "little")
             assert code == DriveFailed.wire_code and not one.taken
             os.close(one.store.device.fd)
             one.store.device.fd = write
+
     asyncio.run(scene())
 
 
@@ -417,7 +556,12 @@ def test_who_is_fenced_closed_full_or_watched_leaves_it(tmp_path):
             def is_left():
                 before = store.kv.sequence, store._written, one.tally.begun, store.allocator.used_blocks
                 assert service.at_once.answer(bytearray(asked), len(asked), {}, one.tally, []) == 0
-                return (store.kv.sequence, store._written, one.tally.begun, store.allocator.used_blocks) == before
+                return (
+                    store.kv.sequence,
+                    store._written,
+                    one.tally.begun,
+                    store.allocator.used_blocks,
+                ) == before
 
             def left_with(owner, name, value):
                 kept = getattr(owner, name)
@@ -451,6 +595,7 @@ def test_who_is_fenced_closed_full_or_watched_leaves_it(tmp_path):
             assert one.ask(asked) and one.taken == 1
             assert store.index.chunk(1, 0).version == 3 << 32 | 1
             epochs[chain_of(1, 0)] = mine
+
     asyncio.run(scene())
 
 
@@ -465,11 +610,13 @@ def test_an_index_without_room_leaves_it(tmp_path):
             assert store.kv.full
             asked = frame(one.clock, inode=3)
             assert one.service.at_once.answer(bytearray(asked), len(asked), {}, one.tally, []) == 0
+
     asyncio.run(scene())
 
 
 def test_what_is_in_the_index_is_never_called_unknown(tmp_path):
     """Whoever puts it there, and however long ago."""
+
     async def scene():
         for seed in range(8):
             dice = random.Random(seed)
@@ -479,16 +626,23 @@ def test_what_is_in_the_index_is_never_called_unknown(tmp_path):
             for _ in range(3):
                 store = await open_chunk_store(path / "t", 1, clock=ManualClock())
                 service = StoreService(store, target=1, grant_secret=SECRET)
-                unknown, there = service.at_once.writes.unknown, {key[:9] for key, _ in store.kv.scan(b"c", b"j", 1 << 20)}
+                unknown, there = (
+                    service.at_once.writes.unknown,
+                    {key[:9] for key, _ in store.kv.scan(b"c", b"j", 1 << 20)},
+                )
                 for _ in range(300):
                     within = dice.choice((0, PARTITION - 1, dice.randrange(400)))
                     inode = dice.choice((0, 1, 4095, 4096, 8191)) * PARTITION + within
                     kind = dice.choice((b"c", b"i"))
-                    key = segment_key(inode, dice.randrange(2), 0) if kind == b"c" else b"i" + inode.to_bytes(8, "big")
-                    if dice.random() < .5:
+                    key = (
+                        segment_key(inode, dice.randrange(2), 0)
+                        if kind == b"c"
+                        else b"i" + inode.to_bytes(8, "big")
+                    )
+                    if dice.random() < 0.5:
                         store.kv.apply([(key, b"something"), (b"t" + key, b"of no interest")])
                         there.add(key[:9])
-                    elif dice.random() < .05:
+                    elif dice.random() < 0.05:
                         await store.kv.checkpoint()
                     asked = dice.choice((inode, inode + 1, inode + 300)) % (1 << 64)
                     number = asked.to_bytes(8, "big")
@@ -497,6 +651,7 @@ def test_what_is_in_the_index_is_never_called_unknown(tmp_path):
                 await store.kv.checkpoint()
                 store.kv.apply([(b"t", None)])
                 await store.abandon()
+
     asyncio.run(scene())
 
 
@@ -507,16 +662,22 @@ def test_many_new_ones_are_remembered_by_their_highest(tmp_path):
             for n in range(20_000):
                 inode = n % 3 * PARTITION + n + 1
                 assert inode in unknown
-                one.store.kv.apply([(segment_key(inode, 0, 0), b"something"), (b"i" + inode.to_bytes(8, "big"), None)])
+                one.store.kv.apply(
+                    [(segment_key(inode, 0, 0), b"something"), (b"i" + inode.to_bytes(8, "big"), None)]
+                )
                 assert inode not in unknown
             assert all(n % 3 * PARTITION + n + 1 not in unknown for n in range(20_000))
             assert 3 * PARTITION + 1 in unknown and 30_000 in unknown
             one.store.kv.apply([(segment_key(n % 3 * PARTITION + n + 1, 0, 0), None) for n in range(20_000)])
+
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize(("others", "byte"), [((), 1), ((), 0), ((1 << 51,), 0)],
-                         ids=["a higher partition", "another kind", "beside the first number of the next partition"])
+@pytest.mark.parametrize(
+    ("others", "byte"),
+    [((), 1), ((), 0), ((1 << 51,), 0)],
+    ids=["a higher partition", "another kind", "beside the first number of the next partition"],
+)
 def test_a_damaged_index_is_believed_nothing(tmp_path, others, byte):
     async def scene():
         async with opened(tmp_path) as one:
@@ -536,6 +697,7 @@ def test_a_damaged_index_is_believed_nothing(tmp_path, others, byte):
             assert 50 not in unknown and 51 not in unknown
             asked = frame(one.clock, inode=50)
             assert one.service.at_once.answer(bytearray(asked), len(asked), {}, one.tally, []) == 0
+
     asyncio.run(scene())
 
 
@@ -552,12 +714,19 @@ def test_over_a_connection_it_is_answered_at_once(tmp_path):
             carrier = transport("stream+unix")
             greeting = Greeting("test", "f")
             listener = await carrier.listen(f"stream+unix://{tmp_path}/s", greeting, handler)
-            connection = await carrier.connect(listener.endpoint, greeting, deadline_s=SYSTEM_CLOCK.boottime_s() + 30)
+            connection = await carrier.connect(
+                listener.endpoint, greeting, deadline_s=SYSTEM_CLOCK.boottime_s() + 30
+            )
+
             async def write(n):
-                whole = frame(one.clock, inode=n + 1, sequence=n, data=BLOCK[:4000 + n])
+                whole = frame(one.clock, inode=n + 1, sequence=n, data=BLOCK[: 4000 + n])
                 message = read_head(bytearray(whole), 0, len(whole), 0)[4]
-                reply = await connection.call(DATA_WRITE, message, (memoryview(whole)[32 + len(message):],),
-                                              deadline_s=SYSTEM_CLOCK.boottime_s() + 30)
+                reply = await connection.call(
+                    DATA_WRITE,
+                    message,
+                    (memoryview(whole)[32 + len(message) :],),
+                    deadline_s=SYSTEM_CLOCK.boottime_s() + 30,
+                )
                 assert reply.message[11:13] == bytes(2)
 
             for n in range(40):
@@ -566,9 +735,10 @@ def test_over_a_connection_it_is_answered_at_once(tmp_path):
             await asyncio.gather(*map(write, range(40, 80)))
             assert len(handled) < 20, "what came in parts may have gone the ordinary way"
             for n in range(80):
-                assert one.blocks(n + 1)[1] == [BLOCK[:4000 + n] + bytes(96 - n)]
+                assert one.blocks(n + 1)[1] == [BLOCK[: 4000 + n] + bytes(96 - n)]
             await connection.close()
             await listener.close()
+
     asyncio.run(scene())
 
 
@@ -585,4 +755,5 @@ def test_writes_are_left_while_rights_are_taken_back(tmp_path):
             one.service._rights.tend()
             one.said(inode=3, epoch=6)
             assert one.taken == 2
+
     asyncio.run(main())

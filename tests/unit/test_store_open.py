@@ -16,7 +16,14 @@ from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.store.chunks.api import StoreOptions, create_chunk_store, open_chunk_store
 from nvpool.store.disk.allocator import GROUP_BLOCKS, encode_bitmap, encode_deltas
 from nvpool.store.disk.device import BufferPool, FileDevice
-from nvpool.store.disk.index_records import Head, IndexSegment, delta_key, encode_segment, group_key, segment_key
+from nvpool.store.disk.index_records import (
+    Head,
+    IndexSegment,
+    delta_key,
+    encode_segment,
+    group_key,
+    segment_key,
+)
 from nvpool.testing.contracts.chunk_store import content, put, some_bytes
 
 MIB = 1 << 20
@@ -204,7 +211,7 @@ def test_many_batches_wait_at_once_and_each_gets_its_own_bytes(tmp_path, ring):
             into = device.buffer(sum(lengths))
             assert await device.read(offsets, lengths, positions, into) == [None] * 100
             for offset, length, position in zip(offsets, lengths, positions, strict=True):
-                assert into[position:position + length] == blob[offset:offset + length]
+                assert into[position : position + length] == blob[offset : offset + length]
 
         await asyncio.gather(*[batch(seed) for seed in range(20)])
         bad = await device.read([0, 100 * MIB], [4096, 4096], [0, 4096], device.buffer(8192))
@@ -237,7 +244,11 @@ def test_the_compiled_loop_and_the_python_one_find_the_same(tmp_path):
 
     async def run():
         device = FileDevice(str(path))
-        offsets, lengths, positions = [0, 8192, 1 << 30, 4096], [4096, 8192, 4096, 4096], [4096, 8192, 16384, 0]
+        offsets, lengths, positions = (
+            [0, 8192, 1 << 30, 4096],
+            [4096, 8192, 4096, 4096],
+            [4096, 8192, 16384, 0],
+        )
         one, two = device.buffer(20480), device.buffer(20480)
         assert device.read_now(offsets, lengths, positions, one) == [2]
         assert blockio_reader.read_now_plain(device.fd, offsets, lengths, positions, two) == [2]

@@ -25,6 +25,7 @@ class Gate:
         async def later():
             await self.open.wait()
             await self._write_direct(kept, ranges)
+
         return asyncio.ensure_future(later())
 
 

@@ -13,7 +13,7 @@ from nvpool.core.errors import CorruptRecord, WrongFormat
 from nvpool.poolmap.chains.protocol import of_old_floor
 from nvpool.store.disk import index_records
 from nvpool.store.disk.allocator import decode_bitmap, decode_deltas, encode_bitmap, encode_deltas
-from nvpool.store.disk.index_records import NO_BLOCKS, Head, InodeRecord, IndexSegment
+from nvpool.store.disk.index_records import NO_BLOCKS, Head, IndexSegment, InodeRecord
 from nvpool.store.disk.superblock import Superblock, decode_superblock, encode_superblock
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "store-records.json"
@@ -22,7 +22,9 @@ KEY = index_records.segment_key(0x1234567890ABCDEF, 7, 1)
 
 
 def segment_of(places, first_crc=1000):
-    crcs = b"".join((first_crc + at).to_bytes(4, "little") if place else ZERO_CRC for at, place in enumerate(places))
+    crcs = b"".join(
+        (first_crc + at).to_bytes(4, "little") if place else ZERO_CRC for at, place in enumerate(places)
+    )
     return IndexSegment(array("Q", places), crcs)
 
 
@@ -30,11 +32,19 @@ def same(one, other):
     return one.disk == other.disk and one.crcs == other.crcs and one.base == other.base
 
 
-heads = st.builds(Head, st.integers(1, 2**64 - 1), st.integers(0, 2**64 - 1),
-                  st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**16 - 1), st.integers(0, 2**64 - 1)),
-                           max_size=16).map(tuple), st.integers(1, index_records.TABLE_MAX))
+heads = st.builds(
+    Head,
+    st.integers(1, 2**64 - 1),
+    st.integers(0, 2**64 - 1),
+    st.lists(
+        st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**16 - 1), st.integers(0, 2**64 - 1)),
+        max_size=16,
+    ).map(tuple),
+    st.integers(1, index_records.TABLE_MAX),
+)
 places = st.lists(st.one_of(st.just(0), st.integers(1, 2**42 - 65), st.integers(16, 40)), max_size=63).map(
-    lambda found: [*found, 99] if found else [])
+    lambda found: [*found, 99] if found else []
+)
 
 
 @settings(max_examples=150)
@@ -52,17 +62,17 @@ def test_a_segment_record_is_read_as_it_was_written_and_stays_below_a_kibibyte(f
 @settings(max_examples=100)
 @given(places, st.integers(0, 63), st.lists(st.integers(0, 5000), min_size=1, max_size=64))
 def test_replacing_blocks_is_what_it_would_be_in_a_list(found, start, new):
-    new = new[:64 - start]
+    new = new[: 64 - start]
     crcs = b"".join(at.to_bytes(4, "little") if place else ZERO_CRC for at, place in enumerate(new))
     got = index_records.replaced(segment_of(found), start, array("Q", new), crcs)
     expected = found + [0] * (start + len(new) - len(found))
-    expected[start:start + len(new)] = new
+    expected[start : start + len(new)] = new
     old_crcs = segment_of(found).crcs.ljust(0) + ZERO_CRC * (len(expected) - len(found))
     while expected and not expected[-1]:
         expected.pop()
     assert list(got.disk) == expected
-    whole = old_crcs[:start * 4] + crcs + old_crcs[(start + len(new)) * 4:]
-    assert got.crcs == whole[:len(expected) * 4]
+    whole = old_crcs[: start * 4] + crcs + old_crcs[(start + len(new)) * 4 :]
+    assert got.crcs == whole[: len(expected) * 4]
 
 
 def test_a_file_of_one_block_costs_few_bytes_of_index():
@@ -115,9 +125,13 @@ def test_the_stored_formats_have_not_changed():
         "one run with head": index_records.encode_segment(segment_of([100, 101, 102]), head, 1, 2).hex(),
         "holes, high blocks": index_records.encode_segment(segment_of([0, 7, 8, 0, 2**41 + 5]), None).hex(),
         "no blocks, head without cut": index_records.encode_segment(NO_BLOCKS, Head(1)).hex(),
-        "small file": index_records.encode_segment(segment_of([1000]), Head(3 << 32 | 1, 0, ((9, 63, 300),)), 0, 1).hex(),
+        "small file": index_records.encode_segment(
+            segment_of([1000]), Head(3 << 32 | 1, 0, ((9, 63, 300),)), 0, 1
+        ).hex(),
         "holes of table 3": index_records.encode_segment(segment_of([7, 0, 8]), Head(1, 2, (), 3)).hex(),
-        "small file of table 2": index_records.encode_segment(segment_of([1000]), Head(3 << 32 | 1, 0, (), 2), 0, 1).hex(),
+        "small file of table 2": index_records.encode_segment(
+            segment_of([1000]), Head(3 << 32 | 1, 0, (), 2), 0, 1
+        ).hex(),
         "small key": index_records.segment_key(5, 0, 0).hex(),
         "inode key": index_records.inode_key(5).hex(),
         "inode, split floor": index_records.encode_inode(InodeRecord(7, 0x0000000100000009, 20)).hex(),
@@ -129,8 +143,12 @@ def test_the_stored_formats_have_not_changed():
         "bad key": index_records.bad_key(1, 2, 3).hex(),
         "rejected": index_records.encode_rejected(6, b"record").hex(),
         "flushed": index_records.encode_flushed(8, 10).hex(),
-        "superblock, first 96 bytes": encode_superblock(Superblock(2, 25600, bytes(range(16)), 5, "pool"))[:96].hex(),
-        "superblock, checksum": encode_superblock(Superblock(2, 25600, bytes(range(16)), 5, "pool"))[-4:].hex(),
+        "superblock, first 96 bytes": encode_superblock(Superblock(2, 25600, bytes(range(16)), 5, "pool"))[
+            :96
+        ].hex(),
+        "superblock, checksum": encode_superblock(Superblock(2, 25600, bytes(range(16)), 5, "pool"))[
+            -4:
+        ].hex(),
     }
     golden = json.loads(GOLDEN.read_text())
     of_older_builds = {name: golden.pop(name) for name in ("inode",)}

@@ -29,8 +29,12 @@ def test_blocks_that_could_not_be_mended_are_tried_soon_again_after_each_new_map
         store._note_bad(1, 0, 0, "does not fit its checksum")
         repair.update_map(a_pool((4,), 1))
         await asyncio.sleep(1000)
-        waits = [round(after - before) for before, after in zip(repair.tried_s, repair.tried_s[1:], strict=False)]
-        assert waits[0] == RETRY_S and max(waits) == waits[-1] == RETRY_S_MAX, "less and less often, but every minute"
+        waits = [
+            round(after - before) for before, after in zip(repair.tried_s, repair.tried_s[1:], strict=False)
+        ]
+        assert waits[0] == RETRY_S and max(waits) == waits[-1] == RETRY_S_MAX, (
+            "less and less often, but every minute"
+        )
         count = len(repair.tried_s)
         repair.update_map(a_pool((4,), 1))
         await asyncio.sleep(5 * RETRY_S)

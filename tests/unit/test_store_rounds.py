@@ -56,10 +56,15 @@ def test_a_round_finds_what_is_rotten_and_has_it_mended():
             assert rounds.told().blocks_total == 512
             await until(lambda: rounds.told().state == "idle")
             told = rounds.told()
-            assert (told.last_blocks, told.last_bad, told.last_mended) == (512, 1, 1) and told.last_ended_ms >= began_ms
+            assert (told.last_blocks, told.last_bad, told.last_mended) == (
+                512,
+                1,
+                1,
+            ) and told.last_ended_ms >= began_ms
             assert not store.bad_blocks()
             with pytest.raises(InvalidRequest, match="start, pause, resume, stop"):
                 rounds.order("begin")
+
     run(main())
 
 
@@ -80,12 +85,14 @@ def test_what_is_overwritten_while_it_is_mended_is_not_told_as_bad(monkeypatch):
                     await vfs.write(handle, 3 * 256 * KIB + 7 * 4 * KIB, bytes(4 * KIB))
                     await vfs.fsync(handle, False)
                 return []
+
             monkeypatch.setattr(upkeep.repair, "repaired", not_now)
             upkeep.rounds.order("start")
             await until(lambda: upkeep.rounds.told().state == "idle")
             told = upkeep.rounds.told()
             assert (told.last_bad, told.last_mended) == (2, 1), "the other one is bad still"
             assert [7, 9] in asked and asked[-1] == [9]
+
     run(main())
 
 
@@ -103,11 +110,13 @@ def test_what_is_removed_before_it_can_be_mended_is_not_told_as_bad(monkeypatch)
                 for one in pool.stores.values() if step.bad else ():
                     await one.store.remove([handle.inode])
                 return step
+
             monkeypatch.setattr(store, "scrub", then_removed)
             upkeep.rounds.order("start")
             await until(lambda: upkeep.rounds.told().last_ended_ms)
             told = upkeep.rounds.told()
             assert (told.last_bad, told.last_mended) == (1, 1) and not store.bad_blocks()
+
     run(main())
 
 
@@ -124,13 +133,22 @@ def test_a_round_goes_on_where_it_was_and_a_pause_outlives_the_process():
             await pool.stop_store(1)
             await pool.start_store(1)
             rounds = pool.stores[1].upkeep.rounds
-            assert rounds.told().state == "paused" and done <= rounds.told().blocks < 2048 and not rounds.told().next_ms
+            assert (
+                rounds.told().state == "paused"
+                and done <= rounds.told().blocks < 2048
+                and not rounds.told().next_ms
+            )
             rounds.order("resume")
             await until(lambda: rounds.told().state == "idle")
             assert rounds.told().last_blocks == 2048
             rounds.order("start")
             rounds.order("stop")
-            assert rounds.told().state == "idle" and rounds.told().last_blocks == 2048 and not rounds.told().began_ms
+            assert (
+                rounds.told().state == "idle"
+                and rounds.told().last_blocks == 2048
+                and not rounds.told().began_ms
+            )
+
     run(main())
 
 
@@ -152,6 +170,7 @@ def test_a_store_that_can_not_keep_where_a_round_is_is_asked_again(monkeypatch):
         await until(lambda: rounds.told().last_ended_ms)
         assert store.note() and not failed
         await rounds.close()
+
     monkeypatch.setattr("nvpool.store.maintenance.scrub._RETRY_S", 0.01)
     run(main())
 
@@ -174,4 +193,5 @@ def test_a_round_begins_by_itself_when_it_is_due_and_not_while_it_is_paused():
         await rounds.close()
         never = Rounds(MemoryChunkStore(), 1, None, SYSTEM_CLOCK, bool, interval_s=0)
         assert not never.told().next_ms
+
     run(main())

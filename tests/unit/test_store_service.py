@@ -70,7 +70,9 @@ class Bench:
         return grants.sign(grants.Grant(rights, 0, 9, inode, cut, ends), secret)
 
     async def call(self, method, message, payload=b"", reply=None, **fields):
-        one = FakeCall(method, message if isinstance(message, bytes) else message.SerializeToString(), payload)
+        one = FakeCall(
+            method, message if isinstance(message, bytes) else message.SerializeToString(), payload
+        )
         for name, value in fields.items():
             setattr(one, name, value)
         self.service.handle(one)
@@ -81,8 +83,13 @@ class Bench:
 
     async def write(self, pieces, grant=None, session=9, slot=0, epoch=0, **fields):
         """pieces: (inode, cut, sequence, index, offset, bytes). Returns (status, version) of each."""
-        request = pb.WriteRequest(target=1, grants=[self.grant() if grant is None else grant], session=session, slot=slot,
-                                  map_epoch=epoch)
+        request = pb.WriteRequest(
+            target=1,
+            grants=[self.grant() if grant is None else grant],
+            session=session,
+            slot=slot,
+            map_epoch=epoch,
+        )
         payload = b""
         for inode, cut, sequence, index, offset, data in pieces:
             request.writes += WRITE.pack(inode, cut, sequence, index, offset, len(data), 0, 0)
@@ -92,7 +99,9 @@ class Bench:
         return [(status, version) for status, _, _, version in RESULT.iter_unpack(answer.results)]
 
     async def read(self, reads, grant=None, epoch=0, verify=False):
-        request = pb.ReadRequest(target=1, grants=[self.grant() if grant is None else grant], map_epoch=epoch, verify=verify)
+        request = pb.ReadRequest(
+            target=1, grants=[self.grant() if grant is None else grant], map_epoch=epoch, verify=verify
+        )
         request.reads = b"".join(READ.pack(*read, 0, 0) for read in reads)
         answer, payload = await self.call(Method.DATA_READ, request, b"", pb.ReadReply)
         assert not payload or first_bad_block(payload, answer.checksums) < 0
@@ -112,19 +121,26 @@ def served(test):
 
 @served
 async def test_a_batch_of_writes_is_read_back(bench):
-    assert await bench.write([(1, 0, 1, 0, 0, DATA), (1, 0, 2, 5, 4090, b"across"), (1, 0, 3, 0, 4096, DATA[:10])]) == [
-        (0, version(1, 1)), (0, version(1, 1)), (0, version(1, 2))]
+    assert await bench.write(
+        [(1, 0, 1, 0, 0, DATA), (1, 0, 2, 5, 4090, b"across"), (1, 0, 3, 0, 4096, DATA[:10])]
+    ) == [(0, version(1, 1)), (0, version(1, 1)), (0, version(1, 2))]
     status, payload = await bench.read([(1, 0, 0, 16384), (1, 5, 0, 8192)])
     assert status == [0, 0]
     assert payload[:4096] == DATA[:4096] and payload[4096:4106] == DATA[:10]
-    assert payload[16384 + 4090:16384 + 4096] == b"across"
+    assert payload[16384 + 4090 : 16384 + 4096] == b"across"
 
 
 @served
 async def test_only_a_good_grant_reads_and_writes(bench):
     stale = errors.StaleGrant.wire_code
-    for grant in (b"", b"x" * 60, bench.grant(secret=b"z" * 32), bench.grant(inode=2), bench.grant(rights=grants.READ),
-                  bench.grant(life_s=-10)):
+    for grant in (
+        b"",
+        b"x" * 60,
+        bench.grant(secret=b"z" * 32),
+        bench.grant(inode=2),
+        bench.grant(rights=grants.READ),
+        bench.grant(life_s=-10),
+    ):
         assert await bench.write([(1, 0, 1, 0, 0, DATA)], grant) == [(stale, 0)]
     for grant in (b"", bench.grant(rights=grants.WRITE), bench.grant(inode=2), bench.grant(life_s=-10)):
         assert await bench.read([(1, 0, 0, 4096)], grant) == ([stale], b"")
@@ -133,7 +149,9 @@ async def test_only_a_good_grant_reads_and_writes(bench):
     assert (await bench.write([(1, 0, 1, 0, 0, DATA)], good))[0][0] == 0
     bench.clock.advance(16)
     assert await bench.write([(1, 0, 2, 0, 0, DATA)], good) == [(stale, 0)], "also one that was good before"
-    assert await bench.write([(1, 3, 3, 0, 0, DATA)], bench.grant(cut=2)) == [(stale, 0)], "a cut that the grant does not know"
+    assert await bench.write([(1, 3, 3, 0, 0, DATA)], bench.grant(cut=2)) == [(stale, 0)], (
+        "a cut that the grant does not know"
+    )
     assert (await bench.read([(1, 0, 0, 4096)], bench.authority()))[0] == [0]
 
 
@@ -151,20 +169,29 @@ async def test_a_repeated_batch_is_answered_without_being_done_again(bench):
 async def test_after_a_refused_write_later_ones_of_the_batch_to_its_chunk_are_refused_too(bench):
     await bench.store.cut(1, 0, 5, 20)
     stale = errors.StaleCut.wire_code
-    found = await bench.write([(1, 4, 1, 0, 0, b"a"), (1, 5, 2, 0, 0, b"b"), (1, 5, 3, 1, 0, b"c")], bench.grant(cut=5))
+    found = await bench.write(
+        [(1, 4, 1, 0, 0, b"a"), (1, 5, 2, 0, 0, b"b"), (1, 5, 3, 1, 0, b"c")], bench.grant(cut=5)
+    )
     assert [status for status, _ in found] == [stale, stale, 0]
 
 
 @served
 async def test_malformed_requests_are_refused_and_change_nothing(bench):
-    write = pb.WriteRequest(target=1, grants=[bench.grant()], writes=WRITE.pack(1, 0, 1, 0, 0, 5, 0, 0), checksums=bytes(4))
+    write = pb.WriteRequest(
+        target=1, grants=[bench.grant()], writes=WRITE.pack(1, 0, 1, 0, 0, 5, 0, 0), checksums=bytes(4)
+    )
     for method, message, payload in (
-            (Method.DATA_READ, b"\xff\xff\xff", b""), (Method.DATA_READ, pb.ReadRequest(target=1, reads=b"x" * 25), b""),
-            (Method.DATA_WRITE, pb.WriteRequest(target=1, writes=b"x" * 41), b""), (Method.DATA_WRITE, write, b"four"),
-            (Method.DATA_WRITE, write, b"sixsix"), (Method.META_LOOKUP, b"", b""), (999, b"", b""),
-            (Method.DATA_REMOVE, pb.RemoveRequest(target=1, authority=bench.authority(), inodes=b"123"), b""),
-            (Method.DATA_CUT, pb.CutRequest(target=1, authority=bench.authority(), inode=1, chunk_bits=3), b""),
-            (Method.DATA_SCRUB, pb.ScrubRequest(target=1, cursor=b"nonsense"), b"")):
+        (Method.DATA_READ, b"\xff\xff\xff", b""),
+        (Method.DATA_READ, pb.ReadRequest(target=1, reads=b"x" * 25), b""),
+        (Method.DATA_WRITE, pb.WriteRequest(target=1, writes=b"x" * 41), b""),
+        (Method.DATA_WRITE, write, b"four"),
+        (Method.DATA_WRITE, write, b"sixsix"),
+        (Method.META_LOOKUP, b"", b""),
+        (999, b"", b""),
+        (Method.DATA_REMOVE, pb.RemoveRequest(target=1, authority=bench.authority(), inodes=b"123"), b""),
+        (Method.DATA_CUT, pb.CutRequest(target=1, authority=bench.authority(), inode=1, chunk_bits=3), b""),
+        (Method.DATA_SCRUB, pb.ScrubRequest(target=1, cursor=b"nonsense"), b""),
+    ):
         with pytest.raises(errors.InvalidRequest):
             await bench.call(method, message, payload)
     with pytest.raises(errors.WrongTarget):
@@ -195,7 +222,9 @@ async def test_only_a_metadata_service_cuts_and_removes(bench):
 async def test_everything_is_told(bench):
     await bench.write([(1, 0, 1, 3, 0, DATA)])
     await bench.call(Method.DATA_FLUSH, pb.FlushRequest(target=1))
-    answer, _ = await bench.call(Method.DATA_DESCRIBE, pb.DescribeRequest(target=1, inode=1), b"", pb.DescribeReply)
+    answer, _ = await bench.call(
+        Method.DATA_DESCRIBE, pb.DescribeRequest(target=1, inode=1), b"", pb.DescribeReply
+    )
     assert [(one.index, one.blocks, one.end) for one in answer.chunks] == [(3, 4, 16384)] and not answer.more
     answer, _ = await bench.call(Method.DATA_LIST, pb.ListRequest(target=1), b"", pb.ListReply)
     assert answer.inodes == struct.pack("<Q", 1)
@@ -206,16 +235,21 @@ async def test_everything_is_told(bench):
     answer, _ = await bench.call(Method.DATA_STATUS, pb.DataStatusRequest(target=1), b"", pb.DataStatusReply)
     assert (answer.target, answer.state, answer.used_bytes, answer.pid > 0) == (1, "serving", 16384, True)
     assert [(one.inode, one.index, one.block) for one in answer.bad] == [(1, 3, 2)]
-    room, _ = await bench.call(Method.DATA_STATUS, pb.DataStatusRequest(target=1), b"", pb.DataStatusReply, peer=CLIENT)
-    assert room == pb.DataStatusReply(target=1, state="serving", kind=answer.kind, capacity_bytes=answer.capacity_bytes,
-                                      used_bytes=16384)
+    room, _ = await bench.call(
+        Method.DATA_STATUS, pb.DataStatusRequest(target=1), b"", pb.DataStatusReply, peer=CLIENT
+    )
+    assert room == pb.DataStatusReply(
+        target=1, state="serving", kind=answer.kind, capacity_bytes=answer.capacity_bytes, used_bytes=16384
+    )
 
 
 def a_map(epoch=5):
     node = Node(1, "n", "h", ())
     targets = tuple(Target(number, number, 1, 1 << 30, ()) for number in (1, 2))
     drives = tuple(Drive(number, 1, "", 1 << 30) for number in (1, 2))
-    return PoolMap(MAP_FORMAT, "p", "pool", epoch, PoolSettings(), (node,), drives, targets, (build_table(targets, 1),))
+    return PoolMap(
+        MAP_FORMAT, "p", "pool", epoch, PoolSettings(), (node,), drives, targets, (build_table(targets, 1),)
+    )
 
 
 def chunk_of(pool_map, target):
@@ -284,23 +318,40 @@ async def test_a_copy_needs_the_rights_of_a_reader_and_of_a_writer_and_both_chun
     for source in (b"", bench.grant(grants.WRITE), reader(inode=2), reader(life_s=-10)):
         with pytest.raises(errors.StaleGrant):
             await ask(source, writer())
-    for target, fields in ((b"", {}), (bench.grant(grants.READ, inode=2), {}), (writer(inode=1), {}), (writer(life_s=-10), {}),
-                           (writer(), {"cut": 1}), (writer(), {"session": 10})):
+    for target, fields in (
+        (b"", {}),
+        (bench.grant(grants.READ, inode=2), {}),
+        (writer(inode=1), {}),
+        (writer(life_s=-10), {}),
+        (writer(), {"cut": 1}),
+        (writer(), {"session": 10}),
+    ):
         with pytest.raises(errors.StaleGrant):
             await ask(reader(), target, **fields)
     answer = await ask(reader(), writer())
     assert (answer.version, answer.bytes) == (version(1, 1), 16384)
     assert (await ask(reader(), writer())) == answer, "once"
     assert (await bench.read([(2, 0, 0, 16384)], bench.grant(inode=2)))[1] == DATA
-    for fields, error in (({"offset": 1}, errors.InvalidRequest), ({"length": 0}, errors.InvalidRequest),
-                          ({"from_offset": 1 << 31}, errors.InvalidRequest), ({"target": 2}, errors.WrongTarget)):
+    for fields, error in (
+        ({"offset": 1}, errors.InvalidRequest),
+        ({"length": 0}, errors.InvalidRequest),
+        ({"from_offset": 1 << 31}, errors.InvalidRequest),
+        ({"target": 2}, errors.WrongTarget),
+    ):
         with pytest.raises(error):
             await ask(reader(), writer(), **fields)
     pool_map = a_map()
     bench.service.update_map(pool_map)
     other = chunk_of(pool_map, 2)
     with pytest.raises(errors.WrongTarget):
-        await ask(reader(), bench.grant(grants.WRITE), from_index=other, inode=1, index=chunk_of(pool_map, 1), map_epoch=5)
+        await ask(
+            reader(),
+            bench.grant(grants.WRITE),
+            from_index=other,
+            inode=1,
+            index=chunk_of(pool_map, 1),
+            map_epoch=5,
+        )
     with pytest.raises(errors.WrongTarget):
         await ask(reader(), bench.grant(grants.WRITE), inode=1, index=other, map_epoch=5)
     with pytest.raises(errors.StaleEpoch):
@@ -319,22 +370,54 @@ def test_ranges_that_make_no_sense_meet_no_bug(tmp_path):
 
         for turn in range(600):
             right = bench.authority()
-            request = dice.choice((
-                pb.ExtentsRequest(target=1, grant=right, inode=dice.choice((1, number(64))), first=number(32),
-                                  until=number(64)),
-                pb.CopyRequest(target=1, read_grant=right, write_grant=right, from_inode=dice.choice((1, number(64))),
-                               from_index=number(32), from_offset=number(32), inode=number(64), index=number(32),
-                               offset=number(32), length=number(32), cut=number(64), session=dice.choice((0, 9)),
-                               slot=number(32), sequence=turn),
-                pb.CutRequest(target=1, authority=right, inode=number(64), size=number(52), cut=number(64),
-                              chunk_bits=dice.randrange(16, 25), end=number(52))))
-            method = {pb.ExtentsRequest: Method.DATA_EXTENTS, pb.CopyRequest: Method.DATA_COPY, pb.CutRequest: Method.DATA_CUT}
+            request = dice.choice(
+                (
+                    pb.ExtentsRequest(
+                        target=1,
+                        grant=right,
+                        inode=dice.choice((1, number(64))),
+                        first=number(32),
+                        until=number(64),
+                    ),
+                    pb.CopyRequest(
+                        target=1,
+                        read_grant=right,
+                        write_grant=right,
+                        from_inode=dice.choice((1, number(64))),
+                        from_index=number(32),
+                        from_offset=number(32),
+                        inode=number(64),
+                        index=number(32),
+                        offset=number(32),
+                        length=number(32),
+                        cut=number(64),
+                        session=dice.choice((0, 9)),
+                        slot=number(32),
+                        sequence=turn,
+                    ),
+                    pb.CutRequest(
+                        target=1,
+                        authority=right,
+                        inode=number(64),
+                        size=number(52),
+                        cut=number(64),
+                        chunk_bits=dice.randrange(16, 25),
+                        end=number(52),
+                    ),
+                )
+            )
+            method = {
+                pb.ExtentsRequest: Method.DATA_EXTENTS,
+                pb.CopyRequest: Method.DATA_COPY,
+                pb.CutRequest: Method.DATA_CUT,
+            }
             try:
                 await bench.call(method[type(request)], request)
             except errors.NvpoolError as error:
                 assert not isinstance(error, errors.Bug), (request, error)
         await is_sound(bench.store)
         await bench.service.close()
+
     asyncio.run(run())
 
 
@@ -354,14 +437,23 @@ async def test_before_the_map_says_what_the_store_may_have_lost_it_answers_nothi
     bench.service.tenure = Tenure(1, bench.clock, until_s=math.inf, verifier=7)
     pool_map = a_map()
     for verifier, answers in ((0, False), (6, False), (7, True)):
-        pool_map = changed(pool_map, targets=tuple(replace(target, verifier=verifier) for target in pool_map.targets))
+        pool_map = changed(
+            pool_map, targets=tuple(replace(target, verifier=verifier) for target in pool_map.targets)
+        )
         bench.service.update_map(pool_map)
         await bench.call(Method.DATA_STATUS, pb.DataStatusRequest(target=1), b"", pb.DataStatusReply)
         epoch = pool_map.epoch
-        for ask in (partial(bench.call, Method.DATA_FLUSH, pb.FlushRequest(target=1, map_epoch=epoch), b"", pb.FlushReply),
-                    partial(bench.write, [(1, 0, epoch, 0, 0, DATA)], epoch=epoch),
-                    partial(bench.call, Method.DATA_VERSIONS, pb.VersionsRequest(target=1, map_epoch=epoch,
-                                                                                authority=bench.authority()))):
+        for ask in (
+            partial(
+                bench.call, Method.DATA_FLUSH, pb.FlushRequest(target=1, map_epoch=epoch), b"", pb.FlushReply
+            ),
+            partial(bench.write, [(1, 0, epoch, 0, 0, DATA)], epoch=epoch),
+            partial(
+                bench.call,
+                Method.DATA_VERSIONS,
+                pb.VersionsRequest(target=1, map_epoch=epoch, authority=bench.authority()),
+            ),
+        ):
             try:
                 await ask()
             except errors.Busy:
@@ -378,11 +470,23 @@ async def test_who_may_have_been_replaced_tells_no_holes_and_copies_and_describe
     bench.service.update_map(both)
     ours = chunk_of(both, 1)
     of_it = {"target": 1, "map_epoch": both.epoch}
-    whole = {"from_inode": 1, "from_index": ours, "inode": 1, "index": ours, "length": 4096, "offset": 4096, "sequence": 5}
+    whole = {
+        "from_inode": 1,
+        "from_index": ours,
+        "inode": 1,
+        "index": ours,
+        "length": 4096,
+        "offset": 4096,
+        "sequence": 5,
+    }
     asks = [
         (Method.DATA_EXTENTS, pb.ExtentsRequest(inode=1, until=9, grant=bench.grant(), **of_it)),
         (Method.DATA_DESCRIBE, pb.DescribeRequest(inode=1, **of_it)),
-        (Method.DATA_COPY, pb.CopyRequest(read_grant=bench.grant(), write_grant=bench.grant(), session=9, **whole, **of_it))]
+        (
+            Method.DATA_COPY,
+            pb.CopyRequest(read_grant=bench.grant(), write_grant=bench.grant(), session=9, **whole, **of_it),
+        ),
+    ]
     for served in (True, False):
         if served:
             tenure.renewed(bench.clock.boottime_s(), 3.0, 0)
@@ -446,9 +550,16 @@ def test_a_write_that_is_given_up_while_it_waits_is_not_done_behind_a_later_one(
             if not room.is_set():
                 raise MustWait(room.wait)
             return write_now(*arguments, **named)
+
         bench.store.write_now = waiting
-        request = pb.WriteRequest(target=1, grants=[bench.grant()], session=9, slot=0,
-                                  writes=WRITE.pack(1, 0, 1, 0, 0, 100, 0, 0), checksums=piece_checksums(b"a" * 100, 0))
+        request = pb.WriteRequest(
+            target=1,
+            grants=[bench.grant()],
+            session=9,
+            slot=0,
+            writes=WRITE.pack(1, 0, 1, 0, 0, 100, 0, 0),
+            checksums=piece_checksums(b"a" * 100, 0),
+        )
         given_up = FakeCall(Method.DATA_WRITE, request.SerializeToString(), b"a" * 100)
         bench.service.handle(given_up)
         await asyncio.sleep(0)
@@ -466,8 +577,10 @@ def test_writes_whose_time_ends_while_they_wait_say_which_were_done():
     async def run():
         bench = Bench()
         bench.store = bench.service.replica._store = Waiting(bench.clock)
-        found = await bench.write([(1, 0, number, number, 0, DATA) for number in range(1, 9)],
-                                  deadline_s=bench.clock.boottime_s() + 3.5)
+        found = await bench.write(
+            [(1, 0, number, number, 0, DATA) for number in range(1, 9)],
+            deadline_s=bench.clock.boottime_s() + 3.5,
+        )
         late = errors.DeadlineExceeded.wire_code
         assert [status for status, _ in found] == [0, 0, 0, late, late, late, late, late]
 
@@ -493,18 +606,33 @@ class WaitingStore(MemoryChunkStore):
 
 def test_copy_is_refused_where_its_chunk_became_shared_meanwhile():
     targets = (Target(1, 1, 1, 1 << 30, ()), Target(2, 2, 1, 1 << 30, ()))
-    pool_map = PoolMap(MAP_FORMAT, "p", "pool", 1, PoolSettings(), (Node(1, "n1", "", ()),),
-                       tuple(Drive(t.id, 1, f"/d{t.id}", 1 << 30) for t in targets), targets, (build_table(targets[:1], 1),))
+    pool_map = PoolMap(
+        MAP_FORMAT,
+        "p",
+        "pool",
+        1,
+        PoolSettings(),
+        (Node(1, "n1", "", ()),),
+        tuple(Drive(t.id, 1, f"/d{t.id}", 1 << 30) for t in targets),
+        targets,
+        (build_table(targets[:1], 1),),
+    )
     store = WaitingStore()
     replica = Replica(store, 1, ManualClock(), b"s" * 32)
     replica.update_map(pool_map)
     store.write_now(5, 0, 0, memoryview(bytes(4096)), piece_checksums(bytes(4096), 0), table=1)
 
     def copy(index, shares):
-        chains = tuple(replace(chain, epoch=chain.epoch + shares, joining=(2,) if shares else ())
-                       for chain in pool_map.tables[0].chains)
-        store.meanwhile = lambda: replica.update_map(replace(pool_map, tables=(replace(pool_map.tables[0], chains=chains),)))
-        return asyncio.run(replica.copy((5, 0, 0), 6, index, 0, 4096, cut=0, request=None, given_up=bool, table=1))
+        chains = tuple(
+            replace(chain, epoch=chain.epoch + shares, joining=(2,) if shares else ())
+            for chain in pool_map.tables[0].chains
+        )
+        store.meanwhile = lambda: replica.update_map(
+            replace(pool_map, tables=(replace(pool_map.tables[0], chains=chains),))
+        )
+        return asyncio.run(
+            replica.copy((5, 0, 0), 6, index, 0, 4096, cut=0, request=None, given_up=bool, table=1)
+        )
 
     assert copy(0, 0)[1] == 4096
     with pytest.raises(errors.NotSupported):
@@ -514,8 +642,12 @@ def test_copy_is_refused_where_its_chunk_became_shared_meanwhile():
 
 def of_a_volume(bench, rights, epoch, inode=1, volume=77, member="client/one.0a1b2c3d"):
     ends = bench.clock.wall_ns() // 1_000_000 + 60_000
-    return grants.sign(grants.Grant(rights, 0, 9, inode, 0, ends, 1, epoch, grants.volume_tag(volume),
-                                    grants.member_tag(member)), SECRET)
+    return grants.sign(
+        grants.Grant(
+            rights, 0, 9, inode, 0, ends, 1, epoch, grants.volume_tag(volume), grants.member_tag(member)
+        ),
+        SECRET,
+    )
 
 
 @served
@@ -526,19 +658,29 @@ async def test_grant_of_a_taken_right_is_refused(bench):
     assert [one[0] for one in await bench.write([(1, 0, 1, 0, 0, DATA)], both, epoch=9)] == [0]
     assert await bench.read([(1, 0, 0, 4096)], both, 9) == ([0], DATA[:4096])
     now_ms = bench.clock.wall_ns() // 1_000_000
-    bench.service.update_map(taken(small_map(5), 77, "client/one.0a1b2c3d", grants.READ | grants.WRITE, now_ms, 60_000))
+    bench.service.update_map(
+        taken(small_map(5), 77, "client/one.0a1b2c3d", grants.READ | grants.WRITE, now_ms, 60_000)
+    )
     assert (await bench.read([(1, 0, 0, 4096)], both, 9))[0] == [stale]
     assert [one[0] for one in await bench.write([(1, 0, 2, 0, 0, DATA)], both, epoch=9)] == [stale]
-    for grant in (of_a_volume(bench, 3, 6), of_a_volume(bench, 3, 5, member=""), of_a_volume(bench, 3, 5, volume=78)):
+    for grant in (
+        of_a_volume(bench, 3, 6),
+        of_a_volume(bench, 3, 5, member=""),
+        of_a_volume(bench, 3, 5, volume=78),
+    ):
         assert await bench.read([(1, 0, 0, 4096)], grant, 9) == ([0], DATA[:4096])
     with pytest.raises(errors.StaleGrant):
-        await bench.call(Method.DATA_EXTENTS, pb.ExtentsRequest(target=1, grant=both, inode=1, until=1, map_epoch=9))
+        await bench.call(
+            Method.DATA_EXTENTS, pb.ExtentsRequest(target=1, grant=both, inode=1, until=1, map_epoch=9)
+        )
 
 
 @served
 async def test_taken_rights_are_forgotten_with_their_time(bench):
     now_ms = bench.clock.wall_ns() // 1_000_000
-    long = grants.sign(grants.Grant(grants.READ, 0, 9, 1, 0, now_ms + 600_000, 1, 5, grants.volume_tag(77), 0), SECRET)
+    long = grants.sign(
+        grants.Grant(grants.READ, 0, 9, 1, 0, now_ms + 600_000, 1, 5, grants.volume_tag(77), 0), SECRET
+    )
     bench.service.update_map(taken(small_map(5), 77, "", grants.READ, now_ms, 60_000))
     assert (await bench.read([(1, 0, 0, 4096)], long, 9))[0] == [errors.StaleGrant.wire_code]
     bench.clock.advance(61.0)

@@ -15,7 +15,10 @@ from nvpool.store.server.io_stats import ROW, IoStats
 class Case:
     def __init__(self):
         self.clock = ManualClock()
-        self.known = {b"mine": grants.Grant(grants.READ, 0, 7, 11, 0, 0), b"his": grants.Grant(grants.READ, 0, 8, 12, 0, 0)}
+        self.known = {
+            b"mine": grants.Grant(grants.READ, 0, 7, 11, 0, 0),
+            b"his": grants.Grant(grants.READ, 0, 8, 12, 0, 0),
+        }
         self.use = IoStats(self.clock, self.known)
 
     def rows(self, for_s=0.0):
@@ -27,11 +30,17 @@ class Case:
         batch = ReadBatch()
         batch.results = bytearray().join(RESULT.pack(0, 0, length, 0) for _, length in reads)
         headers = b"".join(READ.pack(inode, 0, 0, length, 0, 0) for inode, length in reads)
-        self.use.read(SimpleNamespace(message=encode_read_request(1, 1, [right], headers), since_s=self.clock.now_s - took_s),
-                      batch)
+        self.use.read(
+            SimpleNamespace(
+                message=encode_read_request(1, 1, [right], headers), since_s=self.clock.now_s - took_s
+            ),
+            batch,
+        )
 
     def write(self, session, *writes):
-        batch = SimpleNamespace(session=session, headers=[(inode, 0, 0, 0, 0, length, 0, 0) for inode, length in writes])
+        batch = SimpleNamespace(
+            session=session, headers=[(inode, 0, 0, 0, 0, length, 0, 0) for inode, length in writes]
+        )
         self.use.wrote(SimpleNamespace(since_s=self.clock.now_s - 0.25), batch)
 
 
@@ -85,8 +94,13 @@ def test_reads_past_the_store_are_always_counted_and_nonsense_is_not():
     case.use.past([b"mine"], PAST_READS.pack(11, 3, 12288))
     assert (case.use.past_reads, case.use.past_bytes) == (3, 12288) and case.rows()[0] == {}
     case.rows(for_s=5.0)
-    case.use.past([b"mine"], PAST_READS.pack(11, 2, 8192) + PAST_READS.pack(11, 1 << 40, 1) + PAST_READS.pack(12, 1, 1 << 60)
-                  + b"half")
+    case.use.past(
+        [b"mine"],
+        PAST_READS.pack(11, 2, 8192)
+        + PAST_READS.pack(11, 1 << 40, 1)
+        + PAST_READS.pack(12, 1, 1 << 60)
+        + b"half",
+    )
     case.use.past([], PAST_READS.pack(5, 1, 1))
     case.use.past([b"unknown"], b"")
     assert case.use.past_reads == 6

@@ -72,32 +72,95 @@ class Store:
         await asyncio.wait_for(call.ended.wait(), 60)
         return call.said
 
-    async def write(self, *, inode=1, cut=0, sequence=1, index=0, offset=0, data=BLOCK, session=9, slot=3, epoch=7, target=1,
-                    grant_of=1, rights=grants.READ | grants.WRITE, grant_session=9, grant_cut=5, life_s=60, secret=SECRET,
-                    number=0, flags=0, checksums=None, length=None):
+    async def write(
+        self,
+        *,
+        inode=1,
+        cut=0,
+        sequence=1,
+        index=0,
+        offset=0,
+        data=BLOCK,
+        session=9,
+        slot=3,
+        epoch=7,
+        target=1,
+        grant_of=1,
+        rights=grants.READ | grants.WRITE,
+        grant_session=9,
+        grant_cut=5,
+        life_s=60,
+        secret=SECRET,
+        number=0,
+        flags=0,
+        checksums=None,
+        length=None,
+    ):
         ends = self.clock.wall_ns() // 1_000_000 + int(life_s * 1000)
         right = grants.sign(grants.Grant(rights, 0, grant_session, grant_of, grant_cut, ends), secret)
-        header = WRITE.pack(inode, cut, sequence, index, offset, len(data) if length is None else length, number, flags)
-        message = pb.WriteRequest(map_epoch=epoch, target=target, grants=[right], writes=header, session=session, slot=slot,
-                                  checksums=piece_checksums(data, offset) if checksums is None else checksums)
+        header = WRITE.pack(
+            inode, cut, sequence, index, offset, len(data) if length is None else length, number, flags
+        )
+        message = pb.WriteRequest(
+            map_epoch=epoch,
+            target=target,
+            grants=[right],
+            writes=header,
+            session=session,
+            slot=slot,
+            checksums=piece_checksums(data, offset) if checksums is None else checksums,
+        )
         return await self.ask(Method.DATA_WRITE, message.SerializeToString(), data)
 
     async def content(self):
         right = grants.sign(grants.Grant(grants.SERVICE, 0, 9, 0, 0, 1 << 62), SECRET)
         reads = b"".join(READ.pack(inode, index, 0, 16384, 0, 0) for inode in (1, 2) for index in range(2))
-        return await self.ask(Method.DATA_READ, pb.ReadRequest(map_epoch=7, target=1, grants=[right],
-                                                                reads=reads).SerializeToString())
+        return await self.ask(
+            Method.DATA_READ,
+            pb.ReadRequest(map_epoch=7, target=1, grants=[right], reads=reads).SerializeToString(),
+        )
 
 
-PLAIN = ({}, {"sequence": 2, "data": b"a part"}, {"sequence": 2, "data": b"a part"}, {"sequence": 1},
-         {"index": 1, "offset": 4096}, {"offset": (1 << 32) - 4096}, {"offset": 4095, "data": b"x"},
-         {"offset": 100, "data": BLOCK[:3996]}, {"cut": 5, "sequence": 9}, {"slot": 127}, {"cut": 3, "sequence": 10, "slot": 4},
-         {"checksums": b"bad!", "sequence": 11}, {"life_s": -4.9, "sequence": 12})
+PLAIN = (
+    {},
+    {"sequence": 2, "data": b"a part"},
+    {"sequence": 2, "data": b"a part"},
+    {"sequence": 1},
+    {"index": 1, "offset": 4096},
+    {"offset": (1 << 32) - 4096},
+    {"offset": 4095, "data": b"x"},
+    {"offset": 100, "data": BLOCK[:3996]},
+    {"cut": 5, "sequence": 9},
+    {"slot": 127},
+    {"cut": 3, "sequence": 10, "slot": 4},
+    {"checksums": b"bad!", "sequence": 11},
+    {"life_s": -4.9, "sequence": 12},
+)
 """Some of these are refused by the store itself, once and for all."""
-NOT_PLAIN = ({"offset": 4095, "data": b"xy"}, {"data": BLOCK * 2}, {"session": 0}, {"slot": 0}, {"slot": 128}, {"epoch": 6},
-             {"epoch": 0}, {"epoch": 8}, {"target": 2}, {"grant_of": 2}, {"rights": grants.READ}, {"grant_session": 8},
-             {"cut": 6}, {"rights": grants.SERVICE | grants.WRITE}, {"life_s": -6}, {"secret": b"z" * 32}, {"number": 1},
-             {"length": 4095}, {"length": 0}, {"data": b""}, {"checksums": b""}, {"checksums": bytes(8)})
+NOT_PLAIN = (
+    {"offset": 4095, "data": b"xy"},
+    {"data": BLOCK * 2},
+    {"session": 0},
+    {"slot": 0},
+    {"slot": 128},
+    {"epoch": 6},
+    {"epoch": 0},
+    {"epoch": 8},
+    {"target": 2},
+    {"grant_of": 2},
+    {"rights": grants.READ},
+    {"grant_session": 8},
+    {"cut": 6},
+    {"rights": grants.SERVICE | grants.WRITE},
+    {"life_s": -6},
+    {"secret": b"z" * 32},
+    {"number": 1},
+    {"length": 4095},
+    {"length": 0},
+    {"data": b""},
+    {"checksums": b""},
+    {"checksums": bytes(8)},
+)
 
 
 async def both(steps):
@@ -112,6 +175,7 @@ async def both(steps):
 def test_what_is_plain_is_answered_at_once_and_as_ever():
     async def scene():
         assert (await both(PLAIN)).taken == len(PLAIN)
+
     asyncio.run(scene())
 
 
@@ -119,14 +183,21 @@ def test_what_is_plain_is_answered_at_once_and_as_ever():
 def test_what_is_not_is_left_to_the_others(step):
     async def scene():
         assert (await both([step])).taken == 0
+
     asyncio.run(scene())
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_order_of_them_is_answered_as_ever(seed):
     dice = random.Random(seed)
-    steps = [{**dice.choice((*PLAIN, *PLAIN, *NOT_PLAIN)), "sequence": dice.randrange(1, 60), "slot": dice.randrange(1, 4)}
-             for _ in range(200)]
+    steps = [
+        {
+            **dice.choice((*PLAIN, *PLAIN, *NOT_PLAIN)),
+            "sequence": dice.randrange(1, 60),
+            "slot": dice.randrange(1, 4),
+        }
+        for _ in range(200)
+    ]
     assert asyncio.run(both(steps)).taken > 50
 
 
@@ -143,6 +214,7 @@ def test_what_the_drive_says_is_told(error):
             store.store.write_now = failing
             said.append(await store.write())
         assert said[0] == said[1]
+
     asyncio.run(scene())
 
 
@@ -163,6 +235,7 @@ def test_a_write_that_has_to_wait_for_room_waits_and_is_done_once():
         said = await store.write()
         assert store.taken == 0 and len(waited) == 2
         assert said == await Store(False).write()
+
     asyncio.run(scene())
 
 
@@ -170,19 +243,31 @@ def test_chunks_that_others_have_too_or_lost_and_watched_stores_go_the_ordinary_
     async def scene():
         store = Store(True)
         replica = store.service.replica
-        for on, off in ((lambda: setattr(replica, "shares", True), lambda: setattr(replica, "shares", False)),
-                        (lambda: replica.losing._chains.update({0: 1}), replica.losing._chains.clear),
-                        (lambda: setattr(store.store, "places_first", lambda *_: True),
-                         lambda: delattr(store.store, "places_first"))):
+        for on, off in (
+            (lambda: setattr(replica, "shares", True), lambda: setattr(replica, "shares", False)),
+            (lambda: replica.losing._chains.update({0: 1}), replica.losing._chains.clear),
+            (
+                lambda: setattr(store.store, "places_first", lambda *_: True),
+                lambda: delattr(store.store, "places_first"),
+            ),
+        ):
             on()
             assert not store.service._write_one(_plain(store))
             off()
         assert store.service._write_one(_plain(store))
+
     asyncio.run(scene())
 
 
 def _plain(store: Store) -> Call:
     right = grants.sign(grants.Grant(grants.WRITE, 0, 9, 1, 0, 1 << 62), SECRET)
-    message = pb.WriteRequest(map_epoch=7, target=1, grants=[right], session=9, slot=1, checksums=piece_checksums(BLOCK, 0),
-                              writes=WRITE.pack(1, 0, 1, 0, 0, 4096, 0, 0))
+    message = pb.WriteRequest(
+        map_epoch=7,
+        target=1,
+        grants=[right],
+        session=9,
+        slot=1,
+        checksums=piece_checksums(BLOCK, 0),
+        writes=WRITE.pack(1, 0, 1, 0, 0, 4096, 0, 0),
+    )
     return Call(Method.DATA_WRITE, message.SerializeToString(), BLOCK)

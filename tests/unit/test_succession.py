@@ -75,7 +75,9 @@ def test_a_process_that_led_under_a_name_that_is_ours_alone_is_not_waited_for_an
     assert one.free_in_s(100.3) == inf, "an earlier version's ends by other means"
 
 
-@given(st.lists(st.tuples(st.floats(0, 5), st.floats(0, 3), st.booleans()), max_size=20), st.floats(0.95, 1.05))
+@given(
+    st.lists(st.tuples(st.floats(0, 5), st.floats(0, 3), st.booleans()), max_size=20), st.floats(0.95, 1.05)
+)
 def test_nobody_follows_before_the_lease_of_who_leads_has_ended_by_his_own_clock(signs, rate):
     """Signs are sent, written and seen with any delays; the leader's clock goes at another rate."""
     one, now_s, ends_s = Succession(), 0.0, 0.0

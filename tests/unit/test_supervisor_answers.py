@@ -62,7 +62,9 @@ class Asked:
 
 def scenario(tmp_path, monkeypatch, run):
     """`run(supervisor, stop, failed, directory)` beside a supervisor that runs; every program ends afterwards."""
-    monkeypatch.setattr(room, "command", lambda program, *words: [sys.executable, "-c", SERVES, program.name.lower(), *words])
+    monkeypatch.setattr(
+        room, "command", lambda program, *words: [sys.executable, "-c", SERVES, program.name.lower(), *words]
+    )
     directory = PoolDirectory(tmp_path)
     directory.run.mkdir(parents=True)
 
@@ -100,7 +102,9 @@ async def ask(supervisor, method, request) -> bytes:
 
 async def change(supervisor, verb, **arguments) -> dict:
     request = pool_pb2.PoolChangeRequest(verb=verb, arguments=json.dumps(arguments).encode())
-    return json.loads(pool_pb2.PoolChangeReply.FromString(await ask(supervisor, wire_pb2.POOL_CHANGE, request)).result)
+    return json.loads(
+        pool_pb2.PoolChangeReply.FromString(await ask(supervisor, wire_pb2.POOL_CHANGE, request)).result
+    )
 
 
 def test_drives_at_the_same_path_of_several_nodes_are_told_apart(tmp_path, monkeypatch):
@@ -112,10 +116,18 @@ def test_drives_at_the_same_path_of_several_nodes_are_told_apart(tmp_path, monke
             places = ((3, 2, here), (4, 3, here), (5, 2, there), (6, 2, both), (7, 3, both))
             unknown = partial(msgspec.structs.replace, endpoints=())
             return msgspec.structs.replace(
-                now, nodes=(*map(unknown, now.nodes), *(Node(n, f"n{n}", f"host-{n}", ()) for n in (2, 3))),
+                now,
+                nodes=(*map(unknown, now.nodes), *(Node(n, f"n{n}", f"host-{n}", ()) for n in (2, 3))),
                 shards=tuple(map(unknown, now.shards)),
-                drives=(*now.drives, *(Drive(n, node, f"{place}/nvpool-x-target-{n}", 1 << 30) for n, node, place in places)),
-                targets=(*map(unknown, now.targets), *(Target(n, n, node, 1 << 30, ()) for n, node, _ in places)))
+                drives=(
+                    *now.drives,
+                    *(Drive(n, node, f"{place}/nvpool-x-target-{n}", 1 << 30) for n, node, place in places),
+                ),
+                targets=(
+                    *map(unknown, now.targets),
+                    *(Target(n, n, node, 1 << 30, ()) for n, node, _ in places),
+                ),
+            )
 
         await supervisor.leading.change(others)
         added = await change(supervisor, "drive-add", path=str(here), capacity_bytes=CAPACITY_BYTES_MIN)
@@ -129,7 +141,10 @@ def test_drives_at_the_same_path_of_several_nodes_are_told_apart(tmp_path, monke
         assert (await change(supervisor, "drive-drain", drive=str(there)))["drive"] == 5
         with pytest.raises(InvalidRequest, match="on several nodes"):
             await change(supervisor, "drive-drain", drive=str(both))
-        assert {target.id for target in supervisor._coordinator.pool_map.targets if target.wish == "drain"} == {5, 8}
+        assert {
+            target.id for target in supervisor._coordinator.pool_map.targets if target.wish == "drain"
+        } == {5, 8}
+
     scenario(tmp_path / "pool", monkeypatch, run)
 
 
@@ -141,11 +156,14 @@ def test_a_drained_node_takes_no_drive_before_it_shares_again(tmp_path, monkeypa
             return msgspec.structs.replace(now, nodes=(first, *now.nodes[1:]), targets=targets)
 
         before = await supervisor.leading.change(draining)
-        for verb, arguments in (("drive-add", {"path": str(tmp_path), "capacity_bytes": CAPACITY_BYTES_MIN}),
-                                ("drive-drain", {"drive": str(before.targets[0].drive), "cancel": True})):
+        for verb, arguments in (
+            ("drive-add", {"path": str(tmp_path), "capacity_bytes": CAPACITY_BYTES_MIN}),
+            ("drive-drain", {"drive": str(before.targets[0].drive), "cancel": True}),
+        ):
             with pytest.raises(InvalidRequest, match="nvpool node drain POOL 1 --cancel"):
                 await change(supervisor, verb, **arguments)
         assert supervisor._coordinator.pool_map == before
+
     scenario(tmp_path / "pool", monkeypatch, run)
 
 
@@ -155,10 +173,13 @@ def test_a_limit_that_nobody_means_is_refused(tmp_path, monkeypatch):
             with pytest.raises(InvalidRequest, match=r"at most 1.00 TiB a second; 0 takes it away"):
                 await change(supervisor, "rebalance", limit_bytes_s=limit)
         assert (await change(supervisor, "rebalance", limit_bytes_s=1 << 20))["limit_bytes_s"] == 1 << 20
+
     scenario(tmp_path / "pool", monkeypatch, run)
 
 
-def test_without_file_descriptors_a_request_is_refused_with_the_remedy_and_answered_later(tmp_path, monkeypatch):
+def test_without_file_descriptors_a_request_is_refused_with_the_remedy_and_answered_later(
+    tmp_path, monkeypatch
+):
     async def run(supervisor, stop, failed, directory, running):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         one = os.open("/", os.O_RDONLY)
@@ -166,18 +187,24 @@ def test_without_file_descriptors_a_request_is_refused_with_the_remedy_and_answe
         resource.setrlimit(resource.RLIMIT_NOFILE, (one, hard))
         try:
             for method, request in (
-                    (wire_pb2.POOL_STATUS, pool_pb2.PoolStatusRequest()),
-                    (wire_pb2.POOL_CHANGE, pool_pb2.PoolChangeRequest(verb="drive-add", arguments=b'{"path": "/x"}'))):
+                (wire_pb2.POOL_STATUS, pool_pb2.PoolStatusRequest()),
+                (
+                    wire_pb2.POOL_CHANGE,
+                    pool_pb2.PoolChangeRequest(verb="drive-add", arguments=b'{"path": "/x"}'),
+                ),
+            ):
                 with pytest.raises(Busy, match="LimitNOFILE"):
                     await ask(supervisor, method, request)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         await ask(supervisor, wire_pb2.POOL_STATUS, pool_pb2.PoolStatusRequest())
+
     scenario(tmp_path, monkeypatch, run)
 
 
 def test_caller_that_has_gone_leaves_no_coroutine_behind(tmp_path, monkeypatch):
     """Of one that ended in the same turn of the loop as its request came."""
+
     class Gone(Asked):
         def on_cancel(self, callback):
             callback()
@@ -196,7 +223,9 @@ def test_caller_that_has_gone_leaves_no_coroutine_behind(tmp_path, monkeypatch):
 
 def test_closed_supervisor_leaves_no_answers_behind(tmp_path, monkeypatch):
     async def run(supervisor, stop, failed, directory, running):
-        waits = Asked(wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=1 << 40, wait_s=60.0).SerializeToString())
+        waits = Asked(
+            wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=1 << 40, wait_s=60.0).SerializeToString()
+        )
         supervisor.handle(waits)
         await asyncio.sleep(0)
         await supervisor.close()
@@ -215,20 +244,29 @@ def test_a_stop_ends_the_processes_and_a_failure_leaves_them_running(tmp_path, m
             await running
         assert all(identity_of(pid) for pid in pids), "they run on for the next supervisor"
 
-        next_one = room.Supervisor(directory, Config(), supervisor._coordinator, stop,
-                                   asyncio.get_running_loop().create_future())
+        next_one = room.Supervisor(
+            directory, Config(), supervisor._coordinator, stop, asyncio.get_running_loop().create_future()
+        )
         again = asyncio.ensure_future(next_one.run())
-        await until(lambda: next_one._children and all(child.state == "serving" for child in next_one._children.values()))
-        assert [child.pid for child in next_one._children.values()] == [directory.state_of(name).pid
-                                                                         for name in next_one._children]
+        await until(
+            lambda: (
+                next_one._children and all(child.state == "serving" for child in next_one._children.values())
+            )
+        )
+        assert [child.pid for child in next_one._children.values()] == [
+            directory.state_of(name).pid for name in next_one._children
+        ]
         stop.ask("test")
         await again
         assert not any(identity_of(pid) for pid in pids)
         await next_one.close()
+
     scenario(tmp_path, monkeypatch, run)
 
 
-def test_the_chains_of_a_started_target_have_a_new_epoch_and_those_of_an_adopted_one_the_old(tmp_path, monkeypatch):
+def test_the_chains_of_a_started_target_have_a_new_epoch_and_those_of_an_adopted_one_the_old(
+    tmp_path, monkeypatch
+):
     async def run(supervisor, stop, failed, directory, running):
         started = supervisor._coordinator.pool_map
         assert {chain.epoch for table in started.tables for chain in table.chains} == {2}
@@ -237,28 +275,36 @@ def test_the_chains_of_a_started_target_have_a_new_epoch_and_those_of_an_adopted
         await until(lambda: directory.state_of("target-1").pid != victim)
         chains = [chain for table in supervisor._coordinator.pool_map.tables for chain in table.chains]
         assert {(chain.targets, chain.epoch) for chain in chains} == {((1,), 3), ((2,), 2)}
+
     scenario(tmp_path, monkeypatch, run)
 
 
 def test_the_map_is_given_at_once_or_when_there_is_a_newer_one(tmp_path, monkeypatch):
     async def run(supervisor, stop, failed, directory, running):
         now = supervisor._coordinator.pool_map
-        reply = pool_pb2.MapReply.FromString(await ask(supervisor, wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=0)))
+        reply = pool_pb2.MapReply.FromString(
+            await ask(supervisor, wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=0))
+        )
         assert decode_map(reply.map) == now
         request = pool_pb2.MapRequest(newer_than=now.epoch, wait_s=0.05)
         assert pool_pb2.MapReply.FromString(await ask(supervisor, wire_pb2.POOL_MAP, request)).map == b""
-        asked = Asked(wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=now.epoch, wait_s=30).SerializeToString())
+        asked = Asked(
+            wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=now.epoch, wait_s=30).SerializeToString()
+        )
         supervisor.handle(asked)
         await supervisor._before_start(1)
         newer = decode_map(pool_pb2.MapReply.FromString(await asyncio.wait_for(asked.answer, 120)).map)
         assert newer.epoch == now.epoch + 1
-        gone = Asked(wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=newer.epoch, wait_s=30).SerializeToString())
+        gone = Asked(
+            wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=newer.epoch, wait_s=30).SerializeToString()
+        )
         supervisor.handle(gone)
         await asyncio.sleep(0)
         gone.cancel()
         with pytest.raises(NvpoolError):
             await asyncio.wait_for(gone.answer, 10)
         assert not supervisor._answers, "an asker that went away costs nothing"
+
     scenario(tmp_path, monkeypatch, run)
 
 
@@ -281,31 +327,54 @@ def test_the_status_names_the_files_with_bad_blocks_as_far_as_they_are_known(tmp
         for _ in range(2):
             reply = await ask(supervisor, wire_pb2.POOL_STATUS, pool_pb2.PoolStatusRequest())
             seen = json.loads(pool_pb2.PoolStatusReply.FromString(reply).status)
-            told = [line.partition("): ")[2] for line in seen["problems"] if line.startswith("bad block on target 1 (")]
-            assert told == ["file /a\\xff, inode 5 chunk 2 block 3 is bad",
-                            "a file without a name, inode 6 chunk 2 block 3 is bad",
-                            f"inode 7 chunk 2 block 3 is bad; `nvpool fsck {directory.path}` names the file"]
+            told = [
+                line.partition("): ")[2]
+                for line in seen["problems"]
+                if line.startswith("bad block on target 1 (")
+            ]
+            assert told == [
+                "file /a\\xff, inode 5 chunk 2 block 3 is bad",
+                "a file without a name, inode 6 chunk 2 block 3 is bad",
+                f"inode 7 chunk 2 block 3 is bad; `nvpool fsck {directory.path}` names the file",
+            ]
             store = next(process for process in seen["processes"] if process.get("target") == 1)
             assert [bad["path"] for bad in store["bad_blocks"]] == [os.fsdecode(b"/a\xff"), "", None]
-        assert looked == [([5, 6, 7], True)], "who looks at the status every second makes no work for the shard"
+        assert looked == [([5, 6, 7], True)], (
+            "who looks at the status every second makes no work for the shard"
+        )
+
     scenario(tmp_path, monkeypatch, run)
 
 
-@pytest.mark.parametrize("method, request_", [
-    (wire_pb2.META_LOOKUP, b""),
-    (wire_pb2.POOL_CHANGE, pool_pb2.PoolChangeRequest(verb="explode")),
-    (wire_pb2.POOL_CHANGE, pool_pb2.PoolChangeRequest(verb="drive-add", arguments=b"{")),
-    (wire_pb2.POOL_CHANGE, pool_pb2.PoolChangeRequest(verb="drive-add", arguments=b"[]")),
-    (wire_pb2.POOL_CHANGE, pool_pb2.PoolChangeRequest(verb="drive-add", arguments=json.dumps(
-        {"path": "/x", "capacity_bytes": "much"}).encode())),
-    (wire_pb2.POOL_CHANGE, pool_pb2.PoolChangeRequest(verb="drive-add", arguments=b'{"path": "x"}')),
-    (wire_pb2.POOL_MAP, b"\xff\xff\xff")], ids=["method", "verb", "json", "list", "size", "path", "message"])
+@pytest.mark.parametrize(
+    "method, request_",
+    [
+        (wire_pb2.META_LOOKUP, b""),
+        (wire_pb2.POOL_CHANGE, pool_pb2.PoolChangeRequest(verb="explode")),
+        (wire_pb2.POOL_CHANGE, pool_pb2.PoolChangeRequest(verb="drive-add", arguments=b"{")),
+        (wire_pb2.POOL_CHANGE, pool_pb2.PoolChangeRequest(verb="drive-add", arguments=b"[]")),
+        (
+            wire_pb2.POOL_CHANGE,
+            pool_pb2.PoolChangeRequest(
+                verb="drive-add", arguments=json.dumps({"path": "/x", "capacity_bytes": "much"}).encode()
+            ),
+        ),
+        (wire_pb2.POOL_CHANGE, pool_pb2.PoolChangeRequest(verb="drive-add", arguments=b'{"path": "x"}')),
+        (wire_pb2.POOL_MAP, b"\xff\xff\xff"),
+    ],
+    ids=["method", "verb", "json", "list", "size", "path", "message"],
+)
 def test_what_makes_no_sense_is_refused_and_changes_nothing(tmp_path, monkeypatch, method, request_):
     async def run(supervisor, stop, failed, directory, running):
         before = supervisor._coordinator.pool_map
         with pytest.raises(InvalidRequest) as caught:
             await ask(supervisor, method, request_)
-        assert not isinstance(caught.value, Bug) and supervisor._coordinator.pool_map == before and not running.done()
+        assert (
+            not isinstance(caught.value, Bug)
+            and supervisor._coordinator.pool_map == before
+            and not running.done()
+        )
+
     scenario(tmp_path, monkeypatch, run)
 
 
@@ -314,7 +383,9 @@ def test_poll_ends_when_its_asker_does_not_wait_longer(tmp_path):
         coordinator = await EmbeddedCoordinator.found(MemoryKv(), first_map())
         supervisor = room.Supervisor(PoolDirectory(tmp_path), Config(), coordinator, Stop(), asyncio.Future())
         try:
-            asked = Asked(wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=1 << 40, wait_s=1e300).SerializeToString())
+            asked = Asked(
+                wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=1 << 40, wait_s=1e300).SerializeToString()
+            )
             asked.deadline_s = SYSTEM_CLOCK.boottime_s() + 0.5
             supervisor.handle(asked)
             async with asyncio.timeout(20):
@@ -335,7 +406,9 @@ def test_peer_can_not_have_all_the_answers(tmp_path, monkeypatch):
         others = Peer("a", "192.0.2.2:1", False, "client/alice.0a1b2c3d")
 
         def poll(peer, wait_s=60.0):
-            asked = Asked(wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=1 << 40, wait_s=wait_s).SerializeToString())
+            asked = Asked(
+                wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=1 << 40, wait_s=wait_s).SerializeToString()
+            )
             asked.peer = peer
             supervisor.handle(asked)
             return asked

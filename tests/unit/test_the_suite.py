@@ -20,7 +20,9 @@ def checkout(tmp_path):
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (tmp_path / ".venv/bin/python").chmod(0o755)
-    (tmp_path / "Makefile").write_text("test:\n\t@.venv/bin/python -m pytest -p no:cacheprovider -n 1 tests\n")
+    (tmp_path / "Makefile").write_text(
+        "test:\n\t@.venv/bin/python -m pytest -p no:cacheprovider -n 1 tests\n"
+    )
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     return tmp_path
 
@@ -30,8 +32,16 @@ def ran(checkout, tests, *command):
     alone = ["unshare", "--mount", "--propagation", "private"] if os.geteuid() == 0 else []
     (checkout / "tests/test_it.py").write_text(tests)
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    done = subprocess.run([*alone, *(command or [".ci/run"])], cwd=checkout, env=env, text=True, timeout=250, check=False,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = subprocess.run(
+        [*alone, *(command or [".ci/run"])],
+        cwd=checkout,
+        env=env,
+        text=True,
+        timeout=250,
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     return done.returncode, done.stdout
 
 
@@ -54,8 +64,10 @@ def test_what_failed_beside_others_and_passes_alone_is_named_and_forgiven(checko
     assert code == 0, said
     first, second = said.split("run again alone and one by one:")
     assert "2 failed, 1 passed" in first and "2 passed" in second
-    assert second.endswith("ci: failed beside others, passed alone:\n  tests/test_it.py::test_only_alone[a b]\n"
-                           "  tests/test_it.py::test_only_alone[c]\n")
+    assert second.endswith(
+        "ci: failed beside others, passed alone:\n  tests/test_it.py::test_only_alone[a b]\n"
+        "  tests/test_it.py::test_only_alone[c]\n"
+    )
 
 
 def test_what_fails_twice_fails_the_run(checkout):
@@ -65,18 +77,31 @@ def test_what_fails_twice_fails_the_run(checkout):
 
 
 def test_what_the_fixtures_of_a_file_found_at_their_end_is_looked_at_with_the_whole_file(checkout):
-    code, said = ran(checkout, "import os, pytest\n\n@pytest.fixture(scope='module', autouse=True)\ndef found():\n    yield\n"
-                     "    there = os.path.exists('x')\n    open('x', 'w').close()\n    assert there\n\n"
-                     "def test_one():\n    pass\n\ndef test_two():\n    pass\n")
+    code, said = ran(
+        checkout,
+        "import os, pytest\n\n@pytest.fixture(scope='module', autouse=True)\ndef found():\n    yield\n"
+        "    there = os.path.exists('x')\n    open('x', 'w').close()\n    assert there\n\n"
+        "def test_one():\n    pass\n\ndef test_two():\n    pass\n",
+    )
     assert code == 0, said
     assert "2 passed" in said.split("run again")[1] and said.endswith("  tests/test_it.py\n")
 
 
-@pytest.mark.parametrize("tests, why", [
-    ("import pytest\n\n@pytest.mark.parametrize('n', range(11))\ndef test_bad(n):\n    assert False\n", "11 entries"),
-    ("import subprocess\n\ndef test_leaves():\n    subprocess.Popen(['sleep', '120'])\n", "never again: left behind"),
-    ("import no_such_module\n", "never again: tests/test_it.py can not be collected")],
-    ids=["many", "a process is left", "not collected"])
+@pytest.mark.parametrize(
+    "tests, why",
+    [
+        (
+            "import pytest\n\n@pytest.mark.parametrize('n', range(11))\ndef test_bad(n):\n    assert False\n",
+            "11 entries",
+        ),
+        (
+            "import subprocess\n\ndef test_leaves():\n    subprocess.Popen(['sleep', '120'])\n",
+            "never again: left behind",
+        ),
+        ("import no_such_module\n", "never again: tests/test_it.py can not be collected"),
+    ],
+    ids=["many", "a process is left", "not collected"],
+)
 def test_nothing_is_run_again_when_it_would_prove_nothing(checkout, tests, why):
     code, said = ran(checkout, tests)
     assert code == 2 and why in said and "run again alone" not in said, said
@@ -84,7 +109,9 @@ def test_nothing_is_run_again_when_it_would_prove_nothing(checkout, tests, why):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_programs_can_be_interrupted_when_the_suite_runs_in_the_background_of_a_script(checkout, workers):
-    code, said = ran(checkout, """
+    code, said = ran(
+        checkout,
+        """
 import signal, subprocess, sys
 
 def test_interrupt():
@@ -93,5 +120,9 @@ def test_interrupt():
     program.stdout.read(1)
     program.send_signal(signal.SIGINT)
     assert program.wait(100) == -signal.SIGINT
-""", "sh", "-c", f".venv/bin/python -m pytest -n {workers} tests & wait $!")
+""",
+        "sh",
+        "-c",
+        f".venv/bin/python -m pytest -n {workers} tests & wait $!",
+    )
     assert code == 0, said

@@ -96,7 +96,7 @@ class Case:
     def read(self, offset, length):
         """A pread with the right bytes."""
         found = self.file.pread(length, offset)
-        assert type(found) is bytes and found == CONTENT[offset:offset + length], (offset, length)
+        assert type(found) is bytes and found == CONTENT[offset : offset + length], (offset, length)
 
     def by(self, way, reads):
         """How many of these (offset, length) went that way."""
@@ -127,10 +127,12 @@ def blocks(count, seed=1):
 
 def patched(served, answer):
     """Each DATA_READ goes to answer(original, call) from now on."""
+
     async def patch():
         for service in served.pool.stores.values():
             original = service._methods[DATA_READ]
             service._methods[DATA_READ] = lambda call, original=original: answer(original, call)
+
     served.run(patch())
 
 
@@ -162,7 +164,10 @@ def test_where_the_short_cut_can_not_be_had_the_connection_is_used(served):
 
 def test_what_was_written_here_or_elsewhere_is_read(here):
     for short_cut in (True, False):
-        with Case(here, short_cut=short_cut) as case, case.client.open("/file", "r+b", buffering=0) as writing:
+        with (
+            Case(here, short_cut=short_cut) as case,
+            case.client.open("/file", "r+b", buffering=0) as writing,
+        ):
             for turn in range(200):
                 case.by("lanes", blocks(3, turn))
                 offset = random.Random(turn).randrange(100, 2 * MIB)
@@ -171,10 +176,13 @@ def test_what_was_written_here_or_elsewhere_is_read(here):
                 if turn % 3 == 0:
                     writing.flush()
                 assert case.file.pread(len(new), offset) == new
-                writing.pwrite(CONTENT[offset:offset + len(new)], offset)
+                writing.pwrite(CONTENT[offset : offset + len(new)], offset)
                 case.read(offset, len(new))
             writing.flush()
-            with nvpool.connect(here.pool.pool_map) as other, other.open("/file", "r+b", buffering=0) as theirs:
+            with (
+                nvpool.connect(here.pool.pool_map) as other,
+                other.open("/file", "r+b", buffering=0) as theirs,
+            ):
                 theirs.pwrite(b"theirs", 500_000)
                 theirs.fsync()
             with case.client.open("/file", "rb", buffering=0) as again:
@@ -204,7 +212,9 @@ def test_an_old_grant_is_renewed_by_the_loop(served):
         assert case.by("lanes", blocks(20)) == 20
 
 
-@pytest.mark.parametrize("error", [errors.StaleEpoch, errors.Busy, errors.WrongTarget, errors.Draining, errors.InvalidRequest])
+@pytest.mark.parametrize(
+    "error", [errors.StaleEpoch, errors.Busy, errors.WrongTarget, errors.Draining, errors.InvalidRequest]
+)
 def test_a_refusal_is_the_loops_business_and_costs_no_connection(served, error):
     with Case(served, short_cut=False) as case:
         case.by("lanes", blocks(5))
@@ -215,6 +225,7 @@ def test_a_refusal_is_the_loops_business_and_costs_no_connection(served, error):
                 refused.append(call)
                 raise error("not now")
             original(call)
+
         patched(served, once)
         assert case.by("lanes", blocks(30)) == 29 and refused
 
@@ -234,17 +245,21 @@ def test_a_wrong_byte_or_a_senseless_answer_is_never_handed_out(served):
 
                     def reply(self, message=b"", payload=()):
                         reply(*spoil_with(bytes(message), b"".join(payload)))
+
                 call_to_answer = Spoiled()
             else:
                 call_to_answer = call
             original(call_to_answer)
+
         patched(served, spoil)
-        for one in (lambda message, payload: (message, [bytes([payload[0] ^ 1]) + payload[1:]]),
-                    lambda message, payload: (message, [payload[:-1]]),
-                    lambda message, payload: (message, [payload, payload]),
-                    lambda message, payload: (message, []),
-                    lambda message, payload: (b"\xff\xff", [payload]),
-                    lambda message, payload: (b"", [payload])):
+        for one in (
+            lambda message, payload: (message, [bytes([payload[0] ^ 1]) + payload[1:]]),
+            lambda message, payload: (message, [payload[:-1]]),
+            lambda message, payload: (message, [payload, payload]),
+            lambda message, payload: (message, []),
+            lambda message, payload: (b"\xff\xff", [payload]),
+            lambda message, payload: (b"", [payload]),
+        ):
             spoiling.append(one)
             assert case.by("lanes", blocks(10)) == 9 and not spoiling
 
@@ -275,6 +290,7 @@ def test_a_store_that_dies_among_reads_of_many_threads_costs_no_error_and_no_byt
                         case.read(offset, length)
             except BaseException as error:
                 problems.append(error)
+
         threads = [threading.Thread(target=reader, args=(seed,)) for seed in range(6)]
         for thread in threads:
             thread.start()
@@ -287,7 +303,9 @@ def test_a_store_that_dies_among_reads_of_many_threads_costs_no_error_and_no_byt
         for thread in threads:
             thread.join(30)
         assert not problems and case.counters["lanes"]
-        assert all(len(way.idle) == read_threads.LANES_MAX for way in case.client._running().reads._ways.values())
+        assert all(
+            len(way.idle) == read_threads.LANES_MAX for way in case.client._running().reads._ways.values()
+        )
 
 
 def test_one_read_finds_out_that_the_store_is_another_process(served, monkeypatch):
@@ -297,7 +315,9 @@ def test_one_read_finds_out_that_the_store_is_another_process(served, monkeypatc
         case.by("lanes", one_chunk[:1])
         (way,) = [way for way in case.client._running().reads._ways.values() if any(way.idle)]
         connections = [way.idle.popleft() for _ in range(read_threads.LANES_MAX)]
-        endpoint = case.client._running().pool.client.dialer.live(case.handle.file.lanes[0].endpoints).peer.address
+        endpoint = (
+            case.client._running().pool.client.dialer.live(case.handle.file.lanes[0].endpoints).peer.address
+        )
         way.idle.extend(found or BlockingConnection(endpoint, Greeting("me"), 10.0) for found in connections)
         for target in list(served.pool.stores):
             served.run(served.pool.stop_store(target))
@@ -332,6 +352,7 @@ def test_a_thread_that_is_interrupted_takes_no_later_answer_for_its_own(here, mo
 
         def interrupt(*_):
             raise KeyboardInterrupt
+
         previous = signal.signal(signal.SIGALRM, interrupt)
         try:
             signal.setitimer(signal.ITIMER_REAL, 0.3)
@@ -343,11 +364,13 @@ def test_a_thread_that_is_interrupted_takes_no_later_answer_for_its_own(here, mo
         async def late():
             original, call = held[0]
             original(call)
+
         here.run(late())
         assert case.by("lanes", blocks(20, 3)) == 20
 
 
 # -- the connection ------------------------------------------------------------------------------------------------------------
+
 
 @pytest.fixture(params=["stream", "stream+unix"])
 def answering(request):
@@ -359,7 +382,10 @@ def answering(request):
 
     async def listen(endpoint):
         transport = StreamTransport() if request.param == "stream" else UnixStreamTransport()
-        return await transport.listen(endpoint, Greeting("server", "pool-a"), lambda call: answers.pop(0)(call))
+        return await transport.listen(
+            endpoint, Greeting("server", "pool-a"), lambda call: answers.pop(0)(call)
+        )
+
     with tempfile.TemporaryDirectory(dir="/tmp") as place:
         endpoint = "stream://127.0.0.1:0" if request.param == "stream" else f"stream+unix://{place}/s"
         listener = asyncio.run_coroutine_threadsafe(listen(endpoint), loop).result(10)
@@ -400,7 +426,9 @@ def test_a_connection_of_another_pool_is_refused(answering):
         BlockingConnection(answering[0], Greeting("me", "pool-b"), 10.0)
 
 
-@pytest.mark.parametrize("endpoint", ["stream://127.0.0.1:1", "stream+unix:///nowhere/s", "grpc://127.0.0.1:1", "nonsense"])
+@pytest.mark.parametrize(
+    "endpoint", ["stream://127.0.0.1:1", "stream+unix:///nowhere/s", "grpc://127.0.0.1:1", "nonsense"]
+)
 def test_where_nobody_answers_that_is_said(endpoint):
     with pytest.raises(errors.Unreachable):
         BlockingConnection(endpoint, Greeting("me"), 0.5)
@@ -409,6 +437,7 @@ def test_where_nobody_answers_that_is_said(endpoint):
 @pytest.mark.parametrize("said", [b"", b"x" * 100, None])
 def test_who_speaks_something_else_is_left(said):
     with socket.create_server(("127.0.0.1", 0)) as server:
+
         def serve():
             one, _ = server.accept()
             if said is not None:
@@ -417,6 +446,7 @@ def test_who_speaks_something_else_is_left(said):
             else:
                 gone.wait(10)
                 one.close()
+
         gone = threading.Event()
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()

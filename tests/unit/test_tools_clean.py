@@ -11,20 +11,31 @@ import pytest
 
 from nvpool.core.programs import Program
 
-_spec = importlib.util.spec_from_file_location("tools_clean", Path(__file__).parents[2] / "tools" / "clean.py")
+_spec = importlib.util.spec_from_file_location(
+    "tools_clean", Path(__file__).parents[2] / "tools" / "clean.py"
+)
 clean = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(clean)
 
 needs_mounts = pytest.mark.skipif(
     os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0,
-    reason="needs a mount namespace of its own")
+    reason="needs a mount namespace of its own",
+)
 
 
 @pytest.fixture
 def checkout(tmp_path):
     """A directory that looks like a checkout after set-up and quickstart."""
-    for name in (".venv/bin/python", ".quickstart/targets/1/data", "nvpool/store/_uring.c", "nvpool/store/_uring.abi3.so",
-                 "nvpool/__pycache__/a.pyc", "nvpool/a.py", "README.md", "nvpool.egg-info/PKG-INFO"):
+    for name in (
+        ".venv/bin/python",
+        ".quickstart/targets/1/data",
+        "nvpool/store/_uring.c",
+        "nvpool/store/_uring.abi3.so",
+        "nvpool/__pycache__/a.pyc",
+        "nvpool/a.py",
+        "README.md",
+        "nvpool.egg-info/PKG-INFO",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     (tmp_path / "pool").mkdir()
@@ -32,7 +43,9 @@ def checkout(tmp_path):
 
 
 def files_in(root):
-    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file() or path.is_symlink())
+    return sorted(
+        str(path.relative_to(root)) for path in root.rglob("*") if path.is_file() or path.is_symlink()
+    )
 
 
 def test_what_was_made_goes_and_the_sources_stay(checkout):
@@ -66,7 +79,9 @@ def test_nothing_is_removed_of_a_tree_with_a_mount_below_it(checkout, tmp_path_f
     (other / "precious").write_text("x")
     at = checkout / ".quickstart" / "targets" / "with blank"
     at.mkdir()
-    command = mount.format(at=f"'{at}'", other=other) + f"; touch '{at}/inside'; exec {sys.executable} -c \"$0\""
+    command = (
+        mount.format(at=f"'{at}'", other=other) + f"; touch '{at}/inside'; exec {sys.executable} -c \"$0\""
+    )
     program = f"""
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("c", {clean.__file__!r}); c = importlib.util.module_from_spec(spec)
@@ -77,12 +92,16 @@ except c.Kept as kept:
     print(kept)
 import os; print(os.listdir({str(at)!r}))
 """
-    done = subprocess.run(["unshare", "-m", "sh", "-c", command, program], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", command, program], capture_output=True, text=True, timeout=240
+    )
     assert "nothing of it was removed" in done.stdout and "inside" in done.stdout, done
     assert (checkout / ".quickstart" / "targets" / "1" / "data").exists() and (other / "precious").exists()
 
 
-def test_the_border_of_a_file_system_is_not_crossed_even_when_the_mount_table_is_silent(checkout, monkeypatch):
+def test_the_border_of_a_file_system_is_not_crossed_even_when_the_mount_table_is_silent(
+    checkout, monkeypatch
+):
     monkeypatch.setattr(clean, "mounts_below", lambda path: [])
     real = os.fstat
     inner = (checkout / ".quickstart" / "targets").stat().st_ino
@@ -98,8 +117,11 @@ def test_the_border_of_a_file_system_is_not_crossed_even_when_the_mount_table_is
 
 
 def test_mount_points_are_read_with_their_escaped_blanks():
-    line = rb"36 35 98:0 / /a/b\040c\134d rw,noatime master:1 - fuse.nvpool nvpool rw" + b"\n" + \
-        b"37 35 98:0 / /a/bc rw - tmpfs none rw\n"
+    line = (
+        rb"36 35 98:0 / /a/b\040c\134d rw,noatime master:1 - fuse.nvpool nvpool rw"
+        + b"\n"
+        + b"37 35 98:0 / /a/bc rw - tmpfs none rw\n"
+    )
     assert clean.mounts_below("/a", line) == [("/a/b c\\d", "fuse.nvpool nvpool"), ("/a/bc", "tmpfs none")]
     assert clean.mounts_below("/a/b", line) == []
 
@@ -110,7 +132,9 @@ def test_only_daemons_of_this_pool_directory_are_ended(checkout, tmp_path_factor
     ours = subprocess.Popen([sys.executable, *program, str(checkout / ".quickstart"), "1"])
     relative = subprocess.Popen([sys.executable, *program, ".quickstart", "1"], cwd=checkout)
     theirs = subprocess.Popen([sys.executable, *program, str(other), "1"])
-    named = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", str(checkout / ".quickstart")])
+    named = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)", str(checkout / ".quickstart")]
+    )
     try:
         deadline = time.monotonic() + 120
         while len(clean.daemons_of(str(checkout / ".quickstart"))) < 2 and time.monotonic() < deadline:

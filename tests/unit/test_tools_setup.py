@@ -25,15 +25,24 @@ def machine(tmp_path):
         (programs / name).write_text(f"#!{SHELL}\n{text}\n")
         (programs / name).chmod(0o755)
 
-    program("apt-get", f'echo "apt-get $*" >>{tmp_path}/asked; test "$1" = update || {{ echo no such package >&2; exit 100; }}')
+    program(
+        "apt-get",
+        f'echo "apt-get $*" >>{tmp_path}/asked; test "$1" = update || {{ echo no such package >&2; exit 100; }}',
+    )
     program("dpkg-query", 'case "$*" in *fio*) exit 1 ;; esac; echo "install ok installed"')
     return tmp_path, program
 
 
 def setup(place, *words):
     env = os.environ | {"PATH": f"{place / 'programs'}:{os.environ['PATH']}"}
-    return subprocess.run([SHELL, "tools/setup.sh", *words], cwd=place / "checkout", env=env, capture_output=True, text=True,
-                          timeout=240)
+    return subprocess.run(
+        [SHELL, "tools/setup.sh", *words],
+        cwd=place / "checkout",
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
 
 
 def test_without_root_it_changes_nothing_and_prints_the_one_command(machine):
@@ -41,11 +50,15 @@ def test_without_root_it_changes_nothing_and_prints_the_one_command(machine):
     program("id", "echo 1000")
     done = setup(place)
     assert done.returncode == 1
-    assert done.stdout.strip() == "sudo apt-get update && sudo apt-get install --yes --no-install-recommends fio"
+    assert (
+        done.stdout.strip() == "sudo apt-get update && sudo apt-get install --yes --no-install-recommends fio"
+    )
     assert not (place / "asked").exists() and not (place / "checkout" / ".venv").exists()
 
 
-def test_as_root_it_names_the_packages_before_it_installs_only_those_and_fetches_lists_only_where_needed(machine):
+def test_as_root_it_names_the_packages_before_it_installs_only_those_and_fetches_lists_only_where_needed(
+    machine,
+):
     place, program = machine
     program("id", "echo 0")
     done = setup(place)

@@ -14,7 +14,7 @@ from nvpool.core.units import clamp_time_ns
 from nvpool.sdk.transfer import import_tree as tree_import
 from nvpool.sdk.transfer.export_tree import export_tree
 from nvpool.sdk.transfer.import_tree import import_tree
-from nvpool.sdk.transfer.progress import TransferProgress, TransferOptions
+from nvpool.sdk.transfer.progress import TransferOptions, TransferProgress
 
 MIB = 1 << 20
 
@@ -31,11 +31,24 @@ class DirectoryVfs:
 
     def attr(self, path):
         found = os.lstat(path)
-        number = 1 if path == self.paths[1] else self.numbers.setdefault((found.st_dev, found.st_ino), len(self.numbers) + 2)
+        number = (
+            1
+            if path == self.paths[1]
+            else self.numbers.setdefault((found.st_dev, found.st_ino), len(self.numbers) + 2)
+        )
         self.paths[number] = path
-        return SimpleNamespace(inode=number, mode=found.st_mode, links=found.st_nlink, uid=found.st_uid, gid=found.st_gid,
-                               size=found.st_size, atime_ns=found.st_atime_ns, mtime_ns=found.st_mtime_ns, rdev=found.st_rdev,
-                               flags=1)
+        return SimpleNamespace(
+            inode=number,
+            mode=found.st_mode,
+            links=found.st_nlink,
+            uid=found.st_uid,
+            gid=found.st_gid,
+            size=found.st_size,
+            atime_ns=found.st_atime_ns,
+            mtime_ns=found.st_mtime_ns,
+            rdev=found.st_rdev,
+            flags=1,
+        )
 
     def at(self, parent, name):
         return os.path.join(self.paths[parent], name)
@@ -93,8 +106,19 @@ class DirectoryVfs:
             buffer = bytes([buffer[0] ^ 1]) + bytes(buffer[1:])
         return os.pwrite(handle, buffer, offset)
 
-    async def setattr(self, inode, *, mode=None, uid=None, gid=None, size=None, atime_ns=None, mtime_ns=None, caller,
-                      handle=None):
+    async def setattr(
+        self,
+        inode,
+        *,
+        mode=None,
+        uid=None,
+        gid=None,
+        size=None,
+        atime_ns=None,
+        mtime_ns=None,
+        caller,
+        handle=None,
+    ):
         path = self.paths[inode]
         if size is not None:
             os.truncate(path, size)
@@ -121,7 +145,7 @@ class DirectoryVfs:
         return self.paths[inode]
 
     async def readdir(self, handle, cursor, limit):
-        names = sorted(os.listdir(handle))[cursor:cursor + 2]
+        names = sorted(os.listdir(handle))[cursor : cursor + 2]
         entries = []
         for at, name in enumerate(names):
             attr = self.attr(os.path.join(handle, name))
@@ -180,7 +204,10 @@ def picture(root):
                     content = file.read()
             elif stat.S_ISLNK(state.st_mode):
                 content = os.readlink(path)
-            xattrs = {x: os.getxattr(path, x, follow_symlinks=False) for x in os.listxattr(path, follow_symlinks=False)}
+            xattrs = {
+                x: os.getxattr(path, x, follow_symlinks=False)
+                for x in os.listxattr(path, follow_symlinks=False)
+            }
             where = os.path.relpath(path, root)
             same = firsts.setdefault(state.st_ino, where) if not stat.S_ISDIR(state.st_mode) else None
             found[where] = (state.st_mode, state.st_uid, state.st_mtime_ns, content, xattrs, same)
@@ -189,13 +216,17 @@ def picture(root):
 
 def bring_in(root, source, destination=b"/a/b", **more):
     vfs, tally = more.pop("vfs", None) or DirectoryVfs(root), TransferProgress()
-    asyncio.run(import_tree(vfs, source, destination, tally=tally, options=TransferOptions(parallel=4, **more)))
+    asyncio.run(
+        import_tree(vfs, source, destination, tally=tally, options=TransferOptions(parallel=4, **more))
+    )
     return tally
 
 
 def take_out(root, destination, source=b"/a/b"):
     tally = TransferProgress()
-    asyncio.run(export_tree(DirectoryVfs(root), source, destination, tally=tally, options=TransferOptions(parallel=4)))
+    asyncio.run(
+        export_tree(DirectoryVfs(root), source, destination, tally=tally, options=TransferOptions(parallel=4))
+    )
     return tally
 
 
@@ -204,7 +235,9 @@ def test_what_goes_in_and_comes_out_is_the_same_tree(source, tmp_path):
     tally = bring_in(tmp_path / "root", source)
     assert not tally.failures and picture(tmp_path / "root/a/b") == picture(source)
     assert (tally.files, tally.symlinks, tally.hard_links, tally.special) == (6, 1, 1, 1)
-    assert tally.bytes == tally.bytes_total == sum(p.lstat().st_size for p in source.rglob("*") if p.is_file())
+    assert (
+        tally.bytes == tally.bytes_total == sum(p.lstat().st_size for p in source.rglob("*") if p.is_file())
+    )
     assert tally.counted and tally.files_total == tally.files and tally.directories == 5
     tally = take_out(tmp_path / "root", tmp_path / "out")
     assert not tally.failures and picture(tmp_path / "out") == picture(source)
@@ -264,7 +297,9 @@ def test_bytes_left_by_an_interrupted_import_are_compared_and_only_others_are_wr
     (tmp_path / "root").mkdir()
     content = os.urandom(4 * MIB)
     (tmp_path / "file").write_bytes(content)
-    (tmp_path / "root" / "file").write_bytes(content[:MIB] + b"X" * MIB + content[2 * MIB:3 * MIB] + b"tail")
+    (tmp_path / "root" / "file").write_bytes(
+        content[:MIB] + b"X" * MIB + content[2 * MIB : 3 * MIB] + b"tail"
+    )
     vfs = DirectoryVfs(tmp_path / "root")
     bring_in(None, tmp_path / "file", b"/", vfs=vfs)
     assert vfs.writes == 2 and (tmp_path / "root" / "file").read_bytes() == content
@@ -275,7 +310,7 @@ def test_what_looks_as_its_source_is_read_and_mended_only_where_that_is_wanted(t
     content = os.urandom(3 * MIB)
     there = tmp_path / "root" / "file"
     (tmp_path / "file").write_bytes(content)
-    there.write_bytes(content[:MIB] + bytes(MIB) + content[2 * MIB:])
+    there.write_bytes(content[:MIB] + bytes(MIB) + content[2 * MIB :])
     found = os.stat(tmp_path / "file")
     os.utime(there, ns=(found.st_atime_ns, found.st_mtime_ns))
     assert bring_in(tmp_path / "root", tmp_path / "file", b"/").skipped_files == 1
@@ -309,7 +344,8 @@ def test_what_exists_as_another_kind_is_refused_by_name_and_left(source, tmp_pat
     (tmp_path / "root/a/b/deep").write_bytes(b"mine")
     tally = bring_in(tmp_path / "root", source)
     assert {os.path.basename(failure.path) for failure in tally.failures} == {"small", "deep", "again"} - (
-        {"again"} if not any(f.path.endswith("again") for f in tally.failures) else set())
+        {"again"} if not any(f.path.endswith("again") for f in tally.failures) else set()
+    )
     assert (tmp_path / "root/a/b/deep").read_bytes() == b"mine"
 
 
@@ -339,7 +375,11 @@ def test_a_link_at_the_destination_is_not_followed(source, tmp_path):
     (tmp_path / "out" / "large").symlink_to(tmp_path / "victim")
     (tmp_path / "out" / "deep").symlink_to(tmp_path)
     tally = take_out(tmp_path / "root", tmp_path / "out")
-    assert tally.failed == 2 and (tmp_path / "victim").read_bytes() == b"precious" and not (tmp_path / "again").exists()
+    assert (
+        tally.failed == 2
+        and (tmp_path / "victim").read_bytes() == b"precious"
+        and not (tmp_path / "again").exists()
+    )
 
 
 def test_a_drive_that_gives_back_other_bytes_is_noticed_on_export(source, tmp_path, monkeypatch):
@@ -399,6 +439,7 @@ def test_export_of_unreadable_file_keeps_what_is_here(source, tmp_path, failing)
 
     async def fail(*arguments):
         raise ChecksumMismatch("block 0 is not as it was written")
+
     setattr(vfs, failing, fail)
     tally = TransferProgress()
     asyncio.run(export_tree(vfs, b"/", out, tally=tally))

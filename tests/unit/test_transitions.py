@@ -39,7 +39,11 @@ class Pool(RuleBasedStateMachine):
         assert sealed.epoch == before.epoch + 1
         for old_table, table in zip(before.tables, sealed.tables, strict=True):
             for old, chain in zip(old_table.chains, table.chains, strict=True):
-                same = (old.targets, old.joining, old.leaving) == (chain.targets, chain.joining, chain.leaving)
+                same = (old.targets, old.joining, old.leaving) == (
+                    chain.targets,
+                    chain.joining,
+                    chain.leaving,
+                )
                 assert chain.epoch >= old.epoch + (not same)
                 stay = [t for t in old.targets if t in chain.targets]
                 assert [t for t in chain.targets if t in stay] == stay, "who stays keeps his place"
@@ -88,7 +92,9 @@ class Pool(RuleBasedStateMachine):
         for (table, number), chain in self.chains():
             for target in chain.joining:
                 if target in self.alive and chain.targets[-1] in self.alive:
-                    self.has[table, number, target] = set(self.has.get((table, number, chain.targets[-1]), ()))
+                    self.has[table, number, target] = set(
+                        self.has.get((table, number, chain.targets[-1]), ())
+                    )
                     self.reports.append((target, table, number, chain.epoch))
 
     @rule(count=st.integers(1, 40))
@@ -117,7 +123,9 @@ class Pool(RuleBasedStateMachine):
 
     @rule(data=st.data(), wish=st.sampled_from(("drain", "remove", "share", "lost")))
     def wish(self, data, wish):
-        target = data.draw(st.sampled_from([t.id for t in transitions.remaining(self.map) if t.wish != "lost"]))
+        target = data.draw(
+            st.sampled_from([t.id for t in transitions.remaining(self.map) if t.wish != "lost"])
+        )
         new = transitions.wished(self.map, target, wish)
         if wish == "lost":
             new = transitions.died(new, {target})
@@ -142,8 +150,12 @@ class Pool(RuleBasedStateMachine):
         for (table, number), chain in self.chains():
             old = before.chain(table, number)
             if chain.begun != old.begun:
-                assert chain.begun == chain.epoch == chain.intact == above + 1 and chain.loss == len(self.map.losses)
-                assert not set(chain.targets) & {*old.targets, *self.lost} and set(chain.targets) <= self.alive
+                assert chain.begun == chain.epoch == chain.intact == above + 1 and chain.loss == len(
+                    self.map.losses
+                )
+                assert (
+                    not set(chain.targets) & {*old.targets, *self.lost} and set(chain.targets) <= self.alive
+                )
                 self.acknowledged.pop((table, number), None)
                 self.has = {who: what for who, what in self.has.items() if who[:2] != (table, number)}
 
@@ -160,7 +172,9 @@ class Pool(RuleBasedStateMachine):
         for (table, number), chain in self.chains():
             assert chain.targets and chain.readable
             for target in chain.targets:
-                assert self.acknowledged.get((table, number), set()) <= self.has.get((table, number, target), set()), chain
+                assert self.acknowledged.get((table, number), set()) <= self.has.get(
+                    (table, number, target), set()
+                ), chain
 
     def teardown(self):
         """Once all are there again, every goal is reached, and nothing is left to do."""
@@ -178,9 +192,13 @@ class Pool(RuleBasedStateMachine):
                 for number, chain in enumerate(table.chains):
                     for target in chain.joining:
                         if number in self.WATCHED:
-                            self.has[table.id, number, target] = set(self.has.get((table.id, number, chain.targets[-1]), ()))
+                            self.has[table.id, number, target] = set(
+                                self.has.get((table.id, number, chain.targets[-1]), ())
+                            )
             for target in sorted(self.alive):
-                new = transitions.joined(new, target, [(t.id, n, c.epoch) for t in new.tables for n, c in enumerate(t.chains)])
+                new = transitions.joined(
+                    new, target, [(t.id, n, c.epoch) for t in new.tables for n, c in enumerate(t.chains)]
+                )
             self.publish(new)
             self.publish(transitions.departed(self.map, lambda name, target: True))
             self.publish(transitions.retired(self.map))
@@ -189,7 +207,12 @@ class Pool(RuleBasedStateMachine):
         self.every_acknowledged_write_is_with_every_target_of_its_chain()
         for table in self.map.tables:
             for chain in table.chains:
-                assert not chain.goal and not chain.joining and not chain.leaving and len(chain.targets) == table.id, chain
+                assert (
+                    not chain.goal
+                    and not chain.joining
+                    and not chain.leaving
+                    and len(chain.targets) == table.id
+                ), chain
         assert all(t.state != "down" or t.wish == "lost" for t in self.map.targets)
         assert not any(t.wish in ("remove", "lost") for t in transitions.remaining(self.map))
 
@@ -201,8 +224,13 @@ TestPool.settings = settings(max_examples=25, stateful_step_count=40, deadline=N
 def the_chain(*fields, pool=(4, 4, 4), replicas=3):
     """A map whose chain 0 of the widest table is this one."""
     pool_map = a_pool(pool, replicas)
-    return replace(pool_map, tables=tuple(replace(t, chains=(Chain(*fields), *t.chains[1:])) if t.id == replicas else t
-                                          for t in pool_map.tables))
+    return replace(
+        pool_map,
+        tables=tuple(
+            replace(t, chains=(Chain(*fields), *t.chains[1:])) if t.id == replicas else t
+            for t in pool_map.tables
+        ),
+    )
 
 
 def first(pool_map, replicas=3):
@@ -226,8 +254,10 @@ def test_a_target_that_nobody_can_stand_in_for_stays_up_and_the_map_as_it_is():
     pool_map = a_pool((4, 4), 1)
     assert transitions.died(pool_map, {1}) is pool_map
     again = transitions.restarted(pool_map, 1)
-    assert all(new.epoch == old.epoch + (old.targets == (1,)) for old, new in
-               zip(pool_map.tables[0].chains, again.tables[0].chains, strict=True))
+    assert all(
+        new.epoch == old.epoch + (old.targets == (1,))
+        for old, new in zip(pool_map.tables[0].chains, again.tables[0].chains, strict=True)
+    )
 
 
 def test_a_report_of_an_older_epoch_says_nothing():
@@ -240,24 +270,45 @@ def test_a_report_of_an_older_epoch_says_nothing():
 def test_who_is_replaced_is_read_no_more_before_he_leaves():
     pool_map = the_chain(5, (1, 2), (3,), (2, 3), pool=(4, 4, 4), replicas=2)
     pool_map = transitions.joined(pool_map, 3, [(2, 0, 5)])
-    assert first(pool_map, 2) == Chain(6, (1, 2, 3), (), (2, 3), (1,)) and first(pool_map, 2).readable == (2, 3)
+    assert first(pool_map, 2) == Chain(6, (1, 2, 3), (), (2, 3), (1,)) and first(pool_map, 2).readable == (
+        2,
+        3,
+    )
     assert transitions.departed(pool_map, lambda name, target: False) is pool_map
     assert first(transitions.departed(pool_map, lambda name, target: True), 2) == Chain(7, (2, 3))
-    assert first(transitions.died(transitions.died(pool_map, {2}), {3}), 2).readable == (1,), "needed again, it is read again"
+    assert first(transitions.died(transitions.died(pool_map, {2}), {3}), 2).readable == (1,), (
+        "needed again, it is read again"
+    )
 
 
 def test_a_lost_target_returns_to_no_chain():
     lost = transitions.died(transitions.wished(a_pool((4, 4, 4), 2), 1, "lost"), {1})
-    assert transitions.returned(lost, {1}) is lost and not any(1 in c.targets for c in lost.table_by_id[2].chains)
+    assert transitions.returned(lost, {1}) is lost and not any(
+        1 in c.targets for c in lost.table_by_id[2].chains
+    )
     assert transitions.retired(lost) is lost, "as long as it has the only copies of something"
-    only = replace(lost, tables=tuple(replace(t, chains=tuple(
-        replace(c, targets=tuple(x for x in c.targets if x != 1) or (2,), goal=()) for c in t.chains)) for t in lost.tables))
+    only = replace(
+        lost,
+        tables=tuple(
+            replace(
+                t,
+                chains=tuple(
+                    replace(c, targets=tuple(x for x in c.targets if x != 1) or (2,), goal=())
+                    for c in t.chains
+                ),
+            )
+            for t in lost.tables
+        ),
+    )
     assert transitions.retired(only).target_by_id[1].state == "gone"
 
 
 def test_nothing_changed_is_no_new_map_and_a_contradiction_none_either():
     pool_map = a_pool((4, 4), 2)
-    assert transitions.sealed(pool_map, pool_map) is None and transitions.sealed(pool_map, replace(pool_map)) is None
+    assert (
+        transitions.sealed(pool_map, pool_map) is None
+        and transitions.sealed(pool_map, replace(pool_map)) is None
+    )
     assert transitions.sealed(pool_map, replace(pool_map, name="other")).epoch == 2
     with pytest.raises(InvalidRequest):
         transitions.sealed(pool_map, replace(pool_map, targets=()))

@@ -68,7 +68,11 @@ def test_long_requests_have_places_of_their_own_and_all_are_used_again(descripto
     assert count == 256
     kept.keep(10_000, read(kept, 10_000, PAGE))
     found = dict(Unanswered(descriptor).left(MASK))
-    assert found[2] == request(2, large, b"\1") and found[512] == request(512, PAGE + 1, b"\0") and len(found) == 257
+    assert (
+        found[2] == request(2, large, b"\1")
+        and found[512] == request(512, PAGE + 1, b"\0")
+        and len(found) == 257
+    )
     kept.forget(2)
     assert kept.has_room
     kept.keep(4_000, read(kept, 4_000, large, b"z"))
@@ -99,7 +103,7 @@ def test_killed_between_any_two_writes(descriptor, monkeypatch):
     # bytes of a place without its mark
     whole = mmap.mmap(descriptor, 0)
     place = kept._place(SMALL_COUNT - 1)
-    whole[place:place + 60] = request(8)
+    whole[place : place + 60] = request(8)
     assert Unanswered(descriptor).left(MASK) == [(4, request(4, 100, b"a"))]
 
 

@@ -33,7 +33,10 @@ def next_of_old_build(held: int, floor: int, epoch: int) -> int:
     return version(at_epoch, counter + 1) if epoch <= at_epoch else version(epoch, 1)
 
 
-steps = st.lists(st.tuples(st.sampled_from(["write", "cut within", "cut", "epoch"]), st.integers(0, CHUNKS - 1)), max_size=60)
+steps = st.lists(
+    st.tuples(st.sampled_from(["write", "cut within", "cut", "epoch"]), st.integers(0, CHUNKS - 1)),
+    max_size=60,
+)
 
 
 @given(steps, steps)
@@ -53,8 +56,11 @@ def test_versions_are_given_once_also_after_an_upgrade(before, after):
         elif kind == "cut within" and held[chunk]:
             held[chunk] = after_cut(held[chunk])
         elif kind == "write":
-            new = next_of_old_build(held[chunk], floor, epochs[chunk]) if is_old else \
-                next_version(MemberChunkState(held[chunk], floor), epochs[chunk])
+            new = (
+                next_of_old_build(held[chunk], floor, epochs[chunk])
+                if is_old
+                else next_version(MemberChunkState(held[chunk], floor), epochs[chunk])
+            )
             assert new > held[chunk] and new not in given[chunk]
             assert is_old or version_parts(new)[0] == max(epochs[chunk], version_parts(held[chunk])[0])
             held[chunk] = new
@@ -75,14 +81,26 @@ def test_counter_at_its_end_goes_on_with_the_next_epoch():
     assert next_version(MemberChunkState(version(6, 1), version(5, COUNTER_MAX)), 5) == version(6, 2)
 
 
-@pytest.mark.parametrize("held", [MemberChunkState(version(12, 5)), MemberChunkState(version(12, 5), version(14, 120)), MemberChunkState(0, version(12, 9)),
-                                  MemberChunkState(version(13, 2), version(14, 3)), MemberChunkState(0, of_old_floor(version(14, 3)))])
+@pytest.mark.parametrize(
+    "held",
+    [
+        MemberChunkState(version(12, 5)),
+        MemberChunkState(version(12, 5), version(14, 120)),
+        MemberChunkState(0, version(12, 9)),
+        MemberChunkState(version(13, 2), version(14, 3)),
+        MemberChunkState(0, of_old_floor(version(14, 3))),
+    ],
+)
 @pytest.mark.parametrize("old_head", [False, True])
 def test_refused_version_is_followed_by_one_that_is_taken(held, old_head):
     place = place_in(Chain(12, (1, 2)), 2)
     above = tries = 0
     while True:
-        told = next_of_old_build(version(12, 1), above, 12) if old_head else next_version(MemberChunkState(version(12, 1)), 12, above)
+        told = (
+            next_of_old_build(version(12, 1), above, 12)
+            if old_head
+            else next_version(MemberChunkState(version(12, 1)), 12, above)
+        )
         answer, its_version = judge(place, held, Offer(1, 12, told, held.version, 0, REQUEST))
         if answer is Answer.TAKE:
             break

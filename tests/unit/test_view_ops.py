@@ -17,6 +17,7 @@ ME = Caller(0, 0)
 
 def on_a_tree(look):
     """`look(vfs)` over /outside and /a/b/f."""
+
     async def run():
         vfs = MemoryVfs()
         await vfs.mkdir(1, b"outside", 0o755, ME)
@@ -26,6 +27,7 @@ def on_a_tree(look):
         _, handle = await vfs.create(b.inode, b"f", 0o644, os.O_WRONLY, ME)
         await vfs.release(handle)
         await look(vfs)
+
     asyncio.run(run())
 
 
@@ -41,10 +43,15 @@ def test_a_subtree_is_found_by_its_path_and_no_link_is_followed():
     async def look(vfs):
         a = await directory_at(vfs, "/a")
         assert await directory_at(vfs, "/") == 1 and a == (await vfs.lookup(1, b"a")).inode
-        for path, error, said in (("/a/none/x", NotFound, "/a/none does not exist"), ("/a/b/f", NotADirectory, "/a/b/f is not"),
-                                  ("/a/link", NotADirectory, "symbolic link"), ("/a/../outside", InvalidRequest, "without")):
+        for path, error, said in (
+            ("/a/none/x", NotFound, "/a/none does not exist"),
+            ("/a/b/f", NotADirectory, "/a/b/f is not"),
+            ("/a/link", NotADirectory, "symbolic link"),
+            ("/a/../outside", InvalidRequest, "without"),
+        ):
             with pytest.raises(error, match=said):
                 await directory_at(vfs, path)
+
     on_a_tree(look)
 
 
@@ -84,6 +91,7 @@ def test_the_kernels_root_is_the_subtree_in_each_request():
                 await ops.lookup(1, name)
         with pytest.raises(NotFound):
             await vfs.lookup(1, b"c2")
+
     on_a_tree(look)
 
 
@@ -96,11 +104,13 @@ def test_the_kernel_is_told_of_its_root_and_not_of_the_pools():
 
         async def invalidate(names, inodes):
             told.append((list(names), list(inodes)))
+
         ops.invalidate = invalidate
         ops.invalidate_attributes(a)
         ops.invalidate_attributes(77)
         await ops.invalidate(dict.fromkeys([(a, b"x"), (77, b"y")]), (a, 77))
         assert told == [1, 77, ([(1, b"x"), (77, b"y")], [1, 77])]
+
     on_a_tree(look)
 
 
@@ -110,13 +120,25 @@ def test_read_only_means_that_no_request_changes_anything():
         for ops, b in ((view_of(vfs, root=a, read_only=True), b"b"), (view_of(vfs, read_only=True), b"a")):
             inode = (await ops.lookup(1, b)).inode
             file = (await vfs.lookup(await directory_at(vfs, "/a/b"), b"f")).inode
-            for change in (ops.setattr(1, ME, None, mode=0), ops.mknod(1, b"x", 0o100644, 0, ME), ops.mkdir(1, b"x", 0, ME),
-                           ops.symlink(1, b"x", b"y", ME), ops.link(file, 1, b"x", ME), ops.unlink(1, b"f", ME),
-                           ops.rmdir(1, b, ME), ops.rename(1, b, 1, b"x", 0, ME), ops.create(1, b"x", 0, 0, ME),
-                           ops.open(file, os.O_WRONLY, ME), ops.open(file, os.O_RDWR, ME), ops.write(1, 0, b"x"),
-                           ops.open(file, os.O_RDONLY | os.O_TRUNC, ME), ops.fallocate(1, 0, 1, 0, ME),
-                           ops.copy_file_range(1, 0, 1, 0, 1, 0, ME), ops.setxattr(1, b"user.x", b"", 0, ME),
-                           ops.removexattr(1, b"user.x", ME)):
+            for change in (
+                ops.setattr(1, ME, None, mode=0),
+                ops.mknod(1, b"x", 0o100644, 0, ME),
+                ops.mkdir(1, b"x", 0, ME),
+                ops.symlink(1, b"x", b"y", ME),
+                ops.link(file, 1, b"x", ME),
+                ops.unlink(1, b"f", ME),
+                ops.rmdir(1, b, ME),
+                ops.rename(1, b, 1, b"x", 0, ME),
+                ops.create(1, b"x", 0, 0, ME),
+                ops.open(file, os.O_WRONLY, ME),
+                ops.open(file, os.O_RDWR, ME),
+                ops.write(1, 0, b"x"),
+                ops.open(file, os.O_RDONLY | os.O_TRUNC, ME),
+                ops.fallocate(1, 0, 1, 0, ME),
+                ops.copy_file_range(1, 0, 1, 0, 1, 0, ME),
+                ops.setxattr(1, b"user.x", b"", 0, ME),
+                ops.removexattr(1, b"user.x", ME),
+            ):
                 with pytest.raises(ReadOnly) as refused:
                     await change
                 assert errno_of(refused.value, "any") == errno.EROFS
@@ -130,4 +152,5 @@ def test_read_only_means_that_no_request_changes_anything():
             await ops.flush(opened.handle)
             await ops.release(opened.handle)
             assert inode
+
     on_a_tree(look)

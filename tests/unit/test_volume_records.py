@@ -25,7 +25,16 @@ from nvpool.meta.operations.trash import trash_key
 from nvpool.meta.state import records
 from nvpool.meta.state import volume_records as volumes
 from nvpool.meta.state.records import Inode
-from nvpool.meta.state.volume_records import ATTACHED, TRASH, USE, VOLUME, Trashed, VolumeUse, VolumeRecord, volume_key
+from nvpool.meta.state.volume_records import (
+    ATTACHED,
+    TRASH,
+    USE,
+    VOLUME,
+    Trashed,
+    VolumeRecord,
+    VolumeUse,
+    volume_key,
+)
 from nvpool.rpc.api import Peer
 from nvpool.rpc.v1 import meta_pb2 as pb
 
@@ -33,20 +42,34 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 NUMBER = 7 << 51 | 0x4_5678_9ABC_DEF0
 T = 1_700_000_000_123_456_789
 PLAIN = VolumeRecord("scratch", 10 << 30, 1000, 0, T)
-FULL = VolumeRecord("models", 0, 0, 604_800, T, volumes.SEALED | volumes.LISTED | volumes.REMOVING, 77,
-                    (("client/a.11111111", False), ("client/b.22222222", True)))
+FULL = VolumeRecord(
+    "models",
+    0,
+    0,
+    604_800,
+    T,
+    volumes.SEALED | volumes.LISTED | volumes.REMOVING,
+    77,
+    (("client/a.11111111", False), ("client/b.22222222", True)),
+)
 
 
 def golden_values():
-    return {"key: volume": volume_key(VOLUME, NUMBER).hex(), "key: use": volume_key(USE, NUMBER).hex(),
-            "key: attachment": volume_key(ATTACHED, NUMBER, b"docker/one").hex(),
-            "volume": volumes.encode_volume(PLAIN).hex(), "volume with grants": volumes.encode_volume(FULL).hex(),
-            "use": volumes.encode_use(VolumeUse(1 << 40, 12345)).hex(), "attachment": volumes.encode_attached(T).hex(),
-            "key: trash": trash_key(NUMBER, NUMBER + 1).hex(),
-            "trash": volumes.encode_trashed(Trashed(T, T + 10**9, NUMBER, b"name")).hex(),
-            "orphan that counts": records.ORPHAN_COUNTED.hex(),
-            "inode in a volume": records.encode_inode(Inode(NUMBER + 1, 0o100644, size=4096, mtime_ns=T, atime_ns=T, ctime_ns=T,
-                                                            volume=NUMBER)).hex()}
+    return {
+        "key: volume": volume_key(VOLUME, NUMBER).hex(),
+        "key: use": volume_key(USE, NUMBER).hex(),
+        "key: attachment": volume_key(ATTACHED, NUMBER, b"docker/one").hex(),
+        "volume": volumes.encode_volume(PLAIN).hex(),
+        "volume with grants": volumes.encode_volume(FULL).hex(),
+        "use": volumes.encode_use(VolumeUse(1 << 40, 12345)).hex(),
+        "attachment": volumes.encode_attached(T).hex(),
+        "key: trash": trash_key(NUMBER, NUMBER + 1).hex(),
+        "trash": volumes.encode_trashed(Trashed(T, T + 10**9, NUMBER, b"name")).hex(),
+        "orphan that counts": records.ORPHAN_COUNTED.hex(),
+        "inode in a volume": records.encode_inode(
+            Inode(NUMBER + 1, 0o100644, size=4096, mtime_ns=T, atime_ns=T, ctime_ns=T, volume=NUMBER)
+        ).hex(),
+    }
 
 
 def test_records_of_volumes_are_those_of_the_golden_file():
@@ -65,14 +88,29 @@ def test_a_volume_comes_back_from_its_record_and_no_part_of_it_is_taken_for_one(
     for kind in (VOLUME, USE):
         assert volumes.volume_of_key(volume_key(kind, NUMBER)) == NUMBER
         assert volumes.kind_of_volume_key(volume_key(kind, NUMBER)) == kind
-    for key in (volume_key(VOLUME, NUMBER)[:-1], volume_key(VOLUME, NUMBER, b"x"), volume_key(9, NUMBER), b"\0\7"):
+    for key in (
+        volume_key(VOLUME, NUMBER)[:-1],
+        volume_key(VOLUME, NUMBER, b"x"),
+        volume_key(9, NUMBER),
+        b"\0\7",
+    ):
         with pytest.raises(CorruptRecord):
             volumes.kind_of_volume_key(key)
 
 
 def test_an_inode_in_a_volume_comes_back_from_its_record():
-    inode = Inode(NUMBER + 1, 0o100644, size=4096, blocks=8, mtime_ns=T, atime_ns=T, ctime_ns=T, cut=9, punches=4,
-                  volume=NUMBER)
+    inode = Inode(
+        NUMBER + 1,
+        0o100644,
+        size=4096,
+        blocks=8,
+        mtime_ns=T,
+        atime_ns=T,
+        ctime_ns=T,
+        cut=9,
+        punches=4,
+        volume=NUMBER,
+    )
     raw = records.encode_inode(inode)
     assert records.decode_inode(inode.number, raw) == inode
     inode.volume = 0
@@ -90,7 +128,9 @@ async def make(client, name=b"v", **wish):
 
 
 async def tell(client, inode, wish, **fields):
-    request = pb.VolumeRequest(session=client.session, inode=inode, wish=getattr(pb.VolumeRequest, wish), **fields)
+    request = pb.VolumeRequest(
+        session=client.session, inode=inode, wish=getattr(pb.VolumeRequest, wish), **fields
+    )
     return (await client.ask("VOLUME", request)).volume
 
 
@@ -105,17 +145,27 @@ async def test_fsck_finds_and_mends_what_is_wrong_with_volumes(shard):
     assert (state.files_used, state.bytes_used) == (3, 5000)
     use, record = kv.get(volume_key(USE, root)), kv.get(volume_key(VOLUME, root))
     for plant, word in (
-            (lambda: shard.put(volume_key(USE, root), volumes.encode_use(VolumeUse(7, 9))), "are counted"),
-            (lambda: shard.put(volume_key(USE, root), b"?"), "use of a volume"),
-            (lambda: shard.put(volume_key(USE, root), None), "nothing tells the use"),
-            (lambda: shard.put(volume_key(ATTACHED, root + 1, b"me"), volumes.encode_attached(T)), "attached to volume"),
-            (lambda: shard.put(volume_key(ATTACHED, root, b"me"), b"?"), "an attachment"),
-            (lambda: shard.put(volume_key(VOLUME, file), record), "has no directory"),
-            (lambda: shard.put(volume_key(USE, file), use), "use is told of volume"),
-            (lambda: shard.put(trash_key(root, file), volumes.encode_trashed(Trashed(T, T, root, b"x"))), "not in it"),
-            (lambda: shard.put(volume_key(TRASH, root, b"12345678"), b"?"), "entry of a volume's trash"),
-            (lambda: shard.change(file, flags=shard.view.inode(file).flags | records.TRASHED), "marked as in the trash"),
-            (lambda: shard.put(volume_key(9, root), b"?"), "no record of a volume")):
+        (lambda: shard.put(volume_key(USE, root), volumes.encode_use(VolumeUse(7, 9))), "are counted"),
+        (lambda: shard.put(volume_key(USE, root), b"?"), "use of a volume"),
+        (lambda: shard.put(volume_key(USE, root), None), "nothing tells the use"),
+        (
+            lambda: shard.put(volume_key(ATTACHED, root + 1, b"me"), volumes.encode_attached(T)),
+            "attached to volume",
+        ),
+        (lambda: shard.put(volume_key(ATTACHED, root, b"me"), b"?"), "an attachment"),
+        (lambda: shard.put(volume_key(VOLUME, file), record), "has no directory"),
+        (lambda: shard.put(volume_key(USE, file), use), "use is told of volume"),
+        (
+            lambda: shard.put(trash_key(root, file), volumes.encode_trashed(Trashed(T, T, root, b"x"))),
+            "not in it",
+        ),
+        (lambda: shard.put(volume_key(TRASH, root, b"12345678"), b"?"), "entry of a volume's trash"),
+        (
+            lambda: shard.change(file, flags=shard.view.inode(file).flags | records.TRASHED),
+            "marked as in the trash",
+        ),
+        (lambda: shard.put(volume_key(9, root), b"?"), "no record of a volume"),
+    ):
         plant()
         problems = await client.fsck()
         assert [word in problem.text for problem in problems] == [True], (word, problems)
@@ -150,7 +200,9 @@ async def test_dump_and_load_keep_volumes(shard):
 
 
 async def trash(client, root, wish="LIST", **fields):
-    request = pb.TrashRequest(session=client.session, inode=root, wish=getattr(pb.TrashRequest, wish), **fields)
+    request = pb.TrashRequest(
+        session=client.session, inode=root, wish=getattr(pb.TrashRequest, wish), **fields
+    )
     return await client.ask("TRASH", request)
 
 
@@ -168,7 +220,9 @@ async def test_what_is_removed_stays_in_the_trash_and_comes_back(shard):
     assert (state.files_used, state.bytes_used) == (2, 5000)
     entries = {entry.inode: entry for entry in (await trash(client, root)).entries}
     assert {number: (entry.directory, entry.name, entry.size) for number, entry in entries.items()} == {
-        file: (root, b"second", 5000), directory: (root, b"d", 0)}
+        file: (root, b"second", 5000),
+        directory: (root, b"d", 0),
+    }
     assert entries[file].expires_ns - entries[file].removed_ns == 3600 * 10**9
     with pytest.raises(NotFound):
         await client.file(directory, b"late")  # it takes no names
@@ -250,12 +304,21 @@ async def test_a_sealed_volume_stays_as_it_is(shard):
     await client.ask("RELEASE", pb.ReleaseRequest(session=client.session, inodes=file.to_bytes(8, "little")))
     assert (await tell(client, root, "SEAL")).sealed
     assert (await tell(client, root, "SEAL")).sealed  # again
-    for change in (lambda: client.file(root, b"new"), lambda: client.mkdir(directory, b"new"),
-                   lambda: client.unlink(directory, b"f"), lambda: client.rename(directory, b"f", root, b"f"),
-                   lambda: client.link(file, root, b"f"), lambda: client.setattr(file, 1, mode=0o600),
-                   lambda: client.setattr(file, 8, size=0), lambda: client.setattr(root, 1, mode=0o700),
-                   lambda: client.open(file, rights=2), lambda: client.open(file, rights=3), lambda: client.report(file, 6000),
-                   lambda: client.allocate(file, 0, 9000, grow=True), lambda: tell(client, root, "SET", bytes_max=1 << 20)):
+    for change in (
+        lambda: client.file(root, b"new"),
+        lambda: client.mkdir(directory, b"new"),
+        lambda: client.unlink(directory, b"f"),
+        lambda: client.rename(directory, b"f", root, b"f"),
+        lambda: client.link(file, root, b"f"),
+        lambda: client.setattr(file, 1, mode=0o600),
+        lambda: client.setattr(file, 8, size=0),
+        lambda: client.setattr(root, 1, mode=0o700),
+        lambda: client.open(file, rights=2),
+        lambda: client.open(file, rights=3),
+        lambda: client.report(file, 6000),
+        lambda: client.allocate(file, 0, 9000, grow=True),
+        lambda: tell(client, root, "SET", bytes_max=1 << 20),
+    ):
         with pytest.raises(ReadOnly):
             await change()
     assert (await client.open(file, rights=1)).grant
@@ -286,10 +349,20 @@ class _Asking:
 async def test_a_listed_volume_lets_in_who_has_a_grant_and_nodes(shard):
     client = shard.client
     root, directory, file = await make(client)
-    reads = (lambda: client.lookup(root, b"d"), lambda: client.getattr(file), lambda: client.list(root),
-             lambda: client.open(file, rights=1), lambda: client.locks(file))
-    writes = (lambda: client.open(file, rights=2), lambda: client.file(root, b"new"), lambda: client.unlink(directory, b"f"),
-              lambda: client.setattr(file, 1, mode=0o600), lambda: client.report(file, 6000))
+    reads = (
+        lambda: client.lookup(root, b"d"),
+        lambda: client.getattr(file),
+        lambda: client.list(root),
+        lambda: client.open(file, rights=1),
+        lambda: client.locks(file),
+    )
+    writes = (
+        lambda: client.open(file, rights=2),
+        lambda: client.file(root, b"new"),
+        lambda: client.unlink(directory, b"f"),
+        lambda: client.setattr(file, 1, mode=0o600),
+        lambda: client.report(file, 6000),
+    )
 
     async def all_are(works, error_class):
         for work in works:
@@ -306,8 +379,10 @@ async def test_a_listed_volume_lets_in_who_has_a_grant_and_nodes(shard):
         await all_are((*reads, *writes), AccessDenied)
         await client.list(ROOT)
     state = await tell(client, root, "GRANT", grant=pb.VolumeGrant(client="client/a.11111111"))
-    assert state.listed and [(grant.client, grant.write) for grant in state.grants] == [("client/a.11111111", False),
-                                                                                       ("client/b.22222222", True)]
+    assert state.listed and [(grant.client, grant.write) for grant in state.grants] == [
+        ("client/a.11111111", False),
+        ("client/b.22222222", True),
+    ]
     with _Asking(client, "client/a.11111111"):
         await all_are(reads, None)
         await all_are(writes, AccessDenied)
@@ -325,7 +400,13 @@ async def test_a_listed_volume_lets_in_who_has_a_grant_and_nodes(shard):
         await all_are(reads, AccessDenied)
         for wish in ("GRANT", "SET", "SEAL", "REMOVE"):
             with pytest.raises(AccessDenied):
-                await tell(client, root, wish, listed=False, grant=pb.VolumeGrant(client="client/a.11111111", write=True))
+                await tell(
+                    client,
+                    root,
+                    wish,
+                    listed=False,
+                    grant=pb.VolumeGrant(client="client/a.11111111", write=True),
+                )
     await tell(client, root, "SET", listed=False)
     with _Asking(client, "client/a.11111111"):
         await all_are(reads, None)
@@ -339,16 +420,25 @@ async def test_a_writer_is_promised_what_fits_and_not_more(shard):
     root, _, file = await make(client, bytes_max=100_000)
 
     async def room(needed, ahead=0):
-        return (await client.ask("VOLUME_ROOM", pb.VolumeRoomRequest(session=client.session, inode=root, bytes=needed + ahead,
-                                                                      needed=needed))).bytes
+        return (
+            await client.ask(
+                "VOLUME_ROOM",
+                pb.VolumeRoomRequest(session=client.session, inode=root, bytes=needed + ahead, needed=needed),
+            )
+        ).bytes
+
     assert await room(1000) == 1000
     assert await room(10_000, 64 << 20) == 10_000 + 85_000 // 16
     assert await room(200_000) == 95_000
     assert await room(0) == 0
     assert await room(50_000) == 50_000
     other = await type(client)(shard.service).begin()
-    assert (await other.ask("VOLUME_ROOM", pb.VolumeRoomRequest(session=other.session, inode=root, bytes=60_000,
-                                                                 needed=60_000))).bytes == 45_000
+    assert (
+        await other.ask(
+            "VOLUME_ROOM",
+            pb.VolumeRoomRequest(session=other.session, inode=root, bytes=60_000, needed=60_000),
+        )
+    ).bytes == 45_000
     with pytest.raises(QuotaExceeded):
         await client.report(file, 5000 + 50_001)  # more than was promised
     await client.report(file, 55_000)

@@ -63,6 +63,7 @@ def with_volume(test):
                 await fs.volumes.create("v")
                 await fs.write_bytes("/volumes/v/f", b"1")
                 await test(Bench(pool, fs, (await fs.stat("/volumes/v/f")).st_ino))
+
         asyncio.run(main())
 
     run.__name__ = test.__name__
@@ -74,7 +75,12 @@ async def test_stores_refuse_grants_of_a_revoked_client(bench):
     volumes = bench.fs.volumes
     await volumes.grant("v", ONE, "rw")
     await volumes.grant("v", OTHER, "ro")
-    given = [await bench.grant(ONE), await bench.grant(ONE, READ | WRITE), await bench.grant(OTHER), await bench.grant("")]
+    given = [
+        await bench.grant(ONE),
+        await bench.grant(ONE, READ | WRITE),
+        await bench.grant(OTHER),
+        await bench.grant(""),
+    ]
     assert bench.taken_by_stores(*given) == [True] * 4
     assert (await volumes.revoke("v", ONE)).revoked_in_s == 0
     assert bench.taken_by_stores(*given) == [False, False, True, True]
@@ -96,7 +102,11 @@ async def test_stores_refuse_to_write_by_a_lesser_right(bench):
 
 @with_volume
 async def test_first_grant_ends_what_all_clients_had(bench):
-    given = [await bench.grant(ONE), await bench.grant(""), (await bench.fs.volumes.list()) and await bench.grant(OTHER)]
+    given = [
+        await bench.grant(ONE),
+        await bench.grant(""),
+        (await bench.fs.volumes.list()) and await bench.grant(OTHER),
+    ]
     await bench.fs.volumes.grant("v", ONE, "ro")
     assert bench.taken_by_stores(*given) == [False] * 3
     assert bench.taken_by_stores(await bench.grant(ONE), await bench.grant("")) == [True, True]
@@ -156,6 +166,7 @@ def test_client_reads_on_by_a_lesser_right(monkeypatch):
             with pytest.raises(PermissionError):  # what was written by the right that was taken is lost
                 await file.close()
             assert await own.read_bytes("/volumes/v/f") == b"Before"
+
     asyncio.run(main())
 
 
@@ -163,13 +174,21 @@ def a_record(flags: int = 0, **grants: bool) -> VolumeRecord:
     return VolumeRecord("v", 0, 0, 0, 0, flags, 0, tuple(grants.items()))
 
 
-@pytest.mark.parametrize(("before", "after", "lost"), [
-    (a_record(), a_record(LISTED, a=True), {"": ALL}),
-    (a_record(LISTED, a=True, b=True, c=False), a_record(LISTED, a=False, c=False), {"a": WRITE, "b": ALL}),
-    (a_record(LISTED, a=False), a_record(LISTED, a=True, b=False), {}),
-    (a_record(LISTED, a=True), a_record(0, a=True), {}),
-    (a_record(), a_record(SEALED), {"": WRITE}),
-    (a_record(LISTED | SEALED, a=True), a_record(LISTED | SEALED), {"a": ALL})])
+@pytest.mark.parametrize(
+    ("before", "after", "lost"),
+    [
+        (a_record(), a_record(LISTED, a=True), {"": ALL}),
+        (
+            a_record(LISTED, a=True, b=True, c=False),
+            a_record(LISTED, a=False, c=False),
+            {"a": WRITE, "b": ALL},
+        ),
+        (a_record(LISTED, a=False), a_record(LISTED, a=True, b=False), {}),
+        (a_record(LISTED, a=True), a_record(0, a=True), {}),
+        (a_record(), a_record(SEALED), {"": WRITE}),
+        (a_record(LISTED | SEALED, a=True), a_record(LISTED | SEALED), {"a": ALL}),
+    ],
+)
 def test_lost_rights_are_those_that_were_there_before(before, after, lost):
     assert lost_rights(before, after) == lost
 
@@ -194,7 +213,9 @@ def test_revocation_is_owed_until_the_map_says_it(monkeypatch):
             await revocations.settle(7)
         assert revocations.owes(7) and await revocations.settle(7) == 0 and not revocations.owes(7)
         assert asked == [(7, ONE, ALL)] * 2
-        assert await revocations.settle(8) == 130 and revocations.owes(8), "by a supervisor of an older version"
+        assert await revocations.settle(8) == 130 and revocations.owes(8), (
+            "by a supervisor of an older version"
+        )
 
     asyncio.run(main())
 
@@ -221,4 +242,5 @@ def test_removed_client_loses_session_and_locks():
             await meta.end_leases()
             assert (await other.lock(inode, EXCLUSIVE)).granted
             await other.getattr(inode)
+
     asyncio.run(main())

@@ -20,9 +20,14 @@ from nvpool.testing.fakes.meta_shard import PEER, DirectCall
 
 GRANTED, STRANGER, NODE, NOBODY = "client/reader.0a1b2c3d", "client/other.0a1b2c3d", "node/1", ""
 LOCAL_USER = Credentials(4711, frozenset((4711,)), 1)
-WHOLE = ((wire.META_MOMENT, pb.MomentRequest(id=1, stage=pb.MomentRequest.QUIET)), (wire.META_DUMP, pb.DumpRequest()),
-         (wire.META_FSCK, pb.FsckRequest()), (wire.META_FSCK_SUMS, pb.FsckSumsRequest()),
-         (wire.META_FSCK_CLIMB, pb.FsckClimbRequest()), (wire.META_LOAD, pb.LoadRequest()))
+WHOLE = (
+    (wire.META_MOMENT, pb.MomentRequest(id=1, stage=pb.MomentRequest.QUIET)),
+    (wire.META_DUMP, pb.DumpRequest()),
+    (wire.META_FSCK, pb.FsckRequest()),
+    (wire.META_FSCK_SUMS, pb.FsckSumsRequest()),
+    (wire.META_FSCK_CLIMB, pb.FsckClimbRequest()),
+    (wire.META_LOAD, pb.LoadRequest()),
+)
 
 
 async def asked(meta, member: str, method: int, request) -> str:
@@ -41,15 +46,19 @@ async def asked(meta, member: str, method: int, request) -> str:
 
 async def session_of(meta, member: str) -> int:
     """A session of that member's own."""
-    call = DirectCall(wire.META_OPEN_SESSION, pb.OpenSessionRequest(client=member, watch=True).SerializeToString())
+    call = DirectCall(
+        wire.META_OPEN_SESSION, pb.OpenSessionRequest(client=member, watch=True).SerializeToString()
+    )
     call.peer = PEER._replace(member=member)
     meta.handle(call)
     return pb.OpenSessionReply.FromString(bytes((await call.wait())[0])).session
 
 
 async def names_told(meta, member: str, directory: int, inode: int) -> list[bytes]:
-    call = DirectCall(wire.META_NAMES, pb.NamesRequest(inodes=data_codec.pack_inodes([inode]),
-                                                       directory=directory).SerializeToString())
+    call = DirectCall(
+        wire.META_NAMES,
+        pb.NamesRequest(inodes=data_codec.pack_inodes([inode]), directory=directory).SerializeToString(),
+    )
     call.peer = PEER._replace(member=member)
     meta.handle(call)
     return [one.name for one in pb.NamesReply.FromString(bytes((await call.wait())[0])).names]
@@ -57,8 +66,10 @@ async def names_told(meta, member: str, directory: int, inode: int) -> list[byte
 
 async def attributes_told(meta, member: str, session: int, inodes: list[int]) -> list[int]:
     """Of which of these inodes somebody is told what `stat` shows, who needs to know their numbers only."""
-    call = DirectCall(wire.META_GETATTR_MANY, pb.GetAttrManyRequest(
-        session=session, inodes=data_codec.pack_inodes(inodes)).SerializeToString())
+    call = DirectCall(
+        wire.META_GETATTR_MANY,
+        pb.GetAttrManyRequest(session=session, inodes=data_codec.pack_inodes(inodes)).SerializeToString(),
+    )
     call.peer = PEER._replace(member=member)
     meta.handle(call)
     packed = pb.GetAttrManyReply.FromString(bytes((await call.wait())[0])).packed
@@ -87,7 +98,10 @@ def test_a_client_without_a_right_neither_sees_a_volume_nor_all_that_the_shard_h
             assert await asked(meta, STRANGER, wire.META_LOOKUP, look(STRANGER)) == "denied"
             assert await asked(meta, GRANTED, wire.META_LOOKUP, look(GRANTED)) == "done"
             for member, told in ((STRANGER, []), (GRANTED, [b"f"]), (NODE, [b"f"])):
-                assert await names_told(meta, member, made.inode, (await fs.stat("/volumes/secret/f")).st_ino) == told
+                assert (
+                    await names_told(meta, member, made.inode, (await fs.stat("/volumes/secret/f")).st_ino)
+                    == told
+                )
             inodes = [made.inode, (await fs.stat("/volumes/secret/f")).st_ino]
             for member, told in ((STRANGER, inodes[:1]), (GRANTED, inodes), (NODE, inodes)):
                 assert await attributes_told(meta, member, sessions[member], inodes) == told
@@ -95,32 +109,52 @@ def test_a_client_without_a_right_neither_sees_a_volume_nor_all_that_the_shard_h
             assert await asked(meta, STRANGER, wire.META_LOOKUP, outside) == "done"
             home = (await fs.stat("/volumes")).st_ino
             for member, session in sessions.items():
-                for method, request in ((wire.META_LIST, pb.ListDirRequest(session=session, inode=home, attrs=True)),
-                                        (wire.META_VOLUMES, pb.VolumesRequest(session=session)),
-                                        (wire.META_VOLUME, pb.VolumeRequest(session=session, inode=made.inode,
-                                                                            wish=pb.VolumeRequest.SHOW))):
+                for method, request in (
+                    (wire.META_LIST, pb.ListDirRequest(session=session, inode=home, attrs=True)),
+                    (wire.META_VOLUMES, pb.VolumesRequest(session=session)),
+                    (
+                        wire.META_VOLUME,
+                        pb.VolumeRequest(session=session, inode=made.inode, wish=pb.VolumeRequest.SHOW),
+                    ),
+                ):
                     assert await asked(meta, member, method, request) == "done", (member, method)
             for member, told in ((STRANGER, "denied"), (GRANTED, "done")):
                 session = sessions[member]
-                for method, request in ((wire.META_LOOKUP, pb.LookupRequest(session=session, parent=home, name=b"secret")),
-                                        (wire.META_GETATTR, pb.GetAttrRequest(session=session, inode=made.inode)),
-                                        (wire.META_LIST, pb.ListDirRequest(session=session, inode=made.inode, attrs=True))):
+                for method, request in (
+                    (wire.META_LOOKUP, pb.LookupRequest(session=session, parent=home, name=b"secret")),
+                    (wire.META_GETATTR, pb.GetAttrRequest(session=session, inode=made.inode)),
+                    (wire.META_LIST, pb.ListDirRequest(session=session, inode=made.inode, attrs=True)),
+                ):
                     assert await asked(meta, member, method, request) == told, (member, method)
             await fs.volumes.revoke("secret", GRANTED)
             assert await asked(meta, GRANTED, wire.META_LOOKUP, look(GRANTED)) == "denied"
+
     asyncio.run(main())
 
 
-async def grants_told(meta, member: str, session: int, directory: int, names: list[bytes],
-                      inodes: list[int]) -> tuple[int, int, int]:
+async def grants_told(
+    meta, member: str, session: int, directory: int, names: list[bytes], inodes: list[int]
+) -> tuple[int, int, int]:
     """Rights to read that come with a listing of the directory, with these names looked up together, and with the attributes
     of their inodes."""
-    looked = pb.LookupManyRequest(session=session, rights=3, directories=[pb.NamesIn(parent=directory, names=names)])
-    calls = [DirectCall(wire.META_LIST, pb.ListDirRequest(session=session, inode=directory, attrs=True, packed=True,
-                                                          rights=3).SerializeToString()),
-             DirectCall(wire.META_LOOKUP_MANY, looked.SerializeToString()),
-             DirectCall(wire.META_GETATTR_MANY, pb.GetAttrManyRequest(session=session, inodes=data_codec.pack_inodes(inodes),
-                                                                      rights=3).SerializeToString())]
+    looked = pb.LookupManyRequest(
+        session=session, rights=3, directories=[pb.NamesIn(parent=directory, names=names)]
+    )
+    calls = [
+        DirectCall(
+            wire.META_LIST,
+            pb.ListDirRequest(
+                session=session, inode=directory, attrs=True, packed=True, rights=3
+            ).SerializeToString(),
+        ),
+        DirectCall(wire.META_LOOKUP_MANY, looked.SerializeToString()),
+        DirectCall(
+            wire.META_GETATTR_MANY,
+            pb.GetAttrManyRequest(
+                session=session, inodes=data_codec.pack_inodes(inodes), rights=3
+            ).SerializeToString(),
+        ),
+    ]
     told = []
     for call in calls:
         call.peer = PEER._replace(member=member)
@@ -129,9 +163,11 @@ async def grants_told(meta, member: str, session: int, directory: int, names: li
             told.append(bytes((await call.wait())[0]))
         except AccessDenied:
             told.append(b"")
-    return (len(pb.ListDirReply.FromString(told[0]).grants) // GRANT_BYTES,
-            sum(bool(found.entry.grant) for found in pb.LookupManyReply.FromString(told[1]).found),
-            len(pb.GetAttrManyReply.FromString(told[2]).grants) // GRANT_BYTES)
+    return (
+        len(pb.ListDirReply.FromString(told[0]).grants) // GRANT_BYTES,
+        sum(bool(found.entry.grant) for found in pb.LookupManyReply.FromString(told[1]).found),
+        len(pb.GetAttrManyReply.FromString(told[2]).grants) // GRANT_BYTES,
+    )
 
 
 def test_no_listing_and_no_names_together_bring_rights_to_who_has_none():
@@ -146,13 +182,18 @@ def test_no_listing_and_no_names_together_bring_rights_to_who_has_none():
             inodes = [(await fs.stat(f"/volumes/secret/{name.decode()}")).st_ino for name in names]
             asked = made.inode, names, inodes
             sessions = {member: await session_of(meta, member) for member in (STRANGER, GRANTED, NODE)}
-            assert await grants_told(meta, STRANGER, sessions[STRANGER], *asked) == (3, 3, 3)  # nothing is kept from anybody
+            assert await grants_told(meta, STRANGER, sessions[STRANGER], *asked) == (
+                3,
+                3,
+                3,
+            )  # nothing is kept from anybody
             await fs.volumes.grant("secret", GRANTED, "ro")
             # a listing, and attributes, bring none at all then
             for member, told in ((STRANGER, (0, 0, 0)), (GRANTED, (0, 3, 0)), (NODE, (0, 3, 0))):
                 assert await grants_told(meta, member, sessions[member], *asked) == told
             await fs.volumes.revoke("secret", GRANTED)
             assert await grants_told(meta, GRANTED, sessions[GRANTED], *asked) == (0, 0, 0)
+
     asyncio.run(main())
 
 
@@ -173,7 +214,9 @@ def test_local_user_only_looks_at_a_volume():
                 except AccessDenied:
                     return "denied", b""
 
-            session = pb.OpenSessionReply.FromString((await wished(wire.META_OPEN_SESSION, pb.OpenSessionRequest()))[1]).session
+            session = pb.OpenSessionReply.FromString(
+                (await wished(wire.META_OPEN_SESSION, pb.OpenSessionRequest()))[1]
+            ).session
             for wish in pb.VolumeRequest.Wish.values():
                 request = pb.VolumeRequest(session=session, inode=made.inode, wish=wish)
                 looks = wish in (pb.VolumeRequest.SHOW, pb.VolumeRequest.KEY)
@@ -182,4 +225,5 @@ def test_local_user_only_looks_at_a_volume():
                 asked = pb.TrashRequest(session=session, inode=made.inode, wish=trash_wish)
                 assert (await wished(wire.META_TRASH, asked))[0] == "denied"
             assert (await fs.volumes.list())[0].name == "scratch"
+
     asyncio.run(main())

@@ -40,8 +40,14 @@ def test_a_volume_is_made_shown_listed_and_removed():
         async with pool_and_client() as (pool, fs):
             assert await fs.volumes.list() == []
             made = await fs.volumes.create("scratch", bytes_max=10 * MIB, files_max=100)
-            assert (made.name, made.path, made.bytes_max, made.files_max, made.bytes_used, made.files_used) == (
-                "scratch", "/volumes/scratch", 10 * MIB, 100, 0, 0)
+            assert (
+                made.name,
+                made.path,
+                made.bytes_max,
+                made.files_max,
+                made.bytes_used,
+                made.files_used,
+            ) == ("scratch", "/volumes/scratch", 10 * MIB, 100, 0, 0)
             assert (await fs.stat("/volumes/scratch")).st_ino == made.inode
             assert stat.S_IMODE((await fs.stat("/volumes/scratch")).st_mode) == 0o777
             assert await fs.volumes.show("scratch") == made
@@ -52,7 +58,10 @@ def test_a_volume_is_made_shown_listed_and_removed():
                 await fs.volumes.create("scratch", bytes_max=10 * MIB, files_max=100, mode=0o700)
             assert await fs.volumes.create("scratch", bytes_max=10 * MIB, files_max=100, mode=0o777) == made
             other = await fs.volumes.create("models", chunk_bytes=4 * MIB)
-            assert [one.name for one in await fs.volumes.list()] == ["models", "scratch"] and other.chunk_bytes == 4 * MIB
+            assert [one.name for one in await fs.volumes.list()] == [
+                "models",
+                "scratch",
+            ] and other.chunk_bytes == 4 * MIB
             assert await fs.volumes.remove("scratch") is None  # nothing was in it
             with pytest.raises(FileNotFoundError):
                 await fs.volumes.show("scratch")
@@ -65,8 +74,29 @@ def test_a_volume_is_made_shown_listed_and_removed():
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "../a", "a\0b", "-a", ".a", "ä", "A\u0301", "x" * 64,
-                                  "x" * 10_000, "a b", "a\n", 7, b"a", None])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        "a/b",
+        "/a",
+        "../a",
+        "a\0b",
+        "-a",
+        ".a",
+        "ä",
+        "A\u0301",
+        "x" * 64,
+        "x" * 10_000,
+        "a b",
+        "a\n",
+        7,
+        b"a",
+        None,
+    ],
+)
 def test_what_can_be_no_name_is_refused_with_the_rule(name):
     async def main():
         async with pool_and_client() as (pool, fs):
@@ -88,9 +118,15 @@ def test_a_directory_that_is_no_volume_is_told_apart():
                 told = f"/volumes/{name} is a {kind}, not a volume; rename it"
                 with pytest.raises(FileExistsError, match=told):
                     await fs.volumes.create(name)
-                for doing in (fs.volumes.show(name), fs.volumes.resize(name, files_max=1), fs.volumes.remove(name),
-                              fs.volumes.seal(name), fs.volumes.trash(name), fs.volumes.restore(name, 12345),
-                              fs.volumes.purge(name)):
+                for doing in (
+                    fs.volumes.show(name),
+                    fs.volumes.resize(name, files_max=1),
+                    fs.volumes.remove(name),
+                    fs.volumes.seal(name),
+                    fs.volumes.trash(name),
+                    fs.volumes.restore(name, 12345),
+                    fs.volumes.purge(name),
+                ):
                     with pytest.raises(FileNotFoundError, match=told):
                         await doing
 
@@ -135,21 +171,34 @@ def test_names_do_not_move_between_volumes_and_a_volume_keeps_its_own():
             await fs.write_bytes("/volumes/v/f", b"1")
             await fs.write_bytes("/plain/f", b"1")
             await fs.mkdir("/volumes/v/d")
-            for act, source, target in ((fs.rename, "/volumes/v/f", "/plain/g"), (fs.rename, "/plain/f", "/volumes/v/g"),
-                                        (fs.rename, "/volumes/v/f", "/volumes/w/f"), (fs.link, "/plain/f", "/volumes/v/g"),
-                                        (fs.link, "/volumes/v/f", "/volumes/w/g"), (fs.link, "/volumes/v/f", "/plain/g"),
-                                        (fs.rename, "/volumes/v/d", "/plain/d"), (fs.rename, "/plain/f", "/volumes/v/f")):
+            for act, source, target in (
+                (fs.rename, "/volumes/v/f", "/plain/g"),
+                (fs.rename, "/plain/f", "/volumes/v/g"),
+                (fs.rename, "/volumes/v/f", "/volumes/w/f"),
+                (fs.link, "/plain/f", "/volumes/v/g"),
+                (fs.link, "/volumes/v/f", "/volumes/w/g"),
+                (fs.link, "/volumes/v/f", "/plain/g"),
+                (fs.rename, "/volumes/v/d", "/plain/d"),
+                (fs.rename, "/plain/f", "/volumes/v/f"),
+            ):
                 with pytest.raises(OSError) as found:
                     await act(source, target)
                 refused(CrossesVolumes, found)
-            for act in (lambda: fs.rmdir("/volumes/v"), lambda: fs.rename("/volumes/v", "/volumes/x"),
-                        lambda: fs.rename("/plain", "/volumes/w"), lambda: fs.rename("/volumes/w", "/plain/w")):
+            for act in (
+                lambda: fs.rmdir("/volumes/v"),
+                lambda: fs.rename("/volumes/v", "/volumes/x"),
+                lambda: fs.rename("/plain", "/volumes/w"),
+                lambda: fs.rename("/volumes/w", "/plain/w"),
+            ):
                 with pytest.raises(OSError) as found:
                     await act()
                 refused(InUse, found)
-            for act in (lambda: fs.rename("/volumes", "/elsewhere"), lambda: fs.rename("/volumes", "/plain/volumes"),
-                        lambda: fs.vfs.rename(1, b"volumes", 1, b"plain", 2, ROOT),
-                        lambda: fs.vfs.rename(1, b"plain", 1, b"volumes", 2, ROOT)):
+            for act in (
+                lambda: fs.rename("/volumes", "/elsewhere"),
+                lambda: fs.rename("/volumes", "/plain/volumes"),
+                lambda: fs.vfs.rename(1, b"volumes", 1, b"plain", 2, ROOT),
+                lambda: fs.vfs.rename(1, b"plain", 1, b"volumes", 2, ROOT),
+            ):
                 with pytest.raises((OSError, InUse), match="keeps its name|busy"):
                     await act()
             await fs.mkdir("/plain/volumes")
@@ -174,8 +223,11 @@ def test_the_quota_in_files_is_exact():
             await fs.write_bytes("/volumes/v/a", b"")
             await fs.mkdir("/volumes/v/d")
             await fs.symlink("a", "/volumes/v/l")
-            for act in (lambda: fs.write_bytes("/volumes/v/b", b""), lambda: fs.mkdir("/volumes/v/e"),
-                        lambda: fs.symlink("a", "/volumes/v/m")):
+            for act in (
+                lambda: fs.write_bytes("/volumes/v/b", b""),
+                lambda: fs.mkdir("/volumes/v/e"),
+                lambda: fs.symlink("a", "/volumes/v/m"),
+            ):
                 with pytest.raises(OSError) as found:
                     await act()
                 refused(QuotaExceeded, found)
@@ -246,7 +298,10 @@ def test_a_volume_that_is_used_is_not_removed():
             await fs.volumes.create("v")
             await fs.volumes.attach("v", "docker/one")
             assert (await fs.volumes.attach("v", "docker/one")).attachments == ("docker/one",)
-            assert set((await fs.volumes.attach("v", "docker/two")).attachments) == {"docker/one", "docker/two"}
+            assert set((await fs.volumes.attach("v", "docker/two")).attachments) == {
+                "docker/one",
+                "docker/two",
+            }
             with pytest.raises(OSError, match="docker/one") as found:
                 await fs.volumes.remove("v")
             refused(InUse, found)
@@ -317,7 +372,9 @@ def test_truncate_append_fallocate_and_copies_keep_the_quota():
     async def main():
         async with pool_and_client() as (pool, fs):
             await fs.volumes.create("v", bytes_max=1_000_000)
-            await fs.write_bytes("/volumes/v/f", b"x" * 300_000)  # what was promised in advance is given back for what follows
+            await fs.write_bytes(
+                "/volumes/v/f", b"x" * 300_000
+            )  # what was promised in advance is given back for what follows
             async with await fs.open("/volumes/v/g", "wb") as file:
                 await file.write(0, b"1" * 10)
                 with pytest.raises(OSError) as found:
@@ -398,7 +455,10 @@ def test_room_that_was_taken_to_the_last_byte_and_not_filled_comes_back():
             shown = await fs.volumes.show("v")
             assert not shown.bytes_reserved, "it is nobody's"
             other = AsyncFileSystem(await pool.client("other"), ROOT)
-            assert await other.write_bytes("/volumes/v/g", b"y" * (100_000 - shown.bytes_used)) == 100_000 - shown.bytes_used
+            assert (
+                await other.write_bytes("/volumes/v/g", b"y" * (100_000 - shown.bytes_used))
+                == 100_000 - shown.bytes_used
+            )
 
     asyncio.run(main())
 
@@ -409,7 +469,9 @@ def test_what_was_taken_is_promised_over_a_restart_of_the_shard():
             await one.volumes.create("v", bytes_max=1_000_000)
             async with await one.open("/volumes/v/f", "wb") as file:
                 await file.write(0, b"x" * 900_000)
-                assert (await other.volumes.show("v")).bytes_reserved + (await other.volumes.show("v")).bytes_used >= 900_000
+                assert (await other.volumes.show("v")).bytes_reserved + (
+                    await other.volumes.show("v")
+                ).bytes_used >= 900_000
                 await pool.stop_shard()
                 await pool.start_shard()
                 # the newcomer waits until the first has said again what it was promised
@@ -453,8 +515,11 @@ def test_the_trash_through_the_sdk():
             assert await fs.list("/volumes/v") == []
             entries = {entry.path: entry for entry in await fs.volumes.trash("v")}
             assert {path: (entry.kind, entry.bytes) for path, entry in entries.items()} == {
-                "/volumes/v/a": ("directory", 0), "/volumes/v/a/b": ("directory", 0), "/volumes/v/a/b/f": ("file", 70_000),
-                "/volumes/v/a/g": ("file", 1)}
+                "/volumes/v/a": ("directory", 0),
+                "/volumes/v/a/b": ("directory", 0),
+                "/volumes/v/a/b/f": ("file", 70_000),
+                "/volumes/v/a/g": ("file", 1),
+            }
             await fs.volumes.restore("v", entries["/volumes/v/a/b/f"].inode)
             assert await fs.read_bytes("/volumes/v/a/b/f") == b"x" * 70_000
             await fs.volumes.restore("v", entries["/volumes/v/a/g"].inode, to="/volumes/v/back")
@@ -524,11 +589,17 @@ def test_numbers_that_no_inode_and_no_mode_has_are_refused(wrong):
             await fs.volumes.create("v", trash_s=60, mode=0o7777)
             await fs.write_bytes("/volumes/v/f", b"y")
             await fs.remove("/volumes/v/f")
-            for call in (fs.volumes.restore("v", wrong), fs.volumes.purge("v", wrong), fs.volumes.create("w", mode=wrong)):
+            for call in (
+                fs.volumes.restore("v", wrong),
+                fs.volumes.purge("v", wrong),
+                fs.volumes.create("w", mode=wrong),
+            ):
                 with pytest.raises(OSError) as found:
                     await call
                 refused(InvalidRequest, found)
-            assert len(await fs.volumes.trash("v")) == 1 and [one.name for one in await fs.volumes.list()] == ["v"]
+            assert len(await fs.volumes.trash("v")) == 1 and [
+                one.name for one in await fs.volumes.list()
+            ] == ["v"]
 
     asyncio.run(main())
 
@@ -566,7 +637,9 @@ def test_statfs_in_a_volume_shows_its_quota():
                     assert (space.blocks_total, space.blocks_available) == (10 * 256, 9 * 256)
                     assert (space.files_total, space.files_free) == (10, 8)
                 assert (await fs.vfs.statfs(file.handle.inode)).blocks_free == 9 * 256
-            assert (await fs.statfs("/volumes/w")).blocks_total == (await fs.statfs()).blocks_total != 10 * 256
+            assert (
+                (await fs.statfs("/volumes/w")).blocks_total == (await fs.statfs()).blocks_total != 10 * 256
+            )
 
     asyncio.run(main())
 

@@ -71,7 +71,9 @@ async def trashed():
         inode = (await fs.stat("/volumes/v/f")).st_ino
         await fs.remove("/volumes/v/f")
         clock = pool.meta._clock
-        pool.meta._clock = SimpleNamespace(boottime_s=clock.boottime_s, wall_ns=lambda: clock.wall_ns() + 10**12)
+        pool.meta._clock = SimpleNamespace(
+            boottime_s=clock.boottime_s, wall_ns=lambda: clock.wall_ns() + 10**12
+        )
         yield pool.meta, fs, made.inode, inode
         assert await fs.volumes.trash("v") == []
 
@@ -90,6 +92,7 @@ def test_a_volume_moves_while_clients_are_told_that_it_goes():
 def test_nothing_is_removed_in_the_moment_of_a_check():
     async def main():
         async with removing() as (meta, _, _directory):
+
             async def take_moment():
                 await meta._moment.quiet(9)
                 meta._moment.take(9)

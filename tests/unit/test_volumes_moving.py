@@ -52,17 +52,23 @@ def test_what_writers_were_promised_holds_where_the_volume_is_by_then():
             # who asks there first waits until the one before has said again what it was promised
             with pytest.raises(OSError) as refused:
                 await other.write_bytes("/volumes/v/g", b"y" * 200_000)
-            assert refused.value.errno == errno.EDQUOT and (await other.stat("/volumes/v/g")).st_size <= 100_000
+            assert (
+                refused.value.errno == errno.EDQUOT and (await other.stat("/volumes/v/g")).st_size <= 100_000
+            )
             await file.flush()
         assert (await one.stat("/volumes/v/f")).st_size == 900_000
         assert (await one.volumes.show("v")).bytes_used <= 1_000_000
         await finds_nothing(moving)
+
     run(main)
 
 
 def test_writers_never_pass_the_quota_of_a_volume_that_moves_to_and_fro():
     async def main(moving: Moving) -> None:
-        systems = [AsyncFileSystem(moving.client, ROOT), AsyncFileSystem(await moving.pool.client("other", OPTIONS), ROOT)]
+        systems = [
+            AsyncFileSystem(moving.client, ROOT),
+            AsyncFileSystem(await moving.pool.client("other", OPTIONS), ROOT),
+        ]
         made = await systems[0].volumes.create("v", bytes_max=QUOTA, trash_s=3600)
         await moving.add()
         seen, taken = set(), [0, 0]
@@ -88,6 +94,7 @@ def test_writers_never_pass_the_quota_of_a_volume_that_moves_to_and_fro():
         assert QUOTA - QUOTA // 8 <= sum(taken) <= QUOTA
         assert (await systems[0].volumes.show("v")).bytes_used == sum(taken)
         await finds_nothing(moving)
+
     run(main)
 
 
@@ -119,4 +126,5 @@ def test_rights_trash_and_seal_come_along():
             await fs.mkdir("/volumes/kept/c")
         assert found.value.errno == errno.EDQUOT
         await finds_nothing(moving)
+
     run(main)

@@ -64,6 +64,7 @@ def test_who_watches_waits_for_something_to_tell_while_his_leases_hold():
         shard.clock.advance(WATCH_S / 2)
         shard.watches.recall(OTHER, (7,))
         assert await told(call) == [7]
+
     run(main())
 
 
@@ -84,6 +85,7 @@ def test_who_watches_after_a_pause_is_answered_at_once_and_has_leases_again():
         assert await told(second) == [8] and not done.done()
         shard.ask(ONE, number, second.answer.number)
         await done
+
     run(main())
 
 
@@ -103,6 +105,7 @@ def test_what_was_changed_in_the_pause_is_told_with_the_first_answer():
         assert await told(second) == [8] and not done.done()
         shard.ask(ONE, number, second.answer.number)
         await done
+
     run(main())
 
 
@@ -116,6 +119,7 @@ def test_an_answer_that_was_lost_after_a_pause_is_told_again():
         shard.watches.recall(OTHER, (7,))
         assert shard.ask(ONE, number).inodes == [7]
         assert shard.ask(ONE, number).inodes == [7], "he has not seen it"
+
     run(main())
 
 
@@ -134,12 +138,15 @@ def test_session_that_leaves_is_not_waited_for():
         assert shard.watches.lend(ONE, (9,)) == ()
         first = shard.ask(ONE, left.answer.watch, left.answer.number)
         assert first.answer.watch == left.answer.watch and shard.watches.lend(ONE, (9,)) == {9}
+
     run(main())
 
 
 def test_idle_client_gives_up_its_leases_at_the_shard():
     async def main() -> None:
-        async with Case(ClientOptions(deadline_s=10.0, release_s=0.01), MetaOptions(watch_s=0.9), clock=Standing()) as case:
+        async with Case(
+            ClientOptions(deadline_s=10.0, release_s=0.01), MetaOptions(watch_s=0.9), clock=Standing()
+        ) as case:
             state, watches = state_of(case.one), case.pool.meta._watches
             await case.one.mkdir(ROOT_INODE, b"there", 0o755, ME)
             await case.one.lookup(ROOT_INODE, b"there")
@@ -147,15 +154,20 @@ def test_idle_client_gives_up_its_leases_at_the_shard():
             case.pool.clock.ahead_s += 61.0
             await asyncio.wait([state.watching], timeout=30)
             assert state.watching.done()
-            assert watches._watches[state.session].until_s == 0.0, "a change of another client waits for nothing"
+            assert watches._watches[state.session].until_s == 0.0, (
+                "a change of another client waits for nothing"
+            )
             await case.one.getattr(ROOT_INODE)
             assert not state.watching.done(), "the next question watches again"
+
     run(main())
 
 
 def test_names_that_are_made_after_a_pause_are_not_asked_for_one_by_one():
     async def main() -> None:
-        async with Case(ClientOptions(deadline_s=10.0, release_s=0.01), MetaOptions(watch_s=6.0), clock=Standing()) as case:
+        async with Case(
+            ClientOptions(deadline_s=10.0, release_s=0.01), MetaOptions(watch_s=6.0), clock=Standing()
+        ) as case:
             vfs, clock, state = case.one, case.pool.clock, state_of(case.one)
             state.watching.cancel()  # as where nobody has had use for leases for a minute
             await asyncio.wait([state.watching])
@@ -168,7 +180,10 @@ def test_names_that_are_made_after_a_pause_are_not_asked_for_one_by_one():
                     raise AssertionError("nobody has made it")
                 except NotFound:
                     pass
-                asked = {method for method, count in case.pool.sent.items() if count > sent_before.get(method, 0)}
+                asked = {
+                    method for method, count in case.pool.sent.items() if count > sent_before.get(method, 0)
+                }
                 assert number < 2 or not asked & {"META_LOOKUP", "META_GETATTR"}, number
                 await vfs.mknod(parent, name, 0o644, 0, ME)
+
     run(main())

@@ -46,13 +46,17 @@ def test_in_a_directory_that_was_there_a_new_name_is_one_question_once_some_were
             async def more() -> None:
                 for number in range(50):
                     await make(case.one, there, b"new %d" % number)
-                assert await is_there(case.one, there, b"new 7") and await is_there(case.one, there, b"first 1")
+                assert await is_there(case.one, there, b"new 7") and await is_there(
+                    case.one, there, b"first 1"
+                )
                 await case.one.unlink(there, b"new 7", ME)
                 assert not await is_there(case.one, there, b"new 7")
+
             _, sent = await case.counted(more())
             assert sent == {"META_CREATE": 50, "META_UNLINK": 1}
             for name in names:
                 assert await is_there(case.one, there, name), name
+
     run(main())
 
 
@@ -64,6 +68,7 @@ def test_a_name_that_can_be_nobodys_is_refused_and_not_missed_there_either():
                 assert not await is_there(case.one, directory, b"x" * 255)
                 with pytest.raises(NameTooLong):
                     await find(case.one, directory, b"x" * 256)
+
     run(main())
 
 
@@ -76,7 +81,10 @@ def test_what_others_make_and_remove_there_is_seen_at_once():
             await case.other.unlink(there, b"first 0", ME)
             assert not await is_there(case.one, there, b"first 0")
             await case.other.rename(there, b"first 1", there, b"moved", 0, ME)
-            assert await is_there(case.one, there, b"moved") and not await is_there(case.one, there, b"first 1")
+            assert await is_there(case.one, there, b"moved") and not await is_there(
+                case.one, there, b"first 1"
+            )
+
     run(main())
 
 
@@ -90,7 +98,11 @@ def test_names_that_come_and_go_while_they_are_listed_are_known_as_they_are(monk
             model = set(names)
             for number in range(200):
                 vfs = case.one if number < 6 or draw.random() < 0.9 else case.other
-                name = draw.choice(sorted(model)) if model and draw.random() < 0.4 else b"%d" % draw.randrange(80)
+                name = (
+                    draw.choice(sorted(model))
+                    if model and draw.random() < 0.4
+                    else b"%d" % draw.randrange(80)
+                )
                 assert await is_there(vfs, there, name) == (name in model), (seed, number, name)
                 if name in model:
                     await vfs.unlink(there, name, ME)
@@ -116,6 +128,7 @@ def test_a_directory_with_many_names_is_not_listed_for_a_few(monkeypatch):
         async with Case(EXACT, META) as case:
             _, sent = await case.counted(known(case, large))
             assert "META_LIST" not in sent
+
     run(main())
 
 
@@ -128,4 +141,5 @@ def test_a_wide_directory_is_not_listed_for_its_new_names():
                 await make(vfs, there, b"%d" % number)
             await settled(vfs)
             assert await is_there(vfs, there, b"3") and not await is_there(vfs, there, b"30")
+
     run(main())

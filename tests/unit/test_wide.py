@@ -11,7 +11,14 @@ from msgspec.structs import replace
 
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.types import RENAME_EXCHANGE, Caller
-from nvpool.core.errors import AlreadyExists, CorruptRecord, DirectoryNotEmpty, NotFound, Unavailable, WouldLoop
+from nvpool.core.errors import (
+    AlreadyExists,
+    CorruptRecord,
+    DirectoryNotEmpty,
+    NotFound,
+    Unavailable,
+    WouldLoop,
+)
 from nvpool.core.ids import ROOT_INODE
 from nvpool.meta.fsck.dump import line_of, record_of
 from nvpool.meta.state import records
@@ -28,8 +35,10 @@ ME = Caller(1000, 1000)
 OPTIONS = ClientOptions(deadline_s=60.0, fresh_s=0.0, attr_s=0.0)
 SHARDS = (1, 2, 3)
 PART_KEY = "802000280000000000090003"
-PART_VALUE = ("010400ed4501000000020000000212fcffffffffffffff0100000000000000070000000000000008"
-              "000000000000000000000000010000")
+PART_VALUE = (
+    "010400ed4501000000020000000212fcffffffffffffff0100000000000000070000000000000008"
+    "000000000000000000000000010000"
+)
 """Part of the format."""
 
 
@@ -103,6 +112,7 @@ def run(main, **options) -> None:
         async with Wide(**options) as wide:
             await main(wide)
             await wide.quiet()
+
     asyncio.run(whole())
 
 
@@ -115,17 +125,28 @@ def test_a_shard_that_leaves_while_it_is_asked_for_its_part_has_none():
         asked: list = []
         for method in (wire_pb2.META_PARTS, wire_pb2.META_SYNC):
             meta._routes[method] = asked.append
-        calls = [asyncio.create_task(call) for call in (vfs._fetch_attr(wide.inode), vfs.fsyncdir(wide.inode))]
+        calls = [
+            asyncio.create_task(call) for call in (vfs._fetch_attr(wide.inode), vfs.fsyncdir(wide.inode))
+        ]
         async with asyncio.timeout(60):
             while len(asked) < len(calls):  # noqa: ASYNC110 (nobody is told)
                 await asyncio.sleep(0.01)
         now = vfs.view.map
-        vfs.view.offer(changed(now, shards=tuple(shard for shard in now.shards if shard.id != meta._shard), partitions=tuple(
-            replace(part, shard=wide.home) if part.shard == meta._shard else part for part in now.partitions)))
+        vfs.view.offer(
+            changed(
+                now,
+                shards=tuple(shard for shard in now.shards if shard.id != meta._shard),
+                partitions=tuple(
+                    replace(part, shard=wide.home) if part.shard == meta._shard else part
+                    for part in now.partitions
+                ),
+            )
+        )
         for call in asked:
             call.fail(Unavailable("it has left"))
         attr, _ = await asyncio.wait_for(asyncio.gather(*calls), 60)
         assert attr.size == 2  # what the other two know
+
     run(main)
 
 
@@ -155,6 +176,7 @@ def test_names_go_to_the_shard_of_their_partition_in_one_change_and_files_are_bo
             await wide.other.lookup(wide.inode, old)
         await vfs.unlink(wide.inode, new, ME)
         assert wide.spans() == before
+
     run(main)
 
 
@@ -177,6 +199,7 @@ def test_whoever_has_changed_it_sees_so_in_the_attributes_and_everybody_else_who
             await vfs.mkdir(wide.inode, wide.names_at(shard, 1, b"directory")[0], 0o755, ME)
         assert (await wide.other.getattr(wide.inode)).links == 5
         assert wide.parts() == 3
+
     run(main)
 
 
@@ -184,17 +207,25 @@ def test_what_came_at_one_shard_and_went_at_another_is_counted_once_for_all_of_t
     async def main(wide: Wide) -> None:
         for count, (one, other) in enumerate(((3, 1), (1, 3), (2, 1), (3, 2))):
             for number in range(2):
-                old, new = wide.names_at(one, 1, b"%d-%d-" % (count, number))[0], wide.names_at(other, 1, b"new%d" % number)[0]
+                old, new = (
+                    wide.names_at(one, 1, b"%d-%d-" % (count, number))[0],
+                    wide.names_at(other, 1, b"new%d" % number)[0],
+                )
                 await wide.make(old)
                 await wide.vfs.rename(wide.inode, old, wide.inode, new, 0, ME)
                 assert (await wide.other.getattr(wide.inode)).size == 1
                 await wide.other.unlink(wide.inode, new, ME)
-                assert (await wide.other.getattr(wide.inode)).size == (await wide.vfs.getattr(wide.inode)).size == 0
+                assert (
+                    (await wide.other.getattr(wide.inode)).size
+                    == (await wide.vfs.getattr(wide.inode)).size
+                    == 0
+                )
                 directory = wide.names_at(one, 1, b"directory")[0]
                 await wide.vfs.mkdir(wide.inode, directory, 0o755, ME)
                 await wide.vfs.rename(wide.inode, directory, wide.inode, new, 0, ME)
                 await wide.other.rmdir(wide.inode, new, ME)
                 assert (await wide.other.getattr(wide.inode)).links == 2
+
     run(main)
 
 
@@ -210,6 +241,7 @@ def test_names_that_are_not_there_are_known_to_be_there_when_another_has_made_th
                 await wide.other.unlink(wide.inode, name, ME)
                 with pytest.raises(NotFound):
                     await wide.vfs.lookup(wide.inode, name)
+
     run(main)
 
 
@@ -229,6 +261,7 @@ def test_attributes_are_set_for_all_shards_and_times_may_go_back():
             await wide.make(wide.names_at(shard, 2)[1])
             assert (await vfs.lookup(wide.inode, wide.names_at(shard, 2)[1])).gid == 7
         assert (await vfs.getattr(wide.inode)).size == 6
+
     run(main)
 
 
@@ -252,6 +285,7 @@ def test_it_is_listed_over_all_shards_in_steps_while_names_come_and_go():
                 cursor = listed.cursor(-1)
         assert len(set(found)) == len(found) and set(kept) <= set(found)
         await wide.vfs.fsyncdir(wide.inode)
+
     run(main)
 
 
@@ -272,6 +306,7 @@ def test_it_is_removed_only_when_no_shard_has_a_name_and_takes_none_after_that()
         assert not wide.parts()
         with pytest.raises(NotFound):
             await vfs.lookup(ROOT_INODE, b"wide")
+
     run(main)
 
 
@@ -285,14 +320,18 @@ def test_of_a_removal_and_births_at_all_shards_one_side_wins():
                     await wide.make(wide.names_at(shard, 1)[0])
                     await wide.vfs.unlink(wide.inode, wide.names_at(shard, 1)[0], ME)
             names = [wide.names_at(shard, 1)[0] for shard in SHARDS]
-            removed, *made = await asyncio.gather(wide.other.rmdir(ROOT_INODE, path, ME), *map(wide.make, names),
-                                                  return_exceptions=True)
+            removed, *made = await asyncio.gather(
+                wide.other.rmdir(ROOT_INODE, path, ME), *map(wide.make, names), return_exceptions=True
+            )
             if removed is None:
                 assert all(isinstance(one, NotFound) for one in made), made
             else:
                 assert isinstance(removed, DirectoryNotEmpty), removed
-                there = {name: inode for name, inode in zip(names, made, strict=True) if isinstance(inode, int)}
+                there = {
+                    name: inode for name, inode in zip(names, made, strict=True) if isinstance(inode, int)
+                }
                 assert there and await wide.names() == there
+
     run(main)
 
 
@@ -327,6 +366,7 @@ def test_names_move_into_it_out_of_it_and_over_it():
         assert (await wide.other.getattr(wide.inode)).size == count + 1
         assert (await vfs.getattr(plain)).size == 0
         assert len(await wide.names()) == count + 1
+
     run(main)
 
 
@@ -350,6 +390,7 @@ def test_an_empty_directory_becomes_wide_and_clients_who_do_not_know_it_yet_are_
         assert {vfs.meta.shard_of(inode) for inode in made.values()} == set(SHARDS)
         assert await wide.names(wide.other) == await wide.names() == made
         assert (await vfs.getattr(wide.inode)).size == 12
+
     run(main)
 
 
@@ -363,12 +404,22 @@ def test_a_pool_of_one_shard_has_wide_directories_without_parts():
         for name in made:
             await wide.vfs.unlink(wide.inode, name, ME)
         await wide.vfs.rmdir(ROOT_INODE, b"wide", ME)
+
     run(main, shards=1)
 
 
 def test_a_part_is_a_record_and_a_line_of_a_dump():
-    part = part_of(5 << 51 | 9, 3, StripeCounts(-4, 1, 7, 8, 1 << 40), mode=0o42755, uid=1, gid=2, table=2, chunk_bits=18,
-                   flags=records.WIDE)
+    part = part_of(
+        5 << 51 | 9,
+        3,
+        StripeCounts(-4, 1, 7, 8, 1 << 40),
+        mode=0o42755,
+        uid=1,
+        gid=2,
+        table=2,
+        chunk_bits=18,
+        flags=records.WIDE,
+    )
     key, raw = records.part_key(part.number, 3), encode_part(part)
     assert (key.hex(), raw.hex()) == (PART_KEY, PART_VALUE)
     found = decode_part(key, raw)
@@ -407,6 +458,7 @@ def test_a_check_lays_the_parts_together_and_mends_counts_that_are_wrong():
         wide.pool.kvs[shard].apply([(records.part_key(wide.inode, 9), encode_part(part)), (key, b"nothing")])
         assert await checked(wide, repair=True) == [("undecodable", True)] * 2
         assert await checked(wide) == []
+
     run(main)
 
 
@@ -444,6 +496,7 @@ def test_a_dump_keeps_it_wide_and_whole_in_a_pool_of_any_number_of_shards(tmp_pa
 
 def test_a_shard_that_does_not_know_all_who_may_have_names_in_a_directory_does_not_remove_it():
     """It has an older map: somebody has come since and has made a name, of which the shards that it knows have nothing."""
+
     async def main() -> None:
         async with LocalPool(shards=2, tells_map=True) as pool:
             vfs = (await pool.client("first", OPTIONS)).vfs
@@ -456,14 +509,20 @@ def test_a_shard_that_does_not_know_all_who_may_have_names_in_a_directory_does_n
             await pool.change_map(lambda now: partition_moves.shard_added(now, pool.new_shard(3)))
             await pool.start_shard(3)
             async with asyncio.timeout(60):
-                while not pool.metas[3]._moving.taker.taken or pool.metas[3]._moving.counters()["partitions_coming"]:  # noqa: ASYNC110
+                while (  # noqa: ASYNC110
+                    not pool.metas[3]._moving.taker.taken
+                    or pool.metas[3]._moving.counters()["partitions_coming"]
+                ):
                     await asyncio.sleep(0.01)
             owners = pool.pool_map.shard_of_partition
             assert 3 in owners and 3 not in pool.metas[decides]._view.shards
             other = (await pool.client("second", OPTIONS)).vfs
             await other.getattr(wide)
-            name = next(name for name in map(str.encode, map(str, range(100_000)))
-                        if owners[partition_of_name(wide, True, vfs.meta.name_hash(wide, name))] == 3)
+            name = next(
+                name
+                for name in map(str.encode, map(str, range(100_000)))
+                if owners[partition_of_name(wide, True, vfs.meta.name_hash(wide, name))] == 3
+            )
             _, handle = await other.create(wide, name, 0o644, os.O_RDWR | os.O_EXCL, ME)
             await other.release(handle)
             assert pool.kvs[3].scan(*records.part_range(), 1)
@@ -476,15 +535,17 @@ def test_a_shard_that_does_not_know_all_who_may_have_names_in_a_directory_does_n
             with pytest.raises(DirectoryNotEmpty):
                 await asyncio.wait_for(removing, 60)
             assert (await vfs.lookup(wide, name)).inode
+
     asyncio.run(main())
 
 
 def test_a_name_that_no_shard_sees_keeps_the_directory_because_it_is_counted():
     """As one whose partition moves between the looks of those who have it one after the other."""
+
     async def main(wide: Wide) -> None:
         shard = next(shard for shard in SHARDS if shard != wide.home)
         await wide.vfs.getattr(wide.inode)
-        name, = wide.names_at(shard, 1)
+        (name,) = wide.names_at(shard, 1)
         await wide.make(name)
         name_hash = wide.vfs.meta.name_hash(wide.inode, name)
         key = records.dentry_key(partition_of_name(wide.inode, True, name_hash), wide.inode, name_hash, name)
@@ -496,4 +557,5 @@ def test_a_name_that_no_shard_sees_keeps_the_directory_because_it_is_counted():
         kv.apply([(key, raw)])
         await wide.vfs.unlink(wide.inode, name, ME)
         await wide.vfs.rmdir(ROOT_INODE, b"wide", ME)
+
     run(main)

@@ -29,7 +29,12 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("cls", errors.every_error(), ids=lambda cls: cls.__name__)
 def test_every_error_comes_back_as_itself(cls):
-    for error in (cls(), cls("a text"), cls("ü" * 5000, may_be_applied=True, retry_after_s=1.5), cls("", may_be_applied=False)):
+    for error in (
+        cls(),
+        cls("a text"),
+        cls("ü" * 5000, may_be_applied=True, retry_after_s=1.5),
+        cls("", may_be_applied=False),
+    ):
         code, raw = encode_error(error)
         found = decode_error(code, raw)
         assert type(found) is cls and code == cls.wire_code
@@ -37,8 +42,18 @@ def test_every_error_comes_back_as_itself(cls):
         assert (found.may_be_applied, found.retry_after_s) == (error.may_be_applied, error.retry_after_s)
 
 
-@pytest.mark.parametrize(("code", "family"), [(199, errors.Refused), (250, errors.Stale), (399, errors.Unavailable),
-                                              (499, errors.Damaged), (550, errors.Bug), (9999, errors.Bug), (1, errors.Bug)])
+@pytest.mark.parametrize(
+    ("code", "family"),
+    [
+        (199, errors.Refused),
+        (250, errors.Stale),
+        (399, errors.Unavailable),
+        (499, errors.Damaged),
+        (550, errors.Bug),
+        (9999, errors.Bug),
+        (1, errors.Bug),
+    ],
+)
 def test_an_unknown_code_is_taken_for_its_family(code, family):
     raw = wire_pb2.Error(code=code, may_be_applied=True).SerializeToString()
     found = decode_error(code, raw)
@@ -65,7 +80,9 @@ def test_a_text_with_lone_surrogates_travels_too():
 # -- greetings
 
 
-@pytest.mark.parametrize(("version_min", "version", "fits"), [(1, 1, True), (1, 9, True), (2, 3, False), (0, 0, False)])
+@pytest.mark.parametrize(
+    ("version_min", "version", "fits"), [(1, 1, True), (1, 9, True), (2, 3, False), (0, 0, False)]
+)
 def test_who_has_no_version_in_common_is_refused_with_both_names_and_versions(version_min, version, fits):
     raw = wire_pb2.Hello(version_min=version_min, version=version, name="the other").SerializeToString()
     if fits:
@@ -90,20 +107,31 @@ def test_the_software_named_in_greetings_is_this_one():
 # -- endpoints and the registry
 
 
-@pytest.mark.parametrize(("url", "endpoint"), [
-    ("stream://10.0.0.1:7711", Endpoint("stream", "10.0.0.1", 7711)),
-    ("grpc://[::1]:7712", Endpoint("grpc", "::1", 7712)),
-    ("stream+unix:///run/a%20b.sock?host=h1", Endpoint("stream+unix", path="/run/a b.sock", host_id="h1")),
-    ("inproc://target-1", Endpoint("inproc", path="target-1")),
-    ("rdma://node:1/x", Endpoint("rdma", "node", 1, "/x")),
-])
+@pytest.mark.parametrize(
+    ("url", "endpoint"),
+    [
+        ("stream://10.0.0.1:7711", Endpoint("stream", "10.0.0.1", 7711)),
+        ("grpc://[::1]:7712", Endpoint("grpc", "::1", 7712)),
+        (
+            "stream+unix:///run/a%20b.sock?host=h1",
+            Endpoint("stream+unix", path="/run/a b.sock", host_id="h1"),
+        ),
+        ("inproc://target-1", Endpoint("inproc", path="target-1")),
+        ("rdma://node:1/x", Endpoint("rdma", "node", 1, "/x")),
+    ],
+)
 def test_an_endpoint_is_read(url, endpoint):
     assert parse_endpoint(url) == endpoint
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.one_of(st.text(max_size=30), st.text(max_size=20).map("stream://".__add__),
-                 st.text(max_size=20).map("stream+unix://".__add__)))
+@given(
+    st.one_of(
+        st.text(max_size=30),
+        st.text(max_size=20).map("stream://".__add__),
+        st.text(max_size=20).map("stream+unix://".__add__),
+    )
+)
 def test_what_is_no_endpoint_is_refused_and_nothing_else(url):
     try:
         parse_endpoint(url)
@@ -122,14 +150,22 @@ def test_our_transports_are_the_installed_ones_with_inproc_best_first():
     assert entries | {"inproc": registry.OURS["inproc"]} == registry.OURS
     found = registry.transports()
     assert list(found) == ["inproc", "rdma+unix", "stream+unix", "rdma", "stream", "grpc"]
-    assert all(transport.scheme == scheme and registry.transport(scheme) is transport for scheme, transport in found.items())
+    assert all(
+        transport.scheme == scheme and registry.transport(scheme) is transport
+        for scheme, transport in found.items()
+    )
     assert registry.transport("carrier-pigeon") is None
 
 
 def test_speaking_stream_does_not_import_grpc():
-    program = ("import sys; from nvpool.rpc import connection_pool, registry; registry.transport('stream'); "
-               "registry.transport('stream+unix'); registry.transport('inproc'); print('grpc' in sys.modules)")
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240).stdout == "False\n"
+    program = (
+        "import sys; from nvpool.rpc import connection_pool, registry; registry.transport('stream'); "
+        "registry.transport('stream+unix'); registry.transport('inproc'); print('grpc' in sys.modules)"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240).stdout
+        == "False\n"
+    )
 
 
 # -- batches
@@ -137,7 +173,9 @@ def test_speaking_stream_does_not_import_grpc():
 u16, u32, u64 = (st.integers(0, (1 << bits) - 1) for bits in (16, 32, 64))
 blocks = st.tuples(st.integers(0, 200), st.integers(1, 56)).map(lambda p: (p[0] * 4096, p[1] * 4096))
 reads = st.tuples(u64, u32, blocks, st.integers(0, 9), u16).map(lambda t: (t[0], t[1], *t[2], *t[3:]))
-writes = st.tuples(u64, u64, u64, u32, st.integers(0, 100_000), st.integers(1, 20_000), st.integers(0, 9), u16)
+writes = st.tuples(
+    u64, u64, u64, u32, st.integers(0, 100_000), st.integers(1, 20_000), st.integers(0, 9), u16
+)
 
 
 @settings(max_examples=50, deadline=None)
@@ -154,7 +192,11 @@ def test_writes_come_out_as_they_went_in(batch):
     payload = sum(entry[5] for entry in batch)
     checksums = b"".join(piece_checksums(bytes(entry[5]), entry[4]) for entry in batch)
     assert len(raw) == 40 * len(batch) and data_codec.unpack_writes(raw, 10, payload, checksums) == batch
-    for wrong in ((10, payload + 1, checksums), (10, payload, checksums[4:]), (max(e[6] for e in batch), payload, checksums)):
+    for wrong in (
+        (10, payload + 1, checksums),
+        (10, payload, checksums[4:]),
+        (max(e[6] for e in batch), payload, checksums),
+    ):
         with pytest.raises(errors.InvalidRequest):
             data_codec.unpack_writes(raw, *wrong)
 
@@ -162,9 +204,17 @@ def test_writes_come_out_as_they_went_in(batch):
 GOOD_READ = (1, 0, 4096, 8192, 0, 0)
 
 
-@pytest.mark.parametrize("wrong", [
-    (1, 0, 4095, 8192, 0, 0), (1, 0, 4096, 8191, 0, 0), (1, 0, 4096, 0, 0, 0), (1, 0, 16 << 20, 4096, 0, 0),
-    (1, 0, 0, 0xFFFFF000, 0, 0), (1, 0, 4096, 8192, 1, 0)])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        (1, 0, 4095, 8192, 0, 0),
+        (1, 0, 4096, 8191, 0, 0),
+        (1, 0, 4096, 0, 0, 0),
+        (1, 0, 16 << 20, 4096, 0, 0),
+        (1, 0, 0, 0xFFFFF000, 0, 0),
+        (1, 0, 4096, 8192, 1, 0),
+    ],
+)
 def test_a_read_that_makes_no_sense_is_refused(wrong):
     with pytest.raises(errors.InvalidRequest):
         data_codec.unpack_reads(data_codec.pack_reads([GOOD_READ, wrong]), 1)
@@ -190,12 +240,18 @@ def test_answers_must_fit_what_was_asked():
     results = [(0, 1, 4096, 7), (101, 0, 0, 0), (0, 0, 0, 8)]
     raw = data_codec.pack_read_results(results)
     assert data_codec.unpack_read_results(raw, [4096, 8192, 4096], 4096, bytes(4)) == results
-    for lengths, payload_bytes, checksums in (([4096, 8192], 4096, bytes(4)), ([4096, 8192, 4096], 8192, bytes(4)),
-                                              ([4096, 8192, 4096], 4096, bytes(8)), ([0, 8192, 4096], 4096, bytes(4))):
+    for lengths, payload_bytes, checksums in (
+        ([4096, 8192], 4096, bytes(4)),
+        ([4096, 8192, 4096], 8192, bytes(4)),
+        ([4096, 8192, 4096], 4096, bytes(8)),
+        ([0, 8192, 4096], 4096, bytes(4)),
+    ):
         with pytest.raises(errors.CorruptFrame):
             data_codec.unpack_read_results(raw, lengths, payload_bytes, checksums)
     with pytest.raises(errors.CorruptFrame):
-        data_codec.unpack_read_results(data_codec.pack_read_results([(101, 0, 4096, 0)]), [4096], 4096, bytes(4))
+        data_codec.unpack_read_results(
+            data_codec.pack_read_results([(101, 0, 4096, 0)]), [4096], 4096, bytes(4)
+        )
     raw = data_codec.pack_write_results([(0, 0, 0, 7)])
     assert data_codec.unpack_write_results(raw, 1) == [(0, 0, 0, 7)]
     with pytest.raises(errors.CorruptFrame):
@@ -222,8 +278,10 @@ def test_any_bytes_are_a_batch_or_refused(raw, grants, payload_bytes, checksums)
             unpack()
         except (errors.InvalidRequest, errors.TooBig):
             pass
-    for unpack in (lambda: data_codec.unpack_read_results(raw, [4096] * grants, payload_bytes, checksums),
-                   lambda: data_codec.unpack_write_results(raw, grants)):
+    for unpack in (
+        lambda: data_codec.unpack_read_results(raw, [4096] * grants, payload_bytes, checksums),
+        lambda: data_codec.unpack_write_results(raw, grants),
+    ):
         try:
             unpack()
         except errors.CorruptFrame:
@@ -234,20 +292,29 @@ def test_any_bytes_are_a_batch_or_refused(raw, grants, payload_bytes, checksums)
 
 
 def test_the_generated_code_is_that_of_the_proto_files(tmp_path):
-    subprocess.run([ROOT / "proto" / "generate.sh", tmp_path], env={**os.environ, "PYTHON": sys.executable}, check=True,
-                   timeout=240, capture_output=True)
+    subprocess.run(
+        [ROOT / "proto" / "generate.sh", tmp_path],
+        env={**os.environ, "PYTHON": sys.executable},
+        check=True,
+        timeout=240,
+        capture_output=True,
+    )
     for room in ("rpc/v1", "bridge/v1"):
         made = sorted(path.name for path in (tmp_path / room).iterdir())
         assert made == sorted(path.name for path in (ROOT / "nvpool" / room).glob("*_pb2*"))
         for name in made:
-            assert (tmp_path / room / name).read_text() == (ROOT / "nvpool" / room / name).read_text(), "run proto/generate.sh"
+            assert (tmp_path / room / name).read_text() == (ROOT / "nvpool" / room / name).read_text(), (
+                "run proto/generate.sh"
+            )
 
 
 # -- reads, with and without protobuf
 
 numbers32, numbers64 = st.integers(0, 2**32 - 1), st.one_of(st.integers(0, 3), st.integers(0, 2**64 - 1))
 small_or_32 = st.one_of(st.integers(0, 300), numbers32)
-grants_of = st.lists(st.one_of(st.binary(min_size=60, max_size=60), st.binary(max_size=70)), min_size=1, max_size=3)
+grants_of = st.lists(
+    st.one_of(st.binary(min_size=60, max_size=60), st.binary(max_size=70)), min_size=1, max_size=3
+)
 packed_reads = st.one_of(st.binary(min_size=24, max_size=24), st.binary(max_size=60))
 
 
@@ -263,22 +330,42 @@ def test_a_request_to_read_is_what_protobuf_makes_of_it(epoch, target, rights, r
 
 
 @settings(max_examples=300, deadline=None)
-@given(numbers64, st.one_of(st.binary(min_size=16, max_size=16), st.binary(max_size=40)),
-       st.one_of(st.binary(min_size=4, max_size=4), st.binary(max_size=20)))
+@given(
+    numbers64,
+    st.one_of(st.binary(min_size=16, max_size=16), st.binary(max_size=40)),
+    st.one_of(st.binary(min_size=4, max_size=4), st.binary(max_size=20)),
+)
 def test_an_answer_to_a_read_is_what_protobuf_makes_of_it(epoch, results, checksums):
     raw = data_codec.encode_read_reply(epoch, bytearray(results), checksums)
-    assert raw == data_pb2.ReadReply(map_epoch=epoch, results=results, checksums=checksums).SerializeToString()
+    assert (
+        raw == data_pb2.ReadReply(map_epoch=epoch, results=results, checksums=checksums).SerializeToString()
+    )
     assert data_codec.decode_read_reply(memoryview(raw)) == (results, checksums)
 
 
 @settings(max_examples=300, deadline=None)
-@given(numbers64, small_or_32, st.one_of(st.binary(min_size=60, max_size=60), st.binary(max_size=70)),
-       st.one_of(st.binary(min_size=40, max_size=40), st.binary(max_size=90)),
-       st.one_of(st.binary(min_size=4, max_size=4), st.binary(max_size=20)), numbers64, small_or_32)
-def test_a_request_to_write_is_what_protobuf_makes_of_it(epoch, target, grant, writes, checksums, session, slot):
+@given(
+    numbers64,
+    small_or_32,
+    st.one_of(st.binary(min_size=60, max_size=60), st.binary(max_size=70)),
+    st.one_of(st.binary(min_size=40, max_size=40), st.binary(max_size=90)),
+    st.one_of(st.binary(min_size=4, max_size=4), st.binary(max_size=20)),
+    numbers64,
+    small_or_32,
+)
+def test_a_request_to_write_is_what_protobuf_makes_of_it(
+    epoch, target, grant, writes, checksums, session, slot
+):
     raw = data_codec.encode_write_request(epoch, target, grant, writes, checksums, session, slot)
-    request = data_pb2.WriteRequest(map_epoch=epoch, target=target, grants=[grant], writes=writes, checksums=checksums,
-                                    session=session, slot=slot)
+    request = data_pb2.WriteRequest(
+        map_epoch=epoch,
+        target=target,
+        grants=[grant],
+        writes=writes,
+        checksums=checksums,
+        session=session,
+        slot=slot,
+    )
     assert raw == request.SerializeToString()
     found = data_codec.decode_write_request(raw)
     assert found in (None, (epoch, target, grant, writes, checksums, session, slot))
@@ -316,7 +403,15 @@ def test_a_write_that_somebody_changed_is_read_as_protobuf_reads_it_or_left_to_t
     found = data_codec.decode_write_request(bytes(spoiled))
     if found is not None:
         read = data_pb2.WriteRequest.FromString(bytes(spoiled))
-        assert found == (read.map_epoch, read.target, *read.grants, read.writes, read.checksums, read.session, read.slot)
+        assert found == (
+            read.map_epoch,
+            read.target,
+            *read.grants,
+            read.writes,
+            read.checksums,
+            read.session,
+            read.slot,
+        )
         assert not read.versions
 
 
@@ -328,11 +423,15 @@ def test_bytes_that_somebody_changed_mean_what_they_mean_to_protobuf(data):
     wrote = data_pb2.WriteReply(map_epoch=7, results=bytes(16)).SerializeToString()
     assert len(wrote) == data_codec._WRITE_REPLY_BYTES
     assert len(request) == data_codec._READ_REQUEST_BYTES and len(reply) == data_codec._READ_REPLY_BYTES
-    for raw, kind, decode, error in ((request, data_pb2.ReadRequest, data_codec.decode_read_request, errors.InvalidRequest),
-                                     (reply, data_pb2.ReadReply, data_codec.decode_read_reply, errors.CorruptFrame),
-                                     (wrote, data_pb2.WriteReply, data_codec.decode_write_reply, errors.CorruptFrame)):
+    for raw, kind, decode, error in (
+        (request, data_pb2.ReadRequest, data_codec.decode_read_request, errors.InvalidRequest),
+        (reply, data_pb2.ReadReply, data_codec.decode_read_reply, errors.CorruptFrame),
+        (wrote, data_pb2.WriteReply, data_codec.decode_write_reply, errors.CorruptFrame),
+    ):
         spoiled = bytearray(raw)
-        for place in data.draw(st.lists(st.sampled_from([0, 9, 10, 11, 12, 27, 28, 73, 74, *range(len(raw))]), max_size=3)):
+        for place in data.draw(
+            st.lists(st.sampled_from([0, 9, 10, 11, 12, 27, 28, 73, 74, *range(len(raw))]), max_size=3)
+        ):
             spoiled[place % len(raw)] = data.draw(st.integers(0, 255))
         expected = read_by_protobuf(kind, bytes(spoiled), error)
         if expected is error:
@@ -344,5 +443,10 @@ def test_bytes_that_somebody_changed_mean_what_they_mean_to_protobuf(data):
             assert decode(bytes(spoiled)) == (expected.results, expected.checksums)
         else:
             found = decode(bytes(spoiled))
-            assert (*found[:2], list(found[2]), *found[3:]) == (expected.map_epoch, expected.target, list(expected.grants),
-                                                                expected.reads, expected.verify)
+            assert (*found[:2], list(found[2]), *found[3:]) == (
+                expected.map_epoch,
+                expected.target,
+                list(expected.grants),
+                expected.reads,
+                expected.verify,
+            )

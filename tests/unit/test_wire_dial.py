@@ -59,9 +59,15 @@ class Recorder(InprocTransport):
 
 def test_the_best_transport_that_answers_is_taken(tmp_path):
     async def check():
-        listeners = [await registry.listen(endpoint, SERVER, echo) for endpoint in (
-            "grpc://127.0.0.1:0", "stream://127.0.0.1:0", f"stream+unix://{tmp_path}/s")]
-        endpoints = ("carrier-pigeon://coop:1", "not an endpoint", *[listener.endpoint for listener in listeners])
+        listeners = [
+            await registry.listen(endpoint, SERVER, echo)
+            for endpoint in ("grpc://127.0.0.1:0", "stream://127.0.0.1:0", f"stream+unix://{tmp_path}/s")
+        ]
+        endpoints = (
+            "carrier-pigeon://coop:1",
+            "not an endpoint",
+            *[listener.endpoint for listener in listeners],
+        )
         for scheme in ("stream+unix", "stream", "grpc"):
             dialer = Dialer(US)
             connection = await dialer.connect(endpoints, soon())
@@ -75,16 +81,24 @@ def test_the_best_transport_that_answers_is_taken(tmp_path):
         await refused(Unreachable, dialer.call((), 1, b"", deadline_s=soon()))
         await dialer.close()
         await refused(Unreachable, dialer.call(endpoints, 1, b"", deadline_s=soon()))
+
     run(check())
 
 
-@pytest.mark.parametrize("certified, user, scheme", [
-    (True, 4711, "stream"), (True, None, "stream+unix"), (False, 4711, "stream+unix")])
-def test_who_shows_a_certificate_uses_no_unix_socket_of_others(tmp_path, monkeypatch, certified, user, scheme):
+@pytest.mark.parametrize(
+    "certified, user, scheme",
+    [(True, 4711, "stream"), (True, None, "stream+unix"), (False, 4711, "stream+unix")],
+)
+def test_who_shows_a_certificate_uses_no_unix_socket_of_others(
+    tmp_path, monkeypatch, certified, user, scheme
+):
     """There it would be asked as the user of its process, and not as the client of its certificate."""
+
     async def check():
-        listeners = [await registry.listen(endpoint, SERVER, echo) for endpoint in (
-            "stream://127.0.0.1:0", f"stream+unix://{tmp_path}/s")]
+        listeners = [
+            await registry.listen(endpoint, SERVER, echo)
+            for endpoint in ("stream://127.0.0.1:0", f"stream+unix://{tmp_path}/s")
+        ]
         if user is not None:
             monkeypatch.setattr(connection_pool.os, "geteuid", lambda: user)
         dialer = Dialer(US, certified=certified)
@@ -109,6 +123,7 @@ def test_a_unix_path_of_another_host_is_not_tried(tmp_path):
                 await refused(Unreachable, call)
             await dialer.close()
         await listener.close()
+
     run(check())
 
 
@@ -118,11 +133,14 @@ def test_callers_at_once_share_one_attempt_and_one_connection():
         listener = await transport.listen("inproc://here", SERVER, echo)
         dialer = Dialer(US, transports={"a": transport})
         assert dialer.live(("a://x",)) is None
-        replies = await asyncio.gather(*[dialer.call(("a://x",), 1, b"%d" % n, deadline_s=soon()) for n in range(20)])
+        replies = await asyncio.gather(
+            *[dialer.call(("a://x",), 1, b"%d" % n, deadline_s=soon()) for n in range(20)]
+        )
         assert [reply.message for reply in replies] == [b"%d" % n for n in range(20)]
         assert transport.attempts == ["a://x"] and dialer.live(("a://x",)) is not None
         await dialer.close()
         await listener.close()
+
     run(check())
 
 
@@ -143,6 +161,7 @@ def test_a_lost_connection_is_forgotten_at_once_and_made_anew():
         assert len(transport.attempts) == 3
         await dialer.close()
         await listener.close()
+
     run(check())
 
 
@@ -160,26 +179,39 @@ def test_what_failed_slowly_is_tried_last_for_a_while_and_what_was_refused_at_on
             await connection.close()
         await dialer.close()
         await listener.close()
+
     run(check())
 
 
 def test_a_refusal_says_more_than_that_others_do_not_answer():
     async def check():
-        transports = {"a": Recorder("a", 2, (ProtocolMismatch("of another pool"), 0)),
-                      "b": Recorder("b", 1, (Unreachable("b"), 0))}
+        transports = {
+            "a": Recorder("a", 2, (ProtocolMismatch("of another pool"), 0)),
+            "b": Recorder("b", 1, (Unreachable("b"), 0)),
+        }
         dialer = Dialer(US, transports=transports)
-        assert "another pool" in str(await refused(ProtocolMismatch, dialer.connect(("a://x", "b://x"), soon())))
+        assert "another pool" in str(
+            await refused(ProtocolMismatch, dialer.connect(("a://x", "b://x"), soon()))
+        )
         await dialer.close()
+
     run(check())
 
 
 def test_refused_identity_is_told_alone():
     async def check():
         gone = StaleIdentity("client/one is not in the pool any more")
-        dialer = Dialer(US, transports={"a": Recorder("a", 50, (Unreachable("no such socket"), 0)),
-                                        "b": Recorder("b", 40, (gone, 0)),
-                                        "c": Recorder("c", 30, (AccessDenied("a strange certificate"), 0))})
-        assert str(await refused(StaleIdentity, dialer.connect(("a://1", "b://1", "c://1"), soon()))) == str(gone)
+        dialer = Dialer(
+            US,
+            transports={
+                "a": Recorder("a", 50, (Unreachable("no such socket"), 0)),
+                "b": Recorder("b", 40, (gone, 0)),
+                "c": Recorder("c", 30, (AccessDenied("a strange certificate"), 0)),
+            },
+        )
+        assert str(await refused(StaleIdentity, dialer.connect(("a://1", "b://1", "c://1"), soon()))) == str(
+            gone
+        )
         await dialer.close()
 
     run(check())
@@ -190,7 +222,9 @@ def test_a_caller_waits_no_longer_than_its_deadline_and_others_go_on():
         transport = Recorder("a", 1, (Unreachable("late"), 0.6))
         dialer = Dialer(US, transports={"a": transport})
         patient = asyncio.ensure_future(dialer.connect(("a://x",), soon()))
-        error = await refused(DeadlineExceeded, dialer.call(("a://x",), 1, b"", deadline_s=SYSTEM_CLOCK.boottime_s() + 0.03))
+        error = await refused(
+            DeadlineExceeded, dialer.call(("a://x",), 1, b"", deadline_s=SYSTEM_CLOCK.boottime_s() + 0.03)
+        )
         assert not error.may_be_applied and not patient.done()
         hasty = asyncio.ensure_future(dialer.connect(("a://x",), soon()))
         await asyncio.sleep(0)
@@ -201,6 +235,7 @@ def test_a_caller_waits_no_longer_than_its_deadline_and_others_go_on():
         await asyncio.sleep(0.01)
         await dialer.close()
         await refused(Unreachable, waiting)
+
     run(check())
 
 
@@ -215,6 +250,7 @@ def test_an_address_that_swallows_everything_is_left_for_the_next(monkeypatch):
         await dialer.close()
         await listener.close()
         hole.close()
+
     run(check())
 
 
@@ -225,7 +261,7 @@ def test_a_grpc_client_that_sends_no_frames_is_hung_up_on_and_nobody_else(raw, c
     async def check():
         listener = await registry.listen("grpc://127.0.0.1:0", SERVER, echo)
         good = await registry.transport("grpc").connect(listener.endpoint, US, deadline_s=soon())
-        async with grpc.aio.insecure_channel(listener.endpoint[len("grpc://"):]) as channel:
+        async with grpc.aio.insecure_channel(listener.endpoint[len("grpc://") :]) as channel:
             stream = channel.stream_stream("/nvpool.v1.Exchange/Frames")()
             await stream.write(raw)
             assert await stream.read() is grpc.aio.EOF
@@ -233,6 +269,7 @@ def test_a_grpc_client_that_sends_no_frames_is_hung_up_on_and_nobody_else(raw, c
         assert (await good.call(1, b"undisturbed", deadline_s=soon())).message == b"undisturbed"
         await good.close()
         await listener.close()
+
     run(check())
 
 
@@ -248,6 +285,7 @@ def hasty(monkeypatch):
 
 def test_connection_returns_to_the_better_endpoint(hasty, tmp_path):
     """A unix socket that was out of the way is used again soon, and what is under way on TCP is answered there."""
+
     async def check():
         kept = RecordingHandler()
         stream = await registry.listen("stream://127.0.0.1:0", SERVER, kept)
@@ -255,7 +293,7 @@ def test_connection_returns_to_the_better_endpoint(hasty, tmp_path):
         dialer = Dialer(US, host_id="here")
         worse = await dialer.connect(endpoints, soon())
         under_way = asyncio.ensure_future(dialer.call(endpoints, 1, b"under way", deadline_s=soon()))
-        call, = await kept.count(1)
+        (call,) = await kept.count(1)
         unix = await registry.listen(f"stream+unix://{tmp_path}/s", SERVER, echo)
         await until(lambda: dialer.live(endpoints).peer.local)
         assert set(dialer.connections(endpoints)) == {dialer.live(endpoints), worse} and not worse.closed
@@ -267,6 +305,7 @@ def test_connection_returns_to_the_better_endpoint(hasty, tmp_path):
         await dialer.close()
         for listener in (stream, unix):
             await listener.close()
+
     run(check())
 
 
@@ -287,6 +326,7 @@ def test_better_endpoint_is_tried_with_growing_pauses(hasty):
         await asyncio.sleep(0.3)
         assert len(best.attempts) == count  # there is nothing better than the best
         await dialer.close()
+
     run(check())
 
 
@@ -300,19 +340,22 @@ def test_ended_connection_is_not_used_again(hasty):
         await until(lambda: not dialer._returning)
         await dialer.close()
         await listener.close()
+
     run(check())
 
 
 def test_unix_socket_is_shunned_for_a_shorter_time(tmp_path, monkeypatch):
     async def check():
         monkeypatch.setattr(connection_pool, "ATTEMPT_S", 0.6)
-        with socket.socket(socket.AF_UNIX) as hole:  # accepts into its backlog, never greets, as a stopped daemon does
+        with socket.socket(
+            socket.AF_UNIX
+        ) as hole:  # accepts into its backlog, never greets, as a stopped daemon does
             hole.bind(f"{tmp_path}/s")
             hole.listen(8)
             stream = await registry.listen("stream://127.0.0.1:0", SERVER, echo)
             dialer = Dialer(US)
             await dialer.connect((f"stream+unix://{tmp_path}/s", stream.endpoint), soon())
-            shunned, = dialer._shunned.values()
+            (shunned,) = dialer._shunned.values()
             assert (
                 shunned
                 <= SYSTEM_CLOCK.boottime_s() + connection_pool.SHUN_LOCAL_S
@@ -320,6 +363,7 @@ def test_unix_socket_is_shunned_for_a_shorter_time(tmp_path, monkeypatch):
             )
         await dialer.close()
         await stream.close()
+
     run(check())
 
 
@@ -330,7 +374,7 @@ def test_redialing_leaves_requests_under_way_alone(hasty):
         dialer = Dialer(US, transports={"a": transport})
         first = await dialer.connect(("a://x",), soon())
         under_way = asyncio.ensure_future(dialer.call(("a://x",), 1, b"", deadline_s=soon()))
-        call, = await kept.count(1)
+        (call,) = await kept.count(1)
         dialer.redial(("a://x",))
         dialer.redial(("a://x",))
         assert dialer.live(("a://x",)) is None and not first.closed
@@ -342,13 +386,20 @@ def test_redialing_leaves_requests_under_way_alone(hasty):
         assert not second.closed
         await dialer.close()
         await listener.close()
+
     run(check())
 
 
-@pytest.mark.parametrize("error, other", [
-    (Unavailable("it takes us for another"), True), (AccessDenied(), True), (DeadlineExceeded(), True),
-    (NotLeader(), False), (StaleTerm(), False),
-])
+@pytest.mark.parametrize(
+    "error, other",
+    [
+        (Unavailable("it takes us for another"), True),
+        (AccessDenied(), True),
+        (DeadlineExceeded(), True),
+        (NotLeader(), False),
+        (StaleTerm(), False),
+    ],
+)
 def test_refused_lease_is_renewed_on_another_connection(hasty, error, other):
     async def check():
         transport = Recorder("a", 1)
@@ -367,6 +418,7 @@ def test_refused_lease_is_renewed_on_another_connection(hasty, error, other):
         assert len(transport.attempts) == (2 if other else 1)  # and not one for each refusal
         await dialer.close()
         await listener.close()
+
     run(check())
 
 
@@ -379,13 +431,23 @@ def test_errors_name_the_endpoints_that_were_tried(tmp_path):
         endpoints = (gone, f"stream+unix://{tmp_path}/left", f"stream://127.0.0.1:{port}")
         dialer = Dialer(US)
         said = str(await refused(Unreachable, dialer.connect(endpoints, soon())))
-        assert f"{tmp_path}/left: Connection refused" in said and f"127.0.0.1:{port}: " in said and gone not in said
+        assert (
+            f"{tmp_path}/left: Connection refused" in said
+            and f"127.0.0.1:{port}: " in said
+            and gone not in said
+        )
         await dialer.close()
-        first, second = Recorder("a", 2, (Unreachable("no route"), 0)), Recorder("b", 1, (Unreachable("late"), 0.5))
+        first, second = (
+            Recorder("a", 2, (Unreachable("no route"), 0)),
+            Recorder("b", 1, (Unreachable("late"), 0.5)),
+        )
         dialer = Dialer(US, transports={"a": first, "b": second})
-        error = await refused(DeadlineExceeded, dialer.connect(("a://x", "b://y"), SYSTEM_CLOCK.boottime_s() + 0.1))
+        error = await refused(
+            DeadlineExceeded, dialer.connect(("a://x", "b://y"), SYSTEM_CLOCK.boottime_s() + 0.1)
+        )
         assert "a://x: no route" in str(error) and "b://y has not answered yet" in str(error)
         await dialer.close()
+
     run(check())
 
 
@@ -407,18 +469,26 @@ def test_frames_in_process_can_be_delayed_and_dropped():
         transport = InprocTransport(faults=faults)
         listener = await transport.listen("inproc://a", SERVER, handler)
         plan[HELLO, 0] = None
-        await refused(Unreachable, transport.connect("inproc://a", US, deadline_s=SYSTEM_CLOCK.boottime_s() + 0.02))
+        await refused(
+            Unreachable, transport.connect("inproc://a", US, deadline_s=SYSTEM_CLOCK.boottime_s() + 0.02)
+        )
         plan[HELLO, 0] = 0.01
         connection = await transport.connect("inproc://a", US, deadline_s=soon())
         plan |= {(REQUEST, 1): None, (REQUEST, 2): 0.3, (REPLY, 101): None}
         for method in (1, 9):
-            await refused(DeadlineExceeded, connection.call(method, b"", deadline_s=SYSTEM_CLOCK.boottime_s() + 0.03))
-        later, now = [asyncio.ensure_future(connection.call(method, b"%d" % method, deadline_s=soon())) for method in (2, 3)]
+            await refused(
+                DeadlineExceeded, connection.call(method, b"", deadline_s=SYSTEM_CLOCK.boottime_s() + 0.03)
+            )
+        later, now = [
+            asyncio.ensure_future(connection.call(method, b"%d" % method, deadline_s=soon()))
+            for method in (2, 3)
+        ]
         done, _ = await asyncio.wait([later, now], return_when=asyncio.FIRST_COMPLETED)
         assert done == {now} and (await later).message == b"2"
         assert ("inproc://a", CANCEL, 0) in seen
         await connection.close()
         await listener.close()
+
     run(check())
 
 
@@ -432,10 +502,11 @@ def test_nothing_is_delivered_in_process_before_the_senders_turn_has_ended():
         connection.submit(1, b"", [content], deadline_s=soon(), on_done=lambda *_: None)
         assert not kept.calls
         content[:] = b"scribbled"
-        call, = await kept.count(1)
+        (call,) = await kept.count(1)
         assert call.payload == b"as it was"  # copied at the border
         await connection.close()
         await listener.close()
+
     run(check())
 
 
@@ -446,4 +517,5 @@ def test_a_pool_of_its_own_does_not_see_another_ones_listeners():
         await listener.close()
         with pytest.raises(InvalidRequest):
             await InprocTransport().listen("a", SERVER, echo)
+
     run(check())

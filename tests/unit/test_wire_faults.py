@@ -42,14 +42,17 @@ HELLO_FRAME = pack_head(HELLO, 0, 0, 0, handshake.encode_hello(Greeting("the fau
 
 def on_a_loop(test):
     """Run an async test on the loop of the daemons, with its deadline, and look for tasks that it left behind."""
+
     @functools.wraps(test)
     def run(*args, **kwargs):
         async def timed():
             async with asyncio.timeout(60):
                 await test(*args, **kwargs)
             await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
+
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(timed())
+
     return run
 
 
@@ -71,8 +74,16 @@ async def raw_client(path, hello=HELLO_FRAME):
 
 
 async def read_frame(reader):
-    _, kind, _, code, _, number, _, message_bytes, payload_bytes, _, _ = HEADER.unpack(await reader.readexactly(HEADER.size))
-    return kind, code, number, await reader.readexactly(message_bytes), await reader.readexactly(payload_bytes)
+    _, kind, _, code, _, number, _, message_bytes, payload_bytes, _, _ = HEADER.unpack(
+        await reader.readexactly(HEADER.size)
+    )
+    return (
+        kind,
+        code,
+        number,
+        await reader.readexactly(message_bytes),
+        await reader.readexactly(payload_bytes),
+    )
 
 
 class FaultyServer:
@@ -104,7 +115,7 @@ def reply(number, payload_bytes=0, message=b"m"):
 
 
 def flipped(raw: bytes, at: int) -> bytes:
-    return raw[:at] + bytes([raw[at] ^ 0x10]) + raw[at + 1:]
+    return raw[:at] + bytes([raw[at] ^ 0x10]) + raw[at + 1 :]
 
 
 FAULTS = {
@@ -135,8 +146,12 @@ async def test_a_server_that(what, tmp_path, caplog):
             await reader.read()  # we hang up, not it
 
     connection, server = await against(tmp_path, fault)
-    tasks = [asyncio.ensure_future(connection.call(1, b"", deadline_s=soon(), into=memoryview(bytearray(32 << 20))))
-             for _ in range(3)]
+    tasks = [
+        asyncio.ensure_future(
+            connection.call(1, b"", deadline_s=soon(), into=memoryview(bytearray(32 << 20)))
+        )
+        for _ in range(3)
+    ]
     for error in await asyncio.gather(*tasks, return_exceptions=True):
         assert type(error) is Disconnected and error.may_be_applied
     assert connection.closed
@@ -148,7 +163,14 @@ async def test_a_server_that(what, tmp_path, caplog):
 @on_a_loop
 async def test_an_answer_that_nobody_asked_for_is_thrown_away(tmp_path):
     async def fault(reader, writer, number):
-        writer.write(reply(number + 7, 3) + b"abc" + reply(number + 8, 100_000) + bytes(100_000) + reply(number, 2) + b"ok")
+        writer.write(
+            reply(number + 7, 3)
+            + b"abc"
+            + reply(number + 8, 100_000)
+            + bytes(100_000)
+            + reply(number, 2)
+            + b"ok"
+        )
         await reader.read()
 
     connection, server = await against(tmp_path, fault)
@@ -202,7 +224,9 @@ async def test_a_server_that_never_greets_is_unreachable_in_time(tmp_path):
 @on_a_loop
 async def test_a_server_of_a_later_version_is_refused_by_name_and_version(tmp_path):
     hello = wire_pb2.Hello(version=9, version_min=8, name="from the future").SerializeToString()
-    server = await asyncio.start_unix_server(FaultyServer(None, pack_head(HELLO, 0, 0, 0, hello, 0)), f"{tmp_path}/s")
+    server = await asyncio.start_unix_server(
+        FaultyServer(None, pack_head(HELLO, 0, 0, 0, hello, 0)), f"{tmp_path}/s"
+    )
     error = await refused(ProtocolMismatch, connect(tmp_path))
     assert all(word in str(error) for word in ("from the future", "8 to 9", "'we'", "1"))
     server.close()
@@ -214,8 +238,10 @@ REQUESTS = {
     "greets twice": (HELLO_FRAME, HELLO_FRAME),
     "sends an answer": (HELLO_FRAME, reply(1)),
     "uses a number twice": (HELLO_FRAME, pack_head(REQUEST, 1, 5, 9999, b"", 0) * 2),
-    "asks for too much at once": (HELLO_FRAME, b"".join(pack_head(REQUEST, 1, n, 9999, b"", 0)
-                                                        for n in range(IN_FLIGHT_MAX + 1))),
+    "asks for too much at once": (
+        HELLO_FRAME,
+        b"".join(pack_head(REQUEST, 1, n, 9999, b"", 0) for n in range(IN_FLIGHT_MAX + 1)),
+    ),
     "sends a flipped bit": (HELLO_FRAME, flipped(pack_head(REQUEST, 1, 5, 9999, b"message", 0), 35)),
 }
 
@@ -263,8 +289,13 @@ async def test_a_client_beyond_the_limit_is_told_that_we_are_busy(tmp_path):
     await listener.close()
 
 
-@pytest.mark.parametrize("request_of", [lambda: pack_head(REQUEST, 1, 1, 1000, bytes(100), 0),
-                                        lambda: pack_head(REQUEST, 1, 1, 1000, b"", 1 << 20) + bytes(200_000)])
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        lambda: pack_head(REQUEST, 1, 1, 1000, bytes(100), 0),
+        lambda: pack_head(REQUEST, 1, 1, 1000, b"", 1 << 20) + bytes(200_000),
+    ],
+)
 @on_a_loop
 async def test_a_client_that_sends_a_byte_now_and_then_is_cut_off(request_of, tmp_path, caplog):
     bounds = Limits(Bounds(message_s=0.3), trust=False)
@@ -279,7 +310,9 @@ async def test_a_client_that_sends_a_byte_now_and_then_is_cut_off(request_of, tm
         if writer.transport.is_closing():
             break
         writer.write(bytes([byte]))
-    assert writer.transport.is_closing() and len(listener.connections) == 1 and "limits.message_s" in caplog.text
+    assert (
+        writer.transport.is_closing() and len(listener.connections) == 1 and "limits.message_s" in caplog.text
+    )
     assert (await good.call(1, b"", deadline_s=soon())).message == b""
     writer.close()
     await good.close()
@@ -307,7 +340,9 @@ async def hangs_up(reader):
         assert await reader.read() == b""
 
 
-@pytest.mark.parametrize("frame", [pack_head(CANCEL, 0, 1, 0, b"", 32 << 20), pack_head(HELLO, 0, 0, 0, b"", 32 << 20)])
+@pytest.mark.parametrize(
+    "frame", [pack_head(CANCEL, 0, 1, 0, b"", 32 << 20), pack_head(HELLO, 0, 0, 0, b"", 32 << 20)]
+)
 @on_a_loop
 async def test_what_carries_no_payload_has_none(frame, tmp_path, caplog):
     listener = await serve(tmp_path)
@@ -336,7 +371,7 @@ async def test_answers_to_who_has_been_ended_do_not_stay(tmp_path, monkeypatch):
     reader, writer = await raw_client(tmp_path)
     writer.write(pack_head(REQUEST, 1, 1, 9999, b"", 0))
     await until(lambda: any(end._transport.get_write_buffer_size() for end in listener.connections))
-    end, = listener.connections
+    (end,) = listener.connections
     end.revoked(NotFound("gone"))
     async with asyncio.timeout(20):
         await asyncio.shield(end._gone)
@@ -400,7 +435,9 @@ async def test_requests_to_a_server_that_reads_nothing_end_with_their_deadline(t
     connection, server = await against(tmp_path, fault)
     payload = [bytes(1 << 20)]
     began_s = SYSTEM_CLOCK.boottime_s()
-    tasks = [asyncio.ensure_future(connection.call(1, b"", payload, deadline_s=began_s + 0.2)) for _ in range(40)]
+    tasks = [
+        asyncio.ensure_future(connection.call(1, b"", payload, deadline_s=began_s + 0.2)) for _ in range(40)
+    ]
     errors = await asyncio.gather(*tasks, return_exceptions=True)
     assert {type(error) for error in errors} == {DeadlineExceeded}
     assert not errors[-1].may_be_applied  # still waited on our side
@@ -422,13 +459,15 @@ async def survives_mutated_frames(path, connections, seed):
         for number in range(4):
             size = dice.choice((0, 10, 70_000))
             message = dice.randbytes(dice.randrange(50))
-            stream += pack_head(dice.choice((REQUEST, CANCEL)), 1, number, 1000, message, size) + dice.randbytes(size)
+            stream += pack_head(
+                dice.choice((REQUEST, CANCEL)), 1, number, 1000, message, size
+            ) + dice.randbytes(size)
         for _ in range(dice.randrange(3)):
             at = dice.randrange(len(stream))
             what = dice.randrange(3)
-            stream[at:at + what] = dice.randbytes(dice.randrange(3))
+            stream[at : at + what] = dice.randbytes(dice.randrange(3))
         writer = (await asyncio.open_unix_connection(f"{path}/s"))[1]
-        writer.write(stream[:dice.randrange(len(stream) + 1)])
+        writer.write(stream[: dice.randrange(len(stream) + 1)])
         assert (await good.call(1, b"well", deadline_s=soon())).message == b"well"
         writer.close()
     await until(lambda: len(listener.connections) == 1)
@@ -465,7 +504,9 @@ uvloop.run(main())
 @pytest.mark.parametrize("scheme", ["stream+unix", "stream", "grpc"])
 def test_a_server_killed_within_its_answers_is_noticed_at_once(scheme, tmp_path):
     endpoint = f"stream+unix://{tmp_path}/s" if scheme == "stream+unix" else f"{scheme}://127.0.0.1:0"
-    child = subprocess.Popen([sys.executable, "-c", SERVER_PROGRAM, endpoint], stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", SERVER_PROGRAM, endpoint], stdout=subprocess.PIPE, text=True
+    )
     endpoint = child.stdout.readline().strip()
 
     @on_a_loop
@@ -478,7 +519,10 @@ def test_a_server_killed_within_its_answers_is_noticed_at_once(scheme, tmp_path)
         assert type(results[-1]) is Disconnected
         assert connection.closed
         await connection.close()
-        await refused(Unreachable, registry.transport(scheme).connect(endpoint, US, deadline_s=SYSTEM_CLOCK.boottime_s() + 2))
+        await refused(
+            Unreachable,
+            registry.transport(scheme).connect(endpoint, US, deadline_s=SYSTEM_CLOCK.boottime_s() + 2),
+        )
 
     try:
         run()
@@ -499,8 +543,10 @@ async def test_a_tcp_connection_notices_a_host_that_vanished():
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
         with contextlib.suppress(OSError):  # before Linux 6.15
             assert sock.getsockopt(socket.IPPROTO_TCP, 44) == 1000, "TCP_RTO_MAX_MS"
-        idle, interval, count = (sock.getsockopt(socket.IPPROTO_TCP, option) for option in (
-            socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT))
+        idle, interval, count = (
+            sock.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        )
         assert idle + interval * count <= 10
     await connection.close()
     await listener.close()
@@ -540,7 +586,11 @@ async def test_what_has_ended_is_freed_at_once(tmp_path):
         await until(lambda: not listener.connections)
         await asyncio.sleep(0)
         del connection
-        alive = [thing for thing in gc.get_objects() if isinstance(thing, stream_transport.FrameReader) and thing._buffer]
+        alive = [
+            thing
+            for thing in gc.get_objects()
+            if isinstance(thing, stream_transport.FrameReader) and thing._buffer
+        ]
         assert not alive
         await listener.close()
     finally:
@@ -551,8 +601,11 @@ async def test_what_has_ended_is_freed_at_once(tmp_path):
 async def test_a_cancel_for_what_was_answered_already_is_nothing(tmp_path):
     listener = await serve(tmp_path)
     reader, writer = await raw_client(tmp_path)
-    writer.write(pack_head(REQUEST, 1, 1, 1000, b"a", 0) + pack_head(CANCEL, 0, 1, 0, b"", 0)
-                 + pack_head(REQUEST, 1, 1, 1000, b"b", 0))
+    writer.write(
+        pack_head(REQUEST, 1, 1, 1000, b"a", 0)
+        + pack_head(CANCEL, 0, 1, 0, b"", 0)
+        + pack_head(REQUEST, 1, 1, 1000, b"b", 0)
+    )
     assert [(await read_frame(reader))[3] for _ in range(2)] == [b"a", b"b"]
     writer.close()
     await listener.close()
@@ -578,7 +631,10 @@ async def test_a_client_that_floods_lets_others_have_their_turn(tmp_path, monkey
     await until(lambda: order)
     for _ in range(20):
         await stranger.call(2, b"", deadline_s=soon())
-    before = [place - number for number, place in enumerate(place for place, method in enumerate(order) if method == 2)]
+    before = [
+        place - number
+        for number, place in enumerate(place for place, method in enumerate(order) if method == 2)
+    ]
     assert max(after - earlier for earlier, after in itertools.pairwise(before)) < 500, before
     for reader, writer in flooding:
         for _ in range(1000):

@@ -43,9 +43,14 @@ def pack_head(*fields):
     return frames_module.pack_head(*fields)
 
 
-frames = st.tuples(st.sampled_from([HELLO, REQUEST, REPLY, CANCEL]), st.integers(0, 65535), st.integers(0, 2**32 - 1),
-                   st.integers(0, 2**32 - 1), st.binary(max_size=300),
-                   st.one_of(st.binary(max_size=500), st.integers(60_000, 200_000).map(lambda n: bytes([n % 251]) * n)))
+frames = st.tuples(
+    st.sampled_from([HELLO, REQUEST, REPLY, CANCEL]),
+    st.integers(0, 65535),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 2**32 - 1),
+    st.binary(max_size=300),
+    st.one_of(st.binary(max_size=500), st.integers(60_000, 200_000).map(lambda n: bytes([n % 251]) * n)),
+)
 
 
 def packed(frame) -> bytes:
@@ -65,7 +70,7 @@ def read(stream: bytes, cuts, place=lambda *_: None, widen=(False,)) -> list:
         buffer = reader.get_buffer(-1)
         assert len(buffer) > 0
         count = min(len(buffer), cuts[turn % len(cuts)], len(stream) - at)
-        buffer[:count] = stream[at:at + count]
+        buffer[:count] = stream[at : at + count]
         del buffer
         reader.buffer_updated(count)
         at += count
@@ -75,8 +80,14 @@ def read(stream: bytes, cuts, place=lambda *_: None, widen=(False,)) -> list:
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["what"])
 def test_a_frame_has_the_bytes_that_it_has_always_had(case):
-    frame = (case["kind"], case["code"], case["number"], case["deadline_ms"], bytes.fromhex(case["message"]),
-             bytes.fromhex(case["payload"]))
+    frame = (
+        case["kind"],
+        case["code"],
+        case["number"],
+        case["deadline_ms"],
+        bytes.fromhex(case["message"]),
+        bytes.fromhex(case["payload"]),
+    )
     assert packed(frame).hex() == case["bytes"]
     assert read(bytes.fromhex(case["bytes"]), [1]) == [frame]
 
@@ -104,9 +115,11 @@ def test_bytes_that_are_no_frame_are_refused(noise, cut):
         read(noise, [cut])
 
 
-@pytest.mark.parametrize(("message_bytes", "payload_bytes"), [(MESSAGE_BYTES_MAX + 1, 0), (0, PAYLOAD_BYTES_MAX + 1)])
+@pytest.mark.parametrize(
+    ("message_bytes", "payload_bytes"), [(MESSAGE_BYTES_MAX + 1, 0), (0, PAYLOAD_BYTES_MAX + 1)]
+)
 def test_a_frame_that_is_too_long_is_refused_before_its_body_comes(message_bytes, payload_bytes):
-    head = pack_head(REQUEST, 1, 1, 1, bytes(message_bytes), payload_bytes)[:HEADER.size]
+    head = pack_head(REQUEST, 1, 1, 1, bytes(message_bytes), payload_bytes)[: HEADER.size]
     with pytest.raises(CorruptFrame, match="too long"):
         read(head, [HEADER.size])
 
@@ -118,8 +131,11 @@ def test_a_frame_of_unknown_kind_is_refused(kind):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(frames, min_size=1, max_size=12), st.lists(st.integers(1, 300_000), min_size=1, max_size=5),
-       st.lists(st.booleans(), min_size=1, max_size=5))
+@given(
+    st.lists(frames, min_size=1, max_size=12),
+    st.lists(st.integers(1, 300_000), min_size=1, max_size=5),
+    st.lists(st.booleans(), min_size=1, max_size=5),
+)
 def test_frames_come_out_as_they_went_in_also_by_a_wide_buffer(sent, cuts, widen):
     assert read(b"".join(map(packed, sent)), cuts, widen=widen) == sent
 
@@ -131,7 +147,7 @@ def receive(reader, stream):
         buffer = reader.get_buffer(-1)
         lengths.append(len(buffer))
         count = min(len(buffer), len(stream) - at)
-        buffer[:count] = stream[at:at + count]
+        buffer[:count] = stream[at : at + count]
         del buffer
         reader.buffer_updated(count)
         at += count
@@ -141,7 +157,9 @@ def receive(reader, stream):
 def test_a_wide_buffer_has_four_large_payloads_at_once_and_is_narrow_again_when_only_larger_ones_come():
     found = []
     reader = FrameReader(lambda *frame: found.append(frame), lambda *_: None)
-    large, larger, short = [(REPLY, 0, size, 0, b"m" * 158, bytes([9]) * size) for size in (128 << 10, 300 << 10, 4096)]
+    large, larger, short = [
+        (REPLY, 0, size, 0, b"m" * 158, bytes([9]) * size) for size in (128 << 10, 300 << 10, 4096)
+    ]
     receive(reader, packed(short))
     assert len(reader.get_buffer(-1)) == LINEAR_BYTES
     reader.widen()
@@ -182,7 +200,9 @@ def test_a_long_message_makes_the_buffer_grow_and_later_shrink_again():
 def test_a_payload_goes_where_the_reader_is_told_to_put_it(size):
     place = memoryview(bytearray(size))
     content = bytes([7]) * size
-    (*_, payload), = read(packed((REPLY, 0, 9, 0, b"m", content)), [1000], lambda kind, number, count: place)
+    ((*_, payload),) = read(
+        packed((REPLY, 0, 9, 0, b"m", content)), [1000], lambda kind, number, count: place
+    )
     assert payload is place and place == content
 
 
@@ -200,7 +220,7 @@ def test_a_place_that_is_abandoned_is_not_written_to_any_more():
     while at < len(stream):
         buffer = reader.get_buffer(-1)
         count = min(len(buffer), len(stream) - at)
-        buffer[:count] = stream[at:at + count]
+        buffer[:count] = stream[at : at + count]
         del buffer
         reader.buffer_updated(count)
         at += count
@@ -217,7 +237,7 @@ def test_a_stalled_reader_keeps_frames_until_it_is_told_to_go_on():
 
     reader = FrameReader(deliver, lambda *_: None)
     stream = b"".join(packed((REQUEST, 1, number, 1, b"", b"")) for number in range(1, 6))
-    reader.get_buffer(-1)[:len(stream)] = stream
+    reader.get_buffer(-1)[: len(stream)] = stream
     reader.buffer_updated(len(stream))
     assert found == [1]
     for expected in ([1, 2, 3], [1, 2, 3, 4, 5]):
@@ -236,8 +256,13 @@ def of_a_head(read_head, *given):
 
 @pytest.mark.skipif(len(HEADS) < 2, reason="not compiled")
 @settings(max_examples=200, deadline=None)
-@given(frames, st.integers(0, 40), st.integers(0, 400),
-       st.lists(st.tuples(st.integers(0, 40), st.integers(0, 255)), max_size=2), st.sampled_from([0, 100, 65536]))
+@given(
+    frames,
+    st.integers(0, 40),
+    st.integers(0, 400),
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 255)), max_size=2),
+    st.sampled_from([0, 100, 65536]),
+)
 def test_the_compiled_module_and_its_twin_say_the_same(sent, begin, cut, changes, whole_max):
     kind, code, number, deadline_ms, message, payload = sent
     for form in (bytes, bytearray, memoryview):
@@ -274,17 +299,23 @@ def test_one_whole_frame_is_taken_without_a_call_and_nothing_else_is():
 
     def reader_with(stream):
         reader = FrameReader(lambda *frame: delivered.append(frame), lambda *_: None)
-        reader.get_buffer(-1)[:len(stream)] = stream
+        reader.get_buffer(-1)[: len(stream)] = stream
         return reader
 
-    for message, payload in ((b"", b""), (b"m", b""), (b"", b"p"), (b"m" * 100, b"p" * 4096), (b"m" * 3000, b"p" * 65536)):
+    for message, payload in (
+        (b"", b""),
+        (b"m", b""),
+        (b"", b"p"),
+        (b"m" * 100, b"p" * 4096),
+        (b"m" * 3000, b"p" * 65536),
+    ):
         frame = packed((REPLY, 3, 7, 9, message, payload))
         reader = reader_with(frame)
         found = reader.only(len(frame))
         reader_with(frame).buffer_updated(len(frame))
         assert found == delivered.pop() == (REPLY, 3, 7, 9, message, payload) and not delivered
         got = reader.get_buffer(-1)
-        got[:len(got)] = bytes(len(got))
+        got[: len(got)] = bytes(len(got))
         assert found[5] == payload, "it is the receiver's to keep"
         for length in {0, 1, 31, 32, len(frame) // 2, len(frame) - 1} - {len(frame)}:
             assert reader_with(frame[:length]).only(length) is None

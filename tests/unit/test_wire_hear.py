@@ -56,7 +56,9 @@ class Socket:
 
 def scene(work) -> None:
     async def whole() -> None:
-        connection = StreamConnection(asyncio.get_running_loop(), GREETING, "stream://nowhere:1", False, SYSTEM_CLOCK)
+        connection = StreamConnection(
+            asyncio.get_running_loop(), GREETING, "stream://nowhere:1", False, SYSTEM_CLOCK
+        )
         connection._transport = Socket()
         receive(connection, pack_head(HELLO, 0, 0, 0, encode_hello(GREETING), 0))
         await connection.greeted
@@ -81,7 +83,9 @@ def ask(connection, told: list, name, **named) -> int:
     def tell(reply, error) -> None:
         told.append((name, reply and (bytes(reply.message), bytes(reply.payload)), type(error)))
 
-    return connection.submit(METHOD, b"question", deadline_s=SYSTEM_CLOCK.boottime_s() + 10, on_done=tell, **named)
+    return connection.submit(
+        METHOD, b"question", deadline_s=SYSTEM_CLOCK.boottime_s() + 10, on_done=tell, **named
+    )
 
 
 def reply(number: int, message: bytes = b"", payload: bytes = b"", status: int = 0) -> bytes:
@@ -112,8 +116,13 @@ def test_answers_of_any_kind_are_told_in_their_order_however_they_are_cut():
                     wanted.append((name, (message, b""), type(None)))
                 if kind == 5:
                     frames.append(reply(number + 1000, message))  # nobody asked that any more
-            receive(connection, b"".join(frames), iter(lambda: numbers.choice((1, 31, 40, 500, 4096, 1 << 17)), None))
+            receive(
+                connection,
+                b"".join(frames),
+                iter(lambda: numbers.choice((1, 31, 40, 500, 4096, 1 << 17)), None),
+            )
             assert told == wanted and not connection._in_flight and not connection._ended
+
     scene(work)
 
 
@@ -125,8 +134,16 @@ def test_an_answer_that_was_changed_on_its_way_ends_the_connection_after_those_b
         spoiled = bytearray(reply(second, b"second"))
         spoiled[place] ^= 64
         receive(connection, reply(first, b"first") + spoiled + reply(third, b"third"))
-        assert told[0] == ("a", (b"first", b""), type(None)) and connection._ended and connection._transport.closed
-        assert sorted(told[1:], key=lambda one: one[0]) == [("b", None, Disconnected), ("c", None, Disconnected)]
+        assert (
+            told[0] == ("a", (b"first", b""), type(None))
+            and connection._ended
+            and connection._transport.closed
+        )
+        assert sorted(told[1:], key=lambda one: one[0]) == [
+            ("b", None, Disconnected),
+            ("c", None, Disconnected),
+        ]
+
     scene(work)
 
 
@@ -136,21 +153,29 @@ def test_what_is_asked_by_those_who_are_told_leaves_together_when_all_are():
 
         def more(reply, error) -> None:
             told.append(bytes(reply.message))
-            connection.submit(METHOD, b"more", deadline_s=SYSTEM_CLOCK.boottime_s() + 10, on_done=lambda *_: None)
+            connection.submit(
+                METHOD, b"more", deadline_s=SYSTEM_CLOCK.boottime_s() + 10, on_done=lambda *_: None
+            )
 
-        asked = [connection.submit(METHOD, b"", deadline_s=SYSTEM_CLOCK.boottime_s() + 10, on_done=more) for _ in range(3)]
+        asked = [
+            connection.submit(METHOD, b"", deadline_s=SYSTEM_CLOCK.boottime_s() + 10, on_done=more)
+            for _ in range(3)
+        ]
         await asyncio.sleep(0)
         connection._transport.written.clear()
         receive(connection, b"".join(reply(number, b"%d" % number) for number in asked))
         assert told == [b"%d" % number for number in asked] and len(connection._transport.written) == 1
         assert not connection._reading and len(connection._in_flight) == 3
+
     scene(work)
 
 
 def test_who_is_told_may_raise_give_up_others_or_end_the_connection():
     async def work(connection) -> None:
         told, raised = [], []
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: raised.append(context["exception"]))
+        asyncio.get_running_loop().set_exception_handler(
+            lambda loop, context: raised.append(context["exception"])
+        )
 
         def broken(reply, error) -> None:
             connection.give_up(third)
@@ -159,12 +184,19 @@ def test_who_is_told_may_raise_give_up_others_or_end_the_connection():
         first = connection.submit(METHOD, b"", deadline_s=SYSTEM_CLOCK.boottime_s() + 10, on_done=broken)
         second, third = ask(connection, told, "second"), ask(connection, told, "third")
         receive(connection, reply(first) + reply(third, b"late") + reply(second, b"2"))
-        assert told == [("second", (b"2", b""), type(None))] and [type(error) for error in raised] == [ValueError]
-        last = connection.submit(METHOD, b"", deadline_s=SYSTEM_CLOCK.boottime_s() + 10,
-                                 on_done=lambda *_: connection._end("enough"))
+        assert told == [("second", (b"2", b""), type(None))] and [type(error) for error in raised] == [
+            ValueError
+        ]
+        last = connection.submit(
+            METHOD,
+            b"",
+            deadline_s=SYSTEM_CLOCK.boottime_s() + 10,
+            on_done=lambda *_: connection._end("enough"),
+        )
         behind = ask(connection, told, "behind")
         receive(connection, reply(last) + reply(behind))
         assert told[1:] == [("behind", None, Disconnected)]
+
     scene(work)
 
 
@@ -181,4 +213,5 @@ def test_who_waits_for_a_place_is_sent_when_one_is_free():
         receive(connection, reply(first) + reply(waits))
         assert [name for name, *_ in told] == ["first", "waits"]
         assert (connection._calls.begun, connection._calls.ended) == (begun[0], begun[1] + 2)
+
     scene(work)

@@ -9,8 +9,14 @@ from nvpool.rpc.limits import LOOK_S, Bounds, Limits, identify
 from nvpool.rpc.stats import TALLY
 
 MIB = 1 << 20
-SMALL = Bounds(connections=32, connections_per_peer=6, memory_bytes=64 * MIB, memory_bytes_per_peer=16 * MIB, message_s=5.0,
-               requests_per_peer=100)
+SMALL = Bounds(
+    connections=32,
+    connections_per_peer=6,
+    memory_bytes=64 * MIB,
+    memory_bytes_per_peer=16 * MIB,
+    message_s=5.0,
+    requests_per_peer=100,
+)
 
 
 class Loop:
@@ -88,11 +94,21 @@ def met(limit):
     return TALLY.limits_met.get(limit, 0)
 
 
-@pytest.mark.parametrize(("peer", "name", "trusted"), [
-    (NODE, "node/alpha", True), (CLIENT, "client/ws1", False), (ROOT, "uid 0", True), (user(), "uid 1000", False),
-    (far("10.1.2.3"), "address 10.1.2.3", False), (far("::ffff:10.1.2.3"), "address 10.1.2.3", False),
-    (far("fd00:1:2:3:4:5:6:7"), "address fd00:1:2:3::/64", False), (far("::1"), "address ::1", False),
-    (far("fe80::5%eth0"), "address fe80::/64", False), (Peer("x", "inproc", True), "this process", True)])
+@pytest.mark.parametrize(
+    ("peer", "name", "trusted"),
+    [
+        (NODE, "node/alpha", True),
+        (CLIENT, "client/ws1", False),
+        (ROOT, "uid 0", True),
+        (user(), "uid 1000", False),
+        (far("10.1.2.3"), "address 10.1.2.3", False),
+        (far("::ffff:10.1.2.3"), "address 10.1.2.3", False),
+        (far("fd00:1:2:3:4:5:6:7"), "address fd00:1:2:3::/64", False),
+        (far("::1"), "address ::1", False),
+        (far("fe80::5%eth0"), "address fe80::/64", False),
+        (Peer("x", "inproc", True), "this process", True),
+    ],
+)
 def test_peer_is_certificate_then_user_then_address(peer, name, trusted):
     assert identify(peer) == (name, trusted)
 
@@ -103,7 +119,9 @@ def test_operators_are_trusted():
 
 
 def test_other_hosts_are_trusted_in_plain_text():
-    assert identify(far("10.1.2.3"), plain_text=True)[1] and not identify(far("127.0.0.1"), plain_text=True)[1]
+    assert (
+        identify(far("10.1.2.3"), plain_text=True)[1] and not identify(far("127.0.0.1"), plain_text=True)[1]
+    )
     assert not identify(far("::1"), plain_text=True)[1] and not identify(user(), plain_text=True)[1]
 
 
@@ -117,8 +135,15 @@ def test_peer_has_no_more_connections_than_its_share():
     before = met("connections_per_peer")
     with pytest.raises(Busy) as raised:
         End(limits, far("10.1.2.3"))
-    assert all(word in str(raised.value) for word in ("meta-1", "6 connections", "address 10.1.2.3",
-                                                      "limits.connections_per_peer in node.toml"))
+    assert all(
+        word in str(raised.value)
+        for word in (
+            "meta-1",
+            "6 connections",
+            "address 10.1.2.3",
+            "limits.connections_per_peer in node.toml",
+        )
+    )
     assert met("connections_per_peer") == before + 1
     others = [End(limits, peer) for peer in (far("10.1.2.4"), user(), CLIENT, ROOT, NODE)]
     ends[0].share.leave()
@@ -166,7 +191,11 @@ def test_leaving_twice_counts_once():
     one.share.leave()
     one.share.leave()
     one.share.done(MIB)
-    assert limits.bytes == 0 and other.share.account.bytes == 0 and list(other.share.account.shares) == [other.share]
+    assert (
+        limits.bytes == 0
+        and other.share.account.bytes == 0
+        and list(other.share.account.shares) == [other.share]
+    )
 
 
 def test_large_requests_of_a_peer_wait_for_one_another():
@@ -251,7 +280,7 @@ def test_message_that_does_not_come_ends_the_connection():
     slow, good = End(limits, user()), End(limits, user())
     before = met("message_s")
     for second in range(12):
-        slow.frame = b"0123456789ab"[:second + 1], 2 * MIB  # a byte a second
+        slow.frame = b"0123456789ab"[: second + 1], 2 * MIB  # a byte a second
         good.frame = b"%012d" % second, 2 * MIB
         limits.run_once()
         clock.now_s += LOOK_S

@@ -50,8 +50,10 @@ STRANGER = Peer("s", "10.0.0.3:1", False)
 CLIENTS = {NODE_AFAR, CLIENT, BOUND, SQUASHED, ROOT_HERE, OPERATOR_HERE}
 MAY = {
     Who.STRANGER: {*CLIENTS, USER_HERE, STRANGER},
-    Who.USER: {*CLIENTS, USER_HERE}, Who.VOLUME: {*CLIENTS, USER_HERE},
-    Who.MEMBER: CLIENTS, Who.VOLUME_OF_CLIENT: CLIENTS,
+    Who.USER: {*CLIENTS, USER_HERE},
+    Who.VOLUME: {*CLIENTS, USER_HERE},
+    Who.MEMBER: CLIENTS,
+    Who.VOLUME_OF_CLIENT: CLIENTS,
     Who.NODE: {NODE_AFAR, ROOT_HERE, OPERATOR_HERE},
     Who.OPERATOR: {ROOT_HERE, OPERATOR_HERE},
 }
@@ -88,15 +90,22 @@ async def is_refused(handle, call: DirectCall) -> bool:
         error = call.answer
     except Exception as raised:
         error = raised
-    return isinstance(error, AccessDenied) and str(error).endswith(("run the command on a node", "a certificate of this pool",
-                                                                    "do it there", "operator group (access.operators)"))
+    return isinstance(error, AccessDenied) and str(error).endswith(
+        (
+            "run the command on a node",
+            "a certificate of this pool",
+            "do it there",
+            "operator group (access.operators)",
+        )
+    )
 
 
 async def check_all(methods, handle, peers) -> None:
     for method in methods:
         for peer in peers:
-            wanted = peer not in MAY[RIGHTS[method].who] or (peer in (BOUND, SQUASHED) and 100 <= method < 200 and \
-                Method.Name(method) not in FOR_USERS)
+            wanted = peer not in MAY[RIGHTS[method].who] or (
+                peer in (BOUND, SQUASHED) and 100 <= method < 200 and Method.Name(method) not in FOR_USERS
+            )
             assert await is_refused(handle, call_of(method, peer)) == wanted, (Method.Name(method), peer)
 
 
@@ -120,15 +129,23 @@ def test_local_users_are_answered_their_methods_alone():
 def test_refused_user_is_told_why():
     async def main() -> None:
         callers = Callers()
-        for method in (wire_pb2.POOL_CHANGE, wire_pb2.POOL_STATUS, wire_pb2.META_DUMP, wire_pb2.PROCESS_METRICS):
+        for method in (
+            wire_pb2.POOL_CHANGE,
+            wire_pb2.POOL_STATUS,
+            wire_pb2.META_DUMP,
+            wire_pb2.PROCESS_METRICS,
+        ):
             with pytest.raises(AccessDenied, match=f"user {OTHER_UID} .*{Method.Name(method)}.* root"):
                 callers.check(call_of(method, USER_HERE))
+
     asyncio.run(main())
 
 
 def test_callers_know_as_whom_alone_they_act():
     callers = Callers(OPERATORS)
-    assert all(callers.of(peer).user is None for peer in (NODE_AFAR, CLIENT, ROOT_HERE, OPERATOR_HERE, STRANGER))
+    assert all(
+        callers.of(peer).user is None for peer in (NODE_AFAR, CLIENT, ROOT_HERE, OPERATOR_HERE, STRANGER)
+    )
     assert callers.of(USER_HERE).user == USER_HERE.credentials
     assert callers.of(BOUND)[:2] == (Role.CLIENT, BOUND.member) and callers.of(BOUND).user.uid == 1000
 
@@ -136,9 +153,16 @@ def test_callers_know_as_whom_alone_they_act():
 def test_callers_are_named_by_certificate_and_uid():
     callers = Callers(OPERATORS)
     assert [callers.of(peer)[:2] for peer in (NODE_AFAR, CLIENT, ROOT_HERE, OPERATOR_HERE, USER_HERE)] == [
-        (Role.NODE, ""), (Role.CLIENT, ALICE), (Role.NODE, ""), (Role.NODE, ""), (Role.USER, f"uid/{OTHER_UID}")]
+        (Role.NODE, ""),
+        (Role.CLIENT, ALICE),
+        (Role.NODE, ""),
+        (Role.NODE, ""),
+        (Role.USER, f"uid/{OTHER_UID}"),
+    ]
     assert Callers().of(OPERATOR_HERE).role == Role.USER
-    assert callers.of(STRANGER).role == Role.NODE and Callers(strangers=True).of(STRANGER).role == Role.STRANGER
+    assert (
+        callers.of(STRANGER).role == Role.NODE and Callers(strangers=True).of(STRANGER).role == Role.STRANGER
+    )
 
 
 def test_callers_of_many_connections_are_told_apart():
@@ -154,17 +178,20 @@ def test_metadata_service_asks_who_may_call():
             meta = next(iter(pool.metas.values()))
             meta._callers = Callers(OPERATORS)
             await check_all([method for method in METHODS if 100 <= method < 200], meta.handle, LOCAL_PEERS)
+
     asyncio.run(main())
 
 
 def test_store_asks_who_may_call():
     async def main() -> None:
-        service = StoreService(MemoryChunkStore(1 << 24), target=1,
-                               grant_secret=SECRET, callers=Callers(OPERATORS))
+        service = StoreService(
+            MemoryChunkStore(1 << 24), target=1, grant_secret=SECRET, callers=Callers(OPERATORS)
+        )
         try:
             await check_all([method for method in METHODS if method < 100], service.handle, LOCAL_PEERS)
         finally:
             await service.close()
+
     asyncio.run(main())
 
 
@@ -174,9 +201,12 @@ def test_standby_asks_who_may_call(tmp_path):
         member = ShardMember(options, first_map(), None, SYSTEM_CLOCK, None, None)
         member._stand_by()
         try:
-            await check_all((wire_pb2.META_SHIP, wire_pb2.META_FOLLOW, wire_pb2.META_STATUS), member.handle, LOCAL_PEERS)
+            await check_all(
+                (wire_pb2.META_SHIP, wire_pb2.META_FOLLOW, wire_pb2.META_STATUS), member.handle, LOCAL_PEERS
+            )
         finally:
             await member.close()
+
     asyncio.run(main())
 
 
@@ -185,6 +215,7 @@ def test_primary_asks_who_may_ship(tmp_path):
         options = MemberOptions(1, 1, 0, tmp_path, LmdbOptions(), SECRET, callers=Callers(OPERATORS))
         member = ShardMember(options, first_map(), None, SYSTEM_CLOCK, None, None)
         await check_all((wire_pb2.META_SHIP, wire_pb2.META_FOLLOW), member._handle_behind_gate, LOCAL_PEERS)
+
     asyncio.run(main())
 
 
@@ -196,9 +227,12 @@ def test_supervisor_asks_who_may_call(tmp_path):
         methods = [method for method in METHODS if method >= 200]
         try:
             await check_all(methods, supervisor.handle, LOCAL_PEERS)
-            await check_all(methods, supervisor.handle_secured, (NODE_AFAR, CLIENT, BOUND, SQUASHED, STRANGER))
+            await check_all(
+                methods, supervisor.handle_secured, (NODE_AFAR, CLIENT, BOUND, SQUASHED, STRANGER)
+            )
         finally:
             await supervisor.close()
+
     asyncio.run(main())
 
 
@@ -210,17 +244,22 @@ def test_unknown_method_is_not_known_to_nodes_nor_clients():
                 call = call_of(9999, peer)
                 meta.handle(call)
                 assert isinstance(call.answer, NotSupported)
+
     asyncio.run(main())
 
 
 def test_store_describes_chunks_to_who_has_a_grant():
     async def main() -> None:
-        service = StoreService(MemoryChunkStore(1 << 24), target=1,
-                               grant_secret=SECRET)
+        service = StoreService(MemoryChunkStore(1 << 24), target=1, grant_secret=SECRET)
         ends_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000 + 60_000
         try:
-            for peer, inode, wanted in ((CLIENT, 0, StaleGrant), (CLIENT, 6, StaleGrant), (CLIENT, 5, None),
-                                        (USER_HERE, 0, AccessDenied), (NODE_AFAR, 0, None)):
+            for peer, inode, wanted in (
+                (CLIENT, 0, StaleGrant),
+                (CLIENT, 6, StaleGrant),
+                (CLIENT, 5, None),
+                (USER_HERE, 0, AccessDenied),
+                (NODE_AFAR, 0, None),
+            ):
                 grant = sign(Grant(READ | WRITE, 0, 1, inode, 0, ends_ms), SECRET) if inode else b""
                 request = data_pb2.DescribeRequest(target=1, inode=5, grant=grant)
                 call = call_of(wire_pb2.DATA_DESCRIBE, peer, request.SerializeToString())
@@ -232,6 +271,7 @@ def test_store_describes_chunks_to_who_has_a_grant():
                         service.handle(call)
         finally:
             await service.close()
+
     asyncio.run(main())
 
 
@@ -244,7 +284,9 @@ def samples(session: int, slot: int, volume: int, inode: int) -> dict[int, objec
         wire_pb2.META_GETATTR: pb.GetAttrRequest(session=session, inode=inode, rights=READ),
         wire_pb2.META_SETATTR: pb.SetAttrRequest(change=change, inode=inode, valid=1, mode=0o600),
         wire_pb2.META_READLINK: pb.ReadLinkRequest(session=session, inode=inode),
-        wire_pb2.META_CREATE: pb.CreateRequest(change=change, parent=volume, name=b"g", mode=0o100644, open=True, rights=READ),
+        wire_pb2.META_CREATE: pb.CreateRequest(
+            change=change, parent=volume, name=b"g", mode=0o100644, open=True, rights=READ
+        ),
         wire_pb2.META_LINK: pb.LinkRequest(change=change, inode=inode, parent=volume, name=b"g"),
         wire_pb2.META_OPEN: pb.OpenRequest(change=change, inode=inode, rights=READ),
         wire_pb2.META_REPORT: pb.ReportRequest(change=change, inode=inode, end=1000, wrote=True),
@@ -254,23 +296,36 @@ def samples(session: int, slot: int, volume: int, inode: int) -> dict[int, objec
         wire_pb2.META_SETXATTR: pb.SetXattrRequest(change=change, inode=inode, name=b"user.x", value=b"1"),
         wire_pb2.META_LISTXATTR: pb.ListXattrRequest(session=session, inode=inode),
         wire_pb2.META_REMOVEXATTR: pb.RemoveXattrRequest(change=change, inode=inode, name=b"user.x"),
-        wire_pb2.META_LOCK: pb.LockRequest(change=change, inode=inode, kind=2, owner=1, end=(1 << 63) - 1, mode=2),
+        wire_pb2.META_LOCK: pb.LockRequest(
+            change=change, inode=inode, kind=2, owner=1, end=(1 << 63) - 1, mode=2
+        ),
         wire_pb2.META_LOCKS: pb.LocksRequest(session=session, inode=inode),
         wire_pb2.META_ALLOCATE: pb.AllocateRequest(change=change, inode=inode, length=1 << 20, grow=True),
-        wire_pb2.META_LOOKUP_MANY: pb.LookupManyRequest(session=session, directories=[pb.NamesIn(parent=volume, names=[b"f"])]),
-        wire_pb2.META_GETATTR_MANY: pb.GetAttrManyRequest(session=session, inodes=struct.pack("<Q", inode), rights=READ),
-        wire_pb2.META_VOLUME_ROOM: pb.VolumeRoomRequest(session=session, inode=volume, bytes=1 << 20, needed=1),
+        wire_pb2.META_LOOKUP_MANY: pb.LookupManyRequest(
+            session=session, directories=[pb.NamesIn(parent=volume, names=[b"f"])]
+        ),
+        wire_pb2.META_GETATTR_MANY: pb.GetAttrManyRequest(
+            session=session, inodes=struct.pack("<Q", inode), rights=READ
+        ),
+        wire_pb2.META_VOLUME_ROOM: pb.VolumeRoomRequest(
+            session=session, inode=volume, bytes=1 << 20, needed=1
+        ),
         wire_pb2.META_TRASH: pb.TrashRequest(session=session, inode=volume, wish=pb.TrashRequest.LIST),
-        wire_pb2.META_RENAME: pb.RenameRequest(change=change, parent=volume, name=b"f", new_parent=volume, new_name=b"g"),
+        wire_pb2.META_RENAME: pb.RenameRequest(
+            change=change, parent=volume, name=b"f", new_parent=volume, new_name=b"g"
+        ),
         wire_pb2.META_UNLINK: pb.UnlinkRequest(change=change, parent=volume, name=b"h"),
         wire_pb2.META_RMDIR: pb.UnlinkRequest(change=change, parent=volume, name=b"d"),
     }
 
 
 TELLS_NOTHING = {
-    wire_pb2.META_LOOKUP_MANY: lambda raw: pb.LookupManyReply.FromString(raw).found[0].error == AccessDenied.wire_code,
+    wire_pb2.META_LOOKUP_MANY: lambda raw: (
+        pb.LookupManyReply.FromString(raw).found[0].error == AccessDenied.wire_code
+    ),
     wire_pb2.META_GETATTR_MANY: lambda raw: not pb.GetAttrManyReply.FromString(raw).packed,
-    wire_pb2.META_NAMES: lambda raw: not pb.NamesReply.FromString(raw).names}
+    wire_pb2.META_NAMES: lambda raw: not pb.NamesReply.FromString(raw).names,
+}
 """Methods about many inodes at once: those that the caller may not see are left out."""
 
 
@@ -300,8 +355,11 @@ def test_client_without_a_right_to_the_volume_gets_nothing():
                         answers[member][method] = (await call.wait())[0]
                     except Exception as error:
                         answers[member][method] = error
-            walked = {method for method, right in RIGHTS.items()
-                      if right.who in (Who.VOLUME, Who.VOLUME_OF_CLIENT) and method >= 100}
+            walked = {
+                method
+                for method, right in RIGHTS.items()
+                if right.who in (Who.VOLUME, Who.VOLUME_OF_CLIENT) and method >= 100
+            }
             assert set(answers[MALLORY]) == walked
             for method, answer in answers[MALLORY].items():
                 name = Method.Name(method)
@@ -310,7 +368,11 @@ def test_client_without_a_right_to_the_volume_gets_nothing():
                     assert not TELLS_NOTHING[method](answers[ALICE][method]), name
                 else:
                     assert isinstance(answer, AccessDenied), (name, answer)
-                    assert not isinstance(answers[ALICE][method], AccessDenied), (name, answers[ALICE][method])
+                    assert not isinstance(answers[ALICE][method], AccessDenied), (
+                        name,
+                        answers[ALICE][method],
+                    )
+
     asyncio.run(main())
 
 
@@ -319,9 +381,12 @@ def test_moment_without_a_number_is_refused():
         async with LocalPool() as pool:
             meta = next(iter(pool.metas.values()))
             for stage in (pb.MomentRequest.QUIET, pb.MomentRequest.TAKE, pb.MomentRequest.NONE, 77):
-                call = call_of(wire_pb2.META_MOMENT, ROOT_HERE, pb.MomentRequest(stage=stage).SerializeToString())
+                call = call_of(
+                    wire_pb2.META_MOMENT, ROOT_HERE, pb.MomentRequest(stage=stage).SerializeToString()
+                )
                 meta.handle(call)
                 with pytest.raises(InvalidRequest):
                     await call.wait()
                 assert not meta._moment.changes_wait and not meta._moment.spans_wait
+
     asyncio.run(main())

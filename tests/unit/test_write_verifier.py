@@ -35,6 +35,7 @@ def in_loop(test):
     @functools.wraps(test)
     def run(*arguments, **named):
         asyncio.run(asyncio.wait_for(test(*arguments, **named), 120))
+
     return run
 
 
@@ -42,7 +43,9 @@ class Losing:
     """A pool in memory; each of its files has all targets."""
 
     def __init__(self, replicas: int):
-        self.pool = LocalPool(capacities=(64 * MIB,) * replicas, replicas=replicas, tells_map=True, chunk_bytes=256 * KIB)
+        self.pool = LocalPool(
+            capacities=(64 * MIB,) * replicas, replicas=replicas, tells_map=True, chunk_bytes=256 * KIB
+        )
 
     async def __aenter__(self) -> Losing:
         await self.pool.__aenter__()
@@ -62,7 +65,9 @@ class Losing:
         return handle
 
     async def change(self, decide) -> None:
-        await self.pool.change_map(lambda now: changed(now, tables=decide(now).tables, targets=decide(now).targets))
+        await self.pool.change_map(
+            lambda now: changed(now, tables=decide(now).tables, targets=decide(now).targets)
+        )
 
     async def kill(self, target: int) -> None:
         await self.pool.stop_store(target)
@@ -91,7 +96,9 @@ class Losing:
         await self.change(lambda now: returned(now, {target}))
         async with asyncio.timeout(60):
             while any(chain.joining for table in self.pool.pool_map.tables for chain in table.chains):
-                equal = [(*chain, epoch) for chain, epoch in self.pool.stores[target].upkeep.resync.equal.items()]
+                equal = [
+                    (*chain, epoch) for chain, epoch in self.pool.stores[target].upkeep.resync.equal.items()
+                ]
                 new = joined(self.pool.pool_map, target, equal)
                 if new is not self.pool.pool_map:
                     await self.change(lambda _, new=new: new)
@@ -277,10 +284,15 @@ def test_a_chain_is_intact_as_long_as_its_last_target_loses_nothing():
     for target in (1, 2):
         now = vouched(restarted(now, target), target, 8)
         now = returned(now, {target})
-        now = joined(now, target, [(2, number, chain.epoch) for number, chain in enumerate(now.table_by_id[2].chains)])
+        now = joined(
+            now, target, [(2, number, chain.epoch) for number, chain in enumerate(now.table_by_id[2].chains)]
+        )
         assert all(chain.intact == 0 and set(chain.targets) == {1, 2} for chain in now.table_by_id[2].chains)
     alone = [chain.targets for chain in now.table_by_id[1].chains]
-    assert all(chain.intact == chain.epoch for chain in now.table_by_id[1].chains) and set(alone) == {(1,), (2,)}
+    assert all(chain.intact == chain.epoch for chain in now.table_by_id[1].chains) and set(alone) == {
+        (1,),
+        (2,),
+    }
     now = vouched(restarted(died(now, {1, 2}), 1), 1, 9)
     assert all(chain.intact == 0 and chain.targets == (2,) for chain in now.table_by_id[2].chains)
     now = vouched(restarted(now, 2), 2, 8)
@@ -305,7 +317,9 @@ async def test_the_number_changes_when_something_may_be_lost_and_only_then():
 @in_loop
 async def test_a_store_that_could_not_vouch_for_itself_has_another_number_afterwards():
     async def opened(**options):
-        store = BlockChunkStore(MemoryDevice(4 * MIB), 1024, target=1, options=StoreOptions(**options), clock=ManualClock())
+        store = BlockChunkStore(
+            MemoryDevice(4 * MIB), 1024, target=1, options=StoreOptions(**options), clock=ManualClock()
+        )
         await store.attach(kv)
         return store
 

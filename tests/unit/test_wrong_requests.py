@@ -26,10 +26,15 @@ async def test_file_is_no_directory_for_its_own_names(shard, client):
 async def test_hold_of_what_can_not_be_is_refused(shard, client):
     right = ServiceRight(shard.clock, SECRET, 1)()
     span = pb.SpanId(shard=1, incarnation=1, number=1)
-    for request in (pb.HoldRequest(id=span, births=[4096]), pb.HoldRequest(id=span, keys=[b""]),
-                    pb.HoldRequest(id=span, looks=[b"x"]), pb.HoldRequest(id=span, ranges=[pb.SpanRange(first=b"")]),
-                    pb.HoldRequest(id=pb.SpanId(shard=1 << 16)), pb.HoldRequest(),
-                    pb.HoldRequest(id=span, named=[(1 << 64) - 1])):
+    for request in (
+        pb.HoldRequest(id=span, births=[4096]),
+        pb.HoldRequest(id=span, keys=[b""]),
+        pb.HoldRequest(id=span, looks=[b"x"]),
+        pb.HoldRequest(id=span, ranges=[pb.SpanRange(first=b"")]),
+        pb.HoldRequest(id=pb.SpanId(shard=1 << 16)),
+        pb.HoldRequest(),
+        pb.HoldRequest(id=span, named=[(1 << 64) - 1]),
+    ):
         request.authority = right
         call = DirectCall(wire.META_HOLD, request.SerializeToString())
         shard.service.handle(call)

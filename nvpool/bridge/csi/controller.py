@@ -25,8 +25,15 @@ if TYPE_CHECKING:
     from nvpool.sdk.volumes import Volume
 
 _Rpc = pb.ControllerServiceCapability.RPC
-CAPABILITIES = (_Rpc.CREATE_DELETE_VOLUME, _Rpc.LIST_VOLUMES, _Rpc.GET_CAPACITY, _Rpc.EXPAND_VOLUME, _Rpc.VOLUME_CONDITION,
-                _Rpc.GET_VOLUME, _Rpc.SINGLE_NODE_MULTI_WRITER)
+CAPABILITIES = (
+    _Rpc.CREATE_DELETE_VOLUME,
+    _Rpc.LIST_VOLUMES,
+    _Rpc.GET_CAPACITY,
+    _Rpc.EXPAND_VOLUME,
+    _Rpc.VOLUME_CONDITION,
+    _Rpc.GET_VOLUME,
+    _Rpc.SINGLE_NODE_MULTI_WRITER,
+)
 PAGE_ENTRIES_MAX = 5000
 """More would not fit into the 4 MiB that gRPC clients accept by default; next_token leads to the rest."""
 _TOKEN = "after:"
@@ -42,13 +49,20 @@ class Controller:
         if objection := csi_requests.first_objection(request.volume_capabilities):
             raise invalid(objection)
         if request.HasField("volume_content_source"):
-            raise invalid("a volume can not be made from another one or from a snapshot; leave the source out")
+            raise invalid(
+                "a volume can not be made from another one or from a snapshot; leave the source out"
+            )
         if request.mutable_parameters:
             raise invalid("mutable_parameters are not supported; use parameters")
-        size, options = csi_requests.read_size(request.capacity_range), csi_requests.read_parameters(request.parameters)
+        size, options = (
+            csi_requests.read_size(request.capacity_range),
+            csi_requests.read_parameters(request.parameters),
+        )
         if options.sealed and csi_requests.first_objection(request.volume_capabilities, sealed=True):
-            raise invalid("a volume that is sealed from the beginning can not be written; leave the parameter sealed out, and "
-                          f"seal it when it is filled: nvpool volume seal POOL {request.name}")
+            raise invalid(
+                "a volume that is sealed from the beginning can not be written; leave the parameter sealed out, and "
+                f"seal it when it is filled: nvpool volume seal POOL {request.name}"
+            )
         await self._check_places(request)
         volume = await self._made(request.name, size, options)
         if objection := csi_requests.first_objection(request.volume_capabilities, sealed=volume.sealed):
@@ -62,8 +76,11 @@ class Controller:
         if not asked.requisite and not asked.preferred:
             raise invalid("accessibility_requirements names no place; leave it out, or name one")
         if asked.requisite and not csi_requests.reachable(asked.requisite, self._pool):
-            raise CsiRefusal(StatusCode.RESOURCE_EXHAUSTED, "no place of accessibility_requirements is one of this pool's: its "
-                             f"volumes are where {csi_requests.TOPOLOGY_KEY} is {self._pool}")
+            raise CsiRefusal(
+                StatusCode.RESOURCE_EXHAUSTED,
+                "no place of accessibility_requirements is one of this pool's: its "
+                f"volumes are where {csi_requests.TOPOLOGY_KEY} is {self._pool}",
+            )
 
     async def _made(self, name: str, size: SizeRange, options: Options) -> Volume:
         """Create the volume, or accept an existing one of another size within the range of the request."""
@@ -88,8 +105,9 @@ class Controller:
             raise precondition(str(error)) from None
         return pb.DeleteVolumeResponse()
 
-    async def ValidateVolumeCapabilities(self, request: pb.ValidateVolumeCapabilitiesRequest
-                                         ) -> pb.ValidateVolumeCapabilitiesResponse:
+    async def ValidateVolumeCapabilities(
+        self, request: pb.ValidateVolumeCapabilitiesRequest
+    ) -> pb.ValidateVolumeCapabilitiesResponse:
         csi_requests.required(request, "volume_id")
         csi_requests.read_uses(request.volume_capabilities)
         volume = await self._volumes.get(request.volume_id)
@@ -103,8 +121,10 @@ class Controller:
         if why:
             return pb.ValidateVolumeCapabilitiesResponse(message=why)
         confirmed = pb.ValidateVolumeCapabilitiesResponse.Confirmed(
-            volume_context=request.volume_context, volume_capabilities=request.volume_capabilities,
-            parameters=request.parameters)
+            volume_context=request.volume_context,
+            volume_capabilities=request.volume_capabilities,
+            parameters=request.parameters,
+        )
         return pb.ValidateVolumeCapabilitiesResponse(confirmed=confirmed)
 
     async def ListVolumes(self, request: pb.ListVolumesRequest) -> pb.ListVolumesResponse:
@@ -116,11 +136,15 @@ class Controller:
             raise invalid(f"max_entries is {request.max_entries}, and is never below 0")
         after = _after(request.starting_token)
         rest = [volume for volume in await self._volumes.list() if volume.name > after]
-        page = rest[:min(request.max_entries or PAGE_ENTRIES_MAX, PAGE_ENTRIES_MAX)]
+        page = rest[: min(request.max_entries or PAGE_ENTRIES_MAX, PAGE_ENTRIES_MAX)]
         left = await self._volumes.capacity() if page else 0
-        entries = [pb.ListVolumesResponse.Entry(
-            volume=self._volume(volume), status=pb.ListVolumesResponse.VolumeStatus(volume_condition=_condition(volume, left)))
-            for volume in page]
+        entries = [
+            pb.ListVolumesResponse.Entry(
+                volume=self._volume(volume),
+                status=pb.ListVolumesResponse.VolumeStatus(volume_condition=_condition(volume, left)),
+            )
+            for volume in page
+        ]
         token = f"{_TOKEN}{page[-1].name}" if len(page) < len(rest) else ""
         return pb.ListVolumesResponse(entries=entries, next_token=token)
 
@@ -135,17 +159,25 @@ class Controller:
         elsewhere = request.HasField("accessible_topology") and not csi_requests.reachable(
             [request.accessible_topology], self._pool
         )
-        if elsewhere or csi_requests.first_objection(request.volume_capabilities, sealed=bool(options.sealed)):
+        if elsewhere or csi_requests.first_objection(
+            request.volume_capabilities, sealed=bool(options.sealed)
+        ):
             return pb.GetCapacityResponse(available_capacity=0)
-        return pb.GetCapacityResponse(available_capacity=await self._volumes.capacity(),
-                                      maximum_volume_size=Int64Value(value=VOLUME_BYTES_MAX))
+        return pb.GetCapacityResponse(
+            available_capacity=await self._volumes.capacity(),
+            maximum_volume_size=Int64Value(value=VOLUME_BYTES_MAX),
+        )
 
-    async def ControllerGetCapabilities(self, _request: pb.ControllerGetCapabilitiesRequest
-                                        ) -> pb.ControllerGetCapabilitiesResponse:
+    async def ControllerGetCapabilities(
+        self, _request: pb.ControllerGetCapabilitiesRequest
+    ) -> pb.ControllerGetCapabilitiesResponse:
         return pb.ControllerGetCapabilitiesResponse(
-            capabilities=[pb.ControllerServiceCapability(rpc=_Rpc(type=kind)) for kind in CAPABILITIES])
+            capabilities=[pb.ControllerServiceCapability(rpc=_Rpc(type=kind)) for kind in CAPABILITIES]
+        )
 
-    async def ControllerExpandVolume(self, request: pb.ControllerExpandVolumeRequest) -> pb.ControllerExpandVolumeResponse:
+    async def ControllerExpandVolume(
+        self, request: pb.ControllerExpandVolumeRequest
+    ) -> pb.ControllerExpandVolumeResponse:
         """Raise the size of a volume; effective immediately on all nodes, which have nothing to do.
 
         A volume without a limit stays without one.
@@ -161,22 +193,34 @@ class Controller:
         volume = await self._volumes.get(request.volume_id)
         if size.most and (not volume.bytes_max or volume.bytes_max > size.most):
             has = format_bytes(volume.bytes_max) if volume.bytes_max else "no bound"
-            raise CsiRefusal(StatusCode.OUT_OF_RANGE, f"the volume {volume.name} has {has} already, and volumes do not shrink; "
-                             f"ask for more than {format_bytes(size.most)}")
+            raise CsiRefusal(
+                StatusCode.OUT_OF_RANGE,
+                f"the volume {volume.name} has {has} already, and volumes do not shrink; "
+                f"ask for more than {format_bytes(size.most)}",
+            )
         if size.least:
             volume = await self._volumes.expand(request.volume_id, size.least)
-        return pb.ControllerExpandVolumeResponse(capacity_bytes=volume.bytes_max or size.least, node_expansion_required=False)
+        return pb.ControllerExpandVolumeResponse(
+            capacity_bytes=volume.bytes_max or size.least, node_expansion_required=False
+        )
 
-    async def ControllerGetVolume(self, request: pb.ControllerGetVolumeRequest) -> pb.ControllerGetVolumeResponse:
+    async def ControllerGetVolume(
+        self, request: pb.ControllerGetVolumeRequest
+    ) -> pb.ControllerGetVolumeResponse:
         csi_requests.required(request, "volume_id")
         volume = await self._volumes.get(request.volume_id)
         condition = _condition(volume, await self._volumes.capacity())
         return pb.ControllerGetVolumeResponse(
-            volume=self._volume(volume), status=pb.ControllerGetVolumeResponse.VolumeStatus(volume_condition=condition))
+            volume=self._volume(volume),
+            status=pb.ControllerGetVolumeResponse.VolumeStatus(volume_condition=condition),
+        )
 
     def _volume(self, volume: Volume) -> pb.Volume:
-        return pb.Volume(volume_id=volume.name, capacity_bytes=volume.bytes_max,
-                         accessible_topology=[csi_requests.topology_of(self._pool)])
+        return pb.Volume(
+            volume_id=volume.name,
+            capacity_bytes=volume.bytes_max,
+            accessible_topology=[csi_requests.topology_of(self._pool)],
+        )
 
 
 def _after(token: str) -> str:
@@ -188,19 +232,27 @@ def _after(token: str) -> str:
             raise StaleCursor
         return checked_name(token.removeprefix(_TOKEN))
     except (StaleCursor, Refused):
-        raise StaleCursor("starting_token is none of ours; list from the beginning, with an empty one") from None
+        raise StaleCursor(
+            "starting_token is none of ours; list from the beginning, with an empty one"
+        ) from None
 
 
 def _condition(volume: Volume, left: int) -> pb.VolumeCondition:
     """Return the condition of the volume in the pool. NodeGetVolumeStats reports the condition on a node."""
     purging = f" and purge its trash (nvpool trash purge POOL {volume.name})" if volume.trash_s else ""
     if volume.bytes_max and volume.bytes_used >= volume.bytes_max:
-        return pb.VolumeCondition(abnormal=True, message=f"all of its {format_bytes(volume.bytes_max)} are used; remove files"
-                                                         f"{purging}, or make the claim larger")
+        return pb.VolumeCondition(
+            abnormal=True,
+            message=f"all of its {format_bytes(volume.bytes_max)} are used; remove files"
+            f"{purging}, or make the claim larger",
+        )
     if volume.files_max and volume.files_used >= volume.files_max:
-        return pb.VolumeCondition(abnormal=True, message=f"all of its {volume.files_max} files are there; remove some"
-                                                         f"{purging}, or: nvpool volume resize POOL {volume.name} "
-                                                         "--files COUNT")
+        return pb.VolumeCondition(
+            abnormal=True,
+            message=f"all of its {volume.files_max} files are there; remove some"
+            f"{purging}, or: nvpool volume resize POOL {volume.name} "
+            "--files COUNT",
+        )
     if left <= 0:
         return pb.VolumeCondition(abnormal=True, message="the pool is full; add a drive, or remove files")
     return pb.VolumeCondition(abnormal=False, message="the pool serves it")

@@ -32,7 +32,9 @@ class CsiIdentity:
     async def GetPluginInfo(self, _request: pb.GetPluginInfoRequest) -> pb.GetPluginInfoResponse:
         return pb.GetPluginInfoResponse(name=DRIVER, vendor_version=VERSION)
 
-    async def GetPluginCapabilities(self, _request: pb.GetPluginCapabilitiesRequest) -> pb.GetPluginCapabilitiesResponse:
+    async def GetPluginCapabilities(
+        self, _request: pb.GetPluginCapabilitiesRequest
+    ) -> pb.GetPluginCapabilitiesResponse:
         can = [pb.PluginCapability(service=_Service(type=kind)) for kind in SERVICES]
         can.append(pb.PluginCapability(volume_expansion=_Expansion(type=_Expansion.ONLINE)))
         return pb.GetPluginCapabilitiesResponse(capabilities=can)
@@ -44,5 +46,7 @@ class CsiIdentity:
         with ever longer pauses, and the plugin would miss the return of the pool.
         """
         if self._node and not may_mount():
-            raise precondition("the node plugin may not mount anything: it needs CAP_SYS_ADMIN (securityContext: privileged)")
+            raise precondition(
+                "the node plugin may not mount anything: it needs CAP_SYS_ADMIN (securityContext: privileged)"
+            )
         return pb.ProbeResponse(ready=BoolValue(value=True))

@@ -27,7 +27,12 @@ if TYPE_CHECKING:
     from nvpool.bridge.volumes import BridgeVolumes, Stats
 
 _Rpc = pb.NodeServiceCapability.RPC
-CAPABILITIES = (_Rpc.STAGE_UNSTAGE_VOLUME, _Rpc.GET_VOLUME_STATS, _Rpc.VOLUME_CONDITION, _Rpc.SINGLE_NODE_MULTI_WRITER)
+CAPABILITIES = (
+    _Rpc.STAGE_UNSTAGE_VOLUME,
+    _Rpc.GET_VOLUME_STATS,
+    _Rpc.VOLUME_CONDITION,
+    _Rpc.SINGLE_NODE_MULTI_WRITER,
+)
 FACE = "csi/"
 """Prefix of the holder ids of this service."""
 
@@ -58,9 +63,13 @@ class CsiNode:
         async with self._turn(request.volume_id):
             for holder in await self._staged(request.volume_id, staging):
                 if use_of(holder) != use:
-                    raise CsiRefusal(StatusCode.ALREADY_EXISTS,
-                                     f"the volume {request.volume_id} is staged there as {use_of(holder)}; unstage it first")
-            await self._volumes.stage(request.volume_id, holder_of(use, staging), read_only=use.read_only, subpath=subpath)
+                    raise CsiRefusal(
+                        StatusCode.ALREADY_EXISTS,
+                        f"the volume {request.volume_id} is staged there as {use_of(holder)}; unstage it first",
+                    )
+            await self._volumes.stage(
+                request.volume_id, holder_of(use, staging), read_only=use.read_only, subpath=subpath
+            )
         return pb.NodeStageVolumeResponse()
 
     async def NodeUnstageVolume(self, request: pb.NodeUnstageVolumeRequest) -> pb.NodeUnstageVolumeResponse:
@@ -86,20 +95,28 @@ class CsiNode:
         csi_requests.required(request, "volume_id", "target_path")
         name, target = request.volume_id, csi_requests.place_of(request, "target_path")
         if request.volume_context.get(csi_requests.EPHEMERAL) == "true":
-            raise invalid("volumes that are written into a pod (csi: in its volumes) are not supported: they would end with "
-                          "the pod; use a claim (persistentVolumeClaim, or ephemeral with a volumeClaimTemplate)")
+            raise invalid(
+                "volumes that are written into a pod (csi: in its volumes) are not supported: they would end with "
+                "the pod; use a claim (persistentVolumeClaim, or ephemeral with a volumeClaimTemplate)"
+            )
         use = self._use(request)
         if not request.staging_target_path:
             raise precondition("staging_target_path is missing; stage the volume first, and say where")
-        staging, read_only = csi_requests.place_of(request, "staging_target_path"), use.read_only or request.readonly
+        staging, read_only = (
+            csi_requests.place_of(request, "staging_target_path"),
+            use.read_only or request.readonly,
+        )
         async with self._turn(name):
             published = await self._volumes.publications(name)
             if target in published:
                 holder, there_read_only = published[target]
                 if (use_of(holder), there_read_only) != (use, read_only):
                     told = "read-only" if there_read_only else "writable"
-                    raise CsiRefusal(StatusCode.ALREADY_EXISTS, f"the volume {name} is published at {target} already, as "
-                                     f"{use_of(holder)}, {told}; unpublish it first")
+                    raise CsiRefusal(
+                        StatusCode.ALREADY_EXISTS,
+                        f"the volume {name} is published at {target} already, as "
+                        f"{use_of(holder)}, {told}; unpublish it first",
+                    )
                 await self._volumes.publish(name, holder, Path(target), there_read_only)
                 return pb.NodePublishVolumeResponse()
             volume = await self._volumes.get(name)
@@ -107,16 +124,24 @@ class CsiNode:
             if not staged:
                 raise precondition(f"the volume {name} is not staged at {staging}; stage it there first")
             if use_of(staged[0]) != use:
-                raise precondition(f"the volume {name} is staged as {use_of(staged[0])} and can not be published as {use}")
+                raise precondition(
+                    f"the volume {name} is staged as {use_of(staged[0])} and can not be published as {use}"
+                )
             if published and (use.once or any(use_of(holder).once for holder, _ in published.values())):
-                raise precondition(f"the volume {name} is published at {next(iter(published))} already, and {use} admits one "
-                                   "pod only; wait until that one has ended")
+                raise precondition(
+                    f"the volume {name} is published at {next(iter(published))} already, and {use} admits one "
+                    "pod only; wait until that one has ended"
+                )
             if volume.sealed and not read_only:
-                raise precondition(f"the volume {name} is sealed, so that nobody can write in it; use it with readOnly: true")
+                raise precondition(
+                    f"the volume {name} is sealed, so that nobody can write in it; use it with readOnly: true"
+                )
             await self._volumes.publish(name, staged[0], Path(target), read_only)
         return pb.NodePublishVolumeResponse()
 
-    async def NodeUnpublishVolume(self, request: pb.NodeUnpublishVolumeRequest) -> pb.NodeUnpublishVolumeResponse:
+    async def NodeUnpublishVolume(
+        self, request: pb.NodeUnpublishVolumeRequest
+    ) -> pb.NodeUnpublishVolumeResponse:
         """Remove the published bind. NOT_FOUND: the volume does not exist and nothing was there to remove.
 
         A pool that does not answer is no error, so it does not delay the end of a pod.
@@ -129,7 +154,11 @@ class CsiNode:
                 return await self._nothing_there(request.volume_id)  # by now another volume's place
             was_there = there is not None or await asyncio.to_thread(_is_named, target)
             await self._volumes.unpublish(Path(target))
-            return pb.NodeUnpublishVolumeResponse() if was_there else await self._nothing_there(request.volume_id)
+            return (
+                pb.NodeUnpublishVolumeResponse()
+                if was_there
+                else await self._nothing_there(request.volume_id)
+            )
 
     async def _nothing_there(self, name: str) -> pb.NodeUnpublishVolumeResponse:
         try:
@@ -140,7 +169,9 @@ class CsiNode:
 
     # -- statistics ----------------------------------------------------------------------------------------------------
 
-    async def NodeGetVolumeStats(self, request: pb.NodeGetVolumeStatsRequest) -> pb.NodeGetVolumeStatsResponse:
+    async def NodeGetVolumeStats(
+        self, request: pb.NodeGetVolumeStatsRequest
+    ) -> pb.NodeGetVolumeStatsResponse:
         """Return use and condition of the volume.
 
         A pool that does not answer is an abnormal condition and no error: the operator wants to see it then.
@@ -153,17 +184,25 @@ class CsiNode:
             told = pb.VolumeCondition(abnormal=condition.abnormal, message=condition.text)
         except Unavailable as error:
             usage, told = [], pb.VolumeCondition(abnormal=True, message=f"the pool does not answer: {error}")
-        if (path not in await self._volumes.publications(request.volume_id)
-                and not await self._staged(request.volume_id, path)):
-            raise NotFound(f"the volume {request.volume_id} is neither staged nor published at {path} on this node")
+        if path not in await self._volumes.publications(request.volume_id) and not await self._staged(
+            request.volume_id, path
+        ):
+            raise NotFound(
+                f"the volume {request.volume_id} is neither staged nor published at {path} on this node"
+            )
         return pb.NodeGetVolumeStatsResponse(usage=usage, volume_condition=told)
 
-    async def NodeGetCapabilities(self, _request: pb.NodeGetCapabilitiesRequest) -> pb.NodeGetCapabilitiesResponse:
+    async def NodeGetCapabilities(
+        self, _request: pb.NodeGetCapabilitiesRequest
+    ) -> pb.NodeGetCapabilitiesResponse:
         return pb.NodeGetCapabilitiesResponse(
-            capabilities=[pb.NodeServiceCapability(rpc=_Rpc(type=kind)) for kind in CAPABILITIES])
+            capabilities=[pb.NodeServiceCapability(rpc=_Rpc(type=kind)) for kind in CAPABILITIES]
+        )
 
     async def NodeGetInfo(self, _request: pb.NodeGetInfoRequest) -> pb.NodeGetInfoResponse:
-        return pb.NodeGetInfoResponse(node_id=self._volumes.node, accessible_topology=csi_requests.topology_of(self._pool))
+        return pb.NodeGetInfoResponse(
+            node_id=self._volumes.node, accessible_topology=csi_requests.topology_of(self._pool)
+        )
 
     # -- steps -----------------------------------------------------------------------------------------------------------
 
@@ -179,8 +218,11 @@ class CsiNode:
     async def _staged(self, name: str, staging_path: str) -> list[str]:
         """Return the holders that staged the volume at this path: one at most."""
         digest = holder_of(RequestedAccess(Mode.UNKNOWN, False), staging_path).rpartition("/")[2]
-        return [holder for holder in await self._volumes.holders(name)
-                if holder.startswith(FACE) and holder.endswith(f"/{digest}")]
+        return [
+            holder
+            for holder in await self._volumes.holders(name)
+            if holder.startswith(FACE) and holder.endswith(f"/{digest}")
+        ]
 
     def _turn(self, name: str) -> asyncio.Lock:
         lock = self._turns.get(name)
@@ -198,11 +240,23 @@ def _is_named(target: str) -> bool:
 
 
 def _usage(stats: Stats) -> list[pb.VolumeUsage]:
-    usage = [pb.VolumeUsage(unit=pb.VolumeUsage.BYTES, total=stats.bytes_total, used=stats.bytes_used,
-                            available=stats.bytes_available)]
+    usage = [
+        pb.VolumeUsage(
+            unit=pb.VolumeUsage.BYTES,
+            total=stats.bytes_total,
+            used=stats.bytes_used,
+            available=stats.bytes_available,
+        )
+    ]
     if stats.files_total:
-        usage.append(pb.VolumeUsage(unit=pb.VolumeUsage.INODES, total=stats.files_total, used=stats.files_used,
-                                    available=stats.files_available))
+        usage.append(
+            pb.VolumeUsage(
+                unit=pb.VolumeUsage.INODES,
+                total=stats.files_total,
+                used=stats.files_used,
+                available=stats.files_available,
+            )
+        )
     else:
         usage.append(pb.VolumeUsage(unit=pb.VolumeUsage.INODES, used=stats.files_used))
     return usage

@@ -31,8 +31,13 @@ Mode = pb.VolumeCapability.AccessMode.Mode
 READERS = (Mode.SINGLE_NODE_READER_ONLY, Mode.MULTI_NODE_READER_ONLY)
 ONCE = (Mode.SINGLE_NODE_WRITER, Mode.SINGLE_NODE_READER_ONLY, Mode.SINGLE_NODE_SINGLE_WRITER)
 """Modes in which a volume is published at one place of a node only."""
-SUPPORTED = (*READERS, Mode.SINGLE_NODE_WRITER, Mode.MULTI_NODE_MULTI_WRITER, Mode.SINGLE_NODE_SINGLE_WRITER,
-             Mode.SINGLE_NODE_MULTI_WRITER)
+SUPPORTED = (
+    *READERS,
+    Mode.SINGLE_NODE_WRITER,
+    Mode.MULTI_NODE_MULTI_WRITER,
+    Mode.SINGLE_NODE_SINGLE_WRITER,
+    Mode.SINGLE_NODE_MULTI_WRITER,
+)
 """Not MULTI_NODE_SINGLE_WRITER: the bridge does not enforce that only one node writes."""
 
 
@@ -66,7 +71,9 @@ def objection(capability: pb.VolumeCapability) -> str:
         return "volumes of nvpool are file systems and no block devices; use volumeMode: Filesystem"
     if capability.access_mode.mode not in SUPPORTED:
         known = dict(Mode.items())
-        told = next((name for name, mode in known.items() if mode == capability.access_mode.mode), "the access mode")
+        told = next(
+            (name for name, mode in known.items() if mode == capability.access_mode.mode), "the access mode"
+        )
         return f"{told} is not supported; these are: {', '.join(Mode.Name(mode) for mode in SUPPORTED)}"
     if capability.mount.fs_type not in _FS_TYPES:
         return f"{shown(capability.mount.fs_type)} is no file system of ours; leave fs_type empty"
@@ -121,7 +128,10 @@ def read_size(capacity: pb.CapacityRange) -> SizeRange:
     if least < 0 or most < 0:
         raise invalid(f"a size is never below 0: required_bytes is {least}, limit_bytes {most}")
     if most and most < least:
-        raise CsiRefusal(StatusCode.OUT_OF_RANGE, f"no size is {format_bytes(least)} at least and {format_bytes(most)} at most")
+        raise CsiRefusal(
+            StatusCode.OUT_OF_RANGE,
+            f"no size is {format_bytes(least)} at least and {format_bytes(most)} at most",
+        )
     return SizeRange(least, most)
 
 

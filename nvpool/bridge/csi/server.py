@@ -53,18 +53,24 @@ def socket_path(address: str) -> Path:
     text = address.removeprefix("unix:")
     text = "/" + text.lstrip("/") if text.startswith("/") else text
     if not text.startswith("/") or "\0" in text or text.endswith("/"):
-        raise BadConfiguration(f"{shown(address)} is no unix socket; write it like unix:///run/nvpool/csi.sock")
+        raise BadConfiguration(
+            f"{shown(address)} is no unix socket; write it like unix:///run/nvpool/csi.sock"
+        )
     if len(os.fsencode(text)) > SOCKET_BYTES_MAX:
-        raise BadConfiguration(f"the path of the socket {shown(address)} is longer than {SOCKET_BYTES_MAX} bytes; choose a "
-                               "shorter one")
+        raise BadConfiguration(
+            f"the path of the socket {shown(address)} is longer than {SOCKET_BYTES_MAX} bytes; choose a "
+            "shorter one"
+        )
     return Path(text)
 
 
 def check_label(pool: str) -> None:
     """Raise BadConfiguration if the name of the pool is not valid as a label of nodes."""
     if not _SEGMENT.fullmatch(pool):
-        raise BadConfiguration(f"{shown(pool)} can not be a label of nodes: at most 63 letters, digits and - _ . of ASCII, "
-                               "with a letter or digit at both ends; give another one with --csi-pool")
+        raise BadConfiguration(
+            f"{shown(pool)} can not be a label of nodes: at most 63 letters, digits and - _ . of ASCII, "
+            "with a letter or digit at both ends; give another one with --csi-pool"
+        )
 
 
 class _Calls(grpc.GenericRpcHandler):
@@ -85,8 +91,12 @@ class _Calls(grpc.GenericRpcHandler):
             began_s = SYSTEM_CLOCK.boottime_s()
             reply, code, text = await self._answered(path, raw)
             if path in self._methods:
-                self._counts.done("csi", path.rpartition("/")[2].lower(), SYSTEM_CLOCK.boottime_s() - began_s,
-                                  code.name.lower() if code is not StatusCode.OK else "")
+                self._counts.done(
+                    "csi",
+                    path.rpartition("/")[2].lower(),
+                    SYSTEM_CLOCK.boottime_s() - began_s,
+                    code.name.lower() if code is not StatusCode.OK else "",
+                )
             if code is not StatusCode.OK:
                 log.info("%s: %s: %s", path.rpartition("/")[2], code.name, text)
                 await context.abort(code, text)
@@ -108,7 +118,10 @@ class _Calls(grpc.GenericRpcHandler):
     async def _done(self, path: str, raw: bytes) -> Message:
         found = self._methods.get(path)
         if found is None:
-            raise CsiRefusal(StatusCode.UNIMPLEMENTED, f"{path.rpartition('/')[2]} is not served here; see the capabilities")
+            raise CsiRefusal(
+                StatusCode.UNIMPLEMENTED,
+                f"{path.rpartition('/')[2]} is not served here; see the capabilities",
+            )
         request_class, method = found
         try:
             request = request_class.FromString(raw)
@@ -117,8 +130,16 @@ class _Calls(grpc.GenericRpcHandler):
         return await method(request)
 
 
-async def serve_csi(volumes: BridgeVolumes, address: str, *, pool: str, controller: bool = True, node: bool = True,
-                    started: Callable[[], object] | None = None, counts: BridgeMetrics | None = None) -> None:
+async def serve_csi(
+    volumes: BridgeVolumes,
+    address: str,
+    *,
+    pool: str,
+    controller: bool = True,
+    node: bool = True,
+    started: Callable[[], object] | None = None,
+    counts: BridgeMetrics | None = None,
+) -> None:
     """Serve CSI until cancelled; then calls in progress have GRACE_S to finish.
 
     `volumes` has begun, and the caller owns it. `pool` is the label value of nodes that mount the pool.
@@ -137,8 +158,11 @@ async def serve_csi(volumes: BridgeVolumes, address: str, *, pool: str, controll
         services["Node"] = CsiNode(volumes, pool)
     _keep_grpc()
     await asyncio.to_thread(_make_room, path)
-    server = grpc.aio.server(handlers=[_Calls(services, counts or BridgeMetrics())], options=_OPTIONS,
-                             maximum_concurrent_rpcs=CALLS_MAX)
+    server = grpc.aio.server(
+        handlers=[_Calls(services, counts or BridgeMetrics())],
+        options=_OPTIONS,
+        maximum_concurrent_rpcs=CALLS_MAX,
+    )
     before = os.umask(0o177)
     try:
         server.add_insecure_port(f"unix:{path}")
@@ -176,7 +200,9 @@ def _make_room(path: Path) -> None:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         if not path.is_socket():
             if path.exists():
-                raise BadConfiguration(f"{path} is there and is no socket; remove it, or choose another address")
+                raise BadConfiguration(
+                    f"{path} is there and is no socket; remove it, or choose another address"
+                )
             return
         with socket.socket(socket.AF_UNIX) as caller:
             try:

@@ -15,11 +15,14 @@ class Since(click.ParamType):  # type: ignore[type-arg]  # generic only in newer
 
     name = "time"
 
-    def convert(self, value: str | float, parameter: click.Parameter | None, context: click.Context | None) -> float:
+    def convert(
+        self, value: str | float, parameter: click.Parameter | None, context: click.Context | None
+    ) -> float:
         if isinstance(value, float):
             return value
         from nvpool.cli.commands.volume import Duration
         from nvpool.core.clock import SYSTEM_CLOCK
+
         try:
             return datetime.datetime.fromisoformat(value).astimezone().timestamp()
         except (ValueError, OverflowError):
@@ -27,11 +30,15 @@ class Since(click.ParamType):  # type: ignore[type-arg]  # generic only in newer
         try:
             return SYSTEM_CLOCK.wall_ns() / 1e9 - Duration().convert(value, parameter, context)
         except click.BadParameter:
-            self.fail(f"{value!r} is no time; write how long ago, like 90s, 12h or 7d, or a time like 2026-11-27T08:00",
-                      parameter, context)
+            self.fail(
+                f"{value!r} is no time; write how long ago, like 90s, 12h or 7d, or a time like 2026-11-27T08:00",
+                parameter,
+                context,
+            )
 
 
-@click.command(epilog="""\b
+@click.command(
+    epilog="""\b
 The log is log/audit.log in the pool's directory, with one JSON object per line, and four older files of 8 MiB. Each node
 logs the changes requested there, and those of volumes whose metadata it serves. Under systemd, the events also go to the
 journal: journalctl -t nvpool-audit. Only root, the user of the daemons and the operator group ([access] operators in
@@ -48,28 +55,49 @@ because there were too many)
 examples:
   nvpool audit /srv/pool --since 24h
   nvpool audit /srv/pool --json | jq '.[] | select(.result == "refused")'
-""")
+"""
+)
 @pool_argument
-@click.option("--since", type=Since(), help="Only events since then: an age like 12h or 7d, or a time like 2026-11-27T08:00.")
+@click.option(
+    "--since",
+    type=Since(),
+    help="Only events since then: an age like 12h or 7d, or a time like 2026-11-27T08:00.",
+)
 @json_option
 def audit(pool: str, since: float | None, as_json: bool) -> None:
     """Print the audit log of a node: who changed the pool, granted or revoked rights, joined, or was refused."""
     from nvpool.cli.pool_connection import directory_of
     from nvpool.core.errors import InvalidRequest, from_os_error
     from nvpool.security.audit_format import FILE, read_audit
+
     directory = directory_of(pool)
     if directory is None:
-        raise InvalidRequest(f"{pool} is an address; the audit log is read in the pool's directory, on the node itself")
+        raise InvalidRequest(
+            f"{pool} is an address; the audit log is read in the pool's directory, on the node itself"
+        )
     try:
-        found = [record for record in read_audit(directory.log / FILE) if since is None or _time(record) >= since]
+        found = [
+            record for record in read_audit(directory.log / FILE) if since is None or _time(record) >= since
+        ]
     except OSError as error:
         raise from_os_error(error, f"read the audit log {directory.log / FILE}") from None
     if as_json:
         print_json(found)
     else:
-        print_table(("time", "event", "result", "who", "from", "what"), [
-            (record.get("time"), record["event"], record.get("result"), who_of(record), record.get("from"), _what(record))
-            for record in found])
+        print_table(
+            ("time", "event", "result", "who", "from", "what"),
+            [
+                (
+                    record.get("time"),
+                    record["event"],
+                    record.get("result"),
+                    who_of(record),
+                    record.get("from"),
+                    _what(record),
+                )
+                for record in found
+            ],
+        )
 
 
 def _time(record: dict[str, Any]) -> float:

@@ -13,11 +13,17 @@ from nvpool.core.errors import NotFound, NvpoolError
 from nvpool.core.member_names import users_of
 
 DAY_S = 86_400.0
-_ROLES = {"authority": "authority", "etcd-authority": "authority of etcd", "etcd-member": "node, for etcd",
-          "external-etcd-authority": "authority of your etcd", "external-etcd-member": "node, for your etcd"}
+_ROLES = {
+    "authority": "authority",
+    "etcd-authority": "authority of etcd",
+    "etcd-member": "node, for etcd",
+    "external-etcd-authority": "authority of your etcd",
+    "external-etcd-member": "node, for your etcd",
+}
 
 
-@click.group(epilog="""\b
+@click.group(
+    epilog="""\b
 A certificate of a node, client or bridge is valid for 90 days and is renewed automatically in the last 30, with the same key.
 The certificate authorities of the pool and of its etcd are valid for 20 years.
 
@@ -26,12 +32,14 @@ examples:
   nvpool cert ls /srv/nvpool
   nvpool cert rotate /srv/nvpool
   nvpool cert revoke /srv/nvpool client/ws1.0a1b2c3d
-""")
+"""
+)
 def cert() -> None:
     """List, renew and revoke the certificates of a pool."""
 
 
-@cert.command(epilog="""\b
+@cert.command(
+    epilog="""\b
 --json prints one object for each certificate: member (null: an authority), role (authority, authority of etcd, node, node, for
 etcd, client, bridge), serial (null: not known), from, to (RFC 3339), days_left, acts_as (of a client: as which users), revoked,
 node (that has it; null: a client's or bridge's)
@@ -40,7 +48,8 @@ node (that has it; null: a client's or bridge's)
 examples:
   nvpool cert ls /srv/nvpool
   nvpool cert ls /srv/nvpool --json | jq '.[] | select(.days_left < 14)'
-""")
+"""
+)
 @pool_argument
 @json_option
 def ls(pool: str, as_json: bool) -> None:
@@ -50,13 +59,27 @@ def ls(pool: str, as_json: bool) -> None:
     answer, or by an earlier version, are listed without dates.
     """
     from nvpool.core.clock import SYSTEM_CLOCK
+
     found = certificates(asyncio.run(_statuses(pool)), SYSTEM_CLOCK.wall_ns() / 1e9)
     if as_json:
         print_json(found)
         return
-    print_table(("member", "role", "acts as", "serial", "from", "to", "days left", "revoked"), [
-        (one["member"], one["role"], one["acts_as"], one["serial"], _day(one["from"]), _day(one["to"]), one["days_left"],
-         one["revoked"] or None) for one in found])
+    print_table(
+        ("member", "role", "acts as", "serial", "from", "to", "days left", "revoked"),
+        [
+            (
+                one["member"],
+                one["role"],
+                one["acts_as"],
+                one["serial"],
+                _day(one["from"]),
+                _day(one["to"]),
+                one["days_left"],
+                one["revoked"] or None,
+            )
+            for one in found
+        ],
+    )
     if any(one["serial"] is None for one in found):
         say("those without dates were signed by nodes that do not answer, or by an earlier version")
 
@@ -73,8 +96,14 @@ async def _statuses(pool: str) -> list[dict[str, Any]]:
     from nvpool.rpc.v1 import pool_pb2, wire_pb2
 
     async def status(**how: Any) -> dict[str, Any]:
-        reply = await ask(pool, wire_pb2.POOL_STATUS, pool_pb2.PoolStatusRequest(issued=True), pool_pb2.PoolStatusReply,
-                          wait_s=REACH_S, **how)
+        reply = await ask(
+            pool,
+            wire_pb2.POOL_STATUS,
+            pool_pb2.PoolStatusRequest(issued=True),
+            pool_pb2.PoolStatusReply,
+            wait_s=REACH_S,
+            **how,
+        )
         seen: dict[str, Any] = json.loads(reply.status)
         return seen
 
@@ -88,14 +117,24 @@ async def _statuses(pool: str) -> list[dict[str, Any]]:
     first = await status()
     mine = {one["serial"] for one in first["certificates"] if one["kind"] == "member"}
     others = await asyncio.gather(*(other(node) for node in first["nodes"] if len(first["nodes"]) > 1))
-    return [first, *(one for one in others if one is not None
-                     and not mine & {own["serial"] for own in one.get("certificates", ()) if own["kind"] == "member"})]
+    return [
+        first,
+        *(
+            one
+            for one in others
+            if one is not None
+            and not mine & {own["serial"] for own in one.get("certificates", ()) if own["kind"] == "member"}
+        ),
+    ]
 
 
 def certificates(statuses: list[dict[str, Any]], now_s: float) -> list[dict[str, Any]]:
     """Return each certificate in `statuses` once: authorities, nodes, then the others by name."""
     first = statuses[0]
-    members, node_of = set(first["members"]), {node["member"]: node["node"] for node in first["nodes"] if node["member"]}
+    members, node_of = (
+        set(first["members"]),
+        {node["member"]: node["node"] for node in first["nodes"] if node["member"]},
+    )
     found: dict[tuple[str | None, str], dict[str, Any]] = {}
 
     def note(member: str, role: str, one: dict[str, Any] | None) -> None:
@@ -103,10 +142,17 @@ def certificates(statuses: list[dict[str, Any]], now_s: float) -> list[dict[str,
         if known is not None and (one is None or (known["_ends_s"] or 0.0) >= one["ends_s"]):
             return
         found[member or role, role] = {
-            "member": member or None, "role": role, "serial": one and one["serial"], "from": one and _time(one["begins_s"]),
-            "to": one and _time(one["ends_s"]), "days_left": one and round((one["ends_s"] - now_s) / DAY_S, 1),
+            "member": member or None,
+            "role": role,
+            "serial": one and one["serial"],
+            "from": one and _time(one["begins_s"]),
+            "to": one and _time(one["ends_s"]),
+            "days_left": one and round((one["ends_s"] - now_s) / DAY_S, 1),
             "acts_as": users_of(member) if member.startswith("client/") else None,
-            "revoked": bool(member) and member not in members, "node": node_of.get(member), "_ends_s": one and one["ends_s"]}
+            "revoked": bool(member) and member not in members,
+            "node": node_of.get(member),
+            "_ends_s": one and one["ends_s"],
+        }
 
     for status in statuses:
         for one in status.get("certificates", ()):
@@ -117,20 +163,31 @@ def certificates(statuses: list[dict[str, Any]], now_s: float) -> list[dict[str,
     for member in (*members, *first.get("revoked", ())):
         note(member, member.partition("/")[0], None)
     order = ["authority", "authority of etcd", "node", "node, for etcd"]
-    ordered = sorted(found.values(), key=lambda one: (order.index(one["role"]) if one["role"] in order else len(order),
-                                                      one["member"] or ""))
+    ordered = sorted(
+        found.values(),
+        key=lambda one: (
+            order.index(one["role"]) if one["role"] in order else len(order),
+            one["member"] or "",
+        ),
+    )
     return [{name: value for name, value in one.items() if name[0] != "_"} for one in ordered]
 
 
 def _time(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    return (
+        datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+        .isoformat(timespec="seconds")
+        .replace("+00:00", "Z")
+    )
 
 
-@cert.command(epilog="""\b
+@cert.command(
+    epilog="""\b
 examples:
   nvpool cert rotate /srv/nvpool
   nvpool cert rotate /srv/nvpool --new-key
-""")
+"""
+)
 @pool_argument
 @click.option("--new-key", is_flag=True, help="Create a new key; the old one is removed.")
 @json_option
@@ -142,20 +199,25 @@ def rotate(pool: str, new_key: bool, as_json: bool) -> None:
     certificate authorities are not renewed.
     """
     from nvpool.cli.pool_connection import change
+
     done = asyncio.run(change(pool, "certificate-rotate", {"new_key": new_key}))
     if as_json:
         print_json(done)
         return
     own = next(one for one in done["certificates"] if one["kind"] == "member")
-    click.echo(f"{own['member']} has a new certificate{' and key' if new_key else ''}, serial {own['serial']}, good until "
-               f"{_day(_time(own['ends_s']))}")
+    click.echo(
+        f"{own['member']} has a new certificate{' and key' if new_key else ''}, serial {own['serial']}, good until "
+        f"{_day(_time(own['ends_s']))}"
+    )
 
 
-@cert.command(epilog="""\b
+@cert.command(
+    epilog="""\b
 examples:
   nvpool cert revoke /srv/nvpool client/ws1.0a1b2c3d
   nvpool cert revoke /srv/nvpool node/gpu-3.11223344       the node must be empty
-""")
+"""
+)
 @pool_argument
 @click.argument("member", metavar="MEMBER")
 @json_option
@@ -166,11 +228,16 @@ def revoke(pool: str, member: str, as_json: bool) -> None:
     back, the machine must join again and gets another name.
     """
     from nvpool.cli.pool_connection import change, status_of
+
     if member.startswith("node/"):
         node = next((one for one in asyncio.run(status_of(pool))["nodes"] if one["member"] == member), None)
         if node is None:
-            raise NotFound(f"no node of the pool has the certificate of {member}; `nvpool cert ls {pool}` lists them")
-        done = asyncio.run(change(pool, "node-remove", {"node": node["node"], "lost": False, "give_up": False}))
+            raise NotFound(
+                f"no node of the pool has the certificate of {member}; `nvpool cert ls {pool}` lists them"
+            )
+        done = asyncio.run(
+            change(pool, "node-remove", {"node": node["node"], "lost": False, "give_up": False})
+        )
     else:
         done = asyncio.run(change(pool, "member-remove", {"member": member}))
     if as_json:

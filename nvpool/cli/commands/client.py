@@ -25,37 +25,56 @@ def _user(_context: click.Context, _option: click.Parameter, text: str | None) -
     return int(numbers[0]), int(numbers[1])
 
 
-@click.group(epilog="""\b
+@click.group(
+    epilog="""\b
 examples:
   nvpool client token /srv/nvpool                       on a node
   nvpool client join 10.0.0.1:17512 ~/pool              prompts for the token
   nvpool mount ~/pool /mnt/pool
-""")
+"""
+)
 def client() -> None:
     """Admit, list and remove clients: machines that use a pool without being nodes."""
 
 
 @client.command(epilog="example: nvpool client token /srv/nvpool")
 @pool_argument
-@click.option("--hours", type=Number(0.001, 168), default=1.0, show_default=True, help="How long the token is valid.")
-@click.option("--uid", "acts_as", callback=_user, metavar="UID[:GID]", help="Treat every request of the client as one of "
-              "this user and group. Default: the client is trusted to name the user of each request, as a node is.")
-@click.option("--squash-root", is_flag=True, help="Treat root on the client as nobody (65534), like root_squash of NFS; the "
-              "client is trusted to name its other users.")
+@click.option(
+    "--hours", type=Number(0.001, 168), default=1.0, show_default=True, help="How long the token is valid."
+)
+@click.option(
+    "--uid",
+    "acts_as",
+    callback=_user,
+    metavar="UID[:GID]",
+    help="Treat every request of the client as one of "
+    "this user and group. Default: the client is trusted to name the user of each request, as a node is.",
+)
+@click.option(
+    "--squash-root",
+    is_flag=True,
+    help="Treat root on the client as nobody (65534), like root_squash of NFS; the "
+    "client is trusted to name its other users.",
+)
 @json_option
 def token(pool: str, hours: float, acts_as: tuple[int, int] | None, squash_root: bool, as_json: bool) -> None:
     """Print the command with which another machine joins the pool as a client. Its token works once."""
     if acts_as is not None and squash_root:
-        raise click.UsageError("a client with --uid acts as that user alone, its root too; give --uid or --squash-root")
+        raise click.UsageError(
+            "a client with --uid acts as that user alone, its root too; give --uid or --squash-root"
+        )
     make_token(pool, "client", hours, as_json, acts_as, squash_root)
 
 
-@client.command(epilog=WAYS + """
+@client.command(
+    epilog=WAYS
+    + """
 \b
 examples:
   NVPOOL_TOKEN=nvp1.XXXX nvpool client join 10.0.0.1:17512 ~/pool
   nvpool client join 10.0.0.1:17512 ~/pool --token - < token
-""")
+"""
+)
 @click.argument("address", metavar="HOST:PORT")
 @click.argument("directory", metavar="DIR", type=click.Path(file_okay=False))
 @token_options
@@ -70,7 +89,9 @@ def join(address: str, directory: str, token_text: str, name: str, plain_text: b
     if as_json:
         print_json(done)
     else:
-        click.echo(f"{done['member']} is a client of the pool {done['name']} ({done['pool_id'][:8]}), in {done['directory']}")
+        click.echo(
+            f"{done['member']} is a client of the pool {done['name']} ({done['pool_id'][:8]}), in {done['directory']}"
+        )
         say(f"mount it with: nvpool mount {directory} MOUNTPOINT")
 
 
@@ -80,6 +101,7 @@ def join(address: str, directory: str, token_text: str, name: str, plain_text: b
 def ls(pool: str, as_json: bool) -> None:
     """List the clients and bridges that have a certificate of the pool."""
     from nvpool.cli.pool_connection import status_of
+
     clients = [member for member in asyncio.run(status_of(pool))["members"] if not member.startswith("node/")]
     if as_json:
         print_json(clients)
@@ -94,6 +116,7 @@ def ls(pool: str, as_json: bool) -> None:
 def remove(pool: str, member: str, as_json: bool) -> None:
     """Revoke the certificate of CLIENT: its connections end, and the pool refuses new ones."""
     from nvpool.cli.pool_connection import change
+
     done = asyncio.run(change(pool, "member-remove", {"member": member}))
     if as_json:
         print_json(done)

@@ -13,12 +13,14 @@ from nvpool.core.errors import BadConfiguration
 from nvpool.host.pool_directory import PoolDirectory
 
 
-@click.group(epilog="""\b
+@click.group(
+    epilog="""\b
 examples:
   nvpool config sample > node.toml
   nvpool config check node.toml
   nvpool config show /srv/pool
-""")
+"""
+)
 def config() -> None:
     """Show, check and explain the configuration of a node (node.toml in the pool directory)."""
 
@@ -30,8 +32,11 @@ def _file(path: str) -> Path:
     """
     from nvpool.cli.known_pools import pool_behind, remedy_for
     from nvpool.cli.pool_connection import checked
+
     if not os.path.lexists(path):
-        raise BadConfiguration(f"{path} does not exist", remedy=f"name a configuration file, or a pool; {remedy_for(path)}")
+        raise BadConfiguration(
+            f"{path} does not exist", remedy=f"name a configuration file, or a pool; {remedy_for(path)}"
+        )
     directory = PoolDirectory(pool_behind(path))
     if not directory.path.is_dir():
         return Path(path)
@@ -47,8 +52,10 @@ def show(path: str, as_json: bool) -> None:
     if as_json:
         print_json(values)
     else:
-        print_table(("setting", "value"), [(f"{section}.{key}", value) for section, keys in values.items()
-                                           for key, value in keys.items()])
+        print_table(
+            ("setting", "value"),
+            [(f"{section}.{key}", value) for section, keys in values.items() for key, value in keys.items()],
+        )
 
 
 @config.command(epilog="example: nvpool config sample > node.toml")
@@ -61,11 +68,13 @@ def sample(as_json: bool) -> None:
         click.echo(configuration.sample(), nl=False)
 
 
-@config.command(epilog="""\b
+@config.command(
+    epilog="""\b
 examples:
   nvpool config check /srv/pool
   nvpool config check node.toml && cp node.toml /srv/pool/
-""")
+"""
+)
 @click.argument("path", metavar="DIR|FILE", envvar="NVPOOL_POOL")
 @json_option
 def check(path: str, as_json: bool) -> None:

@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from nvpool.cli.dev_rollback import Undoing
 
 
-@click.group(epilog="""\b
+@click.group(
+    epilog="""\b
 examples:
   nvpool dev up /tmp/pool --mount /mnt/pool
   nvpool dev down /tmp/pool
-""")
+"""
+)
 def dev() -> None:
     """Create and remove a throw-away pool on this machine, under one directory."""
 
@@ -46,32 +48,81 @@ async def _give_to_us(pool: str) -> None:
     from nvpool.cli.pool_path import session
     from nvpool.client.state.types import Caller
     from nvpool.core.ids import ROOT_INODE
+
     async with session(pool, "dev up") as client:
-        await client.vfs.setattr(ROOT_INODE, uid=os.geteuid(), gid=os.getegid(), caller=Caller(0, 0, os.getpid()))
+        await client.vfs.setattr(
+            ROOT_INODE, uid=os.geteuid(), gid=os.getegid(), caller=Caller(0, 0, os.getpid())
+        )
 
 
-@dev.command(epilog="""\b
+@dev.command(
+    epilog="""\b
 examples:
   nvpool dev up /tmp/pool
   nvpool dev up /tmp/pool --drives 4 --mount /mnt/pool
   nvpool dev up /tmp/pool --size 1G --size 3G
   nvpool dev up /tmp/pool --mount /mnt/pool --engine pyfuse3
-""")
+"""
+)
 @click.argument("directory", metavar="DIR", type=click.Path(file_okay=False))
-@click.option("--drives", type=click.IntRange(1, 64), help="Number of targets; default: 2, or the number of --size options.")
-@click.option("--standbys", type=click.IntRange(0, 4), default=0, help="Further copies of the metadata, at most one per drive.")
-@click.option("--shards", type=click.IntRange(1, 64), default=1,
-              help="Number of metadata processes; each serves a part of the metadata.")
-@click.option("--size", "sizes", type=ByteSize(), multiple=True,
-              help="Size of a drive; may be repeated. Default: 8 and 16 GiB in turn.")
-@click.option("--replicas", type=click.IntRange(1, 3), default=1, show_default=True, help="Copies of each chunk of a new pool.")
-@click.option("--mount", "mountpoint", metavar="MOUNTPOINT", help="Also mount the pool there; a missing directory is created.")
-@click.option("--engine", type=click.Choice(["auto", "kernel", "pyfuse3"]),
-              help="Engine of the mount; see nvpool mount --help.")
-@click.option("--config", "config_file", type=click.Path(exists=True, dir_okay=False), help="Configuration of the node.")
+@click.option(
+    "--drives",
+    type=click.IntRange(1, 64),
+    help="Number of targets; default: 2, or the number of --size options.",
+)
+@click.option(
+    "--standbys",
+    type=click.IntRange(0, 4),
+    default=0,
+    help="Further copies of the metadata, at most one per drive.",
+)
+@click.option(
+    "--shards",
+    type=click.IntRange(1, 64),
+    default=1,
+    help="Number of metadata processes; each serves a part of the metadata.",
+)
+@click.option(
+    "--size",
+    "sizes",
+    type=ByteSize(),
+    multiple=True,
+    help="Size of a drive; may be repeated. Default: 8 and 16 GiB in turn.",
+)
+@click.option(
+    "--replicas",
+    type=click.IntRange(1, 3),
+    default=1,
+    show_default=True,
+    help="Copies of each chunk of a new pool.",
+)
+@click.option(
+    "--mount",
+    "mountpoint",
+    metavar="MOUNTPOINT",
+    help="Also mount the pool there; a missing directory is created.",
+)
+@click.option(
+    "--engine",
+    type=click.Choice(["auto", "kernel", "pyfuse3"]),
+    help="Engine of the mount; see nvpool mount --help.",
+)
+@click.option(
+    "--config", "config_file", type=click.Path(exists=True, dir_okay=False), help="Configuration of the node."
+)
 @json_option
-def up(directory: str, drives: int | None, standbys: int, shards: int, sizes: tuple[int, ...], replicas: int,
-       mountpoint: str | None, engine: str | None, config_file: str | None, as_json: bool) -> None:
+def up(
+    directory: str,
+    drives: int | None,
+    standbys: int,
+    shards: int,
+    sizes: tuple[int, ...],
+    replicas: int,
+    mountpoint: str | None,
+    engine: str | None,
+    config_file: str | None,
+    as_json: bool,
+) -> None:
     """Create a pool under DIR if there is none, start it, and mount it with --mount. You own the pool and its files.
 
     Returns when the pool serves. May be repeated: an existing pool stays as it is. If you interrupt the command, a new pool is
@@ -79,24 +130,40 @@ def up(directory: str, drives: int | None, standbys: int, shards: int, sizes: tu
     mounted; a message says what runs.
     """
     from nvpool.cli.dev_rollback import Undoing
+
     with Undoing(PoolDirectory(directory), mountpoint) as undoing:
-        seen = _up(undoing, directory, drives, standbys, shards, sizes, replicas, mountpoint, engine, config_file)
+        seen = _up(
+            undoing, directory, drives, standbys, shards, sizes, replicas, mountpoint, engine, config_file
+        )
         # inside the block: a user who does not see this message sees that the pool was removed
         if as_json:
             print_json(seen)
         else:
-            click.echo(f"pool {seen['pool']['name']} serves in {undoing.directory.path}"
-                       + (f" and is mounted at {mountpoint}" if mountpoint else ""))
+            click.echo(
+                f"pool {seen['pool']['name']} serves in {undoing.directory.path}"
+                + (f" and is mounted at {mountpoint}" if mountpoint else "")
+            )
             say(f"look at it with: nvpool status {directory}   remove it with: nvpool dev down {directory}")
 
 
-def _up(undoing: Undoing, directory: str, drives: int | None, standbys: int, shards: int, sizes: tuple[int, ...], replicas: int,
-        mountpoint: str | None, engine: str | None, config_file: str | None) -> dict[str, Any]:
+def _up(
+    undoing: Undoing,
+    directory: str,
+    drives: int | None,
+    standbys: int,
+    shards: int,
+    sizes: tuple[int, ...],
+    replicas: int,
+    mountpoint: str | None,
+    engine: str | None,
+    config_file: str | None,
+) -> dict[str, Any]:
     from nvpool.cli import pool_lifecycle
     from nvpool.cli.commands.pool import name_of
     from nvpool.cli.mount.command import log_of
     from nvpool.cli.mount.control import mount_pool, unmount
     from nvpool.host.mountinfo import look_at, mount_at, place_of
+
     where = undoing.directory
     is_new = being_made(where) or not where.exists()
     if mountpoint is not None:
@@ -106,14 +173,28 @@ def _up(undoing: Undoing, directory: str, drives: int | None, standbys: int, sha
         if drives is not None and len(wanted) < drives:
             wanted += [wanted[-1]] * (drives - len(wanted))
         config = configuration.load(config_file) if config_file else configuration.Config()
-        pool_lifecycle.make({"verb": "pool", "directory": str(where.path), "name": name_of(directory), "throw_away": True,
-                        "drives": [{"path": str(where.target(number)), "capacity_bytes": size}
-                                   for number, size in enumerate(wanted, 1)],
-                        "chunk_bytes": CHUNK_BYTES_DEFAULT, "replicas": replicas, "standbys": standbys,
-                        "shards": shards, "config": configuration.sample(config)})
+        pool_lifecycle.make(
+            {
+                "verb": "pool",
+                "directory": str(where.path),
+                "name": name_of(directory),
+                "throw_away": True,
+                "drives": [
+                    {"path": str(where.target(number)), "capacity_bytes": size}
+                    for number, size in enumerate(wanted, 1)
+                ],
+                "chunk_bytes": CHUNK_BYTES_DEFAULT,
+                "replicas": replicas,
+                "standbys": standbys,
+                "shards": shards,
+                "config": configuration.sample(config),
+            }
+        )
         say(f"made a pool in {where.path} with drives of {', '.join(map(format_bytes, wanted))}")
     elif drives is not None or sizes or config_file:
-        say(f"{where.path} holds a pool already; --drives, --size and --config are for a new one and change nothing")
+        say(
+            f"{where.path} holds a pool already; --drives, --size and --config are for a new one and change nothing"
+        )
     seen = pool_lifecycle.start(where)
     if is_new and os.geteuid():
         asyncio.run(_give_to_us(str(where.path)))
@@ -128,8 +209,12 @@ def _up(undoing: Undoing, directory: str, drives: int | None, standbys: int, sha
                 os.makedirs(place_of(mountpoint), exist_ok=True)
             except OSError as error:
                 raise from_os_error(error, f"make the directory {mountpoint} to mount the pool at") from error
-            mount_pool(str(where.path), os.path.abspath(mountpoint), log_of(str(where.path), os.path.abspath(mountpoint)),
-                       (f"--engine={engine}",) if engine else ())
+            mount_pool(
+                str(where.path),
+                os.path.abspath(mountpoint),
+                log_of(str(where.path), os.path.abspath(mountpoint)),
+                (f"--engine={engine}",) if engine else (),
+            )
             seen = pool_lifecycle.start(where)
         elif not any(process.get("mountpoint") == str(found.point) for process in seen["processes"]):
             raise _other_pool(mountpoint)
@@ -144,27 +229,36 @@ def check_place(where: PoolDirectory, mountpoint: str) -> None:
     """
     from nvpool.fuse.mount_point import check_fuse, check_mount_point
     from nvpool.host.mountinfo import look_at, mount_at, place_of, pool_of
+
     found = mount_at(mountpoint)
     if found is not None and found.ours:
         if look_at(found.point) == "alive":
             behind = pool_of(found)
-            if not where.exists() or (behind is not None and behind[0] != str(where.path) and behind[0].startswith("/")):
+            if not where.exists() or (
+                behind is not None and behind[0] != str(where.path) and behind[0].startswith("/")
+            ):
                 raise _other_pool(mountpoint)
         return  # a dead mount is removed once the pool runs
     place = place_of(mountpoint)
     if where.path.resolve().is_relative_to(place):
-        raise InvalidRequest(f"{mountpoint} holds the directory of the pool, which the mount would hide; name another "
-                             f"directory after --mount")
+        raise InvalidRequest(
+            f"{mountpoint} holds the directory of the pool, which the mount would hide; name another "
+            f"directory after --mount"
+        )
     if os.path.lexists(place):
         check_mount_point(place)
         return
     above = next(path for path in place.parents if os.path.lexists(path))
     if not above.is_dir():
-        raise NotADirectory(f"{mountpoint} can not be made to mount the pool at: {above} is not a directory; name an empty "
-                            f"directory after --mount, or one that can be made")
+        raise NotADirectory(
+            f"{mountpoint} can not be made to mount the pool at: {above} is not a directory; name an empty "
+            f"directory after --mount, or one that can be made"
+        )
     if not os.access(above, os.W_OK | os.X_OK):
-        raise AccessDenied(f"{mountpoint} can not be made to mount the pool at: this user may make nothing in {above}; name an "
-                           f"empty directory after --mount, or have it made")
+        raise AccessDenied(
+            f"{mountpoint} can not be made to mount the pool at: this user may make nothing in {above}; name an "
+            f"empty directory after --mount, or have it made"
+        )
     check_fuse()
 
 
@@ -190,6 +284,7 @@ def down(directory: str, as_json: bool) -> None:
     from nvpool.cli import pool_lifecycle
     from nvpool.cli.known_pools import remedy_for
     from nvpool.cli.mount.control import mountpoints_of, unmount
+
     where = PoolDirectory(directory)
     if not os.path.lexists(where.path):
         say(f"{where.path} does not exist; nothing to do")
@@ -202,8 +297,10 @@ def down(directory: str, as_json: bool) -> None:
         except NotFound as error:
             raise NotFound(f"{error}. Nothing was removed", remedy=remedy_for(directory)) from None
         if not (where.path / "throw-away").exists():
-            raise InvalidRequest(f"{where.path} was not made by dev up; nothing was removed. To destroy that pool: "
-                                 f"nvpool pool destroy {where.path}")
+            raise InvalidRequest(
+                f"{where.path} was not made by dev up; nothing was removed. To destroy that pool: "
+                f"nvpool pool destroy {where.path}"
+            )
     pool_lifecycle.check_removable(where)
     unmounted = mountpoints_of(where)
     for place in unmounted:

@@ -9,7 +9,7 @@ import click
 
 from nvpool.cli.commands.drive import ByteSize
 from nvpool.cli.output import json_option, print_json, say
-from nvpool.cli.pool_path import PoolPath, PlaceType
+from nvpool.cli.pool_path import PlaceType, PoolPath
 from nvpool.core.units import format_bytes
 
 if TYPE_CHECKING:
@@ -20,13 +20,16 @@ WHOLE_S = 60.0
 """Time limit for the chains of a new replica count to be complete; there is nothing to copy."""
 
 
-@click.group(name="dir", epilog="""\b
+@click.group(
+    name="dir",
+    epilog="""\b
 examples:
   nvpool dir show /srv/pool:/scratch
   nvpool dir set /srv/pool:/scratch --replicas 1
   nvpool dir set /srv/pool:/models --replicas 3 --chunk-size 4M
   nvpool dir set /srv/pool:/samples --wide
-""")
+""",
+)
 def directory() -> None:
     """Show and set the number of replicas and the chunk size of new files in a directory, and how its names are spread."""
 
@@ -34,12 +37,14 @@ def directory() -> None:
 place_argument = click.argument("place", metavar="POOL:/path", type=PlaceType())
 
 
-@directory.command(epilog="""\b
+@directory.command(
+    epilog="""\b
 --json prints one object: path, inode, replicas, chunk_bytes, wide
 
 \b
 example: nvpool dir show /srv/pool:/models
-""")
+"""
+)
 @place_argument
 @json_option
 def show(place: PoolPath, as_json: bool) -> None:
@@ -49,6 +54,7 @@ def show(place: PoolPath, as_json: bool) -> None:
 
 async def _shown(place: PoolPath) -> dict[str, Any]:
     from nvpool.cli.pool_path import session
+
     async with session(place.pool, "dir show") as client:
         return _told(place, await _directory_at(client, place))
 
@@ -58,6 +64,7 @@ async def _directory_at(client: Client, place: PoolPath) -> Attr:
 
     from nvpool.cli.pool_path import find
     from nvpool.core.errors import NotADirectory
+
     attr = await find(client.vfs, place.path)
     if not stat.S_ISDIR(attr.mode):
         raise NotADirectory(f"{place} is no directory; nvpool file info {place} shows what a file has")
@@ -68,32 +75,50 @@ def _told(place: PoolPath, attr: Attr) -> dict[str, Any]:
     import os
 
     from nvpool.client.state.attr_cache import WIDE_FLAG
-    return {"path": os.fsdecode(place.path), "inode": attr.inode, "replicas": attr.table, "chunk_bytes": 1 << attr.chunk_bits,
-            "wide": bool(attr.flags & WIDE_FLAG)}
+
+    return {
+        "path": os.fsdecode(place.path),
+        "inode": attr.inode,
+        "replicas": attr.table,
+        "chunk_bytes": 1 << attr.chunk_bits,
+        "wide": bool(attr.flags & WIDE_FLAG),
+    }
 
 
 def _show(place: PoolPath, found: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(found)
     else:
-        click.echo(f"{place}: new files have {found['replicas']} replica{'' if found['replicas'] == 1 else 's'}, in chunks of "
-                   f"{format_bytes(found['chunk_bytes'])}{'; it is wide' if found['wide'] else ''}")
+        click.echo(
+            f"{place}: new files have {found['replicas']} replica{'' if found['replicas'] == 1 else 's'}, in chunks of "
+            f"{format_bytes(found['chunk_bytes'])}{'; it is wide' if found['wide'] else ''}"
+        )
 
 
-@directory.command("set", epilog="""\b
+@directory.command(
+    "set",
+    epilog="""\b
 --json prints what `nvpool dir show --json` does
 
 \b
 examples:
   nvpool dir set /srv/pool:/scratch --replicas 1
   nvpool dir set /srv/pool:/samples --chunk-size 256K
-""")
+""",
+)
 @place_argument
-@click.option("--replicas", type=click.IntRange(1, 3), help="Copies of each chunk, on as many nodes (drives, in a pool of one "
-                                                            "node).")
+@click.option(
+    "--replicas",
+    type=click.IntRange(1, 3),
+    help="Copies of each chunk, on as many nodes (drives, in a pool of one node).",
+)
 @click.option("--chunk-size", type=ByteSize(), default=0, help="A power of two from 64K to 16M.")
-@click.option("--wide", is_flag=True, help="Spread the names in it over all metadata shards, for very many names. The "
-                                            "directory must be empty, and stays wide; its subdirectories are not.")
+@click.option(
+    "--wide",
+    is_flag=True,
+    help="Spread the names in it over all metadata shards, for very many names. The "
+    "directory must be empty, and stays wide; its subdirectories are not.",
+)
 @json_option
 def set_(place: PoolPath, replicas: int | None, chunk_size: int, wide: bool, as_json: bool) -> None:
     """Set the replicas and chunk size of new files in a directory; new subdirectories inherit them.
@@ -110,6 +135,7 @@ async def _set(place: PoolPath, replicas: int, chunk_bytes: int, wide: bool) -> 
     from nvpool.cli.pool_path import session
     from nvpool.client.state.types import Caller
     from nvpool.poolmap.layout import layout_of
+
     if chunk_bytes:
         layout_of(chunk_bytes)
     async with session(place.pool, "dir set") as client:
@@ -119,13 +145,16 @@ async def _set(place: PoolPath, replicas: int, chunk_bytes: int, wide: bool) -> 
         if wide:
             attr = await client.vfs.spread(attr.inode, Caller(0, 0))
         if replicas or chunk_bytes:
-            attr = await client.vfs.hand_down(attr.inode, Caller(0, 0), replicas=replicas, chunk_bytes=chunk_bytes)
+            attr = await client.vfs.hand_down(
+                attr.inode, Caller(0, 0), replicas=replicas, chunk_bytes=chunk_bytes
+            )
         return _told(place, attr)
 
 
 async def have_chains(client: Client, pool: str, replicas: int) -> None:
     """Ensure that the pool has chains of `replicas` replicas; if it has none, request that change."""
     from nvpool.cli.pool_connection import change
+
     if replicas not in client.pool_map.table_by_id:
         await change(pool, "replicas", {"replicas": replicas})
     await _chains_of(client, replicas)
@@ -136,7 +165,8 @@ async def _chains_of(client: Client, replicas: int) -> None:
     try:
         async with asyncio.timeout(WHOLE_S):
             while replicas not in (known := client.pool_map.table_by_id) or any(
-                    len(chain.targets) < replicas for chain in known[replicas].chains):
+                len(chain.targets) < replicas for chain in known[replicas].chains
+            ):
                 if not await client.vfs.view.refresh():
                     await asyncio.sleep(0.1)
     except TimeoutError:

@@ -23,7 +23,9 @@ class ByteSize(click.ParamType):  # type: ignore[type-arg]  # generic only in ne
 
     name = "size"
 
-    def convert(self, value: str | int, parameter: click.Parameter | None, context: click.Context | None) -> int:
+    def convert(
+        self, value: str | int, parameter: click.Parameter | None, context: click.Context | None
+    ) -> int:
         if isinstance(value, int):
             return value
         try:
@@ -32,8 +34,12 @@ class ByteSize(click.ParamType):  # type: ignore[type-arg]  # generic only in ne
             self.fail(str(error), parameter, context)
 
 
-wait_option = click.option("--wait", is_flag=True, help="Wait until it is done, and show the progress. Ctrl-C stops only the "
-                                                        "waiting; run the command again to resume waiting.")
+wait_option = click.option(
+    "--wait",
+    is_flag=True,
+    help="Wait until it is done, and show the progress. Ctrl-C stops only the "
+    "waiting; run the command again to resume waiting.",
+)
 drive_argument = click.argument("drive", metavar="DRIVE")
 
 STALL_S = 30.0
@@ -41,7 +47,8 @@ STALL_S = 30.0
 PAUSED = "paused; go on with: nvpool pool rebalance POOL --resume"
 
 
-@click.group(epilog="""\b
+@click.group(
+    epilog="""\b
 DRIVE is a number or path that `nvpool drive ls` shows. A path names a drive of the node whose pool directory is POOL.
 
 \b
@@ -49,12 +56,14 @@ examples:
   nvpool drive ls /srv/pool
   nvpool drive add /srv/pool /mnt/nvme2 --wait
   nvpool drive drain /srv/pool 1 --wait && nvpool drive remove /srv/pool 1
-""")
+"""
+)
 def drive() -> None:
     """List, add, drain, replace and remove the drives of a running pool."""
 
 
-@drive.command(epilog="""\b
+@drive.command(
+    epilog="""\b
 --json prints one object for each drive: drive, target, node, path, capacity_bytes, used_bytes, state (of its process), wish
 (empty, draining, drained, removing, lost, away), chains (that it holds), share (of all chains), chains_to_come, chains_to_go,
 lacks_room (for those to come), moving_wait (why this drive waits with moving chains or removing moved data), metadata
@@ -62,12 +71,14 @@ lacks_room (for those to come), moving_wait (why this drive waits with moving ch
 
 \b
 example: nvpool drive ls /srv/pool
-""")
+"""
+)
 @pool_argument
 @json_option
 def ls(pool: str, as_json: bool) -> None:
     """List the drives of a pool: state, share of the chains, and chains that move to and from them."""
     from nvpool.cli.pool_connection import status_of
+
     drives = asyncio.run(status_of(pool))["drives"]
     if as_json:
         print_json(drives)
@@ -76,10 +87,23 @@ def ls(pool: str, as_json: bool) -> None:
 
 
 def print_drives(drives: list[dict[str, Any]]) -> None:
-    print_table(("drive", "node", "target", "state", "share", "moving", "used", "capacity", "path"), [
-        (one["drive"], one["node"], one["target"], state_of(one), f"{100 * one['share']:.1f} %", moving_of(one),
-         format_bytes(one["used_bytes"]) if one["used_bytes"] is not None else None, format_bytes(one["capacity_bytes"]),
-         one["path"]) for one in drives])
+    print_table(
+        ("drive", "node", "target", "state", "share", "moving", "used", "capacity", "path"),
+        [
+            (
+                one["drive"],
+                one["node"],
+                one["target"],
+                state_of(one),
+                f"{100 * one['share']:.1f} %",
+                moving_of(one),
+                format_bytes(one["used_bytes"]) if one["used_bytes"] is not None else None,
+                format_bytes(one["capacity_bytes"]),
+                one["path"],
+            )
+            for one in drives
+        ],
+    )
 
 
 def state_of(one: dict[str, Any]) -> str:
@@ -91,9 +115,15 @@ def state_of(one: dict[str, Any]) -> str:
 
 def moving_of(one: dict[str, Any]) -> str:
     """Return the chains and metadata that move to and from a drive, as text."""
-    return ", ".join(text for count, text in (
-        (one["chains_to_come"], f"{one['chains_to_come']} to come"), (one["chains_to_go"], f"{one['chains_to_go']} to go"),
-        (members_to_go(one), f"metadata (shard {', '.join(map(str, one['metadata']))}) to go")) if count)
+    return ", ".join(
+        text
+        for count, text in (
+            (one["chains_to_come"], f"{one['chains_to_come']} to come"),
+            (one["chains_to_go"], f"{one['chains_to_go']} to go"),
+            (members_to_go(one), f"metadata (shard {', '.join(map(str, one['metadata']))}) to go"),
+        )
+        if count
+    )
 
 
 def members_to_go(one: dict[str, Any]) -> int:
@@ -106,6 +136,7 @@ async def wait_until_moved(pool: str, title: str, quiet: bool, drive: int | None
 
     A drained drive must also be empty. Progress and errors are as of `wait_for_none`.
     """
+
     def left(seen: dict[str, Any]) -> int:
         here = [one for one in seen["drives"] if drive in (None, one["drive"])]
         moving: int = sum(one["chains_to_come"] + one["chains_to_go"] + members_to_go(one) for one in here)
@@ -114,9 +145,14 @@ async def wait_until_moved(pool: str, title: str, quiet: bool, drive: int | None
     return await wait_for_none(pool, title, quiet, left, moving_on)
 
 
-async def wait_for_none(pool: str, title: str, quiet: bool, left: Callable[[dict[str, Any]], int],
-                        tell: Callable[[dict[str, Any]], str],
-                        instead: Callable[[], dict[str, Any] | None] = lambda: None) -> dict[str, Any]:
+async def wait_for_none(
+    pool: str,
+    title: str,
+    quiet: bool,
+    left: Callable[[dict[str, Any]], int],
+    tell: Callable[[dict[str, Any]], str],
+    instead: Callable[[], dict[str, Any] | None] = lambda: None,
+) -> dict[str, Any]:
     """Wait until `left` returns 0 for the status, and return that status.
 
     Meanwhile the progress and the text of `tell` are shown. The pool may be unavailable for a while
@@ -124,6 +160,7 @@ async def wait_for_none(pool: str, title: str, quiet: bool, left: Callable[[dict
     """
     from nvpool.cli.pool_connection import statuses
     from nvpool.cli.progress import Look, shown
+
     seen: dict[str, Any] = {}
     most = 0
     stall = Stall(SYSTEM_CLOCK.boottime_s())
@@ -135,9 +172,15 @@ async def wait_for_none(pool: str, title: str, quiet: bool, left: Callable[[dict
             if not left(seen):
                 return seen
             now_s = SYSTEM_CLOCK.boottime_s()
-            stall.note((left(seen), seen["chains"]["bytes_left"], *(one["used_bytes"] for one in seen["drives"])), now_s)
+            stall.note(
+                (left(seen), seen["chains"]["bytes_left"], *(one["used_bytes"] for one in seen["drives"])),
+                now_s,
+            )
             if quiet and stall.is_due(now_s):
-                say(f"{title}: {left(seen)} left, " + ", ".join(word for word in (stall.text(now_s), tell(seen)) if word))
+                say(
+                    f"{title}: {left(seen)} left, "
+                    + ", ".join(word for word in (stall.text(now_s), tell(seen)) if word)
+                )
 
     def look() -> Look:
         if not seen:
@@ -174,13 +217,17 @@ class Stall:
 def say_what_waits(done: dict[str, Any]) -> None:
     """Print the drives that a drain has to wait for, because they do not serve."""
     if done["waits_for"]:
-        say(f"note: drive {', '.join(map(str, done['waits_for']))} does not serve; what is to move there waits until it is "
-            f"back, or given up")
+        say(
+            f"note: drive {', '.join(map(str, done['waits_for']))} does not serve; what is to move there waits until it is "
+            f"back, or given up"
+        )
 
 
 def is_emptied(drives: list[dict[str, Any]]) -> bool:
     """Return whether one of the drives has no chains any more, but still removes their chunks."""
-    return any(one["wish"] == "drained" and one["state"] == "serving" and one.get("used_bytes") for one in drives)
+    return any(
+        one["wish"] == "drained" and one["state"] == "serving" and one.get("used_bytes") for one in drives
+    )
 
 
 def moving_on(seen: dict[str, Any], shards: Collection[int] = ()) -> str:
@@ -197,7 +244,9 @@ def _of_drives(seen: dict[str, Any]) -> list[str]:
     for one in seen["drives"]:
         name, wait = f"drive {one['drive']} (target {one.get('target')})", one.get("moving_wait")
         if is_emptied([one]):
-            words.append(f"{name} removes the last {format_bytes(one['used_bytes'])}" + (f": {wait}" if wait else ""))
+            words.append(
+                f"{name} removes the last {format_bytes(one['used_bytes'])}" + (f": {wait}" if wait else "")
+            )
         elif wait and (one["chains_to_come"] or one["chains_to_go"]) and not one.get("lacks_room"):
             words.append(f"{name}: {wait}")
     return words
@@ -210,16 +259,26 @@ def _kept_by(seen: dict[str, Any], shards: Collection[int]) -> str:
     rack would have to move once more. So the text names what the operator can do instead.
     """
     away = {one["node"]: one for one in seen["nodes"] if one["state"] != "serving" and one["wish"] == ""}
-    silent = [one for one in seen["drives"] if one["state"] != "serving" and
-              # a move does not wait for lost drives or drives that are away
-              (one["chains_to_come"] or (one["chains_to_go"] and one["wish"] not in ("lost", "away")))]
-    nodes = sorted({one["node"] for one in silent} & away.keys()
-                   | {number for number, one in away.items() if {*one["primaries"], *one["standbys"]} & {*shards}})
+    silent = [
+        one
+        for one in seen["drives"]
+        if one["state"] != "serving"
+        and
+        # a move does not wait for lost drives or drives that are away
+        (one["chains_to_come"] or (one["chains_to_go"] and one["wish"] not in ("lost", "away")))
+    ]
+    nodes = sorted(
+        {one["node"] for one in silent} & away.keys()
+        | {number for number, one in away.items() if {*one["primaries"], *one["standbys"]} & {*shards}}
+    )
     drives = [str(one["drive"]) for one in silent if one["node"] not in away]
     if not drives and not nodes:
         return ""
     words = [f"drive {', '.join(drives)}"] if drives else []
-    words += [f"node {number}" + (f" (rack {away[number]['rack']})" if away[number]["rack"] else "") for number in nodes]
+    words += [
+        f"node {number}" + (f" (rack {away[number]['rack']})" if away[number]["rack"] else "")
+        for number in nodes
+    ]
     remedy = f"; if it stays away: nvpool node remove POOL {nodes[0]} --lost" if nodes else ""
     return f"waits for {' and '.join(words)} to serve again{remedy}"
 
@@ -235,15 +294,22 @@ def time_left(chains: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-@drive.command(epilog="""\b
+@drive.command(
+    epilog="""\b
 examples:
   nvpool drive add /srv/pool /mnt/nvme2
   nvpool drive add /srv/pool /dev/nvme3n1 --wait
-""")
+"""
+)
 @pool_argument
 @click.argument("path", type=click.Path(exists=True))
-@click.option("--size", type=ByteSize(), default=0, help="How much of it to use, like 500G; default: all of a block device, or "
-                                                     "nine tenths of the free space of a directory.")
+@click.option(
+    "--size",
+    type=ByteSize(),
+    default=0,
+    help="How much of it to use, like 500G; default: all of a block device, or "
+    "nine tenths of the free space of a directory.",
+)
 @click.option("--force", is_flag=True, help="Use a block device that is not empty; its data is lost.")
 @wait_option
 @json_option
@@ -254,11 +320,16 @@ def add(pool: str, path: str, size: int, force: bool, wait: bool, as_json: bool)
     pool is in use. `drive ls` shows the progress; `pool rebalance` pauses or limits the moving. May be repeated.
     """
     from nvpool.cli.pool_connection import change
-    result = asyncio.run(change(pool, "drive-add", {"path": os.path.abspath(path), "capacity_bytes": size, "force": force}))
+
+    result = asyncio.run(
+        change(pool, "drive-add", {"path": os.path.abspath(path), "capacity_bytes": size, "force": force})
+    )
     if not as_json:
         what = "is in the pool already" if result.get("was_there") else "added"
-        click.echo(f"drive {result['drive']} {what}: target {result['target']}, {format_bytes(result['capacity_bytes'])} at "
-                   f"{result['path']}")
+        click.echo(
+            f"drive {result['drive']} {what}: target {result['target']}, {format_bytes(result['capacity_bytes'])} at "
+            f"{result['path']}"
+        )
         if not wait:
             say(f"note: {result['chains_to_come']} chains move to it now; look with: nvpool drive ls {pool}")
     _end(pool, result, wait, as_json, f"filling drive {result['drive']}")
@@ -277,8 +348,15 @@ def told_to_go_on(what: str, look: str, cancel: str = "") -> Iterator[None]:
         raise
 
 
-def _end(pool: str, result: dict[str, Any], wait: bool, as_json: bool, title: str, drive: int | None = None,
-         cancel: str = "") -> None:
+def _end(
+    pool: str,
+    result: dict[str, Any],
+    wait: bool,
+    as_json: bool,
+    title: str,
+    drive: int | None = None,
+    cancel: str = "",
+) -> None:
     if wait:
         with told_to_go_on(title, f"nvpool drive ls {pool}", cancel):
             seen = asyncio.run(wait_until_moved(pool, title, as_json, drive))
@@ -292,14 +370,20 @@ def _end(pool: str, result: dict[str, Any], wait: bool, as_json: bool, title: st
 
 def _name(drive: str) -> str:
     """Return the number or absolute path of a drive. The pool itself refuses a word that is no path here."""
-    return drive if drive.isdigit() or ("/" not in drive and not os.path.exists(drive)) else os.path.abspath(drive)
+    return (
+        drive
+        if drive.isdigit() or ("/" not in drive and not os.path.exists(drive))
+        else os.path.abspath(drive)
+    )
 
 
-@drive.command(epilog="""\b
+@drive.command(
+    epilog="""\b
 examples:
   nvpool drive drain /srv/pool 2 --wait
   nvpool drive drain /srv/pool 2 --cancel
-""")
+"""
+)
 @pool_argument
 @drive_argument
 @click.option("--cancel", is_flag=True, help="End the drain: the drive gets its share of the chunks again.")
@@ -311,29 +395,47 @@ def drain(pool: str, drive: str, cancel: bool, wait: bool, as_json: bool) -> Non
     Refused if the other drives are too few for the pool's replicas, or have too little space. May be repeated.
     """
     from nvpool.cli.pool_connection import change
+
     result = asyncio.run(change(pool, "drive-drain", {"drive": _name(drive), "cancel": cancel}))
     if not as_json:
         if cancel:
             click.echo(f"drive {result['drive']} holds its share of the pool again")
         elif result["state"] == "drained":
-            click.echo(f"drive {result['drive']} is empty; remove it with: nvpool drive remove {pool} {result['drive']}")
+            click.echo(
+                f"drive {result['drive']} is empty; remove it with: nvpool drive remove {pool} {result['drive']}"
+            )
         else:
             click.echo(f"drive {result['drive']} is being drained: {result['chains_to_go']} chains to go")
             say_what_waits(result)
-    _end(pool, result, wait, as_json, f"{'filling' if cancel else 'draining'} drive {result['drive']}", result["drive"],
-         "" if cancel else f"nvpool drive drain {pool} {result['drive']} --cancel")
+    _end(
+        pool,
+        result,
+        wait,
+        as_json,
+        f"{'filling' if cancel else 'draining'} drive {result['drive']}",
+        result["drive"],
+        "" if cancel else f"nvpool drive drain {pool} {result['drive']} --cancel",
+    )
 
 
-@drive.command(epilog="""\b
+@drive.command(
+    epilog="""\b
 examples:
   nvpool drive remove /srv/pool 2
   nvpool drive remove /srv/pool 3 --lost --wait    broken: its chunks are copied from other replicas
-""")
+"""
+)
 @pool_argument
 @drive_argument
-@click.option("--lost", is_flag=True, help="The drive is broken or gone for good: copy its chunks from other replicas.")
-@click.option("--give-up", is_flag=True, help="With --lost: give up chunks that are on no other drive. Reading these parts of "
-                                              "files fails until they are written again.")
+@click.option(
+    "--lost", is_flag=True, help="The drive is broken or gone for good: copy its chunks from other replicas."
+)
+@click.option(
+    "--give-up",
+    is_flag=True,
+    help="With --lost: give up chunks that are on no other drive. Reading these parts of "
+    "files fails until they are written again.",
+)
 @wait_option
 @json_option
 def remove(pool: str, drive: str, lost: bool, give_up: bool, wait: bool, as_json: bool) -> None:
@@ -342,35 +444,65 @@ def remove(pool: str, drive: str, lost: bool, give_up: bool, wait: bool, as_json
     Refused while data is on it; with --lost, refused if chunks are on no other drive. The files on the drive stay there.
     """
     from nvpool.cli.pool_connection import change
-    result = asyncio.run(change(pool, "drive-remove", {"drive": _name(drive), "lost": lost, "give_up": give_up}))
+
+    result = asyncio.run(
+        change(pool, "drive-remove", {"drive": _name(drive), "lost": lost, "give_up": give_up})
+    )
     if not as_json:
         click.echo(f"drive {result['drive']} is {result['state']}")
         if give_up and result["chains"]:
-            say(f"note: {result['chains']} chains begin anew with nothing, when nobody has a right any more to ask this drive "
-                f"(grant_s, two minutes at most by default); until then what is written to them waits")
-        say(f"note: what the pool had on it stays at {result['path']} of node {result['node']}; remove it when nobody wants "
-            f"it")
+            say(
+                f"note: {result['chains']} chains begin anew with nothing, when nobody has a right any more to ask this drive "
+                f"(grant_s, two minutes at most by default); until then what is written to them waits"
+            )
+        say(
+            f"note: what the pool had on it stays at {result['path']} of node {result['node']}; remove it when nobody wants "
+            f"it"
+        )
     _end(pool, result, wait, as_json, f"replacing what drive {result['drive']} held")
 
 
-@drive.command(epilog="""\b
+@drive.command(
+    epilog="""\b
 examples:
   nvpool drive replace /srv/pool 2 /mnt/nvme7 --wait
   nvpool drive replace /srv/pool 2 /dev/nvme7n1 --lost
-""")
+"""
+)
 @pool_argument
 @drive_argument
 @click.argument("path", type=click.Path(exists=True))
-@click.option("--size", type=ByteSize(), default=0, help="How much of the new drive to use; see nvpool drive add --help.")
+@click.option(
+    "--size",
+    type=ByteSize(),
+    default=0,
+    help="How much of the new drive to use; see nvpool drive add --help.",
+)
 @click.option("--force", is_flag=True, help="Use a block device that is not empty; its data is lost.")
 @click.option("--lost", is_flag=True, help="The old drive is broken: copy its chunks from other replicas.")
 @wait_option
 @json_option
-def replace(pool: str, drive: str, path: str, size: int, force: bool, lost: bool, wait: bool, as_json: bool) -> None:
+def replace(
+    pool: str, drive: str, path: str, size: int, force: bool, lost: bool, wait: bool, as_json: bool
+) -> None:
     """Replace a drive by the one at PATH. The old drive leaves the pool when it is empty. May be repeated."""
     from nvpool.cli.pool_connection import change
-    result = asyncio.run(change(pool, "drive-replace", {"drive": _name(drive), "path": os.path.abspath(path),
-                                                        "capacity_bytes": size, "force": force, "lost": lost}))
+
+    result = asyncio.run(
+        change(
+            pool,
+            "drive-replace",
+            {
+                "drive": _name(drive),
+                "path": os.path.abspath(path),
+                "capacity_bytes": size,
+                "force": force,
+                "lost": lost,
+            },
+        )
+    )
     if not as_json:
-        click.echo(f"drive {result['drive']} at {result['path']} takes the place of drive {result['replaces']}")
+        click.echo(
+            f"drive {result['drive']} at {result['path']} takes the place of drive {result['replaces']}"
+        )
     _end(pool, result, wait, as_json, f"moving drive {result['replaces']}")

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from nvpool.sdk.volumes import AsyncVolumes, Volume
 
 
-@click.group(epilog="""\b
+@click.group(
+    epilog="""\b
 Each encrypted volume has its own key, which is stored encrypted with the pool key. The pool key is stored nowhere in the
 pool: each node reads it from the file that node.toml names. Without the pool key no encrypted volume can be read again, so
 keep a copy elsewhere.
@@ -35,22 +36,28 @@ Change the pool key, without rewriting data:
   nvpool encryption key /etc/nvpool/pool.key --add    (on each node the same new first line)
   nvpool encryption rewrap POOL
   then take the old line out of the file on each node
-""")
+"""
+)
 def encryption() -> None:
     """Create and replace the pool key, which protects encrypted volumes."""
 
 
-@encryption.command(epilog="""\b
+@encryption.command(
+    epilog="""\b
 --json prints {"file", "pool_key": identity of the new key, "keys": how many the file has now}
 
 \b
 examples:
   nvpool encryption key /etc/nvpool/pool.key
   nvpool encryption key /etc/nvpool/pool.key --add
-""")
+"""
+)
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--add", is_flag=True,
-              help="Put a new key before those in FILE, which are kept for the volumes that they protect.")
+@click.option(
+    "--add",
+    is_flag=True,
+    help="Put a new key before those in FILE, which are kept for the volumes that they protect.",
+)
 @json_option
 def key(file: Path, add: bool, as_json: bool) -> None:
     """Create a pool key in FILE, which only root may read. An existing FILE is left as it is, except with --add."""
@@ -58,8 +65,10 @@ def key(file: Path, add: bool, as_json: bool) -> None:
     try:
         before = file.read_text() if add else ""
         if not add and file.exists():
-            raise AlreadyExists(f"{file} is there already, and was left as it is",
-                                remedy="--add puts a new key in front of those in it")
+            raise AlreadyExists(
+                f"{file} is there already, and was left as it is",
+                remedy="--add puts a new key in front of those in it",
+            )
         made = file.with_name(f".{file.name}.new")
         made.unlink(missing_ok=True)
         with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as out:
@@ -73,21 +82,27 @@ def key(file: Path, add: bool, as_json: bool) -> None:
     if as_json:
         print_json({"file": str(file), "pool_key": identity_of(new).hex(), "keys": keys})
         return
-    click.echo(f"pool key {identity_of(new).hex()} made in {file}; keep a copy of the file away from the pool: without it "
-               f"encrypted volumes can not be read")
+    click.echo(
+        f"pool key {identity_of(new).hex()} made in {file}; keep a copy of the file away from the pool: without it "
+        f"encrypted volumes can not be read"
+    )
 
 
-@encryption.command(epilog="""\b
+@encryption.command(
+    epilog="""\b
 --json prints a list of {"name", "pool_key"}
 
 \b
 example: nvpool encryption show /srv/pool
-""")
+"""
+)
 @pool_argument
 @json_option
 def show(pool: str, as_json: bool) -> None:
     """List the encrypted volumes, each with the identity of the pool key that protects it."""
-    found = [one for one in carry_out(pool, "encryption show", lambda volumes: volumes.list()) if one.encrypted]
+    found = [
+        one for one in carry_out(pool, "encryption show", lambda volumes: volumes.list()) if one.encrypted
+    ]
     if as_json:
         print_json([{"name": one.name, "pool_key": one.pool_key} for one in found])
     elif found:
@@ -96,14 +111,16 @@ def show(pool: str, as_json: bool) -> None:
         click.echo("no volume is encrypted")
 
 
-@encryption.command(epilog="""\b
+@encryption.command(
+    epilog="""\b
 --json prints a list of {"name", "pool_key"}, as it is now
 
 \b
 examples:
   nvpool encryption rewrap /srv/pool
   nvpool encryption rewrap /srv/pool secret
-""")
+"""
+)
 @pool_argument
 @click.argument("names", nargs=-1)
 @json_option
@@ -112,6 +129,7 @@ def rewrap(pool: str, names: tuple[str, ...], as_json: bool) -> None:
 
     Data is not rewritten. Volumes that this pool key protects already stay as they are.
     """
+
     async def run(volumes: AsyncVolumes) -> list[Volume]:
         wanted = names or [one.name for one in await volumes.list() if one.encrypted]
         return [await volumes.rewrap(name) for name in wanted]

@@ -8,10 +8,12 @@ import click
 
 from nvpool.cli.commands.import_tree import exclude_option, parallel_option, transfer, verify_option
 from nvpool.cli.output import json_option
-from nvpool.cli.pool_path import PoolPath, PlaceType
+from nvpool.cli.pool_path import PlaceType, PoolPath
 
 
-@click.command("export", epilog="""
+@click.command(
+    "export",
+    epilog="""
 Files that exist already with the size and modification time of their source are skipped, so after an interruption the same
 command continues.
 
@@ -21,7 +23,8 @@ exit codes: 0 all files are copied; 1 some files failed (they are named); 3 the 
 examples:
   nvpool export /srv/pool:/imagenet /data/imagenet
   nvpool export 10.0.0.1:17512:/models/m.safetensors . --json
-""")
+""",
+)
 @click.argument("place", metavar="POOL:/path", type=PlaceType())
 @click.argument("destination", metavar="DST", type=click.Path())
 @parallel_option
@@ -35,4 +38,11 @@ def export_tree(place: PoolPath, destination: str, as_json: bool, **wishes: Any)
     attributes as `nvpool import`.
     """
     from nvpool.sdk.transfer.export_tree import export_tree
-    return transfer("export", place, as_json, wishes, lambda vfs, **more: export_tree(vfs, place.path, destination, **more))
+
+    return transfer(
+        "export",
+        place,
+        as_json,
+        wishes,
+        lambda vfs, **more: export_tree(vfs, place.path, destination, **more),
+    )

@@ -9,17 +9,28 @@ from typing import Any
 import click
 
 from nvpool.cli.output import json_option
-from nvpool.cli.pool_path import PoolPath, PlaceType
+from nvpool.cli.pool_path import PlaceType, PoolPath
 
-parallel_option = click.option("--parallel", type=click.IntRange(1, 512), default=32, show_default=True,
-                               help="Files copied at a time.")
-verify_option = click.option("--verify/--no-verify", default=True, show_default=True,
-                             help="Read back what was written and compare checksums.")
-exclude_option = click.option("--exclude", multiple=True, metavar="PATTERN",
-                              help="Skip files and directories with this name, like '*.tmp'; may be repeated.")
+parallel_option = click.option(
+    "--parallel", type=click.IntRange(1, 512), default=32, show_default=True, help="Files copied at a time."
+)
+verify_option = click.option(
+    "--verify/--no-verify",
+    default=True,
+    show_default=True,
+    help="Read back what was written and compare checksums.",
+)
+exclude_option = click.option(
+    "--exclude",
+    multiple=True,
+    metavar="PATTERN",
+    help="Skip files and directories with this name, like '*.tmp'; may be repeated.",
+)
 
 
-@click.command("import", epilog="""
+@click.command(
+    "import",
+    epilog="""
 Files that exist already with the size and modification time of their source are skipped. A file gets its time last, after
 its data is synced and compared. So after an interruption the same command continues. --compare does not trust times: use it
 for files whose contents are missing after `nvpool load`.
@@ -30,13 +41,17 @@ exit codes: 0 all files are copied; 1 some files failed (they are named); 3 the 
 examples:
   nvpool import /data/imagenet /srv/pool:/imagenet
   nvpool import ./model.safetensors 10.0.0.1:17512:/models/ --json
-""")
+""",
+)
 @click.argument("source", metavar="SRC", type=click.Path(exists=True))
 @click.argument("place", metavar="POOL:/path", type=PlaceType())
 @parallel_option
 @verify_option
-@click.option("--compare", is_flag=True,
-              help="Also read files with the size and time of their source, and rewrite those that differ.")
+@click.option(
+    "--compare",
+    is_flag=True,
+    help="Also read files with the size and time of their source, and rewrite those that differ.",
+)
 @exclude_option
 @json_option
 def import_tree(source: str, place: PoolPath, as_json: bool, **wishes: Any) -> int:
@@ -46,17 +61,23 @@ def import_tree(source: str, place: PoolPath, as_json: bool, **wishes: Any) -> i
     (as root), times, symbolic and hard links, holes, extended attributes and special files.
     """
     from nvpool.sdk.transfer.import_tree import import_tree
-    return transfer("import", place, as_json, wishes, lambda vfs, **more: import_tree(vfs, source, place.path, **more))
+
+    return transfer(
+        "import", place, as_json, wishes, lambda vfs, **more: import_tree(vfs, source, place.path, **more)
+    )
 
 
-def transfer(verb: str, place: PoolPath, as_json: bool, wishes: dict[str, Any], move: Callable[..., Awaitable[None]]) -> int:
+def transfer(
+    verb: str, place: PoolPath, as_json: bool, wishes: dict[str, Any], move: Callable[..., Awaitable[None]]
+) -> int:
     """Run `move` in a session of the pool, show its progress and result, and return the exit code."""
     from nvpool.cli.output import print_json, say
     from nvpool.cli.pool_path import session
     from nvpool.cli.progress import Look, shown
     from nvpool.core.clock import SYSTEM_CLOCK
     from nvpool.core.units import format_bytes
-    from nvpool.sdk.transfer.progress import TransferProgress, TransferOptions
+    from nvpool.sdk.transfer.progress import TransferOptions, TransferProgress
+
     tally = TransferProgress()
     options = TransferOptions()._replace(**wishes)
 
@@ -72,18 +93,24 @@ def transfer(verb: str, place: PoolPath, as_json: bool, wishes: dict[str, Any], 
         asyncio.run(run())
     except (KeyboardInterrupt, Exception):
         if tally.files and not as_json:
-            say(f"stopped after {tally.files:,} files ({format_bytes(tally.bytes)}); the same command goes on from there")
+            say(
+                f"stopped after {tally.files:,} files ({format_bytes(tally.bytes)}); the same command goes on from there"
+            )
         raise
     seconds = SYSTEM_CLOCK.boottime_s() - began_s
     if as_json:
         print_json(tally.summary() | {"seconds": seconds})
     else:
         moved = tally.bytes - tally.skipped_bytes
-        click.echo(f"{tally.files:,} files ({format_bytes(tally.bytes)}), {tally.directories:,} directories, "
-                   f"{tally.symlinks:,} symbolic and {tally.hard_links:,} hard links in {seconds:.1f} s"
-                   + (f" ({format_bytes(moved / seconds)}/s)" if moved else ""))
+        click.echo(
+            f"{tally.files:,} files ({format_bytes(tally.bytes)}), {tally.directories:,} directories, "
+            f"{tally.symlinks:,} symbolic and {tally.hard_links:,} hard links in {seconds:.1f} s"
+            + (f" ({format_bytes(moved / seconds)}/s)" if moved else "")
+        )
         if tally.skipped_files:
-            say(f"{tally.skipped_files:,} of the files ({format_bytes(tally.skipped_bytes)}) were there already")
+            say(
+                f"{tally.skipped_files:,} of the files ({format_bytes(tally.skipped_bytes)}) were there already"
+            )
         if tally.attributes_not_kept:
             say(f"note: {tally.attributes_not_kept:,} extended attributes could not be kept")
         for failure in tally.failures[:20]:

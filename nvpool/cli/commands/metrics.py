@@ -9,7 +9,8 @@ import click
 from nvpool.cli.output import Number, json_option, print_json, remember_pool
 
 
-@click.command(epilog="""\b
+@click.command(
+    epilog="""\b
 The metrics are those of the supervisor of the node that POOL names, and of all its processes. Prometheus can fetch the same
 page by HTTP: set listen in section [metrics] of node.toml. "9477" serves programs of this machine, "unix:/PATH" a socket for
 root and the operator group, and "HOST:PORT" everyone who can reach HOST, without a password. A mount serves its own metrics
@@ -22,10 +23,17 @@ examples:
   nvpool metrics /srv/pool | promtool check metrics
   nvpool metrics /srv/pool > /var/lib/prometheus/node-exporter/nvpool.prom      for its textfile collector
   nvpool metrics --describe                                                     every name and its meaning
-""")
+"""
+)
 @click.argument("pool", envvar="NVPOOL_POOL", required=False, callback=remember_pool)
-@click.option("--wait", "wait_s", type=Number(0.1, 30), default=2.0, show_default=True,
-              help="Seconds that the processes of the node have to answer; a process that does not has nvpool_up 0.")
+@click.option(
+    "--wait",
+    "wait_s",
+    type=Number(0.1, 30),
+    default=2.0,
+    show_default=True,
+    help="Seconds that the processes of the node have to answer; a process that does not has nvpool_up 0.",
+)
 @click.option("--describe", is_flag=True, help="Only print the list of metrics: name, kind, labels, meaning.")
 @json_option
 def metrics(pool: str | None, wait_s: float, describe: bool, as_json: bool) -> None:
@@ -35,6 +43,7 @@ def metrics(pool: str | None, wait_s: float, describe: bool, as_json: bool) -> N
     """
     from nvpool.metrics.exposition import Page, table
     from nvpool.metrics.registry import METRICS
+
     if describe:
         if as_json:
             print_json([metric._asdict() for metric in METRICS.values()])
@@ -44,8 +53,16 @@ def metrics(pool: str | None, wait_s: float, describe: bool, as_json: bool) -> N
     from nvpool.cli.pool_connection import ask
     from nvpool.rpc.v1.pool_pb2 import MetricsReply, MetricsRequest
     from nvpool.rpc.v1.wire_pb2 import PROCESS_METRICS
-    reply = asyncio.run(ask(pool or ".", PROCESS_METRICS, MetricsRequest(node=True, wait_s=wait_s), MetricsReply,
-                            wait_s=wait_s + 5.0))
+
+    reply = asyncio.run(
+        ask(
+            pool or ".",
+            PROCESS_METRICS,
+            MetricsRequest(node=True, wait_s=wait_s),
+            MetricsReply,
+            wait_s=wait_s + 5.0,
+        )
+    )
     page = Page.unpack(reply.page)
     if as_json:
         print_json(page.told())

@@ -19,26 +19,39 @@ _LIMIT_MIB_MAX = MIB
 """1 TiB/s, more than any drive can write."""
 
 
-@click.group(epilog="""\b
+@click.group(
+    epilog="""\b
 examples:
   nvpool pool create /srv/pool --drive /mnt/nvme0 --drive /dev/nvme1n1
   nvpool pool create /srv/pool --drive /mnt/nvme0 --drive /mnt/nvme1 --drive /mnt/nvme2 --replicas 2
   nvpool pool rebalance /srv/pool --limit 200
   nvpool pool destroy /srv/pool
-""")
+"""
+)
 def pool() -> None:
     """Create, rebalance and destroy pools."""
 
 
 def etcd_options(command: CommandFunction) -> CommandFunction:
     """Add the options --etcd… of commands that create a pool directory."""
-    for name, metavar, text in (("key", "FILE", "Key of that certificate."),
-                                ("cert", "FILE", "Client certificate (PEM) for this etcd."),
-                                ("ca", "FILE", "CA certificate (PEM) that signed the certificates of this etcd."),
-                                ("", "URL[,URL...]", "Store the pool map in your own etcd (3.4 or later, at "
-                                                     "https://HOST:PORT or http://), not in one that nvpool starts.")):
-        command = click.option(f"--etcd-{name}" if name else "--etcd", f"etcd_{name or 'urls'}", metavar=metavar,
-                               default=None, help=text)(command)
+    for name, metavar, text in (
+        ("key", "FILE", "Key of that certificate."),
+        ("cert", "FILE", "Client certificate (PEM) for this etcd."),
+        ("ca", "FILE", "CA certificate (PEM) that signed the certificates of this etcd."),
+        (
+            "",
+            "URL[,URL...]",
+            "Store the pool map in your own etcd (3.4 or later, at "
+            "https://HOST:PORT or http://), not in one that nvpool starts.",
+        ),
+    ):
+        command = click.option(
+            f"--etcd-{name}" if name else "--etcd",
+            f"etcd_{name or 'urls'}",
+            metavar=metavar,
+            default=None,
+            help=text,
+        )(command)
     return command
 
 
@@ -47,7 +60,9 @@ def etcd_given(options: dict[str, str | None]) -> dict[str, str] | None:
     given = {name.removeprefix("etcd_"): value for name, value in options.items() if value}
     if given and "urls" not in given:
         raise InvalidRequest("--etcd-ca, --etcd-cert and --etcd-key go with --etcd")
-    return {name: value if name == "urls" else os.path.abspath(value) for name, value in given.items()} or None
+    return {
+        name: value if name == "urls" else os.path.abspath(value) for name, value in given.items()
+    } or None
 
 
 def drive_of(text: str) -> dict[str, Any]:
@@ -58,48 +73,115 @@ def drive_of(text: str) -> dict[str, Any]:
     return {"path": os.path.abspath(path), "capacity_bytes": ByteSize().convert(size, None, None)}
 
 
-@pool.command(epilog="""\b
+@pool.command(
+    epilog="""\b
 examples:
   nvpool pool create /srv/pool --drive /mnt/nvme0 --drive /mnt/nvme1:500G
   nvpool pool create /srv/pool --drive /dev/nvme0n1 --name training
 then: nvpool serve /srv/pool, and nvpool mount /srv/pool /mnt/pool
-""")
+"""
+)
 @click.argument("directory", metavar="DIR", type=click.Path(file_okay=False))
-@click.option("--drive", "drives", multiple=True, required=True, metavar="PATH[:SIZE]",
-              help="A directory on a drive, or an empty block device, and how much of it to use; may be repeated.")
+@click.option(
+    "--drive",
+    "drives",
+    multiple=True,
+    required=True,
+    metavar="PATH[:SIZE]",
+    help="A directory on a drive, or an empty block device, and how much of it to use; may be repeated.",
+)
 @click.option("--name", default=None, help="Name of the pool; default: that of DIR.")
-@click.option("--chunk-size", type=ByteSize(), default=CHUNK_BYTES_DEFAULT, help="Chunk size of new files; fixed. [default: 1MiB]")
-@click.option("--replicas", type=click.IntRange(1, 3), default=1, show_default=True,
-              help="Copies of each chunk, each on another drive (with several nodes: on another node); fixed. With 2, one "
-                   "drive may fail without loss of data; with 3, two.")
-@click.option("--standbys", type=click.IntRange(0, 4), default=0, show_default=True,
-              help="Further copies of the metadata, each on another drive; one takes over when the primary fails.")
-@click.option("--shards", type=click.IntRange(1, 64), default=1, show_default=True,
-              help="Number of metadata processes; each serves a part of the directories and can use one core.")
-@click.option("--config", "config_file", type=click.Path(exists=True, dir_okay=False),
-              help="Configuration of this node; default: that of `nvpool config sample`.")
-@click.option("--host", help="Address at which the pool listens over TCP, with TLS, for other machines; default: network.host "
-                             "of the configuration. Without either, only this machine can use the pool, by unix sockets.")
-@click.option("--plain-text", is_flag=True, help="No TLS at that address: everyone who can reach it may do everything.")
+@click.option(
+    "--chunk-size",
+    type=ByteSize(),
+    default=CHUNK_BYTES_DEFAULT,
+    help="Chunk size of new files; fixed. [default: 1MiB]",
+)
+@click.option(
+    "--replicas",
+    type=click.IntRange(1, 3),
+    default=1,
+    show_default=True,
+    help="Copies of each chunk, each on another drive (with several nodes: on another node); fixed. With 2, one "
+    "drive may fail without loss of data; with 3, two.",
+)
+@click.option(
+    "--standbys",
+    type=click.IntRange(0, 4),
+    default=0,
+    show_default=True,
+    help="Further copies of the metadata, each on another drive; one takes over when the primary fails.",
+)
+@click.option(
+    "--shards",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    help="Number of metadata processes; each serves a part of the directories and can use one core.",
+)
+@click.option(
+    "--config",
+    "config_file",
+    type=click.Path(exists=True, dir_okay=False),
+    help="Configuration of this node; default: that of `nvpool config sample`.",
+)
+@click.option(
+    "--host",
+    help="Address at which the pool listens over TCP, with TLS, for other machines; default: network.host "
+    "of the configuration. Without either, only this machine can use the pool, by unix sockets.",
+)
+@click.option(
+    "--plain-text", is_flag=True, help="No TLS at that address: everyone who can reach it may do everything."
+)
 @click.option("--force", is_flag=True, help="Use block devices that are not empty; their data is lost.")
 @etcd_options
 @json_option
-def create(directory: str, drives: tuple[str, ...], name: str | None, chunk_size: int, replicas: int, standbys: int,
-           shards: int, config_file: str | None, host: str | None, plain_text: bool, force: bool, as_json: bool,
-           **etcd: str | None) -> None:
+def create(
+    directory: str,
+    drives: tuple[str, ...],
+    name: str | None,
+    chunk_size: int,
+    replicas: int,
+    standbys: int,
+    shards: int,
+    config_file: str | None,
+    host: str | None,
+    plain_text: bool,
+    force: bool,
+    as_json: bool,
+    **etcd: str | None,
+) -> None:
     """Create a pool of one node, with its directory at DIR.
 
     DIR contains the configuration, the metadata and the logs, so it should be on a fast drive. Each --drive becomes a target.
     After an interruption, run the same command again. Refused if DIR contains a pool or anything else.
     """
     from nvpool.cli.pool_lifecycle import make
+
     config = configuration.load(config_file) if config_file else configuration.Config()
-    config = replace(config, network=replace(config.network, host=host or config.network.host,
-                                             plain_text=plain_text or config.network.plain_text))
-    made = make({"verb": "pool", "directory": os.path.abspath(directory), "name": name or name_of(directory),
-                 "drives": [drive_of(drive) for drive in drives], "chunk_bytes": chunk_size, "replicas": replicas,
-                 "standbys": standbys, "shards": shards, "config": configuration.sample(config), "force": force,
-                 "etcd": etcd_given(etcd)})
+    config = replace(
+        config,
+        network=replace(
+            config.network,
+            host=host or config.network.host,
+            plain_text=plain_text or config.network.plain_text,
+        ),
+    )
+    made = make(
+        {
+            "verb": "pool",
+            "directory": os.path.abspath(directory),
+            "name": name or name_of(directory),
+            "drives": [drive_of(drive) for drive in drives],
+            "chunk_bytes": chunk_size,
+            "replicas": replicas,
+            "standbys": standbys,
+            "shards": shards,
+            "config": configuration.sample(config),
+            "force": force,
+            "etcd": etcd_given(etcd),
+        }
+    )
     if as_json:
         print_json(made)
         return
@@ -109,12 +191,17 @@ def create(directory: str, drives: tuple[str, ...], name: str | None, chunk_size
     say(f"start it with: nvpool serve {directory}")
     if made["join"]:
         from nvpool.cli.commands.node import join_command
-        say(f"once it serves, another machine joins it, within an hour, with: {join_command(made['join'], config)}")
+
+        say(
+            f"once it serves, another machine joins it, within an hour, with: {join_command(made['join'], config)}"
+        )
 
 
 def name_of(directory: str) -> str:
     """Return a name for the pool: the last part of its path, without characters that names may not have."""
-    last = "".join(c for c in os.path.basename(os.path.abspath(directory)) if c.isascii() and (c.isalnum() or c in "-_"))
+    last = "".join(
+        c for c in os.path.basename(os.path.abspath(directory)) if c.isascii() and (c.isalnum() or c in "-_")
+    )
     return last.strip("-_")[:63] or "pool"
 
 
@@ -131,6 +218,7 @@ def destroy(directory: str, yes: bool, as_json: bool) -> None:
     from nvpool.cli import pool_lifecycle
     from nvpool.cli.mount.control import mountpoints_of
     from nvpool.cli.pool_connection import checked
+
     where = checked(directory)
     pool_lifecycle.check_removable(where)
     if mounted := mountpoints_of(where):
@@ -156,30 +244,52 @@ def _confirm(question: str) -> None:
     answer = sys.stdin.readline()
     if not answer:
         click.echo(err=True)
-        raise InvalidRequest("nothing was destroyed: there was no answer on stdin", remedy="to destroy without a question say "
-                                                                                         "--yes")
+        raise InvalidRequest(
+            "nothing was destroyed: there was no answer on stdin",
+            remedy="to destroy without a question say --yes",
+        )
     if answer.strip().lower() not in ("y", "yes"):
         raise Refused("nothing was destroyed")
 
 
-@pool.command(epilog="""\b
+@pool.command(
+    epilog="""\b
 examples:
   nvpool pool rebalance /srv/pool                        shows the progress, and changes nothing
   nvpool pool rebalance /srv/pool --start --wait
   nvpool pool rebalance /srv/pool --pause
   nvpool pool rebalance /srv/pool --resume --limit 200 --wait
-""")
+"""
+)
 @pool_argument
 @click.option("--status", "only_status", is_flag=True, help="Only show the progress, as without an option.")
-@click.option("--start", is_flag=True, help="Check the balance now, and move chunks if needed. May be repeated.")
-@click.option("--pause/--resume", "pause", default=None, help="Stop or resume moving chains. Missing copies are made in any "
-                                                              "case.")
-@click.option("--limit", "limit_mib", type=Number(0, _LIMIT_MIB_MAX), metavar="MIB/S",
-              help="Limit for each drive that is filled; 0: resync_bytes_s under [store] in its node's node.toml.")
+@click.option(
+    "--start", is_flag=True, help="Check the balance now, and move chunks if needed. May be repeated."
+)
+@click.option(
+    "--pause/--resume",
+    "pause",
+    default=None,
+    help="Stop or resume moving chains. Missing copies are made in any case.",
+)
+@click.option(
+    "--limit",
+    "limit_mib",
+    type=Number(0, _LIMIT_MIB_MAX),
+    metavar="MIB/S",
+    help="Limit for each drive that is filled; 0: resync_bytes_s under [store] in its node's node.toml.",
+)
 @wait_option
 @json_option
-def rebalance(pool: str, only_status: bool, start: bool, pause: bool | None, limit_mib: float | None, wait: bool,
-              as_json: bool) -> None:
+def rebalance(
+    pool: str,
+    only_status: bool,
+    start: bool,
+    pause: bool | None,
+    limit_mib: float | None,
+    wait: bool,
+    as_json: bool,
+) -> None:
     """Show, start, pause or limit rebalancing, which moves chunks until all drives are equally full.
 
     Rebalancing starts automatically when drives are added or removed. Without --start, --pause, --resume or --limit the
@@ -188,15 +298,20 @@ def rebalance(pool: str, only_status: bool, start: bool, pause: bool | None, lim
     import asyncio
 
     from nvpool.cli.pool_connection import change, status_of
+
     if only_status and (start or pause is not None or limit_mib is not None):
-        raise click.UsageError("--status changes nothing; leave it out, or --start, --pause, --resume and --limit")
+        raise click.UsageError(
+            "--status changes nothing; leave it out, or --start, --pause, --resume and --limit"
+        )
     if pause is not None or limit_mib is not None:
         wanted = {"pause": pause, "limit_bytes_s": None if limit_mib is None else int(limit_mib * MIB)}
         asyncio.run(change(pool, "rebalance", wanted))
     if start:
         asyncio.run(change(pool, "rebalance", {}))
     if wait:
-        with told_to_go_on("moving chains", f"nvpool pool rebalance {pool} --status", f"nvpool pool rebalance {pool} --pause"):
+        with told_to_go_on(
+            "moving chains", f"nvpool pool rebalance {pool} --status", f"nvpool pool rebalance {pool} --pause"
+        ):
             asyncio.run(wait_until_moved(pool, "moving chains", as_json))
     chains = asyncio.run(status_of(pool))["chains"]
     if as_json:
@@ -220,8 +335,15 @@ def _moving_line(chains: dict[str, Any], is_resumed: bool) -> str:
 def chains_line(chains: dict[str, Any]) -> str:
     """Return the state of the chains of a pool in one line."""
     words = [f"{chains['full']:,} of {chains['total']:,} full"]
-    words += [f"{chains[name]:,} {text}" for name, text in (("fewer", "with fewer copies"), ("without", "without any copy"),
-                                                            ("filling", "being filled")) if chains[name]]
+    words += [
+        f"{chains[name]:,} {text}"
+        for name, text in (
+            ("fewer", "with fewer copies"),
+            ("without", "without any copy"),
+            ("filling", "being filled"),
+        )
+        if chains[name]
+    ]
     if chains["to_copy"]:
         words.append(f"{chains['to_copy']:,} copies to make")
         words.append(time_left(chains))

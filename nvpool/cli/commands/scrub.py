@@ -11,13 +11,15 @@ from nvpool.cli.output import EXIT_DAMAGED, ago, json_option, pool_argument, pri
 from nvpool.core.units import BLOCK_BYTES, format_bytes
 
 
-@click.group(epilog="""\b
+@click.group(
+    epilog="""\b
 examples:
   nvpool scrub status /srv/pool
   nvpool scrub start /srv/pool --wait
   nvpool scrub start /srv/pool --drive 2
   nvpool scrub pause /srv/pool
-""")
+"""
+)
 def scrub() -> None:
     """Read all stored data and verify its checksums.
 
@@ -26,18 +28,22 @@ def scrub() -> None:
     """
 
 
-drive_option = click.option("--drive", metavar="DRIVE", help="Only this drive, by number or path; default: all.")
+drive_option = click.option(
+    "--drive", metavar="DRIVE", help="Only this drive, by number or path; default: all."
+)
 target_option = click.option("--target", type=click.IntRange(1), help="Only this target.")
 
 
-@scrub.command(epilog="""\b
+@scrub.command(
+    epilog="""\b
 --json prints one object for each target: target, drive, node, path, state (idle, running, paused; null: it does not answer),
 began_ms, blocks, blocks_total, bad, mended (of the round under way), seconds_left (-1: not known), next_ms (0: not by itself),
 last_began_ms, last_ended_ms (0: never), last_blocks, last_bad, last_mended
 
 \b
 example: nvpool scrub status /srv/pool
-""")
+"""
+)
 @pool_argument
 @json_option
 def status(pool: str, as_json: bool) -> None:
@@ -51,20 +57,44 @@ def status(pool: str, as_json: bool) -> None:
 
 def _seen(pool: str) -> list[dict[str, Any]]:
     from nvpool.cli.pool_connection import status_of
+
     return _of(asyncio.run(status_of(pool)))
 
 
 def _of(seen: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{name: one[name] for name in ("target", "drive", "node", "path")} | (one.get("scrub") or {"state": None})
-            for one in seen["processes"] if one["role"] == "store"]
+    return [
+        {name: one[name] for name in ("target", "drive", "node", "path")}
+        | (one.get("scrub") or {"state": None})
+        for one in seen["processes"]
+        if one["role"] == "store"
+    ]
 
 
 def _show(found: list[dict[str, Any]]) -> None:
     from nvpool.core.clock import SYSTEM_CLOCK
+
     now_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000
-    columns = ("drive", "node", "target", "state", "done", "bad", "mended", "left", "last ended", "last bad", "mended", "next")
-    print_table(columns, [
-        (one["drive"], one["node"], one["target"], one["state"] or "does not answer", *_line(one, now_ms)) for one in found])
+    columns = (
+        "drive",
+        "node",
+        "target",
+        "state",
+        "done",
+        "bad",
+        "mended",
+        "left",
+        "last ended",
+        "last bad",
+        "mended",
+        "next",
+    )
+    print_table(
+        columns,
+        [
+            (one["drive"], one["node"], one["target"], one["state"] or "does not answer", *_line(one, now_ms))
+            for one in found
+        ],
+    )
 
 
 def _line(one: dict[str, Any], now_ms: int) -> tuple[str | int | None, ...]:
@@ -74,13 +104,20 @@ def _line(one: dict[str, Any], now_ms: int) -> tuple[str | int | None, ...]:
     done = f"{format_bytes(one['blocks'] * BLOCK_BYTES)} of {format_bytes(one['blocks_total'] * BLOCK_BYTES)}"
     left = f"{one['seconds_left']:.0f} s" if one["seconds_left"] >= 0 and one["state"] == "running" else None
     ended = one["last_ended_ms"]
-    return (done if under_way else None, one["bad"] if under_way else None, one["mended"] if under_way else None, left,
-            f"{ago(ended, now_ms)} ago" if ended else None, one["last_bad"] if ended else None,
-            one["last_mended"] if ended else None,
-            f"in {ago(now_ms, one['next_ms'])}" if one["next_ms"] > now_ms else None)
+    return (
+        done if under_way else None,
+        one["bad"] if under_way else None,
+        one["mended"] if under_way else None,
+        left,
+        f"{ago(ended, now_ms)} ago" if ended else None,
+        one["last_bad"] if ended else None,
+        one["last_mended"] if ended else None,
+        f"in {ago(now_ms, one['next_ms'])}" if one["next_ms"] > now_ms else None,
+    )
 
 
-@scrub.command(epilog="""\b
+@scrub.command(
+    epilog="""\b
 exit codes: with --wait 4 if bad blocks were found that are not repaired
 --json prints targets (that were told) and silent (number: reason); with --wait also scrub, as nvpool scrub status --json
 
@@ -88,7 +125,8 @@ exit codes: with --wait 4 if bad blocks were found that are not repaired
 examples:
   nvpool scrub start /srv/pool
   nvpool scrub start /srv/pool --drive /mnt/nvme2 --wait
-""")
+"""
+)
 @pool_argument
 @drive_option
 @target_option
@@ -107,14 +145,21 @@ def start(pool: str, drive: str | None, target: int | None, wait: bool, as_json:
     return EXIT_DAMAGED if any(one["last_bad"] > one["last_mended"] for one in found) else 0
 
 
-_TOLD = {"start": "scrubbing started on", "pause": "scrubbing is paused on", "resume": "scrubbing continues on",
-         "stop": "scrubbing is stopped on"}
+_TOLD = {
+    "start": "scrubbing started on",
+    "pause": "scrubbing is paused on",
+    "resume": "scrubbing continues on",
+    "stop": "scrubbing is stopped on",
+}
 
 
-def _order(pool: str, order: str, drive: str | None, target: int | None, as_json: bool, quiet: bool = False) -> dict[str, Any]:
+def _order(
+    pool: str, order: str, drive: str | None, target: int | None, as_json: bool, quiet: bool = False
+) -> dict[str, Any]:
     """Send the order to the targets, and return the reply, which is printed unless `quiet`."""
     from nvpool.cli.commands.drive import _name
     from nvpool.cli.pool_connection import change
+
     arguments = {"order": order, "drive": _name(drive) if drive else "", "target": target or 0}
     result = asyncio.run(change(pool, "scrub", arguments))
     if not quiet and as_json:
@@ -134,6 +179,7 @@ async def _wait(pool: str, targets: frozenset[int], quiet: bool) -> list[dict[st
     """Wait until none of the targets scrubs any more; return their states. The pool may be away meanwhile."""
     from nvpool.cli.pool_connection import statuses
     from nvpool.cli.progress import Look, shown
+
     found: list[dict[str, Any]] = []
 
     async def watch() -> list[dict[str, Any]]:  # type: ignore[return]  # statuses() does not end by itself
@@ -146,8 +192,11 @@ async def _wait(pool: str, targets: frozenset[int], quiet: bool) -> list[dict[st
     def look() -> Look:
         under_way = [one for one in found if one["state"] in ("running", "paused")]
         left = max((one["seconds_left"] for one in under_way), default=-1.0)
-        return Look(sum(one["blocks"] for one in under_way) * BLOCK_BYTES,
-                    sum(one["blocks_total"] for one in under_way) * BLOCK_BYTES, f"{left:.0f} s to go" if left >= 0 else "")
+        return Look(
+            sum(one["blocks"] for one in under_way) * BLOCK_BYTES,
+            sum(one["blocks_total"] for one in under_way) * BLOCK_BYTES,
+            f"{left:.0f} s to go" if left >= 0 else "",
+        )
 
     return await shown("scrubbing", watch(), look, quiet=quiet)
 
@@ -162,7 +211,10 @@ def _simple(order: str, text: str, example: str) -> None:
         _order(pool, order, drive, target, as_json)
 
 
-_simple("pause", "Pause scrubbing until resume or start. The pause survives restarts.",
-        "nvpool scrub pause /srv/pool")
+_simple(
+    "pause",
+    "Pause scrubbing until resume or start. The pause survives restarts.",
+    "nvpool scrub pause /srv/pool",
+)
 _simple("resume", "Resume scrubbing after a pause.", "nvpool scrub resume /srv/pool --drive 2")
 _simple("stop", "Abort running scrubs. The next scrub starts when it is due.", "nvpool scrub stop /srv/pool")

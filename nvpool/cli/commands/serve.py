@@ -8,13 +8,17 @@ import sys
 import click
 
 
-@click.command(epilog="""\b
+@click.command(
+    epilog="""\b
 examples:
   nvpool serve /srv/pool
   nvpool serve /srv/pool --log stderr        as a systemd service does
-""")
+"""
+)
 @click.argument("directory", metavar="DIR", type=click.Path(file_okay=False))
-@click.option("--log", type=click.Choice(["file", "stderr"]), help="Destination of the log; default: as node.toml says.")
+@click.option(
+    "--log", type=click.Choice(["file", "stderr"]), help="Destination of the log; default: as node.toml says."
+)
 def serve(directory: str, log: str | None) -> None:
     """Run the daemons of this node in the foreground: they serve its part of the pool.
 
@@ -23,6 +27,7 @@ def serve(directory: str, log: str | None) -> None:
     """
     from nvpool.cli.pool_connection import checked
     from nvpool.core.programs import Program, command
+
     checked(directory)
     arguments = command(Program.SUPERVISOR, directory, *(["--log", log] if log else []))
     sys.stdout.flush()

@@ -11,7 +11,8 @@ from nvpool.cli.output import Number, ago, json_option, print_json, print_table,
 from nvpool.core.units import format_bytes
 
 
-@click.command(epilog="""\b
+@click.command(
+    epilog="""\b
 --json prints one object:
   pool        id, name, epoch of the pool map, fixed settings, directory, state (serving, degraded)
   processes   role (supervisor, meta, store, mount, reader, holder; of other nodes only meta and store), node, pid (0: it does
@@ -52,11 +53,20 @@ examples:
   nvpool status /srv/pool
   nvpool status 10.0.0.1:17512 --json | jq '.processes[] | select(.role == "store").pid'
   nvpool status /srv/pool --check || echo something is wrong
-""")
+"""
+)
 @click.argument("pool", envvar="NVPOOL_POOL", required=False, callback=remember_pool)
-@click.option("--wait", "wait_s", type=Number(0.1, 600), default=5.0, show_default=True,
-              help="Seconds to wait for an answer.")
-@click.option("--check", is_flag=True, help="Exit with 3 also while a process starts or stops, or a mount is dead.")
+@click.option(
+    "--wait",
+    "wait_s",
+    type=Number(0.1, 600),
+    default=5.0,
+    show_default=True,
+    help="Seconds to wait for an answer.",
+)
+@click.option(
+    "--check", is_flag=True, help="Exit with 3 also while a process starts or stops, or a mount is dead."
+)
 @json_option
 def status(pool: str | None, wait_s: float, check: bool, as_json: bool) -> int:
     """Show a pool: its processes, nodes, drives and problems.
@@ -64,6 +74,7 @@ def status(pool: str | None, wait_s: float, check: bool, as_json: bool) -> int:
     POOL is the pool's directory, or HOST:PORT of a node; default: NVPOOL_POOL, else the current directory.
     """
     from nvpool.cli.pool_connection import status_of
+
     seen = asyncio.run(status_of(pool or ".", wait_s))
     if as_json:
         print_json(seen)
@@ -80,15 +91,30 @@ def _show(seen: dict[str, Any]) -> None:
     from nvpool.cli.commands.node import print_nodes
     from nvpool.cli.commands.pool import chains_line
     from nvpool.core.clock import SYSTEM_CLOCK
+
     now_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000
     pool = seen["pool"]
-    click.echo(f"pool {pool['name']} ({pool['id'][:8]}): {pool['state']}, map epoch {pool['epoch']}, "
-               f"{format_bytes(pool['chunk_bytes'])} chunks, {pool['replicas']} replica{'s' if pool['replicas'] > 1 else ''}")
+    click.echo(
+        f"pool {pool['name']} ({pool['id'][:8]}): {pool['state']}, map epoch {pool['epoch']}, "
+        f"{format_bytes(pool['chunk_bytes'])} chunks, {pool['replicas']} replica{'s' if pool['replicas'] > 1 else ''}"
+    )
     click.echo()
-    print_table(("role", "name", "node", "pid", "state", "for", "restarts", "what"), [
-        (process["role"], process.get("name"), process["node"], process["pid"] or None, process["state"],
-         ago(process["since_ms"], now_ms) if process["since_ms"] else None, process.get("restarts"), _what(process))
-        for process in seen["processes"]])
+    print_table(
+        ("role", "name", "node", "pid", "state", "for", "restarts", "what"),
+        [
+            (
+                process["role"],
+                process.get("name"),
+                process["node"],
+                process["pid"] or None,
+                process["state"],
+                ago(process["since_ms"], now_ms) if process["since_ms"] else None,
+                process.get("restarts"),
+                _what(process),
+            )
+            for process in seen["processes"]
+        ],
+    )
     click.echo()
     if len(seen["nodes"]) > 1:
         print_nodes(seen["nodes"])
@@ -110,12 +136,20 @@ def _what(process: dict[str, Any]) -> str:
     if process["role"] == "meta" and "inodes" in process:
         return f"{process['inodes']:,} inodes, {process['sessions']} sessions"
     if process["role"] == "store" and "read_path" in process:
-        how = ", O_DIRECT" if process.get("direct") else ", cached writes" if process.get("writes") == "cached" else ""
+        how = (
+            ", O_DIRECT"
+            if process.get("direct")
+            else ", cached writes"
+            if process.get("writes") == "cached"
+            else ""
+        )
         return f"{process['kind']}, {process['read_path']}{how}"
     if process["role"] == "supervisor":
         return next((endpoint for endpoint in process["endpoints"] if endpoint.startswith("stream://")), "")
     if process.get("mountpoint"):
-        mounted: str = process["mountpoint"] + (f", engine {process['engine']}" if process.get("engine") else "")
+        mounted: str = process["mountpoint"] + (
+            f", engine {process['engine']}" if process.get("engine") else ""
+        )
         return mounted
     reason: str = process.get("reason") or ""
     return reason

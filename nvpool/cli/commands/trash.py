@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from nvpool.sdk.volumes import TrashEntry
 
 
-@click.group(epilog="""\b
+@click.group(
+    epilog="""\b
 examples:
   nvpool volume set /srv/pool home --trash 7d
   nvpool trash ls /srv/pool home
   nvpool trash restore /srv/pool home 4611686018427387912
-""")
+"""
+)
 def trash() -> None:
     """List, restore or purge removed files of a volume with trash (nvpool volume set --trash).
 
@@ -32,12 +34,15 @@ def trash() -> None:
 volume_argument = click.argument("volume")
 
 
-@trash.command("ls", epilog="""\b
+@trash.command(
+    "ls",
+    epilog="""\b
 --json prints a list of {"inode", "path", "kind", "bytes", "removed_ns", "expires_ns"}
 
 \b
 example: nvpool trash ls /srv/pool home
-""")
+""",
+)
 @pool_argument
 @volume_argument
 @json_option
@@ -49,18 +54,34 @@ def list_(pool: str, volume: str, as_json: bool) -> None:
         print_json([dataclasses.asdict(entry) for entry in found])
         return
     now_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000
-    print_table(("inode", "removed", "goes in", "kind", "bytes", "path"),
-                [(entry.inode, f"{ago(entry.removed_ns // 1_000_000, now_ms)} ago", ago(now_ms, entry.expires_ns // 1_000_000),
-                  entry.kind, format_bytes(entry.bytes), entry.path) for entry in found])
+    print_table(
+        ("inode", "removed", "goes in", "kind", "bytes", "path"),
+        [
+            (
+                entry.inode,
+                f"{ago(entry.removed_ns // 1_000_000, now_ms)} ago",
+                ago(now_ms, entry.expires_ns // 1_000_000),
+                entry.kind,
+                format_bytes(entry.bytes),
+                entry.path,
+            )
+            for entry in found
+        ],
+    )
 
 
-@trash.command(epilog="""\b
+@trash.command(
+    epilog="""\b
 example: nvpool trash restore /srv/pool home 4611686018427387912 --to /volumes/home/again.txt
-""")
+"""
+)
 @pool_argument
 @volume_argument
 @click.argument("inode", type=click.IntRange(1))
-@click.option("--to", help="Destination, as a path in the pool; default: the old path, with its directory if that is missing.")
+@click.option(
+    "--to",
+    help="Destination, as a path in the pool; default: the old path, with its directory if that is missing.",
+)
 @json_option
 def restore(pool: str, volume: str, inode: int, to: str | None, as_json: bool) -> None:
     """Restore a file or directory. INODE is as `nvpool trash ls` shows it. Nothing is overwritten."""
@@ -71,14 +92,16 @@ def restore(pool: str, volume: str, inode: int, to: str | None, as_json: bool) -
         click.echo(f"inode {inode} is back")
 
 
-@trash.command(epilog="""\b
+@trash.command(
+    epilog="""\b
 --json prints {"purged": number}
 
 \b
 examples:
   nvpool trash purge /srv/pool home 4611686018427387912
   nvpool trash purge /srv/pool home --all
-""")
+"""
+)
 @pool_argument
 @volume_argument
 @click.argument("inode", type=click.IntRange(1), required=False)

@@ -15,7 +15,13 @@ from nvpool.core.version import VERSION
 def version(as_json: bool) -> None:
     """Print the version."""
     if as_json:
-        print_json({"nvpool": VERSION, "pool_format": 1, "python": platform.python_version(),
-                    "kernel": platform.release()})
+        print_json(
+            {
+                "nvpool": VERSION,
+                "pool_format": 1,
+                "python": platform.python_version(),
+                "kernel": platform.release(),
+            }
+        )
     else:
         click.echo(f"nvpool {VERSION}")

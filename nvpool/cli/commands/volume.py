@@ -26,12 +26,15 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 _STEP_S = 0.25
-_FIELDS = ("name, inode, path, bytes_max, files_max (0: no limit), bytes_used, files_used, bytes_reserved, replicas, "
-           "chunk_bytes, sealed, trash_s, access, grants, attachments, state, files_removing, created_ns, revoked_in_s, "
-           "encrypted, pool_key")
+_FIELDS = (
+    "name, inode, path, bytes_max, files_max (0: no limit), bytes_used, files_used, bytes_reserved, replicas, "
+    "chunk_bytes, sealed, trash_s, access, grants, attachments, state, files_removing, created_ns, revoked_in_s, "
+    "encrypted, pool_key"
+)
 
 
-@click.group(epilog=f"""\b
+@click.group(
+    epilog=f"""\b
 --json prints volumes as objects:
   {_FIELDS[:100]}
   {_FIELDS[100:]}
@@ -42,7 +45,8 @@ examples:
   nvpool volume ls /srv/pool
   nvpool volume grant /srv/pool models trainer.9f31c2aa ro
   nvpool volume rm /srv/pool scratch --wait
-""")
+"""
+)
 def volume() -> None:
     """Create, change and remove volumes: directories below /volumes with a quota, replicas, rights and other policies.
 
@@ -52,7 +56,9 @@ def volume() -> None:
 
 name_argument = click.argument("name")
 size_option = click.option("--size", type=ByteSize(), help="Quota in bytes, as 10GiB; 0 is none.")
-files_option = click.option("--files", type=click.IntRange(0), help="Quota in files, directories and links; 0 is none.")
+files_option = click.option(
+    "--files", type=click.IntRange(0), help="Quota in files, directories and links; 0 is none."
+)
 
 
 class Duration(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click; 8.1 is supported
@@ -61,7 +67,9 @@ class Duration(click.ParamType):  # type: ignore[type-arg]  # generic only in ne
     name = "time"
     _FACTORS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
-    def convert(self, value: str | int, parameter: click.Parameter | None, context: click.Context | None) -> int:
+    def convert(
+        self, value: str | int, parameter: click.Parameter | None, context: click.Context | None
+    ) -> int:
         if isinstance(value, int):
             return value
         text = str(value).strip().lower()
@@ -78,10 +86,12 @@ class Duration(click.ParamType):  # type: ignore[type-arg]  # generic only in ne
 
 def carry_out(pool: str, doing: str, work: Callable[[AsyncVolumes], Awaitable[Result]]) -> Result:
     """Run `work` with the volumes of the pool, and return its result. `doing` names the command in logs."""
+
     async def run() -> Result:
         from nvpool.cli.pool_path import session
         from nvpool.client.state.types import Caller
         from nvpool.sdk.aio import AsyncFileSystem
+
         async with session(pool, doing) as client:
             return await work(AsyncFileSystem(client, Caller(0, 0)).volumes)
 
@@ -99,19 +109,33 @@ def _of(used: int, most: int, bytes_: bool) -> str:
 
 def _told(found: Volume, as_json: bool) -> None:
     if found.revoked_in_s:
-        say(f"a target has not answered: what was taken back it may still allow for up to {found.revoked_in_s} s; see which: "
-            "nvpool status POOL")
+        say(
+            f"a target has not answered: what was taken back it may still allow for up to {found.revoked_in_s} s; see which: "
+            "nvpool status POOL"
+        )
     if as_json:
         print_json(as_object(found))
         return
-    lines = [("name", found.name), ("path", found.path), ("inode", found.inode), ("state", _state(found)),
-             ("bytes", _of(found.bytes_used, found.bytes_max, True)), ("files", _of(found.files_used, found.files_max, False)),
-             ("encrypted", f"with pool key {found.pool_key}" if found.encrypted else "no"),
-             ("replicas", found.replicas), ("chunks of", format_bytes(found.chunk_bytes)),
-             ("removed files stay", f"{found.trash_s} s" if found.trash_s else "not at all"),
-             ("access", found.access if not found.grants else
-              f"{found.access}: " + ", ".join(f"{client} {rights}" for client, rights in sorted(found.grants.items()))),
-             ("attached", ", ".join(found.attachments) or "to nobody")]
+    lines = [
+        ("name", found.name),
+        ("path", found.path),
+        ("inode", found.inode),
+        ("state", _state(found)),
+        ("bytes", _of(found.bytes_used, found.bytes_max, True)),
+        ("files", _of(found.files_used, found.files_max, False)),
+        ("encrypted", f"with pool key {found.pool_key}" if found.encrypted else "no"),
+        ("replicas", found.replicas),
+        ("chunks of", format_bytes(found.chunk_bytes)),
+        ("removed files stay", f"{found.trash_s} s" if found.trash_s else "not at all"),
+        (
+            "access",
+            found.access
+            if not found.grants
+            else f"{found.access}: "
+            + ", ".join(f"{client} {rights}" for client, rights in sorted(found.grants.items())),
+        ),
+        ("attached", ", ".join(found.attachments) or "to nobody"),
+    ]
     print_table(("what", "value"), lines)
 
 
@@ -121,7 +145,8 @@ def _state(found: Volume) -> str:
     return "sealed" if found.sealed else found.state
 
 
-@volume.command(epilog="""\b
+@volume.command(
+    epilog="""\b
 --json prints the volume, as `nvpool volume show`, and "created": whether it was made now
 
 \b
@@ -129,19 +154,34 @@ examples:
   nvpool volume create /srv/pool scratch --size 100GiB
   nvpool volume create 10.0.0.1:17512 models --replicas 3 --chunk-size 4M
   nvpool volume create /srv/pool patients --encrypt
-""")
+"""
+)
 @pool_argument
 @name_argument
 @size_option
 @files_option
-@click.option("--replicas", type=click.IntRange(1, 3), help="Copies of each chunk; default: as set for /volumes.")
+@click.option(
+    "--replicas", type=click.IntRange(1, 3), help="Copies of each chunk; default: as set for /volumes."
+)
 @click.option("--chunk-size", type=ByteSize(), help="A power of two from 64K to 16M.")
 @click.option("--trash", type=Duration(), default=0, help="Keep removed files for this time, as 7d.")
 @click.option("--mode", help="Permissions of its directory, in octal (777).")
-@click.option("--encrypt", is_flag=True, help="Encrypt the contents of its files; see nvpool encryption --help.")
+@click.option(
+    "--encrypt", is_flag=True, help="Encrypt the contents of its files; see nvpool encryption --help."
+)
 @json_option
-def create(pool: str, name: str, size: int | None, files: int | None, replicas: int | None, chunk_size: int | None, trash: int,
-           mode: str | None, encrypt: bool, as_json: bool) -> None:
+def create(
+    pool: str,
+    name: str,
+    size: int | None,
+    files: int | None,
+    replicas: int | None,
+    chunk_size: int | None,
+    trash: int,
+    mode: str | None,
+    encrypt: bool,
+    as_json: bool,
+) -> None:
     """Create a volume. An existing volume with the same settings is left as it is; with others, that is an error."""
     try:
         bits = int(mode, 8) if mode is not None else None
@@ -153,23 +193,38 @@ def create(pool: str, name: str, size: int | None, files: int | None, replicas: 
     async def make(volumes: AsyncVolumes) -> tuple[Volume, bool]:
         if replicas:
             await have_chains(volumes.client, pool, replicas)
-        return await volumes.made(name, bytes_max=size or 0, files_max=files or 0, replicas=replicas, chunk_bytes=chunk_size,
-                                  trash_s=trash, mode=bits, encrypted=encrypt)
+        return await volumes.made(
+            name,
+            bytes_max=size or 0,
+            files_max=files or 0,
+            replicas=replicas,
+            chunk_bytes=chunk_size,
+            trash_s=trash,
+            mode=bits,
+            encrypted=encrypt,
+        )
 
     found, created = carry_out(pool, "volume create", make)
     if as_json:
         print_json(as_object(found) | {"created": created})
         return
-    click.echo(f"volume {name} made" if created else f"volume {name} is there already, as asked for; nothing was changed")
+    click.echo(
+        f"volume {name} made"
+        if created
+        else f"volume {name} is there already, as asked for; nothing was changed"
+    )
     _told(found, as_json)
 
 
-@volume.command("ls", epilog="""\b
+@volume.command(
+    "ls",
+    epilog="""\b
 --json prints a list of volumes, each as `nvpool volume show`
 
 \b
 example: nvpool volume ls /srv/pool --all
-""")
+""",
+)
 @pool_argument
 @click.option("--all", "all_", is_flag=True, help="Also show volumes that are being removed.")
 @json_option
@@ -179,14 +234,28 @@ def list_(pool: str, all_: bool, as_json: bool) -> None:
     if as_json:
         print_json([as_object(one) for one in found])
     else:
-        print_table(("name", "bytes", "files", "replicas", "access", "attached", "state"),
-                    [(one.name, _of(one.bytes_used, one.bytes_max, True), _of(one.files_used, one.files_max, False),
-                      one.replicas, one.access, len(one.attachments), _state(one)) for one in found])
+        print_table(
+            ("name", "bytes", "files", "replicas", "access", "attached", "state"),
+            [
+                (
+                    one.name,
+                    _of(one.bytes_used, one.bytes_max, True),
+                    _of(one.files_used, one.files_max, False),
+                    one.replicas,
+                    one.access,
+                    len(one.attachments),
+                    _state(one),
+                )
+                for one in found
+            ],
+        )
 
 
-@volume.command(epilog="""\b
+@volume.command(
+    epilog="""\b
 example: nvpool volume show /srv/pool scratch --json
-""")
+"""
+)
 @pool_argument
 @name_argument
 @json_option
@@ -195,9 +264,11 @@ def show(pool: str, name: str, as_json: bool) -> None:
     _told(carry_out(pool, "volume show", lambda volumes: volumes.show(name)), as_json)
 
 
-@volume.command(epilog="""\b
+@volume.command(
+    epilog="""\b
 example: nvpool volume resize /srv/pool scratch --size 200GiB
-""")
+"""
+)
 @pool_argument
 @name_argument
 @size_option
@@ -207,30 +278,48 @@ def resize(pool: str, name: str, size: int | None, files: int | None, as_json: b
     """Change the quota of a volume, while it is in use. The quota can not be smaller than the use."""
     if size is None and files is None:
         raise click.UsageError("say --size or --files")
-    _told(carry_out(pool, "volume resize", lambda volumes: volumes.resize(name, bytes_max=size, files_max=files)), as_json)
+    _told(
+        carry_out(
+            pool, "volume resize", lambda volumes: volumes.resize(name, bytes_max=size, files_max=files)
+        ),
+        as_json,
+    )
 
 
-@volume.command("set", epilog="""\b
+@volume.command(
+    "set",
+    epilog="""\b
 examples:
   nvpool volume set /srv/pool home --trash 7d
   nvpool volume set /srv/pool models --access listed
-""")
+""",
+)
 @pool_argument
 @name_argument
-@click.option("--trash", type=Duration(), help="Keep removed files for this time, as 7d; 0 removes them immediately.")
-@click.option("--access", type=click.Choice(["open", "listed"]), help="Admit every client of the pool, or only "
-                                                                        "clients with a grant.")
+@click.option(
+    "--trash", type=Duration(), help="Keep removed files for this time, as 7d; 0 removes them immediately."
+)
+@click.option(
+    "--access",
+    type=click.Choice(["open", "listed"]),
+    help="Admit every client of the pool, or only clients with a grant.",
+)
 @json_option
 def set_(pool: str, name: str, trash: int | None, access: str | None, as_json: bool) -> None:
     """Change how long a volume keeps removed files, and which clients it admits."""
     if trash is None and access is None:
         raise click.UsageError("say --trash or --access")
-    _told(carry_out(pool, "volume set", lambda volumes: volumes.set(name, trash_s=trash, access=access)), as_json)
+    _told(
+        carry_out(pool, "volume set", lambda volumes: volumes.set(name, trash_s=trash, access=access)),
+        as_json,
+    )
 
 
-@volume.command(epilog="""\b
+@volume.command(
+    epilog="""\b
 example: nvpool volume seal /srv/pool imagenet
-""")
+"""
+)
 @pool_argument
 @name_argument
 @json_option
@@ -239,7 +328,8 @@ def seal(pool: str, name: str, as_json: bool) -> None:
     _told(carry_out(pool, "volume seal", lambda volumes: volumes.seal(name)), as_json)
 
 
-@volume.command(epilog="""\b
+@volume.command(
+    epilog="""\b
 CLIENT is a member of the pool, as `nvpool client ls` shows it. After the first grant only clients with a grant have access;
 nodes of the pool, which store the data, always have. `nvpool volume set --access open` admits every client again.
 
@@ -248,12 +338,15 @@ examples:
   nvpool volume grant /srv/pool models trainer.9f31c2aa ro
   nvpool volume grant /srv/pool models client/writer.02b7d1c4 rw
   nvpool volume grant /srv/pool models client/restored.02b7d1c4 ro --force
-""")
+"""
+)
 @pool_argument
 @name_argument
 @click.argument("client")
 @click.argument("rights", type=click.Choice(["ro", "rw"]))
-@click.option("--force", is_flag=True, help="Even if the pool has no such client, or its members are not known.")
+@click.option(
+    "--force", is_flag=True, help="Even if the pool has no such client, or its members are not known."
+)
 @json_option
 def grant(pool: str, name: str, client: str, rights: str, force: bool, as_json: bool) -> None:
     """Grant a client the right to read a volume (ro), or to read and write it (rw)."""
@@ -262,9 +355,11 @@ def grant(pool: str, name: str, client: str, rights: str, force: bool, as_json: 
     _told(carry_out(pool, "volume grant", lambda volumes: volumes.grant(name, client, rights)), as_json)
 
 
-@volume.command(epilog="""\b
+@volume.command(
+    epilog="""\b
 example: nvpool volume revoke /srv/pool models trainer.9f31c2aa
-""")
+"""
+)
 @pool_argument
 @name_argument
 @click.argument("client")
@@ -276,13 +371,16 @@ def revoke(pool: str, name: str, client: str, as_json: bool) -> None:
 
     If the client has no right, nothing changes, and a message says so.
     """
+
     async def run(volumes: AsyncVolumes) -> Volume:
         member, before = member_named(client), await volumes.show(name)
         after = await volumes.revoke(name, client)
         if member not in before.grants:  # a typing error would leave the right of the client that was meant
-            say(f"{member} has no right of its own to volume {name}; those with one: "
+            say(
+                f"{member} has no right of its own to volume {name}; those with one: "
                 f"{', '.join(sorted(after.grants)) or 'none'}"
-                f"{'' if after.access == 'listed' else ' (every client of the pool gets in)'}")
+                f"{'' if after.access == 'listed' else ' (every client of the pool gets in)'}"
+            )
         return after
 
     _told(carry_out(pool, "volume revoke", run), as_json)
@@ -291,24 +389,34 @@ def revoke(pool: str, name: str, client: str, as_json: bool) -> None:
 def _check_client(pool: str, client: str) -> None:
     """Raise NotFound if `client` is no member: a grant to a wrong name would shut out the right client."""
     from nvpool.cli.pool_connection import status_of
+
     member = member_named(client)
     if member not in asyncio.run(status_of(pool))["members"]:
-        raise NotFound(f"the pool has no client {member}; see which it has: nvpool client ls {pool} (or --force)")
+        raise NotFound(
+            f"the pool has no client {member}; see which it has: nvpool client ls {pool} (or --force)"
+        )
 
 
-@volume.command("rm", epilog="""\b
+@volume.command(
+    "rm",
+    epilog="""\b
 --json prints {"name", "removed": whether all of it is gone, "files_left"}
 
 \b
 examples:
   nvpool volume rm /srv/pool scratch
   nvpool volume rm /srv/pool scratch --wait
-""")
+""",
+)
 @pool_argument
 @name_argument
 @click.option("--force", is_flag=True, help="Even if the volume is attached somewhere.")
-@click.option("--wait", is_flag=True, help="Wait until the volume is deleted. Ctrl-C stops only the waiting; run the command "
-                                            "again to resume waiting (or it finds no such volume, when all is done).")
+@click.option(
+    "--wait",
+    is_flag=True,
+    help="Wait until the volume is deleted. Ctrl-C stops only the waiting; run the command "
+    "again to resume waiting (or it finds no such volume, when all is done).",
+)
 @json_option
 def remove(pool: str, name: str, force: bool, wait: bool, as_json: bool) -> None:
     """Remove a volume and all its files. Its name is gone immediately; the files are deleted in the background.
@@ -323,7 +431,11 @@ def remove(pool: str, name: str, force: bool, wait: bool, as_json: bool) -> None
             going = [await volumes.remove(name, force=force)]
         except FileNotFoundError:
             # the command was interrupted and is repeated
-            going = [one for one in await volumes.list(removing=True) if one.name == name and one.state == "removing"]
+            going = [
+                one
+                for one in await volumes.list(removing=True)
+                if one.name == name and one.state == "removing"
+            ]
             if not wait or not going:
                 raise
         begun = True
@@ -340,12 +452,18 @@ def remove(pool: str, name: str, force: bool, wait: bool, as_json: bool) -> None
         left = carry_out(pool, "volume rm", run)
     except KeyboardInterrupt:
         if begun:
-            say(f"{name} has no name any more, and its removal goes on; the same command waits for it again (or finds no "
-                "such volume, when it is over), and nvpool volume ls POOL --all shows how far it is")
+            say(
+                f"{name} has no name any more, and its removal goes on; the same command waits for it again (or finds no "
+                "such volume, when it is over), and nvpool volume ls POOL --all shows how far it is"
+            )
         raise
     if as_json:
-        print_json({"name": name, "removed": left is None, "files_left": left.files_used if left is not None else 0})
+        print_json(
+            {"name": name, "removed": left is None, "files_left": left.files_used if left is not None else 0}
+        )
     elif left is not None:
-        click.echo(f"{name}: removed; {left.files_used} files go in the background, see: nvpool volume ls {pool} --all")
+        click.echo(
+            f"{name}: removed; {left.files_used} files go in the background, see: nvpool volume ls {pool} --all"
+        )
     else:
         click.echo(f"{name}: removed")

@@ -45,4 +45,6 @@ def all_of(name: str, look: Callable[[], Check | Iterable[Check]]) -> Iterator[C
         found = look()
         yield from [found] if isinstance(found, Check) else found
     except (OSError, NvpoolError, ValueError) as error:
-        yield warn(name, f"it could not be looked at: {error}", "run it as root, or as the user of the daemons")
+        yield warn(
+            name, f"it could not be looked at: {error}", "run it as root, or as the user of the daemons"
+        )

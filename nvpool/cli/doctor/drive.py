@@ -26,8 +26,10 @@ _WITHOUT_BARRIERS = ("nobarrier", "barrier=0")
 def mount_of(path: Path, all_mounts: Iterable[Mount] | None = None) -> Mount:
     """Return the mount that `path` is on: the deepest, and the uppermost of several at one place."""
     place = path.resolve()
-    return max((one for one in all_mounts or mounts() if place.is_relative_to(one.point)),
-               key=lambda one: len(one.point.parts))
+    return max(
+        (one for one in all_mounts or mounts() if place.is_relative_to(one.point)),
+        key=lambda one: len(one.point.parts),
+    )
 
 
 def file_system(path: Path, found: Mount) -> Check:
@@ -37,12 +39,18 @@ def file_system(path: Path, found: Mount) -> Check:
     if found.type in _OF_MEMORY:
         return bad(name, told, "what is stored there is gone with the next loss of power: use a drive")
     if found.type.split(".")[0] in _OF_THE_NETWORK:
-        return bad(name, told, "use a drive of this machine: what a server on the network has in memory no fdatasync reaches "
-                               "for sure")
+        return bad(
+            name,
+            told,
+            "use a drive of this machine: what a server on the network has in memory no fdatasync reaches "
+            "for sure",
+        )
     if found.type == "overlay":
         return warn(name, told, "this is the layer of a container: give it a volume or a device of its own")
     if options & set(_WITHOUT_BARRIERS):
-        return bad(name, told, "without barriers a loss of power takes what was synced: mount it with barriers")
+        return bad(
+            name, told, "without barriers a loss of power takes what was synced: mount it with barriers"
+        )
     if "sync" in options:
         return warn(name, told, "every write waits: mount it without sync")
     if found.type not in ("ext4", "xfs"):
@@ -67,19 +75,32 @@ def device_of(path: Path) -> int:
 def device(path: Path, number: int, root: Path = Path("/")) -> Iterator[Check]:
     queue = _queue(number, root)
     if queue is None:
-        yield warn(f"device of {path}", f"{os.major(number)}:{os.minor(number)} is no block device that is known here",
-                   "see what the file system lies on: nvpool wants local drives")
+        yield warn(
+            f"device of {path}",
+            f"{os.major(number)}:{os.minor(number)} is no block device that is known here",
+            "see what the file system lies on: nvpool wants local drives",
+        )
         return
     if (queue / "rotational").read_text().strip() == "1":
-        yield warn(f"device of {path}", "it turns", "a hard disk answers 100 random reads a second: use NVMe drives")
+        yield warn(
+            f"device of {path}", "it turns", "a hard disk answers 100 random reads a second: use NVMe drives"
+        )
     else:
         yield ok(f"device of {path}", "it does not turn")
     cache = (queue / "write_cache").read_text().strip() if (queue / "write_cache").exists() else "unknown"
-    yield ok(f"write cache of {path}", "written back, and flushed by fdatasync" if cache == "write back" else
-             "written through: the drive says that it keeps nothing that a loss of power could take")
+    yield ok(
+        f"write cache of {path}",
+        "written back, and flushed by fdatasync"
+        if cache == "write back"
+        else "written through: the drive says that it keeps nothing that a loss of power could take",
+    )
     block = int((queue / "logical_block_size").read_text())
     if block > BLOCK_BYTES:
-        yield bad(f"blocks of {path}", f"{block} bytes", f"a drive with blocks of {BLOCK_BYTES} bytes or less is needed")
+        yield bad(
+            f"blocks of {path}",
+            f"{block} bytes",
+            f"a drive with blocks of {BLOCK_BYTES} bytes or less is needed",
+        )
     else:
         yield ok(f"blocks of {path}", f"{block} bytes")
 
@@ -87,10 +108,14 @@ def device(path: Path, number: int, root: Path = Path("/")) -> Iterator[Check]:
 def direct(path: Path, opened: Callable[[Path, int, int], int] = os.open) -> Check:
     """Check with one block whether O_DIRECT works."""
     name = f"direct reads of {path}"
-    remedy = "reads go through the page cache, which costs processor time and memory: use ext4 or xfs on a drive"
+    remedy = (
+        "reads go through the page cache, which costs processor time and memory: use ext4 or xfs on a drive"
+    )
     is_directory = path.is_dir()
     try:
-        descriptor = opened(path, os.O_DIRECT | (os.O_RDWR | os.O_TMPFILE if is_directory else os.O_RDONLY), 0o600)
+        descriptor = opened(
+            path, os.O_DIRECT | (os.O_RDWR | os.O_TMPFILE if is_directory else os.O_RDONLY), 0o600
+        )
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
             return warn(name, f"they are refused: {error.strerror}", remedy)
@@ -115,9 +140,15 @@ def space(path: Path, what: str, found: tuple[int, int] | None = None) -> Check:
     free, total = found
     told = f"{format_bytes(free)} of {format_bytes(total)} are free"
     if free < FREE_BAD * total:
-        return bad(f"space of {what}", told, "remove what is not the pool's, or add a drive (nvpool drive add POOL PATH)")
+        return bad(
+            f"space of {what}",
+            told,
+            "remove what is not the pool's, or add a drive (nvpool drive add POOL PATH)",
+        )
     if free < FREE_WARN * total:
-        return warn(f"space of {what}", told, "add a drive (nvpool drive add POOL PATH), or remove what is not needed")
+        return warn(
+            f"space of {what}", told, "add a drive (nvpool drive add POOL PATH), or remove what is not needed"
+        )
     return ok(f"space of {what}", told)
 
 
@@ -128,8 +159,11 @@ def apart(paths: Iterable[Path]) -> Check:
         at.setdefault(device_of(path), []).append(str(path))
     together = [" and ".join(some) for some in at.values() if len(some) > 1]
     if together:
-        return warn("drives apart", f"{'; '.join(together)} lie on one device", "they share its speed, and are lost together: "
-                                                                                "one drive of a pool for each device")
+        return warn(
+            "drives apart",
+            f"{'; '.join(together)} lie on one device",
+            "they share its speed, and are lost together: one drive of a pool for each device",
+        )
     return ok("drives apart", "each has a device of its own" if at else "there are none on this machine")
 
 
@@ -140,13 +174,23 @@ def drives(paths: list[Path], root: Path = Path("/")) -> Iterator[Check]:
         try:
             mode = path.stat().st_mode
         except PermissionError:
-            yield warn(f"drive {path}", "this user may not look at it", "run this as root, or as the daemons' user")
+            yield warn(
+                f"drive {path}", "this user may not look at it", "run this as root, or as the daemons' user"
+            )
             continue
         except (OSError, ValueError) as error:
             gone = isinstance(error, FileNotFoundError)
-            seen = "it is not there" if gone else f"it can not be looked at: {getattr(error, 'strerror', None) or error}"
-            yield bad(f"drive {path}", seen, "put it in and mount it; when it will not come back: nvpool drive "
-                                             f"replace POOL {path} NEW_PATH --lost")
+            seen = (
+                "it is not there"
+                if gone
+                else f"it can not be looked at: {getattr(error, 'strerror', None) or error}"
+            )
+            yield bad(
+                f"drive {path}",
+                seen,
+                "put it in and mount it; when it will not come back: nvpool drive "
+                f"replace POOL {path} NEW_PATH --lost",
+            )
             continue
         if not stat.S_ISDIR(mode) and not stat.S_ISBLK(mode):
             yield bad(f"drive {path}", "it is neither a directory nor a block device", "name one of these")

@@ -59,13 +59,24 @@ class Path(NamedTuple):
 def judge(path: Path) -> Check:
     name, told = f"path to {path.host}", f"packets of {path.agreed} bytes"
     if path.answers and not path.arrives:
-        return bad(name, f"{told} do not arrive, and small ones do",
-                   f"large transfers stand still: let the interfaces at both ends and all switches in between take "
-                   f"{path.agreed} bytes, or set a smaller MTU at both ends (ip link set DEV mtu 1500)")
+        return bad(
+            name,
+            f"{told} do not arrive, and small ones do",
+            f"large transfers stand still: let the interfaces at both ends and all switches in between take "
+            f"{path.agreed} bytes, or set a smaller MTU at both ends (ip link set DEV mtu 1500)",
+        )
     if path.agreed < path.interface:
-        return warn(name, f"this machine would send packets of {path.interface} bytes, and TCP agrees on {path.agreed} at most",
-                    "let both ends have one MTU (ip link set DEV mtu 9000), and the switches take it")
-    return ok(name, f"{told} arrive" if path.arrives else f"it is not known whether {told} arrive: no datagram is answered")
+        return warn(
+            name,
+            f"this machine would send packets of {path.interface} bytes, and TCP agrees on {path.agreed} at most",
+            "let both ends have one MTU (ip link set DEV mtu 9000), and the switches take it",
+        )
+    return ok(
+        name,
+        f"{told} arrive"
+        if path.arrives
+        else f"it is not known whether {told} arrive: no datagram is answered",
+    )
 
 
 class _HostProbe:
@@ -78,8 +89,10 @@ class _HostProbe:
             segment = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
             stamped = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)[_OPTIONS_AT] & _TIMESTAMPS
         self._level, self._discover, mtu = (
-            (socket.IPPROTO_IPV6, _IPV6_MTU_DISCOVER, _IPV6_MTU) if self._family == socket.AF_INET6 else
-            (socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_MTU))
+            (socket.IPPROTO_IPV6, _IPV6_MTU_DISCOVER, _IPV6_MTU)
+            if self._family == socket.AF_INET6
+            else (socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_MTU)
+        )
         self.socket = self._opened()
         self.interface = min(self.socket.getsockopt(self._level, mtu), PACKET_MAX)
         header = _IP_HEADER[self._family]

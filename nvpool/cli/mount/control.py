@@ -17,7 +17,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nvpool.core.clock import SYSTEM_CLOCK
-from nvpool.core.errors import Damaged, DeadlineExceeded, InUse, InvalidRequest, NotFound, NvpoolError, Refused, Unavailable
+from nvpool.core.errors import (
+    Damaged,
+    DeadlineExceeded,
+    InUse,
+    InvalidRequest,
+    NotFound,
+    NvpoolError,
+    Refused,
+    Unavailable,
+)
 from nvpool.core.programs import Program, command, command_line, processes, program_of
 from nvpool.host.log_files import open_log
 from nvpool.host.mountinfo import Mount, look_at, mount_at, mounts, mounts_below, place_of
@@ -39,7 +48,9 @@ _ALL_PROCESSES = "pid:[4026531836]"
 _ERROR_LINE = re.compile(r"\S+ \S+ ERROR +\S+ (.*)")
 
 
-def mount_pool(pool: str, mountpoint: str, log: Path, options: tuple[str, ...] = (), wait_s: float = 60.0) -> int:
+def mount_pool(
+    pool: str, mountpoint: str, log: Path, options: tuple[str, ...] = (), wait_s: float = 60.0
+) -> int:
     """Start a mount daemon, wait until the mount answers, and return the daemon's pid.
 
     InUse: an nvpool mount that answers is already there. Refused, Unavailable, Damaged: the daemon exited;
@@ -47,17 +58,27 @@ def mount_pool(pool: str, mountpoint: str, log: Path, options: tuple[str, ...] =
     """
     place = str(place_of(mountpoint))
     before = mount_at(place)
-    if before is not None and before.ours and look_at(place) == "alive":  # the loop would take it for the new one
-        raise InUse(f"{place} has {before.source} ({before.type}) mounted on it; choose another directory, or unmount that "
-                    f"with: nvpool umount {place}")
+    if (
+        before is not None and before.ours and look_at(place) == "alive"
+    ):  # the loop would take it for the new one
+        raise InUse(
+            f"{place} has {before.source} ({before.type}) mounted on it; choose another directory, or unmount that "
+            f"with: nvpool umount {place}"
+        )
     # systemd's automount blocks all access until the mount is there, except by the mounting process group
     stays = before is not None and before.type == "autofs"
     if stays:
         options = (*options, "--stay-in-group")
     with open_log(log) as said:
         start = said.tell()
-        daemon = subprocess.Popen(mount_command(pool, place, options), stdin=subprocess.DEVNULL, stdout=said, stderr=said,
-                                  start_new_session=not stays, cwd="/")
+        daemon = subprocess.Popen(
+            mount_command(pool, place, options),
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            start_new_session=not stays,
+            cwd="/",
+        )
     deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
     try:
         while SYSTEM_CLOCK.boottime_s() < deadline_s:
@@ -66,8 +87,10 @@ def mount_pool(pool: str, mountpoint: str, log: Path, options: tuple[str, ...] =
             if _mount_of(daemon.pid, place, pool) and look_at(place) == "alive":
                 return daemon.pid
             pause(0.05)
-        raise Unavailable(f"the mount at {mountpoint} was not there within {wait_s:.0f} s; the log of its daemon is {log}"
-                          + "".join(f"\n  {line}" for line in _errors(log, start)))
+        raise Unavailable(
+            f"the mount at {mountpoint} was not there within {wait_s:.0f} s; the log of its daemon is {log}"
+            + "".join(f"\n  {line}" for line in _errors(log, start))
+        )
     except BaseException:
         daemon.terminate()
         raise
@@ -86,8 +109,10 @@ def _mount_of(pid: int, place: str, pool: str) -> bool:
     directory = PoolDirectory(pool)
     if found is None or not found.ours or not directory.exists():
         return found is not None and found.ours
-    return any(state is not None and state.mountpoint == place
-               for state in (directory.state_of(f"mount-{pid}"), directory.state_of(f"holder-{pid}")))
+    return any(
+        state is not None and state.mountpoint == place
+        for state in (directory.state_of(f"mount-{pid}"), directory.state_of(f"holder-{pid}"))
+    )
 
 
 def _ended(code: int, errors: list[str], log: Path) -> NvpoolError:
@@ -95,7 +120,9 @@ def _ended(code: int, errors: list[str], log: Path) -> NvpoolError:
     if len(errors) == 1:
         return family(errors[0])
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return family(f"the mount daemon ended ({how}); its log is {log}" + "".join(f"\n  {line}" for line in errors))
+    return family(
+        f"the mount daemon ended ({how}); its log is {log}" + "".join(f"\n  {line}" for line in errors)
+    )
 
 
 def _errors(log: Path, start: int) -> list[str]:
@@ -141,8 +168,10 @@ def unmount(mountpoint: str, lazy: bool = False, wait_s: float = 60.0) -> bool:
         if not lazy and not _ended_by(daemons, min(deadline_s, SYSTEM_CLOCK.boottime_s() + _BY_ITSELF_S)):
             _ask_to_end(daemons)
             if not _ended_by(daemons, deadline_s):
-                raise DeadlineExceeded(f"{mountpoint} is unmounted, but its daemon (process {', '.join(map(str, daemons))}) "
-                                       f"has not ended within {wait_s:.0f} s: it may still be sending writes")
+                raise DeadlineExceeded(
+                    f"{mountpoint} is unmounted, but its daemon (process {', '.join(map(str, daemons))}) "
+                    f"has not ended within {wait_s:.0f} s: it may still be sending writes"
+                )
     finally:
         for pidfd in daemons.values():
             os.close(pidfd)
@@ -172,7 +201,9 @@ def upgrade(mountpoint: str, wait_s: float = 60.0) -> Upgraded:
     before = _daemons_of(place, {Program.MOUNT, Program.MOUNT_FORK_SERVER})
     try:
         if len(holders) != 1 or not any(_runs(pid, {Program.MOUNT}) for pid in before):
-            raise InvalidRequest(f"the mount at {mountpoint} does not outlive its process; unmount it, and mount it again")
+            raise InvalidRequest(
+                f"the mount at {mountpoint} does not outlive its process; unmount it, and mount it again"
+            )
         signal.pidfd_send_signal(next(iter(holders.values())), signal.SIGUSR1)
         zygote = 0
         while SYSTEM_CLOCK.boottime_s() < deadline_s:
@@ -185,11 +216,15 @@ def upgrade(mountpoint: str, wait_s: float = 60.0) -> Upgraded:
                 pid = max(serving)
                 return Upgraded(pid, _pause_of(pid))
             if zygote and zygote not in now:
-                raise Unavailable(f"the new process for {mountpoint} has ended before it could go on; the old one does, and "
-                                  "the log of the mount has the reason")
+                raise Unavailable(
+                    f"the new process for {mountpoint} has ended before it could go on; the old one does, and "
+                    "the log of the mount has the reason"
+                )
             zygote = zygote or next((pid for pid in newer if _runs(pid, {Program.MOUNT_FORK_SERVER})), 0)
             pause(0.02)
-        raise DeadlineExceeded(f"the mount at {mountpoint} was not taken over within {wait_s:.0f} s; its log has the reason")
+        raise DeadlineExceeded(
+            f"the mount at {mountpoint} was not taken over within {wait_s:.0f} s; its log has the reason"
+        )
     finally:
         for pidfd in (*holders.values(), *before.values()):
             os.close(pidfd)
@@ -215,8 +250,10 @@ def _ask_to_end(daemons: dict[int, int]) -> None:
 
 
 def _ended_by(daemons: dict[int, int], deadline_s: float) -> bool:
-    return all(select.select([pidfd], [], [], max(0.0, deadline_s - SYSTEM_CLOCK.boottime_s()))[0]
-               for pidfd in daemons.values())
+    return all(
+        select.select([pidfd], [], [], max(0.0, deadline_s - SYSTEM_CLOCK.boottime_s()))[0]
+        for pidfd in daemons.values()
+    )
 
 
 def _may_be_served(mount: Mount) -> bool:
@@ -241,18 +278,24 @@ def _umount(place: str, lazy: bool, deadline_s: float, end_calls_of: str | None 
         command = [sys.executable, "-I", "-S", "-c", _DETACH, place, str(flags)]
     else:
         command = ["umount", place]
-    running = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    running = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     try:
         _, said = running.communicate(timeout=max(1.0, deadline_s - SYSTEM_CLOCK.boottime_s()))
     except subprocess.TimeoutExpired:
         running.kill()  # no wait: it can not exit while the kernel writes pages back through the daemon
         if (mounted := mount_at(place)) is not None and mounted.ours:
-            raise Unavailable(f"{place} could not be unmounted in time; try: nvpool umount --lazy {place}") from None
+            raise Unavailable(
+                f"{place} could not be unmounted in time; try: nvpool umount --lazy {place}"
+            ) from None
         return
     if running.returncode and (mounted := mount_at(place)) is not None and mounted.ours:
         if "busy" in said:
-            raise InUse(f"{place} is in use; close what is open there (fuser -vm {place} lists it), or: nvpool umount --lazy "
-                        f"{place}")
+            raise InUse(
+                f"{place} is in use; close what is open there (fuser -vm {place} lists it), or: nvpool umount --lazy "
+                f"{place}"
+            )
         hint = "; only root and who mounted it may unmount it" if os.geteuid() else ""
         raise Refused(f"{place} could not be unmounted: {said.strip()}{hint}")
 

@@ -41,6 +41,7 @@ def _one_of(*known: str) -> Callable[[str], str]:
         if value not in known:
             raise ValueError(f"it is one of {', '.join(known)}")
         return value
+
     return checked
 
 
@@ -53,6 +54,7 @@ def _between(kind: Callable[[str], float], least: int, most: int) -> Callable[[s
         if not least <= number <= most:
             raise ValueError(f"it is {'a whole number' if kind is int else 'seconds'} from {least} to {most}")
         return number
+
     return checked
 
 
@@ -63,22 +65,61 @@ def _address(value: str) -> str:
 
 WORDS = ("force", "writeback", "holder", "no-holder", "no-short-cut", "no-acl")
 VALUES: dict[str, Callable[[str], str | float]] = {
-          "engine": _one_of("auto", "kernel", "pyfuse3"), "transport": str, "max-read": parse_bytes, "read-ahead": parse_bytes,
-          "max-background": _between(int, 1, 65535), "congestion-threshold": _between(int, 1, 65535),
-          "attr-timeout-s": _between(float, 0, 3600), "entry-timeout-s": _between(float, 0, 3600),
-          "negative-timeout-s": _between(float, 0, 3600), "deadline-s": _between(float, 1, 86400),
-          "workers": _between(int, 1, configuration.WORKERS_MAX), "metrics": _address,
-          "log-level": _one_of("debug", "info", "warning", "error"), "log-format": _one_of("text", "json")}
+    "engine": _one_of("auto", "kernel", "pyfuse3"),
+    "transport": str,
+    "max-read": parse_bytes,
+    "read-ahead": parse_bytes,
+    "max-background": _between(int, 1, 65535),
+    "congestion-threshold": _between(int, 1, 65535),
+    "attr-timeout-s": _between(float, 0, 3600),
+    "entry-timeout-s": _between(float, 0, 3600),
+    "negative-timeout-s": _between(float, 0, 3600),
+    "deadline-s": _between(float, 1, 86400),
+    "workers": _between(int, 1, configuration.WORKERS_MAX),
+    "metrics": _address,
+    "log-level": _one_of("debug", "info", "warning", "error"),
+    "log-format": _one_of("text", "json"),
+}
 HERE: dict[str, Callable[[str], str | float]] = {"pool": str, "log": str, "wait": _between(float, 1, 3600)}
 """Options that this program uses itself; `VALUES` and `WORDS` go to the mount daemon."""
-FLAGS = {"ro": (1, True), "rw": (1, False), "nosuid": (2, True), "suid": (2, False), "nodev": (4, True), "dev": (4, False),
-         "noexec": (8, True), "exec": (8, False), "sync": (16, True), "async": (16, False), "dirsync": (128, True),
-         "noatime": (1024, True), "atime": (1024, False), "nodiratime": (2048, True), "diratime": (2048, False)}
+FLAGS = {
+    "ro": (1, True),
+    "rw": (1, False),
+    "nosuid": (2, True),
+    "suid": (2, False),
+    "nodev": (4, True),
+    "dev": (4, False),
+    "noexec": (8, True),
+    "exec": (8, False),
+    "sync": (16, True),
+    "async": (16, False),
+    "dirsync": (128, True),
+    "noatime": (1024, True),
+    "atime": (1024, False),
+    "nodiratime": (2048, True),
+    "diratime": (2048, False),
+}
 """Flag bits of mount(2), as in fuse/kernel/attach; that module is not imported only to parse options."""
 PASSED = ("allow_other", "default_permissions")
 PASSED_VALUES = ("context=", "fscontext=", "defcontext=", "rootcontext=")
-NOTHING = frozenset(("defaults", "auto", "noauto", "nofail", "user", "nouser", "users", "owner", "group", "_netdev", "relatime",
-                     "silent", "loud", "norelatime"))
+NOTHING = frozenset(
+    (
+        "defaults",
+        "auto",
+        "noauto",
+        "nofail",
+        "user",
+        "nouser",
+        "users",
+        "owner",
+        "group",
+        "_netdev",
+        "relatime",
+        "silent",
+        "loud",
+        "norelatime",
+    )
+)
 """Options without effect here: they are for mount(8), systemd and people. Access times are relatime."""
 NOTHING_VALUES = ("comment=", "x-", "X-", "user=", "uhelper=", "helper=")
 OF_KERNEL = ("user_id=", "group_id=", "rootmode=", "fd=", "blksize=", "subtype=", "fsname=", "max_read=")
@@ -120,7 +161,9 @@ def parse(arguments: list[str]) -> Wanted:
         if letter == "-t" and value not in ("nvpool", "fuse.nvpool"):
             raise InvalidRequest(f"this mounts file systems of type nvpool, not {value}")
         if letter == "-N":
-            raise InvalidRequest("mount --namespace is not for nvpool; enter it: nsenter --mount=FILE mount -t nvpool …")
+            raise InvalidRequest(
+                "mount --namespace is not for nvpool; enter it: nsenter --mount=FILE mount -t nvpool …"
+            )
     source, place = rest
     options = [word for letter, value in given if letter == "-o" for word in options_in(value)]
     remount = "remount" in options
@@ -147,11 +190,28 @@ def parse(arguments: list[str]) -> Wanted:
         elif name in HERE and value:
             here[name] = _checked(name, value, HERE[name])
         elif "-s" not in letters:
-            more = " needs a value: write it as" if name in VALUES or name in HERE else " is no option of nvpool; there are"
+            more = (
+                " needs a value: write it as"
+                if name in VALUES or name in HERE
+                else " is no option of nvpool; there are"
+            )
             raise InvalidRequest(f"{option!r}{more} {f'{name}=…' if more.startswith(' needs') else known()}")
-    pool, subtree = ("", "/") if remount else _where(source, here.get("pool", ""))  # it may be what `nvpool mount` shows
-    return Wanted(source, str(place_of(place)), pool, subtree, tuple(words), flags, here.get("log", ""),
-                  here.get("wait", WAIT_S), remount, "-f" in letters, "-v" in letters)
+    pool, subtree = (
+        ("", "/") if remount else _where(source, here.get("pool", ""))
+    )  # it may be what `nvpool mount` shows
+    return Wanted(
+        source,
+        str(place_of(place)),
+        pool,
+        subtree,
+        tuple(words),
+        flags,
+        here.get("log", ""),
+        here.get("wait", WAIT_S),
+        remount,
+        "-f" in letters,
+        "-v" in letters,
+    )
 
 
 def _checked(name: str, value: str, kind: Callable[[str], str | float]) -> str | float:
@@ -171,11 +231,15 @@ def _where(source: str, directory: str) -> tuple[str, str]:
     if pool.startswith("/") or "://" in pool:
         return pool, subtree
     if pool == source and not re.fullmatch(r".+:\d+", pool):
-        raise InvalidRequest(f"{source!r} is no source of nvpool; write HOST:/PATH, HOST:PORT:/PATH or DIRECTORY:/PATH (all of "
-                             "a pool: HOST:/)")
+        raise InvalidRequest(
+            f"{source!r} is no source of nvpool; write HOST:/PATH, HOST:PORT:/PATH or DIRECTORY:/PATH (all of "
+            "a pool: HOST:/)"
+        )
     if not re.fullmatch(r"(\[[0-9a-fA-F:.%]+\]|[^:\[\]]+)(:\d{1,5})?", pool):
         raise InvalidRequest(f"{pool!r} is no HOST or HOST:PORT; an address of IPv6 stands in brackets")
-    return pool if re.search(r"[^:\[]:\d+$", pool) and not pool.endswith("]") else f"{pool}:{DEFAULT_PORT}", subtree
+    return pool if re.search(r"[^:\[]:\d+$", pool) and not pool.endswith(
+        "]"
+    ) else f"{pool}:{DEFAULT_PORT}", subtree
 
 
 def remount(wanted: Wanted) -> None:
@@ -185,22 +249,33 @@ def remount(wanted: Wanted) -> None:
     read-only, or the kernel refuses. InUse: files are open for writing.
     """
     from nvpool.cli.mount.control import words_of
+
     there = mount_at(wanted.place)
     if there is None or not there.ours:
         raise Refused(f"nothing of nvpool is mounted at {wanted.place}, so it can not be mounted anew")
     if not wanted.flags & _RDONLY and _was_read_only(words_of(wanted.place)):
-        raise Refused(f"{wanted.place} was mounted read-only, and its process has no right to write; unmount it, and mount it "
-                      "with rw")
+        raise Refused(
+            f"{wanted.place} was mounted read-only, and its process has no right to write; unmount it, and mount it "
+            "with rw"
+        )
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(None, os.fsencode(wanted.place), None, ctypes.c_ulong(_REMOUNT | wanted.flags), None):
         number = ctypes.get_errno()
         if number == errno.EBUSY:
-            raise InUse(f"{wanted.place} has files open for writing; close them (fuser -vm {wanted.place} lists who has)")
+            raise InUse(
+                f"{wanted.place} has files open for writing; close them (fuser -vm {wanted.place} lists who has)"
+            )
         raise Refused(f"{wanted.place} could not be mounted anew: {os.strerror(number)}")
 
 
 def _was_read_only(words: list[str]) -> bool:
-    given = [word for text in words if text.startswith("-o") for word in options_in(text[2:]) if word in ("ro", "rw")]
+    given = [
+        word
+        for text in words
+        if text.startswith("-o")
+        for word in options_in(text[2:])
+        if word in ("ro", "rw")
+    ]
     return given[-1] == "ro" if given else "--read-only" in words
 
 
@@ -214,6 +289,7 @@ def run(wanted: Wanted) -> None:
     from nvpool.cli.mount.control import mount_pool
     from nvpool.cli.pool_connection import directory_of
     from nvpool.fuse.ops.subtree import parts_of
+
     parts_of(wanted.subtree)
     directory = directory_of(wanted.pool)
     pool = wanted.pool
@@ -225,7 +301,13 @@ def run(wanted: Wanted) -> None:
     words = (*wanted.words, f"--source={wanted.source}")
     if wanted.subtree.strip("/"):
         words += (f"--subtree={wanted.subtree}",)
-    pid = mount_pool(pool, wanted.place, Path(wanted.log) if wanted.log else log_of(pool, wanted.place), words, wanted.wait_s)
+    pid = mount_pool(
+        pool,
+        wanted.place,
+        Path(wanted.log) if wanted.log else log_of(pool, wanted.place),
+        words,
+        wanted.wait_s,
+    )
     if wanted.verbose:
         print(f"mount.nvpool: {wanted.source} mounted on {wanted.place} (process {pid})")
 

@@ -26,7 +26,15 @@ from nvpool.client.data.hedging import LATE_S, Hedging, SentRead
 from nvpool.client.data.key_cache import VolumeKeys
 from nvpool.client.data.replica_choice import Replicas
 from nvpool.client.data.short_circuit import ShortCut
-from nvpool.client.data.target_queue import Lane, Read, error_of, mismatch, reads_struct, results_struct, submit_into
+from nvpool.client.data.target_queue import (
+    Lane,
+    Read,
+    error_of,
+    mismatch,
+    reads_struct,
+    results_struct,
+    submit_into,
+)
 from nvpool.client.rpc.backoff import pause, until_known
 from nvpool.client.rpc.reply_errors import at_the_deadline, reason_of
 from nvpool.client.state.attr_cache import OpenInode
@@ -60,7 +68,13 @@ from nvpool.core.futures import BlocksFuture, abandon
 from nvpool.core.grants import READ, WRITE
 from nvpool.core.units import BLOCK_BYTES, KIB, MIB, SLOTS_PER_SESSION
 from nvpool.poolmap.model import Chain
-from nvpool.rpc.messages.data_codec import ALL_OF_BLOCKS, ASKER_KEEPS, decode_read_reply, decoded, encode_read_request
+from nvpool.rpc.messages.data_codec import (
+    ALL_OF_BLOCKS,
+    ASKER_KEEPS,
+    decode_read_reply,
+    decoded,
+    encode_read_request,
+)
 from nvpool.rpc.v1 import data_pb2, wire_pb2
 
 log = logging.getLogger(__name__)
@@ -91,9 +105,16 @@ class ChunkClient(BeginsWrites):
     `renew(file, rights)` fetches a new grant and attributes for an open inode.
     """
 
-    def __init__(self, view: PoolView, dialer, options: ClientOptions, clock: Clock, *,
-                 renew: Callable[[OpenInode, int], Awaitable[None]],
-                 keys: VolumeKeys):
+    def __init__(
+        self,
+        view: PoolView,
+        dialer,
+        options: ClientOptions,
+        clock: Clock,
+        *,
+        renew: Callable[[OpenInode, int], Awaitable[None]],
+        keys: VolumeKeys,
+    ):
         self._view = view
         self._dialer = dialer
         self._options = options
@@ -152,7 +173,11 @@ class ChunkClient(BeginsWrites):
     def find_lane(self, file: OpenInode, index: int, tried: tuple[Lane, ...] = ()) -> Lane:
         """The target queue of the chunk's best replica, if possible not in `tried`."""
         targets = self.chain(file, index).readable
-        lane = self.lane(targets[0]) if len(targets) == 1 else self.replicas.best(targets, tried, file.inode + index)
+        lane = (
+            self.lane(targets[0])
+            if len(targets) == 1
+            else self.replicas.best(targets, tried, file.inode + index)
+        )
         if not tried:
             if len(file.lanes) >= _LANES_PER_FILE:
                 file.lanes.clear()
@@ -165,7 +190,9 @@ class ChunkClient(BeginsWrites):
 
     # -- reading ---------------------------------------------------------------------------------------------------------
 
-    def read(self, file: OpenInode, index: int, offset: int, length: int, into: memoryview | None = None) -> asyncio.Future:
+    def read(
+        self, file: OpenInode, index: int, offset: int, length: int, into: memoryview | None = None
+    ) -> asyncio.Future:
         """Read the whole blocks [offset, offset + length) of chunk `index`; return a future.
 
         The result has `length` bytes and is a memoryview (of `into`, if given) that belongs to the caller.
@@ -178,10 +205,21 @@ class ChunkClient(BeginsWrites):
         self.begin(file, index, offset, length, future, into)
         return future
 
-    def begin(self, file: OpenInode, index: int, offset: int, length: int, future: asyncio.Future | BlocksFuture,
-              into: memoryview | None = None, *, missed: bool = False) -> None:
+    def begin(
+        self,
+        file: OpenInode,
+        index: int,
+        offset: int,
+        length: int,
+        future: asyncio.Future | BlocksFuture,
+        into: memoryview | None = None,
+        *,
+        missed: bool = False,
+    ) -> None:
         """As `read`, into the caller's future. `missed`: the caller has just tried a read from memory."""
-        job = Read(file, index, offset, length, into, future, self._clock.boottime_s() + self._options.deadline_s)
+        job = Read(
+            file, index, offset, length, into, future, self._clock.boottime_s() + self._options.deadline_s
+        )
         file.grant_used = True
         if file.encrypted and file.key is None:
             self._own_reads(self._read_with_key(job), [job])
@@ -194,9 +232,15 @@ class ChunkClient(BeginsWrites):
         if self.short.on:
             if index not in file.located:
                 self.short.want(file, index, lane)
-            elif self.short.try_read(file, index, offset, length, lane, partial(self._by_short_cut, lane, job), missed=missed):
+            elif self.short.try_read(
+                file, index, offset, length, lane, partial(self._by_short_cut, lane, job), missed=missed
+            ):
                 return
-        if length >= _ALONE_BYTES or into is not None or not (lane.in_flight or lane.pending or self._held is not None):
+        if (
+            length >= _ALONE_BYTES
+            or into is not None
+            or not (lane.in_flight or lane.pending or self._held is not None)
+        ):
             self.send(lane, [job])
             return
         lane.pending.append(job)
@@ -248,7 +292,7 @@ class ChunkClient(BeginsWrites):
         parts = max(-(-size // PART_BYTES), 1 + (len(jobs) >= HALVED_READS))
         each = -(-len(jobs) // parts)
         for at in range(0, len(jobs), each):
-            self.send(lane, jobs[at:at + each])
+            self.send(lane, jobs[at : at + each])
 
     def send(self, lane: Lane, jobs: list[Read]) -> None:
         connection = self._dialer.live(lane.endpoints)
@@ -279,15 +323,23 @@ class ChunkClient(BeginsWrites):
         if len(jobs) == 1:
             job = jobs[0]
             grants = [job.file.grant]
-            reads = reads_struct(1).pack(job.file.inode, job.index, job.offset, job.length, 0, self._read_flags)
+            reads = reads_struct(1).pack(
+                job.file.inode, job.index, job.offset, job.length, 0, self._read_flags
+            )
             into, verify = job.into, job.verify
         else:
             places: dict[bytes, int] = {}
             flat: list[int] = []
             for job in jobs:
                 file = job.file
-                flat += (file.inode, job.index, job.offset, job.length, places.setdefault(file.grant, len(places)),
-                         self._read_flags)
+                flat += (
+                    file.inode,
+                    job.index,
+                    job.offset,
+                    job.length,
+                    places.setdefault(file.grant, len(places)),
+                    self._read_flags,
+                )
             grants = list(places)
             reads = reads_struct(len(jobs)).pack(*flat)
             into, verify = None, False
@@ -300,8 +352,13 @@ class ChunkClient(BeginsWrites):
             sent = self.hedging.watch(lane, jobs, self._seconds.ask)
             on_done = partial(self._answered_watched, sent)
         if into is None:
-            connection.submit(wire_pb2.DATA_READ, message, deadline_s=jobs[0].deadline_s, on_done=on_done,
-                              room=sum([job.length for job in jobs]))
+            connection.submit(
+                wire_pb2.DATA_READ,
+                message,
+                deadline_s=jobs[0].deadline_s,
+                on_done=on_done,
+                room=sum([job.length for job in jobs]),
+            )
         else:
             end = submit_into(connection, lane, message, into, job.future, job.deadline_s, on_done)
             if sent is not None:
@@ -333,15 +390,18 @@ class ChunkClient(BeginsWrites):
             if status:
                 self._again(job, error_of(status, job), lane)
                 continue
-            part = payload[at:at + length]
+            part = payload[at : at + length]
             at += length
             if length == BLOCK_BYTES:
-                good = crc32c(part).to_bytes(4, "little") == checksums[place:place + 4]
+                good = crc32c(part).to_bytes(4, "little") == checksums[place : place + 4]
                 place += 4
             else:
                 end = place + length // BLOCK_BYTES * 4
-                good = len(part) == length <= job.length and not length % BLOCK_BYTES \
+                good = (
+                    len(part) == length <= job.length
+                    and not length % BLOCK_BYTES
                     and block_checksums(part) == checksums[place:end]
+                )
                 place = end
             if not good:
                 self.counters["mismatches"] += 1
@@ -376,7 +436,11 @@ class ChunkClient(BeginsWrites):
             self.map_changed_files()
 
     def _all_again(self, jobs: list[Read], error: BaseException, lane: Lane) -> None:
-        if self.replicas.several and isinstance(error, Unavailable) and not isinstance(error, Busy | Cancelled):
+        if (
+            self.replicas.several
+            and isinstance(error, Unavailable)
+            and not isinstance(error, Busy | Cancelled)
+        ):
             self._is_late(lane)
         for job in jobs:
             self._again(job, error, lane)
@@ -395,9 +459,15 @@ class ChunkClient(BeginsWrites):
             if job.file.layout.table in self._view.map.table_by_id:
                 targets = self.chain(job.file, job.index).readable
             if isinstance(error, BytesLost) or (job.verify and job.tries >= max(1, len(targets))):
-                log.error("target %s has no good bytes of inode %d%s, chunk %d, offset %d (%d bytes)",
-                          ", ".join(map(str, targets)) or "?", job.file.inode, self.path_told(job.file.inode), job.index,
-                          job.offset, job.length)
+                log.error(
+                    "target %s has no good bytes of inode %d%s, chunk %d, offset %d (%d bytes)",
+                    ", ".join(map(str, targets)) or "?",
+                    job.file.inode,
+                    self.path_told(job.file.inode),
+                    job.index,
+                    job.offset,
+                    job.length,
+                )
                 job.future.set_exception(error)
                 return
             job.verify = True
@@ -422,8 +492,15 @@ class ChunkClient(BeginsWrites):
             if not job.future.done():
                 job.future.set_exception(final)
 
-    async def mend(self, file: OpenInode, error: NvpoolError, reason: NvpoolError, tries: int, deadline_s: float,
-                   rights: int) -> None:
+    async def mend(
+        self,
+        file: OpenInode,
+        error: NvpoolError,
+        reason: NvpoolError,
+        tries: int,
+        deadline_s: float,
+        rights: int,
+    ) -> None:
         """Handle `error` before a retry. When the deadline has passed, raise it with `reason`."""
         left = deadline_s - self._clock.boottime_s()
         if left <= 0:
@@ -459,7 +536,7 @@ class ChunkClient(BeginsWrites):
             if into is not None and span == length:
                 return await self.read(file, index, first & file.chunk_mask, span, into)
             block = await self.read(file, index, first & file.chunk_mask, span)
-            part = block if span == length else block[offset - first:offset - first + length]
+            part = block if span == length else block[offset - first : offset - first + length]
             if into is None:
                 return part
             into[:] = part
@@ -469,8 +546,15 @@ class ChunkClient(BeginsWrites):
         place = first
         while place < end:
             border = min((place >> file.chunk_bits) + 1 << file.chunk_bits, first + span)
-            futures.append(self.read(file, place >> file.chunk_bits, place & file.chunk_mask, border - place,
-                                     whole[place - first:border - first]))
+            futures.append(
+                self.read(
+                    file,
+                    place >> file.chunk_bits,
+                    place & file.chunk_mask,
+                    border - place,
+                    whole[place - first : border - first],
+                )
+            )
             place = border
         try:
             for future in futures:
@@ -479,7 +563,7 @@ class ChunkClient(BeginsWrites):
             for future in futures:
                 abandon(future)
             raise
-        part = whole[offset - first:offset - first + length]
+        part = whole[offset - first : offset - first + length]
         if into is None or whole is into:
             return part
         into[:] = part
@@ -487,8 +571,17 @@ class ChunkClient(BeginsWrites):
 
     # -- writing ---------------------------------------------------------------------------------------------------------
 
-    async def write(self, file: OpenInode, index: int, offset: int, length: int, parts: Sequence, checksums: bytes,
-                    deadline_s: float, begun: Writing | None = None) -> Stored:
+    async def write(
+        self,
+        file: OpenInode,
+        index: int,
+        offset: int,
+        length: int,
+        parts: Sequence,
+        checksums: bytes,
+        deadline_s: float,
+        begun: Writing | None = None,
+    ) -> Stored:
         """Write `parts`, `length` bytes in total, to chunk `index` at `offset`.
 
         Returns the unstable write, which a later commit makes durable. On return the bytes survive kill -9 of
@@ -502,12 +595,24 @@ class ChunkClient(BeginsWrites):
         """
         if begun is not None:
             try:
-                return await self._write(file, index, offset, length, parts, checksums, begun.slot, begun.sequence, deadline_s,
-                                         begun.error)
+                return await self._write(
+                    file,
+                    index,
+                    offset,
+                    length,
+                    parts,
+                    checksums,
+                    begun.slot,
+                    begun.sequence,
+                    deadline_s,
+                    begun.error,
+                )
             finally:
                 self.leave(begun)
-        return await self.named(lambda *name: self._write(file, index, offset, length, parts, checksums, *name, deadline_s),
-                                deadline_s)
+        return await self.named(
+            lambda *name: self._write(file, index, offset, length, parts, checksums, *name, deadline_s),
+            deadline_s,
+        )
 
     async def named(self, work: Callable[[int, int], Awaitable], deadline_s: float):
         """Await `work(slot, sequence)`, a change of chunks, with a new request id; return its result."""
@@ -540,11 +645,24 @@ class ChunkClient(BeginsWrites):
                     self._wake()  # woken and cancelled at the same time: pass the slot on to the next waiter
                 if not isinstance(error, TimeoutError):
                     raise
-                raise DeadlineExceeded("all request slots stayed in use by earlier writes", may_be_applied=False) from None
+                raise DeadlineExceeded(
+                    "all request slots stayed in use by earlier writes", may_be_applied=False
+                ) from None
         return self._slots.pop()
 
-    async def _write(self, file: OpenInode, index: int, offset: int, length: int, parts: Sequence, checksums: bytes, slot: int,
-                     sequence: int, deadline_s: float, failed: BaseException | None = None) -> Stored:
+    async def _write(
+        self,
+        file: OpenInode,
+        index: int,
+        offset: int,
+        length: int,
+        parts: Sequence,
+        checksums: bytes,
+        slot: int,
+        sequence: int,
+        deadline_s: float,
+        failed: BaseException | None = None,
+    ) -> Stored:
         tries, reason, flags, is_fresh = 0, None, 0, False
         while True:
             try:
@@ -558,16 +676,32 @@ class ChunkClient(BeginsWrites):
                 # may have changed since the call: grants and attributes are renewed in between
                 cut = file.cut
                 header = _WRITE.pack(file.inode, cut, sequence, index, offset, length, 0, flags)
-                message = data_pb2.WriteRequest(map_epoch=self.epoch, target=lane.target, grants=[file.grant], writes=header,
-                                                checksums=checksums, session=file.grant_session, slot=slot,
-                                                wrapped_key=b"" if file.key is None else file.key.wrapped)
+                message = data_pb2.WriteRequest(
+                    map_epoch=self.epoch,
+                    target=lane.target,
+                    grants=[file.grant],
+                    writes=header,
+                    checksums=checksums,
+                    session=file.grant_session,
+                    slot=slot,
+                    wrapped_key=b"" if file.key is None else file.key.wrapped,
+                )
                 self.counters["writes"] += 1
                 file.grant_used = True
-                call = self._dialer.call(lane.endpoints, wire_pb2.DATA_WRITE, message.SerializeToString(), parts,
-                                         deadline_s=deadline_s)
+                call = self._dialer.call(
+                    lane.endpoints,
+                    wire_pb2.DATA_WRITE,
+                    message.SerializeToString(),
+                    parts,
+                    deadline_s=deadline_s,
+                )
                 # no other target can replace it without its consent
                 alone = len(chain.targets) == 1 and not chain.joining
-                reply = await (call if alone else self.unless_moved(call, partial(self._has_other_head, file, index, lane)))
+                reply = await (
+                    call
+                    if alone
+                    else self.unless_moved(call, partial(self._has_other_head, file, index, lane))
+                )
                 answer = decoded(data_pb2.WriteReply, reply.message)
                 results = answer.results
                 if len(results) != 16:
@@ -608,7 +742,9 @@ class ChunkClient(BeginsWrites):
         asked = asyncio.ensure_future(call)
         try:
             while not asked.done():
-                done, _ = await asyncio.wait([asked, self._view.next], timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(
+                    [asked, self._view.next], timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED
+                )
                 if not done:
                     self._view.follow()
                 elif not asked.done() and moved():
@@ -630,7 +766,9 @@ class ChunkClient(BeginsWrites):
         while True:
             try:
                 lane = self.lane(target)
-                reply = await self._dialer.call(lane.endpoints, method, request.SerializeToString(), deadline_s=deadline_s)
+                reply = await self._dialer.call(
+                    lane.endpoints, method, request.SerializeToString(), deadline_s=deadline_s
+                )
                 return bytes(reply.message)
             except (StaleEpoch, StaleTenure, WrongTarget, Unavailable) as error:
                 tries, reason = tries + 1, reason_of(error, reason)

@@ -45,8 +45,14 @@ PATIENCE_S = 0.5
 class StoreCommit:
     """Commits of chains. `call(target, method, message, deadline_s)` sends one request to a target."""
 
-    def __init__(self, view: PoolView, clock: Clock, *, call: Callable[..., Awaitable],
-                 pause: Callable[[NvpoolError, int, float], Awaitable[None]]):
+    def __init__(
+        self,
+        view: PoolView,
+        clock: Clock,
+        *,
+        call: Callable[..., Awaitable],
+        pause: Callable[[NvpoolError, int, float], Awaitable[None]],
+    ):
         self._view = view
         self._clock = clock
         self._call = call
@@ -66,8 +72,11 @@ class StoreCommit:
         if self._view.map.epoch < epoch:
             return None
         tables = self._view.map.table_by_id
-        return {place for place, since in chains.items()
-                if since is not None and place[0] in tables and tables[place[0]].chains[place[1]].intact > since}
+        return {
+            place
+            for place, since in chains.items()
+            if since is not None and place[0] in tables and tables[place[0]].chains[place[1]].intact > since
+        }
 
     async def flush(self, chains: Mapping[WrittenAt, int | None], deadline_s: float) -> set[WrittenAt]:
         """Commit all unstable writes to these chains. Return the chains that have lost some of them.
@@ -85,22 +94,30 @@ class StoreCommit:
                     asked[target] = asyncio.get_running_loop().create_task(self._once(target, deadline_s))
                 left = {asked[target] for target in members if not asked[target].done()}
                 if left:
-                    done, _ = await asyncio.wait({*left, self._view.next}, timeout=PATIENCE_S,
-                                                 return_when=asyncio.FIRST_COMPLETED)
+                    done, _ = await asyncio.wait(
+                        {*left, self._view.next}, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED
+                    )
                     if not done:
                         self._view.follow()
                     if not done & left and self._clock.boottime_s() < deadline_s:
                         continue
                     left -= done
-                failed = {target: asked[target].exception() for target in members
-                          if asked[target].done() and asked[target].exception() is not None}
+                failed = {
+                    target: asked[target].exception()
+                    for target in members
+                    if asked[target].done() and asked[target].exception() is not None
+                }
                 if not failed and not left:
-                    lost = self._lost(chains, max((asked[target].result().map_epoch for target in members), default=0))
+                    lost = self._lost(
+                        chains, max((asked[target].result().map_epoch for target in members), default=0)
+                    )
                     if lost is not None:
                         return lost
                     left_s = deadline_s - self._clock.boottime_s()
                     if left_s <= 0:
-                        raise DeadlineExceeded("the pool map by which the targets have flushed did not come in time")
+                        raise DeadlineExceeded(
+                            "the pool map by which the targets have flushed did not come in time"
+                        )
                     if not await self._view.refresh():
                         tries += 1
                         await self._pause(Unavailable(), tries, left_s)

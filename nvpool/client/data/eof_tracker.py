@@ -47,8 +47,11 @@ class Ended:
         end = start + length
         for ask in (True, False):
             losses, size = file.ended
-            if losses >= self.losses and (not start % BLOCK_BYTES or size <= start - start % BLOCK_BYTES) \
-                    and (not end % BLOCK_BYTES or size <= end):
+            if (
+                losses >= self.losses
+                and (not start % BLOCK_BYTES or size <= start - start % BLOCK_BYTES)
+                and (not end % BLOCK_BYTES or size <= end)
+            ):
                 return True
             if ask:
                 losses = self.losses

@@ -79,12 +79,20 @@ class ExtentClient:
             # map change.
             patience_s = _PATIENCE_S * 2 ** min(max(failures[target] for target in targets), _LONGER_MAX)
             until_s = min(deadline_s, self._clock.boottime_s() + patience_s)
-            asked = asyncio.gather(*[self._ask(file, target, chunks, until_s) for target in targets], return_exceptions=True)
+            asked = asyncio.gather(
+                *[self._ask(file, target, chunks, until_s) for target in targets], return_exceptions=True
+            )
             try:
-                answers = await self._chunks.unless_moved(asked, partial(self._have_moved, file, chunks, holders))
+                answers = await self._chunks.unless_moved(
+                    asked, partial(self._have_moved, file, chunks, holders)
+                )
             except StaleEpoch:
                 continue
-            failed = {target: error for target, error in zip(targets, answers, strict=True) if isinstance(error, BaseException)}
+            failed = {
+                target: error
+                for target, error in zip(targets, answers, strict=True)
+                if isinstance(error, BaseException)
+            }
             for target, error in failed.items():
                 if not isinstance(error, Unavailable) or self._clock.boottime_s() >= deadline_s:
                     raise error
@@ -94,11 +102,15 @@ class ExtentClient:
                 break
         # a target may have chunks of other chains, which are not its own any more, or not yet
         if len(targets) > 1:
-            answers = [([extent for extent in extents if holders[chain_of(file.inode, extent[0])] == target], upto)
-                       for target, (extents, upto) in zip(targets, answers, strict=True)]
+            answers = [
+                ([extent for extent in extents if holders[chain_of(file.inode, extent[0])] == target], upto)
+                for target, (extents, upto) in zip(targets, answers, strict=True)
+            ]
         until = min((upto for _, upto in answers), default=chunks.stop)
-        found = sorted({extent for extents, _ in answers for extent in extents if extent[0] < until}
-                       | set(self._lost(file, range(chunks.start, until))))
+        found = sorted(
+            {extent for extents, _ in answers for extent in extents if extent[0] < until}
+            | set(self._lost(file, range(chunks.start, until)))
+        )
         runs: list[tuple[int, int]] = []
         for index, first, count in found:
             start = (index << file.chunk_bits) + (first << BLOCK_BITS)
@@ -118,13 +130,22 @@ class ExtentClient:
                     yield index, 0, file.chunk_mask + 1 >> BLOCK_BITS
 
     def _have_moved(self, file: OpenInode, chunks: range, holders: Mapping[int, int]) -> bool:
-        return any(target not in self._chunks.replicas.of_chain(file, number).readable for number, target in holders.items())
+        return any(
+            target not in self._chunks.replicas.of_chain(file, number).readable
+            for number, target in holders.items()
+        )
 
     async def _ask(self, file: OpenInode, target: int, chunks: range, deadline_s: float) -> tuple[list, int]:
         tries = 0
         while True:
-            request = data_pb2.ExtentsRequest(map_epoch=self._chunks.epoch, target=target, grant=file.grant, inode=file.inode,
-                                              first=chunks.start, until=chunks.stop)
+            request = data_pb2.ExtentsRequest(
+                map_epoch=self._chunks.epoch,
+                target=target,
+                grant=file.grant,
+                inode=file.inode,
+                first=chunks.start,
+                until=chunks.stop,
+            )
             try:
                 raw = await self._chunks.ask_target(target, wire_pb2.DATA_EXTENTS, request, deadline_s)
                 break
@@ -141,19 +162,36 @@ class ExtentClient:
         chain, other = self._chunks.chain(file, index), self._chunks.chain(source, from_index)
         return len(chain.targets) == 1 and not chain.joining and other.targets == chain.targets
 
-    async def copy(self, source: OpenInode, from_offset: int, file: OpenInode, offset: int, length: int,
-                   deadline_s: float) -> tuple[Stored, int]:
+    async def copy(
+        self,
+        source: OpenInode,
+        from_offset: int,
+        file: OpenInode,
+        offset: int,
+        length: int,
+        deadline_s: float,
+    ) -> tuple[Stored, int]:
         """Copy whole blocks within a chunk of `source` to a chunk of `file` on the same target.
 
         Returns the unstable write to commit, and the number of bytes that were not holes. StaleCut, NoSpace:
         as for writes. ChecksumMismatch: the source is damaged. BytesLost: one of the chunks may have lost
         data.
         """
-        return await self._chunks.named(lambda *name: self._copy(source, from_offset, file, offset, length, *name, deadline_s),
-                                        deadline_s)
+        return await self._chunks.named(
+            lambda *name: self._copy(source, from_offset, file, offset, length, *name, deadline_s), deadline_s
+        )
 
-    async def _copy(self, source: OpenInode, from_offset: int, file: OpenInode, offset: int, length: int, slot: int,
-                    sequence: int, deadline_s: float) -> tuple[Stored, int]:
+    async def _copy(
+        self,
+        source: OpenInode,
+        from_offset: int,
+        file: OpenInode,
+        offset: int,
+        length: int,
+        slot: int,
+        sequence: int,
+        deadline_s: float,
+    ) -> tuple[Stored, int]:
         chunks = self._chunks
         tries = 0
         reason: NvpoolError | None = None
@@ -165,13 +203,26 @@ class ExtentClient:
                 chain = chunks.chain(file, index)
                 lane, cut = chunks.lane(chain.targets[0]), file.cut
                 request = data_pb2.CopyRequest(
-                    map_epoch=chunks.epoch, target=lane.target, read_grant=source.grant, write_grant=file.grant,
-                    from_inode=source.inode, from_index=from_index,
-                    from_offset=from_offset & source.chunk_mask, inode=file.inode, index=index,
-                    offset=offset & file.chunk_mask, length=length, cut=cut, session=file.grant_session, slot=slot,
-                    sequence=sequence)
+                    map_epoch=chunks.epoch,
+                    target=lane.target,
+                    read_grant=source.grant,
+                    write_grant=file.grant,
+                    from_inode=source.inode,
+                    from_index=from_index,
+                    from_offset=from_offset & source.chunk_mask,
+                    inode=file.inode,
+                    index=index,
+                    offset=offset & file.chunk_mask,
+                    length=length,
+                    cut=cut,
+                    session=file.grant_session,
+                    slot=slot,
+                    sequence=sequence,
+                )
                 source.grant_used = file.grant_used = True
-                call = self._dialer.call(lane.endpoints, wire_pb2.DATA_COPY, request.SerializeToString(), deadline_s=deadline_s)
+                call = self._dialer.call(
+                    lane.endpoints, wire_pb2.DATA_COPY, request.SerializeToString(), deadline_s=deadline_s
+                )
                 reply = await chunks.unless_moved(call, lambda: chunks.chain(file, index) != chain)  # noqa: B023
                 chunks.short.forget_chunk(file, index)
                 answer = decoded(data_pb2.CopyReply, reply.message)

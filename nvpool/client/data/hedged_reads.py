@@ -33,8 +33,15 @@ class SecondReads:
     `chunks` finds target queues, sends, and owns tasks; `pause(error, tries, left_s)` waits before a retry.
     """
 
-    def __init__(self, chunks, view: PoolView, clock: Clock, *, pause: Callable[[NvpoolError, int, float], Awaitable[None]],
-                 renew: Callable[[OpenInode, int], Awaitable[None]]):
+    def __init__(
+        self,
+        chunks,
+        view: PoolView,
+        clock: Clock,
+        *,
+        pause: Callable[[NvpoolError, int, float], Awaitable[None]],
+        renew: Callable[[OpenInode, int], Awaitable[None]],
+    ):
         self._chunks = chunks
         self._view = view
         self._clock = clock
@@ -104,7 +111,9 @@ class SecondReads:
                 log.debug("another replica of chunk %d of inode %d: %s", job.index, job.file.inode, error)
 
 
-def _told(ended: asyncio.Future, also: Callable[..., None], found: memoryview | None, error: BaseException | None) -> None:
+def _told(
+    ended: asyncio.Future, also: Callable[..., None], found: memoryview | None, error: BaseException | None
+) -> None:
     also(found, error)
     if not ended.done():
         ended.set_result(None)

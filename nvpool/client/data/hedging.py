@@ -37,8 +37,15 @@ class SentRead:
 
     __slots__ = ("number", "lane", "jobs", "sent_s", "again", "cost", "end", "asked")
 
-    def __init__(self, number: int, lane: Lane, jobs: Sequence[Read], sent_s: float, again: Callable[[SentRead], None],
-                 cost: float):
+    def __init__(
+        self,
+        number: int,
+        lane: Lane,
+        jobs: Sequence[Read],
+        sent_s: float,
+        again: Callable[[SentRead], None],
+        cost: float,
+    ):
         self.number = number
         self.lane = lane
         self.jobs = jobs
@@ -75,14 +82,18 @@ class Hedging:
         self.delay_s = DELAY_S_MAX / 4
         self.counters = {"hedged": 0, "late": 0}
 
-    def watch(self, lane: Lane, jobs: Sequence[Read], again: Callable[[SentRead], None], cost: float = 0.0) -> SentRead:
+    def watch(
+        self, lane: Lane, jobs: Sequence[Read], again: Callable[[SentRead], None], cost: float = 0.0
+    ) -> SentRead:
         """Watch a message of reads that is being sent.
 
         The caller passes the result to `came` at the end, also after an error. `cost`: cost of a second
         request, in reads; infinite: only a late read is sent twice.
         """
         self._number += 1
-        sent = self._out[self._number] = SentRead(self._number, lane, jobs, self._now_s(), again, cost or len(jobs))
+        sent = self._out[self._number] = SentRead(
+            self._number, lane, jobs, self._now_s(), again, cost or len(jobs)
+        )
         self._credit = min(CREDIT_MAX, self._credit + SHARE * len(jobs))
         if self._timer is None:
             self._timer = self._loop.call_later(self.delay_s, self._look)

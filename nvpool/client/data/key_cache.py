@@ -41,7 +41,9 @@ class VolumeKeys:
             task = self._fetching.get(volume)
             if task is None:
                 task = self._fetching[volume] = asyncio.create_task(self._ask(volume))
-                task.add_done_callback(lambda done: (self._fetching.pop(volume, None), done.cancelled() or done.exception()))
+                task.add_done_callback(
+                    lambda done: (self._fetching.pop(volume, None), done.cancelled() or done.exception())
+                )
             known = self._known[volume] = await asyncio.shield(task)
         file.key = known
 

@@ -17,10 +17,23 @@ from nvpool.rpc.messages.data_codec import LENT
 class Source:
     """A target whose drive the client may read (short-circuit reads)."""
 
-    __slots__ = ("target", "fd", "direct_fd", "takes_direct", "memory", "table", "serving", "shift", "token", "connection",
-                 "past")
+    __slots__ = (
+        "target",
+        "fd",
+        "direct_fd",
+        "takes_direct",
+        "memory",
+        "table",
+        "serving",
+        "shift",
+        "token",
+        "connection",
+        "past",
+    )
 
-    def __init__(self, target: int, said: bytes, descriptors: list[int], direct_reads: bool = False, *, asked_s: float):
+    def __init__(
+        self, target: int, said: bytes, descriptors: list[int], direct_reads: bool = False, *, asked_s: float
+    ):
         """Take over the descriptors, which were requested at `asked_s`.
 
         NotSupported: they make no sense here.
@@ -45,8 +58,8 @@ class Source:
         # without this the kernel's read-ahead would fill the page cache, and reads would come from there
         if self.takes_direct:
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
-        self.table = memoryview(self.memory)[:4 * slots].cast("I")
-        self.serving = memoryview(self.memory)[4 * slots:].cast("d")
+        self.table = memoryview(self.memory)[: 4 * slots].cast("I")
+        self.serving = memoryview(self.memory)[4 * slots :].cast("d")
         """End of the target's serving lease, on the target's clock."""
         self.shift = its_now_s - asked_s
         """Upper bound of the target's clock minus ours; they may be in different time namespaces."""
@@ -68,5 +81,8 @@ class Source:
 
         True if the page cache has less than half of the bytes.
         """
-        return (self.takes_direct and length >= DIRECT_READ_BYTES
-                and sum([cached_pages(self.fd, place, count) for place, count in runs]) << 13 < length)
+        return (
+            self.takes_direct
+            and length >= DIRECT_READ_BYTES
+            and sum([cached_pages(self.fd, place, count) for place, count in runs]) << 13 < length
+        )

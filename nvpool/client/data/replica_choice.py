@@ -63,8 +63,10 @@ class Replicas:
     def use_map(self, pool_map: PoolMap) -> None:
         here = [node for node in pool_map.nodes if self._host_id and node.host_id == self._host_id]
         rack = here[0].rack if here else self._rack_told
-        self._distances = {node.id: HERE if node in here else SAME_RACK if rack and node.rack == rack else ELSEWHERE
-                           for node in pool_map.nodes}
+        self._distances = {
+            node.id: HERE if node in here else SAME_RACK if rack and node.rack == rack else ELSEWHERE
+            for node in pool_map.nodes
+        }
         self.several = any(len(chain.targets) > 1 for table in pool_map.tables for chain in table.chains)
 
     @property
@@ -130,7 +132,12 @@ class Replicas:
         for number in range(len(targets)):
             target = targets[(turn + number) % len(targets)]
             lane = self._lane(target)
-            rank = lane in tried, known[target].state not in ("up", "draining"), lane.shunned_s > now_s, lane.distance
+            rank = (
+                lane in tried,
+                known[target].state not in ("up", "draining"),
+                lane.shunned_s > now_s,
+                lane.distance,
+            )
             load = lane.in_flight + len(lane.pending)
             if found is None or rank < found[0] or (rank == found[0] and load + BUSIER <= found[1]):
                 found = rank, load, lane

@@ -37,11 +37,26 @@ from nvpool.core.checksum import block_checksums, crc32c
 from nvpool.core.clock import Clock
 from nvpool.core.containers.buffer_pool import SPARES
 from nvpool.core.endpoint import parse_endpoint
-from nvpool.core.errors import AccessDenied, CorruptFrame, InvalidRequest, NotSupported, NvpoolError, Stale, Unavailable
+from nvpool.core.errors import (
+    AccessDenied,
+    CorruptFrame,
+    InvalidRequest,
+    NotSupported,
+    NvpoolError,
+    Stale,
+    Unavailable,
+)
 from nvpool.core.units import BLOCK_BYTES, KIB
 from nvpool.host.processes import host_id
 from nvpool.rpc.fd_passing import path_beside, take
-from nvpool.rpc.messages.data_codec import LOCATE_ENTRIES_MAX, LOCATE_ENTRY, LOCATE_RESULT, PAST_READS, SAME_VERSION, decoded
+from nvpool.rpc.messages.data_codec import (
+    LOCATE_ENTRIES_MAX,
+    LOCATE_ENTRY,
+    LOCATE_RESULT,
+    PAST_READS,
+    SAME_VERSION,
+    decoded,
+)
 from nvpool.rpc.v1 import data_pb2, wire_pb2
 
 log = logging.getLogger(__name__)
@@ -96,8 +111,23 @@ class BlockLocations:
     They lie from disk block `base` on, or each at its own disk block in `places` (0: a hole).
     """
 
-    __slots__ = ("file", "index", "source", "until", "slot", "stamp", "version", "blocks", "base", "places", "sums", "bytes",
-                 "used", "read_bytes", "told")
+    __slots__ = (
+        "file",
+        "index",
+        "source",
+        "until",
+        "slot",
+        "stamp",
+        "version",
+        "blocks",
+        "base",
+        "places",
+        "sums",
+        "bytes",
+        "used",
+        "read_bytes",
+        "told",
+    )
 
     def __init__(self, file: OpenInode, index: int, source: Source):
         self.file = file
@@ -110,7 +140,9 @@ class BlockLocations:
 class ShortCut:
     """The short-circuit reads of a client: locations, and the targets whose drives it may read."""
 
-    def __init__(self, dialer, options: ClientOptions, clock: Clock, *, epoch: Callable[[], int], find_lane: Callable):
+    def __init__(
+        self, dialer, options: ClientOptions, clock: Clock, *, epoch: Callable[[], int], find_lane: Callable
+    ):
         self._dialer = dialer
         self._find_lane = find_lane
         self.clock = clock
@@ -190,7 +222,7 @@ class ShortCut:
             at = 0
             try:
                 for place, count in runs:
-                    if os.preadv(source.fd, (into[at:at + count],), place, _NOWAIT) != count:
+                    if os.preadv(source.fd, (into[at : at + count],), place, _NOWAIT) != count:
                         return ABSENT
                     at += count
             except OSError:
@@ -229,11 +261,15 @@ class ShortCut:
         The clock and the counter are checked after the read: only that proves that the read was in time.
         """
         source, now_s = located.source, self._now_s()
-        if (source.connection.closed or now_s >= located.until or source.table[located.slot] != located.stamp
-                or now_s + source.shift >= source.serving[0]):
+        if (
+            source.connection.closed
+            or now_s >= located.until
+            or source.table[located.slot] != located.stamp
+            or now_s + source.shift >= source.serving[0]
+        ):
             return LATE
         sums = crc32c(into).to_bytes(4, "little") if len(into) == BLOCK_BYTES else block_checksums(into)
-        return 0 if sums == located.sums[4 * first:4 * first + len(sums)] else WRONG
+        return 0 if sums == located.sums[4 * first : 4 * first + len(sums)] else WRONG
 
     def note(self, located: BlockLocations, wrong: int) -> None:
         """Act upon the result of a look or of a check."""
@@ -258,7 +294,7 @@ class ShortCut:
             return [(located.base + first << 12, count << 12)]
         runs: list[tuple[int, int]] = []
         begin = end = 0
-        for place in located.places[first:first + count]:
+        for place in located.places[first : first + count]:
             if not place:
                 return None
             if place != end:
@@ -276,15 +312,29 @@ class ShortCut:
     def _mismatch(self, located: BlockLocations) -> None:
         self.counters["mismatches"] += 1
         file = located.file
-        log.warning("a block of chunk %d of inode %d, read from target %d's drive, does not have its checksum; its store is "
-                    "asked", located.index, file.inode, located.source.target)
+        log.warning(
+            "a block of chunk %d of inode %d, read from target %d's drive, does not have its checksum; its store is "
+            "asked",
+            located.index,
+            file.inode,
+            located.source.target,
+        )
         if len(self._distrusted) > 1000:
             self._distrusted.clear()
         self._distrusted[file.inode, located.index] = self._now_s() + DISTRUST_S
         self._drop(located)
 
-    def try_read(self, file: OpenInode, index: int, offset: int, length: int, lane,
-                 on_done: Callable[[memoryview | None], None], *, missed: bool = False) -> bool:
+    def try_read(
+        self,
+        file: OpenInode,
+        index: int,
+        offset: int,
+        length: int,
+        lane,
+        on_done: Callable[[memoryview | None], None],
+        *,
+        missed: bool = False,
+    ) -> bool:
         """Read from the drive if the chunk is located. Return whether the read was done or submitted.
 
         `on_done` as in `begin`; it may be called before this returns. `missed`: the caller has just tried
@@ -302,7 +352,9 @@ class ShortCut:
         self.want(file, index, lane)
         return False
 
-    def begin(self, located: BlockLocations, offset: int, length: int, on_done: Callable[[memoryview | None], None]) -> bool:
+    def begin(
+        self, located: BlockLocations, offset: int, length: int, on_done: Callable[[memoryview | None], None]
+    ) -> bool:
         """Submit a read of blocks that may have to come from the drive. Return whether it was submitted.
 
         `on_done` gets the bytes, or None if the caller must read through the store. The memory belongs to
@@ -325,11 +377,25 @@ class ShortCut:
         self._number = number = self._number + 1
         self.waiting[number] = self._now_s(), on_done
         direct = source.reads_direct(runs, length)
-        self._reader.begin(source.direct_fd if direct else source.fd, [run[0] for run in runs], [run[1] for run in runs],
-                           positions, into, partial(self._came, located, first, into, number, direct))
+        self._reader.begin(
+            source.direct_fd if direct else source.fd,
+            [run[0] for run in runs],
+            [run[1] for run in runs],
+            positions,
+            into,
+            partial(self._came, located, first, into, number, direct),
+        )
         return True
 
-    def _came(self, located: BlockLocations, first: int, into: memoryview, number: int, direct: bool, outcome: Outcome) -> None:
+    def _came(
+        self,
+        located: BlockLocations,
+        first: int,
+        into: memoryview,
+        number: int,
+        direct: bool,
+        outcome: Outcome,
+    ) -> None:
         _, on_done = self.waiting.pop(number, (0.0, None))
         if direct and any(outcome):
             located.source.takes_direct = False  # perhaps this drive only needs larger blocks
@@ -379,7 +445,11 @@ class ShortCut:
         count = 0
         for index in range(first, last + 1):
             name = (file.inode, index)
-            if index in file.located or name in self._asked or self._distrusted.get(name, 0.0) > self._now_s():
+            if (
+                index in file.located
+                or name in self._asked
+                or self._distrusted.get(name, 0.0) > self._now_s()
+            ):
                 continue
             try:
                 lane = file.lanes.get(index) or self._find_lane(file, index)
@@ -408,22 +478,35 @@ class ShortCut:
                 continue
             entries = list(names.items())
             for at in range(0, len(entries), LOCATE_ENTRIES_MAX):
-                self._ask_some(lane, source, connection, entries[at:at + LOCATE_ENTRIES_MAX])
+                self._ask_some(lane, source, connection, entries[at : at + LOCATE_ENTRIES_MAX])
 
     def _ask_some(self, lane, source: Source, connection, entries: list) -> None:
         places: dict[bytes, int] = {}
         packed = bytearray()
         for (inode, index), (file, version) in entries:
             blocks = min(file.size - (index << file.chunk_bits), 1 << file.chunk_bits) + BLOCK_BYTES - 1 >> 12
-            packed += LOCATE_ENTRY.pack(inode, index, max(0, blocks), places.setdefault(file.grant, len(places)), version)
-        request = data_pb2.LocateRequest(map_epoch=self._epoch(), target=lane.target, grants=list(places), token=source.token,
-                                         entries=bytes(packed))
-        request.past = b"".join([PAST_READS.pack(inode, *figures) for inode, figures in source.past.items()][:PAST_MAX])
+            packed += LOCATE_ENTRY.pack(
+                inode, index, max(0, blocks), places.setdefault(file.grant, len(places)), version
+            )
+        request = data_pb2.LocateRequest(
+            map_epoch=self._epoch(),
+            target=lane.target,
+            grants=list(places),
+            token=source.token,
+            entries=bytes(packed),
+        )
+        request.past = b"".join(
+            [PAST_READS.pack(inode, *figures) for inode, figures in source.past.items()][:PAST_MAX]
+        )
         source.past.clear()
         sent_s = self._now_s()
         asked = [(file, index, file.changes) for (_, index), (file, _) in entries]
-        connection.submit(wire_pb2.DATA_LOCATE, request.SerializeToString(), deadline_s=sent_s + 5.0,
-                          on_done=partial(self._answered, source, connection, asked, sent_s))
+        connection.submit(
+            wire_pb2.DATA_LOCATE,
+            request.SerializeToString(),
+            deadline_s=sent_s + 5.0,
+            on_done=partial(self._answered, source, connection, asked, sent_s),
+        )
 
     def _answered(self, source: Source, connection, asked: list, sent_s: float, reply, error) -> None:
         self._asked.difference_update([(file.inode, index) for file, index, _ in asked])
@@ -443,21 +526,30 @@ class ShortCut:
         # another process serves the target now
         if isinstance(error, (AccessDenied, NotSupported, CorruptFrame)):
             self._forget_source(source)
-            self._not_before[source.target] = self._now_s() + (AGAIN_REFUSED_S if isinstance(error, NotSupported) else 0.0)
+            self._not_before[source.target] = self._now_s() + (
+                AGAIN_REFUSED_S if isinstance(error, NotSupported) else 0.0
+            )
         elif not isinstance(error, NvpoolError):
             log.warning("places from target %d: %s", source.target, error)
 
     def _install(self, source: Source, asked: list, results: list, answer, sent_s: float) -> None:
         runs, sums = array("Q", answer.runs), answer.checksums
         at = place = 0
-        for (file, index, changes), (status, flags, run_count, blocks, life_ms, slot, stamp, version) in zip(asked, results,
-                                                                                                       strict=True):
+        for (file, index, changes), (status, flags, run_count, blocks, life_ms, slot, stamp, version) in zip(
+            asked, results, strict=True
+        ):
             first, at = at, at + run_count
             begin = place
             if run_count:
                 place += 4 * blocks
             known = file.located.get(index)
-            if status or not life_ms or file.changes != changes or not file.handles or slot >= len(source.table):
+            if (
+                status
+                or not life_ms
+                or file.changes != changes
+                or not file.handles
+                or slot >= len(source.table)
+            ):
                 if known is not None:
                     self._drop(known)
                 continue
@@ -572,7 +664,10 @@ class ShortCut:
             order.popleft()
             file = located.file
             lane = file.lanes.get(located.index)
-            if not (until > now_s and located.used and file.handles and lane) or located.source.connection.closed:
+            if (
+                not (until > now_s and located.used and file.handles and lane)
+                or located.source.connection.closed
+            ):
                 self._drop(located)
                 continue
             order.append((until, located))  # stays until the reply comes

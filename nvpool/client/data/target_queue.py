@@ -35,7 +35,17 @@ class Lane:
     latency; 0 before the first reply.
     """
 
-    __slots__ = ("target", "endpoints", "distance", "shunned_s", "took_s", "pending", "pending_bytes", "scheduled", "in_flight")
+    __slots__ = (
+        "target",
+        "endpoints",
+        "distance",
+        "shunned_s",
+        "took_s",
+        "pending",
+        "pending_bytes",
+        "scheduled",
+        "in_flight",
+    )
 
     def __init__(self, target: int, endpoints: tuple[str, ...], distance: int = 0):
         self.target = target
@@ -52,11 +62,32 @@ class Lane:
 class Read:
     """A read of whole blocks of one chunk, in flight. The future's result is exactly `length` bytes."""
 
-    __slots__ = ("file", "index", "offset", "length", "into", "future", "deadline_s", "tries", "reason", "verify", "tried",
-                 "second", "insisted")
+    __slots__ = (
+        "file",
+        "index",
+        "offset",
+        "length",
+        "into",
+        "future",
+        "deadline_s",
+        "tries",
+        "reason",
+        "verify",
+        "tried",
+        "second",
+        "insisted",
+    )
 
-    def __init__(self, file: OpenInode, index: int, offset: int, length: int, into,
-                 future: asyncio.Future | BlocksFuture, deadline_s: float):
+    def __init__(
+        self,
+        file: OpenInode,
+        index: int,
+        offset: int,
+        length: int,
+        into,
+        future: asyncio.Future | BlocksFuture,
+        deadline_s: float,
+    ):
         self.file = file
         self.index = index
         self.offset = offset
@@ -72,8 +103,15 @@ class Read:
         self.tried: tuple[Lane, ...] = ()  # replicas that failed, since the last time that all had failed
 
 
-def submit_into(connection, lane: Lane, message: bytes, into: memoryview, future: asyncio.Future, deadline_s: float,
-                on_done) -> Callable[[], None]:
+def submit_into(
+    connection,
+    lane: Lane,
+    message: bytes,
+    into: memoryview,
+    future: asyncio.Future,
+    deadline_s: float,
+    on_done,
+) -> Callable[[], None]:
     """Submit a read whose bytes are received directly into the caller's memory.
 
     The caller gets the memory back by cancelling `future`, or by calling the result of this function: nothing
@@ -106,5 +144,7 @@ def error_of(status: int, job: Read) -> NvpoolError:
 
 
 def mismatch(job: Read, lane: Lane) -> ChecksumMismatch:
-    return ChecksumMismatch(f"a block that target {lane.target} sent does not have its checksum (inode {job.file.inode}, "
-                            f"chunk {job.index}, offset {job.offset}, {job.length} bytes)")
+    return ChecksumMismatch(
+        f"a block that target {lane.target} sent does not have its checksum (inode {job.file.inode}, "
+        f"chunk {job.index}, offset {job.offset}, {job.length} bytes)"
+    )

@@ -29,7 +29,9 @@ class Unflushed:
     `changed` is called with whether there are any; `lost` is called with inodes that have lost some.
     """
 
-    def __init__(self, chunks, changed: Callable[[bool], None], lost: Callable[[int], None] = lambda inode: None) -> None:
+    def __init__(
+        self, chunks, changed: Callable[[bool], None], lost: Callable[[int], None] = lambda inode: None
+    ) -> None:
         self._chunks = chunks
         self._changed = changed
         self._lost = lost
@@ -88,7 +90,9 @@ class Unflushed:
             before = {one: dict(places) for one, places in self._recent.items()}
         else:
             before = {inode: dict(self._recent.get(inode, ()))}
-        wanted: dict[WrittenAt, int | None] = dict.fromkeys(self._chunks.replicas.all_places() if unknown else ())
+        wanted: dict[WrittenAt, int | None] = dict.fromkeys(
+            self._chunks.replicas.all_places() if unknown else ()
+        )
         merged: dict[WrittenAt, Noted] = {}
         for places in (nameless, *before.values()):
             for place, noted in places.items():

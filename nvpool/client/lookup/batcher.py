@@ -66,7 +66,11 @@ class LookupBatcher(Through):
         None: there was no side effect, and the caller must await `lookup`. The caller has tried `lookup_now`
         before.
         """
-        if len(name) > NAME_BYTES_MAX or self.siblings.coming(parent) is not None or self.cache.is_missed(parent, name):
+        if (
+            len(name) > NAME_BYTES_MAX
+            or self.siblings.coming(parent) is not None
+            or self.cache.is_missed(parent, name)
+        ):
             return None
         found = self._place_now(parent, name)
         if found is None:
@@ -74,7 +78,9 @@ class LookupBatcher(Through):
         place, spread = found
         shard = self.meta.shard_of(place)
         gathered = self._gathered.get(shard)
-        if (gathered is None and not self.meta.is_ready(shard)) or not self.siblings.missed_alone(parent, name):
+        if (gathered is None and not self.meta.is_ready(shard)) or not self.siblings.missed_alone(
+            parent, name
+        ):
             return None
         if self.siblings.is_time_to_look(parent):
             self.look_through(parent)
@@ -112,7 +118,9 @@ class LookupBatcher(Through):
         if not self.meta.submit(shard, wire_pb2.META_LOOKUP_MANY, request, answered):
             self._names_answered(all_asked, sent_s, None, None)
 
-    def _names_answered(self, all_asked: list[PendingLookup], sent_s: float, reply, error: BaseException | None) -> None:
+    def _names_answered(
+        self, all_asked: list[PendingLookup], sent_s: float, reply, error: BaseException | None
+    ) -> None:
         found = ()
         if reply is not None:
             try:

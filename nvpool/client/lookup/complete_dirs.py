@@ -43,8 +43,12 @@ class Wholes(Names):
     def _made_in(self, parent: int, entries: int) -> None:
         made, fewest = self._made_names.pop(parent, (0, MADE_MIN))
         made += 1
-        is_due = (made >= fewest and made * NAMES_FOR_ONE >= entries and self.options.leases
-                  and entries <= self.options.cached_entries // WHOLE_SHARE)
+        is_due = (
+            made >= fewest
+            and made * NAMES_FOR_ONE >= entries
+            and self.options.leases
+            and entries <= self.options.cached_entries // WHOLE_SHARE
+        )
         # A listing is in vain if other clients, or many threads here, change the directory; so retries get
         # rarer.
         self._made_names[parent] = (0, fewest * 4) if is_due else (made, fewest)
@@ -59,7 +63,11 @@ class Wholes(Names):
         """List all names of the directory. Ends without an error: a later look-up gets the error."""
         try:
             attr = await self._fetch_attr(directory)
-            if attr.flags & DIVIDED_FLAG or await self._is_spread(directory) or self.cache.is_whole(directory):
+            if (
+                attr.flags & DIVIDED_FLAG
+                or await self._is_spread(directory)
+                or self.cache.is_whole(directory)
+            ):
                 return
             whole = self.cache.begin_whole(attr)
             complete = False

@@ -35,15 +35,20 @@ class Through(Names):
         Called at intervals while names are looked up singly.
         """
         entries = self.cache.entries_of(parent)
-        if ENTRIES_MIN <= entries <= self.options.cached_entries // CACHED_SHARE and self.options.leases \
-                and self.siblings.is_to_be_known(parent, entries):
+        if (
+            ENTRIES_MIN <= entries <= self.options.cached_entries // CACHED_SHARE
+            and self.options.leases
+            and self.siblings.is_to_be_known(parent, entries)
+        ):
             task = asyncio.get_running_loop().create_task(self._go_through(parent, 2 * entries))
             self._renewals.add(task)
             task.add_done_callback(self._renewals.discard)
 
     async def _go_through(self, parent: int, names_max: int) -> None:
         """List the directory. Ends without an error: a later look-up gets the error."""
-        request = meta_pb2.ListDirRequest(inode=parent, limit=STEP_NAMES, attrs=True, packed=True, rights=READ)
+        request = meta_pb2.ListDirRequest(
+            inode=parent, limit=STEP_NAMES, attrs=True, packed=True, rights=READ
+        )
         learned = seen = 0
         try:
             while seen < names_max:
@@ -73,8 +78,10 @@ class Through(Names):
                 if inode not in new and inode not in outdated and self.leases.lacks_grant(inode):
                     # the lease came from a listing that did not ask for grants
                     self.leases.keep_grant(inode, grant)
-        wanted = [inode in new and inode not in opened and listed.is_promised(at) and bool(listed.changes[at])
-                  for at, inode in enumerate(inodes)]
+        wanted = [
+            inode in new and inode not in opened and listed.is_promised(at) and bool(listed.changes[at])
+            for at, inode in enumerate(inodes)
+        ]
         places = list(compress(range(len(inodes)), wanted))
         part = listed.only(places)
         if not places or not self.cache.put_attrs(part):

@@ -41,23 +41,39 @@ PAUSE_S = 30.0
 class _Directory:
     """The prefetch state of one directory."""
 
-    __slots__ = ("name", "misses", "patience", "window", "hits", "last_s", "asking", "middle", "cursor", "ahead", "coming",
-                 "asked_for", "share", "through", "learned", "used")
+    __slots__ = (
+        "name",
+        "misses",
+        "patience",
+        "window",
+        "hits",
+        "last_s",
+        "asking",
+        "middle",
+        "cursor",
+        "ahead",
+        "coming",
+        "asked_for",
+        "share",
+        "through",
+        "learned",
+        "used",
+    )
 
     def __init__(self) -> None:
         # the last name that missed; a directory on the way to others is looked up again and again
         self.name = b""
         self.misses = 0
         self.patience = MISSES_MIN
-        self.window = 0    # names of the last reply; 0: none were prefetched
-        self.hits = 0      # since that reply
+        self.window = 0  # names of the last reply; 0: none were prefetched
+        self.hits = 0  # since that reply
         self.last_s = 0.0
         self.asking = False
         self.middle = b""  # a look-up of this name requests the names behind the last reply
-        self.cursor = 0    # where those names start
-        self.ahead = 0     # names of the last reply
+        self.cursor = 0  # where those names start
+        self.ahead = 0  # names of the last reply
         self.coming: asyncio.Task | None = None
-        self.asked_for = 0   # missed look-ups since the last prefetch of all names
+        self.asked_for = 0  # missed look-ups since the last prefetch of all names
         self.share = SHARE
         self.through = False  # whether all names are being prefetched
         # names that the last prefetch brought (one at least), and look-ups that were answered since
@@ -89,7 +105,11 @@ class Siblings:
     def coming(self, directory: int) -> asyncio.Task | None:
         """The request for the next names, if one is in flight; else None."""
         known = self._directories.get(directory)
-        return known.coming if known is not None and known.coming is not None and not known.coming.done() else None
+        return (
+            known.coming
+            if known is not None and known.coming is not None and not known.coming.done()
+            else None
+        )
 
     def missed_alone(self, directory: int, name: bytes) -> bool:
         """As `missed`, if that would return 1; return whether it was. False: there was no side effect."""
@@ -108,7 +128,12 @@ class Siblings:
         if known is None or known.last_s + PAUSE_S < now_s:
             known = _Directory()
         used = known.hits * 2 >= known.window
-        if alone and not known.asking and name != known.name and (used if known.window else known.misses + 1 >= known.patience):
+        if (
+            alone
+            and not known.asking
+            and name != known.name
+            and (used if known.window else known.misses + 1 >= known.patience)
+        ):
             return 0
         self._directories.pop(directory, None)
         self._directories[directory] = known
@@ -166,4 +191,6 @@ class Siblings:
         if known is not None:
             known.asking = False
             known.ahead = count = len(listed)
-            known.middle, known.cursor = (listed.names[count // 2], listed.cursor(-1)) if more and count else (b"", 0)
+            known.middle, known.cursor = (
+                (listed.names[count // 2], listed.cursor(-1)) if more and count else (b"", 0)
+            )

@@ -89,8 +89,12 @@ class Wide(Core):
         while True:
             place, request.spread = directory, await self._is_spread(directory)
             if request.spread:
-                place = _number_at(directory, self.meta.name_hash(directory, request.name) if request.name
-                                   else cursor_parts(request.cursor)[0])
+                place = _number_at(
+                    directory,
+                    self.meta.name_hash(directory, request.name)
+                    if request.name
+                    else cursor_parts(request.cursor)[0],
+                )
             try:
                 reply = await self.meta.ask(place, wire_pb2.META_LIST, request, meta_pb2.ListDirReply)
             except SpreadDirectory:

@@ -36,7 +36,18 @@ _SAMPLE = 8
 class _TargetBatch:
     """The part of a read_many for one target: packed headers and destinations of the bytes."""
 
-    __slots__ = ("lane", "headers", "grants", "places", "bytes", "first", "next", "straight", "future", "late")
+    __slots__ = (
+        "lane",
+        "headers",
+        "grants",
+        "places",
+        "bytes",
+        "first",
+        "next",
+        "straight",
+        "future",
+        "late",
+    )
 
     def __init__(self, lane: Lane):
         self.lane = lane
@@ -46,9 +57,9 @@ class _TargetBatch:
         self.places: list[tuple] = []
         self.bytes = 0
         self.first = self.next = -1
-        self.straight = True            # whether the payload, as it arrives, is one contiguous part of `into`
+        self.straight = True  # whether the payload, as it arrives, is one contiguous part of `into`
         self.future = None
-        self.late = False               # whether its reads are already repeated singly
+        self.late = False  # whether its reads are already repeated singly
 
 
 class _Encrypted:
@@ -102,7 +113,7 @@ class ReadBatcher:
             index = offset >> file.chunk_bits
             within = offset & file.chunk_mask
             if (end - 1) >> file.chunk_bits != index:
-                futures += self._read_across(file, offset, length, into[place:place + length])
+                futures += self._read_across(file, offset, length, into[place : place + length])
                 continue
             skip = within & 4095
             first = within - skip
@@ -110,7 +121,7 @@ class ReadBatcher:
             try:
                 lane = file.lanes.get(index) or chunks.find_lane(file, index)
             except Stale:
-                futures += self._read_across(file, offset, length, into[place:place + length])
+                futures += self._read_across(file, offset, length, into[place : place + length])
                 continue
             batch = batches.get(lane)
             if batch is None:
@@ -167,12 +178,15 @@ class ReadBatcher:
             within = offset & file.chunk_mask
             first = within >> 12
             if within & 4095 or length & 4095 or within + length > located.blocks << 12 or not length:
-                part = short.read_now(located, within & -4096, (within & 4095) + length + 4095 & -4096) \
-                    if within + length <= file.chunk_mask + 1 else None
+                part = (
+                    short.read_now(located, within & -4096, (within & 4095) + length + 4095 & -4096)
+                    if within + length <= file.chunk_mask + 1
+                    else None
+                )
                 if part is None:
                     rest.append(read)
                 else:
-                    into[place:place + length] = part[within & 4095:(within & 4095) + length]
+                    into[place : place + length] = part[within & 4095 : (within & 4095) + length]
                 continue
             plan = plans.get(located.source)
             if plan is None:
@@ -200,15 +214,17 @@ class ReadBatcher:
                 rest += dict.fromkeys(read for _, _, read in what)
                 continue
             missed = {what[at][2] for at in first}
-            missed.update(what[at + _SAMPLE][2] for at in read_now(source.fd, offsets[_SAMPLE:], lengths[_SAMPLE:],
-                                                                   positions[_SAMPLE:], into))
+            missed.update(
+                what[at + _SAMPLE][2]
+                for at in read_now(source.fd, offsets[_SAMPLE:], lengths[_SAMPLE:], positions[_SAMPLE:], into)
+            )
             before, encrypted = None, _Encrypted()
             for located, first, read in what:
                 if read is before:  # a read of several runs, handled already
                     continue
                 before = read
                 place = read[3]
-                if read in missed or not short.fits(located, first, into[place:place + read[2]]):
+                if read in missed or not short.fits(located, first, into[place : place + read[2]]):
                     rest.append(read)
                 else:
                     encrypted.add(located.file, located.index, first, place, read[2])
@@ -219,14 +235,18 @@ class ReadBatcher:
         batch.future = self._loop.create_future()
         connection = self._dialer.live(batch.lane.endpoints)
         if connection is None:
-            _cancelled_with(batch.future, self._chunks.own(self._send_when_connected(batch, into, deadline_s)))
+            _cancelled_with(
+                batch.future, self._chunks.own(self._send_when_connected(batch, into, deadline_s))
+            )
         else:
             self._submit(connection, batch, into, deadline_s)
         return batch.future
 
     async def _send_when_connected(self, batch: _TargetBatch, into: memoryview, deadline_s: float) -> None:
         try:
-            connection = await self._dialer.connect(batch.lane.endpoints, self._chunks.connect_until_s(deadline_s))
+            connection = await self._dialer.connect(
+                batch.lane.endpoints, self._chunks.connect_until_s(deadline_s)
+            )
         except NvpoolError:
             await self._read_singly(batch, into)  # each read finds out what else can be done
             return
@@ -235,8 +255,12 @@ class ReadBatcher:
 
     def _submit(self, connection, batch: _TargetBatch, into: memoryview, deadline_s: float) -> None:
         count = len(batch.places)
-        message = encode_read_request(self._chunks.epoch, batch.lane.target, list(batch.grants),
-                                      reads_struct(count).pack(*batch.headers))
+        message = encode_read_request(
+            self._chunks.epoch,
+            batch.lane.target,
+            list(batch.grants),
+            reads_struct(count).pack(*batch.headers),
+        )
         self._chunks.counters["messages"] += 1
         self._chunks.counters["reads"] += count
         batch.lane.in_flight += 1
@@ -246,11 +270,21 @@ class ReadBatcher:
             sent = self._chunks.hedging.watch(batch.lane, (), partial(self._late, batch, into), cost=math.inf)
             on_done = partial(self._came, sent, on_done)
         if batch.straight:
-            end = submit_into(connection, batch.lane, message, into[batch.first:batch.next], batch.future, deadline_s, on_done)
+            end = submit_into(
+                connection,
+                batch.lane,
+                message,
+                into[batch.first : batch.next],
+                batch.future,
+                deadline_s,
+                on_done,
+            )
             if sent is not None:
                 sent.end = end
         else:
-            connection.submit(wire_pb2.DATA_READ, message, deadline_s=deadline_s, on_done=on_done, room=batch.bytes)
+            connection.submit(
+                wire_pb2.DATA_READ, message, deadline_s=deadline_s, on_done=on_done, room=batch.bytes
+            )
 
     def _came(self, sent: SentRead, on_done, reply, error) -> None:
         self._chunks.hedging.came(sent, error is None)
@@ -289,16 +323,16 @@ class ReadBatcher:
         if not batch.straight:
             at = 0
             for file, index, first, span, place, skip, length in batch.places:
-                part = payload[at:at + span]
+                part = payload[at : at + span]
                 at += span
                 if file.key is not None and length != span:
                     part = file.key.cipher.decrypt(file.inode, index, first >> 12, part)
                 else:
                     encrypted.add(file, index, first >> 12, place, length)
-                into[place:place + length] = part[skip:skip + length]
+                into[place : place + length] = part[skip : skip + length]
         else:
             if payload.obj is not into.obj:
-                    into[batch.first:batch.next] = payload  # the transport could not receive in place
+                into[batch.first : batch.next] = payload  # the transport could not receive in place
             for file, index, first, span, place, *_ in batch.places:
                 encrypted.add(file, index, first >> 12, place, span)
         encrypted.decrypt(into)
@@ -310,23 +344,29 @@ class ReadBatcher:
     async def _read_singly(self, batch: _TargetBatch, into: memoryview) -> None:
         try:
             for begin in range(0, len(batch.places), 64):
-                part = batch.places[begin:begin + 64]
+                part = batch.places[begin : begin + 64]
                 # read() batches these again; each has its own retries
-                jobs = [self._chunks.read(file, index, first, span) for file, index, first, span, _, _, _ in part]
+                jobs = [
+                    self._chunks.read(file, index, first, span) for file, index, first, span, _, _, _ in part
+                ]
                 for job, (_, _, _, _, place, skip, length) in zip(jobs, part, strict=True):
-                    into[place:place + length] = (await job)[skip:skip + length]
+                    into[place : place + length] = (await job)[skip : skip + length]
         except BaseException as error:
             for job in jobs:
                 abandon(job)
             if not batch.future.done():
-                batch.future.set_exception(error if isinstance(error, Exception) else errors.Cancelled("the client was closed"))
+                batch.future.set_exception(
+                    error if isinstance(error, Exception) else errors.Cancelled("the client was closed")
+                )
             if not isinstance(error, Exception):
                 raise
             return
         if not batch.future.done():
             batch.future.set_result(None)
 
-    def _read_across(self, file: OpenInode, offset: int, length: int, into: memoryview) -> list[asyncio.Future]:
+    def _read_across(
+        self, file: OpenInode, offset: int, length: int, into: memoryview
+    ) -> list[asyncio.Future]:
         future = self._loop.create_future()
 
         async def fill() -> None:
@@ -334,7 +374,9 @@ class ReadBatcher:
                 await self._chunks.read_range(file, offset, length, into)
             except BaseException as error:
                 if not future.done():
-                    future.set_exception(error if isinstance(error, Exception) else errors.Cancelled("the client was closed"))
+                    future.set_exception(
+                        error if isinstance(error, Exception) else errors.Cancelled("the client was closed")
+                    )
                 if not isinstance(error, Exception):
                     raise
                 return
@@ -352,4 +394,6 @@ def _cancelled_with(future: asyncio.Future, task: asyncio.Task) -> None:
     the future, so no caller waits for ever.
     """
     future.add_done_callback(lambda _: task.cancel() if future.cancelled() else None)
-    task.add_done_callback(lambda _: None if future.done() else future.set_exception(errors.Cancelled("the client was closed")))
+    task.add_done_callback(
+        lambda _: None if future.done() else future.set_exception(errors.Cancelled("the client was closed"))
+    )

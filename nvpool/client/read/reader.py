@@ -51,12 +51,12 @@ class Ahead:
     __slots__ = ("next", "run", "reads", "units", "window", "far")
 
     def __init__(self) -> None:
-        self.next = 0        # where the next sequential read begins
-        self.run = 0         # bytes read in sequence
-        self.reads = 0       # reads in sequence
+        self.next = 0  # where the next sequential read begins
+        self.run = 0  # bytes read in sequence
+        self.reads = 0  # reads in sequence
         self.units: dict[int, _Unit] = {}
         self.window = 0
-        self.far = 0         # first unit that was never fetched in this run
+        self.far = 0  # first unit that was never fetched in this run
 
 
 class SmallFilePart(ImmediateFuture):
@@ -78,7 +78,13 @@ class Whole:
 
     __slots__ = ("file", "change", "size", "asked_s", "parts", "came")
 
-    def __init__(self, file: OpenInode, asked_s: float, parts: list[SmallFilePart], came: Callable[[Whole, bytes], None]) -> None:
+    def __init__(
+        self,
+        file: OpenInode,
+        asked_s: float,
+        parts: list[SmallFilePart],
+        came: Callable[[Whole, bytes], None],
+    ) -> None:
         self.file = file
         self.change = file.attr.change
         self.size = file.attr.size
@@ -90,7 +96,7 @@ class Whole:
         return self.parts is None
 
     def set_result(self, blocks: memoryview) -> None:
-        self.came(self, bytes(blocks[:self.size]))
+        self.came(self, bytes(blocks[: self.size]))
 
     def set_exception(self, error: BaseException) -> None:
         file, parts, self.parts = self.file, self.parts, None
@@ -103,8 +109,17 @@ class Whole:
 class Reader:
     """The reads of a client."""
 
-    def __init__(self, chunks, batches, writer: Writer, options: ClientOptions, clock: Clock, leases: Leases, *,
-                 refresh: Callable[[OpenInode, int], Awaitable[None]]):
+    def __init__(
+        self,
+        chunks,
+        batches,
+        writer: Writer,
+        options: ClientOptions,
+        clock: Clock,
+        leases: Leases,
+        *,
+        refresh: Callable[[OpenInode, int], Awaitable[None]],
+    ):
         self._leases = leases
         self._contents = Contents(options.small_bytes, leases, clock)
         self._chunks = chunks
@@ -124,7 +139,10 @@ class Reader:
         size = file.size
         end = offset + length
         if end > size:
-            if file.attr_born_s + self._options.attr_s <= self._clock.boottime_s() and self._leases.held(file.inode) is None:
+            if (
+                file.attr_born_s + self._options.attr_s <= self._clock.boottime_s()
+                and self._leases.held(file.inode) is None
+            ):
                 await self._refresh(file, 0)  # another client may have made the file longer
                 size = file.size
             if end > size:
@@ -156,7 +174,7 @@ class Reader:
             skip = offset & 4095
             span = skip + length + 4095 & -4096
             block = await self._chunks.read(file, index, (offset & file.chunk_mask) - skip, span)
-            return block if span == length else block[skip:skip + length]
+            return block if span == length else block[skip : skip + length]
         return await self._chunks.read_range(file, offset, length)
 
     def begin_small(self, file: OpenInode, offset: int, length: int, then: Callable) -> SmallFilePart | None:
@@ -170,7 +188,10 @@ class Reader:
             return None
         end = offset + length
         if end > size:
-            if file.attr_born_s + self._options.attr_s <= self._clock.boottime_s() and self._leases.held(file.inode) is None:
+            if (
+                file.attr_born_s + self._options.attr_s <= self._clock.boottime_s()
+                and self._leases.held(file.inode) is None
+            ):
                 return None
             end = size
         part = SmallFilePart(offset, end)
@@ -184,7 +205,11 @@ class Reader:
         None: there was no side effect; the read is sequential, spans chunks, or depends on local writes.
         """
         written = file.written
-        if (written is not None and (written.dirty or written.sending)) or offset == ahead.next or ahead.units:
+        if (
+            (written is not None and (written.dirty or written.sending))
+            or offset == ahead.next
+            or ahead.units
+        ):
             return None
         size = file.size
         if size <= SMALL_BYTES or offset + length > size:
@@ -197,7 +222,9 @@ class Reader:
         ahead.next = offset + length
         skip = offset & 4095
         coming = BlocksFuture(skip, length)
-        self._chunks.begin(file, index, (offset & file.chunk_mask) - skip, skip + length + 4095 & -4096, coming, missed=True)
+        self._chunks.begin(
+            file, index, (offset & file.chunk_mask) - skip, skip + length + 4095 & -4096, coming, missed=True
+        )
         return coming
 
     def read_now(self, file: OpenInode, ahead: Ahead, offset: int, length: int) -> memoryview | None:
@@ -207,7 +234,10 @@ class Reader:
             return None
         end, size = offset + length, file.size
         if end > size:
-            if file.attr_born_s + self._options.attr_s <= self._clock.boottime_s() and self._leases.held(file.inode) is None:
+            if (
+                file.attr_born_s + self._options.attr_s <= self._clock.boottime_s()
+                and self._leases.held(file.inode) is None
+            ):
                 return None  # another client may have made the file longer
             if offset >= size:
                 return EMPTY
@@ -226,7 +256,7 @@ class Reader:
             if found is None:
                 return None
             if span != length:
-                found = found[skip:skip + length]
+                found = found[skip : skip + length]
         else:
             found = self._read_now_across(file, offset, end)
             if found is None:
@@ -235,7 +265,12 @@ class Reader:
         if offset == ahead.next:
             ahead.run += length
             ahead.reads += 1
-            if within << 1 > file.chunk_mask and ahead.reads > 1 and index + 1 not in file.located and end < size:
+            if (
+                within << 1 > file.chunk_mask
+                and ahead.reads > 1
+                and index + 1 not in file.located
+                and end < size
+            ):
                 short.want_ahead(file, index + 1, size - 1 >> bits)
         else:
             ahead.run = ahead.reads = 0
@@ -251,11 +286,12 @@ class Reader:
             border = min(index + 1 << file.chunk_bits, end)
             located = file.located.get(index)
             skip = at & 4095
-            found = located and self._chunks.short.read_now(located, (at & file.chunk_mask) - skip,
-                                                            skip + border - at + 4095 & -4096)
+            found = located and self._chunks.short.read_now(
+                located, (at & file.chunk_mask) - skip, skip + border - at + 4095 & -4096
+            )
             if found is None:
                 return None
-            whole[at - offset:border - offset] = found[skip:skip + border - at]
+            whole[at - offset : border - offset] = found[skip : skip + border - at]
             at = border
         return whole
 
@@ -263,7 +299,11 @@ class Reader:
 
     def content(self, file: OpenInode) -> bytes | None:
         """All bytes of a small file if they are cached and current; else None."""
-        return self._contents.get(file.inode, file.attr.change) if file.written is None and not file.lost else None
+        return (
+            self._contents.get(file.inode, file.attr.change)
+            if file.written is None and not file.lost
+            else None
+        )
 
     def has_content(self, file: OpenInode) -> bool:
         """Whether `content` may return bytes."""
@@ -274,10 +314,13 @@ class Reader:
         content = self.content(file)
         if content is None:
             return None
-        if (offset + length > len(content) and file.attr_born_s + self._options.attr_s <= self._clock.boottime_s()
-                and self._leases.held(file.inode) is None):
+        if (
+            offset + length > len(content)
+            and file.attr_born_s + self._options.attr_s <= self._clock.boottime_s()
+            and self._leases.held(file.inode) is None
+        ):
             return None  # another client may have made the file longer
-        return memoryview(content)[offset:offset + length]
+        return memoryview(content)[offset : offset + length]
 
     def forget_content(self, inode: int) -> None:
         """Drop the cached content, because the file changes here or may change unnoticed."""
@@ -328,7 +371,7 @@ class Reader:
             file.fetching = None
         for part in parts:
             all_of_it = part.finish - part.offset == len(content)
-            part.end(content if all_of_it else memoryview(content)[part.offset:part.finish], None)
+            part.end(content if all_of_it else memoryview(content)[part.offset : part.finish], None)
         self._contents.counters["small_reads"] += 1
         # after a local write, truncation or lock during the fetch the content may be too old to be cached
         if wanted and file.attr.change == whole.change and file.written is None:
@@ -342,7 +385,7 @@ class Reader:
         if not _covers(laid, offset, offset + length):
             view[:] = await self._chunks.read_range(file, offset, length)
         for start, end, part in laid:
-            view[start - offset:end - offset] = part
+            view[start - offset : end - offset] = part
         return view
 
     # -- read-ahead ------------------------------------------------------------------------------------------------------
@@ -379,7 +422,9 @@ class Reader:
         if ahead.far <= last:
             file.ahead.add(ahead)
         if ahead.far <= last and self._chunks.short.on:
-            self._chunks.short.want_ahead(file, (last << bits >> file.chunk_bits) + 1, size - 1 >> file.chunk_bits)
+            self._chunks.short.want_ahead(
+                file, (last << bits >> file.chunk_bits) + 1, size - 1 >> file.chunk_bits
+            )
         while ahead.far <= last:
             unit = ahead.far
             start = unit << bits
@@ -416,7 +461,9 @@ class Reader:
                     await asyncio.shield(unit.future)
             parts = [unit.future.result() for unit in units]
         except (NvpoolError, asyncio.CancelledError):
-            if any(unit.future.done() and (unit.future.cancelled() or unit.future.exception()) for unit in units):
+            if any(
+                unit.future.done() and (unit.future.cancelled() or unit.future.exception()) for unit in units
+            ):
                 self.forget(file, ahead)
                 current = asyncio.current_task()
                 if current is not None and current.cancelling():
@@ -426,13 +473,13 @@ class Reader:
         self.counters["ahead_hits"] += 1
         start = first << bits
         if first == last:
-            return parts[0][offset - start:end - start]
+            return parts[0][offset - start : end - start]
         whole = bytearray(end - offset)
         view = memoryview(whole)
         for number, part in enumerate(parts):
             begin = start + (number << bits)
             a, b = max(offset, begin), min(end, begin + (1 << bits))
-            view[a - offset:b - offset] = part[a - begin:b - begin]
+            view[a - offset : b - offset] = part[a - begin : b - begin]
         return view
 
     def forget(self, file: OpenInode, ahead: Ahead) -> None:

@@ -88,8 +88,15 @@ class ThreadReads:
         Raises nothing but exceptions that interrupt the thread.
         """
         file = handle.file
-        if not handle.readable or handle.closed or offset < 0 or length <= 0 or file.lost or file.untold \
-                or (file.encrypted and file.key is None):
+        if (
+            not handle.readable
+            or handle.closed
+            or offset < 0
+            or length <= 0
+            or file.lost
+            or file.untold
+            or (file.encrypted and file.key is None)
+        ):
             return None
         written, ahead, end = file.written, handle.ahead, offset + length
         if (written is not None and (written.dirty or written.sending)) or ahead.units or end > file.size:
@@ -113,7 +120,7 @@ class ThreadReads:
         # leave the state as Reader.read does
         ahead.run, ahead.reads = (ahead.run + length, ahead.reads + 1) if sequential else (0, 0)
         ahead.next = end
-        return found if span == length else found[skip:skip + length]
+        return found if span == length else found[skip : skip + length]
 
     def _look(self, located, within: int, span: int) -> memoryview | None:
         if span > NOW_BYTES_MAX:
@@ -130,7 +137,12 @@ class ThreadReads:
 
     def _ask(self, file: OpenInode, index: int, within: int, span: int) -> memoryview | None:
         lane = file.lanes.get(index)
-        if lane is None or span > LANE_BYTES_MAX or not file.grant_rights & READ or self._short.may_serve(lane.target):
+        if (
+            lane is None
+            or span > LANE_BYTES_MAX
+            or not file.grant_rights & READ
+            or self._short.may_serve(lane.target)
+        ):
             return None
         way = self._ways.get(lane.target) or self._ways.setdefault(lane.target, _TargetConnections())
         if way.not_before_s > self._now_s():
@@ -143,8 +155,12 @@ class ThreadReads:
             if connection is None and (connection := self._connect(lane)) is None:
                 return None
             file.grant_used = True
-            message = encode_read_request(self._chunks.epoch, lane.target, [file.grant],
-                                          _READ.pack(file.inode, index, within, span, 0, 0))
+            message = encode_read_request(
+                self._chunks.epoch,
+                lane.target,
+                [file.grant],
+                _READ.pack(file.inode, index, within, span, 0, 0),
+            )
             found = self._judged(connection.call(DATA_READ, message), span)
             if found is not None and file.key is not None:
                 found = file.key.cipher.decrypt(file.inode, index, within >> 12, found)
@@ -173,7 +189,13 @@ class ThreadReads:
         if len(results) != _RESULT.size:
             return None
         status, _, length, _ = _RESULT.unpack(results)
-        if status or length != len(payload) or length > span or length & 4095 or block_checksums(payload) != checksums:
+        if (
+            status
+            or length != len(payload)
+            or length > span
+            or length & 4095
+            or block_checksums(payload) != checksums
+        ):
             return None
         self.counters["lanes"] += 1
         if length == span:

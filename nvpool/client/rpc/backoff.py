@@ -32,7 +32,9 @@ async def until_known(error: StaleIdentity, tries: int, left_s: float) -> None:
     await asyncio.sleep(min(IDENTITY_S, left_s))
 
 
-async def pause(error: NvpoolError, tries: int, left_s: float, view: PoolView, options: ClientOptions, clock: Clock) -> None:
+async def pause(
+    error: NvpoolError, tries: int, left_s: float, view: PoolView, options: ClientOptions, clock: Clock
+) -> None:
     """Wait before retry number `tries` of a request that failed with `error`.
 
     The delay grows with each attempt, up to `left_s`. It ends early when a newer pool map arrives, because

@@ -80,7 +80,10 @@ class Releasing:
         given_up, state.given_up = state.given_up, []
         session = state.session
         request = meta_pb2.ReleaseRequest(
-            session=session, map_epoch=self._view.map.epoch, inodes=data_codec.pack_inodes(released), slots=given_up
+            session=session,
+            map_epoch=self._view.map.epoch,
+            inodes=data_codec.pack_inodes(released),
+            slots=given_up,
         )
         state.leaving.append(released)
         try:
@@ -92,7 +95,9 @@ class Releasing:
                 for inode in released:  # each at its present shard
                     self._release_at(self._shard_of(inode), [inode])
                 await self._view.refresh()
-            elif not error.may_be_applied and state.session == session and not isinstance(error, StaleSession):
+            elif (
+                not error.may_be_applied and state.session == session and not isinstance(error, StaleSession)
+            ):
                 state.released.extend(released)
                 await asyncio.sleep(self._options.retry_last_s)
         finally:
@@ -105,8 +110,11 @@ class Releasing:
         if len(packed) % HELD.size or state.early:
             return
         closing = set(state.released).union(*state.leaving)
-        held = {inode: count for inode, count in HELD.iter_unpack(packed)
-                if inode not in closing and not any(inode in other.open for other in self._shards.values())}
+        held = {
+            inode: count
+            for inode, count in HELD.iter_unpack(packed)
+            if inode not in closing and not any(inode in other.open for other in self._shards.values())
+        }
         # A change in flight at that time may have opened the file, and its reply may still arrive.
         under_way = frozenset(range(state.slot_count)).difference(slot for slot, _ in state.slots)
         doubts, state.doubts = state.doubts, {}
@@ -119,5 +127,7 @@ class Releasing:
             else:
                 gone += HELD.pack(inode, count)
         if gone:
-            request = meta_pb2.ReleaseRequest(session=state.session, map_epoch=self._view.map.epoch, gone=gone)
+            request = meta_pb2.ReleaseRequest(
+                session=state.session, map_epoch=self._view.map.epoch, gone=gone
+            )
             await self._send(state, wire_pb2.META_RELEASE, request, self._clock.boottime_s() + 10.0)

@@ -53,11 +53,43 @@ class SubmittedChange:
     `leave` passed it to the kernel's request before.
     """
 
-    __slots__ = ("meta", "on_end", "inode", "method", "request", "reply_type", "file", "unique", "state", "slot", "sequence",
-                 "generation", "deadline_s", "error", "_connection", "_number", "_task", "_ended", "_left")
+    __slots__ = (
+        "meta",
+        "on_end",
+        "inode",
+        "method",
+        "request",
+        "reply_type",
+        "file",
+        "unique",
+        "state",
+        "slot",
+        "sequence",
+        "generation",
+        "deadline_s",
+        "error",
+        "_connection",
+        "_number",
+        "_task",
+        "_ended",
+        "_left",
+    )
 
-    def __init__(self, meta: MetaClient, on_end: OnEnd, inode: int, method: int, request, reply_type, file, unique: int,
-                 state: ShardSession, slot: int, sequence: int, deadline_s: float) -> None:
+    def __init__(
+        self,
+        meta: MetaClient,
+        on_end: OnEnd,
+        inode: int,
+        method: int,
+        request,
+        reply_type,
+        file,
+        unique: int,
+        state: ShardSession,
+        slot: int,
+        sequence: int,
+        deadline_s: float,
+    ) -> None:
         self.meta = meta
         self.on_end = on_end
         self.inode = inode
@@ -80,8 +112,9 @@ class SubmittedChange:
 
     def send(self, connection) -> None:
         self._connection = connection
-        self._number = connection.submit(self.method, self.request.SerializeToString(), deadline_s=self.deadline_s,
-                                         on_done=self.answered)
+        self._number = connection.submit(
+            self.method, self.request.SerializeToString(), deadline_s=self.deadline_s, on_done=self.answered
+        )
 
     def was_sent(self, sent: SentChange) -> None:
         """Record that the change was sent already; replaces `send`."""
@@ -152,14 +185,27 @@ class SubmittedChange:
             self.on_end(answer, error)
         finally:
             if not self._left:
-                self.meta.give_back_answered(self.unique, self.state, self.slot, self.sequence, self.generation)
+                self.meta.give_back_answered(
+                    self.unique, self.state, self.slot, self.sequence, self.generation
+                )
 
 
 class Begins:
     """The part of `MetaClient` that submits changes without a task."""
 
-    def begin(self: MetaClient, inode: int, method: int, request, reply_type, on_end: OnEnd, *, uid: int = 0, gid: int = 0,
-              file=None, unique: int = 0) -> SubmittedChange | None:
+    def begin(
+        self: MetaClient,
+        inode: int,
+        method: int,
+        request,
+        reply_type,
+        on_end: OnEnd,
+        *,
+        uid: int = 0,
+        gid: int = 0,
+        file=None,
+        unique: int = 0,
+    ) -> SubmittedChange | None:
         """Submit a change without a task if nothing has to be awaited; else return None.
 
         None: there was no side effect. `unique`: the number of the kernel's request for which the change is
@@ -189,31 +235,77 @@ class Begins:
             unique = 0
         change = request.change
         change.uid, change.gid = uid, gid
-        change.session, change.slot, change.sequence, change.map_epoch = state.session, slot, sequence, pool_map.epoch
-        begun = SubmittedChange(self, on_end, inode, method, request, reply_type, file, unique, state, slot, sequence,
-                      self._clock.boottime_s() + self._options.deadline_s)
+        change.session, change.slot, change.sequence, change.map_epoch = (
+            state.session,
+            slot,
+            sequence,
+            pool_map.epoch,
+        )
+        begun = SubmittedChange(
+            self,
+            on_end,
+            inode,
+            method,
+            request,
+            reply_type,
+            file,
+            unique,
+            state,
+            slot,
+            sequence,
+            self._clock.boottime_s() + self._options.deadline_s,
+        )
         begun.send(connection)
         return begun
 
-    def go_on_with(self: MetaClient, sent: SentChange, inode: int, method: int, request_type, reply_type, on_end: OnEnd,
-                   unique: int) -> SubmittedChange:
+    def go_on_with(
+        self: MetaClient,
+        sent: SentChange,
+        inode: int,
+        method: int,
+        request_type,
+        reply_type,
+        on_end: OnEnd,
+        unique: int,
+    ) -> SubmittedChange:
         """The object that `begin` would have returned for a change sent by another module.
 
         The caller passes the result of the request to its `answered`.
         """
-        begun = SubmittedChange(self, on_end, inode, method, request_type.FromString(sent.message), reply_type, None, unique, sent.state,
-                      sent.slot, sent.sequence, sent.deadline_s)
+        begun = SubmittedChange(
+            self,
+            on_end,
+            inode,
+            method,
+            request_type.FromString(sent.message),
+            reply_type,
+            None,
+            unique,
+            sent.state,
+            sent.slot,
+            sent.sequence,
+            sent.deadline_s,
+        )
         begun.was_sent(sent)
         return begun
 
     async def go_on(self: MetaClient, begun: SubmittedChange):
         """Continue a submitted change that met `begun.error`, as `change` does."""
         change = begun.request.change
-        return await self.change(begun.inode, begun.method, begun.request, begun.reply_type, uid=change.uid, gid=change.gid,
-                                 file=begun.file, begun=begun)
+        return await self.change(
+            begun.inode,
+            begun.method,
+            begun.request,
+            begun.reply_type,
+            uid=change.uid,
+            gid=change.gid,
+            file=begun.file,
+            begun=begun,
+        )
 
-    def give_back_answered(self: MetaClient, unique: int, state: ShardSession, slot: int, sequence: int,
-                           generation: int) -> None:
+    def give_back_answered(
+        self: MetaClient, unique: int, state: ShardSession, slot: int, sequence: int, generation: int
+    ) -> None:
         """Release the slot of a change. Its kernel's request, if there is one, has been answered."""
         if state.generation == generation:
             if unique:
@@ -221,4 +313,3 @@ class Begins:
             state.slots.append((slot, sequence))
             if state.waiting:
                 state.wake()
-

@@ -27,9 +27,17 @@ Then it stops watching until its next query.
 ANSWER_S = 10.0
 
 
-async def keep_watch(watch: ShardWatch, session: int, *, send: Callable[[meta_pb2.WatchRequest, float], Awaitable],
-                     leases: Leases, ended: Callable[[list[int]], Awaitable[None]], newer: Callable[[int], None],
-                     options: ClientOptions, clock: Clock) -> None:
+async def keep_watch(
+    watch: ShardWatch,
+    session: int,
+    *,
+    send: Callable[[meta_pb2.WatchRequest, float], Awaitable],
+    leases: Leases,
+    ended: Callable[[list[int]], Awaitable[None]],
+    newer: Callable[[int], None],
+    options: ClientOptions,
+    clock: Clock,
+) -> None:
     """Watch until the session is gone or its leases are unused.
 
     `send(request, deadline_s)` sends a request. `ended(inodes)` is called with recalled inodes, and returns
@@ -51,7 +59,9 @@ async def keep_watch(watch: ShardWatch, session: int, *, send: Callable[[meta_pb
             return  # the next query gets the same error and opens another session
         except NvpoolError:
             tries += 1
-            await asyncio.sleep(min(options.retry_last_s / 2, options.retry_first_s * 2 ** min(tries - 1, 16)))
+            await asyncio.sleep(
+                min(options.retry_last_s / 2, options.retry_first_s * 2 ** min(tries - 1, 16))
+            )
             continue
         tries = 0
         newer(reply.map_epoch)
@@ -66,8 +76,13 @@ async def keep_watch(watch: ShardWatch, session: int, *, send: Callable[[meta_pb
             await ended(inodes)
 
 
-async def _leave(watch: ShardWatch, session: int, send: Callable[[meta_pb2.WatchRequest, float], Awaitable], leases: Leases,
-                 deadline_s: float) -> None:
+async def _leave(
+    watch: ShardWatch,
+    session: int,
+    send: Callable[[meta_pb2.WatchRequest, float], Awaitable],
+    leases: Leases,
+    deadline_s: float,
+) -> None:
     """Give up all leases at the shard.
 
     A watch that just stopped would delay changes of other clients until its time is over.

@@ -22,7 +22,7 @@ class _Waiting:
 
     def __init__(self) -> None:
         self.turns: dict[int, tuple[int, asyncio.Future]] = {}  # ticket -> inode, future that ends the wait
-        self.given_up: dict[int, int] = {}                      # ticket -> inode
+        self.given_up: dict[int, int] = {}  # ticket -> inode
         self.changed = asyncio.Event()
         self.asking: asyncio.Task | None = None
 
@@ -69,7 +69,9 @@ class LockTurns:
             tickets = [ticket for ticket in waiting.turns if ticket not in given_up]
             inode = next(iter(waiting.turns.values()))[0] if waiting.turns else next(iter(given_up.values()))
             request = meta_pb2.LockWaitRequest(tickets=_packed(tickets), given_up=_packed(given_up))
-            question = asyncio.create_task(self._meta.ask(inode, wire_pb2.META_LOCK_WAIT, request, meta_pb2.LockWaitReply))
+            question = asyncio.create_task(
+                self._meta.ask(inode, wire_pb2.META_LOCK_WAIT, request, meta_pb2.LockWaitReply)
+            )
             changed = asyncio.create_task(waiting.changed.wait())
             try:
                 await asyncio.wait((question, changed), return_when=asyncio.FIRST_COMPLETED)
@@ -104,4 +106,4 @@ def _packed(tickets) -> bytes:
 
 
 def _unpacked(raw: bytes) -> tuple[int, ...]:
-    return struct.unpack(f"<{len(raw) // 8}Q", raw[:len(raw) & -8])
+    return struct.unpack(f"<{len(raw) // 8}Q", raw[: len(raw) & -8])

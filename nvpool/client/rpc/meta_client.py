@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 
 from nvpool.client.rpc.backoff import pause
 from nvpool.client.rpc.deferred_close import RENEW_INODES_MAX, Releasing
-from nvpool.client.rpc.exactly_once import PendingSlot, Once, asking
+from nvpool.client.rpc.exactly_once import Once, PendingSlot, asking
 from nvpool.client.rpc.fast_changes import Begins, SubmittedChange
 from nvpool.client.rpc.lease_watch import keep_watch
 from nvpool.client.rpc.partition_migration import Moved
@@ -60,8 +60,16 @@ _ASKS_NOT_WHO = _TELLS_WHO | {wire_pb2.META_CLOSE_SESSION, wire_pb2.META_WATCH}
 class MetaClient(Begins, Releasing):
     """The client of the metadata service: one session for each shard."""
 
-    def __init__(self, view: PoolView, dialer, options: ClientOptions, clock: Clock, *, name: str,
-                 kept: KeptMemory | None = None):
+    def __init__(
+        self,
+        view: PoolView,
+        dialer,
+        options: ClientOptions,
+        clock: Clock,
+        *,
+        name: str,
+        kept: KeptMemory | None = None,
+    ):
         self._view = view
         self._dialer = dialer
         self._options = options
@@ -120,9 +128,16 @@ class MetaClient(Begins, Releasing):
     def is_ready(self, shard: int) -> bool:
         """Whether a query can be sent immediately: there is a session, confirmed over a live connection."""
         state, known = self._shards.get(shard), self._view.map.shard_by_id.get(shard)
-        return (state is not None and state.session != 0 and known is not None and not known.standbys
-                and state.watching is not None and not state.watching.done()
-                and state.met is not None and state.met is self._dialer.live(known.endpoints))
+        return (
+            state is not None
+            and state.session != 0
+            and known is not None
+            and not known.standbys
+            and state.watching is not None
+            and not state.watching.done()
+            and state.met is not None
+            and state.met is self._dialer.live(known.endpoints)
+        )
 
     def submit(self, shard: int, method: int, request, on_done: Callable) -> bool:
         """Send a query once, without a task, if the shard `is_ready`. Return whether it was sent.
@@ -136,12 +151,27 @@ class MetaClient(Begins, Releasing):
         request.session = self._shards[shard].session
         request.map_epoch = self._view.map.epoch
         connection = self._shards[shard].met
-        connection.submit(method, request.SerializeToString(), on_done=on_done,
-                          deadline_s=self._clock.boottime_s() + self._options.deadline_s)
+        connection.submit(
+            method,
+            request.SerializeToString(),
+            on_done=on_done,
+            deadline_s=self._clock.boottime_s() + self._options.deadline_s,
+        )
         return True
 
-    async def change(self, inode: int, method: int, request, reply_type, *, uid: int = NOBODY, gid: int = NOBODY,
-                     file: OpenInode | None = None, once: bool = False, begun: SubmittedChange | None = None):
+    async def change(
+        self,
+        inode: int,
+        method: int,
+        request,
+        reply_type,
+        *,
+        uid: int = NOBODY,
+        gid: int = NOBODY,
+        file: OpenInode | None = None,
+        once: bool = False,
+        begun: SubmittedChange | None = None,
+    ):
         """Execute a change exactly once, starting at the partition of `inode`; return the reply.
 
         `request.change` is filled in here. `once`: see `client/rpc/exactly_once`. `begun`: see `go_on`.
@@ -163,8 +193,14 @@ class MetaClient(Begins, Releasing):
         change.uid, change.gid = uid, gid
         try:
             while True:
-                now = state if failed is not None else (
-                    self._asked_first(unique, method, state if uncertain else None, generation) or self._shard_of(inode))
+                now = (
+                    state
+                    if failed is not None
+                    else (
+                        self._asked_first(unique, method, state if uncertain else None, generation)
+                        or self._shard_of(inode)
+                    )
+                )
                 if uncertain and (now is not state or state.generation != generation):
                     raise Disconnected("the session ended before the answer to a change came")
                 try:
@@ -178,8 +214,9 @@ class MetaClient(Begins, Releasing):
                             await self.ensure_session(now, deadline_s)
                         if file is not None and file.lost:
                             raise LockLost()
-                        slot, sequence, generation = (self.once.slot_of(unique, now, method) if unique else None) \
-                            or await self._take_slot(now, deadline_s)
+                        slot, sequence, generation = (
+                            self.once.slot_of(unique, now, method) if unique else None
+                        ) or await self._take_slot(now, deadline_s)
                         state = now
                         if unique:
                             self.once.note(state.record, slot, sequence, method, unique)
@@ -187,7 +224,11 @@ class MetaClient(Begins, Releasing):
                     change.map_epoch = self._view.map.epoch
                     return decoded(reply_type, await self._send(state, method, request, deadline_s))
                 except (StaleSession, StaleEpoch, WrongShard, Unavailable) as error:
-                    if uncertain and state is not None and (isinstance(error, StaleSession) or state.generation != generation):
+                    if (
+                        uncertain
+                        and state is not None
+                        and (isinstance(error, StaleSession) or state.generation != generation)
+                    ):
                         raise Disconnected("the session ended before the answer to a change came") from None
                     if isinstance(error, WrongShard) and state is not None:
                         # The shard refused this request: it was not executed under its id, and never will be.
@@ -213,7 +254,9 @@ class MetaClient(Begins, Releasing):
         for known in self._shards.values():
             self.leases.end_all(known.watch)
 
-    def _asked_first(self, unique: int, method: int, state: ShardSession | None, generation: int) -> ShardSession | None:
+    def _asked_first(
+        self, unique: int, method: int, state: ShardSession | None, generation: int
+    ) -> ShardSession | None:
         """The shard to which a possibly executed change was sent. Other shards do not know about it."""
         if state is not None and state.generation == generation:
             return state
@@ -247,7 +290,12 @@ class MetaClient(Begins, Releasing):
         if shard is None:
             raise WrongShard(f"the pool map does not know shard {state.shard}")
         connection = await self.primaries.connection(shard, deadline_s)
-        if not shard.standbys and state.met is not connection and state.session and method not in _ASKS_NOT_WHO:
+        if (
+            not shard.standbys
+            and state.met is not connection
+            and state.session
+            and method not in _ASKS_NOT_WHO
+        ):
             await self._meet(state, connection, deadline_s)
         reply = await self.primaries.call(connection, method, request.SerializeToString(), deadline_s)
         if method in _TELLS_WHO:
@@ -298,8 +346,16 @@ class MetaClient(Begins, Releasing):
             state = self._shards[shard] = ShardSession(shard)
         return state
 
-    async def _mend(self, inode: int, error: NvpoolError, reason: NvpoolError, tries: int, deadline_s: float,
-                    session: int, uncertain: bool = False) -> None:
+    async def _mend(
+        self,
+        inode: int,
+        error: NvpoolError,
+        reason: NvpoolError,
+        tries: int,
+        deadline_s: float,
+        session: int,
+        uncertain: bool = False,
+    ) -> None:
         """Handle `error` before a retry, or raise it or DeadlineExceeded when the deadline has passed.
 
         `session` is the one that was refused: there may be a newer one by now.
@@ -313,8 +369,9 @@ class MetaClient(Begins, Releasing):
             return
         await self._pause(error, reason, tries, deadline_s, uncertain)
 
-    async def _pause(self, error: NvpoolError, reason: NvpoolError, tries: int, deadline_s: float,
-                     uncertain: bool = False) -> None:
+    async def _pause(
+        self, error: NvpoolError, reason: NvpoolError, tries: int, deadline_s: float, uncertain: bool = False
+    ) -> None:
         left = deadline_s - self._clock.boottime_s()
         if left <= 0 or self._closed:
             raise at_the_deadline(error, reason, uncertain)
@@ -331,7 +388,9 @@ class MetaClient(Begins, Releasing):
                 async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
                     await future
             except TimeoutError:
-                raise DeadlineExceeded("all request slots of the session stayed in use", may_be_applied=False) from None
+                raise DeadlineExceeded(
+                    "all request slots of the session stayed in use", may_be_applied=False
+                ) from None
             except BaseException:
                 if state.slots:
                     state.wake()  # woken and cancelled at the same time: pass the slot on to the next waiter
@@ -344,7 +403,9 @@ class MetaClient(Begins, Releasing):
         slot, sequence = state.slots.popleft()
         return slot, sequence + 1, state.generation
 
-    def leave(self, unique: int, state: ShardSession | None, slot: int, sequence: int, generation: int) -> None:
+    def leave(
+        self, unique: int, state: ShardSession | None, slot: int, sequence: int, generation: int
+    ) -> None:
         """Release the slot, or keep it until the kernel's request for it has been answered."""
         if unique and state is not None and state.generation == generation and sequence:
             self.once.held[unique] = PendingSlot(state, slot, sequence, generation)
@@ -395,7 +456,9 @@ class MetaClient(Begins, Releasing):
             raise WrongShard("the shard has left the pool meanwhile") from None
 
     async def _open_session(self, state: ShardSession, deadline_s: float) -> None:
-        request = meta_pb2.OpenSessionRequest(client=self._name, watch=self._options.leases, identity=self._identity)
+        request = meta_pb2.OpenSessionRequest(
+            client=self._name, watch=self._options.leases, identity=self._identity
+        )
         if state.earlier is not None:
             request.session, request.secret = state.earlier
             request.names_open, request.opened = True, data_codec.pack_inodes(list(state.open))
@@ -429,7 +492,9 @@ class MetaClient(Begins, Releasing):
             # Above all sequences that the previous processes may have sent: their requests may still arrive,
             # and must not be taken for ours.
             first = self._kept.word(Word.LIVES) << _SEQUENCES_PER_LIFE_BITS
-            state.slots = deque((slot, max(first, sequence)) for slot, sequence in enumerate(last) if slot not in state.early)
+            state.slots = deque(
+                (slot, max(first, sequence)) for slot, sequence in enumerate(last) if slot not in state.early
+            )
             state.slot_count = len(last)
             state.earlier, state.unnamed, state.taken_up = None, False, state.generation
             state.untold.clear()
@@ -493,8 +558,18 @@ class MetaClient(Begins, Releasing):
                 except NvpoolError:
                     pass  # the next reader of these files validates first
 
-        state.watching = asyncio.create_task(keep_watch(state.watch, state.session, send=send, leases=self.leases, ended=ended,
-                                                        newer=self._view.look_for, options=self._options, clock=self._clock))
+        state.watching = asyncio.create_task(
+            keep_watch(
+                state.watch,
+                state.session,
+                send=send,
+                leases=self.leases,
+                ended=ended,
+                newer=self._view.look_for,
+                options=self._options,
+                clock=self._clock,
+            )
+        )
 
     async def _keep(self, state: ShardSession) -> None:
         """Renew the session for the client's life; a failed renewal is retried after a second."""
@@ -527,9 +602,13 @@ class MetaClient(Begins, Releasing):
         opened = [inode for inode, count in state.open.items() for _ in range(count)] if again else []
         session = state.session
         for begin in range(0, max(len(opened), 1), RENEW_INODES_MAX):
-            request = meta_pb2.RenewSessionRequest(session=session, map_epoch=self._view.map.epoch, identity=self._identity,
-                                                   opened=data_codec.pack_inodes(opened[begin:begin + RENEW_INODES_MAX]),
-                                                   named=again and begin + RENEW_INODES_MAX >= len(opened))
+            request = meta_pb2.RenewSessionRequest(
+                session=session,
+                map_epoch=self._view.map.epoch,
+                identity=self._identity,
+                opened=data_codec.pack_inodes(opened[begin : begin + RENEW_INODES_MAX]),
+                named=again and begin + RENEW_INODES_MAX >= len(opened),
+            )
             raw = await self._send(state, wire_pb2.META_RENEW_SESSION, request, deadline_s)
         self.counters["renewals"] += 1
         if again and state.session == session:
@@ -596,8 +675,12 @@ class MetaClient(Begins, Releasing):
                 await self.ensure_session(state, self._clock.boottime_s() + self._options.deadline_s)
                 opened = []
             for begin in range(0, len(opened), RENEW_INODES_MAX):
-                request = meta_pb2.RenewSessionRequest(opened=data_codec.pack_inodes(opened[begin:begin + RENEW_INODES_MAX]))
-                await self.ask_shard(state.shard, wire_pb2.META_RENEW_SESSION, request, meta_pb2.RenewSessionReply)
+                request = meta_pb2.RenewSessionRequest(
+                    opened=data_codec.pack_inodes(opened[begin : begin + RENEW_INODES_MAX])
+                )
+                await self.ask_shard(
+                    state.shard, wire_pb2.META_RENEW_SESSION, request, meta_pb2.RenewSessionReply
+                )
         except BaseException:
             for inode, count in untold.items():
                 if inode in state.open:
@@ -616,7 +699,9 @@ class MetaClient(Begins, Releasing):
         self.moved.close()
         for one in self._shards.values():
             self.leases.end_all(one.watch)
-            for task in filter(None, (one.renewal, one.releasing, one.opening, one.watching, one.telling, one.meeting)):
+            for task in filter(
+                None, (one.renewal, one.releasing, one.opening, one.watching, one.telling, one.meeting)
+            ):
                 task.cancel()
             if not one.session or not say_so:
                 continue

@@ -34,8 +34,15 @@ NAMES_MAX = 16_384
 class Moved:
     """The partitions' owners, and the client's work when they change."""
 
-    def __init__(self, meta: MetaClient, pool_map: PoolMap, shards: dict[int, ShardSession], clock: Clock,
-                 deadline_s: float, state_of: Callable[[int], ShardSession]) -> None:
+    def __init__(
+        self,
+        meta: MetaClient,
+        pool_map: PoolMap,
+        shards: dict[int, ShardSession],
+        clock: Clock,
+        deadline_s: float,
+        state_of: Callable[[int], ShardSession],
+    ) -> None:
         """`shards`: the metadata client's sessions, by shard; `state_of(shard)` makes a missing one."""
         self._meta = meta
         self._state_of = state_of
@@ -52,7 +59,11 @@ class Moved:
         before, now = self._owners, pool_map.shard_of_partition
         self._owners = now
         if before != now:
-            moved = {partition: new for partition, (old, new) in enumerate(zip(before, now, strict=True)) if old != new}
+            moved = {
+                partition: new
+                for partition, (old, new) in enumerate(zip(before, now, strict=True))
+                if old != new
+            }
             self.count += len(moved)
             for state in list(self._shards.values()):
                 self._carry(state, moved)
@@ -64,7 +75,9 @@ class Moved:
                 self._behind(self._say_goodbye(state))
 
     def _carry(self, state: ShardSession, moved: dict[int, int]) -> None:
-        for inode in [inode for inode in state.open if moved.get(partition_of(inode), state.shard) != state.shard]:
+        for inode in [
+            inode for inode in state.open if moved.get(partition_of(inode), state.shard) != state.shard
+        ]:
             other = self._state_of(moved[partition_of(inode)])
             count = state.open.pop(inode)
             state.untold.pop(inode, None)
@@ -72,7 +85,9 @@ class Moved:
             other.arrived[inode] = other.arrived.get(inode, 0) + count
             if other.naming is None or other.naming.done():
                 other.naming = self._behind(self._name_arrived(other))
-        for inode in [inode for inode in state.released if moved.get(partition_of(inode), state.shard) != state.shard]:
+        for inode in [
+            inode for inode in state.released if moved.get(partition_of(inode), state.shard) != state.shard
+        ]:
             state.released.remove(inode)
             other = self._state_of(moved[partition_of(inode)])
             if other.session:  # else the shard learns from a renewal that the file is not open
@@ -96,9 +111,13 @@ class Moved:
             await self._meta.ensure_session(state, self._clock.boottime_s() + self._deadline_s)
         else:
             for begin in range(0, len(inodes), NAMES_MAX):
-                request = meta_pb2.RenewSessionRequest(opened=data_codec.pack_inodes(inodes[begin:begin + NAMES_MAX]),
-                                                       named=begin + NAMES_MAX >= len(inodes))
-                await self._meta.ask_shard(state.shard, wire_pb2.META_RENEW_SESSION, request, meta_pb2.RenewSessionReply)
+                request = meta_pb2.RenewSessionRequest(
+                    opened=data_codec.pack_inodes(inodes[begin : begin + NAMES_MAX]),
+                    named=begin + NAMES_MAX >= len(inodes),
+                )
+                await self._meta.ask_shard(
+                    state.shard, wire_pb2.META_RENEW_SESSION, request, meta_pb2.RenewSessionReply
+                )
         self._meta.told(inodes)
 
     async def _say_goodbye(self, state: ShardSession) -> None:
@@ -107,8 +126,12 @@ class Moved:
             while state.in_use and self._clock.boottime_s() < until_s:  # noqa: ASYNC110  (slots, no event)
                 await asyncio.sleep(LOOK_S)
             if not any(shard == state.shard for shard in self._owners):
-                await self._meta.ask_shard(state.shard, wire_pb2.META_CLOSE_SESSION, meta_pb2.CloseSessionRequest(),
-                                           meta_pb2.CloseSessionReply)
+                await self._meta.ask_shard(
+                    state.shard,
+                    wire_pb2.META_CLOSE_SESSION,
+                    meta_pb2.CloseSessionRequest(),
+                    meta_pb2.CloseSessionReply,
+                )
                 self._forget(state)
         except NvpoolError:
             pass  # the session expires by itself

@@ -95,15 +95,23 @@ class Primaries:
             while not moved.done():
                 if connecting.done():
                     return connecting.result()
-                done, _ = await asyncio.wait([connecting, moved], timeout=SILENT_S, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(
+                    [connecting, moved], timeout=SILENT_S, return_when=asyncio.FIRST_COMPLETED
+                )
                 if not done:
                     self._view.follow()
             raise Unreachable("the shard has another primary by now")
         finally:
             connecting.cancel()
 
-    async def call(self, connection: Connection, method: int, message: bytes, deadline_s: float,
-                   payload: Sequence[Buffer] = ()) -> Reply:
+    async def call(
+        self,
+        connection: Connection,
+        method: int,
+        message: bytes,
+        deadline_s: float,
+        payload: Sequence[Buffer] = (),
+    ) -> Reply:
         """As Connection.call; a failure makes the client follow the pool map."""
         with self._followed():
             return await connection.call(method, message, payload, deadline_s=deadline_s)
@@ -132,14 +140,19 @@ class Primaries:
         shards = self._view.map.shards
         for shard in shards:
             connections = self._dialer.connections(shard.endpoints)
-            since_s = min((connection.unanswered_since_s(_LONG) for connection in connections),
-                          default=self._unreached.get(shard.endpoints, inf))
+            since_s = min(
+                (connection.unanswered_since_s(_LONG) for connection in connections),
+                default=self._unreached.get(shard.endpoints, inf),
+            )
             if since_s < now_s - SILENT_S:
                 silent[shard.id] = min(since_s, self._silent.get(shard.id, since_s))
                 must_follow = must_follow or bool(connections)
         self._silent = silent
-        self._unreached = {shard.endpoints: self._unreached[shard.endpoints] for shard in shards
-                           if shard.endpoints in self._unreached}
+        self._unreached = {
+            shard.endpoints: self._unreached[shard.endpoints]
+            for shard in shards
+            if shard.endpoints in self._unreached
+        }
         self._tell(now_s)
         return must_follow
 
@@ -148,14 +161,23 @@ class Primaries:
             since_s = self._silent.get(shard.id)
             if since_s is not None and now_s - since_s >= TOLD_S and shard.id not in self._told:
                 self._told[shard.id] = since_s
-                log.warning("the primary of shard %d, %s on node %d (%s), has not answered this client for %.0f s, and the "
-                            "newest pool map known here names no other: what needs it waits. Where nvpool status on a node "
-                            "shows it serving, the network between this host and node %d is cut", shard.id,
-                            process_name(shard.id, shard.member), shard.node, ", ".join(shard.endpoints), now_s - since_s,
-                            shard.node)
+                log.warning(
+                    "the primary of shard %d, %s on node %d (%s), has not answered this client for %.0f s, and the "
+                    "newest pool map known here names no other: what needs it waits. Where nvpool status on a node "
+                    "shows it serving, the network between this host and node %d is cut",
+                    shard.id,
+                    process_name(shard.id, shard.member),
+                    shard.node,
+                    ", ".join(shard.endpoints),
+                    now_s - since_s,
+                    shard.node,
+                )
             elif since_s is None and shard.id in self._told:
-                log.warning("the primary of shard %d answers this client again after %.0f s", shard.id,
-                            now_s - self._told.pop(shard.id))
+                log.warning(
+                    "the primary of shard %d answers this client again after %.0f s",
+                    shard.id,
+                    now_s - self._told.pop(shard.id),
+                )
 
     def _map_changed(self, pool_map: PoolMap) -> None:
         before, self._before = self._before, pool_map

@@ -20,7 +20,7 @@ def at_the_deadline(error: NvpoolError, reason: NvpoolError, uncertain: bool = F
     executed.
     """
     family = type(error) if isinstance(error, Unavailable) else DeadlineExceeded
-    return family(f"{error}" if reason is error else f"{error}; last: {reason}",
-                  may_be_applied=uncertain or error.may_be_applied or reason.may_be_applied)
-
-
+    return family(
+        f"{error}" if reason is error else f"{error}; last: {reason}",
+        may_be_applied=uncertain or error.may_be_applied or reason.may_be_applied,
+    )

@@ -17,18 +17,18 @@ class ShardSession:
         self.secret = b""
         self.lease_s = 60.0
         self.incarnation = 0
-        self.met: object = None                          # the connection over which the session was confirmed
+        self.met: object = None  # the connection over which the session was confirmed
         self.meeting: asyncio.Task | None = None
-        self.slots: deque[tuple[int, int]] = deque()     # free slots, each with its last used sequence
-        self.waiting: deque[asyncio.Future] = deque()    # tasks that wait for a slot
+        self.slots: deque[tuple[int, int]] = deque()  # free slots, each with its last used sequence
+        self.waiting: deque[asyncio.Future] = deque()  # tasks that wait for a slot
         # of the session: slots of earlier ones are not released to it
         self.generation = 0
-        self.open: dict[int, int] = {}                   # inode -> registrations
+        self.open: dict[int, int] = {}  # inode -> registrations
         # whether the shard lacks some of `open`: new session or restart
         self.unnamed = False
         self.released: list[int] = []
-        self.leaving: list[list[int]] = []               # batches of `released` in flight
-        self.held = b""                                  # the shard's last list of files open for this client
+        self.leaving: list[list[int]] = []  # batches of `released` in flight
+        self.held = b""  # the shard's last list of files open for this client
         # files that the shard holds open and this client does not: inode -> (handles, slots in use at that
         # time)
         self.doubts: dict[int, tuple[int, frozenset[int]]] = {}
@@ -37,10 +37,10 @@ class ShardSession:
         self.releasing: asyncio.Task | None = None
         self.watch = ShardWatch()
         self.watching: asyncio.Task | None = None
-        self.untold: dict[int, int] = {}                 # part of `open` that was not reported to the shard
+        self.untold: dict[int, int] = {}  # part of `open` that was not reported to the shard
         self.telling: asyncio.Task | None = None
         self.tell_now = asyncio.Event()
-        self.record = -1                                 # record in the mount state
+        self.record = -1  # record in the mount state
         # session and secret of the previous process, to continue
         self.earlier: tuple[int, bytes] | None = None
         # part of `open` from another shard, to be reported here
@@ -51,7 +51,7 @@ class ShardSession:
         self.taken_up = -1
         # slot -> sequence of requests that the kernel may replay
         self.early: dict[int, int] = {}
-        self.given_up: list[int] = []                    # slots of `early` without a replay, to be reported
+        self.given_up: list[int] = []  # slots of `early` without a replay, to be reported
 
     @property
     def in_use(self) -> bool:

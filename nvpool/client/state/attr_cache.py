@@ -39,11 +39,45 @@ class OpenInode:
     writes.
     """
 
-    __slots__ = ("inode", "layout", "chunk_bits", "chunk_mask", "attr", "attr_born_s", "cut", "truncated", "grant",
-                 "grant_session", "grant_cut", "grant_rights", "grant_half_ms", "grant_used", "handles", "opened", "lanes",
-                 "written", "ahead", "renewal", "located", "changes", "owes", "denied", "missed",
-                 "looking", "looking_s", "foreign", "lost", "untold", "fetching", "unsure", "ended", "volume",
-                 "paid", "encrypted", "key")
+    __slots__ = (
+        "inode",
+        "layout",
+        "chunk_bits",
+        "chunk_mask",
+        "attr",
+        "attr_born_s",
+        "cut",
+        "truncated",
+        "grant",
+        "grant_session",
+        "grant_cut",
+        "grant_rights",
+        "grant_half_ms",
+        "grant_used",
+        "handles",
+        "opened",
+        "lanes",
+        "written",
+        "ahead",
+        "renewal",
+        "located",
+        "changes",
+        "owes",
+        "denied",
+        "missed",
+        "looking",
+        "looking_s",
+        "foreign",
+        "lost",
+        "untold",
+        "fetching",
+        "unsure",
+        "ended",
+        "volume",
+        "paid",
+        "encrypted",
+        "key",
+    )
 
     def __init__(self, attr: Attr) -> None:
         self.inode = attr.inode
@@ -67,19 +101,19 @@ class OpenInode:
         self.grant_half_ms = 0
         self.grant_used = False
         self.handles = 0
-        self.opened = 0         # registrations at the shard to be released with the last handle
-        self.lanes: dict = {}   # chunk index -> the chunk client's queue to its target, by the newest map
-        self.written = None     # the writer's state, from the first write on
+        self.opened = 0  # registrations at the shard to be released with the last handle
+        self.lanes: dict = {}  # chunk index -> the chunk client's queue to its target, by the newest map
+        self.written = None  # the writer's state, from the first write on
         self.ahead: set = set()  # read-ahead states of handles; a write drops their bytes
-        self.renewal = None     # the request for a new grant, one at a time
+        self.renewal = None  # the request for a new grant, one at a time
         self.located: dict = {}  # chunk index -> its location for short-circuit reads
-        self.changes = 0        # grows when none of the locations is valid any more
-        self.owes = 0           # located chunks, minus reads that have used a location
-        self.denied = 0         # misses that were not located because of `owes`
-        self.missed = False     # a read has gone to a store; for most files that first read is the only one
-        self.looking = None     # the oldest unanswered request for attributes; `looking_s`: when it was sent
+        self.changes = 0  # grows when none of the locations is valid any more
+        self.owes = 0  # located chunks, minus reads that have used a location
+        self.denied = 0  # misses that were not located because of `owes`
+        self.missed = False  # a read has gone to a store; for most files that first read is the only one
+        self.looking = None  # the oldest unanswered request for attributes; `looking_s`: when it was sent
         self.looking_s = NEVER_S
-        self.foreign = False    # another client has changed the inode since the last lock request here
+        self.foreign = False  # another client has changed the inode since the last lock request here
         # its locks ended before this client released them: users must open the file again
         self.lost = False
         # opened under a lease, unreported: the inode may be gone, its bytes read as zeros
@@ -88,7 +122,7 @@ class OpenInode:
         self.unsure = False
         # number of lost chains, and a size of the file after those losses: nothing was lost behind that size
         self.ended = 0, 0
-        self.fetching = None    # the reader's read of a whole small file, in flight
+        self.fetching = None  # the reader's read of a whole small file, in flight
 
     @property
     def size(self) -> int:
@@ -170,7 +204,11 @@ class Cache:
     def attr(self, inode: int, age_s: float) -> Attr | None:
         """The attributes, if under a lease or true within the last `age_s`; else None."""
         opened = self.open.get(inode)
-        attr, born_s = (opened.attr, opened.attr_born_s) if opened is not None else self._attrs.get(inode, (None, NEVER_S))
+        attr, born_s = (
+            (opened.attr, opened.attr_born_s)
+            if opened is not None
+            else self._attrs.get(inode, (None, NEVER_S))
+        )
         if attr is None or (not self.is_believed(born_s, age_s) and self.leases.held(inode) is None):
             return None
         if type(attr) is bytes:
@@ -184,7 +222,11 @@ class Cache:
         A caller with a reply of number `change` thus sees that another reply has overtaken it.
         """
         opened = self.open.get(inode)
-        held = opened.attr if opened is not None and not opened.unsure else self._attrs.get(inode, (None, NEVER_S))[0]
+        held = (
+            opened.attr
+            if opened is not None and not opened.unsure
+            else self._attrs.get(inode, (None, NEVER_S))[0]
+        )
         if held is None or _change_of(held) <= change:
             return None
         return attr_of(held) if type(held) is bytes else held
@@ -198,7 +240,9 @@ class Cache:
     def flags(self, inode: int) -> int | None:
         """The flags of the cached attributes, however old they are."""
         opened = self.open.get(inode)
-        attr, born_s = (opened.attr, NEVER_S) if opened is not None else self._attrs.get(inode, (None, NEVER_S))
+        attr, born_s = (
+            (opened.attr, NEVER_S) if opened is not None else self._attrs.get(inode, (None, NEVER_S))
+        )
         if type(attr) is bytes:
             attr = attr_of(attr)
             self._attrs[inode] = attr, born_s
@@ -290,8 +334,11 @@ class Cache:
         if not self.open.keys().isdisjoint(inodes) or not self._whole.keys().isdisjoint(inodes):
             return False
         known = attrs.keys() & inodes
-        if known and any(_change_of(attrs[inode][0]) > change
-                         for inode, change in zip(listed.inodes, listed.changes, strict=True) if inode in known):
+        if known and any(
+            _change_of(attrs[inode][0]) > change
+            for inode, change in zip(listed.inodes, listed.changes, strict=True)
+            if inode in known
+        ):
             return False
         for inode in known:
             del attrs[inode]  # reinsert at the end: the first ones of the dict are the oldest
@@ -336,18 +383,24 @@ class Cache:
         A name is known to be absent only under a lease on its directory.
         """
         inode, born_s, sent_s, lease = self._entries.get((parent, name), (None, NEVER_S, NEVER_S, None))
-        if inode is None or (inode and self.is_believed(born_s, age_s) and self.leases.is_news(inode, sent_s)):
+        if inode is None or (
+            inode and self.is_believed(born_s, age_s) and self.leases.is_news(inode, sent_s)
+        ):
             return inode
         return inode if self._cover(parent, inode, sent_s, lease) else None
 
     def cover(self, parent: int, name: bytes, inode: int) -> int:
         """The inode whose lease covers the name of `inode`: its own or the directory's; 0: none."""
         known = self._entries.get((parent, name))
-        return self._cover(parent, inode, known[2], known[3]) if known is not None and known[0] == inode else 0
+        return (
+            self._cover(parent, inode, known[2], known[3]) if known is not None and known[0] == inode else 0
+        )
 
     def _cover(self, parent: int, inode: int, sent_s: float, lease: InodeLease | None) -> int:
         held = self.leases.held(inode) if inode else None
-        if held is not None and (sent_s >= held.since_s or (lease is not None and held.number == lease.number)):
+        if held is not None and (
+            sent_s >= held.since_s or (lease is not None and held.number == lease.number)
+        ):
             return inode
         held = self.leases.held(parent)
         return parent if held is not None and sent_s >= held.since_s else 0
@@ -356,7 +409,9 @@ class Cache:
         """Known names (directory, name) of the inode. Scans all entries, so call this in rare cases only."""
         return [place for place, known in self._entries.items() if known[0] == inode]
 
-    def put_entry(self, parent: int, name: bytes, inode: int, sent_s: float, lease: InodeLease | None = None) -> None:
+    def put_entry(
+        self, parent: int, name: bytes, inode: int, sent_s: float, lease: InodeLease | None = None
+    ) -> None:
         """Cache the inode of a name. `inode` 0: the name does not exist.
 
         `lease`: the inode's lease, from the same reply. Ignored if this client has changed names of the
@@ -371,8 +426,14 @@ class Cache:
             for old in too_old(self._entries, self._options.cached_entries):
                 del self._entries[old]
 
-    def put_entries(self, parent: int, names: list[bytes], inodes: list[int], sent_s: float,
-                    leases: list[InodeLease | None]) -> None:
+    def put_entries(
+        self,
+        parent: int,
+        names: list[bytes],
+        inodes: list[int],
+        sent_s: float,
+        leases: list[InodeLease | None],
+    ) -> None:
         """As `put_entry` for each name.
 
         Names that are known already keep their place in the order of eviction.
@@ -392,7 +453,9 @@ class Cache:
         for old in too_old(self._renamed_s, _RENAMED_MAX):
             self._renamed_floor_s = max(self._renamed_floor_s, self._renamed_s.pop(old))
 
-    def put_own_entry(self, parent: int, name: bytes, inode: int, sent_s: float, lease: InodeLease | None = None) -> None:
+    def put_own_entry(
+        self, parent: int, name: bytes, inode: int, sent_s: float, lease: InodeLease | None = None
+    ) -> None:
         """Cache the result of this client's own change, sent at `sent_s` and just answered.
 
         `inode` 0: no such name.
@@ -485,7 +548,12 @@ class Cache:
         False for a name that is too long.
         """
         whole = self._whole.get(parent)
-        return whole is not None and whole.ours is None and name not in whole.names and len(name) <= NAME_BYTES_MAX
+        return (
+            whole is not None
+            and whole.ours is None
+            and name not in whole.names
+            and len(name) <= NAME_BYTES_MAX
+        )
 
     def forget_whole(self, inode: int) -> None:
         whole = self._whole.pop(inode, None)

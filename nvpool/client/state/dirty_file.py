@@ -103,29 +103,49 @@ class Turn:
 class WrittenFile:
     """The writer's state of one open inode: its dirty extents, sizes and errors."""
 
-    __slots__ = ("file", "unit_bits", "dirty", "sending", "end", "stored_end", "wrote", "wrote_s", "error", "changed", "held",
-                 "reporting", "paused", "stored_bytes", "begun", "entry", "flushing", "met", "ahead", "appended")
+    __slots__ = (
+        "file",
+        "unit_bits",
+        "dirty",
+        "sending",
+        "end",
+        "stored_end",
+        "wrote",
+        "wrote_s",
+        "error",
+        "changed",
+        "held",
+        "reporting",
+        "paused",
+        "stored_bytes",
+        "begun",
+        "entry",
+        "flushing",
+        "met",
+        "ahead",
+        "appended",
+    )
 
     def __init__(self, file: OpenInode):
         self.file = file
         self.unit_bits = min(file.chunk_bits, _UNIT_BITS_MAX)
-        self.dirty: dict[int, list[DirtyExtent]] = {}     # unit -> extents, disjoint and in order
-        self.sending: dict[int, list[DirtyExtent]] = {}   # unit -> extents in flight, which share no block
-        self.end = 0            # of all unreported bytes: dirty, in flight, or stored
-        self.stored_end = 0     # of the bytes at stores, as far as nothing older before them is missing
+        self.dirty: dict[int, list[DirtyExtent]] = {}  # unit -> extents, disjoint and in order
+        self.sending: dict[int, list[DirtyExtent]] = {}  # unit -> extents in flight, which share no block
+        self.end = 0  # of all unreported bytes: dirty, in flight, or stored
+        self.stored_end = 0  # of the bytes at stores, as far as nothing older before them is missing
         self.ahead: tuple[tuple[int, int], ...] = ()  # (number, end) of extents stored before older ones
-        self.wrote = False      # written since the service last set the time
+        self.wrote = False  # written since the service last set the time
         self.wrote_s = 0.0
         self.error: NvpoolError | None = None  # not reported to any caller so far
-        self.met: NvpoolError | None = None    # the last error, reported or not
+        self.met: NvpoolError | None = None  # the last error, reported or not
         self.changed: asyncio.Future | None = None
         self.held = 0
-        self.stored_bytes = 0   # since the last report: the service estimates the file's space from it
+        self.stored_bytes = 0  # since the last report: the service estimates the file's space from it
         self.reporting = Turn()
-        self.begun = False      # something was written
-        self.paused = 0         # while above 0 nothing is sent, because the file is being truncated
-        self.flushing = None    # called when a send ends; see client/write/sender
-        self.entry = -1         # index in the mount state
+        self.begun = False  # something was written
+        self.paused = 0  # while above 0 nothing is sent, because the file is being truncated
+        self.flushing = None  # called when a send ends; see client/write/sender
+        self.entry = -1  # index in the mount state
         # append state, from the first append on; see client/write/append_reservations
         self.appended: Any = None
 
@@ -169,8 +189,12 @@ class WrittenFile:
         The file must not be reported to end there while an older write that also extends the file is missing:
         other clients would read zeros.
         """
-        if end > self.file.attr.size and (self.dirty or len(self.sending) > 1 or self.ahead
-                                          or any(len(segments) > 1 for segments in self.sending.values())):
+        if end > self.file.attr.size and (
+            self.dirty
+            or len(self.sending) > 1
+            or self.ahead
+            or any(len(segments) > 1 for segments in self.sending.values())
+        ):
             self.ahead = (*self.ahead, (segment.number, end))
             self.catch_up(segment)
         else:
@@ -201,11 +225,20 @@ class WrittenFile:
     @property
     def unsettled(self) -> bool:
         """Whether the service lacks some of this client's writes."""
-        return bool(self.wrote or self.dirty or self.sending or self.stored_end or self.reporting.taken or self.is_broken)
+        return bool(
+            self.wrote
+            or self.dirty
+            or self.sending
+            or self.stored_end
+            or self.reporting.taken
+            or self.is_broken
+        )
 
     @property
     def clean(self) -> bool:
-        return not (self.dirty or self.sending or self.wrote or self.stored_end or self.error or self.is_broken)
+        return not (
+            self.dirty or self.sending or self.wrote or self.stored_end or self.error or self.is_broken
+        )
 
 
 def kept(data, stays: bool = False):
@@ -229,7 +262,7 @@ def cut_out(segment: DirtyExtent, first: int, last: int) -> bytes:
     for part in segment.parts:
         after = place + len(part)
         if after > first and place < last:
-            found.append(bytes(memoryview(part)[max(0, first - place):last - place]))
+            found.append(bytes(memoryview(part)[max(0, first - place) : last - place]))
         place = after
     return found[0] if len(found) == 1 else b"".join(found)
 

@@ -32,12 +32,12 @@ class ShardWatch:
     __slots__ = ("number", "seen", "until_s", "linger_s", "floor_s", "ended", "used")
 
     def __init__(self) -> None:
-        self.number = 0          # WatchReply.watch
+        self.number = 0  # WatchReply.watch
         self.seen = 0
-        self.until_s = NEVER_S   # all leases of the shard end by then
-        self.linger_s = 0.0      # how long a file keeps its bytes after it was unlinked
-        self.floor_s = NEVER_S   # replies to requests sent before start no lease
-        self.ended: dict[int, float] = {}   # inode -> when its lease ended, or would have
+        self.until_s = NEVER_S  # all leases of the shard end by then
+        self.linger_s = 0.0  # how long a file keeps its bytes after it was unlinked
+        self.floor_s = NEVER_S  # replies to requests sent before start no lease
+        self.ended: dict[int, float] = {}  # inode -> when its lease ended, or would have
         self.used = False
 
 
@@ -85,7 +85,8 @@ class Leases:
         """
         lease = self._leases.get(inode)
         return lease is not None and (
-            self._clock.boottime_s() < min(lease.until_s, lease.watch.until_s) + lease.watch.linger_s)
+            self._clock.boottime_s() < min(lease.until_s, lease.watch.until_s) + lease.watch.linger_s
+        )
 
     def take(self, inode: int, lease_ms: int, sent_s: float, grant: bytes = b"") -> InodeLease | None:
         """Record the lease of a reply to a request sent at `sent_s`. Return the lease if it is held now."""
@@ -113,8 +114,9 @@ class Leases:
         self._number += 1
         return self._number
 
-    def take_all(self, inodes: list[int], lease_ms: int, sent_s: float,
-                 grants: list[bytes] | None = None) -> list[InodeLease | None]:
+    def take_all(
+        self, inodes: list[int], lease_ms: int, sent_s: float, grants: list[bytes] | None = None
+    ) -> list[InodeLease | None]:
         """As `take` for each inode.
 
         Inodes without earlier state share one lease, or get one each if there are `grants`.
@@ -122,12 +124,24 @@ class Leases:
         if not lease_ms or not inodes:
             return [None] * len(inodes)
         watch = self._only_watch_of(inodes)
-        if watch is None or sent_s <= watch.floor_s or not (
-                self._leases.keys().isdisjoint(inodes) and watch.ended.keys().isdisjoint(inodes)):
-            return [self.take(inode, lease_ms, sent_s, grants[at] if grants else b"") for at, inode in enumerate(inodes)]
-        lease = InodeLease(sent_s + lease_ms * WATCH_SHARE / 1000, self._clock.boottime_s(), b"", watch, self._next())
+        if (
+            watch is None
+            or sent_s <= watch.floor_s
+            or not (self._leases.keys().isdisjoint(inodes) and watch.ended.keys().isdisjoint(inodes))
+        ):
+            return [
+                self.take(inode, lease_ms, sent_s, grants[at] if grants else b"")
+                for at, inode in enumerate(inodes)
+            ]
+        lease = InodeLease(
+            sent_s + lease_ms * WATCH_SHARE / 1000, self._clock.boottime_s(), b"", watch, self._next()
+        )
         until_s, since_s, _, _, number = lease
-        leases = [lease] * len(inodes) if not grants else [InodeLease(until_s, since_s, grant, watch, number) for grant in grants]
+        leases = (
+            [lease] * len(inodes)
+            if not grants
+            else [InodeLease(until_s, since_s, grant, watch, number) for grant in grants]
+        )
         self._leases.update(zip(inodes, leases, strict=True))
         for old in too_old(self._leases, self._count_max):
             del self._leases[old]
@@ -166,7 +180,10 @@ class Leases:
 
     def _only_watch_of(self, inodes: list[int]) -> ShardWatch | None:
         """The watch of all these inodes. None if they are of several shards, or there are none."""
-        watches = {self._watch_of(partition << COUNTER_BITS) for partition in {inode >> COUNTER_BITS for inode in inodes}}
+        watches = {
+            self._watch_of(partition << COUNTER_BITS)
+            for partition in {inode >> COUNTER_BITS for inode in inodes}
+        }
         return watches.pop() if len(watches) == 1 else None
 
     def forget(self, inode: int) -> None:

@@ -78,4 +78,6 @@ def configured(section: ClientSection) -> ClientOptions:
 
     The times of the kernel's caches belong to the mount.
     """
-    return ClientOptions(**{name: getattr(section, name) for name in ClientOptions._fields if hasattr(section, name)})
+    return ClientOptions(
+        **{name: getattr(section, name) for name in ClientOptions._fields if hasattr(section, name)}
+    )

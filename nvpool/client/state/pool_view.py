@@ -130,7 +130,11 @@ class PoolView:
         asked: set[asyncio.Task] = set()
         try:
             for endpoints in [*nodes[begin:], *nodes[:begin]]:
-                asked.add(asyncio.create_task(fetch_map(self._dialer, endpoints, self._clock, newer_than=self.map.epoch)))
+                asked.add(
+                    asyncio.create_task(
+                        fetch_map(self._dialer, endpoints, self._clock, newer_than=self.map.epoch)
+                    )
+                )
                 done, asked = await asyncio.wait(asked, timeout=NEXT_S, return_when=asyncio.FIRST_COMPLETED)
                 if (found := _first(done)) is not None:
                     return self._took(*found)
@@ -183,8 +187,9 @@ class PoolView:
             endpoints = nodes[self._turn % len(nodes)]
             self._turn += 1
             if endpoints not in asked:
-                asked[endpoints] = asyncio.create_task(fetch_map(self._dialer, endpoints, self._clock,
-                                                                 newer_than=self.map.epoch, wait_s=TELL_S))
+                asked[endpoints] = asyncio.create_task(
+                    fetch_map(self._dialer, endpoints, self._clock, newer_than=self.map.epoch, wait_s=TELL_S)
+                )
 
     def _took(self, found: PoolMap | None) -> bool:
         if found is not None and self.offer(found):
@@ -208,8 +213,9 @@ def _first(done: Iterable[asyncio.Task]) -> tuple[PoolMap | None] | None:
     return next(((task.result(),) for task in done if task.exception() is None), None)
 
 
-async def fetch_map(dialer, endpoints: tuple[str, ...], clock: Clock, *, newer_than: int = 0,
-                    wait_s: float = 0.0) -> PoolMap | None:
+async def fetch_map(
+    dialer, endpoints: tuple[str, ...], clock: Clock, *, newer_than: int = 0, wait_s: float = 0.0
+) -> PoolMap | None:
     """Fetch the map of the node at `endpoints`.
 
     None: the node has no map newer than `newer_than`, and gets none within `wait_s`. Unreachable,

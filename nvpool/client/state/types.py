@@ -54,7 +54,18 @@ class StatFs(NamedTuple):
 class FileHandle:
     """An open file. Belongs to its opener until `release`."""
 
-    __slots__ = ("file", "inode", "flags", "readable", "writable", "append", "ahead", "closed", "number", "told")
+    __slots__ = (
+        "file",
+        "inode",
+        "flags",
+        "readable",
+        "writable",
+        "append",
+        "ahead",
+        "closed",
+        "number",
+        "told",
+    )
 
     def __init__(self, file: OpenInode, flags: int):
         self.file = file

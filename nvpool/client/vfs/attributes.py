@@ -10,7 +10,15 @@ from collections import Counter
 from nvpool.client.state.attr_cache import XATTR_FLAG
 from nvpool.client.state.types import NOW, Caller, FileHandle, StatFs
 from nvpool.client.vfs.client import Core
-from nvpool.core.errors import AccessDenied, InvalidRequest, LockLost, NoAttribute, RangeTooSmall, TooBig, Unavailable
+from nvpool.core.errors import (
+    AccessDenied,
+    InvalidRequest,
+    LockLost,
+    NoAttribute,
+    RangeTooSmall,
+    TooBig,
+    Unavailable,
+)
 from nvpool.core.ids import ROOT_INODE
 from nvpool.core.member_names import NOBODY
 from nvpool.core.units import (
@@ -60,9 +68,20 @@ class Attributes(Core):
             attr = file.attr
         return self._merged(attr if attr is not None else await self._fetch_attr(inode))
 
-    async def setattr(self, inode: int, *, mode: int | None = None, uid: int | None = None, gid: int | None = None,
-                      size: int | None = None, atime_ns: int | str | None = None, mtime_ns: int | str | None = None,
-                      ctime_ns: int | None = None, caller: Caller, handle: FileHandle | None = None) -> Attr:
+    async def setattr(
+        self,
+        inode: int,
+        *,
+        mode: int | None = None,
+        uid: int | None = None,
+        gid: int | None = None,
+        size: int | None = None,
+        atime_ns: int | str | None = None,
+        mtime_ns: int | str | None = None,
+        ctime_ns: int | None = None,
+        caller: Caller,
+        handle: FileHandle | None = None,
+    ) -> Attr:
         """Change the attributes that are not None; return the new attributes.
 
         NOW as a time means the service's clock; other times are clamped to the storable range. A new size
@@ -104,12 +123,16 @@ class Attributes(Core):
             self.cache.forget_attr(inode)
             if size is not None:
                 self.reader.forget_content(inode)
-            return self._merged(self._take(await self._change(inode, wire_pb2.META_SETATTR, request, meta_pb2.Entry, caller)))
+            return self._merged(
+                self._take(await self._change(inode, wire_pb2.META_SETATTR, request, meta_pb2.Entry, caller))
+            )
         request.rights = file.grant_rights
         if mtime_ns is not None:
             await self._settle(inode)  # a later report would overwrite the time that is set here
         if size is None:
-            return self._merged(self._take(await self._change(inode, wire_pb2.META_SETATTR, request, meta_pb2.Entry, caller)))
+            return self._merged(
+                self._take(await self._change(inode, wire_pb2.META_SETATTR, request, meta_pb2.Entry, caller))
+            )
         if size > file.attr.size:
             # Others must not see the new end before they can read the bytes before it; in a volume the bytes
             # must be counted once.
@@ -119,8 +142,12 @@ class Attributes(Core):
         try:
             if size > file.attr.size:
                 await self.writer.settle(file)
-            attr = self._take(await self._growing(
-                file, lambda: self._change(inode, wire_pb2.META_SETATTR, request, meta_pb2.Entry, caller, file)))
+            attr = self._take(
+                await self._growing(
+                    file,
+                    lambda: self._change(inode, wire_pb2.META_SETATTR, request, meta_pb2.Entry, caller, file),
+                )
+            )
         finally:
             self.writer.end_cut(file)
             self.reader.changed(file)
@@ -143,7 +170,9 @@ class Attributes(Core):
         0 leaves a value unchanged. Existing files stay as they are. InvalidRequest: impossible values.
         NotADirectory.
         """
-        request = meta_pb2.SetAttrRequest(inode=inode, replicas=replicas, valid=(_REPLICAS if replicas else 0))
+        request = meta_pb2.SetAttrRequest(
+            inode=inode, replicas=replicas, valid=(_REPLICAS if replicas else 0)
+        )
         if chunk_bytes:
             request.valid |= _CHUNK
             request.chunk_bits = layout_of(chunk_bytes).chunk_bits
@@ -193,7 +222,9 @@ class Attributes(Core):
         if await self._has_none(inode):
             return []
         request = meta_pb2.ListXattrRequest(inode=inode)
-        return list((await self.meta.ask(inode, wire_pb2.META_LISTXATTR, request, meta_pb2.ListXattrReply)).names)
+        return list(
+            (await self.meta.ask(inode, wire_pb2.META_LISTXATTR, request, meta_pb2.ListXattrReply)).names
+        )
 
     async def removexattr(self, inode: int, name: bytes, caller: Caller) -> None:
         if await self._has_none(inode) and not (self.meta.once and self.meta.once.was_sent()):
@@ -212,14 +243,22 @@ class Attributes(Core):
         volume = 0 if inode == ROOT_INODE else await self._volume_of(inode)
         if not volume:
             return pool
-        state = (await self.meta.ask(volume, wire_pb2.META_VOLUME, meta_pb2.VolumeRequest(inode=volume),
-                                     meta_pb2.VolumeReply)).volume
+        state = (
+            await self.meta.ask(
+                volume, wire_pb2.META_VOLUME, meta_pb2.VolumeRequest(inode=volume), meta_pb2.VolumeReply
+            )
+        ).volume
         if state.bytes_max:
             free = max(0, state.bytes_max - state.bytes_used) // BLOCK_BYTES
-            pool = pool._replace(blocks_total=state.bytes_max // BLOCK_BYTES, blocks_free=free,
-                                 blocks_available=min(free, pool.blocks_available))
+            pool = pool._replace(
+                blocks_total=state.bytes_max // BLOCK_BYTES,
+                blocks_free=free,
+                blocks_available=min(free, pool.blocks_available),
+            )
         if state.files_max:
-            pool = pool._replace(files_total=state.files_max, files_free=max(0, state.files_max - state.files_used))
+            pool = pool._replace(
+                files_total=state.files_max, files_free=max(0, state.files_max - state.files_used)
+            )
         return pool
 
     async def _volume_of(self, inode: int) -> int:
@@ -240,8 +279,14 @@ class Attributes(Core):
         if self._statfs is not None and self._statfs[1] > now_s:
             return self._statfs[0]
         pool_map = self.view.map
-        table = pool_map.table_by_id.get(pool_map.settings.replicas) or (pool_map.tables[0] if pool_map.tables else None)
-        chains = Counter(target for chain in table.chains for target in chain.targets) if table is not None else Counter()
+        table = pool_map.table_by_id.get(pool_map.settings.replicas) or (
+            pool_map.tables[0] if pool_map.tables else None
+        )
+        chains = (
+            Counter(target for chain in table.chains for target in chain.targets)
+            if table is not None
+            else Counter()
+        )
         targets = [target for target in pool_map.targets if not target.is_over]
         spaces = await asyncio.gather(*(self._space_of(target, target.id in chains) for target in targets))
         told = {target.id: space for target, space in zip(targets, spaces, strict=True)}
@@ -249,12 +294,21 @@ class Attributes(Core):
         free = {target: space[1] for target, space in told.items()}
         # chunks spread evenly over the chains, so the pool is full when its first target is full
         replicas = max(1, pool_map.settings.replicas)
-        available = min((free.get(t, 0) * CHAINS_PER_TABLE // count for t, count in chains.items()), default=0)
+        available = min(
+            (free.get(t, 0) * CHAINS_PER_TABLE // count for t, count in chains.items()), default=0
+        )
         available = min(available, sum(free.values()) // replicas)
         replies = await self.ask_all(wire_pb2.META_STATFS, meta_pb2.StatFsReply, meta_pb2.StatFsRequest)
         files, files_max = sum(reply.files for reply in replies), sum(reply.files_max for reply in replies)
-        found = StatFs(sum(capacity.values()) // replicas // BLOCK_BYTES, sum(free.values()) // replicas // BLOCK_BYTES,
-                       available // BLOCK_BYTES, BLOCK_BYTES, max(files_max, files), max(0, files_max - files), NAME_BYTES_MAX)
+        found = StatFs(
+            sum(capacity.values()) // replicas // BLOCK_BYTES,
+            sum(free.values()) // replicas // BLOCK_BYTES,
+            available // BLOCK_BYTES,
+            BLOCK_BYTES,
+            max(files_max, files),
+            max(0, files_max - files),
+            NAME_BYTES_MAX,
+        )
         self._statfs = found, self.clock.boottime_s() + STATFS_AGE_S
         return found
 
@@ -268,8 +322,9 @@ class Attributes(Core):
             known = target.capacity_bytes, 0, now_s
         wait_s = min(5.0 if known is None else STATFS_SILENT_S, self.options.deadline_s)
         try:
-            raw = await self.chunks.ask_target(target.id, wire_pb2.DATA_STATUS, data_pb2.DataStatusRequest(target=target.id),
-                                               now_s + wait_s)
+            raw = await self.chunks.ask_target(
+                target.id, wire_pb2.DATA_STATUS, data_pb2.DataStatusRequest(target=target.id), now_s + wait_s
+            )
         except Unavailable:
             if known is None:
                 raise

@@ -134,14 +134,21 @@ class Many(Files):
         asked: dict[int, list[int]] = {}
         for inode in dict.fromkeys(inodes):
             asked.setdefault(self.meta.shard_of(inode), []).append(inode)
-        await _all([self._learn_some_attrs(shard, some[first:first + NAMES_MAX], rights)
-                    for shard, some in asked.items() for first in range(0, len(some), NAMES_MAX)])
+        await _all(
+            [
+                self._learn_some_attrs(shard, some[first : first + NAMES_MAX], rights)
+                for shard, some in asked.items()
+                for first in range(0, len(some), NAMES_MAX)
+            ]
+        )
 
     async def _learn_some_attrs(self, shard: int, inodes: list[int], rights: int) -> None:
         request = meta_pb2.GetAttrManyRequest(inodes=pack_inodes(inodes), rights=rights)
         try:
             sent_s = await self._met_s(inodes[0])
-            reply = await self.meta.ask_shard(shard, wire_pb2.META_GETATTR_MANY, request, meta_pb2.GetAttrManyReply)
+            reply = await self.meta.ask_shard(
+                shard, wire_pb2.META_GETATTR_MANY, request, meta_pb2.GetAttrManyReply
+            )
             listed = DirectoryPage(reply.packed)
             grants = listed.grants(reply.grants) if reply.grants else None
         except NvpoolError:
@@ -155,8 +162,9 @@ class Many(Files):
 
     # -- bulk look-up --------------------------------------------------------------------------------------------------
 
-    async def _ask_names(self, numbers: Iterable[int], places: Sequence[Place]
-                         ) -> dict[int, tuple[meta_pb2.Entry | NvpoolError | None, float]]:
+    async def _ask_names(
+        self, numbers: Iterable[int], places: Sequence[Place]
+    ) -> dict[int, tuple[meta_pb2.Entry | NvpoolError | None, float]]:
         """Look up each number's place in bulk. Return (result, time of the request) for each number.
 
         A result is an entry, an error, or None: then the caller looks up this name alone, which handles
@@ -170,8 +178,13 @@ class Many(Files):
                 # a directory that is not known to be striped: its own shard says if it is
                 place, spread = self._place_now(*places[number]) or (places[number][0], False)
                 asked.setdefault(self.meta.shard_of(place), []).append((number, place, spread))
-            await _all([self._ask_some(some[first:first + NAMES_MAX], places, told)
-                        for some in asked.values() for first in range(0, len(some), NAMES_MAX)])
+            await _all(
+                [
+                    self._ask_some(some[first : first + NAMES_MAX], places, told)
+                    for some in asked.values()
+                    for first in range(0, len(some), NAMES_MAX)
+                ]
+            )
             left = [number for number in left if isinstance(told[number][0], SpreadDirectory)]
             for number in left:
                 self._learn_wide(places[number][0])
@@ -187,7 +200,9 @@ class Many(Files):
             order.setdefault((places[number][0], spread), []).append(number)
         request = meta_pb2.LookupManyRequest(rights=READ)
         for (parent, spread), numbers in order.items():
-            request.directories.add(parent=parent, names=[places[number][1] for number in numbers], spread=spread)
+            request.directories.add(
+                parent=parent, names=[places[number][1] for number in numbers], spread=spread
+            )
         place = some[0][1]
         sent_s = self.clock.boottime_s()
         try:
@@ -223,7 +238,9 @@ class Many(Files):
 
     # -- opening and reading -------------------------------------------------------------------------------------------------
 
-    async def open_many(self, places: Sequence[Place], caller: Caller) -> list[FileHandle | Attr | NvpoolError]:
+    async def open_many(
+        self, places: Sequence[Place], caller: Caller
+    ) -> list[FileHandle | Attr | NvpoolError]:
         """Open the named files for reading; the names are current.
 
         The result for each (directory, name) is a handle, which the caller releases; attributes if it is not
@@ -245,7 +262,9 @@ class Many(Files):
             works = [self._learn_unlent()] if self._unlent else []
             await _all([*works, self._look_up_many(asked, places, found)])
             # files without a lease, because they are being changed: each is opened by its own message
-            others = [number for number, one in enumerate(found) if isinstance(one, Attr) and stat.S_ISREG(one.mode)]
+            others = [
+                number for number, one in enumerate(found) if isinstance(one, Attr) and stat.S_ISREG(one.mode)
+            ]
             await _some(others, lambda number: self._open_one(number, found, caller))
         except BaseException:
             for one in found:
@@ -292,7 +311,9 @@ class Many(Files):
         self.cache.put_entry(*places[number], inode, sent_s)
         return True
 
-    async def _look_elsewhere_one(self, one: tuple[int, int, float], places: Sequence[Place], found: list) -> None:
+    async def _look_elsewhere_one(
+        self, one: tuple[int, int, float], places: Sequence[Place], found: list
+    ) -> None:
         number, inode, sent_s = one
         try:
             attr = await self._fetch_attr(inode, READ)
@@ -331,7 +352,7 @@ class Many(Files):
         into, place, plan = _spares.take(sum(spans)), 0, []
         for (_, number), span in zip(asked, spans, strict=True):
             plan.append((handles[number].file, 0, span, place))
-            found[number] = into[place:place + sizes[number]].toreadonly()
+            found[number] = into[place : place + sizes[number]].toreadonly()
             place += span
         await self.reader.read_many(plan, into)
         for _, number in asked:
@@ -351,4 +372,4 @@ async def _all(works: list) -> None:
 async def _some(numbers: Sequence, work) -> None:
     """Await `work` of each number, _AT_ONCE at a time."""
     for first in range(0, len(numbers), _AT_ONCE):
-        await _all([work(number) for number in numbers[first:first + _AT_ONCE]])
+        await _all([work(number) for number in numbers[first : first + _AT_ONCE]])

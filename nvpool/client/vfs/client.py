@@ -17,7 +17,7 @@ from nvpool.client.data.short_circuit import ShortCut
 from nvpool.client.read.batch import ReadBatcher
 from nvpool.client.read.reader import Reader
 from nvpool.client.reverse_paths import KnownPaths
-from nvpool.client.rpc.fast_changes import SubmittedChange, OnEnd
+from nvpool.client.rpc.fast_changes import OnEnd, SubmittedChange
 from nvpool.client.rpc.meta_client import MetaClient
 from nvpool.client.state.attr_cache import DIVIDED_FLAG, Cache, OpenInode
 from nvpool.client.state.leases import InodeLease
@@ -50,8 +50,17 @@ SILENT_S = 1.0
 class Core:
     """The parts of a client and their owner. The session calls `run_once` every half second."""
 
-    def __init__(self, view: PoolView, dialer, options: ClientOptions, clock: Clock, *, name: str,
-                 kept: KeptMemory | None = None, squashes_root: bool = False):
+    def __init__(
+        self,
+        view: PoolView,
+        dialer,
+        options: ClientOptions,
+        clock: Clock,
+        *,
+        name: str,
+        kept: KeptMemory | None = None,
+        squashes_root: bool = False,
+    ):
         self.kept = kept
         self.options = options
         self.view = view
@@ -74,11 +83,20 @@ class Core:
         self.chunks.path_told = self.paths.told
         self.cache.on_change = self.chunks.short.forget
         self.keeping = Keeping(kept) if kept is not None else None
-        self.writer = Writer(self.chunks, options, clock, refresh=self._refresh, report=self._report,
-                             begin_report=self._begin_report, keeping=self.keeping)
+        self.writer = Writer(
+            self.chunks,
+            options,
+            clock,
+            refresh=self._refresh,
+            report=self._report,
+            begin_report=self._begin_report,
+            keeping=self.keeping,
+        )
         self.cache.on_cut = self.writer.was_cut
         batches = ReadBatcher(self.chunks, dialer, options, clock)
-        self.reader = Reader(self.chunks, batches, self.writer, options, clock, self.leases, refresh=self._look)
+        self.reader = Reader(
+            self.chunks, batches, self.writer, options, clock, self.leases, refresh=self._look
+        )
         self.writer.plain = plain_writes(self)
         self.ranges = ExtentClient(self.chunks, dialer, clock)
         self.rooms = QuotaReservations(self.meta, clock)
@@ -211,7 +229,9 @@ class Core:
         """Record the lease in a reply, if the reply has one. `sent_s`: when the request was sent."""
         if not entry.lease_ms:
             return None
-        return self.leases.take(entry.attr.inode, entry.lease_ms, sent_s, entry.grant if allows(entry.grant, READ) else b"")
+        return self.leases.take(
+            entry.attr.inode, entry.lease_ms, sent_s, entry.grant if allows(entry.grant, READ) else b""
+        )
 
     async def _leases_ended(self, inodes: list[int]) -> None:
         for inode in inodes:
@@ -270,22 +290,47 @@ class Core:
                 file.adopt_grant(entry.grant, self.clock.wall_ns() // 1_000_000)
         return self.cache.newer(attr.inode, attr.change) or attr
 
-    async def _report(self, file: OpenInode, end: int, stored: int, wrote: bool, sync: bool, withdrawn: int = 0) -> None:
-        request = meta_pb2.ReportRequest(inode=file.inode, cut=file.cut, end=end, wrote=wrote, sync=sync,
-                                         blocks_delta=(stored + 511) // 512, withdrawn=withdrawn)
-        self._reported(file, wrote, await self.meta.change(file.inode, wire_pb2.META_REPORT, request, meta_pb2.AttrReply,
-                                                           file=file))
+    async def _report(
+        self, file: OpenInode, end: int, stored: int, wrote: bool, sync: bool, withdrawn: int = 0
+    ) -> None:
+        request = meta_pb2.ReportRequest(
+            inode=file.inode,
+            cut=file.cut,
+            end=end,
+            wrote=wrote,
+            sync=sync,
+            blocks_delta=(stored + 511) // 512,
+            withdrawn=withdrawn,
+        )
+        self._reported(
+            file,
+            wrote,
+            await self.meta.change(file.inode, wire_pb2.META_REPORT, request, meta_pb2.AttrReply, file=file),
+        )
 
-    def _begin_report(self, file: OpenInode, end: int, stored: int, wrote: bool, on_end: OnEnd) -> SubmittedChange | None:
-        return self.meta.begin(file.inode, wire_pb2.META_REPORT, self.report_request(file, file.cut, end, stored, wrote),
-                               meta_pb2.AttrReply,
-                               partial(self._begun_reported, file, wrote, on_end), file=file)
+    def _begin_report(
+        self, file: OpenInode, end: int, stored: int, wrote: bool, on_end: OnEnd
+    ) -> SubmittedChange | None:
+        return self.meta.begin(
+            file.inode,
+            wire_pb2.META_REPORT,
+            self.report_request(file, file.cut, end, stored, wrote),
+            meta_pb2.AttrReply,
+            partial(self._begun_reported, file, wrote, on_end),
+            file=file,
+        )
 
     @staticmethod
-    def report_request(file: OpenInode, cut: int, end: int, stored: int, wrote: bool) -> meta_pb2.ReportRequest:
-        return meta_pb2.ReportRequest(inode=file.inode, cut=cut, end=end, wrote=wrote, blocks_delta=(stored + 511) // 512)
+    def report_request(
+        file: OpenInode, cut: int, end: int, stored: int, wrote: bool
+    ) -> meta_pb2.ReportRequest:
+        return meta_pb2.ReportRequest(
+            inode=file.inode, cut=cut, end=end, wrote=wrote, blocks_delta=(stored + 511) // 512
+        )
 
-    def _begun_reported(self, file: OpenInode, wrote: bool, on_end: OnEnd, reply, error: BaseException | None) -> None:
+    def _begun_reported(
+        self, file: OpenInode, wrote: bool, on_end: OnEnd, reply, error: BaseException | None
+    ) -> None:
         on_end(None, error)
         if error is None:
             self._reported(file, wrote, reply)
@@ -337,8 +382,11 @@ class Core:
         """
         inode = request.inode
         for _ in range(PARTS_TRIES_MAX):
-            replies = await self.ask_all(wire_pb2.META_PARTS, meta_pb2.PartsReply,
-                                          lambda: meta_pb2.PartsRequest(inodes=pack_inodes((inode,))))
+            replies = await self.ask_all(
+                wire_pb2.META_PARTS,
+                meta_pb2.PartsReply,
+                lambda: meta_pb2.PartsRequest(inodes=pack_inodes((inode,))),
+            )
             before = entry.attr.change
             entry = await self.meta.ask(inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)
             if not entry.attr.flags & DIVIDED_FLAG:
@@ -362,6 +410,7 @@ class Core:
 
     async def ask_all(self, method: int, reply_type, make_request: Callable[[], object]) -> list:
         """The replies of all shards, without those of shards that have left the pool meanwhile."""
+
         async def ask(shard: int):
             try:
                 return await self.meta.ask_shard(shard, method, make_request(), reply_type)
@@ -379,8 +428,12 @@ class Core:
             return await change()
         return await self.rooms.repeat(file, file.volume, change, lambda: self.writer.settle(file))
 
-    async def _change(self, inode: int, method: int, request, reply_type, caller: Caller, file: OpenInode | None = None):
-        return await self.meta.change(inode, method, request, reply_type, uid=caller.uid, gid=caller.gid, file=file, once=True)
+    async def _change(
+        self, inode: int, method: int, request, reply_type, caller: Caller, file: OpenInode | None = None
+    ):
+        return await self.meta.change(
+            inode, method, request, reply_type, uid=caller.uid, gid=caller.gid, file=file, once=True
+        )
 
     # -- background ----------------------------------------------------------------------------------------------------
 

@@ -76,7 +76,9 @@ class RangeOperations(Files, Attributes):
         if not handle.writable or handle.closed:
             raise BadHandle("the handle is not open for writing")
         hole = bool(mode & (PUNCH_HOLE | ZERO_RANGE))
-        if mode & ~(KEEP_SIZE | PUNCH_HOLE | ZERO_RANGE) or (mode & PUNCH_HOLE and mode != PUNCH_HOLE | KEEP_SIZE):
+        if mode & ~(KEEP_SIZE | PUNCH_HOLE | ZERO_RANGE) or (
+            mode & PUNCH_HOLE and mode != PUNCH_HOLE | KEEP_SIZE
+        ):
             raise NotSupported(f"fallocate with the mode {mode:#x}")
         if offset < 0 or length <= 0:
             raise InvalidRequest(f"{length} bytes at {offset} can not be allocated")
@@ -90,8 +92,9 @@ class RangeOperations(Files, Attributes):
                 return
         if file.volume and grow:
             await self._settle(file.inode)  # the volume must count the bytes once
-        request = meta_pb2.AllocateRequest(inode=file.inode, offset=offset, length=length, punch=hole, grow=grow,
-                                           rights=file.grant_rights)
+        request = meta_pb2.AllocateRequest(
+            inode=file.inode, offset=offset, length=length, punch=hole, grow=grow, rights=file.grant_rights
+        )
         if hole:
             # Written data is stored first, not dropped: if the service refuses the hole, the data must be
             # there.
@@ -100,8 +103,14 @@ class RangeOperations(Files, Attributes):
             self.reader.changed(file)
             await self.writer.pause(file)
         try:
-            self._take(await self._growing(file, lambda: self.meta.change(
-                file.inode, wire_pb2.META_ALLOCATE, request, meta_pb2.Entry, file=file, once=True)))
+            self._take(
+                await self._growing(
+                    file,
+                    lambda: self.meta.change(
+                        file.inode, wire_pb2.META_ALLOCATE, request, meta_pb2.Entry, file=file, once=True
+                    ),
+                )
+            )
         finally:
             if hole:
                 self.writer.end_cut(file)
@@ -110,8 +119,10 @@ class RangeOperations(Files, Attributes):
 
     async def _check_room(self, file: OpenInode, offset: int, length: int) -> None:
         """Raise NoSpace if the holes in the range do not fit into the free space."""
+
         def room() -> bool:
             return length <= space.blocks_available * space.block_bytes
+
         space = await self.statfs_of_pool()
         if room():
             return
@@ -127,7 +138,9 @@ class RangeOperations(Files, Attributes):
         self._statfs = None
         space = await self.statfs_of_pool()
         if not room():
-            raise NoSpace(f"{length} bytes are to be allocated, {space.blocks_available * space.block_bytes} are free")
+            raise NoSpace(
+                f"{length} bytes are to be allocated, {space.blocks_available * space.block_bytes} are free"
+            )
 
     # -- lseek ---------------------------------------------------------------------------------------------------------
 
@@ -182,8 +195,13 @@ class RangeOperations(Files, Attributes):
         now_s = self.clock.boottime_s()
         seen = self._extents_seen.get(file.inode)
         settled = file.written is None or not file.written.unsettled
-        if seen is not None and settled and seen.change == file.attr.change \
-                and self.cache.is_believed(seen.born_s, EXTENTS_S) and seen.extents.begin <= place < seen.extents.end:
+        if (
+            seen is not None
+            and settled
+            and seen.change == file.attr.change
+            and self.cache.is_believed(seen.born_s, EXTENTS_S)
+            and seen.extents.begin <= place < seen.extents.end
+        ):
             return seen.extents
         change = file.attr.change
         found = await self.ranges.extents(file, place, size, now_s + self.options.deadline_s)
@@ -196,7 +214,9 @@ class RangeOperations(Files, Attributes):
 
     # -- copy_file_range -----------------------------------------------------------------------------------------------
 
-    async def copy_range(self, source: FileHandle, offset: int, target: FileHandle, to: int, length: int) -> int:
+    async def copy_range(
+        self, source: FileHandle, offset: int, target: FileHandle, to: int, length: int
+    ) -> int:
         """Copy `length` bytes from `offset` of `source` to `to` of `target`; return the bytes copied.
 
         The result is smaller at the end of the source, above COPY_BYTES_MAX, or if the rest met an error; 0
@@ -228,7 +248,11 @@ class RangeOperations(Files, Attributes):
         if origin is file and abs(offset - to) < length:
             raise InvalidRequest("a range can not be copied over itself")
         pieces = self._pieces(origin, offset, file, to, length)
-        runs = await self._runs(origin, offset, offset + length) if len(pieces) > 1 else [(offset, offset + length)]
+        runs = (
+            await self._runs(origin, offset, offset + length)
+            if len(pieces) > 1
+            else [(offset, offset + length)]
+        )
         end = file.size
         self.reader.changed(file)
         try:
@@ -252,7 +276,9 @@ class RangeOperations(Files, Attributes):
                     step = min(step, edge)
                 elif step >= BLOCK_BYTES:
                     step -= step % BLOCK_BYTES
-                    by_store = self.ranges.one_target(origin, source >> origin.chunk_bits, file, target >> file.chunk_bits)
+                    by_store = self.ranges.one_target(
+                        origin, source >> origin.chunk_bits, file, target >> file.chunk_bits
+                    )
             step = min(step, _PIECE_BYTES if by_store else MIB)
             pieces.append(_Piece(source, target, step, by_store))
             at += step
@@ -263,12 +289,17 @@ class RangeOperations(Files, Attributes):
         runs: list[tuple[int, int]] = []
         while place < end:
             seen = await self._extents(origin, place, end)
-            runs += [(max(first, place), min(last, seen.end)) for first, last in seen.runs if first < seen.end and last > place]
+            runs += [
+                (max(first, place), min(last, seen.end))
+                for first, last in seen.runs
+                if first < seen.end and last > place
+            ]
             place = seen.end
         return runs
 
-    async def _copy_all(self, origin: OpenInode, file: OpenInode, pieces: list[_Piece], runs: list[tuple[int, int]],
-                        end: int) -> int:
+    async def _copy_all(
+        self, origin: OpenInode, file: OpenInode, pieces: list[_Piece], runs: list[tuple[int, int]], end: int
+    ) -> int:
         """Copy the pieces to `file`, whose size was `end`. Return how many bytes from the start are complete.
 
         Only `runs` of the source are not holes.
@@ -315,7 +346,9 @@ class RangeOperations(Files, Attributes):
         while True:
             cut = file.cut
             try:
-                place, copied = await self.ranges.copy(origin, piece.source, file, piece.target, piece.length, deadline_s)
+                place, copied = await self.ranges.copy(
+                    origin, piece.source, file, piece.target, piece.length, deadline_s
+                )
             except (BytesLost, ChecksumMismatch, NotSupported):
                 return False
             except StaleCut:

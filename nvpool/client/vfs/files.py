@@ -20,7 +20,7 @@ from typing import Protocol
 
 from nvpool.client.lookup.batcher import LookupBatcher
 from nvpool.client.read.reader import EMPTY
-from nvpool.client.rpc.fast_changes import SubmittedChange, OnEnd, SentChange
+from nvpool.client.rpc.fast_changes import OnEnd, SentChange, SubmittedChange
 from nvpool.client.state.attr_cache import OpenInode
 from nvpool.client.state.dirty_file import WrittenFile
 from nvpool.client.state.small_file_cache import SMALL_BYTES
@@ -109,8 +109,9 @@ class Files(LookupBatcher, FileLocks):
         if truncate:
             self.reader.forget_content(inode)
         try:
-            request = meta_pb2.OpenRequest(inode=inode, rights=rights, truncate=truncate,
-                                            wanted=_WANTED[flags & os.O_ACCMODE])
+            request = meta_pb2.OpenRequest(
+                inode=inode, rights=rights, truncate=truncate, wanted=_WANTED[flags & os.O_ACCMODE]
+            )
             sent_s = self.clock.boottime_s()
             entry = await self._change(inode, wire_pb2.META_OPEN, request, meta_pb2.Entry, caller)
             return self._opened(entry, flags, sent_s)
@@ -164,7 +165,9 @@ class Files(LookupBatcher, FileLocks):
             self.reader.changed(file)
         return FileHandle(file, flags)
 
-    async def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[Attr, FileHandle]:
+    async def create(
+        self, parent: int, name: bytes, mode: int, flags: int, caller: Caller
+    ) -> tuple[Attr, FileHandle]:
         """Create the file if it does not exist, and open it. O_EXCL: AlreadyExists if it exists."""
         check_name(name)
         rights = rights_of(flags)
@@ -180,8 +183,16 @@ class Files(LookupBatcher, FileLocks):
             await self.writer.begin_cut(cut, 0)
         try:
             masked = caller.masked(mode)
-            request = meta_pb2.CreateRequest(parent=parent, name=name, mode=stat.S_IFREG | stat.S_IMODE(mode) ^ masked,
-                                             open=True, rights=rights, exclusive=exclusive, truncate=truncate, masked=masked)
+            request = meta_pb2.CreateRequest(
+                parent=parent,
+                name=name,
+                mode=stat.S_IFREG | stat.S_IMODE(mode) ^ masked,
+                open=True,
+                rights=rights,
+                exclusive=exclusive,
+                truncate=truncate,
+                masked=masked,
+            )
             self.cache.forget_entry(parent, name)
             sent_s = self.clock.boottime_s()
             place, request.spread = await self._place(parent, name)
@@ -196,14 +207,23 @@ class Files(LookupBatcher, FileLocks):
         self._created(parent, name, handle, sent_s, reply)
         return self._merged(handle.attr), handle
 
-    async def create_unnamed(self, parent: int, mode: int, flags: int, caller: Caller) -> tuple[Attr, FileHandle]:
+    async def create_unnamed(
+        self, parent: int, mode: int, flags: int, caller: Caller
+    ) -> tuple[Attr, FileHandle]:
         """Create an open file without a name (O_TMPFILE). Its last close deletes it.
 
         `link` can give the file a name, unless O_EXCL is set.
         """
         masked = caller.masked(mode)
-        request = meta_pb2.CreateRequest(parent=parent, mode=stat.S_IFREG | stat.S_IMODE(mode) ^ masked, masked=masked,
-                                         open=True, rights=rights_of(flags), exclusive=bool(flags & os.O_EXCL), unnamed=True)
+        request = meta_pb2.CreateRequest(
+            parent=parent,
+            mode=stat.S_IFREG | stat.S_IMODE(mode) ^ masked,
+            masked=masked,
+            open=True,
+            rights=rights_of(flags),
+            exclusive=bool(flags & os.O_EXCL),
+            unnamed=True,
+        )
         sent_s = self.clock.boottime_s()
         reply = await self._change(parent, wire_pb2.META_CREATE, request, meta_pb2.CreateReply, caller)
         handle = self._opened(reply.entry, flags, sent_s)
@@ -215,8 +235,16 @@ class Files(LookupBatcher, FileLocks):
         else:
             self.cache.put_own_entry(parent, name, handle.inode, sent_s, self.leases.held(handle.inode))
 
-    def begin_create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller, unique: int,
-                     making: CreateCallbacks) -> SubmittedChange | None:
+    def begin_create(
+        self,
+        parent: int,
+        name: bytes,
+        mode: int,
+        flags: int,
+        caller: Caller,
+        unique: int,
+        making: CreateCallbacks,
+    ) -> SubmittedChange | None:
         """Submit `create` without a task if nothing has to be awaited first; else return None.
 
         None: there was no side effect. `unique`: the number of the kernel's request.
@@ -228,28 +256,72 @@ class Files(LookupBatcher, FileLocks):
         if truncate and not exclusive and self.may_be_written(parent, name):
             return None
         masked = caller.masked(mode)
-        request = meta_pb2.CreateRequest(parent=parent, name=name, mode=stat.S_IFREG | stat.S_IMODE(mode) ^ masked, open=True,
-                                         rights=rights, exclusive=exclusive, truncate=truncate, masked=masked)
-        begun = self.meta.begin(parent, wire_pb2.META_CREATE, request, meta_pb2.CreateReply,
-                                partial(self._made, making, parent, name, mode, flags, caller, self.clock.boottime_s()),
-                                uid=caller.uid, gid=caller.gid, unique=unique)
+        request = meta_pb2.CreateRequest(
+            parent=parent,
+            name=name,
+            mode=stat.S_IFREG | stat.S_IMODE(mode) ^ masked,
+            open=True,
+            rights=rights,
+            exclusive=exclusive,
+            truncate=truncate,
+            masked=masked,
+        )
+        begun = self.meta.begin(
+            parent,
+            wire_pb2.META_CREATE,
+            request,
+            meta_pb2.CreateReply,
+            partial(self._made, making, parent, name, mode, flags, caller, self.clock.boottime_s()),
+            uid=caller.uid,
+            gid=caller.gid,
+            unique=unique,
+        )
         if begun is not None:
             self.cache.forget_entry(parent, name)
         return begun
 
     def may_be_written(self, parent: int, name: bytes) -> bool:
         """Whether the name may be a file that is open on this client with local writes."""
-        return self.writer.busy and self.cache.entry(parent, name, self.options.fresh_s) != 0 \
+        return (
+            self.writer.busy
+            and self.cache.entry(parent, name, self.options.fresh_s) != 0
             and not self.cache.is_absent(parent, name, self._absent_s)
+        )
 
-    def go_on_creating(self, sent: SentChange, parent: int, name: bytes, mode: int, flags: int, caller: Caller, unique: int,
-                       making: CreateCallbacks) -> SubmittedChange:
+    def go_on_creating(
+        self,
+        sent: SentChange,
+        parent: int,
+        name: bytes,
+        mode: int,
+        flags: int,
+        caller: Caller,
+        unique: int,
+        making: CreateCallbacks,
+    ) -> SubmittedChange:
         """Continue a create that was already sent, as if `begin_create` had sent it."""
-        return self.meta.go_on_with(sent, parent, wire_pb2.META_CREATE, meta_pb2.CreateRequest, meta_pb2.CreateReply,
-                                    partial(self._made, making, parent, name, mode, flags, caller, sent.sent_s), unique)
+        return self.meta.go_on_with(
+            sent,
+            parent,
+            wire_pb2.META_CREATE,
+            meta_pb2.CreateRequest,
+            meta_pb2.CreateReply,
+            partial(self._made, making, parent, name, mode, flags, caller, sent.sent_s),
+            unique,
+        )
 
-    def _made(self, making: CreateCallbacks, parent: int, name: bytes, mode: int, flags: int, caller: Caller, sent_s: float, reply,
-              error: BaseException | None) -> None:
+    def _made(
+        self,
+        making: CreateCallbacks,
+        parent: int,
+        name: bytes,
+        mode: int,
+        flags: int,
+        caller: Caller,
+        sent_s: float,
+        reply,
+        error: BaseException | None,
+    ) -> None:
         if error is not None:
             making.failed(error)
             return
@@ -274,8 +346,9 @@ class Files(LookupBatcher, FileLocks):
             self._created(parent, name, handle, sent_s, reply)
             making.found(self._merged(handle.attr), handle)
 
-    async def _open_elsewhere(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller,
-                              inode: int) -> tuple[Attr, FileHandle]:
+    async def _open_elsewhere(
+        self, parent: int, name: bytes, mode: int, flags: int, caller: Caller, inode: int
+    ) -> tuple[Attr, FileHandle]:
         """Open the inode of another shard that the name of a create already stands for."""
         try:
             handle = await self.open(inode, flags, caller)
@@ -290,7 +363,9 @@ class Files(LookupBatcher, FileLocks):
         All writes of this client are at the stores and reported, and no owner on this client has a lock.
         """
         file = handle.file
-        return not (file.lost or self.is_locked(file.inode) or (file.written is not None and file.written.unsettled))
+        return not (
+            file.lost or self.is_locked(file.inode) or (file.written is not None and file.written.unsettled)
+        )
 
     def read_now(self, handle: FileHandle, offset: int, size: int) -> memoryview | None:
         """As `read`, if the bytes are available without waiting; else None and no side effect.
@@ -324,7 +399,15 @@ class Files(LookupBatcher, FileLocks):
         """The `then` callback of `ImmediateFuture` for such a read of a small file. None if no check is needed."""
         return partial(self._if_told, handle, offset, size) if handle.file.untold else None
 
-    def _if_told(self, handle: FileHandle, offset: int, size: int, part: ImmediateFuture, found, error: BaseException | None):
+    def _if_told(
+        self,
+        handle: FileHandle,
+        offset: int,
+        size: int,
+        part: ImmediateFuture,
+        found,
+        error: BaseException | None,
+    ):
         """Repeat the read with `read`, which validates it, if the service may not know the open."""
         if error is not None or not handle.file.untold or self.leases.keeps_bytes(handle.file.inode):
             return found, error
@@ -441,9 +524,11 @@ class Files(LookupBatcher, FileLocks):
         """Reserve quota for a whole record. QuotaExceeded: only a part of the record fits, or nothing."""
         end = offset + length
         if end > file.paid and await self.rooms.have(file, offset, end) < end:
-            raise QuotaExceeded(f"a record of {length} bytes does not fit into the volume's quota; remove files and purge its "
-                                f"trash, if it has one (nvpool trash purge POOL NAME), or: nvpool volume resize POOL NAME "
-                                "--size SIZE")
+            raise QuotaExceeded(
+                f"a record of {length} bytes does not fit into the volume's quota; remove files and purge its "
+                f"trash, if it has one (nvpool trash purge POOL NAME), or: nvpool volume resize POOL NAME "
+                "--size SIZE"
+            )
 
     async def _reserve(self, file: OpenInode, length: int) -> int:
         """Reserve a range behind the file's end. The end is published when the stores have the bytes.
@@ -457,17 +542,21 @@ class Files(LookupBatcher, FileLocks):
             # Nothing is placed behind a range that is given up; other writes behind the end come before this
             # append.
             if self.clock.boottime_s() > deadline_s:
-                raise DeadlineExceeded("the place of an earlier append could not be given back", may_be_applied=False)
+                raise DeadlineExceeded(
+                    "the place of an earlier append could not be given back", may_be_applied=False
+                )
             await self.writer.store(file)
             await self.writer.settle(file)
             ends_before = True
         losses = self.chunks.ended.losses
         for last in (False, False, True):
-            request = meta_pb2.ReserveRequest(inode=file.inode, length=length, cut=file.cut, deferred=True,
-                                              own=open_end(file.written))
+            request = meta_pb2.ReserveRequest(
+                inode=file.inode, length=length, cut=file.cut, deferred=True, own=open_end(file.written)
+            )
             try:
-                reply = await self.meta.change(file.inode, wire_pb2.META_RESERVE, request, meta_pb2.ReserveReply, file=file,
-                                               once=True)
+                reply = await self.meta.change(
+                    file.inode, wire_pb2.META_RESERVE, request, meta_pb2.ReserveReply, file=file, once=True
+                )
                 break
             except StaleCut:
                 if last:
@@ -562,8 +651,11 @@ class Files(LookupBatcher, FileLocks):
         locks must be released.
         """
         file = handle.file
-        if handle.closed or self.is_locked(file.inode) or (
-                file.handles == 1 and file.written is not None and file.written.unsettled):
+        if (
+            handle.closed
+            or self.is_locked(file.inode)
+            or (file.handles == 1 and file.written is not None and file.written.unsettled)
+        ):
             return False
         handle.closed = True
         ahead = handle.ahead
@@ -640,6 +732,9 @@ class Files(LookupBatcher, FileLocks):
         return lengths
 
     async def _up_to_end(self, file: OpenInode, offset: int, length: int) -> int:
-        if file.attr_born_s + self.options.attr_s <= self.clock.boottime_s() and self.leases.held(file.inode) is None:
+        if (
+            file.attr_born_s + self.options.attr_s <= self.clock.boottime_s()
+            and self.leases.held(file.inode) is None
+        ):
             await self._look(file)
         return max(0, min(length, file.size - offset))

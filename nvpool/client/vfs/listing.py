@@ -28,8 +28,13 @@ class DirectoryListing(Names):
             raise NotADirectory
         return DirHandle(inode)
 
-    async def readdir(self, directory: DirHandle, cursor: int, limit: int,
-                      answered: Callable[[int | None], None] | None = None) -> tuple[DirectoryPage, bool]:
+    async def readdir(
+        self,
+        directory: DirHandle,
+        cursor: int,
+        limit: int,
+        answered: Callable[[int | None], None] | None = None,
+    ) -> tuple[DirectoryPage, bool]:
         """List up to `limit` entries behind `cursor`, with attributes; return them and whether more follow.
 
         Cursor 0 starts the listing. An entry that exists during the whole listing is delivered once; '.' and
@@ -39,8 +44,9 @@ class DirectoryListing(Names):
         callback starts runs before this method processes the entries, so the service does not wait for the
         client.
         """
-        request = meta_pb2.ListDirRequest(inode=directory.inode, cursor=cursor, limit=min(limit, LIST_MAX), attrs=True,
-                                          packed=True)
+        request = meta_pb2.ListDirRequest(
+            inode=directory.inode, cursor=cursor, limit=min(limit, LIST_MAX), attrs=True, packed=True
+        )
         listed, more, lease_ms, sent_s = await self._ask_list(request)
         if answered is not None:
             answered(listed.cursor(-1) if more and listed.names else None)

@@ -25,7 +25,17 @@ from nvpool.client.state.attr_cache import OpenInode
 from nvpool.client.state.types import FileHandle
 from nvpool.client.vfs.client import Core
 from nvpool.core.errors import BadHandle, InvalidRequest, LockLost, NotFound, NvpoolError, WouldBlock
-from nvpool.core.posix.byte_ranges import EXCLUSIVE, LAST_BYTE, RECORD, SHARED, UNLOCKED, WHOLE, LockRange, laid, weaker
+from nvpool.core.posix.byte_ranges import (
+    EXCLUSIVE,
+    LAST_BYTE,
+    RECORD,
+    SHARED,
+    UNLOCKED,
+    WHOLE,
+    LockRange,
+    laid,
+    weaker,
+)
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
 
 log = logging.getLogger(__name__)
@@ -74,16 +84,22 @@ class FileLocks(Core):
 
     # -- public operations ---------------------------------------------------------------------------------------------
 
-    async def getlk(self, handle: FileHandle, owner: int, start: int, end: int, mode: int) -> LockRange | None:
+    async def getlk(
+        self, handle: FileHandle, owner: int, start: int, end: int, mode: int
+    ) -> LockRange | None:
         """A conflicting record lock of another owner, or None.
 
         Its pid is 0 if it belongs to another client.
         """
         _check(start, end, mode)
-        request = meta_pb2.LocksRequest(inode=handle.inode, kind=RECORD, owner=owner, start=start, end=end, mode=mode)
+        request = meta_pb2.LocksRequest(
+            inode=handle.inode, kind=RECORD, owner=owner, start=start, end=end, mode=mode
+        )
         reply = await self.meta.ask(handle.inode, wire_pb2.META_LOCKS, request, meta_pb2.LocksReply)
         for lock in reply.locks:
-            return LockRange(lock.start, lock.end, lock.mode, lock.pid if lock.session == request.session else 0)
+            return LockRange(
+                lock.start, lock.end, lock.mode, lock.pid if lock.session == request.session else 0
+            )
         return None
 
     async def locks_on(self, inode: int) -> list[meta_pb2.HeldLock]:
@@ -91,8 +107,17 @@ class FileLocks(Core):
         request = meta_pb2.LocksRequest(inode=inode)
         return list((await self.meta.ask(inode, wire_pb2.META_LOCKS, request, meta_pb2.LocksReply)).locks)
 
-    async def setlk(self, handle: FileHandle, owner: int, start: int, end: int, mode: int, pid: int = 0, *,
-                    wait: bool = False) -> bool:
+    async def setlk(
+        self,
+        handle: FileHandle,
+        owner: int,
+        start: int,
+        end: int,
+        mode: int,
+        pid: int = 0,
+        *,
+        wait: bool = False,
+    ) -> bool:
         """Lock or unlock the bytes `start` to `end`, both included, as fcntl(2).
 
         Returns whether other clients have changed the file since this client last looked: then the caller
@@ -105,10 +130,14 @@ class FileLocks(Core):
         """
         _check(start, end, mode)
         if (mode == SHARED and not handle.readable) or (mode == EXCLUSIVE and not handle.writable):
-            raise BadHandle("a shared lock wants a descriptor that may read, an exclusive one a descriptor that may write")
+            raise BadHandle(
+                "a shared lock wants a descriptor that may read, an exclusive one a descriptor that may write"
+            )
         return await self._lock(handle, LockKey(handle.inode, RECORD, owner), start, end, mode, pid, wait)
 
-    async def flock(self, handle: FileHandle, owner: int, mode: int, pid: int = 0, *, wait: bool = False) -> bool:
+    async def flock(
+        self, handle: FileHandle, owner: int, mode: int, pid: int = 0, *, wait: bool = False
+    ) -> bool:
         """Lock or unlock the whole file, as flock(2); else as `setlk`.
 
         If the lock cannot be converted to the other mode, the old lock is lost.
@@ -132,15 +161,25 @@ class FileLocks(Core):
 
     # -- acquiring and releasing ---------------------------------------------------------------------------------------
 
-    async def _lock(self, handle: FileHandle, key: LockKey, start: int, end: int, mode: int, pid: int, wait: bool) -> bool:
+    async def _lock(
+        self, handle: FileHandle, key: LockKey, start: int, end: int, mode: int, pid: int, wait: bool
+    ) -> bool:
         file = handle.file
         if file.lost:
             raise LockLost()
         if not mode and key not in self._owned:
             return False
         await self._publish(file)
-        request = meta_pb2.LockRequest(inode=key.inode, kind=key.kind, owner=key.owner, start=start, end=end, mode=mode,
-                                       pid=pid, wait=wait)
+        request = meta_pb2.LockRequest(
+            inode=key.inode,
+            kind=key.kind,
+            owner=key.owner,
+            start=start,
+            end=end,
+            mode=mode,
+            pid=pid,
+            wait=wait,
+        )
         try:
             while True:
                 reply = await self._ask_lock(handle, key, request)
@@ -154,7 +193,9 @@ class FileLocks(Core):
             if request.ticket:
                 self.turns.give_up(key.inode, request.ticket)
 
-    async def _ask_lock(self, handle: FileHandle, key: LockKey, request: meta_pb2.LockRequest) -> meta_pb2.LockReply:
+    async def _ask_lock(
+        self, handle: FileHandle, key: LockKey, request: meta_pb2.LockRequest
+    ) -> meta_pb2.LockReply:
         """Send the lock request and record its result."""
         owned = await self._begin(key)
         try:
@@ -189,7 +230,9 @@ class FileLocks(Core):
             self._end(key, owned)
         return reply
 
-    async def _change_lock(self, key: LockKey, request: meta_pb2.LockRequest) -> tuple[meta_pb2.LockReply, int]:
+    async def _change_lock(
+        self, key: LockKey, request: meta_pb2.LockRequest
+    ) -> tuple[meta_pb2.LockReply, int]:
         """The reply, and the session in which it was given."""
         reply = await self.meta.change(key.inode, wire_pb2.META_LOCK, request, meta_pb2.LockReply)
         return reply, request.change.session
@@ -256,7 +299,9 @@ class FileLocks(Core):
 
     # -- interrupted requests ------------------------------------------------------------------------------------------
 
-    async def _take_back(self, key: LockKey, owned: _Owned, request: meta_pb2.LockRequest, asking: asyncio.Task) -> None:
+    async def _take_back(
+        self, key: LockKey, owned: _Owned, request: meta_pb2.LockRequest, asking: asyncio.Task
+    ) -> None:
         """Await a request whose caller was cancelled, and undo it."""
         try:
             reply, session = await asking
@@ -294,7 +339,9 @@ class FileLocks(Core):
         """
         while owned.doubtful:
             piece = start, end, mode = owned.doubtful[0]
-            request = meta_pb2.LockRequest(inode=key.inode, kind=key.kind, owner=key.owner, start=start, end=end, mode=mode)
+            request = meta_pb2.LockRequest(
+                inode=key.inode, kind=key.kind, owner=key.owner, start=start, end=end, mode=mode
+            )
             session = self.meta.session_of(key.inode)
             try:
                 _, its = await self._change_lock(key, request)
@@ -311,7 +358,11 @@ class FileLocks(Core):
         try:
             await self._publish(file)
         except NvpoolError as error:
-            log.warning("locks on inode %d are given back before what was written is known to all: %s", key.inode, error)
+            log.warning(
+                "locks on inode %d are given back before what was written is known to all: %s",
+                key.inode,
+                error,
+            )
         owned = await self._begin(key)
         try:
             owned.spans.clear()
@@ -367,8 +418,11 @@ class FileLocks(Core):
                 self._forget(key)
         for inode in lost:
             file = self.cache.open.pop(inode, None)  # a later open gets a new object
-            log.error("the session has ended, and with it the locks on inode %d: %s", inode,
-                      "who has it open must open it anew" if file is not None else "nobody has it open")
+            log.error(
+                "the session has ended, and with it the locks on inode %d: %s",
+                inode,
+                "who has it open must open it anew" if file is not None else "nobody has it open",
+            )
             if file is not None:
                 file.lost = True
                 self.reader.changed(file)

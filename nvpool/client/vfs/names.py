@@ -11,10 +11,18 @@ from functools import partial
 
 from nvpool.client.lookup.prefetch_policy import Siblings
 from nvpool.client.lookup.striped_dirs import Wide
-from nvpool.client.rpc.fast_changes import SubmittedChange, OnEnd
+from nvpool.client.rpc.fast_changes import OnEnd, SubmittedChange
 from nvpool.client.state.attr_cache import DIVIDED_FLAG
 from nvpool.client.state.types import RENAME_EXCHANGE, RENAME_NOREPLACE, Caller
-from nvpool.core.errors import AccessDenied, Damaged, InvalidRequest, NameTooLong, NotFound, NvpoolError, WritesLost
+from nvpool.core.errors import (
+    AccessDenied,
+    Damaged,
+    InvalidRequest,
+    NameTooLong,
+    NotFound,
+    NvpoolError,
+    WritesLost,
+)
 from nvpool.core.grants import READ
 from nvpool.core.units import NAME_BYTES_MAX, SYMLINK_BYTES_MAX
 from nvpool.rpc.messages.data_codec import pack_inodes
@@ -35,7 +43,12 @@ Such a reply takes four milliseconds.
 
 
 def is_name(name: bytes) -> bool:
-    return 0 < len(name) <= NAME_BYTES_MAX and b"/" not in name and b"\0" not in name and name not in (b".", b"..")
+    return (
+        0 < len(name) <= NAME_BYTES_MAX
+        and b"/" not in name
+        and b"\0" not in name
+        and name not in (b".", b"..")
+    )
 
 
 def check_name(name: bytes) -> None:
@@ -188,16 +201,20 @@ class Names(Wide):
 
     def _look_on(self, parent: int, cursor: int, count: int) -> asyncio.Task:
         """Prefetch the names behind those that are looked up in order. The task ends without an error."""
+
         async def ask() -> None:
             listed, more = NOTHING_LISTED, False
             try:
-                request = meta_pb2.ListDirRequest(inode=parent, cursor=cursor, limit=count, attrs=True, packed=True)
+                request = meta_pb2.ListDirRequest(
+                    inode=parent, cursor=cursor, limit=count, attrs=True, packed=True
+                )
                 listed, more, lease_ms, sent_s = await self._ask_list(request)
                 self._believe_list(parent, listed, lease_ms, sent_s)
             except NvpoolError:
                 pass  # a look-up of these names gets the error
             finally:
                 self.siblings.asked(parent, listed, more)
+
         task = asyncio.get_running_loop().create_task(ask())
         self._renewals.add(task)
         task.add_done_callback(self._renewals.discard)
@@ -228,7 +245,9 @@ class Names(Wide):
         async def ask(places: dict[int, list[int]]) -> None:
             request = meta_pb2.GetAttrManyRequest(inodes=pack_inodes(list(places)))
             sent_s = self.clock.boottime_s()
-            reply = await self.meta.ask(next(iter(places)), wire_pb2.META_GETATTR_MANY, request, meta_pb2.GetAttrManyReply)
+            reply = await self.meta.ask(
+                next(iter(places)), wire_pb2.META_GETATTR_MANY, request, meta_pb2.GetAttrManyReply
+            )
             found = DirectoryPage(reply.packed)
             for at, inode in enumerate(found.inodes):
                 attr = found.attr(at)
@@ -252,8 +271,12 @@ class Names(Wide):
     def _believe_list(self, directory: int, listed: DirectoryPage, lease_ms: int, sent_s: float) -> None:
         """Cache a listing, except the inodes that this client has changed since `sent_s`."""
         inodes, promised = listed.inodes, listed.promised
-        if (promised in (0, len(inodes)) and 0 not in listed.changes and not self.leases.outdated(inodes, sent_s)
-                and self.cache.put_attrs(listed)):
+        if (
+            promised in (0, len(inodes))
+            and 0 not in listed.changes
+            and not self.leases.outdated(inodes, sent_s)
+            and self.cache.put_attrs(listed)
+        ):
             leases = self.leases.take_all(inodes, lease_ms if promised else 0, sent_s)
             self.cache.put_entries(directory, listed.names, inodes, sent_s, leases)
             return
@@ -307,7 +330,9 @@ class Names(Wide):
     async def _birth(self, parent: int, name: bytes, mode: int, caller: Caller, **fields) -> Attr:
         check_name(name)
         masked = caller.masked(mode) if not stat.S_ISLNK(mode) else 0
-        request = meta_pb2.CreateRequest(parent=parent, name=name, mode=mode ^ masked, masked=masked, exclusive=True, **fields)
+        request = meta_pb2.CreateRequest(
+            parent=parent, name=name, mode=mode ^ masked, masked=masked, exclusive=True, **fields
+        )
         self.cache.forget_entry(parent, name)
         sent_s = self.clock.boottime_s()
         place, request.spread = await self._place(parent, name)
@@ -354,7 +379,9 @@ class Names(Wide):
         check_name(name)
         await self._remove(parent, name, wire_pb2.META_UNLINK, caller)
 
-    def begin_unlink(self, parent: int, name: bytes, caller: Caller, unique: int, on_end: OnEnd) -> SubmittedChange | None:
+    def begin_unlink(
+        self, parent: int, name: bytes, caller: Caller, unique: int, on_end: OnEnd
+    ) -> SubmittedChange | None:
         """Submit `unlink` without a task if nothing has to be awaited first; else return None.
 
         None: there was no side effect. `unique`: the number of the kernel's request. `on_end(None, error)` is
@@ -363,14 +390,23 @@ class Names(Wide):
         if not is_name(name) or not self._is_together(parent):
             return None
         request = meta_pb2.UnlinkRequest(parent=parent, name=name)
-        begun = self.meta.begin(parent, wire_pb2.META_UNLINK, request, meta_pb2.UnlinkReply,
-                                partial(self._unlinked, parent, name, self.clock.boottime_s(), on_end),
-                                uid=caller.uid, gid=caller.gid, unique=unique)
+        begun = self.meta.begin(
+            parent,
+            wire_pb2.META_UNLINK,
+            request,
+            meta_pb2.UnlinkReply,
+            partial(self._unlinked, parent, name, self.clock.boottime_s(), on_end),
+            uid=caller.uid,
+            gid=caller.gid,
+            unique=unique,
+        )
         if begun is not None:
             self.cache.forget_entry(parent, name)
         return begun
 
-    def _unlinked(self, parent: int, name: bytes, sent_s: float, on_end: OnEnd, reply, error: BaseException | None) -> None:
+    def _unlinked(
+        self, parent: int, name: bytes, sent_s: float, on_end: OnEnd, reply, error: BaseException | None
+    ) -> None:
         on_end(None, error)
         if error is None:
             self._removed(parent, name, sent_s, reply)
@@ -384,14 +420,17 @@ class Names(Wide):
         self.cache.forget_entry(parent, name)
         sent_s = self.clock.boottime_s()
         place, request.spread = await self._place(parent, name)
-        self._removed(parent, name, sent_s, await self._change(place, method, request, meta_pb2.UnlinkReply, caller))
+        self._removed(
+            parent, name, sent_s, await self._change(place, method, request, meta_pb2.UnlinkReply, caller)
+        )
 
     def _removed(self, parent: int, name: bytes, sent_s: float, reply) -> None:
         self.cache.forget_attr(reply.inode)
         self._named(parent, name, 0, sent_s, reply)
 
-    async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int,
-                     caller: Caller) -> tuple[int, int]:
+    async def rename(
+        self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, caller: Caller
+    ) -> tuple[int, int]:
         """Rename. Return the inode that was moved and the inode that had the new name (0: none).
 
         If the new name exists, the moved file's bytes are made durable first: after a power loss the new name
@@ -403,7 +442,9 @@ class Names(Wide):
             raise InvalidRequest(f"rename with flags {flags:#x}")
         if not flags & RENAME_NOREPLACE and self.writer.busy:
             await self._flush_before_replace(parent, name, new_parent, new_name)
-        request = meta_pb2.RenameRequest(parent=parent, name=name, new_parent=new_parent, new_name=new_name, flags=flags)
+        request = meta_pb2.RenameRequest(
+            parent=parent, name=name, new_parent=new_parent, new_name=new_name, flags=flags
+        )
         for renamed in ((parent, name), (new_parent, new_name)):
             self.cache.forget_entry(*renamed)
         place, request.spread = await self._place(parent, name)

@@ -62,7 +62,9 @@ class TakeOver(Files):
             rights.setdefault(inode, 3)
         self.meta.take_over(list(rights))
         gate = asyncio.Semaphore(_ASKED_AT_ONCE)
-        found = dict(await asyncio.gather(*(self._hold_again(gate, inode, wanted) for inode, wanted in rights.items())))
+        found = dict(
+            await asyncio.gather(*(self._hold_again(gate, inode, wanted) for inode, wanted in rights.items()))
+        )
         handles = {}
         for before in opened:
             file = found[before.inode]
@@ -76,7 +78,11 @@ class TakeOver(Files):
                 self.writer.take_over(file, kept)
                 self.rooms.take_over(file)
             elif kept.pieces or kept.stored_end:
-                log.error("%d writes to inode %d are dropped: it is gone, or can not be asked for", len(kept.pieces), inode)
+                log.error(
+                    "%d writes to inode %d are dropped: it is gone, or can not be asked for",
+                    len(kept.pieces),
+                    inode,
+                )
                 self._drop_left(kept)
         return handles
 
@@ -110,7 +116,11 @@ class TakeOver(Files):
         held = {inode: await self._locks_of(inode) for inode in {key.inode for key in keys}}
         for key, records in keys.items():
             told = held[key.inode]
-            spans = [lock for lock in told or () if (lock.kind, lock.owner) == (key.kind, key.owner) and not lock.waits]
+            spans = [
+                lock
+                for lock in told or ()
+                if (lock.kind, lock.owner) == (key.kind, key.owner) and not lock.waits
+            ]
             owned = self._own(key) if spans else None
             for index, number in records:
                 handle = handles.get(number)
@@ -138,7 +148,9 @@ class TakeOver(Files):
         if not self.meta.was_taken_up(inode):
             return None
         if reply.more:
-            log.error("inode %d has more locks than are told at once: which of them are ours nobody knows", inode)
+            log.error(
+                "inode %d has more locks than are told at once: which of them are ours nobody knows", inode
+            )
             return None
         return [lock for lock in reply.locks if lock.session == request.session]
 

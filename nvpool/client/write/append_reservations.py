@@ -24,12 +24,12 @@ class Appended:
     __slots__ = ("turn", "start", "end", "broken", "doubtful", "shared", "publishing", "void")
 
     def __init__(self) -> None:
-        self.turn = Turn()      # one append at a time reserves its range and is written
+        self.turn = Turn()  # one append at a time reserves its range and is written
         self.start = 0
-        self.end = 0            # all appends are published if this is not above the file's published size
+        self.end = 0  # all appends are published if this is not above the file's published size
         self.broken: int | None = None  # bytes from here on are given up
-        self.doubtful = False   # the service may have made a reservation that this client does not know
-        self.shared = False     # other clients append to the file
+        self.doubtful = False  # the service may have made a reservation that this client does not know
+        self.shared = False  # other clients append to the file
         self.publishing = False
         self.void: set[int] = set()  # numbers of extents in flight that another client's truncation removed
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from nvpool.client.state.dirty_file import Record, DirtyExtent, WrittenFile
+from nvpool.client.state.dirty_file import DirtyExtent, Record, WrittenFile
 from nvpool.shm.mount_state import KeptMemory, Word
 
 
@@ -46,7 +46,9 @@ class Keeping:
     def has_room(self, length: int) -> bool:
         return self.memory.has_room(length)
 
-    def keep(self, written: WrittenFile, offset: int, data, unique: int, last: bool) -> tuple[Record, memoryview]:
+    def keep(
+        self, written: WrittenFile, offset: int, data, unique: int, last: bool
+    ) -> tuple[Record, memoryview]:
         """Journal a piece: from here on it outlives this process.
 
         Return its record, and its bytes in the journal.
@@ -86,7 +88,9 @@ class Keeping:
         file = written.file
         error = written.error.errno if written.error is not None else 0
         met = written.met.errno if written.met is not None else 0
-        self.memory.files.put(written.entry, written.stored_up_to, written.stored_bytes, file.cut, error, met, file.inode)
+        self.memory.files.put(
+            written.entry, written.stored_up_to, written.stored_bytes, file.cut, error, met, file.inode
+        )
 
     def end(self, written: WrittenFile) -> None:
         """Drop the file's entry and pieces; pieces in flight stay until they have arrived."""
@@ -112,7 +116,9 @@ class Keeping:
             kept = found.get(inode)
             if kept is None:
                 kept = found[inode] = KeptFile(-1, 0, 0, 0, 0, 0, [])
-            kept.pieces.append(KeptPiece(offset, self.memory.payloads[place:place + length], (number, index)))
+            kept.pieces.append(
+                KeptPiece(offset, self.memory.payloads[place : place + length], (number, index))
+            )
         return found
 
     def finished(self) -> dict[int, int]:

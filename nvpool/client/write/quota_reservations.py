@@ -37,8 +37,7 @@ log = logging.getLogger(__name__)
 class Room:
     """This client's reservation in one volume."""
 
-    __slots__ = ("volume", "free", "taken", "files", "used_s", "until_s", "asking", "limit",
-                 "told")
+    __slots__ = ("volume", "free", "taken", "files", "used_s", "until_s", "asking", "limit", "told")
 
     def __init__(self, volume: int) -> None:
         self.volume = volume
@@ -116,9 +115,11 @@ class QuotaReservations:
                     await self._wait_for_reports(room)
             reached = max(file.paid, file.attr.size) + room.free
             if reached <= offset:
-                raise QuotaExceeded(f"the volume's quota of {format_bytes(room.limit)} is used up; remove files and "
-                                    f"purge its trash, if it has one (nvpool trash purge POOL NAME), or: nvpool volume "
-                                    "resize POOL NAME --size SIZE")
+                raise QuotaExceeded(
+                    f"the volume's quota of {format_bytes(room.limit)} is used up; remove files and "
+                    f"purge its trash, if it has one (nvpool trash purge POOL NAME), or: nvpool volume "
+                    "resize POOL NAME --size SIZE"
+                )
             self.cover(file, reached)
             return reached
 
@@ -149,9 +150,13 @@ class QuotaReservations:
         """Reserve `needed` bytes besides those that files have taken, and `ahead` more if possible."""
         taken, outstanding = room.taken, room.outstanding()
         wanted = outstanding + max(0, needed)
-        request = meta_pb2.VolumeRoomRequest(inode=room.volume, bytes=wanted + ahead, needed=wanted, again=again)
+        request = meta_pb2.VolumeRoomRequest(
+            inode=room.volume, bytes=wanted + ahead, needed=wanted, again=again
+        )
         room.told, room.used_s = UNLIMITED_BYTES, self._clock.boottime_s()
-        reply = await self._meta.ask(room.volume, wire_pb2.META_VOLUME_ROOM, request, meta_pb2.VolumeRoomReply)
+        reply = await self._meta.ask(
+            room.volume, wire_pb2.META_VOLUME_ROOM, request, meta_pb2.VolumeRoomReply
+        )
         self._shards[room.volume] = self._meta.shard_of(room.volume)
         now_s = self._clock.boottime_s()
         room.used_s, room.limit, room.told = now_s, reply.bytes_max, outstanding
@@ -161,7 +166,13 @@ class QuotaReservations:
             room.told += room.taken - taken
             room.free, room.until_s = max(0, reply.bytes - room.told), 0.0
 
-    async def repeat(self, file: OpenInode | None, volume: int, work: Callable[[], Awaitable], settle: Callable[[], Awaitable]):
+    async def repeat(
+        self,
+        file: OpenInode | None,
+        volume: int,
+        work: Callable[[], Awaitable],
+        settle: Callable[[], Awaitable],
+    ):
         """Await `work`, a change by the service that makes a file longer, and return its result.
 
         If the service refuses it for the quota, it is repeated once, after this client's unused reservation
@@ -197,7 +208,9 @@ class QuotaReservations:
                 continue
             if self._is_over(room):
                 self._forget(room)
-            elif ((room.free and not room.until_s) or room.outstanding() < room.told) and room.used_s < idle_s:
+            elif (
+                (room.free and not room.until_s) or room.outstanding() < room.told
+            ) and room.used_s < idle_s:
                 self._behind(self._give_back_quietly(room))
 
     async def _give_back(self, room: Room) -> None:
@@ -265,4 +278,3 @@ class QuotaReservations:
     def close(self) -> None:
         for task in self._tasks:
             task.cancel()
-

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from nvpool.client.data.unstable_writes import Unflushed
-from nvpool.client.rpc.fast_changes import SubmittedChange, OnEnd
+from nvpool.client.rpc.fast_changes import OnEnd, SubmittedChange
 from nvpool.client.state.attr_cache import OpenInode
 from nvpool.client.state.dirty_file import DirtyExtent, WrittenFile, prepared
 from nvpool.client.state.options import ClientOptions
@@ -94,7 +94,10 @@ class WriteSender:
             for segment in segments:
                 if not segment.due or self._overlaps_sending(written, unit, segment):
                     kept.append(segment)
-                elif self._in_flight and self._in_flight + segment.end - segment.start > self._options.write_flight_bytes:
+                elif (
+                    self._in_flight
+                    and self._in_flight + segment.end - segment.start > self._options.write_flight_bytes
+                ):
                     kept.append(segment)
                     self._stalled[written.file.inode] = written
                 else:
@@ -120,7 +123,10 @@ class WriteSender:
 
     def _deadline_s(self, segment: DirtyExtent) -> float:
         """The deadline, counted from the write. A write that waited behind others does not get more time."""
-        return max(segment.born_s + self._options.deadline_s, self._clock.boottime_s() + min(1.0, self._options.deadline_s))
+        return max(
+            segment.born_s + self._options.deadline_s,
+            self._clock.boottime_s() + min(1.0, self._options.deadline_s),
+        )
 
     def _begin(self, written: WrittenFile, unit: int, segment: DirtyExtent) -> bool:
         """Submit the extent without a task; return whether it was submitted."""
@@ -131,13 +137,28 @@ class WriteSender:
             return False
         parts, checksums = prepared(segment)
         on_end = partial(self._was_sent, written, unit, segment)
-        writing = self._chunks.begin_write(way, file, index, segment.start & file.chunk_mask, segment.end - segment.start,
-                                           parts, checksums, self._deadline_s(segment), on_end)
+        writing = self._chunks.begin_write(
+            way,
+            file,
+            index,
+            segment.start & file.chunk_mask,
+            segment.end - segment.start,
+            parts,
+            checksums,
+            self._deadline_s(segment),
+            on_end,
+        )
         self._begun.add(writing)
         return True
 
-    def _was_sent(self, written: WrittenFile, unit: int, segment: DirtyExtent, writing: Writing,
-                  error: BaseException | None) -> None:
+    def _was_sent(
+        self,
+        written: WrittenFile,
+        unit: int,
+        segment: DirtyExtent,
+        writing: Writing,
+        error: BaseException | None,
+    ) -> None:
         self._begun.discard(writing)
         if isinstance(error, asyncio.CancelledError):
             written.meet(_closed())
@@ -150,7 +171,9 @@ class WriteSender:
             self._has_stored(written, segment, writing.cut)
         self._left(written, unit, segment, None if error is not None else writing)
 
-    async def _send(self, written: WrittenFile, unit: int, segment: DirtyExtent, begun: Writing | None = None) -> None:
+    async def _send(
+        self, written: WrittenFile, unit: int, segment: DirtyExtent, begun: Writing | None = None
+    ) -> None:
         """Send the extent by the slow path. `begun`: its earlier submission, which failed."""
         file = written.file
         try:
@@ -163,8 +186,16 @@ class WriteSender:
                 try:
                     named = {} if begun is None else {"begun": begun}
                     begun = None
-                    stored = await self._chunks.write(file, index, offset, segment.end - segment.start, parts, checksums,
-                                                      deadline_s, **named)
+                    stored = await self._chunks.write(
+                        file,
+                        index,
+                        offset,
+                        segment.end - segment.start,
+                        parts,
+                        checksums,
+                        deadline_s,
+                        **named,
+                    )
                     break
                 except StaleCut:
                     # Another client has truncated the file since. It never saw our bytes, so they come after
@@ -201,14 +232,21 @@ class WriteSender:
             self._note(written)
 
     def _dropped(self, written: WrittenFile, segment: DirtyExtent, error: NvpoolError) -> None:
-        log.error("%d bytes at %d of inode %d could not be stored and are dropped: %s", segment.end - segment.start,
-                  segment.start, written.file.inode, error)
+        log.error(
+            "%d bytes at %d of inode %d could not be stored and are dropped: %s",
+            segment.end - segment.start,
+            segment.start,
+            written.file.inode,
+            error,
+        )
         written.meet(error)
         appended = written.appended
         if appended is not None and segment.end > appended.start and segment.start < open_end(written):
             self._give_up(written, max(segment.start, appended.start))
 
-    def _left(self, written: WrittenFile, unit: int, segment: DirtyExtent, stored: Writing | None = None) -> None:
+    def _left(
+        self, written: WrittenFile, unit: int, segment: DirtyExtent, stored: Writing | None = None
+    ) -> None:
         """Remove the extent from those in flight: it was stored (`stored`, or noted before) or dropped."""
         length = segment.end - segment.start
         self._in_flight -= length
@@ -258,7 +296,9 @@ class WriteSender:
     @staticmethod
     def _telling(written: WrittenFile) -> SizeReport:
         """The data to report now. From here on it counts as reported; `_not_told` reverses that."""
-        told = SizeReport(written.stored_end, written.stored_bytes, written.wrote, written.file.cut, withdrawn(written))
+        told = SizeReport(
+            written.stored_end, written.stored_bytes, written.wrote, written.file.cut, withdrawn(written)
+        )
         written.wrote = False
         written.stored_bytes = 0
         return told
@@ -280,14 +320,24 @@ class WriteSender:
         if not isinstance(error, StaleCut):
             written.stored_bytes += told.stored
 
-    def begin_flush(self, file: OpenInode, on_end: OnEnd, otherwise: Callable[[], Coroutine]) -> CloseFlush | bool | None:
+    def begin_flush(
+        self, file: OpenInode, on_end: OnEnd, otherwise: Callable[[], Coroutine]
+    ) -> CloseFlush | bool | None:
         """As Files.begin_flush. `otherwise` makes the coroutine of the slow path."""
         written = file.written
-        if (written.flushing is not None or written.paused or written.error is not None or written.reporting.taken
-                or written.is_broken):
+        if (
+            written.flushing is not None
+            or written.paused
+            or written.error is not None
+            or written.reporting.taken
+            or written.is_broken
+        ):
             return None
-        flush = (self.plain.flush(written, self._number, on_end, otherwise) if self.plain is not None
-                 else CloseFlush(self, written, self._number, on_end, otherwise))
+        flush = (
+            self.plain.flush(written, self._number, on_end, otherwise)
+            if self.plain is not None
+            else CloseFlush(self, written, self._number, on_end, otherwise)
+        )
         if written.dirty or written.sending:
             for segment in written.segments():
                 segment.due = True
@@ -307,10 +357,26 @@ class CloseFlush:
     `on_end(None, error)` is called once, before the client updates its state.
     """
 
-    __slots__ = ("on_end", "_writer", "_written", "_number", "_otherwise", "_told", "_report", "_task", "_ended")
+    __slots__ = (
+        "on_end",
+        "_writer",
+        "_written",
+        "_number",
+        "_otherwise",
+        "_told",
+        "_report",
+        "_task",
+        "_ended",
+    )
 
-    def __init__(self, writer: WriteSender, written: WrittenFile, number: int, on_end: OnEnd,
-                 otherwise: Callable[[], Coroutine]) -> None:
+    def __init__(
+        self,
+        writer: WriteSender,
+        written: WrittenFile,
+        number: int,
+        on_end: OnEnd,
+        otherwise: Callable[[], Coroutine],
+    ) -> None:
         self.on_end = on_end
         self._writer = writer
         self._written = written
@@ -335,8 +401,13 @@ class CloseFlush:
     def report(self) -> bool:
         """Submit the report; return whether it was submitted. False: there was no side effect."""
         writer, written = self._writer, self._written
-        if written.error is not None or written.is_broken or written.paused \
-                or not (written.wrote or written.stored_end) or not written.reporting.take():
+        if (
+            written.error is not None
+            or written.is_broken
+            or written.paused
+            or not (written.wrote or written.stored_end)
+            or not written.reporting.take()
+        ):
             return False
         told = writer._telling(written)
         report = writer._begin_report(written.file, told.end, told.stored, told.wrote, self._reported)

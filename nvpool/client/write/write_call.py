@@ -31,11 +31,31 @@ class Writing:
     ChunkClient.write.
     """
 
-    __slots__ = ("slot", "sequence", "cut", "error", "_chunks", "_file", "_index", "_epoch", "_on_end", "_connection",
-                 "_number", "_ended")
+    __slots__ = (
+        "slot",
+        "sequence",
+        "cut",
+        "error",
+        "_chunks",
+        "_file",
+        "_index",
+        "_epoch",
+        "_on_end",
+        "_connection",
+        "_number",
+        "_ended",
+    )
 
-    def __init__(self, chunks: ChunkClient, file: OpenInode, index: int, epoch: int, slot: int, sequence: int,
-                 on_end: Callable[[Writing, BaseException | None], None]) -> None:
+    def __init__(
+        self,
+        chunks: ChunkClient,
+        file: OpenInode,
+        index: int,
+        epoch: int,
+        slot: int,
+        sequence: int,
+        on_end: Callable[[Writing, BaseException | None], None],
+    ) -> None:
         self.slot = slot
         self.sequence = sequence
         self.error: BaseException | None = None
@@ -47,16 +67,29 @@ class Writing:
         self._on_end = on_end
         self._ended = False
 
-    def send(self, way: tuple[Chain, Lane, object], map_epoch: int, offset: int, length: int, parts: Sequence, checksums: bytes,
-             deadline_s: float) -> None:
+    def send(
+        self,
+        way: tuple[Chain, Lane, object],
+        map_epoch: int,
+        offset: int,
+        length: int,
+        parts: Sequence,
+        checksums: bytes,
+        deadline_s: float,
+    ) -> None:
         _, lane, connection = way
         file = self._file
         header = WRITE_ENTRY.pack(file.inode, self.cut, self.sequence, self._index, offset, length, 0, 0)
         self._connection = connection
         self._number = connection.submit(
-            DATA_WRITE, encode_write_request(map_epoch, lane.target, file.grant, header, checksums, file.grant_session,
-                                             self.slot),
-            parts, deadline_s=deadline_s, on_done=self._done)
+            DATA_WRITE,
+            encode_write_request(
+                map_epoch, lane.target, file.grant, header, checksums, file.grant_session, self.slot
+            ),
+            parts,
+            deadline_s=deadline_s,
+            on_done=self._done,
+        )
 
     def cancel(self) -> None:
         """Call the listener with CancelledError now. The store may execute the write all the same."""
@@ -81,8 +114,11 @@ class Writing:
                 if not status:
                     self._end(None)
                     return
-                error = CorruptFrame("a store's answer to a write does not fit the question") if status < 0 \
+                error = (
+                    CorruptFrame("a store's answer to a write does not fit the question")
+                    if status < 0
                     else errors.BY_WIRE_CODE.get(status, Unavailable)()
+                )
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
@@ -113,8 +149,18 @@ class BeginsWrites:
         connection = self._dialer.live(lane.endpoints)
         return None if connection is None else (chain, lane, connection)
 
-    def begin_write(self: ChunkClient, way: tuple[Chain, Lane, object], file: OpenInode, index: int, offset: int, length: int,
-                    parts: Sequence, checksums: bytes, deadline_s: float, on_end) -> Writing:
+    def begin_write(
+        self: ChunkClient,
+        way: tuple[Chain, Lane, object],
+        file: OpenInode,
+        index: int,
+        offset: int,
+        length: int,
+        parts: Sequence,
+        checksums: bytes,
+        deadline_s: float,
+        on_end,
+    ) -> Writing:
         """Submit `write` by the route that `way_to_write` has just returned; see Writing."""
         self.counters["writes"] += 1
         self.sequence += 1

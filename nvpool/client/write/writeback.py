@@ -25,7 +25,7 @@ from nvpool.client.data.commit import Stored
 from nvpool.client.data.unstable_writes import Unflushed
 from nvpool.client.rpc.exactly_once import asking
 from nvpool.client.state.attr_cache import OpenInode
-from nvpool.client.state.dirty_file import Record, DirtyExtent, WrittenFile, copies, kept
+from nvpool.client.state.dirty_file import DirtyExtent, Record, WrittenFile, copies, kept
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.write.append_reservations import PUBLISH_S, Appended, open_end
 from nvpool.client.write.crash_journal import Keeping, KeptFile
@@ -51,10 +51,17 @@ class Writer(WriteSender):
     reports to the service and caches the attributes of the reply. `begin_report` is defined in `vfs/client`.
     """
 
-    def __init__(self, chunks, options: ClientOptions, clock: Clock, *,
-                 refresh: Callable[[OpenInode, int], Awaitable[None]],
-                 report: Callable[[OpenInode, int, int, bool, bool], Awaitable[None]],
-                 begin_report: BeginReport = lambda *_: None, keeping: Keeping | None = None):
+    def __init__(
+        self,
+        chunks,
+        options: ClientOptions,
+        clock: Clock,
+        *,
+        refresh: Callable[[OpenInode, int], Awaitable[None]],
+        report: Callable[[OpenInode, int, int, bool, bool], Awaitable[None]],
+        begin_report: BeginReport = lambda *_: None,
+        keeping: Keeping | None = None,
+    ):
         self._chunks = chunks
         self._options = options
         self._clock = clock
@@ -76,8 +83,9 @@ class Writer(WriteSender):
 
         It accepts the first bytes of small new files, and makes the `CloseFlush` objects.
         """
-        self._unflushed = Unflushed(chunks, keeping.note_unflushed if keeping is not None else lambda there_is: None,
-                                    self._was_lost)
+        self._unflushed = Unflushed(
+            chunks, keeping.note_unflushed if keeping is not None else lambda there_is: None, self._was_lost
+        )
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -132,7 +140,9 @@ class Writer(WriteSender):
             self._keeping.begin(written)
         # it is not known which open files have reported the error, so all of them report it
         if left.error or left.met:
-            written.met = WritesLost("bytes written earlier could not be stored, as the process before this one has met")
+            written.met = WritesLost(
+                "bytes written earlier could not be stored, as the process before this one has met"
+            )
             written.error = written.met if left.error else None
         written.wrote = written.begun = True
         written.wrote_s = self._clock.boottime_s()
@@ -143,7 +153,14 @@ class Writer(WriteSender):
             else:
                 written.stored_end = left.stored_end
         for piece in left.pieces:
-            self._put_unit(written, piece.offset >> written.unit_bits, piece.offset, piece.data, written.wrote_s, piece.record)
+            self._put_unit(
+                written,
+                piece.offset >> written.unit_bits,
+                piece.offset,
+                piece.data,
+                written.wrote_s,
+                piece.record,
+            )
         written.find_end()
         self._keeping.note(written)
         self._all_due(written)
@@ -185,9 +202,16 @@ class Writer(WriteSender):
         # The first bytes of a file are sent while the application is still busy with its next call: most
         # files are small and are closed immediately after. A longer file costs one more message. Less than a
         # block would have to be merged.
-        begins = not offset and BLOCK_BYTES <= length <= _TAIL_BYTES and not written.begun and not written.file.attr.size
+        begins = (
+            not offset
+            and BLOCK_BYTES <= length <= _TAIL_BYTES
+            and not written.begun
+            and not written.file.attr.size
+        )
         written.begun = True
-        if begins and not (written.dirty or written.sending or written.paused or self._in_flight or end > 1 << bits):
+        if begins and not (
+            written.dirty or written.sending or written.paused or self._in_flight or end > 1 << bits
+        ):
             self._begin_with(written, end, data, now_s, unique)
             return
         ready = False
@@ -203,7 +227,7 @@ class Writer(WriteSender):
             place = offset
             while place < end:
                 border = min((place >> bits) + 1 << bits, end)
-                part = view[place - offset:border - offset]
+                part = view[place - offset : border - offset]
                 if keeping is not None:
                     record, part = keeping.keep(written, place, part, unique, border == end)
                 ready = self._put_unit(written, place >> bits, place, part, now_s, record) or ready
@@ -227,7 +251,9 @@ class Writer(WriteSender):
             segment.records.append(record)
         self._set_out(written, 0, segment)
 
-    def _put_unit(self, written: WrittenFile, unit: int, start: int, data, now_s: float, record: Record | None) -> bool:
+    def _put_unit(
+        self, written: WrittenFile, unit: int, start: int, data, now_s: float, record: Record | None
+    ) -> bool:
         """Add bytes to the dirty extents of a unit. Return whether an extent is ready to be sent."""
         length = len(data)
         end = start + length
@@ -257,7 +283,9 @@ class Writer(WriteSender):
             segment.due = True
         return segment.due
 
-    def _merge(self, written: WrittenFile, segments: list[DirtyExtent], start: int, end: int, data, now_s: float) -> DirtyExtent:
+    def _merge(
+        self, written: WrittenFile, segments: list[DirtyExtent], start: int, end: int, data, now_s: float
+    ) -> DirtyExtent:
         """Overlay the extents with `data`; the extents that it touches become one.
 
         The merged extent takes the place of the oldest one in the order of writes.
@@ -265,17 +293,22 @@ class Writer(WriteSender):
         touched = [s for s in segments if s.start <= end and s.end >= start]
         if len(touched) == 1 and touched[0].start <= start and touched[0].end >= end:
             segment = touched[0]
-            segment.bytes()[start - segment.start:end - segment.start] = data
+            segment.bytes()[start - segment.start : end - segment.start] = data
             return segment
         first = min([start, *[s.start for s in touched]])
         last = max([end, *[s.end for s in touched]])
         whole = bytearray(last - first)
         for old in touched:
-            whole[old.start - first:old.end - first] = old.bytes()
-        whole[start - first:end - first] = data
+            whole[old.start - first : old.end - first] = old.bytes()
+        whole[start - first : end - first] = data
         self._number += 1
-        segment = DirtyExtent(first, last, [whole], min([self._number, *[s.number for s in touched]]),
-                          min([now_s, *[s.born_s for s in touched]]))
+        segment = DirtyExtent(
+            first,
+            last,
+            [whole],
+            min([self._number, *[s.number for s in touched]]),
+            min([now_s, *[s.born_s for s in touched]]),
+        )
         segment.due = any(s.due for s in touched)
         segment.records = sorted(record for s in touched for record in s.records)
         self._hold(written, len(whole) - sum(s.end - s.start for s in touched))
@@ -309,7 +342,9 @@ class Writer(WriteSender):
                 async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
                     await future
             except TimeoutError:
-                raise DeadlineExceeded("the stores took none of what was written", may_be_applied=False) from None
+                raise DeadlineExceeded(
+                    "the stores took none of what was written", may_be_applied=False
+                ) from None
 
     # -- flushing ------------------------------------------------------------------------------------------------------
 
@@ -440,7 +475,7 @@ class Writer(WriteSender):
                     continue
                 if segment.end > size:
                     freed += segment.end - size
-                    del segment.bytes()[size - segment.start:]
+                    del segment.bytes()[size - segment.start :]
                     segment.end = size
                 kept.append(segment)
             if kept:
@@ -461,8 +496,12 @@ class Writer(WriteSender):
         written = file.written
         appended = written.appended
         if appended is not None and appended.end > file.attr.size:
-            appended.void.update(segment.number for segments in written.sending.values() for segment in segments
-                                 if segment.end > appended.start)
+            appended.void.update(
+                segment.number
+                for segments in written.sending.values()
+                for segment in segments
+                if segment.end > appended.start
+            )
             self._clip(written, appended.start)
             appended.close()
         written.was_cut()
@@ -521,7 +560,9 @@ class Writer(WriteSender):
 
     # -- bytes that the stores copied by themselves --------------------------------------------------------------------
 
-    def was_copied(self, file: OpenInode, end: int, byte_count: int, cut: int, stored: Stored | None = None) -> None:
+    def was_copied(
+        self, file: OpenInode, end: int, byte_count: int, cut: int, stored: Stored | None = None
+    ) -> None:
         """Record `byte_count` bytes up to `end` that a store copied under truncate epoch `cut`.
 
         `stored`: the unstable write to commit; None for a hole.
@@ -559,8 +600,9 @@ class Writer(WriteSender):
                         segment.due = True
             if written.dirty:
                 self._pump(written)
-            if (written.stored_end or (written.wrote and written.wrote_s <= oldest_s) or written.is_broken) \
-                    and not written.reporting.taken:
+            if (
+                written.stored_end or (written.wrote and written.wrote_s <= oldest_s) or written.is_broken
+            ) and not written.reporting.taken:
                 self._own(self._settle_quietly(file))
             elif written.clean and not file.handles:
                 self._drop(written)

@@ -32,13 +32,23 @@ _ANSWER_BYTES_MAX = 64 << 20
 """Largest response: a stream that was interrupted gets many maps together; gRPC's default limit is 4 MiB."""
 _OPTIONS = (
     ("grpc.max_receive_message_length", _ANSWER_BYTES_MAX),
-    ("grpc.keepalive_time_ms", 5000), ("grpc.keepalive_timeout_ms", 3000), ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000), ("grpc.enable_retries", 0),
+    ("grpc.keepalive_time_ms", 5000),
+    ("grpc.keepalive_timeout_ms", 3000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.enable_retries", 0),
 )
 # Retry these with another member or later: no leader at the moment, an internal timeout, or a member that is
 # starting.
-_ELSEWHERE = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED,
-              grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.RESOURCE_EXHAUSTED}
+_ELSEWHERE = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
 _NOT_LET_IN = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
 
 _Answer = TypeVar("_Answer")
@@ -61,8 +71,11 @@ class _Member:
 
     def __init__(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
         self.address = address
-        self.channel = grpc.aio.secure_channel(address, credentials, _OPTIONS) if credentials else \
-            grpc.aio.insecure_channel(address, _OPTIONS)
+        self.channel = (
+            grpc.aio.secure_channel(address, credentials, _OPTIONS)
+            if credentials
+            else grpc.aio.insecure_channel(address, _OPTIONS)
+        )
         self.kv = rpc.KVStub(self.channel)
         self.leases = rpc.LeaseStub(self.channel)
         self.watches = rpc.WatchStub(self.channel)
@@ -75,7 +88,9 @@ class EtcdCalls:
     `members`: "host:port" of each member, the nearest first. Plain text without `certificates`.
     """
 
-    def __init__(self, members: Sequence[str], clock: Clock, certificates: EtcdCertificates | None = None) -> None:
+    def __init__(
+        self, members: Sequence[str], clock: Clock, certificates: EtcdCertificates | None = None
+    ) -> None:
         self._clock = clock
         self._certificates: EtcdCertificates | None = None
         self._members: list[_Member] = []
@@ -95,9 +110,13 @@ class EtcdCalls:
         if tuple(members) == self.members and certificates == self._certificates:
             return
         credentials = certificates and grpc.ssl_channel_credentials(
-            certificates.authority, certificates.key, certificates.certificate)
+            certificates.authority, certificates.key, certificates.certificate
+        )
         kept = {one.address: one for one in self._members} if certificates == self._certificates else {}
-        before, self._members = self._members, [kept.get(address) or _Member(address, credentials) for address in members]
+        before, self._members = (
+            self._members,
+            [kept.get(address) or _Member(address, credentials) for address in members],
+        )
         self._certificates = certificates
         self._at = 0
         for one in before:
@@ -116,8 +135,10 @@ class EtcdCalls:
 
     async def _call(self, stub: str, method: str, request, wait_s: float):
         """Return the first member's answer. May be sent more than once, so `request` must be idempotent."""
-        return await self._first(lambda member, timeout_s: getattr(getattr(member, stub), method)(request, timeout=timeout_s),
-                                 wait_s)
+        return await self._first(
+            lambda member, timeout_s: getattr(getattr(member, stub), method)(request, timeout=timeout_s),
+            wait_s,
+        )
 
     async def _first(self, ask: Callable[[_Member, float], Awaitable[_Answer]], wait_s: float) -> _Answer:
         """Return the answer of the first member that has one. That member is tried first the next time."""
@@ -135,7 +156,9 @@ class EtcdCalls:
                     asked[trying] = member
                     at += 1
                 elif not asked:
-                    raise Unavailable(f"etcd does not answer ({told}); are most of its members up?", may_be_applied=True)
+                    raise Unavailable(
+                        f"etcd does not answer ({told}); are most of its members up?", may_be_applied=True
+                    )
                 done, _ = await asyncio.wait(asked, timeout=NEXT_S, return_when=asyncio.FIRST_COMPLETED)
                 for one in done:
                     member = asked.pop(one)
@@ -146,7 +169,9 @@ class EtcdCalls:
                         answer = one.result()
                     except grpc.aio.UsageError:
                         if self._closed:
-                            raise Unavailable("our connections to etcd are closed", may_be_applied=True) from None
+                            raise Unavailable(
+                                "our connections to etcd are closed", may_be_applied=True
+                            ) from None
                         told = "its channel was closed"
                     except grpc.aio.AioRpcError as error:
                         if error.code() in _NOT_LET_IN:
@@ -169,8 +194,17 @@ class EtcdCalls:
 
     async def ranges(self, ranges: Sequence[tuple[bytes, bytes]], wait_s: float) -> rpc.TxnResponse:
         """Read several key ranges (first, end exclusive) at the same revision."""
-        return await self._call("kv", "Txn", rpc.TxnRequest(success=[rpc.RequestOp(request_range=rpc.RangeRequest(
-            key=first, range_end=behind)) for first, behind in ranges]), wait_s)
+        return await self._call(
+            "kv",
+            "Txn",
+            rpc.TxnRequest(
+                success=[
+                    rpc.RequestOp(request_range=rpc.RangeRequest(key=first, range_end=behind))
+                    for first, behind in ranges
+                ]
+            ),
+            wait_s,
+        )
 
     async def transact(self, request: rpc.TxnRequest, wait_s: float) -> rpc.TxnResponse:
         """Run a transaction. After Unavailable, or without success, it may have been applied: read to find
@@ -182,7 +216,9 @@ class EtcdCalls:
                 raise
             # For a key on a lease that has ended meanwhile: an etcd election takes longer than short leases
             # last.
-            raise Unavailable(f"etcd refuses a change: {error.details()}", retry_after_s=0.1, may_be_applied=True) from None
+            raise Unavailable(
+                f"etcd refuses a change: {error.details()}", retry_after_s=0.1, may_be_applied=True
+            ) from None
 
     async def grant_lease(self, lease_s: int, wait_s: float) -> int:
         """Create a lease and return its number. If the answer is lost, the lease expires by itself."""
@@ -202,7 +238,9 @@ class EtcdCalls:
         Its whole time then counts from this call. Unavailable.
         """
         try:
-            call = self._members[self._at].leases.LeaseKeepAlive(timeout=min(CALL_S, wait_s), metadata=NEEDS_LEADER)
+            call = self._members[self._at].leases.LeaseKeepAlive(
+                timeout=min(CALL_S, wait_s), metadata=NEEDS_LEADER
+            )
         except grpc.aio.UsageError:
             raise Unavailable("our connections to etcd are closed") from None
         try:
@@ -239,6 +277,7 @@ class EtcdCalls:
 
         A member answers with what it has applied, so a read first makes it catch up with the others.
         """
+
         async def ask(member: _Member, timeout_s: float) -> list[rpc.Member]:
             await member.kv.Range(rpc.RangeRequest(key=b"nvpool/", count_only=True), timeout=timeout_s)
             return list((await member.cluster.MemberList(rpc.MemberListRequest(), timeout=timeout_s)).members)
@@ -247,7 +286,9 @@ class EtcdCalls:
 
     async def add_member(self, peer_url: str, wait_s: float) -> None:
         """Add a member as a learner. Unavailable, with etcd's reason: not possible now."""
-        await self._change_members("MemberAdd", rpc.MemberAddRequest(peerURLs=[peer_url], isLearner=True), wait_s)
+        await self._change_members(
+            "MemberAdd", rpc.MemberAddRequest(peerURLs=[peer_url], isLearner=True), wait_s
+        )
 
     async def promote_member(self, number: int, wait_s: float) -> None:
         """Make a learner a voting member. Unavailable, with etcd's reason: the member has not caught up."""
@@ -265,24 +306,35 @@ class EtcdCalls:
             await self._call("cluster", method, request, wait_s)
         except grpc.aio.AioRpcError as error:
             if error.code() != grpc.StatusCode.NOT_FOUND:
-                raise Unavailable(f"etcd does not change its members: {error.details()}", retry_after_s=1.0) from None
+                raise Unavailable(
+                    f"etcd does not change its members: {error.details()}", retry_after_s=1.0
+                ) from None
 
     async def close(self) -> None:
         """Close all channels. Pending and later calls raise Unavailable."""
         self._closed = True
-        await asyncio.gather(*(one.channel.close() for one in self._members), *self._closing, return_exceptions=True)
+        await asyncio.gather(
+            *(one.channel.close() for one in self._members), *self._closing, return_exceptions=True
+        )
 
 
-async def _answer(ask: Callable[[_Member, float], Awaitable[_Answer]], member: _Member, timeout_s: float) -> _Answer:
+async def _answer(
+    ask: Callable[[_Member, float], Awaitable[_Answer]], member: _Member, timeout_s: float
+) -> _Answer:
     return await ask(member, timeout_s)
 
 
 async def answers_alone(address: str, certificates: EtcdCertificates | None, wait_s: float) -> bool:
     """Whether that member answers, with or without a quorum."""
-    member = _Member(address, certificates and grpc.ssl_channel_credentials(
-        certificates.authority, certificates.key, certificates.certificate))
+    member = _Member(
+        address,
+        certificates
+        and grpc.ssl_channel_credentials(certificates.authority, certificates.key, certificates.certificate),
+    )
     try:
-        await member.kv.Range(rpc.RangeRequest(key=b"nvpool/", count_only=True, serializable=True), timeout=wait_s)
+        await member.kv.Range(
+            rpc.RangeRequest(key=b"nvpool/", count_only=True, serializable=True), timeout=wait_s
+        )
         return True
     except grpc.aio.AioRpcError:
         return False

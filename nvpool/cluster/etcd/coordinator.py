@@ -23,7 +23,7 @@ from typing import TypeVar
 from aetcd import rpc
 
 from nvpool.cluster.api import CoordinatorLease
-from nvpool.cluster.etcd.client import END_OF_STREAM, STREAM_ERRORS, EtcdCertificates, EtcdCalls
+from nvpool.cluster.etcd.client import END_OF_STREAM, STREAM_ERRORS, EtcdCalls, EtcdCertificates
 from nvpool.cluster.etcd.election import LEADER, SIGN, EtcdReign, follows, read_sign
 from nvpool.cluster.etcd.election_timing import Succession
 from nvpool.cluster.etcd.leases import EtcdLease, give_up
@@ -63,8 +63,15 @@ _AnyLease = TypeVar("_AnyLease", EtcdLease, EtcdReign)
 class EtcdCoordinator:
     """Coordinator on etcd, made by `found` or `open`."""
 
-    def __init__(self, calls: EtcdCalls, clock: Clock, pool_id: str, pool_map: PoolMap,
-                 publish: Callable[[bytes], None], only: str = "") -> None:
+    def __init__(
+        self,
+        calls: EtcdCalls,
+        clock: Clock,
+        pool_id: str,
+        pool_map: PoolMap,
+        publish: Callable[[bytes], None],
+        only: str = "",
+    ) -> None:
         self._calls = calls
         self._clock = clock
         self._root = _root(pool_id)
@@ -79,8 +86,16 @@ class EtcdCoordinator:
         self._heard_s = clock.boottime_s()
 
     @classmethod
-    async def found(cls, members: Sequence[str], first: PoolMap, publish: Callable[[bytes], None] = lambda raw: None, *,
-                    certificates: EtcdCertificates | None = None, clock: Clock = SYSTEM_CLOCK, only: str = "") -> EtcdCoordinator:
+    async def found(
+        cls,
+        members: Sequence[str],
+        first: PoolMap,
+        publish: Callable[[bytes], None] = lambda raw: None,
+        *,
+        certificates: EtcdCertificates | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+        only: str = "",
+    ) -> EtcdCoordinator:
         """Create the coordinator of a pool that etcd does not know, with the map `first`. `only` as in
         `over`.
 
@@ -92,19 +107,28 @@ class EtcdCoordinator:
         calls = EtcdCalls(members, clock, certificates)
         key = _root(first.pool_id) + b"map"
         try:
-            done = await calls.transact(rpc.TxnRequest(compare=[_is_absent(key)], success=_writes(_root(first.pool_id), first)),
-                                        CHANGE_S)
+            done = await calls.transact(
+                rpc.TxnRequest(compare=[_is_absent(key)], success=_writes(_root(first.pool_id), first)),
+                CHANGE_S,
+            )
             if not done.succeeded:
                 raise InvalidRequest("etcd holds a map of this pool already")
         except BaseException:
             await calls.close()
             raise
         await calls.close()
-        return await cls.open(members, first.pool_id, publish, certificates=certificates, clock=clock, only=only)
+        return await cls.open(
+            members, first.pool_id, publish, certificates=certificates, clock=clock, only=only
+        )
 
     @staticmethod
-    async def answers(members: Sequence[str], certificates: EtcdCertificates | None = None, *, wait_s: float = 2.0,
-                      clock: Clock = SYSTEM_CLOCK) -> None:
+    async def answers(
+        members: Sequence[str],
+        certificates: EtcdCertificates | None = None,
+        *,
+        wait_s: float = 2.0,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
         """Check etcd: on return a member has answered with a quorum.
 
         Unavailable: no member did in that time.
@@ -116,8 +140,16 @@ class EtcdCoordinator:
             await calls.close()
 
     @classmethod
-    async def open(cls, members: Sequence[str], pool_id: str, publish: Callable[[bytes], None] = lambda raw: None, *,
-                   certificates: EtcdCertificates | None = None, clock: Clock = SYSTEM_CLOCK, only: str = "") -> EtcdCoordinator:
+    async def open(
+        cls,
+        members: Sequence[str],
+        pool_id: str,
+        publish: Callable[[bytes], None] = lambda raw: None,
+        *,
+        certificates: EtcdCertificates | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+        only: str = "",
+    ) -> EtcdCoordinator:
         """Open the coordinator of a pool that etcd knows; `only` as in `over`.
 
         CorruptRecord: there is no map of the pool, or an invalid one. Unavailable.
@@ -125,8 +157,14 @@ class EtcdCoordinator:
         return await cls.over(EtcdCalls(members, clock, certificates), pool_id, publish, clock, only)
 
     @classmethod
-    async def over(cls, calls: EtcdCalls, pool_id: str, publish: Callable[[bytes], None] = lambda raw: None,
-                   clock: Clock = SYSTEM_CLOCK, only: str = "") -> EtcdCoordinator:
+    async def over(
+        cls,
+        calls: EtcdCalls,
+        pool_id: str,
+        publish: Callable[[bytes], None] = lambda raw: None,
+        clock: Clock = SYSTEM_CLOCK,
+        only: str = "",
+    ) -> EtcdCoordinator:
         """Open a coordinator as `open` does, through `calls`, which it owns from here on.
 
         `only`: a leader name that only this process, and its predecessors that have ended, use. The
@@ -134,8 +172,15 @@ class EtcdCoordinator:
         """
         try:
             found = await calls.ranges(_ranges(_root(pool_id)), CHANGE_S)
-            raw = next((kv.value for answer in found.responses for kv in answer.response_range.kvs
-                        if kv.key == _root(pool_id) + b"map"), None)
+            raw = next(
+                (
+                    kv.value
+                    for answer in found.responses
+                    for kv in answer.response_range.kvs
+                    if kv.key == _root(pool_id) + b"map"
+                ),
+                None,
+            )
             if raw is None:
                 raise CorruptRecord(f"etcd holds no map of pool {pool_id}")
             coordinator = cls(calls, clock, pool_id, decode_map(raw), publish, only)
@@ -148,8 +193,14 @@ class EtcdCoordinator:
         return coordinator
 
     @staticmethod
-    async def overwrite(members: Sequence[str], pool_id: str, after: Callable[[PoolMap], PoolMap], *,
-                        certificates: EtcdCertificates | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
+    async def overwrite(
+        members: Sequence[str],
+        pool_id: str,
+        after: Callable[[PoolMap], PoolMap],
+        *,
+        certificates: EtcdCertificates | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
         """Replace the map in etcd by `after(map)`, whatever its epoch: for recovery.
 
         CorruptRecord: etcd has no map of the pool. Unavailable: the map may have been replaced.
@@ -159,13 +210,22 @@ class EtcdCoordinator:
             found = await calls.range(rpc.RangeRequest(key=root + b"map"), CHANGE_S)
             if not found.kvs:
                 raise CorruptRecord(f"etcd holds no map of pool {pool_id}")
-            await calls.transact(rpc.TxnRequest(success=_writes(root, after(decode_map(found.kvs[0].value)))), CHANGE_S)
+            await calls.transact(
+                rpc.TxnRequest(success=_writes(root, after(decode_map(found.kvs[0].value)))), CHANGE_S
+            )
         finally:
             await calls.close()
 
     @staticmethod
-    async def forget(members: Sequence[str], pool_id: str, node: int, *, certificates: EtcdCertificates | None = None,
-                     wait_s: float = CHANGE_S, clock: Clock = SYSTEM_CLOCK) -> tuple[int, ...]:
+    async def forget(
+        members: Sequence[str],
+        pool_id: str,
+        node: int,
+        *,
+        certificates: EtcdCertificates | None = None,
+        wait_s: float = CHANGE_S,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> tuple[int, ...]:
         """Record that the pool is destroyed on this node. Return the nodes that still have it.
 
         When the last node of the map has called this, the result is empty and etcd has no key of the pool.
@@ -175,14 +235,26 @@ class EtcdCoordinator:
         try:
             found = await calls.range(rpc.RangeRequest(key=root + b"map"), wait_s)
             if found.kvs:
-                await calls.transact(rpc.TxnRequest(success=[_put(root + b"destroyed/%d" % node, b"")]), wait_s)
+                await calls.transact(
+                    rpc.TxnRequest(success=[_put(root + b"destroyed/%d" % node, b"")]), wait_s
+                )
                 below = root + b"destroyed/"
                 marked = await calls.range(rpc.RangeRequest(key=below, range_end=_behind(below)), wait_s)
                 gone = {int(pair.key.rpartition(b"/")[2]) for pair in marked.kvs}
-                if left := tuple(one.id for one in decode_map(found.kvs[0].value).nodes if one.id not in gone):
+                if left := tuple(
+                    one.id for one in decode_map(found.kvs[0].value).nodes if one.id not in gone
+                ):
                     return left
-            await calls.transact(rpc.TxnRequest(success=[rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(
-                key=root, range_end=_behind(root)))]), wait_s)
+            await calls.transact(
+                rpc.TxnRequest(
+                    success=[
+                        rpc.RequestOp(
+                            request_delete_range=rpc.DeleteRangeRequest(key=root, range_end=_behind(root))
+                        )
+                    ]
+                ),
+                wait_s,
+            )
             return ()
         finally:
             await calls.close()
@@ -240,7 +312,7 @@ class EtcdCoordinator:
         self._heard_s = self._clock.boottime_s()
         present, about_leader = {}, {}
         for kv in (kv for answer in found.responses for kv in answer.response_range.kvs):
-            name = kv.key[len(self._root):]
+            name = kv.key[len(self._root) :]
             if name == b"map":
                 self._take_map(kv)
             elif name in (LEADER, SIGN):
@@ -253,8 +325,13 @@ class EtcdCoordinator:
         members, stream, beating = self._calls.members, self._calls.watch(at), None
         try:
             for first, behind in _ranges(self._root):
-                await stream.write(rpc.WatchRequest(create_request=rpc.WatchCreateRequest(
-                    key=first, range_end=behind, start_revision=revision)))
+                await stream.write(
+                    rpc.WatchRequest(
+                        create_request=rpc.WatchCreateRequest(
+                            key=first, range_end=behind, start_revision=revision
+                        )
+                    )
+                )
             beating = asyncio.get_running_loop().create_task(_beat(stream))
             while True:
                 async with asyncio.timeout(SILENT_S):
@@ -278,7 +355,7 @@ class EtcdCoordinator:
         present, about_leader = dict(self._told.present), dict(self._about_leader)
         for event in events:
             kv, gone = event.kv, event.type == rpc.Event.EventType.DELETE
-            name = kv.key[len(self._root):]
+            name = kv.key[len(self._root) :]
             if name == b"map" and not gone:
                 self._take_map(kv)
             elif name in (LEADER, SIGN):
@@ -307,7 +384,9 @@ class EtcdCoordinator:
         if kv.mod_revision < self._map_revision and new.epoch <= self.pool_map.epoch:
             return  # a valid map otherwise: etcd was recovered and counts revisions from one again
         if problems := problems_of(self.pool_map, new):
-            raise CorruptRecord(f"the map with epoch {new.epoch} in etcd can not be used: {'; '.join(problems)}")
+            raise CorruptRecord(
+                f"the map with epoch {new.epoch} in etcd can not be used: {'; '.join(problems)}"
+            )
         self._map_revision = kv.mod_revision
         if new.epoch > self.pool_map.epoch:
             self._told.pool_map = new
@@ -329,14 +408,22 @@ class EtcdCoordinator:
             if new.epoch != self.pool_map.epoch + 1:
                 await self._look()  # our map may be old
             if new.epoch != self.pool_map.epoch + 1:
-                raise StaleEpoch(f"the pool map has epoch {self.pool_map.epoch}, so the next is {self.pool_map.epoch + 1}, "
-                                 f"not {new.epoch}")
+                raise StaleEpoch(
+                    f"the pool map has epoch {self.pool_map.epoch}, so the next is {self.pool_map.epoch + 1}, "
+                    f"not {new.epoch}"
+                )
             if problems := problems_of(self.pool_map, new):
                 raise InvalidRequest("; ".join(problems))
             if leader is not None and not leader.holds:
                 raise StaleLease("who asks for this map does not lead any more")
-            compare = [rpc.Compare(key=self._root + b"map", target=rpc.Compare.CompareTarget.MOD,
-                                   result=rpc.Compare.CompareResult.EQUAL, mod_revision=self._map_revision)]
+            compare = [
+                rpc.Compare(
+                    key=self._root + b"map",
+                    target=rpc.Compare.CompareTarget.MOD,
+                    result=rpc.Compare.CompareResult.EQUAL,
+                    mod_revision=self._map_revision,
+                )
+            ]
             if leader is not None:
                 compare.append(follows(self._root, leader.revision))
             writes = _writes(self._root, new)
@@ -359,7 +446,9 @@ class EtcdCoordinator:
 
         Otherwise a caller that learns of a failure would make the same change twice.
         """
-        found = await self._calls.range(rpc.RangeRequest(key=self._root + b"maps/%020d" % new.epoch), CHANGE_S)
+        found = await self._calls.range(
+            rpc.RangeRequest(key=self._root + b"maps/%020d" % new.epoch), CHANGE_S
+        )
         return any(kv.value == encode_map(new) for kv in found.kvs)
 
     # -- leases --------------------------------------------------------------------------------------------------------
@@ -380,7 +469,9 @@ class EtcdCoordinator:
             free_s = self._succession.free_in_s(self._clock.boottime_s())
             if free_s <= 0:
                 try:
-                    reign = await EtcdReign.take(self._calls, self._clock, self._root, name, lease_s, self._succession)
+                    reign = await EtcdReign.take(
+                        self._calls, self._clock, self._root, name, lease_s, self._succession
+                    )
                 except Unavailable:
                     if self._clock.boottime_s() > until_s:
                         raise
@@ -406,8 +497,15 @@ class EtcdCoordinator:
     async def members(self) -> tuple[Found, ...]:
         """Present members of etcd. Unavailable."""
         found = await self._calls.list_members(CHANGE_S)
-        return tuple(Found(f"{one.ID:x}", tuple(url.partition("://")[2] for url in one.peerURLs), one.isLearner, bool(one.name))
-                     for one in found)
+        return tuple(
+            Found(
+                f"{one.ID:x}",
+                tuple(url.partition("://")[2] for url in one.peerURLs),
+                one.isLearner,
+                bool(one.name),
+            )
+            for one in found
+        )
 
     async def change_members(self, step: Add | Promote | Remove, scheme: str) -> None:
         """Change etcd's members; done on return. Unavailable, with the reason: not now, or etcd refuses."""
@@ -459,8 +557,12 @@ def _put(key: bytes, value: bytes, lease: int = 0) -> rpc.RequestOp:
 
 
 def _is_absent(key: bytes) -> rpc.Compare:
-    return rpc.Compare(key=key, target=rpc.Compare.CompareTarget.CREATE, result=rpc.Compare.CompareResult.EQUAL,
-                       create_revision=0)
+    return rpc.Compare(
+        key=key,
+        target=rpc.Compare.CompareTarget.CREATE,
+        result=rpc.Compare.CompareResult.EQUAL,
+        create_revision=0,
+    )
 
 
 def _writes(root: bytes, new: PoolMap) -> list[rpc.RequestOp]:

@@ -43,13 +43,19 @@ def read_sign(leader: rpc.KeyValue | None, sign: rpc.KeyValue | None) -> Sign:
     try:
         return Sign(name, leader.mod_revision, sign.mod_revision, float(lease_s), token, float(led_s or 0))
     except ValueError:
-        raise CorruptRecord(f"the sign of life of node {name}, which leads the pool, can not be read: {sign.value!r}") from None
+        raise CorruptRecord(
+            f"the sign of life of node {name}, which leads the pool, can not be read: {sign.value!r}"
+        ) from None
 
 
 def follows(root: bytes, revision: int, key: bytes = LEADER) -> rpc.Compare:
     """Condition that the key has this modification revision; 0: that it does not exist."""
-    return rpc.Compare(key=root + key, target=rpc.Compare.CompareTarget.MOD, result=rpc.Compare.CompareResult.EQUAL,
-                       mod_revision=revision)
+    return rpc.Compare(
+        key=root + key,
+        target=rpc.Compare.CompareTarget.MOD,
+        result=rpc.Compare.CompareResult.EQUAL,
+        mod_revision=revision,
+    )
 
 
 def _put(key: bytes, value: bytes) -> rpc.RequestOp:
@@ -59,8 +65,19 @@ def _put(key: bytes, value: bytes) -> rpc.RequestOp:
 class EtcdReign(Renewed):
     """The pool's only leadership lease."""
 
-    def __init__(self, calls: EtcdCalls, clock: Clock, root: bytes, sign: bytes, revision: int, lease_s: float, sent_s: float,
-                 former: str | None, former_led_s: float, ran_out: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        calls: EtcdCalls,
+        clock: Clock,
+        root: bytes,
+        sign: bytes,
+        revision: int,
+        lease_s: float,
+        sent_s: float,
+        former: str | None,
+        former_led_s: float,
+        ran_out: Callable[[], None],
+    ) -> None:
         self._calls = calls
         self._clock = clock
         self._root = root
@@ -75,22 +92,33 @@ class EtcdReign(Renewed):
         self._begin(self._renew())
 
     @classmethod
-    async def take(cls, calls: EtcdCalls, clock: Clock, root: bytes, name: str, lease_s: float,
-                   succession: Succession) -> EtcdReign | None:
+    async def take(
+        cls, calls: EtcdCalls, clock: Clock, root: bytes, name: str, lease_s: float, succession: Succession
+    ) -> EtcdReign | None:
         """Acquire the leadership, or return None.
 
         None: another node has it, or has written a heartbeat that `succession` has not seen. Unavailable.
         """
-        seen, former, token, sent_s = succession.seen, succession.former(), clock.secret(8).hex(), clock.boottime_s()
+        seen, former, token, sent_s = (
+            succession.seen,
+            succession.former(),
+            clock.secret(8).hex(),
+            clock.boottime_s(),
+        )
         former_led_s = succession.led_s(sent_s)
         succession.begins(token)
         sign = f"{lease_s} {token}".encode()
         looks = [rpc.RequestOp(request_range=rpc.RangeRequest(key=root + key)) for key in (LEADER, SIGN)]
         done = None
         try:
-            done = await calls.transact(rpc.TxnRequest(
-                compare=[follows(root, seen.reign), follows(root, seen.renewed, SIGN)],
-                success=[_put(root + LEADER, name.encode()), _put(root + SIGN, sign)], failure=looks), lease_s / 2)
+            done = await calls.transact(
+                rpc.TxnRequest(
+                    compare=[follows(root, seen.reign), follows(root, seen.renewed, SIGN)],
+                    success=[_put(root + LEADER, name.encode()), _put(root + SIGN, sign)],
+                    failure=looks,
+                ),
+                lease_s / 2,
+            )
         finally:
             if done is None:
                 succession.has_ended(token, former)
@@ -101,8 +129,18 @@ class EtcdReign(Renewed):
             if found is None or found.value != sign or leader is None:
                 return None
             revision = leader.mod_revision
-        return cls(calls, clock, root, sign, revision, lease_s, sent_s, former, former_led_s,
-                   lambda: succession.has_ended(token, name))
+        return cls(
+            calls,
+            clock,
+            root,
+            sign,
+            revision,
+            lease_s,
+            sent_s,
+            former,
+            former_led_s,
+            lambda: succession.has_ended(token, name),
+        )
 
     @property
     def _until_s(self) -> float:
@@ -140,8 +178,12 @@ class EtcdReign(Renewed):
         led_s = (sent_s - self._begun_s) * (1 - CLOCKS_DIFFER)
         sign = b"%s %.1f" % (self._sign, led_s)
         try:
-            done = await self._calls.transact(rpc.TxnRequest(
-                compare=[follows(self._root, self.revision)], success=[_put(self._root + SIGN, sign)]), self._lease_s / 2)
+            done = await self._calls.transact(
+                rpc.TxnRequest(
+                    compare=[follows(self._root, self.revision)], success=[_put(self._root + SIGN, sign)]
+                ),
+                self._lease_s / 2,
+            )
         except Unavailable:
             return
         if not done.succeeded:
@@ -150,5 +192,10 @@ class EtcdReign(Renewed):
             self._sent_s = max(self._sent_s, sent_s)
 
     async def _give_back(self, wait_s: float) -> None:
-        drops = [rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=self._root + key)) for key in (LEADER, SIGN)]
-        await self._calls.transact(rpc.TxnRequest(compare=[follows(self._root, self.revision)], success=drops), wait_s)
+        drops = [
+            rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=self._root + key))
+            for key in (LEADER, SIGN)
+        ]
+        await self._calls.transact(
+            rpc.TxnRequest(compare=[follows(self._root, self.revision)], success=drops), wait_s
+        )

@@ -60,15 +60,22 @@ class Succession:
     def _is_of_the_dead(self) -> bool:
         """Whether the last heartbeat is that of a predecessor of this process."""
         seen = self.seen
-        return bool(self._only) and seen.name == self._only and bool(seen.token) and seen.token != self._begun \
+        return (
+            bool(self._only)
+            and seen.name == self._only
+            and bool(seen.token)
+            and seen.token != self._begun
             and seen.token not in self._ended
+        )
 
     def has_ended(self, token: str, former: str | None) -> None:
         """Record that this process's leadership with that token has ended, and all leases under it.
 
         Nobody needs to wait for it. `former` is the result of `former` for the next leader.
         """
-        self._ended = {known: of for known, of in self._ended.items() if known == self.seen.token} | {token: former}
+        self._ended = {known: of for known, of in self._ended.items() if known == self.seen.token} | {
+            token: former
+        }
 
     def free_in_s(self, now_s: float) -> float:
         """Seconds until another candidate may acquire the leadership; 0: now."""

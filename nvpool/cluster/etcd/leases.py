@@ -116,5 +116,3 @@ class EtcdLease(Renewed):
 async def give_up(leases: Iterable[CoordinatorLease]) -> None:
     """Release all leases concurrently."""
     await asyncio.gather(*(lease.release() for lease in leases))
-
-

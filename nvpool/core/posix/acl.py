@@ -49,17 +49,28 @@ def decode_acl(value: bytes) -> Acl:
     """
     if len(value) > ACL_BYTES_MAX:
         raise TooBig(f"an access control list has {ACL_BYTES_MAX} bytes at most, not {len(value)}")
-    if len(value) < _HEAD.size or (len(value) - _HEAD.size) % _ENTRY.size or _HEAD.unpack_from(value)[0] != _VERSION:
+    if (
+        len(value) < _HEAD.size
+        or (len(value) - _HEAD.size) % _ENTRY.size
+        or _HEAD.unpack_from(value)[0] != _VERSION
+    ):
         raise InvalidRequest(f"{len(value)} bytes are no access control list of version {_VERSION}")
-    acl = tuple(AclEntry(tag, permissions, number if tag in (USER, GROUP) else _NO_ID)
-                for tag, permissions, number in _ENTRY.iter_unpack(value[_HEAD.size:]))
+    acl = tuple(
+        AclEntry(tag, permissions, number if tag in (USER, GROUP) else _NO_ID)
+        for tag, permissions, number in _ENTRY.iter_unpack(value[_HEAD.size :])
+    )
     tags = [entry.tag for entry in acl]
     named = USER in tags or GROUP in tags
     needed = [USER_OBJ, GROUP_OBJ, *([MASK] if MASK in tags or named else []), OTHER]
-    if acl and (tags != sorted(tags) or [tag for tag in tags if tag not in (USER, GROUP)] != needed
-                or any(entry.permissions > 7 or (entry.tag in (USER, GROUP) and entry.id == _NO_ID) for entry in acl)):
-        raise InvalidRequest("it is no valid access control list: owner, named users, group, named groups, mask and others, in "
-                             "this order; the mask where there are named ones")
+    if acl and (
+        tags != sorted(tags)
+        or [tag for tag in tags if tag not in (USER, GROUP)] != needed
+        or any(entry.permissions > 7 or (entry.tag in (USER, GROUP) and entry.id == _NO_ID) for entry in acl)
+    ):
+        raise InvalidRequest(
+            "it is no valid access control list: owner, named users, group, named groups, mask and others, in "
+            "this order; the mask where there are named ones"
+        )
     return acl
 
 

@@ -35,7 +35,7 @@ class RangeChange(NamedTuple):
     new: list[LockRange]
 
     def apply(self, spans: list[LockRange]) -> None:
-        spans[self.first:self.last] = self.new
+        spans[self.first : self.last] = self.new
 
 
 def laid(spans: list[LockRange], start: int, end: int, mode: int, pid: int = 0) -> RangeChange:
@@ -58,7 +58,7 @@ def laid(spans: list[LockRange], start: int, end: int, mode: int, pid: int = 0) 
 def overlapping(spans: list[LockRange], start: int, end: int) -> list[LockRange]:
     """Return the spans that contain a byte of [start, end]."""
     first = bisect_left(spans, start, key=_end_of)
-    return spans[first:bisect_right(spans, end, first, key=_start_of)]
+    return spans[first : bisect_right(spans, end, first, key=_start_of)]
 
 
 def pieces(spans: list[LockRange], start: int, end: int) -> list[tuple[int, int, int]]:
@@ -77,8 +77,11 @@ def pieces(spans: list[LockRange], start: int, end: int) -> list[tuple[int, int,
 
 def weaker(one: list[LockRange], other: list[LockRange], start: int, end: int) -> list[tuple[int, int, int]]:
     """Divide [start, end] as `pieces` does; each byte gets the weaker of its modes in the two lists."""
-    return [(first, last, min(mode, its)) for begin, until, mode in pieces(one, start, end)
-            for first, last, its in pieces(other, begin, until)]
+    return [
+        (first, last, min(mode, its))
+        for begin, until, mode in pieces(one, start, end)
+        for first, last, its in pieces(other, begin, until)
+    ]
 
 
 def _start_of(span: LockRange) -> int:

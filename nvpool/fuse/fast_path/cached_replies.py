@@ -55,7 +55,9 @@ class KnownAnswers(SmallReading):
         super()._begin_plain_reads()
         below = self._ops.knows_by
         if _cached_replies is not None and below is not None:
-            self._known = _cached_replies.CachedReplies(self, self._ops, below, self._ops.shows_subtree, self._takers())
+            self._known = _cached_replies.CachedReplies(
+                self, self._ops, below, self._ops.shows_subtree, self._takers()
+            )
 
     def _takers(self) -> tuple[Callable[[int], bool], ...]:
         """The compiled reads that may take a READ, in the order of the attempts."""

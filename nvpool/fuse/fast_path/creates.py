@@ -68,8 +68,9 @@ class CreatesAtOnce(PlainReading):
 
     # -- called by _creates ----------------------------------------------------------------------------------------------
 
-    def create_otherwise(self, unique: int, parent: int, name: bytes, mode: int, flags: int, caller: Caller,
-                         sent: SentChange) -> Creating:
+    def create_otherwise(
+        self, unique: int, parent: int, name: bytes, mode: int, flags: int, caller: Caller, sent: SentChange
+    ) -> Creating:
         """Continue, on the slow path, a file creation that was started there."""
         ops = self._ops
         creating = Creating(ops, parent, name, flags, caller, unique)

@@ -92,10 +92,24 @@ class FarReading(KernelRequests):
         """Handle a reply that the kernel has refused."""
         self._not_taken(OSError(code, os.strerror(code)), [replies.HEADER.pack(length, 0, unique)])
 
-    def read_answered(self, unique: int, lane, file, index: int, within: int, span: int, skip: int, size: int,
-                      deadline_s: float, reply, error: BaseException | None) -> None:
+    def read_answered(
+        self,
+        unique: int,
+        lane,
+        file,
+        index: int,
+        within: int,
+        span: int,
+        skip: int,
+        size: int,
+        deadline_s: float,
+        reply,
+        error: BaseException | None,
+    ) -> None:
         """Pass a store's reply, or an error, to the slow path, as if that had sent the request."""
         coming = BlocksFuture(skip, size)
         coming.on_end = partial(self._step_ended, unique, "read", self._data)
         self._work[unique] = coming, *self._work[unique][1:]
-        self._ops.chunks.answered(lane, [Read(file, index, within, span, None, coming, deadline_s)], reply, error)
+        self._ops.chunks.answered(
+            lane, [Read(file, index, within, span, None, coming, deadline_s)], reply, error
+        )

@@ -48,7 +48,12 @@ class SmallReading(PlainReading):
     def _begin_plain_reads(self) -> None:
         super()._begin_plain_reads()
         below = self._ops.knows_by
-        if _small_files is not None and _small_files.is_of_use() and below is not None and below.options.small_bytes:
+        if (
+            _small_files is not None
+            and _small_files.is_of_use()
+            and below is not None
+            and below.options.small_bytes
+        ):
             self._small = _small_files.SmallFileReads(self, self._ops, below, self.in_work_max)
 
     def _on_read(self, count: int) -> None:

@@ -26,12 +26,33 @@ FUSERMOUNT = "fusermount3"
 _ANSWER_S = 30.0
 """Longest wait for fusermount3, which checks the mount point; that may be on a slow file system."""
 
-_RDONLY, _NOSUID, _NODEV, _NOEXEC, _SYNCHRONOUS, _DIRSYNC, _NOATIME, _NODIRATIME = 1, 2, 4, 8, 16, 128, 1024, 2048
-_FLAGS = {"ro": (_RDONLY, True), "rw": (_RDONLY, False), "nosuid": (_NOSUID, True), "suid": (_NOSUID, False),
-          "nodev": (_NODEV, True), "dev": (_NODEV, False), "noexec": (_NOEXEC, True), "exec": (_NOEXEC, False),
-          "sync": (_SYNCHRONOUS, True), "async": (_SYNCHRONOUS, False), "dirsync": (_DIRSYNC, True),
-          "noatime": (_NOATIME, True), "atime": (_NOATIME, False), "nodiratime": (_NODIRATIME, True),
-          "diratime": (_NODIRATIME, False)}
+_RDONLY, _NOSUID, _NODEV, _NOEXEC, _SYNCHRONOUS, _DIRSYNC, _NOATIME, _NODIRATIME = (
+    1,
+    2,
+    4,
+    8,
+    16,
+    128,
+    1024,
+    2048,
+)
+_FLAGS = {
+    "ro": (_RDONLY, True),
+    "rw": (_RDONLY, False),
+    "nosuid": (_NOSUID, True),
+    "suid": (_NOSUID, False),
+    "nodev": (_NODEV, True),
+    "dev": (_NODEV, False),
+    "noexec": (_NOEXEC, True),
+    "exec": (_NOEXEC, False),
+    "sync": (_SYNCHRONOUS, True),
+    "async": (_SYNCHRONOUS, False),
+    "dirsync": (_DIRSYNC, True),
+    "noatime": (_NOATIME, True),
+    "atime": (_NOATIME, False),
+    "nodiratime": (_NODIRATIME, True),
+    "diratime": (_NODIRATIME, False),
+}
 _WORDS = frozenset(("allow_other", "default_permissions"))
 _VALUES = ("context=", "fscontext=", "defcontext=", "rootcontext=")
 """Options of a security module; passed on unchanged."""
@@ -45,7 +66,11 @@ def attach(mount_point: Path, options: MountOptions) -> int:
     Unavailable: there is no FUSE here, or the kernel refuses.
     """
     flags, words = _parsed(options)
-    descriptor = _as_root(mount_point, options, flags, words) if not os.geteuid() else _as_user(mount_point, options, words)
+    descriptor = (
+        _as_root(mount_point, options, flags, words)
+        if not os.geteuid()
+        else _as_user(mount_point, options, words)
+    )
     os.set_blocking(descriptor, False)
     return descriptor
 
@@ -66,7 +91,9 @@ def _parsed(options: MountOptions) -> tuple[int, list[str]]:
             if word not in words:
                 words.append(word)
         else:
-            raise InvalidRequest(f"{word!r} is no option of a mount; there are {', '.join([*_FLAGS, *sorted(_WORDS)])}")
+            raise InvalidRequest(
+                f"{word!r} is no option of a mount; there are {', '.join([*_FLAGS, *sorted(_WORDS)])}"
+            )
     return flags, words
 
 
@@ -75,10 +102,21 @@ def _as_root(mount_point: Path, options: MountOptions, flags: int, words: list[s
         descriptor = os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise Unavailable(f"{DEVICE} can not be opened: {error.strerror}") from None
-    words = [f"fd={descriptor}", f"rootmode={stat.S_IFDIR:o}", f"user_id={os.getuid()}", f"group_id={os.getgid()}", *words]
+    words = [
+        f"fd={descriptor}",
+        f"rootmode={stat.S_IFDIR:o}",
+        f"user_id={os.getuid()}",
+        f"group_id={os.getgid()}",
+        *words,
+    ]
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(os.fsencode(options.shown), os.fsencode(mount_point), OUR_TYPE.encode(), ctypes.c_ulong(flags),
-                  ",".join(words).encode()):
+    if libc.mount(
+        os.fsencode(options.shown),
+        os.fsencode(mount_point),
+        OUR_TYPE.encode(),
+        ctypes.c_ulong(flags),
+        ",".join(words).encode(),
+    ):
         number = ctypes.get_errno()
         os.close(descriptor)
         reason = f"{mount_point} could not be mounted: {os.strerror(number)}"
@@ -97,14 +135,22 @@ def _as_user(mount_point: Path, options: MountOptions, words: list[str]) -> int:
     """
     shown = options.shown.replace("\\", r"\\").replace(",", r"\,")
     said = [f"fsname={shown}", f"subtype={OUR_TYPE.partition('.')[2]}", *words]
-    said += ["ro"] * options.read_only + [word for extra in options.extra for word in options_in(extra) if word in _FLAGS]
+    said += ["ro"] * options.read_only + [
+        word for extra in options.extra for word in options_in(extra) if word in _FLAGS
+    ]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with ours, theirs:
         ours.settimeout(_ANSWER_S)
         try:
-            program = subprocess.Popen([FUSERMOUNT, "-o", ",".join(said), "--", os.fspath(mount_point)],
-                                       env={**os.environ, "_FUSE_COMMFD": str(theirs.fileno())}, pass_fds=(theirs.fileno(),),
-                                       stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            program = subprocess.Popen(
+                [FUSERMOUNT, "-o", ",".join(said), "--", os.fspath(mount_point)],
+                env={**os.environ, "_FUSE_COMMFD": str(theirs.fileno())},
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
         except FileNotFoundError:
             raise AccessDenied(f"only root can mount without {FUSERMOUNT} (Debian package fuse3)") from None
         theirs.close()
@@ -119,7 +165,9 @@ def _as_user(mount_point: Path, options: MountOptions, words: list[str]) -> int:
         if descriptor < 0 or program.returncode:
             if descriptor >= 0:
                 os.close(descriptor)
-            raise AccessDenied(f"{mount_point} could not be mounted: {told.strip() or 'fusermount3 says no more'}")
+            raise AccessDenied(
+                f"{mount_point} could not be mounted: {told.strip() or 'fusermount3 says no more'}"
+            )
     return descriptor
 
 
@@ -130,5 +178,5 @@ def _received(channel: socket.socket) -> int:
         _, more, _, _ = channel.recvmsg(1, socket.CMSG_LEN(numbers.itemsize), socket.MSG_CMSG_CLOEXEC)
         for level, kind, content in more:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                numbers.frombytes(content[:len(content) - len(content) % numbers.itemsize])
+                numbers.frombytes(content[: len(content) - len(content) % numbers.itemsize])
     return numbers[0] if numbers else -1

@@ -42,7 +42,17 @@ from nvpool.fuse.mount_point import OUR_TYPE, Mount, mount_at, unmount
 from nvpool.fuse.ops.eager_coroutine import EagerCoroutine
 from nvpool.fuse.ops.operations import FuseOps
 from nvpool.fuse.protocol import replies, requests
-from nvpool.fuse.protocol.constants import MAJOR, MINOR, MINOR_MIN, PAGE, READ_BUFFER_MIN, UNANSWERED, Init, Notice, Op
+from nvpool.fuse.protocol.constants import (
+    MAJOR,
+    MINOR,
+    MINOR_MIN,
+    PAGE,
+    READ_BUFFER_MIN,
+    UNANSWERED,
+    Init,
+    Notice,
+    Op,
+)
 from nvpool.fuse.protocol.requests import Malformed
 from nvpool.metrics import registry as metrics
 from nvpool.metrics.exposition import Page
@@ -78,8 +88,20 @@ The kernel interrupts those requests immediately. Then the thread has already ta
 and only the death of the process is pending.
 """
 
-ONLY_LOOKS = frozenset((Op.LOOKUP, Op.GETATTR, Op.READLINK, Op.READ, Op.READDIR, Op.READDIRPLUS, Op.GETXATTR, Op.LISTXATTR,
-                        Op.STATFS, Op.ACCESS))
+ONLY_LOOKS = frozenset(
+    (
+        Op.LOOKUP,
+        Op.GETATTR,
+        Op.READLINK,
+        Op.READ,
+        Op.READDIR,
+        Op.READDIRPLUS,
+        Op.GETXATTR,
+        Op.LISTXATTR,
+        Op.STATFS,
+        Op.ACCESS,
+    )
+)
 """Requests that change nothing. When the mount is gone, they are not waited for."""
 
 _OPCODE_AT = 4 if sys.byteorder == "little" else 7
@@ -87,10 +109,27 @@ _OPCODE_MAX = 255
 _TRAVEL_TOGETHER = frozenset((Op.READ.value, Op.LOOKUP.value))
 _SIGKILL_BIT = 1 << 8
 
-FLAGS = (Init.ASYNC_READ | Init.ATOMIC_O_TRUNC | Init.BIG_WRITES | Init.DO_READDIRPLUS | Init.READDIRPLUS_AUTO
-         | Init.ASYNC_DIO | Init.PARALLEL_DIROPS | Init.ABORT_ERROR | Init.MAX_PAGES | Init.POSIX_LOCKS | Init.FLOCK_LOCKS
-         | Init.CACHE_SYMLINKS | Init.HANDLE_KILLPRIV_V2 | Init.INIT_EXT | Init.HAS_EXPIRE_ONLY | Init.HAS_RESEND
-         | Init.POSIX_ACL | Init.DONT_MASK | Init.SETXATTR_EXT)
+FLAGS = (
+    Init.ASYNC_READ
+    | Init.ATOMIC_O_TRUNC
+    | Init.BIG_WRITES
+    | Init.DO_READDIRPLUS
+    | Init.READDIRPLUS_AUTO
+    | Init.ASYNC_DIO
+    | Init.PARALLEL_DIROPS
+    | Init.ABORT_ERROR
+    | Init.MAX_PAGES
+    | Init.POSIX_LOCKS
+    | Init.FLOCK_LOCKS
+    | Init.CACHE_SYMLINKS
+    | Init.HANDLE_KILLPRIV_V2
+    | Init.INIT_EXT
+    | Init.HAS_EXPIRE_ONLY
+    | Init.HAS_RESEND
+    | Init.POSIX_ACL
+    | Init.DONT_MASK
+    | Init.SETXATTR_EXT
+)
 """Features that are agreed on if the kernel offers them.
 
 Symbolic links never change and inode numbers are never used twice, so the kernel may cache links. Not
@@ -116,7 +155,10 @@ def is_dying(pid: int, *, exiting: bool = False) -> bool:
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
             for line in file:
-                if line.startswith((b"SigPnd:", b"ShdPnd:")[:1 + exiting]) and int(line[7:], 16) & _SIGKILL_BIT:
+                if (
+                    line.startswith((b"SigPnd:", b"ShdPnd:")[: 1 + exiting])
+                    and int(line[7:], 16) & _SIGKILL_BIT
+                ):
                     return True
                 if line.startswith(b"ShdPnd:"):
                     return False
@@ -132,10 +174,18 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
     flags = FLAGS
     in_work_max = IN_WORK_MAX
 
-    def __init__(self, ops: FuseOps, mount_point: Path, options: MountOptions, on_ready: Callable[[], None] = lambda: None,
-                 on_burst: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        ops: FuseOps,
+        mount_point: Path,
+        options: MountOptions,
+        on_ready: Callable[[], None] = lambda: None,
+        on_burst: Callable[[], None] = lambda: None,
+    ):
         memory = ops.kept
-        self._pages = memory.word(Word.PAGES) if memory is not None and memory.word(Word.GREETED) else max_pages_limit()
+        self._pages = (
+            memory.word(Word.PAGES) if memory is not None and memory.word(Word.GREETED) else max_pages_limit()
+        )
         super().__init__(ops, max(READ_BUFFER_MIN, self._pages * PAGE + PAGE))
         self._mount_point = mount_point
         self._options = options
@@ -258,10 +308,15 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
             os.write(self._fd, replies.HEADER.pack(replies.HEADER_BYTES, Notice.RESEND, 0))
         except OSError as error:
             if error.errno not in (errno.ENODEV, errno.ECONNABORTED):
-                log.error("this kernel does not hand out again what the process before this one has not answered: %s", error)
+                log.error(
+                    "this kernel does not hand out again what the process before this one has not answered: %s",
+                    error,
+                )
         if self._ops.kept.word(Word.GREETED):
             if not self._ops.kept.word(Word.INIT_FLAGS) & Init.HAS_RESEND:
-                log.error("this kernel has not agreed to hand out again what was not answered: calls may hang")
+                log.error(
+                    "this kernel has not agreed to hand out again what was not answered: calls may hang"
+                )
             self._agreed(Init(self._ops.kept.word(Word.INIT_FLAGS)))
             self._ops.told_before()
             self._on_ready()
@@ -428,7 +483,9 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
         elif len(self._work) - self._lock_waits >= IN_WORK_MAX:
             self._stop_reading()
 
-    def _step_ended(self, unique: int, name: str, answer: Callable, result: Any, error: BaseException | None) -> None:
+    def _step_ended(
+        self, unique: int, name: str, answer: Callable, result: Any, error: BaseException | None
+    ) -> None:
         work = self._work
         _, _, opcode, since_s = work.pop(unique)
         if opcode == Op.SETLKW:
@@ -507,7 +564,7 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
             for request in passing.channel.requests():
                 _, opcode, unique, *_ = requests.HEADER.unpack_from(request)
                 if opcode > _OPCODE_MAX:
-                    passing.said(opcode, bytes(request[requests.HEADER_BYTES:]))
+                    passing.said(opcode, bytes(request[requests.HEADER_BYTES :]))
                     continue
                 count = len(request)
                 self._view[:count] = request
@@ -587,8 +644,10 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
             if body.major > MAJOR:  # the kernel repeats INIT with our version
                 self._send(self._init_answer(request.unique, Init(0), 0))
                 return
-            self._failed = Unavailable(f"this kernel speaks version {body.major}.{body.minor} of FUSE, engine kernel needs "
-                                       f"{MAJOR}.{MINOR_MIN} or newer; mount with --engine pyfuse3")
+            self._failed = Unavailable(
+                f"this kernel speaks version {body.major}.{body.minor} of FUSE, engine kernel needs "
+                f"{MAJOR}.{MINOR_MIN} or newer; mount with --engine pyfuse3"
+            )
             self._send(replies.failed(request.unique, errno.EPROTO))
             self._end()
             return
@@ -615,10 +674,16 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
 
     def _init_answer(self, unique: int, flags: Init, minor: int) -> bytes:
         background = max(1, min(self._options.max_background, 0xFFFF))
-        return replies.init(unique, minor=min(minor, MINOR), max_readahead=READ_AHEAD_BYTES_MAX, flags=flags,
-                            max_background=background,
-                            congestion_threshold=min(self._options.congestion_threshold or background * 3 // 4, 0xFFFF),
-                            max_write=self._pages * PAGE, max_pages=self._pages)
+        return replies.init(
+            unique,
+            minor=min(minor, MINOR),
+            max_readahead=READ_AHEAD_BYTES_MAX,
+            flags=flags,
+            max_background=background,
+            congestion_threshold=min(self._options.congestion_threshold or background * 3 // 4, 0xFFFF),
+            max_write=self._pages * PAGE,
+            max_pages=self._pages,
+        )
 
 
 def _name_of(opcode: int) -> str:

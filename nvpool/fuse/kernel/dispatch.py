@@ -73,7 +73,11 @@ class KernelRequests:
         self._setxattr_extended = False  # as agreed with the kernel
         ops.invalidate_attributes = self._invalidate_attributes
         ops.invalidate = self._invalidate
-        ops.pages.drop, ops.pages.store, ops.pages.forget = self._drop_pages, self._store_pages, self._forget_names
+        ops.pages.drop, ops.pages.store, ops.pages.forget = (
+            self._drop_pages,
+            self._store_pages,
+            self._forget_names,
+        )
 
     def _memory(self, byte_count: int) -> bytearray | memoryview:
         """Allocate the buffer into which requests are read."""
@@ -92,7 +96,9 @@ class KernelRequests:
         """Register a pending request, a Step or a Coming; send its reply when it ends."""
         raise NotImplementedError
 
-    def _start(self, unique: int, name: str, coroutine: Coroutine, answer: Callable[[int, Any], None]) -> None:
+    def _start(
+        self, unique: int, name: str, coroutine: Coroutine, answer: Callable[[int, Any], None]
+    ) -> None:
         """Run the coroutine and call answer(unique, its result).
 
         That happens immediately if the coroutine does not wait.
@@ -190,8 +196,18 @@ class KernelRequests:
         self._send(replies.count(unique, size))
 
     def _space(self, unique: int, space) -> None:
-        self._send(replies.space(unique, space.blocks_total, space.blocks_free, space.blocks_available, space.files_total,
-                                 space.files_free, space.block_bytes, space.name_bytes_max))
+        self._send(
+            replies.space(
+                unique,
+                space.blocks_total,
+                space.blocks_free,
+                space.blocks_available,
+                space.files_total,
+                space.files_free,
+                space.block_bytes,
+                space.name_bytes_max,
+            )
+        )
 
     def _value(self, room: int, unique: int, value: bytes) -> None:
         """Reply with an extended attribute, or a list of them.
@@ -224,7 +240,9 @@ class KernelRequests:
             self._fail(unique, coming.outcome[1], "read")
 
     def _on_write(self, count: int) -> None:
-        _, _, unique, _, uid, gid, pid, _, _, handle, offset, _, flags, open_flags = requests.decode_write(self._buffer, count)
+        _, _, unique, _, uid, gid, pid, _, _, handle, offset, _, flags, open_flags = requests.decode_write(
+            self._buffer, count
+        )
         drop_set_ids = Caller(uid, gid, pid) if flags & WRITE_KILL_SUIDGID else None
         syncs = bool(open_flags & os.O_DSYNC) and self._ops.syncs_itself(handle)
         if unique > FIRST and (taken := self._ops.written_before(unique & FIRST)) is not None:
@@ -238,8 +256,12 @@ class KernelRequests:
         if not self._keeps:
             payload = bytes(payload)
         if open_flags & ASIDE and (open_flags & os.O_APPEND or self._ops.has_pages(handle)):
-            self._start(unique, "write", self._ops.write(handle, offset, bytes(payload), drop_set_ids, syncs, open_flags),
-                        self._count)
+            self._start(
+                unique,
+                "write",
+                self._ops.write(handle, offset, bytes(payload), drop_set_ids, syncs, open_flags),
+                self._count,
+            )
             return
         try:
             taken = self._ops.write_now(handle, offset, payload, drop_set_ids, unique & FIRST)
@@ -249,8 +271,12 @@ class KernelRequests:
         if taken:
             self._count(unique, len(payload))
         else:
-            self._start(unique, "write", self._ops.write(handle, offset, bytes(payload), drop_set_ids, syncs, open_flags),
-                        self._count)
+            self._start(
+                unique,
+                "write",
+                self._ops.write(handle, offset, bytes(payload), drop_set_ids, syncs, open_flags),
+                self._count,
+            )
 
     def _on_lookup(self, count: int) -> None:
         unique, parent, name, _, _, _ = requests.decode_lookup(self._buffer, count)
@@ -287,7 +313,12 @@ class KernelRequests:
         if opened is not None:
             self._opened(unique, opened)
         else:
-            self._start(unique, "open", self._ops.open(node, flags, caller, bool(more & OPEN_KILL_SUIDGID)), self._opened)
+            self._start(
+                unique,
+                "open",
+                self._ops.open(node, flags, caller, bool(more & OPEN_KILL_SUIDGID)),
+                self._opened,
+            )
 
     def _on_create(self, count: int) -> None:
         fields, name = requests.decode_create(self._buffer, count)
@@ -304,7 +335,9 @@ class KernelRequests:
 
     def _on_tmpfile(self, count: int) -> None:
         """Handle TMPFILE as CREATE; the name has no meaning."""
-        (_, _, unique, node, uid, gid, pid, _, _, flags, mode, umask, _), _ = requests.decode_create(self._buffer, count)
+        (_, _, unique, node, uid, gid, pid, _, _, flags, mode, umask, _), _ = requests.decode_create(
+            self._buffer, count
+        )
         if unique > FIRST and (handle := self._ops.handle_before(unique & FIRST)) is not None:
             making = self._ops.create_again(handle)
         else:
@@ -347,7 +380,7 @@ class KernelRequests:
                 if self._ops.release_now(handle):
                     self._done(unique)
                 else:
-                    self._view[:len(request)] = request
+                    self._view[: len(request)] = request
                     self._start(unique, "release", self._ops.release(handle), self._done)
             except Exception as error:
                 self._fail(unique, error, "release")
@@ -379,9 +412,15 @@ class KernelRequests:
         self._list(requests.decode_read(self._buffer, count), False)
 
     def _list(self, fields: tuple, plus: bool) -> None:
-        listing = replies.ReaddirReply(min(fields[11], len(self._buffer)), plus, self._keep_entry, self._keep_attr)
-        self._start(fields[2], "readdir", self._ops.readdir(fields[9], fields[10], listing.add, listing.add_all),
-                    lambda unique, _: self._data(unique, listing.taken()))
+        listing = replies.ReaddirReply(
+            min(fields[11], len(self._buffer)), plus, self._keep_entry, self._keep_attr
+        )
+        self._start(
+            fields[2],
+            "readdir",
+            self._ops.readdir(fields[9], fields[10], listing.add, listing.add_all),
+            lambda unique, _: self._data(unique, listing.taken()),
+        )
 
     # -- the other requests --------------------------------------------------------------------------------------------
 
@@ -394,20 +433,32 @@ class KernelRequests:
         valid = body.valid
         atime = NOW if valid & Valid.ATIME_NOW else body.atime * replies.SECOND_NS + body.atimensec
         mtime = NOW if valid & Valid.MTIME_NOW else body.mtime * replies.SECOND_NS + body.mtimensec
-        self._start(request.unique, "setattr", self._ops.setattr(
-            request.node, caller, body.fh if valid & Valid.HANDLE else None,
-            mode=body.mode if valid & Valid.MODE else None,
-            uid=body.uid if valid & Valid.UID else None,
-            gid=body.gid if valid & Valid.GID else None,
-            size=body.size if valid & Valid.SIZE else None,
-            atime_ns=atime if valid & Valid.ATIME else None,
-            mtime_ns=mtime if valid & Valid.MTIME else None,
-            drop_set_ids=bool(valid & Valid.KILL_SUIDGID)), self._attributes)
+        self._start(
+            request.unique,
+            "setattr",
+            self._ops.setattr(
+                request.node,
+                caller,
+                body.fh if valid & Valid.HANDLE else None,
+                mode=body.mode if valid & Valid.MODE else None,
+                uid=body.uid if valid & Valid.UID else None,
+                gid=body.gid if valid & Valid.GID else None,
+                size=body.size if valid & Valid.SIZE else None,
+                atime_ns=atime if valid & Valid.ATIME else None,
+                mtime_ns=mtime if valid & Valid.MTIME else None,
+                drop_set_ids=bool(valid & Valid.KILL_SUIDGID),
+            ),
+            self._attributes,
+        )
 
     def _on_statx(self, count: int) -> None:
         request, _, _ = self._decoded(count)
-        self._start(request.unique, "statx", self._ops.statx(request.node), lambda unique, found: self._send(
-            replies.statx(unique, found[0], self._keep_attr, found[1])))
+        self._start(
+            request.unique,
+            "statx",
+            self._ops.statx(request.node),
+            lambda unique, found: self._send(replies.statx(unique, found[0], self._keep_attr, found[1])),
+        )
 
     def _on_readlink(self, count: int) -> None:
         request, _, _ = self._decoded(count)
@@ -416,18 +467,29 @@ class KernelRequests:
     def _on_symlink(self, count: int) -> None:
         request, _, caller = self._decoded(count)
         name, target = request.names
-        self._start(request.unique, "symlink", self._ops.symlink(request.node, name, target, caller), self._entry)
+        self._start(
+            request.unique, "symlink", self._ops.symlink(request.node, name, target, caller), self._entry
+        )
 
     def _on_mknod(self, count: int) -> None:
         request, body, caller = self._decoded(count)
         caller = caller._replace(umask=body.umask)
-        self._start(request.unique, "mknod", self._ops.mknod(request.node, request.names[0], body.mode, body.rdev, caller),
-                    self._entry)
+        self._start(
+            request.unique,
+            "mknod",
+            self._ops.mknod(request.node, request.names[0], body.mode, body.rdev, caller),
+            self._entry,
+        )
 
     def _on_mkdir(self, count: int) -> None:
         request, body, caller = self._decoded(count)
         caller = caller._replace(umask=body.umask)
-        self._start(request.unique, "mkdir", self._ops.mkdir(request.node, request.names[0], body.mode, caller), self._entry)
+        self._start(
+            request.unique,
+            "mkdir",
+            self._ops.mkdir(request.node, request.names[0], body.mode, caller),
+            self._entry,
+        )
 
     def _on_unlink(self, count: int) -> None:
         unique, parent, name, *caller = requests.decode_lookup(self._buffer, count)
@@ -445,23 +507,41 @@ class KernelRequests:
         request, body, caller = self._decoded(count)
         flags = body.flags if request.opcode == Op.RENAME2 else 0
         name, new_name = request.names
-        self._start(request.unique, "rename", self._ops.rename(request.node, name, body.newdir, new_name, flags, caller),
-                    self._done)
+        self._start(
+            request.unique,
+            "rename",
+            self._ops.rename(request.node, name, body.newdir, new_name, flags, caller),
+            self._done,
+        )
 
     _on_rename2 = _on_rename
 
     def _on_link(self, count: int) -> None:
         request, body, caller = self._decoded(count)
-        self._start(request.unique, "link", self._ops.link(body.oldnodeid, request.node, request.names[0], caller), self._entry)
+        self._start(
+            request.unique,
+            "link",
+            self._ops.link(body.oldnodeid, request.node, request.names[0], caller),
+            self._entry,
+        )
 
     def _on_fsync(self, count: int) -> None:
         request, body, _ = self._decoded(count)
-        self._start(request.unique, "fsync", self._ops.fsync(body.fh, bool(body.fsync_flags & FSYNC_DATA_ONLY)), self._done)
+        self._start(
+            request.unique,
+            "fsync",
+            self._ops.fsync(body.fh, bool(body.fsync_flags & FSYNC_DATA_ONLY)),
+            self._done,
+        )
 
     def _on_fallocate(self, count: int) -> None:
         request, body, caller = self._decoded(count)
-        self._start(request.unique, "fallocate", self._ops.fallocate(body.fh, body.offset, body.length, body.mode, caller),
-                    self._done)
+        self._start(
+            request.unique,
+            "fallocate",
+            self._ops.fallocate(body.fh, body.offset, body.length, body.mode, caller),
+            self._done,
+        )
 
     def _on_lseek(self, count: int) -> None:
         if self._ops.options.writeback:
@@ -472,7 +552,9 @@ class KernelRequests:
 
     def _on_copy_file_range(self, count: int) -> None:
         request, body, caller = self._decoded(count)
-        copying = self._ops.copy_file_range(body.fh_in, body.off_in, body.fh_out, body.off_out, body.len, body.flags, caller)
+        copying = self._ops.copy_file_range(
+            body.fh_in, body.off_in, body.fh_out, body.off_out, body.len, body.flags, caller
+        )
         wide = request.opcode == Op.COPY_FILE_RANGE_64
         self._start(request.unique, "copy_file_range", copying, self._number if wide else self._count)
 
@@ -501,13 +583,23 @@ class KernelRequests:
         request = requests.decode(self._buffer, count, setxattr_extended=extended)
         caller, body = Caller(request.uid, request.gid, request.pid), request.body
         kill_set_gid = bool(body.setxattr_flags & SETXATTR_ACL_KILL_SGID) if extended else None
-        self._start(request.unique, "setxattr", self._ops.setxattr(
-            request.node, request.names[0], bytes(request.payload), body.flags, caller, kill_set_gid), self._done)
+        self._start(
+            request.unique,
+            "setxattr",
+            self._ops.setxattr(
+                request.node, request.names[0], bytes(request.payload), body.flags, caller, kill_set_gid
+            ),
+            self._done,
+        )
 
     def _on_listxattr(self, count: int) -> None:
         request, body, _ = self._decoded(count)
-        self._start(request.unique, "listxattr", self._ops.listxattr(request.node), lambda unique, names: self._value(
-            body.size, unique, b"".join(name + b"\0" for name in names)))
+        self._start(
+            request.unique,
+            "listxattr",
+            self._ops.listxattr(request.node),
+            lambda unique, names: self._value(body.size, unique, b"".join(name + b"\0" for name in names)),
+        )
 
     def _on_removexattr(self, count: int) -> None:
         unique, node, name, *caller = requests.decode_lookup(self._buffer, count)
@@ -515,8 +607,12 @@ class KernelRequests:
 
     def _on_getlk(self, count: int) -> None:
         request, body, _ = self._decoded(count)
-        self._start(request.unique, "getlk",
-                    self._ops.getlk(body.fh, body.owner, body.start, body.end, body.type, body.pid), self._lock)
+        self._start(
+            request.unique,
+            "getlk",
+            self._ops.getlk(body.fh, body.owner, body.start, body.end, body.type, body.pid),
+            self._lock,
+        )
 
     def _lock(self, unique: int, found: tuple[int, int, int, int]) -> None:
         kind, start, end, pid = found
@@ -562,4 +658,8 @@ class KernelRequests:
 
 
 def _opening(opened) -> int:
-    return _DIRECT_IO * bool(opened.direct_io) | _KEEP_CACHE * bool(opened.keep_cache) | _NOFLUSH * bool(opened.no_flush)
+    return (
+        _DIRECT_IO * bool(opened.direct_io)
+        | _KEEP_CACHE * bool(opened.keep_cache)
+        | _NOFLUSH * bool(opened.no_flush)
+    )

@@ -72,7 +72,9 @@ class ByProcess(asyncio.Protocol):
         except ConnectionError:
             connection.close()
             return
-        self._transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=connection)
+        self._transport, _ = await asyncio.get_running_loop().create_unix_connection(
+            lambda: self, sock=connection
+        )
 
     async def write(self, descriptor: int, notices: list[bytes]) -> None:
         """Send notifications as ByThreads.write does."""
@@ -91,7 +93,7 @@ class ByProcess(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._received += data
         whole = len(self._received) // _NUMBER.size * _NUMBER.size
-        for number, in _NUMBER.iter_unpack(self._received[:whole]):
+        for (number,) in _NUMBER.iter_unpack(self._received[:whole]):
             self._told(number, True)
         self._received = self._received[whole:]
 

@@ -37,8 +37,15 @@ _INTERRUPT_BIT = 1
 class KeepingEngine(KernelEngine):
     flags = FLAGS & ~Init.HAS_RESEND
 
-    def __init__(self, ops: FuseOps, mount_point: Path | None, options: MountOptions,
-                 on_ready: Callable[[], None], on_burst: Callable[[], None], keep: Callable[[int], Unanswered]) -> None:
+    def __init__(
+        self,
+        ops: FuseOps,
+        mount_point: Path | None,
+        options: MountOptions,
+        on_ready: Callable[[], None],
+        on_burst: Callable[[], None],
+        keep: Callable[[int], Unanswered],
+    ) -> None:
         """`keep(bytes of the longest request)` opens the log, that of the predecessor or a new one."""
         self._keep = keep
         super().__init__(ops, mount_point, options, on_ready, on_burst)
@@ -62,7 +69,9 @@ class KeepingEngine(KernelEngine):
         self._kept_requests.keep(unique & FIRST, self._view[:length])
         super()._keep_in_work(step, unique, name, answer)
 
-    def _step_ended(self, unique: int, name: str, answer: Callable, result, error: BaseException | None) -> None:
+    def _step_ended(
+        self, unique: int, name: str, answer: Callable, result, error: BaseException | None
+    ) -> None:
         super()._step_ended(unique, name, answer, result, error)
         self._kept_requests.forget(unique & FIRST)
 
@@ -106,7 +115,9 @@ class KeepingEngine(KernelEngine):
         length, opcode, _, *others = requests.HEADER.unpack_from(request)
         if opcode not in UNANSWERED and self._is_awaited(unique):
             again = unique | RESENT
-            self._kept_requests.put(requests.HEADER.pack(length, opcode, again, *others) + request[requests.HEADER_BYTES:])
+            self._kept_requests.put(
+                requests.HEADER.pack(length, opcode, again, *others) + request[requests.HEADER_BYTES :]
+            )
             self._begin_run()
             try:
                 self._table[opcode](length)
@@ -120,7 +131,9 @@ class KeepingEngine(KernelEngine):
     def _is_awaited(self, unique: int) -> bool:
         """Whether the kernel waits for the reply to that request."""
         try:
-            os.write(self._fd, replies.HEADER.pack(replies.HEADER_BYTES, -errno.EAGAIN, unique | _INTERRUPT_BIT))
+            os.write(
+                self._fd, replies.HEADER.pack(replies.HEADER_BYTES, -errno.EAGAIN, unique | _INTERRUPT_BIT)
+            )
         except OSError as error:
             return error.errno == errno.EINVAL
         return True
@@ -130,7 +143,7 @@ class KeepingEngine(KernelEngine):
     def _send(self, head: bytes, *more) -> None:
         length, error, unique = replies.HEADER.unpack_from(head)
         if unique > FIRST:
-            head = replies.HEADER.pack(length, error, unique & FIRST) + head[replies.HEADER_BYTES:]
+            head = replies.HEADER.pack(length, error, unique & FIRST) + head[replies.HEADER_BYTES :]
         super()._send(head, *more)
 
     def _interrupt(self, unique: int) -> bool:

@@ -113,10 +113,12 @@ class ReaderEngine(KernelEngine):
         super()._data(unique, payload)
 
     def _keep_in_work(self, step, unique: int, name: str, answer: Callable) -> None:
-        self._asked[unique] = bytes(self._view[:self._count])
+        self._asked[unique] = bytes(self._view[: self._count])
         super()._keep_in_work(step, unique, name, answer)
 
-    def _step_ended(self, unique: int, name: str, answer: Callable, result, error: BaseException | None) -> None:
+    def _step_ended(
+        self, unique: int, name: str, answer: Callable, result, error: BaseException | None
+    ) -> None:
         super()._step_ended(unique, name, answer, result, error)
         self._asked.pop(unique, None)
 
@@ -125,7 +127,7 @@ class ReaderEngine(KernelEngine):
             # The caller dies, the mount has ended, or the deadline is over: no process should wait once more.
             super()._fail(unique, error, name)
         else:
-            self._pass(self._asked.get(unique) or self._view[:self._count])
+            self._pass(self._asked.get(unique) or self._view[: self._count])
 
     def _on_interrupt(self, count: int) -> None:
         if not self._interrupt(requests.decode(self._buffer, count).body.unique):

@@ -84,7 +84,7 @@ class Channel:
 
     def flush(self) -> None:
         try:
-            del self._unsent[:self._socket.send(self._unsent)]
+            del self._unsent[: self._socket.send(self._unsent)]
         except BlockingIOError:
             pass
         except OSError:
@@ -94,12 +94,12 @@ class Channel:
         """Receive the data that is available and fits. False: the other end is closed."""
         if self._start:
             rest = self._end - self._start
-            self._buffer[:rest] = bytes(self._buffer[self._start:self._end])
+            self._buffer[:rest] = bytes(self._buffer[self._start : self._end])
             self._start, self._end = 0, rest
         if self._end == len(self._buffer):
             return True
         try:
-            count = self._socket.recv_into(self._buffer[self._end:])
+            count = self._socket.recv_into(self._buffer[self._end :])
         except BlockingIOError:
             return True
         except OSError:
@@ -113,11 +113,11 @@ class Channel:
         A caller that stops early gets the others from the next call.
         """
         while self._end - self._start >= HEADER_BYTES:
-            length = int.from_bytes(self._buffer[self._start:self._start + 4], sys.byteorder)
+            length = int.from_bytes(self._buffer[self._start : self._start + 4], sys.byteorder)
             if length > self._end - self._start:
                 return
             self._start += length
-            yield self._buffer[self._start - length:self._start]
+            yield self._buffer[self._start - length : self._start]
 
     def close(self) -> None:
         self._socket.close()

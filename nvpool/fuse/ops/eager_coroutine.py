@@ -24,7 +24,16 @@ class EagerCoroutine:
     May be started once; a step whose coroutine ended without waiting may be started again with another one.
     """
 
-    __slots__ = ("loop", "coroutine", "on_end", "unique", "_future", "_cancels", "_cancel_next", "__weakref__")
+    __slots__ = (
+        "loop",
+        "coroutine",
+        "on_end",
+        "unique",
+        "_future",
+        "_cancels",
+        "_cancel_next",
+        "__weakref__",
+    )
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop

@@ -55,8 +55,16 @@ class Handles:
         if memory is not None:
             index = memory.handles.take()
             number = number << _INDEX_BITS | index
-            memory.handles.put(index, inode, flags | published * PUBLISHED, caller.uid, caller.gid, caller.pid & 0xFFFFFFFF,
-                               unique, number)
+            memory.handles.put(
+                index,
+                inode,
+                flags | published * PUBLISHED,
+                caller.uid,
+                caller.gid,
+                caller.pid & 0xFFFFFFFF,
+                unique,
+                number,
+            )
         return number
 
     def directory(self, inode: int) -> int:
@@ -70,5 +78,7 @@ class Handles:
         self._memory.unpublish(number & HANDLES_MAX - 1)
 
     def before(self) -> list[Before]:
-        return [Before(number, inode, flags & ~PUBLISHED, Caller(uid, gid, pid), unique, bool(flags & PUBLISHED))
-                for _, inode, flags, uid, gid, pid, unique, number in self._memory.handles.valid()]
+        return [
+            Before(number, inode, flags & ~PUBLISHED, Caller(uid, gid, pid), unique, bool(flags & PUBLISHED))
+            for _, inode, flags, uid, gid, pid, unique, number in self._memory.handles.valid()
+        ]

@@ -64,9 +64,23 @@ class Ending:
 class Creating:
     """A pending CREATE: the client's `CreateCallbacks` (client/vfs), with the kernel's side of it."""
 
-    __slots__ = ("begun", "on_end", "_ops", "_parent", "_name", "_flags", "_caller", "_unique", "_handle", "_task", "_locks")
+    __slots__ = (
+        "begun",
+        "on_end",
+        "_ops",
+        "_parent",
+        "_name",
+        "_flags",
+        "_caller",
+        "_unique",
+        "_handle",
+        "_task",
+        "_locks",
+    )
 
-    def __init__(self, ops: FuseOps, parent: int, name: bytes, flags: int, caller: Caller, unique: int) -> None:
+    def __init__(
+        self, ops: FuseOps, parent: int, name: bytes, flags: int, caller: Caller, unique: int
+    ) -> None:
         self.begun: Any = None
         self.on_end: Callable[[Any, BaseException | None], None]
         self._ops = ops
@@ -118,7 +132,10 @@ class Creating:
         ops._changes += 1
         self._let_go()
         try:
-            told = ops._telling_name(self._parent, self._name, attr), ops._opened(file, self._flags, self._caller, self._unique)
+            told = (
+                ops._telling_name(self._parent, self._name, attr),
+                ops._opened(file, self._flags, self._caller, self._unique),
+            )
         except Exception as error:
             self.on_end(None, error)
         else:

@@ -251,7 +251,9 @@ class CachedOps:
         if inode and self.options.entry_timeout_s and any(named.places_of(inode) for named in self._named):
             self._keep_name(inode, parent, name, inode)
 
-    def _telling_names(self, parent: int, entries: DirectoryPage, first: int, until: int, untrue: Container[int]) -> None:
+    def _telling_names(
+        self, parent: int, entries: DirectoryPage, first: int, until: int, untrue: Container[int]
+    ) -> None:
         """Record several names at a time: the entries from `first` on and before `until`.
 
         Works as `_telling_name`. For inodes in `untrue` the kernel was given nothing that it may cache, and
@@ -314,9 +316,16 @@ class CachedOps:
         if dropping is not None:
             await asyncio.wait((dropping,), timeout=NOTICE_S)
         looks = 0
-        while telling is not None and not telling.done() and looks < NOTICE_LOOKS and not any(
+        while (
+            telling is not None
+            and not telling.done()
+            and looks < NOTICE_LOOKS
+            and not any(
                 # the kernel locks a directory before its request arrives here
-                parent in self._locked for parent, _ in names):
+                parent in self._locked
+                for parent, _ in names
+            )
+        ):
             await asyncio.wait((telling,), timeout=NOTICE_S / NOTICE_LOOKS)
             looks += 1
 
@@ -349,8 +358,11 @@ class CachedOps:
         True once for an inode, since the kernel then walks the path again, and once for a thread: `pid` has
         repeated its walk already, and the inode that it found may have been recalled since.
         """
-        if self._walking and (since_s := self._walking.pop(pid, None)) is not None and (
-                self._clock.boottime_s() - since_s < WALK_S):
+        if (
+            self._walking
+            and (since_s := self._walking.pop(pid, None)) is not None
+            and (self._clock.boottime_s() - since_s < WALK_S)
+        ):
             return False
         if not self._withdrawn or inode not in self._withdrawn:
             return False

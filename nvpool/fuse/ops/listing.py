@@ -40,8 +40,13 @@ def _seen(task: asyncio.Task) -> None:
         task.exception()
 
 
-def _add_each(add: Callable[[bytes, Attr, int], bool], entries: DirectoryPage, first: int, ops: ListOps,
-              untrue: Container[int]) -> int:
+def _add_each(
+    add: Callable[[bytes, Attr, int], bool],
+    entries: DirectoryPage,
+    first: int,
+    ops: ListOps,
+    untrue: Container[int],
+) -> int:
     for at in range(first, len(entries)):
         ops.name_is_kept = entries.inodes[at] not in untrue
         if not add(entries.names[at], entries.attr(at), entries.cursor(at)):
@@ -73,8 +78,20 @@ class _OpenDirectory:
     follow them. `newest`: the batch that was requested last; `batch`: how many entries it may have.
     """
 
-    __slots__ = ("inode", "handle", "entries", "at", "begin", "cursor", "more", "read_s", "changes", "coming", "newest",
-                 "batch")
+    __slots__ = (
+        "inode",
+        "handle",
+        "entries",
+        "at",
+        "begin",
+        "cursor",
+        "more",
+        "read_s",
+        "changes",
+        "coming",
+        "newest",
+        "batch",
+    )
 
     def __init__(self, inode: int, handle) -> None:
         self.inode = inode
@@ -119,8 +136,13 @@ class ListOps:
         """Whether the directory is open in this mount."""
         return any(directory.inode == inode for directory in self._directories.values())
 
-    async def readdir(self, handle: int, cursor: int, add: Callable[[bytes, Attr, int], bool],
-                      add_all: Callable[[DirectoryPage, int, set[int]], int] | None = None) -> None:
+    async def readdir(
+        self,
+        handle: int,
+        cursor: int,
+        add: Callable[[bytes, Attr, int], bool],
+        add_all: Callable[[DirectoryPage, int, set[int]], int] | None = None,
+    ) -> None:
         """Pass the entries after `cursor` to add(name, attr, cursor after it), until it returns False or none
         is left.
 
@@ -137,8 +159,13 @@ class ListOps:
         except DirectoryGone as error:
             raise NotFound(*error.args) from None
 
-    async def _list(self, directory: _OpenDirectory, cursor: int, add: Callable[[bytes, Attr, int], bool],
-                    add_all: Callable[[DirectoryPage, int, set[int]], int] | None) -> None:
+    async def _list(
+        self,
+        directory: _OpenDirectory,
+        cursor: int,
+        add: Callable[[bytes, Attr, int], bool],
+        add_all: Callable[[DirectoryPage, int, set[int]], int] | None,
+    ) -> None:
         if cursor < 2:
             own = await self._vfs.getattr(directory.inode)
             if cursor == 0 and not add(b".", Attr(inode=own.inode, mode=S_IFDIR), 1):
@@ -151,14 +178,18 @@ class ListOps:
             self._drop_coming(directory)
             cursor = 2
         while True:
-            if (self._is_old(directory.changes, directory.read_s)
-                    or (cursor != directory.cursor and not directory.try_seek(cursor))):
+            if self._is_old(directory.changes, directory.read_s) or (
+                cursor != directory.cursor and not directory.try_seek(cursor)
+            ):
                 await self._read_batch(directory, cursor)
             entries, first = directory.entries, directory.at
             if first < len(entries):
                 untrue = self._vfs.outdated(entries.inodes, directory.read_s) | self._vfs.unpromised(entries)
-                directory.at = (add_all(entries, first, untrue) if add_all is not None
-                                else _add_each(add, entries, first, self, untrue))
+                directory.at = (
+                    add_all(entries, first, untrue)
+                    if add_all is not None
+                    else _add_each(add, entries, first, self, untrue)
+                )
                 if directory.at > first:
                     self._telling_names(directory.inode, entries, first, directory.at, untrue)
                     directory.cursor = cursor = entries.cursor(directory.at - 1)
@@ -180,7 +211,12 @@ class ListOps:
         """Get the batch after `cursor`. The batch behind it is requested before this one is delivered."""
         coming = directory.coming
         first = coming[0] if coming else None
-        if first is None or first.cursor != cursor or first.task.cancelled() or self._is_old(first.changes, first.asked_s):
+        if (
+            first is None
+            or first.cursor != cursor
+            or first.task.cancelled()
+            or self._is_old(first.changes, first.asked_s)
+        ):
             self._drop_coming(directory)
             if cursor == 2:
                 directory.batch = LIST_BATCH
@@ -203,7 +239,9 @@ class ListOps:
             if directory.newest is batch:
                 self._ask_on(directory)
 
-        batch.task = self._own(self._vfs.readdir(directory.handle, 0 if cursor == 2 else cursor, directory.batch, answered))
+        batch.task = self._own(
+            self._vfs.readdir(directory.handle, 0 if cursor == 2 else cursor, directory.batch, answered)
+        )
         batch.task.add_done_callback(_seen)
         directory.coming.append(batch)
         directory.newest = batch
@@ -211,8 +249,12 @@ class ListOps:
     def _ask_on(self, directory: _OpenDirectory) -> None:
         """Request one more batch, if its cursor is known and AHEAD_MAX permits it."""
         newest = directory.newest
-        if (newest is not None and newest.behind is not None and len(directory.coming) < AHEAD_MAX
-                and directory.batch == LIST_BATCH):
+        if (
+            newest is not None
+            and newest.behind is not None
+            and len(directory.coming) < AHEAD_MAX
+            and directory.batch == LIST_BATCH
+        ):
             self._ask_batch(directory, newest.behind)
 
     @staticmethod

@@ -32,15 +32,23 @@ class LockOps(CachedOps):
         self._dropping: dict[int, asyncio.Task] = {}
         self._told_until_s = 0.0  # until then the kernel may cache absent names from the predecessor
 
-    async def getlk(self, handle: int, owner: int, start: int, end: int, kind: int, pid: int) -> tuple[int, int, int, int]:
+    async def getlk(
+        self, handle: int, owner: int, start: int, end: int, kind: int, pid: int
+    ) -> tuple[int, int, int, int]:
         """Query a conflicting lock: (kind, start, end, pid).
 
         kind is F_UNLCK if there is none; pid is 0 if the lock belongs to another node.
         """
         found = await self._vfs.getlk(self._files[handle], owner, start, end, _mode(kind))
-        return (KINDS[found.mode], found.start, found.end, found.pid) if found else (fcntl.F_UNLCK, start, end, pid)
+        return (
+            (KINDS[found.mode], found.start, found.end, found.pid)
+            if found
+            else (fcntl.F_UNLCK, start, end, pid)
+        )
 
-    async def setlk(self, handle: int, owner: int, start: int, end: int, kind: int, pid: int, wait: bool) -> None:
+    async def setlk(
+        self, handle: int, owner: int, start: int, end: int, kind: int, pid: int, wait: bool
+    ) -> None:
         """Set a lock of fcntl(2) on the bytes start to end, both included.
 
         If cancelled while waiting, nothing changes.

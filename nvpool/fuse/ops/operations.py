@@ -61,8 +61,22 @@ ASK = object()
 DOTS = frozenset((b".", b".."))
 """Names that only NFS export and open_by_handle look up."""
 
-BY_INODE = frozenset(("getattr", "setattr", "readlink", "open", "opendir", "link", "getxattr", "setxattr", "listxattr",
-                      "removexattr", "access", "statx"))
+BY_INODE = frozenset(
+    (
+        "getattr",
+        "setattr",
+        "readlink",
+        "open",
+        "opendir",
+        "link",
+        "getxattr",
+        "setxattr",
+        "listxattr",
+        "removexattr",
+        "access",
+        "statx",
+    )
+)
 """Requests that name an inode which the kernel once looked up."""
 
 
@@ -151,8 +165,9 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
             asked.then = self._looked_up
         return asked
 
-    def _looked_up(self, asked: PendingLookup, attr: Attr | None, error: BaseException | None
-                   ) -> tuple[Attr | None, BaseException | None]:
+    def _looked_up(
+        self, asked: PendingLookup, attr: Attr | None, error: BaseException | None
+    ) -> tuple[Attr | None, BaseException | None]:
         if attr is not None:
             return self._telling_name(asked.parent, asked.name, attr), None
         if isinstance(error, DirectoryGone):
@@ -181,16 +196,31 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         For processes that have the directory open here or work in it; else None.
         """
         known = self._vfs.known_attr(inode)
-        if known is None or not stat.S_ISDIR(known.mode) or (not self.is_listed(inode) and self._is_stale(inode)):
+        if (
+            known is None
+            or not stat.S_ISDIR(known.mode)
+            or (not self.is_listed(inode) and self._is_stale(inode))
+        ):
             return None
         attr = Attr()
         attr.CopyFrom(known)
         attr.links = attr.size = 0
         return attr
 
-    async def setattr(self, inode: int, caller: Caller, handle: int | None, *, mode: int | None = None, uid: int | None = None,
-                      gid: int | None = None, size: int | None = None, atime_ns: int | None = None,
-                      mtime_ns: int | None = None, drop_set_ids: bool = False) -> Attr:
+    async def setattr(
+        self,
+        inode: int,
+        caller: Caller,
+        handle: int | None,
+        *,
+        mode: int | None = None,
+        uid: int | None = None,
+        gid: int | None = None,
+        size: int | None = None,
+        atime_ns: int | None = None,
+        mtime_ns: int | None = None,
+        drop_set_ids: bool = False,
+    ) -> Attr:
         """Change attributes; returns the new ones.
 
         `handle`: the open file, if the application named one (ftruncate); it permits what the mode may not. A
@@ -212,8 +242,16 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
                 before = self._vfs.size_here(inode)
         try:
             attr = await self._vfs.setattr(
-                inode, mode=mode, uid=uid, gid=gid, size=size, atime_ns=atime_ns, mtime_ns=mtime_ns, caller=caller,
-                handle=self._files.get(handle))
+                inode,
+                mode=mode,
+                uid=uid,
+                gid=gid,
+                size=size,
+                atime_ns=atime_ns,
+                mtime_ns=mtime_ns,
+                caller=caller,
+                handle=self._files.get(handle),
+            )
             if before is not None and before < size:
                 await self.pages.growing(inode, before, size)
         finally:
@@ -251,7 +289,9 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         with self._changing_names(parent):
             await self._vfs.rmdir(parent, name, caller)
 
-    async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, caller: Caller) -> None:
+    async def rename(
+        self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, caller: Caller
+    ) -> None:
         """Rename. `flags` of renameat2(2): 1 NOREPLACE, 2 EXCHANGE; InvalidRequest for others."""
         if flags & ~3 or flags == 3:
             raise errors.InvalidRequest(f"rename flags {flags:#x}")
@@ -274,7 +314,11 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         file = await self._vfs.open(inode, flags, caller)
         if drop_set_ids:
             await self._drop_set_ids(file, caller)
-        if not file.attr.links and self._is_kept(inode) and not any(other.inode == inode for other in self._files.values()):
+        if (
+            not file.attr.links
+            and self._is_kept(inode)
+            and not any(other.inode == inode for other in self._files.values())
+        ):
             await self._vfs.release(file)
             raise NotFound(f"inode {inode:#x} has no name any more")
         return self._opened_anew(file, flags, caller, asking())
@@ -294,19 +338,25 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
             self.invalidate_attributes(file.inode)
         return self._opened(file, flags, caller, unique)
 
-    async def create_unnamed(self, parent: int, mode: int, flags: int, caller: Caller) -> tuple[Attr, OpenReply]:
+    async def create_unnamed(
+        self, parent: int, mode: int, flags: int, caller: Caller
+    ) -> tuple[Attr, OpenReply]:
         """Create an unnamed file (O_TMPFILE); see `Files.create_unnamed`."""
         flags = self.flags_below(flags)
         attr, file = await self._vfs.create_unnamed(parent, mode, flags, caller)
         return self._telling(attr), self._opened(file, flags & ~os.O_TMPFILE, caller, asking())
 
-    async def create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[Attr, OpenReply]:
+    async def create(
+        self, parent: int, name: bytes, mode: int, flags: int, caller: Caller
+    ) -> tuple[Attr, OpenReply]:
         flags = self.flags_below(flags)
         with self._changing_names(parent):
             attr, file = await self._vfs.create(parent, name, mode, flags, caller)
         return self._telling_name(parent, name, attr), self._opened(file, flags, caller, asking())
 
-    def begin_create(self, parent: int, name: bytes, mode: int, flags: int, caller: Caller, unique: int) -> Creating | None:
+    def begin_create(
+        self, parent: int, name: bytes, mode: int, flags: int, caller: Caller, unique: int
+    ) -> Creating | None:
         """Start `create` without a task: its request is sent before this returns.
 
         The result has `cancel`, and calls its `on_end` as a Step does. None: something must be awaited first
@@ -362,11 +412,15 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         appending = self._keep_open(handle, file, flags, caller)
         if keeps and file.inode not in self._paged:
             self._paging(file.inode)
-        return OpenReply(handle, appending, self.options.writeback or keeps,
-                      # Without data to flush, NOFLUSH saves a request at each close. But a close also ends
-                      # record locks, so FLUSH is needed while there are any. A lock that is taken later
-                      # through this descriptor ends with the open file instead.
-                      reads_only and not self._vfs.is_locked(file.inode))
+        return OpenReply(
+            handle,
+            appending,
+            self.options.writeback or keeps,
+            # Without data to flush, NOFLUSH saves a request at each close. But a close also ends
+            # record locks, so FLUSH is needed while there are any. A lock that is taken later
+            # through this descriptor ends with the open file instead.
+            reads_only and not self._vfs.is_locked(file.inode),
+        )
 
     def _keep_open(self, handle: int, file, flags: int, caller: Caller) -> bool:
         """Register an open file. Returns whether it is open for appending."""
@@ -389,7 +443,12 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         squashed: the workers open files as root, and could not.
         """
         inode = file.inode
-        if not self.published.on or self._vfs.squashes_root or file.attr.size <= SMALL_BYTES or self.published.is_barred(inode):
+        if (
+            not self.published.on
+            or self._vfs.squashes_root
+            or file.attr.size <= SMALL_BYTES
+            or self.published.is_barred(inode)
+        ):
             return False
         if not self._vfs.is_settled(file):
             return False
@@ -478,8 +537,16 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
             raise NotSupported("pages that the kernel has not written back would be taken for holes")
         return await self._vfs.seek(self._files[handle], offset, whence)
 
-    async def copy_file_range(self, handle_in: int, offset_in: int, handle_out: int, offset_out: int, length: int,
-                              flags: int, caller: Caller) -> int:
+    async def copy_file_range(
+        self,
+        handle_in: int,
+        offset_in: int,
+        handle_out: int,
+        offset_out: int,
+        length: int,
+        flags: int,
+        caller: Caller,
+    ) -> int:
         """Copy a range; returns the number of bytes copied.
 
         The kernel has written back its pages of both ranges, and drops those of the second.
@@ -558,8 +625,13 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         """
         before = self._handles.before()
         self._written_before = self._vfs.keeping.finished()
-        handles = await self._vfs.take_over([OpenBefore(one.number, one.inode, self.flags_below(one.flags)) for one in before
-                                             if not one.is_directory])
+        handles = await self._vfs.take_over(
+            [
+                OpenBefore(one.number, one.inode, self.flags_below(one.flags))
+                for one in before
+                if not one.is_directory
+            ]
+        )
         self._handles = Handles(self.kept)  # numbers follow those of the predecessor
         self.published.begin(self._handles)
         for number, handle in handles.items():

@@ -165,7 +165,9 @@ def may_have_tail(file) -> bool:
 
     A mapping needs the file open for reading and writing.
     """
-    return bool(file.size % mmap.PAGESIZE) and (file.file.handles > 1 or file.flags & os.O_ACCMODE == os.O_RDWR)
+    return bool(file.size % mmap.PAGESIZE) and (
+        file.file.handles > 1 or file.flags & os.O_ACCMODE == os.O_RDWR
+    )
 
 
 def bypasses(flags: int) -> bool:

@@ -12,7 +12,7 @@ class AgainOps:
     def __init__(self, vfs) -> None:
         self._vfs = vfs
         self.kept = getattr(vfs, "kept", None)
-        self._opened_before: dict[int, int] = {}   # the kernel's request -> handle
+        self._opened_before: dict[int, int] = {}  # the kernel's request -> handle
         self._written_before: dict[int, int] = {}  # the kernel's request -> bytes
 
     def handle_before(self, unique: int) -> int | None:

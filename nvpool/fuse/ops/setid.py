@@ -57,8 +57,11 @@ def drops_set_gid(attr, caller: Caller) -> bool:
     if the caller is in the file's group, and for root. The metadata service removes the other set-id bits at
     each change of the owner.
     """
-    return (attr.mode & (0o170000 | S_ISGID | S_IXGRP) == 0o100000 | S_ISGID and caller.uid != 0
-            and not is_in_group(caller, attr.gid))
+    return (
+        attr.mode & (0o170000 | S_ISGID | S_IXGRP) == 0o100000 | S_ISGID
+        and caller.uid != 0
+        and not is_in_group(caller, attr.gid)
+    )
 
 
 class PrivilegeOps:

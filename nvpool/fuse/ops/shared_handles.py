@@ -18,9 +18,9 @@ class Published:
         self.on = False
         """Whether there are read workers."""
         self._handles: Handles
-        self._of: dict[int, set[int]] = {}   # inode -> handles
-        self._barred: dict[int, int] = {}    # inode -> number of reasons
-        self._writing: set[int] = set()      # handles
+        self._of: dict[int, set[int]] = {}  # inode -> handles
+        self._barred: dict[int, int] = {}  # inode -> number of reasons
+        self._writing: set[int] = set()  # handles
 
     def begin(self, handles: Handles) -> None:
         self._handles = handles

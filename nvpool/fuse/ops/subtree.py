@@ -24,12 +24,51 @@ from nvpool.core.errors import InvalidRequest, NotADirectory, NotFound, NotSuppo
 from nvpool.core.ids import ROOT_INODE
 from nvpool.fuse.ops.operations import DOTS, FuseOps
 
-_BY_INODE = ("getattr_now", "getattr", "setattr", "readlink", "access", "open", "open_now", "opendir", "getxattr", "setxattr",
-             "listxattr", "removexattr", "lookup_now", "begin_lookup", "mknod", "mkdir", "symlink", "unlink", "rmdir", "create",
-             "begin_create", "begin_unlink", "has_no_xattr", "create_unnamed", "statx")
+_BY_INODE = (
+    "getattr_now",
+    "getattr",
+    "setattr",
+    "readlink",
+    "access",
+    "open",
+    "open_now",
+    "opendir",
+    "getxattr",
+    "setxattr",
+    "listxattr",
+    "removexattr",
+    "lookup_now",
+    "begin_lookup",
+    "mknod",
+    "mkdir",
+    "symlink",
+    "unlink",
+    "rmdir",
+    "create",
+    "begin_create",
+    "begin_unlink",
+    "has_no_xattr",
+    "create_unnamed",
+    "statx",
+)
 """Requests whose first argument is an inode that the kernel names."""
-_CHANGES = ("setattr", "mknod", "mkdir", "symlink", "link", "unlink", "rmdir", "rename", "create", "write", "fallocate",
-            "copy_file_range", "setxattr", "removexattr", "create_unnamed")
+_CHANGES = (
+    "setattr",
+    "mknod",
+    "mkdir",
+    "symlink",
+    "link",
+    "unlink",
+    "rmdir",
+    "rename",
+    "create",
+    "write",
+    "fallocate",
+    "copy_file_range",
+    "setxattr",
+    "removexattr",
+    "create_unnamed",
+)
 
 
 def parts_of(path: str) -> tuple[bytes, ...]:
@@ -39,7 +78,9 @@ def parts_of(path: str) -> tuple[bytes, ...]:
     """
     parts = tuple(part for part in os.fsencode(path).split(b"/") if part not in (b"", b"."))
     if b".." in parts or any(b"\0" in part for part in parts):
-        raise InvalidRequest(f"{path!r} is no place to mount: write the names from the root of the pool on, without '..'")
+        raise InvalidRequest(
+            f"{path!r} is no place to mount: write the names from the root of the pool on, without '..'"
+        )
     return parts
 
 
@@ -57,7 +98,9 @@ async def directory_at(vfs, path: str) -> int:
         except NotFound:
             raise NotFound(f"{walked} does not exist in the pool, so it can not be mounted") from None
         if stat.S_ISLNK(attr.mode):
-            raise NotADirectory(f"{walked} is a symbolic link, and those are not followed: mount what it leads to")
+            raise NotADirectory(
+                f"{walked} is a symbolic link, and those are not followed: mount what it leads to"
+            )
         if not stat.S_ISDIR(attr.mode):
             raise NotADirectory(f"{walked} is not a directory, so it can not be mounted")
         inode = attr.inode
@@ -91,7 +134,9 @@ class SubtreeOps(FuseOps):
     async def link(self, inode: int, parent: int, name: bytes, caller):
         return await super().link(self._here(inode), self._here(parent), name, caller)
 
-    async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, caller) -> None:
+    async def rename(
+        self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, caller
+    ) -> None:
         await super().rename(self._here(parent), name, self._here(new_parent), new_name, flags, caller)
 
     async def statfs(self, node: int = ROOT_INODE):
@@ -119,9 +164,12 @@ class SubtreeOps(FuseOps):
         return self._tell_to_forget
 
     @invalidate.setter
-    def invalidate(self, tell: Callable[[Iterable[tuple[int, bytes]], Iterable[int]], Awaitable[None]]) -> None:
-        self._tell_to_forget = lambda names, inodes: tell([(self._there(parent), name) for parent, name in names],
-                                                          [self._there(inode) for inode in inodes])
+    def invalidate(
+        self, tell: Callable[[Iterable[tuple[int, bytes]], Iterable[int]], Awaitable[None]]
+    ) -> None:
+        self._tell_to_forget = lambda names, inodes: tell(
+            [(self._there(parent), name) for parent, name in names], [self._there(inode) for inode in inodes]
+        )
 
 
 def _named_here(name: str):

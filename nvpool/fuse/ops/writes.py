@@ -36,7 +36,9 @@ class WriteOps(PrivilegeOps):
         If written data is kept in the mount state (`kept`), `buffer` was copied on return.
         """
         file = self._files[handle]
-        if (drop_set_ids is not None and file.attr.mode & SET_IDS) or (offset and offset > file.size and may_have_tail(file)):
+        if (drop_set_ids is not None and file.attr.mode & SET_IDS) or (
+            offset and offset > file.size and may_have_tail(file)
+        ):
             return False
         try:
             if not self._vfs.write_now(file, offset, buffer, unique):
@@ -99,8 +101,15 @@ class WriteOps(PrivilegeOps):
         await self.fsync(handle, False)
         return taken
 
-    async def write(self, handle: int, offset: int, buffer, drop_set_ids: Caller | None = None, syncs: bool = False,
-                    flags: int | None = None) -> int:
+    async def write(
+        self,
+        handle: int,
+        offset: int,
+        buffer,
+        drop_set_ids: Caller | None = None,
+        syncs: bool = False,
+        flags: int | None = None,
+    ) -> int:
         """Write all of `buffer`, or raise. The buffer must not change until the file is flushed.
 
         `drop_set_ids`: the writer, if it may not leave set-id bits on the file. `syncs`: make the data
@@ -124,7 +133,9 @@ class WriteOps(PrivilegeOps):
                 if has_tail:
                     await self.pages.written_behind(file.inode, size, offset)
                 if taken < len(buffer) and self.options.writeback:  # the kernel ignores a short write-back
-                    raise QuotaExceeded("the volume's quota is used up: what was written back fits in part only")
+                    raise QuotaExceeded(
+                        "the volume's quota is used up: what was written back fits in part only"
+                    )
             if direct:
                 await self.pages.written(file, place, taken)
             if handle in self._appending and (syncs or file.flags & os.O_DSYNC):

@@ -56,8 +56,15 @@ class XattrOps:
         if not self.keeps_acls or name not in acl.NAMES:
             raise NotSupported("an access control list that nobody enforces is not kept")
 
-    async def setxattr(self, inode: int, name: bytes, value: bytes, flags: int, caller: Caller,
-                       kill_set_gid: bool | None = None) -> None:
+    async def setxattr(
+        self,
+        inode: int,
+        name: bytes,
+        value: bytes,
+        flags: int,
+        caller: Caller,
+        kill_set_gid: bool | None = None,
+    ) -> None:
         """Set an attribute.
 
         `kill_set_gid`: an access control list removes the set-gid bit; None: the caller's groups decide that.

@@ -55,9 +55,24 @@ def seconds(value: float) -> Times:
 def _attr_words(attr) -> tuple:
     atime, mtime, ctime = attr.atime_ns, attr.mtime_ns, attr.ctime_ns
     atime_s, mtime_s, ctime_s = atime // SECOND_NS, mtime // SECOND_NS, ctime // SECOND_NS
-    return (attr.inode, attr.size, attr.blocks, atime_s, mtime_s, ctime_s, atime - atime_s * SECOND_NS,
-            mtime - mtime_s * SECOND_NS, ctime - ctime_s * SECOND_NS, attr.mode, attr.links, attr.uid, attr.gid, attr.rdev,
-            BLOCK_BYTES, 0)
+    return (
+        attr.inode,
+        attr.size,
+        attr.blocks,
+        atime_s,
+        mtime_s,
+        ctime_s,
+        atime - atime_s * SECOND_NS,
+        mtime - mtime_s * SECOND_NS,
+        ctime - ctime_s * SECOND_NS,
+        attr.mode,
+        attr.links,
+        attr.uid,
+        attr.gid,
+        attr.rdev,
+        BLOCK_BYTES,
+        0,
+    )
 
 
 def data(unique: int, length: int) -> bytes:
@@ -80,8 +95,18 @@ def attributes(unique: int, attr, keep: Times) -> bytes:
 
 def entry(unique: int, attr, keep_entry: Times, keep_attr: Times) -> bytes:
     """Reply to LOOKUP and to the requests that create names."""
-    return _ENTRY_OUT.pack(_ENTRY_OUT.size, 0, unique, attr.inode, 0, keep_entry[0], keep_attr[0], keep_entry[1], keep_attr[1],
-                           *_attr_words(attr))
+    return _ENTRY_OUT.pack(
+        _ENTRY_OUT.size,
+        0,
+        unique,
+        attr.inode,
+        0,
+        keep_entry[0],
+        keep_attr[0],
+        keep_entry[1],
+        keep_attr[1],
+        *_attr_words(attr),
+    )
 
 
 _NOTHING = (0,) * 16
@@ -99,8 +124,21 @@ def opened(unique: int, handle: int, flags: int, backing: int = 0) -> bytes:
 
 def created(unique: int, attr, keep_entry: Times, keep_attr: Times, handle: int, flags: int) -> bytes:
     """Reply to CREATE and TMPFILE."""
-    return _CREATE_OUT.pack(_CREATE_OUT.size, 0, unique, attr.inode, 0, keep_entry[0], keep_attr[0], keep_entry[1],
-                            keep_attr[1], *_attr_words(attr), handle, flags, 0)
+    return _CREATE_OUT.pack(
+        _CREATE_OUT.size,
+        0,
+        unique,
+        attr.inode,
+        0,
+        keep_entry[0],
+        keep_attr[0],
+        keep_entry[1],
+        keep_attr[1],
+        *_attr_words(attr),
+        handle,
+        flags,
+        0,
+    )
 
 
 def count(unique: int, size: int) -> bytes:
@@ -122,11 +160,30 @@ def lock(unique: int, start: int, end: int, kind: int, pid: int) -> bytes:
     return _LOCK_OUT.pack(_LOCK_OUT.size, 0, unique, start, end, kind, pid)
 
 
-def space(unique: int, blocks: int, free: int, available: int, files: int, files_free: int, block_bytes: int,
-          name_bytes_max: int) -> bytes:
+def space(
+    unique: int,
+    blocks: int,
+    free: int,
+    available: int,
+    files: int,
+    files_free: int,
+    block_bytes: int,
+    name_bytes_max: int,
+) -> bytes:
     """Reply to STATFS."""
-    return _STATFS_OUT.pack(_STATFS_OUT.size, 0, unique, blocks, free, available, files, files_free, block_bytes,
-                            name_bytes_max, block_bytes)
+    return _STATFS_OUT.pack(
+        _STATFS_OUT.size,
+        0,
+        unique,
+        blocks,
+        free,
+        available,
+        files,
+        files_free,
+        block_bytes,
+        name_bytes_max,
+        block_bytes,
+    )
 
 
 def ioctl(unique: int, result: int, flags: int = 0, in_iovs: int = 0, out_iovs: int = 0) -> bytes:
@@ -134,12 +191,39 @@ def ioctl(unique: int, result: int, flags: int = 0, in_iovs: int = 0, out_iovs: 
     return _IOCTL_OUT.pack(_IOCTL_OUT.size, 0, unique, result, flags, in_iovs, out_iovs)
 
 
-def init(unique: int, *, minor: int, max_readahead: int, flags: int, max_background: int, congestion_threshold: int,
-         max_write: int, max_pages: int, map_alignment: int = 0, max_stack_depth: int = 0, request_timeout_s: int = 0) -> bytes:
+def init(
+    unique: int,
+    *,
+    minor: int,
+    max_readahead: int,
+    flags: int,
+    max_background: int,
+    congestion_threshold: int,
+    max_write: int,
+    max_pages: int,
+    map_alignment: int = 0,
+    max_stack_depth: int = 0,
+    request_timeout_s: int = 0,
+) -> bytes:
     """Reply to INIT. `flags` are all 64. It declares that times have a resolution of one nanosecond."""
-    return _INIT_OUT.pack(_INIT_OUT.size, 0, unique, 7, minor, max_readahead, flags & 0xFFFFFFFF, max_background,
-                          congestion_threshold, max_write, 1, max_pages, map_alignment, flags >> 32, max_stack_depth,
-                          request_timeout_s)
+    return _INIT_OUT.pack(
+        _INIT_OUT.size,
+        0,
+        unique,
+        7,
+        minor,
+        max_readahead,
+        flags & 0xFFFFFFFF,
+        max_background,
+        congestion_threshold,
+        max_write,
+        1,
+        max_pages,
+        map_alignment,
+        flags >> 32,
+        max_stack_depth,
+        request_timeout_s,
+    )
 
 
 STATX_BASIC, STATX_BTIME = 0x7FF, 0x800
@@ -147,14 +231,40 @@ STATX_BASIC, STATX_BTIME = 0x7FF, 0x800
 
 def statx(unique: int, attr, keep: Times, birth_ns: int = 0) -> bytes:
     """Reply to STATX; without a birth time if that is 0."""
-    times = (word for ns in (attr.atime_ns, birth_ns, attr.ctime_ns, attr.mtime_ns) for word in divmod(ns, SECOND_NS))
+    times = (
+        word
+        for ns in (attr.atime_ns, birth_ns, attr.ctime_ns, attr.mtime_ns)
+        for word in divmod(ns, SECOND_NS)
+    )
     mask = STATX_BASIC | STATX_BTIME if birth_ns else STATX_BASIC
     major, minor = attr.rdev >> 8 & 0xFFF, attr.rdev & 0xFF | attr.rdev >> 12 & 0xFFF00
-    return _STATX_OUT.pack(_STATX_OUT.size, 0, unique, *keep, 0, mask, BLOCK_BYTES, 0, attr.links, attr.uid, attr.gid,
-                           attr.mode, attr.inode, attr.size, attr.blocks, 0, *times, major, minor, 0, 0)
+    return _STATX_OUT.pack(
+        _STATX_OUT.size,
+        0,
+        unique,
+        *keep,
+        0,
+        mask,
+        BLOCK_BYTES,
+        0,
+        attr.links,
+        attr.uid,
+        attr.gid,
+        attr.mode,
+        attr.inode,
+        attr.size,
+        attr.blocks,
+        0,
+        *times,
+        major,
+        minor,
+        0,
+        0,
+    )
 
 
 # -- listings ----------------------------------------------------------------------------------------------------------------
+
 
 class ReaddirReply:
     """Reply to READDIR (`plus` False) or READDIRPLUS in at most `room` bytes."""
@@ -174,8 +284,22 @@ class ReaddirReply:
         """
         if not self._plus or name in _DOTS:
             return self._add_name(name, cursor, attr.inode, attr.mode)
-        words = (cursor, attr.inode, attr.mode, attr.links, attr.uid, attr.gid, attr.size, attr.blocks, attr.atime_ns,
-                 attr.mtime_ns, attr.ctime_ns, 0, 0, attr.rdev)
+        words = (
+            cursor,
+            attr.inode,
+            attr.mode,
+            attr.links,
+            attr.uid,
+            attr.gid,
+            attr.size,
+            attr.blocks,
+            attr.atime_ns,
+            attr.mtime_ns,
+            attr.ctime_ns,
+            0,
+            0,
+            attr.rdev,
+        )
         return self._add_looked_up((name,), (words,), 0, 1) == 1
 
     def add_all(self, listed: DirectoryPage, first: int, unknown: Container[int]) -> int:
@@ -228,18 +352,47 @@ class ReaddirReply:
             if end + 7 & ~7 > room:
                 until = at
                 break
-            cursor, inode, mode, links, uid, gid, size, blocks, atime, mtime, ctime, _, _, rdev = words[at][:14]
+            cursor, inode, mode, links, uid, gid, size, blocks, atime, mtime, ctime, _, _, rdev = words[at][
+                :14
+            ]
             atime_s, mtime_s, ctime_s = atime // second, mtime // second, ctime // second
-            pack(buffer, after, inode, 0, entry_s, attr_s, entry_ns, attr_ns, inode, size, blocks, atime_s, mtime_s, ctime_s,
-                 atime - atime_s * second, mtime - mtime_s * second, ctime - ctime_s * second, mode, links, uid, gid, rdev,
-                 block_bytes, 0, inode, cursor, len(name), mode >> 12 & 15)
+            pack(
+                buffer,
+                after,
+                inode,
+                0,
+                entry_s,
+                attr_s,
+                entry_ns,
+                attr_ns,
+                inode,
+                size,
+                blocks,
+                atime_s,
+                mtime_s,
+                ctime_s,
+                atime - atime_s * second,
+                mtime - mtime_s * second,
+                ctime - ctime_s * second,
+                mode,
+                links,
+                uid,
+                gid,
+                rdev,
+                block_bytes,
+                0,
+                inode,
+                cursor,
+                len(name),
+                mode >> 12 & 15,
+            )
             buffer[begin:end] = name
             after = end + 7 & ~7
         self._at = after
         return until
 
     def taken(self) -> memoryview:
-        return memoryview(self._buffer)[:self._at]
+        return memoryview(self._buffer)[: self._at]
 
 
 _DOTS = frozenset((b".", b".."))
@@ -247,6 +400,7 @@ _NOWHERE = (0,) * 22
 
 
 # -- notifications -----------------------------------------------------------------------------------------------------------
+
 
 def _notice(code: Notice, body: bytes) -> bytes:
     return HEADER.pack(HEADER_BYTES + len(body), code, 0) + body
@@ -266,7 +420,9 @@ def inval_inode(inode: int, offset: int, length: int) -> bytes:
 
 def inval_entry(parent: int, name: bytes, *, expire_only: bool = False) -> bytes:
     """Make the kernel look the name up again."""
-    return _notice(Notice.INVAL_ENTRY, struct.pack("=QII", parent, len(name), EXPIRE_ONLY * expire_only) + name + b"\0")
+    return _notice(
+        Notice.INVAL_ENTRY, struct.pack("=QII", parent, len(name), EXPIRE_ONLY * expire_only) + name + b"\0"
+    )
 
 
 def delete(parent: int, child: int, name: bytes) -> bytes:
@@ -302,6 +458,7 @@ def prune(inodes: list[int]) -> bytes:
 
 # -- decoding ----------------------------------------------------------------------------------------------------------------
 
+
 def parse(answer: bytes) -> tuple[int, int, bytes]:
     """Decode a reply: (unique, error, remaining bytes). ValueError: the declared length is wrong."""
     if len(answer) < HEADER_BYTES:
@@ -312,12 +469,14 @@ def parse(answer: bytes) -> tuple[int, int, bytes]:
     return unique, error, answer[HEADER_BYTES:]
 
 
-_ATTR_NAMES = ("ino size blocks atime mtime ctime atimensec mtimensec ctimensec mode nlink uid gid rdev blksize flags")
+_ATTR_NAMES = (
+    "ino size blocks atime mtime ctime atimensec mtimensec ctimensec mode nlink uid gid rdev blksize flags"
+)
 _ENTRY_NAMES = f"nodeid generation entry_valid attr_valid entry_valid_nsec attr_valid_nsec {_ATTR_NAMES}"
 
 
 def _shape(title: str, whole: struct.Struct, names: str):
-    return namedtuple(title, names), struct.Struct("=" + whole.format[len(_HEADER):])
+    return namedtuple(title, names), struct.Struct("=" + whole.format[len(_HEADER) :])
 
 
 SHAPES = {
@@ -330,11 +489,19 @@ SHAPES = {
     "lock": _shape("LockOut", _LOCK_OUT, "start end type pid"),
     "space": _shape("SpaceOut", _STATFS_OUT, "blocks bfree bavail files ffree bsize namelen frsize"),
     "ioctl": _shape("IoctlOut", _IOCTL_OUT, "result flags in_iovs out_iovs"),
-    "init": _shape("InitOut", _INIT_OUT, "major minor max_readahead flags max_background congestion_threshold max_write "
-                                         "time_gran max_pages map_alignment flags2 max_stack_depth request_timeout"),
-    "statx": _shape("StatxOut", _STATX_OUT, "attr_valid attr_valid_nsec flags mask blksize attributes nlink uid gid mode ino "
-                    "size blocks attributes_mask atime atimensec btime btimensec ctime ctimensec mtime mtimensec rdev_major "
-                    "rdev_minor dev_major dev_minor"),
+    "init": _shape(
+        "InitOut",
+        _INIT_OUT,
+        "major minor max_readahead flags max_background congestion_threshold max_write "
+        "time_gran max_pages map_alignment flags2 max_stack_depth request_timeout",
+    ),
+    "statx": _shape(
+        "StatxOut",
+        _STATX_OUT,
+        "attr_valid attr_valid_nsec flags mask blksize attributes nlink uid gid mode ino "
+        "size blocks attributes_mask atime atimensec btime btimensec ctime ctimensec mtime mtimensec rdev_major "
+        "rdev_minor dev_major dev_minor",
+    ),
 }
 
 
@@ -359,6 +526,6 @@ def read_listing(body: bytes, plus: bool) -> list[tuple[bytes, int, int, int, tu
         begin = at + form.size
         if begin + length > len(body):
             raise ValueError("a name is cut off")
-        found.append((bytes(body[begin:begin + length]), inode, cursor, kind, fields[:-4]))
+        found.append((bytes(body[begin : begin + length]), inode, cursor, kind, fields[:-4]))
         at = begin + length + 7 & ~7
     return found

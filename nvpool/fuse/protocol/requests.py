@@ -83,8 +83,11 @@ FORMS: dict[int, _Form] = {
     Op.LOOKUP: _form("Lookup", "", 1),
     Op.FORGET: _form("Forget", "nlookup:Q"),
     Op.GETATTR: _form("GetAttr", "getattr_flags:I 4x fh:Q"),
-    Op.SETATTR: _form("SetAttr", "valid:I 4x fh:Q size:Q lock_owner:Q atime:q mtime:q ctime:q atimensec:I mtimensec:I "
-                                 "ctimensec:I mode:I 4x uid:I gid:I 4x"),
+    Op.SETATTR: _form(
+        "SetAttr",
+        "valid:I 4x fh:Q size:Q lock_owner:Q atime:q mtime:q ctime:q atimensec:I mtimensec:I "
+        "ctimensec:I mode:I 4x uid:I gid:I 4x",
+    ),
     Op.READLINK: _form("ReadLink", ""),
     Op.SYMLINK: _form("SymLink", "", 2),
     Op.MKNOD: _form("MkNod", "mode:I rdev:I umask:I 4x", 1),
@@ -186,7 +189,9 @@ def decode(buffer, count: int, *, setxattr_extended: bool = False) -> FuseReques
         case field:
             if len(payload) != getattr(body, field):
                 raise Malformed(unique, f"{len(payload)} bytes where {getattr(body, field)} are announced")
-    return FuseRequest(opcode, unique, node, uid, gid, pid, body, tuple(names), payload, bytes(view[end:count]))
+    return FuseRequest(
+        opcode, unique, node, uid, gid, pid, body, tuple(names), payload, bytes(view[end:count])
+    )
 
 
 def _name(view: memoryview, place: int, end: int, unique: int) -> bytes:
@@ -207,7 +212,11 @@ def flags_of(request: FuseRequest) -> int:
 
 def encode(request: FuseRequest, *, setxattr_extended: bool = False) -> bytes:
     """The request as the kernel would send it."""
-    form = SETXATTR_EXTENDED if setxattr_extended and request.opcode == Op.SETXATTR else FORMS.get(request.opcode)
+    form = (
+        SETXATTR_EXTENDED
+        if setxattr_extended and request.opcode == Op.SETXATTR
+        else FORMS.get(request.opcode)
+    )
     parts = [form.struct.pack(*(request.body or ()))] if form is not None else []
     parts += [name + b"\0" for name in request.names]
     if form is not None and form.rest in ("forget", "unmap"):
@@ -217,8 +226,20 @@ def encode(request: FuseRequest, *, setxattr_extended: bool = False) -> bytes:
     if len(request.extension) % 8:
         raise ValueError("an extension consists of words of 8 bytes")
     tail = b"".join(parts) + request.extension
-    return HEADER.pack(HEADER_BYTES + len(tail), request.opcode, request.unique, request.node, request.uid, request.gid,
-                       request.pid, len(request.extension) // 8, 0) + tail
+    return (
+        HEADER.pack(
+            HEADER_BYTES + len(tail),
+            request.opcode,
+            request.unique,
+            request.node,
+            request.uid,
+            request.gid,
+            request.pid,
+            len(request.extension) // 8,
+            0,
+        )
+        + tail
+    )
 
 
 # -- frequent requests: header and body in one unpacking -------------------------------------------------------------------
@@ -284,7 +305,7 @@ def decode_lookup(buffer, count: int) -> tuple[int, int, bytes, int, int, int]:
     if not _NAMED_MIN <= count <= len(buffer):
         raise _odd(buffer, count)
     length, _, unique, node, uid, gid, pid, extension_words, _ = _unpack_header(buffer)
-    name = bytes(buffer[HEADER_BYTES:count - 8 * extension_words if extension_words else count])
+    name = bytes(buffer[HEADER_BYTES : count - 8 * extension_words if extension_words else count])
     if length != count or name.find(b"\0") != len(name) - 1 or not name:
         raise _odd(buffer, count)
     return unique, node, name[:-1], uid, gid, pid
@@ -295,7 +316,7 @@ def decode_create(buffer, count: int) -> tuple[tuple, bytes]:
     if not _CREATE_WHOLE.size + 2 <= count <= len(buffer):
         raise _odd(buffer, count)
     fields = _CREATE_WHOLE.unpack_from(buffer)
-    name = bytes(buffer[_CREATE_WHOLE.size:max(count - 8 * fields[7], 0)])
+    name = bytes(buffer[_CREATE_WHOLE.size : max(count - 8 * fields[7], 0)])
     if fields[0] != count or name.find(b"\0") != len(name) - 1 or not name:
         raise _odd(buffer, count)
     return fields, name[:-1]
@@ -306,7 +327,7 @@ def decode_getxattr(buffer, count: int) -> tuple[int, int, int, bytes]:
     if not _GETXATTR_WHOLE.size + 2 <= count <= len(buffer):
         raise _odd(buffer, count)
     length, _, unique, node, _, _, _, extension_words, _, size = _GETXATTR_WHOLE.unpack_from(buffer)
-    name = bytes(buffer[_GETXATTR_WHOLE.size:max(count - 8 * extension_words, 0)])
+    name = bytes(buffer[_GETXATTR_WHOLE.size : max(count - 8 * extension_words, 0)])
     if length != count or name.find(b"\0") != len(name) - 1 or not name:
         raise _odd(buffer, count)
     return unique, node, size, name[:-1]

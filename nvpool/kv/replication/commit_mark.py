@@ -63,7 +63,11 @@ class CommitMark:
             numbers = memoryview(mmap.mmap(descriptor, _LAYOUT.size)).cast("Q")
             new.rename(path)
         except OSError as error:
-            log.warning("no commit mark at %s (%s): if this process is killed, the next one waits for a standby", path, error)
+            log.warning(
+                "no commit mark at %s (%s): if this process is killed, the next one waits for a standby",
+                path,
+                error,
+            )
             return None
         finally:
             if descriptor >= 0:
@@ -113,4 +117,9 @@ def remove_mark(path: Path) -> None:
 def _is_ours(descriptor: int) -> bool:
     """Return whether only this user can have written the file: the directory may be open to all users."""
     found = os.fstat(descriptor)
-    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077 and found.st_nlink == 1
+    return (
+        stat.S_ISREG(found.st_mode)
+        and found.st_uid == os.geteuid()
+        and not found.st_mode & 0o077
+        and found.st_nlink == 1
+    )

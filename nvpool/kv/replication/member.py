@@ -20,7 +20,7 @@ from nvpool.kv.journal import Journal, JournalRecord, decode, encode
 from nvpool.kv.lmdb_env import LmdbTree, Mark
 from nvpool.kv.options import LmdbOptions
 from nvpool.kv.replication.commit_mark import read_mark
-from nvpool.kv.replication_log import RETAIN_BYTES, ReplicationHistory, Position, Tail, runs_of
+from nvpool.kv.replication_log import RETAIN_BYTES, Position, ReplicationHistory, Tail, runs_of
 
 NOTHING = Tail(Position(0, 0))
 
@@ -31,9 +31,16 @@ class MemberKv(LmdbKv):
     history: ReplicationHistory | None
 
     @classmethod
-    async def open_member(cls, path: str | os.PathLike[str], options: LmdbOptions, *, keep: int | None = None,
-                          begin: Position | None = None, on_fence: Callable[[str], None] | None = None,
-                          retain_bytes: int = RETAIN_BYTES) -> MemberKv:
+    async def open_member(
+        cls,
+        path: str | os.PathLike[str],
+        options: LmdbOptions,
+        *,
+        keep: int | None = None,
+        begin: Position | None = None,
+        on_fence: Callable[[str], None] | None = None,
+        retain_bytes: int = RETAIN_BYTES,
+    ) -> MemberKv:
         """Open a member as `open` does.
 
         With `keep`, the changes after that number are discarded permanently. With `begin`, the directory is
@@ -65,12 +72,16 @@ class MemberKv(LmdbKv):
         base = self._begin or (Position(mark.sequence, mark.term) if mark is not None else Position(0, 0))
         if self._keep is not None:
             if not base.sequence <= self._keep <= last.sequence:
-                raise InvalidRequest(f"{self.path} can not go back to change {self._keep}: "
-                                     f"it has {base.sequence} to {last.sequence}")
+                raise InvalidRequest(
+                    f"{self.path} can not go back to change {self._keep}: "
+                    f"it has {base.sequence} to {last.sequence}"
+                )
             records = [record for record in records if record.sequence <= self._keep]
         remembered = self._remembered = ReplicationHistory(base, self._retain_bytes)
         for record in records:
-            remembered.note(record.sequence, record.term, encode(record.term, 0, record.sequence, dict(record.effects)))
+            remembered.note(
+                record.sequence, record.term, encode(record.term, 0, record.sequence, dict(record.effects))
+            )
         return records, *remembered.last
 
     def _stored_mark(self, formatted: bool) -> Mark:
@@ -134,7 +145,9 @@ class MemberKv(LmdbKv):
         if self._sync_timer is None:
             self._sync_timer = self._loop.call_later(self.options.sync_interval_s, self._sync_due)
         if self._checkpoint_timer is None:
-            self._checkpoint_timer = self._loop.call_later(self.options.checkpoint_interval_s, self._checkpoint_due)
+            self._checkpoint_timer = self._loop.call_later(
+                self.options.checkpoint_interval_s, self._checkpoint_due
+            )
         if self._is_large():
             self._relieve()
 

@@ -113,8 +113,15 @@ class _Peer:
 
 
 class Shipping:
-    def __init__(self, kv: MemberKv, *, clock: Clock, ask: Ask, on_deposed: Callable[[], None],
-                 options: ShippingOptions = ShippingOptions()) -> None:
+    def __init__(
+        self,
+        kv: MemberKv,
+        *,
+        clock: Clock,
+        ask: Ask,
+        on_deposed: Callable[[], None],
+        options: ShippingOptions = ShippingOptions(),
+    ) -> None:
         self._kv = kv
         self._history = kv.history
         self._clock = clock
@@ -161,8 +168,15 @@ class Shipping:
 
     def states(self) -> dict[int, dict]:
         """Return the status of each member: whether it counts, its lag, and why it is not reachable."""
-        return {number: {"counts": peer.counts, "behind": max(0, self._history.last.sequence - peer.acked),
-                         "filling": peer.filling, "reason": peer.reason} for number, peer in self._peers.items()}
+        return {
+            number: {
+                "counts": peer.counts,
+                "behind": max(0, self._history.last.sequence - peer.acked),
+                "filling": peer.filling,
+                "reason": peer.reason,
+            }
+            for number, peer in self._peers.items()
+        }
 
     async def close(self) -> None:
         """Stop shipping.
@@ -176,7 +190,9 @@ class Shipping:
         self._kv.sync_others = None
         for waiter in self._sync_waiters:
             if not waiter.done():
-                waiter.set_exception(Unavailable("this member is not the primary any more", may_be_applied=True))
+                waiter.set_exception(
+                    Unavailable("this member is not the primary any more", may_be_applied=True)
+                )
                 waiter.exception()
         self._history.end()
 
@@ -241,7 +257,9 @@ class Shipping:
                 peer.failed_for_good = isinstance(error, (NoSpace, Fenced))
             finally:
                 self._stop(peer)
-            await asyncio.sleep(self._options.retry_s if not peer.failed_for_good else 10 * self._options.retry_s)
+            await asyncio.sleep(
+                self._options.retry_s if not peer.failed_for_good else 10 * self._options.retry_s
+            )
 
     def _stop(self, peer: _Peer) -> None:
         peer.streaming = peer.filling = False
@@ -263,7 +281,12 @@ class Shipping:
             self._start(peer, keep)
         else:
             begin = history.last
-            log.info("member %d is filled anew: it has %s, here are changes behind %s", peer.number, tail.last, history.base)
+            log.info(
+                "member %d is filled anew: it has %s, here are changes behind %s",
+                peer.number,
+                tail.last,
+                history.base,
+            )
             await self._timed(standby.install(self.term, begin))
             peer.filling = True
             self._start(peer, begin.sequence)
@@ -299,7 +322,9 @@ class Shipping:
         while peer.streaming and peer.in_flight < options.in_flight_max and peer.sent < history.last.sequence:
             records = history.records(peer.sent, options.group_bytes)
             if not records:
-                self._break(peer, Unavailable("the member is further behind than what is kept; it is begun anew"))
+                self._break(
+                    peer, Unavailable("the member is further behind than what is kept; it is begun anew")
+                )
                 return
             peer.sent += len(records)
             self._ship(peer, Group(self.term, b"".join(records), history.committed))
@@ -376,7 +401,10 @@ class Shipping:
             return
         history = self._history
         if not peer.counts:
-            if history.last.sequence - peer.acked > self._options.lag_max or self._clock.boottime_s() < peer.call_up_after_s:
+            if (
+                history.last.sequence - peer.acked > self._options.lag_max
+                or self._clock.boottime_s() < peer.call_up_after_s
+            ):
                 return
             peer.counts, peer.floor = True, history.committed
             self._settle()

@@ -48,8 +48,15 @@ Done = Callable[[int | None, BaseException | None], None]
 class StandbyKv:
     """A standby. `kv` is its engine while the engine is open."""
 
-    def __init__(self, path: Path, options: LmdbOptions, *, term: int = 0, on_fence: Callable[[str], None] | None = None,
-                 retain_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        options: LmdbOptions,
+        *,
+        term: int = 0,
+        on_fence: Callable[[str], None] | None = None,
+        retain_bytes: int | None = None,
+    ) -> None:
         self.path = path
         self.term = term
         self.kv: MemberKv | None = None
@@ -104,7 +111,11 @@ class StandbyKv:
             return peek(self.path)
         except CorruptRecord as error:
             if str(error) != self._damage:
-                log.error("the records in %s are damaged and will be replaced by the primary's: %s", self.path, error)
+                log.error(
+                    "the records in %s are damaged and will be replaced by the primary's: %s",
+                    self.path,
+                    error,
+                )
             self._damage = str(error)
             return NOTHING
 
@@ -139,8 +150,13 @@ class StandbyKv:
             await self._quiet()
             if self.kv is None or self.kv.sequence != sequence or self.kv.fenced:
                 await self._close_engine()
-                self.kv = await MemberKv.open_member(self.path, with_term(self._options, term), keep=sequence,
-                                                     on_fence=self._on_fence, **self._more)
+                self.kv = await MemberKv.open_member(
+                    self.path,
+                    with_term(self._options, term),
+                    keep=sequence,
+                    on_fence=self._on_fence,
+                    **self._more,
+                )
             self.kv.history.alone = False
             self._ready = True
 
@@ -156,8 +172,13 @@ class StandbyKv:
             await self._quiet()
             await self._close_engine()
             self.filling, self._damage = True, ""
-            self.kv = await MemberKv.open_member(self.path, with_term(self._options, term), begin=position,
-                                                 on_fence=self._on_fence, **self._more)
+            self.kv = await MemberKv.open_member(
+                self.path,
+                with_term(self._options, term),
+                begin=position,
+                on_fence=self._on_fence,
+                **self._more,
+            )
             self._ready = True
 
     async def installed(self, term: int) -> None:
@@ -222,9 +243,12 @@ class StandbyKv:
             if self.kv is None or self.kv.fenced:
                 await self._close_engine()
                 if not is_whole(self.path):
-                    raise CorruptRecord(f"{self.path} holds no whole records, so this member can not become the primary")
-                self.kv = await MemberKv.open_member(self.path, with_term(self._options, term), on_fence=self._on_fence,
-                                                     **self._more)
+                    raise CorruptRecord(
+                        f"{self.path} holds no whole records, so this member can not become the primary"
+                    )
+                self.kv = await MemberKv.open_member(
+                    self.path, with_term(self._options, term), on_fence=self._on_fence, **self._more
+                )
             self.kv.begin_term(term)
             kv, self.kv, self._closed = self.kv, None, True
             return kv

@@ -36,8 +36,8 @@ from nvpool.meta.state.volume_records import (
     USE,
     VOLUME,
     Trashed,
-    VolumeUse,
     VolumeRecord,
+    VolumeUse,
     decode_attached,
     decode_trashed,
     decode_use,
@@ -94,14 +94,22 @@ def _inode_record(line: dict) -> tuple[bytes, bytes]:
 def _dentry_line(key: bytes, raw: bytes) -> dict:
     partition = records.partition_of_key(key)
     number, kind = records.decode_dentry(partition, raw)
-    line = {"type": "dentry", "directory": records.directory_of_key(key), "inode": number, "kind": kind,
-            "partition": partition, "hash": key[HASH_AT:NAME_AT].hex()}
+    line = {
+        "type": "dentry",
+        "directory": records.directory_of_key(key),
+        "inode": number,
+        "kind": kind,
+        "partition": partition,
+        "hash": key[HASH_AT:NAME_AT].hex(),
+    }
     _text(line, "name", key[NAME_AT:])
     return line
 
 
 def _dentry_record(line: dict) -> tuple[bytes, bytes]:
-    key = records.dentry_key(line["partition"], line["directory"], bytes.fromhex(line["hash"]), _bytes(line, "name"))
+    key = records.dentry_key(
+        line["partition"], line["directory"], bytes.fromhex(line["hash"]), _bytes(line, "name")
+    )
     return key, records.encode_dentry(line["partition"], line["inode"], line["kind"])
 
 
@@ -125,8 +133,10 @@ def _orphan_line(key: bytes, raw: bytes) -> dict:
 
 
 def _orphan_record(line: dict) -> tuple[bytes, bytes]:
-    return (records.numbered_key(records.ORPHAN, line["inode"]),
-            records.ORPHAN_COUNTED if line.get("counted") else records.ORPHAN_VALUE)
+    return (
+        records.numbered_key(records.ORPHAN, line["inode"]),
+        records.ORPHAN_COUNTED if line.get("counted") else records.ORPHAN_VALUE,
+    )
 
 
 def _collect_line(key: bytes, raw: bytes) -> dict:
@@ -134,8 +144,10 @@ def _collect_line(key: bytes, raw: bytes) -> dict:
 
 
 def _collect_record(line: dict) -> tuple[bytes, bytes]:
-    return (records.numbered_key(records.COLLECT, line["inode"]),
-            records.encode_collect(records.Collect(line["table"], line["chunk_bits"])))
+    return (
+        records.numbered_key(records.COLLECT, line["inode"]),
+        records.encode_collect(records.Collect(line["table"], line["chunk_bits"])),
+    )
 
 
 def _intent_line(key: bytes, raw: bytes) -> dict:
@@ -149,13 +161,22 @@ def _intent_record(line: dict) -> tuple[bytes, bytes]:
 
 def _part_line(key: bytes, raw: bytes) -> dict:
     part = decode_part(key, raw)
-    return {"type": "part", "inode": part.number, "shard": part.shard, **part.counts._asdict(),
-            **{field: getattr(part, field) for field in _PART_FIELDS}}
+    return {
+        "type": "part",
+        "inode": part.number,
+        "shard": part.shard,
+        **part.counts._asdict(),
+        **{field: getattr(part, field) for field in _PART_FIELDS},
+    }
 
 
 def _part_record(line: dict) -> tuple[bytes, bytes]:
-    part = part_of(line["inode"], line["shard"], StripeCounts(*(line[field] for field in StripeCounts._fields)),
-                   **{field: line[field] for field in _PART_FIELDS})
+    part = part_of(
+        line["inode"],
+        line["shard"],
+        StripeCounts(*(line[field] for field in StripeCounts._fields)),
+        **{field: line[field] for field in _PART_FIELDS},
+    )
     return records.part_key(part.number, part.shard), encode_part(part)
 
 
@@ -172,8 +193,14 @@ def _other_line(key: bytes, raw: bytes) -> dict:
         return {"type": "use", "inode": number, "bytes": use.bytes, "files": use.files}
     if kind == TRASH:
         entry = decode_trashed(raw)
-        line = {"type": "trash", "volume": number, "inode": inode_of_trash_key(key), "removed_ns": entry.removed_ns,
-                "expires_ns": entry.expires_ns, "directory": entry.directory}
+        line = {
+            "type": "trash",
+            "volume": number,
+            "inode": inode_of_trash_key(key),
+            "removed_ns": entry.removed_ns,
+            "expires_ns": entry.expires_ns,
+            "directory": entry.directory,
+        }
         _text(line, "name", entry.name)
         return line
     line = {"type": "attached", "inode": number, "since_ns": decode_attached(raw)}
@@ -240,16 +267,37 @@ def _raw_record(line: dict) -> tuple[bytes, bytes]:
 
 
 _LINES: dict[int, Callable[[bytes, bytes], dict]] = {
-    records.INODE: _inode_line, records.DENTRY: _dentry_line, records.XATTR: _xattr_line, records.ORPHAN: _orphan_line,
-    records.COLLECT: _collect_line, records.INTENT: _intent_line, records.IDENTITY: _identity_line,
-    records.PART: _part_line, records.OTHER: _other_line, records.BOUNDS: _bounds_line, records.COUNTS: _counts_line,
-    records.DAMAGED: _damaged_line}
+    records.INODE: _inode_line,
+    records.DENTRY: _dentry_line,
+    records.XATTR: _xattr_line,
+    records.ORPHAN: _orphan_line,
+    records.COLLECT: _collect_line,
+    records.INTENT: _intent_line,
+    records.IDENTITY: _identity_line,
+    records.PART: _part_line,
+    records.OTHER: _other_line,
+    records.BOUNDS: _bounds_line,
+    records.COUNTS: _counts_line,
+    records.DAMAGED: _damaged_line,
+}
 _RECORDS: dict[str, Callable[[dict], tuple[bytes, bytes]]] = {
-    "inode": _inode_record, "dentry": _dentry_record, "xattr": _xattr_record, "orphan": _orphan_record,
-    "collect": _collect_record, "intent": _intent_record, "part": _part_record,
-    "volume": _volume_record, "use": _use_record, "attached": _attached_record, "trash": _trash_record,
-    "identity": _identity_record, "bounds": _bounds_record,
-    "counts": _counts_record, "damaged": _damaged_record, "raw": _raw_record}
+    "inode": _inode_record,
+    "dentry": _dentry_record,
+    "xattr": _xattr_record,
+    "orphan": _orphan_record,
+    "collect": _collect_record,
+    "intent": _intent_record,
+    "part": _part_record,
+    "volume": _volume_record,
+    "use": _use_record,
+    "attached": _attached_record,
+    "trash": _trash_record,
+    "identity": _identity_record,
+    "bounds": _bounds_record,
+    "counts": _counts_record,
+    "damaged": _damaged_record,
+    "raw": _raw_record,
+}
 
 
 def line_of(key: bytes, raw: bytes) -> dict:
@@ -274,7 +322,9 @@ def record_of(line: dict) -> tuple[bytes, bytes]:
         key, raw = _RECORDS[line["type"]](line)
     except Exception as error:
         # Any failure on a hand-made line (a missing field, a number out of range) is reported to its author.
-        raise InvalidRequest(f"a line of the dump can not be read ({type(error).__name__}: {error}): {line!r:.200}") from None
+        raise InvalidRequest(
+            f"a line of the dump can not be read ({type(error).__name__}: {error}): {line!r:.200}"
+        ) from None
     if not 1 < len(key) <= KEY_BYTES_MAX:
         raise InvalidRequest(f"a line of the dump gives a key of {len(key)} bytes")
     return key, raw
@@ -285,7 +335,11 @@ class Dump:
 
     def __init__(self, view: View, shard: int) -> None:
         self._snapshot = view.snapshot()
-        self._head: dict | None = {"nvpool_dump": DUMP_FORMAT, "shard": shard, "sequence": self._snapshot.sequence}
+        self._head: dict | None = {
+            "nvpool_dump": DUMP_FORMAT,
+            "shard": shard,
+            "sequence": self._snapshot.sequence,
+        }
         self.done = False
 
     def step(self, limit: int) -> tuple[bytes, int]:

@@ -130,8 +130,9 @@ Carry = Callable[[Mend], Awaitable[None]]
 """Carries out a repair that needs other shards; any NvpoolError."""
 
 
-async def fsck_step(runs: Runs, request: pb.FsckRequest, kv: Kv, view: View, numbers: Numbers, make: Any,
-                    carry: Carry) -> JobReply:
+async def fsck_step(
+    runs: Runs, request: pb.FsckRequest, kv: Kv, view: View, numbers: Numbers, make: Any, carry: Carry
+) -> JobReply:
     while kv.full:
         await kv.room()
     if request.cursor:
@@ -149,8 +150,13 @@ async def fsck_step(runs: Runs, request: pb.FsckRequest, kv: Kv, view: View, num
         counter, work.counter_max = work.counter_max, 0
         view.next_number = max(view.next_number, counter + 1)
         await numbers.raise_above(counter)
-    reply = pb.FsckReply(checked=work.checked, sums=pack_sums(work.sums), above=pack_numbers(work.tree.take_above()),
-                         copies=pack_copies(work.copies), passed=pack_partitions(work.passed))
+    reply = pb.FsckReply(
+        checked=work.checked,
+        sums=pack_sums(work.sums),
+        above=pack_numbers(work.tree.take_above()),
+        copies=pack_copies(work.copies),
+        passed=pack_partitions(work.passed),
+    )
     await _tell_problems(reply, work, problems, carry)
     return runs.stepped(number, run, JobReply(reply), work.done)
 
@@ -185,7 +191,9 @@ async def _tell_problems(reply: pb.FsckReply, work: Fsck, problems: list[ShardPr
         except NvpoolError as error:
             problems[at] = problem._replace(repaired=False, text=f"{problem.text}; not repaired: {error}")
     for problem in problems:
-        reply.problems.add(kind=problem.kind, text=problem.text[:1000], repaired=problem.repaired, inode=problem.inode)
+        reply.problems.add(
+            kind=problem.kind, text=problem.text[:1000], repaired=problem.repaired, inode=problem.inode
+        )
 
 
 def dump_step(runs: Runs, request: pb.DumpRequest, view: View, shard: int) -> JobReply:
@@ -224,10 +232,14 @@ class Load:
         """Mark the shard as loading, and delete its first records, or those of an unfinished load."""
         raw = self._kv.get(records.BOUNDS_KEY)
         self._bounds = records.decode_bounds(raw) if raw is not None else self._bounds
-        await self._apply([(records.IDENTITY_KEY, records.encode_identity(self._identity._replace(loading=True)))])
+        await self._apply(
+            [(records.IDENTITY_KEY, records.encode_identity(self._identity._replace(loading=True)))]
+        )
         first = b"\0"
         while pairs := self._kv.scan(first, records.END_OF_KEYS, LOAD_BATCH):
-            await self._apply([(key, None) for key, _ in pairs if key not in (records.IDENTITY_KEY, records.BOUNDS_KEY)])
+            await self._apply(
+                [(key, None) for key, _ in pairs if key not in (records.IDENTITY_KEY, records.BOUNDS_KEY)]
+            )
             first = pairs[-1][0] + b"\0"
 
     async def take(self, payload: bytes, first: bool) -> None:
@@ -247,8 +259,10 @@ class Load:
                     self._parts.setdefault(part.number, []).append(part.counts)
             elif key == records.BOUNDS_KEY:
                 found_bounds = records.decode_bounds(raw)
-                self._bounds = records.IssuedNumbers(max(self._bounds.inode, found_bounds.inode),
-                                              max(self._bounds.session, found_bounds.session))
+                self._bounds = records.IssuedNumbers(
+                    max(self._bounds.inode, found_bounds.inode),
+                    max(self._bounds.session, found_bounds.session),
+                )
             else:
                 if key == records.COUNTS_KEY:
                     self._counted = (self._counted or 0) + records.decode_counts(raw)
@@ -276,8 +290,12 @@ class Load:
             await self._apply([(records.COUNTS_KEY, records.encode_counts(counted))])
         for number, parts in self._parts.items():
             await self._take_parts(number, parts)
-        await self._apply([(records.BOUNDS_KEY, records.encode_bounds(self._bounds)),
-                           (records.IDENTITY_KEY, records.encode_identity(self._identity._replace(loading=False)))])
+        await self._apply(
+            [
+                (records.BOUNDS_KEY, records.encode_bounds(self._bounds)),
+                (records.IDENTITY_KEY, records.encode_identity(self._identity._replace(loading=False))),
+            ]
+        )
         await self._kv.sync()
 
     async def _take_parts(self, number: int, parts: list[StripeCounts]) -> None:

@@ -23,17 +23,28 @@ class OtherRecords:
         try:
             records.decode_xattr(raw)
         except CorruptRecord as error:
-            self._lay_aside(key, raw, f"attribute {key[9:]!r} of inode {number}: {error}", lambda: self._one_xattr_less(number))
+            self._lay_aside(
+                key,
+                raw,
+                f"attribute {key[9:]!r} of inode {number}: {error}",
+                lambda: self._one_xattr_less(number),
+            )
             return
         inode = self._current(number)
         if self._kv.get(key) is None:
             return
         if inode is None:
-            self._found("xattr", f"attribute {key[9:]!r} belongs to inode {number}, which is not there", lambda: [(key, None)])
+            self._found(
+                "xattr",
+                f"attribute {key[9:]!r} belongs to inode {number}, which is not there",
+                lambda: [(key, None)],
+            )
         elif not inode.flags & records.HAS_XATTRS:
+
             def mark() -> list:
                 inode.flags |= records.HAS_XATTRS
                 return [self._put(inode)]
+
             self._found("xattr", f"inode {number} has attributes and is not marked so", mark)
         if inode is not None and key[9:] in acl.NAMES:
             self._acl(key, records.decode_xattr(raw), inode)
@@ -49,24 +60,39 @@ class OtherRecords:
             if not found or (key[9:] == acl.DEFAULT and not inode.is_directory):
                 raise InvalidRequest("there is none of its kind here")
         except (InvalidRequest, TooBig) as error:
+
             def drop() -> list:
                 if len(self._kv.scan(*records.xattr_range(inode.number), 2)) == 1:
                     inode.flags &= ~records.HAS_XATTRS
-                if not any(self._kv.get(records.xattr_key(inode.number, other)) for other in acl.NAMES - {key[9:]}):
+                if not any(
+                    self._kv.get(records.xattr_key(inode.number, other)) for other in acl.NAMES - {key[9:]}
+                ):
                     inode.flags &= ~records.HAS_ACL
                 return [self._put(inode), (key, None)]
-            self._found("acl", f"the access control list {key[9:]!r} of inode {inode.number} is not valid: {error}", drop)
+
+            self._found(
+                "acl",
+                f"the access control list {key[9:]!r} of inode {inode.number} is not valid: {error}",
+                drop,
+            )
             return
         if not inode.flags & records.HAS_ACL:
+
             def mark() -> list:
                 inode.flags |= records.HAS_ACL
                 return [self._put(inode)]
+
             self._found("acl", f"inode {inode.number} has an access control list and is not marked so", mark)
         if key[9:] == acl.ACCESS and acl.mode_of(found) != inode.mode & 0o777:
+
             def follow() -> list:
                 return [(key, records.XATTR_HEAD + acl.encode_acl(acl.changed_by_mode(found, inode.mode)))]
-            self._found("acl", f"the access control list of inode {inode.number} and its mode {inode.mode & 0o777:o} differ",
-                        follow)
+
+            self._found(
+                "acl",
+                f"the access control list of inode {inode.number} and its mode {inode.mode & 0o777:o} differ",
+                follow,
+            )
 
     def _one_xattr_less(self, number: int) -> list:
         inode = self._current(number)
@@ -82,18 +108,26 @@ class OtherRecords:
             return
         inode = self._current(number)
         if inode is None or inode.links:
+
             def drop() -> list:
                 self._collector.orphans.pop(number, None)
                 return [(key, None)]
+
             why = "which is not there" if inode is None else f"which has {inode.links} links"
             self._found("orphan", f"the orphans name inode {number}, {why}", drop)
             return
         if now not in (records.ORPHAN_VALUE, records.ORPHAN_COUNTED):
-            self._found("undecodable", f"the record of orphan {number} can not be read", lambda: [(key, records.ORPHAN_VALUE)])
+            self._found(
+                "undecodable",
+                f"the record of orphan {number} can not be read",
+                lambda: [(key, records.ORPHAN_VALUE)],
+            )
         if number not in self._collector.orphans:
+
             def queue() -> list:
                 self._collector.add(number)
                 return []
+
             self._found("orphan", f"orphan {number} is not waited for by the collector", queue)
 
     def _collect(self, key: bytes, raw: bytes) -> None:
@@ -101,13 +135,19 @@ class OtherRecords:
         if self._kv.get(key) != raw:
             return
         if self._current(number) is not None:
-            self._found("collect", f"the chunks of inode {number} are to be removed, and it is there", lambda: [(key, None)])
+            self._found(
+                "collect",
+                f"the chunks of inode {number} are to be removed, and it is there",
+                lambda: [(key, None)],
+            )
             return
         try:
             records.decode_collect(raw)
         except CorruptRecord as error:
             usual = records.Collect(*records.Layout())
-            self._found("undecodable", f"{error} (inode {number})", lambda: [(key, records.encode_collect(usual))])
+            self._found(
+                "undecodable", f"{error} (inode {number})", lambda: [(key, records.encode_collect(usual))]
+            )
 
     def _intent(self, key: bytes, raw: bytes) -> None:
         number = records.inode_of_key(key)
@@ -120,6 +160,7 @@ class OtherRecords:
         try:
             intent = records.decode_intent(raw)
         except CorruptRecord as error:
+
             def rebuild() -> list:
                 # No file grows before its truncation is done, so the inode itself has the intended size. For
                 # a hole the range is lost; its client has received no answer.
@@ -129,15 +170,21 @@ class OtherRecords:
                 self._kv.apply([(key, records.encode_intent(again))], reclaims=True)
                 self._begin_cut(number, again)
                 return []
+
             self._found("undecodable", f"{error} (inode {number})", rebuild)
             return
         if intent.cut != inode.cut:
-            self._found("intent", f"inode {number} is to be cut under number {intent.cut} and has {inode.cut}",
-                        lambda: [(key, None)])
+            self._found(
+                "intent",
+                f"inode {number} is to be cut under number {intent.cut} and has {inode.cut}",
+                lambda: [(key, None)],
+            )
         elif number not in self._view.cutting:
+
             def begin() -> list:
                 self._begin_cut(number, intent)
                 return []
+
             self._found("intent", f"inode {number} is to be cut, and nobody does it", begin)
 
     def _lock(self, key: bytes, raw: bytes) -> None:
@@ -154,19 +201,27 @@ class OtherRecords:
         inode, locks = self._current(number), self._view.locks
         here, who = f"inode {number} from byte {start} to {end}", Owner(kind, session, owner)
         if inode is None or not inode.is_file:
+
             def forget() -> list:
                 locks.forget(number)
                 return [(key, None)]
+
             self._found("lock", f"{here} is locked, and it is no file", forget)
         elif LockRange(start, end, mode, pid) not in locks.spans_of(number, who):
-            self._found("lock", f"{here} is locked by session {session:#x}, and nobody knows", lambda: [(key, None)])
+            self._found(
+                "lock", f"{here} is locked by session {session:#x}, and nobody knows", lambda: [(key, None)]
+            )
         elif session not in self._sessions.by_number and session not in locks.dead:
+
             def end() -> list:
                 locks.end_session(session)
                 return []
+
             self._found("lock", f"{here} is locked by session {session:#x}, which does not live", end)
         elif any(not other.waits for other in locks.in_the_way(number, who, start, end, mode)):
-            self._found("lock", f"{here} is locked by session {session:#x} and by another: unmount one of them", None)
+            self._found(
+                "lock", f"{here} is locked by session {session:#x} and by another: unmount one of them", None
+            )
 
     def _session(self, key: bytes, raw: bytes) -> None:
         try:
@@ -175,20 +230,28 @@ class OtherRecords:
             self._lay_aside(key, raw, str(error))
             return
         if self._kv.get(key) is not None and records.session_of_key(key) not in self._sessions.by_number:
-            self._found("session", f"session {records.session_of_key(key):#x} has a record and does not live",
-                        lambda: [(key, None)])
+            self._found(
+                "session",
+                f"session {records.session_of_key(key):#x} has a record and does not live",
+                lambda: [(key, None)],
+            )
 
     def _slot(self, key: bytes, raw: bytes) -> None:
         if (now := self._kv.get(key)) is None:
             return
         if records.session_of_key(key) not in self._sessions.by_number:
-            self._found("slot", f"a slot belongs to session {records.session_of_key(key):#x}, which does not live",
-                        lambda: [(key, None)])
+            self._found(
+                "slot",
+                f"a slot belongs to session {records.session_of_key(key):#x}, which does not live",
+                lambda: [(key, None)],
+            )
             return
         try:
             decode_slot(now)
         except CorruptRecord as error:
-            self._found("undecodable", f"{error} (session {records.session_of_key(key):#x})", lambda: [(key, None)])
+            self._found(
+                "undecodable", f"{error} (session {records.session_of_key(key):#x})", lambda: [(key, None)]
+            )
 
     def _spanning(self, key: bytes, raw: bytes) -> None:
         """Check a lock or a decision of a transaction.
@@ -209,7 +272,9 @@ class OtherRecords:
             bound = 0
         if bound < self._view.next_number:
             self.counter_max = max(self.counter_max, self._view.next_number)
-            self._found("number", f"the bound of inode numbers is {bound}, {self._view.next_number} is the next", list)
+            self._found(
+                "number", f"the bound of inode numbers is {bound}, {self._view.next_number} is the next", list
+            )
 
     def _counts(self, key: bytes, raw: bytes) -> None:
         try:

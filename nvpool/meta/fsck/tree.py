@@ -112,8 +112,13 @@ class _DirectoryCycle(Exception):
     """The climb has met a directory twice. For this module only."""
 
 
-async def climb(request: pb.FsckClimbRequest, tree: Tree, kv: Kv, is_here: Callable[[int], bool],
-                carry: Callable[[Any], Awaitable[None]]) -> pb.FsckClimbReply:
+async def climb(
+    request: pb.FsckClimbRequest,
+    tree: Tree,
+    kv: Kv,
+    is_here: Callable[[int], bool],
+    carry: Callable[[Any], Awaitable[None]],
+) -> pb.FsckClimbReply:
     """Handle a request about climbs. `carry` is as for all repairs of a check."""
     if request.loose:
         if not is_inode_number(request.parent):
@@ -132,8 +137,10 @@ async def climb(request: pb.FsckClimbRequest, tree: Tree, kv: Kv, is_here: Calla
         above = tree.climb(numbers[0], way)
     except _DirectoryCycle:
         above = 0
-    return pb.FsckClimbReply(above=pack_numbers([above]),
-                             way=pack_numbers([number for one in way for number in (one.number, one.parent, one.change)]))
+    return pb.FsckClimbReply(
+        above=pack_numbers([above]),
+        way=pack_numbers([number for one in way for number in (one.number, one.parent, one.change)]),
+    )
 
 
 async def _name_of(number: int, parent: int, kv: Kv, is_here: Callable[[int], bool]) -> bytes | None:

@@ -56,20 +56,27 @@ class VolumeChecks:
     def _in_volume(self, now: Inode, before: Inode) -> None:
         """Check an inode in a volume: `now` is its present record, `before` that of the walk's snapshot."""
         if now.flags & records.TRASHED and self._kv.get(trash_key(now.volume, now.number)) is None:
+
             def unmark() -> list:
                 now.flags &= ~records.TRASHED
                 return [self._put(now)]
+
             # the walk did not count it as an inode with a name; after the repair it is one
             if before.flags & records.TRASHED:
                 self._tally(now.number, NAMES, -1)
                 self._tally(now.number, PARENTS, -before.parent)
-            self._found("trash", f"inode {now.number} is marked as in the trash of a volume, which does not have it", unmark)
+            self._found(
+                "trash",
+                f"inode {now.number} is marked as in the trash of a volume, which does not have it",
+                unmark,
+            )
         if not now.links or self._kv.get(volume_key(VOLUME, now.volume)) is not None:
             return
 
         def leave() -> list:
             now.volume = 0
             return [self._put(now)]
+
         self._found("volume", f"inode {now.number} is in volume {now.volume}, which is not there", leave)
 
     def _other(self, key: bytes, raw: bytes) -> None:
@@ -91,21 +98,28 @@ class VolumeChecks:
             return
         root = self._current(number)
         if root is None or root.volume != number:
+
             def drop() -> list:
                 self._view.access.note(number, None)
                 return [(key, None), (volume_key(USE, number), None)]
+
             self._found("volume", f"volume {record.name} has no directory {number}", drop)
             return
         if self._kv.get(volume_key(USE, number)) is None and self._tallies and not self._unread:
-            self._found("volume", f"nothing tells the use of volume {record.name}",
-                        lambda: [(volume_key(USE, number), encode_use(self._uses.get(number, VolumeUse())))])
+            self._found(
+                "volume",
+                f"nothing tells the use of volume {record.name}",
+                lambda: [(volume_key(USE, number), encode_use(self._uses.get(number, VolumeUse())))],
+            )
 
     def _use(self, key: bytes, raw: bytes, number: int) -> None:
         there = self._uses.pop(number, VolumeUse())
         if (now := self._kv.get(key)) is None:
             return
         if self._kv.get(volume_key(VOLUME, number)) is None:
-            self._found("volume", f"a use is told of volume {number}, which is not there", lambda: [(key, None)])
+            self._found(
+                "volume", f"a use is told of volume {number}, which is not there", lambda: [(key, None)]
+            )
             return
         if not self._tallies or self._unread:
             return
@@ -116,11 +130,17 @@ class VolumeChecks:
             return
         more_bytes, more_files = there.bytes - told.bytes, there.files - told.files
         if more_bytes or more_files:
+
             def recount() -> list:
                 use = decode_use(now)
                 return [(key, encode_use(VolumeUse(use.bytes + more_bytes, use.files + more_files)))]
-            self._found("counts", f"volume {number} holds {there.files} files with {there.bytes} bytes, {told.files} with "
-                                  f"{told.bytes} are counted", recount)
+
+            self._found(
+                "counts",
+                f"volume {number} holds {there.files} files with {there.bytes} bytes, {told.files} with "
+                f"{told.bytes} are counted",
+                recount,
+            )
 
     def _trashed(self, key: bytes, raw: bytes, number: int) -> None:
         try:
@@ -132,8 +152,11 @@ class VolumeChecks:
             return
         inode = self._current(inode_of_trash_key(key))
         if inode is None or not inode.links or not inode.flags & records.TRASHED or inode.volume != number:
-            self._found("trash", f"the trash of volume {number} has inode {inode_of_trash_key(key)}, which is not in it",
-                        lambda: [(key, None)])
+            self._found(
+                "trash",
+                f"the trash of volume {number} has inode {inode_of_trash_key(key)}, which is not in it",
+                lambda: [(key, None)],
+            )
 
     def _attachment(self, key: bytes, raw: bytes, number: int) -> None:
         if self._kv.get(key) is None:
@@ -144,4 +167,8 @@ class VolumeChecks:
             self._lay_aside(key, raw, f"volume {number}: {error}")
             return
         if self._kv.get(volume_key(VOLUME, number)) is None:
-            self._found("volume", f"somebody is attached to volume {number}, which is not there", lambda: [(key, None)])
+            self._found(
+                "volume",
+                f"somebody is attached to volume {number}, which is not there",
+                lambda: [(key, None)],
+            )

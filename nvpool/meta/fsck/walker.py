@@ -47,7 +47,9 @@ STEP_LIMIT, STEP_LIMIT_MAX = 500, 5000
 """Records in a step: five hundred of them hold the event loop for about five milliseconds."""
 SUMS_MAX = 1000
 NAMES, SUBDIRS, ENTRIES, PARENTS = range(4)
-_NUMBERED = frozenset((records.INODE, records.XATTR, records.ORPHAN, records.COLLECT, records.INTENT, records.LOCK))
+_NUMBERED = frozenset(
+    (records.INODE, records.XATTR, records.ORPHAN, records.COLLECT, records.INTENT, records.LOCK)
+)
 
 
 Mend = Callable[..., Draft]  # (view, now_ns=)
@@ -65,7 +67,9 @@ class ShardProblem(NamedTuple):
 class _Anew:
     """Present records of some partitions, read in steps in place of a snapshot."""
 
-    def __init__(self, kv: Kv, partitions: tuple[int, ...], is_here: Callable[[int], bool], passed: set[int]) -> None:
+    def __init__(
+        self, kv: Kv, partitions: tuple[int, ...], is_here: Callable[[int], bool], passed: set[int]
+    ) -> None:
         self._kv = kv
         self._left = list(partitions)
         self._first = b""
@@ -114,9 +118,17 @@ class _Anew:
 class Fsck(OtherRecords, VolumeChecks):
     """One check. Call `step(limit)` until `done`; each call returns the problems that it found."""
 
-    def __init__(self, kv: Kv, view: View, sessions: Sessions, collector: Collector,
-                 begin_cut: Callable[[int, records.Intent], object], clock_ns: Callable[[], int], repair: bool,
-                 partitions: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self,
+        kv: Kv,
+        view: View,
+        sessions: Sessions,
+        collector: Collector,
+        begin_cut: Callable[[int, records.Intent], object],
+        clock_ns: Callable[[], int],
+        repair: bool,
+        partitions: tuple[int, ...] | None = None,
+    ) -> None:
         """`partitions`: check only the records of these partitions against related records, as they are now.
 
         An empty tuple if only `settle_sums` or a climb follows.
@@ -134,7 +146,9 @@ class Fsck(OtherRecords, VolumeChecks):
         self.copies: list[DirectoryCopy] = []
         """Copies of attributes found in this step."""
         self._tallies = partitions is None
-        self._walk = view.snapshot() if partitions is None else _Anew(kv, partitions, self.is_here, self.passed)
+        self._walk = (
+            view.snapshot() if partitions is None else _Anew(kv, partitions, self.is_here, self.passed)
+        )
         self.tree = Tree(self._current, self.is_here)
         # inode of another shard -> key of a name that it has here
         self._names_of_others: dict[int, bytes] = {}
@@ -158,12 +172,23 @@ class Fsck(OtherRecords, VolumeChecks):
         self.done = False
         self.checked = 0
         self._checks: dict[int, Callable[[bytes, bytes], None]] = {
-            records.INODE: self._inode, records.DENTRY: self._dentry, records.XATTR: self._xattr,
-            records.ORPHAN: self._orphan, records.COLLECT: self._collect, records.INTENT: self._intent,
-            records.LOCK: self._lock, records.OTHER: self._other, records.SESSION: self._session, records.SLOT: self._slot,
-            records.COUNTS: self._counts, records.IDENTITY: lambda key, raw: None, records.BOUNDS: self._bounds, records.PART:
-            self._part, records.DAMAGED: lambda key, raw: None, **dict.fromkeys((records.HELD, records.DECIDED),
-            self._spanning)}
+            records.INODE: self._inode,
+            records.DENTRY: self._dentry,
+            records.XATTR: self._xattr,
+            records.ORPHAN: self._orphan,
+            records.COLLECT: self._collect,
+            records.INTENT: self._intent,
+            records.LOCK: self._lock,
+            records.OTHER: self._other,
+            records.SESSION: self._session,
+            records.SLOT: self._slot,
+            records.COUNTS: self._counts,
+            records.IDENTITY: lambda key, raw: None,
+            records.BOUNDS: self._bounds,
+            records.PART: self._part,
+            records.DAMAGED: lambda key, raw: None,
+            **dict.fromkeys((records.HELD, records.DECIDED), self._spanning),
+        }
 
     def step(self, limit: int) -> list[ShardProblem]:
         """Check the next records.
@@ -193,22 +218,40 @@ class Fsck(OtherRecords, VolumeChecks):
                     check(key, raw)
                 except CorruptRecord as error:  # a related record can not be read
                     self._unread += 1
-                    self._found("unreadable", f"what belongs to the record {key.hex()} can not be checked: {error}", None)
+                    self._found(
+                        "unreadable",
+                        f"what belongs to the record {key.hex()} can not be checked: {error}",
+                        None,
+                    )
             if self._walk.done:
                 self._left = []
                 if self._unread:
-                    self._found("unreadable", f"{self._unread} records could not be checked, so links are not counted: "
-                                              "let repair remove what can not be read, then check again", None)
+                    self._found(
+                        "unreadable",
+                        f"{self._unread} records could not be checked, so links are not counted: "
+                        "let repair remove what can not be read, then check again",
+                        None,
+                    )
                 else:
-                    self._left = sorted(number for number, sums in self._sums.items() if any(sums) or number in self._strays)
+                    self._left = sorted(
+                        number for number, sums in self._sums.items() if any(sums) or number in self._strays
+                    )
         elif self._left:
             part = self._left[:limit]
             del self._left[:limit]
             for number in part:
                 if self._view.owners:
                     names, subdirs, entries, parents = self._sums.pop(number)
-                    self.sums.append(Sum(number, names, subdirs, entries, parents & MASK,
-                                         self._strays.get(number) or self._names_of_others.get(number, b"")))
+                    self.sums.append(
+                        Sum(
+                            number,
+                            names,
+                            subdirs,
+                            entries,
+                            parents & MASK,
+                            self._strays.get(number) or self._names_of_others.get(number, b""),
+                        )
+                    )
                 else:
                     self._settle(number)
         else:
@@ -246,17 +289,27 @@ class Fsck(OtherRecords, VolumeChecks):
             if not self.is_here(partition_of(number)):
                 self.passed.add(partition_of(number))
             else:
-                self._found("part", f"parts of the wide directory {number} do not have its attributes",
-                            lambda number=number: self._decided(partial(recounted, number=number, subdirs=0, entries=0)))
+                self._found(
+                    "part",
+                    f"parts of the wide directory {number} do not have its attributes",
+                    lambda number=number: self._decided(
+                        partial(recounted, number=number, subdirs=0, entries=0)
+                    ),
+                )
         return self._problems
 
-    def _settle_sum(self, number: int, names: int, subdirs: int, entries: int, parents: int, key: bytes) -> None:
+    def _settle_sum(
+        self, number: int, names: int, subdirs: int, entries: int, parents: int, key: bytes
+    ) -> None:
         inode = self._current(number)
         if inode is None:
             if names > 0 and key:
-                self._found("dentry", f"entry {key[NAME_AT:]!r} of directory {records.directory_of_key(key)} names inode "
-                                      f"{number}, which is not there",
-                            lambda: self._decided(partial(without_dangling, number=number, key=key)))
+                self._found(
+                    "dentry",
+                    f"entry {key[NAME_AT:]!r} of directory {records.directory_of_key(key)} names inode "
+                    f"{number}, which is not there",
+                    lambda: self._decided(partial(without_dangling, number=number, key=key)),
+                )
             return
         if key and inode.is_directory and inode.links and inode.parent != records.directory_of_key(key):
             self._strays[number] = key
@@ -286,14 +339,19 @@ class Fsck(OtherRecords, VolumeChecks):
         """
         self._unread += 1
         self._walk.skip(error.key)  # before the repair: a snapshot reads a record before it is changed
-        partition = records.partition_of_key(error.key) if len(error.key) > 1 and not error.key[0] & 0x80 else None
+        partition = (
+            records.partition_of_key(error.key) if len(error.key) > 1 and not error.key[0] & 0x80 else None
+        )
         here = partition is None or self.is_here(partition)
         self._found("unreadable", str(error), (lambda: [(error.key, None)]) if here else None)
 
     def _lay_aside(self, key: bytes, raw: bytes, text: str, more: Callable[[], list] = list) -> None:
         if self._kv.get(key) == raw:
-            self._found("undecodable", f"{text} (key {key.hex()})",
-                        lambda: [(key, None), (records.damaged_key(key), raw), *more()])
+            self._found(
+                "undecodable",
+                f"{text} (key {key.hex()})",
+                lambda: [(key, None), (records.damaged_key(key), raw), *more()],
+            )
 
     def _current(self, number: int) -> Inode | None:
         """Present record of the inode; None if it does not exist, is not in this shard, or can not be
@@ -361,8 +419,18 @@ class Fsck(OtherRecords, VolumeChecks):
             self._copy(inode, 0)
 
     def _copy(self, inode: Inode, shard: int) -> None:
-        self.copies.append(DirectoryCopy(inode.number, shard, inode.flags & COPIED_FLAGS, inode.mode, inode.uid, inode.gid, inode.table,
-                                inode.chunk_bits))
+        self.copies.append(
+            DirectoryCopy(
+                inode.number,
+                shard,
+                inode.flags & COPIED_FLAGS,
+                inode.mode,
+                inode.uid,
+                inode.gid,
+                inode.table,
+                inode.chunk_bits,
+            )
+        )
 
     def _tally_dentry(self, key: bytes, number: int, kind: int) -> None:
         directory = records.directory_of_key(key)
@@ -396,20 +464,30 @@ class Fsck(OtherRecords, VolumeChecks):
             self._in_volume(now, inode)
         orphan_key = records.numbered_key(records.ORPHAN, number)
         if not now.links and self._kv.get(orphan_key) is None:
+
             def queue() -> list:
                 self._collector.add(number)
                 return [(orphan_key, records.ORPHAN_VALUE)]
+
             self._found("orphan", f"inode {number} has no name and is not among the orphans", queue)
         if now.flags & records.HAS_XATTRS and not self._kv.scan(*records.xattr_range(number), 1):
+
             def clear() -> list:
                 now.flags &= ~records.HAS_XATTRS
                 return [self._put(now)]
+
             self._found("xattr", f"inode {number} is marked as having attributes and has none", clear)
-        if now.flags & records.HAS_ACL and not any(self._kv.get(records.xattr_key(number, name)) for name in acl.NAMES):
+        if now.flags & records.HAS_ACL and not any(
+            self._kv.get(records.xattr_key(number, name)) for name in acl.NAMES
+        ):
+
             def clear_mark() -> list:
                 now.flags &= ~records.HAS_ACL
                 return [self._put(now)]
-            self._found("acl", f"inode {number} is marked as having an access control list and has none", clear_mark)
+
+            self._found(
+                "acl", f"inode {number} is marked as having an access control list and has none", clear_mark
+            )
 
     def _part(self, key: bytes, raw: bytes) -> None:
         """Count a stripe: its counts belong to the directory's record, whichever shard has that."""
@@ -427,8 +505,12 @@ class Fsck(OtherRecords, VolumeChecks):
             number, kind = records.decode_dentry(records.partition_of_key(key), raw)
         except CorruptRecord as error:
             self._tally(directory, ENTRIES, 1)
-            self._lay_aside(key, raw, f"entry {name!r} of directory {directory}: {error}",
-                            lambda: self._less(directory, False))
+            self._lay_aside(
+                key,
+                raw,
+                f"entry {name!r} of directory {directory}: {error}",
+                lambda: self._less(directory, False),
+            )
             return
         elsewhere = not self.is_here(partition_of(number))
         inode = self._current(number)
@@ -443,12 +525,17 @@ class Fsck(OtherRecords, VolumeChecks):
         if inode is None or number == ROOT_INODE:
             self._tally(number, NAMES, -1)  # reported here
             self._tally(number, PARENTS, -directory if kind == 4 else 0)
-            self._found("dentry", f"{here} names inode {number}, which is {'not there' if inode is None else 'the root'}",
-                        lambda: [(key, None), *self._less(directory, kind == 4)])
+            self._found(
+                "dentry",
+                f"{here} names inode {number}, which is {'not there' if inode is None else 'the root'}",
+                lambda: [(key, None), *self._less(directory, kind == 4)],
+            )
             return
         parent = self._current(directory)
         if parent is None or not parent.is_directory or (not parent.links and not self._is_going(parent)):
-            self._found("dentry", f"{here} is in a directory that is not there", lambda: self._to_lost(inode, key))
+            self._found(
+                "dentry", f"{here} is in a directory that is not there", lambda: self._to_lost(inode, key)
+            )
             return
         try:
             _, right_hash, right_key = self._view.place(parent, name)
@@ -456,19 +543,28 @@ class Fsck(OtherRecords, VolumeChecks):
             self._found("place", f"{here} is kept by the wrong shard: {error}", None)
             return
         except NvpoolError as error:
-            self._found("dentry", f"{here} has an impossible name: {error}",
-                        lambda: [*self._to_lost(inode, key), *self._less(directory, kind == 4)])
+            self._found(
+                "dentry",
+                f"{here} has an impossible name: {error}",
+                lambda: [*self._to_lost(inode, key), *self._less(directory, kind == 4)],
+            )
             return
         if not self.is_here(records.partition_of_key(right_key)):
             return
         if right_key != key:
-            self._found("place", f"{here} is kept under the wrong {'hash' if name_hash != right_hash else 'partition'}",
-                        lambda: self._to_place(inode, parent, key, right_key))
+            self._found(
+                "place",
+                f"{here} is kept under the wrong {'hash' if name_hash != right_hash else 'partition'}",
+                lambda: self._to_place(inode, parent, key, right_key),
+            )
             return
         if raw[0] & 15 != inode.kind:
             partition = records.partition_of_key(key)
-            self._found("dentry", f"{here} has the wrong kind",
-                        lambda: [(key, records.encode_dentry(partition, number, inode.kind))])
+            self._found(
+                "dentry",
+                f"{here} has the wrong kind",
+                lambda: [(key, records.encode_dentry(partition, number, inode.kind))],
+            )
         if inode.is_directory and inode.parent != directory:
             self._strays[number] = key
             self._sums.setdefault(number, [0, 0, 0, 0])
@@ -490,37 +586,59 @@ class Fsck(OtherRecords, VolumeChecks):
         if inode is None:
             return
         if not inode.is_directory and names:
-            self._found("links", f"inode {number} has {names:+} names against its link count",
-                        lambda: self._mend_links(inode, names))
+            self._found(
+                "links",
+                f"inode {number} has {names:+} names against its link count",
+                lambda: self._mend_links(inode, names),
+            )
         if not inode.is_directory:
             return
         if (subdirs or entries) and not self._is_going(inode):
-            self._found("counts", f"directory {number} has {subdirs:+} subdirectories and {entries:+} entries against its "
-                                  "counts",
-                        lambda: self._decided(partial(recounted, number=number, subdirs=subdirs, entries=entries)))
+            self._found(
+                "counts",
+                f"directory {number} has {subdirs:+} subdirectories and {entries:+} entries against its "
+                "counts",
+                lambda: self._decided(partial(recounted, number=number, subdirs=subdirs, entries=entries)),
+            )
         stray = self._strays.pop(number, None)
         if names < 0:
-            self._found("inode", f"directory {number} has no name", lambda: self._to_lost(self._current(number), None))
+            self._found(
+                "inode", f"directory {number} has no name", lambda: self._to_lost(self._current(number), None)
+            )
         elif names > 0 and not inode.links:
-            self._found("links", f"directory {number} is removed and has a name", lambda: self._mend_links(inode, 2))
+            self._found(
+                "links", f"directory {number} is removed and has a name", lambda: self._mend_links(inode, 2)
+            )
         elif names > 0:
             here = stray is not None and self.is_here(records.partition_of_key(stray))
-            self._found("dentry", f"directory {number} has {names + 1} names", None if not here else
-                        lambda: [(stray, None), *self._less(records.directory_of_key(stray), True)])
-        elif stray is not None and (inode.parent + parents - records.directory_of_key(stray) & MASK == 0 if parents
-                                    else self._kv.get(stray) is not None):
+            self._found(
+                "dentry",
+                f"directory {number} has {names + 1} names",
+                None
+                if not here
+                else lambda: [(stray, None), *self._less(records.directory_of_key(stray), True)],
+            )
+        elif stray is not None and (
+            inode.parent + parents - records.directory_of_key(stray) & MASK == 0
+            if parents
+            else self._kv.get(stray) is not None
+        ):
+
             def adopt() -> list:
                 now = self._current(number)
                 now.parent = records.directory_of_key(stray)
                 return [self._put(now)]
+
             self._found("parent", f"directory {number} does not know its parent", adopt)
 
     def _settle_count(self) -> None:
         there = self._inodes + self._walk.inodes_gone
         if self._counted != there:
+
             def recount() -> list:
                 self._view.inode_count += there - self._counted_at_first
                 return [(records.COUNTS_KEY, records.encode_counts(self._view.inode_count))]
+
             self._found("counts", f"{there} inodes are there, {self._counted} are counted", recount)
 
     def _mend_links(self, inode: Inode, difference: int) -> list:

@@ -70,8 +70,15 @@ async def partitions_with_remains(kv: Kv) -> list[int]:
 class Collector:
     """Garbage collector of one shard."""
 
-    def __init__(self, kv: Kv, view: View, targets: Targets, clock: Clock, linger_s: float,
-                 is_open: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        kv: Kv,
+        view: View,
+        targets: Targets,
+        clock: Clock,
+        linger_s: float,
+        is_open: Callable[[int], bool],
+    ) -> None:
         self._kv = kv
         self._view = view
         self._targets = targets
@@ -125,7 +132,10 @@ class Collector:
     def waits_s(self, partitions: frozenset[int]) -> float:
         """Seconds for which the last of the orphans in these partitions must still be kept."""
         now_s = self._clock.boottime_s()
-        ripe_s = max((ripe_s for inode, ripe_s in self.orphans.items() if partition_of(inode) in partitions), default=now_s)
+        ripe_s = max(
+            (ripe_s for inode, ripe_s in self.orphans.items() if partition_of(inode) in partitions),
+            default=now_s,
+        )
         return max(self._linger_s, ripe_s - now_s, self.grace_until_s - now_s)
 
     async def run_once(self) -> tuple[int, int]:
@@ -151,12 +161,16 @@ class Collector:
         for at in range(0, len(ripe), APPLY_BATCH):
             while self._kv.full:
                 await self._kv.room()
-            self._bury_batch(ripe[at:at + APPLY_BATCH])
+            self._bury_batch(ripe[at : at + APPLY_BATCH])
             await asyncio.sleep(0)
 
     def _may_go(self, inode: int) -> bool:
-        return (inode in self.orphans and not self._is_open(inode) and inode not in self._view.cutting
-                and self._view.serves(partition_of(inode)))
+        return (
+            inode in self.orphans
+            and not self._is_open(inode)
+            and inode not in self._view.cutting
+            and self._view.serves(partition_of(inode))
+        )
 
     def _bury_batch(self, inodes: list[int]) -> None:
         # From here to the apply nothing may wait: an inode that is opened meanwhile must not go.
@@ -187,13 +201,17 @@ class Collector:
                 buried.pop()
                 continue
             if inode.links:
-                _log.error("inode %d is among the orphans and has %d names; left to fsck", number, inode.links)
+                _log.error(
+                    "inode %d is among the orphans and has %d names; left to fsck", number, inode.links
+                )
                 effects.pop()
                 continue
             effects.append((key, None))
             count -= 1
             if inode.flags & records.HAS_XATTRS:
-                effects += [(xattr, None) for xattr, _ in self._kv.scan(*records.xattr_range(number), XATTRS_MAX)]
+                effects += [
+                    (xattr, None) for xattr, _ in self._kv.scan(*records.xattr_range(number), XATTRS_MAX)
+                ]
             if inode.is_file and inode.flags & records.TOUCHED:
                 entry = records.Collect(inode.table, inode.chunk_bits)
                 effects.append((records.numbered_key(records.COLLECT, number), records.encode_collect(entry)))
@@ -222,7 +240,7 @@ class Collector:
             if uncounted and not self._kv.full:  # otherwise it counts until it is deleted
                 self._kv.apply(effects + [found.effect() for found in counted.values()], reclaims=True)
         except CorruptRecord:
-                pass  # left to fsck
+            pass  # left to fsck
 
     def _uncount(self, inode: records.Inode, counted: dict[int, QuotaAccount]) -> bool:
         """Remove an inode from the usage of its volume.
@@ -255,7 +273,10 @@ class Collector:
         for partition in partitions:
             if not self._view.serves(partition):
                 continue
-            first, end = records.prefix(partition, records.COLLECT), records.prefix(partition, records.COLLECT + 1)
+            first, end = (
+                records.prefix(partition, records.COLLECT),
+                records.prefix(partition, records.COLLECT + 1),
+            )
             while pairs := self._kv.scan(first, end, BATCH - len(batch)):
                 first = pairs[-1][0] + b"\0"
                 batch += pairs
@@ -269,7 +290,9 @@ class Collector:
             gone = await self._remove(batch, away)
             removed, left = removed + gone, left + len(batch) - gone
         for partition in partitions:
-            if not self._kv.scan(records.prefix(partition, records.COLLECT), records.prefix(partition, records.COLLECT + 1), 1):
+            if not self._kv.scan(
+                records.prefix(partition, records.COLLECT), records.prefix(partition, records.COLLECT + 1), 1
+            ):
                 self._queued.discard(partition)
         return removed, left
 
@@ -292,17 +315,26 @@ class Collector:
                 continue
             while self._kv.full:
                 await self._kv.room()
-            self._kv.apply([(key, None) for key in keys if self._view.serves(records.partition_of_key(key))], reclaims=True)
+            self._kv.apply(
+                [(key, None) for key in keys if self._view.serves(records.partition_of_key(key))],
+                reclaims=True,
+            )
             removed += len(keys)
         return removed
 
     async def _remove_chunks(self, table: int, keys: list[bytes]) -> bool:
         targets = await self._targets.of_table(table)
         inodes = struct.pack(f"<{len(keys)}Q", *map(records.inode_of_key, keys))
-        failed: dict[int, NvpoolError] = await self._targets.tell(targets, wire_pb2.DATA_REMOVE,
-                                                                  data_pb2.RemoveRequest(inodes=inodes))
+        failed: dict[int, NvpoolError] = await self._targets.tell(
+            targets, wire_pb2.DATA_REMOVE, data_pb2.RemoveRequest(inodes=inodes)
+        )
         if failed:
-            _log.debug("chunks of %d inodes wait for targets %s: %s", len(keys), sorted(failed), next(iter(failed.values())))
+            _log.debug(
+                "chunks of %d inodes wait for targets %s: %s",
+                len(keys),
+                sorted(failed),
+                next(iter(failed.values())),
+            )
         return not failed
 
     async def sweep_all(self) -> int:
@@ -324,7 +356,9 @@ class Collector:
         """
         bound, after, swept = self._view.next_number, 0, 0
         while True:
-            answer = await self._targets.ask(target, wire_pb2.DATA_LIST, data_pb2.ListRequest(after=after, limit=BATCH))
+            answer = await self._targets.ask(
+                target, wire_pb2.DATA_LIST, data_pb2.ListRequest(after=after, limit=BATCH)
+            )
             reply = decoded(data_pb2.ListReply, answer.message)
             listed = struct.unpack(f"<{len(reply.inodes) // 8}Q", reply.inodes)
             gone = [inode for inode in listed if self._is_gone(inode, bound)]
@@ -340,7 +374,10 @@ class Collector:
 
     def _is_gone(self, inode: int, bound: int) -> bool:
         owners, partition = self._view.owners, partition_of(inode)
-        return (counter_of(inode) < bound and partition < PARTITION_COUNT
-                and (not owners or owners[partition] == self._view.shard)
-                and self._kv.get(records.inode_key(inode)) is None
-                and self._kv.get(records.numbered_key(records.COLLECT, inode)) is None)
+        return (
+            counter_of(inode) < bound
+            and partition < PARTITION_COUNT
+            and (not owners or owners[partition] == self._view.shard)
+            and self._kv.get(records.inode_key(inode)) is None
+            and self._kv.get(records.numbered_key(records.COLLECT, inode)) is None
+        )

@@ -31,7 +31,9 @@ PAUSE_S, PAUSE_S_MAX = 0.02, 1.0
 class Cuts:
     """Truncations in progress. `view.cutting` maps inode -> future that is done when all targets have cut."""
 
-    def __init__(self, kv: Kv, view: View, targets: Targets, spawn: Callable[[Coroutine], asyncio.Task]) -> None:
+    def __init__(
+        self, kv: Kv, view: View, targets: Targets, spawn: Callable[[Coroutine], asyncio.Task]
+    ) -> None:
         self._kv = kv
         self._view = view
         self._targets = targets
@@ -49,7 +51,10 @@ class Cuts:
     def resume(self, partitions: list[int]) -> None:
         """Find the intents that a restart left in these partitions, and carry them out."""
         for partition in partitions:
-            first, end = records.prefix(partition, records.INTENT), records.prefix(partition, records.INTENT + 1)
+            first, end = (
+                records.prefix(partition, records.INTENT),
+                records.prefix(partition, records.INTENT + 1),
+            )
             while pairs := self._kv.scan(first, end, 1000):
                 for key, raw in pairs:
                     inode = records.inode_of_key(key)
@@ -64,8 +69,14 @@ class Cuts:
     async def _finish(self, inode: int, intent: Intent, done: asyncio.Future) -> None:
         try:
             await self._kv.sync()
-            request = data_pb2.CutRequest(inode=inode, size=intent.size, cut=intent.cut, chunk_bits=intent.chunk_bits,
-                                          end=intent.end, wrapped_key=self._wrapped_key(inode))
+            request = data_pb2.CutRequest(
+                inode=inode,
+                size=intent.size,
+                cut=intent.cut,
+                chunk_bits=intent.chunk_bits,
+                end=intent.end,
+                wrapped_key=self._wrapped_key(inode),
+            )
             freed = await self._tell_all(inode, intent, request)
             while self._kv.full:
                 await self._kv.room()
@@ -125,13 +136,21 @@ class Cuts:
         last = (intent.end - 1 >> intent.chunk_bits) + 1
         while True:
             if intent.end:
-                wanted = await targets.of_chunks(intent.table, inode, range(intent.size >> intent.chunk_bits, last))
+                wanted = await targets.of_chunks(
+                    intent.table, inode, range(intent.size >> intent.chunk_bits, last)
+                )
             else:
                 wanted = await targets.of_table(intent.table)
-            left = {target for target in wanted if target not in told or told[target][1] < targets.changed_at(target)}
+            left = {
+                target
+                for target in wanted
+                if target not in told or told[target][1] < targets.changed_at(target)
+            }
             if not left and wanted:
                 latest = max(first[target] for target in wanted)
-                left = {target for target in wanted & targets.joining(intent.table) if told[target][0] <= latest}
+                left = {
+                    target for target in wanted & targets.joining(intent.table) if told[target][0] <= latest
+                }
             newest = max((epoch for _, epoch in told.values()), default=0)
             if not left and newest <= targets.epoch:
                 return freed
@@ -147,8 +166,13 @@ class Cuts:
             if failed or not left or any(told[target][1] < targets.changed_at(target) for target in answers):
                 if failed:
                     level = logging.WARNING if pause == PAUSE_S_MAX else logging.DEBUG
-                    _log.log(level, "inode %d is not cut yet by targets %s: %s", inode, sorted(failed),
-                             next(iter(failed.values())))
+                    _log.log(
+                        level,
+                        "inode %d is not cut yet by targets %s: %s",
+                        inode,
+                        sorted(failed),
+                        next(iter(failed.values())),
+                    )
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, PAUSE_S_MAX)
 

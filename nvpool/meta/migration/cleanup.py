@@ -62,13 +62,19 @@ class Leaving:
         kv = self._inside.kv
         self._epoch = seen_epoch(kv)
         if pool_map.epoch < self._epoch:
-            raise StaleEpoch(f"shard {self._inside.shard} has given or taken partitions by map {self._epoch}, this one has "
-                             f"epoch {pool_map.epoch}")
+            raise StaleEpoch(
+                f"shard {self._inside.shard} has given or taken partitions by map {self._epoch}, this one has "
+                f"epoch {pool_map.epoch}"
+            )
         marked = {partition_of_gone_key(key) for key, _ in kv.scan(*GONE_RANGE, PARTITION_COUNT)}
         owners = pool_map.shard_of_partition
-        there = {partition for partition in range(PARTITION_COUNT)
-                 if owners[partition] != self._inside.shard and partition not in kept
-                 and kv.scan(records.prefix(partition, 0), records.prefix(partition + 1, 0), 1)}
+        there = {
+            partition
+            for partition in range(PARTITION_COUNT)
+            if owners[partition] != self._inside.shard
+            and partition not in kept
+            and kv.scan(records.prefix(partition, 0), records.prefix(partition + 1, 0), 1)
+        }
         self._gone = marked - set(kept)
         self._unmarked = there - marked
         self._inside.ranges.set_strange(self._gone | self._unmarked, True)
@@ -104,8 +110,13 @@ class Leaving:
         kv = self._inside.kv
         while kv.full:
             await kv.room()
-        kv.apply([*((gone_key(partition), GONE_VALUE) for partition in sorted(self._unmarked)), seen_effect(kv, self._epoch)],
-                 reclaims=True)
+        kv.apply(
+            [
+                *((gone_key(partition), GONE_VALUE) for partition in sorted(self._unmarked)),
+                seen_effect(kv, self._epoch),
+            ],
+            reclaims=True,
+        )
         self._gone |= self._unmarked
         self._unmarked = set()
 

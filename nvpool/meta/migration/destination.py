@@ -101,7 +101,9 @@ class MigrationDestination:
         """Act on the newest map for all migrations to this shard. Waits for the engine only. Busy: repeat."""
         for giver in list(self._coming):
             async with self._lock(giver):
-                if giver in self._coming and (self._is_ours(self._coming[giver]) or not self._is_wanted(giver)):
+                if giver in self._coming and (
+                    self._is_ours(self._coming[giver]) or not self._is_wanted(giver)
+                ):
                     await self._settle(giver)
         bring_all(self._inside)
 
@@ -118,8 +120,10 @@ class MigrationDestination:
     def _is_wanted(self, giver: int) -> bool:
         """Whether the partitions that come from this source may still become ours."""
         owners, wanted = self._map.shard_of_partition, goals(self._map)
-        return all(owners[partition] == giver and wanted[partition] == self._inside.shard
-                   for partition in self._coming[giver].partitions)
+        return all(
+            owners[partition] == giver and wanted[partition] == self._inside.shard
+            for partition in self._coming[giver].partitions
+        )
 
     async def _settle(self, giver: int) -> None:
         """End an earlier attempt: take its partitions up if the map makes them ours, else remove them."""
@@ -149,7 +153,9 @@ class MigrationDestination:
             coming = self._coming.get(request.giver)
             if coming is None or (coming.term, coming.attempt) != (request.term, request.attempt):
                 raise StaleEpoch("there was another attempt, or this one is over")
-            if request.number not in (coming.number, coming.number + 1) or (coming.whole and request.number > coming.number):
+            if request.number not in (coming.number, coming.number + 1) or (
+                coming.whole and request.number > coming.number
+            ):
                 raise InvalidRequest(f"message {request.number} can not follow {coming.number}")
             if request.number == coming.number + 1:
                 await self._lay(request, coming, payload)
@@ -177,7 +183,9 @@ class MigrationDestination:
         giver, wanted = now.shard_by_id.get(request.giver), goals(now)
         if giver is None or giver.term != request.term:
             raise StaleTerm(f"shard {request.giver} is not in term {request.term}")
-        if not partitions or any(now.shard_of_partition[p] != giver.id or wanted[p] != self._inside.shard for p in partitions):
+        if not partitions or any(
+            now.shard_of_partition[p] != giver.id or wanted[p] != self._inside.shard for p in partitions
+        ):
             raise StaleEpoch("these partitions are not to move here from there")
 
     async def _begin(self, request: MoveRequest) -> MoveReply:
@@ -209,7 +217,9 @@ class MigrationDestination:
             await kv.room()
         kv.apply(effects, reclaims=reclaims)
 
-    async def _lay(self, request: MoveRequest, coming: IncomingMigration, payload: bytes | memoryview) -> None:
+    async def _lay(
+        self, request: MoveRequest, coming: IncomingMigration, payload: bytes | memoryview
+    ) -> None:
         kv, giver, effects, inodes = self._inside.kv, request.giver, [], coming.inodes
         if len(payload):
             record = decode(memoryview(payload), 0)
@@ -245,11 +255,16 @@ class MigrationDestination:
         arrived = kv.scan(*arrived_range(giver), SESSIONS_MAX)
         effects: list[Effect] = [(coming_key(giver), None), *((key, None) for key, _ in arrived)]
         if coming.inodes:
-            effects.append((records.COUNTS_KEY, records.encode_counts(inside.view.inode_count + coming.inodes)))
+            effects.append(
+                (records.COUNTS_KEY, records.encode_counts(inside.view.inode_count + coming.inodes))
+            )
         effects.append(seen_effect(kv, self._map.epoch))
         sessions = {arrived_session_of_key(key): decode_session(raw) for key, raw in arrived}
-        effects += [(records.session_key(number), encode_session(record)) for number, record in sessions.items()
-                    if number not in inside.sessions.by_number]
+        effects += [
+            (records.session_key(number), encode_session(record))
+            for number, record in sessions.items()
+            if number not in inside.sessions.by_number
+        ]
         kv.apply(effects, reclaims=True)
         inside.view.inode_count += coming.inodes
         # If an earlier process received the open files and the orphans' delay, clients have a lease time to
@@ -264,8 +279,14 @@ class MigrationDestination:
         del self._coming[giver]
         inside.ranges.set_strange(coming.partitions, False)
         self.taken += len(coming.partitions)
-        log.info("%d partitions from %d on have come from shard %d, with %d inodes and %d sessions", len(coming.partitions),
-                 coming.partitions[0], giver, coming.inodes, len(sessions))
+        log.info(
+            "%d partitions from %d on have come from shard %d, with %d inodes and %d sessions",
+            len(coming.partitions),
+            coming.partitions[0],
+            giver,
+            coming.inodes,
+            len(sessions),
+        )
         try:
             bring_all(inside)
         except Busy:

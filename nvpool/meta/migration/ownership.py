@@ -15,7 +15,7 @@ from nvpool.core.units import PARTITION_COUNT
 from nvpool.kv.api import Kv
 from nvpool.kv.snapshot import EngineSnapshot
 from nvpool.meta.state.migration_records import COMING, SEEN
-from nvpool.meta.state.record_locks import LockedRecord, Hold
+from nvpool.meta.state.record_locks import Hold, LockedRecord
 from nvpool.meta.state.records import INODE, SHARD, kind_of
 from nvpool.meta.state.transaction import View
 from nvpool.meta.state.transaction_records import TURN_KEY, SpanId, partition_of_held
@@ -68,7 +68,9 @@ class PartitionOwnership:
         if partition in self.strange:
             owners = self._view.owners
             if owners and owners[partition] == self._view.shard:
-                raise Unavailable(f"partition {partition} is being taken up", may_be_applied=False, retry_after_s=REPEAT_S)
+                raise Unavailable(
+                    f"partition {partition} is being taken up", may_be_applied=False, retry_after_s=REPEAT_S
+                )
             raise WrongShard(f"partition {partition} belongs to another shard")
 
     def closed(self, partition: int) -> Hold | None:
@@ -80,8 +82,11 @@ class PartitionOwnership:
 
     def ours(self) -> list[int]:
         """Partitions that this shard owns now, including those that are being migrated away."""
-        return [partition for partition in range(PARTITION_COUNT)
-                if not self._view.is_elsewhere(partition) and partition not in self.strange]
+        return [
+            partition
+            for partition in range(PARTITION_COUNT)
+            if not self._view.is_elsewhere(partition) and partition not in self.strange
+        ]
 
     def snapshot(self) -> OurSnapshot:
         return OurSnapshot(self._kv.snapshot(), frozenset(self.strange), frozenset(self.gone()))

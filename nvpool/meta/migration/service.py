@@ -34,8 +34,16 @@ class MigrationService:
 
     METHODS = (wire.META_MOVE,)
 
-    def __init__(self, inside: Inside, dialer: TargetDialer | None, clock: Clock, secret: bytes, authority: ServiceRight,
-                 waits: Waits, term: int) -> None:
+    def __init__(
+        self,
+        inside: Inside,
+        dialer: TargetDialer | None,
+        clock: Clock,
+        secret: bytes,
+        authority: ServiceRight,
+        waits: Waits,
+        term: int,
+    ) -> None:
         """`term`: the term in which this process serves; 0: the term in the first map."""
         self._inside = inside
         self._dialer = dialer
@@ -77,8 +85,13 @@ class MigrationService:
             return
         shard = self._inside.shard
         if before.partitions != pool_map.partitions:
-            lost = [partition for partition, (old, new) in enumerate(zip(before.shard_of_partition, pool_map.shard_of_partition,
-                                                                         strict=True)) if old == shard != new]
+            lost = [
+                partition
+                for partition, (old, new) in enumerate(
+                    zip(before.shard_of_partition, pool_map.shard_of_partition, strict=True)
+                )
+                if old == shard != new
+            ]
             if lost:
                 self._leaving.forget(pool_map, lost)
         self._take(pool_map)
@@ -107,21 +120,38 @@ class MigrationService:
 
     async def _ask_moved(self, taker: int, partitions: Sequence[int], epoch: int) -> PoolMap:
         shard = self._map.shard_by_id[self._inside.shard]
-        request = pb.MovedRequest(giver=shard.id, taker=taker, term=self.giver.term, partitions=packed(partitions),
-                                  map_epoch=epoch)
+        request = pb.MovedRequest(
+            giver=shard.id, taker=taker, term=self.giver.term, partitions=packed(partitions), map_epoch=epoch
+        )
         keeper = self._map.node_by_id[shard.node].endpoints
         reply = await self._call(keeper, wire.META_MOVED, request, pb.MovedReply, ASK_S)
         return decode_map(reply.map)
 
-    async def _call(self, endpoints: Sequence[str], method: int, request: Any, reply_type: Any, wait_s: float,
-                    payload: bytes = b"") -> Any:
+    async def _call(
+        self,
+        endpoints: Sequence[str],
+        method: int,
+        request: Any,
+        reply_type: Any,
+        wait_s: float,
+        payload: bytes = b"",
+    ) -> Any:
         if self._dialer is None:
             raise Unreachable("this shard has no way to others")
         request.authority = self._authority()
-        reply = await self._dialer.call(tuple(endpoints), method, request.SerializeToString(), (payload,) if payload else (),
-                                        deadline_s=self._clock.boottime_s() + wait_s)
+        reply = await self._dialer.call(
+            tuple(endpoints),
+            method,
+            request.SerializeToString(),
+            (payload,) if payload else (),
+            deadline_s=self._clock.boottime_s() + wait_s,
+        )
         return decoded(reply_type, reply.message)
 
     def counters(self) -> dict[str, float]:
-        return {"partitions_given": self.giver.given, "partitions_taken": self.taker.taken,
-                "partitions_coming": self.taker.coming, "partitions_leaving": self._leaving.waiting}
+        return {
+            "partitions_given": self.giver.given,
+            "partitions_taken": self.taker.taken,
+            "partitions_coming": self.taker.coming,
+            "partitions_leaving": self._leaving.waiting,
+        }

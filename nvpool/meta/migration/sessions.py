@@ -25,13 +25,20 @@ def sessions_to_move(inside: Inside, partitions: frozenset[int]) -> Iterator[Mov
     """
     locking = inside.locks.sessions_in(partitions)
     for session in list(inside.sessions.by_number.values()):
-        opened = [inode for inode, count in session.opens.items() if partition_of(inode) in partitions for _ in range(count)]
+        opened = [
+            inode
+            for inode, count in session.opens.items()
+            if partition_of(inode) in partitions
+            for _ in range(count)
+        ]
         if not opened and session.number not in locking:
             continue
         record = encode_session(session.record)
         for begin in range(0, max(len(opened), 1), OPENS_MAX):
-            part = opened[begin:begin + OPENS_MAX]
-            yield MovedSession(session=session.number, record=record, opened=struct.pack(f"<{len(part)}Q", *part))
+            part = opened[begin : begin + OPENS_MAX]
+            yield MovedSession(
+                session=session.number, record=record, opened=struct.pack(f"<{len(part)}Q", *part)
+            )
 
 
 def bring_all(inside: Inside) -> None:

@@ -63,7 +63,9 @@ AskMoved = Callable[[int, Sequence[int], int], Awaitable[PoolMap]]
 class Giver:
     """Source side of migrations; one runs at a time."""
 
-    def __init__(self, inside: Inside, leaving: Leaving, *, send: Send, ask_moved: AskMoved, term: int) -> None:
+    def __init__(
+        self, inside: Inside, leaving: Leaving, *, send: Send, ask_moved: AskMoved, term: int
+    ) -> None:
         """`send(taker, request, payload)` returns the destination's reply.
 
         `ask_moved(taker, partitions, epoch)` asks for the partitions to become the destination's, in a
@@ -150,7 +152,9 @@ class Giver:
             moved = await self._until_known(taker, partitions, pool_map.epoch)
             asked = False
         except TimeoutError:
-            raise Busy("the partitions do not come to rest, or the taker is slow", retry_after_s=1.0) from None
+            raise Busy(
+                "the partitions do not come to rest, or the taker is slow", retry_after_s=1.0
+            ) from None
         finally:
             inside.kv.on_apply = None
             self._moving, self._dirty = frozenset(), {}
@@ -159,8 +163,13 @@ class Giver:
                 inside.watches.restore(partitions)
         if moved:
             self.given += len(partitions)
-            log.info("%d partitions from %d on were handed over to shard %d, closed for %.0f ms", len(partitions),
-                     partitions[0], taker, 1000 * (inside.clock.boottime_s() - closed_s))
+            log.info(
+                "%d partitions from %d on were handed over to shard %d, closed for %.0f ms",
+                len(partitions),
+                partitions[0],
+                taker,
+                1000 * (inside.clock.boottime_s() - closed_s),
+            )
         else:
             raise StaleEpoch("the partitions are not to be handed over any more")
 
@@ -227,8 +236,12 @@ class Giver:
             if size >= SESSIONS_BYTES:
                 await message.send(MoveRequest.FILL, sessions=moved)
                 moved, size = [], 0
-        await message.send(MoveRequest.END, sessions=moved, inode_bound=inside.numbers.bounds.inode,
-                           orphans_wait_ms=int(1000 * inside.collector.waits_s(self._moving)))
+        await message.send(
+            MoveRequest.END,
+            sessions=moved,
+            inode_bound=inside.numbers.bounds.inode,
+            orphans_wait_ms=int(1000 * inside.collector.waits_s(self._moving)),
+        )
 
     async def _until_known(self, taker: int, partitions: tuple[int, ...], epoch: int) -> bool:
         """Whether the destination owns the partitions now. Fenced: this can not be known in this term."""
@@ -241,7 +254,9 @@ class Giver:
                 raise Fenced(f"the partitions may be another shard's by now: {error}") from None
             except NvpoolError as error:
                 tries += 1
-                log.info("whether %d partitions are shard %d's now is not known: %s", len(partitions), taker, error)
+                log.info(
+                    "whether %d partitions are shard %d's now is not known: %s", len(partitions), taker, error
+                )
                 await asyncio.sleep(min(RETRY_S_MAX, RETRY_S * 2 ** min(tries, 8)))
         self._inside.use_map(new)
         if all(new.shard_of_partition[partition] != self._inside.shard for partition in partitions):
@@ -261,10 +276,25 @@ class _Messages:
         self._send = send
         self._giver, self._term, self._attempt, self._number = giver, term, attempt, 0
 
-    async def send(self, step: int, *, payload: bytes = b"", map_: PoolMap | None = None, partitions: Sequence[int] = (),
-                   **fields) -> MoveReply:
-        request = MoveRequest(giver=self._giver, taker=self._taker, term=self._term, attempt=self._attempt,
-                              number=self._number, step=step, partitions=packed(partitions), **fields)
+    async def send(
+        self,
+        step: int,
+        *,
+        payload: bytes = b"",
+        map_: PoolMap | None = None,
+        partitions: Sequence[int] = (),
+        **fields,
+    ) -> MoveReply:
+        request = MoveRequest(
+            giver=self._giver,
+            taker=self._taker,
+            term=self._term,
+            attempt=self._attempt,
+            number=self._number,
+            step=step,
+            partitions=packed(partitions),
+            **fields,
+        )
         if map_ is not None:
             request.map = encode_map(map_)
         reply = await self._send(self._taker, request, payload)

@@ -16,7 +16,9 @@ from nvpool.meta.state.transaction import Draft, View, fill_attr, fill_elsewhere
 from nvpool.poolmap.shards.partitions import partition_of_directory
 from nvpool.rpc.v1 import meta_pb2
 
-KINDS = frozenset((stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, stat.S_IFCHR, stat.S_IFBLK, stat.S_IFIFO, stat.S_IFSOCK))
+KINDS = frozenset(
+    (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, stat.S_IFCHR, stat.S_IFBLK, stat.S_IFIFO, stat.S_IFSOCK)
+)
 
 
 def create(view: View, request: meta_pb2.CreateRequest, now_ns: int) -> Draft:
@@ -53,12 +55,29 @@ def create(view: View, request: meta_pb2.CreateRequest, now_ns: int) -> Draft:
     if kind == stat.S_IFREG:
         if request.open and request.rights & WRITE:
             flags = records.TOUCHED
-        born = draft.birth(partition, mode=mode, uid=change.uid, gid=gid, table=parent.table,
-                           chunk_bits=parent.chunk_bits, flags=flags, volume=volume)
+        born = draft.birth(
+            partition,
+            mode=mode,
+            uid=change.uid,
+            gid=gid,
+            table=parent.table,
+            chunk_bits=parent.chunk_bits,
+            flags=flags,
+            volume=volume,
+        )
     elif kind == stat.S_IFDIR:
-        born = draft.birth(partition if volume else partition_of_directory(name_hash), mode=mode, links=2, uid=change.uid,
-                           gid=gid, table=parent.table, chunk_bits=parent.chunk_bits, parent=parent.number,
-                           flags=records.WIDE if request.wide else 0, volume=volume)
+        born = draft.birth(
+            partition if volume else partition_of_directory(name_hash),
+            mode=mode,
+            links=2,
+            uid=change.uid,
+            gid=gid,
+            table=parent.table,
+            chunk_bits=parent.chunk_bits,
+            parent=parent.number,
+            flags=records.WIDE if request.wide else 0,
+            volume=volume,
+        )
         parent.links += 1
         if request.HasField("volume"):
             begin_volume(draft, born, request)
@@ -67,8 +86,12 @@ def create(view: View, request: meta_pb2.CreateRequest, now_ns: int) -> Draft:
         if not target or b"\0" in target:
             raise InvalidRequest("a symlink needs a target without NUL")
         if len(target) > SYMLINK_BYTES_MAX:
-            raise NameTooLong(f"the target of a symlink has {SYMLINK_BYTES_MAX} bytes at most, not {len(target)}")
-        born = draft.birth(partition, mode=mode, uid=change.uid, gid=gid, target=target, size=len(target), volume=volume)
+            raise NameTooLong(
+                f"the target of a symlink has {SYMLINK_BYTES_MAX} bytes at most, not {len(target)}"
+            )
+        born = draft.birth(
+            partition, mode=mode, uid=change.uid, gid=gid, target=target, size=len(target), volume=volume
+        )
     else:
         born = draft.birth(partition, mode=mode, uid=change.uid, gid=gid, rdev=request.rdev, volume=volume)
     for name, acl in lists.items():
@@ -113,10 +136,20 @@ def _create_unnamed(draft: Draft, request: meta_pb2.CreateRequest) -> Draft:
     lists: dict[bytes, Acl] = {}
     if parent.flags & records.HAS_ACL:
         mode, lists = _inherited(draft.view, parent, mode, request.masked)
-    flags = (records.TOUCHED if request.rights & WRITE else 0) | (0 if request.exclusive else records.LINKABLE)
-    born = draft.birth(partition_of(parent.number), mode=mode, links=0, uid=change.uid,
-                       gid=parent.gid if parent.mode & stat.S_ISGID else change.gid, table=parent.table,
-                       chunk_bits=parent.chunk_bits, flags=flags, volume=parent.volume)
+    flags = (records.TOUCHED if request.rights & WRITE else 0) | (
+        0 if request.exclusive else records.LINKABLE
+    )
+    born = draft.birth(
+        partition_of(parent.number),
+        mode=mode,
+        links=0,
+        uid=change.uid,
+        gid=parent.gid if parent.mode & stat.S_ISGID else change.gid,
+        table=parent.table,
+        chunk_bits=parent.chunk_bits,
+        flags=flags,
+        volume=parent.volume,
+    )
     for name, acl in lists.items():
         draft.put_acl(born, name, acl)
     value = records.ORPHAN_COUNTED if born.volume else records.ORPHAN_VALUE

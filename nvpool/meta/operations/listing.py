@@ -16,7 +16,13 @@ from nvpool.core.units import PARTITION_BITS, PARTITION_COUNT
 from nvpool.meta.state import records
 from nvpool.meta.state.records import HASH_AT, NAME_AT
 from nvpool.meta.state.transaction import View, fill_attr
-from nvpool.poolmap.shards.partitions import HASH_BITS, cursor_at, cursor_behind, cursor_parts, partition_of_name
+from nvpool.poolmap.shards.partitions import (
+    HASH_BITS,
+    cursor_at,
+    cursor_behind,
+    cursor_parts,
+    partition_of_name,
+)
 from nvpool.rpc.messages import data_codec
 from nvpool.rpc.messages.direntries import ENTRY
 from nvpool.rpc.v1 import meta_pb2
@@ -24,14 +30,16 @@ from nvpool.rpc.v1 import meta_pb2
 S_IFMT = 0o170000
 LIST_LIMIT, LIST_LIMIT_MAX = 256, 1024
 """Entries in a reply: a thousand of them with attributes hold the event loop for about five milliseconds."""
-_CHANGE, _TARGET, _FLAGS, _VOLUME, _CUT, _TABLE = map(records.Inode.__slots__.index, (
-    "change", "target", "flags", "volume", "cut", "table"))
+_CHANGE, _TARGET, _FLAGS, _VOLUME, _CUT, _TABLE = map(
+    records.Inode.__slots__.index, ("change", "target", "flags", "volume", "cut", "table")
+)
 WIDE_STEP = 64
 """Partitions of a wide directory that are scanned before other requests get their turn."""
 
 
-def listing(view: View, request: meta_pb2.ListDirRequest, now_ns: Callable[[], int], *, names_alone: bool = False
-            ) -> Iterator[meta_pb2.ListDirReply | None]:
+def listing(
+    view: View, request: meta_pb2.ListDirRequest, now_ns: Callable[[], int], *, names_alone: bool = False
+) -> Iterator[meta_pb2.ListDirReply | None]:
     """Entries behind the cursor, or from a name on.
 
     Yields one reply at the end, and None wherever other requests should get their turn. A name that exists
@@ -49,8 +57,9 @@ def listing(view: View, request: meta_pb2.ListDirRequest, now_ns: Callable[[], i
         request.cursor, request.name = behind, b""
 
 
-def _part(view: View, request: meta_pb2.ListDirRequest, now_ns: Callable[[], int], names_alone: bool
-          ) -> Generator[None, None, tuple[meta_pb2.ListDirReply, int]]:
+def _part(
+    view: View, request: meta_pb2.ListDirRequest, now_ns: Callable[[], int], names_alone: bool
+) -> Generator[None, None, tuple[meta_pb2.ListDirReply, int]]:
     """Reply with up to `limit` entries, and the cursor behind all of them.
 
     Entries that can not be shown are left out of the reply.
@@ -80,16 +89,33 @@ def _part(view: View, request: meta_pb2.ListDirRequest, now_ns: Callable[[], int
             break
         start, end = records.dentry_range(partition, directory.number)
     # other requests may have changed the entries that were found before they got their turn
-    reply, cursor = _listed(view, request, found, from_hash, leave_out, limit, steps < WIDE_STEP and not names_alone,
-                            now_ns, names_alone)
+    reply, cursor = _listed(
+        view,
+        request,
+        found,
+        from_hash,
+        leave_out,
+        limit,
+        steps < WIDE_STEP and not names_alone,
+        now_ns,
+        names_alone,
+    )
     if behind and not reply.more:
         reply.next = cursor_at(behind)
     return reply, cursor
 
 
-def _listed(view: View, request: meta_pb2.ListDirRequest, found: list[tuple[bytes, bytes]], from_hash: bytes,
-            leave_out: int, limit: int, lends: bool, now_ns: Callable[[], int], names_alone: bool
-            ) -> tuple[meta_pb2.ListDirReply, int]:
+def _listed(
+    view: View,
+    request: meta_pb2.ListDirRequest,
+    found: list[tuple[bytes, bytes]],
+    from_hash: bytes,
+    leave_out: int,
+    limit: int,
+    lends: bool,
+    now_ns: Callable[[], int],
+    names_alone: bool,
+) -> tuple[meta_pb2.ListDirReply, int]:
     reply, behind = meta_pb2.ListDirReply(), request.cursor
     places: list[tuple[bytes, int, int, int]] = []  # name, cursor behind the name, inode, kind
     before, equal = from_hash, 0
@@ -113,13 +139,19 @@ def _listed(view: View, request: meta_pb2.ListDirRequest, found: list[tuple[byte
             continue
         places.append((key[NAME_AT:], behind, number, kind))
     if request.packed or request.attrs:
-        found_inodes = [_elsewhere(number, kind) for _, _, number, kind in places] if names_alone else \
-            _inodes(view, [place[2] for place in places])
+        found_inodes = (
+            [_elsewhere(number, kind) for _, _, number, kind in places]
+            if names_alone
+            else _inodes(view, [place[2] for place in places])
+        )
         if view.owners:
             found_inodes = [
-                _elsewhere(number, kind) if (fields is None and view.is_elsewhere(partition_of(number)))
-                or (fields is not None and fields[_FLAGS] & records.DIVIDED) else fields
-                for (_, _, number, kind), fields in zip(places, found_inodes, strict=True)]
+                _elsewhere(number, kind)
+                if (fields is None and view.is_elsewhere(partition_of(number)))
+                or (fields is not None and fields[_FLAGS] & records.DIVIDED)
+                else fields
+                for (_, _, number, kind), fields in zip(places, found_inodes, strict=True)
+            ]
         places = [place for place, fields in zip(places, found_inodes, strict=True) if fields is not None]
         inodes = [fields for fields in found_inodes if fields is not None]
         lent = view.lend_all(request.session, inodes) if lends and places else ()
@@ -141,8 +173,13 @@ def _listed(view: View, request: meta_pb2.ListDirRequest, found: list[tuple[byte
 
 def _grants(view: View, session: int, inodes: list[tuple], lent: Collection[int], now_ns: int) -> bytes:
     """Read grants for the regular files that have a lease, in order."""
-    return b"".join([view.signed(READ, session, fields[0], fields[_CUT], fields[_TABLE], fields[_VOLUME], now_ns)
-                     for fields in inodes if fields[0] in lent and fields[1] & S_IFMT == S_IFREG])
+    return b"".join(
+        [
+            view.signed(READ, session, fields[0], fields[_CUT], fields[_TABLE], fields[_VOLUME], now_ns)
+            for fields in inodes
+            if fields[0] in lent and fields[1] & S_IFMT == S_IFREG
+        ]
+    )
 
 
 def attributes(view: View, request: meta_pb2.GetAttrManyRequest, now_ns: int) -> meta_pb2.GetAttrManyReply:
@@ -157,12 +194,17 @@ def attributes(view: View, request: meta_pb2.GetAttrManyRequest, now_ns: int) ->
         if view.is_elsewhere(partition_of(number)):
             raise WrongShard(f"inode {number} belongs to another shard")
     may_see = view.access.may_see
-    inodes = [fields for fields in _inodes(view, list(numbers))
-              # the root directory of a volume is visible to all by its name
-              if fields is not None and (fields[_VOLUME] == fields[0] or may_see(fields[_VOLUME]))]
+    inodes = [
+        fields
+        for fields in _inodes(view, list(numbers))
+        # the root directory of a volume is visible to all by its name
+        if fields is not None and (fields[_VOLUME] == fields[0] or may_see(fields[_VOLUME]))
+    ]
     lent = view.lend_all(request.session, inodes) if inodes else ()
     places = [(b"", 0, 0, 0)] * len(inodes)
-    reply = meta_pb2.GetAttrManyReply(packed=_packed(places, inodes, lent), lease_ms=view.lease_ms if lent else 0)
+    reply = meta_pb2.GetAttrManyReply(
+        packed=_packed(places, inodes, lent), lease_ms=view.lease_ms if lent else 0
+    )
     if request.rights & READ and lent and not view.access.restricted:  # as in a listing
         reply.grants = _grants(view, request.session, inodes, lent, now_ns)
     return reply
@@ -179,10 +221,53 @@ def _elsewhere(number: int, kind: int) -> tuple:
 def _packed(places: list[tuple[bytes, int, int, int]], inodes: list[tuple], lent: Collection[int]) -> bytes:
     pack, shown = ENTRY.pack, records.SHOWN_FLAGS
     parts = []
-    for (name, cursor, _, _), (number, mode, links, uid, gid, size, blocks, atime, mtime, ctime, change, cut, rdev, table,
-                               chunk_bits, flags, parent, _, punches, *_) in zip(places, inodes, strict=True):
-        parts.append(pack(cursor, number, mode, links, uid, gid, size, blocks, atime, mtime, ctime, change, cut, rdev, table,
-                          chunk_bits, flags & shown, parent, punches, number in lent, len(name)))
+    for (name, cursor, _, _), (
+        number,
+        mode,
+        links,
+        uid,
+        gid,
+        size,
+        blocks,
+        atime,
+        mtime,
+        ctime,
+        change,
+        cut,
+        rdev,
+        table,
+        chunk_bits,
+        flags,
+        parent,
+        _,
+        punches,
+        *_,
+    ) in zip(places, inodes, strict=True):
+        parts.append(
+            pack(
+                cursor,
+                number,
+                mode,
+                links,
+                uid,
+                gid,
+                size,
+                blocks,
+                atime,
+                mtime,
+                ctime,
+                change,
+                cut,
+                rdev,
+                table,
+                chunk_bits,
+                flags & shown,
+                parent,
+                punches,
+                number in lent,
+                len(name),
+            )
+        )
         parts.append(name)
     return b"".join(parts)
 

@@ -22,8 +22,16 @@ def lock(view: View, request: meta_pb2.LockRequest, now_ns: int) -> Draft:
         raise InvalidRequest(f"inode {inode.number} is not a file")
     check_range(request)
     owner = Owner(request.kind, request.change.session, request.owner)
-    step = view.locks.decide(inode.number, owner, request.start, request.end, request.mode, request.pid, request.wait,
-                             request.ticket)
+    step = view.locks.decide(
+        inode.number,
+        owner,
+        request.start,
+        request.end,
+        request.mode,
+        request.pid,
+        request.wait,
+        request.ticket,
+    )
     draft.effects.update(step.effects)
     draft.then = partial(view.locks.commit, step)
     draft.sync = bool(step.effects)
@@ -39,5 +47,7 @@ def check_range(request: meta_pb2.LockRequest | meta_pb2.LocksRequest) -> None:
     """InvalidRequest: kind, mode and bytes do not describe a lock."""
     if request.kind not in (RECORD, WHOLE) or request.mode > EXCLUSIVE:
         raise InvalidRequest(f"there are no locks of kind {request.kind} and mode {request.mode}")
-    if not request.start <= request.end <= LAST_BYTE or (request.kind == WHOLE and request.end - request.start < LAST_BYTE):
+    if not request.start <= request.end <= LAST_BYTE or (
+        request.kind == WHOLE and request.end - request.start < LAST_BYTE
+    ):
         raise InvalidRequest(f"bytes {request.start} to {request.end} can not be locked")

@@ -49,9 +49,14 @@ def report(view: View, request: meta_pb2.ReportRequest, now_ns: int) -> Draft:
         elif request.wrote:
             inode.blocks = min(inode.blocks + request.blocks_delta, records.blocks_of(inode.size))
             draft.stamp(inode, content=True)
-        if request.withdrawn and inode.reserved > inode.size and (
+        if (
+            request.withdrawn
+            and inode.reserved > inode.size
+            and (
                 request.withdrawn == inode.reserved
-                or (request.withdrawn == WITHDRAW_ANY and view.appends.is_of(inode, request.change.session))):
+                or (request.withdrawn == WITHDRAW_ANY and view.appends.is_of(inode, request.change.session))
+            )
+        ):
             # some bytes of the withdrawn append may be on stores: they must never be visible
             draft.cut(inode, inode.size)
     if request.release:

@@ -47,7 +47,8 @@ def _list_allows(access: acl.Acl, gid: int, credentials: Credentials, wanted: in
         if entry.tag == acl.USER and entry.id == credentials.uid:
             return not wanted & ~(entry.permissions & mask)
         if (entry.tag == acl.GROUP_OBJ and gid in credentials.gids) or (
-                entry.tag == acl.GROUP and entry.id in credentials.gids):
+            entry.tag == acl.GROUP and entry.id in credentials.gids
+        ):
             in_group = True
             if not wanted & ~entry.permissions:
                 return not wanted & ~mask
@@ -69,23 +70,32 @@ def _believed(inode: Inode, access: acl.Acl, uid: int) -> int:
     for entry in access:  # the group bits of the mode are the list's mask
         if entry.tag == acl.USER and entry.id == uid:
             return entry.permissions & above
-        if (entry.tag == acl.GROUP_OBJ and inode.gid) or (entry.tag == acl.GROUP and entry.id) or \
-                (entry.tag == acl.USER and uid == SOMEBODY and entry.id):
+        if (
+            (entry.tag == acl.GROUP_OBJ and inode.gid)
+            or (entry.tag == acl.GROUP and entry.id)
+            or (entry.tag == acl.USER and uid == SOMEBODY and entry.id)
+        ):
             allowed |= entry.permissions & above
     return allowed
 
 
 def name_of(credentials: Credentials) -> str:
     """Description of the user, with which the text of a refusal begins."""
-    return "no user of this client but root, which is squashed," if credentials.uid == SOMEBODY else f"user {credentials.uid}"
+    return (
+        "no user of this client but root, which is squashed,"
+        if credentials.uid == SOMEBODY
+        else f"user {credentials.uid}"
+    )
 
 
 def check(inode: Inode, access: acl.Acl, credentials: Credentials, wanted: int) -> None:
     """AccessDenied: `may` returns False."""
     if not may(inode, access, credentials, wanted):
         words = " and ".join(word for bit, word in _WORDS.items() if wanted & bit)
-        raise AccessDenied(f"{name_of(credentials)} may not {words} inode {inode.number}, which has the mode "
-                           f"{inode.mode & 0o7777:04o} and is user {inode.uid}'s")
+        raise AccessDenied(
+            f"{name_of(credentials)} may not {words} inode {inode.number}, which has the mode "
+            f"{inode.mode & 0o7777:04o} and is user {inode.uid}'s"
+        )
 
 
 def check_owner(inode: Inode, credentials: Credentials) -> None:
@@ -100,8 +110,9 @@ def check_sticky(directory: Inode, victim: Inode, credentials: Credentials) -> N
     See unlink(2). The victim is the inode whose name is to be removed or changed.
     """
     if directory.mode & stat.S_ISVTX and credentials.uid not in (victim.uid, directory.uid):
-        raise NotPermitted(f"directory {directory.number} is sticky: inode {victim.number} is not user "
-                           f"{credentials.uid}'s")
+        raise NotPermitted(
+            f"directory {directory.number} is sticky: inode {victim.number} is not user {credentials.uid}'s"
+        )
 
 
 def check_link(inode: Inode, access: acl.Acl, credentials: Credentials) -> None:
@@ -114,9 +125,15 @@ def check_link(inode: Inode, access: acl.Acl, credentials: Credentials) -> None:
     if credentials.uid == inode.uid:
         return
     executable_for_group = inode.mode & (stat.S_ISGID | stat.S_IXGRP) == stat.S_ISGID | stat.S_IXGRP
-    if not inode.is_file or inode.mode & stat.S_ISUID or executable_for_group or \
-            not may(inode, access, credentials, READ | WRITE):
-        raise NotPermitted(f"inode {inode.number} is user {inode.uid}'s; user {credentials.uid} may give it no name")
+    if (
+        not inode.is_file
+        or inode.mode & stat.S_ISUID
+        or executable_for_group
+        or not may(inode, access, credentials, READ | WRITE)
+    ):
+        raise NotPermitted(
+            f"inode {inode.number} is user {inode.uid}'s; user {credentials.uid} may give it no name"
+        )
 
 
 def mode_at_birth(parent: Inode, mode: int, credentials: Credentials) -> int:
@@ -126,7 +143,12 @@ def mode_at_birth(parent: Inode, mode: int, credentials: Credentials) -> int:
         raise NotPermitted("only root makes device nodes")
     if kind == stat.S_IFDIR:
         return mode & ~(stat.S_ISUID | stat.S_ISGID)
-    if parent.mode & stat.S_ISGID and mode & stat.S_ISGID and mode & stat.S_IXGRP and parent.gid not in credentials.gids:
+    if (
+        parent.mode & stat.S_ISGID
+        and mode & stat.S_ISGID
+        and mode & stat.S_IXGRP
+        and parent.gid not in credentials.gids
+    ):
         return mode & ~stat.S_ISGID
     return mode
 
@@ -175,8 +197,11 @@ def check_xattr(inode: Inode, access: acl.Acl, credentials: Credentials, name: b
             raise NotPermitted(f"only root changes {name!r}")
     else:
         if not inode.is_file and not inode.is_directory:
-            raise NotPermitted("only files and directories have attributes of users") if wanted == WRITE else \
-                NoAttribute("only files and directories have attributes of users")
+            raise (
+                NotPermitted("only files and directories have attributes of users")
+                if wanted == WRITE
+                else NoAttribute("only files and directories have attributes of users")
+            )
         if inode.is_directory and inode.mode & stat.S_ISVTX and wanted == WRITE:
             check_owner(inode, credentials)
         check(inode, access, credentials, wanted)

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from nvpool.core.errors import AlreadyExists, CrossesVolumes, InUse, InvalidRequest, IsADirectory, NotADirectory, WouldLoop
+from nvpool.core.errors import (
+    AlreadyExists,
+    CrossesVolumes,
+    InUse,
+    InvalidRequest,
+    IsADirectory,
+    NotADirectory,
+    WouldLoop,
+)
 from nvpool.core.ids import ROOT_INODE
 from nvpool.core.names import VOLUMES
 from nvpool.meta.operations.unlink import check_empty

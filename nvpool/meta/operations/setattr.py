@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import stat
 
-from nvpool.core.errors import Busy, DirectoryNotEmpty, FileTooLarge, InvalidRequest, IsADirectory, NotADirectory
+from nvpool.core.errors import (
+    Busy,
+    DirectoryNotEmpty,
+    FileTooLarge,
+    InvalidRequest,
+    IsADirectory,
+    NotADirectory,
+)
 from nvpool.core.posix import acl
 from nvpool.core.units import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN
 from nvpool.meta.state import records
@@ -13,7 +20,9 @@ from nvpool.meta.state.transaction import CutInProgress, Draft, View, fill_attr
 from nvpool.poolmap.layout import size_max
 from nvpool.rpc.v1 import meta_pb2
 
-MODE, UID, GID, SIZE, ATIME, MTIME, ATIME_NOW, MTIME_NOW, CTIME, CHUNK, REPLICAS, WIDE = (1 << bit for bit in range(12))
+MODE, UID, GID, SIZE, ATIME, MTIME, ATIME_NOW, MTIME_NOW, CTIME, CHUNK, REPLICAS, WIDE = (
+    1 << bit for bit in range(12)
+)
 KNOWN = (1 << 12) - 1
 
 
@@ -95,7 +104,9 @@ def _spread(view: View, inode: Inode) -> None:
     if inode.volume:
         raise InvalidRequest("there are no wide directories in a volume: its names are the work of one shard")
     if view.has_names(inode):
-        raise DirectoryNotEmpty(f"directory {inode.number} has names already; make a new one wide, and move them into it")
+        raise DirectoryNotEmpty(
+            f"directory {inode.number} has names already; make a new one wide, and move them into it"
+        )
     inode.flags |= records.WIDE
 
 
@@ -110,8 +121,8 @@ def _hand_down(view: View, inode: Inode, request: meta_pb2.SetAttrRequest) -> No
         if request.replicas not in view.tables:
             if request.change.map_epoch > view.map_epoch:
                 raise Busy("this shard does not know the newest pool map yet", retry_after_s=0.1)
-            raise InvalidRequest(f"the pool has no chains of {request.replicas} replicas; make them on one of its "
-                                 f"nodes: nvpool dir set POOL:/PATH --replicas {request.replicas}")
+            raise InvalidRequest(
+                f"the pool has no chains of {request.replicas} replicas; make them on one of its "
+                f"nodes: nvpool dir set POOL:/PATH --replicas {request.replicas}"
+            )
         inode.table = request.replicas
-
-

@@ -36,7 +36,9 @@ def trash_key(volume: int, inode: int) -> bytes:
 
 def trash_range(volume: int, after: int = 0) -> tuple[bytes, bytes]:
     """Key range of entries whose inode number is above `after`."""
-    return trash_key(volume, after) + b"\0" if after else volume_key(TRASH, volume), volume_key(TRASH, volume, b"\xff" * 9)
+    return trash_key(volume, after) + b"\0" if after else volume_key(TRASH, volume), volume_key(
+        TRASH, volume, b"\xff" * 9
+    )
 
 
 def inode_of_trash_key(key: bytes) -> int:
@@ -141,8 +143,15 @@ def listed(view: View, request: pb.TrashRequest, limit: int) -> pb.TrashReply:
             inode = view.inode(number)
         except NotFound:
             continue
-        reply.entries.add(inode=number, directory=entry.directory, name=entry.name, removed_ns=entry.removed_ns,
-                          expires_ns=entry.expires_ns, mode=inode.mode, size=inode.size)
+        reply.entries.add(
+            inode=number,
+            directory=entry.directory,
+            name=entry.name,
+            removed_ns=entry.removed_ns,
+            expires_ns=entry.expires_ns,
+            mode=inode.mode,
+            size=inode.size,
+        )
     if len(pairs) > limit:
         reply.next = inode_of_trash_key(pairs[limit - 1][0])
     return reply
@@ -154,4 +163,13 @@ def trash_s_of(view: View, volume: int) -> int:
     return decode_volume(raw).trash_s if raw is not None else 0
 
 
-__all__ = ["Trashed", "inode_of_trash_key", "listed", "purged", "restored", "trash_key", "trash_range", "trash_s_of"]
+__all__ = [
+    "Trashed",
+    "inode_of_trash_key",
+    "listed",
+    "purged",
+    "restored",
+    "trash_key",
+    "trash_range",
+    "trash_s_of",
+]

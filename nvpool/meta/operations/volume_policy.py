@@ -24,8 +24,8 @@ from nvpool.meta.state.volume_records import (
     SEALED,
     USE,
     VOLUME,
-    VolumeUse,
     VolumeRecord,
+    VolumeUse,
     attached_range,
     decode_use,
     decode_volume,
@@ -60,8 +60,10 @@ def begin_volume(draft: Draft, root: Inode, request: pb.CreateRequest) -> None:
         if wish.table not in draft.view.tables:
             if request.change.map_epoch > draft.view.map_epoch:
                 raise Busy("this shard does not know the newest pool map yet", retry_after_s=0.1)
-            raise InvalidRequest(f"the pool has no chains of {wish.table} replicas; make them on one of its "
-                                 f"nodes: nvpool volume create POOL {name} --replicas {wish.table}")
+            raise InvalidRequest(
+                f"the pool has no chains of {wish.table} replicas; make them on one of its "
+                f"nodes: nvpool volume create POOL {name} --replicas {wish.table}"
+            )
         root.table = wish.table
     if wish.chunk_bits:
         if not CHUNK_BYTES_MIN <= 1 << min(wish.chunk_bits, 63) <= CHUNK_BYTES_MAX:
@@ -103,13 +105,23 @@ def attachments(view: View, number: int) -> list[str]:
 
 
 def state_of(view: View, number: int, record: VolumeRecord, use: VolumeUse) -> pb.VolumeState:
-    state = pb.VolumeState(inode=number, name=record.name, bytes_max=record.bytes_max, files_max=record.files_max,
-                           bytes_used=use.bytes, files_used=use.files, sealed=bool(record.flags & SEALED),
-                           trash_s=record.trash_s, listed=bool(record.flags & LISTED), removing=bool(record.flags & REMOVING),
-                           files_removing=record.files_removing, created_ns=record.created_ns,
-                           bytes_reserved=view.rooms.promised(number) if view.rooms is not None else 0,
-                           attachments=attachments(view, number),
-                           pool_key=wrapped_by(record.wrapped_key) if record.wrapped_key else "")
+    state = pb.VolumeState(
+        inode=number,
+        name=record.name,
+        bytes_max=record.bytes_max,
+        files_max=record.files_max,
+        bytes_used=use.bytes,
+        files_used=use.files,
+        sealed=bool(record.flags & SEALED),
+        trash_s=record.trash_s,
+        listed=bool(record.flags & LISTED),
+        removing=bool(record.flags & REMOVING),
+        files_removing=record.files_removing,
+        created_ns=record.created_ns,
+        bytes_reserved=view.rooms.promised(number) if view.rooms is not None else 0,
+        attachments=attachments(view, number),
+        pool_key=wrapped_by(record.wrapped_key) if record.wrapped_key else "",
+    )
     state.grants.extend(pb.VolumeGrant(client=member, write=write) for member, write in record.grants)
     raw = view.get(inode_key(number))  # readable by everybody, even if the caller may not enter the volume
     if raw is not None:
@@ -127,15 +139,19 @@ def limited(record: VolumeRecord, use: VolumeUse, promised: int, request: pb.Vol
     if request.HasField("bytes_max"):
         check_limits(request.bytes_max, 0)
         if 0 < request.bytes_max < use.bytes + promised:
-            raise InvalidRequest(f"volume {record.name} holds {use.bytes} bytes ({format_bytes(use.bytes)})"
-                                 f"{f' and {promised} are promised to writers' if promised else ''}: a quota of "
-                                 f"{request.bytes_max} bytes ({format_bytes(request.bytes_max)}) would lie below that")
+            raise InvalidRequest(
+                f"volume {record.name} holds {use.bytes} bytes ({format_bytes(use.bytes)})"
+                f"{f' and {promised} are promised to writers' if promised else ''}: a quota of "
+                f"{request.bytes_max} bytes ({format_bytes(request.bytes_max)}) would lie below that"
+            )
         record = record._replace(bytes_max=request.bytes_max)
     if request.HasField("files_max"):
         check_limits(0, request.files_max)
         if 0 < request.files_max < use.files:
-            raise InvalidRequest(f"volume {record.name} holds {use.files} files: a quota of {request.files_max} would lie "
-                                 f"below that")
+            raise InvalidRequest(
+                f"volume {record.name} holds {use.files} files: a quota of {request.files_max} would lie "
+                f"below that"
+            )
         record = record._replace(files_max=request.files_max)
     if request.HasField("trash_s"):
         record = record._replace(trash_s=request.trash_s)

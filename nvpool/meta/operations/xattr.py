@@ -61,8 +61,11 @@ def setxattr(view: View, request: meta_pb2.SetXattrRequest, now_ns: int) -> Draf
         if is_there:
             drop_attribute(draft, inode, name)
     else:
-        if (not is_there and inode.flags & records.HAS_XATTRS
-                and len(view.scan(*records.xattr_range(inode.number), XATTRS_MAX)) == XATTRS_MAX):
+        if (
+            not is_there
+            and inode.flags & records.HAS_XATTRS
+            and len(view.scan(*records.xattr_range(inode.number), XATTRS_MAX)) == XATTRS_MAX
+        ):
             raise NoSpace(f"an inode has {XATTRS_MAX} attributes at most")
         if found is not None:
             draft.put_acl(inode, name, found)
@@ -103,7 +106,9 @@ def drop_attribute(draft: Draft, inode: Inode, name: bytes) -> None:
     view = draft.view
     if len(view.scan(*records.xattr_range(inode.number), 2)) == 1:
         inode.flags &= ~records.HAS_XATTRS
-    if name in acl.NAMES and not any(view.get(records.xattr_key(inode.number, other)) for other in acl.NAMES - {name}):
+    if name in acl.NAMES and not any(
+        view.get(records.xattr_key(inode.number, other)) for other in acl.NAMES - {name}
+    ):
         inode.flags &= ~records.HAS_ACL
     draft.effects[records.xattr_key(inode.number, name)] = None
 

@@ -47,15 +47,22 @@ class AdminHandlers:
         self._sessions.of(request.session, self._owner(call))
         user = self._user(call)
         shown = user is None or self._users.listed(self._view, user, request)
-        self._reply_in_steps(call, listing(self._view, request, self._clock.wall_ns, names_alone=not shown),
-                             partial(self._users.note_listing, user, request.inode) if user is not None and shown else None)
+        self._reply_in_steps(
+            call,
+            listing(self._view, request, self._clock.wall_ns, names_alone=not shown),
+            partial(self._users.note_listing, user, request.inode) if user is not None and shown else None,
+        )
 
     def _lookup_many(self, call: Call) -> None:
         self._counters["requests"] += 1
         request = pb.LookupManyRequest.FromString(call.message)
         self._sessions.of(request.session, self._owner(call))
         user = self._user(call)
-        look_up = lookup_operations.lookup_many if user is None else partial(self._users.lookup_many, credentials=user)
+        look_up = (
+            lookup_operations.lookup_many
+            if user is None
+            else partial(self._users.lookup_many, credentials=user)
+        )
         self._reply_in_steps(call, look_up(self._view, request=request, now_ns=self._clock.wall_ns))
 
     def _getattr_many(self, call: Call) -> None:
@@ -128,7 +135,9 @@ class AdminHandlers:
         span = coordinator.begin(0)
         try:
             while True:
-                draft = await coordinator.decide(span, lambda view, request, now_ns: decide(view, now_ns=now_ns), None)
+                draft = await coordinator.decide(
+                    span, lambda view, request, now_ns: decide(view, now_ns=now_ns), None
+                )
                 if not await self._waited(session, draft):
                     break
             effects, decision = coordinator.split(span, draft)
@@ -145,11 +154,17 @@ class AdminHandlers:
             coordinator.end(span)
 
     def _names(self, call: Call) -> None:
-        call.reply(lookup_operations.names(self._view, pb.NamesRequest.FromString(call.message)).SerializeToString())
+        call.reply(
+            lookup_operations.names(self._view, pb.NamesRequest.FromString(call.message)).SerializeToString()
+        )
 
     def _statfs(self, call: Call) -> None:
         self._sessions.of(pb.StatFsRequest.FromString(call.message).session, self._owner(call))
-        call.reply(lookup_operations.statfs(self._view, self._kv.statistics(), self._options.files_max).SerializeToString())
+        call.reply(
+            lookup_operations.statfs(
+                self._view, self._kv.statistics(), self._options.files_max
+            ).SerializeToString()
+        )
 
     def _sync(self, call: Call) -> None:
         session = pb.SyncRequest.FromString(call.message).session
@@ -165,7 +180,9 @@ class AdminHandlers:
 
         self._waits.add(call, run, lambda: None)
 
-    def _answer(self, call: Call, work: Coroutine[Any, Any, JobReply], then: Callable[[], None] | None = None) -> None:
+    def _answer(
+        self, call: Call, work: Coroutine[Any, Any, JobReply], then: Callable[[], None] | None = None
+    ) -> None:
         async def run() -> None:
             answer = await work
             if then is not None:
@@ -179,18 +196,32 @@ class AdminHandlers:
             raise
 
     def _make_fsck(self, repair: bool, partitions: tuple[int, ...] | None = None) -> Fsck:
-        return Fsck(self._kv, self._view, self._sessions, self._collector, self._cuts.begin, self._clock.wall_ns, repair,
-                    partitions)
+        return Fsck(
+            self._kv,
+            self._view,
+            self._sessions,
+            self._collector,
+            self._cuts.begin,
+            self._clock.wall_ns,
+            repair,
+            partitions,
+        )
 
     def _fsck(self, call: Call) -> None:
         request = pb.FsckRequest.FromString(call.message)
-        self._answer(call, fsck_step(self._runs, request, self._kv, self._view, self._numbers, self._make_fsck, self._mend),
-                     self._watches.end_all if request.repair else None)
+        self._answer(
+            call,
+            fsck_step(self._runs, request, self._kv, self._view, self._numbers, self._make_fsck, self._mend),
+            self._watches.end_all if request.repair else None,
+        )
 
     def _fsck_sums(self, call: Call) -> None:
         request = pb.FsckSumsRequest.FromString(call.message)
-        self._answer(call, settle_sums(request, self._kv, self._make_fsck(request.repair, ()), self._mend),
-                     self._watches.end_all if request.repair else None)
+        self._answer(
+            call,
+            settle_sums(request, self._kv, self._make_fsck(request.repair, ()), self._mend),
+            self._watches.end_all if request.repair else None,
+        )
 
     def _fsck_climb(self, call: Call) -> None:
         request = pb.FsckClimbRequest.FromString(call.message)
@@ -212,7 +243,9 @@ class AdminHandlers:
         if request.stage == pb.MomentRequest.TAKE:
             moment.take(request.id)
             self._runs.make_room()
-            reply.cursor = self._runs.cursor(Dump(self._view, self._shard) if request.dump else self._make_fsck(request.repair))
+            reply.cursor = self._runs.cursor(
+                Dump(self._view, self._shard) if request.dump else self._make_fsck(request.repair)
+            )
             reply.partitions = pack_bits(self._ranges.ours())
         else:
             reply.stood = moment.end(request.id)
@@ -230,8 +263,10 @@ class AdminHandlers:
     async def _load_step(self, request: pb.LoadRequest, payload: bytes) -> JobReply:
         if request.first:
             if self._state == "serving" and (self._view.inode_count > 1 or self._sessions.by_number):
-                raise InUse("metadata can only be loaded into a new pool: this one has files, or clients that are connected; "
-                            "make an empty one with: nvpool pool create DIR --drive PATH")
+                raise InUse(
+                    "metadata can only be loaded into a new pool: this one has files, or clients that are connected; "
+                    "make an empty one with: nvpool pool create DIR --drive PATH"
+                )
             self._state = "loading"
             self._runs.end_all()
             identity = take_identity(self._kv, self._shard, self._secret, self._map, self._clock.wall_ns())
@@ -271,10 +306,19 @@ class AdminHandlers:
     def figures(self) -> dict[str, float]:
         """Counters of the service for its status and its metrics."""
         counters = dict(
-            self._counters, cutting=len(self._view.cutting), collected=self._collector.collected,
-            open_inodes=len(self._sessions.holders), waiting=len(self._waits.tasks), waited=self._waits.waited,
-            **self._locks.counters(), **self._watches.counters(), **self._spanning.counters(), **self._moving.counters(),
-            walks=self._runs.under_way(), parts=len(self._kv.scan(*records.part_range(), PARTS_COUNTED_MAX)))
+            self._counters,
+            cutting=len(self._view.cutting),
+            collected=self._collector.collected,
+            open_inodes=len(self._sessions.holders),
+            waiting=len(self._waits.tasks),
+            waited=self._waits.waited,
+            **self._locks.counters(),
+            **self._watches.counters(),
+            **self._spanning.counters(),
+            **self._moving.counters(),
+            walks=self._runs.under_way(),
+            parts=len(self._kv.scan(*records.part_range(), PARTS_COUNTED_MAX)),
+        )
         counters.update((f"kv_{name}", value) for name, value in self._kv.statistics().items())
         return counters
 
@@ -287,11 +331,19 @@ class AdminHandlers:
             return
         shard, figures = self._shard, self.figures()
         for metric, name in (
-                (metrics.META_OPEN, "open_inodes"), (metrics.META_LEASES, "watches"), (metrics.META_RECALLS, "recalls"),
-                (metrics.META_RECALLS_LATE, "recalls_waited_out"), (metrics.META_LOCKS, "locks"),
-                (metrics.META_LOCK_WAITERS, "lock_waiters"), (metrics.META_WAITING, "waiting"),
-                (metrics.META_CHANGES, "changes"), (metrics.META_REPEATED, "repeated"), (metrics.META_REFUSED, "refused"),
-                (metrics.META_SPANS, "spans"), (metrics.META_COLLECTED, "collected")):
+            (metrics.META_OPEN, "open_inodes"),
+            (metrics.META_LEASES, "watches"),
+            (metrics.META_RECALLS, "recalls"),
+            (metrics.META_RECALLS_LATE, "recalls_waited_out"),
+            (metrics.META_LOCKS, "locks"),
+            (metrics.META_LOCK_WAITERS, "lock_waiters"),
+            (metrics.META_WAITING, "waiting"),
+            (metrics.META_CHANGES, "changes"),
+            (metrics.META_REPEATED, "repeated"),
+            (metrics.META_REFUSED, "refused"),
+            (metrics.META_SPANS, "spans"),
+            (metrics.META_COLLECTED, "collected"),
+        ):
             page.set(metric, figures[name], shard=shard)
         page.set(metrics.META_SERVING, self._state == "serving" and may_answer, shard=shard)
         page.set(metrics.META_INODES, self._view.inode_count, shard=shard)

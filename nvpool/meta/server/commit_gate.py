@@ -54,8 +54,12 @@ class Gate:
             if known and self.open():
                 give()
             else:
-                call.fail(Unavailable("the shard changes its primary; what was asked for may have been done",
-                                      may_be_applied=True))
+                call.fail(
+                    Unavailable(
+                        "the shard changes its primary; what was asked for may have been done",
+                        may_be_applied=True,
+                    )
+                )
 
         history.when(history.last.sequence, when)
 
@@ -63,7 +67,17 @@ class Gate:
 class _HeldCall:
     """A Call whose answer passes through the gate."""
 
-    __slots__ = ("method", "message", "payload", "since_s", "deadline_s", "peer", "_call", "_gate", "_answered")
+    __slots__ = (
+        "method",
+        "message",
+        "payload",
+        "since_s",
+        "deadline_s",
+        "peer",
+        "_call",
+        "_gate",
+        "_answered",
+    )
 
     def __init__(self, gate: Gate, call: Call) -> None:
         self.method = call.method

@@ -39,7 +39,9 @@ CHANGES: dict[int, tuple[Any, Decision]] = {
     wire.META_REMOVEXATTR: (pb.RemoveXattrRequest, removexattr),
 }
 SPANNING: dict[int, Callable[[Any], int]] = {
-    **dict.fromkeys((wire.META_CREATE, wire.META_UNLINK, wire.META_RMDIR, wire.META_RENAME), attrgetter("parent")),
+    **dict.fromkeys(
+        (wire.META_CREATE, wire.META_UNLINK, wire.META_RMDIR, wire.META_RENAME), attrgetter("parent")
+    ),
     wire.META_LINK: attrgetter("inode"),
     **dict.fromkeys((wire.META_SETATTR, wire.META_SETXATTR, wire.META_REMOVEXATTR), attrgetter("inode")),
 }

@@ -49,8 +49,15 @@ def answers_at_once(service: MetaService) -> Any | None:
     return _fast_path.AtOnce(service, _failed)
 
 
-def _failed(service: MetaService, session: Session, slot: Slot, sequence: int, mark: int, error: Exception,
-            number: int) -> bytes:
+def _failed(
+    service: MetaService,
+    session: Session,
+    slot: Slot,
+    sequence: int,
+    mark: int,
+    error: Exception,
+    number: int,
+) -> bytes:
     """Error frame for a change that the engine did not accept, with the same effects as in
     `MetaService.handle`."""
     if isinstance(error, Refused):

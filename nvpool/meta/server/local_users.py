@@ -72,8 +72,10 @@ is."""
 def check_shards(view: View) -> None:
     """AccessDenied: this shard does not have all metadata, so paths of users can not be checked."""
     if view.owners:
-        raise AccessDenied("the metadata of this pool is in several shards, so users without the rights of a node reach it "
-                           "through a mount alone, and clients that may not act as all users not at all")
+        raise AccessDenied(
+            "the metadata of this pool is in several shards, so users without the rights of a node reach it "
+            "through a mount alone, and clients that may not act as all users not at all"
+        )
 
 
 class LocalUsers:
@@ -84,9 +86,14 @@ class LocalUsers:
         self._places: dict[tuple[int, int], tuple[int, bytes]] = {}
         self._rights: dict[tuple[int, int], int] = {}
 
-    def check_volume(self, view: View, credentials: Credentials, request: pb.VolumeRequest | pb.VolumeRoomRequest) -> None:
+    def check_volume(
+        self, view: View, credentials: Credentials, request: pb.VolumeRequest | pb.VolumeRoomRequest
+    ) -> None:
         """AccessDenied: the user can not reach the volume, or the request would change it."""
-        if isinstance(request, pb.VolumeRequest) and request.wish not in (pb.VolumeRequest.SHOW, pb.VolumeRequest.KEY):
+        if isinstance(request, pb.VolumeRequest) and request.wish not in (
+            pb.VolumeRequest.SHOW,
+            pb.VolumeRequest.KEY,
+        ):
             raise AccessDenied(f"{name_of(credentials)} has not the rights of a node, and changes no volume")
         User(self, view, credentials).reach(request.inode)
 
@@ -118,7 +125,10 @@ class LocalUsers:
     def note_listing(self, credentials: Credentials, directory: int, reply: pb.ListDirReply) -> None:
         """Remember that the user has met the files of this listing in the directory."""
         listed = DirectoryPage(reply.packed)
-        for inode, name in (*zip(listed.inodes, listed.names, strict=True), *((one.inode, one.name) for one in reply.entries)):
+        for inode, name in (
+            *zip(listed.inodes, listed.names, strict=True),
+            *((one.inode, one.name) for one in reply.entries),
+        ):
             self.met(credentials.uid, inode, directory, name)
 
     def reachable(self, view: View, credentials: Credentials, packed: bytes) -> bytes:
@@ -132,8 +142,14 @@ class LocalUsers:
             found.append(number)
         return data_codec.pack_inodes(found)
 
-    def lookup_many(self, view: View, request: pb.LookupManyRequest, now_ns: Callable[[], int], *, credentials: Credentials
-                    ) -> Iterator[pb.LookupManyReply | None]:
+    def lookup_many(
+        self,
+        view: View,
+        request: pb.LookupManyRequest,
+        now_ns: Callable[[], int],
+        *,
+        credentials: Credentials,
+    ) -> Iterator[pb.LookupManyReply | None]:
         """As `operations.lookup.lookup_many`, but with the user's checks for each name."""
         if sum(len(directory.names) for directory in request.directories) > LIST_LIMIT_MAX:
             raise InvalidRequest(f"{LIST_LIMIT_MAX} names at most can be looked up at once")
@@ -142,8 +158,12 @@ class LocalUsers:
         count = 0
         for directory in request.directories:
             for name in directory.names:
-                one = pb.LookupRequest(session=request.session, parent=directory.parent, name=name,
-                                       rights=request.rights & grants.READ)
+                one = pb.LookupRequest(
+                    session=request.session,
+                    parent=directory.parent,
+                    name=name,
+                    rights=request.rights & grants.READ,
+                )
                 try:
                     reply.found.add(entry=decide(view, one, now_ns()).reply)
                 except (Refused, Stale, CorruptRecord) as error:
@@ -185,7 +205,9 @@ class User:
 
     __slots__ = ("known", "view", "credentials", "uid", "met_by")
 
-    def __init__(self, known: LocalUsers, view: View, credentials: Credentials, met_by: int | None = None) -> None:
+    def __init__(
+        self, known: LocalUsers, view: View, credentials: Credentials, met_by: int | None = None
+    ) -> None:
         """`met_by`: uid under which met files are remembered, which proves no right; default: the user's
         own."""
         self.known = known
@@ -261,7 +283,7 @@ class User:
                 continue
             except (NotFound, CorruptRecord):
                 continue
-            self.known.met(self.met_by, number, directory, key[records.NAME_AT:])
+            self.known.met(self.met_by, number, directory, key[records.NAME_AT :])
             return
         if denied is not None and found >= links:
             raise denied
@@ -298,7 +320,9 @@ class User:
         has all rights, because an owner could give them to itself. Squashed root does not share rights that
         other users of the same session have obtained.
         """
-        if (self.uid == inode.uid or (self.uid == SOMEBODY and inode.uid)) and self.known.has_open(session, inode.number):
+        if (self.uid == inode.uid or (self.uid == SOMEBODY and inode.uid)) and self.known.has_open(
+            session, inode.number
+        ):
             return grants.READ | grants.WRITE
         return 0 if self.is_squashed else self.known.rights(session, inode.number)
 
@@ -315,18 +339,26 @@ class User:
         missing = rights & ~self.held(session, inode)
         if missing or (not rights and not self.held(session, inode)):
             inode = self.reach(number)
-            self.check(inode, (READ if missing & grants.READ else 0) | (WRITE if missing & grants.WRITE else 0))
+            self.check(
+                inode, (READ if missing & grants.READ else 0) | (WRITE if missing & grants.WRITE else 0)
+            )
         return inode
 
     def granted(self, session: int, inode: Inode, rights: int) -> int:
         """Those of `rights` for which a grant may be added to the answer."""
         held = self.held(session, inode)
         found = rights & held | self.by_mode(inode, rights & ~held)
-        if found & grants.WRITE and self.uid != inode.uid and mode_after_write(inode, self.credentials) != inode.mode:
+        if (
+            found & grants.WRITE
+            and self.uid != inode.uid
+            and mode_after_write(inode, self.credentials) != inode.mode
+        ):
             found &= ~grants.WRITE  # another user's write must clear set-uid first, which happens at open
         return found
 
-    def note_entry(self, entry: pb.Entry, session: int, rights: int, directory: int = 0, name: bytes = b"") -> None:
+    def note_entry(
+        self, entry: pb.Entry, session: int, rights: int, directory: int = 0, name: bytes = b""
+    ) -> None:
         if name and entry.attr.inode:
             self.known.met(self.met_by, entry.attr.inode, directory, name)
         if entry.grant:
@@ -352,10 +384,18 @@ def _without_privileges(user: User, draft: Draft, attr: pb.Attr) -> None:
     """Clear set-uid, set-gid and capabilities of the file of an answer, because the user writes to it."""
     number = attr.inode
     inode = draft.inodes.get(number)
-    if inode is not None and inode.is_file and (mode := mode_after_write(inode, user.credentials)) != inode.mode:
+    if (
+        inode is not None
+        and inode.is_file
+        and (mode := mode_after_write(inode, user.credentials)) != inode.mode
+    ):
         inode.mode = mode
         draft.stamp(inode)
-    if inode is not None and inode.flags & records.HAS_XATTRS and draft.view.xattr(number, CAPABILITIES) is not None:
+    if (
+        inode is not None
+        and inode.flags & records.HAS_XATTRS
+        and draft.view.xattr(number, CAPABILITIES) is not None
+    ):
         drop_attribute(draft, inode, CAPABILITIES)
         draft.stamp(inode)
     if inode is not None:
@@ -409,8 +449,12 @@ def _guard_create(user: User, request: pb.CreateRequest) -> None:
         if raw is not None:
             # otherwise the decision refuses the existing name
             if not request.exclusive and stat.S_ISREG(request.mode):
-                _check_opened(user, view.inode(records.decode_dentry(partition, raw)[0]), request,
-                              request.rights & grants.WRITE or request.rights)
+                _check_opened(
+                    user,
+                    view.inode(records.decode_dentry(partition, raw)[0]),
+                    request,
+                    request.rights & grants.WRITE or request.rights,
+                )
             return
     user.check(parent, WRITE)
     if request.HasField("volume"):
@@ -488,12 +532,17 @@ def _guard_setattr(user: User, request: pb.SetAttrRequest) -> None:
     gid = inode.gid
     if valid & (attributes_of.UID | attributes_of.GID):
         gid = request.gid if valid & attributes_of.GID else None
-        permissions.check_new_owner(inode, request.uid if valid & attributes_of.UID else None, gid, credentials)
+        permissions.check_new_owner(
+            inode, request.uid if valid & attributes_of.UID else None, gid, credentials
+        )
         gid = inode.gid if gid is None else gid
     if valid & attributes_of.MODE:
         permissions.check_owner(inode, credentials)
         request.mode = permissions.mode_to_set(gid, request.mode, credentials)
-    if valid & (attributes_of.CHUNK | attributes_of.REPLICAS | attributes_of.WIDE) or not valid & ~attributes_of.CTIME:
+    if (
+        valid & (attributes_of.CHUNK | attributes_of.REPLICAS | attributes_of.WIDE)
+        or not valid & ~attributes_of.CTIME
+    ):
         permissions.check_owner(inode, credentials)
     if valid & attributes_of.SIZE and not inode.is_directory and not user.held(session, inode) & grants.WRITE:
         user.check(inode, WRITE)
@@ -558,7 +607,11 @@ def _note_link(user: User, request: pb.LinkRequest, draft: Draft) -> None:
 def _guard_change_of_xattr(user: User, request: pb.SetXattrRequest | pb.RemoveXattrRequest) -> None:
     inode = user.handled(request.change.session, request.inode, 0)
     permissions.check_xattr(inode, user.access(inode), user.credentials, request.name, WRITE)
-    if request.name in NAMES and isinstance(request, pb.SetXattrRequest) and inode.gid not in user.credentials.gids:
+    if (
+        request.name in NAMES
+        and isinstance(request, pb.SetXattrRequest)
+        and inode.gid not in user.credentials.gids
+    ):
         request.flags |= KILL_SET_GID
 
 
@@ -568,7 +621,9 @@ def _guard_lock(user: User, request: pb.LockRequest) -> None:
     session = request.change.session
     if request.mode == UNLOCKED:
         return
-    inode = user.handled(session, request.inode, grants.WRITE if request.kind == RECORD and request.mode == EXCLUSIVE else 0)
+    inode = user.handled(
+        session, request.inode, grants.WRITE if request.kind == RECORD and request.mode == EXCLUSIVE else 0
+    )
     if not user.held(session, inode) and not user.by_mode(inode, grants.READ | grants.WRITE):
         raise AccessDenied(f"{name_of(user.credentials)} may neither read nor write inode {inode.number}")
 
@@ -577,19 +632,39 @@ def _nothing(user: User, request: Any, draft: Draft) -> None:
     """Remember nothing."""
 
 
-_SAY_FOR_WHOM = frozenset((wire.META_CREATE, wire.META_OPEN, wire.META_SETATTR, wire.META_UNLINK, wire.META_RMDIR,
-                           wire.META_RENAME, wire.META_LINK, wire.META_SETXATTR, wire.META_REMOVEXATTR))
+_SAY_FOR_WHOM = frozenset(
+    (
+        wire.META_CREATE,
+        wire.META_OPEN,
+        wire.META_SETATTR,
+        wire.META_UNLINK,
+        wire.META_RMDIR,
+        wire.META_RENAME,
+        wire.META_LINK,
+        wire.META_SETXATTR,
+        wire.META_REMOVEXATTR,
+    )
+)
 """Changes whose uid and gid are those of a process. Other changes are made for the session that has the file
 open, whichever process that is."""
 _GUARDS: dict[int, tuple[Callable[[User, Any], None], Callable[[User, Any, Draft], None]]] = {
-    wire.META_LOOKUP: (_guard_lookup, _note_lookup), wire.META_GETATTR: (_guard_getattr, _note_getattr),
-    wire.META_READLINK: (_guard_inode, _nothing), wire.META_GETXATTR: (_guard_getxattr, _nothing),
-    wire.META_LISTXATTR: (_guard_inode, _nothing), wire.META_LOCKS: (_guard_inode, _nothing),
-    wire.META_CREATE: (_guard_create, _note_create), wire.META_OPEN: (_guard_open, _note_open),
-    wire.META_REPORT: (_guard_report, _note_report), wire.META_RESERVE: (_guard_write, _nothing),
-    wire.META_ALLOCATE: (_guard_allocate, _note_changed), wire.META_SETATTR: (_guard_setattr, _note_changed),
-    wire.META_UNLINK: (_guard_removal, _nothing), wire.META_RMDIR: (_guard_removal, _nothing),
-    wire.META_RENAME: (_guard_rename, _note_rename), wire.META_LINK: (_guard_link, _note_link),
-    wire.META_SETXATTR: (_guard_change_of_xattr, _nothing), wire.META_REMOVEXATTR: (_guard_change_of_xattr, _nothing),
+    wire.META_LOOKUP: (_guard_lookup, _note_lookup),
+    wire.META_GETATTR: (_guard_getattr, _note_getattr),
+    wire.META_READLINK: (_guard_inode, _nothing),
+    wire.META_GETXATTR: (_guard_getxattr, _nothing),
+    wire.META_LISTXATTR: (_guard_inode, _nothing),
+    wire.META_LOCKS: (_guard_inode, _nothing),
+    wire.META_CREATE: (_guard_create, _note_create),
+    wire.META_OPEN: (_guard_open, _note_open),
+    wire.META_REPORT: (_guard_report, _note_report),
+    wire.META_RESERVE: (_guard_write, _nothing),
+    wire.META_ALLOCATE: (_guard_allocate, _note_changed),
+    wire.META_SETATTR: (_guard_setattr, _note_changed),
+    wire.META_UNLINK: (_guard_removal, _nothing),
+    wire.META_RMDIR: (_guard_removal, _nothing),
+    wire.META_RENAME: (_guard_rename, _note_rename),
+    wire.META_LINK: (_guard_link, _note_link),
+    wire.META_SETXATTR: (_guard_change_of_xattr, _nothing),
+    wire.META_REMOVEXATTR: (_guard_change_of_xattr, _nothing),
     wire.META_LOCK: (_guard_lock, _nothing),
 }

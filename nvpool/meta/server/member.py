@@ -99,7 +99,9 @@ class _AtOnce:
     def __init__(self, member: ShardMember) -> None:
         self._member = member
 
-    def answer(self, buffer: bytearray, end: int, in_work: dict, tally: ReplyStats, out: list, side: Any = None) -> int:
+    def answer(
+        self, buffer: bytearray, end: int, in_work: dict, tally: ReplyStats, out: list, side: Any = None
+    ) -> int:
         service = self._member._service
         if service is None or self._member.handle != service.handle:
             return 0
@@ -109,8 +111,15 @@ class _AtOnce:
 class ShardMember:
     """One shard member as served by runtime/service: `handle`, `update_map`, `start`, `close`."""
 
-    def __init__(self, options: MemberOptions, pool_map: PoolMap, dialer: Dialer, clock: Clock,
-                 make_service: Callable[[MemberKv], MetaService], fail: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        options: MemberOptions,
+        pool_map: PoolMap,
+        dialer: Dialer,
+        clock: Clock,
+        make_service: Callable[[MemberKv], MetaService],
+        fail: Callable[[str], None],
+    ) -> None:
         """`fail(reason)` ends the process, which can not continue in its role."""
         self._options = options
         self._map = pool_map
@@ -158,16 +167,22 @@ class ShardMember:
         place. Unavailable: the pool map's coordinator does not answer.
         """
         path = self._options.path
-        if self._is_primary and (self._shard.standbys or len(self._map.nodes) > 1 or len(self._map.shards) > 1) \
-                and (path.is_dir() or up_standbys(self._shard)):
+        if (
+            self._is_primary
+            and (self._shard.standbys or len(self._map.nodes) > 1 or len(self._map.shards) > 1)
+            and (path.is_dir() or up_standbys(self._shard))
+        ):
             await self._ask_to_begin()
         if self._is_primary:
             if not path.is_dir():
                 raise NotFound(f"{path} is missing: is its file system mounted? It is never made anew here")
             if not (path / "FORMAT").exists():
-                raise CorruptRecord(f"{path} holds no whole records; restore it, or another member of the shard")
-            kv = await MemberKv.open_member(path, with_term(self._options.engine, self._shard.term),
-                                            on_fence=self._fail)
+                raise CorruptRecord(
+                    f"{path} holds no whole records; restore it, or another member of the shard"
+                )
+            kv = await MemberKv.open_member(
+                path, with_term(self._options.engine, self._shard.term), on_fence=self._fail
+            )
             await self._serve(kv)
         elif path.is_dir():
             self._stand_by()
@@ -283,8 +298,13 @@ class ShardMember:
     def _ended(self, task: asyncio.Task) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("member %d of shard %d: %s", self._options.member, self._options.shard, error,
-                      exc_info=not isinstance(error, NvpoolError) and error)
+            log.error(
+                "member %d of shard %d: %s",
+                self._options.member,
+                self._options.shard,
+                error,
+                exc_info=not isinstance(error, NvpoolError) and error,
+            )
             self._fail(f"the member can not go on: {error}")
 
     def measure(self, page: Page) -> None:
@@ -318,8 +338,11 @@ class ShardMember:
             reason = damage or reason
         else:
             state = "starting"
-        call.reply(pb.MetaStatusReply(shard=self._options.shard, state=state, counters=counters,
-                                      reason=reason).SerializeToString())
+        call.reply(
+            pb.MetaStatusReply(
+                shard=self._options.shard, state=state, counters=counters, reason=reason
+            ).SerializeToString()
+        )
 
     def _is_drive_here(self) -> bool:
         """Whether the drive of the store next to which the records lie is mounted."""
@@ -330,7 +353,9 @@ class ShardMember:
         reply, gate = self._service.status_reply(), self._gate
         if gate is not None and not gate.open() and reply.state == "serving":
             reply.state = "waiting"
-            reply.reason = "it is the primary and has no lease" + (f": {self._unrenewed}" if self._unrenewed else "")
+            reply.reason = "it is the primary and has no lease" + (
+                f": {self._unrenewed}" if self._unrenewed else ""
+            )
         call.reply(reply.SerializeToString())
 
     # -- standby -----------------------------------------------------------------------------------------------------
@@ -340,8 +365,13 @@ class ShardMember:
         if options.mark is not None:
             remove_mark(options.mark)  # left from a time as the primary
         self._standby = StandbyKv(options.path, options.engine, term=self._shard.term, on_fence=self._fail)
-        self._door = StandbyDoor(self._standby, shard=options.shard, member=options.member, clock=self._clock,
-                                 secret=options.secret)
+        self._door = StandbyDoor(
+            self._standby,
+            shard=options.shard,
+            member=options.member,
+            clock=self._clock,
+            secret=options.secret,
+        )
         self.handle = self._handle_as_standby
         log.info("member %d is a standby of shard %d", options.member, options.shard)
 
@@ -355,14 +385,21 @@ class ShardMember:
     async def _promote(self) -> None:
         """Turn this standby into the primary that the map names."""
         term = self._shard.term
-        log.warning("member %d becomes the primary of shard %d in term %d", self._options.member, self._options.shard, term)
+        log.warning(
+            "member %d becomes the primary of shard %d in term %d",
+            self._options.member,
+            self._options.shard,
+            term,
+        )
         self.handle = self._not_yet
         kv = await self._standby.promote(term)
         await self._door.close()
         self._standby = self._door = None
         await self._serve(kv)
         self._promoting = False
-        log.warning("shard %d is served by member %d in term %d", self._options.shard, self._options.member, term)
+        log.warning(
+            "shard %d is served by member %d in term %d", self._options.shard, self._options.member, term
+        )
 
     # -- primary -----------------------------------------------------------------------------------------------------
 
@@ -380,9 +417,16 @@ class ShardMember:
         kv.remember(True)
         # before any standby can be up: all changes acknowledged so far are here
         if self._options.mark is not None:
-            kv.history.mark_commits(CommitMark.begin(self._options.mark, self._options.path, self._term, kv.last.sequence))
-        self._shipping = Shipping(kv, clock=self._clock, ask=self._ask_for_standby, on_deposed=self._depose,
-                                  options=self._options.shipping)
+            kv.history.mark_commits(
+                CommitMark.begin(self._options.mark, self._options.path, self._term, kv.last.sequence)
+            )
+        self._shipping = Shipping(
+            kv,
+            clock=self._clock,
+            ask=self._ask_for_standby,
+            on_deposed=self._depose,
+            options=self._options.shipping,
+        )
         self._gate = Gate(kv.history, self._clock, lambda: self._shipping.may_be_replaced)
         self._own(self._keep_lease())
 
@@ -393,12 +437,22 @@ class ShardMember:
             self._begin_shipping()
             if self._service is not None and self.handle == self._service.handle:
                 self.handle = self._handle_behind_gate
-        self._shipping.use({standby.member: (partial(self._reach, standby.member), standby.state == "up")
-                            for standby in self._shard.standbys})
+        self._shipping.use(
+            {
+                standby.member: (partial(self._reach, standby.member), standby.state == "up")
+                for standby in self._shard.standbys
+            }
+        )
 
     def _reach(self, member: int) -> WireStandby:
-        return WireStandby(self._dialer, lambda: endpoints_of(self._shard, member), shard=self._options.shard, member=member,
-                           clock=self._clock, authority=self._authority)
+        return WireStandby(
+            self._dialer,
+            lambda: endpoints_of(self._shard, member),
+            shard=self._options.shard,
+            member=member,
+            clock=self._clock,
+            authority=self._authority,
+        )
 
     def _handle_behind_gate(self, call: Call) -> None:
         if call.method == wire.META_STATUS:
@@ -406,8 +460,14 @@ class ShardMember:
             self._tell_primary_status(call)
         elif call.method in (wire.META_SHIP, wire.META_FOLLOW):
             self._options.callers.check(call)
-            PrimaryDoor(shard=self._options.shard, member=self._options.member, term=self._term, clock=self._clock,
-                        secret=self._options.secret, on_later=self._depose).handle(call)
+            PrimaryDoor(
+                shard=self._options.shard,
+                member=self._options.member,
+                term=self._term,
+                clock=self._clock,
+                secret=self._options.secret,
+                on_later=self._depose,
+            ).handle(call)
         else:
             self._gate.handle(self._service.handle, call)
 
@@ -416,15 +476,21 @@ class ShardMember:
         if self._gate is not None:
             self._gate.closed = True
         self.handle = self._not_yet
-        self._fail(f"member {self._options.member} is not the primary of shard {self._options.shard} any more; it begins again "
-                   "as a standby")
+        self._fail(
+            f"member {self._options.member} is not the primary of shard {self._options.shard} any more; it begins again "
+            "as a standby"
+        )
 
     # -- calls to the pool map's coordinator ----------------------------------------------------------------
 
     async def _call_keeper(self, method: int, request: Any, reply_type: Any, wait_s: float) -> Any:
         request.shard, request.authority = self._options.shard, self._authority()
-        reply = await self._keeper_calls.call(self._map.node_by_id[self._options.node].endpoints, method,
-                                              request.SerializeToString(), deadline_s=self._clock.boottime_s() + wait_s)
+        reply = await self._keeper_calls.call(
+            self._map.node_by_id[self._options.node].endpoints,
+            method,
+            request.SerializeToString(),
+            deadline_s=self._clock.boottime_s() + wait_s,
+        )
         return decoded(reply_type, reply.message)
 
     async def take_right(self, request: pb.TakeRightRequest) -> list[int]:
@@ -444,14 +510,23 @@ class ShardMember:
         give_up_s, proven, said = self._clock.boottime_s() + BEGIN_S, self._whole_term(), ""
         while self._is_primary:
             try:
-                request = pb.ShardAliveRequest(member=self._options.member, map_epoch=self._map.epoch, whole_term=proven)
+                request = pb.ShardAliveRequest(
+                    member=self._options.member, map_epoch=self._map.epoch, whole_term=proven
+                )
                 reply = await self._call_keeper(wire.META_ALIVE, request, pb.ShardAliveReply, 5.0)
             except (Unavailable, StaleTerm) as error:
                 if str(error) != said:
-                    log.info("member %d of shard %d can not begin yet: %s", self._options.member, self._options.shard, error)
+                    log.info(
+                        "member %d of shard %d can not begin yet: %s",
+                        self._options.member,
+                        self._options.shard,
+                        error,
+                    )
                 said = str(error)
                 if self._clock.boottime_s() > give_up_s:
-                    raise Unavailable(f"who keeps the map does not let shard {self._options.shard} begin: {error}") from None
+                    raise Unavailable(
+                        f"who keeps the map does not let shard {self._options.shard} begin: {error}"
+                    ) from None
                 await asyncio.sleep(0.1)
                 continue
             if reply.map:
@@ -467,7 +542,11 @@ class ShardMember:
         try:
             return whole_term(self._options.mark, self._options.path)
         except NvpoolError as error:
-            log.warning("the records of member %d can not be compared with its commit mark: %s", self._options.member, error)
+            log.warning(
+                "the records of member %d can not be compared with its commit mark: %s",
+                self._options.member,
+                error,
+            )
             return 0
 
     async def _keep_lease(self) -> None:
@@ -476,7 +555,9 @@ class ShardMember:
         while True:
             sent_s, pause_s = self._clock.boottime_s(), RENEW_S
             try:
-                request = pb.ShardAliveRequest(member=self._options.member, term=self._term, map_epoch=self._map.epoch)
+                request = pb.ShardAliveRequest(
+                    member=self._options.member, term=self._term, map_epoch=self._map.epoch
+                )
                 reply = await self._call_keeper(wire.META_ALIVE, request, pb.ShardAliveReply, ASK_S)
             except StaleTerm as error:
                 log.warning("%s", error)
@@ -486,7 +567,10 @@ class ShardMember:
                 log.info("the lease is not renewed: %s", error)
                 pause_s, self._unrenewed = AGAIN_S, str(error)
             else:
-                lease_s, self._unrenewed = reply.lease_ms / 1000, "" if reply.lease_ms else "the leader gives none"
+                lease_s, self._unrenewed = (
+                    reply.lease_ms / 1000,
+                    "" if reply.lease_ms else "the leader gives none",
+                )
                 if reply.map:
                     self.update_map(decode_map(reply.map))
                 if reply.term == self._term and self._clock.boottime_s() - sent_s < lease_s / 2:
@@ -498,8 +582,9 @@ class ShardMember:
         request = pb.StandbyRequest(member=member, term=term or self._term, up=up, epoch=epoch)
         if up:
             try:
-                await self._dialer.connect(self._map.node_by_id[self._options.node].endpoints,
-                                           self._clock.boottime_s() + ASK_S)
+                await self._dialer.connect(
+                    self._map.node_by_id[self._options.node].endpoints, self._clock.boottime_s() + ASK_S
+                )
             # no request was sent; kv/replication/primary relies on this certainty
             except Unreachable as error:
                 raise NotLeader(f"the supervisor of this node can not be reached: {error}") from None

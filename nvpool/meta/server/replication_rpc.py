@@ -24,7 +24,7 @@ from nvpool.core.errors import (
     Unavailable,
 )
 from nvpool.kv.replication.standby import Done, Group, StandbyKv
-from nvpool.kv.replication_log import Position, TermRun, Tail
+from nvpool.kv.replication_log import Position, Tail, TermRun
 from nvpool.meta.service_auth import AuthorityCheck
 from nvpool.rpc.api import Call, Connection
 from nvpool.rpc.connection_pool import Dialer
@@ -42,8 +42,16 @@ STEP = pb.FollowRequest
 class WireStandby:
     """Client of one standby, for the primary."""
 
-    def __init__(self, dialer: Dialer, endpoints: Callable[[], tuple[str, ...]], *, shard: int, member: int, clock: Clock,
-                 authority: Callable[[], bytes]) -> None:
+    def __init__(
+        self,
+        dialer: Dialer,
+        endpoints: Callable[[], tuple[str, ...]],
+        *,
+        shard: int,
+        member: int,
+        clock: Clock,
+        authority: Callable[[], bytes],
+    ) -> None:
         self._dialer = dialer
         self._endpoints = endpoints
         self._shard = shard
@@ -52,20 +60,33 @@ class WireStandby:
         self._authority = authority
         self._connection: Connection | None = None
 
-    async def _follow(self, term: int, step: int, sequence: int = 0, sequence_term: int = 0) -> pb.FollowReply:
+    async def _follow(
+        self, term: int, step: int, sequence: int = 0, sequence_term: int = 0
+    ) -> pb.FollowReply:
         connection = self._connection
         if connection is None or connection.closed:
             raise Disconnected("the connection to the standby has ended", may_be_applied=False)
-        request = pb.FollowRequest(shard=self._shard, member=self._member, term=term, step=step, sequence=sequence,
-                                   sequence_term=sequence_term, authority=self._authority())
-        reply = await connection.call(wire.META_FOLLOW, request.SerializeToString(),
-                                      deadline_s=self._clock.boottime_s() + FOLLOW_S)
+        request = pb.FollowRequest(
+            shard=self._shard,
+            member=self._member,
+            term=term,
+            step=step,
+            sequence=sequence,
+            sequence_term=sequence_term,
+            authority=self._authority(),
+        )
+        reply = await connection.call(
+            wire.META_FOLLOW, request.SerializeToString(), deadline_s=self._clock.boottime_s() + FOLLOW_S
+        )
         return decoded(pb.FollowReply, reply.message)
 
     async def begin(self, term: int) -> Tail:
         self._connection = await self._dialer.connect(self._endpoints(), self._clock.boottime_s() + SHIP_S)
         reply = await self._follow(term, STEP.BEGIN)
-        return Tail(Position(reply.stored, reply.stored_term), tuple(TermRun(run.term, run.first, run.last) for run in reply.runs))
+        return Tail(
+            Position(reply.stored, reply.stored_term),
+            tuple(TermRun(run.term, run.first, run.last) for run in reply.runs),
+        )
 
     async def keep(self, term: int, sequence: int) -> None:
         await self._follow(term, STEP.KEEP, sequence)
@@ -96,11 +117,22 @@ class WireStandby:
             else:
                 done(sequence, None)
 
-        request = pb.ShipRequest(shard=self._shard, member=self._member, term=group.term, committed=group.committed,
-                                 pairs=group.pairs, authority=self._authority())
+        request = pb.ShipRequest(
+            shard=self._shard,
+            member=self._member,
+            term=group.term,
+            committed=group.committed,
+            pairs=group.pairs,
+            authority=self._authority(),
+        )
         try:
-            connection.submit(wire.META_SHIP, request.SerializeToString(), (group.records,) if group.records else (),
-                              deadline_s=self._clock.boottime_s() + SHIP_S, on_done=answered)
+            connection.submit(
+                wire.META_SHIP,
+                request.SerializeToString(),
+                (group.records,) if group.records else (),
+                deadline_s=self._clock.boottime_s() + SHIP_S,
+                on_done=answered,
+            )
         except NvpoolError as error:
             done(None, error)
 
@@ -126,7 +158,9 @@ class StandbyDoor:
             elif call.method == wire.META_FOLLOW:
                 self._follow(call)
             else:
-                raise StaleEpoch(f"member {self._member} is a standby of shard {self._shard}; its primary is in the newest map")
+                raise StaleEpoch(
+                    f"member {self._member} is a standby of shard {self._shard}; its primary is in the newest map"
+                )
         except DecodeError as error:
             call.fail(InvalidRequest(f"the message of method {call.method} can not be read: {error}"))
         except Exception as error:
@@ -135,7 +169,9 @@ class StandbyDoor:
     def _meant(self, request: Any) -> None:
         self._check(request.authority)
         if request.shard != self._shard or request.member != self._member:
-            raise StaleEpoch(f"this is member {self._member} of shard {self._shard}, not {request.member} of {request.shard}")
+            raise StaleEpoch(
+                f"this is member {self._member} of shard {self._shard}, not {request.member} of {request.shard}"
+            )
 
     def _ship(self, call: Call) -> None:
         request = pb.ShipRequest.FromString(bytes(call.message))
@@ -162,7 +198,9 @@ class StandbyDoor:
         if request.step == STEP.BEGIN:
             tail = await standby.begin(term)
             reply.stored, reply.stored_term = tail.stored
-            reply.runs.extend(pb.FollowRun(term=run.term, first=run.first, last=run.last) for run in tail.runs)
+            reply.runs.extend(
+                pb.FollowRun(term=run.term, first=run.first, last=run.last) for run in tail.runs
+            )
         elif request.step == STEP.KEEP:
             await standby.keep(term, request.sequence)
         elif request.step == STEP.INSTALL:
@@ -199,8 +237,9 @@ class PrimaryDoor:
     is the other.
     """
 
-    def __init__(self, *, shard: int, member: int, term: int, clock: Clock, secret: bytes,
-                 on_later: Callable[[], None]) -> None:
+    def __init__(
+        self, *, shard: int, member: int, term: int, clock: Clock, secret: bytes, on_later: Callable[[], None]
+    ) -> None:
         self._name = f"member {member} is the primary of shard {shard} in term {term}"
         self._term = term
         self._check = AuthorityCheck(clock, secret)
@@ -219,5 +258,7 @@ class PrimaryDoor:
             if request.term <= self._term:
                 call.fail(StaleTerm(self._name))
             else:
-                call.fail(Unavailable(f"{self._name}, and hears now of term {request.term}", retry_after_s=0.1))
+                call.fail(
+                    Unavailable(f"{self._name}, and hears now of term {request.term}", retry_after_s=0.1)
+                )
                 self._on_later()

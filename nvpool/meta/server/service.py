@@ -77,12 +77,24 @@ from nvpool.security.volume_keys import PoolKeys
 
 _log = logging.getLogger(__name__)
 
+
 class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
     """The metadata service of one shard; its other parts are in the base classes."""
 
-    def __init__(self, kv: Kv, *, shard: int = 1, term: int = 0, grant_secret: bytes, dialer: TargetDialer | None = None,
-                 pool_keys: PoolKeys | None = None, clock: Clock = SYSTEM_CLOCK, options: MetaOptions = MetaOptions(),  # noqa: B008 (immutable)
-                 take_right: TakeRight | None = None, callers: Callers | None = None) -> None:
+    def __init__(
+        self,
+        kv: Kv,
+        *,
+        shard: int = 1,
+        term: int = 0,
+        grant_secret: bytes,
+        dialer: TargetDialer | None = None,
+        pool_keys: PoolKeys | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+        options: MetaOptions = MetaOptions(),  # noqa: B008 (immutable)
+        take_right: TakeRight | None = None,
+        callers: Callers | None = None,
+    ) -> None:
         """`take_right`: as in `Revocations`."""
         self._kv = kv
         self._shard = shard
@@ -104,7 +116,9 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
         self._loading: Load | None = None
         self._targets = Targets(dialer, clock, grant_secret, shard)
         self._waits = Waits(clock, f"shard {shard}", self._die)
-        self._revocations = Revocations(clock, options, take_right, lambda: self._map.epoch if self._map is not None else 0)
+        self._revocations = Revocations(
+            clock, options, take_right, lambda: self._map.epoch if self._map is not None else 0
+        )
         self._removals: dict[int, Removal] = {}
         self._purged_up_to: dict[int, int] = {}
         self._background: set[asyncio.Task] = set()
@@ -131,8 +145,14 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
             self._state = "loading"
         else:
             await self._take_up()
-        for work in (self._run_leases(), self._run_holds(), self._run_parts(), self._run_collector(), self._run_sweeps(),
-                     self._run_removals()):
+        for work in (
+            self._run_leases(),
+            self._run_holds(),
+            self._run_parts(),
+            self._run_collector(),
+            self._run_sweeps(),
+            self._run_removals(),
+        ):
             self._own(work)
 
     def _assemble(self) -> records.ShardIdentity:
@@ -143,33 +163,78 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
         self._view = View(self._kv, identity, self._secret, self._options.grant_s, locks)
         self._view.is_open = lambda inode: inode in self._sessions.holders
         self._view.pool_keys = self._pool_keys
-        self._view.rooms, self._view.appends = QuotaLedger(self._clock, self._options.watch_s), AppendOrder(self._clock)
+        self._view.rooms, self._view.appends = (
+            QuotaLedger(self._clock, self._options.watch_s),
+            AppendOrder(self._clock),
+        )
         self._removals.clear()
         self._cuts = Cuts(self._kv, self._view, self._targets, self._own)
-        self._collector = Collector(self._kv, self._view, self._targets, self._clock, self._options.linger_s,
-                                    lambda inode: inode in self._sessions.holders or inode in locks.files)
+        self._collector = Collector(
+            self._kv,
+            self._view,
+            self._targets,
+            self._clock,
+            self._options.linger_s,
+            lambda inode: inode in self._sessions.holders or inode in locks.files,
+        )
         self._sessions.on_free = self._collector.closed
         if self._map is not None:
             self._view.use_map(self._map)
         self._incarnation = int.from_bytes(self._clock.secret(8), "big") | 1
-        self._watches = Watches(self._clock, self._incarnation, min(self._options.watch_s, self._options.session_lease_s),
-                                self._options.lease_s)
+        self._watches = Watches(
+            self._clock,
+            self._incarnation,
+            min(self._options.watch_s, self._options.session_lease_s),
+            self._options.lease_s,
+        )
         self._watches.map_epoch = lambda: self._map.epoch if self._map is not None else 0
         self._view.promise, self._view.lease_ms = self._watches.lend, self._watches.lease_ms
         self._ranges = PartitionOwnership(self._kv, self._view)
         self._locks.serves = self._ranges.serves
-        self._spanning = Spanning(self._shard, self._incarnation, self._kv, self._view, self._numbers, self._targets,
-                                  self._clock, self._secret, self._own, self._waits, self._ranges, self._recall,
-                                  self._collector.add)
+        self._spanning = Spanning(
+            self._shard,
+            self._incarnation,
+            self._kv,
+            self._view,
+            self._numbers,
+            self._targets,
+            self._clock,
+            self._secret,
+            self._own,
+            self._waits,
+            self._ranges,
+            self._recall,
+            self._collector.add,
+        )
         self._ranges.changed = self._spanning.holds.look_through
         self._moment = Moment(self._spanning.coordinator.all_told)
         if self._map is not None:
             self._spanning.use_map(self._map)
         self._moving = MigrationService(
-            Inside(self._shard, self._kv, self._view, self._ranges, self._numbers, self._sessions, self._locks, self._collector,
-                   self._cuts, self._watches, self._clock, self.update_map, self.take_volumes, self.forget_volumes,
-                   self._spanning.holds.quiet),
-            self._targets.dialer, self._clock, self._secret, self._targets.authority, self._waits, self._term)
+            Inside(
+                self._shard,
+                self._kv,
+                self._view,
+                self._ranges,
+                self._numbers,
+                self._sessions,
+                self._locks,
+                self._collector,
+                self._cuts,
+                self._watches,
+                self._clock,
+                self.update_map,
+                self.take_volumes,
+                self.forget_volumes,
+                self._spanning.holds.quiet,
+            ),
+            self._targets.dialer,
+            self._clock,
+            self._secret,
+            self._targets.authority,
+            self._waits,
+            self._term,
+        )
         self.at_once = answers_at_once(self)
         return identity
 
@@ -179,13 +244,20 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
         raw = self._kv.get(records.COUNTS_KEY)
         self._view.inode_count = records.decode_counts(raw) if raw is not None else 0
         self._sessions.load(self._clock.boottime_s())
-        self._watches.after_restart(number for number, session in self._sessions.by_number.items()
-                                    # migrated sessions have no leases here
-                                    if session.watches and number >> 48 == self._shard)
+        self._watches.after_restart(
+            number
+            for number, session in self._sessions.by_number.items()
+            # migrated sessions have no leases here
+            if session.watches and number >> 48 == self._shard
+        )
         if self._sessions.by_number:
             self._collector.grace_until_s = self._clock.boottime_s() + self._options.session_lease_s
         self._moving.begin(self._map)
-        remains = [partition for partition in await partitions_with_remains(self._kv) if self._ranges.serves(partition)]
+        remains = [
+            partition
+            for partition in await partitions_with_remains(self._kv)
+            if self._ranges.serves(partition)
+        ]
         self.take_volumes(filter(self._ranges.serves, range(PARTITION_COUNT)), bool(self._sessions.by_number))
         self._collector.load(remains)
         self._cuts.resume(remains)
@@ -241,7 +313,9 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
 
     def _die(self, error: BaseException) -> None:
         if self._state != "fenced":
-            _log.critical("the metadata service of shard %d stops serving: %s", self._shard, error, exc_info=error)
+            _log.critical(
+                "the metadata service of shard %d stops serving: %s", self._shard, error, exc_info=error
+            )
             self._state = "fenced"
             if not self.died.done():
                 self.died.set_exception(error)
@@ -268,7 +342,10 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
     async def _run_collector(self) -> None:
         while True:
             await asyncio.sleep(self._options.tick_s)
-            if self._state == "serving" and self._clock.boottime_s() - self._looked_s < 3 * self._options.tick_s:
+            if (
+                self._state == "serving"
+                and self._clock.boottime_s() - self._looked_s < 3 * self._options.tick_s
+            ):
                 await self._collector.run_once()
 
     async def _run_sweeps(self) -> None:
@@ -353,7 +430,9 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
             **dict.fromkeys(Spanning.METHODS, lambda call: self._spanning.handle(call)),
             **dict.fromkeys(MigrationService.METHODS, lambda call: self._moving.handle(call)),
         }
-        routes.update((method, self._change_route(*route, SPANNING.get(method))) for method, route in CHANGES.items())
+        routes.update(
+            (method, self._change_route(*route, SPANNING.get(method))) for method, route in CHANGES.items()
+        )
         routes.update((method, self._query_route(*route)) for method, route in QUERIES.items())
         return routes
 
@@ -378,7 +457,9 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
 
         return answer
 
-    def _change_route(self, request_class: Any, decide: Decision, home: Callable[[Any], int] | None) -> Callable[[Call], None]:
+    def _change_route(
+        self, request_class: Any, decide: Decision, home: Callable[[Any], int] | None
+    ) -> Callable[[Call], None]:
         """Route of a change.
 
         `home(request)` is the inode whose shard coordinates a change that may need other shards. Without
@@ -440,8 +521,17 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
             return partition_of_name(number, True, self._view.name_hash(number, request.name))
         return partition_of(number)
 
-    def _span(self, call: Call, decide: Decision, request: Any, session: Session, slot: Slot, index: int,
-              sequence: int, mark: int) -> None:
+    def _span(
+        self,
+        call: Call,
+        decide: Decision,
+        request: Any,
+        session: Session,
+        slot: Slot,
+        index: int,
+        sequence: int,
+        mark: int,
+    ) -> None:
         """Carry out a cross-shard transaction.
 
         Each slot has at most one: a replay waits for the first to end.
@@ -469,8 +559,17 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
                     if not await self._waited(session.number, draft):
                         effects, decision = coordinator.split(span, draft)
                         try:
-                            self._commit(call, draft, session, slot, index, sequence, mark, effects,
-                                         partial(coordinator.committed, span, decision))
+                            self._commit(
+                                call,
+                                draft,
+                                session,
+                                slot,
+                                index,
+                                sequence,
+                                mark,
+                                effects,
+                                partial(coordinator.committed, span, decision),
+                            )
                         except (Refused, Busy):
                             coordinator.not_written(span)
                             raise
@@ -489,8 +588,18 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
         """`Watches.recall` for a change that another shard decides on behalf of this client."""
         return self._watches.recall(self._sessions.number_of(identity), inodes)
 
-    def _commit(self, call: Call, draft: Draft, session: Session, slot: Slot, index: int, sequence: int, mark: int,
-                effects: dict[bytes, bytes | None] | None = None, committed: Callable[[], None] | None = None) -> None:
+    def _commit(
+        self,
+        call: Call,
+        draft: Draft,
+        session: Session,
+        slot: Slot,
+        index: int,
+        sequence: int,
+        mark: int,
+        effects: dict[bytes, bytes | None] | None = None,
+        committed: Callable[[], None] | None = None,
+    ) -> None:
         """Apply the draft with its slot record, update memory, and answer now or when allowed.
 
         `effects`: this shard's effects if other shards have some too; `committed` is called when they are
@@ -508,7 +617,13 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
             self._counters["changes"] += 1
             if committed is not None:
                 committed()
-        slot.sequence, slot.waits_for, slot.answer, slot.error, slot.restored = sequence, waits_for, answer, None, False
+        slot.sequence, slot.waits_for, slot.answer, slot.error, slot.restored = (
+            sequence,
+            waits_for,
+            answer,
+            None,
+            False,
+        )
         slot.mark = mark
         given_up = slot.take_awaited() if slot.awaited else 0
         slot.opened = draft.opened
@@ -567,8 +682,12 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
 
     def _wait_for(self, call: Call, wait: CutInProgress | AppendInProgress) -> None:
         view, inode = self._view, wait.inode
-        self._later(call, partial(asyncio.shield, view.cutting[inode]) if isinstance(wait, CutInProgress)
-                    else partial(view.appends.wait, inode))
+        self._later(
+            call,
+            partial(asyncio.shield, view.cutting[inode])
+            if isinstance(wait, CutInProgress)
+            else partial(view.appends.wait, inode),
+        )
 
     def _later(self, call: Call, wait: Callable[[], Awaitable]) -> None:
         """Handle the call again after the wait; nothing of it is decided yet."""

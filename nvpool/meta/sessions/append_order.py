@@ -79,8 +79,11 @@ class AppendOrder:
         if self._clock.boottime_s() < found.since_s + self._append_s:
             found.is_wanted = True
             raise AppendInProgress(inode.number)
-        _log.warning("inode %d: an append was not reported within %g s; the next record is placed behind it", inode.number,
-                     self._append_s)
+        _log.warning(
+            "inode %d: an append was not reported within %g s; the next record is placed behind it",
+            inode.number,
+            self._append_s,
+        )
 
     def _found(self, inode: Inode) -> _Open:
         found = self._open.get(inode.number)
@@ -102,7 +105,12 @@ class AppendOrder:
         if found is None:
             self._begin(number, end, session)
         else:
-            found.end, found.since_s, found.session, found.is_wanted = end, self._clock.boottime_s(), session, False
+            found.end, found.since_s, found.session, found.is_wanted = (
+                end,
+                self._clock.boottime_s(),
+                session,
+                False,
+            )
 
     def is_of(self, inode: Inode, session: int) -> bool:
         """Whether the open reservation is known to be the session's."""

@@ -44,7 +44,9 @@ class SessionAnswers:
         if request.session:
             session = self._sessions.take_up(request.session, request.secret, self._owner(call), now_s)
             if request.names_open:
-                self._sessions.name_open(session, inodes_of(request.opened), request.slots if request.names_slots else None)
+                self._sessions.name_open(
+                    session, inodes_of(request.opened), request.slots if request.names_slots else None
+                )
         else:
             if self._kv.full:
                 self._later(call, self._kv.room)
@@ -53,8 +55,14 @@ class SessionAnswers:
                 self._later(call, self._numbers.more)
                 return
             number = self._shard << 48 | self._numbers.next_session
-            record = SessionRecord(self._clock.secret(SECRET_BYTES), self._clock.wall_ns(), request.client, request.watch,
-                                   request.identity, self._owner(call))
+            record = SessionRecord(
+                self._clock.secret(SECRET_BYTES),
+                self._clock.wall_ns(),
+                request.client,
+                request.watch,
+                request.identity,
+                self._owner(call),
+            )
             session, effects = self._sessions.opening(number, record, now_s, peer)
             # allowed in a full engine: without a session nobody could delete anything
             self._kv.apply(effects, reclaims=True)
@@ -62,35 +70,51 @@ class SessionAnswers:
             self._numbers.next_session += 1
         session.member = call.peer.member
         self._sessions.belongs(session, peer)
-        if (effects := self._sessions.identify(session, request.identity)):
+        if effects := self._sessions.identify(session, request.identity):
             self._kv.apply(effects, reclaims=True)
         self._moving.bring_sessions()
-        reply = pb.OpenSessionReply(session=session.number, secret=session.secret, lease_s=self._options.session_lease_s,
-                                    slots=SLOTS_PER_SESSION, incarnation=self._incarnation, name_key=self._view.name_key)
+        reply = pb.OpenSessionReply(
+            session=session.number,
+            secret=session.secret,
+            lease_s=self._options.session_lease_s,
+            slots=SLOTS_PER_SESSION,
+            incarnation=self._incarnation,
+            name_key=self._view.name_key,
+        )
         if session.watches:
             reply.watch, reply.watch_ms = self._watches.begin(session.number)
             reply.linger_ms = int(self._options.linger_s * 1000)
         if request.session:
-            reply.sequences.extend(self._sessions.slot(session, index).sequence for index in range(SLOTS_PER_SESSION))
+            reply.sequences.extend(
+                self._sessions.slot(session, index).sequence for index in range(SLOTS_PER_SESSION)
+            )
         call.reply(reply.SerializeToString())
 
     def _renew_session(self, call: Call) -> None:
         request = pb.RenewSessionRequest.FromString(call.message)
         session = self._sessions.of(request.session, self._owner(call))
-        session.expires_s, session.member = self._clock.boottime_s() + self._options.session_lease_s, call.peer.member
+        session.expires_s, session.member = (
+            self._clock.boottime_s() + self._options.session_lease_s,
+            call.peer.member,
+        )
         if not session.peer:
             peer, trusted = identify(call.peer, self._callers.operators)
             self._sessions.belongs(session, "" if trusted else peer)
         self._check_ours(request.opened, request.released)
         if self._user(call) is not None:
             request.identity = 0
-        if (effects := self._sessions.identify(session, request.identity)):
+        if effects := self._sessions.identify(session, request.identity):
             self._kv.apply(effects, reclaims=True)
         self._sessions.name(session, inodes_of(request.opened), request.named)
         self._sessions.release(session, inodes_of(request.released))
-        call.reply(pb.RenewSessionReply(lease_s=self._options.session_lease_s, incarnation=self._incarnation,
-                                        map_epoch=self._map.epoch if self._map else 0,
-                                        held=self._sessions.held(session, self._collector.kept)).SerializeToString())
+        call.reply(
+            pb.RenewSessionReply(
+                lease_s=self._options.session_lease_s,
+                incarnation=self._incarnation,
+                map_epoch=self._map.epoch if self._map else 0,
+                held=self._sessions.held(session, self._collector.kept),
+            ).SerializeToString()
+        )
 
     def _check_ours(self, *packed: bytes) -> None:
         """WrongShard: one of the inodes belongs to another shard now; nothing of the request has been
@@ -115,7 +139,9 @@ class SessionAnswers:
         self._kv.apply(self._sessions.ending(session), reclaims=True)
         self._watches.end(session.number)
         self._view.rooms.end_session(session.number)
-        self._collector.hold(self._sessions.drop(session), grants_live_s and self._clock.boottime_s() + grants_live_s)
+        self._collector.hold(
+            self._sessions.drop(session), grants_live_s and self._clock.boottime_s() + grants_live_s
+        )
         self._locks.end_session(session.number, said_so=not grants_live_s)
 
     async def end_leases(self) -> None:
@@ -132,8 +158,12 @@ class SessionAnswers:
             if session.expires_s >= now_s:
                 continue  # renewed during the wait
             was_removed = session.expires_s == -inf
-            _log.warning("session %#x (%s) ends: %s", session.number, session.client,
-                         f"{session.member} was removed from the pool" if was_removed else "it has not been renewed")
+            _log.warning(
+                "session %#x (%s) ends: %s",
+                session.number,
+                session.client,
+                f"{session.member} was removed from the pool" if was_removed else "it has not been renewed",
+            )
             self._end_session(session, self._options.grant_s)
             if was_removed:
                 self._revocations.removed(session.number)
@@ -165,9 +195,15 @@ class SessionAnswers:
         if len(request.sessions) > 8 * OWNERS_MAX:
             raise InvalidRequest(f"at most {OWNERS_MAX} sessions are looked for at once")
         found = [self._sessions.by_number.get(number) for number in inodes_of(request.sessions)]
-        call.reply(pb.SessionsReply(owners=[
-            pb.SessionOwner(session=session.number, client=session.client, identity=session.identity)
-            for session in found if session is not None]).SerializeToString())
+        call.reply(
+            pb.SessionsReply(
+                owners=[
+                    pb.SessionOwner(session=session.number, client=session.client, identity=session.identity)
+                    for session in found
+                    if session is not None
+                ]
+            ).SerializeToString()
+        )
 
     def begin_drain(self) -> None:
         """Answer all requests that wait for other requests.
@@ -186,8 +222,9 @@ class SessionAnswers:
 
     # -- slots
 
-    def _repeat(self, call: Call, request: Any, session: Session, slot: Slot, sequence: int,
-                mark: int) -> None:
+    def _repeat(
+        self, call: Call, request: Any, session: Session, slot: Slot, sequence: int, mark: int
+    ) -> None:
         """Answer a replayed change with its stored answer, when that may be given.
 
         InvalidRequest: the slot's request with this sequence was another one. StaleSequence: the slot is
@@ -199,7 +236,9 @@ class SessionAnswers:
         if not sequence:
             raise InvalidRequest("sequences begin with 1")
         if slot.mark is not None and slot.mark != mark:
-            raise InvalidRequest(f"request {sequence} of this slot was another one: each change has a sequence of its own")
+            raise InvalidRequest(
+                f"request {sequence} of this slot was another one: each change has a sequence of its own"
+            )
         slot.awaited = False
         self._sessions.open_again(session, slot, request)
         if slot.error is not None:
@@ -207,12 +246,18 @@ class SessionAnswers:
         elif slot.waits_for in self._view.cutting:
             cut = asyncio.shield(self._view.cutting[slot.waits_for])
             self._answer_later(call, lambda: cut, slot.answer)
-        elif self._kv.sync_before_answer or getattr(request, "sync", False) or isinstance(request, pb.LockRequest):
+        elif (
+            self._kv.sync_before_answer
+            or getattr(request, "sync", False)
+            or isinstance(request, pb.LockRequest)
+        ):
             self._answer_later(call, self._kv.sync, slot.answer)
         else:
             call.reply(slot.answer)
 
-    def _keep_refusal(self, session: Session, slot: Slot, sequence: int, mark: int, error: NvpoolError) -> None:
+    def _keep_refusal(
+        self, session: Session, slot: Slot, sequence: int, mark: int, error: NvpoolError
+    ) -> None:
         self._sessions.give_up(session, slot)
         slot.sequence, slot.waits_for, slot.answer, slot.restored, slot.opened = sequence, 0, b"", False, 0
         slot.mark = mark

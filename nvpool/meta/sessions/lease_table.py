@@ -57,19 +57,31 @@ leases ended."""
 class _Watch:
     """Watch of one session."""
 
-    __slots__ = ("session", "index", "number", "seen", "until_s", "call", "arrived_s", "pending", "told", "begins", "due")
+    __slots__ = (
+        "session",
+        "index",
+        "number",
+        "seen",
+        "until_s",
+        "call",
+        "arrived_s",
+        "pending",
+        "told",
+        "begins",
+        "due",
+    )
 
     def __init__(self, session: int, index: int, number: int) -> None:
         self.session = session
         self.index = index
-        self.number = number            # WatchReply.watch
-        self.seen = 0                   # number of the last reply
-        self.until_s = 0.0              # end of the session's leases, by our clock
-        self.call: Call | None = None   # pending WATCH request, answered when a lease is recalled
+        self.number = number  # WatchReply.watch
+        self.seen = 0  # number of the last reply
+        self.until_s = 0.0  # end of the session's leases, by our clock
+        self.call: Call | None = None  # pending WATCH request, answered when a lease is recalled
         self.arrived_s = 0.0
-        self.pending: dict[int, None] = {}   # recalls that are to be sent
-        self.told: dict[int, None] = {}      # recalls in the last reply, not acknowledged yet
-        self.begins = False             # all leases were ended, and the session has not acknowledged that yet
+        self.pending: dict[int, None] = {}  # recalls that are to be sent
+        self.told: dict[int, None] = {}  # recalls in the last reply, not acknowledged yet
+        self.begins = False  # all leases were ended, and the session has not acknowledged that yet
         self.due = False
 
 
@@ -116,8 +128,10 @@ class _Table:
         spread = number * _GOLDEN
         slot, tag = spread >> 64 - SLOT_BITS & (1 << SLOT_BITS) - 1, spread >> 28 & 0xFFFF
         new, old = self._new[slot], self._old[slot]
-        return (new & 0xFFFF if new == _ANYTHING or new >> 16 == tag else 0,
-                old & 0xFFFF if old == _ANYTHING or old >> 16 == tag else 0)
+        return (
+            new & 0xFFFF if new == _ANYTHING or new >> 16 == tag else 0,
+            old & 0xFFFF if old == _ANYTHING or old >> 16 == tag else 0,
+        )
 
 
 class Watches:
@@ -265,7 +279,9 @@ class Watches:
             if number in self._recalls or number in self._cool:
                 return False
             for index in self._table.indexes(number):
-                if index == SEVERAL or ((watch := self._by_index.get(index)) is not None and watch.session != session):
+                if index == SEVERAL or (
+                    (watch := self._by_index.get(index)) is not None and watch.session != session
+                ):
                     return False
         return True
 
@@ -333,9 +349,14 @@ class Watches:
             self._answer_soon(watch)
         if self._unheard and now_s < self._unheard_until_s:
             await self._until_heard_all()
-        while left := {watch: until_s for watch, until_s in left.items()
-                       if watch.begins and watch.until_s and self._clock.boottime_s() < until_s
-                       and self._watches.get(watch.session) is watch}:
+        while left := {
+            watch: until_s
+            for watch, until_s in left.items()
+            if watch.begins
+            and watch.until_s
+            and self._clock.boottime_s() < until_s
+            and self._watches.get(watch.session) is watch
+        }:
             self._heeded.clear()
             try:
                 async with asyncio.timeout(max(0.0, max(left.values()) - self._clock.boottime_s())):
@@ -414,8 +435,11 @@ class Watches:
             watch.told.clear()
             if not request.leaves:
                 watch.until_s = max(watch.until_s, now_s + self._watch_s)
-            call.reply(pb.WatchReply(watch=watch.number, number=watch.seen, watch_ms=self._watch_ms,
-                                     map_epoch=self.map_epoch()).SerializeToString())
+            call.reply(
+                pb.WatchReply(
+                    watch=watch.number, number=watch.seen, watch_ms=self._watch_ms, map_epoch=self.map_epoch()
+                ).SerializeToString()
+            )
             return
         self._has_come(request.session)
         if watch.begins:
@@ -453,12 +477,22 @@ class Watches:
         watch.seen += 1
         watch.told, watch.pending = watch.pending, {}
         watch.until_s = max(watch.until_s, watch.arrived_s + self._watch_s)
-        call.reply(pb.WatchReply(watch=watch.number, number=watch.seen, inodes=data_codec.pack_inodes(list(watch.told)),
-                                 watch_ms=self._watch_ms,
-                                     map_epoch=self.map_epoch()).SerializeToString())
+        call.reply(
+            pb.WatchReply(
+                watch=watch.number,
+                number=watch.seen,
+                inodes=data_codec.pack_inodes(list(watch.told)),
+                watch_ms=self._watch_ms,
+                map_epoch=self.map_epoch(),
+            ).SerializeToString()
+        )
 
     def counters(self) -> dict[str, int]:
-        return {"watches": len(self._watches), "recalls": self.recalled, "recalls_waited_out": self.waited_out}
+        return {
+            "watches": len(self._watches),
+            "recalls": self.recalled,
+            "recalls_waited_out": self.waited_out,
+        }
 
 
 async def _all(waits: list[asyncio.Future]) -> None:

@@ -67,8 +67,11 @@ class LockWaits:
                 for key, raw in pairs:
                     try:
                         kind, session, owner, start = records.lock_of_key(key)
-                        self._table.load(records.inode_of_key(key), Owner(kind, session, owner),
-                                         LockRange(start, *records.decode_lock(raw)))
+                        self._table.load(
+                            records.inode_of_key(key),
+                            Owner(kind, session, owner),
+                            LockRange(start, *records.decode_lock(raw)),
+                        )
                     except CorruptRecord:
                         continue
                 first = pairs[-1][0] + b"\0"
@@ -94,8 +97,10 @@ class LockWaits:
         """
         waiting = self._table.waiters_in(partitions)
         for waiter in waiting:
-            self._end_question(waiter.owner.session, [one.ticket for one in waiting
-                                                      if one.owner.session == waiter.owner.session])
+            self._end_question(
+                waiter.owner.session,
+                [one.ticket for one in waiting if one.owner.session == waiter.owner.session],
+            )
         for inode in {inode for inode in self._table.files if partition_of(inode) in partitions}:
             self._table.forget(inode)
 
@@ -106,8 +111,12 @@ class LockWaits:
         if held and said_so:
             self._give_on()
         elif held:
-            _log.warning("session %#x has ended without giving back %d locks, which are kept for %.0f s: it may still write",
-                         session, held, self._table.hold_s)
+            _log.warning(
+                "session %#x has ended without giving back %d locks, which are kept for %.0f s: it may still write",
+                session,
+                held,
+                self._table.hold_s,
+            )
 
     def give_on(self, sessions: Iterable[int]) -> None:
         """Release the locks of these ended sessions at the next `run_once`: their clients can write no

@@ -38,8 +38,11 @@ HELD_ALL_MAX, HELD_MAX = 256, 1024
 """Limits for the open inodes that a renewal lists. It lists all of them if the session has at most
 HELD_ALL_MAX, else up to HELD_MAX that have no name."""
 _HELD = struct.Struct("<QI")
-_VARIES = {**dict.fromkeys((wire.META_CREATE, wire.META_UNLINK, wire.META_RMDIR, wire.META_RENAME), ("spread",)),
-           **dict.fromkeys((wire.META_SETATTR, wire.META_ALLOCATE), ("rights",)), wire.META_RESERVE: ("cut", "own")}
+_VARIES = {
+    **dict.fromkeys((wire.META_CREATE, wire.META_UNLINK, wire.META_RMDIR, wire.META_RENAME), ("spread",)),
+    **dict.fromkeys((wire.META_SETATTR, wire.META_ALLOCATE), ("rights",)),
+    wire.META_RESERVE: ("cut", "own"),
+}
 """Fields that depend on what the client process knows or has open. Another process of the same client may
 send other values with the same change."""
 _CHANGE_TAG, _ONE_BYTE = 1 << 3 | 2, 0x80
@@ -61,8 +64,12 @@ def mark_of(method: int, request, message: bytes | memoryview) -> int:
         for field in varies:
             plain.ClearField(field)
         message = plain.SerializeToString()
-    behind = 2 + message[1] if len(message) > 1 and message[0] == _CHANGE_TAG and message[1] < _ONE_BYTE else 0
-    return (crc32c(message[behind:]) ^ method * 0x9E3779B1 ^ change.uid * 0x85EBCA6B ^ change.gid * 0xC2B2AE35) & 0xFFFFFFFF
+    behind = (
+        2 + message[1] if len(message) > 1 and message[0] == _CHANGE_TAG and message[1] < _ONE_BYTE else 0
+    )
+    return (
+        crc32c(message[behind:]) ^ method * 0x9E3779B1 ^ change.uid * 0x85EBCA6B ^ change.gid * 0xC2B2AE35
+    ) & 0xFFFFFFFF
 
 
 class Slot:
@@ -70,7 +77,9 @@ class Slot:
 
     __slots__ = ("sequence", "waits_for", "answer", "mark", "error", "restored", "opened", "awaited")
 
-    def __init__(self, sequence: int = 0, waits_for: int = 0, answer: bytes = b"", mark: int | None = None) -> None:
+    def __init__(
+        self, sequence: int = 0, waits_for: int = 0, answer: bytes = b"", mark: int | None = None
+    ) -> None:
         self.sequence = sequence
         self.waits_for = waits_for
         self.answer = answer
@@ -97,8 +106,22 @@ class Slot:
 class Session:
     """One client session in memory."""
 
-    __slots__ = ("number", "secret", "client", "opened_ns", "watches", "expires_s", "slots", "opens", "identity", "brought",
-                 "member", "peer", "opens_max", "owner")
+    __slots__ = (
+        "number",
+        "secret",
+        "client",
+        "opened_ns",
+        "watches",
+        "expires_s",
+        "slots",
+        "opens",
+        "identity",
+        "brought",
+        "member",
+        "peer",
+        "opens_max",
+        "owner",
+    )
 
     def __init__(self, number: int, record: SessionRecord, expires_s: float) -> None:
         self.number = number
@@ -127,7 +150,9 @@ class Session:
 
     @property
     def record(self) -> SessionRecord:
-        return SessionRecord(self.secret, self.opened_ns, self.client, self.watches, self.identity, self.owner)
+        return SessionRecord(
+            self.secret, self.opened_ns, self.client, self.watches, self.identity, self.owner
+        )
 
 
 class Sessions:
@@ -186,11 +211,15 @@ class Sessions:
         session = self.by_number.get(number)
         if session is None or session.owner != owner:
             session = self.get(number)
-            if session.owner is None and not (owner.startswith("uid/") or user_in(owner) or squashes_root(owner)):
+            if session.owner is None and not (
+                owner.startswith("uid/") or user_in(owner) or squashes_root(owner)
+            ):
                 # a record from before owners were stored: the first caller that uses it owns it
                 session.owner = owner
             elif owner and session.owner != owner:
-                raise StaleSession(f"session {number:#x} belongs to somebody else than {owner}; open a new one")
+                raise StaleSession(
+                    f"session {number:#x} belongs to somebody else than {owner}; open a new one"
+                )
         return session
 
     def identify(self, session: Session, identity: int) -> list:
@@ -225,7 +254,9 @@ class Sessions:
             slot.restored = raw is not None
         return slot
 
-    def opening(self, number: int, record: SessionRecord, now_s: float, peer: str = "") -> tuple[Session, list]:
+    def opening(
+        self, number: int, record: SessionRecord, now_s: float, peer: str = ""
+    ) -> tuple[Session, list]:
         """A new session, which counts after `add`, and the effects that store it.
 
         `peer`: see Session. TooManyOpen.
@@ -233,13 +264,19 @@ class Sessions:
         most, mine = self._options.sessions, self._of_peers.get(peer, 0)
         if peer and mine >= self._options.sessions_per_peer:
             TALLY.limit_met("sessions_per_peer")
-            raise TooManyOpen(f"the shard has {mine} sessions of {peer} already; end some mounts or programs, "
-                              f"{raise_it('sessions_per_peer')}")
+            raise TooManyOpen(
+                f"the shard has {mine} sessions of {peer} already; end some mounts or programs, "
+                f"{raise_it('sessions_per_peer')}"
+            )
         if len(self.by_number) >= (most - most // RESERVED_SHARE if peer else most):
             TALLY.limit_met("sessions")
-            raise TooManyOpen(f"the shard has {len(self.by_number)} sessions already; end some clients, {raise_it('sessions')}")
-        return (Session(number, record, now_s + self.lease_s),
-                [(records.session_key(number), session_records.encode_session(record))])
+            raise TooManyOpen(
+                f"the shard has {len(self.by_number)} sessions already; end some clients, {raise_it('sessions')}"
+            )
+        return (
+            Session(number, record, now_s + self.lease_s),
+            [(records.session_key(number), session_records.encode_session(record))],
+        )
 
     def belongs(self, session: Session, peer: str) -> None:
         """Count the session for this peer if it does not count for one yet."""
@@ -256,25 +293,43 @@ class Sessions:
             if session.peer:
                 opens[session.peer] = opens.get(session.peer, 0) + len(session.opens)
                 locks[session.peer] = locks.get(session.peer, 0) + table.counts.get(session.number, 0)
-        table.full = frozenset(session.number for session in self.by_number.values()
-                               if locks.get(session.peer, 0) >= self._options.locks_per_peer) if locks else frozenset()
+        table.full = (
+            frozenset(
+                session.number
+                for session in self.by_number.values()
+                if locks.get(session.peer, 0) >= self._options.locks_per_peer
+            )
+            if locks
+            else frozenset()
+        )
         for session in self.by_number.values() if opens else ():
-            session.opens_max = 0 if opens.get(session.peer, 0) >= self._options.open_files_per_peer else OPEN_INODES_MAX
+            session.opens_max = (
+                0 if opens.get(session.peer, 0) >= self._options.open_files_per_peer else OPEN_INODES_MAX
+            )
 
     def add(self, session: Session) -> None:
         self.by_number[session.number] = session
         if session.identity:
             known = self.by_number.get(self._by_identity.get(session.identity, 0))
-            if known is None or (_are_of_one(known, session) and (
+            if known is None or (
+                _are_of_one(known, session)
+                and (
                     # a migrated session yields to one that was opened here
-                    known.number >> 48 != self._shard or session.number >> 48 == self._shard)):
+                    known.number >> 48 != self._shard or session.number >> 48 == self._shard
+                )
+            ):
                 self._by_identity[session.identity] = session.number
 
     def strangers(self) -> list[tuple[Session, Session]]:
         """Pairs of a migrated session and the session that the same client has opened at this shard."""
-        return [(session, self.by_number[heir]) for session in self.by_number.values() if session.number >> 48 != self._shard
-                and (heir := self.number_of(session.identity)) and heir >> 48 == self._shard
-                and _are_of_one(session, self.by_number[heir])]
+        return [
+            (session, self.by_number[heir])
+            for session in self.by_number.values()
+            if session.number >> 48 != self._shard
+            and (heir := self.number_of(session.identity))
+            and heir >> 48 == self._shard
+            and _are_of_one(session, self.by_number[heir])
+        ]
 
     def take_up(self, number: int, secret: bytes, owner: str, now_s: float) -> Session:
         session = self.of(number, owner)
@@ -283,7 +338,9 @@ class Sessions:
         session.expires_s = now_s + self.lease_s
         return session
 
-    def name_open(self, session: Session, named: tuple[int, ...], pending: Container[int] | None = None) -> None:
+    def name_open(
+        self, session: Session, named: tuple[int, ...], pending: Container[int] | None = None
+    ) -> None:
         """Replace the open files of a session that another process of the client resumes.
 
         The process has each inode of `named` open once. It may replay the last change of the slots `pending`:
@@ -337,7 +394,11 @@ class Sessions:
         All inodes if they are few, else those of `nameless`, HELD_MAX at most.
         """
         opens = session.opens
-        shown = opens if len(opens) <= HELD_ALL_MAX else islice((inode for inode in nameless if inode in opens), HELD_MAX)
+        shown = (
+            opens
+            if len(opens) <= HELD_ALL_MAX
+            else islice((inode for inode in nameless if inode in opens), HELD_MAX)
+        )
         return b"".join(_HELD.pack(inode, opens[inode]) for inode in shown)
 
     def give_up_all(self, session: Session, gone: dict[int, int]) -> None:
@@ -443,15 +504,19 @@ class Sessions:
     def check_room(self, session: Session) -> None:
         if not session.opens_max:
             TALLY.limit_met("open_files_per_peer")
-            raise TooManyOpen(f"{session.peer} has {self._options.open_files_per_peer} files open in all its sessions; close "
-                              f"some, {raise_it('open_files_per_peer')}")
+            raise TooManyOpen(
+                f"{session.peer} has {self._options.open_files_per_peer} files open in all its sessions; close "
+                f"some, {raise_it('open_files_per_peer')}"
+            )
         if len(session.opens) >= OPEN_INODES_MAX:
             raise TooManyOpen(f"a session holds {OPEN_INODES_MAX} inodes open at most; close some")
 
     def ending(self, session: Session) -> list:
         """Effects that delete the session's records."""
         effects: list = [(records.session_key(session.number), None)]
-        effects += [(key, None) for key, _ in self._kv.scan(*records.slot_range(session.number), SLOTS_PER_SESSION)]
+        effects += [
+            (key, None) for key, _ in self._kv.scan(*records.slot_range(session.number), SLOTS_PER_SESSION)
+        ]
         return effects
 
     def drop(self, session: Session) -> list[int]:
@@ -494,5 +559,7 @@ def inodes_of(packed: bytes) -> tuple[int, ...]:
 def handles_of(packed: bytes) -> dict[int, int]:
     """Handle counts by inode, from a packed list in the format of RenewSessionReply.held."""
     if len(packed) % _HELD.size or len(packed) > HELD_MAX * _HELD.size:
-        raise InvalidRequest(f"a list of inodes with handles is {_HELD.size} bytes for each, {HELD_MAX} of them at most")
+        raise InvalidRequest(
+            f"a list of inodes with handles is {_HELD.size} bytes for each, {HELD_MAX} of them at most"
+        )
     return dict(_HELD.iter_unpack(packed))

@@ -37,7 +37,9 @@ class Numbers:
         return stored.inode
 
     async def _raise(self, beginning: records.IssuedNumbers) -> None:
-        bounds = records.IssuedNumbers(min(beginning.inode + RESERVED, COUNTER_MASK), beginning.session + RESERVED)
+        bounds = records.IssuedNumbers(
+            min(beginning.inode + RESERVED, COUNTER_MASK), beginning.session + RESERVED
+        )
         while self._kv.full:
             await self._kv.room()
         sequence = self._kv.apply([(records.BOUNDS_KEY, records.encode_bounds(bounds))], reclaims=True)
@@ -46,7 +48,10 @@ class Numbers:
 
     def low(self, next_inode: int) -> bool:
         """Whether more numbers should be reserved soon."""
-        return self.bounds.inode - next_inode < RESERVED // 2 or self.bounds.session - self.next_session < RESERVED // 2
+        return (
+            self.bounds.inode - next_inode < RESERVED // 2
+            or self.bounds.session - self.next_session < RESERVED // 2
+        )
 
     async def more(self) -> None:
         """Return when the bounds are higher by RESERVED. All concurrent callers share one sync."""

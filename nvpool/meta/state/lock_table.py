@@ -26,7 +26,16 @@ from typing import NamedTuple
 from nvpool.core.clock import Clock
 from nvpool.core.errors import TooManyLocks, WouldDeadlock
 from nvpool.core.ids import partition_of
-from nvpool.core.posix.byte_ranges import EXCLUSIVE, RECORD, UNLOCKED, WHOLE, RangeChange, LockRange, laid, overlapping
+from nvpool.core.posix.byte_ranges import (
+    EXCLUSIVE,
+    RECORD,
+    UNLOCKED,
+    WHOLE,
+    LockRange,
+    RangeChange,
+    laid,
+    overlapping,
+)
 from nvpool.meta.state import records
 from nvpool.rpc.limits import raise_it
 from nvpool.rpc.stats import TALLY
@@ -54,7 +63,9 @@ class Waiter:
 
     __slots__ = ("ticket", "inode", "owner", "start", "end", "mode", "pid", "born_s", "heard_s", "turn_s")
 
-    def __init__(self, ticket: int, inode: int, owner: Owner, start: int, end: int, mode: int, pid: int, now_s: float) -> None:
+    def __init__(
+        self, ticket: int, inode: int, owner: Owner, start: int, end: int, mode: int, pid: int, now_s: float
+    ) -> None:
         self.ticket = ticket
         self.inode = inode
         self.owner = owner
@@ -131,8 +142,17 @@ class LockTable:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def decide(self, inode: int, owner: Owner, start: int, end: int, mode: int, pid: int = 0, wait: bool = False,
-               ticket: int = 0) -> LockDecision:
+    def decide(
+        self,
+        inode: int,
+        owner: Owner,
+        start: int,
+        end: int,
+        mode: int,
+        pid: int = 0,
+        wait: bool = False,
+        ticket: int = 0,
+    ) -> LockDecision:
         """Decide a lock request; nothing is changed. WouldDeadlock, TooManyLocks."""
         file = self.files.get(inode)
         waiter = self._waiters.get(ticket)
@@ -153,26 +173,37 @@ class LockTable:
             return step
         if owner.kind == RECORD and self._closes_a_circle(file, asker):
             raise WouldDeadlock()
-        if waiter is None and (len(self._waiters) >= WAITERS_MAX
-                               or self._waits_by_session.get(owner.session, 0) >= WAITERS_PER_SESSION_MAX):
+        if waiter is None and (
+            len(self._waiters) >= WAITERS_MAX
+            or self._waits_by_session.get(owner.session, 0) >= WAITERS_PER_SESSION_MAX
+        ):
             raise TooManyLocks(f"{len(self._waiters)} processes wait for locks already")
         asker.ticket = asker.ticket or self._next_ticket
         return step._replace(waiter=asker)
 
-    def _take(self, inode: int, owner: Owner, start: int, end: int, mode: int, pid: int, waiter: Waiter | None) -> LockDecision:
+    def _take(
+        self, inode: int, owner: Owner, start: int, end: int, mode: int, pid: int, waiter: Waiter | None
+    ) -> LockDecision:
         spans = self.spans_of(inode, owner)
         change = laid(spans, start, end, mode, pid)
-        old, new = spans[change.first:change.last], change.new
+        old, new = spans[change.first : change.last], change.new
         if mode and len(new) > len(old) and self.counts.get(owner.session, 0) >= LOCKS_PER_SESSION_MAX:
             raise TooManyLocks(f"a client holds {LOCKS_PER_SESSION_MAX} locks at most")
         if mode and len(new) > len(old) and owner.session in self.full:
             TALLY.limit_met("locks_per_peer")
-            raise TooManyLocks(f"{self.client_of(owner.session)} and others of its host or user hold too many locks; give some "
-                               f"back, {raise_it('locks_per_peer')}")
+            raise TooManyLocks(
+                f"{self.client_of(owner.session)} and others of its host or user hold too many locks; give some "
+                f"back, {raise_it('locks_per_peer')}"
+            )
         begins = {span.start for span in new}
-        effects = [(records.lock_key(inode, *owner, span.start), None) for span in old if span.start not in begins]
-        effects += [(records.lock_key(inode, *owner, span.start), records.encode_lock(span.end, span.mode, span.pid))
-                    for span in new if span not in old]
+        effects = [
+            (records.lock_key(inode, *owner, span.start), None) for span in old if span.start not in begins
+        ]
+        effects += [
+            (records.lock_key(inode, *owner, span.start), records.encode_lock(span.end, span.mode, span.pid))
+            for span in new
+            if span not in old
+        ]
         return LockDecision(inode, owner, True, change, tuple(effects), waiter)
 
     def commit(self, step: LockDecision) -> None:
@@ -230,7 +261,9 @@ class LockTable:
                         yield InTheWay(other, span)
         for waiter in file.queue:
             if waiter.has_turn and _stand_against(waiter, owner, start, end, mode):
-                yield InTheWay(waiter.owner, LockRange(waiter.start, waiter.end, waiter.mode, waiter.pid), True)
+                yield InTheWay(
+                    waiter.owner, LockRange(waiter.start, waiter.end, waiter.mode, waiter.pid), True
+                )
 
     def locks_on(self, inode: int) -> Iterator[InTheWay]:
         """All locks that are held or waited for."""
@@ -238,8 +271,10 @@ class LockTable:
         if file is not None:
             for owner, spans in file.spans.items():
                 yield from (InTheWay(owner, span) for span in spans)
-            yield from (InTheWay(waiter.owner, LockRange(waiter.start, waiter.end, waiter.mode, waiter.pid), True)
-                        for waiter in file.queue)
+            yield from (
+                InTheWay(waiter.owner, LockRange(waiter.start, waiter.end, waiter.mode, waiter.pid), True)
+                for waiter in file.queue
+            )
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
@@ -268,8 +303,12 @@ class LockTable:
                 continue
             seen.add(owner)
             for waiter in self._waits_of.get(owner, ()):
-                left += [one.owner for one in self._conflicts(self.files[waiter.inode], owner, waiter.start, waiter.end,
-                                                              waiter.mode)]
+                left += [
+                    one.owner
+                    for one in self._conflicts(
+                        self.files[waiter.inode], owner, waiter.start, waiter.end, waiter.mode
+                    )
+                ]
         return False
 
     def _join(self, waiter: Waiter) -> None:
@@ -365,8 +404,11 @@ class LockTable:
 
     def sessions_in(self, partitions: frozenset[int]) -> set[int]:
         """Sessions that have locks on inodes of these partitions."""
-        return {session for session, held in self._of_session.items()
-                if any(partition_of(inode) in partitions for inode, _ in held)}
+        return {
+            session
+            for session, held in self._of_session.items()
+            if any(partition_of(inode) in partitions for inode, _ in held)
+        }
 
     def waiters_in(self, partitions: frozenset[int]) -> list[Waiter]:
         return [waiter for waiter in self._waiters.values() if partition_of(waiter.inode) in partitions]
@@ -377,8 +419,13 @@ class LockTable:
         for inode, owner in self._of_session.get(old, ()):
             heir = owner._replace(session=new)
             for span in self.files[inode].spans[owner]:
-                effects += [(records.lock_key(inode, *owner, span.start), None),
-                            (records.lock_key(inode, *heir, span.start), records.encode_lock(span.end, span.mode, span.pid))]
+                effects += [
+                    (records.lock_key(inode, *owner, span.start), None),
+                    (
+                        records.lock_key(inode, *heir, span.start),
+                        records.encode_lock(span.end, span.mode, span.pid),
+                    ),
+                ]
         return effects
 
     def rename_session(self, old: int, new: int) -> None:
@@ -421,11 +468,23 @@ class LockTable:
                         continue
                     spans = self.files[inode].spans[owner][:limit]
                     limit -= len(spans)
-                    steps.append(LockDecision(inode, owner, True, RangeChange(0, len(spans), []),
-                                      tuple((records.lock_key(inode, *owner, span.start), None) for span in spans)))
+                    steps.append(
+                        LockDecision(
+                            inode,
+                            owner,
+                            True,
+                            RangeChange(0, len(spans), []),
+                            tuple((records.lock_key(inode, *owner, span.start), None) for span in spans),
+                        )
+                    )
         return steps
 
 
 def _stand_against(waiter: Waiter, owner: Owner, start: int, end: int, mode: int) -> bool:
-    return (waiter.owner != owner and waiter.owner.kind == owner.kind and waiter.start <= end and start <= waiter.end
-            and EXCLUSIVE in (mode, waiter.mode))
+    return (
+        waiter.owner != owner
+        and waiter.owner.kind == owner.kind
+        and waiter.start <= end
+        and start <= waiter.end
+        and EXCLUSIVE in (mode, waiter.mode)
+    )

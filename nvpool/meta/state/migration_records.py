@@ -61,8 +61,9 @@ def giver_of_key(key: bytes) -> int:
 
 
 def encode_coming(coming: IncomingMigration) -> bytes:
-    return (_COMING.pack(_VERSION, coming.term, coming.attempt, coming.number, coming.inodes, coming.whole)
-            + struct.pack(f"<{len(coming.partitions)}H", *coming.partitions))
+    return _COMING.pack(
+        _VERSION, coming.term, coming.attempt, coming.number, coming.inodes, coming.whole
+    ) + struct.pack(f"<{len(coming.partitions)}H", *coming.partitions)
 
 
 def decode_coming(raw: bytes) -> IncomingMigration:
@@ -70,7 +71,9 @@ def decode_coming(raw: bytes) -> IncomingMigration:
         raise CorruptRecord("the record of a hand-over can not be read")
     _, term, attempt, number, inodes, whole = _COMING.unpack_from(raw)
     count = (len(raw) - _COMING.size) // 2
-    return IncomingMigration(term, attempt, number, inodes, whole, struct.unpack_from(f"<{count}H", raw, _COMING.size))
+    return IncomingMigration(
+        term, attempt, number, inodes, whole, struct.unpack_from(f"<{count}H", raw, _COMING.size)
+    )
 
 
 def arrived_key(giver: int, session: int) -> bytes:

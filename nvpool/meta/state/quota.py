@@ -14,7 +14,14 @@ from nvpool.core.clock import Clock
 from nvpool.core.errors import CorruptRecord, QuotaExceeded
 from nvpool.core.ids import partition_of
 from nvpool.core.units import format_bytes
-from nvpool.meta.state.volume_records import VolumeUse, VolumeRecord, decode_use, decode_volume, encode_use, keys_of
+from nvpool.meta.state.volume_records import (
+    VolumeRecord,
+    VolumeUse,
+    decode_use,
+    decode_volume,
+    encode_use,
+    keys_of,
+)
 
 if TYPE_CHECKING:
     from nvpool.meta.state.transaction import View
@@ -105,9 +112,11 @@ class QuotaAccount:
         """Count one more inode. QuotaExceeded: the volume is full."""
         record, use = self.record, self.use
         if record is not None and record.files_max and use.files >= record.files_max:
-            raise QuotaExceeded(f"volume {record.name} holds {use.files} files, which is its quota; remove "
-                                f"some{_purging(record)}, or: nvpool volume resize POOL {record.name} "
-                                f"--files COUNT")
+            raise QuotaExceeded(
+                f"volume {record.name} holds {use.files} files, which is its quota; remove "
+                f"some{_purging(record)}, or: nvpool volume resize POOL {record.name} "
+                f"--files COUNT"
+            )
         use.files += 1
 
     def grow(self, byte_count: int, session: int, reported: bool) -> None:
@@ -122,10 +131,12 @@ class QuotaAccount:
             others = rooms.promised(self.number)
             mine = rooms.of(self.number, session) if reported else 0
             if byte_count > mine and use.bytes + byte_count + others - mine > record.bytes_max:
-                raise QuotaExceeded(f"volume {record.name} holds {format_bytes(use.bytes)} of {format_bytes(record.bytes_max)}"
-                                    f"{f', and {format_bytes(others)} are promised to writers' if others else ''}: "
-                                    f"{format_bytes(byte_count)} more do not fit; remove files{_purging(record)}, or: nvpool "
-                                    f"volume resize POOL {record.name} --size SIZE")
+                raise QuotaExceeded(
+                    f"volume {record.name} holds {format_bytes(use.bytes)} of {format_bytes(record.bytes_max)}"
+                    f"{f', and {format_bytes(others)} are promised to writers' if others else ''}: "
+                    f"{format_bytes(byte_count)} more do not fit; remove files{_purging(record)}, or: nvpool "
+                    f"volume resize POOL {record.name} --size SIZE"
+                )
             if mine:
                 self.grown = session, min(mine, byte_count)
         use.bytes += byte_count

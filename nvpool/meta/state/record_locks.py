@@ -58,8 +58,9 @@ async def until_free(hold: Hold) -> None:
         async with asyncio.timeout(HELD_S):
             await asyncio.shield(hold.done)
     except TimeoutError:
-        raise Unavailable(f"a change that shard {hold.span.shard} decides holds what was asked for",
-                          retry_after_s=0.2) from None
+        raise Unavailable(
+            f"a change that shard {hold.span.shard} decides holds what was asked for", retry_after_s=0.2
+        ) from None
 
 
 async def when_free(read: Callable[[], T]) -> T:
@@ -128,8 +129,11 @@ class Holds:
     async def quiet(self, partitions: Collection[int]) -> None:
         """Return when nothing in these closed partitions is locked or being truncated at the targets."""
         while True:
-            waits = [hold.done for hold in self.by_span.values()
-                     if any(partition_of_held(key) in partitions for key in hold.keys)]
+            waits = [
+                hold.done
+                for hold in self.by_span.values()
+                if any(partition_of_held(key) in partitions for key in hold.keys)
+            ]
             waits += [done for inode, done in self._view.cutting.items() if partition_of(inode) in partitions]
             if not waits:
                 return

@@ -59,7 +59,9 @@ def partition_of_key(key: bytes) -> int:
 def numbered_key(kind: int, inode: int) -> bytes:
     """9 bytes: 16 bits of partition and kind, 56 bits of the inode's counter, scattered."""
     x = inode * _SCATTER_1 & COUNTER_MASK
-    return ((inode >> COUNTER_BITS << _KIND_BITS | kind) << 56 | (x ^ x >> 26) * _SCATTER_2 & COUNTER_MASK).to_bytes(9, "big")
+    return (
+        (inode >> COUNTER_BITS << _KIND_BITS | kind) << 56 | (x ^ x >> 26) * _SCATTER_2 & COUNTER_MASK
+    ).to_bytes(9, "big")
 
 
 def inode_key(inode: int) -> bytes:
@@ -90,7 +92,9 @@ def directory_of_key(key: bytes) -> int:
 def is_numbered(kind: int, key: bytes) -> bool:
     """Whether this is a valid key of this kind with a possible inode number."""
     number = inode_of_key(key)
-    return bool(number & COUNTER_MASK) and numbered_key(kind, number) == (key[:9] if kind in (XATTR, LOCK) else key)
+    return bool(number & COUNTER_MASK) and numbered_key(kind, number) == (
+        key[:9] if kind in (XATTR, LOCK) else key
+    )
 
 
 def xattr_key(inode: int, name: bytes) -> bytes:
@@ -175,7 +179,9 @@ _VERSION = 1
 _DEFAULT_LAYOUT = Layout()
 _S_IFMT, _S_IFDIR, _S_IFREG, _S_IFLNK = 0o170000, 0o040000, 0o100000, 0o120000
 _SIZE, _OWNER, _LINKS, _CTIME, _ATIME = 8, 10, 12, 13, 15
-_CUT, _BLOCKS, _RDEV, _LAYOUT, _FLAGS, _PARENT, _CHANGE, _TOUCHED, _PUNCHES, _VOLUME = (1 << bit for bit in range(17, 27))
+_CUT, _BLOCKS, _RDEV, _LAYOUT, _FLAGS, _PARENT, _CHANGE, _TOUCHED, _PUNCHES, _VOLUME = (
+    1 << bit for bit in range(17, 27)
+)
 _BIRTH, _RESERVED = 27, 1 << 29
 _KNOWN = (1 << 30) - 1
 _HEAD = struct.Struct("<I")
@@ -200,13 +206,56 @@ class Inode:
     `birth_ns`: creation time; 0 in records from before it was stored.
     """
 
-    __slots__ = ("number", "mode", "links", "uid", "gid", "size", "blocks", "atime_ns", "mtime_ns", "ctime_ns", "change",
-                 "cut", "rdev", "table", "chunk_bits", "flags", "parent", "target", "punches", "volume", "reserved", "birth_ns")
+    __slots__ = (
+        "number",
+        "mode",
+        "links",
+        "uid",
+        "gid",
+        "size",
+        "blocks",
+        "atime_ns",
+        "mtime_ns",
+        "ctime_ns",
+        "change",
+        "cut",
+        "rdev",
+        "table",
+        "chunk_bits",
+        "flags",
+        "parent",
+        "target",
+        "punches",
+        "volume",
+        "reserved",
+        "birth_ns",
+    )
 
-    def __init__(self, number: int, mode: int, links: int = 1, uid: int = 0, gid: int = 0, size: int = 0,
-                 blocks: int = 0, atime_ns: int = 0, mtime_ns: int = 0, ctime_ns: int = 0, change: int = 1, cut: int = 0,
-                 rdev: int = 0, table: int = 1, chunk_bits: int = 20, flags: int = 0, parent: int = 0,
-                 target: bytes = b"", punches: int = 0, volume: int = 0, reserved: int = 0, birth_ns: int = 0) -> None:
+    def __init__(
+        self,
+        number: int,
+        mode: int,
+        links: int = 1,
+        uid: int = 0,
+        gid: int = 0,
+        size: int = 0,
+        blocks: int = 0,
+        atime_ns: int = 0,
+        mtime_ns: int = 0,
+        ctime_ns: int = 0,
+        change: int = 1,
+        cut: int = 0,
+        rdev: int = 0,
+        table: int = 1,
+        chunk_bits: int = 20,
+        flags: int = 0,
+        parent: int = 0,
+        target: bytes = b"",
+        punches: int = 0,
+        volume: int = 0,
+        reserved: int = 0,
+        birth_ns: int = 0,
+    ) -> None:
         self.number, self.mode, self.links = number, mode, links
         self.uid, self.gid, self.size = uid, gid, size
         self.blocks, self.atime_ns, self.mtime_ns = blocks, atime_ns, mtime_ns
@@ -253,9 +302,16 @@ def _inode_struct(head: int) -> struct.Struct:
         raise CorruptRecord(f"no inode record begins with {head:#010x}")
     code = "<IHq" + ("Q" if head & _CHANGE else "B") + _SIZE_CODES[size] + _OWNER_CODES[owner]
     code += "I" if head >> _LINKS & 1 else ""
-    code += _TIME_CODES[ctime] + _TIME_CODES[atime] + ("Q" if head & _CUT else "") + ("Q" if head & _BLOCKS else "")
+    code += (
+        _TIME_CODES[ctime]
+        + _TIME_CODES[atime]
+        + ("Q" if head & _CUT else "")
+        + ("Q" if head & _BLOCKS else "")
+    )
     code += ("I" if head & _RDEV else "") + ("BB" if head & _LAYOUT else "") + ("H" if head & _FLAGS else "")
-    code += ("Q" if head & _PARENT else "") + ("Q" if head & _PUNCHES else "") + ("Q" if head & _VOLUME else "")
+    code += (
+        ("Q" if head & _PARENT else "") + ("Q" if head & _PUNCHES else "") + ("Q" if head & _VOLUME else "")
+    )
     code += _BIRTH_CODES[head >> _BIRTH & 3] + ("Q" if head & _RESERVED else "")
     made = _structs[head] = struct.Struct(code)
     return made
@@ -350,7 +406,7 @@ def decode_inode(number: int, raw: bytes) -> Inode:
 def inode_fields(number: int, raw: bytes) -> tuple:
     """Fields of an Inode in its order, for callers that read many inodes and change none."""
     try:
-        head, = _HEAD.unpack_from(raw)
+        (head,) = _HEAD.unpack_from(raw)
         layout = _structs.get(head) or _inode_struct(head)
         values = layout.unpack_from(raw)
     except struct.error:
@@ -410,11 +466,33 @@ def inode_fields(number: int, raw: bytes) -> tuple:
         reserved = values[at]
     if head & _TOUCHED:
         flags |= TOUCHED
-    target = raw[layout.size:]
+    target = raw[layout.size :]
     if (kind == _S_IFLNK) != bool(target) or len(target) > SYMLINK_BYTES_MAX or not kind:
         raise CorruptRecord(f"the record of inode {number} contradicts itself")
-    return (number, mode, links, uid, gid, size, blocks, atime, mtime, ctime, change, cut, rdev, table, chunk_bits, flags,
-            parent, bytes(target), punches, volume, reserved, birth)
+    return (
+        number,
+        mode,
+        links,
+        uid,
+        gid,
+        size,
+        blocks,
+        atime,
+        mtime,
+        ctime,
+        change,
+        cut,
+        rdev,
+        table,
+        chunk_bits,
+        flags,
+        parent,
+        bytes(target),
+        punches,
+        volume,
+        reserved,
+        birth,
+    )
 
 
 # -- dentries --------------------------------------------------------------------------------------------------------

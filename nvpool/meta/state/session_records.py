@@ -55,10 +55,14 @@ class SlotRecord(NamedTuple):
 
 
 def encode_session(record: SessionRecord) -> bytes:
-    head = _SESSION.pack(_VERSION + record.watches + 2 * bool(record.identity), record.secret, record.opened_ns)
+    head = _SESSION.pack(
+        _VERSION + record.watches + 2 * bool(record.identity), record.secret, record.opened_ns
+    )
     identity = record.identity.to_bytes(8, "little") if record.identity else b""
     client = record.client.encode()[:_CLIENT_BYTES_MAX].replace(_END_OF_CLIENT, b"?")
-    return head + identity + client + (b"" if record.owner is None else _END_OF_CLIENT + record.owner.encode())
+    return (
+        head + identity + client + (b"" if record.owner is None else _END_OF_CLIENT + record.owner.encode())
+    )
 
 
 def decode_session(raw: bytes) -> SessionRecord:
@@ -71,8 +75,14 @@ def decode_session(raw: bytes) -> SessionRecord:
         raise CorruptRecord("a session can not be read")
     _, secret, opened_ns = _SESSION.unpack_from(raw)
     client, bound, owner = raw[at:].partition(_END_OF_CLIENT)
-    return SessionRecord(secret, opened_ns, client.decode(errors="replace"), watches,
-                         int.from_bytes(raw[_SESSION.size:at], "little"), owner.decode(errors="replace") if bound else None)
+    return SessionRecord(
+        secret,
+        opened_ns,
+        client.decode(errors="replace"),
+        watches,
+        int.from_bytes(raw[_SESSION.size : at], "little"),
+        owner.decode(errors="replace") if bound else None,
+    )
 
 
 def encode_slot(sequence: int, waits_for: int, answer: bytes, mark: int | None = None) -> bytes:
@@ -84,7 +94,9 @@ def decode_slot(raw: bytes) -> SlotRecord:
     if len(raw) < _SLOT.size or raw[0] != _VERSION:
         raise CorruptRecord("a slot can not be read")
     _, sequence, waits_for = _SLOT.unpack_from(raw)
-    answer = raw[_SLOT.size:]
-    if answer[-_MARK.size:-4] == _MARK_TAG:
-        return SlotRecord(sequence, waits_for, answer[:-_MARK.size], _MARK.unpack_from(answer, len(answer) - _MARK.size)[1])
+    answer = raw[_SLOT.size :]
+    if answer[-_MARK.size : -4] == _MARK_TAG:
+        return SlotRecord(
+            sequence, waits_for, answer[: -_MARK.size], _MARK.unpack_from(answer, len(answer) - _MARK.size)[1]
+        )
     return SlotRecord(sequence, waits_for, answer)

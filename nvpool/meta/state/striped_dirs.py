@@ -60,21 +60,39 @@ class StripeView(Inode):
 
 
 def new_part(directory: Inode, shard: int) -> StripeView:
-    part = part_of(directory.number, shard, StripeCounts(0, 0, 0, 0, 0), mode=directory.mode, uid=directory.uid, gid=directory.gid,
-                   table=directory.table, chunk_bits=directory.chunk_bits, flags=directory.flags & COPIED_FLAGS)
+    part = part_of(
+        directory.number,
+        shard,
+        StripeCounts(0, 0, 0, 0, 0),
+        mode=directory.mode,
+        uid=directory.uid,
+        gid=directory.gid,
+        table=directory.table,
+        chunk_bits=directory.chunk_bits,
+        flags=directory.flags & COPIED_FLAGS,
+    )
     part.whole = directory
     return part
 
 
 def part_of(number: int, shard: int, counts: StripeCounts, **copied: int) -> StripeView:
-    part = StripeView(number, links=LINKS_BASE + counts.subdirectories, size=counts.entries, mtime_ns=counts.mtime_ns,
-                ctime_ns=counts.ctime_ns, change=counts.change, **copied)
+    part = StripeView(
+        number,
+        links=LINKS_BASE + counts.subdirectories,
+        size=counts.entries,
+        mtime_ns=counts.mtime_ns,
+        ctime_ns=counts.ctime_ns,
+        change=counts.change,
+        **copied,
+    )
     part.shard, part.whole = shard, None
     return part
 
 
 def encode_part(part: StripeView) -> bytes:
-    return _PART.pack(_VERSION, part.flags, part.mode, part.uid, part.gid, part.table, part.chunk_bits, *part.counts)
+    return _PART.pack(
+        _VERSION, part.flags, part.mode, part.uid, part.gid, part.table, part.chunk_bits, *part.counts
+    )
 
 
 def decode_part(key: bytes, raw: bytes) -> StripeView:
@@ -82,14 +100,26 @@ def decode_part(key: bytes, raw: bytes) -> StripeView:
         raise CorruptRecord(f"the part {key.hex()} of a directory can not be read")
     number, shard = records.part_of_key(key)
     _, flags, mode, uid, gid, table, chunk_bits, *counts = _PART.unpack(raw)
-    return part_of(number, shard, StripeCounts(*counts), mode=mode, uid=uid, gid=gid, table=table, chunk_bits=chunk_bits, flags=flags)
+    return part_of(
+        number,
+        shard,
+        StripeCounts(*counts),
+        mode=mode,
+        uid=uid,
+        gid=gid,
+        table=table,
+        chunk_bits=chunk_bits,
+        flags=flags,
+    )
 
 
 def part_here(key: bytes, raw: bytes, shard: int) -> StripeView:
     """As `decode_part`. CorruptRecord: the stripe is not that shard's."""
     part = decode_part(key, raw)
     if part.shard != shard:
-        raise CorruptRecord(f"shard {shard} has a part of directory {part.number} that belongs to shard {part.shard}")
+        raise CorruptRecord(
+            f"shard {shard} has a part of directory {part.number} that belongs to shard {part.shard}"
+        )
     return part
 
 

@@ -62,7 +62,9 @@ class CutInProgress(Exception):
 class View:
     """Typed reads of one shard's current records, and other facts that decisions need."""
 
-    def __init__(self, kv: Kv, identity: records.ShardIdentity, grant_secret: bytes, grant_s: float, locks: LockTable) -> None:
+    def __init__(
+        self, kv: Kv, identity: records.ShardIdentity, grant_secret: bytes, grant_s: float, locks: LockTable
+    ) -> None:
         self.locks = locks
         self.get = kv.get
         self.get_many = kv.get_many
@@ -121,8 +123,14 @@ class View:
         Return the inodes with a lease of `lease_ms`.
         """
         cutting = self.cutting
-        return self.promise(session, [fields[0] for fields in inodes if fields[2] and fields[0] not in cutting
-                                      and not fields[_FLAGS] & DIVIDED])
+        return self.promise(
+            session,
+            [
+                fields[0]
+                for fields in inodes
+                if fields[2] and fields[0] not in cutting and not fields[_FLAGS] & DIVIDED
+            ],
+        )
 
     def use_map(self, pool_map: PoolMap) -> None:
         owners = pool_map.shard_of_partition
@@ -203,13 +211,19 @@ class View:
         if self.owners and self.is_elsewhere(number >> COUNTER_BITS):
             found = self._part(number)
             if found is None:
-                raise WrongShard(f"directory {number} belongs to another shard, and this one has no part of it")
+                raise WrongShard(
+                    f"directory {number} belongs to another shard, and this one has no part of it"
+                )
             return found
         return self._own_holder(number)
 
     def _own_holder(self, number: int) -> Inode:
         found = self.directory(number)
-        return (self._part(number) or striped_dirs.new_part(found, self.shard)) if found.flags & DIVIDED else found
+        return (
+            (self._part(number) or striped_dirs.new_part(found, self.shard))
+            if found.flags & DIVIDED
+            else found
+        )
 
     def _part(self, number: int) -> StripeView | None:
         key = records.part_key(number, self.shard)
@@ -241,7 +255,9 @@ class View:
 
     def has_names_here(self, number: int) -> bool:
         """Whether a wide directory has names in this shard's partitions: 3 µs for each partition."""
-        return self._has_names(number, (partition for partition in range(PARTITION_COUNT) if not self.is_elsewhere(partition)))
+        return self._has_names(
+            number, (partition for partition in range(PARTITION_COUNT) if not self.is_elsewhere(partition))
+        )
 
     def _has_names(self, number: int, partitions: Iterable[int]) -> bool:
         return any(self.scan(*records.dentry_range(partition, number), 1) for partition in partitions)
@@ -255,8 +271,11 @@ class View:
         if spread:
             return _spread_directory(number)
         found = self.directory(number)
-        if self.owners and found.flags & WIDE and self.is_elsewhere(
-                partition_of_name(number, True, self.name_hash(number, name))):
+        if (
+            self.owners
+            and found.flags & WIDE
+            and self.is_elsewhere(partition_of_name(number, True, self.name_hash(number, name)))
+        ):
             raise SpreadDirectory(f"directory {number} is wide")
         return found
 
@@ -266,7 +285,11 @@ class View:
             self._check_owner(partition_of_name(number, True, from_hash))
             return _spread_directory(number)
         found = self.directory(number)
-        if self.owners and found.flags & WIDE and self.is_elsewhere(partition_of_name(number, True, from_hash)):
+        if (
+            self.owners
+            and found.flags & WIDE
+            and self.is_elsewhere(partition_of_name(number, True, from_hash))
+        ):
             raise SpreadDirectory(f"directory {number} is wide")
         return found
 
@@ -301,17 +324,34 @@ class View:
         """
         if inode.number in self.cutting:
             raise CutInProgress(inode.number)
-        return self.signed(rights & GRANT_RIGHTS, session, inode.number, inode.cut, inode.table, inode.volume, now_ns)
+        return self.signed(
+            rights & GRANT_RIGHTS, session, inode.number, inode.cut, inode.table, inode.volume, now_ns
+        )
 
-    def signed(self, rights: int, session: int, number: int, cut: int, table: int, volume: int, now_ns: int) -> bytes:
+    def signed(
+        self, rights: int, session: int, number: int, cut: int, table: int, volume: int, now_ns: int
+    ) -> bytes:
         """Grant for a file with these attributes, without any check."""
         ends_ms = now_ns // 1_000_000 + self.grant_ms
         if volume in self.access.encrypted:
             rights |= ENCRYPTED
         if not volume:  # then there is no right that could be revoked
             return sign(Grant(rights, 0, session, number, cut, ends_ms, table), self.grant_secret)
-        return sign(Grant(rights, 0, session, number, cut, ends_ms, table, self.map_epoch & EPOCH_MASK, volume_tag(volume),
-                          member_tag(self.access.asker or "")), self.grant_secret)
+        return sign(
+            Grant(
+                rights,
+                0,
+                session,
+                number,
+                cut,
+                ends_ms,
+                table,
+                self.map_epoch & EPOCH_MASK,
+                volume_tag(volume),
+                member_tag(self.access.asker or ""),
+            ),
+            self.grant_secret,
+        )
 
 
 def _directory(find: Callable[[int], Inode], number: int) -> Inode:
@@ -334,8 +374,25 @@ def _spread_directory(number: int) -> Inode:
 class Draft:
     """One change while it is decided: inodes read (each once), inodes to be written, and other effects."""
 
-    __slots__ = ("view", "now_ns", "inodes", "dirty", "effects", "reply", "opened", "linked", "closed", "intent", "born",
-                 "orphans", "adds", "sync", "parent", "then", "accounts")
+    __slots__ = (
+        "view",
+        "now_ns",
+        "inodes",
+        "dirty",
+        "effects",
+        "reply",
+        "opened",
+        "linked",
+        "closed",
+        "intent",
+        "born",
+        "orphans",
+        "adds",
+        "sync",
+        "parent",
+        "then",
+        "accounts",
+    )
 
     def __init__(self, view: View, now_ns: int) -> None:
         self.view = view
@@ -529,8 +586,15 @@ class Draft:
             self.dirty[inode.number] = inode
         if self.intent is not None and self.intent[0] == inode.number:
             # The answer that carries the grant is sent only when all targets have done the truncation.
-            return self.view.signed(rights & GRANT_RIGHTS, session, inode.number, inode.cut, inode.table, inode.volume,
-                                    self.now_ns)
+            return self.view.signed(
+                rights & GRANT_RIGHTS,
+                session,
+                inode.number,
+                inode.cut,
+                inode.table,
+                inode.volume,
+                self.now_ns,
+            )
         return self.view.grant(inode, rights, session, self.now_ns)
 
     def cut(self, inode: Inode, size: int) -> None:

@@ -87,9 +87,9 @@ def decode_held(raw: bytes) -> tuple[int, list[bytes]]:
         version, order = _HELD.unpack_from(raw)
         at, keys = _HELD.size, []
         while at < len(raw):
-            length, = _LENGTH.unpack_from(raw, at)
+            (length,) = _LENGTH.unpack_from(raw, at)
             at += _LENGTH.size + length
-            keys.append(raw[at - length:at])
+            keys.append(raw[at - length : at])
     except struct.error:
         raise CorruptRecord("a hold can not be read") from None
     if version != _VERSION or at != len(raw):
@@ -102,7 +102,12 @@ def encode_decision(decision: Decision) -> bytes:
     for shard, effects in decision.effects.items():
         parts.append(_SHARD.pack(shard, len(effects)))
         for key, value in effects:
-            parts += (_LENGTH.pack(len(key)), key, _VALUE.pack(_DELETED if value is None else len(value)), value or b"")
+            parts += (
+                _LENGTH.pack(len(key)),
+                key,
+                _VALUE.pack(_DELETED if value is None else len(value)),
+                value or b"",
+            )
     return b"".join(parts)
 
 
@@ -115,12 +120,12 @@ def decode_decision(raw: bytes) -> Decision:
             at += _SHARD.size
             effects = by_shard[shard] = []
             for _ in range(count):
-                length, = _LENGTH.unpack_from(raw, at)
+                (length,) = _LENGTH.unpack_from(raw, at)
                 at += _LENGTH.size + length
-                key = raw[at - length:at]
-                size, = _VALUE.unpack_from(raw, at)
+                key = raw[at - length : at]
+                (size,) = _VALUE.unpack_from(raw, at)
                 at += _VALUE.size
-                value = None if size == _DELETED else raw[at:at + size]
+                value = None if size == _DELETED else raw[at : at + size]
                 at += len(value or b"")
                 if value is not None and len(value) != size:
                     raise struct.error

@@ -40,10 +40,14 @@ def check_wish(asker: str, record: VolumeRecord, request: pb.VolumeRequest) -> N
     if wish == pb.VolumeRequest.REWRAP:
         raise AccessDenied(f"{asker} is a client: keys of volumes are wrapped anew on a node of the pool")
     if wish in (pb.VolumeRequest.GRANT, pb.VolumeRequest.REVOKE) or request.HasField("listed"):
-        raise AccessDenied(f"{asker} is a client: rights to volumes are given and taken on a node of the pool")
+        raise AccessDenied(
+            f"{asker} is a client: rights to volumes are given and taken on a node of the pool"
+        )
     right = dict(record.grants).get(asker) if record.flags & LISTED else True
     if right is None or (not right and wish not in _FOR_READERS):
-        raise AccessDenied(f"{asker} has no right to do that with volume {record.name}; an operator gives one")
+        raise AccessDenied(
+            f"{asker} has no right to do that with volume {record.name}; an operator gives one"
+        )
 
 
 def check_trash(asker: str, record: VolumeRecord, change: bool) -> None:
@@ -102,8 +106,10 @@ class VolumeAccess:
         if record.flags & LISTED and self.asker and self._granted(record) is None:
             if self._was_taken(number):
                 raise AccessDenied(f"the right of {self.asker} to volume {record.name} was taken back")
-            raise AccessDenied(f"{self.asker} has no right to volume {record.name}; an operator gives one: nvpool volume grant "
-                               f"POOL {record.name} {self.asker} ro (or rw)")
+            raise AccessDenied(
+                f"{self.asker} has no right to volume {record.name}; an operator gives one: nvpool volume grant "
+                f"POOL {record.name} {self.asker} ro (or rw)"
+            )
 
     def may_see(self, number: int) -> bool:
         """Whether `check` lets the asker pass; number 0 stands for no volume."""
@@ -123,8 +129,10 @@ class VolumeAccess:
         if record.flags & SEALED:
             raise ReadOnly(f"volume {record.name} is sealed: what is in it stays as it is")
         if record.flags & LISTED and self.asker and not self._granted(record):
-            raise AccessDenied(f"{self.asker} may only read in volume {record.name}"
-                               f"{': its right to write was taken back' if self._was_taken(number) else ''}")
+            raise AccessDenied(
+                f"{self.asker} may only read in volume {record.name}"
+                f"{': its right to write was taken back' if self._was_taken(number) else ''}"
+            )
 
     def _was_taken(self, number: int) -> bool:
         return (number, self.asker) in self.taken

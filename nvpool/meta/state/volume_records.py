@@ -95,8 +95,11 @@ def keys_of(number: int) -> tuple[bytes, bytes]:
 def kind_of_volume_key(key: bytes) -> int:
     """Kind of a volume record by its key. CorruptRecord: no volume record has this key."""
     kind = key[_KIND_AT] if len(key) >= KEY_BYTES else 0
-    if kind not in (VOLUME, USE, ATTACHED, TRASH) or (kind in (VOLUME, USE) and len(key) != KEY_BYTES) \
-            or (kind == TRASH and len(key) != KEY_BYTES + 8):
+    if (
+        kind not in (VOLUME, USE, ATTACHED, TRASH)
+        or (kind in (VOLUME, USE) and len(key) != KEY_BYTES)
+        or (kind == TRASH and len(key) != KEY_BYTES + 8)
+    ):
         raise CorruptRecord(f"no record of a volume has the key {key.hex()}")
     if not volume_of_key(key) & COUNTER_MASK or volume_key(kind, volume_of_key(key), key[KEY_BYTES:]) != key:
         raise CorruptRecord(f"the key {key.hex()} names no volume that can be")
@@ -105,7 +108,7 @@ def kind_of_volume_key(key: bytes) -> int:
 
 def volume_of_key(key: bytes) -> int:
     """Inode number of the volume's root directory."""
-    counter = inode_of_key(key[:_KIND_AT] + key[_KIND_AT + 1:KEY_BYTES]) & COUNTER_MASK
+    counter = inode_of_key(key[:_KIND_AT] + key[_KIND_AT + 1 : KEY_BYTES]) & COUNTER_MASK
     return partition_of_key(key) << COUNTER_BITS | counter
 
 
@@ -122,8 +125,20 @@ def attached_range(number: int) -> tuple[bytes, bytes]:
 
 def encode_volume(volume: VolumeRecord) -> bytes:
     name = volume.name.encode()
-    parts = [_HEAD.pack(_VERSION, volume.flags, volume.bytes_max, volume.files_max, volume.trash_s, volume.created_ns,
-                        volume.files_removing), bytes((len(name),)), name, struct.pack("<H", len(volume.grants))]
+    parts = [
+        _HEAD.pack(
+            _VERSION,
+            volume.flags,
+            volume.bytes_max,
+            volume.files_max,
+            volume.trash_s,
+            volume.created_ns,
+            volume.files_removing,
+        ),
+        bytes((len(name),)),
+        name,
+        struct.pack("<H", len(volume.grants)),
+    ]
     for member, write in volume.grants:
         raw = member.encode()
         parts += [bytes((write, len(raw))), raw]
@@ -137,22 +152,36 @@ def decode_volume(raw: bytes) -> VolumeRecord:
     try:
         version, flags, bytes_max, files_max, trash_s, created_ns, files_removing = _HEAD.unpack_from(raw)
         at = _HEAD.size
-        name, at = raw[at + 1:at + 1 + raw[at]], at + 1 + raw[at]
-        count, = struct.unpack_from("<H", raw, at)
+        name, at = raw[at + 1 : at + 1 + raw[at]], at + 1 + raw[at]
+        (count,) = struct.unpack_from("<H", raw, at)
         at += 2
         grants = []
         for _ in range(count):
             write, length = raw[at], raw[at + 1]
-            grants.append((raw[at + 2:at + 2 + length].decode(), bool(write)))
+            grants.append((raw[at + 2 : at + 2 + length].decode(), bool(write)))
             at += 2 + length
         wrapped_key = b""
         if flags & ENCRYPTED:
-            wrapped_key, at = raw[at:at + WRAPPED_BYTES], at + WRAPPED_BYTES
-        volume = VolumeRecord(name.decode(), bytes_max, files_max, trash_s, created_ns, flags, files_removing, tuple(grants),
-                              wrapped_key)
+            wrapped_key, at = raw[at : at + WRAPPED_BYTES], at + WRAPPED_BYTES
+        volume = VolumeRecord(
+            name.decode(),
+            bytes_max,
+            files_max,
+            trash_s,
+            created_ns,
+            flags,
+            files_removing,
+            tuple(grants),
+            wrapped_key,
+        )
     except (struct.error, IndexError, UnicodeDecodeError):
         raise CorruptRecord("the record of a volume can not be read") from None
-    if version != _VERSION or at != len(raw) or flags > SEALED | LISTED | REMOVING | ENCRYPTED or encode_volume(volume) != raw:
+    if (
+        version != _VERSION
+        or at != len(raw)
+        or flags > SEALED | LISTED | REMOVING | ENCRYPTED
+        or encode_volume(volume) != raw
+    ):
         raise CorruptRecord("the record of a volume can not be read")
     return volume
 
@@ -185,4 +214,4 @@ def encode_trashed(entry: Trashed) -> bytes:
 def decode_trashed(raw: bytes) -> Trashed:
     if not _TRASHED.size < len(raw) <= _TRASHED.size + NAME_BYTES_MAX or raw[0] != _VERSION:
         raise CorruptRecord("an entry of a volume's trash can not be read")
-    return Trashed(*_TRASHED.unpack_from(raw)[1:], raw[_TRASHED.size:])
+    return Trashed(*_TRASHED.unpack_from(raw)[1:], raw[_TRASHED.size :])

@@ -30,7 +30,7 @@ from nvpool.core.errors import Busy, NvpoolError, Stale, Unavailable
 from nvpool.core.ids import ROOT_INODE, partition_of
 from nvpool.kv.api import Effect, Kv
 from nvpool.meta.state import records
-from nvpool.meta.state.record_locks import LockedRecord, Holds, RecordReads, until_free
+from nvpool.meta.state.record_locks import Holds, LockedRecord, RecordReads, until_free
 from nvpool.meta.state.transaction import CutInProgress, Draft, View
 from nvpool.meta.state.transaction import Decision as Decide
 from nvpool.meta.state.transaction_records import (
@@ -49,7 +49,7 @@ from nvpool.meta.state.transaction_records import (
 from nvpool.meta.transactions.lock_hints import foreseen
 from nvpool.meta.transactions.participant import durable
 from nvpool.meta.transactions.peer_shards import PeerShards, effect_messages, id_message
-from nvpool.meta.transactions.view import Need, Range, CrossShardTransaction, SpanView, partition_of_range
+from nvpool.meta.transactions.view import CrossShardTransaction, Need, Range, SpanView, partition_of_range
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
 
@@ -80,8 +80,18 @@ class _ShardRequest:
 class TransactionCoordinator:
     """Coordinator of the cross-shard transactions that this shard decides."""
 
-    def __init__(self, shard: int, incarnation: int, kv: Kv, view: View, reads: RecordReads, holds: Holds, peers: PeerShards,
-                 clock: Clock, spawn: Callable[[Coroutine], asyncio.Task]) -> None:
+    def __init__(
+        self,
+        shard: int,
+        incarnation: int,
+        kv: Kv,
+        view: View,
+        reads: RecordReads,
+        holds: Holds,
+        peers: PeerShards,
+        clock: Clock,
+        spawn: Callable[[Coroutine], asyncio.Task],
+    ) -> None:
         self._shard = shard
         self._incarnation = incarnation
         self._kv = kv
@@ -117,7 +127,9 @@ class TransactionCoordinator:
     def begin(self, identity: int) -> CrossShardTransaction:
         """Start a transaction on behalf of that client. The caller must call `end` in every case."""
         self._number += 1
-        span = CrossShardTransaction(SpanId(self._shard, self._incarnation, self._number), self._clock.wall_ns(), identity)
+        span = CrossShardTransaction(
+            SpanId(self._shard, self._incarnation, self._number), self._clock.wall_ns(), identity
+        )
         self._active.add(span.id)
         return span
 
@@ -223,8 +235,15 @@ class TransactionCoordinator:
         return self._shard if key[0] & 0x80 else self._view.owner_of(records.partition_of_key(key))
 
     async def _hold(self, span: CrossShardTransaction, shard: int, what: _ShardRequest) -> None:
-        request = pb.HoldRequest(id=id_message(span.id), order=span.order, keys=what.keys, looks=what.looks,
-                                 births=what.births, identity=span.identity, named=what.named)
+        request = pb.HoldRequest(
+            id=id_message(span.id),
+            order=span.order,
+            keys=what.keys,
+            looks=what.looks,
+            births=what.births,
+            identity=span.identity,
+            named=what.named,
+        )
         if any(map(records.is_part_key, what.keys)):
             request.shards.extend(self._view.shards)
         for first, end, limit in what.ranges:
@@ -237,10 +256,14 @@ class TransactionCoordinator:
         for wanted, scan in zip(what.ranges, reply.scans, strict=True):
             span.ranges[wanted] = [(pair.key, pair.value) for pair in scan.pairs]
         span.births.update(zip(what.births, reply.births, strict=True))
-        span.named.update(((number, shard), found) for number, found in zip(what.named, reply.named, strict=True))
+        span.named.update(
+            ((number, shard), found) for number, found in zip(what.named, reply.named, strict=True)
+        )
         span.records.update((records.inode_key(number), None) for number in reply.births)
 
-    async def _begin_again(self, span: CrossShardTransaction, until_s: float, error: NvpoolError | None = None) -> None:
+    async def _begin_again(
+        self, span: CrossShardTransaction, until_s: float, error: NvpoolError | None = None
+    ) -> None:
         """Release all locks and start again after a pause.
 
         If the time is over, this raises Unavailable with `error`, or because other transactions are in the
@@ -250,8 +273,10 @@ class TransactionCoordinator:
         self.begun_again += 1
         span.tries += 1
         if self._clock.boottime_s() >= until_s:
-            raise Unavailable(f"a change over several shards could not be made yet: {error or 'others are in the way'}",
-                              retry_after_s=0.2)
+            raise Unavailable(
+                f"a change over several shards could not be made yet: {error or 'others are in the way'}",
+                retry_after_s=0.2,
+            )
         longest = min(PAUSE_S_MAX, PAUSE_S * 2 ** min(span.tries, 10))
         if not isinstance(error, Busy | None):
             longest = max(longest, 0.1)
@@ -273,13 +298,17 @@ class TransactionCoordinator:
 
     async def _tell_never(self, span: SpanId, shard: int) -> None:
         try:
-            await self._peers.ask(shard, wire.META_SETTLE, pb.SettleRequest(id=id_message(span)), pb.SettleReply, SETTLE_S)
+            await self._peers.ask(
+                shard, wire.META_SETTLE, pb.SettleRequest(id=id_message(span)), pb.SettleReply, SETTLE_S
+            )
         except NvpoolError as error:
             _log.info("shard %d will ask what became of a change: %s", shard, error)
 
     # -- from the decision on --------------------------------------------------------------------------------------------
 
-    def split(self, span: CrossShardTransaction, draft: Draft) -> tuple[dict[bytes, bytes | None], Decision | None]:
+    def split(
+        self, span: CrossShardTransaction, draft: Draft
+    ) -> tuple[dict[bytes, bytes | None], Decision | None]:
         """Split the draft: our effects, with the decision among them, and the decision.
 
         The decision is None if no other shard has effects. A caller that can not apply them calls
@@ -351,8 +380,12 @@ class TransactionCoordinator:
                 await self._peers.ask(shard, wire.META_SETTLE, request, pb.SettleReply, SETTLE_S)
                 return
             except NvpoolError as error:
-                _log.log(logging.WARNING if pause_s == PAUSE_S_MAX else logging.DEBUG,
-                         "shard %d has not been told of a change yet: %s", shard, error)
+                _log.log(
+                    logging.WARNING if pause_s == PAUSE_S_MAX else logging.DEBUG,
+                    "shard %d has not been told of a change yet: %s",
+                    shard,
+                    error,
+                )
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
 
@@ -364,7 +397,9 @@ class TransactionCoordinator:
         decision = self._decisions.get(span)
         if decision is None or shard not in decision.effects:
             return pb.OutcomeReply(outcome=pb.OutcomeReply.NEVER)
-        return pb.OutcomeReply(outcome=pb.OutcomeReply.DECIDED, effects=effect_messages(decision.effects[shard]))
+        return pb.OutcomeReply(
+            outcome=pb.OutcomeReply.DECIDED, effects=effect_messages(decision.effects[shard])
+        )
 
     async def all_told(self) -> None:
         """Return when all participants have been notified of all committed transactions."""

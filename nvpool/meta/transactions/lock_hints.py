@@ -28,7 +28,9 @@ def foreseen(view: View, request: Any) -> Need | None:
         return True
 
     def key_of(directory: int, name: bytes) -> bytes:
-        return records.dentry_key(directory >> records.COUNTER_BITS, directory, view.name_hash(directory, name), name)
+        return records.dentry_key(
+            directory >> records.COUNTER_BITS, directory, view.name_hash(directory, name), name
+        )
 
     def named(directory: int, name: bytes) -> None:
         """Add the inode that has this name here.
@@ -40,7 +42,10 @@ def foreseen(view: View, request: Any) -> Need | None:
             if inode(number) and kind == _DIRECTORY and isinstance(request, pb.UnlinkRequest):
                 ranges.append((*records.dentry_range(number >> records.COUNTER_BITS, number), 1))
 
-    if isinstance(request, pb.RenameRequest) and max(len(request.name), len(request.new_name)) <= NAME_BYTES_MAX:
+    if (
+        isinstance(request, pb.RenameRequest)
+        and max(len(request.name), len(request.new_name)) <= NAME_BYTES_MAX
+    ):
         if inode(request.new_parent):
             keys.append(key_of(request.new_parent, request.new_name))
         named(request.parent, request.name)

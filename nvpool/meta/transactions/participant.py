@@ -63,9 +63,18 @@ async def durable(kv: Kv, sequence: int | None = None) -> None:
 class Participant:
     """This shard's part in transactions that other shards coordinate."""
 
-    def __init__(self, kv: Kv, view: View, reads: RecordReads, holds: Holds, numbers: Numbers, peers: PeerShards, clock: Clock,
-                 recall: Callable[[int, list[int]], Callable[[], Awaitable] | None],
-                 orphaned: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        kv: Kv,
+        view: View,
+        reads: RecordReads,
+        holds: Holds,
+        numbers: Numbers,
+        peers: PeerShards,
+        clock: Clock,
+        recall: Callable[[int, list[int]], Callable[[], Awaitable] | None],
+        orphaned: Callable[[int], None],
+    ) -> None:
         """`recall(identity, inodes)` recalls the leases of all other clients.
 
         It returns a wait for that, if needed.
@@ -107,7 +116,10 @@ class Participant:
             raise InvalidRequest(f"{KEYS_MAX} records at most are held at once")
         if any(partition >= PARTITION_COUNT for partition in request.births):
             raise InvalidRequest(f"there are {PARTITION_COUNT} partitions in which an inode can be born")
-        if any(len(key) < KEY_BYTES_MIN for key in (*keys, *request.looks, *(asked.first for asked in request.ranges))):
+        if any(
+            len(key) < KEY_BYTES_MIN
+            for key in (*keys, *request.looks, *(asked.first for asked in request.ranges))
+        ):
             raise InvalidRequest(f"the key of a record has {KEY_BYTES_MIN} bytes or more")
         if not all(map(is_inode_number, request.named)):
             raise InvalidRequest("no directory has such a number")
@@ -121,8 +133,12 @@ class Participant:
                 await self._kv.room()
             elif self._view.next_number + len(request.births) > self._numbers.bounds.inode:
                 await self._numbers.more()
-            elif (other := next((hold for key in keys if (hold := self._holds.of(key)) is not None and hold.span != span),
-                                None)) is not None:
+            elif (
+                other := next(
+                    (hold for key in keys if (hold := self._holds.of(key)) is not None and hold.span != span),
+                    None,
+                )
+            ) is not None:
                 if not other.gives_way_to(request.order, span):
                     raise Busy("an older change has what this one wants", retry_after_s=0.01)
                 await until_free(other)
@@ -144,8 +160,10 @@ class Participant:
                     self._holds.release(span)
                 raise
             hold.durable = True
-        wait = self._recall(request.identity, [records.inode_of_key(key) for key in keys
-                                               if records.kind_of(key) == records.INODE])
+        wait = self._recall(
+            request.identity,
+            [records.inode_of_key(key) for key in keys if records.kind_of(key) == records.INODE],
+        )
         if wait is not None:
             await wait()
         await durable(self._kv)
@@ -156,16 +174,24 @@ class Participant:
         # Reads ignore locks of other transactions: a committed one counts where it was decided, and one that
         # is not committed will find the records that we lock.
         ours = [partition for partition in range(PARTITION_COUNT) if not self._view.is_elsewhere(partition)]
-        reply.named.extend(any(self._kv.scan(*records.dentry_range(partition, number), 1) for partition in ours)
-                           for number in request.named)
+        reply.named.extend(
+            any(self._kv.scan(*records.dentry_range(partition, number), 1) for partition in ours)
+            for number in request.named
+        )
         for asked in request.ranges:
-            reply.scans.add(pairs=[pb.SpanRecord(key=key, put=True, value=raw)
-                                   for key, raw in self._kv.scan(asked.first, asked.end, min(asked.limit, KEYS_MAX))])
+            reply.scans.add(
+                pairs=[
+                    pb.SpanRecord(key=key, put=True, value=raw)
+                    for key, raw in self._kv.scan(asked.first, asked.end, min(asked.limit, KEYS_MAX))
+                ]
+            )
         return reply
 
     @staticmethod
     def _partitions(request: pb.HoldRequest) -> set[int]:
-        partitions = {partition_of_held(key) for key in (*request.keys, *request.looks) if not records.is_part_key(key)}
+        partitions = {
+            partition_of_held(key) for key in (*request.keys, *request.looks) if not records.is_part_key(key)
+        }
         partitions.update(records.partition_of_key(asked.first) for asked in request.ranges)
         return partitions.union(request.births)
 
@@ -185,8 +211,14 @@ class Participant:
 
     def _closed(self, request: pb.HoldRequest) -> Hold | None:
         """Lock of a partition of the request that is being migrated, if any."""
-        return next((closed for partition in self._partitions(request)
-                     if (closed := self._reads.closed(partition)) is not None), None)
+        return next(
+            (
+                closed
+                for partition in self._partitions(request)
+                if (closed := self._reads.closed(partition)) is not None
+            ),
+            None,
+        )
 
     def _is_waited_for(self, span: SpanId) -> bool:
         """Whether the migration waits for this transaction.
@@ -196,7 +228,9 @@ class Participant:
         lost.
         """
         known = self._holds.by_span.get(span)
-        return known is not None and any(self._reads.closed(partition_of_held(key)) is not None for key in known.keys)
+        return known is not None and any(
+            self._reads.closed(partition_of_held(key)) is not None for key in known.keys
+        )
 
     async def settle(self, request: pb.SettleRequest) -> pb.SettleReply:
         span = id_of(request.id)

@@ -42,7 +42,9 @@ class PeerShards:
         A shard leaves when all its committed transactions are acknowledged, and it has no locks for others
         (node/admin/shards).
         """
-        return self._map is not None and shard not in self._map.shard_by_id and shard <= shards_given(self._map)
+        return (
+            self._map is not None and shard not in self._map.shard_by_id and shard <= shards_given(self._map)
+        )
 
     async def ask(self, shard: int, method: int, request: Any, reply_type: Any, wait_s: float) -> Any:
         """Reply of the shard's primary; any NvpoolError.
@@ -51,13 +53,17 @@ class PeerShards:
         """
         known = self._map.shard_by_id.get(shard) if self._map is not None else None
         if known is None:
-            raise WrongShard(f"shard {shard} has left the pool") if self.has_left(shard) else \
-                Unreachable(f"the pool map at hand has no shard {shard} yet")
+            raise (
+                WrongShard(f"shard {shard} has left the pool")
+                if self.has_left(shard)
+                else Unreachable(f"the pool map at hand has no shard {shard} yet")
+            )
         if self._dialer is None:
             raise Unreachable("this shard has no way to others")
         request.authority = self._right()
-        reply = await self._dialer.call(known.endpoints, method, request.SerializeToString(),
-                                        deadline_s=self._clock.boottime_s() + wait_s)
+        reply = await self._dialer.call(
+            known.endpoints, method, request.SerializeToString(), deadline_s=self._clock.boottime_s() + wait_s
+        )
         return decoded(reply_type, reply.message)
 
 
@@ -68,7 +74,9 @@ def id_message(span: SpanId) -> pb.SpanId:
 def id_of(message: pb.SpanId) -> SpanId:
     """Decode a transaction id. InvalidRequest: no shard has that number."""
     if not 0 < message.shard <= SHARD_MAX:
-        raise InvalidRequest(f"a change over several shards is decided by a shard from 1 to {SHARD_MAX}, not {message.shard}")
+        raise InvalidRequest(
+            f"a change over several shards is decided by a shard from 1 to {SHARD_MAX}, not {message.shard}"
+        )
     return SpanId(message.shard, message.incarnation, message.number)
 
 

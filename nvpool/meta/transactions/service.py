@@ -33,15 +33,32 @@ class Spanning:
 
     METHODS = (wire.META_HOLD, wire.META_SETTLE, wire.META_OUTCOME)
 
-    def __init__(self, shard: int, incarnation: int, kv: Kv, view: View, numbers: Numbers, targets: Targets, clock: Clock,
-                 secret: bytes, spawn: Callable[[Coroutine], asyncio.Task], waits: Waits, reads: RecordReads,
-                 recall: Callable[[int, list[int]], Callable[[], Awaitable] | None], orphaned: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        shard: int,
+        incarnation: int,
+        kv: Kv,
+        view: View,
+        numbers: Numbers,
+        targets: Targets,
+        clock: Clock,
+        secret: bytes,
+        spawn: Callable[[Coroutine], asyncio.Task],
+        waits: Waits,
+        reads: RecordReads,
+        recall: Callable[[int, list[int]], Callable[[], Awaitable] | None],
+        orphaned: Callable[[int], None],
+    ) -> None:
         self._waits = waits
         self._check = AuthorityCheck(clock, secret)
         self.holds = Holds(reads, view, clock.boottime_s)
         self._peers = PeerShards(targets.dialer, clock, targets.authority)
-        self.coordinator = TransactionCoordinator(shard, incarnation, kv, view, reads, self.holds, self._peers, clock, spawn)
-        self.participant = Participant(kv, view, reads, self.holds, numbers, self._peers, clock, recall, orphaned)
+        self.coordinator = TransactionCoordinator(
+            shard, incarnation, kv, view, reads, self.holds, self._peers, clock, spawn
+        )
+        self.participant = Participant(
+            kv, view, reads, self.holds, numbers, self._peers, clock, recall, orphaned
+        )
         self.under_way: dict[tuple[int, int], asyncio.Future[None]] = {}
         """By session and slot: cross-shard transactions that run now on behalf of clients."""
 
@@ -99,5 +116,9 @@ class Spanning:
         self._waits.add(call, run, lambda: None, may_be_applied=True)
 
     def counters(self) -> dict[str, float]:
-        return {"spans": self.coordinator.decided, "spans_begun_again": self.coordinator.begun_again,
-                "spans_to_tell": self.coordinator.to_tell, "held": len(self.holds.by_span)}
+        return {
+            "spans": self.coordinator.decided,
+            "spans_begun_again": self.coordinator.begun_again,
+            "spans_to_tell": self.coordinator.to_tell,
+            "held": len(self.holds.by_span),
+        }

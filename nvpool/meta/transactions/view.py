@@ -24,9 +24,16 @@ class Need(Exception):
     which we need to know whether the directory has names there.
     """
 
-    def __init__(self, *, keys: tuple[bytes, ...] = (), looks: tuple[bytes, ...] = (), ranges: tuple[Range, ...] = (),
-                 births: tuple[int, ...] = (), turn: bool = False,
-                 named: tuple[tuple[int, int], ...] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        keys: tuple[bytes, ...] = (),
+        looks: tuple[bytes, ...] = (),
+        ranges: tuple[Range, ...] = (),
+        births: tuple[int, ...] = (),
+        turn: bool = False,
+        named: tuple[tuple[int, int], ...] = (),
+    ) -> None:
         self.keys = keys
         self.looks = looks
         self.ranges = ranges
@@ -38,8 +45,20 @@ class Need(Exception):
 class CrossShardTransaction:
     """A cross-shard transaction before its commit: records fetched so far, and shards with locks for it."""
 
-    __slots__ = ("id", "order", "identity", "shards", "records", "looks", "ranges", "births", "turn", "decided", "tries",
-                 "named")
+    __slots__ = (
+        "id",
+        "order",
+        "identity",
+        "shards",
+        "records",
+        "looks",
+        "ranges",
+        "births",
+        "turn",
+        "decided",
+        "tries",
+        "named",
+    )
 
     def __init__(self, span: SpanId, order: int, identity: int) -> None:
         self.id = span
@@ -147,9 +166,15 @@ class SpanView(View):
         """
         if not directory.flags & WIDE:
             return super().has_names(directory)
-        number, named, others = directory.number, self._span.named, [shard for shard in self.shards if shard != self.shard]
-        self._need_held([records.part_key(number, shard) for shard in others],
-                        tuple((number, shard) for shard in others if (number, shard) not in named))
+        number, named, others = (
+            directory.number,
+            self._span.named,
+            [shard for shard in self.shards if shard != self.shard],
+        )
+        self._need_held(
+            [records.part_key(number, shard) for shard in others],
+            tuple((number, shard) for shard in others if (number, shard) not in named),
+        )
         return any(named[number, shard] for shard in others) or self._base.has_names_here(number)
 
     def take_turn(self) -> None:

@@ -90,7 +90,9 @@ class VolumeAnswers:
         self._view.trashes -= {volume for volume in self._view.trashes if partition_of(volume) in partitions}
         self._view.rooms.forget(partitions)
         access = self._view.access
-        for number in [number for number in {*access.restricted, *access.encrypted} if partition_of(number) in partitions]:
+        for number in [
+            number for number in {*access.restricted, *access.encrypted} if partition_of(number) in partitions
+        ]:
             access.note(number, None)
             self._removals.pop(number, None)
 
@@ -140,7 +142,9 @@ class VolumeAnswers:
                 number = volume_of_key(key)
                 try:
                     reply.volumes.append(
-                        volume_policy.state_of(view, number, decode_volume(raw), volume_policy.use_of(view, number))
+                        volume_policy.state_of(
+                            view, number, decode_volume(raw), volume_policy.use_of(view, number)
+                        )
                     )
                 except CorruptRecord:
                     continue  # left to fsck
@@ -171,20 +175,31 @@ class VolumeAnswers:
         if self._moment.changes_wait:
             self._later(call, self._moment.over)
             return
-        if request.wish in (_Wish.SEAL, _Wish.REMOVE) and self._clock.boottime_s() < call.since_s + CLOSES_S \
-                and (self._opened_in(request.inode)
-                     or (request.wish == _Wish.SEAL and self._view.rooms.promised(request.inode))):
+        if (
+            request.wish in (_Wish.SEAL, _Wish.REMOVE)
+            and self._clock.boottime_s() < call.since_s + CLOSES_S
+            and (
+                self._opened_in(request.inode)
+                or (request.wish == _Wish.SEAL and self._view.rooms.promised(request.inode))
+            )
+        ):
             self._later(call, lambda: asyncio.sleep(CLOSES_LOOK_S))
             return
         if request.wish == _Wish.REMOVE:
-            self._waits.add(call, lambda: self._remove_volume(request), lambda: self._reply_removed(call, request.inode))
+            self._waits.add(
+                call, lambda: self._remove_volume(request), lambda: self._reply_removed(call, request.inode)
+            )
             return
         if record.flags & REMOVING:
             raise NotFound(f"volume {record.name} is being removed")
         self._carry_out(request, record, use)
         reply = pb.VolumeReply()
-        self._waits.add(call, partial(self._settle, request.inode, self._kv.sequence, reply),
-                        lambda: self._reply_volume(call, request.inode, reply), may_be_applied=True)
+        self._waits.add(
+            call,
+            partial(self._settle, request.inode, self._kv.sequence, reply),
+            lambda: self._reply_volume(call, request.inode, reply),
+            may_be_applied=True,
+        )
 
     def _reply_key(self, call: Call, request: _Wish, record: VolumeRecord) -> None:
         """Reply with the volume's key if the caller may read in the volume. AccessDenied; KeyMissing."""
@@ -202,7 +217,9 @@ class VolumeAnswers:
 
     def _reply_volume(self, call: Call, number: int, reply: pb.VolumeReply | None = None) -> None:
         reply = reply or pb.VolumeReply()
-        reply.volume.CopyFrom(volume_policy.state_of(self._view, number, *volume_policy.read_volume(self._view, number)))
+        reply.volume.CopyFrom(
+            volume_policy.state_of(self._view, number, *volume_policy.read_volume(self._view, number))
+        )
         call.reply(reply.SerializeToString())
 
     def _carry_out(self, request: _Wish, record: VolumeRecord, use: volume_policy.VolumeUse) -> None:
@@ -217,7 +234,11 @@ class VolumeAnswers:
             self._check_no_writers(record, number)
             new = record._replace(flags=record.flags | SEALED)
         elif wish == _Wish.REWRAP:
-            new = record._replace(wrapped_key=self._view.pool_keys.rewrap(record.wrapped_key)) if record.wrapped_key else record
+            new = (
+                record._replace(wrapped_key=self._view.pool_keys.rewrap(record.wrapped_key))
+                if record.wrapped_key
+                else record
+            )
         elif wish == _Wish.GRANT:
             new = volume_policy.granted(record, request.grant)
         elif wish == _Wish.REVOKE:
@@ -243,7 +264,9 @@ class VolumeAnswers:
                 self._kv.apply([(key, None)], reclaims=True)
         elif not there:
             if len(volume_policy.attachments(self._view, request.inode)) >= ATTACHMENTS_MAX:
-                raise InUse(f"volume {record.name} is attached {ATTACHMENTS_MAX} times already, which is the most")
+                raise InUse(
+                    f"volume {record.name} is attached {ATTACHMENTS_MAX} times already, which is the most"
+                )
             self._kv.apply([(key, encode_attached(self._clock.wall_ns()))])
 
     def _opened_in(self, number: int) -> dict[str, int]:
@@ -268,7 +291,9 @@ class VolumeAnswers:
         promised = self._view.rooms.promised(number)
         if opened or promised:
             who = ", ".join(f"{client} ({count})" for client, count in sorted(opened.items())[:5])
-            raise InUse(f"volume {record.name} is not sealed while files of it are open: {who or 'a writer is not done'}")
+            raise InUse(
+                f"volume {record.name} is not sealed while files of it are open: {who or 'a writer is not done'}"
+            )
 
     # -- quota reservations ----------------------------------------------------------------------------------
 
@@ -317,8 +342,10 @@ class VolumeAnswers:
         def check(record: VolumeRecord) -> None:
             holders = volume_policy.attachments(self._view, number)
             if holders and not request.force:
-                raise InUse(f"volume {record.name} is attached: {', '.join(holders[:5])}"
-                            f"{' and others' if len(holders) > 5 else ''}")
+                raise InUse(
+                    f"volume {record.name} is attached: {', '.join(holders[:5])}"
+                    f"{' and others' if len(holders) > 5 else ''}"
+                )
             if opened := self._opened_in(number):
                 who = ", ".join(f"{client} ({count})" for client, count in sorted(opened.items())[:5])
                 raise InUse(f"files of volume {record.name} are open: {who}")
@@ -361,8 +388,11 @@ class VolumeAnswers:
             self._waits.add(call, lambda: self._restore(request, session), lambda: call.reply(b""))
         else:
             reply = pb.TrashReply()
-            self._waits.add(call, lambda: self._purge_on_request(request, session, reply),
-                            lambda: call.reply(reply.SerializeToString()))
+            self._waits.add(
+                call,
+                lambda: self._purge_on_request(request, session, reply),
+                lambda: call.reply(reply.SerializeToString()),
+            )
 
     async def _restore(self, request: pb.TrashRequest, session: int) -> None:
         await self._mend(lambda view, now_ns: trash.restored(view, request, now_ns), session)
@@ -389,7 +419,9 @@ class VolumeAnswers:
                 pairs = self._view.scan(*trash.trash_range(request.inode), STEP)
                 if not pairs:
                     break
-                reply.purged += await self._purge(request.inode, [trash.inode_of_trash_key(key) for key, _ in pairs], session)
+                reply.purged += await self._purge(
+                    request.inode, [trash.inode_of_trash_key(key) for key, _ in pairs], session
+                )
             else:
                 reply.next = 1
 
@@ -426,9 +458,13 @@ class VolumeAnswers:
             else:
                 self._purged_up_to[volume] = trash.inode_of_trash_key(pairs[-1][0])
             try:
-                over = [trash.inode_of_trash_key(key) for key, raw in pairs if decode_trashed(raw).expires_ns <= now_ns]
+                over = [
+                    trash.inode_of_trash_key(key)
+                    for key, raw in pairs
+                    if decode_trashed(raw).expires_ns <= now_ns
+                ]
                 for at in range(0, len(over), STEP):
-                    gone += await self._purge(volume, over[at:at + STEP], 0)
+                    gone += await self._purge(volume, over[at : at + STEP], 0)
                     await asyncio.sleep(0)
             except LockedRecord:
                 continue  # tried again at the next round
@@ -454,11 +490,16 @@ class VolumeAnswers:
                 continue
             removal = self._removals.get(number)
             if removal is None:
-                removal = self._removals[number] = Removal(self._kv, self._view, self._collector, self._clock, number)
+                removal = self._removals[number] = Removal(
+                    self._kv, self._view, self._collector, self._clock, number
+                )
             try:
                 until_s = self._clock.boottime_s() + self._options.tick_s / 4
-                while not removal.done and self._clock.boottime_s() < until_s \
-                        and await self._may_change(number, 0, removal.next):
+                while (
+                    not removal.done
+                    and self._clock.boottime_s() < until_s
+                    and await self._may_change(number, 0, removal.next)
+                ):
                     gone += removal.step()
                     await asyncio.sleep(0)
             except LockedRecord:

@@ -40,6 +40,7 @@ def removed(view: View, number: int, check: Callable[[VolumeRecord], None], now_
     refuse.
     """
     from nvpool.meta.operations.volume_policy import read_volume
+
     draft = Draft(view, now_ns)
     record, use = read_volume(view, number)
     if record.flags & REMOVING:
@@ -61,7 +62,8 @@ def removed(view: View, number: int, check: Callable[[VolumeRecord], None], now_
     draft.drop_name(root)
     if view.has_names(root) or use.files:
         draft.effects[volume_key(VOLUME, number)] = encode_volume(
-            record._replace(flags=record.flags | REMOVING, files_removing=use.files))
+            record._replace(flags=record.flags | REMOVING, files_removing=use.files)
+        )
     else:
         draft.effects.update(ended(view, number))
     return draft
@@ -101,7 +103,10 @@ class Removal:
         """Inodes that the next step changes."""
         if trashed := self._trashed():
             return trashed
-        return [self._way[-1][0], *(records.decode_dentry(self._partition, raw)[0] for _, raw in self._names())]
+        return [
+            self._way[-1][0],
+            *(records.decode_dentry(self._partition, raw)[0] for _, raw in self._names()),
+        ]
 
     def step(self) -> int:
         """Remove the next names in one change; return how many inodes have lost their last name.

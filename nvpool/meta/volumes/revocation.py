@@ -49,7 +49,9 @@ def lost_rights(before: VolumeRecord, after: VolumeRecord) -> dict[str, int]:
 class Revocations:
     """Revocations that the pool map must still list, and removed clients whose locks are still kept."""
 
-    def __init__(self, clock: Clock, options: MetaOptions, take_right: TakeRight | None, epoch: Callable[[], int]) -> None:
+    def __init__(
+        self, clock: Clock, options: MetaOptions, take_right: TakeRight | None, epoch: Callable[[], int]
+    ) -> None:
         """`take_right(request)` asks the pool map's coordinator, and returns the targets unaware of it.
 
         None: there is no map (tests, tools), and nothing is done. `epoch()`: epoch of the map that this shard
@@ -83,16 +85,22 @@ class Revocations:
         for (number, member), rights in list(self._owed.items()):
             if number != volume:
                 continue
-            request = TakeRightRequest(volume=volume, member=member, rights=rights, life_ms=int(self._life_s * 1000))
+            request = TakeRightRequest(
+                volume=volume, member=member, rights=rights, life_ms=int(self._life_s * 1000)
+            )
             try:
                 unaware = await self._ask(request, until_s)
             except InvalidRequest as error:  # the supervisor is of an older version
-                _log.warning("stores are not told that a right to volume %d was taken back: %s", volume, error)
+                _log.warning(
+                    "stores are not told that a right to volume %d was taken back: %s", volume, error
+                )
                 return self._life_s
             except NvpoolError as error:
-                raise Unavailable(f"the right is taken back, but the pool map does not say so yet ({error}): stores take "
-                                  f"grants from before for up to {self._life_s:.0f} s; repeat it",
-                                  may_be_applied=True) from None
+                raise Unavailable(
+                    f"the right is taken back, but the pool map does not say so yet ({error}): stores take "
+                    f"grants from before for up to {self._life_s:.0f} s; repeat it",
+                    may_be_applied=True,
+                ) from None
             if self._owed.get((number, member)) == rights:
                 del self._owed[number, member]
         epoch = self._epoch()

@@ -23,9 +23,16 @@ from nvpool.runtime.audit_log import AuditLog
 from nvpool.security.tls import ETCD_SECRET, TlsIdentity, settle_key
 
 
-async def keep_renewed(directory: PoolDirectory, identity: TlsIdentity, pool_map: Callable[[], PoolMap], dialer: Dialer,
-                       audit: AuditLog, certificates: CertificateStore) -> None:
+async def keep_renewed(
+    directory: PoolDirectory,
+    identity: TlsIdentity,
+    pool_map: Callable[[], PoolMap],
+    dialer: Dialer,
+    audit: AuditLog,
+    certificates: CertificateStore,
+) -> None:
     """Renew periodically; see client/certificate_renewal. `certificates` records the reason of a failure."""
+
     async def renew() -> bool:
         try:
             async with certificates.renewing:
@@ -47,18 +54,36 @@ def settle_keys(directory: PoolDirectory) -> None:
         settle_key(directory.secret / below)
 
 
-async def renew_once(directory: PoolDirectory, identity: TlsIdentity, pool_map: PoolMap, dialer: Dialer, *,
-                     left_s: float = RENEW_S, new_key: bool = False) -> bool:
+async def renew_once(
+    directory: PoolDirectory,
+    identity: TlsIdentity,
+    pool_map: PoolMap,
+    dialer: Dialer,
+    *,
+    left_s: float = RENEW_S,
+    new_key: bool = False,
+) -> bool:
     """Renew once if due; see client/certificate_renewal."""
-    return await client_renewal.renew_once(directory, identity, pool_map, dialer, left_s=left_s, new_key=new_key,
-                                     sign=partial(_sign, directory, identity, pool_map))
+    return await client_renewal.renew_once(
+        directory,
+        identity,
+        pool_map,
+        dialer,
+        left_s=left_s,
+        new_key=new_key,
+        sign=partial(_sign, directory, identity, pool_map),
+    )
 
 
-def _sign(directory: PoolDirectory, identity: TlsIdentity, pool_map: PoolMap, request: bytes) -> Signed | None:
+def _sign(
+    directory: PoolDirectory, identity: TlsIdentity, pool_map: PoolMap, request: bytes
+) -> Signed | None:
     member = identity.own_member()
     node = next((one for one in pool_map.nodes if one.member == member), None)
     try:
-        return [(below, read_authority(directory, below).sign(request, pool_map.pool_id, member, hosts_of(node)))
-                for below in ("", ETCD_SECRET)]
+        return [
+            (below, read_authority(directory, below).sign(request, pool_map.pool_id, member, hosts_of(node)))
+            for below in ("", ETCD_SECRET)
+        ]
     except AccessDenied:
         return None

@@ -25,10 +25,14 @@ ISSUED_FILE = "issued.json"
 ISSUED_MAX = 10_000
 KEPT_S = 30 * 86_400
 """How long an expired certificate is remembered."""
-KINDS = {"authority": AUTHORITY_FILE, "member": CERTIFICATE_FILE,
-         "etcd-authority": f"{ETCD_SECRET}/{AUTHORITY_FILE}", "etcd-member": f"{ETCD_SECRET}/{CERTIFICATE_FILE}",
-         "external-etcd-authority": f"external-etcd/{AUTHORITY_FILE}",
-         "external-etcd-member": f"external-etcd/{CERTIFICATE_FILE}"}
+KINDS = {
+    "authority": AUTHORITY_FILE,
+    "member": CERTIFICATE_FILE,
+    "etcd-authority": f"{ETCD_SECRET}/{AUTHORITY_FILE}",
+    "etcd-member": f"{ETCD_SECRET}/{CERTIFICATE_FILE}",
+    "external-etcd-authority": f"external-etcd/{AUTHORITY_FILE}",
+    "external-etcd-member": f"external-etcd/{CERTIFICATE_FILE}",
+}
 """Purpose of a certificate -> its file in secret/."""
 
 log = logging.getLogger("nvpool.node.admin.certificate_store")
@@ -77,7 +81,7 @@ class CertificateStore:
         found = described(certificate)
         issued = {name: one for name, one in self.issued().items() if one.ends_s > now_s - KEPT_S}
         issued[member] = Issued(found.serial, found.begins_s, found.ends_s)
-        for name in sorted(issued, key=lambda name: issued[name].ends_s)[:max(0, len(issued) - ISSUED_MAX)]:
+        for name in sorted(issued, key=lambda name: issued[name].ends_s)[: max(0, len(issued) - ISSUED_MAX)]:
             del issued[name]
         try:
             write_whole(self._secret / ISSUED_FILE, msgspec.json.encode(issued), 0o600)
@@ -92,8 +96,10 @@ class CertificateStore:
             return {}
 
     def issued_told(self) -> list[dict[str, Any]]:
-        return [{"member": member, "serial": one.serial, "begins_s": one.begins_s, "ends_s": one.ends_s}
-                for member, one in sorted(self.issued().items())]
+        return [
+            {"member": member, "serial": one.serial, "begins_s": one.begins_s, "ends_s": one.ends_s}
+            for member, one in sorted(self.issued().items())
+        ]
 
 
 def _told(one: Described) -> dict[str, Any]:

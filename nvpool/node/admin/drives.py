@@ -42,9 +42,17 @@ _SAMPLE_S = 1.0
 
 
 class Drives:
-    def __init__(self, directory: PoolDirectory, config: Config, node: int, leading: Leading, *,
-                 used: Callable[[], Awaitable[dict[int, int]]], start: Callable[[], None],
-                 end: Callable[[int], Awaitable[None]]):
+    def __init__(
+        self,
+        directory: PoolDirectory,
+        config: Config,
+        node: int,
+        leading: Leading,
+        *,
+        used: Callable[[], Awaitable[dict[int, int]]],
+        start: Callable[[], None],
+        end: Callable[[int], Awaitable[None]],
+    ):
         """Create the commands.
 
         `used`: returns the bytes that targets hold, for those that answer. `start`: starts the processes that
@@ -59,8 +67,13 @@ class Drives:
         self._end = end
         self._adding = asyncio.Lock()
         self.verbs: dict[str, Callable[[dict], Awaitable[dict]]] = {
-            "drive-add": self._add, "drive-drain": self._drain, "drive-remove": self._remove, "drive-replace": self._replace,
-            "rebalance": self._rebalance, "replicas": self._replicas}
+            "drive-add": self._add,
+            "drive-drain": self._drain,
+            "drive-remove": self._remove,
+            "drive-replace": self._replace,
+            "rebalance": self._rebalance,
+            "replicas": self._replicas,
+        }
 
     # -- add -------------------------------------------------------------------------------------------------
 
@@ -78,19 +91,37 @@ class Drives:
         pool_map, place = self._leading.pool_map, os.path.realpath(path)
         paths = {drive.id: drive.path for drive in pool_map.drives}
         for target in pool_map.targets:
-            if target.node == self._node and target.state != "gone" and target.wish in ("share", "drain") \
-                    and place in map(os.path.realpath, _places(paths[target.drive])):
+            if (
+                target.node == self._node
+                and target.state != "gone"
+                and target.wish in ("share", "drain")
+                and place in map(os.path.realpath, _places(paths[target.drive]))
+            ):
                 if target.wish == "drain":
                     _check_stays(pool_map, self._node)
-                    raise AlreadyExists(f"drive {target.drive} is in the pool already, and was drained; it gets its share "
-                                        f"again with: nvpool drive drain POOL {target.drive} --cancel")
-                return {"drive": target.drive, "target": target.id, "path": paths[target.drive],
-                        "capacity_bytes": target.capacity_bytes, "epoch": pool_map.epoch,
-                        "chains_to_come": coming(pool_map)[target.id], "was_there": True}
+                    raise AlreadyExists(
+                        f"drive {target.drive} is in the pool already, and was drained; it gets its share "
+                        f"again with: nvpool drive drain POOL {target.drive} --cancel"
+                    )
+                return {
+                    "drive": target.drive,
+                    "target": target.id,
+                    "path": paths[target.drive],
+                    "capacity_bytes": target.capacity_bytes,
+                    "epoch": pool_map.epoch,
+                    "chains_to_come": coming(pool_map)[target.id],
+                    "was_there": True,
+                }
         return None
 
-    async def _take_in(self, path: str, capacity_bytes: int, force: bool, also: Callable[[PoolMap], PoolMap],
-                       used: dict[int, int] | None = None) -> dict:
+    async def _take_in(
+        self,
+        path: str,
+        capacity_bytes: int,
+        force: bool,
+        also: Callable[[PoolMap], PoolMap],
+        used: dict[int, int] | None = None,
+    ) -> dict:
         """Make a chunk store at `path` with a target, start its process, and assign chains.
 
         The target gets its share of the chains. The chains move to the target one after the other, each with
@@ -106,20 +137,37 @@ class Drives:
             check_room(_with_one_more(also(pool_map), self._node, path, checked["capacity_bytes"]), used)
         pool_map, drive_id, target_id = await self._take_numbers()
         made = await asyncio.to_thread(make, "store", target_id, pool_map)
-        endpoints = endpoints_for(self._directory, f"target-{target_id}", self._config.network.host,
-                                  free_ports(2, self._config.network, used_ports(pool_map)))
+        endpoints = endpoints_for(
+            self._directory,
+            f"target-{target_id}",
+            self._config.network.host,
+            free_ports(2, self._config.network, used_ports(pool_map)),
+        )
         drive = Drive(drive_id, self._node, made["path"], made["capacity_bytes"])
         target = Target(target_id, drive_id, self._node, made["capacity_bytes"], endpoints)
 
         def decide(newest: PoolMap) -> PoolMap:
-            return with_goals(also(msgspec.structs.replace(
-                newest, drives=tuple(drive if one.id == drive_id else one for one in newest.drives),
-                targets=tuple(target if one.id == target_id else one for one in newest.targets))))
+            return with_goals(
+                also(
+                    msgspec.structs.replace(
+                        newest,
+                        drives=tuple(drive if one.id == drive_id else one for one in newest.drives),
+                        targets=tuple(target if one.id == target_id else one for one in newest.targets),
+                    )
+                )
+            )
 
         new = await self._leading.change(decide)
         self._start()
-        return {"drive": drive_id, "target": target_id, "path": drive.path, "capacity_bytes": drive.capacity_bytes,
-                "epoch": new.epoch, "chains_to_come": coming(new)[target_id], "was_there": False}
+        return {
+            "drive": drive_id,
+            "target": target_id,
+            "path": drive.path,
+            "capacity_bytes": drive.capacity_bytes,
+            "epoch": new.epoch,
+            "chains_to_come": coming(new)[target_id],
+            "was_there": False,
+        }
 
     async def _take_numbers(self) -> tuple[PoolMap, int, int]:
         """Reserve a drive number and a target number that are unique in the pool.
@@ -132,10 +180,15 @@ class Drives:
             nonlocal numbers
             if any(one.id == numbers[1] and one.node == self._node for one in newest.targets):
                 return newest  # a retry: the attempt that seemed to fail has succeeded
-            numbers = (max((drive.id for drive in newest.drives), default=0) + 1,
-                       max((target.id for target in newest.targets), default=0) + 1)
-            return msgspec.structs.replace(newest, drives=(*newest.drives, Drive(numbers[0], self._node, "", 0)),
-                                           targets=(*newest.targets, Target(numbers[1], numbers[0], self._node, 0, (), "gone")))
+            numbers = (
+                max((drive.id for drive in newest.drives), default=0) + 1,
+                max((target.id for target in newest.targets), default=0) + 1,
+            )
+            return msgspec.structs.replace(
+                newest,
+                drives=(*newest.drives, Drive(numbers[0], self._node, "", 0)),
+                targets=(*newest.targets, Target(numbers[1], numbers[0], self._node, 0, (), "gone")),
+            )
 
         return await self._leading.change(decide), *numbers
 
@@ -171,12 +224,16 @@ class Drives:
             if target.state == "gone":
                 return newest
             if target.id in named(newest):
-                raise InUse(f"drive {target.drive} holds, or is to hold, chains of the pool; first: nvpool drive drain POOL "
-                            f"{target.drive} --wait   or, when it is broken for good: nvpool drive remove POOL {target.drive} "
-                            f"--lost")
+                raise InUse(
+                    f"drive {target.drive} holds, or is to hold, chains of the pool; first: nvpool drive drain POOL "
+                    f"{target.drive} --wait   or, when it is broken for good: nvpool drive remove POOL {target.drive} "
+                    f"--lost"
+                )
             if there := beside(newest, target.drive):
-                raise InUse(f"metadata (shard {', '.join(map(str, there))}) lies on drive {target.drive}; it goes when "
-                            f"the drive is drained and another has it: nvpool drive drain POOL {target.drive} --wait")
+                raise InUse(
+                    f"metadata (shard {', '.join(map(str, there))}) lies on drive {target.drive}; it goes when "
+                    f"the drive is drained and another has it: nvpool drive drain POOL {target.drive} --wait"
+                )
             return retired(wished(newest, target.id, "remove"))
 
         return self._told(await self._leading.change(decide), arguments)
@@ -187,7 +244,11 @@ class Drives:
 
         def decide(newest: PoolMap) -> PoolMap:
             target = find(newest, arguments, self._node, gone=True)
-            return newest if target.state == "gone" or target.wish == "lost" else self._without(newest, target, used, give_up)
+            return (
+                newest
+                if target.state == "gone" or target.wish == "lost"
+                else self._without(newest, target, used, give_up)
+            )
 
         target = find(self._leading.pool_map, arguments, self._node, gone=True)
         decide(self._leading.pool_map)
@@ -215,20 +276,28 @@ class Drives:
     @staticmethod
     def _check_metadata(newest: PoolMap, target: Target) -> None:
         if only := only_beside(newest, target.drive):
-            raise InvalidRequest(f"drive {target.drive} has the only whole copy of the metadata of shard "
-                                 f"{', '.join(map(str, only))}; bring it back, wait until a standby has it (nvpool shard "
-                                 f"ls POOL), or load a dump into a new pool")
+            raise InvalidRequest(
+                f"drive {target.drive} has the only whole copy of the metadata of shard "
+                f"{', '.join(map(str, only))}; bring it back, wait until a standby has it (nvpool shard "
+                f"ls POOL), or load a dump into a new pool"
+            )
 
     @staticmethod
     def _check_copies(newest: PoolMap, target: Target) -> None:
         after = died(newest, {target.id})
-        only = {table.id: count for table in after.tables if (count := only_copies(after, target.id, table.id))}
+        only = {
+            table.id: count for table in after.tables if (count := only_copies(after, target.id, table.id))
+        }
         if only:
-            told = " and ".join(f"{count} chains of {replicas} replica{'s' if replicas > 1 else ''}"
-                                for replicas, count in only.items())
-            raise InvalidRequest(f"drive {target.drive} has the only copy of {told}; without it their chunks are lost. "
-                                 f"Bring it back, wait until other drives have them, or drain it while it can be read; to do "
-                                 f"without them for ever: nvpool drive remove POOL {target.drive} --lost --give-up")
+            told = " and ".join(
+                f"{count} chains of {replicas} replica{'s' if replicas > 1 else ''}"
+                for replicas, count in only.items()
+            )
+            raise InvalidRequest(
+                f"drive {target.drive} has the only copy of {told}; without it their chunks are lost. "
+                f"Bring it back, wait until other drives have them, or drain it while it can be read; to do "
+                f"without them for ever: nvpool drive remove POOL {target.drive} --lost --give-up"
+            )
 
     async def _replace(self, arguments: dict) -> dict:
         lost = bool(arguments.get("lost", False))
@@ -238,8 +307,10 @@ class Drives:
             if (there := self._taken_in(new_drive[0])) is not None:
                 return there | {"replaces": old.drive}
             find(self._leading.pool_map, arguments, self._node)
-            raise InvalidRequest(f"drive {old.drive} is being removed already; add the new one with: nvpool drive "
-                                 "add POOL PATH")
+            raise InvalidRequest(
+                f"drive {old.drive} is being removed already; add the new one with: nvpool drive "
+                "add POOL PATH"
+            )
         if lost:
             self._check_metadata(self._leading.pool_map, old)
             self._check_copies(self._leading.pool_map, old)
@@ -254,7 +325,11 @@ class Drives:
 
         try:
             async with self._adding:
-                used = {target: count for target, count in (await self._used()).items() if not lost or target != old.id}
+                used = {
+                    target: count
+                    for target, count in (await self._used()).items()
+                    if not lost or target != old.id
+                }
                 made = await self._take_in(*new_drive, also, used)
         finally:
             self._start()
@@ -263,9 +338,17 @@ class Drives:
     def _told(self, pool_map: PoolMap, arguments: dict) -> dict:
         target = find(pool_map, arguments, self._node, gone=True)
         drive = next(drive for drive in pool_map.drives if drive.id == target.drive)
-        return {"drive": target.drive, "target": target.id, "node": target.node, "path": drive.path,
-                "state": state_of(pool_map, target), "epoch": pool_map.epoch, "chains": held(pool_map)[target.id],
-                "chains_to_go": going(pool_map)[target.id], "waits_for": waits_for(pool_map)}
+        return {
+            "drive": target.drive,
+            "target": target.id,
+            "node": target.node,
+            "path": drive.path,
+            "state": state_of(pool_map, target),
+            "epoch": pool_map.epoch,
+            "chains": held(pool_map)[target.id],
+            "chains_to_go": going(pool_map)[target.id],
+            "waits_for": waits_for(pool_map),
+        }
 
     async def _replicas(self, arguments: dict) -> dict:
         """Create the chain table of a replica count, if there is none."""
@@ -301,8 +384,12 @@ class Drives:
             return msgspec.structs.replace(newest, moving=moving)
 
         new = await self._leading.change(decide)
-        return {"epoch": new.epoch, "paused": new.moving.paused, "limit_bytes_s": new.moving.limit_bytes_s,
-                "chains_to_move": sum(coming(new).values())}
+        return {
+            "epoch": new.epoch,
+            "paused": new.moving.paused,
+            "limit_bytes_s": new.moving.limit_bytes_s,
+            "chains_to_move": sum(coming(new).values()),
+        }
 
 
 class MoveProgress:
@@ -337,10 +424,19 @@ class MoveProgress:
         seconds_left = None
         if len(self._samples) > 1 and (done := self._samples[0][1] - self._samples[-1][1]) > 0:
             seconds_left = round(seen.to_copy * (self._samples[-1][0] - self._samples[0][0]) / done, 1)
-        return {"replicas": [table.id for table in pool_map.tables], "total": seen.chains,
-                "full": seen.full, "fewer": seen.short, "filling": seen.filled, "without": seen.without,
-                "to_copy": seen.to_copy, "bytes_left": int(left), "seconds_left": seconds_left,
-                "paused": pool_map.moving.paused, "limit_bytes_s": pool_map.moving.limit_bytes_s}
+        return {
+            "replicas": [table.id for table in pool_map.tables],
+            "total": seen.chains,
+            "full": seen.full,
+            "fewer": seen.short,
+            "filling": seen.filled,
+            "without": seen.without,
+            "to_copy": seen.to_copy,
+            "bytes_left": int(left),
+            "seconds_left": seconds_left,
+            "paused": pool_map.moving.paused,
+            "limit_bytes_s": pool_map.moving.limit_bytes_s,
+        }
 
 
 # -- values derived from a map -------------------------------------------------------------------------------
@@ -353,8 +449,13 @@ def held(pool_map: PoolMap) -> Counter[int]:
 
 def coming(pool_map: PoolMap) -> Counter[int]:
     """Number of chains that each target is still to receive."""
-    return Counter(target for table in pool_map.tables for chain in table.chains for target in chain.goal
-                   if target not in chain.targets)
+    return Counter(
+        target
+        for table in pool_map.tables
+        for chain in table.chains
+        for target in chain.goal
+        if target not in chain.targets
+    )
 
 
 def waits_for(pool_map: PoolMap) -> list[int]:
@@ -367,8 +468,14 @@ def waits_for(pool_map: PoolMap) -> list[int]:
 
 def going(pool_map: PoolMap) -> Counter[int]:
     """Number of chains that each target is still to give away."""
-    return Counter(target for table in pool_map.tables for chain in table.chains if chain.goal
-                   for target in chain.targets if target not in chain.goal)
+    return Counter(
+        target
+        for table in pool_map.tables
+        for chain in table.chains
+        if chain.goal
+        for target in chain.targets
+        if target not in chain.goal
+    )
 
 
 def state_of(pool_map: PoolMap, target: Target) -> str:
@@ -394,15 +501,27 @@ def drives_told(pool_map: PoolMap, stores: Mapping[int, dict]) -> list[dict]:
             continue
         drive = next(drive for drive in pool_map.drives if drive.id == target.drive)
         store = stores.get(target.id, {})
-        told.append({"drive": drive.id, "target": target.id, "node": drive.node, "path": drive.path,
-                     "capacity_bytes": drive.capacity_bytes, "used_bytes": store.get("used_bytes"),
-                     "state": store.get("state", "stopped" if target.wish == "lost" else "unknown"),
-                     "in_use": holds[target.id] > 0, "wish": state_of(pool_map, target), "chains": holds[target.id],
-                     "share": round(holds[target.id] / all_chains, 4), "chains_to_come": come[target.id],
-                     "chains_to_go": go[target.id], "lacks_room": bool(come[target.id] and store.get("lacks_room")),
-                     "moving_wait": store.get("resync_wait", "") or (
-                         store.get("strays_wait", "") if target.wish != "share" else ""),
-                     "metadata": beside(pool_map, drive.id)})
+        told.append(
+            {
+                "drive": drive.id,
+                "target": target.id,
+                "node": drive.node,
+                "path": drive.path,
+                "capacity_bytes": drive.capacity_bytes,
+                "used_bytes": store.get("used_bytes"),
+                "state": store.get("state", "stopped" if target.wish == "lost" else "unknown"),
+                "in_use": holds[target.id] > 0,
+                "wish": state_of(pool_map, target),
+                "chains": holds[target.id],
+                "share": round(holds[target.id] / all_chains, 4),
+                "chains_to_come": come[target.id],
+                "chains_to_go": go[target.id],
+                "lacks_room": bool(come[target.id] and store.get("lacks_room")),
+                "moving_wait": store.get("resync_wait", "")
+                or (store.get("strays_wait", "") if target.wish != "share" else ""),
+                "metadata": beside(pool_map, drive.id),
+            }
+        )
     return told
 
 
@@ -421,16 +540,32 @@ def find(pool_map: PoolMap, arguments: dict, node: int, *, gone: bool = False) -
     found = [target for target in pool_map.targets if name == str(target.drive)]
     if os.path.isabs(name):
         here = {os.path.realpath(name)}
-        found = [target for target in pool_map.targets
-                 if target.node == node and here & {os.path.realpath(path) for path in _places(paths[target.drive])}]
-        found = found or [target for target in pool_map.targets
-                          if target.node != node and name in _places(paths[target.drive])]
+        found = [
+            target
+            for target in pool_map.targets
+            if target.node == node
+            and here & {os.path.realpath(path) for path in _places(paths[target.drive])}
+        ]
+        found = found or [
+            target
+            for target in pool_map.targets
+            if target.node != node and name in _places(paths[target.drive])
+        ]
         if len({target.node for target in found}) > 1:
-            raise InvalidRequest(f"there are drives at {name} on several nodes and none on this one; give the drive's number")
+            raise InvalidRequest(
+                f"there are drives at {name} on several nodes and none on this one; give the drive's number"
+            )
     if not found:
-        there = [f"{target.drive} ({paths[target.drive]} of node {target.node})" for target in pool_map.targets
-                 if target.state != "gone"]
-        more = f" and {len(there) - _NAMED_MAX} more, which `nvpool drive ls POOL` lists" if len(there) > _NAMED_MAX else ""
+        there = [
+            f"{target.drive} ({paths[target.drive]} of node {target.node})"
+            for target in pool_map.targets
+            if target.state != "gone"
+        ]
+        more = (
+            f" and {len(there) - _NAMED_MAX} more, which `nvpool drive ls POOL` lists"
+            if len(there) > _NAMED_MAX
+            else ""
+        )
         raise NotFound(f"the pool has no drive {name}; its drives are {', '.join(there[:_NAMED_MAX])}{more}")
     target = found[-1]  # of several targets at a path only the last may still exist
     if target.state == "gone" and not gone:
@@ -453,14 +588,20 @@ def _with_one_more(pool_map: PoolMap, node: int, path: str, capacity_bytes: int)
     """Map with an additional drive that does not exist yet."""
     drive = max((one.id for one in pool_map.drives), default=0) + 1
     target = max((one.id for one in pool_map.targets), default=0) + 1
-    return msgspec.structs.replace(pool_map, drives=(*pool_map.drives, Drive(drive, node, path, capacity_bytes)),
-                                   targets=(*pool_map.targets, Target(target, drive, node, capacity_bytes, ())))
+    return msgspec.structs.replace(
+        pool_map,
+        drives=(*pool_map.drives, Drive(drive, node, path, capacity_bytes)),
+        targets=(*pool_map.targets, Target(target, drive, node, capacity_bytes, ())),
+    )
 
 
 def _check_count(pool_map: PoolMap) -> None:
     """Raise InvalidRequest if the targets are too few even with one more."""
     most = max((table.id for table in pool_map.tables), default=1)
-    if len([target for target in pool_map.targets if target.state != "gone" and target.wish == "share"]) + 1 < most:
+    if (
+        len([target for target in pool_map.targets if target.state != "gone" and target.wish == "share"]) + 1
+        < most
+    ):
         with_goals(pool_map)
 
 
@@ -475,22 +616,45 @@ def _drive_of(arguments: dict, verb: str) -> tuple[str, int, bool]:
     return path, capacity_bytes, force
 
 
-def _make_store(directory: str, path: str, capacity_bytes: int, force: bool, node: int, verb: str, target: int,
-                pool_map: PoolMap) -> dict:
+def _make_store(
+    directory: str,
+    path: str,
+    capacity_bytes: int,
+    force: bool,
+    node: int,
+    verb: str,
+    target: int,
+    pool_map: PoolMap,
+) -> dict:
     """Run provision/create as a separate program.
 
     Its work on a drive then cannot block this process.
 
     `verb`: store (make the store) or check (only check for reasons to refuse).
     """
-    request = {"verb": verb, "directory": directory, "path": path, "capacity_bytes": capacity_bytes, "target": target,
-               "pool_id": pool_map.pool_id, "known": _in_use(pool_map, node), "force": force}
+    request = {
+        "verb": verb,
+        "directory": directory,
+        "path": path,
+        "capacity_bytes": capacity_bytes,
+        "target": target,
+        "pool_id": pool_map.pool_id,
+        "known": _in_use(pool_map, node),
+        "force": force,
+    }
     try:
-        done = subprocess.run(command(Program.POOL_MAKER), input=json.dumps(request).encode(), stdout=subprocess.PIPE,
-                              timeout=_MAKE_DEADLINE_S, check=False)
+        done = subprocess.run(
+            command(Program.POOL_MAKER),
+            input=json.dumps(request).encode(),
+            stdout=subprocess.PIPE,
+            timeout=_MAKE_DEADLINE_S,
+            check=False,
+        )
         answer = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
-        raise Unavailable(f"no store could be made at {path} within {_MAKE_DEADLINE_S:.0f} s", may_be_applied=True) from None
+        raise Unavailable(
+            f"no store could be made at {path} within {_MAKE_DEADLINE_S:.0f} s", may_be_applied=True
+        ) from None
     except ValueError:
         raise Bug("the program that makes stores gave no answer; its reason is in the log") from None
     if "error" in answer:

@@ -26,7 +26,15 @@ from nvpool.node.coordination.map_backend import MapKeeper
 from nvpool.poolmap.model import Node, PoolMap, encode_map
 from nvpool.poolmap.nodes.etcd_membership import lets_in
 from nvpool.poolmap.nodes.membership import joined, token_for, token_given
-from nvpool.provision.tokens import KINDS, TOKEN_S_MAX, address_of, hosts_of, new_token, now_ms, read_authority
+from nvpool.provision.tokens import (
+    KINDS,
+    TOKEN_S_MAX,
+    address_of,
+    hosts_of,
+    new_token,
+    now_ms,
+    read_authority,
+)
 from nvpool.rpc.api import Call
 from nvpool.rpc.v1 import pool_pb2, wire_pb2
 from nvpool.runtime.audit_events import actor_of, audited
@@ -42,16 +50,25 @@ log = logging.getLogger("nvpool.node.admin.join_server")
 class Reception:
     """Join server of one node. `change` changes the pool map (`Leading.change`)."""
 
-    def __init__(self, directory: PoolDirectory, keeper: MapKeeper,
-                 change: Callable[[Callable[[PoolMap], PoolMap]], Awaitable[PoolMap]], audit: AuditLog,
-                 certificates: CertificateStore):
+    def __init__(
+        self,
+        directory: PoolDirectory,
+        keeper: MapKeeper,
+        change: Callable[[Callable[[PoolMap], PoolMap]], Awaitable[PoolMap]],
+        audit: AuditLog,
+        certificates: CertificateStore,
+    ):
         self._directory = directory
         self._keeper = keeper
         self._change = change
         self._audit = audit
         self._certificates = certificates
-        self.answers = {wire_pb2.POOL_AUTHORITY: self._answer_authority, wire_pb2.POOL_JOIN: self._answer_join,
-                        wire_pb2.POOL_RENEW: self._answer_renew, wire_pb2.POOL_KEYS: self._answer_keys}
+        self.answers = {
+            wire_pb2.POOL_AUTHORITY: self._answer_authority,
+            wire_pb2.POOL_JOIN: self._answer_join,
+            wire_pb2.POOL_RENEW: self._answer_renew,
+            wire_pb2.POOL_KEYS: self._answer_keys,
+        }
 
     def _authority(self) -> Authority:
         """The pool's CA. AccessDenied: this node does not have its key; the error names the nodes that do."""
@@ -60,28 +77,41 @@ class Reception:
         except AccessDenied:
             pool_map = self._keeper.relay.pool_map
             others = [address_of(pool_map.node_by_id[node]) for node in sorted(lets_in(pool_map))]
-            raise AccessDenied(f"this node lets nobody in, since it does not have the key of the pool's authority; nodes that "
-                               f"have it: {', '.join(others) or 'the first one'}") from None
+            raise AccessDenied(
+                f"this node lets nobody in, since it does not have the key of the pool's authority; nodes that "
+                f"have it: {', '.join(others) or 'the first one'}"
+            ) from None
 
-    async def make_token(self, kind: str, lives_s: float, acts_as: tuple[int, int] | None = None,
-                         squash_root: bool = False) -> dict:
+    async def make_token(
+        self, kind: str, lives_s: float, acts_as: tuple[int, int] | None = None, squash_root: bool = False
+    ) -> dict:
         """Create a token; return it with the address to join at.
 
         InvalidRequest: an argument is invalid, or this node listens on unix sockets only.
         """
         address = address_of(self._keeper.relay.pool_map.node_by_id[self._directory.node])
         if not address:
-            raise InvalidRequest("nobody can join this pool, since it listens on unix sockets of its machine alone",
-                                 remedy="make a pool that others reach: nvpool pool create DIR --drive PATH --host ADDRESS")
+            raise InvalidRequest(
+                "nobody can join this pool, since it listens on unix sockets of its machine alone",
+                remedy="make a pool that others reach: nvpool pool create DIR --drive PATH --host ADDRESS",
+            )
         if kind not in KINDS or not 1 <= lives_s <= TOKEN_S_MAX:
-            raise InvalidRequest(f"a token is for one of {', '.join(KINDS)}, and lives for 1 to {TOKEN_S_MAX:.0f} seconds")
-        if acts_as is not None and (kind != "client" or not all(0 < number < 0xFFFFFFFF for number in acts_as)):
-            raise InvalidRequest("a client may be bound to one user, with numbers of user and group from 1 to 4,294,967,294")
+            raise InvalidRequest(
+                f"a token is for one of {', '.join(KINDS)}, and lives for 1 to {TOKEN_S_MAX:.0f} seconds"
+            )
+        if acts_as is not None and (
+            kind != "client" or not all(0 < number < 0xFFFFFFFF for number in acts_as)
+        ):
+            raise InvalidRequest(
+                "a client may be bound to one user, with numbers of user and group from 1 to 4,294,967,294"
+            )
         if squash_root and (kind != "client" or acts_as is not None):
             raise InvalidRequest("root is squashed of clients that are not bound to one user")
         if squash_root and len(self._keeper.relay.pool_map.shards) > 1:
-            raise InvalidRequest("root is not squashed in this pool, since its metadata is in several shards",
-                                 remedy="let the client in without --squash-root, or make a pool with one shard for it")
+            raise InvalidRequest(
+                "root is not squashed in this pool, since its metadata is in several shards",
+                remedy="let the client in without --squash-root, or make a pool with one shard for it",
+            )
         kept_kind = f"{kind}.{SQUASH_ROOT}" if squash_root else kind
         if acts_as is not None:
             kept_kind = f"client.u{acts_as[0]}-{acts_as[1]}"
@@ -94,7 +124,9 @@ class Reception:
             certificate = (self._directory.secret / AUTHORITY_FILE).read_bytes()
         except OSError as error:
             raise from_os_error(error, f"read {error.filename}") from error
-        return pool_pb2.AuthorityReply(certificate=certificate, pool_id=self._keeper.relay.pool_map.pool_id).SerializeToString()
+        return pool_pb2.AuthorityReply(
+            certificate=certificate, pool_id=self._keeper.relay.pool_map.pool_id
+        ).SerializeToString()
 
     async def _answer_join(self, call: Call) -> bytes:
         request = _read(pool_pb2.JoinRequest, call)
@@ -115,20 +147,33 @@ class Reception:
             for endpoint in endpoints:
                 parse_endpoint(endpoint)
             await self._keeper.move()
-        member = new_member(kind, request.name, acts_as=acts_as_of(kept.kind), squash_root=kept.kind == f"{kind}.{SQUASH_ROOT}")
+        member = new_member(
+            kind,
+            request.name,
+            acts_as=acts_as_of(kept.kind),
+            squash_root=kept.kind == f"{kind}.{SQUASH_ROOT}",
+        )
         if kind == "node":
-            node = partial(Node, name=request.name[:64], host_id=request.host_id, endpoints=endpoints, member=member)
+            node = partial(
+                Node, name=request.name[:64], host_id=request.host_id, endpoints=endpoints, member=member
+            )
         new = await self._change(lambda newest: joined(newest, hash, kind, used_by, member, now_ms(), node))
         member = token_for(new, hash, kind, used_by, now_ms()).member
         what["member"] = member
         log.info("%s has joined the pool, from %s", member, call.peer.address)
+
         def sign(addresses: tuple[str, ...] = ()) -> bytes:
             certificate = authority.sign(request.request, new.pool_id, member, addresses)
             self._certificates.note_issued(member, certificate)
             return certificate
 
-        answer = {"pool_id": new.pool_id, "name": new.name, "member": member, "authority": authority.certificate.decode(),
-                  "map": encode_map(new).decode()}
+        answer = {
+            "pool_id": new.pool_id,
+            "name": new.name,
+            "member": member,
+            "authority": authority.certificate.decode(),
+            "map": encode_map(new).decode(),
+        }
         if node is None:
             return _joined(answer | {"certificate": sign().decode()})
         number = next(one.id for one in new.nodes if one.member == member)
@@ -136,13 +181,19 @@ class Reception:
         if self._keeper.external:
             where = {"members": list(self._keeper.members), "external": self._keeper.external}
         else:
-            where = {"members": [one.client for one in new.etcd if one.state == "up"] or list(self._keeper.members)}
+            where = {
+                "members": [one.client for one in new.etcd if one.state == "up"] or list(self._keeper.members)
+            }
         answer |= {
-            "node": number, "certificate": sign((request.host,)).decode(),
+            "node": number,
+            "certificate": sign((request.host,)).decode(),
             "grant_key": self._directory.grant_key.read_bytes().hex(),
-            "etcd": where | {
-                     "authority": etcd.certificate.decode(),
-                     "certificate": etcd.sign(request.request, new.pool_id, member, (request.host,)).decode()}}
+            "etcd": where
+            | {
+                "authority": etcd.certificate.decode(),
+                "certificate": etcd.sign(request.request, new.pool_id, member, (request.host,)).decode(),
+            },
+        }
         return _joined(answer)
 
     async def _answer_renew(self, call: Call) -> bytes:
@@ -167,11 +218,17 @@ class Reception:
         AuthorityCheck(SYSTEM_CLOCK, read_grant_key(self._directory))(request.right)
         pool_map = self._keeper.relay.pool_map
         node = pool_map.node_by_id.get(request.node)
-        if request.node not in lets_in(pool_map) or node is None or (call.peer.member and call.peer.member != node.member):
+        if (
+            request.node not in lets_in(pool_map)
+            or node is None
+            or (call.peer.member and call.peer.member != node.member)
+        ):
             raise AccessDenied(f"node {request.node} keeps no pool map, and gets no keys")
         authority, etcd = (read_authority(self._directory, below) for below in ("", ETCD_SECRET))
         self._audit.note("authority-keys", actor_of(call.peer), {"node": request.node})
-        log.info("node %d gets the keys of the pool's authorities: it lets others in from now on", request.node)
+        log.info(
+            "node %d gets the keys of the pool's authorities: it lets others in from now on", request.node
+        )
         return pool_pb2.KeysReply(authority=authority.key, etcd_authority=etcd.key).SerializeToString()
 
 

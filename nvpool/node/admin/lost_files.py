@@ -45,13 +45,22 @@ class Losses:
                     pass  # keep what was found in time
                 self._of_epoch, self._until_s = pool_map.epoch, SYSTEM_CLOCK.boottime_s() + KEPT_S
             waiting = ownerless(pool_map)
-            told = [f"{len(waiting)} chains are to begin anew with nothing: what is written to them waits until nobody has a "
-                    f"right any more to ask those that were given up"] if waiting else []
+            told = (
+                [
+                    f"{len(waiting)} chains are to begin anew with nothing: what is written to them waits until nobody has a "
+                    f"right any more to ask those that were given up"
+                ]
+                if waiting
+                else []
+            )
             if self._whole and not self._found:
                 return told
-            return [*told, f"{count} chains were on lost drives only: what files had in them is gone; `nvpool fsck POOL` names "
-                    "all",
-                    *self._found]
+            return [
+                *told,
+                f"{count} chains were on lost drives only: what files had in them is gone; `nvpool fsck POOL` names "
+                "all",
+                *self._found,
+            ]
 
     async def _look(self) -> None:
         # Imported when data is lost: the client is more than half of what a supervisor would load before it
@@ -60,7 +69,10 @@ class Losses:
         from nvpool.client.session import Client
         from nvpool.client.state.options import ClientOptions
         from nvpool.sdk.fsck.lost_files import lost_files
-        client = await Client.open(os.fspath(self._directory.path), "status", ClientOptions(deadline_s=LOOK_S))
+
+        client = await Client.open(
+            os.fspath(self._directory.path), "status", ClientOptions(deadline_s=LOOK_S)
+        )
         try:
             async for path, inode, chunks in lost_files(client):
                 self._found.append(f"file {printable(path)}, inode {inode}: {chunks} of its chunks are lost")

@@ -48,9 +48,17 @@ async def look_after(*parts: Callable[[], Awaitable[None]]) -> None:
 
 
 class Nodes:
-    def __init__(self, node: int, leading: Leading, reception: Reception | None, etcd: EtcdKeeper | None, *,
-                 used: Callable[[], Awaitable[dict[int, int]]], answers: Callable[[Node], Awaitable[bool]],
-                 stop: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        node: int,
+        leading: Leading,
+        reception: Reception | None,
+        etcd: EtcdKeeper | None,
+        *,
+        used: Callable[[], Awaitable[dict[int, int]]],
+        answers: Callable[[Node], Awaitable[bool]],
+        stop: Callable[[str], None],
+    ) -> None:
         """Create the commands.
 
         `used`: returns the bytes that targets hold, for those that answer. `answers`: whether a node's
@@ -64,14 +72,22 @@ class Nodes:
         self._answers = answers
         self._stop = stop
         self.verbs: dict[str, Callable[[dict], Awaitable[dict]]] = {
-            "token": self._token, "member-remove": self._member_remove, "node-remove": self._remove,
-            "node-drain": self._drain, "node-rack": self._rack}
+            "token": self._token,
+            "member-remove": self._member_remove,
+            "node-remove": self._remove,
+            "node-drain": self._drain,
+            "node-rack": self._rack,
+        }
 
     async def run_once(self) -> None:
         pool_map = self._leading.pool_map
         own = pool_map.node_by_id.get(self._node)
-        if own is not None and own.wish == "stop" and self._leading.manager is None \
-                and node_lifecycle.left_on(pool_map, self._node).nothing:
+        if (
+            own is not None
+            and own.wish == "stop"
+            and self._leading.manager is None
+            and node_lifecycle.left_on(pool_map, self._node).nothing
+        ):
             self._stop("this node is drained, and was to stop then")
         if self._leading.manager is not None and node_lifecycle.settled(pool_map, now_ms()) is not pool_map:
             await self._leading.change_as_leader(lambda newest: node_lifecycle.settled(newest, now_ms()))
@@ -84,13 +100,16 @@ class Nodes:
         except (TypeError, ValueError):
             raise InvalidRequest("token wants a kind and lives_s") from None
         acts_as = arguments.get("acts_as")
-        if acts_as is not None and not (isinstance(acts_as, list) and len(acts_as) == 2
-                                        and all(type(number) is int for number in acts_as)):
+        if acts_as is not None and not (
+            isinstance(acts_as, list) and len(acts_as) == 2 and all(type(number) is int for number in acts_as)
+        ):
             raise InvalidRequest("acts_as is a list of two numbers, of user and group")
         squash_root = arguments.get("squash_root", False)
         if not isinstance(squash_root, bool):
             raise InvalidRequest("squash_root is true or false")
-        return await self._reception.make_token(kind, lives_s, tuple(acts_as) if acts_as is not None else None, squash_root)
+        return await self._reception.make_token(
+            kind, lives_s, tuple(acts_as) if acts_as is not None else None, squash_root
+        )
 
     async def _member_remove(self, arguments: dict) -> dict:
         member = str(arguments.get("member", ""))
@@ -106,29 +125,41 @@ class Nodes:
             if self._etcd is not None:
                 await self._etcd.leave(number)  # first: without its certificate etcd may lose the quorum
             return self._told(
-                await self._leading.change(lambda newest: node_lifecycle.removed(newest, number, now_ms())), number
+                await self._leading.change(lambda newest: node_lifecycle.removed(newest, number, now_ms())),
+                number,
             )
         node = node_lifecycle.node_of(self._leading.pool_map, number)
         if number == self._node:
             raise InvalidRequest(f"this is node {number}; whether it is lost is said on another node")
         if await self._answers(node):
-            raise InUse(f"node {number} answers; first: nvpool node drain POOL {number} --wait   or end its processes")
+            raise InUse(
+                f"node {number} answers; first: nvpool node drain POOL {number} --wait   or end its processes"
+            )
         used = await self._used()
-        wanted = partial(node_lifecycle.lost, number=number, used_bytes=used, now_ms=now_ms(), give_up=give_up)
+        wanted = partial(
+            node_lifecycle.lost, number=number, used_bytes=used, now_ms=now_ms(), give_up=give_up
+        )
         return self._told(await self._leading.change(wanted), number)
 
     async def _drain(self, arguments: dict) -> dict:
         number, stop = _number(arguments, "node-drain"), bool(arguments.get("stop", False))
         if arguments.get("cancel", False):
-            return self._told(await self._leading.change(lambda newest: node_lifecycle.shares_again(newest, number)), number)
+            return self._told(
+                await self._leading.change(lambda newest: node_lifecycle.shares_again(newest, number)), number
+            )
         used = await self._used()
         return self._told(
-            await self._leading.change(lambda newest: node_lifecycle.drained(newest, number, used, stop=stop)), number
+            await self._leading.change(
+                lambda newest: node_lifecycle.drained(newest, number, used, stop=stop)
+            ),
+            number,
         )
 
     async def _rack(self, arguments: dict) -> dict:
         number, rack = _number(arguments, "node-rack"), str(arguments.get("rack", ""))
-        return self._told(await self._leading.change(lambda newest: node_lifecycle.in_rack(newest, number, rack)), number)
+        return self._told(
+            await self._leading.change(lambda newest: node_lifecycle.in_rack(newest, number, rack)), number
+        )
 
     def _told(self, pool_map: PoolMap, number: int) -> dict:
         node = pool_map.node_by_id.get(number)
@@ -145,12 +176,22 @@ def told_of(pool_map: PoolMap, node: Node, leader: int | None) -> dict:
     wish = {"share": "", "drain": "draining", "stop": "draining", "lost": "lost"}[node.wish]
     if wish == "draining" and left.nothing and not leads:
         wish = "drained"
-    places = [(shard.id, member == shard.member) for shard in pool_map.shards for member in members(shard)
-              if node_and_path(shard, member)[0] == node.id]
-    return {"wish": wish, "rack": node.rack, "leads": leads, "etcd": left.etcd, "chains": left.chains,
-            "drives": len(node_lifecycle.targets_of(pool_map, node.id)),
-            "primaries": [shard for shard, primary in places if primary],
-            "standbys": [shard for shard, primary in places if not primary]}
+    places = [
+        (shard.id, member == shard.member)
+        for shard in pool_map.shards
+        for member in members(shard)
+        if node_and_path(shard, member)[0] == node.id
+    ]
+    return {
+        "wish": wish,
+        "rack": node.rack,
+        "leads": leads,
+        "etcd": left.etcd,
+        "chains": left.chains,
+        "drives": len(node_lifecycle.targets_of(pool_map, node.id)),
+        "primaries": [shard for shard, primary in places if primary],
+        "standbys": [shard for shard, primary in places if not primary],
+    }
 
 
 def _number(arguments: dict, verb: str) -> int:

@@ -22,7 +22,9 @@ _RIGHT_MS = 60_000
 
 
 class Scrubbing:
-    def __init__(self, node: int, pool_map: Callable[[], PoolMap], dialer: Dialer, secret: Callable[[], bytes]) -> None:
+    def __init__(
+        self, node: int, pool_map: Callable[[], PoolMap], dialer: Dialer, secret: Callable[[], bytes]
+    ) -> None:
         self._node = node
         self._pool_map = pool_map
         self._dialer = dialer
@@ -41,19 +43,33 @@ class Scrubbing:
         elif arguments.get("target"):
             targets = [target for target in targets if str(target.id) == str(arguments["target"])]
             if not targets:
-                raise InvalidRequest(f"the pool has no target {arguments['target']}; `nvpool drive ls POOL` lists them")
+                raise InvalidRequest(
+                    f"the pool has no target {arguments['target']}; `nvpool drive ls POOL` lists them"
+                )
         ends_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000 + _RIGHT_MS
         right = sign(Grant(SERVICE, 0, 0, 0, 0, ends_ms), self._secret())
-        told = await asyncio.gather(*(self._tell(pool_map, target, str(arguments.get("order")), right) for target in targets))
-        return {"targets": sorted(target.id for target, reason in zip(targets, told, strict=True) if not reason),
-                "silent": {str(target.id): reason for target, reason in zip(targets, told, strict=True) if reason}}
+        told = await asyncio.gather(
+            *(self._tell(pool_map, target, str(arguments.get("order")), right) for target in targets)
+        )
+        return {
+            "targets": sorted(target.id for target, reason in zip(targets, told, strict=True) if not reason),
+            "silent": {
+                str(target.id): reason for target, reason in zip(targets, told, strict=True) if reason
+            },
+        }
 
     async def _tell(self, pool_map: PoolMap, target: Target, order: str, right: bytes) -> str:
         """Send the command to a target. Return the reason if it was not received, else ""."""
-        request = data_pb2.ScrubOrderRequest(map_epoch=pool_map.epoch, target=target.id, authority=right, order=order)
+        request = data_pb2.ScrubOrderRequest(
+            map_epoch=pool_map.epoch, target=target.id, authority=right, order=order
+        )
         try:
-            await self._dialer.call(target.endpoints, wire_pb2.DATA_SCRUB_ORDER, request.SerializeToString(),
-                                    deadline_s=SYSTEM_CLOCK.boottime_s() + _CALL_S)
+            await self._dialer.call(
+                target.endpoints,
+                wire_pb2.DATA_SCRUB_ORDER,
+                request.SerializeToString(),
+                deadline_s=SYSTEM_CLOCK.boottime_s() + _CALL_S,
+            )
         except InvalidRequest:
             raise
         except NvpoolError as error:

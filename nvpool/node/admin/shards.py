@@ -43,8 +43,17 @@ log = logging.getLogger("nvpool.node.admin.shards")
 
 
 class MetaShards:
-    def __init__(self, directory: PoolDirectory, config: Config, node: int, leading: Leading, dialer: Dialer, *,
-                 start: Callable[[], None], clock: Clock = SYSTEM_CLOCK):
+    def __init__(
+        self,
+        directory: PoolDirectory,
+        config: Config,
+        node: int,
+        leading: Leading,
+        dialer: Dialer,
+        *,
+        start: Callable[[], None],
+        clock: Clock = SYSTEM_CLOCK,
+    ):
         """`start` starts the processes that the map requires here."""
         self._directory = directory
         self._config = config
@@ -55,7 +64,10 @@ class MetaShards:
         self._clock = clock
         self._adding = asyncio.Lock()
         self._empty_since_s: dict[int, float] = {}
-        self.verbs: dict[str, Callable[[dict], Awaitable[dict]]] = {"shard-add": self._add, "shard-remove": self._remove}
+        self.verbs: dict[str, Callable[[dict], Awaitable[dict]]] = {
+            "shard-add": self._add,
+            "shard-remove": self._remove,
+        }
 
     # -- commands --------------------------------------------------------------------------------------------
 
@@ -64,7 +76,11 @@ class MetaShards:
 
         A shard on another node is made by that node. Does nothing for the number of a shard that exists.
         """
-        number, standbys, node = _number(arguments, "shard"), _number(arguments, "standbys"), _number(arguments, "node")
+        number, standbys, node = (
+            _number(arguments, "shard"),
+            _number(arguments, "standbys"),
+            _number(arguments, "node"),
+        )
         async with self._adding:
             pool_map = self._leading.pool_map
             known = {*pool_map.shard_by_id, *(one.id for one in pool_map.shards_wanted)}
@@ -72,13 +88,18 @@ class MetaShards:
                 return self._told(pool_map, number)
             given = partition_moves.shards_given(pool_map)
             if number is not None and number != given + 1:
-                raise InvalidRequest(f"the next shard of this pool has the number {given + 1}; none is given twice")
+                raise InvalidRequest(
+                    f"the next shard of this pool has the number {given + 1}; none is given twice"
+                )
             if len(known) >= SHARDS_MAX:
                 raise InvalidRequest(f"a pool has {SHARDS_MAX} shards at most")
-            wanted = ShardWanted(given + 1, node or partition_moves.node_for_shard(pool_map, self._node), standbys)
+            wanted = ShardWanted(
+                given + 1, node or partition_moves.node_for_shard(pool_map, self._node), standbys
+            )
             if wanted.node != self._node:
                 return self._told(
-                    await self._leading.change(lambda newest: partition_moves.shard_wanted(newest, wanted)), wanted.id
+                    await self._leading.change(lambda newest: partition_moves.shard_wanted(newest, wanted)),
+                    wanted.id,
                 )
             return self._told(await self._add_here(wanted), wanted.id)
 
@@ -108,17 +129,27 @@ class MetaShards:
                         await self._add_here(wanted)
 
     async def _make(self, pool_map: PoolMap, number: int, standbys: int | None) -> Shard:
-        places = [Path(drive.path) for drive in pool_map.drives if drive.node == self._node
-                  and any(target.drive == drive.id and not target.is_over for target in pool_map.targets)]
+        places = [
+            Path(drive.path)
+            for drive in pool_map.drives
+            if drive.node == self._node
+            and any(target.drive == drive.id and not target.is_over for target in pool_map.targets)
+        ]
         wanted = max(len(shard.standbys) for shard in pool_map.shards) if standbys is None else standbys
         if standbys is not None and not 0 <= standbys <= min(STANDBYS_MAX, len(places)):
-            raise InvalidRequest(f"{standbys} standbys need as many drives on this node; {STANDBYS_MAX} are possible at most")
+            raise InvalidRequest(
+                f"{standbys} standbys need as many drives on this node; {STANDBYS_MAX} are possible at most"
+            )
         wanted = min(wanted, len(places))
         ports = free_ports(2 * (wanted + 1), self._config.network, used_ports(pool_map))
 
         def endpoints(member: int) -> tuple[str, ...]:
-            return endpoints_for(self._directory, process_name(number, member), self._config.network.host,
-                                 ports[2 * member:][:2])
+            return endpoints_for(
+                self._directory,
+                process_name(number, member),
+                self._config.network.host,
+                ports[2 * member :][:2],
+            )
 
         path = self._directory.shard(number)
         if path.exists():  # left by an interrupted command: no map names it
@@ -128,10 +159,20 @@ class MetaShards:
         await asyncio.to_thread(sync_directory, path.parent)
         own = endpoints(0)
         beside = [str(places[(number - 1 + at) % len(places)]) for at in range(wanted)]
-        return Shard(number, self._node, own, standbys=tuple(
-            StandbyMember(member, self._node, endpoints(member),
-                    path=make_standby_place(self._directory, place, pool_map.pool_id, number, member))
-            for member, place in enumerate(beside, 1)))
+        return Shard(
+            number,
+            self._node,
+            own,
+            standbys=tuple(
+                StandbyMember(
+                    member,
+                    self._node,
+                    endpoints(member),
+                    path=make_standby_place(self._directory, place, pool_map.pool_id, number, member),
+                )
+                for member, place in enumerate(beside, 1)
+            ),
+        )
 
     async def _remove(self, arguments: dict) -> dict:
         """Move the shard's partitions to the others and then remove it.
@@ -160,8 +201,13 @@ class MetaShards:
         wanted = next((one for one in pool_map.shards_wanted if one.id == number), None)
         state = state_of(shard) if shard is not None else "removed" if wanted is None else "wanted"
         node = shard.node if shard is not None else wanted.node if wanted is not None else None
-        return {"shard": number, "node": node, "state": state, "epoch": pool_map.epoch,
-                "partitions_to_move": partition_moves.left(pool_map, number)}
+        return {
+            "shard": number,
+            "node": node,
+            "state": state,
+            "epoch": pool_map.epoch,
+            "partitions_to_move": partition_moves.left(pool_map, number),
+        }
 
     # -- removal of empty shards -----------------------------------------------------------------------------
 
@@ -207,8 +253,9 @@ class MetaShards:
         clients must have left or have had their time.
         """
         request = meta_pb2.MetaStatusRequest().SerializeToString()
-        reply = await self._dialer.call(shard.endpoints, wire_pb2.META_STATUS, request,
-                                        deadline_s=self._clock.boottime_s() + ASK_S)
+        reply = await self._dialer.call(
+            shard.endpoints, wire_pb2.META_STATUS, request, deadline_s=self._clock.boottime_s() + ASK_S
+        )
         status = decoded(meta_pb2.MetaStatusReply, reply.message)
         waits_for = "spans_to_tell", "held", "cutting", "parts", "walks"
         if status.state != "serving" or any(status.counters[name] for name in waits_for):
@@ -221,9 +268,15 @@ class MetaShards:
         """Directories on this node of shards that have left the pool."""
         name = f"nvpool-{pool_map.pool_id[:8]}-meta-"
         found = []
-        for path in (*(self._directory.path / "meta").glob("*"),
-                     *(path for drive in pool_map.drives if drive.node == self._node
-                       for path in Path(drive.path).parent.glob(f"{name}*"))):
+        for path in (
+            *(self._directory.path / "meta").glob("*"),
+            *(
+                path
+                for drive in pool_map.drives
+                if drive.node == self._node
+                for path in Path(drive.path).parent.glob(f"{name}*")
+            ),
+        ):
             if self._has_left(pool_map, path.name.removeprefix(name).removeprefix("shard-")):
                 found.append(path)
         return found
@@ -234,7 +287,11 @@ class MetaShards:
 
         `member` begins with the shard's number; more may follow after a dot."""
         number = member.partition(".")[0]
-        return number.isdigit() and int(number) not in pool_map.shard_by_id and int(number) <= pool_map.shards_given
+        return (
+            number.isdigit()
+            and int(number) not in pool_map.shard_by_id
+            and int(number) <= pool_map.shards_given
+        )
 
     async def remove_left(self, pool_map: PoolMap) -> None:
         for path in self.left_behind(pool_map):
@@ -274,12 +331,43 @@ def shards_told(pool_map: PoolMap, processes: list[dict]) -> list[dict]:
     for shard in pool_map.shards:
         seen = {process["member"]: process for process in processes if process.get("shard") == shard.id}
         primary = seen.get(shard.member, {})
-        told.append({"shard": shard.id, "node": shard.node, "state": primary.get("state", "unknown"), "wish": state_of(shard),
-                     "partitions": held[shard.id], "partitions_to_come": come[shard.id], "partitions_to_go": go[shard.id],
-                     "inodes": primary.get("inodes"), "sessions": primary.get("sessions")} | members_told(pool_map, shard))
-    return told + [{"shard": one.id, "node": one.node, "state": "wanted", "wish": "", "partitions": 0, "partitions_to_come": 0,
-                    "partitions_to_go": 0, "inodes": None, "sessions": None, "term": 0, "standbys_wanted": one.standbys or 0,
-                    "members": [{"member": 0, "node": one.node, "drive": None, "path": "", "state": "primary",
-                                 "leaves": False}]}
-                   for one in pool_map.shards_wanted]
-
+        told.append(
+            {
+                "shard": shard.id,
+                "node": shard.node,
+                "state": primary.get("state", "unknown"),
+                "wish": state_of(shard),
+                "partitions": held[shard.id],
+                "partitions_to_come": come[shard.id],
+                "partitions_to_go": go[shard.id],
+                "inodes": primary.get("inodes"),
+                "sessions": primary.get("sessions"),
+            }
+            | members_told(pool_map, shard)
+        )
+    return told + [
+        {
+            "shard": one.id,
+            "node": one.node,
+            "state": "wanted",
+            "wish": "",
+            "partitions": 0,
+            "partitions_to_come": 0,
+            "partitions_to_go": 0,
+            "inodes": None,
+            "sessions": None,
+            "term": 0,
+            "standbys_wanted": one.standbys or 0,
+            "members": [
+                {
+                    "member": 0,
+                    "node": one.node,
+                    "drive": None,
+                    "path": "",
+                    "state": "primary",
+                    "leaves": False,
+                }
+            ],
+        }
+        for one in pool_map.shards_wanted
+    ]

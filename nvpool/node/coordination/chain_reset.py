@@ -34,8 +34,15 @@ log = logging.getLogger("nvpool.node.coordination.chain_reset")
 
 
 class NewChains:
-    def __init__(self, leading: Leading, dialer: Dialer, *, rights_s: float, has_ended: Callable[[int], bool],
-                 clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self,
+        leading: Leading,
+        dialer: Dialer,
+        *,
+        rights_s: float,
+        has_ended: Callable[[int], bool],
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
         """Create the task of one node.
 
         `rights_s`: lifetime of a grant for a file's chunks. `has_ended`: whether a target is on this node and
@@ -71,8 +78,11 @@ class NewChains:
         now_s = self._clock.boottime_s()
         former = frozenset().union(*chains.values())
         self._since_s = {target: self._since_s.get(target, now_s) for target in former}
-        silent = {target for target in former
-                  if now_s - self._since_s[target] > (LOCATIONS_S if self._has_ended(target) else self._wait_s)}
+        silent = {
+            target
+            for target in former
+            if now_s - self._since_s[target] > (LOCATIONS_S if self._has_ended(target) else self._wait_s)
+        }
         names = [name for name, targets in chains.items() if targets <= silent]
         if not names or manager is None:
             return 0
@@ -94,11 +104,17 @@ class NewChains:
     async def _births(self, pool_map: PoolMap) -> Loss:
         """Inodes that exist now, according to the primaries."""
         counters = await asyncio.gather(*(self._next_counter(shard.endpoints) for shard in pool_map.shards))
-        return births_of(pool_map, {shard.id: counter for shard, counter in zip(pool_map.shards, counters, strict=True)})
+        return births_of(
+            pool_map, {shard.id: counter for shard, counter in zip(pool_map.shards, counters, strict=True)}
+        )
 
     async def _next_counter(self, endpoints: tuple[str, ...]) -> int:
-        reply = await self._dialer.call(endpoints, wire_pb2.META_STATUS, meta_pb2.MetaStatusRequest().SerializeToString(),
-                                        deadline_s=self._clock.boottime_s() + ASK_S)
+        reply = await self._dialer.call(
+            endpoints,
+            wire_pb2.META_STATUS,
+            meta_pb2.MetaStatusRequest().SerializeToString(),
+            deadline_s=self._clock.boottime_s() + ASK_S,
+        )
         status = decoded(meta_pb2.MetaStatusReply, reply.message)
         if status.state != "serving" or not status.next_counter:
             raise Unavailable(f"shard {status.shard} does not serve yet")

@@ -28,4 +28,6 @@ def write_revoked(directory: PoolDirectory, pool_map: PoolMap) -> None:
         if path.exists():
             return
         raise
-    write_whole(path, authority.revoke(pool_map.pool_id, [(one.member, one.at_ms / 1000) for one in pool_map.revoked]))
+    write_whole(
+        path, authority.revoke(pool_map.pool_id, [(one.member, one.at_ms / 1000) for one in pool_map.revoked])
+    )

@@ -52,7 +52,9 @@ log = logging.getLogger("nvpool.node.coordination.etcd_members")
 
 
 class EtcdKeeper:
-    def __init__(self, directory: PoolDirectory, config: Config, keeper: MapKeeper, leading: Leading, dialer: Dialer):
+    def __init__(
+        self, directory: PoolDirectory, config: Config, keeper: MapKeeper, leading: Leading, dialer: Dialer
+    ):
         self._directory = directory
         self._node = directory.node
         self._replace_after_s = config.supervisor.replace_after_s or inf
@@ -92,12 +94,19 @@ class EtcdKeeper:
         while True:
             try:
                 own = self._keeper.own
-                self._answers = own is not None and await answers_alone(own.client, self._keeper.certificates(), _LOOK_S)
-                says = json.dumps({"able": shutil.which("etcd") is not None, "answers": self._answers}).encode()
+                self._answers = own is not None and await answers_alone(
+                    own.client, self._keeper.certificates(), _LOOK_S
+                )
+                says = json.dumps(
+                    {"able": shutil.which("etcd") is not None, "answers": self._answers}
+                ).encode()
                 self._keeper.show_certificates()  # in case they were renewed
                 if self._etcd is not None and (lease is None or lease.lost.done() or says != said):
                     before = lease
-                    lease, said = await self._keeper.relay.announce(f"{_PRESENT}{self._node}", says, PRESENT_S), says
+                    lease, said = (
+                        await self._keeper.relay.announce(f"{_PRESENT}{self._node}", says, PRESENT_S),
+                        says,
+                    )
                     if before is not None:
                         await before.release()
             except NvpoolError as error:
@@ -191,9 +200,16 @@ class EtcdKeeper:
             self._keeper.write_revoked()
             self._revoked = removed
         here = self._here(pool_map)
-        if entry.state != "up" or entry.revoked >= removed or self._scheme == "http" or still_counted_on(pool_map) or any(
+        if (
+            entry.state != "up"
+            or entry.revoked >= removed
+            or self._scheme == "http"
+            or still_counted_on(pool_map)
+            or any(
                 one.node < entry.node and one.state == "up" and one.revoked < removed and one.node in here
-                for one in pool_map.etcd):
+                for one in pool_map.etcd
+            )
+        ):
             return
         if self._hung_up != removed:  # once: if only the map cannot be changed, only that change is retried
             log.info("this node's member of etcd is started again, to hang up on a node that was removed")
@@ -207,7 +223,9 @@ class EtcdKeeper:
         await self._put(entry, revoked=removed)
 
     async def _put(self, entry: EtcdMember, **fields) -> None:
-        await self._leading.change(lambda newest: etcd_membership.put(newest, entry.node, entry.generation, **fields))
+        await self._leading.change(
+            lambda newest: etcd_membership.put(newest, entry.node, entry.generation, **fields)
+        )
 
     def _key_files(self):
         return [self._directory.secret / below / AUTHORITY_KEY_FILE for below in ("", ETCD_SECRET)]
@@ -223,10 +241,16 @@ class EtcdKeeper:
         right = ServiceRight(SYSTEM_CLOCK, read_grant_key(self._directory), self._node)()
         request = pool_pb2.KeysRequest(right=right, node=self._node).SerializeToString()
         told = "no other node has them"
-        for node in [pool_map.node_by_id[number] for number in sorted(etcd_membership.lets_in(pool_map) - {self._node})]:
+        for node in [
+            pool_map.node_by_id[number] for number in sorted(etcd_membership.lets_in(pool_map) - {self._node})
+        ]:
             try:
-                reply = await self._dialer.call(away(node.endpoints), wire_pb2.POOL_KEYS, request,
-                                                deadline_s=SYSTEM_CLOCK.boottime_s() + ASK_S)
+                reply = await self._dialer.call(
+                    away(node.endpoints),
+                    wire_pb2.POOL_KEYS,
+                    request,
+                    deadline_s=SYSTEM_CLOCK.boottime_s() + ASK_S,
+                )
                 keys = decoded(pool_pb2.KeysReply, reply.message)
             except NvpoolError as error:
                 told = str(error)
@@ -285,7 +309,9 @@ class EtcdKeeper:
         for node in pool_map.nodes:
             if node.id in here or node.id not in self._last_here:
                 self._last_here[node.id] = now_s
-        gone = {node.id for node in pool_map.nodes if now_s - self._last_here[node.id] > self._replace_after_s}
+        gone = {
+            node.id for node in pool_map.nodes if now_s - self._last_here[node.id] > self._replace_after_s
+        }
         step = etcd_membership.next_step(pool_map, found, here, gone)
         if step is None:
             return False
@@ -310,15 +336,19 @@ class EtcdKeeper:
             return
         here = self._here(pool_map)
         if not any(one.id != node and one.id in here for one in pool_map.nodes):
-            raise InvalidRequest(f"node {node} keeps the pool map (etcd), and no other node is there that could: install etcd "
-                                 f"(Debian: etcd-server) on another one")
+            raise InvalidRequest(
+                f"node {node} keeps the pool map (etcd), and no other node is there that could: install etcd "
+                f"(Debian: etcd-server) on another one"
+            )
         await self._leading.change(lambda newest: etcd_membership.leaving(newest, node))
         until_s = SYSTEM_CLOCK.boottime_s() + _LEAVE_S
         epoch = -1
         while of_node(self._keeper.relay.pool_map, node) is not None:
             if SYSTEM_CLOCK.boottime_s() > until_s:
-                raise Unavailable(f"node {node} has not left etcd yet: {self._told or 'another has to come first'}; the same "
-                                  f"command goes on")
+                raise Unavailable(
+                    f"node {node} has not left etcd yet: {self._told or 'another has to come first'}; the same "
+                    f"command goes on"
+                )
             newest = await self._keeper.relay.watch(epoch, min(_LOOK_S, WATCH_S_MAX))
             epoch = newest.epoch if newest is not None else epoch
 
@@ -341,17 +371,28 @@ class EtcdKeeper:
 
     async def _answering(self, nodes: set[int]) -> list[int]:
         """Those of the nodes that answer."""
+
         async def answers(node: Node) -> bool:
             request = pool_pb2.MapRequest().SerializeToString()
             try:
-                await self._dialer.call(away(node.endpoints), wire_pb2.POOL_MAP, request,
-                                        deadline_s=SYSTEM_CLOCK.boottime_s() + ASK_S)
+                await self._dialer.call(
+                    away(node.endpoints),
+                    wire_pb2.POOL_MAP,
+                    request,
+                    deadline_s=SYSTEM_CLOCK.boottime_s() + ASK_S,
+                )
             except NvpoolError:
                 return False
             return True
 
-        known = [node for node in self._keeper.relay.pool_map.nodes if node.id in nodes and node.id != self._node]
-        return [node.id for node, told in zip(known, await asyncio.gather(*map(answers, known)), strict=True) if told]
+        known = [
+            node for node in self._keeper.relay.pool_map.nodes if node.id in nodes and node.id != self._node
+        ]
+        return [
+            node.id
+            for node, told in zip(known, await asyncio.gather(*map(answers, known)), strict=True)
+            if told
+        ]
 
     # -- status ----------------------------------------------------------------------------------------------
 
@@ -359,26 +400,37 @@ class EtcdKeeper:
         """Problems of the map's etcd, as sentences for `nvpool status`."""
         pool_map, etcd = self._keeper.relay.pool_map, self._etcd
         if self._node not in pool_map.node_by_id or (self._turned_away and etcd is None):
-            return ["this node was removed from the pool, and serves nothing: end its daemon (nvpoold); what else is shown "
-                    "here may be old. To be a node again it joins with another directory: nvpool node join HOST:PORT "
-                    "--dir DIR"]
+            return [
+                "this node was removed from the pool, and serves nothing: end its daemon (nvpoold); what else is shown "
+                "here may be old. To be a node again it joins with another directory: nvpool node join HOST:PORT "
+                "--dir DIR"
+            ]
         where = ", ".join(etcd_membership.clients(pool_map) or self._keeper.members)
         if self._keeper.own_data_is_lost and etcd is None:
-            return [f"the data of etcd on this node is lost; the pool map can not be changed before most members of etcd are "
-                    f"there ({where}; lost for good: nvpool node recover-etcd POOL)"]
+            return [
+                f"the data of etcd on this node is lost; the pool map can not be changed before most members of etcd are "
+                f"there ({where}; lost for good: nvpool node recover-etcd POOL)"
+            ]
         if self._keeper.is_in_etcd and (etcd is None or etcd.is_silent):
-            return [f"the pool map can not be changed: most members of etcd do not answer ({where}); what has a single copy is "
-                    f"served, what has several (replicas, standbys) waits with all changes until they are back" +
-                    ("" if self._keeper.external else " (lost for good: nvpool node recover-etcd POOL)")]
+            return [
+                f"the pool map can not be changed: most members of etcd do not answer ({where}); what has a single copy is "
+                f"served, what has several (replicas, standbys) waits with all changes until they are back"
+                + ("" if self._keeper.external else " (lost for good: nvpool node recover-etcd POOL)")
+            ]
         if etcd is None:
             return []
         up, here = [one.node for one in pool_map.etcd if one.state == "up"], self._here(pool_map)
         since_s = SYSTEM_CLOCK.boottime_s() - SILENT_S
-        told = [f"etcd on node {node} does not answer" for node in up
-                if node not in here and self._silent_since.get(node, inf) <= since_s]
+        told = [
+            f"etcd on node {node} does not answer"
+            for node in up
+            if node not in here and self._silent_since.get(node, inf) <= since_s
+        ]
         wanted = etcd_membership.members_wanted(pool_map)
         if up and len(up) < wanted:
             able = len(here | set(up))
-            told.append(f"the pool map is kept by {len(up)} of {wanted} members of etcd" +
-                        (": install etcd (Debian: etcd-server) on more nodes" if able < wanted else ""))
+            told.append(
+                f"the pool map is kept by {len(up)} of {wanted} members of etcd"
+                + (": install etcd (Debian: etcd-server) on more nodes" if able < wanted else "")
+            )
         return told

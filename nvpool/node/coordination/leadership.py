@@ -14,7 +14,7 @@ from math import isinf
 
 from google.protobuf.message import DecodeError
 
-from nvpool.cluster.api import LEASE_S_MIN, WATCH_S_MAX, MapCoordinator, CoordinatorLease
+from nvpool.cluster.api import LEASE_S_MIN, WATCH_S_MAX, CoordinatorLease, MapCoordinator
 from nvpool.cluster.manager import LEASE_S, Manager, change
 from nvpool.core.clock import SYSTEM_CLOCK, Clock
 from nvpool.core.errors import (
@@ -81,8 +81,15 @@ class Reign:
 class Leading:
     """Leadership of one node. `manager` is set while this node leads."""
 
-    def __init__(self, coordinator: MapCoordinator, node: int, dialer: Dialer, pid_of: Callable[[int], int | None],
-                 replace_after_s: float = 0.0, clock: Clock = SYSTEM_CLOCK):
+    def __init__(
+        self,
+        coordinator: MapCoordinator,
+        node: int,
+        dialer: Dialer,
+        pid_of: Callable[[int], int | None],
+        replace_after_s: float = 0.0,
+        clock: Clock = SYSTEM_CLOCK,
+    ):
         """Create the leadership task of one node.
 
         `pid_of`: process that serves a target of this node; 0: none; None: the target is on another node.
@@ -146,8 +153,9 @@ class Leading:
     def _stands_back(self) -> bool:
         """Whether this node is being removed, and another one can lead."""
         nodes = self._coordinator.pool_map.nodes
-        return any(node.id == self._node and node.wish != "share" for node in nodes) \
-            and any(node.id != self._node and node.wish == "share" for node in nodes)
+        return any(node.id == self._node and node.wish != "share" for node in nodes) and any(
+            node.id != self._node and node.wish == "share" for node in nodes
+        )
 
     async def _lead(self) -> None:
         while True:
@@ -163,17 +171,29 @@ class Leading:
                 continue
             self._reign = self._begun(lease)
             gone = self._reign.gone
-            log.info("this node leads the pool%s", f"; node {gone} did before, and is silent" if gone is not None else "")
-            self.manager = manager = Manager(self._coordinator, clock=self._clock, leader=lease, grace_s=self.grace_s,
-                                             gone=gone, replace_after_s=self._replace_after_s)
+            log.info(
+                "this node leads the pool%s",
+                f"; node {gone} did before, and is silent" if gone is not None else "",
+            )
+            self.manager = manager = Manager(
+                self._coordinator,
+                clock=self._clock,
+                leader=lease,
+                grace_s=self.grace_s,
+                gone=gone,
+                replace_after_s=self._replace_after_s,
+            )
             self.grace_s = LEASE_S
             self._tell_of_another()
             deciding = asyncio.ensure_future(manager.run())
             following = asyncio.ensure_future(self._follow(manager))
             try:
                 while not (deciding.done() or following.done() or lease.lost.done() or self._stands_back()):
-                    await asyncio.wait([deciding, following, lease.lost], timeout=_RETRY_S,
-                                       return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait(
+                        [deciding, following, lease.lost],
+                        timeout=_RETRY_S,
+                        return_when=asyncio.FIRST_COMPLETED,
+                    )
                 for task in (deciding, following):
                     if task.done():
                         task.result()
@@ -262,8 +282,15 @@ class Leading:
             raise InvalidRequest("not an AliveRequest") from None
         hops = self._hops(call, request.forwarded)
         known = self._coordinator.pool_map.target_by_id.get(request.target)
-        if request.forwarded.hops and call.peer.member and known is not None and known.node != request.forwarded.node:
-            raise AccessDenied(f"node {request.forwarded.node} speaks for target {request.target} of node {known.node}")
+        if (
+            request.forwarded.hops
+            and call.peer.member
+            and known is not None
+            and known.node != request.forwarded.node
+        ):
+            raise AccessDenied(
+                f"node {request.forwarded.node} speaks for target {request.target} of node {known.node}"
+            )
         pid = self._pid_of(request.target)
         if pid is not None and pid != request.pid:
             raise Fenced(f"process {request.pid} does not serve target {request.target} any more")
@@ -299,7 +326,9 @@ class Leading:
         if speaks is not None and speaks.member == member:
             return forwarded.hops
         if forwarded.hops:
-            raise AccessDenied(f"{member} passes a request on in the name of node {forwarded.node}, which it is not")
+            raise AccessDenied(
+                f"{member} passes a request on in the name of node {forwarded.node}, which it is not"
+            )
         # Another node's supervisor of version 0.1.0 or older, which does not mark forwarded requests.
         return 1
 
@@ -332,17 +361,24 @@ class Leading:
                 raise NotLeader("no node leads the pool at the moment", may_be_applied=was_sent)
             # Protobuf: of two values of one field the later counts, in any message; `relay` stays set but has
             # no effect.
-            passed_on = message + Forwardable(forwarded=Forwarded(node=self._node, hops=hops + 1)).SerializeToString()
-            asking = asyncio.ensure_future(self._ask(node, call.method, passed_on, until_s) if relays else
-                                           self._ask_or_relay(node, call.method, message, passed_on, until_s))
+            passed_on = (
+                message + Forwardable(forwarded=Forwarded(node=self._node, hops=hops + 1)).SerializeToString()
+            )
+            asking = asyncio.ensure_future(
+                self._ask(node, call.method, passed_on, until_s)
+                if relays
+                else self._ask_or_relay(node, call.method, message, passed_on, until_s)
+            )
             try:
                 # A leader that is cut off does not answer: its successor is asked immediately.
                 await asyncio.wait([asking, another], return_when=asyncio.FIRST_COMPLETED)
                 if asking.done():
                     return asking.result()
             except Unreachable as error:
-                raise NotLeader(f"node {node.id}, which leads the pool, can not be reached: {error}",
-                                may_be_applied=was_sent or error.may_be_applied) from None
+                raise NotLeader(
+                    f"node {node.id}, which leads the pool, can not be reached: {error}",
+                    may_be_applied=was_sent or error.may_be_applied,
+                ) from None
             except NvpoolError as error:
                 error.may_be_applied |= was_sent
                 raise
@@ -353,8 +389,9 @@ class Leading:
     async def _ask(self, node: Node, method: int, message: bytes, until_s: float) -> bytes:
         return bytes((await self._dialer.call(node.endpoints, method, message, deadline_s=until_s)).message)
 
-    async def _ask_or_relay(self, leader: Node, method: int, message: bytes, passed_on: bytes,
-                            until_s: float) -> bytes:
+    async def _ask_or_relay(
+        self, leader: Node, method: int, message: bytes, passed_on: bytes, until_s: float
+    ) -> bytes:
         """Return the first answer of the leader, sent directly or through a relaying node. Errors are the
         leader's.
 
@@ -362,7 +399,7 @@ class Leading:
         decided from the map at that time, so that the second decision changes nothing.
         """
         asking = {asyncio.ensure_future(self._ask(leader, method, passed_on, until_s))}
-        direct, = asking
+        (direct,) = asking
         try:
             if self._cut_off_from != leader.id:
                 await asyncio.wait(asking, timeout=_RELAYED_AFTER_S)
@@ -370,7 +407,10 @@ class Leading:
                 self._cut_off_from = 0
                 return direct.result()
             self._cut_off_from = leader.id
-            relayed = message + Forwardable(forwarded=Forwarded(node=self._node, hops=1, relay=True)).SerializeToString()
+            relayed = (
+                message
+                + Forwardable(forwarded=Forwarded(node=self._node, hops=1, relay=True)).SerializeToString()
+            )
             for node in self._relays(leader.id):
                 asking.add(asyncio.ensure_future(self._ask(node, method, relayed, until_s)))
             return await self._first_answer(asking, direct)

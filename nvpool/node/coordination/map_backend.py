@@ -29,7 +29,15 @@ from nvpool.cluster.switchable import HeldMap, Relay
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.config import Config, NetworkConfig
 from nvpool.core.endpoint import host_port
-from nvpool.core.errors import BadConfiguration, CorruptRecord, InvalidRequest, NvpoolError, Refused, StaleIdentity, Unavailable
+from nvpool.core.errors import (
+    BadConfiguration,
+    CorruptRecord,
+    InvalidRequest,
+    NvpoolError,
+    Refused,
+    StaleIdentity,
+    Unavailable,
+)
 from nvpool.core.programs import Program, command
 from nvpool.host.pool_directory import PoolDirectory
 from nvpool.host.processes import host_id
@@ -40,11 +48,24 @@ from nvpool.node.coordination.peer_maps import newest_elsewhere
 from nvpool.poolmap.model import EtcdMember, PoolMap, changed, encode_map, problems_of
 from nvpool.poolmap.nodes.etcd_membership import clients, last_revoked, of_node
 from nvpool.provision.create import free_ports
-from nvpool.provision.map_location import EXTERNAL_SECRET, MapLocation, OwnMember, read_map_location, write_map_location
+from nvpool.provision.map_location import (
+    EXTERNAL_SECRET,
+    MapLocation,
+    OwnMember,
+    read_map_location,
+    write_map_location,
+)
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.connection_pool import Dialer
 from nvpool.runtime.service import read_map
-from nvpool.security.tls import AUTHORITY_FILE, AUTHORITY_KEY_FILE, CERTIFICATE_FILE, ETCD_SECRET, identity_in, read_key
+from nvpool.security.tls import (
+    AUTHORITY_FILE,
+    AUTHORITY_KEY_FILE,
+    CERTIFICATE_FILE,
+    ETCD_SECRET,
+    identity_in,
+    read_key,
+)
 
 log = logging.getLogger("nvpool.node.coordination.map_backend")
 
@@ -62,8 +83,14 @@ EPOCHS_SKIPPED = 1000
 class MapKeeper:
     """Opens the node's coordinator and changes its kind. Other modules use `relay`."""
 
-    def __init__(self, directory: PoolDirectory, config: Config, relay: Relay, location: MapLocation,
-                 on_fence: Callable[[str], None]):
+    def __init__(
+        self,
+        directory: PoolDirectory,
+        config: Config,
+        relay: Relay,
+        location: MapLocation,
+        on_fence: Callable[[str], None],
+    ):
         self._directory = directory
         self._config = config
         self.relay = relay
@@ -77,7 +104,9 @@ class MapKeeper:
         self._keeper: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, directory: PoolDirectory, config: Config, on_fence: Callable[[str], None]) -> MapKeeper:
+    async def open(
+        cls, directory: PoolDirectory, config: Config, on_fence: Callable[[str], None]
+    ) -> MapKeeper:
         """Open the coordinator with a map in any case.
 
         While etcd does not answer, the local copy of the map is used. `on_fence` is called when this process
@@ -102,15 +131,27 @@ class MapKeeper:
 
     def _begin_going_on(self) -> None:
         self._going_on = asyncio.ensure_future(self._go_on())
-        self._going_on.add_done_callback(lambda done: done.cancelled() or done.exception() is None or
-                                         self._on_fence(f"the way to etcd has ended: {done.exception()!r}"))
+        self._going_on.add_done_callback(
+            lambda done: (
+                done.cancelled()
+                or done.exception() is None
+                or self._on_fence(f"the way to etcd has ended: {done.exception()!r}")
+            )
+        )
 
     def _start_etcd(self) -> None:
         own = self._location.own
         if own is not None and self.etcd is None:
             arguments = command(Program.ETCD, str(self._directory.path), str(own.node))
-            self.etcd = Child(self._directory, "etcd", own.node, arguments, self._config.supervisor, SYSTEM_CLOCK,
-                              self._before_start)
+            self.etcd = Child(
+                self._directory,
+                "etcd",
+                own.node,
+                arguments,
+                self._config.supervisor,
+                SYSTEM_CLOCK,
+                self._before_start,
+            )
             self._keeper = asyncio.ensure_future(self.etcd.keep(self._stopping))
 
     # -- this node's etcd member -----------------------------------------------------------------------------
@@ -135,7 +176,9 @@ class MapKeeper:
 
     async def _before_start(self) -> None:
         if self.own_data_is_lost:
-            raise Unavailable(f"what this node's member of etcd held is not there: {self.own.data(self._directory)}")
+            raise Unavailable(
+                f"what this node's member of etcd held is not there: {self.own.data(self._directory)}"
+            )
         if self.is_in_etcd and not self.own.alone:
             await self._look_around()
         self.write_revoked()
@@ -203,7 +246,9 @@ class MapKeeper:
         """Start our member; if it has no data, it starts as a part of `cluster`."""
         own = self._location.own
         if not (own.data(self._directory) / "member").exists() and own.cluster != cluster:
-            self._put(msgspec.structs.replace(self._location, own=msgspec.structs.replace(own, cluster=cluster)))
+            self._put(
+                msgspec.structs.replace(self._location, own=msgspec.structs.replace(own, cluster=cluster))
+            )
         self._start_etcd()
 
     async def give_place_up(self) -> None:
@@ -241,7 +286,12 @@ class MapKeeper:
     def learn(self, pool_map: PoolMap) -> None:
         """Use the newer map of another node while etcd is unreachable: etcd's members may have changed."""
         held = self.relay.inner
-        if self.is_in_etcd and isinstance(held, HeldMap) and not problems_of(held.pool_map, pool_map) and held.take(pool_map):
+        if (
+            self.is_in_etcd
+            and isinstance(held, HeldMap)
+            and not problems_of(held.pool_map, pool_map)
+            and held.take(pool_map)
+        ):
             self._directory.publish(encode_map(pool_map))
             self.use(clients(pool_map))
 
@@ -251,8 +301,10 @@ class MapKeeper:
             return None
         secret = self._directory.secret / (EXTERNAL_SECRET if external else ETCD_SECRET)
         try:
-            return EtcdCertificates(*((secret / name).read_bytes() for name in (AUTHORITY_FILE, CERTIFICATE_FILE)),
-                                read_key(secret))
+            return EtcdCertificates(
+                *((secret / name).read_bytes() for name in (AUTHORITY_FILE, CERTIFICATE_FILE)),
+                read_key(secret),
+            )
         except OSError as error:
             raise BadConfiguration(f"{error.filename} can not be read: {error.strerror}") from None
 
@@ -282,8 +334,10 @@ class MapKeeper:
             except Unavailable:
                 pass
             else:
-                raise Refused("most members of etcd answer: there is nothing to recover, and those that are away are replaced "
-                              "by themselves")
+                raise Refused(
+                    "most members of etcd answer: there is nothing to recover, and those that are away are replaced "
+                    "by themselves"
+                )
             await self._check_not_left_behind(lost)
             if own is None:
                 own = await self.take_place(self.relay.pool_map.epoch)
@@ -309,9 +363,11 @@ class MapKeeper:
         try:
             newer = await self._elsewhere()
         except StaleIdentity:
-            raise Refused(f"this node was removed from the pool while it was away, so the map is not its to keep. Where other "
-                          f"nodes are to go on alone, say so there. To be a node again: nvpool pool destroy "
-                          f"{self._directory.path}   and then nvpool node join HOST:PORT") from None
+            raise Refused(
+                f"this node was removed from the pool while it was away, so the map is not its to keep. Where other "
+                f"nodes are to go on alone, say so there. To be a node again: nvpool pool destroy "
+                f"{self._directory.path}   and then nvpool node join HOST:PORT"
+            ) from None
         if newer is None:
             return
         self.learn(newer)
@@ -319,8 +375,10 @@ class MapKeeper:
             self._check_heir(lost, newer)
         elif not self._is_counted_on(newer):
             keeping = ", ".join(str(one.node) for one in newer.etcd)
-            raise Refused(f"this node's member of etcd was taken out while it was away; nodes that keep the map since: "
-                          f"{keeping}. Where most of them are lost for good, recover on one of them that is left")
+            raise Refused(
+                f"this node's member of etcd was taken out while it was away; nodes that keep the map since: "
+                f"{keeping}. Where most of them are lost for good, recover on one of them that is left"
+            )
 
     def _check_heir(self, lost: Collection[int], known: PoolMap) -> None:
         """Raise Refused unless this node may take over the map from lost members.
@@ -331,21 +389,29 @@ class MapKeeper:
             raise Refused("this node has no member of etcd; nodes that have: none")
         told = ", ".join(map(str, keeping))
         if {*lost} != {*keeping}:
-            raise Refused(f"this node has no member of etcd; nodes that have: {told}. Where all of them are lost for good, "
-                          f"name each with --lost. One that is alive and merely cut off goes on deciding the map alone: then "
-                          f"there are two pools of one name, and what is written to either is lost with one of them. So "
-                          f"switch it off first, and never start it again with its pool directory as it was")
-        if not all((self._directory.secret / below / AUTHORITY_KEY_FILE).exists() for below in ("", ETCD_SECRET)):
-            raise Refused(f"this node does not have the keys of the pool's authorities, which only node {told} had: without "
-                          f"them nobody could join and no certificate be renewed. Copy secret/{AUTHORITY_KEY_FILE} and "
-                          f"secret/{ETCD_SECRET}/{AUTHORITY_KEY_FILE} from a backup of its pool directory, or make the pool "
-                          f"anew and import the files")
+            raise Refused(
+                f"this node has no member of etcd; nodes that have: {told}. Where all of them are lost for good, "
+                f"name each with --lost. One that is alive and merely cut off goes on deciding the map alone: then "
+                f"there are two pools of one name, and what is written to either is lost with one of them. So "
+                f"switch it off first, and never start it again with its pool directory as it was"
+            )
+        if not all(
+            (self._directory.secret / below / AUTHORITY_KEY_FILE).exists() for below in ("", ETCD_SECRET)
+        ):
+            raise Refused(
+                f"this node does not have the keys of the pool's authorities, which only node {told} had: without "
+                f"them nobody could join and no certificate be renewed. Copy secret/{AUTHORITY_KEY_FILE} and "
+                f"secret/{ETCD_SECRET}/{AUTHORITY_KEY_FILE} from a backup of its pool directory, or make the pool "
+                f"anew and import the files"
+            )
 
     async def _be_alone(self) -> None:
         """Continue `recover` once our member runs as the only one."""
         location = self._location
         own, known = location.own, self.relay.pool_map
-        entry = EtcdMember(own.node, own.client, own.peer, generation=own.generation, revoked=last_revoked(known))
+        entry = EtcdMember(
+            own.node, own.client, own.peer, generation=own.generation, revoked=last_revoked(known)
+        )
 
         def after(newest: PoolMap) -> PoolMap:
             # Others may have seen maps that we have not, and accept none with an older epoch.
@@ -353,12 +419,21 @@ class MapKeeper:
             return msgspec.structs.replace(new, epoch=new.epoch + EPOCHS_SKIPPED)
 
         try:
-            await EtcdCoordinator.overwrite((own.client,), known.pool_id, after, certificates=self.certificates())
+            await EtcdCoordinator.overwrite(
+                (own.client,), known.pool_id, after, certificates=self.certificates()
+            )
         except CorruptRecord:  # the data of etcd is lost as well: the local copy of the map is used
             found = await EtcdCoordinator.found((own.client,), after(known), certificates=self.certificates())
             await found.close()
-        self._put(msgspec.structs.replace(location, members=(own.client,), own=msgspec.structs.replace(
-            own, alone=False, state="existing", cluster=((own.node, own.peer),))))
+        self._put(
+            msgspec.structs.replace(
+                location,
+                members=(own.client,),
+                own=msgspec.structs.replace(
+                    own, alone=False, state="existing", cluster=((own.node, own.peer),)
+                ),
+            )
+        )
         await self.start_again()
         log.warning("this node's member of etcd is the only one now")
 
@@ -376,22 +451,34 @@ class MapKeeper:
                 # From here on no embedded map is made: we hold the turn, and the next start finds "moving".
                 async with self.relay.turn:
                     self._put(msgspec.structs.replace(self._location, kind="moving"))
-                    await self.relay.switch(HeldMap(self.relay.pool_map, "the pool map is on its way into etcd; try again"))
+                    await self.relay.switch(
+                        HeldMap(self.relay.pool_map, "the pool map is on its way into etcd; try again")
+                    )
                 self._begin_going_on()
             if self._location.kind == "moving":
                 await asyncio.wait([self._going_on], timeout=_FIRST_WAIT_S)
                 if not self._going_on.done():
-                    raise Unavailable("the pool map is on its way into etcd, which does not answer; see etcd-1.log")
+                    raise Unavailable(
+                        "the pool map is on its way into etcd, which does not answer; see etcd-1.log"
+                    )
                 self._going_on.result()
 
     async def _prepare(self) -> None:
         """Start an etcd member and wait until it answers."""
         if shutil.which("etcd") is None:
-            raise Refused("a pool of several nodes keeps its map in etcd, which is not installed on the first node (Debian: "
-                          "apt install etcd-server)")
+            raise Refused(
+                "a pool of several nodes keeps its map in etcd, which is not installed on the first node (Debian: "
+                "apt install etcd-server)"
+            )
         if self._location.own is None:
             client, peer = _places_for_etcd(self._config.network, self.relay.pool_map)
-            own = OwnMember(self._directory.node, client, peer, ((self._directory.node, peer),), self.relay.pool_map.pool_id)
+            own = OwnMember(
+                self._directory.node,
+                client,
+                peer,
+                ((self._directory.node, peer),),
+                self.relay.pool_map.pool_id,
+            )
             self._put(msgspec.structs.replace(self._location, own=own, members=(client,)))
         self._start_etcd()
         until_s = SYSTEM_CLOCK.boottime_s() + _FIRST_WAIT_S
@@ -401,8 +488,10 @@ class MapKeeper:
                 return
             except Unavailable as error:
                 if SYSTEM_CLOCK.boottime_s() > until_s:
-                    raise Unavailable(f"etcd does not start on the first node ({error}); its log is {self._directory.log}/"
-                                      f"{self.etcd.name}.log") from None
+                    raise Unavailable(
+                        f"etcd does not start on the first node ({error}); its log is {self._directory.log}/"
+                        f"{self.etcd.name}.log"
+                    ) from None
 
     async def _go_on(self) -> None:
         """Retry until the map is in etcd and this node uses it there."""
@@ -417,19 +506,24 @@ class MapKeeper:
                     own = self._location.own
                     first = changed(pool_map, etcd=(EtcdMember(own.node, own.client, own.peer),))
                     try:
-                        found = await EtcdCoordinator.found(members, first, directory.publish, certificates=certificates,
-                                                            only=only)
+                        found = await EtcdCoordinator.found(
+                            members, first, directory.publish, certificates=certificates, only=only
+                        )
                     except InvalidRequest:  # an earlier attempt of ours has stored the map
-                        found = await EtcdCoordinator.open(members, pool_map.pool_id, directory.publish,
-                                                           certificates=certificates, only=only)
+                        found = await EtcdCoordinator.open(
+                            members, pool_map.pool_id, directory.publish, certificates=certificates, only=only
+                        )
                     self._put(msgspec.structs.replace(self._location, kind="etcd"))
                 else:
-                    found = await EtcdCoordinator.open(members, pool_map.pool_id, directory.publish, certificates=certificates,
-                                                       only=only)
+                    found = await EtcdCoordinator.open(
+                        members, pool_map.pool_id, directory.publish, certificates=certificates, only=only
+                    )
                 if found.pool_map.epoch < self.relay.pool_map.epoch:
                     await found.close()
-                    raise Unavailable(f"at {', '.join(members)} is an older map than this node has, of epoch "
-                                      f"{found.pool_map.epoch}: others keep the map by now")
+                    raise Unavailable(
+                        f"at {', '.join(members)} is an older map than this node has, of epoch "
+                        f"{found.pool_map.epoch}: others keep the map by now"
+                    )
                 await self.relay.switch(found)
                 log.info("the pool map is in etcd, epoch %d", found.pool_map.epoch)
                 return
@@ -457,21 +551,32 @@ class MapKeeper:
 
 def used_ports(pool_map: PoolMap) -> set[int]:
     """TCP ports that the map assigns, on any node."""
-    return {int(endpoint.rpartition(":")[2]) for one in (*pool_map.targets, *pool_map.shards, *pool_map.nodes,
-                                                              *(s for shard in pool_map.shards for s in shard.standbys))
-            for endpoint in one.endpoints if not endpoint.startswith("stream+unix")} | {
-        int(at.rpartition(":")[2]) for one in pool_map.etcd for at in (one.client, one.peer) if at}
+    return {
+        int(endpoint.rpartition(":")[2])
+        for one in (
+            *pool_map.targets,
+            *pool_map.shards,
+            *pool_map.nodes,
+            *(s for shard in pool_map.shards for s in shard.standbys),
+        )
+        for endpoint in one.endpoints
+        if not endpoint.startswith("stream+unix")
+    } | {int(at.rpartition(":")[2]) for one in pool_map.etcd for at in (one.client, one.peer) if at}
 
 
 def _places_for_etcd(network: NetworkConfig, pool_map: PoolMap) -> tuple[str, str]:
     """Client and peer address for an etcd member. BadConfiguration: node.toml names no address."""
     if not network.host:
-        raise BadConfiguration("a pool of several nodes keeps its map in etcd, which needs an address of this machine: set "
-                               "network.host in node.toml")
+        raise BadConfiguration(
+            "a pool of several nodes keeps its map in etcd, which needs an address of this machine: set "
+            "network.host in node.toml"
+        )
     client, peer = (host_port(network.host, port) for port in free_ports(2, network, used_ports(pool_map)))
     return client, peer
 
 
 def _no_etcd(members: tuple[str, ...]) -> str:
-    return (f"the pool map can not be changed while etcd does not answer ({', '.join(members)}); what has a single copy is "
-            f"served")
+    return (
+        f"the pool map can not be changed while etcd does not answer ({', '.join(members)}); what has a single copy is "
+        f"served"
+    )

@@ -40,7 +40,9 @@ async def newest_elsewhere(pool_map: PoolMap, own: int, dialer: Dialer) -> PoolM
     reported that this node is not in the pool.
     """
     keeping = {one.node for one in pool_map.etcd}
-    others = sorted((node for node in pool_map.nodes if node.id != own), key=lambda node: node.id not in keeping)
+    others = sorted(
+        (node for node in pool_map.nodes if node.id != own), key=lambda node: node.id not in keeping
+    )
     asked = [asyncio.ensure_future(_map_of(node, pool_map.epoch, dialer)) for node in others[:_NODES_MAX]]
     found = await _answers(asked)
     refused = next((one for one in found if isinstance(one, StaleIdentity)), None)
@@ -70,8 +72,9 @@ async def _map_of(node: Node, epoch: int, dialer: Dialer) -> PoolMap | NvpoolErr
     """Ask one node; None: it has no newer map."""
     request = pool_pb2.MapRequest(newer_than=epoch).SerializeToString()
     try:
-        reply = await dialer.call(away(node.endpoints), wire_pb2.POOL_MAP, request,
-                                  deadline_s=SYSTEM_CLOCK.boottime_s() + ASK_S)
+        reply = await dialer.call(
+            away(node.endpoints), wire_pb2.POOL_MAP, request, deadline_s=SYSTEM_CLOCK.boottime_s() + ASK_S
+        )
         raw = decoded(pool_pb2.MapReply, reply.message).map
         return decode_map(raw) if raw else None
     except NvpoolError as error:

@@ -61,10 +61,19 @@ class _Lost(NamedTuple):
 
 
 class ShardKeeper:
-    def __init__(self, pool_map: Callable[[], PoolMap], change: Change, clock: Clock,
-                 secret: Callable[[], bytes], leads: Callable[[], Reign | None], lease_s: float = LEASE_S, *,
-                 change_anywhere: Change | None = None, has_records: HasRecords | None = None,
-                 unaware: Callable[[int], Collection[int]] = lambda epoch: ()) -> None:
+    def __init__(
+        self,
+        pool_map: Callable[[], PoolMap],
+        change: Change,
+        clock: Clock,
+        secret: Callable[[], bytes],
+        leads: Callable[[], Reign | None],
+        lease_s: float = LEASE_S,
+        *,
+        change_anywhere: Change | None = None,
+        has_records: HasRecords | None = None,
+        unaware: Callable[[int], Collection[int]] = lambda epoch: (),
+    ) -> None:
         """Create the failover task of one node.
 
         `change(decide)` replaces the newest map by the result of `decide` and returns the new map. `secret`
@@ -122,11 +131,18 @@ class ShardKeeper:
 
         def decide(pool_map: PoolMap) -> PoolMap:
             if request.up:
-                return shard_members.standby_up(pool_map, request.shard, request.member, request.term, request.epoch)
+                return shard_members.standby_up(
+                    pool_map, request.shard, request.member, request.term, request.epoch
+                )
             return shard_members.standby_out(pool_map, request.shard, request.member, request.term)
 
         new = await self._change(decide)
-        log.info("standby %d of shard %d is %s", request.member, request.shard, "up" if request.up else "not up any more")
+        log.info(
+            "standby %d of shard %d is %s",
+            request.member,
+            request.shard,
+            "up" if request.up else "not up any more",
+        )
         return pb.StandbyReply(map=encode_map(new)).SerializeToString()
 
     async def _take_right(self, request: pb.TakeRightRequest) -> pb.TakeRightReply:
@@ -136,8 +152,16 @@ class ShardKeeper:
         """
         if not request.rights:
             return pb.TakeRightReply(unaware=self._unaware(request.known))
-        new = await self._change(lambda newest: grant_revocation.taken(newest, request.volume, request.member, request.rights,
-                                                             self._clock.wall_ns() // 1_000_000, request.life_ms))
+        new = await self._change(
+            lambda newest: grant_revocation.taken(
+                newest,
+                request.volume,
+                request.member,
+                request.rights,
+                self._clock.wall_ns() // 1_000_000,
+                request.life_ms,
+            )
+        )
         return pb.TakeRightReply(map=encode_map(new), unaware=self._unaware(new.epoch))
 
     async def _moved(self, request: MovedRequest) -> MovedReply:
@@ -169,26 +193,38 @@ class ShardKeeper:
                 )
             )
             silent = (
-                shard_members.up_standbys(shard) - shard_members.up_standbys(pool_map.shard_by_id[request.shard]) - heirs - lost
+                shard_members.up_standbys(shard)
+                - shard_members.up_standbys(pool_map.shard_by_id[request.shard])
+                - heirs
+                - lost
             )
             shard = pool_map.shard_by_id[request.shard]
             if silent and shard.member == request.member:
-                log.warning("member %d of shard %d was started again, has every acknowledged change, and goes on without "
-                            "standby %s, which does not answer", shard.member, shard.id, ", ".join(map(str, sorted(silent))))
+                log.warning(
+                    "member %d of shard %d was started again, has every acknowledged change, and goes on without "
+                    "standby %s, which does not answer",
+                    shard.member,
+                    shard.id,
+                    ", ".join(map(str, sorted(silent))),
+                )
             self._heard[shard.id] = shard.term, self._clock.boottime_s()
             log.info("member %d of shard %d is its primary in term %d", shard.member, shard.id, shard.term)
         elif request.term:
             shard_members.check_term(shard, request.term)
         if request.term and request.member != shard.member:
-            raise StaleTerm(f"member {shard.member} is the primary of shard {shard.id} in term {shard.term}, not member "
-                            f"{request.member} in term {request.term}")
+            raise StaleTerm(
+                f"member {shard.member} is the primary of shard {shard.id} in term {shard.term}, not member "
+                f"{request.member} in term {request.term}"
+            )
         reign, withheld = self._leads(), self._is_withheld(shard)
         if request.term and not withheld:
             self._heard[shard.id] = shard.term, self._clock.boottime_s()
             self._ended.pop(shard.id, None)
         lease_s = 0.0 if withheld or reign is None else min(self._lease_s, reign.left_s())
-        reply = pb.ShardAliveReply(lease_ms=int(lease_s * 1000),
-                                   map=encode_map(pool_map) if pool_map.epoch > request.map_epoch else b"")
+        reply = pb.ShardAliveReply(
+            lease_ms=int(lease_s * 1000),
+            map=encode_map(pool_map) if pool_map.epoch > request.map_epoch else b"",
+        )
         if request.member == shard.member:
             reply.term = shard.term
         return reply
@@ -263,18 +299,26 @@ class ShardKeeper:
                 await self._replace(one, reign, heirs, without)
             elif self._said.get(one.shard.id) != one.shard.term:
                 self._said[one.shard.id] = one.shard.term
-                log.warning("shard %d has no primary: its standbys that have everything do not answer", one.shard.id)
+                log.warning(
+                    "shard %d has no primary: its standbys that have everything do not answer", one.shard.id
+                )
 
     async def _look_at_standbys(self, shard: Shard) -> tuple[frozenset[int], frozenset[int]]:
         """Ask the standbys that are up: those that have their records, and those that have lost them."""
         up = shard_members.up_standbys(shard)
         if self._has_records is None or not up:
             return up, frozenset()
-        answers = dict(zip(up, await asyncio.gather(*(self._has_records(shard, member) for member in up)), strict=True))
-        return (frozenset(member for member, has in answers.items() if has),
-                frozenset(member for member, has in answers.items() if has is False))
+        answers = dict(
+            zip(up, await asyncio.gather(*(self._has_records(shard, member) for member in up)), strict=True)
+        )
+        return (
+            frozenset(member for member, has in answers.items() if has),
+            frozenset(member for member, has in answers.items() if has is False),
+        )
 
-    async def _replace(self, lost: _Lost, reign: Reign | None, heirs: frozenset[int], without: frozenset[int]) -> None:
+    async def _replace(
+        self, lost: _Lost, reign: Reign | None, heirs: frozenset[int], without: frozenset[int]
+    ) -> None:
         """Promote one of the heirs; demote standbys without records."""
         shard = lost.shard
 
@@ -282,7 +326,11 @@ class ShardKeeper:
             known = newest.shard_by_id.get(shard.id)
             if known is None or known.term != shard.term:
                 raise StaleTerm("another has been named, or the shard has left the pool")
-            still = self._ended.get(shard.id) == shard.term if lost.ended else self._heard.get(shard.id) == lost.heard
+            still = (
+                self._ended.get(shard.id) == shard.term
+                if lost.ended
+                else self._heard.get(shard.id) == lost.heard
+            )
             if not still:
                 raise StaleTerm("the primary was heard while its standbys were asked")
             new = shard_members.records_lost(newest, shard.id, without)
@@ -299,9 +347,17 @@ class ShardKeeper:
             return
         after = new.shard_by_id[shard.id]
         if without:
-            log.error("standby %s of shard %d has lost its records", ", ".join(map(str, sorted(without))), shard.id)
+            log.error(
+                "standby %s of shard %d has lost its records", ", ".join(map(str, sorted(without))), shard.id
+            )
         if after.term == shard.term:
             return
         self._heard[shard.id] = after.term, self._clock.boottime_s()
-        log.warning("the primary of shard %d, member %d, %s; member %d follows it in term %d", shard.id, shard.member,
-                    "has ended" if lost.ended else "was silent for its whole lease", after.member, after.term)
+        log.warning(
+            "the primary of shard %d, member %d, %s; member %d follows it in term %d",
+            shard.id,
+            shard.member,
+            "has ended" if lost.ended else "was silent for its whole lease",
+            after.member,
+            after.term,
+        )

@@ -47,9 +47,18 @@ log = logging.getLogger("nvpool.node.coordination.shard_members")
 
 
 class ShardPlaces:
-    def __init__(self, directory: PoolDirectory, config: Config, node: int, leading: Leading, *, start: Callable[[], None],
-                 end: Callable[[str], Awaitable[None]], again: Callable[[str], None],
-                 stuck: StuckStandbys | None = None) -> None:
+    def __init__(
+        self,
+        directory: PoolDirectory,
+        config: Config,
+        node: int,
+        leading: Leading,
+        *,
+        start: Callable[[], None],
+        end: Callable[[str], Awaitable[None]],
+        again: Callable[[str], None],
+        stuck: StuckStandbys | None = None,
+    ) -> None:
         """Create the task of one node.
 
         `start` starts the members that the map requires here. `end` stops a process for good; `again` lets it
@@ -92,8 +101,13 @@ class ShardPlaces:
         if manager is not None:
             serving = manager.serving()
             stuck = await self._stuck.look(self._leading.pool_map) if self._stuck is not None else frozenset()
-            if shard_placement.next_step(self._leading.pool_map, serving, stuck) is not self._leading.pool_map:
-                await self._leading.change_as_leader(lambda newest: shard_placement.next_step(newest, serving, stuck))
+            if (
+                shard_placement.next_step(self._leading.pool_map, serving, stuck)
+                is not self._leading.pool_map
+            ):
+                await self._leading.change_as_leader(
+                    lambda newest: shard_placement.next_step(newest, serving, stuck)
+                )
         elif self._stuck is not None:
             self._stuck.forget()
         if failed is not None:
@@ -103,12 +117,15 @@ class ShardPlaces:
         """Create a directory, choose ports and record them in the map. An interrupted call starts again."""
         directory, name = self._directory, process_name(shard.id, standby.member)
         if not await asyncio.to_thread(os.path.exists, standby.path):
-            raise NotFound(f"{standby.path} is not there, so nothing is made beside it: is its drive mounted?")
+            raise NotFound(
+                f"{standby.path} is not there, so nothing is made beside it: is its drive mounted?"
+            )
         await self._end(name)  # the process of an earlier member with this number
         newest = self._leading.pool_map
         try:
-            path = await asyncio.to_thread(make_standby_place, directory, standby.path, newest.pool_id, shard.id,
-                                           standby.member)
+            path = await asyncio.to_thread(
+                make_standby_place, directory, standby.path, newest.pool_id, shard.id, standby.member
+            )
         except OSError as error:
             raise from_os_error(error, f"make a place for {name}") from error
         ports = free_ports(2, self._config.network, used_ports(newest))
@@ -140,8 +157,11 @@ class ShardPlaces:
                 if await asyncio.to_thread(_is_removed, place, store):
                     missing[name] = self._missing_since_s.get(name, now_s)
                     if now_s - missing[name] >= MADE_AGAIN_S:
-                        log.warning("the records of %s are gone; %s is made again and filled by the primary",
-                                    process_name(*name), place)
+                        log.warning(
+                            "the records of %s are gone; %s is made again and filled by the primary",
+                            process_name(*name),
+                            place,
+                        )
                         await asyncio.to_thread(_make_directory, place)
         self._missing_since_s = missing
 
@@ -151,8 +171,12 @@ class ShardPlaces:
         Directories of a shard that has left the pool are kept: the last of its records must not be removed
         here.
         """
-        here = {(shard.id, member): node_and_path(shard, member)[1] for shard in pool_map.shards for member in members(shard)
-                if node_and_path(shard, member)[0] == self._node and endpoints_of(shard, member)}
+        here = {
+            (shard.id, member): node_and_path(shard, member)[1]
+            for shard in pool_map.shards
+            for member in members(shard)
+            if node_and_path(shard, member)[0] == self._node and endpoints_of(shard, member)
+        }
         for (shard, member), path in self._here.items():
             if (shard, member) not in here and shard in pool_map.shard_by_id:
                 await self._end(process_name(shard, member))
@@ -160,19 +184,30 @@ class ShardPlaces:
                 if path not in here.values() and place.is_dir() and self._is_place(place, pool_map):
                     await asyncio.to_thread(shutil.rmtree, place, True)
                     sync_directory(place.parent)
-                    log.info("member %d of shard %d is not here any more; %s is removed", member, shard, place)
+                    log.info(
+                        "member %d of shard %d is not here any more; %s is removed", member, shard, place
+                    )
         self._here = here
 
     def _is_place(self, place: Path, pool_map: PoolMap) -> bool:
-        return place.parent == self._directory.shard(0).parent or place.name.startswith(f"nvpool-{pool_map.pool_id[:8]}-meta-")
+        return place.parent == self._directory.shard(0).parent or place.name.startswith(
+            f"nvpool-{pool_map.pool_id[:8]}-meta-"
+        )
 
     def _hand_over(self, pool_map: PoolMap) -> None:
         now_s = asyncio.get_running_loop().time()
         for shard in pool_map.shards:
-            if shard.node == self._node and shard_placement.hands_over(pool_map, shard) \
-                    and now_s - self._handed_over_s.get(shard.id, -HANDED_OVER_S) >= HANDED_OVER_S:
+            if (
+                shard.node == self._node
+                and shard_placement.hands_over(pool_map, shard)
+                and now_s - self._handed_over_s.get(shard.id, -HANDED_OVER_S) >= HANDED_OVER_S
+            ):
                 self._handed_over_s[shard.id] = now_s
-                log.info("the primary of shard %d, member %d, ends so that another member follows it", shard.id, shard.member)
+                log.info(
+                    "the primary of shard %d, member %d, ends so that another member follows it",
+                    shard.id,
+                    shard.member,
+                )
                 self._again(process_name(shard.id, shard.member))
 
     # -- admin commands --------------------------------------------------------------------------------------
@@ -211,8 +246,19 @@ def members_told(pool_map: PoolMap, shard: Shard) -> dict:
     """Status of a shard's members: their places and states."""
     states = {standby.member: standby.state for standby in shard.standbys}
     leaving = shard_placement.misplaced(pool_map, shard)
-    return {"term": shard.term, "standbys_wanted": shard_placement.wanted(shard),
-            "members": [{"member": member, "node": place.node, "drive": place.drive or None,
-                         "path": node_and_path(shard, member)[1], "state": states.get(member, "primary"),
-                         "leaves": member in leaving}
-                        for member in members(shard) for place in (shard_placement.place_of(pool_map, shard, member),)]}
+    return {
+        "term": shard.term,
+        "standbys_wanted": shard_placement.wanted(shard),
+        "members": [
+            {
+                "member": member,
+                "node": place.node,
+                "drive": place.drive or None,
+                "path": node_and_path(shard, member)[1],
+                "state": states.get(member, "primary"),
+                "leaves": member in leaving,
+            }
+            for member in members(shard)
+            for place in (shard_placement.place_of(pool_map, shard, member),)
+        ],
+    }

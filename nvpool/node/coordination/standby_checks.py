@@ -29,15 +29,28 @@ It is clearly shorter than a node waits for the leader to answer a forwarded req
 connection that takes longer is made all the same."""
 LOOK_S = 5.0
 """Interval of checks of the standbys that catch up."""
-_HAS = {"standby": True, "promoting": True, "serving": True, "waiting": True, "filling": False, "empty": False, "lost": False}
+_HAS = {
+    "standby": True,
+    "promoting": True,
+    "serving": True,
+    "waiting": True,
+    "filling": False,
+    "empty": False,
+    "lost": False,
+}
 
 
-async def member_status(dialer: Dialer, clock: Clock, shard: Shard, member: int,
-                        wait_s: float = ASK_S) -> meta_pb2.MetaStatusReply | None:
+async def member_status(
+    dialer: Dialer, clock: Clock, shard: Shard, member: int, wait_s: float = ASK_S
+) -> meta_pb2.MetaStatusReply | None:
     """Return the status of a member, or None if it sends none within `wait_s`."""
     try:
-        reply = await dialer.call(endpoints_of(shard, member), wire_pb2.META_STATUS,
-                                  meta_pb2.MetaStatusRequest().SerializeToString(), deadline_s=clock.boottime_s() + wait_s)
+        reply = await dialer.call(
+            endpoints_of(shard, member),
+            wire_pb2.META_STATUS,
+            meta_pb2.MetaStatusRequest().SerializeToString(),
+            deadline_s=clock.boottime_s() + wait_s,
+        )
         return decoded(meta_pb2.MetaStatusReply, reply.message)
     except NvpoolError:
         return None
@@ -70,22 +83,36 @@ class StuckStandbys:
         if now_s - self._looked_s >= LOOK_S:
             self._looked_s = now_s
             await self._look(pool_map, now_s)
-        return frozenset(name for name, (_, since_s) in self._seen.items() if now_s - since_s > self._replace_after_s)
+        return frozenset(
+            name for name, (_, since_s) in self._seen.items() if now_s - since_s > self._replace_after_s
+        )
 
     async def _look(self, pool_map: PoolMap, now_s: float) -> None:
-        syncing = [(shard, standby.member) for shard in pool_map.shards for standby in shard.standbys
-                   if standby.state == "syncing" and standby.endpoints]
+        syncing = [
+            (shard, standby.member)
+            for shard in pool_map.shards
+            for standby in shard.standbys
+            if standby.state == "syncing" and standby.endpoints
+        ]
         asked = {shard.id: shard for shard, _ in syncing}
-        primaries = dict(zip(asked, await asyncio.gather(*(self._status(shard, shard.member) for shard in asked.values())),
-                             strict=True))
+        primaries = dict(
+            zip(
+                asked,
+                await asyncio.gather(*(self._status(shard, shard.member) for shard in asked.values())),
+                strict=True,
+            )
+        )
         answers = await asyncio.gather(*(self._status(*one) for one in syncing))
         seen = {}
         for (shard, member), status in zip(syncing, answers, strict=True):
             primary = primaries[shard.id]
             if primary is None or primary.state != "serving":
                 continue  # there is no primary that could fill it
-            mark = (status.state, status.counters["kv_sequence"] + status.counters["kv_layer_entries"]) \
-                if status is not None else ("silent", 0.0)
+            mark = (
+                (status.state, status.counters["kv_sequence"] + status.counters["kv_layer_entries"])
+                if status is not None
+                else ("silent", 0.0)
+            )
             before = self._seen.get((shard.id, member))
             seen[shard.id, member] = before if before is not None and before[0] == mark else (mark, now_s)
         self._seen = seen

@@ -42,7 +42,9 @@ def encode_chains(chains: ChainSet) -> bytes:
     masks: dict[int, int] = {}
     for table, chain in chains:
         masks[table] = masks.get(table, 0) | 1 << chain
-    return b"".join(bytes((table,)) + mask.to_bytes(_TABLE_BYTES - 1, "little") for table, mask in sorted(masks.items()))
+    return b"".join(
+        bytes((table,)) + mask.to_bytes(_TABLE_BYTES - 1, "little") for table, mask in sorted(masks.items())
+    )
 
 
 def decode_chains(raw: bytes) -> ChainSet:
@@ -51,6 +53,6 @@ def decode_chains(raw: bytes) -> ChainSet:
         raise InvalidRequest(f"{len(raw)} bytes are no set of chains")
     found = []
     for at in range(0, len(raw), _TABLE_BYTES):
-        mask = int.from_bytes(raw[at + 1:at + _TABLE_BYTES], "little")
+        mask = int.from_bytes(raw[at + 1 : at + _TABLE_BYTES], "little")
         found += [(raw[at], chain) for chain in range(CHAINS_PER_TABLE) if mask >> chain & 1]
     return ChainSet(found)

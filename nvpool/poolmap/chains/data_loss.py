@@ -26,8 +26,13 @@ from nvpool.poolmap.model import Births, Chain, Loss, PoolMap
 def ownerless(pool_map: PoolMap) -> dict[ChainName, frozenset[int]]:
     """Return the chains without any target in the pool, each with its former holders."""
     over = {target.id for target in pool_map.targets if target.is_over}
-    return {(table.id, number): frozenset(chain.targets) for table in pool_map.tables if over
-            for number, chain in enumerate(table.chains) if over.issuperset(chain.targets)}
+    return {
+        (table.id, number): frozenset(chain.targets)
+        for table in pool_map.tables
+        if over
+        for number, chain in enumerate(table.chains)
+        if over.issuperset(chain.targets)
+    }
 
 
 def losing(pool_map: PoolMap) -> dict[int, frozenset[int]]:
@@ -35,7 +40,10 @@ def losing(pool_map: PoolMap) -> dict[int, frozenset[int]]:
 
     Other tables are absent.
     """
-    found = {table.id: {number for number, chain in enumerate(table.chains) if chain.loss} for table in pool_map.tables}
+    found = {
+        table.id: {number for number, chain in enumerate(table.chains) if chain.loss}
+        for table in pool_map.tables
+    }
     for table, number in ownerless(pool_map):
         found[table].add(number)
     return {table: frozenset(numbers) for table, numbers in found.items() if numbers}
@@ -46,10 +54,14 @@ def births_of(pool_map: PoolMap, next_counters: Mapping[int, int]) -> Loss:
 
     `next_counters` maps a shard to the next inode counter that it will issue.
     """
-    return Loss(tuple(Births(part.first, part.count, next_counters[part.shard]) for part in pool_map.partitions))
+    return Loss(
+        tuple(Births(part.first, part.count, next_counters[part.shard]) for part in pool_map.partitions)
+    )
 
 
-def begun_anew(pool_map: PoolMap, names: Collection[ChainName], loss: Loss, serving: Collection[int]) -> PoolMap:
+def begun_anew(
+    pool_map: PoolMap, names: Collection[ChainName], loss: Loss, serving: Collection[int]
+) -> PoolMap:
     """Return the map in which the lost chains among `names` are reset.
 
     Each gets one new member out of `serving`; the other targets of its goal join as for any missing copy.
@@ -70,10 +82,19 @@ def begun_anew(pool_map: PoolMap, names: Collection[ChainName], loss: Loss, serv
         first = next((target for target in goals[name] if target in up), None) if name in wanted else None
         if first is None:
             return chain
-        return Chain(epoch, (first,), goal=goals[name] if len(goals[name]) > 1 else (), intact=epoch, begun=epoch, loss=number)
+        return Chain(
+            epoch,
+            (first,),
+            goal=goals[name] if len(goals[name]) > 1 else (),
+            intact=epoch,
+            begun=epoch,
+            loss=number,
+        )
 
-    tables = tuple(replace(table, chains=tuple(decide((table.id, at), chain) for at, chain in enumerate(table.chains)))
-                   for table in pool_map.tables)
+    tables = tuple(
+        replace(table, chains=tuple(decide((table.id, at), chain) for at, chain in enumerate(table.chains)))
+        for table in pool_map.tables
+    )
     if tables == pool_map.tables:
         return pool_map
     return retired(replace(pool_map, tables=tables, losses=(*pool_map.losses, loss)))

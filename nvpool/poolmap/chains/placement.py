@@ -69,7 +69,11 @@ def build_table(targets: Sequence[Target], replicas: int, previous: ChainTable |
 def usable(targets: Sequence[Target]) -> list[Target]:
     """Return the targets that should hold their share of the chains, including those that are temporarily
     down."""
-    return [target for target in targets if target.state != "gone" and target.wish == "share" and target.capacity_bytes > 0]
+    return [
+        target
+        for target in targets
+        if target.state != "gone" and target.wish == "share" and target.capacity_bytes > 0
+    ]
 
 
 class Spread:
@@ -113,8 +117,16 @@ class Spread:
             racks.setdefault(self.rack[target.id], set()).add(target.node)
         weight = {node: sum(t.capacity_bytes for t in held) for node, held in nodes.items()}
         most = {node: CHAINS_PER_TABLE * min(self.on_node, len(held)) for node, held in nodes.items()}
-        of_racks = _filled(CHAINS_PER_TABLE * replicas, {rack: (sum(weight[n] for n in held), min(
-            CHAINS_PER_TABLE * self.on_rack, sum(most[n] for n in held))) for rack, held in racks.items()})
+        of_racks = _filled(
+            CHAINS_PER_TABLE * replicas,
+            {
+                rack: (
+                    sum(weight[n] for n in held),
+                    min(CHAINS_PER_TABLE * self.on_rack, sum(most[n] for n in held)),
+                )
+                for rack, held in racks.items()
+            },
+        )
         quota: dict[int, float] = {}
         for rack, held in racks.items():
             for node, part in _filled(of_racks[rack], {n: (weight[n], most[n]) for n in held}).items():
@@ -152,8 +164,14 @@ def _filled(amount: float, wants: dict) -> dict:
 class Placing:
     """The balancing of one table's chains: `wanted[chain]` lists the desired holders of a chain."""
 
-    def __init__(self, wanted: Sequence[Sequence[int]], present: Sequence[Sequence[int]], targets: Sequence[Target],
-                 nodes: Sequence[Node], replicas: int):
+    def __init__(
+        self,
+        wanted: Sequence[Sequence[int]],
+        present: Sequence[Sequence[int]],
+        targets: Sequence[Target],
+        nodes: Sequence[Node],
+        replicas: int,
+    ):
         """Start from the current desired holders.
 
         `wanted` lists the desired holders of each chain so far. `present` lists the targets that have all or
@@ -213,7 +231,10 @@ class Placing:
 
     def _chains_of(self, target: int) -> list[int]:
         """Return the chains of a target, those that cost nothing to take away first."""
-        return sorted((n for n, chain in enumerate(self.wanted) if target in chain), key=lambda n: not self._new(n, target))
+        return sorted(
+            (n for n, chain in enumerate(self.wanted) if target in chain),
+            key=lambda n: not self._new(n, target),
+        )
 
     def _part(self) -> None:
         """Remove copies that violate the limits of racks and nodes."""
@@ -233,8 +254,10 @@ class Placing:
         target spread over all others.
         """
         short = [number for number, chain in enumerate(self.wanted) if len(chain) < self._replicas]
-        choice = {number: sum(self._over(t) < 0 and self._spread.fits(t, self.wanted[number]) for t in self._ids)
-                  for number in short}
+        choice = {
+            number: sum(self._over(t) < 0 and self._spread.fits(t, self.wanted[number]) for t in self._ids)
+            for number in short
+        }
         # The chain with the fewest options chooses first.
         for number in sorted(short, key=lambda n: choice[n]):
             chain = self.wanted[number]
@@ -244,9 +267,15 @@ class Placing:
                     can = [t for t in self._ids if t not in chain]
                 wanting = [t for t in can if self._over(t) < 0]
                 if wanting:
-                    chosen = min(wanting, key=lambda t: (t not in self._present[number],
-                                                         _score(number, self._weights[t])
-                                                         * self._weights[t].capacity_bytes / -self._over(t)))
+                    chosen = min(
+                        wanting,
+                        key=lambda t: (
+                            t not in self._present[number],
+                            _score(number, self._weights[t])
+                            * self._weights[t].capacity_bytes
+                            / -self._over(t),
+                        ),
+                    )
                 else:
                     chosen = min(can, key=lambda t: (self._over(t), t))
                 chain.append(chosen)
@@ -267,10 +296,15 @@ class Placing:
         """Fill `receiver` up to its quota from targets that have `enough`, preferring the largest excess."""
         if not self._too_few(receiver):
             return
-        able = {number: givers for number, chain in enumerate(self.wanted)
-                if (givers := [t for t in chain if enough(t) and self._can(number, t, receiver)])}
+        able = {
+            number: givers
+            for number, chain in enumerate(self.wanted)
+            if (givers := [t for t in chain if enough(t) and self._can(number, t, receiver)])
+        }
         score = {number: _score(number, self._weights[receiver]) for number in able}
-        for number in sorted(able, key=lambda n: (self._new(n, receiver) - any(self._new(n, t) for t in able[n]), score[n])):
+        for number in sorted(
+            able, key=lambda n: (self._new(n, receiver) - any(self._new(n, t) for t in able[n]), score[n])
+        ):
             givers = [t for t in able[number] if enough(t)]
             if givers:
                 self._move(number, max(givers, key=lambda t: (self._new(number, t), self._over(t))), receiver)

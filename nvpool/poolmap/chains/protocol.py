@@ -32,7 +32,15 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import NamedTuple
 
-from nvpool.core.errors import ChecksumMismatch, InvalidRequest, KeyMissing, NoSpace, NvpoolError, StaleCut, StaleVersion
+from nvpool.core.errors import (
+    ChecksumMismatch,
+    InvalidRequest,
+    KeyMissing,
+    NoSpace,
+    NvpoolError,
+    StaleCut,
+    StaleVersion,
+)
 from nvpool.core.ids import RequestId, is_done, version_parts
 from nvpool.core.ids import version as make_version
 from nvpool.poolmap.model import Chain
@@ -71,7 +79,11 @@ class ChainPosition(NamedTuple):
 def place_in(chain: Chain, target: int) -> ChainPosition | None:
     """Return the position of a target in a chain; None if the target is not a member."""
     members = (*chain.targets, *chain.joining)
-    return ChainPosition(chain.epoch, members, len(chain.targets), members.index(target)) if target in members else None
+    return (
+        ChainPosition(chain.epoch, members, len(chain.targets), members.index(target))
+        if target in members
+        else None
+    )
 
 
 Deciders = frozenset[int]
@@ -112,16 +124,16 @@ class MemberChunkState(NamedTuple):
 
 
 class Answer(Enum):
-    TAKE = auto()           # apply the write, or keep it pending and offer it to the successor
-    FETCH = auto()          # as TAKE, after the chunk has been synchronised with the predecessor's
-    DONE = auto()           # the write was committed here before
-    SAME = auto()           # the write is pending here: the sender gets the outcome of the pending one
-    BUSY = auto()           # another write is pending here: offer again later
-    TOO_LOW = auto()        # the returned version was issued before: issue a higher one
-    CUT = auto()            # the file was truncated since
-    OLD_EPOCH = auto()      # the sender's chain is older than ours: the sender must fetch the new pool map
-    NEW_EPOCH = auto()      # our chain is older: fetch the new pool map, then judge again
-    NOT_OURS = auto()       # the sender is not our predecessor
+    TAKE = auto()  # apply the write, or keep it pending and offer it to the successor
+    FETCH = auto()  # as TAKE, after the chunk has been synchronised with the predecessor's
+    DONE = auto()  # the write was committed here before
+    SAME = auto()  # the write is pending here: the sender gets the outcome of the pending one
+    BUSY = auto()  # another write is pending here: offer again later
+    TOO_LOW = auto()  # the returned version was issued before: issue a higher one
+    CUT = auto()  # the file was truncated since
+    OLD_EPOCH = auto()  # the sender's chain is older than ours: the sender must fetch the new pool map
+    NEW_EPOCH = auto()  # our chain is older: fetch the new pool map, then judge again
+    NOT_OURS = auto()  # the sender is not our predecessor
 
 
 def judge(place: ChainPosition | None, held: MemberChunkState, offer: Offer) -> tuple[Answer, int]:
@@ -178,7 +190,11 @@ def of_old_floor(highest: int) -> int:
     epochs. The counter of the result is above any that they can have issued.
     """
     epoch, counter = version_parts(highest)
-    return make_version(epoch, max(_OLD_FLOOR_COUNTER, counter if counter <= COUNTER_MAX else 0)) if highest else 0
+    return (
+        make_version(epoch, max(_OLD_FLOOR_COUNTER, counter if counter <= COUNTER_MAX else 0))
+        if highest
+        else 0
+    )
 
 
 def next_version(held: MemberChunkState, epoch: int, above: int = 0) -> int:
@@ -239,7 +255,7 @@ def next_step(before: ChainPosition, now: ChainPosition | None, deciders: Decide
     """
     if now is None or (before.number < before.full and now.number >= now.full):
         return Next.DROP
-    if not set(now.members[:now.number]) <= set(before.members[:before.number]):
+    if not set(now.members[: now.number]) <= set(before.members[: before.number]):
         return Next.DROP
     return Next.COMMIT if taking_part(now, deciders).is_last else Next.OFFER
 
@@ -251,7 +267,7 @@ def deciders_now(before: ChainPosition, now: ChainPosition, deciders: Deciders) 
     last seen.
     """
     kept = deciders.intersection(now.members) if now.epoch <= before.epoch + 1 else frozenset()
-    return kept.union(now.members[:now.full])
+    return kept.union(now.members[: now.full])
 
 
 def gained(deciders: Deciders, now: ChainPosition) -> bool:
@@ -279,4 +295,8 @@ def taking_part(now: ChainPosition, deciders: Deciders) -> ChainPosition:
 
 def until(place: ChainPosition, last: int) -> ChainPosition:
     """Return `place` in the chain shortened to end with `last`; unchanged if `last` is not a member."""
-    return place._replace(members=place.members[:place.members.index(last) + 1]) if last in place.members else place
+    return (
+        place._replace(members=place.members[: place.members.index(last) + 1])
+        if last in place.members
+        else place
+    )

@@ -38,8 +38,10 @@ def with_goals(pool_map: PoolMap) -> PoolMap:
     """
     goals = wanted_goals(pool_map)
     over = {target.id for target in pool_map.targets if target.is_over}
-    return with_chains(pool_map, lambda name, chain: with_goal(chain, goals[name] if set(chain.targets) - over
-                                                               else chain.targets))
+    return with_chains(
+        pool_map,
+        lambda name, chain: with_goal(chain, goals[name] if set(chain.targets) - over else chain.targets),
+    )
 
 
 def wanted_goals(pool_map: PoolMap) -> dict[ChainName, tuple[int, ...]]:
@@ -59,13 +61,26 @@ def with_goal(chain: Chain, goal: tuple[int, ...]) -> Chain:
     Targets that were joining for another goal stop joining; targets that were leaving but are in the new goal
     stay.
     """
-    goal = tuple(sorted(goal, key=lambda t: chain.targets.index(t) if t in chain.targets else len(chain.targets)))
-    return settled(replace(chain, goal=goal, joining=tuple(t for t in chain.joining if t in goal),
-                           leaving=tuple(t for t in chain.leaving if t not in goal)))
+    goal = tuple(
+        sorted(goal, key=lambda t: chain.targets.index(t) if t in chain.targets else len(chain.targets))
+    )
+    return settled(
+        replace(
+            chain,
+            goal=goal,
+            joining=tuple(t for t in chain.joining if t in goal),
+            leaving=tuple(t for t in chain.leaving if t not in goal),
+        )
+    )
 
 
-def next_steps(pool_map: PoolMap, *, joining_max: int = JOINING_MAX, of_target_max: int = JOINING_OF_TARGET_MAX,
-               serving: frozenset[int] | None = None) -> PoolMap:
+def next_steps(
+    pool_map: PoolMap,
+    *,
+    joining_max: int = JOINING_MAX,
+    of_target_max: int = JOINING_OF_TARGET_MAX,
+    serving: frozenset[int] | None = None,
+) -> PoolMap:
     """Return the map in which more chains are joined by their desired holders, within the bounds.
 
     The bounds are `joining_max` in the pool and `of_target_max` for each target. They do not count chains
@@ -73,16 +88,29 @@ def next_steps(pool_map: PoolMap, *, joining_max: int = JOINING_MAX, of_target_m
     paused, only chains with a missing copy are filled. Only targets that are up, and in `serving` if given,
     join or are joined.
     """
-    up = {target.id for target in pool_map.targets if target.state == "up" and (serving is None or target.id in serving)}
-    joining = Counter(target for table in pool_map.tables for chain in table.chains if not up.isdisjoint(chain.targets)
-                      for target in chain.joining)
+    up = {
+        target.id
+        for target in pool_map.targets
+        if target.state == "up" and (serving is None or target.id in serving)
+    }
+    joining = Counter(
+        target
+        for table in pool_map.tables
+        for chain in table.chains
+        if not up.isdisjoint(chain.targets)
+        for target in chain.joining
+    )
     left = joining_max - joining.total()
     waiting = []
     for table in pool_map.tables:
         for number, chain in enumerate(table.chains):
             for target in chain.goal:
-                if target in up and target not in chain.targets and target not in chain.joining \
-                        and any(holder in up for holder in chain.targets):
+                if (
+                    target in up
+                    and target not in chain.targets
+                    and target not in chain.joining
+                    and any(holder in up for holder in chain.targets)
+                ):
                     missing = len(chain.targets) + len(chain.joining) < len(chain.goal)
                     if missing or not pool_map.moving.paused:
                         copies = len(chain.targets) if missing else len(chain.goal) + 1
@@ -97,8 +125,12 @@ def next_steps(pool_map: PoolMap, *, joining_max: int = JOINING_MAX, of_target_m
             left -= 1
     if not joins:
         return pool_map
-    return with_chains(pool_map, lambda name, chain: replace(chain, joining=(*chain.joining, *joins[name])) if name in joins
-                       else chain)
+    return with_chains(
+        pool_map,
+        lambda name, chain: (
+            replace(chain, joining=(*chain.joining, *joins[name])) if name in joins else chain
+        ),
+    )
 
 
 def given_up(pool_map: PoolMap, ids: Collection[int], used_bytes: Mapping[int, int]) -> PoolMap:
@@ -108,7 +140,11 @@ def given_up(pool_map: PoolMap, ids: Collection[int], used_bytes: Mapping[int, i
     InvalidRequest: the remaining targets are too few or too small. `used_bytes` has the last reported value
     of each target.
     """
-    away = {target.id for target in pool_map.targets if target.id in ids and target.state == "down" and target.wish == "share"}
+    away = {
+        target.id
+        for target in pool_map.targets
+        if target.id in ids and target.state == "down" and target.wish == "share"
+    }
     if not away:
         return pool_map
     wanted = with_targets(pool_map, away, wish="away")
@@ -151,7 +187,14 @@ def standing(pool_map: PoolMap, serving: frozenset[int], table: int | None = Non
             counts["without"] += not live
             counts["filled"] += bool(chain.joining)
             counts["to_copy"] += sum(target not in chain.targets for target in chain.goal)
-    return Standing(counts["chains"], counts["full"], counts["short"], counts["filled"], counts["without"], counts["to_copy"])
+    return Standing(
+        counts["chains"],
+        counts["full"],
+        counts["short"],
+        counts["filled"],
+        counts["without"],
+        counts["to_copy"],
+    )
 
 
 def missing_copies(pool_map: PoolMap) -> Counter[int]:
@@ -175,17 +218,24 @@ def check_room(pool_map: PoolMap, used_bytes: dict[int, int]) -> None:
     here = usable(pool_map.targets)
     most = max((table.id for table in pool_map.tables), default=1)
     if len(here) < most:
-        raise InvalidRequest(f"the pool keeps {most} cop{'y' if most == 1 else 'ies'} of each chunk and {len(here)} "
-                             f"target{'' if len(here) == 1 else 's'} would be left; add a drive first: nvpool drive add "
-                                 "POOL PATH")
+        raise InvalidRequest(
+            f"the pool keeps {most} cop{'y' if most == 1 else 'ies'} of each chunk and {len(here)} "
+            f"target{'' if len(here) == 1 else 's'} would be left; add a drive first: nvpool drive add "
+            "POOL PATH"
+        )
     used = sum(used_bytes.values()) + _silent_bytes(pool_map, used_bytes)
     replicas = pool_map.settings.replicas
     quota = Spread(here, pool_map.nodes, replicas).quota
-    room = min(int(target.capacity_bytes * 0.9 * CHAINS_PER_TABLE * replicas / quota[target.id])
-               for target in here if quota[target.id])
+    room = min(
+        int(target.capacity_bytes * 0.9 * CHAINS_PER_TABLE * replicas / quota[target.id])
+        for target in here
+        if quota[target.id]
+    )
     if used > room:
-        raise InvalidRequest(f"{format_bytes(used)} are stored and the drives that would be left have room for "
-                             f"{format_bytes(room)}; add a drive first: nvpool drive add POOL PATH")
+        raise InvalidRequest(
+            f"{format_bytes(used)} are stored and the drives that would be left have room for "
+            f"{format_bytes(room)}; add a drive first: nvpool drive add POOL PATH"
+        )
 
 
 def _silent_bytes(pool_map: PoolMap, used_bytes: Mapping[int, int]) -> int:

@@ -28,12 +28,16 @@ def check_replicas(pool_map: PoolMap, replicas: int) -> None:
         raise InvalidRequest(f"1 to {REPLICAS_MAX} replicas can be kept of a file, not {replicas}")
     here = usable(pool_map.targets)
     if len(here) < replicas:
-        raise InvalidRequest(f"{replicas} replicas need as many drives, and the pool has {len(here)} that can be used; first: "
-                             f"nvpool drive add POOL PATH")
+        raise InvalidRequest(
+            f"{replicas} replicas need as many drives, and the pool has {len(here)} that can be used; first: "
+            f"nvpool drive add POOL PATH"
+        )
     nodes = len({target.node for target in here})
     if 1 < nodes < replicas:
-        raise InvalidRequest(f"{replicas} replicas need as many nodes with drives, and the pool has {nodes}; let one "
-                             f"join with drives first: nvpool node token POOL")
+        raise InvalidRequest(
+            f"{replicas} replicas need as many nodes with drives, and the pool has {nodes}; let one "
+            f"join with drives first: nvpool node token POOL"
+        )
 
 
 def with_table(pool_map: PoolMap, replicas: int, answering: Collection[int]) -> PoolMap:

@@ -49,7 +49,11 @@ def with_chains(pool_map: PoolMap, decide: Callable[[ChainName, Chain], Chain]) 
             new = decide((table.id, number), chain)
             if new is not chain and new != chain:
                 any_changed = True
-                same = (new.targets, new.joining, new.leaving) == (chain.targets, chain.joining, chain.leaving)
+                same = (new.targets, new.joining, new.leaving) == (
+                    chain.targets,
+                    chain.joining,
+                    chain.leaving,
+                )
                 new = replace(new, epoch=chain.epoch if same else chain.epoch + 1)
             chains.append(new)
         tables.append(replace(table, chains=tuple(chains)))
@@ -58,8 +62,10 @@ def with_chains(pool_map: PoolMap, decide: Callable[[ChainName, Chain], Chain]) 
 
 def with_targets(pool_map: PoolMap, ids: Collection[int], **fields: Any) -> PoolMap:
     """Replace `fields` of these targets, except of those that are gone."""
-    targets = tuple(replace(target, **fields) if target.id in ids and target.state != "gone" else target
-                    for target in pool_map.targets)
+    targets = tuple(
+        replace(target, **fields) if target.id in ids and target.state != "gone" else target
+        for target in pool_map.targets
+    )
     return pool_map if targets == pool_map.targets else replace(pool_map, targets=targets)
 
 
@@ -70,8 +76,13 @@ def _without(members: tuple[int, ...], who: Collection[int]) -> tuple[int, ...]:
 def shared(pool_map: PoolMap) -> frozenset[int]:
     """Return the targets that need a serving lease: those that share a chain, or hold one that a target
     joins."""
-    return frozenset(target for table in pool_map.tables for chain in table.chains
-                     if len(chain.targets) > 1 or chain.joining for target in (*chain.targets, *chain.joining))
+    return frozenset(
+        target
+        for table in pool_map.tables
+        for chain in table.chains
+        if len(chain.targets) > 1 or chain.joining
+        for target in (*chain.targets, *chain.joining)
+    )
 
 
 # -- failures and returns ---------------------------------------------------------------------------------
@@ -95,8 +106,15 @@ def died(pool_map: PoolMap, ids: Collection[int]) -> PoolMap:
         joining = _without(chain.joining, ids)
         left.update(member for member in dead if member not in targets)
         leaving = tuple(target for target in chain.leaving if target in targets)
-        return settled(replace(chain, targets=targets, joining=joining, goal=chain.goal or chain.targets,
-                               leaving=() if len(leaving) == len(targets) else leaving))
+        return settled(
+            replace(
+                chain,
+                targets=targets,
+                joining=joining,
+                goal=chain.goal or chain.targets,
+                leaving=() if len(leaving) == len(targets) else leaving,
+            )
+        )
 
     return with_targets(with_chains(pool_map, decide), left, state="down")
 
@@ -109,9 +127,21 @@ def restarted(pool_map: PoolMap, target: int) -> PoolMap:
     on. The map must be published before the target serves.
     """
     pool_map = died(pool_map, {target})
-    return replace(pool_map, tables=tuple(replace(table, chains=tuple(
-        replace(chain, epoch=chain.epoch + 1) if target in (*chain.targets, *chain.joining) else chain
-        for chain in table.chains)) for table in pool_map.tables))
+    return replace(
+        pool_map,
+        tables=tuple(
+            replace(
+                table,
+                chains=tuple(
+                    replace(chain, epoch=chain.epoch + 1)
+                    if target in (*chain.targets, *chain.joining)
+                    else chain
+                    for chain in table.chains
+                ),
+            )
+            for table in pool_map.tables
+        ),
+    )
 
 
 def vouched(pool_map: PoolMap, target: int, verifier: int) -> PoolMap:
@@ -126,7 +156,9 @@ def vouched(pool_map: PoolMap, target: int, verifier: int) -> PoolMap:
     pool_map = with_targets(pool_map, {target}, verifier=verifier)
     if not known.verifier:  # the target has never answered a request
         return pool_map
-    return with_chains(pool_map, lambda _, chain: replace(chain, intact=chain.epoch) if target in chain.targets else chain)
+    return with_chains(
+        pool_map, lambda _, chain: replace(chain, intact=chain.epoch) if target in chain.targets else chain
+    )
 
 
 def begun(pool_map: PoolMap) -> PoolMap:
@@ -134,8 +166,13 @@ def begun(pool_map: PoolMap) -> PoolMap:
 
     No target leaves; each chain gets the next epoch.
     """
-    return replace(pool_map, tables=tuple(replace(table, chains=tuple(replace(chain, epoch=chain.epoch + 1)
-                                                                      for chain in table.chains)) for table in pool_map.tables))
+    return replace(
+        pool_map,
+        tables=tuple(
+            replace(table, chains=tuple(replace(chain, epoch=chain.epoch + 1) for chain in table.chains))
+            for table in pool_map.tables
+        ),
+    )
 
 
 def returned(pool_map: PoolMap, ids: Collection[int]) -> PoolMap:
@@ -144,16 +181,22 @@ def returned(pool_map: PoolMap, ids: Collection[int]) -> PoolMap:
     Chains with all copies, which these targets are to take over from others, are left to
     `rebalance.next_steps`.
     """
-    back = {target.id for target in pool_map.targets if target.id in ids and target.state == "down"
-            and target.wish != "lost"}
+    back = {
+        target.id
+        for target in pool_map.targets
+        if target.id in ids and target.state == "down" and target.wish != "lost"
+    }
     if not back:
         return pool_map
     pool_map = with_targets(pool_map, back, state="up")
 
     def decide(_: ChainName, chain: Chain) -> Chain:
         missing = len(chain.goal) - len(chain.targets) - len(chain.joining)
-        joins = [target for target in chain.goal if target in back and target not in chain.targets
-                 and target not in chain.joining]
+        joins = [
+            target
+            for target in chain.goal
+            if target in back and target not in chain.targets and target not in chain.joining
+        ]
         return replace(chain, joining=(*chain.joining, *joins[:missing])) if joins and missing > 0 else chain
 
     return with_chains(pool_map, decide)
@@ -178,7 +221,7 @@ def joined(pool_map: PoolMap, target: int, equal: Iterable[tuple[int, int, int]]
     def decide(name: ChainName, chain: Chain) -> Chain:
         if reported.get(name) != chain.epoch or target not in chain.joining:
             return chain
-        behind = chain.joining[chain.joining.index(target) + 1:]
+        behind = chain.joining[chain.joining.index(target) + 1 :]
         return settled(replace(chain, targets=(*chain.targets, target), joining=behind))
 
     return with_chains(pool_map, decide)
@@ -194,11 +237,14 @@ def settled(chain: Chain) -> Chain:
 
 def departed(pool_map: PoolMap, left: Callable[[ChainName, int], bool]) -> PoolMap:
     """Remove leaving targets that know that they are not read from any more, as `left` confirms."""
+
     def decide(name: ChainName, chain: Chain) -> Chain:
         gone = [target for target in chain.leaving if left(name, target)]
         if not gone:
             return chain
-        return settled(replace(chain, targets=_without(chain.targets, gone), leaving=_without(chain.leaving, gone)))
+        return settled(
+            replace(chain, targets=_without(chain.targets, gone), leaving=_without(chain.leaving, gone))
+        )
 
     return with_chains(pool_map, decide)
 
@@ -216,8 +262,12 @@ def wished(pool_map: PoolMap, target: int, wish: str) -> PoolMap:
 
 def named(pool_map: PoolMap) -> frozenset[int]:
     """Return the targets that hold a chain, join one, or should hold one."""
-    return frozenset(target for table in pool_map.tables for chain in table.chains
-                     for target in (*chain.targets, *chain.joining, *chain.goal))
+    return frozenset(
+        target
+        for table in pool_map.tables
+        for chain in table.chains
+        for target in (*chain.targets, *chain.joining, *chain.goal)
+    )
 
 
 def retired(pool_map: PoolMap) -> PoolMap:
@@ -225,14 +275,20 @@ def retired(pool_map: PoolMap) -> PoolMap:
 
     A target with metadata beside it stays until the metadata is gone, unless its drive is lost.
     """
-    wanted = {target.id for target in pool_map.targets if target.state != "gone" and (
-        target.wish == "lost" or (target.wish == "remove" and not beside(pool_map, target.drive)))}
+    wanted = {
+        target.id
+        for target in pool_map.targets
+        if target.state != "gone"
+        and (target.wish == "lost" or (target.wish == "remove" and not beside(pool_map, target.drive)))
+    }
     return with_targets(pool_map, wanted - named(pool_map), state="gone") if wanted else pool_map
 
 
 def only_copies(pool_map: PoolMap, target: int, table: int = 0) -> int:
     """Return the number of chains, in one table or in all, that only this target holds completely."""
-    return sum(chain.targets == (target,) for one in pool_map.tables if table in (0, one.id) for chain in one.chains)
+    return sum(
+        chain.targets == (target,) for one in pool_map.tables if table in (0, one.id) for chain in one.chains
+    )
 
 
 def remaining(pool_map: PoolMap) -> list[Target]:

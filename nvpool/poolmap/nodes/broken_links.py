@@ -15,7 +15,9 @@ BROKEN = "its node and another one do not reach each other"
 """Reason that is reported to a target that gives way, for its status."""
 
 
-def cut_off(pool_map: PoolMap, reports: Mapping[int, Collection[int]], before: Collection[int]) -> frozenset[int]:
+def cut_off(
+    pool_map: PoolMap, reports: Mapping[int, Collection[int]], before: Collection[int]
+) -> frozenset[int]:
     """Return the targets that give way: for each broken link, those of one node.
 
     `reports` maps a target to the targets that it cannot reach. `before` is the previous result, so that the
@@ -24,8 +26,12 @@ def cut_off(pool_map: PoolMap, reports: Mapping[int, Collection[int]], before: C
     with the higher number.
     """
     node_of = {target.id: target.node for target in pool_map.targets if not target.is_over}
-    broken = [(reporter, other) for reporter, others in reports.items() for other in others
-              if reporter in node_of and other in node_of and node_of[reporter] != node_of[other]]
+    broken = [
+        (reporter, other)
+        for reporter, others in reports.items()
+        for other in others
+        if reporter in node_of and other in node_of and node_of[reporter] != node_of[other]
+    ]
     links = {frozenset((node_of[reporter], node_of[other])) for reporter, other in broken}
     reported = Counter(node_of[other] for _, other in broken)
     giving_way = []
@@ -45,5 +51,8 @@ def cut_off(pool_map: PoolMap, reports: Mapping[int, Collection[int]], before: C
 
 def is_replaceable(pool_map: PoolMap, target: int) -> bool:
     """Return whether the target can leave a chain, because the chain has another target."""
-    return any(target in (*chain.targets, *chain.joining) and any(other != target for other in chain.targets)
-               for table in pool_map.tables for chain in table.chains)
+    return any(
+        target in (*chain.targets, *chain.joining) and any(other != target for other in chain.targets)
+        for table in pool_map.tables
+        for chain in table.chains
+    )

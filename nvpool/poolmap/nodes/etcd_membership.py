@@ -71,9 +71,13 @@ def lets_in(pool_map: PoolMap) -> frozenset[int]:
     """
     if not pool_map.etcd:
         return frozenset(sorted(pool_map.node_by_id)[:MEMBERS])
-    others = sorted(node.id for node in pool_map.nodes if node.wish == "share" and node.id != pool_map.etcd[0].node)
+    others = sorted(
+        node.id for node in pool_map.nodes if node.wish == "share" and node.id != pool_map.etcd[0].node
+    )
     keeping = {one.node for one in pool_map.etcd if one.state in ("added", "up")}
-    return frozenset((keeping & pool_map.node_by_id.keys()) | set(others[:1] if len(pool_map.etcd) == 1 else ()))
+    return frozenset(
+        (keeping & pool_map.node_by_id.keys()) | set(others[:1] if len(pool_map.etcd) == 1 else ())
+    )
 
 
 def last_revoked(pool_map: PoolMap) -> int:
@@ -96,7 +100,11 @@ def put(pool_map: PoolMap, node: int, generation: int, **fields: Any) -> PoolMap
     if old is None or old.generation != generation:
         return pool_map
     new = replace(old, **fields)
-    return pool_map if new == old else changed(pool_map, etcd=tuple(new if one is old else one for one in pool_map.etcd))
+    return (
+        pool_map
+        if new == old
+        else changed(pool_map, etcd=tuple(new if one is old else one for one in pool_map.etcd))
+    )
 
 
 def wanted(pool_map: PoolMap, node: int) -> PoolMap:
@@ -120,7 +128,9 @@ def without(pool_map: PoolMap, node: int, generation: int) -> PoolMap:
     return pool_map if etcd == pool_map.etcd else changed(pool_map, etcd=etcd)
 
 
-def next_step(pool_map: PoolMap, found: Collection[Found], here: Collection[int], away: Collection[int]) -> Step | None:
+def next_step(
+    pool_map: PoolMap, found: Collection[Found], here: Collection[int], away: Collection[int]
+) -> Step | None:
     """Return the next step; None if the membership is as desired, or nothing can be done now.
 
     `found` is etcd's member list, not older than the map. `here` are nodes that could have a member, or have
@@ -135,12 +145,19 @@ def next_step(pool_map: PoolMap, found: Collection[Found], here: Collection[int]
     for one in found:
         if one.id not in matched:
             return Remove(one.id)
-    voters = {entry.node for entry in entries if (it := known[entry.node, entry.generation]) and not it.learns}
+    voters = {
+        entry.node for entry in entries if (it := known[entry.node, entry.generation]) and not it.learns
+    }
     stuck = False
     for entry in entries:
         it = known[entry.node, entry.generation]
         step = _step_of(entry, it, pool_map, here, away)
-        if isinstance(step, Remove) and it is not None and not it.learns and not _may_go(entry.node, voters, here):
+        if (
+            isinstance(step, Remove)
+            and it is not None
+            and not it.learns
+            and not _may_go(entry.node, voters, here)
+        ):
             stuck = True  # a replacement must be added first
             continue
         if step is not None:
@@ -156,8 +173,9 @@ def _match(entry: EtcdMember, found: Collection[Found]) -> Found | None:
     return next((one for one in found if entry.peer and entry.peer in one.peers), None)
 
 
-def _step_of(entry: EtcdMember, it: Found | None, pool_map: PoolMap, here: Collection[int],
-             away: Collection[int]) -> Step | None:
+def _step_of(
+    entry: EtcdMember, it: Found | None, pool_map: PoolMap, here: Collection[int], away: Collection[int]
+) -> Step | None:
     node, generation = entry.node, entry.generation
     if entry.state in ("leaving", "lost") or node not in pool_map.node_by_id:
         if it is not None:
@@ -188,15 +206,22 @@ def _may_go(node: int, voters: set[int], here: Collection[int]) -> bool:
     return len(rest & set(here)) > len(rest) // 2
 
 
-def _who_else(pool_map: PoolMap, entries: tuple[EtcdMember, ...], here: Collection[int], away: Collection[int],
-              stuck: bool) -> Step | None:
+def _who_else(
+    pool_map: PoolMap,
+    entries: tuple[EtcdMember, ...],
+    here: Collection[int],
+    away: Collection[int],
+    stuck: bool,
+) -> Step | None:
     staying = [entry.node for entry in entries if entry.state == "up" and entry.node in pool_map.node_by_id]
     going = {entry.node for entry in entries} - set(staying)
     willing = {node.id for node in pool_map.nodes if node.wish == "share" and node.id not in going}
     count = members_wanted(pool_map, going)
     # A member that has lost its data may be filled again on the same node; by then it is not in the list any
     # more.
-    others = [node for node in pool_map.nodes if node.id in here and node.id not in staying and node.id in willing]
+    others = [
+        node for node in pool_map.nodes if node.id in here and node.id not in staying and node.id in willing
+    ]
     racks = {pool_map.node_by_id[node].rack for node in staying}
     others.sort(key=lambda node: (bool(node.rack) and node.rack in racks, node.id))
     if len(staying) < count and others and (stuck or len(staying) + len(others) >= count):

@@ -59,14 +59,28 @@ def targets_of(pool_map: PoolMap, number: int) -> list[Target]:
 
 def left_on(pool_map: PoolMap, number: int) -> Left:
     here = {target.id for target in pool_map.targets if target.node == number}
-    chains = sum(bool(here & {*chain.targets, *chain.joining, *chain.goal})
-                 for table in pool_map.tables for chain in table.chains)
-    return Left(chains, tuple(shard.id for shard in pool_map.shards for member in members(shard)
-                              if node_and_path(shard, member)[0] == number), any(one.node == number for one in pool_map.etcd))
+    chains = sum(
+        bool(here & {*chain.targets, *chain.joining, *chain.goal})
+        for table in pool_map.tables
+        for chain in table.chains
+    )
+    return Left(
+        chains,
+        tuple(
+            shard.id
+            for shard in pool_map.shards
+            for member in members(shard)
+            if node_and_path(shard, member)[0] == number
+        ),
+        any(one.node == number for one in pool_map.etcd),
+    )
 
 
 def _with(pool_map: PoolMap, number: int, **fields: Any) -> PoolMap:
-    return replace(pool_map, nodes=tuple(replace(node, **fields) if node.id == number else node for node in pool_map.nodes))
+    return replace(
+        pool_map,
+        nodes=tuple(replace(node, **fields) if node.id == number else node for node in pool_map.nodes),
+    )
 
 
 def _wished(pool_map: PoolMap, targets: list[Target], wish: str) -> PoolMap:
@@ -84,8 +98,10 @@ def drained(pool_map: PoolMap, number: int, used_bytes: dict[int, int], *, stop:
     if node.wish == "lost":
         raise InvalidRequest(f"node {number} is given up for lost; it is being taken out of the pool")
     if not any(other.id != number and other.wish == "share" for other in pool_map.nodes):
-        raise InvalidRequest(f"there is no other node that could take what node {number} has; let one join first: nvpool node "
-                             f"token POOL")
+        raise InvalidRequest(
+            f"there is no other node that could take what node {number} has; let one join first: nvpool node "
+            f"token POOL"
+        )
     wish: NodeWish = "stop" if stop else "drain"
     wanted = _with(pool_map, number, wish=wish)
     sharing = [target for target in targets_of(pool_map, number) if target.wish in ("share", "away")]
@@ -104,7 +120,9 @@ def shares_again(pool_map: PoolMap, number: int) -> PoolMap:
     """
     node = node_of(pool_map, number)
     if node.wish == "lost":
-        raise InvalidRequest(f"node {number} is given up for lost, and has no certificate any more; it may join as a new one")
+        raise InvalidRequest(
+            f"node {number} is given up for lost, and has no certificate any more; it may join as a new one"
+        )
     draining = [target for target in targets_of(pool_map, number) if target.wish == "drain"]
     if node.wish == "share" and not draining:
         return pool_map
@@ -116,9 +134,15 @@ def check_empty(pool_map: PoolMap, number: int) -> None:
     node_of(pool_map, number)
     left = left_on(pool_map, number)
     if left.chains or left.members:
-        what = f"{left.chains} chains of chunks" if left.chains else f"metadata (shard {', '.join(map(str, left.members))})"
-        raise InUse(f"node {number} holds {what}; first: nvpool node drain POOL {number} --wait   or, when it will not come "
-                    f"back: nvpool node remove POOL {number} --lost")
+        what = (
+            f"{left.chains} chains of chunks"
+            if left.chains
+            else f"metadata (shard {', '.join(map(str, left.members))})"
+        )
+        raise InUse(
+            f"node {number} holds {what}; first: nvpool node drain POOL {number} --wait   or, when it will not come "
+            f"back: nvpool node remove POOL {number} --lost"
+        )
 
 
 def removed(pool_map: PoolMap, number: int, now_ms: int) -> PoolMap:
@@ -128,7 +152,9 @@ def removed(pool_map: PoolMap, number: int, now_ms: int) -> PoolMap:
     return node_removed(transitions.retired(empty), number, now_ms)
 
 
-def lost(pool_map: PoolMap, number: int, used_bytes: dict[int, int], now_ms: int, *, give_up: bool = False) -> PoolMap:
+def lost(
+    pool_map: PoolMap, number: int, used_bytes: dict[int, int], now_ms: int, *, give_up: bool = False
+) -> PoolMap:
     """Return the map in which the node is declared lost.
 
     Its certificate is revoked, its data is recreated from other copies, and the node leaves the map when
@@ -141,17 +167,26 @@ def lost(pool_map: PoolMap, number: int, used_bytes: dict[int, int], now_ms: int
     for shard in pool_map.shards:
         if shard.node == number:
             if any(one.state == "up" and one.node != number for one in shard.standbys):
-                raise InvalidRequest(f"the primary of shard {shard.id} is on node {number}; a standby follows it when it has "
-                                     f"been silent for some seconds: try again then")
-            raise InvalidRequest(f"node {number} has the only whole copy of the metadata of shard {shard.id}; bring it back, "
-                                 f"or load a dump into a new pool")
+                raise InvalidRequest(
+                    f"the primary of shard {shard.id} is on node {number}; a standby follows it when it has "
+                    f"been silent for some seconds: try again then"
+                )
+            raise InvalidRequest(
+                f"node {number} has the only whole copy of the metadata of shard {shard.id}; bring it back, "
+                f"or load a dump into a new pool"
+            )
     gone = transitions.died(pool_map, {target.id for target in here})
     only = sum(transitions.only_copies(gone, target.id) for target in here)
     if only and not give_up:
-        raise InvalidRequest(f"node {number} has the only copy of {only} chains; without it what they hold can not be read. "
-                             f"Bring it back, or say --give-up")
+        raise InvalidRequest(
+            f"node {number} has the only copy of {only} chains; without it what they hold can not be read. "
+            f"Bring it back, or say --give-up"
+        )
     wanted = _wished(_with(pool_map, number, wish="lost"), here, "lost")
-    check_room(wanted, {target: count for target, count in used_bytes.items() if target not in {one.id for one in here}})
+    check_room(
+        wanted,
+        {target: count for target, count in used_bytes.items() if target not in {one.id for one in here}},
+    )
     return transitions.retired(with_goals(node_revoked(wanted, number, now_ms)))
 
 
@@ -165,9 +200,16 @@ def settled(pool_map: PoolMap, now_ms: int) -> PoolMap:
         if node.wish == "lost":
             left = left_on(pool_map, node.id)
             here = {target.id for target in targets_of(pool_map, node.id)}
-            if not left.members and not left.etcd and not any(
-                    here & {*chain.targets, *chain.joining, *chain.goal} and not here >= {*chain.targets, *chain.goal}
-                    for table in pool_map.tables for chain in table.chains):
+            if (
+                not left.members
+                and not left.etcd
+                and not any(
+                    here & {*chain.targets, *chain.joining, *chain.goal}
+                    and not here >= {*chain.targets, *chain.goal}
+                    for table in pool_map.tables
+                    for chain in table.chains
+                )
+            ):
                 return node_removed(pool_map, node.id, now_ms)
     return pool_map
 
@@ -182,15 +224,20 @@ def listening_at(pool_map: PoolMap, number: int, keep: Callable[[str], bool]) ->
 
     Returns the same map if nothing changes.
     """
+
     def kept(one: S) -> S:
         if one.node != number or all(map(keep, one.endpoints)):
             return one
         return replace(one, endpoints=tuple(filter(keep, one.endpoints)))
 
-    nodes = tuple(replace(node, endpoints=tuple(filter(keep, node.endpoints))) if node.id == number else node
-                  for node in pool_map.nodes)
+    nodes = tuple(
+        replace(node, endpoints=tuple(filter(keep, node.endpoints))) if node.id == number else node
+        for node in pool_map.nodes
+    )
     targets = tuple(map(kept, pool_map.targets))
-    shards = tuple(kept(replace(shard, standbys=tuple(map(kept, shard.standbys)))) for shard in pool_map.shards)
+    shards = tuple(
+        kept(replace(shard, standbys=tuple(map(kept, shard.standbys)))) for shard in pool_map.shards
+    )
     if (nodes, targets, shards) == (pool_map.nodes, pool_map.targets, pool_map.shards):
         return pool_map
     return replace(pool_map, nodes=nodes, targets=targets, shards=shards)
@@ -205,8 +252,10 @@ def still_counted_on(pool_map: PoolMap) -> bool:
         if node.wish == "lost":
             here = {target.id for target in targets_of(pool_map, node.id)}
             if any(one.node == node.id for one in pool_map.etcd) or any(
-                    here & {*chain.targets, *chain.joining} and not here >= set(chain.targets)
-                    for table in pool_map.tables for chain in table.chains):
+                here & {*chain.targets, *chain.joining} and not here >= set(chain.targets)
+                for table in pool_map.tables
+                for chain in table.chains
+            ):
                 return True
     return False
 

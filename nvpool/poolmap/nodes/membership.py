@@ -51,8 +51,15 @@ def _again(kind: str) -> str:
     return f"; make a new one on a node of the pool with: nvpool {kind} token POOL"
 
 
-def joined(pool_map: PoolMap, hash: str, kind: str, used_by: str, member: str, now_ms: int,
-           node: Callable[[int], Node] | None = None) -> PoolMap:
+def joined(
+    pool_map: PoolMap,
+    hash: str,
+    kind: str,
+    used_by: str,
+    member: str,
+    now_ms: int,
+    node: Callable[[int], Node] | None = None,
+) -> PoolMap:
     """Add `member` in exchange for the token.
 
     For a node, also add the Node that `node` creates from its number, which no node with a drive ever had.
@@ -62,7 +69,9 @@ def joined(pool_map: PoolMap, hash: str, kind: str, used_by: str, member: str, n
     token = token_for(pool_map, hash, kind, used_by, now_ms)
     if token.used_by:
         return pool_map
-    tokens = tuple(replace(one, used_by=used_by, member=member) if one.hash == hash else one for one in pool_map.tokens)
+    tokens = tuple(
+        replace(one, used_by=used_by, member=member) if one.hash == hash else one for one in pool_map.tokens
+    )
     nodes = pool_map.nodes
     if node is not None:
         if len(nodes) >= NODES_MAX:
@@ -91,12 +100,18 @@ def check_removable(pool_map: PoolMap, number: int) -> None:
     if number not in pool_map.node_by_id:
         raise InvalidRequest(f"there is no node {number}")
     drives = [target.drive for target in pool_map.targets if target.node == number and not target.is_over]
-    shards = [shard.id for shard in pool_map.shards if number in (shard.node, *(one.node for one in shard.standbys))]
+    shards = [
+        shard.id for shard in pool_map.shards if number in (shard.node, *(one.node for one in shard.standbys))
+    ]
     if drives:
-        raise InvalidRequest(f"node {number} has drives of the pool ({', '.join(map(str, drives))}); drain and remove them "
-                             f"first")
+        raise InvalidRequest(
+            f"node {number} has drives of the pool ({', '.join(map(str, drives))}); drain and remove them "
+            f"first"
+        )
     if shards:
-        raise InvalidRequest(f"node {number} serves metadata (shard {', '.join(map(str, shards))}), which has to move first")
+        raise InvalidRequest(
+            f"node {number} serves metadata (shard {', '.join(map(str, shards))}), which has to move first"
+        )
 
 
 def node_removed(pool_map: PoolMap, number: int, now_ms: int) -> PoolMap:
@@ -114,8 +129,11 @@ def node_removed(pool_map: PoolMap, number: int, now_ms: int) -> PoolMap:
     for wanted in pool_map.shards_wanted:
         if wanted.node == number:  # no other node would create it
             pool_map = not_wanted(pool_map, wanted.id)
-    return changed(pool_map, nodes=tuple(one for one in pool_map.nodes if one.id != number),
-                   etcd=tuple(one for one in pool_map.etcd if one.node != number))
+    return changed(
+        pool_map,
+        nodes=tuple(one for one in pool_map.nodes if one.id != number),
+        etcd=tuple(one for one in pool_map.etcd if one.node != number),
+    )
 
 
 def node_revoked(pool_map: PoolMap, number: int, now_ms: int) -> PoolMap:

@@ -27,8 +27,12 @@ SHARDS_MAX = 64
 def dealt(count: int) -> tuple[PartitionRange, ...]:
     """Divide the partitions over `count` new shards, numbered 1 to `count`: equal shares, one range each."""
     firsts = [number * PARTITION_COUNT // count for number in range(count + 1)]
-    return tuple(PartitionRange(first, behind - first, number)
-                 for number, (first, behind) in enumerate(itertools.pairwise(firsts), 1))
+    return tuple(
+        PartitionRange(first, behind - first, number)
+        for number, (first, behind) in enumerate(itertools.pairwise(firsts), 1)
+    )
+
+
 _MEMBERS_MAX = 8
 """Maximum number of standbys, including those that move to another place."""
 
@@ -66,7 +70,9 @@ def standby_added(pool_map: PoolMap, shard_id: int, standby: StandbyMember) -> P
     """Add a standby without records; InvalidRequest if it exists already, or there are too many."""
     shard = shard_of(pool_map, shard_id)
     if standby.member in members(shard) or len(shard.standbys) >= _MEMBERS_MAX:
-        raise InvalidRequest(f"shard {shard_id} has member {standby.member} already, or {_MEMBERS_MAX} standbys")
+        raise InvalidRequest(
+            f"shard {shard_id} has member {standby.member} already, or {_MEMBERS_MAX} standbys"
+        )
     standby = msgspec.structs.replace(standby, state="syncing")
     return _with(pool_map, shard, standbys=(*shard.standbys, standby))
 
@@ -79,7 +85,9 @@ def standby_removed(pool_map: PoolMap, shard_id: int, member: int) -> PoolMap:
     return _with(pool_map, shard, standbys=tuple(other for other in shard.standbys if other.member != member))
 
 
-def standby_made(pool_map: PoolMap, shard_id: int, member: int, path: str, endpoints: tuple[str, ...]) -> PoolMap:
+def standby_made(
+    pool_map: PoolMap, shard_id: int, member: int, path: str, endpoints: tuple[str, ...]
+) -> PoolMap:
     """Record path and endpoints of a standby that its node creates.
 
     InvalidRequest: the standby is unknown or was created before.
@@ -89,7 +97,9 @@ def standby_made(pool_map: PoolMap, shard_id: int, member: int, path: str, endpo
     if found is None or found.endpoints:
         raise InvalidRequest(f"standby {member} of shard {shard_id} is not to be made")
     made = msgspec.structs.replace(found, path=path, endpoints=endpoints)
-    return _with(pool_map, shard, standbys=tuple(made if other is found else other for other in shard.standbys))
+    return _with(
+        pool_map, shard, standbys=tuple(made if other is found else other for other in shard.standbys)
+    )
 
 
 def standbys_wanted(pool_map: PoolMap, shard_id: int, count: int) -> PoolMap:
@@ -148,17 +158,35 @@ def primary_lost(pool_map: PoolMap, shard_id: int, heirs: Collection[int] | None
     primary has everything. `heirs` are standbys that were verified to have their records; None: all.
     """
     shard = shard_of(pool_map, shard_id)
-    up = [standby for standby in shard.standbys if standby.state == "up" and (heirs is None or standby.member in heirs)]
+    up = [
+        standby
+        for standby in shard.standbys
+        if standby.state == "up" and (heirs is None or standby.member in heirs)
+    ]
     heir = min(up, key=lambda standby: pool_map.node_by_id[standby.node].wish != "share", default=None)
     if heir is None:
         return None
     former = StandbyMember(shard.member, shard.node, shard.endpoints, "syncing", shard.path)
-    return _with(pool_map, shard, term=shard.term + 1, member=heir.member, node=heir.node, endpoints=heir.endpoints,
-                 path=heir.path, standbys=(*(other for other in shard.standbys if other is not heir), former))
+    return _with(
+        pool_map,
+        shard,
+        term=shard.term + 1,
+        member=heir.member,
+        node=heir.node,
+        endpoints=heir.endpoints,
+        path=heir.path,
+        standbys=(*(other for other in shard.standbys if other is not heir), former),
+    )
 
 
-def primary_began(pool_map: PoolMap, shard_id: int, member: int, heirs: Collection[int] | None = None,
-                  lost: Collection[int] = (), whole_term: int = 0) -> PoolMap:
+def primary_began(
+    pool_map: PoolMap,
+    shard_id: int,
+    member: int,
+    heirs: Collection[int] | None = None,
+    lost: Collection[int] = (),
+    whole_term: int = 0,
+) -> PoolMap:
     """Start a term for a new process of the primary.
 
     The drive of the process may have lost unsynced changes. A standby that is up has these changes and is
@@ -183,10 +211,15 @@ def primary_began(pool_map: PoolMap, shard_id: int, member: int, heirs: Collecti
         pool_map = records_lost(pool_map, shard_id, up_standbys(shard))
         shard = shard_of(pool_map, shard_id)
     if missing := [standby for standby in shard.standbys if standby.state == "up"]:
-        told = " and ".join(f"{process_name(shard_id, standby.member)} on node {standby.node}" for standby in missing)
-        raise Unavailable(f"{told} may have changes that {process_name(shard_id, member)} lacks, and does not answer; "
-                          f"start it, or go on without what it has: nvpool shard standbys POOL {shard_id} "
-                          f"{len(shard.standbys) - len(missing)}", retry_after_s=0.5)
+        told = " and ".join(
+            f"{process_name(shard_id, standby.member)} on node {standby.node}" for standby in missing
+        )
+        raise Unavailable(
+            f"{told} may have changes that {process_name(shard_id, member)} lacks, and does not answer; "
+            f"start it, or go on without what it has: nvpool shard standbys POOL {shard_id} "
+            f"{len(shard.standbys) - len(missing)}",
+            retry_after_s=0.5,
+        )
     return _with(pool_map, shard, term=shard.term + 1)
 
 
@@ -217,16 +250,27 @@ def check_term(shard: Shard, term: int) -> None:
     if term < shard.term:
         raise StaleTerm(f"shard {shard.id} is in term {shard.term}, not {term}")
     if term > shard.term:
-        raise Unavailable(f"shard {shard.id} is in term {shard.term} here, nobody has heard of {term} yet", retry_after_s=0.1)
+        raise Unavailable(
+            f"shard {shard.id} is in term {shard.term} here, nobody has heard of {term} yet",
+            retry_after_s=0.1,
+        )
 
 
 def _with_state(pool_map: PoolMap, shard: Shard, member: int, state: str) -> PoolMap:
     if _standby(shard, member) is None:
         raise InvalidRequest(f"shard {shard.id} has no standby {member}")
-    return _with(pool_map, shard, standbys=tuple(
-        msgspec.structs.replace(other, state=state) if other.member == member else other for other in shard.standbys))
+    return _with(
+        pool_map,
+        shard,
+        standbys=tuple(
+            msgspec.structs.replace(other, state=state) if other.member == member else other
+            for other in shard.standbys
+        ),
+    )
 
 
 def _with(pool_map: PoolMap, shard: Shard, **fields: Any) -> PoolMap:
     new = msgspec.structs.replace(shard, epoch=shard.epoch + 1, **fields)
-    return changed(pool_map, shards=tuple(new if other.id == shard.id else other for other in pool_map.shards))
+    return changed(
+        pool_map, shards=tuple(new if other.id == shard.id else other for other in pool_map.shards)
+    )

@@ -44,7 +44,7 @@ def goals(pool_map: PoolMap) -> list[int]:
     """Return the desired owner of each partition: the current owner if the partition does not migrate."""
     wanted = list(pool_map.shard_of_partition)
     for part in pool_map.moves:
-        wanted[part.first:part.first + part.count] = [part.shard] * part.count
+        wanted[part.first : part.first + part.count] = [part.shard] * part.count
     return wanted
 
 
@@ -66,7 +66,9 @@ def planned(pool_map: PoolMap) -> PoolMap:
     each, over = divmod(PARTITION_COUNT, len(staying))
     quota = {shard: each + (place < over) for place, shard in enumerate(fullest)}
     room = {shard: max(0, quota[shard] - held[shard]) for shard in staying}
-    surplus = {shard: held[shard] - quota.get(shard, 0) for shard in held if held[shard] > quota.get(shard, 0)}
+    surplus = {
+        shard: held[shard] - quota.get(shard, 0) for shard in held if held[shard] > quota.get(shard, 0)
+    }
     wanted = list(holders)
     for partition, goal in enumerate(goals(pool_map)):  # keep existing goals that fit
         holder = holders[partition]
@@ -86,7 +88,11 @@ def planned(pool_map: PoolMap) -> PoolMap:
             if not room[taker]:
                 takers.pop()
     moves = ranges_of(goal if goal != holder else 0 for goal, holder in zip(wanted, holders, strict=True))
-    return pool_map if moves == pool_map.moves else replace(pool_map, moves=moves, moves_since=pool_map.epoch + 1)
+    return (
+        pool_map
+        if moves == pool_map.moves
+        else replace(pool_map, moves=moves, moves_since=pool_map.epoch + 1)
+    )
 
 
 def shard_added(pool_map: PoolMap, shard: Shard) -> PoolMap:
@@ -106,8 +112,12 @@ def node_for_shard(pool_map: PoolMap, own: int) -> int:
     Candidates are nodes that stay and have a target that is up. The best one has the fewest primaries, then
     the fewest shard members; of equals `own`, or the lowest number.
     """
-    primaries = Counter(shard.node for shard in pool_map.shards) + Counter(one.node for one in pool_map.shards_wanted)
-    everyone = Counter(node_and_path(shard, member)[0] for shard in pool_map.shards for member in members(shard))
+    primaries = Counter(shard.node for shard in pool_map.shards) + Counter(
+        one.node for one in pool_map.shards_wanted
+    )
+    everyone = Counter(
+        node_and_path(shard, member)[0] for shard in pool_map.shards for member in members(shard)
+    )
     up = {target.node for target in pool_map.targets if target.state == "up" and not target.is_over}
     can = [node.id for node in pool_map.nodes if node.wish == "share" and node.id in up]
     return min(can, key=lambda node: (primaries[node], everyone[node], node != own, node), default=own)
@@ -120,8 +130,10 @@ def shard_wanted(pool_map: PoolMap, wanted: ShardWanted) -> PoolMap:
     """
     node = pool_map.node_by_id.get(wanted.node)
     if node is None or node.wish != "share":
-        raise InvalidRequest(f"node {wanted.node} {'is not in the pool' if node is None else 'is to hold nothing'}; "
-                             f"`nvpool node ls POOL` lists them")
+        raise InvalidRequest(
+            f"node {wanted.node} {'is not in the pool' if node is None else 'is to hold nothing'}; "
+            f"`nvpool node ls POOL` lists them"
+        )
     if wanted.id <= shards_given(pool_map):
         raise InvalidRequest(f"a number {wanted.id} was given to a shard already")
     return replace(pool_map, shards_wanted=(*pool_map.shards_wanted, wanted))
@@ -155,8 +167,11 @@ def shard_removed(pool_map: PoolMap, shard_id: int) -> PoolMap:
         return pool_map
     if shard.wish != "remove" or not is_empty(pool_map, shard_id):
         raise InUse(f"shard {shard_id} holds partitions, or is not to leave the pool")
-    return replace(pool_map, shards=tuple(one for one in pool_map.shards if one.id != shard_id),
-                   shards_given=max(shards_given(pool_map), shard_id))
+    return replace(
+        pool_map,
+        shards=tuple(one for one in pool_map.shards if one.id != shard_id),
+        shards_given=max(shards_given(pool_map), shard_id),
+    )
 
 
 def shards_given(pool_map: PoolMap) -> int:
@@ -170,16 +185,20 @@ def is_empty(pool_map: PoolMap, shard_id: int) -> bool:
     return not any(part.shard == shard_id for part in (*pool_map.partitions, *pool_map.moves))
 
 
-def next_batch(pool_map: PoolMap, giver: int, not_yet: Collection[int] = (),
-               count_max: int = BATCH_MAX) -> tuple[int, tuple[int, ...]]:
+def next_batch(
+    pool_map: PoolMap, giver: int, not_yet: Collection[int] = (), count_max: int = BATCH_MAX
+) -> tuple[int, tuple[int, ...]]:
     """Return (destination, partitions) that the source hands over next, all to one destination.
 
     Returns (0, ()) if there are none. Partitions in `not_yet` have to wait.
     """
     holders = pool_map.shard_of_partition
     for part in pool_map.moves:
-        found = [partition for partition in range(part.first, part.first + part.count)
-                 if holders[partition] == giver and partition not in not_yet]
+        found = [
+            partition
+            for partition in range(part.first, part.first + part.count)
+            if holders[partition] == giver and partition not in not_yet
+        ]
         if found:
             return part.shard, tuple(found[:count_max])
     return 0, ()
@@ -188,11 +207,16 @@ def next_batch(pool_map: PoolMap, giver: int, not_yet: Collection[int] = (),
 def left(pool_map: PoolMap, shard_id: int = 0) -> int:
     """Return the number of partitions still to migrate: all, or those from and to one shard."""
     holders = pool_map.shard_of_partition
-    return sum(shard_id in (0, part.shard, holders[partition])
-               for part in pool_map.moves for partition in range(part.first, part.first + part.count))
+    return sum(
+        shard_id in (0, part.shard, holders[partition])
+        for part in pool_map.moves
+        for partition in range(part.first, part.first + part.count)
+    )
 
 
-def moved(pool_map: PoolMap, giver: int, term: int, taker: int, partitions: Collection[int], epoch: int = 0) -> PoolMap:
+def moved(
+    pool_map: PoolMap, giver: int, term: int, taker: int, partitions: Collection[int], epoch: int = 0
+) -> PoolMap:
     """Make the destination the owner of these partitions, of which it has all records durably.
 
     Returns the same map if the destination owns them already and they have no other goal. `epoch` is the
@@ -208,11 +232,18 @@ def moved(pool_map: PoolMap, giver: int, term: int, taker: int, partitions: Coll
         return pool_map
     shard = shard_of(pool_map, giver)
     check_term(shard, term)
-    if taker not in pool_map.shard_by_id or any(holders[p] != giver or wanted[p] != taker for p in partitions):
+    if taker not in pool_map.shard_by_id or any(
+        holders[p] != giver or wanted[p] != taker for p in partitions
+    ):
         raise StaleEpoch(f"the partitions are not to move from shard {giver} to shard {taker}")
     if epoch and epoch < pool_map.moves_since:
-        raise StaleEpoch(f"what was begun by map {epoch} may have been given up: moves are those of {pool_map.moves_since}")
+        raise StaleEpoch(
+            f"what was begun by map {epoch} may have been given up: moves are those of {pool_map.moves_since}"
+        )
     for partition in partitions:
         holders[partition] = taker
-    return replace(pool_map, partitions=ranges_of(holders),
-                   moves=ranges_of(goal if goal != holder else 0 for goal, holder in zip(wanted, holders, strict=True)))
+    return replace(
+        pool_map,
+        partitions=ranges_of(holders),
+        moves=ranges_of(goal if goal != holder else 0 for goal, holder in zip(wanted, holders, strict=True)),
+    )

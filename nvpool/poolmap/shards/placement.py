@@ -34,7 +34,11 @@ def place_of(pool_map: PoolMap, shard: Shard, member: int) -> ShardLocation:
     node, path = node_and_path(shard, member)
     # Of several drives with one path, only the last may still be present.
     for drive in reversed(pool_map.drives):
-        if path and drive.node == node and (path == drive.path or os.path.dirname(path) == os.path.dirname(drive.path)):
+        if (
+            path
+            and drive.node == node
+            and (path == drive.path or os.path.dirname(path) == os.path.dirname(drive.path))
+        ):
             return ShardLocation(node, drive.id)
     return ShardLocation(node, 0)
 
@@ -52,15 +56,26 @@ def store_beside(pool_map: PoolMap, shard: Shard, member: int) -> str:
 
 def beside(pool_map: PoolMap, drive: int) -> list[int]:
     """Return the shards with a member on the drive."""
-    return [shard.id for shard in pool_map.shards
-            if any(place_of(pool_map, shard, member).drive == drive for member in members(shard))]
+    return [
+        shard.id
+        for shard in pool_map.shards
+        if any(place_of(pool_map, shard, member).drive == drive for member in members(shard))
+    ]
 
 
 def only_beside(pool_map: PoolMap, drive: int) -> list[int]:
     """Return the shards whose complete members are all on the drive."""
-    return [shard.id for shard in pool_map.shards if all(
-        place_of(pool_map, shard, member).drive == drive
-        for member in (shard.member, *(standby.member for standby in shard.standbys if standby.state == "up")))]
+    return [
+        shard.id
+        for shard in pool_map.shards
+        if all(
+            place_of(pool_map, shard, member).drive == drive
+            for member in (
+                shard.member,
+                *(standby.member for standby in shard.standbys if standby.state == "up"),
+            )
+        )
+    ]
 
 
 def good_places(pool_map: PoolMap, serving: Collection[int] | None = None) -> list[ShardLocation]:
@@ -69,9 +84,14 @@ def good_places(pool_map: PoolMap, serving: Collection[int] | None = None) -> li
     Their nodes stay, and their targets are up and, if `serving` is given, serving.
     """
     stays = {node.id for node in pool_map.nodes if node.wish == "share"}
-    return [ShardLocation(target.node, target.drive) for target in pool_map.targets
-            if target.node in stays and target.wish == "share" and target.state == "up"
-            and (serving is None or target.id in serving)]
+    return [
+        ShardLocation(target.node, target.drive)
+        for target in pool_map.targets
+        if target.node in stays
+        and target.wish == "share"
+        and target.state == "up"
+        and (serving is None or target.id in serving)
+    ]
 
 
 def misplaced(pool_map: PoolMap, shard: Shard) -> list[int]:
@@ -110,8 +130,10 @@ def _to_spread(pool_map: PoolMap) -> int:
     Nothing moves while another change is in progress. One primary moves at a time, and each move makes the
     distribution more even, so the process ends.
     """
-    if pool_map.moves or any(misplaced(pool_map, shard) or any(standby.state != "up" for standby in shard.standbys)
-                             for shard in pool_map.shards):
+    if pool_map.moves or any(
+        misplaced(pool_map, shard) or any(standby.state != "up" for standby in shard.standbys)
+        for shard in pool_map.shards
+    ):
         return 0
     primaries = Counter(shard.node for shard in pool_map.shards)
     for shard in sorted(pool_map.shards, key=lambda shard: (-primaries[shard.node], shard.id)):
@@ -122,8 +144,9 @@ def _to_spread(pool_map: PoolMap) -> int:
     return 0
 
 
-def next_step(pool_map: PoolMap, serving: Collection[int] | None = None,
-              stuck: Collection[tuple[int, int]] = ()) -> PoolMap:
+def next_step(
+    pool_map: PoolMap, serving: Collection[int] | None = None, stuck: Collection[tuple[int, int]] = ()
+) -> PoolMap:
     """Return the map in which one shard is a step closer to its desired state; the same map if nothing can be
     done.
 
@@ -132,15 +155,25 @@ def next_step(pool_map: PoolMap, serving: Collection[int] | None = None,
     """
     places = good_places(pool_map, serving)
     for shard in pool_map.shards:
-        new = _step(pool_map, shard, places, {standby.member for standby in shard.standbys if standby.state == "syncing"
-                                              and (shard.id, standby.member) in stuck})
+        new = _step(
+            pool_map,
+            shard,
+            places,
+            {
+                standby.member
+                for standby in shard.standbys
+                if standby.state == "syncing" and (shard.id, standby.member) in stuck
+            },
+        )
         if new is not pool_map:
             # The first step fixes the desired number at the current one.
             return shard_members.standbys_wanted(new, shard.id, wanted(shard))
     return pool_map
 
 
-def _step(pool_map: PoolMap, shard: Shard, places: list[ShardLocation], stuck: Collection[int] = ()) -> PoolMap:
+def _step(
+    pool_map: PoolMap, shard: Shard, places: list[ShardLocation], stuck: Collection[int] = ()
+) -> PoolMap:
     bad = {*misplaced(pool_map, shard), *stuck}
     staying = [standby for standby in shard.standbys if standby.member not in bad]
     leaving = [standby for standby in shard.standbys if standby.member in bad]
@@ -172,7 +205,9 @@ def _rack(pool_map: PoolMap, node: int) -> str:
 def _chosen(pool_map: PoolMap, shard: Shard, places: list[ShardLocation]) -> ShardLocation | None:
     """Return the best place for one more member: the widest spread, then the fewest members of any shard."""
     taken = [place_of(pool_map, shard, member) for member in members(shard)]
-    everywhere = Counter(place_of(pool_map, one, member) for one in pool_map.shards for member in members(one))
+    everywhere = Counter(
+        place_of(pool_map, one, member) for one in pool_map.shards for member in members(one)
+    )
     on_node = Counter()
     for place, count in everywhere.items():
         on_node[place.node] += count
@@ -190,8 +225,11 @@ def _added(pool_map: PoolMap, shard: Shard, places: list[ShardLocation]) -> Pool
     place = _chosen(pool_map, shard, places)
     if place is None:
         return pool_map
-    return standby_added(pool_map, shard.id, StandbyMember(max(members(shard)) + 1, place.node, (),
-                                                     path=_drive(pool_map, place.drive).path))
+    return standby_added(
+        pool_map,
+        shard.id,
+        StandbyMember(max(members(shard)) + 1, place.node, (), path=_drive(pool_map, place.drive).path),
+    )
 
 
 def _drive(pool_map: PoolMap, number: int) -> Drive:
@@ -203,11 +241,15 @@ def _lessened(pool_map: PoolMap, shard: Shard, staying: list[StandbyMember]) -> 
 
     The standby stays while it is up and another remaining standby is not.
     """
+
     def left(without: StandbyMember) -> list[StandbyMember]:
         return [standby for standby in staying if standby is not without]
 
     def rank(standby: StandbyMember):
-        places = [place_of(pool_map, shard, member) for member in (shard.member, *(one.member for one in left(standby)))]
+        places = [
+            place_of(pool_map, shard, member)
+            for member in (shard.member, *(one.member for one in left(standby)))
+        ]
         return _spread(pool_map, places), standby.state != "up", standby.member
 
     going = max(staying, key=rank)
@@ -225,7 +267,10 @@ def _improved(pool_map: PoolMap, shard: Shard, places: list[ShardLocation]) -> P
     if place is None or not shard.standbys:
         return pool_map
     now = [place_of(pool_map, shard, member) for member in members(shard)]
-    best = max(_spread(pool_map, [*(one for at, one in enumerate(now) if at != gone), place]) for gone in range(1, len(now)))
+    best = max(
+        _spread(pool_map, [*(one for at, one in enumerate(now) if at != gone), place])
+        for gone in range(1, len(now))
+    )
     return _added(pool_map, shard, places) if best > _spread(pool_map, now) else pool_map
 
 
@@ -239,20 +284,26 @@ def check_places(pool_map: PoolMap, serving: Collection[int] | None = None) -> N
             check_room_for(pool_map, shard, wanted(shard), serving)
 
 
-def check_room_for(pool_map: PoolMap, shard: Shard, count: int, serving: Collection[int] | None = None) -> None:
+def check_room_for(
+    pool_map: PoolMap, shard: Shard, count: int, serving: Collection[int] | None = None
+) -> None:
     """Raise InvalidRequest, with the remedy, if there are too few places: each member needs its own drive."""
     bad = misplaced(pool_map, shard)
     here = {place_of(pool_map, shard, member) for member in members(shard) if member not in bad}
     most = len(here | set(good_places(pool_map, serving))) - 1
     if count > most:
         remedy = f", or have fewer: nvpool shard standbys POOL {shard.id} {most}" if most >= 0 else ""
-        raise InvalidRequest(f"shard {shard.id} can not have {count} standby{'' if count == 1 else 's'}: each of its members "
-                             f"has a drive of its own, and there are {most + 1} that can be used; add a drive{remedy}")
+        raise InvalidRequest(
+            f"shard {shard.id} can not have {count} standby{'' if count == 1 else 's'}: each of its members "
+            f"has a drive of its own, and there are {most + 1} that can be used; add a drive{remedy}"
+        )
 
 
 def moved_off(pool_map: PoolMap, node: int) -> bool:
     """Return whether no member of any shard is on the node."""
-    return not any(node_and_path(shard, member)[0] == node for shard in pool_map.shards for member in members(shard))
+    return not any(
+        node_and_path(shard, member)[0] == node for shard in pool_map.shards for member in members(shard)
+    )
 
 
 def without_member(pool_map: PoolMap, shard_id: int, node: int) -> PoolMap:
@@ -267,4 +318,7 @@ def with_node(pool_map: PoolMap, number: int, **fields) -> PoolMap:
     """Return the map with `fields` of the node replaced; InvalidRequest if there is no such node."""
     if number not in pool_map.node_by_id:
         raise InvalidRequest(f"there is no node {number}; `nvpool node ls POOL` lists them")
-    return changed(pool_map, nodes=tuple(replace(node, **fields) if node.id == number else node for node in pool_map.nodes))
+    return changed(
+        pool_map,
+        nodes=tuple(replace(node, **fields) if node.id == number else node for node in pool_map.nodes),
+    )

@@ -78,10 +78,21 @@ They are ReadRequest with one grant and one read, ReadReply with one block, Writ
 one write within a block, and WriteReply to one write."""
 
 
-def encode_read_request(epoch: int, target: int, grants: list[bytes], reads: bytes, verify: bool = False) -> bytes:
-    if len(reads) == 24 and len(grants) == 1 and len(grants[0]) == 60 and 0 < target < 128 and epoch and not verify:
+def encode_read_request(
+    epoch: int, target: int, grants: list[bytes], reads: bytes, verify: bool = False
+) -> bytes:
+    if (
+        len(reads) == 24
+        and len(grants) == 1
+        and len(grants[0]) == 60
+        and 0 < target < 128
+        and epoch
+        and not verify
+    ):
         return _READ_REQUEST.pack(0x09, epoch, 0x10, target, 0x1A, 60, grants[0], 0x22, 24, reads)
-    return ReadRequest(map_epoch=epoch, target=target, grants=grants, reads=reads, verify=verify).SerializeToString()
+    return ReadRequest(
+        map_epoch=epoch, target=target, grants=grants, reads=reads, verify=verify
+    ).SerializeToString()
 
 
 def decode_read_request(message: Buffer) -> tuple[int, int, Sequence[bytes], bytes, bool]:
@@ -90,9 +101,18 @@ def decode_read_request(message: Buffer) -> tuple[int, int, Sequence[bytes], byt
     InvalidRequest: not a ReadRequest. The fields are not checked.
     """
     if len(message) == _READ_REQUEST_BYTES:
-        one, epoch, two, target, three, grant_bytes, grant, four, reads_bytes, reads = _READ_REQUEST.unpack(message)
-        if one == 0x09 and two == 0x10 and target < 128 and three == 0x1A and grant_bytes == 60 and four == 0x22 and \
-                reads_bytes == 24:
+        one, epoch, two, target, three, grant_bytes, grant, four, reads_bytes, reads = _READ_REQUEST.unpack(
+            message
+        )
+        if (
+            one == 0x09
+            and two == 0x10
+            and target < 128
+            and three == 0x1A
+            and grant_bytes == 60
+            and four == 0x22
+            and reads_bytes == 24
+        ):
             return epoch, target, (grant,), reads, False
     try:
         request = ReadRequest.FromString(bytes(message))
@@ -101,14 +121,46 @@ def decode_read_request(message: Buffer) -> tuple[int, int, Sequence[bytes], byt
     return request.map_epoch, request.target, request.grants, request.reads, request.verify
 
 
-def encode_write_request(epoch: int, target: int, grant: bytes, writes: bytes, checksums: bytes, session: int,
-                         slot: int) -> bytes:
-    if len(checksums) == 4 and len(writes) == 40 and len(grant) == 60 and 0 < target < 128 and 0 < slot < 128 and epoch \
-            and session:
-        return _WRITE_REQUEST.pack(0x09, epoch, 0x10, target, 0x1A, 60, grant, 0x22, 40, writes, 0x2A, 4, checksums, 0x31,
-                                   session, 0x38, slot)
-    return WriteRequest(map_epoch=epoch, target=target, grants=[grant], writes=writes, checksums=checksums, session=session,
-                        slot=slot).SerializeToString()
+def encode_write_request(
+    epoch: int, target: int, grant: bytes, writes: bytes, checksums: bytes, session: int, slot: int
+) -> bytes:
+    if (
+        len(checksums) == 4
+        and len(writes) == 40
+        and len(grant) == 60
+        and 0 < target < 128
+        and 0 < slot < 128
+        and epoch
+        and session
+    ):
+        return _WRITE_REQUEST.pack(
+            0x09,
+            epoch,
+            0x10,
+            target,
+            0x1A,
+            60,
+            grant,
+            0x22,
+            40,
+            writes,
+            0x2A,
+            4,
+            checksums,
+            0x31,
+            session,
+            0x38,
+            slot,
+        )
+    return WriteRequest(
+        map_epoch=epoch,
+        target=target,
+        grants=[grant],
+        writes=writes,
+        checksums=checksums,
+        session=session,
+        slot=slot,
+    ).SerializeToString()
 
 
 def decode_write_request(message: Buffer) -> tuple[int, int, bytes, bytes, bytes, int, int] | None:
@@ -118,9 +170,29 @@ def decode_write_request(message: Buffer) -> tuple[int, int, bytes, bytes, bytes
     """
     if len(message) != _WRITE_REQUEST_BYTES:
         return None
-    one, epoch, two, target, *marks, grant, four, forty, writes, five, four_bytes, checksums, six, session, seven, slot = \
-        _WRITE_REQUEST.unpack(message)
-    if (one, two, *marks, four, forty, five, four_bytes, six, seven) != _WRITE_MARKS or target > 127 or slot > 127:
+    (
+        one,
+        epoch,
+        two,
+        target,
+        *marks,
+        grant,
+        four,
+        forty,
+        writes,
+        five,
+        four_bytes,
+        checksums,
+        six,
+        session,
+        seven,
+        slot,
+    ) = _WRITE_REQUEST.unpack(message)
+    if (
+        (one, two, *marks, four, forty, five, four_bytes, six, seven) != _WRITE_MARKS
+        or target > 127
+        or slot > 127
+    ):
         return None
     return epoch, target, grant, writes, checksums, session, slot
 
@@ -188,7 +260,9 @@ def unpack_reads(raw, grant_count: int) -> list[tuple[int, int, int, int, int, i
     total = 0
     for inode, _, offset, length, grant, _ in entries:
         if (offset | length) & _BLOCK_MASK or not length or offset + length > CHUNK_BYTES_MAX:
-            raise InvalidRequest(f"a read of {length} bytes at {offset} of inode {inode} is not of whole blocks within a chunk")
+            raise InvalidRequest(
+                f"a read of {length} bytes at {offset} of inode {inode} is not of whole blocks within a chunk"
+            )
         if grant >= grant_count:
             raise InvalidRequest(f"a read names grant {grant} of {grant_count}")
         total += length
@@ -202,7 +276,9 @@ def pack_read_results(results: Iterable[tuple[int, int, int, int]]) -> bytes:
     return b"".join([pack(*result) for result in results])
 
 
-def unpack_read_results(raw, lengths: Iterable[int], payload_bytes: int, checksums) -> list[tuple[int, int, int, int]]:
+def unpack_read_results(
+    raw, lengths: Iterable[int], payload_bytes: int, checksums
+) -> list[tuple[int, int, int, int]]:
     """Return (status, flags, length, version) of each read that was requested with `lengths`.
 
     On return there is one result per length. Each has whole blocks and is not longer than requested; an error
@@ -218,7 +294,9 @@ def unpack_read_results(raw, lengths: Iterable[int], payload_bytes: int, checksu
             raise CorruptFrame(f"a result of {length} bytes (status {status}) for a read of {asked}")
         total += length
     if total != payload_bytes or len(checksums) != total // BLOCK_BYTES * 4:
-        raise CorruptFrame(f"results of {total} bytes with {payload_bytes} bytes of payload, {len(checksums)} of checksums")
+        raise CorruptFrame(
+            f"results of {total} bytes with {payload_bytes} bytes of payload, {len(checksums)} of checksums"
+        )
     return results
 
 
@@ -227,7 +305,9 @@ def pack_writes(entries: Iterable[tuple[int, int, int, int, int, int, int, int]]
     return b"".join([pack(*entry) for entry in entries])
 
 
-def unpack_writes(raw, grant_count: int, payload_bytes: int, checksums) -> list[tuple[int, int, int, int, int, int, int, int]]:
+def unpack_writes(
+    raw, grant_count: int, payload_bytes: int, checksums
+) -> list[tuple[int, int, int, int, int, int, int, int]]:
     """Return the fields of each write, as in WRITE_ENTRY.
 
     Each write lies inside the largest chunk and names a grant of the request. Payload and checksums have the
@@ -237,7 +317,9 @@ def unpack_writes(raw, grant_count: int, payload_bytes: int, checksums) -> list[
     total = pieces = 0
     for inode, _, _, _, offset, length, grant, _ in entries:
         if not length or offset + length > CHUNK_BYTES_MAX:
-            raise InvalidRequest(f"a write of {length} bytes at {offset} of inode {inode} is not within a chunk")
+            raise InvalidRequest(
+                f"a write of {length} bytes at {offset} of inode {inode} is not within a chunk"
+            )
         if grant >= grant_count:
             raise InvalidRequest(f"a write names grant {grant} of {grant_count}")
         total += length
@@ -279,11 +361,13 @@ def unpack_inodes(raw) -> list[int]:
     """Return the inode numbers (u64). InvalidRequest: the length is not a multiple of 8 bytes."""
     if len(raw) % 8:
         raise InvalidRequest(f"{len(raw)} bytes are not whole inode numbers")
-    return [number for number, in INODE.iter_unpack(raw)]
+    return [number for (number,) in INODE.iter_unpack(raw)]
 
 
 def _unpack(entry: Struct, raw, error: type[InvalidRequest] | type[CorruptFrame]) -> list[tuple]:
     count, rest = divmod(len(raw), entry.size)
     if rest or not 0 < count <= BATCH_ENTRIES_MAX:
-        raise error(f"{len(raw)} bytes are no batch of 1 to {BATCH_ENTRIES_MAX} entries of {entry.size} bytes")
+        raise error(
+            f"{len(raw)} bytes are no batch of 1 to {BATCH_ENTRIES_MAX} entries of {entry.size} bytes"
+        )
     return list(entry.iter_unpack(raw))

@@ -23,8 +23,26 @@ The attributes are inode, mode, links, uid, gid, size, blocks, atime_ns, mtime_n
 rdev, table, chunk_bits, flags, parent and punches. `promised`: the reply's lease_ms holds for the inode."""
 ENTRY_BYTES = ENTRY.size
 _unpack = ENTRY.unpack
-_ATTR_FIELDS = ("inode", "mode", "links", "uid", "gid", "size", "blocks", "atime_ns", "mtime_ns", "ctime_ns", "change", "cut",
-                "rdev", "table", "chunk_bits", "flags", "parent", "punches")
+_ATTR_FIELDS = (
+    "inode",
+    "mode",
+    "links",
+    "uid",
+    "gid",
+    "size",
+    "blocks",
+    "atime_ns",
+    "mtime_ns",
+    "ctime_ns",
+    "change",
+    "cut",
+    "rdev",
+    "table",
+    "chunk_bits",
+    "flags",
+    "parent",
+    "punches",
+)
 _REGULAR = 8
 """S_IFREG >> 12."""
 _CURSOR, _INODE, _CHANGE, _PROMISED, _NAME_BYTES = 0, 1, 11, 19, 20
@@ -130,16 +148,41 @@ def pack_entry(cursor: int, attr: Attr, promised: bool, name: bytes) -> bytes:
 
 def packed(entries: Iterable[DirEntry]) -> bytes:
     """Encode the entries that have attributes."""
-    return b"".join([pack_entry(entry.cursor, entry.attr, entry.promised, entry.name)
-                     for entry in entries if entry.HasField("attr")])
+    return b"".join(
+        [
+            pack_entry(entry.cursor, entry.attr, entry.promised, entry.name)
+            for entry in entries
+            if entry.HasField("attr")
+        ]
+    )
 
 
 def attr_of(record: bytes) -> Attr:
     """Decode the attributes of a record of a Listed."""
     attr = Attr()  # field by field: takes half the time of a dict
-    (_, attr.inode, attr.mode, attr.links, attr.uid, attr.gid, attr.size, attr.blocks, attr.atime_ns, attr.mtime_ns,
-     attr.ctime_ns, attr.change, attr.cut, attr.rdev, attr.table, attr.chunk_bits, attr.flags, attr.parent, attr.punches, _,
-     _) = _unpack(record)
+    (
+        _,
+        attr.inode,
+        attr.mode,
+        attr.links,
+        attr.uid,
+        attr.gid,
+        attr.size,
+        attr.blocks,
+        attr.atime_ns,
+        attr.mtime_ns,
+        attr.ctime_ns,
+        attr.change,
+        attr.cut,
+        attr.rdev,
+        attr.table,
+        attr.chunk_bits,
+        attr.flags,
+        attr.parent,
+        attr.punches,
+        _,
+        _,
+    ) = _unpack(record)
     return attr
 
 

@@ -40,8 +40,14 @@ class Sum(NamedTuple):
     key: bytes = b""
 
     def plus(self, other: Sum) -> Sum:
-        return Sum(self.inode, self.names + other.names, self.subdirs + other.subdirs, self.entries + other.entries,
-                   self.parents + other.parents & MASK, self.key or other.key)
+        return Sum(
+            self.inode,
+            self.names + other.names,
+            self.subdirs + other.subdirs,
+            self.entries + other.entries,
+            self.parents + other.parents & MASK,
+            self.key or other.key,
+        )
 
     @property
     def is_even(self) -> bool:
@@ -72,7 +78,7 @@ def unpack_sums(raw: bytes) -> list[Sum]:
         while at < len(raw):
             *numbers, length = _SUM.unpack_from(raw, at)
             at += _SUM.size + length
-            found.append(Sum(*numbers, raw[at - length:at]))
+            found.append(Sum(*numbers, raw[at - length : at]))
     except struct.error:
         raise CorruptFrame("the sums of a check are cut off") from None
     if at != len(raw):
@@ -95,7 +101,7 @@ def pack_numbers(numbers: Collection[int]) -> bytes:
 
 def unpack_numbers(raw: bytes) -> tuple[int, ...]:
     """Decode u64 numbers. CorruptFrame: the length is not a multiple of 8 bytes."""
-    return tuple(number for number, in _unpack(struct.Struct("<Q"), raw))
+    return tuple(number for (number,) in _unpack(struct.Struct("<Q"), raw))
 
 
 def pack_partitions(partitions: Collection[int]) -> bytes:
@@ -104,7 +110,7 @@ def pack_partitions(partitions: Collection[int]) -> bytes:
 
 def unpack_partitions(raw: bytes) -> tuple[int, ...]:
     """Decode u16 partition numbers. CorruptFrame: the length is not a multiple of 2 bytes."""
-    return tuple(number for number, in _unpack(struct.Struct("<H"), raw))
+    return tuple(number for (number,) in _unpack(struct.Struct("<H"), raw))
 
 
 def pack_bits(partitions: Iterable[int]) -> bytes:

@@ -35,7 +35,12 @@ from nvpool.rpc.v1 import wire_pb2
 _frame = load_compiled("nvpool.rpc.transports._frame")
 
 MAGIC = 0x504E
-HELLO, REQUEST, REPLY, CANCEL = (wire_pb2.Frame.HELLO, wire_pb2.Frame.REQUEST, wire_pb2.Frame.REPLY, wire_pb2.Frame.CANCEL)
+HELLO, REQUEST, REPLY, CANCEL = (
+    wire_pb2.Frame.HELLO,
+    wire_pb2.Frame.REQUEST,
+    wire_pb2.Frame.REPLY,
+    wire_pb2.Frame.CANCEL,
+)
 HEADER = Struct("<HBBHHIIIIII")
 HEADER_BYTES = HEADER.size
 _CHECKED = Struct("<HBBHHIIIII")
@@ -66,21 +71,38 @@ A wide buffer would receive parts of such payloads, which must then be copied.""
 EMPTY = memoryview(b"")
 
 
-def pack_head_plain(kind: int, code: int, number: int, deadline_ms: int, message: Buffer, payload_bytes: int) -> bytes:
+def pack_head_plain(
+    kind: int, code: int, number: int, deadline_ms: int, message: Buffer, payload_bytes: int
+) -> bytes:
     """Header and message of a frame; the caller sends `payload_bytes` of payload after them."""
-    checked = _CHECKED.pack(MAGIC, kind, 0, code, 0, number, deadline_ms, len(message), payload_bytes, crc32c(message))
+    checked = _CHECKED.pack(
+        MAGIC, kind, 0, code, 0, number, deadline_ms, len(message), payload_bytes, crc32c(message)
+    )
     return b"%b%b%b" % (checked, crc32c(checked).to_bytes(4, "little"), message)
 
 
-def read_head_plain(buffer: bytearray, begin: int, end: int, whole_max: int) -> tuple[int, int, int, int, bytes, int] | int:
+def read_head_plain(
+    buffer: bytearray, begin: int, end: int, whole_max: int
+) -> tuple[int, int, int, int, bytes, int] | int:
     """Return (kind, code, number, deadline_ms, message, payload bytes) of the frame at `begin`.
 
     If the frame is not complete before `end`, the result is the number of bytes needed instead: header,
     message and a payload of up to `whole_max`. CorruptFrame: the bytes are not a valid frame.
     """
     view = memoryview(buffer)[begin:end]
-    (magic, kind, flags, code, reserved, number, deadline_ms, message_bytes, payload_bytes, message_crc,
-     header_crc) = HEADER.unpack_from(view)
+    (
+        magic,
+        kind,
+        flags,
+        code,
+        reserved,
+        number,
+        deadline_ms,
+        message_bytes,
+        payload_bytes,
+        message_crc,
+        header_crc,
+    ) = HEADER.unpack_from(view)
     if magic != MAGIC or crc32c(view[:_CHECKED_BYTES]) != header_crc:
         raise CorruptFrame("what came is not a frame of ours, or was changed on its way")
     if flags or reserved or not HELLO <= kind <= CANCEL:
@@ -90,13 +112,15 @@ def read_head_plain(buffer: bytearray, begin: int, end: int, whole_max: int) -> 
     needed = HEADER_BYTES + message_bytes + (payload_bytes if payload_bytes <= whole_max else 0)
     if len(view) < needed:
         return needed
-    message = bytes(view[HEADER_BYTES:HEADER_BYTES + message_bytes])
+    message = bytes(view[HEADER_BYTES : HEADER_BYTES + message_bytes])
     if crc32c(message) != message_crc:
         raise CorruptFrame("a message was changed on its way")
     return kind, code, number, deadline_ms, message, payload_bytes
 
 
-def _read_head_compiled(buffer: bytearray, begin: int, end: int, whole_max: int) -> tuple[int, int, int, int, bytes, int] | int:
+def _read_head_compiled(
+    buffer: bytearray, begin: int, end: int, whole_max: int
+) -> tuple[int, int, int, int, bytes, int] | int:
     found = _frame.read_head(buffer, begin, end, whole_max)
     # For an invalid frame the plain version raises the exact error.
     return found if found is not None else read_head_plain(buffer, begin, end, whole_max)
@@ -116,8 +140,12 @@ class FrameReader:
     `stalled` is True frames are kept; set it to False and call `parse` to continue.
     """
 
-    def __init__(self, deliver: Callable, place: Callable[[int, int, int], memoryview | None],
-                 admit: Callable[[int, int], bool] | None = None) -> None:
+    def __init__(
+        self,
+        deliver: Callable,
+        place: Callable[[int, int, int], memoryview | None],
+        admit: Callable[[int, int], bool] | None = None,
+    ) -> None:
         """Create a reader with an optional memory check `admit`.
 
         `admit(kind, bytes)` is called, once or more often, before memory is taken for a frame with a message
@@ -141,12 +169,12 @@ class FrameReader:
 
     def get_buffer(self, hint: int) -> memoryview:
         if self._sink is not None:
-            return self._sink[self._sink_at:]
+            return self._sink[self._sink_at :]
         if self._end == len(self._buffer):
             self._make_room(self._end - self._begin + HEADER_BYTES)
         elif not self._end and len(self._buffer) != self.linear_bytes:
             self._be_ordinary()
-        return self._view[self._end:] if self._end else self._view
+        return self._view[self._end :] if self._end else self._view
 
     def buffer_updated(self, count: int) -> None:
         if self._sink is None:
@@ -178,7 +206,7 @@ class FrameReader:
             return 0
         kept = self._end - self._begin
         if self._begin:
-            self._view[:kept] = self._view[self._begin:self._end]
+            self._view[:kept] = self._view[self._begin : self._end]
         self._begin = self._end = 0
         return kept
 
@@ -229,7 +257,11 @@ class FrameReader:
             self._make_room(found)
             return False
         kind, code, number, deadline_ms, message, payload_bytes = found
-        if payload_bytes > LINEAR_BYTES and self.admit is not None and not self.admit(kind, len(message) + payload_bytes):
+        if (
+            payload_bytes > LINEAR_BYTES
+            and self.admit is not None
+            and not self.admit(kind, len(message) + payload_bytes)
+        ):
             return False
         at = begin + HEADER_BYTES + len(message)
         if not payload_bytes:
@@ -246,15 +278,15 @@ class FrameReader:
         view = self._view
         if have == payload_bytes:
             if payload is None and payload_bytes <= SMALL_PAYLOAD_BYTES:
-                payload = memoryview(bytes(view[at:at + have]))
+                payload = memoryview(bytes(view[at : at + have]))
             else:
                 payload = SPARES.take(payload_bytes) if payload is None else payload
-                payload[:] = view[at:at + have]
+                payload[:] = view[at : at + have]
             self._deliver(kind, code, number, deadline_ms, message, payload)
             return True
         if payload is None:
             payload = SPARES.take(payload_bytes)
-        payload[:have] = view[at:at + have]
+        payload[:have] = view[at : at + have]
         self._sink, self._sink_at = payload, have
         self._sink_frame = (kind, code, number, deadline_ms, message)
         return True
@@ -287,7 +319,7 @@ class FrameReader:
         kept = self._end - self._begin
         if not kept:
             return None
-        head = bytes(self._view[self._begin:self._begin + min(kept, HEADER_BYTES)])
+        head = bytes(self._view[self._begin : self._begin + min(kept, HEADER_BYTES)])
         return head[:12], sum(_LENGTHS.unpack_from(head, 16)) if kept >= HEADER_BYTES else 0
 
     def _be_ordinary(self) -> None:
@@ -307,12 +339,14 @@ class FrameReader:
         kept = self._end - self._begin
         if kept == len(self._buffer):
             if self.admit is not None:
-                _, kind, _, _, _, _, _, message_bytes, payload_bytes, _, _ = HEADER.unpack_from(self._buffer, self._begin)
+                _, kind, _, _, _, _, _, message_bytes, payload_bytes, _, _ = HEADER.unpack_from(
+                    self._buffer, self._begin
+                )
                 if not self.admit(kind, message_bytes + payload_bytes):
                     return
             buffer = bytearray(min(frame_bytes, 2 * kept))
-            buffer[:kept] = self._view[self._begin:self._end]
+            buffer[:kept] = self._view[self._begin : self._end]
             self._buffer, self._view = buffer, memoryview(buffer)
         elif self._begin:
-            self._view[:kept] = self._view[self._begin:self._end]  # may overlap, which memoryview allows
+            self._view[:kept] = self._view[self._begin : self._end]  # may overlap, which memoryview allows
         self._begin, self._end = 0, kept

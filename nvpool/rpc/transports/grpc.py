@@ -35,7 +35,16 @@ from nvpool.core.errors import (
     Unreachable,
 )
 from nvpool.core.member_names import dns_of
-from nvpool.rpc.api import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX, Buffer, Connection, Greeting, Handler, Listener, Peer
+from nvpool.rpc.api import (
+    MESSAGE_BYTES_MAX,
+    PAYLOAD_BYTES_MAX,
+    Buffer,
+    Connection,
+    Greeting,
+    Handler,
+    Listener,
+    Peer,
+)
 from nvpool.rpc.error_codec import decode_error, encode_error
 from nvpool.rpc.handshake import HELLO_S, check_hello, encode_hello
 from nvpool.rpc.limits import Limits, Share
@@ -76,9 +85,14 @@ _CLIENT_OPTIONS = (*_OPTIONS, ("grpc.use_local_subchannel_pool", 1), ("grpc.enab
 """Options of clients: a separate connection for each dialer, and no proxy from the environment's web
 settings."""
 
-_SERVER_OPTIONS = (*_OPTIONS, ("grpc.so_reuseport", 0), ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
-                   ("grpc.max_concurrent_streams", 1), ("grpc.max_connection_idle_ms", 600_000),
-                   ("grpc.server_handshake_timeout_ms", int(HELLO_S * 1000)))
+_SERVER_OPTIONS = (
+    *_OPTIONS,
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+    ("grpc.max_concurrent_streams", 1),
+    ("grpc.max_connection_idle_ms", 600_000),
+    ("grpc.server_handshake_timeout_ms", int(HELLO_S * 1000)),
+)
 """Options of servers.
 
 Without so_reuseport 0 a second daemon on the port would silently take half of the connections. A connection
@@ -91,11 +105,26 @@ _PAYLOAD_TAG = b"\x3a"
 """Tag of field 7, length-delimited."""
 
 
-def encode_frame(kind: int, number: int, message: Buffer, payload: Sequence[Buffer] = (), payload_bytes: int = 0, *,
-                 method: int = 0, status: int = 0, deadline_ms: int = 0) -> bytes:
+def encode_frame(
+    kind: int,
+    number: int,
+    message: Buffer,
+    payload: Sequence[Buffer] = (),
+    payload_bytes: int = 0,
+    *,
+    method: int = 0,
+    status: int = 0,
+    deadline_ms: int = 0,
+) -> bytes:
     """Encode a wire_pb2.Frame."""
-    head = wire_pb2.Frame(kind=kind, method=method, status=status, request=number, deadline_ms=deadline_ms,
-                          message=message if type(message) is bytes else bytes(message)).SerializeToString()
+    head = wire_pb2.Frame(
+        kind=kind,
+        method=method,
+        status=status,
+        request=number,
+        deadline_ms=deadline_ms,
+        message=message if type(message) is bytes else bytes(message),
+    ).SerializeToString()
     if not payload_bytes:
         return head
     return b"".join((head, _PAYLOAD_TAG, _varint(payload_bytes), *payload))
@@ -170,8 +199,15 @@ class _Sending:
 class GrpcConnection(_Sending, Asker):
     """Client end: a channel with one stream, a reading task and a writing task."""
 
-    def __init__(self, endpoint: str, target: str, greeting: Greeting, clock: Clock, identity: TlsIdentity | None = None,
-                 member: str = "") -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        target: str,
+        greeting: Greeting,
+        clock: Clock,
+        identity: TlsIdentity | None = None,
+        member: str = "",
+    ) -> None:
         """With `identity` the connection uses TLS and accepts only `member` as the server."""
         Asker.__init__(self, asyncio.get_running_loop(), Peer(endpoint, endpoint, False, member), clock)
         _Sending.__init__(self)
@@ -181,15 +217,22 @@ class GrpcConnection(_Sending, Asker):
         else:
             shown = identity.shown
             self._channel = grpc.aio.secure_channel(
-                target, grpc.ssl_channel_credentials(shown.authority, shown.key, shown.certificate),
-                options=(*_CLIENT_OPTIONS, ("grpc.ssl_target_name_override", dns_of(identity.pool_id, member))))
+                target,
+                grpc.ssl_channel_credentials(shown.authority, shown.key, shown.certificate),
+                options=(
+                    *_CLIENT_OPTIONS,
+                    ("grpc.ssl_target_name_override", dns_of(identity.pool_id, member)),
+                ),
+            )
             identity.watch(self, member)
         self._stream = None
         self._tasks: list[asyncio.Task] = []
         self._ending: asyncio.Task | None = None
 
     async def start(self) -> None:
-        self._stream = stream = self._channel.stream_stream(METHOD, request_serializer=None, response_deserializer=None)()
+        self._stream = stream = self._channel.stream_stream(
+            METHOD, request_serializer=None, response_deserializer=None
+        )()
         await stream.write(encode_frame(HELLO, 0, encode_hello(self._greeting)))
         raw = await stream.read()
         if raw is grpc.aio.EOF:
@@ -200,7 +243,10 @@ class GrpcConnection(_Sending, Asker):
         if frame.status:
             raise decode_error(frame.status, frame.message)
         self.peer = self.peer._replace(name=check_hello(frame.message, self._greeting).name)
-        self._tasks = [self._loop.create_task(self._read_all()), self._loop.create_task(self._write_until_lost())]
+        self._tasks = [
+            self._loop.create_task(self._read_all()),
+            self._loop.create_task(self._write_until_lost()),
+        ]
 
     async def _read_all(self) -> None:
         reason = "the connection was lost"
@@ -233,7 +279,11 @@ class GrpcConnection(_Sending, Asker):
             self._end("the connection was lost")
 
     def _send_request(self, number, method, deadline_ms, message, payload, payload_bytes) -> None:
-        self._put(encode_frame(REQUEST, number, message, payload, payload_bytes, method=method, deadline_ms=deadline_ms))
+        self._put(
+            encode_frame(
+                REQUEST, number, message, payload, payload_bytes, method=method, deadline_ms=deadline_ms
+            )
+        )
         self._writable = not self._full
 
     def _send_cancel(self, number) -> None:
@@ -271,8 +321,13 @@ class _GrpcServed(_Sending, Answerer):
     """Server end of one stream; lives as long as its coroutine in the gRPC server."""
 
     def __init__(self, listener: GrpcListener, context) -> None:
-        Answerer.__init__(self, listener.handler, Peer("somebody", _address(context.peer()), False), listener.clock,
-                          transport="grpc")
+        Answerer.__init__(
+            self,
+            listener.handler,
+            Peer("somebody", _address(context.peer()), False),
+            listener.clock,
+            transport="grpc",
+        )
         _Sending.__init__(self)
         self._listener = listener
         self._context = context
@@ -433,7 +488,9 @@ class _GrpcServed(_Sending, Answerer):
 class GrpcListener:
     """`api.Listener` over a grpc.aio server with one service."""
 
-    def __init__(self, greeting: Greeting, handler: Handler, clock: Clock, identity: TlsIdentity | None = None) -> None:
+    def __init__(
+        self, greeting: Greeting, handler: Handler, clock: Clock, identity: TlsIdentity | None = None
+    ) -> None:
         """With `identity` the listener uses TLS.
 
         Peers without a certificate are refused, whatever the greeting allows.
@@ -447,8 +504,13 @@ class GrpcListener:
         self.connections: set[_GrpcServed] = set()
         self.closing = False
         self._server = grpc.aio.server(options=_SERVER_OPTIONS)
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("nvpool.v1.Exchange", {
-            "Frames": grpc.stream_stream_rpc_method_handler(self._frames)}),))
+        self._server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(
+                    "nvpool.v1.Exchange", {"Frames": grpc.stream_stream_rpc_method_handler(self._frames)}
+                ),
+            )
+        )
 
     async def _frames(self, _requests, context) -> None:
         await _GrpcServed(self, context).serve()
@@ -457,8 +519,11 @@ class GrpcListener:
         where = parse_endpoint(endpoint)
         try:
             target = _target(where.host, where.port)
-            port = self._server.add_insecure_port(target) if self.identity is None else \
-                self._server.add_secure_port(target, _credentials(self.identity))
+            port = (
+                self._server.add_insecure_port(target)
+                if self.identity is None
+                else self._server.add_secure_port(target, _credentials(self.identity))
+            )
         except RuntimeError:  # the only one that it raises: no address could be bound
             raise InUse(f"{endpoint}: the address is in use, or not one of this host") from None
         await self._server.start()
@@ -482,7 +547,9 @@ class GrpcTransport:
         where = parse_endpoint(endpoint)
         identity = security(greeting.identity, where, endpoint)
         member = "" if identity is None else await self._whom(identity, endpoint, deadline_s)
-        connection = GrpcConnection(endpoint, _target(where.host, where.port), greeting, self._clock, identity, member)
+        connection = GrpcConnection(
+            endpoint, _target(where.host, where.port), greeting, self._clock, identity, member
+        )
         try:
             async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
                 await connection.start()
@@ -491,8 +558,11 @@ class GrpcTransport:
             raised: NvpoolError = Unreachable(f"nobody answers at {endpoint} in time")
         except (grpc.RpcError, asyncio.InvalidStateError) as error:
             trouble = "" if identity is None else identity.own_trouble()
-            raised = AccessDenied(f"{endpoint} hung up: {trouble}") if trouble else \
-                Unreachable(f"nobody answers at {endpoint} ({_code_of(error)})")
+            raised = (
+                AccessDenied(f"{endpoint} hung up: {trouble}")
+                if trouble
+                else Unreachable(f"nobody answers at {endpoint} ({_code_of(error)})")
+            )
         except CorruptFrame as error:
             raised = Unreachable(f"{endpoint}: {error}")
         except NvpoolError as error:
@@ -515,14 +585,18 @@ class GrpcTransport:
         except OSError as error:  # TimeoutError is one
             if refusal := refusal_of(error):
                 raise AccessDenied(f"{endpoint}: {refusal}") from None
-            raise Unreachable(f"nobody answers at {endpoint}: {error.strerror or error or 'no answer in time'}") from None
+            raise Unreachable(
+                f"nobody answers at {endpoint}: {error.strerror or error or 'no answer in time'}"
+            ) from None
         except (AccessDenied, Stale) as error:
             raise type(error)(f"{endpoint}: {error}") from None
 
     async def listen(self, endpoint: str, greeting: Greeting, handler: Handler) -> Listener:
         if not parse_endpoint(endpoint).host:
             raise BadConfiguration(f"{endpoint!r} names no host")
-        listener = GrpcListener(greeting, handler, self._clock, security(greeting.identity, parse_endpoint(endpoint), endpoint))
+        listener = GrpcListener(
+            greeting, handler, self._clock, security(greeting.identity, parse_endpoint(endpoint), endpoint)
+        )
         await listener.start(endpoint)
         return listener
 
@@ -531,6 +605,7 @@ def _credentials(identity: TlsIdentity) -> grpc.ServerCredentials:
     """TLS credentials of a server.
 
     The server presents `identity`'s current certificate and requires a client certificate of the same CA."""
+
     def shown() -> grpc.ServerCertificateConfiguration:
         now = identity.shown
         return grpc.ssl_server_certificate_configuration([(now.key, now.certificate)], now.authority)

@@ -84,8 +84,17 @@ class InprocConnection(Asker):
         self._served: _InprocServed
 
     def _send_request(self, number, method, deadline_ms, message, payload, payload_bytes) -> None:
-        self._carry(self.peer.address, REQUEST, method, self._served.take, number, method, deadline_ms, bytes(message),
-                    memoryview(b"".join(payload)) if payload_bytes else EMPTY)
+        self._carry(
+            self.peer.address,
+            REQUEST,
+            method,
+            self._served.take,
+            number,
+            method,
+            deadline_ms,
+            bytes(message),
+            memoryview(b"".join(payload)) if payload_bytes else EMPTY,
+        )
 
     def _send_cancel(self, number) -> None:
         self._carry(self.peer.address, CANCEL, 0, self._served._cancelled, number)
@@ -125,8 +134,16 @@ class _InprocServed(Answerer):
             self._asking.lose(str(error))
 
     def _send_answer(self, number, status, message, payload, payload_bytes) -> None:
-        self._carry(self._asking.peer.address, REPLY, status, self._asking.take, number, status, bytes(message),
-                    memoryview(b"".join(payload)) if payload_bytes else EMPTY)
+        self._carry(
+            self._asking.peer.address,
+            REPLY,
+            status,
+            self._asking.take,
+            number,
+            status,
+            bytes(message),
+            memoryview(b"".join(payload)) if payload_bytes else EMPTY,
+        )
 
     def end(self) -> None:
         self._listener.connections.discard(self)

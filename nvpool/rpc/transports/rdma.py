@@ -195,7 +195,7 @@ class RdmaConnection(StreamConnection):
         """Payload bytes that arrived by one-sided writes, for statistics."""
         self._turning: _Turning | None = None
         self._rooms: RegisteredBuffers | None = None
-        self._places: dict[int, Any] = {}       # by request, until the store has answered it
+        self._places: dict[int, Any] = {}  # by request, until the store has answered it
         self._quarantined: dict[int, float] = {}  # those of them whose requests have ended here: time limit
         self._quarantine_timer: asyncio.TimerHandle | None = None
         self._endpoint: Any = None
@@ -277,7 +277,10 @@ class RdmaConnection(StreamConnection):
                 place = self._rooms.take(wanted)
             if place is not None:
                 self._places[number] = place
-                method, message = PLACED, _PLACE.pack(place.key, place.offset, wanted, method) + bytes(message)
+                method, message = (
+                    PLACED,
+                    _PLACE.pack(place.key, place.offset, wanted, method) + bytes(message),
+                )
             elif method == PLACED:
                 message = _PLACE.pack(0, 0, 0, method) + bytes(message)
         super()._send_request(number, method, deadline_ms, message, payload, payload_bytes)
@@ -325,7 +328,9 @@ class RdmaConnection(StreamConnection):
         if any(until_s <= now_s for until_s in self._quarantined.values()):
             self._end("the other side does not say whether it still writes to our memory", logged=True)
         elif self._quarantined:
-            self._quarantine_timer = self._loop.call_later(min(self._quarantined.values()) - now_s, self._look_at_quarantine)
+            self._quarantine_timer = self._loop.call_later(
+                min(self._quarantined.values()) - now_s, self._look_at_quarantine
+            )
 
     def revoke_keys(self) -> None:
         """Revoke the server's access to all memory that it has keys of.
@@ -364,7 +369,7 @@ class RdmaServed(StreamServed):
             if len(message) < _PLACE.size or number in self._places:
                 raise CorruptFrame(f"request {number} has no proper place")
             *place, code = _PLACE.unpack_from(message)
-            message = message[_PLACE.size:]
+            message = message[_PLACE.size :]
             if place[2]:
                 self._places[number] = place
         elif kind == CANCEL and number in self._places:
@@ -390,15 +395,22 @@ class RdmaServed(StreamServed):
                 if said:
                     self._endpoint = reach(self._listener.turning.worker, said, self._listener.transports)
                 else:
-                    self._send(pack_head(HELLO, BEGIN, 0, 0, self._listener.turning.worker.address(), 0), (), 0, gather=False)
+                    self._send(
+                        pack_head(HELLO, BEGIN, 0, 0, self._listener.turning.worker.address(), 0),
+                        (),
+                        0,
+                        gather=False,
+                    )
             elif word == KEY and self._endpoint is not None:
                 number, _, base, length = _KEY.unpack_from(said)
                 if len(self._keys) >= KEYS_MAX or len(said) > KEY_BYTES_MAX or number in self._keys:
                     raise CorruptFrame("more keys than one can need")
-                self._keys[number] = ucx.Key(self._endpoint, bytes(said[_KEY.size:]), base, length)
+                self._keys[number] = ucx.Key(self._endpoint, bytes(said[_KEY.size :]), base, length)
             elif word == TRY and self._endpoint is not None:
                 number, offset, content = _TRY.unpack(said)
-                self._listener.turning.wait(self._endpoint.put(self._keys[number], offset, (content,)), self._tried)
+                self._listener.turning.wait(
+                    self._endpoint.put(self._keys[number], offset, (content,)), self._tried
+                )
             elif word == FORGET:
                 key = self._keys.pop(_NUMBER.unpack(said)[0], None)
                 if key is not None:
@@ -434,7 +446,9 @@ class RdmaServed(StreamServed):
             self._endpoint.close()
             self._endpoint = None
             if not self._ended:
-                self._carried_by(RdmaUnixTransport.stream_scheme if self.peer.local else RdmaTransport.stream_scheme)
+                self._carried_by(
+                    RdmaUnixTransport.stream_scheme if self.peer.local else RdmaTransport.stream_scheme
+                )
 
     # -- replies
 
@@ -446,7 +460,9 @@ class RdmaServed(StreamServed):
             self._filled[number] = window
         return window
 
-    def _send_answer(self, number: int, status: int, message: Buffer, payload: Sequence[Buffer], payload_bytes: int) -> None:
+    def _send_answer(
+        self, number: int, status: int, message: Buffer, payload: Sequence[Buffer], payload_bytes: int
+    ) -> None:
         place = self._places.pop(number, None) if self._places else None
         filled = self._filled.pop(number, None) if self._filled else None
         if place is None or status or not payload_bytes or self._ended:
@@ -461,8 +477,12 @@ class RdmaServed(StreamServed):
             if key is None:
                 raise ucx.Error("the key to the reader's memory is not valid any more")
             if filled is not None and len(payload) == 1 and payload[0] is filled:
-                self._send(pack_head(REPLY, 0, number, payload_bytes, message, 0), (), 0,
-                           gather=len(self._in_work) >= GATHER_IN_FLIGHT)
+                self._send(
+                    pack_head(REPLY, 0, number, payload_bytes, message, 0),
+                    (),
+                    0,
+                    gather=len(self._in_work) >= GATHER_IN_FLIGHT,
+                )
                 self._end_turn(payload_bytes)
                 return
             flush = self._write(key, offset, payload)
@@ -494,7 +514,9 @@ class RdmaServed(StreamServed):
             self.resume_writing()
 
     def _could_not(self, number: int, reason: str) -> None:
-        status, text = encode_error(Unavailable(f"the answer could not be written to the reader's memory: {reason}"))
+        status, text = encode_error(
+            Unavailable(f"the answer could not be written to the reader's memory: {reason}")
+        )
         super()._send_answer(number, status, text, (), 0)
 
     def _on_end(self, reason: str) -> None:
@@ -510,7 +532,9 @@ class RdmaListener(StreamListener):
     def __init__(self, settings: RdmaSettings, *arguments) -> None:
         super().__init__(*arguments)
         self._settings = settings
-        self.transports = settings.transports if settings.transports != "auto" else ucx.LOCAL if self.local else ucx.NETWORK
+        self.transports = (
+            settings.transports if settings.transports != "auto" else ucx.LOCAL if self.local else ucx.NETWORK
+        )
         self.turning: _Turning | None = None
 
     def _serve(self) -> StreamServed:
@@ -519,7 +543,9 @@ class RdmaListener(StreamListener):
     async def start(self, sock, endpoint: str, path: str = "") -> None:
         if self._settings.local if self.local else self._settings.networks:
             try:
-                self.turning = _Turning(ucx.context(self.transports, self._settings.devices), self._settings.poll_us)
+                self.turning = _Turning(
+                    ucx.context(self.transports, self._settings.devices), self._settings.poll_us
+                )
             except (NvpoolError, ucx.Error) as error:
                 _log.info("%s: no RDMA is offered: %s", endpoint, error)
         try:
@@ -580,7 +606,9 @@ class _Rdma:
                 raise Unreachable(f"no RDMA with {endpoint}: {connection.why_not}")
             if connection.offers and (endpoint, connection.why_not) not in self._told:
                 self._told = {*list(self._told)[-63:], (endpoint, connection.why_not)}
-                _log.info("no RDMA with %s, so it is %s: %s", endpoint, self.stream_scheme, connection.why_not)
+                _log.info(
+                    "no RDMA with %s, so it is %s: %s", endpoint, self.stream_scheme, connection.why_not
+                )
         return connection
 
 

@@ -34,14 +34,20 @@ class RegisteredBuffers:
     other message.
     """
 
-    def __init__(self, context: Any, tell_key: Callable[[int, Any], None], forget_key: Callable[[int], None], *,
-                 bytes_max: int = ROOM_BYTES_MAX) -> None:
+    def __init__(
+        self,
+        context: Any,
+        tell_key: Callable[[int, Any], None],
+        forget_key: Callable[[int], None],
+        *,
+        bytes_max: int = ROOM_BYTES_MAX,
+    ) -> None:
         self._context = context
         self._tell_key = tell_key
         self._forget_key = forget_key
         self._bytes_max = bytes_max
         self._free: dict[int, list[tuple[int, Any, int]]] = {}  # by size of the buffers
-        self._slabs: dict[int, tuple[Any, int]] = {}            # key number -> (slab, size of its buffers)
+        self._slabs: dict[int, tuple[Any, int]] = {}  # key number -> (slab, size of its buffers)
         self._bytes = 0
         self._number = 0
         self._closed = False
@@ -74,14 +80,18 @@ class RegisteredBuffers:
             slab = ucx.Slab(self._context, length)
         except ucx.Error as error:  # the limit of locked memory or of shared memory
             self._bytes_max = self._bytes
-            ucx.log.warning("no more memory can be registered for RDMA: %s; more answers come as on a stream", error)
+            ucx.log.warning(
+                "no more memory can be registered for RDMA: %s; more answers come as on a stream", error
+            )
             return False
         self._number += 1
         self._slabs[self._number] = slab, size
         self._bytes += length
         _in_process[0] += length
         self._tell_key(self._number, slab)
-        self._free.setdefault(size, []).extend((self._number, slab, offset) for offset in range(length - size, -1, -size))
+        self._free.setdefault(size, []).extend(
+            (self._number, slab, offset) for offset in range(length - size, -1, -size)
+        )
         return True
 
     def _shrink(self, wanted: int) -> None:

@@ -73,8 +73,11 @@ def tls_options(identity: TlsIdentity | None, greeting: Greeting, *, serving: bo
     """TLS arguments for the loop's create_connection and create_server; empty without an identity."""
     if identity is None:
         return {}
-    return {"ssl": identity.context(serving=serving, strangers=greeting.strangers), "ssl_handshake_timeout": HELLO_S,
-            "ssl_shutdown_timeout": GOODBYE_S}
+    return {
+        "ssl": identity.context(serving=serving, strangers=greeting.strangers),
+        "ssl_handshake_timeout": HELLO_S,
+        "ssl_shutdown_timeout": GOODBYE_S,
+    }
 
 
 def connect_error(error: OSError, endpoint: str) -> NvpoolError:
@@ -84,8 +87,10 @@ def connect_error(error: OSError, endpoint: str) -> NvpoolError:
     if isinstance(known, TooManyOpen):
         return known
     if isinstance(error, ConnectionResetError) and not error.errno:  # raised so by the loop's TLS
-        return Unreachable(f"{endpoint} hung up in the handshake of TLS: it has too many connections from here "
-                           f"(limits.connections_per_peer), or speaks plain text (network.plain_text, --plain-text)")
+        return Unreachable(
+            f"{endpoint} hung up in the handshake of TLS: it has too many connections from here "
+            f"(limits.connections_per_peer), or speaks plain text (network.plain_text, --plain-text)"
+        )
     return Unreachable(f"nobody answers at {endpoint}: {error.strerror or str(error) or 'no answer in time'}")
 
 

@@ -43,7 +43,14 @@ from nvpool.rpc.multiplexer import Answerer, Asker
 from nvpool.rpc.peer_roles import with_address
 from nvpool.rpc.transports.fast_replies import AnswersAtOnce, HearsAtOnce
 from nvpool.rpc.transports.frame import CANCEL, HELLO, REPLY, REQUEST, FrameReader, pack_head
-from nvpool.rpc.transports.sockets import GOODBYE_S, connect_error, is_socket, listen_error, set_socket_options, tls_options
+from nvpool.rpc.transports.sockets import (
+    GOODBYE_S,
+    connect_error,
+    is_socket,
+    listen_error,
+    set_socket_options,
+    tls_options,
+)
 from nvpool.rpc.transports.tls_server import TlsServer
 from nvpool.security.tls import TlsIdentity, member_of, refusal_of, security
 
@@ -121,8 +128,11 @@ class _End(asyncio.BufferedProtocol):
         refusal = refusal_of(error)
         if refusal:
             self._turned_away(AccessDenied(f"{self._who()}: {refusal}"))
-        self._end(f"the connection was lost: {error.strerror or error}" if isinstance(error, OSError)
-                  else "the connection was lost")
+        self._end(
+            f"the connection was lost: {error.strerror or error}"
+            if isinstance(error, OSError)
+            else "the connection was lost"
+        )
         self._reader.release()
         if not self._gone.done():
             self._gone.set_result(None)
@@ -204,7 +214,9 @@ class _End(asyncio.BufferedProtocol):
     def _who(self) -> str:
         raise NotImplementedError
 
-    def _deliver(self, kind: int, code: int, number: int, deadline_ms: int, message: bytes, payload: memoryview) -> None:
+    def _deliver(
+        self, kind: int, code: int, number: int, deadline_ms: int, message: bytes, payload: memoryview
+    ) -> None:
         raise NotImplementedError
 
     def _place(self, kind: int, number: int, payload_bytes: int) -> memoryview | None:
@@ -217,8 +229,15 @@ class _End(asyncio.BufferedProtocol):
 class StreamConnection(HearsAtOnce, _End, Asker):
     """Client end, made by the transports' `connect`."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, greeting: Greeting, endpoint: str, local: bool, clock: Clock,
-                 identity: TlsIdentity | None = None) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        greeting: Greeting,
+        endpoint: str,
+        local: bool,
+        clock: Clock,
+        identity: TlsIdentity | None = None,
+    ) -> None:
         """With `identity` the connection uses TLS."""
         Asker.__init__(self, loop, Peer(endpoint, endpoint, local), clock)
         _End.__init__(self, loop)
@@ -268,8 +287,12 @@ class StreamConnection(HearsAtOnce, _End, Asker):
         return self._into(number, payload_bytes)
 
     def _send_request(self, number, method, deadline_ms, message, payload, payload_bytes) -> None:
-        self._send(pack_head(REQUEST, method, number, deadline_ms, message, payload_bytes), payload, payload_bytes,
-                   len(self._in_flight) >= GATHER_IN_FLIGHT)
+        self._send(
+            pack_head(REQUEST, method, number, deadline_ms, message, payload_bytes),
+            payload,
+            payload_bytes,
+            len(self._in_flight) >= GATHER_IN_FLIGHT,
+        )
 
     def _send_cancel(self, number) -> None:
         self._reader.abandon(number)
@@ -288,8 +311,16 @@ class StreamConnection(HearsAtOnce, _End, Asker):
     def _on_end(self, reason: str) -> None:
         if not self.greeted.done():
             plain = self._identity is None and not self.peer.local
-            self.greeted.set_exception(Unreachable(f"{self.peer.address}: {reason}" + (
-                "; does it speak TLS? Here plain text is spoken (network.plain_text, --plain-text)" if plain else "")))
+            self.greeted.set_exception(
+                Unreachable(
+                    f"{self.peer.address}: {reason}"
+                    + (
+                        "; does it speak TLS? Here plain text is spoken (network.plain_text, --plain-text)"
+                        if plain
+                        else ""
+                    )
+                )
+            )
         self._lost(f"{self.peer.name}: {reason}")
 
     async def close(self) -> None:
@@ -312,8 +343,13 @@ class StreamServed(AnswersAtOnce, _End, Answerer):
     """Server end of one connection."""
 
     def __init__(self, listener: StreamListener) -> None:
-        Answerer.__init__(self, listener.handler, Peer("somebody", "", listener.local), listener.clock,
-                          transport="stream+unix" if listener.local else "stream")
+        Answerer.__init__(
+            self,
+            listener.handler,
+            Peer("somebody", "", listener.local),
+            listener.clock,
+            transport="stream+unix" if listener.local else "stream",
+        )
         _End.__init__(self, listener.loop)
         self._listener = listener
         self._at_once = getattr(listener.handler, "at_once", None)
@@ -395,7 +431,9 @@ class StreamServed(AnswersAtOnce, _End, Answerer):
             self._greeted = True
             self._hello_timer.cancel()
             self.peer = self.peer._replace(name=hello.name)
-            self._send(pack_head(HELLO, 0, 0, 0, encode_hello(greeting, self._offers()), 0), (), 0, gather=False)
+            self._send(
+                pack_head(HELLO, 0, 0, 0, encode_hello(greeting, self._offers()), 0), (), 0, gather=False
+            )
         else:
             raise CorruptFrame(f"a frame of kind {kind} out of place")
 
@@ -404,8 +442,12 @@ class StreamServed(AnswersAtOnce, _End, Answerer):
 
     def _send_answer(self, number, status, message, payload, payload_bytes) -> None:
         if not self._ended:
-            self._send(pack_head(REPLY, status, number, 0, message, payload_bytes), payload, payload_bytes,
-                       len(self._in_work) >= GATHER_IN_FLIGHT)
+            self._send(
+                pack_head(REPLY, status, number, 0, message, payload_bytes),
+                payload,
+                payload_bytes,
+                len(self._in_work) >= GATHER_IN_FLIGHT,
+            )
 
     # Reading is paused while responses are not taken; otherwise unsent responses would grow without bound.
 
@@ -448,8 +490,14 @@ class StreamServed(AnswersAtOnce, _End, Answerer):
 class StreamListener:
     """`api.Listener` of both stream transports."""
 
-    def __init__(self, greeting: Greeting, handler: Handler, local: bool, clock: Clock,
-                 identity: TlsIdentity | None = None) -> None:
+    def __init__(
+        self,
+        greeting: Greeting,
+        handler: Handler,
+        local: bool,
+        clock: Clock,
+        identity: TlsIdentity | None = None,
+    ) -> None:
         """With `identity` the listener uses TLS."""
         self.endpoint = ""
         self.greeting = greeting
@@ -474,7 +522,9 @@ class StreamListener:
         elif self.identity is None:
             self._server = await self.loop.create_server(self._serve, sock=sock, backlog=BACKLOG)
         else:
-            self._server = TlsServer(self._serve, sock, tls_options(self.identity, self.greeting, serving=True), self.limits)
+            self._server = TlsServer(
+                self._serve, sock, tls_options(self.identity, self.greeting, serving=True), self.limits
+            )
 
     async def close(self, drain_s: float = 0.0) -> None:
         if self._server is not None:
@@ -528,7 +578,9 @@ class StreamTransport:
 
     _asking: type[StreamConnection] = StreamConnection
 
-    def _listening(self, greeting: Greeting, handler: Handler, identity: TlsIdentity | None) -> StreamListener:
+    def _listening(
+        self, greeting: Greeting, handler: Handler, identity: TlsIdentity | None
+    ) -> StreamListener:
         return StreamListener(greeting, handler, self.local, self._clock, identity)
 
     async def _open(self, loop, protocol, where: Endpoint, tls: dict) -> None:
@@ -539,8 +591,11 @@ class StreamTransport:
         loop = asyncio.get_running_loop()
         identity = security(greeting.identity, where, endpoint)
         try:
-            family, kind, protocol, _, address = (await loop.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM,
-                                                                         flags=socket.AI_PASSIVE))[0]
+            family, kind, protocol, _, address = (
+                await loop.getaddrinfo(
+                    where.host, where.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+                )
+            )[0]
             sock = socket.socket(family, kind, protocol)
             try:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

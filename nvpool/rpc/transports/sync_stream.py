@@ -38,7 +38,9 @@ class BlockingConnection:
         self._patience_s = patience_s
         self._number = 0
         self._frames: list[tuple] = []
-        self._reader = FrameReader(lambda *frame: self._frames.append(frame), lambda kind, number, count: None)
+        self._reader = FrameReader(
+            lambda *frame: self._frames.append(frame), lambda kind, number, count: None
+        )
         try:
             where = parse_endpoint(endpoint)
             if security(greeting.identity, where, endpoint) is not None:
@@ -64,7 +66,9 @@ class BlockingConnection:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
             set_socket_options(self._socket)
-            kind, code, _, _, message, _ = self._exchange(pack_head(HELLO, 0, 0, 0, encode_hello(greeting), 0))
+            kind, code, _, _, message, _ = self._exchange(
+                pack_head(HELLO, 0, 0, 0, encode_hello(greeting), 0)
+            )
             if kind != HELLO:
                 raise CorruptFrame(f"a frame of kind {kind} came instead of a greeting")
             if code:
@@ -90,9 +94,12 @@ class BlockingConnection:
         self._number = number = self._number % _NUMBER_MASK + 1
         try:
             kind, code, its_number, _, found, payload = self._exchange(
-                pack_head(REQUEST, method, number, int(self._patience_s * 1000), message, 0))
+                pack_head(REQUEST, method, number, int(self._patience_s * 1000), message, 0)
+            )
             if kind != REPLY or its_number != number or self._frames:
-                raise CorruptFrame(f"a frame of kind {kind} and number {its_number} came to question {number}")
+                raise CorruptFrame(
+                    f"a frame of kind {kind} and number {its_number} came to question {number}"
+                )
         except BlockingIOError:
             self.close()
             raise DeadlineExceeded(f"no answer within {self._patience_s} s") from None

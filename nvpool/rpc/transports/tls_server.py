@@ -28,7 +28,9 @@ class TlsServer:
     `options` are those of the loop's connect_accepted_socket.
     """
 
-    def __init__(self, factory: Callable[[], asyncio.BaseProtocol], sock: socket.socket, options: dict, limits: Limits) -> None:
+    def __init__(
+        self, factory: Callable[[], asyncio.BaseProtocol], sock: socket.socket, options: dict, limits: Limits
+    ) -> None:
         self._factory = factory
         self._sock = sock
         self._options = options

@@ -33,14 +33,25 @@ _VERBS = ("ib", "rc", "ud", "dc")
 TRANSPORTS = re.compile(r"[a-z0-9_]+(,[a-z0-9_]+){0,15}")
 DEVICES = re.compile(r"[A-Za-z0-9_.-]+(:[0-9]+)?(,[A-Za-z0-9_.-]+(:[0-9]+)?){0,15}")
 
-_ENVIRONMENT = {"UCX_HANDLE_ERRORS": "none", "UCX_ERROR_SIGNALS": "", "UCX_VFS_ENABLE": "n", "UCX_WARN_UNUSED_ENV_VARS": "n",
-                "UCX_LOG_LEVEL": "fatal"}
+_ENVIRONMENT = {
+    "UCX_HANDLE_ERRORS": "none",
+    "UCX_ERROR_SIGNALS": "",
+    "UCX_VFS_ENABLE": "n",
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+    "UCX_LOG_LEVEL": "fatal",
+}
 """Environment that UCX reads when it is loaded. UCX returns errors as statuses, and nvpool logs them."""
 RCACHE_BYTES_MAX = 256 << 20
 RCACHE_REGIONS_MAX = 4096
 """Most store buffers that UCX keeps registered after it has sent from them."""
-_SYSTEM = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib", "/opt/ucx/lib",
-           "/usr/local/lib")
+_SYSTEM = (
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/lib64",
+    "/usr/lib",
+    "/opt/ucx/lib",
+    "/usr/local/lib",
+)
 _CONTEXTS_MAX = 4
 _loaded_by = 0
 """Process that has loaded UCX. Its forked children can neither use UCX nor free what they inherited."""
@@ -48,7 +59,14 @@ _contexts: OrderedDict[tuple[str, str], Any] = OrderedDict()
 
 Error: type[Exception] = _ucx.UcxError if _ucx is not None else NotSupported
 if _ucx is not None:
-    Endpoint, Flush, Key, Place, Slab, Worker = _ucx.UcxEndpoint, _ucx.UcxFlush, _ucx.RemoteKey, _ucx.Region, _ucx.Slab, _ucx.UcxWorker
+    Endpoint, Flush, Key, Place, Slab, Worker = (
+        _ucx.UcxEndpoint,
+        _ucx.UcxFlush,
+        _ucx.RemoteKey,
+        _ucx.Region,
+        _ucx.Slab,
+        _ucx.UcxWorker,
+    )
 
 
 def library() -> tuple[str, bool] | None:
@@ -104,7 +122,9 @@ def context(transports: str, devices: str = "all") -> Any:
     NotSupported: this host has none of them. BadConfiguration: an argument is not a valid name.
     """
     if not TRANSPORTS.fullmatch(transports) or not DEVICES.fullmatch(devices):
-        raise BadConfiguration(f"{transports!r} over {devices!r} are no names of UCX's transports and devices")
+        raise BadConfiguration(
+            f"{transports!r} over {devices!r} are no names of UCX's transports and devices"
+        )
     _load()
     known = _contexts.get((transports, devices))
     if known is None:
@@ -115,7 +135,10 @@ def context(transports: str, devices: str = "all") -> Any:
                 raise NotSupported("this UCX was built without verbs")
             if not os.path.isdir("/sys/class/infiniband") or not os.listdir("/sys/class/infiniband"):
                 raise NotSupported("this host has no InfiniBand or RoCE device")
-            settings |= {"RCACHE_MAX_SIZE": str(RCACHE_BYTES_MAX), "RCACHE_MAX_REGIONS": str(RCACHE_REGIONS_MAX)}
+            settings |= {
+                "RCACHE_MAX_SIZE": str(RCACHE_BYTES_MAX),
+                "RCACHE_MAX_REGIONS": str(RCACHE_REGIONS_MAX),
+            }
         try:
             known = _ucx.Context(settings)
         except _ucx.UcxError as error:

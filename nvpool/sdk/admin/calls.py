@@ -41,8 +41,14 @@ class AdminCalls:
     def pool_map(self) -> PoolMap:
         return self._client.pool_map
 
-    async def shard(self, shard: int, method: int, request: Message, reply_type: type[_Reply],
-                    payload: Sequence[Buffer] = ()) -> tuple[_Reply, memoryview]:
+    async def shard(
+        self,
+        shard: int,
+        method: int,
+        request: Message,
+        reply_type: type[_Reply],
+        payload: Sequence[Buffer] = (),
+    ) -> tuple[_Reply, memoryview]:
         """Send a request to the primary of a shard; return the reply and its payload.
 
         Errors: those of the shard; Unreachable, DeadlineExceeded, Disconnected; NotFound if the pool has no
@@ -57,7 +63,9 @@ class AdminCalls:
         reply = await primaries.call(connection, method, request.SerializeToString(), deadline_s, payload)
         return decoded(reply_type, reply.message), reply.payload
 
-    async def any_primary(self, shard: int, method: int, request: Message, reply_type: type[_Reply]) -> _Reply:
+    async def any_primary(
+        self, shard: int, method: int, request: Message, reply_type: type[_Reply]
+    ) -> _Reply:
         """Send a repeatable request to the current primary of a shard; return the reply. If that primary
         fails, the request goes to the next one, until AWAY_S have passed. Errors: those of `shard`."""
         until_s = self._client.clock.boottime_s() + AWAY_S
@@ -85,10 +93,14 @@ class AdminCalls:
                     raise
                 await asyncio.sleep(AGAIN_S)
 
-    async def _ask(self, daemon: Target | None, name: str, method: int, request: Message, reply_type: type[_Reply]) -> _Reply:
+    async def _ask(
+        self, daemon: Target | None, name: str, method: int, request: Message, reply_type: type[_Reply]
+    ) -> _Reply:
         if daemon is None:
             raise NotFound(f"the pool has no {name}")
         deadline_s = self._client.clock.boottime_s() + STEP_S
-        reply = await self._client.dialer.call(daemon.endpoints, method, request.SerializeToString(), deadline_s=deadline_s)
+        reply = await self._client.dialer.call(
+            daemon.endpoints, method, request.SerializeToString(), deadline_s=deadline_s
+        )
         answer: _Reply = decoded(reply_type, reply.message)
         return answer

@@ -89,8 +89,13 @@ class _Sample:
                 continue
             try:
                 row = msgspec.json.decode(line, type=dict)
-                if row["type"] != "inode" or not stat.S_ISREG(row["mode"]) or not row["links"] or not row["size"] \
-                        or not row["blocks"]:
+                if (
+                    row["type"] != "inode"
+                    or not stat.S_ISREG(row["mode"])
+                    or not row["links"]
+                    or not row["size"]
+                    or not row["blocks"]
+                ):
                     continue
                 self._kept.append(_DumpedFile(row["inode"], row["table"]))
             except (msgspec.DecodeError, LookupError, TypeError):
@@ -101,8 +106,11 @@ class _Sample:
                 self._stride = 2 * self._stride + 1
 
     def files(self) -> list[_DumpedFile]:
-        return [self._kept[at * len(self._kept) // SAMPLE_MAX] for at in range(SAMPLE_MAX)] \
-            if len(self._kept) > SAMPLE_MAX else self._kept
+        return (
+            [self._kept[at * len(self._kept) // SAMPLE_MAX] for at in range(SAMPLE_MAX)]
+            if len(self._kept) > SAMPLE_MAX
+            else self._kept
+        )
 
 
 async def dump(client: Client, path: str, on_records: Callable[[int], None] = lambda count: None) -> int:
@@ -140,12 +148,19 @@ async def dump(client: Client, path: str, on_records: Callable[[int], None] = la
     return count
 
 
-async def _write(client: Client, begun: BarrierCursors, file: BinaryIO, on_records: Callable[[int], None]) -> int:
+async def _write(
+    client: Client, begun: BarrierCursors, file: BinaryIO, on_records: Callable[[int], None]
+) -> int:
     pool_map, asking, count = client.pool_map, AdminCalls(client), 0
-    header = {"pool": pool_map.pool_id, "name": pool_map.name, "settings": msgspec.to_builtins(pool_map.settings),
-              "shards": list(begun.cursors),
-              "partitions": _division(begun.holders), "software": f"nvpool {VERSION}",
-              "made_ms": SYSTEM_CLOCK.wall_ns() // 1_000_000}
+    header = {
+        "pool": pool_map.pool_id,
+        "name": pool_map.name,
+        "settings": msgspec.to_builtins(pool_map.settings),
+        "shards": list(begun.cursors),
+        "partitions": _division(begun.holders),
+        "software": f"nvpool {VERSION}",
+        "made_ms": SYSTEM_CLOCK.wall_ns() // 1_000_000,
+    }
     file.write(MAGIC + json.dumps(header).encode() + b"\n")
     for shard, cursor in begun.cursors.items():
         done = False
@@ -193,8 +208,10 @@ def read_header(file: BinaryIO) -> dict[str, Any]:
     read."""
     magic = file.read(len(MAGIC))
     if magic != MAGIC:
-        raise WrongFormat(f"{file.name} is not a metadata dump that this version can read: its first line is not "
-                          f"{MAGIC.decode().strip()!r}; make one with: nvpool dump OLD_POOL FILE")
+        raise WrongFormat(
+            f"{file.name} is not a metadata dump that this version can read: its first line is not "
+            f"{MAGIC.decode().strip()!r}; make one with: nvpool dump OLD_POOL FILE"
+        )
     try:
         header = json.loads(file.readline(HEADER_BYTES_MAX))
         if not isinstance(header, dict) or not isinstance(header.get("shards"), list):
@@ -222,7 +239,9 @@ async def load(client: Client, path: str, on_records: Callable[[int], None] = la
             begin = file.tell()
             here = msgspec.to_builtins(pool_map.settings)
             if header.get("settings") != here:
-                raise InvalidRequest(f"the dump is of a pool with the settings {header.get('settings')}, this one has {here}")
+                raise InvalidRequest(
+                    f"the dump is of a pool with the settings {header.get('settings')}, this one has {here}"
+                )
             last: dict[int, int] = {}
             for at, (shard, _) in enumerate(frames(file)):
                 last[shard] = at
@@ -241,8 +260,12 @@ async def load(client: Client, path: str, on_records: Callable[[int], None] = la
                 taken[to] = reply.records  # counts the whole load so far
 
             for at, (shard, records) in enumerate(frames(file)):
-                await asyncio.gather(*(give(to, records, at == (last[shard] if alike else end))
-                                       for to in ((shard,) if alike else everybody)))
+                await asyncio.gather(
+                    *(
+                        give(to, records, at == (last[shard] if alike else end))
+                        for to in ((shard,) if alike else everybody)
+                    )
+                )
                 loaded.records = sum(taken.values())
                 on_records(loaded.records)
                 sample.look(records)
@@ -257,8 +280,10 @@ def _divided_alike(header: dict[str, Any], pool_map: PoolMap) -> bool:
     """Whether the pool is divided like the dumped pool: equal shard numbers with equal partitions."""
     if len(pool_map.shards) == 1:
         return bool(header["shards"] == [pool_map.shards[0].id])
-    return bool(header["shards"] == [shard.id for shard in pool_map.shards]
-                and header.get("partitions") == _division(pool_map.shard_of_partition))
+    return bool(
+        header["shards"] == [shard.id for shard in pool_map.shards]
+        and header.get("partitions") == _division(pool_map.shard_of_partition)
+    )
 
 
 def _division(holders: Sequence[int]) -> list[list[int]]:

@@ -84,7 +84,9 @@ class UseWatch:
         client = self._client
         await client.refresh_map()
         targets = [target for target in client.pool_map.targets if not target.is_over]
-        answers = await asyncio.gather(*(self._ask(target.id, target.endpoints, next_s) for target in targets))
+        answers = await asyncio.gather(
+            *(self._ask(target.id, target.endpoints, next_s) for target in targets)
+        )
         grown: dict[tuple[int, int, int], list[float]] = {}  # (target, session, inode) -> rates per second
         silent, intervals = [], []
         for target, told in zip(targets, answers, strict=True):
@@ -100,27 +102,39 @@ class UseWatch:
             for (session, inode), row in told.rows.items():
                 old = before.rows.get((session, inode), (0,) * 8)
                 if row != old:
-                    grown[target.id, session, inode] = [(a - b) / took_s for a, b in zip(row, old, strict=True)]
+                    grown[target.id, session, inode] = [
+                        (a - b) / took_s for a, b in zip(row, old, strict=True)
+                    ]
         names = await self._names(grown)
         summed: dict[str, list[float]] = defaultdict(lambda: [0.0] * 8)
         for key, figures in grown.items():
             summed[names[key]] = [a + b for a, b in zip(summed[names[key]], figures, strict=True)]
-        rates = [Rates(name, r, rb, rs / r if r else 0.0, w, wb, ws / w if w else 0.0, d, db)
-                 for name, (r, rb, rs, w, wb, ws, d, db) in summed.items()]
+        rates = [
+            Rates(name, r, rb, rs / r if r else 0.0, w, wb, ws / w if w else 0.0, d, db)
+            for name, (r, rb, rs, w, wb, ws, d, db) in summed.items()
+        ]
         rates.sort(key=lambda one: (one.bytes, one.operations), reverse=True)
         return IoRates(rates, sum(intervals) / len(intervals) if intervals else 0.0, silent)
 
     async def _ask(self, target: int, endpoints: tuple[str, ...], next_s: float) -> _Told | None:
         request = data_pb2.UseRequest(target=target, for_s=next_s + COUNT_MORE_S)
         try:
-            reply = decoded(data_pb2.UseReply, (await self._client.dialer.call(
-                endpoints, wire_pb2.DATA_USE, request.SerializeToString(),
-                deadline_s=self._client.clock.boottime_s() + ANSWER_S)).message)
+            reply = decoded(
+                data_pb2.UseReply,
+                (
+                    await self._client.dialer.call(
+                        endpoints,
+                        wire_pb2.DATA_USE,
+                        request.SerializeToString(),
+                        deadline_s=self._client.clock.boottime_s() + ANSWER_S,
+                    )
+                ).message,
+            )
         except AccessDenied:
             raise
         except NvpoolError:
             return None
-        rows = reply.rows[:len(reply.rows) - len(reply.rows) % ROW.size]
+        rows = reply.rows[: len(reply.rows) - len(reply.rows) % ROW.size]
         return _Told(reply.counting, reply.now_s, {row[:2]: row[2:] for row in ROW.iter_unpack(rows)})
 
     async def _names(self, grown: dict[tuple[int, int, int], list[float]]) -> dict[tuple[int, int, int], str]:
@@ -128,7 +142,9 @@ class UseWatch:
             return {key: self._target(key[0]) for key in grown}
         if self._by == "client":
             await self._ask_clients({session for _, session, _ in grown} - self._clients.keys() - {0})
-            return {key: self._clients.get(key[1], f"session {key[1]:#x}") if key[1] else OTHERS for key in grown}
+            return {
+                key: self._clients.get(key[1], f"session {key[1]:#x}") if key[1] else OTHERS for key in grown
+            }
         busiest = sorted(grown, key=lambda key: -(grown[key][1] + grown[key][4] + grown[key][7]))
         await self._ask_volumes([inode for _, _, inode in busiest if inode])
         return {key: self._volume(key[2]) for key in grown}
@@ -150,13 +166,21 @@ class UseWatch:
         if len(self._clients) > KNOWN_MAX:
             self._clients.clear()
         packed = struct.pack(f"<{len(sessions)}Q", *sessions)
-        request = meta_pb2.SessionsRequest(sessions=packed[:8 * 4096]).SerializeToString()
+        request = meta_pb2.SessionsRequest(sessions=packed[: 8 * 4096]).SerializeToString()
 
         async def ask(endpoints: tuple[str, ...]) -> None:
             try:
-                reply = decoded(meta_pb2.SessionsReply, (await self._client.dialer.call(
-                    endpoints, wire_pb2.META_SESSIONS, request,
-                    deadline_s=self._client.clock.boottime_s() + ANSWER_S)).message)
+                reply = decoded(
+                    meta_pb2.SessionsReply,
+                    (
+                        await self._client.dialer.call(
+                            endpoints,
+                            wire_pb2.META_SESSIONS,
+                            request,
+                            deadline_s=self._client.clock.boottime_s() + ANSWER_S,
+                        )
+                    ).message,
+                )
             except NvpoolError:
                 return  # the session's number is shown, and the next poll asks again
             for owner in reply.owners:
@@ -165,14 +189,17 @@ class UseWatch:
         await asyncio.gather(*(ask(shard.endpoints) for shard in self._client.pool_map.shards))
 
     async def _ask_volumes(self, inodes: Iterable[int]) -> None:
-        wanted = list(dict.fromkeys(inode for inode in inodes if inode not in self._volume_of))[:VOLUMES_ASKED_MAX]
+        wanted = list(dict.fromkeys(inode for inode in inodes if inode not in self._volume_of))[
+            :VOLUMES_ASKED_MAX
+        ]
         if len(self._volume_of) > KNOWN_MAX:
             self._volume_of.clear()
 
         async def ask(inode: int) -> None:
             try:
-                entry = await self._client.vfs.meta.ask(inode, wire_pb2.META_GETATTR, meta_pb2.GetAttrRequest(inode=inode),
-                                                        meta_pb2.Entry)
+                entry = await self._client.vfs.meta.ask(
+                    inode, wire_pb2.META_GETATTR, meta_pb2.GetAttrRequest(inode=inode), meta_pb2.Entry
+                )
                 self._volume_of[inode] = entry.attr.volume
             except NvpoolError:
                 pass  # the inode is deleted, so it belongs to no volume
@@ -180,7 +207,9 @@ class UseWatch:
         await asyncio.gather(*map(ask, wanted))
         if any(volume and volume not in self._volumes for volume in self._volume_of.values()):
             try:
-                replies = await self._client.vfs.ask_all(wire_pb2.META_VOLUMES, meta_pb2.VolumesReply, meta_pb2.VolumesRequest)
+                replies = await self._client.vfs.ask_all(
+                    wire_pb2.META_VOLUMES, meta_pb2.VolumesReply, meta_pb2.VolumesRequest
+                )
                 self._volumes = {volume.inode: volume.name for reply in replies for volume in reply.volumes}
             except NvpoolError:
                 pass  # the volumes' numbers are shown, and the next poll asks again

@@ -40,8 +40,14 @@ class BarrierCursors(NamedTuple):
     """Shard of each partition at the barrier: the walk of that shard covers the partition."""
 
 
-async def walk_at_all(client: Client, walk: Callable[[BarrierCursors], Awaitable[None]], anew: Callable[[str], None], *,
-                      dump: bool = False, repair: bool = False) -> None:
+async def walk_at_all(
+    client: Client,
+    walk: Callable[[BarrierCursors], Awaitable[None]],
+    anew: Callable[[str], None],
+    *,
+    dump: bool = False,
+    repair: bool = False,
+) -> None:
     """Start a check or a dump on all shards, and run `walk` on it.
 
     If a shard gets another process meanwhile, or leaves the pool, its part is lost, and another barrier does
@@ -62,6 +68,7 @@ async def walk_at_all(client: Client, walk: Callable[[BarrierCursors], Awaitable
 async def _forget(asking: AdminCalls, begun: BarrierCursors) -> None:
     """End the walks on the shards, to free their slots. A shard that does not get the message frees its
     slot itself after a while."""
+
     async def forget(shard: int) -> None:
         with suppress(NvpoolError, TimeoutError):
             async with asyncio.timeout(FORGET_S):
@@ -96,8 +103,9 @@ async def _try(asking: AdminCalls, clock: Clock, dump: bool, repair: bool) -> Ba
     shards = [shard.id for shard in asking.pool_map.shards]
     begun: dict[int, bytes] = {}
 
-    async def ask(shard: int, stage: MomentRequest.Stage, *, dump: bool = False, repair: bool = False,
-                  drop: bytes = b"") -> MomentReply:
+    async def ask(
+        shard: int, stage: MomentRequest.Stage, *, dump: bool = False, repair: bool = False, drop: bytes = b""
+    ) -> MomentReply:
         request = MomentRequest(id=number, stage=stage, dump=dump, repair=repair, drop=drop)
         return (await asking.shard(shard, wire_pb2.META_MOMENT, request, MomentReply))[0]
 

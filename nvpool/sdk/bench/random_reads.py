@@ -99,8 +99,15 @@ class Places:
         return file, (piece - (self._ends[file - 1] if file else 0)) * self._piece_bytes
 
 
-def read_local(paths: Sequence[str], *, seconds: float, threads: int = 1, piece_bytes: int = BLOCK_BYTES, direct: bool = False,
-               stop: Callable[[], bool] = lambda: False) -> Measured:
+def read_local(
+    paths: Sequence[str],
+    *,
+    seconds: float,
+    threads: int = 1,
+    piece_bytes: int = BLOCK_BYTES,
+    direct: bool = False,
+    stop: Callable[[], bool] = lambda: False,
+) -> Measured:
     """Read pieces of the files at random positions with `threads` threads. `direct` uses O_DIRECT, so the
     reads bypass the page cache.
 
@@ -150,8 +157,15 @@ def read_local(paths: Sequence[str], *, seconds: float, threads: int = 1, piece_
     return results[0].measured(piece_bytes, taken_s)
 
 
-async def read_pool(vfs: Vfs, handles: Sequence[FileHandle], *, seconds: float, piece_bytes: int = BLOCK_BYTES, batch: int = 64,
-                    in_flight: int = 2) -> Measured:
+async def read_pool(
+    vfs: Vfs,
+    handles: Sequence[FileHandle],
+    *,
+    seconds: float,
+    piece_bytes: int = BLOCK_BYTES,
+    batch: int = 64,
+    in_flight: int = 2,
+) -> Measured:
     """Read pieces of open files of a pool at random positions with read_many.
 
     `in_flight` batches of `batch` pieces run in parallel. A latency is that of a whole batch, because the
@@ -180,7 +194,9 @@ async def read_pool(vfs: Vfs, handles: Sequence[FileHandle], *, seconds: float, 
     return latencies.measured(piece_bytes, SYSTEM_CLOCK.boottime_s() - began_s, batch)
 
 
-def time_each(step: Callable[[int], object], piece_bytes: int, *, seconds: float = 1e9, count: int = 1 << 60) -> Measured:
+def time_each(
+    step: Callable[[int], object], piece_bytes: int, *, seconds: float = 1e9, count: int = 1 << 60
+) -> Measured:
     """Call step(0), step(1), … until `seconds` have passed or it was called `count` times."""
     latencies, number = Latencies(), 0
     began_s = now_s = SYSTEM_CLOCK.boottime_s()
@@ -192,8 +208,9 @@ def time_each(step: Callable[[int], object], piece_bytes: int, *, seconds: float
     return latencies.measured(piece_bytes, now_s - began_s)
 
 
-async def time_each_async(step: Callable[[int], Awaitable[object]], piece_bytes: int, *, seconds: float = 1e9,
-                          count: int = 1 << 60) -> Measured:
+async def time_each_async(
+    step: Callable[[int], Awaitable[object]], piece_bytes: int, *, seconds: float = 1e9, count: int = 1 << 60
+) -> Measured:
     """`time_each` for a coroutine function."""
     latencies, number = Latencies(), 0
     began_s = now_s = SYSTEM_CLOCK.boottime_s()

@@ -92,7 +92,10 @@ async def pool(vfs: Vfs, file_bytes: int, seconds: float) -> AsyncIterator[tuple
                 await vfs.fsync(handle, False)
 
         yield WRITE, await time_each_async(write, MIB, count=count)
-        yield READ, await time_each_async(lambda number: vfs.read(handle, number * MIB, MIB), MIB, count=count)
+        yield (
+            READ,
+            await time_each_async(lambda number: vfs.read(handle, number * MIB, MIB), MIB, count=count),
+        )
         for load, piece_bytes in ((SMALL, BLOCK_BYTES), (LARGE, 128 * KIB)):
             places = Places([file_bytes], piece_bytes)
 
@@ -113,7 +116,9 @@ async def pool(vfs: Vfs, file_bytes: int, seconds: float) -> AsyncIterator[tuple
         yield CREATE, await time_each_async(create, BLOCK_BYTES, seconds=seconds)
     finally:
         for begin in range(0, len(made), 64):
-            await asyncio.gather(*(vfs.unlink(place, one, caller) for one in made[begin:begin + 64]), return_exceptions=True)
+            await asyncio.gather(
+                *(vfs.unlink(place, one, caller) for one in made[begin : begin + 64]), return_exceptions=True
+            )
         await vfs.rmdir(ROOT_INODE, name, caller)
 
 

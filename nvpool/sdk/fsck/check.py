@@ -50,8 +50,14 @@ ASKED_AT_ONCE = 32
 COLLECTIONS_MAX = 100
 
 
-async def check(client: Client, checkup: Checkup, *, repair: bool = False, scrub: bool = True,
-                grant_secret: bytes | None = None) -> None:
+async def check(
+    client: Client,
+    checkup: Checkup,
+    *,
+    repair: bool = False,
+    scrub: bool = True,
+    grant_secret: bytes | None = None,
+) -> None:
     """Run all passes and record every problem in `checkup`.
 
     `grant_secret` (secret/grant.key of a node) is needed to repair the stores. Without it these problems are
@@ -83,8 +89,12 @@ class _Check:
     async def run(self, scrub: bool) -> None:
         targets = [target.id for target in self._map.targets if not target.is_over]
         for target in targets:
-            status = await self._asking.target(target, wire_pb2.DATA_STATUS, data_pb2.DataStatusRequest(target=target),
-                                               data_pb2.DataStatusReply)
+            status = await self._asking.target(
+                target,
+                wire_pb2.DATA_STATUS,
+                data_pb2.DataStatusRequest(target=target),
+                data_pb2.DataStatusReply,
+            )
             self._checkup.blocks_total += status.used_bytes >> 12
         await check_names(self._client, self._checkup, self._repair)
         self._map = self._client.pool_map
@@ -104,12 +114,20 @@ class _Check:
         after, more = 0, True
         gone: list[int] = []
         while more:
-            reply = await self._asking.target(target, wire_pb2.DATA_LIST, data_pb2.ListRequest(
-                target=target, after=after, limit=INODES_A_STEP), data_pb2.ListReply)
+            reply = await self._asking.target(
+                target,
+                wire_pb2.DATA_LIST,
+                data_pb2.ListRequest(target=target, after=after, limit=INODES_A_STEP),
+                data_pb2.ListReply,
+            )
             inodes = struct.unpack(f"<{len(reply.inodes) // 8}Q", reply.inodes)
             for begin in range(0, len(inodes), ASKED_AT_ONCE):
-                gone += filter(None, await asyncio.gather(*(
-                    self._inode(target, inode) for inode in inodes[begin:begin + ASKED_AT_ONCE])))
+                gone += filter(
+                    None,
+                    await asyncio.gather(
+                        *(self._inode(target, inode) for inode in inodes[begin : begin + ASKED_AT_ONCE])
+                    ),
+                )
             self._checkup.inodes_on_stores += len(inodes)
             more = reply.more and bool(inodes)
             after = inodes[-1] if inodes else after
@@ -129,7 +147,9 @@ class _Check:
         try:
             await self._chunks_of(target, inode, attr)
         except CorruptRecord as error:
-            self._checkup.note(PoolProblem("index", f"target {target}, inode {inode}", str(error), inode=inode))
+            self._checkup.note(
+                PoolProblem("index", f"target {target}, inode {inode}", str(error), inode=inode)
+            )
         return None
 
     async def _chunks_of(self, target: int, inode: int, attr: meta_pb2.Attr) -> None:
@@ -145,18 +165,29 @@ class _Check:
             if chain is not None and target in chain.targets:
                 held.append(chunk)
             elif not chunk.leaving and (chain is None or not _is_looked_for(target, chain, attr.table)):
-                self._checkup.note(PoolProblem("misplaced", where, "is not in a chain of this target: nobody looks for it here"))
+                self._checkup.note(
+                    PoolProblem(
+                        "misplaced", where, "is not in a chain of this target: nobody looks for it here"
+                    )
+                )
             if chunk.cut > attr.cut:
                 # A truncate may be in progress: then the shard's record is newer by now.
                 if chunk.cut > (await self._fresh(inode)).cut:
-                    self._checkup.note(PoolProblem("cut", where, f"knows cut {chunk.cut}, its inode only {attr.cut}: metadata went "
-                                                             f"back in time"))
+                    self._checkup.note(
+                        PoolProblem(
+                            "cut",
+                            where,
+                            f"knows cut {chunk.cut}, its inode only {attr.cut}: metadata went back in time",
+                        )
+                    )
         await self._copies.look(target, inode, attr.table, held)
 
     async def _fresh(self, inode: int) -> meta_pb2.Attr:
         """Current attributes of the inode, read from the shard and not from the client's cache."""
         request = meta_pb2.GetAttrRequest(inode=inode)
-        entry: meta_pb2.Entry = await self._vfs.meta.ask(inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry)
+        entry: meta_pb2.Entry = await self._vfs.meta.ask(
+            inode, wire_pb2.META_GETATTR, request, meta_pb2.Entry
+        )
         return entry.attr
 
     async def _gone(self, target: int, inodes: list[int]) -> None:
@@ -164,24 +195,33 @@ class _Check:
         inode number is never used again, so a deleted inode cannot come back."""
         for shard in self._map.shards:
             for _ in range(COLLECTIONS_MAX):
-                await self._asking.any_primary(shard.id, wire_pb2.META_SYNC, meta_pb2.SyncRequest(), meta_pb2.SyncReply)
-                reply = await self._asking.any_primary(shard.id, wire_pb2.META_COLLECT, meta_pb2.CollectRequest(),
-                                                       meta_pb2.CollectReply)
+                await self._asking.any_primary(
+                    shard.id, wire_pb2.META_SYNC, meta_pb2.SyncRequest(), meta_pb2.SyncReply
+                )
+                reply = await self._asking.any_primary(
+                    shard.id, wire_pb2.META_COLLECT, meta_pb2.CollectRequest(), meta_pb2.CollectReply
+                )
                 if not reply.left or not reply.inodes:
                     break
         for inode in inodes:
             left = [chunk async for chunk in chunks_on(self._asking, target, inode)]
             if not left:
                 continue
-            repaired = await self._remove(target, inode, self._secret) if self._repair and self._secret else False
+            repaired = (
+                await self._remove(target, inode, self._secret) if self._repair and self._secret else False
+            )
             text = f"{len(left)} chunks ({sum(chunk.blocks for chunk in left) * 4} KiB) of a file that does not exist"
             if self._repair and not self._secret:
                 text += "; run this on a node of the pool, with its directory as POOL, to remove them"
             self._checkup.note(PoolProblem("leaked", f"target {target}, inode {inode}", text, repaired))
 
     async def _remove(self, target: int, inode: int, secret: bytes) -> bool:
-        request = data_pb2.RemoveRequest(map_epoch=self._map.epoch, target=target, authority=service_right(secret),
-                                         inodes=struct.pack("<Q", inode))
+        request = data_pb2.RemoveRequest(
+            map_epoch=self._map.epoch,
+            target=target,
+            authority=service_right(secret),
+            inodes=struct.pack("<Q", inode),
+        )
         try:
             await self._asking.target(target, wire_pb2.DATA_REMOVE, request, data_pb2.RemoveReply)
         except Disconnected:
@@ -193,20 +233,33 @@ class _Check:
     async def _lost(self) -> None:
         """Report files whose last copy was on drives that are lost."""
         async for path, inode, chunks in lost_files(self._client):
-            self._checkup.note(PoolProblem("lost", f"inode {inode}", f"{chunks} of its chunks were on lost drives only (file "
-                                                                 f"{printable(path)})"))
+            self._checkup.note(
+                PoolProblem(
+                    "lost",
+                    f"inode {inode}",
+                    f"{chunks} of its chunks were on lost drives only (file {printable(path)})",
+                )
+            )
 
     # -- every block -----------------------------------------------------------------------------------------------------
 
     async def _blocks(self, target: int) -> None:
         cursor, done = b"", False
         while not done:
-            reply = await self._asking.target(target, wire_pb2.DATA_SCRUB, data_pb2.ScrubRequest(
-                target=target, cursor=cursor, blocks=BLOCKS_A_STEP, repair=self._repair), data_pb2.ScrubReply)
+            reply = await self._asking.target(
+                target,
+                wire_pb2.DATA_SCRUB,
+                data_pb2.ScrubRequest(
+                    target=target, cursor=cursor, blocks=BLOCKS_A_STEP, repair=self._repair
+                ),
+                data_pb2.ScrubReply,
+            )
             self._checkup.blocks += reply.blocks
             for bad in reply.bad:
                 where = f"target {target}, chunk {bad.index} of inode {bad.inode}, block {bad.block}"
-                self._checkup.note(PoolProblem("bad block", where, bad.text or "its checksum does not fit", inode=bad.inode))
+                self._checkup.note(
+                    PoolProblem("bad block", where, bad.text or "its checksum does not fit", inode=bad.inode)
+                )
             for text in reply.problems:
                 self._checkup.note(PoolProblem("index", f"target {target}", text))
             for text in reply.mended:
@@ -220,11 +273,20 @@ class _Check:
         for at, problem in enumerate(self._checkup.problems):
             if problem.inode:
                 path = paths.get(problem.inode)
-                told = "no name of it can be found" if path is None else f"file {printable(path)}" if path else "without a name"
+                told = (
+                    "no name of it can be found"
+                    if path is None
+                    else f"file {printable(path)}"
+                    if path
+                    else "without a name"
+                )
                 self._checkup.problems[at] = problem._replace(text=f"{problem.text} ({told})")
 
 
 def _is_looked_for(target: int, chain: Chain, replicas: int) -> bool:
     """Whether clients look for the chain on this target, now or soon. A chain that lacks targets takes an
     absent one back."""
-    return target in (*chain.targets, *chain.joining, *chain.goal) or len(chain.targets) + len(chain.joining) < replicas
+    return (
+        target in (*chain.targets, *chain.joining, *chain.goal)
+        or len(chain.targets) + len(chain.joining) < replicas
+    )

@@ -52,8 +52,15 @@ async def lost_files(client: Client) -> AsyncIterator[tuple[bytes, int, int]]:
                 elif stat.S_ISREG(attr.mode) and attr.size and (numbers := chains.get(attr.table)):
                     count = min(_CHUNKS_MAX, (attr.size - 1 >> attr.chunk_bits) + 1)
                     of_table = pool_map.table_by_id[attr.table].chains
-                    suspect = [index for index in range(count) if (number := chain_of(attr.inode, index)) in numbers
-                               and ((attr.table, number) in nobody or may_have_lost(pool_map, of_table[number], attr.inode))]
+                    suspect = [
+                        index
+                        for index in range(count)
+                        if (number := chain_of(attr.inode, index)) in numbers
+                        and (
+                            (attr.table, number) in nobody
+                            or may_have_lost(pool_map, of_table[number], attr.inode)
+                        )
+                    ]
                     sure = sum((attr.table, chain_of(attr.inode, index)) in nobody for index in suspect)
                     lost = sure + (await _unreadable(client, attr, suspect) if len(suspect) > sure else 0)
                     if lost:
@@ -74,7 +81,9 @@ async def _unreadable(client: Client, attr: Attr, indexes: list[int]) -> int:
             if (attr.table, chain_of(attr.inode, index)) in nobody or start >= handle.file.size:
                 continue
             try:
-                await client.vfs.chunks.read_range(handle.file, start, min(1 << attr.chunk_bits, handle.file.size - start))
+                await client.vfs.chunks.read_range(
+                    handle.file, start, min(1 << attr.chunk_bits, handle.file.size - start)
+                )
             except BytesLost:
                 lost += 1
             except NvpoolError:

@@ -85,7 +85,9 @@ class _Names:
     async def _walk_all(self, begun: BarrierCursors) -> None:
         before, passed = self._checkup.records, set()
         for shard, cursor in begun.cursors.items():
-            passed |= await self._walk(shard, meta_pb2.FsckRequest(cursor=cursor, limit=RECORDS_A_STEP), before)
+            passed |= await self._walk(
+                shard, meta_pb2.FsckRequest(cursor=cursor, limit=RECORDS_A_STEP), before
+            )
             before = self._checkup.records
         await self._look_again(passed)
         await self._climb()
@@ -124,12 +126,18 @@ class _Names:
         turns = 0
         while passed:
             if turns >= TURNS_MAX:
-                self._note(PoolProblem("moving", "", f"{len(passed)} partitions moved each time they were to be looked at"))
+                self._note(
+                    PoolProblem(
+                        "moving", "", f"{len(passed)} partitions moved each time they were to be looked at"
+                    )
+                )
                 return
             await self._pause(turns)
             left: set[int] = set()
             for shard, some in self._by_shard(passed, lambda partition: partition).items():
-                request = meta_pb2.FsckRequest(limit=RECORDS_A_STEP, repair=self._repair, partitions=pack_partitions(some))
+                request = meta_pb2.FsckRequest(
+                    limit=RECORDS_A_STEP, repair=self._repair, partitions=pack_partitions(some)
+                )
                 try:
                     left |= await self._walk(shard, request)
                 except (NotFound, Stale):  # the shard has left the pool, or is a new process
@@ -156,8 +164,11 @@ class _Names:
 
     def _uneven(self) -> list[int]:
         """Striped directories with stripes that differ from their record."""
-        return [inode for inode, copies in self._copies.items()
-                if 0 in copies and any(copy._replace(shard=0) != copies[0] for copy in copies.values())]
+        return [
+            inode
+            for inode, copies in self._copies.items()
+            if 0 in copies and any(copy._replace(shard=0) != copies[0] for copy in copies.values())
+        ]
 
     async def _settle(self, sums: Collection[Sum], uneven: Collection[int]) -> None:
         """Let the shards of these inodes judge the sums of all shards. The problems that they find are
@@ -174,12 +185,18 @@ class _Names:
             by_sum = self._by_shard(sums, lambda one: partition_of(one.inode))
             by_uneven = self._by_shard(uneven, partition_of)
             for shard in sorted(by_sum.keys() | by_uneven.keys()):
-                works: list[tuple[list[Sum], list[int]]] = [(some, []) for some in _parted(by_sum.get(shard, []))]
+                works: list[tuple[list[Sum], list[int]]] = [
+                    (some, []) for some in _parted(by_sum.get(shard, []))
+                ]
                 works += [([], some) for some in _parted(by_uneven.get(shard, []))]
                 for some, wide in works:
-                    request = meta_pb2.FsckSumsRequest(sums=pack_sums(some), repair=self._repair, uneven=pack_numbers(wide))
+                    request = meta_pb2.FsckSumsRequest(
+                        sums=pack_sums(some), repair=self._repair, uneven=pack_numbers(wide)
+                    )
                     try:
-                        reply = await self._asking.any_primary(shard, wire_pb2.META_FSCK_SUMS, request, meta_pb2.FsckReply)
+                        reply = await self._asking.any_primary(
+                            shard, wire_pb2.META_FSCK_SUMS, request, meta_pb2.FsckReply
+                        )
                     except NotFound:  # the shard has left the pool
                         left_sums += some
                         left_uneven += wide
@@ -188,9 +205,11 @@ class _Names:
                     left_sums += [one for one in some if partition_of(one.inode) in passed]
                     left_uneven += [inode for inode in wide if partition_of(inode) in passed]
                     for problem in reply.problems:
-                        self._note(PoolProblem(problem.kind, f"shard {shard}", problem.text, problem.repaired))
+                        self._note(
+                            PoolProblem(problem.kind, f"shard {shard}", problem.text, problem.repaired)
+                        )
             sums, uneven = left_sums, left_uneven
 
 
 def _parted(these: list[_Item]) -> list[list[_Item]]:
-    return [these[first:first + INODES_A_STEP] for first in range(0, len(these), INODES_A_STEP)]
+    return [these[first : first + INODES_A_STEP] for first in range(0, len(these), INODES_A_STEP)]

@@ -48,7 +48,11 @@ class ReplicaCopy(NamedTuple):
     end: int = 0
 
     def __str__(self) -> str:
-        return f"version {'.'.join(map(str, version_parts(self.version)))} of {self.blocks} blocks" if self.version else "none"
+        return (
+            f"version {'.'.join(map(str, version_parts(self.version)))} of {self.blocks} blocks"
+            if self.version
+            else "none"
+        )
 
 
 class ChunkReplicas(NamedTuple):
@@ -78,7 +82,9 @@ class Copies:
         self._settled: set[Name] = set()
         """The first chunks that were reported: the scan of the next member meets them again."""
 
-    async def look(self, target: int, inode: int, table: int, held: Sequence[data_pb2.ChunkDescription]) -> None:
+    async def look(
+        self, target: int, inode: int, table: int, held: Sequence[data_pb2.ChunkDescription]
+    ) -> None:
         """Compare these chunks with the copies of the other members of their chains. `held` is in order of
         the chunk indexes."""
         if table < 2 or not held:
@@ -89,9 +95,14 @@ class Copies:
         there = {member: await self._held(member, inode, held[0].index, held[-1].index) for member in others}
         for index, chunk in here.items():
             chain = chains[chain_of(inode, index)]
-            copies = {member: found.get(index, ReplicaCopy()) for member in chain.targets
-                      if (found := there.get(member)) is not None}
-            seen = ChunkReplicas(chain.epoch, copies | {target: ReplicaCopy(chunk.version, chunk.blocks, chunk.end)})
+            copies = {
+                member: found.get(index, ReplicaCopy())
+                for member in chain.targets
+                if (found := there.get(member)) is not None
+            }
+            seen = ChunkReplicas(
+                chain.epoch, copies | {target: ReplicaCopy(chunk.version, chunk.blocks, chunk.end)}
+            )
             name = inode, index, table
             if not seen.even and name not in self._settled:
                 self._suspects[name] = seen
@@ -107,7 +118,9 @@ class Copies:
             await asyncio.sleep(pause_s)
             await self._client.refresh_map()
             again = {name: await self._seen(name) for name in suspects}
-            suspects = {name: seen for name, seen in again.items() if not seen.even and seen == suspects[name]}
+            suspects = {
+                name: seen for name, seen in again.items() if not seen.even and seen == suspects[name]
+            }
         for name, seen in suspects.items():
             if await self._exists(name[0]):
                 await self._tell(name, seen)
@@ -122,16 +135,29 @@ class Copies:
             newest = max(seen.copies, key=lambda target: seen.copies[target].version)
             try:
                 for target in seen.copies.keys() - {newest}:
-                    request = data_pb2.PullRequest(target=target, authority=service_right(self._secret), table=table,
-                                                   inode=inode, index=index, source=newest)
+                    request = data_pb2.PullRequest(
+                        target=target,
+                        authority=service_right(self._secret),
+                        table=table,
+                        inode=inode,
+                        index=index,
+                        source=newest,
+                    )
                     await self._asking.target(target, wire_pb2.DATA_PULL, request, data_pb2.PullReply)
                 repaired = (await self._seen(name)).even
             except Disconnected:
                 raise
             except NvpoolError as error:
                 told = f"{told}; not repaired: {error or type(error).__name__}"
-        self._checkup.note(PoolProblem("copies", f"chunk {index} of inode {inode}", f"is not the same at all of its chain: {told}",
-                                   repaired, inode))
+        self._checkup.note(
+            PoolProblem(
+                "copies",
+                f"chunk {index} of inode {inode}",
+                f"is not the same at all of its chain: {told}",
+                repaired,
+                inode,
+            )
+        )
 
     async def _seen(self, name: Name) -> ChunkReplicas:
         inode, index, table = name

@@ -79,7 +79,7 @@ class Climbs:
             moved = False
             for shard, all_of_it in by_shard.items():
                 for first in range(0, len(all_of_it), CLIMBS_A_STEP):
-                    some = all_of_it[first:first + CLIMBS_A_STEP]
+                    some = all_of_it[first : first + CLIMBS_A_STEP]
                     found = await self._above(shard, some)
                     for one, next_one in zip(some, found, strict=True):
                         if one == next_one:
@@ -97,8 +97,9 @@ class Climbs:
 
     async def _above(self, shard: int, some: list[int]) -> tuple[int, ...] | list[int]:
         try:
-            reply = await self._asking.any_primary(shard, wire_pb2.META_FSCK_CLIMB, FsckClimbRequest(inodes=pack_numbers(some)),
-                                                    FsckClimbReply)
+            reply = await self._asking.any_primary(
+                shard, wire_pb2.META_FSCK_CLIMB, FsckClimbRequest(inodes=pack_numbers(some)), FsckClimbReply
+            )
         except NotFound:  # the shard has left the pool
             return some
         return unpack_numbers(reply.above)
@@ -106,7 +107,11 @@ class Climbs:
     def _holder(self, directory: int) -> int:
         now = self._client.pool_map
         place = partition_of(directory)
-        return now.shard_of_partition[place] if now.partitions and place < len(now.shard_of_partition) else now.shards[0].id
+        return (
+            now.shard_of_partition[place]
+            if now.partitions and place < len(now.shard_of_partition)
+            else now.shards[0].id
+        )
 
     async def _confirmed(self, start: int) -> list[Step]:
         """Directories of the loop that contains `start`; empty if there is none."""
@@ -123,7 +128,9 @@ class Climbs:
         for _ in range(ROUNDS_MAX):
             request = FsckClimbRequest(inodes=pack_numbers([at]), trace=True)
             try:
-                reply = await self._asking.any_primary(self._holder(at), wire_pb2.META_FSCK_CLIMB, request, FsckClimbReply)
+                reply = await self._asking.any_primary(
+                    self._holder(at), wire_pb2.META_FSCK_CLIMB, request, FsckClimbReply
+                )
                 found, numbers = unpack_numbers(reply.above)[0], unpack_numbers(reply.way)
             except NotFound:
                 found, numbers = at, ()

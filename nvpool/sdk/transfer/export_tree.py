@@ -22,7 +22,7 @@ from nvpool.core.errors import (
 )
 from nvpool.core.ids import ROOT_INODE
 from nvpool.core.units import KIB
-from nvpool.sdk.transfer.progress import PIECE_BYTES, TransferProgress, TransferOptions
+from nvpool.sdk.transfer.progress import PIECE_BYTES, TransferOptions, TransferProgress
 from nvpool.sdk.transfer.workers import Crew, Folder
 
 if TYPE_CHECKING:
@@ -36,8 +36,14 @@ _ZEROS = bytes(64 * KIB)
 """Aligned runs of zeros of this size become holes."""
 
 
-async def export_tree(vfs: Vfs, source: bytes, destination: str | bytes | os.PathLike[str], *, tally: TransferProgress,
-                      options: TransferOptions | None = None) -> None:
+async def export_tree(
+    vfs: Vfs,
+    source: bytes,
+    destination: str | bytes | os.PathLike[str],
+    *,
+    tally: TransferProgress,
+    options: TransferOptions | None = None,
+) -> None:
     """Copy `source`, a path in the pool, to the local `destination`; missing parents are created.
 
     This is `import_tree` in the other direction. Each block that arrives is checked against its writer's
@@ -75,7 +81,9 @@ class _Export:
             try:
                 attr = await self._vfs.lookup(attr.inode, name)
             except NotFound:
-                raise NotFound(f"/{os.fsdecode(b'/'.join(names[:depth]))} does not exist in the pool") from None
+                raise NotFound(
+                    f"/{os.fsdecode(b'/'.join(names[:depth]))} does not exist in the pool"
+                ) from None
         if not stat.S_ISDIR(attr.mode):
             if await self._crew.blocking(os.path.isdir, destination):
                 destination = os.path.join(destination, names[-1])
@@ -137,7 +145,11 @@ class _Export:
             for entry in entries:
                 if self._options.leaves_out(entry.name):
                     continue
-                path, place, attr = folder.path + b"/" + entry.name, os.path.join(folder.place, entry.name), entry.attr
+                path, place, attr = (
+                    folder.path + b"/" + entry.name,
+                    os.path.join(folder.place, entry.name),
+                    entry.attr,
+                )
                 if not stat.S_ISDIR(attr.mode):
                     await self._crew.add(folder, path, partial(self._entry, place, attr))
                 elif await self._crew.guarded(path, self._crew.blocking(_make_folder, place)):
@@ -228,15 +240,24 @@ class _Export:
                 os.close(opened)
         self._tally.files += 1
 
-    def _finish_file(self, descriptor: int, attr: Attr, checksums: list[tuple[int, int, int]],
-                     xattrs: list[tuple[bytes, bytes]]) -> None:
+    def _finish_file(
+        self,
+        descriptor: int,
+        attr: Attr,
+        checksums: list[tuple[int, int, int]],
+        xattrs: list[tuple[bytes, bytes]],
+    ) -> None:
         os.ftruncate(descriptor, attr.size)
         os.fsync(descriptor)
         if self._options.verify:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # so that the drive is read, not the page cache
+            os.posix_fadvise(
+                descriptor, 0, 0, os.POSIX_FADV_DONTNEED
+            )  # so that the drive is read, not the page cache
             for at, length, checksum in checksums:
                 if crc32c(os.pread(descriptor, length, at)) != checksum:
-                    raise ChecksumMismatch(f"the {length} bytes at {at} are not on the drive as they were written")
+                    raise ChecksumMismatch(
+                        f"the {length} bytes at {at} are not on the drive as they were written"
+                    )
         self._finish(descriptor, attr, xattrs)
 
     # -- attributes of an entry ------------------------------------------------------------------------------------
@@ -244,7 +265,10 @@ class _Export:
     async def _xattrs(self, attr: Attr) -> list[tuple[bytes, bytes]]:
         if not attr.flags & 1:
             return []
-        return [(name, await self._vfs.getxattr(attr.inode, name)) for name in await self._vfs.listxattr(attr.inode)]
+        return [
+            (name, await self._vfs.getxattr(attr.inode, name))
+            for name in await self._vfs.listxattr(attr.inode)
+        ]
 
     def _finish(self, place: bytes | int, attr: Attr, xattrs: list[tuple[bytes, bytes]]) -> None:
         """Set extended attributes, owner, mode and times, in this order. A change of owner clears the
@@ -302,8 +326,8 @@ def _write_sparse(descriptor: int, at: int, buffer: Buffer) -> None:
     view = memoryview(buffer)
     try:
         for begin in range(0, len(view), len(_ZEROS)):
-            part = view[begin:begin + len(_ZEROS)]
-            if part[0] or part[-1] or bytes(part) != _ZEROS[:len(part)]:
+            part = view[begin : begin + len(_ZEROS)]
+            if part[0] or part[-1] or bytes(part) != _ZEROS[: len(part)]:
                 while part:
                     done = os.pwrite(descriptor, part, at + begin)
                     part, begin = part[done:], begin + done
@@ -341,7 +365,7 @@ def _link(made: bytes, place: bytes) -> bool:
 def _replace(place: bytes, make: Callable[[bytes], None]) -> None:
     """Create a new entry beside the old one and rename it over that. If creation fails, the old entry
     keeps its name: a file system may refuse links."""
-    beside = place[:place.rfind(b"/") + 1] + b".nvpool-export-%x" % SYSTEM_CLOCK.random().getrandbits(64)
+    beside = place[: place.rfind(b"/") + 1] + b".nvpool-export-%x" % SYSTEM_CLOCK.random().getrandbits(64)
     make(beside)
     try:
         os.replace(beside, place)

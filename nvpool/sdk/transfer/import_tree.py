@@ -28,7 +28,13 @@ from nvpool.core.ids import ROOT_INODE
 from nvpool.core.posix import acl
 from nvpool.core.units import clamp_time_ns
 from nvpool.sdk.paths import write_all
-from nvpool.sdk.transfer.progress import PIECE_BYTES, TransferProgress, TransferOptions, count_local, xattrs_of
+from nvpool.sdk.transfer.progress import (
+    PIECE_BYTES,
+    TransferOptions,
+    TransferProgress,
+    count_local,
+    xattrs_of,
+)
 from nvpool.sdk.transfer.workers import Crew, Folder
 
 if TYPE_CHECKING:
@@ -39,8 +45,14 @@ if TYPE_CHECKING:
 LISTED_AT_ONCE = 1000
 
 
-async def import_tree(vfs: Vfs, source: str | bytes | os.PathLike[str], destination: bytes, *, tally: TransferProgress,
-                      options: TransferOptions | None = None) -> None:
+async def import_tree(
+    vfs: Vfs,
+    source: str | bytes | os.PathLike[str],
+    destination: bytes,
+    *,
+    tally: TransferProgress,
+    options: TransferOptions | None = None,
+) -> None:
     """Copy the local `source` to `destination`, a path in the pool; missing parents are created.
 
     The contents of a folder become the contents of `destination`. A file becomes the file `destination`, or
@@ -80,7 +92,9 @@ class _Import:
         if not stat.S_ISDIR(found.st_mode):
             self._tally.files_total, self._tally.bytes_total, self._tally.counted = 1, found.st_size, True
             parent, name = await self._place_of_file(names, os.path.basename(source))
-            await self._crew.run(self._crew.add(None, source, partial(self._file, source, name, parent, found, False)))
+            await self._crew.run(
+                self._crew.add(None, source, partial(self._file, source, name, parent, found, False))
+            )
             await self._vfs.fsyncdir(parent)
             return
         inode: int = ROOT_INODE
@@ -114,7 +128,9 @@ class _Import:
         except AlreadyExists:
             attr = await self._vfs.lookup(parent, name)
             if not stat.S_ISDIR(attr.mode):
-                raise NotADirectory(f"{os.fsdecode(name)} exists in the pool and is not a directory") from None
+                raise NotADirectory(
+                    f"{os.fsdecode(name)} exists in the pool and is not a directory"
+                ) from None
             return attr.inode, False
 
     async def _list_folders(self) -> None:
@@ -149,12 +165,16 @@ class _Import:
 
     # -- files, links and special files ----------------------------------------------------------------------------
 
-    async def _entry(self, path: bytes, name: bytes, folder: Folder[int, os.stat_result], found: os.stat_result) -> None:
+    async def _entry(
+        self, path: bytes, name: bytes, folder: Folder[int, os.stat_result], found: os.stat_result
+    ) -> None:
         if found.st_nlink > 1:
             return await self._hard_linked(path, name, folder, found)
         await self._one(path, name, folder, found)
 
-    async def _one(self, path: bytes, name: bytes, folder: Folder[int, os.stat_result], found: os.stat_result) -> int | None:
+    async def _one(
+        self, path: bytes, name: bytes, folder: Folder[int, os.stat_result], found: os.stat_result
+    ) -> int | None:
         if stat.S_ISREG(found.st_mode):
             return await self._file(path, name, folder.place, found, folder.fresh)
         if stat.S_ISLNK(found.st_mode):
@@ -168,7 +188,9 @@ class _Import:
         self._tally.special += 1
         return there.inode
 
-    async def _hard_linked(self, path: bytes, name: bytes, folder: Folder[int, os.stat_result], found: os.stat_result) -> None:
+    async def _hard_linked(
+        self, path: bytes, name: bytes, folder: Folder[int, os.stat_result], found: os.stat_result
+    ) -> None:
         """Import one name of a file with several hard links. The worker with the first name copies the
         contents; the others wait for it. That worker is already running, so the wait ends."""
         key = (found.st_dev, found.st_ino)
@@ -205,7 +227,9 @@ class _Import:
     async def _symlink(self, path: bytes, name: bytes, parent: int, found: os.stat_result) -> int:
         target = os.readlink(path)
         there = await self._look_up(parent, name)
-        if there is not None and (not stat.S_ISLNK(there.mode) or await self._vfs.readlink(there.inode) != target):
+        if there is not None and (
+            not stat.S_ISLNK(there.mode) or await self._vfs.readlink(there.inode) != target
+        ):
             if stat.S_ISDIR(there.mode):
                 raise IsADirectory("exists in the pool and is a directory")
             await self._vfs.unlink(parent, name, self._caller)
@@ -221,7 +245,11 @@ class _Import:
         if there is not None:
             if not stat.S_ISREG(there.mode):
                 raise AlreadyExists("exists in the pool and is not a file")
-            if there.size == found.st_size and there.mtime_ns == clamp_time_ns(found.st_mtime_ns) and not self._options.compare:
+            if (
+                there.size == found.st_size
+                and there.mtime_ns == clamp_time_ns(found.st_mtime_ns)
+                and not self._options.compare
+            ):
                 self._tally.files += 1
                 self._tally.bytes += found.st_size
                 self._tally.skipped_files += 1
@@ -231,7 +259,9 @@ class _Import:
         fresh = there is None
         try:
             if there is None:
-                there, handle = await self._vfs.create(parent, name, 0o600, os.O_RDWR | os.O_EXCL, self._caller)
+                there, handle = await self._vfs.create(
+                    parent, name, 0o600, os.O_RDWR | os.O_EXCL, self._caller
+                )
             else:
                 handle = await self._vfs.open(there.inode, os.O_RDWR, self._caller)
             try:
@@ -246,8 +276,14 @@ class _Import:
         self._tally.files += 1
         return there.inode
 
-    async def _contents(self, descriptor: int, now: os.stat_result, piece: tuple[int, bytes] | None, handle: FileHandle,
-                        attr: Attr) -> None:
+    async def _contents(
+        self,
+        descriptor: int,
+        now: os.stat_result,
+        piece: tuple[int, bytes] | None,
+        handle: FileHandle,
+        attr: Attr,
+    ) -> None:
         """Copy and sync the bytes, then compare the pool's data with the source's."""
         vfs, size, end = self._vfs, attr.size, 0
         offsets, lengths, checksums = array.array("Q"), array.array("L"), array.array("L")
@@ -280,7 +316,9 @@ class _Import:
         if self._options.verify:
             for at, length, checksum in zip(offsets, lengths, checksums, strict=True):
                 if crc32c(await vfs.read(handle, at, length)) != checksum:
-                    raise ChecksumMismatch(f"the {length} bytes at {at} are not in the pool as they were written")
+                    raise ChecksumMismatch(
+                        f"the {length} bytes at {at} are not in the pool as they were written"
+                    )
 
     # -- attributes of an entry ------------------------------------------------------------------------------------
 
@@ -288,7 +326,9 @@ class _Import:
         """Set the extended attributes of the source. An entry that this import created may have inherited
         access control lists that the source does not have; they are removed."""
         if inherits:
-            inherited = acl.NAMES.difference(name for name, _ in xattrs).intersection(await self._vfs.listxattr(inode))
+            inherited = acl.NAMES.difference(name for name, _ in xattrs).intersection(
+                await self._vfs.listxattr(inode)
+            )
             for name in inherited:
                 await self._vfs.removexattr(inode, name, self._caller)
         for name, value in xattrs:
@@ -302,8 +342,14 @@ class _Import:
     async def _finish(self, inode: int, found: os.stat_result, *, mode: bool = True) -> None:
         """Set owner, mode and times in one change, as the last step."""
         owner: _Owner = {"uid": found.st_uid, "gid": found.st_gid} if self._options.owners else {}
-        await self._vfs.setattr(inode, mode=stat.S_IMODE(found.st_mode) if mode else None, atime_ns=found.st_atime_ns,
-                                mtime_ns=found.st_mtime_ns, caller=self._caller, **owner)
+        await self._vfs.setattr(
+            inode,
+            mode=stat.S_IMODE(found.st_mode) if mode else None,
+            atime_ns=found.st_atime_ns,
+            mtime_ns=found.st_mtime_ns,
+            caller=self._caller,
+            **owner,
+        )
 
     async def _look_up(self, parent: int, name: bytes) -> Attr | None:
         try:
@@ -338,7 +384,9 @@ class _Entries:
             self._entries.close()
 
 
-def _open_source(path: bytes) -> tuple[int, os.stat_result, tuple[int, bytes] | None, list[tuple[bytes, bytes]]]:
+def _open_source(
+    path: bytes,
+) -> tuple[int, os.stat_result, tuple[int, bytes] | None, list[tuple[bytes, bytes]]]:
     """Open a source file; return its descriptor, stat, first piece and extended attributes. For a small
     file that is all, in one call of a thread."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -35,8 +35,9 @@ class Folder(Generic[_Place, _Found]):
 
     __slots__ = ("parent", "path", "place", "found", "left", "fresh")
 
-    def __init__(self, parent: Folder[_Place, _Found] | None, path: bytes, place: _Place, found: _Found,
-                 fresh: bool) -> None:
+    def __init__(
+        self, parent: Folder[_Place, _Found] | None, path: bytes, place: _Place, found: _Found, fresh: bool
+    ) -> None:
         self.parent = parent
         self.path = path
         """Path in the source."""
@@ -52,18 +53,27 @@ class Folder(Generic[_Place, _Found]):
 
 
 class Crew(Generic[_Place, _Found]):
-    def __init__(self, tally: TransferProgress, parallel: int,
-                 finish_folder: Callable[[Folder[_Place, _Found]], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        tally: TransferProgress,
+        parallel: int,
+        finish_folder: Callable[[Folder[_Place, _Found]], Awaitable[None]],
+    ) -> None:
         self.tally = tally
         self._parallel = parallel
         self._finish_folder = finish_folder
-        self._jobs: asyncio.Queue[tuple[Folder[_Place, _Found] | None, bytes, _Job]] = asyncio.Queue(4 * parallel)
+        self._jobs: asyncio.Queue[tuple[Folder[_Place, _Found] | None, bytes, _Job]] = asyncio.Queue(
+            4 * parallel
+        )
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="transfer")
 
-    async def blocking(self, function: Callable[_Arguments, _Result], *arguments: _Arguments.args,
-                       **named: _Arguments.kwargs) -> _Result:
+    async def blocking(
+        self, function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **named: _Arguments.kwargs
+    ) -> _Result:
         """Run a call that may block on a local file in a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *arguments, **named))
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, partial(function, *arguments, **named)
+        )
 
     def later(self, function: Callable[[], object]) -> None:
         """Run a call in a thread when one is free; its result is not awaited."""

@@ -272,17 +272,31 @@ def check_copy(copy: ChunkCopy) -> None:
             raise InvalidRequest("the runs of a copied chunk are not in order")
         end = first + blocks
         count += blocks
-    if end > CHUNK_BLOCKS_MAX or count * 4 != len(copy.checksums) or count * BLOCK_BYTES != len(copy.content) or \
-            not 1 <= copy.table <= TABLE_MAX or copy.more or len(copy.requests) > _REQUESTS_MAX or \
-            not 0 <= copy.index <= 0xFFFFFFFF or (not copy.version and count) or copy.known.inode not in (0, copy.inode):
+    if (
+        end > CHUNK_BLOCKS_MAX
+        or count * 4 != len(copy.checksums)
+        or count * BLOCK_BYTES != len(copy.content)
+        or not 1 <= copy.table <= TABLE_MAX
+        or copy.more
+        or len(copy.requests) > _REQUESTS_MAX
+        or not 0 <= copy.index <= 0xFFFFFFFF
+        or (not copy.version and count)
+        or copy.known.inode not in (0, copy.inode)
+    ):
         raise InvalidRequest("a copied chunk contradicts itself")
     bad = set(copy.bad)
     at = 0
     for first, blocks in copy.runs:
         for is_bad, group in groupby(range(first, first + blocks), bad.__contains__):
             length = len(list(group))
-            if not is_bad and first_bad_block(memoryview(copy.content)[at << 12:at + length << 12],
-                                              copy.checksums[at * 4:(at + length) * 4]) >= 0:
+            if (
+                not is_bad
+                and first_bad_block(
+                    memoryview(copy.content)[at << 12 : at + length << 12],
+                    copy.checksums[at * 4 : (at + length) * 4],
+                )
+                >= 0
+            ):
                 raise ChecksumMismatch(f"chunk {copy.index} of inode {copy.inode} was changed on its way")
             at += length
 
@@ -305,7 +319,9 @@ class ScrubStep(NamedTuple):
 
 
 class ChunkStore(Protocol):
-    def read_now(self, reads: bytes, owners: Sequence[int], verify: bool = False, room: Room | None = None) -> ReadBatch:
+    def read_now(
+        self, reads: bytes, owners: Sequence[int], verify: bool = False, room: Room | None = None
+    ) -> ReadBatch:
         """Read a batch as far as memory can answer it.
 
         `reads` has 24 bytes for each read; see data.proto. `owners[grant]` is the inode that this grant
@@ -322,7 +338,9 @@ class ChunkStore(Protocol):
     lender: Lender | None
     """The issuer of location leases, or None if this store can issue none."""
 
-    def locate(self, inode: int, index: int, blocks: int, life_s: float) -> tuple[float, int, int, LocatedBlocks] | None:
+    def locate(
+        self, inode: int, index: int, blocks: int, life_s: float
+    ) -> tuple[float, int, int, LocatedBlocks] | None:
         """Issue a location lease for the first `blocks` blocks of a chunk.
 
         Returns (life, slot, stamp, location) for clients of this host that read the drive themselves
@@ -357,8 +375,15 @@ class ChunkStore(Protocol):
         NoSpace, Busy, DriveFailed, Fenced: nothing was done. The caller may cancel this call.
         """
 
-    async def prepare(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes,
-                      cipher: BlockCipher | None = None) -> Placed:
+    async def prepare(
+        self,
+        inode: int,
+        index: int,
+        offset: int,
+        buffer: memoryview,
+        checksums: bytes,
+        cipher: BlockCipher | None = None,
+    ) -> Placed:
         """Prepare a write: do everything that can fail, and start writing the bytes.
 
         The call merges partial blocks, compares checksums and finds space. A later `write_now` with the
@@ -385,9 +410,22 @@ class ChunkStore(Protocol):
         read from the leased locations.
         """
 
-    def write_now(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
-                  request: RequestId | None = None, epoch: int = 1, version: int = 0, placed: Placed | None = None,
-                  table: int = 0, cipher: BlockCipher | None = None) -> int:
+    def write_now(
+        self,
+        inode: int,
+        index: int,
+        offset: int,
+        buffer: memoryview,
+        checksums: bytes,
+        *,
+        cut: int = 0,
+        request: RequestId | None = None,
+        epoch: int = 1,
+        version: int = 0,
+        placed: Placed | None = None,
+        table: int = 0,
+        cipher: BlockCipher | None = None,
+    ) -> int:
         """Make `buffer` part of the chunk and return the new version of the chunk.
 
         `offset` is in bytes from the start of the chunk and need not be aligned. `checksums` has the packed
@@ -412,9 +450,21 @@ class ChunkStore(Protocol):
         Fenced             a sync failed: the store accepts nothing until it is reopened
         """
 
-    async def write(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
-                    request: RequestId | None = None, epoch: int = 1, version: int = 0, table: int = 0,
-                    cipher: BlockCipher | None = None) -> int:
+    async def write(
+        self,
+        inode: int,
+        index: int,
+        offset: int,
+        buffer: memoryview,
+        checksums: bytes,
+        *,
+        cut: int = 0,
+        request: RequestId | None = None,
+        epoch: int = 1,
+        version: int = 0,
+        table: int = 0,
+        cipher: BlockCipher | None = None,
+    ) -> int:
         """Call `write_now` and repeat it after each wait."""
 
     verifier: int
@@ -428,8 +478,15 @@ class ChunkStore(Protocol):
         Fenced: a sync failed, now or before. The store never repeats a failed sync; it must be reopened.
         """
 
-    async def cut(self, inode: int, size: int, cut: int, chunk_bits: int, end: int = 0,
-                  cipher: BlockCipher | None = None) -> int:
+    async def cut(
+        self,
+        inode: int,
+        size: int,
+        cut: int,
+        chunk_bits: int,
+        end: int = 0,
+        cipher: BlockCipher | None = None,
+    ) -> int:
         """Truncate the file to `size`, or punch a hole from `size` to `end`.
 
         On return the change is durable, and no later read returns the removed bytes, not from a partial block
@@ -460,9 +517,20 @@ class ChunkStore(Protocol):
         which to call again.
         """
 
-    async def copy(self, source: tuple[int, int, int], inode: int, index: int, offset: int, length: int, *, cut: int = 0,
-                   request: RequestId | None = None, epoch: int = 1,
-                   given_up: Callable[[], bool] = bool, table: int = 0) -> tuple[int, int]:
+    async def copy(
+        self,
+        source: tuple[int, int, int],
+        inode: int,
+        index: int,
+        offset: int,
+        length: int,
+        *,
+        cut: int = 0,
+        request: RequestId | None = None,
+        epoch: int = 1,
+        given_up: Callable[[], bool] = bool,
+        table: int = 0,
+    ) -> tuple[int, int]:
         """Copy whole blocks to a chunk from another chunk, or from the same one.
 
         The call copies `length` bytes from `source` (inode, index, offset) with their checksums, and holes as
@@ -481,8 +549,13 @@ class ChunkStore(Protocol):
         Returns the inodes in order, and whether more follow.
         """
 
-    def versions(self, after: tuple[int, int] | None, limit: int, wanted: ChainSet | None = None,
-                 until: tuple[int, int] | None = None) -> VersionsStep:
+    def versions(
+        self,
+        after: tuple[int, int] | None,
+        limit: int,
+        wanted: ChainSet | None = None,
+        until: tuple[int, int] | None = None,
+    ) -> VersionsStep:
         """List up to `limit` chunks with their versions.
 
         The chunks come after (inode, index) `after`, up to and including `until`, in this order. They belong
@@ -493,7 +566,9 @@ class ChunkStore(Protocol):
     def state(self, inode: int, index: int) -> ChunkState:
         """Return the state of a chunk for a later `install`. CorruptRecord: its record cannot be read."""
 
-    async def fetch(self, inode: int, index: int, first: int = 0, blocks: int = CHUNK_BLOCKS_MAX) -> ChunkCopy:
+    async def fetch(
+        self, inode: int, index: int, first: int = 0, blocks: int = CHUNK_BLOCKS_MAX
+    ) -> ChunkCopy:
         """Read a chunk for transfer, with at most `blocks` blocks from block `first` on.
 
         All parts of the copy are from one instant during the call. Each block is compared with its checksum;
@@ -544,8 +619,16 @@ class ChunkStore(Protocol):
     def table_of(self, inode: int, index: int) -> int:
         """Return the chain table stored with the chunk, 0 if there is no chunk."""
 
-    async def mend(self, inode: int, index: int, block: int, content: bytes | memoryview, *, checksum: bytes = b"",
-                   version: int = 0) -> bool:
+    async def mend(
+        self,
+        inode: int,
+        index: int,
+        block: int,
+        content: bytes | memoryview,
+        *,
+        checksum: bytes = b"",
+        version: int = 0,
+    ) -> bool:
         """Rewrite one block of the chunk with `content` if the bytes match the block's checksum.
 
         Returns whether they matched. For a block with LOST_CHECKSUM two other conditions hold instead:
@@ -591,8 +674,16 @@ class ChunkStore(Protocol):
         """Flush, then release all resources. May be called twice."""
 
 
-def create_chunk_store(path: str | os.PathLike[str], target: int, pool_id: str, capacity_bytes: int = 0, *,
-                       device: str | os.PathLike[str] | None = None, clock: Clock = SYSTEM_CLOCK, force: bool = False) -> None:
+def create_chunk_store(
+    path: str | os.PathLike[str],
+    target: int,
+    pool_id: str,
+    capacity_bytes: int = 0,
+    *,
+    device: str | os.PathLike[str] | None = None,
+    clock: Clock = SYSTEM_CLOCK,
+    force: bool = False,
+) -> None:
     """Make the directory `path` a chunk store.
 
     The data is in a data file of `capacity_bytes` in this directory, or on the block device `device`
@@ -611,7 +702,9 @@ def create_chunk_store(path: str | os.PathLike[str], target: int, pool_id: str, 
         data = path / "data"
         if device is None:
             if capacity_bytes < CAPACITY_BYTES_MIN:
-                raise InvalidRequest(f"a target needs at least {CAPACITY_BYTES_MIN} bytes, not {capacity_bytes}")
+                raise InvalidRequest(
+                    f"a target needs at least {CAPACITY_BYTES_MIN} bytes, not {capacity_bytes}"
+                )
             fd = os.open(data, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             os.ftruncate(fd, blocks * BLOCK_BYTES)
         else:
@@ -658,11 +751,15 @@ def lock_store(path: Path) -> tuple[int, Superblock]:
     """
     try:
         if path.exists() and not path.is_dir():
-            raise BadConfiguration(f"{path} is no directory: name a target by its directory, where `data` links to the device")
+            raise BadConfiguration(
+                f"{path} is no directory: name a target by its directory, where `data` links to the device"
+            )
         text = (path / "FORMAT").read_text()
         if text != FORMAT_TEXT:
-            raise WrongFormat(f"{path} has the format {text.strip()!r}, this nvpool knows {FORMAT_TEXT.strip()!r}; "
-                              "use the version of nvpool that made it")
+            raise WrongFormat(
+                f"{path} has the format {text.strip()!r}, this nvpool knows {FORMAT_TEXT.strip()!r}; "
+                "use the version of nvpool that made it"
+            )
         lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:
         raise NotFound(f"{path} is no chunk store") from None
@@ -686,15 +783,23 @@ def lock_store(path: Path) -> tuple[int, Superblock]:
             raise WrongFormat(f"{path}/data holds no chunk store of nvpool")
         superblock = decode_superblock(raw, f"{path}/data")
         if size < superblock.block_count * BLOCK_BYTES:
-            raise WrongFormat(f"{path}/data has {size} bytes, its superblock says {superblock.block_count * BLOCK_BYTES}")
+            raise WrongFormat(
+                f"{path}/data has {size} bytes, its superblock says {superblock.block_count * BLOCK_BYTES}"
+            )
         return lock, superblock
     except BaseException:
         os.close(lock)
         raise
 
 
-async def open_chunk_store(path: str | os.PathLike[str], target: int = 0, options: StoreOptions | None = None, *,
-                           clock: Clock = SYSTEM_CLOCK, on_fence: Callable[[str], None] | None = None) -> ChunkStore:
+async def open_chunk_store(
+    path: str | os.PathLike[str],
+    target: int = 0,
+    options: StoreOptions | None = None,
+    *,
+    clock: Clock = SYSTEM_CLOCK,
+    on_fence: Callable[[str], None] | None = None,
+) -> ChunkStore:
     """Open the store in the directory `path`; `target` 0 accepts the store of any target.
 
     Before this returns, blocks named by replayed index records are checked, and all writes acknowledged

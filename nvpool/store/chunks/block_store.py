@@ -76,7 +76,7 @@ from nvpool.store.chunks.recovery import ReplayCheck, settle_rejected
 from nvpool.store.chunks.transfer import WholeChunks
 from nvpool.store.chunks.verify import Scrub
 from nvpool.store.disk import write_verifier
-from nvpool.store.disk.allocator import Allocator, Transaction, SpacePending
+from nvpool.store.disk.allocator import Allocator, SpacePending, Transaction
 from nvpool.store.disk.bad_blocks import Quarantine
 from nvpool.store.disk.device import Device, FileDevice
 from nvpool.store.disk.index_records import (
@@ -86,8 +86,8 @@ from nvpool.store.disk.index_records import (
     SEGMENT_BLOCKS,
     SEGMENT_MASK,
     Head,
-    InodeRecord,
     IndexSegment,
+    InodeRecord,
     bad_key,
     encode_flushed,
     encode_segment,
@@ -105,18 +105,30 @@ _HELD_CHANGES_MAX = 50_000
 DISCARD_BLOCKS_MIN = 64
 
 
-async def open_block_store(path: Path, superblock: Superblock, lock: int, options: StoreOptions, clock: Clock,
-                           on_fence: Callable[[str], None] | None = None) -> BlockChunkStore:
+async def open_block_store(
+    path: Path,
+    superblock: Superblock,
+    lock: int,
+    options: StoreOptions,
+    clock: Clock,
+    on_fence: Callable[[str], None] | None = None,
+) -> BlockChunkStore:
     """Open the store in `path`, whose lock the caller holds. On return the store owns the lock."""
     device = FileDevice(str(path / "data"), direct=options.direct, uring=options.uring)
     kv = None
     try:
-        store = BlockChunkStore(device, superblock.block_count, target=superblock.target, options=options, clock=clock)
+        store = BlockChunkStore(
+            device, superblock.block_count, target=superblock.target, options=options, clock=clock
+        )
         store.path, store.on_fence, store.boot = device.path, on_fence, boot_id()
         check = ReplayCheck(device.read_whole, device.write)
-        kv = await LmdbKv.open(path / "index", LmdbOptions(sync_interval_s=options.sync_interval_s,
-                                                           map_bytes_max=options.index_bytes_max),
-                               before_checkpoint=store.sync_data, on_replay=check, on_fence=store.fence)
+        kv = await LmdbKv.open(
+            path / "index",
+            LmdbOptions(sync_interval_s=options.sync_interval_s, map_bytes_max=options.index_bytes_max),
+            before_checkpoint=store.sync_data,
+            on_replay=check,
+            on_fence=store.fence,
+        )
         await store.attach(kv, identity=superblock.store)
     except BaseException:
         if kv is not None:
@@ -185,16 +197,23 @@ class BlockChunkStore(WholeChunks):
         self.merger = Merger(self.index, self.device, self.readings, self.quarantine.note)
         settled = settle_rejected(kv, self.allocator, self.lender.until(0))
         if settled:
-            log.warning("target %d: %d index records named blocks that did not reach the drive; the old blocks stand",
-                        self.target, settled)
+            log.warning(
+                "target %d: %d index records named blocks that did not reach the drive; the old blocks stand",
+                self.target,
+                settled,
+            )
         self._forget_held(self.allocator.rest(self.clock.boottime_s(), self.lender.dead_until_s))
         self.scrubber = Scrub(self)
-        self.verifier = write_verifier.opened(kv, self.clock, self.boot, lost=settled > 0 or self.options.doubted)
+        self.verifier = write_verifier.opened(
+            kv, self.clock, self.boot, lost=settled > 0 or self.options.doubted
+        )
         await self.flush()
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
-    def read_now(self, reads: bytes, owners: Sequence[int], verify: bool = False, room: Room | None = None) -> ReadBatch:
+    def read_now(
+        self, reads: bytes, owners: Sequence[int], verify: bool = False, room: Room | None = None
+    ) -> ReadBatch:
         if self.fenced_because or self._closed:
             self._refuse()
         batch = self.reader.begin(reads, owners, verify, room)
@@ -202,12 +221,16 @@ class BlockChunkStore(WholeChunks):
             batch.work.sequence = self.kv.sequence
         return batch
 
-    def locate(self, inode: int, index: int, blocks: int, life_s: float) -> tuple[float, int, int, LocatedBlocks] | None:
+    def locate(
+        self, inode: int, index: int, blocks: int, life_s: float
+    ) -> tuple[float, int, int, LocatedBlocks] | None:
         if self.fenced_because or self._closed:
             self._refuse()
         if (inode, index) in self.quarantine.chunks or self.allocator.scarce:
             return None
-        found = located(self.index, self.index.chunk(inode, index), min(blocks, CHUNK_BYTES_MAX // BLOCK_BYTES))
+        found = located(
+            self.index, self.index.chunk(inode, index), min(blocks, CHUNK_BYTES_MAX // BLOCK_BYTES)
+        )
         if not found.blocks:
             return None
         life_s = self.lender.lend(inode, life_s)
@@ -226,14 +249,24 @@ class BlockChunkStore(WholeChunks):
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def places_first(self, offset: int, length: int) -> bool:
-        return length >= self.device.direct_write_bytes > 0 and not (offset | length) & BLOCK_BYTES - 1 and \
-            0 <= offset <= CHUNK_BYTES_MAX - length
+        return (
+            length >= self.device.direct_write_bytes > 0
+            and not (offset | length) & BLOCK_BYTES - 1
+            and 0 <= offset <= CHUNK_BYTES_MAX - length
+        )
 
     async def place(self, inode: int, index: int, offset: int, buffer: memoryview) -> Placed:
         return await staged_writes.place(self, inode, index, offset, buffer)
 
-    async def prepare(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes,
-                      cipher: BlockCipher | None = None) -> Placed:
+    async def prepare(
+        self,
+        inode: int,
+        index: int,
+        offset: int,
+        buffer: memoryview,
+        checksums: bytes,
+        cipher: BlockCipher | None = None,
+    ) -> Placed:
         return await staged_writes.prepare(self, inode, index, offset, buffer, checksums, cipher)
 
     def drop_placed(self, placed: Placed) -> None:
@@ -248,9 +281,22 @@ class BlockChunkStore(WholeChunks):
     def changing(self, inode: int, index: int) -> None:
         self.lender.changing(inode, (index,))
 
-    def write_now(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
-                  request: RequestId | None = None, epoch: int = 1, version: int = 0, placed: Placed | None = None,
-                  table: int = 0, cipher: BlockCipher | None = None) -> int:
+    def write_now(
+        self,
+        inode: int,
+        index: int,
+        offset: int,
+        buffer: memoryview,
+        checksums: bytes,
+        *,
+        cut: int = 0,
+        request: RequestId | None = None,
+        epoch: int = 1,
+        version: int = 0,
+        placed: Placed | None = None,
+        table: int = 0,
+        cipher: BlockCipher | None = None,
+    ) -> int:
         if self.fenced_because or self._closed:
             self._refuse()
         kv = self.kv
@@ -298,9 +344,13 @@ class BlockChunkStore(WholeChunks):
                 places.extend(range(place, place + blocks))
             segments = self.segments_at(chunk, first, places, sums)
             requests = chunk.requests if request is None else with_request(chunk.requests, request)
-            self.apply_segments(transaction, chunk, segments,
-                                Head(new_version, max(cut, chunk.cut), requests, table or chunk.table),
-                                range(first, first + count))
+            self.apply_segments(
+                transaction,
+                chunk,
+                segments,
+                Head(new_version, max(cut, chunk.cut), requests, table or chunk.table),
+                range(first, first + count),
+            )
         except BaseException:
             allocator.drop(transaction)
             raise
@@ -319,20 +369,47 @@ class BlockChunkStore(WholeChunks):
         if self.allocator.waiting_changes > _HELD_CHANGES_MAX:
             self._make_room_soon()
 
-    async def write(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
-                    request: RequestId | None = None, epoch: int = 1, version: int = 0, table: int = 0,
-                    cipher: BlockCipher | None = None) -> int:
+    async def write(
+        self,
+        inode: int,
+        index: int,
+        offset: int,
+        buffer: memoryview,
+        checksums: bytes,
+        *,
+        cut: int = 0,
+        request: RequestId | None = None,
+        epoch: int = 1,
+        version: int = 0,
+        table: int = 0,
+        cipher: BlockCipher | None = None,
+    ) -> int:
         placed = None
         if self.places_first(offset, len(buffer)):
-            placed = await (self.place(inode, index, offset, buffer) if cipher is None
-                            else self.prepare(inode, index, offset, buffer, checksums, cipher))
+            placed = await (
+                self.place(inode, index, offset, buffer)
+                if cipher is None
+                else self.prepare(inode, index, offset, buffer, checksums, cipher)
+            )
         try:
             if placed is not None and placed.writing is not None:
                 await asyncio.shield(placed.writing)
             for _ in range(_WAITS_MAX):
                 try:
-                    return self.write_now(inode, index, offset, buffer, checksums, cut=cut, request=request, epoch=epoch,
-                                          version=version, placed=placed, table=table, cipher=cipher)
+                    return self.write_now(
+                        inode,
+                        index,
+                        offset,
+                        buffer,
+                        checksums,
+                        cut=cut,
+                        request=request,
+                        epoch=epoch,
+                        version=version,
+                        placed=placed,
+                        table=table,
+                        cipher=cipher,
+                    )
                 except MustWait as wait:
                     await wait.until()
             raise Busy("the store did not find room for the write")
@@ -344,17 +421,33 @@ class BlockChunkStore(WholeChunks):
         if not given:
             return next_version(MemberChunkState(chunk.version, record.floor), epoch)
         if given <= chunk.version:
-            raise StaleEpoch(f"chunk {chunk.index} of inode {chunk.inode} has version {chunk.version} already, not {given}")
+            raise StaleEpoch(
+                f"chunk {chunk.index} of inode {chunk.inode} has version {chunk.version} already, not {given}"
+            )
         return given
 
-    async def copy(self, source: tuple[int, int, int], inode: int, index: int, offset: int, length: int, *, cut: int = 0,
-                   request: RequestId | None = None, epoch: int = 1,
-                   given_up: Callable[[], bool] = bool, table: int = 0) -> tuple[int, int]:
+    async def copy(
+        self,
+        source: tuple[int, int, int],
+        inode: int,
+        index: int,
+        offset: int,
+        length: int,
+        *,
+        cut: int = 0,
+        request: RequestId | None = None,
+        epoch: int = 1,
+        given_up: Callable[[], bool] = bool,
+        table: int = 0,
+    ) -> tuple[int, int]:
         self.refuse_when_fenced()
-        return await copy_range.copy(self, source, inode, index, offset, length, cut, request, epoch, given_up,
-                                 table)
+        return await copy_range.copy(
+            self, source, inode, index, offset, length, cut, request, epoch, given_up, table
+        )
 
-    def segments_at(self, chunk: Chunk, first: int, places: array, sums: bytes) -> list[tuple[int, IndexSegment, int, int]]:
+    def segments_at(
+        self, chunk: Chunk, first: int, places: array, sums: bytes
+    ) -> list[tuple[int, IndexSegment, int, int]]:
         """Build the segments of a chunk with new blocks from `first` on.
 
         The blocks lie at `places` (0: a hole) and have the checksums `sums`. The result is the argument of
@@ -366,8 +459,12 @@ class BlockChunkStore(WholeChunks):
             number, within = block >> SEGMENT_BITS, block & SEGMENT_MASK
             blocks = min(SEGMENT_BLOCKS - within, end - block)
             at = block - first
-            segment = replaced(self.index.segment(chunk, number), within, places[at:at + blocks],
-                               sums[at * 4:(at + blocks) * 4])
+            segment = replaced(
+                self.index.segment(chunk, number),
+                within,
+                places[at : at + blocks],
+                sums[at * 4 : (at + blocks) * 4],
+            )
             segments.append((number, segment, within, blocks))
             block += blocks
         return segments
@@ -380,12 +477,20 @@ class BlockChunkStore(WholeChunks):
             whole = memoryview(buffers[0] if len(buffers) == 1 else b"".join(buffers))
             at = 0
             for place, blocks in runs:
-                self.device.write([whole[at:at + (blocks << 12)]], place << 12)
+                self.device.write([whole[at : at + (blocks << 12)]], place << 12)
                 at += blocks << 12
         self._written += sum(map(len, buffers))
 
-    def apply_segments(self, transaction: Transaction, chunk: Chunk, segments: list[tuple[int, IndexSegment, int, int]],
-                       head: Head, overwritten: range, *, reclaims: bool = False) -> None:
+    def apply_segments(
+        self,
+        transaction: Transaction,
+        chunk: Chunk,
+        segments: list[tuple[int, IndexSegment, int, int]],
+        head: Head,
+        overwritten: range,
+        *,
+        reclaims: bool = False,
+    ) -> None:
         """Apply one change: these segments, the head of the chunk, the free map.
 
         On return the chunk in memory has the new state; if this raises, nothing changed. A segment is
@@ -409,8 +514,15 @@ class BlockChunkStore(WholeChunks):
             self.index.store(chunk, number, segment)
         self.quarantine.forget(healed)
 
-    def apply(self, transaction: Transaction, effects: list[Effect], inode: int = 0, indexes: Sequence[int] = (), *,
-              reclaims: bool = False) -> None:
+    def apply(
+        self,
+        transaction: Transaction,
+        effects: list[Effect],
+        inode: int = 0,
+        indexes: Sequence[int] = (),
+        *,
+        reclaims: bool = False,
+    ) -> None:
         """Apply one kv change: index records of these chunks, and the free map.
 
         `inode` 0: the inode of the blocks is unknown. If this raises, neither change happened; the caller
@@ -437,7 +549,9 @@ class BlockChunkStore(WholeChunks):
                 # This record tells a replay that blocks of earlier changes were on the drive: a mismatch
                 # means damage.
                 await self.kv.room()
-                mark = self.kv.apply([(FLUSHED_KEY, encode_flushed(sequence, self.kv.sequence + 1))], reclaims=True)
+                mark = self.kv.apply(
+                    [(FLUSHED_KEY, encode_flushed(sequence, self.kv.sequence + 1))], reclaims=True
+                )
                 await self.kv.sync(mark)
                 self._durable = mark if mark == sequence + 1 else sequence
                 self.flush_count += 1
@@ -493,8 +607,11 @@ class BlockChunkStore(WholeChunks):
     async def make_room(self) -> None:
         await self.flush()
         if self.allocator.held_blocks:  # a running read keeps them, or a location lease
-            await asyncio.sleep(min(0.05, max(0.001, self.allocator.next_rest_s - self.clock.boottime_s()))
-                                if self.allocator.resting_changes else 0.001)
+            await asyncio.sleep(
+                min(0.05, max(0.001, self.allocator.next_rest_s - self.clock.boottime_s()))
+                if self.allocator.resting_changes
+                else 0.001
+            )
 
     def _make_room_soon(self) -> None:
         if not self._flush_lock.locked():
@@ -531,8 +648,15 @@ class BlockChunkStore(WholeChunks):
 
     # -- trimming ----------------------------------------------------------------------------------------------------
 
-    async def cut(self, inode: int, size: int, cut: int, chunk_bits: int, end: int = 0,
-                  cipher: BlockCipher | None = None) -> int:
+    async def cut(
+        self,
+        inode: int,
+        size: int,
+        cut: int,
+        chunk_bits: int,
+        end: int = 0,
+        cipher: BlockCipher | None = None,
+    ) -> int:
         self.refuse_when_fenced()
         freed = await store_truncate.cut(self, inode, size, cut, chunk_bits, end, cipher)
         await self.lender.clients_of_the_dead()

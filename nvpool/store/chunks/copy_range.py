@@ -17,7 +17,7 @@ from nvpool.core.ids import RequestId, is_done
 from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.store.chunks.api import ALL_INODES, MustWait, check_table
 from nvpool.store.chunks.read_batch import READ, RESULT
-from nvpool.store.disk.allocator import Transaction, SpacePending
+from nvpool.store.disk.allocator import SpacePending, Transaction
 from nvpool.store.disk.index_records import Head, with_request
 
 if TYPE_CHECKING:
@@ -27,9 +27,19 @@ _TRIES_MAX = 1000
 _ZERO_CRC = ZERO_BLOCK_CHECKSUM.to_bytes(4, "little")
 
 
-async def copy(store: BlockChunkStore, source: tuple[int, int, int], inode: int, index: int, offset: int, length: int, cut: int,
-               request: RequestId | None, epoch: int, given_up: Callable[[], bool],
-               table: int) -> tuple[int, int]:
+async def copy(
+    store: BlockChunkStore,
+    source: tuple[int, int, int],
+    inode: int,
+    index: int,
+    offset: int,
+    length: int,
+    cut: int,
+    request: RequestId | None,
+    epoch: int,
+    given_up: Callable[[], bool],
+    table: int,
+) -> tuple[int, int]:
     """See ChunkStore.copy."""
     for place in (offset, source[2]):
         if length <= 0 or place < 0 or (place | length) % BLOCK_BYTES or place + length > CHUNK_BYTES_MAX:
@@ -38,8 +48,9 @@ async def copy(store: BlockChunkStore, source: tuple[int, int, int], inode: int,
     there, content, sums = await _read(store, source, length)
     byte_count = sum(there) * BLOCK_BYTES
     if all(there):
-        return await _write(store, inode, index, offset, content[0], sums, cut, request, epoch, given_up,
-                            table), byte_count
+        return await _write(
+            store, inode, index, offset, content[0], sums, cut, request, epoch, given_up, table
+        ), byte_count
     for _ in range(_TRIES_MAX):
         if given_up():
             raise Cancelled("nobody waits for the copy any more")
@@ -72,8 +83,13 @@ async def copy(store: BlockChunkStore, source: tuple[int, int, int], inode: int,
                     # blocks, but a hole is not. The copy must be applied completely or not at all, so its
                     # data is synced before the change names it.
                     await store.sync_data()
-                    if (given_up() or store.index.chunk(inode, index) is not chunk or chunk.version != version
-                            or store.index.inode(inode) != record or store.kv.full):
+                    if (
+                        given_up()
+                        or store.index.chunk(inode, index) is not chunk
+                        or chunk.version != version
+                        or store.index.inode(inode) != record
+                        or store.kv.full
+                    ):
                         store.allocator.drop(transaction)
                         continue
             transaction.free_places(old)
@@ -82,8 +98,13 @@ async def copy(store: BlockChunkStore, source: tuple[int, int, int], inode: int,
             new_version = store.next_version(chunk, record, epoch, 0)
             requests = chunk.requests if request is None else with_request(chunk.requests, request)
             head = Head(new_version, max(cut, chunk.cut), requests, table or chunk.table)
-            store.apply_segments(transaction, chunk, store.segments_at(chunk, first, places, sums), head,
-                                 range(first, first + len(there)))
+            store.apply_segments(
+                transaction,
+                chunk,
+                store.segments_at(chunk, first, places, sums),
+                head,
+                range(first, first + len(there)),
+            )
         except BaseException:
             store.allocator.drop(transaction)
             raise
@@ -92,9 +113,19 @@ async def copy(store: BlockChunkStore, source: tuple[int, int, int], inode: int,
     raise Busy("the store did not find room for the copy")
 
 
-async def _write(store: BlockChunkStore, inode: int, index: int, offset: int, content: memoryview, sums: bytes, cut: int,
-                 request: RequestId | None, epoch: int, given_up: Callable[[], bool],
-                 table: int) -> int:
+async def _write(
+    store: BlockChunkStore,
+    inode: int,
+    index: int,
+    offset: int,
+    content: memoryview,
+    sums: bytes,
+    cut: int,
+    request: RequestId | None,
+    epoch: int,
+    given_up: Callable[[], bool],
+    table: int,
+) -> int:
     """Write like ChunkStore.write, for a copy without holes."""
     placed = None
     try:
@@ -105,8 +136,18 @@ async def _write(store: BlockChunkStore, inode: int, index: int, offset: int, co
                 placed = await store.place(inode, index, offset, content)
                 continue
             try:
-                return store.write_now(inode, index, offset, content, sums, cut=cut, request=request, epoch=epoch,
-                                       placed=placed, table=table)
+                return store.write_now(
+                    inode,
+                    index,
+                    offset,
+                    content,
+                    sums,
+                    cut=cut,
+                    request=request,
+                    epoch=epoch,
+                    placed=placed,
+                    table=table,
+                )
             except MustWait as wait:
                 await wait.until()
     finally:
@@ -115,24 +156,34 @@ async def _write(store: BlockChunkStore, inode: int, index: int, offset: int, co
     raise Busy("the store did not find room for the copy")
 
 
-async def _read(store: BlockChunkStore, source: tuple[int, int, int], length: int) -> tuple[list[bool], list, bytes]:
+async def _read(
+    store: BlockChunkStore, source: tuple[int, int, int], length: int
+) -> tuple[list[bool], list, bytes]:
     """Read the source.
 
     Returns for each block whether it exists, the checked bytes of the existing blocks, and the checksums of
     all.
     """
     inode, index, offset = source
-    there = [place > 0 for place in store.index.places(store.index.chunk(inode, index), offset >> 12, length >> 12)]
+    there = [
+        place > 0 for place in store.index.places(store.index.chunk(inode, index), offset >> 12, length >> 12)
+    ]
     batch = store.read_now(READ.pack(inode, index, offset, length, 0, 0), [ALL_INODES], True)
     if batch.missed:
         await store.finish_read(batch)
     status, _, _, _ = RESULT.unpack_from(batch.results)
     if status:
         raise BY_WIRE_CODE.get(status, NvpoolError)(f"chunk {index} of inode {inode} can not be copied")
-    whole = memoryview(b"".join(batch.payload)) if len(batch.payload) > 1 else batch.payload[0] if batch.payload else b""
+    whole = (
+        memoryview(b"".join(batch.payload))
+        if len(batch.payload) > 1
+        else batch.payload[0]
+        if batch.payload
+        else b""
+    )
     content = []
     for is_there, blocks in groupby(range(len(there)), there.__getitem__):
         if is_there:
             numbers = list(blocks)
-            content.append(whole[numbers[0] * BLOCK_BYTES:(numbers[-1] + 1) * BLOCK_BYTES])
+            content.append(whole[numbers[0] * BLOCK_BYTES : (numbers[-1] + 1) * BLOCK_BYTES])
     return there, content, batch.checksums + _ZERO_CRC * (len(there) - len(batch.checksums) // 4)

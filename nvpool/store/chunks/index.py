@@ -22,8 +22,8 @@ from nvpool.store.disk.index_records import (
     SEGMENT_BLOCKS,
     SEGMENT_MASK,
     Head,
-    InodeRecord,
     IndexSegment,
+    InodeRecord,
     blocks_there,
     decode_inode,
     decode_segment,
@@ -85,13 +85,18 @@ class Index:
         At most half a generation of chunks is looked up. If a record is damaged, nothing is cached: a later
         look-up of that chunk alone reports the error.
         """
-        keys = {segment_key(inode, index, 0): (inode, index) for inode, index in islice(names, self._half // 2)
-                if (inode, index) not in self.young and (inode, index) not in self._old}
+        keys = {
+            segment_key(inode, index, 0): (inode, index)
+            for inode, index in islice(names, self._half // 2)
+            if (inode, index) not in self.young and (inode, index) not in self._old
+        }
         if len(keys) < 2:
             return
         try:
-            found = [self._decoded(*name, key, raw)
-                     for (key, name), raw in zip(keys.items(), self._kv.get_many(list(keys)), strict=True)]
+            found = [
+                self._decoded(*name, key, raw)
+                for (key, name), raw in zip(keys.items(), self._kv.get_many(list(keys)), strict=True)
+            ]
         except (CorruptRecord, WrongFormat):
             return
         for chunk in found:
@@ -136,7 +141,7 @@ class Index:
         while block < end:
             within = block & SEGMENT_MASK
             wanted = min(SEGMENT_BLOCKS - within, end - block)
-            found = self.segment(chunk, block >> SEGMENT_BITS).disk[within:within + wanted]
+            found = self.segment(chunk, block >> SEGMENT_BITS).disk[within : within + wanted]
             places += found
             places += [0] * (wanted - len(found))
             block += wanted
@@ -172,8 +177,9 @@ class Index:
     def set_inode(self, inode: int, record: InodeRecord | None) -> None:
         self._inodes[inode] = record or _NO_RECORD
 
-    def records(self, inode: int, first: int, limit: int,
-                until: int = 1 << 32) -> list[tuple[tuple[int, int, int], bytes, bytes]]:
+    def records(
+        self, inode: int, first: int, limit: int, until: int = 1 << 32
+    ) -> list[tuple[tuple[int, int, int], bytes, bytes]]:
         """Return up to `limit` segment records of an inode.
 
         They are in the chunks from index `first` to before `until`. Each is ((inode, index, segment), key,

@@ -121,8 +121,8 @@ class Lender:
         if raw is not None:
             if len(raw) < _LIFE.size:
                 raise CorruptRecord("the index record of lifetimes is too short")
-            if raw[:-_LIFE.size] == boot_id().encode():
-                dead_life_s = _LIFE.unpack(raw[-_LIFE.size:])[0] / 1000
+            if raw[: -_LIFE.size] == boot_id().encode():
+                dead_life_s = _LIFE.unpack(raw[-_LIFE.size :])[0] / 1000
                 self.dead_until_s = self.unseen_until_s = now_s + dead_life_s
                 if kept is not None and life_s:
                     self.unseen_until_s = min(self.dead_until_s, kept.since_s + dead_life_s)
@@ -156,8 +156,8 @@ class Lender:
             self.unseen_until_s = self.dead_until_s
             self.close()
             return
-        self._table = memoryview(self._memory)[:4 << SLOT_BITS].cast("I")
-        self._serving = memoryview(self._memory)[4 << SLOT_BITS:].cast("d")
+        self._table = memoryview(self._memory)[: 4 << SLOT_BITS].cast("I")
+        self._serving = memoryview(self._memory)[4 << SLOT_BITS :].cast("d")
         if kept:
             self.changing_all()  # before clients may trust the time behind the counters
         self._serving[0] = math.inf
@@ -312,6 +312,8 @@ def located(index: Index, chunk: Chunk, blocks: int) -> LocatedBlocks:
         else:
             for place in segment.disk[:have]:
                 extend_runs(runs, place, 1)
-        sums.append(segment.crcs[:4 * have])
+        sums.append(segment.crcs[: 4 * have])
         at = start + have
-    return LocatedBlocks(chunk.version, at, array("Q", [place << 12 | count - 1 for place, count in runs]), b"".join(sums))
+    return LocatedBlocks(
+        chunk.version, at, array("Q", [place << 12 | count - 1 for place, count in runs]), b"".join(sums)
+    )

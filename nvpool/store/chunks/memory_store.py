@@ -86,7 +86,9 @@ class MemoryChunkStore:
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
-    def read_now(self, reads: bytes, owners: Sequence[int], verify: bool = False, room: Room | None = None) -> ReadBatch:
+    def read_now(
+        self, reads: bytes, owners: Sequence[int], verify: bool = False, room: Room | None = None
+    ) -> ReadBatch:
         self._refuse_when_fenced()
         if len(reads) % _READ.size:
             raise InvalidRequest("not whole read headers")
@@ -95,7 +97,9 @@ class MemoryChunkStore:
         total = 0
         for inode, index, offset, length, grant, _ in _READ.iter_unpack(reads):
             try:
-                found = self._read(inode, index, offset, length, owners[grant] if grant < len(owners) else None, verify)
+                found = self._read(
+                    inode, index, offset, length, owners[grant] if grant < len(owners) else None, verify
+                )
             except NvpoolError as error:
                 batch.results += _RESULT.pack(error.wire_code, 0, 0, 0)
                 continue
@@ -103,14 +107,22 @@ class MemoryChunkStore:
             if total > READ_BATCH_BYTES_MAX:
                 raise InvalidRequest("the batch is too large")
             blocks, version = found
-            batch.results += _RESULT.pack(0, UNCHECKED if blocks and not verify else 0, len(blocks) * BLOCK_BYTES, version)
+            batch.results += _RESULT.pack(
+                0, UNCHECKED if blocks and not verify else 0, len(blocks) * BLOCK_BYTES, version
+            )
             batch.payload += [memoryview(block) for block, _ in blocks]
             sums += [checksum for _, checksum in blocks]
         batch.checksums = struct.pack(f"<{len(sums)}I", *sums)
         return batch
 
     def _read(self, inode, index, offset, length, owner, verify) -> tuple[list[tuple[bytes, int]], int]:
-        if owner is None or offset % BLOCK_BYTES or length % BLOCK_BYTES or not length or offset + length > CHUNK_BYTES_MAX:
+        if (
+            owner is None
+            or offset % BLOCK_BYTES
+            or length % BLOCK_BYTES
+            or not length
+            or offset + length > CHUNK_BYTES_MAX
+        ):
             raise InvalidRequest("not whole blocks of a chunk")
         if owner not in (inode, ALL_INODES):
             raise StaleGrant
@@ -138,9 +150,22 @@ class MemoryChunkStore:
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
-    def write_now(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int = 0,
-                  request: RequestId | None = None, epoch: int = 1, version: int = 0, placed: Placed | None = None,
-                  table: int = 0, cipher: BlockCipher | None = None) -> int:
+    def write_now(
+        self,
+        inode: int,
+        index: int,
+        offset: int,
+        buffer: memoryview,
+        checksums: bytes,
+        *,
+        cut: int = 0,
+        request: RequestId | None = None,
+        epoch: int = 1,
+        version: int = 0,
+        placed: Placed | None = None,
+        table: int = 0,
+        cipher: BlockCipher | None = None,
+    ) -> int:
         self._refuse_when_fenced()
         if not len(buffer) or offset < 0 or offset + len(buffer) > CHUNK_BYTES_MAX:
             raise InvalidRequest("a write lies in a chunk")
@@ -166,8 +191,9 @@ class MemoryChunkStore:
         if self.fail_writes:
             raise self.fail_writes.pop(0)
         requests = self._with_request(chunk.requests, request)
-        self._chunks[inode, index] = _Chunk(new_version, max(cut, chunk.cut), requests, {**chunk.blocks, **blocks},
-                                           table or chunk.table)
+        self._chunks[inode, index] = _Chunk(
+            new_version, max(cut, chunk.cut), requests, {**chunk.blocks, **blocks}, table or chunk.table
+        )
         self._used += added
         for number in blocks:
             self._bad.pop((inode, index, number), None)
@@ -176,8 +202,15 @@ class MemoryChunkStore:
     def places_first(self, offset: int, length: int) -> bool:
         return False
 
-    async def prepare(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes,
-                      cipher: BlockCipher | None = None) -> Placed:
+    async def prepare(
+        self,
+        inode: int,
+        index: int,
+        offset: int,
+        buffer: memoryview,
+        checksums: bytes,
+        cipher: BlockCipher | None = None,
+    ) -> Placed:
         self._refuse_when_fenced()
         if not len(buffer) or offset < 0 or offset + len(buffer) > CHUNK_BYTES_MAX:
             raise InvalidRequest("a write lies in a chunk")
@@ -215,8 +248,9 @@ class MemoryChunkStore:
             raise StaleEpoch(f"the chunk has version {version} already, not {given}")
         return given
 
-    def _merged(self, inode, index, chunk: _Chunk, offset: int, buffer: bytes,
-                cipher: BlockCipher | None) -> dict[int, tuple[bytes, int]]:
+    def _merged(
+        self, inode, index, chunk: _Chunk, offset: int, buffer: bytes, cipher: BlockCipher | None
+    ) -> dict[int, tuple[bytes, int]]:
         first, end = offset // BLOCK_BYTES, -(-(offset + len(buffer)) // BLOCK_BYTES)
         whole = bytearray((end - first) * BLOCK_BYTES)
         for number in {first, end - 1}:
@@ -231,12 +265,12 @@ class MemoryChunkStore:
                 raise error
             if cipher is not None:
                 block = cipher.decrypt(inode, index, number, block)
-            whole[place - first * BLOCK_BYTES:place - first * BLOCK_BYTES + BLOCK_BYTES] = block
+            whole[place - first * BLOCK_BYTES : place - first * BLOCK_BYTES + BLOCK_BYTES] = block
         within = offset - first * BLOCK_BYTES
-        whole[within:within + len(buffer)] = buffer
+        whole[within : within + len(buffer)] = buffer
         if cipher is not None:
             whole = cipher.encrypt(inode, index, first, whole)
-        parts = [bytes(whole[at:at + BLOCK_BYTES]) for at in range(0, len(whole), BLOCK_BYTES)]
+        parts = [bytes(whole[at : at + BLOCK_BYTES]) for at in range(0, len(whole), BLOCK_BYTES)]
         return {first + number: (part, crc32c(part)) for number, part in enumerate(parts)}
 
     async def flush(self) -> None:
@@ -247,8 +281,15 @@ class MemoryChunkStore:
             raise Fenced(self.fenced_because)
         self._flushed = dict(self._chunks), dict(self._inodes)
 
-    async def cut(self, inode: int, size: int, cut: int, chunk_bits: int, end: int = 0,
-                  cipher: BlockCipher | None = None) -> int:
+    async def cut(
+        self,
+        inode: int,
+        size: int,
+        cut: int,
+        chunk_bits: int,
+        end: int = 0,
+        cipher: BlockCipher | None = None,
+    ) -> int:
         self._refuse_when_fenced()
         largest = 1 << 32 + chunk_bits
         if not 16 <= chunk_bits <= 24 or not 0 <= size <= largest or (end and not size < end <= largest):
@@ -269,8 +310,11 @@ class MemoryChunkStore:
                 self._used -= len(self._chunks.pop(name).blocks)
                 continue
             last = CHUNK_BYTES_MAX if last == whole else last
-            blocks = {number: left for number, block in chunk.blocks.items()
-                      if (left := self._without(name, block, number, first, last, cipher))}
+            blocks = {
+                number: left
+                for number, block in chunk.blocks.items()
+                if (left := self._without(name, block, number, first, last, cipher))
+            }
             self._used -= len(chunk.blocks) - len(blocks)
             self._chunks[name] = chunk._replace(blocks=blocks, version=after_cut(chunk.version), cut=cut)
             for number, (_, checksum) in blocks.items():
@@ -282,8 +326,14 @@ class MemoryChunkStore:
         return (used - self._used) * BLOCK_BYTES
 
     @staticmethod
-    def _without(name: tuple[int, int], block: tuple[bytes, int], number: int, first: int, last: int,
-                 cipher: BlockCipher | None) -> tuple[bytes, int] | None:
+    def _without(
+        name: tuple[int, int],
+        block: tuple[bytes, int],
+        number: int,
+        first: int,
+        last: int,
+        cipher: BlockCipher | None,
+    ) -> tuple[bytes, int] | None:
         """Zero the bytes [first, last) of the chunk in one block.
 
         Returns the new block, or None if only zeros remain.
@@ -303,9 +353,20 @@ class MemoryChunkStore:
             zeroed = bytes(cipher.encrypt(*name, number, zeroed))
         return zeroed, crc32c(zeroed)
 
-    async def copy(self, source: tuple[int, int, int], inode: int, index: int, offset: int, length: int, *, cut: int = 0,
-                   request: RequestId | None = None, epoch: int = 1, given_up=bool,
-                   table: int = 0) -> tuple[int, int]:
+    async def copy(
+        self,
+        source: tuple[int, int, int],
+        inode: int,
+        index: int,
+        offset: int,
+        length: int,
+        *,
+        cut: int = 0,
+        request: RequestId | None = None,
+        epoch: int = 1,
+        given_up=bool,
+        table: int = 0,
+    ) -> tuple[int, int]:
         self._refuse_when_fenced()
         for place in (offset, source[2]):
             if length <= 0 or place < 0 or (place | length) % BLOCK_BYTES or place + length > CHUNK_BYTES_MAX:
@@ -315,8 +376,11 @@ class MemoryChunkStore:
             raise Cancelled
         old = self._chunks.get(source[:2]) or _Chunk(0, 0, (), {})
         shift = (offset - source[2]) // BLOCK_BYTES
-        new = {number + shift: block for number, block in old.blocks.items()
-               if source[2] <= number * BLOCK_BYTES < source[2] + length}
+        new = {
+            number + shift: block
+            for number, block in old.blocks.items()
+            if source[2] <= number * BLOCK_BYTES < source[2] + length
+        }
         for number, (data, checksum) in new.items():
             if crc32c(data) != checksum:
                 self._note_bad(*source[:2], number - shift, "does not fit its checksum when read")
@@ -327,8 +391,11 @@ class MemoryChunkStore:
             return chunk.version, len(new) * BLOCK_BYTES
         if cut < its_cut:
             raise StaleCut
-        kept = {number: block for number, block in chunk.blocks.items()
-                if not offset <= number * BLOCK_BYTES < offset + length}
+        kept = {
+            number: block
+            for number, block in chunk.blocks.items()
+            if not offset <= number * BLOCK_BYTES < offset + length
+        }
         if not new and len(kept) == len(chunk.blocks):
             return chunk.version, 0
         added = len(new.keys() - chunk.blocks.keys())
@@ -337,9 +404,13 @@ class MemoryChunkStore:
         if self.fail_writes:
             raise self.fail_writes.pop(0)
         self._used += len(kept) + len(new) - len(chunk.blocks)
-        self._chunks[inode, index] = _Chunk(self._next(chunk.version, floor, epoch), max(cut, chunk.cut),
-                                            self._with_request(chunk.requests, request), {**kept, **new},
-                                            table or chunk.table)
+        self._chunks[inode, index] = _Chunk(
+            self._next(chunk.version, floor, epoch),
+            max(cut, chunk.cut),
+            self._with_request(chunk.requests, request),
+            {**kept, **new},
+            table or chunk.table,
+        )
         self._forget_bad()
         return self._chunks[inode, index].version, len(new) * BLOCK_BYTES
 
@@ -347,7 +418,7 @@ class MemoryChunkStore:
     def _with_request(requests: tuple, request: RequestId | None) -> tuple:
         if request is None:
             return requests
-        kept = [one for one in requests if one[:2] != request[:2]][-(_REQUESTS_KEPT - 1):]
+        kept = [one for one in requests if one[:2] != request[:2]][-(_REQUESTS_KEPT - 1) :]
         return (*kept, tuple(request))
 
     async def remove(self, inodes: Sequence[int]) -> tuple[int, int]:
@@ -368,7 +439,11 @@ class MemoryChunkStore:
         for index in indexes[:limit]:
             chunk = self._chunks[inode, index]
             end = (max(chunk.blocks) + 1) * BLOCK_BYTES if chunk.blocks else 0
-            found.append(ChunkDescription(index, chunk.version, len(chunk.blocks), 1 if chunk.blocks else 0, chunk.cut, end))
+            found.append(
+                ChunkDescription(
+                    index, chunk.version, len(chunk.blocks), 1 if chunk.blocks else 0, chunk.cut, end
+                )
+            )
         return found, len(indexes) > limit
 
     def extents(self, inode: int, first: int, until: int) -> tuple[list[tuple[int, int, int]], int]:
@@ -389,25 +464,42 @@ class MemoryChunkStore:
 
     # -- whole chunks ----------------------------------------------------------------------------------------------------
 
-    def versions(self, after: tuple[int, int] | None, limit: int, wanted: ChainSet | None = None,
-                 until: tuple[int, int] | None = None) -> VersionsStep:
+    def versions(
+        self,
+        after: tuple[int, int] | None,
+        limit: int,
+        wanted: ChainSet | None = None,
+        until: tuple[int, int] | None = None,
+    ) -> VersionsStep:
         self._refuse_when_fenced()
-        names = sorted(name for name in self._chunks
-                       if (after is None or name > after) and (until is None or name <= until)
-                       and (wanted is None or wanted.has_chunk(self._chunks[name].table, *name)))
-        chunks = [ChunkVersion(*name, chunk.table, chunk.version, chunk.cut, len(chunk.blocks))
-                  for name in names[:limit] for chunk in (self._chunks[name],)]
+        names = sorted(
+            name
+            for name in self._chunks
+            if (after is None or name > after)
+            and (until is None or name <= until)
+            and (wanted is None or wanted.has_chunk(self._chunks[name].table, *name))
+        )
+        chunks = [
+            ChunkVersion(*name, chunk.table, chunk.version, chunk.cut, len(chunk.blocks))
+            for name in names[:limit]
+            for chunk in (self._chunks[name],)
+        ]
         end = names[limit - 1] if len(names) > limit else None
         last = end or until
-        inodes = [InodeCut(inode, *known, 0) for inode, known in sorted(self._inodes.items())
-                  if (after is None or inode >= after[0]) and (last is None or inode <= last[0])]
+        inodes = [
+            InodeCut(inode, *known, 0)
+            for inode, known in sorted(self._inodes.items())
+            if (after is None or inode >= after[0]) and (last is None or inode <= last[0])
+        ]
         return VersionsStep(chunks, inodes, end)
 
     def state(self, inode: int, index: int) -> ChunkState:
         chunk = self._chunks.get((inode, index))
         return ChunkState(chunk.version if chunk else 0, self._inodes.get(inode, (0, 0))[0])
 
-    async def fetch(self, inode: int, index: int, first: int = 0, blocks: int = CHUNK_BLOCKS_MAX) -> ChunkCopy:
+    async def fetch(
+        self, inode: int, index: int, first: int = 0, blocks: int = CHUNK_BLOCKS_MAX
+    ) -> ChunkCopy:
         self._refuse_when_fenced()
         known = InodeCut(inode, *self._inodes.get(inode, (0, 0)), 0)
         chunk = self._chunks.get((inode, index))
@@ -424,9 +516,20 @@ class MemoryChunkStore:
             content.append(block)
             sums.append(checksum)
         runs = tuple((number, 1) for number in numbers)
-        return ChunkCopy(inode, index, chunk.version, chunk.table, chunk.cut, chunk.requests, known, runs,
-                         struct.pack(f"<{len(sums)}I", *sums), b"".join(content), tuple(bad),
-                         any(number >= first + blocks for number in chunk.blocks))
+        return ChunkCopy(
+            inode,
+            index,
+            chunk.version,
+            chunk.table,
+            chunk.cut,
+            chunk.requests,
+            known,
+            runs,
+            struct.pack(f"<{len(sums)}I", *sums),
+            b"".join(content),
+            tuple(bad),
+            any(number >= first + blocks for number in chunk.blocks),
+        )
 
     async def install(self, copies: Sequence[tuple[ChunkCopy, ChunkState]]) -> list[bool]:
         self._refuse_when_fenced()
@@ -451,8 +554,13 @@ class MemoryChunkStore:
         old = self._chunks.pop(name, None)
         self._used -= len(old.blocks) if old else 0
         numbers = [number for first, count in copy.runs for number in range(first, first + count)]
-        blocks = {number: (bytes(copy.content[at * BLOCK_BYTES:(at + 1) * BLOCK_BYTES]),
-                           int.from_bytes(copy.checksums[at * 4:at * 4 + 4], "little")) for at, number in enumerate(numbers)}
+        blocks = {
+            number: (
+                bytes(copy.content[at * BLOCK_BYTES : (at + 1) * BLOCK_BYTES]),
+                int.from_bytes(copy.checksums[at * 4 : at * 4 + 4], "little"),
+            )
+            for at, number in enumerate(numbers)
+        }
         self._used += len(blocks)
         if copy.version:
             self._chunks[name] = _Chunk(copy.version, copy.cut, copy.requests, blocks, copy.table)
@@ -491,8 +599,16 @@ class MemoryChunkStore:
         chunk = self._chunks.get((inode, index))
         return chunk.table if chunk else 0
 
-    async def mend(self, inode: int, index: int, block: int, content: bytes | memoryview, *, checksum: bytes = b"",
-                   version: int = 0) -> bool:
+    async def mend(
+        self,
+        inode: int,
+        index: int,
+        block: int,
+        content: bytes | memoryview,
+        *,
+        checksum: bytes = b"",
+        version: int = 0,
+    ) -> bool:
         self._refuse_when_fenced()
         chunk = self._chunks.get((inode, index))
         if chunk is None or block not in chunk.blocks:
@@ -546,17 +662,29 @@ class MemoryChunkStore:
                 self.on_bad()
 
     def _forget_bad(self) -> None:
-        self._bad = {name: text for name, text in self._bad.items()
-                     if name[:2] in self._chunks and name[2] in self._chunks[name[:2]].blocks}
+        self._bad = {
+            name: text
+            for name, text in self._bad.items()
+            if name[:2] in self._chunks and name[2] in self._chunks[name[:2]].blocks
+        }
 
     def bad_blocks(self) -> list[BadBlock]:
         return [BadBlock(*name, text) for name, text in sorted(self._bad.items())]
 
     def status(self) -> dict:
-        return {"state": "fenced" if self.fenced_because else "serving", "fenced_because": self.fenced_because,
-                "capacity_bytes": self._limit * BLOCK_BYTES, "used_bytes": self._used * BLOCK_BYTES,
-                "chunks": len(self._chunks), "device": "", "kind": "memory", "read_path": "memory", "direct": False,
-                "writes": "memory", "counters": {"bad_blocks": float(len(self._bad))}}
+        return {
+            "state": "fenced" if self.fenced_because else "serving",
+            "fenced_because": self.fenced_because,
+            "capacity_bytes": self._limit * BLOCK_BYTES,
+            "used_bytes": self._used * BLOCK_BYTES,
+            "chunks": len(self._chunks),
+            "device": "",
+            "kind": "memory",
+            "read_path": "memory",
+            "direct": False,
+            "writes": "memory",
+            "counters": {"bad_blocks": float(len(self._bad))},
+        }
 
     async def tend(self) -> None:
         pass
@@ -584,7 +712,9 @@ class MemoryChunkStore:
         """Flip one bit of a stored block."""
         chunk = self._chunks[inode, index]
         data, checksum = chunk.blocks[block]
-        self._chunks[inode, index] = chunk._replace(blocks={**chunk.blocks, block: (bytes([data[0] ^ 1]) + data[1:], checksum)})
+        self._chunks[inode, index] = chunk._replace(
+            blocks={**chunk.blocks, block: (bytes([data[0] ^ 1]) + data[1:], checksum)}
+        )
 
     def _refuse_when_fenced(self) -> None:
         if self.fenced_because:

@@ -32,8 +32,14 @@ class Merger:
         self._note_bad = note_bad
         self._warm: dict[tuple[int, bytes], bytes] = {}
 
-    def whole_blocks(self, chunk: Chunk, offset: int, buffer: memoryview, checksums: bytes,
-                     cipher: BlockCipher | None = None) -> tuple[list, bytes]:
+    def whole_blocks(
+        self,
+        chunk: Chunk,
+        offset: int,
+        buffer: memoryview,
+        checksums: bytes,
+        cipher: BlockCipher | None = None,
+    ) -> tuple[list, bytes]:
         """Return the write as buffers of whole blocks, ready to be stored, and their checksums.
 
         `cipher` is that of the volume if the volume is encrypted.
@@ -44,11 +50,14 @@ class Merger:
         if cipher is None:
             return self._whole_blocks(chunk, offset, buffer, checksums, None)
         buffers, _ = self._whole_blocks(chunk, offset, buffer, checksums, cipher)
-        stored = cipher.encrypt(chunk.inode, chunk.index, offset >> 12, buffers[0] if len(buffers) == 1 else b"".join(buffers))
+        stored = cipher.encrypt(
+            chunk.inode, chunk.index, offset >> 12, buffers[0] if len(buffers) == 1 else b"".join(buffers)
+        )
         return [memoryview(stored)], block_checksums(stored)
 
-    def _whole_blocks(self, chunk: Chunk, offset: int, buffer: memoryview, checksums: bytes,
-                      cipher: BlockCipher | None) -> tuple[list, bytes]:
+    def _whole_blocks(
+        self, chunk: Chunk, offset: int, buffer: memoryview, checksums: bytes, cipher: BlockCipher | None
+    ) -> tuple[list, bytes]:
         length = len(buffer)
         head = -offset % BLOCK_BYTES if offset & _BLOCK_MASK else 0
         head = min(head, length)
@@ -56,7 +65,9 @@ class Merger:
         middle = length - head - tail
         sums = bytes(checksums)
         if len(sums) != 4 * ((1 if head else 0) + middle // BLOCK_BYTES + (1 if tail else 0)):
-            raise InvalidRequest(f"{len(sums)} bytes of checksums do not fit a write of {length} bytes at {offset}")
+            raise InvalidRequest(
+                f"{len(sums)} bytes of checksums do not fit a write of {length} bytes at {offset}"
+            )
         if not head and not tail:
             if first_bad_block(buffer, sums) >= 0:
                 raise ChecksumMismatch("a written block is not what its writer summed")
@@ -71,25 +82,33 @@ class Merger:
             new_sums.append(crc32c(merged).to_bytes(4, "little"))
             at = 1
         if middle:
-            part = buffer[head:head + middle]
-            part_sums = sums[at * 4:at * 4 + middle // BLOCK_BYTES * 4]
+            part = buffer[head : head + middle]
+            part_sums = sums[at * 4 : at * 4 + middle // BLOCK_BYTES * 4]
             if first_bad_block(part, part_sums) >= 0:
                 raise ChecksumMismatch("a written block is not what its writer summed")
             buffers.append(part)
             new_sums.append(part_sums)
         if tail:
-            merged = self._merged(chunk, offset + head + middle >> 12, 0, buffer[head + middle:], sums[-4:],
-                                  cipher)
+            merged = self._merged(
+                chunk, offset + head + middle >> 12, 0, buffer[head + middle :], sums[-4:], cipher
+            )
             buffers.append(merged)
             new_sums.append(crc32c(merged).to_bytes(4, "little"))
         return buffers, b"".join(new_sums)
 
-    def _merged(self, chunk: Chunk, block: int, within: int, piece: memoryview, checksum: bytes,
-                cipher: BlockCipher | None) -> bytearray:
+    def _merged(
+        self,
+        chunk: Chunk,
+        block: int,
+        within: int,
+        piece: memoryview,
+        checksum: bytes,
+        cipher: BlockCipher | None,
+    ) -> bytearray:
         if crc32c(piece) != int.from_bytes(checksum, "little"):
             raise ChecksumMismatch("a written piece is not what its writer summed")
         merged = bytearray(self.old_block(chunk, block, cipher))
-        merged[within:within + len(piece)] = piece
+        merged[within : within + len(piece)] = piece
         return merged
 
     def old_block(self, chunk: Chunk, block: int, cipher: BlockCipher | None = None) -> bytes | memoryview:
@@ -106,7 +125,7 @@ class Merger:
         place = segment.disk[within] if within < len(segment.disk) else 0
         if not place:
             return ZERO_BLOCK
-        checksum = segment.crcs[within * 4:within * 4 + 4]
+        checksum = segment.crcs[within * 4 : within * 4 + 4]
         found = self._warm.pop((place, checksum), None)
         if found is None:
             found = self._device.buffer(BLOCK_BYTES)
@@ -115,7 +134,9 @@ class Merger:
         if not len(found) or crc32c(found) != int.from_bytes(checksum, "little"):
             text = "does not fit its checksum" if len(found) else "can not be read"
             self._note_bad(chunk.inode, chunk.index, block, f"{text} when merged with a write")
-            error = ChecksumMismatch(f"block {block} of chunk {chunk.index} of inode {chunk.inode} is damaged")
+            error = ChecksumMismatch(
+                f"block {block} of chunk {chunk.index} of inode {chunk.inode} is damaged"
+            )
             error.damaged = chunk.inode, chunk.index, block
             raise error
         return found
@@ -123,7 +144,7 @@ class Merger:
     async def _warm_up(self, place: int, checksum: bytes) -> None:
         into = self._device.buffer(BLOCK_BYTES)
         with self._readings.held():
-            error, = await self._device.read([place << 12], [BLOCK_BYTES], [0], into)
+            (error,) = await self._device.read([place << 12], [BLOCK_BYTES], [0], into)
         while len(self._warm) >= _WARM_MAX:
             del self._warm[next(iter(self._warm))]
         self._warm[place, checksum] = bytes(into) if error is None else b""

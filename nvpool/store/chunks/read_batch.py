@@ -87,10 +87,28 @@ class _Work:
     These are the device's lists, the buffer, and the reads to check or to drop.
     """
 
-    __slots__ = ("offsets", "lengths", "positions", "into", "reads", "crcs", "failed", "checked", "starts", "sequence")
+    __slots__ = (
+        "offsets",
+        "lengths",
+        "positions",
+        "into",
+        "reads",
+        "crcs",
+        "failed",
+        "checked",
+        "starts",
+        "sequence",
+    )
 
-    def __init__(self, lists: tuple[list[int], list[int], list[int]], into: memoryview, reads: bytes, crcs: list[bytes],
-                 checked: list[int], starts: list[int]) -> None:
+    def __init__(
+        self,
+        lists: tuple[list[int], list[int], list[int]],
+        into: memoryview,
+        reads: bytes,
+        crcs: list[bytes],
+        checked: list[int],
+        starts: list[int],
+    ) -> None:
         self.offsets, self.lengths, self.positions = lists
         self.into = into
         self.reads = reads
@@ -142,8 +160,20 @@ class BlockBatchReader:
         looked_up = False
         while number < count:
             if find is not None and not bad_chunks:
-                number, at = find(reads, number, owners, index.young, results, flag, at, offsets, lengths, positions, crcs,
-                                  starts)
+                number, at = find(
+                    reads,
+                    number,
+                    owners,
+                    index.young,
+                    results,
+                    flag,
+                    at,
+                    offsets,
+                    lengths,
+                    positions,
+                    crcs,
+                    starts,
+                )
                 if number == count:
                     break
             inode, which, offset, length, grant, _ = READ.unpack_from(reads, number * READ.size)
@@ -160,14 +190,21 @@ class BlockBatchReader:
                 if chunk is None:
                     if not looked_up and count - number >= _TOGETHER_MIN:
                         looked_up = True
-                        index.look_up({(read[0], read[1]) for read in READ.iter_unpack(reads[(number - 1) * READ.size:])})
+                        index.look_up(
+                            {
+                                (read[0], read[1])
+                                for read in READ.iter_unpack(reads[(number - 1) * READ.size :])
+                            }
+                        )
                     chunk = index.chunk(inode, which)
                     young = index.young
                 if length == BLOCK_BYTES and not offset & _BLOCK_MASK and offset < CHUNK_BYTES_MAX:
                     block = offset >> 12
                     within = block & SEGMENT_MASK
                     try:
-                        segment = chunk.segments[block >> SEGMENT_BITS] or index.segment(chunk, block >> SEGMENT_BITS)
+                        segment = chunk.segments[block >> SEGMENT_BITS] or index.segment(
+                            chunk, block >> SEGMENT_BITS
+                        )
                     except IndexError:
                         segment = index.segment(chunk, block >> SEGMENT_BITS)
                     try:
@@ -178,18 +215,25 @@ class BlockBatchReader:
                         offsets.append(disk << 12)
                         lengths.append(BLOCK_BYTES)
                         positions.append(at)
-                        crcs.append(segment.crcs[within * 4:within * 4 + 4])
+                        crcs.append(segment.crcs[within * 4 : within * 4 + 4])
                         pack_result(results, place, 0, flag, BLOCK_BYTES, chunk.version)
                         at += BLOCK_BYTES
                     else:
                         crcs.append(b"")
                         pack_result(results, place, 0, 0, 0, chunk.version)
                 else:
-                    if offset & _BLOCK_MASK or length & _BLOCK_MASK or not length or offset + length > CHUNK_BYTES_MAX:
+                    if (
+                        offset & _BLOCK_MASK
+                        or length & _BLOCK_MASK
+                        or not length
+                        or offset + length > CHUNK_BYTES_MAX
+                    ):
                         raise InvalidRequest
                     if at + length > READ_BATCH_BYTES_MAX:
                         raise InvalidRequest
-                    present, sums = self._blocks(chunk, offset >> 12, length >> 12, at, (offsets, lengths, positions), zeros)
+                    present, sums = self._blocks(
+                        chunk, offset >> 12, length >> 12, at, (offsets, lengths, positions), zeros
+                    )
                     crcs.append(sums)
                     pack_result(results, place, 0, flag if present else 0, present << 12, chunk.version)
                     at += present << 12
@@ -210,7 +254,7 @@ class BlockBatchReader:
             theirs = room(at) if room is not None and not verify and not checked else None
             into = self._device.buffer(at) if theirs is None else theirs
             for begin, count in zeros:
-                into[begin:begin + count] = bytes(count)
+                into[begin : begin + count] = bytes(count)
             if offsets:
                 batch.missed = self._device.read_now(offsets, lengths, positions, into, _asker_keeps(reads))
             if batch.missed and theirs is not None:  # the client may go before the drive answers
@@ -218,8 +262,14 @@ class BlockBatchReader:
                 if zeros or len(batch.missed) < len(offsets):
                     into[:] = theirs
         if batch.missed or verify or checked:
-            batch.work = _Work((offsets, lengths, positions), into, reads, crcs,
-                               list(range(len(crcs))) if verify else checked, starts)
+            batch.work = _Work(
+                (offsets, lengths, positions),
+                into,
+                reads,
+                crcs,
+                list(range(len(crcs))) if verify else checked,
+                starts,
+            )
             if batch.missed:
                 self.missed_count += len(batch.missed)
             else:
@@ -230,8 +280,15 @@ class BlockBatchReader:
         batch.checksums = b"".join(crcs)
         return batch
 
-    def _blocks(self, chunk: Chunk, block: int, count: int, at: int, lists: tuple[list[int], list[int], list[int]],
-                zeros: list) -> tuple[int, bytes]:
+    def _blocks(
+        self,
+        chunk: Chunk,
+        block: int,
+        count: int,
+        at: int,
+        lists: tuple[list[int], list[int], list[int]],
+        zeros: list,
+    ) -> tuple[int, bytes]:
         """Add the disk reads of `count` blocks from `block` on.
 
         Returns the number of blocks up to the last one that is not a hole, and their checksums.
@@ -246,11 +303,11 @@ class BlockBatchReader:
             wanted = min(SEGMENT_BLOCKS - within, end - block)
             have = min(wanted, len(segment.disk) - within)
             if have > 0:
-                sums.append(segment.crcs[within * 4:(within + have) * 4])
+                sums.append(segment.crcs[within * 4 : (within + have) * 4])
                 if segment.base:
                     extend_runs(runs, segment.base + within, have)
                 else:
-                    for place in segment.disk[within:within + have]:
+                    for place in segment.disk[within : within + have]:
                         extend_runs(runs, place, 1)
             else:
                 have = 0
@@ -268,7 +325,7 @@ class BlockBatchReader:
             else:
                 zeros.append((at, length))
             at += length
-        return count, b"".join(sums)[:count * 4]
+        return count, b"".join(sums)[: count * 4]
 
     def finish(self, batch: ReadBatch, on_done: Callable[[BaseException | None], None]) -> None:
         """See ChunkStore.begin_finish."""
@@ -276,14 +333,21 @@ class BlockBatchReader:
         # Changes after this sequence may have freed the blocks that the batch reads.
         number = self._readings.begin(work.sequence)
         try:
-            self._device.begin_read([work.offsets[at] for at in missed], [work.lengths[at] for at in missed],
-                                    [work.positions[at] for at in missed], work.into, _asker_keeps(work.reads),
-                                    partial(self._came, batch, number, on_done))
+            self._device.begin_read(
+                [work.offsets[at] for at in missed],
+                [work.lengths[at] for at in missed],
+                [work.positions[at] for at in missed],
+                work.into,
+                _asker_keeps(work.reads),
+                partial(self._came, batch, number, on_done),
+            )
         except BaseException:
             self._readings.end(number)
             raise
 
-    def _came(self, batch: ReadBatch, number: int, on_done: Callable[[BaseException | None], None], outcome: Outcome) -> None:
+    def _came(
+        self, batch: ReadBatch, number: int, on_done: Callable[[BaseException | None], None], outcome: Outcome
+    ) -> None:
         self._readings.end(number)
         work, missed = batch.work, batch.missed
         try:
@@ -313,7 +377,7 @@ class BlockBatchReader:
                     RESULT.pack_into(batch.results, read * RESULT.size, error.wire_code, 0, 0, 0)
                     work.crcs[read] = b""
                 elif length:
-                    batch.payload.append(into[at:at + length])
+                    batch.payload.append(into[at : at + length])
                 at += length
         batch.checksums = b"".join(work.crcs)
         batch.work = None
@@ -329,10 +393,12 @@ class BlockBatchReader:
             if not sums or read in work.failed:
                 continue
             length = len(sums) // 4 * BLOCK_BYTES
-            bad = first_bad_block(work.into[positions[read]:positions[read] + length], sums)
+            bad = first_bad_block(work.into[positions[read] : positions[read] + length], sums)
             if bad >= 0:
                 inode, number, offset, _, _, _ = READ.unpack_from(work.reads, read * READ.size)
-                self._quarantine.note(inode, number, (offset >> 12) + bad, "does not fit its checksum when read")
+                self._quarantine.note(
+                    inode, number, (offset >> 12) + bad, "does not fit its checksum when read"
+                )
                 work.failed[read] = ChecksumMismatch
 
 

@@ -95,7 +95,9 @@ class ReplayCheck:
         """The last change that a flush covered."""
         self.checked_blocks = 0
 
-    def __call__(self, changes: list[list[Effect]], stored: Callable[[bytes], bytes | None]) -> list[list[Effect]]:
+    def __call__(
+        self, changes: list[list[Effect]], stored: Callable[[bytes], bytes | None]
+    ) -> list[list[Effect]]:
         """Return the valid changes. `stored` returns the value that the long-term store has for a key."""
         self._flushed = _last_flushed(changes)
         rejected: set[int] = set()
@@ -106,8 +108,15 @@ class ReplayCheck:
         return _merged(changes, segments) if rejected else changes
 
     def _writers_of_bad_blocks(self, segments: dict[bytes, list[_Block]]) -> set[int]:
-        return {block.writer for blocks in segments.values() for block in blocks
-                if block.writer > self._flushed and block.place and block.place not in self._sound and not self._fits(block)}
+        return {
+            block.writer
+            for blocks in segments.values()
+            for block in blocks
+            if block.writer > self._flushed
+            and block.place
+            and block.place not in self._sound
+            and not self._fits(block)
+        }
 
     def _fits(self, block: _Block) -> bool:
         self.checked_blocks += 1
@@ -136,8 +145,9 @@ def _last_flushed(changes: list[list[Effect]]) -> int:
     return last
 
 
-def _segments_at_the_end(changes: list[list[Effect]], stored: Callable[[bytes], bytes | None],
-                         rejected: set[int]) -> dict[bytes, list[_Block]]:
+def _segments_at_the_end(
+    changes: list[list[Effect]], stored: Callable[[bytes], bytes | None], rejected: set[int]
+) -> dict[bytes, list[_Block]]:
     """Return the blocks of each changed segment after all changes except the rejected ones."""
     writers: dict[int, int] = {}
     segments: dict[bytes, list[_Block]] = {}
@@ -150,7 +160,7 @@ def _segments_at_the_end(changes: list[list[Effect]], stored: Callable[[bytes], 
                 continue
             segment = decode_segment(key, raw)[0]
             first, count = fresh_of(raw)
-            writers.update(dict.fromkeys(segment.disk[first:first + count], number))
+            writers.update(dict.fromkeys(segment.disk[first : first + count], number))
             before = segments.get(key)
             if before is None and rejected:
                 before = _blocks(key, stored(key))
@@ -160,7 +170,7 @@ def _segments_at_the_end(changes: list[list[Effect]], stored: Callable[[bytes], 
                 if writer in rejected:
                     blocks.append(before[at] if at < len(before) else _HOLE)
                 else:
-                    blocks.append(_Block(place, segment.crcs[at * 4:at * 4 + 4], writer))
+                    blocks.append(_Block(place, segment.crcs[at * 4 : at * 4 + 4], writer))
             segments[key] = blocks
     return segments
 
@@ -169,7 +179,7 @@ def _blocks(key: bytes, raw: bytes | None) -> list[_Block]:
     if raw is None:
         return []
     segment = decode_segment(key, raw)[0]
-    return [_Block(place, segment.crcs[at * 4:at * 4 + 4], -1) for at, place in enumerate(segment.disk)]
+    return [_Block(place, segment.crcs[at * 4 : at * 4 + 4], -1) for at, place in enumerate(segment.disk)]
 
 
 def _merged(changes: list[list[Effect]], segments: dict[bytes, list[_Block]]) -> list[list[Effect]]:
@@ -200,7 +210,11 @@ def _merged(changes: list[list[Effect]], segments: dict[bytes, list[_Block]]) ->
 def _segment_of(blocks: list[_Block]) -> IndexSegment:
     while blocks and not blocks[-1].place:
         blocks = blocks[:-1]
-    return IndexSegment(array("Q", [b.place for b in blocks]), b"".join([b.checksum for b in blocks])) if blocks else NO_BLOCKS
+    return (
+        IndexSegment(array("Q", [b.place for b in blocks]), b"".join([b.checksum for b in blocks]))
+        if blocks
+        else NO_BLOCKS
+    )
 
 
 def settle_rejected(kv: Kv, allocator: Allocator, until: float = 0.0) -> int:
@@ -217,7 +231,9 @@ def settle_rejected(kv: Kv, allocator: Allocator, until: float = 0.0) -> int:
     return settled
 
 
-def _settle(kv: Kv, allocator: Allocator, until: float, aside: bytes, rejected: int, newer_raw: bytes) -> None:
+def _settle(
+    kv: Kv, allocator: Allocator, until: float, aside: bytes, rejected: int, newer_raw: bytes
+) -> None:
     key = b"c" + aside[1:]
     inode, index, number = split_segment_key(key)
     newer, newer_head = decode_segment(key, newer_raw)
@@ -233,7 +249,7 @@ def _settle(kv: Kv, allocator: Allocator, until: float, aside: bytes, rejected: 
         from_sound = bool(rejected >> block & 1)
         place = before if from_sound else now
         disk.append(place)
-        crcs.append((sound if from_sound else newer).crcs[block * 4:block * 4 + 4] or bytes(4))
+        crcs.append((sound if from_sound else newer).crcs[block * 4 : block * 4 + 4] or bytes(4))
         if place != now:
             if place:
                 transaction.taken.append((place, 1))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from nvpool.core.errors import CorruptRecord
 from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.store.chunks.api import ChunkCopy, check_copy
-from nvpool.store.disk.allocator import Transaction, SpacePending
+from nvpool.store.disk.allocator import SpacePending, Transaction
 from nvpool.store.disk.index_records import SEGMENT_BLOCKS, IndexSegment, decode_segment, segment_key
 
 if TYPE_CHECKING:

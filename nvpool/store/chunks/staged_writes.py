@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from nvpool.core.errors import Busy
 from nvpool.security.xts import BlockCipher
 from nvpool.store.chunks.api import MustWait, Placed
-from nvpool.store.disk.allocator import Transaction, SpacePending
+from nvpool.store.disk.allocator import SpacePending, Transaction
 
 if TYPE_CHECKING:
     from nvpool.store.chunks.block_store import BlockChunkStore
@@ -35,7 +35,9 @@ async def place(store: BlockChunkStore, inode: int, index: int, offset: int, buf
     else:
         raise Busy("the store did not find room for the write")
     placed = Placed(transaction, runs)
-    placed.writing = store.device.write_direct(buffer, [(place << 12, blocks << 12) for place, blocks in runs])
+    placed.writing = store.device.write_direct(
+        buffer, [(place << 12, blocks << 12) for place, blocks in runs]
+    )
     try:
         await asyncio.shield(placed.writing)
     except BaseException:
@@ -45,8 +47,15 @@ async def place(store: BlockChunkStore, inode: int, index: int, offset: int, buf
     return placed
 
 
-async def prepare(store: BlockChunkStore, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes,
-                  cipher: BlockCipher | None = None) -> Placed:
+async def prepare(
+    store: BlockChunkStore,
+    inode: int,
+    index: int,
+    offset: int,
+    buffer: memoryview,
+    checksums: bytes,
+    cipher: BlockCipher | None = None,
+) -> Placed:
     """See ChunkStore.prepare."""
     for _ in range(_TRIES_MAX):
         store.refuse_when_fenced()
@@ -65,7 +74,9 @@ async def prepare(store: BlockChunkStore, inode: int, index: int, offset: int, b
         raise Busy("the store did not find room for the write")
     placed = Placed(transaction, runs, sums, chunk.version)
     if store.places_first(offset, len(buffer)):
-        placed.writing = store.device.write_direct(buffers[0], [(place << 12, blocks << 12) for place, blocks in runs])
+        placed.writing = store.device.write_direct(
+            buffers[0], [(place << 12, blocks << 12) for place, blocks in runs]
+        )
         store.note_written(len(buffer))
         return placed
     try:
@@ -81,4 +92,6 @@ def drop(store: BlockChunkStore, placed: Placed, transaction: Transaction) -> No
     if placed.writing is None or placed.writing.done():
         store.allocator.drop(transaction)
     else:
-        placed.writing.add_done_callback(lambda done: (done.cancelled() or done.exception(), store.allocator.drop(transaction)))
+        placed.writing.add_done_callback(
+            lambda done: (done.cancelled() or done.exception(), store.allocator.drop(transaction))
+        )

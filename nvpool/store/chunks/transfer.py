@@ -35,15 +35,15 @@ from nvpool.store.chunks.api import (
     check_copy,
 )
 from nvpool.store.chunks.index import SEGMENTS_MAX
-from nvpool.store.disk.allocator import Transaction, SpacePending
+from nvpool.store.disk.allocator import SpacePending, Transaction
 from nvpool.store.disk.index_records import (
     NOTE_KEY,
     SEGMENT_BITS,
     SEGMENT_BLOCKS,
     TABLE_MAX,
     Head,
-    InodeRecord,
     IndexSegment,
+    InodeRecord,
     bad_key,
     decode_inode,
     decode_segment,
@@ -67,8 +67,13 @@ _LAST_INDEX = 0xFFFFFFFF
 class WholeChunks:
     """Chunk transfer methods; all attributes that they use belong to the block store."""
 
-    def versions(self, after: tuple[int, int] | None, limit: int, wanted: ChainSet | None = None,
-                 until: tuple[int, int] | None = None) -> VersionsStep:
+    def versions(
+        self,
+        after: tuple[int, int] | None,
+        limit: int,
+        wanted: ChainSet | None = None,
+        until: tuple[int, int] | None = None,
+    ) -> VersionsStep:
         self.refuse_when_fenced()
         first = b"c" if after is None else segment_key(*after, 0xFF) + b"\0"
         end = b"d" if until is None else segment_key(*until, 0xFF) + b"\0"
@@ -94,8 +99,14 @@ class WholeChunks:
                             chunks.append(ChunkVersion(*begun, table, version, cut, blocks))
                     begun, blocks = (inode, index), 0
                     version, cut, table, blocks = _state(key, raw)
-                    is_wanted = wanted is None or wanted.has_chunk(table, inode, index) or \
-                        (not version and any(wanted.has_chunk(one, inode, index) for one in range(1, TABLE_MAX + 1)))
+                    is_wanted = (
+                        wanted is None
+                        or wanted.has_chunk(table, inode, index)
+                        or (
+                            not version
+                            and any(wanted.has_chunk(one, inode, index) for one in range(1, TABLE_MAX + 1))
+                        )
+                    )
                     if len(chunks) >= limit:
                         break
                 elif is_wanted:
@@ -110,13 +121,21 @@ class WholeChunks:
             chunks.append(ChunkVersion(*begun, table, version, cut, blocks))
         return self._with_cuts(after, chunks, None if done else last, until)
 
-    def _with_cuts(self, after: tuple[int, int] | None, chunks: list[ChunkVersion], end: tuple[int, int] | None,
-                   until: tuple[int, int] | None) -> VersionsStep:
+    def _with_cuts(
+        self,
+        after: tuple[int, int] | None,
+        chunks: list[ChunkVersion],
+        end: tuple[int, int] | None,
+        until: tuple[int, int] | None,
+    ) -> VersionsStep:
         first = inode_key(after[0]) if after is not None else b"i"
         last = end or until
         pairs = self.kv.scan(first, inode_key(last[0]) + b"\0" if last is not None else b"j", STEP_RECORDS)
-        inodes = [InodeCut(int.from_bytes(key[1:], "big"), record.cut, record.floor, record.chunk_bits)
-                  for key, raw in pairs for record in (decode_inode(key, raw),)]
+        inodes = [
+            InodeCut(int.from_bytes(key[1:], "big"), record.cut, record.floor, record.chunk_bits)
+            for key, raw in pairs
+            for record in (decode_inode(key, raw),)
+        ]
         if len(pairs) == STEP_RECORDS:  # the next step continues after them, for the chunks too
             end = inodes[-1].inode, _LAST_INDEX
             chunks = [one for one in chunks if one[:2] <= end]
@@ -127,7 +146,9 @@ class WholeChunks:
 
     # -- reading chunks --------------------------------------------------------------------------------------------------
 
-    async def fetch(self, inode: int, index: int, first: int = 0, blocks: int = CHUNK_BLOCKS_MAX) -> ChunkCopy:
+    async def fetch(
+        self, inode: int, index: int, first: int = 0, blocks: int = CHUNK_BLOCKS_MAX
+    ) -> ChunkCopy:
         self.refuse_when_fenced()
         chunk = self.index.chunk(inode, index)
         known = InodeCut(inode, *self.index.inode(inode))
@@ -150,13 +171,27 @@ class WholeChunks:
                 if place and base + at >= end:
                     more = True
                 elif place and base + at >= first:
-                    there.append((base + at, place, decoded.crcs[at * 4:at * 4 + 4]))
+                    there.append((base + at, place, decoded.crcs[at * 4 : at * 4 + 4]))
         version, cut, requests, table = chunk.version, chunk.cut, chunk.requests, chunk.table
         content, bad = await self._content(inode, index, there)
-        return ChunkCopy(inode, index, version, table, cut, requests, known, _runs([block for block, _, _ in there]),
-                         b"".join([checksum for _, _, checksum in there]), content, tuple(bad), more)
+        return ChunkCopy(
+            inode,
+            index,
+            version,
+            table,
+            cut,
+            requests,
+            known,
+            _runs([block for block, _, _ in there]),
+            b"".join([checksum for _, _, checksum in there]),
+            content,
+            tuple(bad),
+            more,
+        )
 
-    async def _content(self, inode: int, index: int, there: list[tuple[int, int, bytes]]) -> tuple[memoryview, list[int]]:
+    async def _content(
+        self, inode: int, index: int, there: list[tuple[int, int, bytes]]
+    ) -> tuple[memoryview, list[int]]:
         """Read the bytes of these blocks; return them and the list of bad blocks."""
         into = self.device.buffer(len(there) * BLOCK_BYTES)
         failed: set[int] = set()
@@ -171,20 +206,32 @@ class WholeChunks:
         with self.readings.held():
             missed = self.device.read_now(offsets, lengths, positions, into) if offsets else []
             if missed:
-                outcome = await self.device.read([offsets[n] for n in missed], [lengths[n] for n in missed],
-                                                 [positions[n] for n in missed], into)
+                outcome = await self.device.read(
+                    [offsets[n] for n in missed],
+                    [lengths[n] for n in missed],
+                    [positions[n] for n in missed],
+                    into,
+                )
                 for n, error in zip(missed, outcome, strict=True):
                     if error is not None:
                         failed.update(range(positions[n] >> 12, positions[n] + lengths[n] >> 12))
             if failed:  # only some blocks of a run may be bad: read one by one
                 alone = sorted(failed)
-                outcome = await self.device.read([there[n][1] << 12 for n in alone], [BLOCK_BYTES] * len(alone),
-                                                 [n << 12 for n in alone], into)
-                texts = {n: f"can not be read: {error}" for n, error in zip(alone, outcome, strict=True) if error is not None}
+                outcome = await self.device.read(
+                    [there[n][1] << 12 for n in alone],
+                    [BLOCK_BYTES] * len(alone),
+                    [n << 12 for n in alone],
+                    into,
+                )
+                texts = {
+                    n: f"can not be read: {error}"
+                    for n, error in zip(alone, outcome, strict=True)
+                    if error is not None
+                }
         sums = b"".join([checksum for _, _, checksum in there])
         at = 0
         while at < len(there):
-            wrong = first_bad_block(into[at << 12:], sums[at * 4:])
+            wrong = first_bad_block(into[at << 12 :], sums[at * 4 :])
             if wrong < 0:
                 break
             at += wrong
@@ -192,7 +239,7 @@ class WholeChunks:
             at += 1
         for n, text in texts.items():
             block, place, _ = there[n]
-            into[n << 12:(n + 1) << 12] = bytes(BLOCK_BYTES)
+            into[n << 12 : (n + 1) << 12] = bytes(BLOCK_BYTES)
             if self.index.places(self.index.chunk(inode, index), block, 1) == [place]:
                 self.quarantine.note(inode, index, block, text)
         return into, [there[n][0] for n in sorted(texts)]
@@ -236,8 +283,12 @@ class WholeChunks:
             return
         for _ in range(_TRIES_MAX):
             self.refuse_when_fenced()
-            old = sum(state_of(key, raw)[3]
-                      for _, key, raw in self.index.records(copy.inode, copy.index, SEGMENTS_MAX + 1, copy.index + 1))
+            old = sum(
+                state_of(key, raw)[3]
+                for _, key, raw in self.index.records(
+                    copy.inode, copy.index, SEGMENTS_MAX + 1, copy.index + 1
+                )
+            )
             try:
                 runs = self.allocator.allocate(transaction, count, grows=count > old)
                 break
@@ -248,7 +299,9 @@ class WholeChunks:
         if 0 < self.device.direct_write_bytes <= len(copy.content):
             # Not aborted by a cancellation: no other write may get these blocks while the drive is still
             # writing them.
-            writing = self.device.write_direct(copy.content, [(place << 12, blocks << 12) for place, blocks in runs])
+            writing = self.device.write_direct(
+                copy.content, [(place << 12, blocks << 12) for place, blocks in runs]
+            )
             try:
                 await asyncio.shield(writing)
             except asyncio.CancelledError:
@@ -265,7 +318,9 @@ class WholeChunks:
             transaction.free_places(decode_segment(key, raw)[0].disk)
         self.name_copy(transaction, copy, gone)
 
-    def name_copy(self, transaction: Transaction, copy: ChunkCopy, effects: dict[bytes, bytes | None]) -> None:
+    def name_copy(
+        self, transaction: Transaction, copy: ChunkCopy, effects: dict[bytes, bytes | None]
+    ) -> None:
         """Apply the one change that installs the copy.
 
         The copy replaces the records that `effects` removes.
@@ -277,7 +332,9 @@ class WholeChunks:
                 # A copy with bad blocks has no fresh ones: a replay would find the bad ones and reject the
                 # whole change.
                 fresh = 0 if copy.bad else len(segment.disk)
-                effects[segment_key(inode, index, number)] = encode_segment(segment, None if number else head, 0, fresh)
+                effects[segment_key(inode, index, number)] = encode_segment(
+                    segment, None if number else head, 0, fresh
+                )
         healed = self.quarantine.within(inode, range(index, index + 1))
         effects |= {bad_key(*name): None for name in healed}
         record = self._newer_record(copy.known)
@@ -327,8 +384,16 @@ class WholeChunks:
     def on_bad(self, told: Callable[[], None] | None) -> None:
         self.quarantine.on_bad = told
 
-    async def mend(self, inode: int, index: int, block: int, content: bytes | memoryview, *, checksum: bytes = b"",
-                   version: int = 0) -> bool:
+    async def mend(
+        self,
+        inode: int,
+        index: int,
+        block: int,
+        content: bytes | memoryview,
+        *,
+        checksum: bytes = b"",
+        version: int = 0,
+    ) -> bool:
         given, is_hole = checksum, not len(content)
         for _ in range(_TRIES_MAX):
             self.refuse_when_fenced()
@@ -337,7 +402,7 @@ class WholeChunks:
             chunk = self.index.chunk(inode, index)
             now, places = chunk.version, self.index.places(chunk, block, 1)
             within = (block & SEGMENT_BLOCKS - 1) * 4
-            checksum = self.index.segment(chunk, block >> SEGMENT_BITS).crcs[within:within + 4]
+            checksum = self.index.segment(chunk, block >> SEGMENT_BITS).crcs[within : within + 4]
             if not now or not places[0]:
                 return False
             if checksum == _LOST_CRC:
@@ -346,7 +411,9 @@ class WholeChunks:
                 checksum = _ZERO_CRC if is_hole else given
             elif is_hole:
                 return False
-            if not is_hole and (len(content) != BLOCK_BYTES or len(checksum) != 4 or first_bad_block(content, checksum) >= 0):
+            if not is_hole and (
+                len(content) != BLOCK_BYTES or len(checksum) != 4 or first_bad_block(content, checksum) >= 0
+            ):
                 return False
             transaction = Transaction()
             try:
@@ -358,8 +425,12 @@ class WholeChunks:
                 if not is_hole:
                     self.write_runs(runs, [content])
                     await self.sync_data()  # else a loss of power could bring the bad block back
-                if self.index.chunk(inode, index) is not chunk or chunk.version != now or self.kv.full or \
-                        self.index.places(chunk, block, 1) != places:
+                if (
+                    self.index.chunk(inode, index) is not chunk
+                    or chunk.version != now
+                    or self.kv.full
+                    or self.index.places(chunk, block, 1) != places
+                ):
                     self.allocator.drop(transaction)
                     continue
                 transaction.free_places(places)
@@ -378,9 +449,13 @@ class WholeChunks:
             if self.kv.full:
                 await self.kv.room()
             self.refuse_when_fenced()
-            part = {one.inode: one for one in inodes[at:at + _SCAN_RECORDS]}
+            part = {one.inode: one for one in inodes[at : at + _SCAN_RECORDS]}
             at += _SCAN_RECORDS
-            records = [(number, record) for number, one in part.items() if (record := self._newer_record(one)) is not None]
+            records = [
+                (number, record)
+                for number, one in part.items()
+                if (record := self._newer_record(one)) is not None
+            ]
             effects: list[Effect] = [(inode_key(number), encode_inode(record)) for number, record in records]
             if effects:
                 self.kv.apply(effects)
@@ -417,5 +492,5 @@ def _segments(copy: ChunkCopy, taken: list[tuple[int, int]]) -> list[tuple[int, 
             disk.append(0)
             crcs.append(_ZERO_CRC)
         disk.append(place)
-        crcs.append(copy.checksums[n * 4:n * 4 + 4])
+        crcs.append(copy.checksums[n * 4 : n * 4 + 4])
     return [(number, IndexSegment(disk, b"".join(crcs))) for number, (disk, crcs) in found.items()]

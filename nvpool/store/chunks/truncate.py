@@ -26,7 +26,7 @@ from nvpool.poolmap.chains.protocol import after_cut, raised
 from nvpool.security.xts import BlockCipher
 from nvpool.store.chunks.api import LOST_CHECKSUM, MustWait
 from nvpool.store.chunks.index import SEGMENTS_MAX
-from nvpool.store.disk.allocator import Transaction, SpacePending
+from nvpool.store.disk.allocator import SpacePending, Transaction
 from nvpool.store.disk.index_records import (
     SEGMENT_BITS,
     Head,
@@ -58,12 +58,21 @@ _ZERO_CRC = ZERO_BLOCK_CHECKSUM.to_bytes(4, "little")
 _LOST_CRC = LOST_CHECKSUM.to_bytes(4, "little")
 
 
-async def cut(store: BlockChunkStore, inode: int, size: int, number: int, chunk_bits: int, end: int = 0,
-              cipher: BlockCipher | None = None) -> int:
+async def cut(
+    store: BlockChunkStore,
+    inode: int,
+    size: int,
+    number: int,
+    chunk_bits: int,
+    end: int = 0,
+    cipher: BlockCipher | None = None,
+) -> int:
     """See ChunkStore.cut."""
     largest = CHUNK_INDEX_MAX + 1 << chunk_bits
     if not 16 <= chunk_bits <= 24 or not 0 <= size <= largest or (end and not size < end <= largest):
-        raise InvalidRequest(f"no file has {size} bytes, or a hole from there to {end}, in chunks of 2**{chunk_bits}")
+        raise InvalidRequest(
+            f"no file has {size} bytes, or a hole from there to {end}, in chunks of 2**{chunk_bits}"
+        )
     _check_newest(store, inode, number)
     await store.kv.room()
     record = _check_newest(store, inode, number)
@@ -113,16 +122,28 @@ async def remove(store: BlockChunkStore, inodes: Sequence[int]) -> tuple[int, in
     return chunks, blocks * BLOCK_BYTES
 
 
-def _apply_inode(store: BlockChunkStore, inode: int, record: InodeRecord, effects: list[Effect],
-                 transaction: Transaction, indexes: Sequence[int]) -> None:
+def _apply_inode(
+    store: BlockChunkStore,
+    inode: int,
+    record: InodeRecord,
+    effects: list[Effect],
+    transaction: Transaction,
+    indexes: Sequence[int],
+) -> None:
     """Apply one change: the inode's record, and `effects` on these chunks."""
     effects = [*effects, (inode_key(inode), encode_inode(record))]
     store.apply(transaction, effects, inode, indexes, reclaims=True)
     store.index.set_inode(inode, record)
 
 
-async def drop(store: BlockChunkStore, inode: int, first: int, number: int | None = None,
-                until: int = CHUNK_INDEX_MAX + 1, is_wanted: Callable[[], bool] | None = None) -> tuple[int, int]:
+async def drop(
+    store: BlockChunkStore,
+    inode: int,
+    first: int,
+    number: int | None = None,
+    until: int = CHUNK_INDEX_MAX + 1,
+    is_wanted: Callable[[], bool] | None = None,
+) -> tuple[int, int]:
     """Remove the chunks of the inode from index `first` to before `until`; return (chunks, blocks).
 
     With the `number` (truncate epoch) of a truncation, only chunks written before it are removed, and the
@@ -162,7 +183,11 @@ async def drop(store: BlockChunkStore, inode: int, first: int, number: int | Non
                 try:
                     segment, head = decode_segment(key, raw)
                 except CorruptRecord as error:
-                    log.error("target %d: %s; its blocks are lost until the free map is repaired", store.target, error)
+                    log.error(
+                        "target %d: %s; its blocks are lost until the free map is repaired",
+                        store.target,
+                        error,
+                    )
                     continue
                 transaction.free_places(segment.disk)
                 blocks += len(segment.disk) - segment.disk.count(0)
@@ -170,11 +195,15 @@ async def drop(store: BlockChunkStore, inode: int, first: int, number: int | Non
                     floor = raised(floor, head.version)
         if not gone:
             continue
-        bad = [name for name in store.quarantine.within(inode, range(gone[0], gone[-1] + 1)) if name[1] in gone]
+        bad = [
+            name for name in store.quarantine.within(inode, range(gone[0], gone[-1] + 1)) if name[1] in gone
+        ]
         effects += [(bad_key(*name), None) for name in bad]
         if number is not None:
             record = store.index.inode(inode)
-            _apply_inode(store, inode, record._replace(floor=raised(record.floor, floor)), effects, transaction, gone)
+            _apply_inode(
+                store, inode, record._replace(floor=raised(record.floor, floor)), effects, transaction, gone
+            )
         else:
             store.apply(transaction, effects, inode, gone, reclaims=True)
         for index in gone:
@@ -219,8 +248,15 @@ def _key(inode: int, place: int) -> bytes:
     return segment_key(inode, place >> 8, place & 0xFF) if place < 1 << 40 else inode_end_key(inode)
 
 
-async def _cut_within(store: BlockChunkStore, inode: int, index: int, begin: int, end: int, number: int,
-                      cipher: BlockCipher | None) -> int:
+async def _cut_within(
+    store: BlockChunkStore,
+    inode: int,
+    index: int,
+    begin: int,
+    end: int,
+    number: int,
+    cipher: BlockCipher | None,
+) -> int:
     """Zero the bytes [begin, end) of the chunk; return how many blocks were removed.
 
     Whole blocks are removed, and the blocks at both ends are overwritten in part.
@@ -274,8 +310,9 @@ async def _cut_within(store: BlockChunkStore, inode: int, index: int, begin: int
     raise Busy("other writes to the chunk did not let the cut through")
 
 
-def _zeroed_edges(store: BlockChunkStore, chunk, begin: int, end: int,
-                  cipher: BlockCipher | None) -> dict[int, bytes | None]:
+def _zeroed_edges(
+    store: BlockChunkStore, chunk, begin: int, end: int, cipher: BlockCipher | None
+) -> dict[int, bytes | None]:
     """Return the new contents of the blocks with `begin` and `end`, zeroed between these positions.
 
     The contents are in stored form (encrypted if there is a cipher). None means that only zeros are left, and
@@ -295,12 +332,20 @@ def _zeroed_edges(store: BlockChunkStore, chunk, begin: int, end: int,
         if zeroed == ZERO_BLOCK:
             edges[number] = None
         elif zeroed != old:
-            edges[number] = zeroed if cipher is None else bytes(cipher.encrypt(chunk.inode, chunk.index, number, zeroed))
+            edges[number] = (
+                zeroed if cipher is None else bytes(cipher.encrypt(chunk.inode, chunk.index, number, zeroed))
+            )
     return edges
 
 
-def _cut_segments(store: BlockChunkStore, chunk, whole: range, edges: dict[int, bytes | None], runs: list[tuple[int, int]],
-                  transaction: Transaction) -> tuple[list, int]:
+def _cut_segments(
+    store: BlockChunkStore,
+    chunk,
+    whole: range,
+    edges: dict[int, bytes | None],
+    runs: list[tuple[int, int]],
+    transaction: Transaction,
+) -> tuple[list, int]:
     """Return the changed segments, as `apply_segments` needs them, and how many blocks are removed.
 
     Blocks that the segments no longer name are freed in the transaction. The written blocks of a segment have
@@ -312,20 +357,22 @@ def _cut_segments(store: BlockChunkStore, chunk, whole: range, edges: dict[int, 
     gone = 0
     low, high = (min([whole.start, *edges]), max([whole.stop, *(block + 1 for block in edges)]))
     first = low >> SEGMENT_BITS
-    for (_, index, number), _, _ in store.index.records(chunk.inode, chunk.index, SEGMENTS_MAX + 1, chunk.index + 1):
+    for (_, index, number), _, _ in store.index.records(
+        chunk.inode, chunk.index, SEGMENTS_MAX + 1, chunk.index + 1
+    ):
         if index != chunk.index or not first <= number or number << SEGMENT_BITS >= high:
             continue
         segment = store.index.segment(chunk, number)
         base = number << SEGMENT_BITS
         begin, end = max(low - base, 0), min(high - base, len(segment.disk))
-        disk, crcs = segment.disk[begin:end], bytearray(segment.crcs[begin * 4:end * 4])
+        disk, crcs = segment.disk[begin:end], bytearray(segment.crcs[begin * 4 : end * 4])
         fresh: list[int] = []
         freed = array("Q")
         is_lost = False
         for at in range(len(disk)):
             block = base + begin + at
             if edges.get(block) == b"":
-                crcs[at * 4:at * 4 + 4] = _LOST_CRC
+                crcs[at * 4 : at * 4 + 4] = _LOST_CRC
                 is_lost = True
                 continue
             place, content = new.get(block, (0, None)) if block in new or block in whole else (disk[at], None)
@@ -333,13 +380,21 @@ def _cut_segments(store: BlockChunkStore, chunk, whole: range, edges: dict[int, 
                 continue
             freed.append(disk[at])
             disk[at] = place
-            crcs[at * 4:at * 4 + 4] = _ZERO_CRC if content is None else crc32c(content).to_bytes(4, "little")
+            crcs[at * 4 : at * 4 + 4] = (
+                _ZERO_CRC if content is None else crc32c(content).to_bytes(4, "little")
+            )
             if place:
                 fresh.append(begin + at)
             else:
                 gone += 1
         if freed or fresh or is_lost:
             transaction.free_places(freed)
-            changed.append((number, replaced(segment, begin, disk, bytes(crcs)), fresh[0] if fresh else 0,
-                            fresh[-1] + 1 - fresh[0] if fresh else 0))
+            changed.append(
+                (
+                    number,
+                    replaced(segment, begin, disk, bytes(crcs)),
+                    fresh[0] if fresh else 0,
+                    fresh[-1] + 1 - fresh[0] if fresh else 0,
+                )
+            )
     return changed, gone

@@ -88,7 +88,9 @@ class Scrub:
                         self._blind()  # the record names blocks that the pass cannot see
                         problems.append(str(error))
                         inode, index, number = split_segment_key(key)
-                        store.quarantine.note(inode, index, number << SEGMENT_BITS, f"can not be found: {error}")
+                        store.quarantine.note(
+                            inode, index, number << SEGMENT_BITS, f"can not be found: {error}"
+                        )
                 for key, segment in segments:  # all before the first await: later the index may differ
                     self._against_map(key, segment, repair, problems, mended)
                 for key, segment in segments:
@@ -111,14 +113,18 @@ class Scrub:
         except CorruptRecord as error:
             self._blind()
             if not first <= error.key < b"d":
-                problems.append(f"the index behind {first.hex()} can not be read, the scrub ends there: {error}")
+                problems.append(
+                    f"the index behind {first.hex()} can not be read, the scrub ends there: {error}"
+                )
                 return [], b""
             inode, index, number = split_segment_key(error.key)
             problems.append(f"segment {number} of chunk {index} of inode {inode} can not be read: {error}")
             self._store.quarantine.note(inode, index, number << SEGMENT_BITS, f"can not be found: {error}")
             return kv.scan(first, error.key, _READ_BLOCKS // 64), error.key
 
-    def _against_map(self, key: bytes, segment: IndexSegment, repair: bool, problems: list[str], mended: list[str]) -> None:
+    def _against_map(
+        self, key: bytes, segment: IndexSegment, repair: bool, problems: list[str], mended: list[str]
+    ) -> None:
         inode, index, number = split_segment_key(key)
         allocator = self._store.allocator
         for at, place in enumerate(segment.disk):
@@ -160,14 +166,23 @@ class Scrub:
         into = store.device.buffer(len(blocks) * BLOCK_BYTES)
         # Always read with `read`: data in memory says nothing about the drive. Stores with O_DIRECT reread
         # everything from the drive; other stores at least reread what the kernel has dropped from its cache.
-        outcome = await store.device.read([place << 12 for _, place in blocks], [BLOCK_BYTES] * len(blocks),
-                                          [n * BLOCK_BYTES for n in range(len(blocks))], into)
+        outcome = await store.device.read(
+            [place << 12 for _, place in blocks],
+            [BLOCK_BYTES] * len(blocks),
+            [n * BLOCK_BYTES for n in range(len(blocks))],
+            into,
+        )
         for n, ((at, _), error) in enumerate(zip(blocks, outcome, strict=True)):
             block = (number << SEGMENT_BITS) + at
             text = ""
             if error is not None:
                 text = f"can not be read: {error}"
-            elif first_bad_block(into[n * BLOCK_BYTES:(n + 1) * BLOCK_BYTES], segment.crcs[at * 4:at * 4 + 4]) >= 0:
+            elif (
+                first_bad_block(
+                    into[n * BLOCK_BYTES : (n + 1) * BLOCK_BYTES], segment.crcs[at * 4 : at * 4 + 4]
+                )
+                >= 0
+            ):
                 text = "does not fit its checksum when scrubbed"
             if text and self._still_there(key, at, segment):
                 store.quarantine.note(inode, index, block, text)

@@ -189,7 +189,9 @@ class Allocator:
         self._waiting: deque[tuple[int, float, bytes, list[Run]]] = deque()
         self._resting: deque[tuple[float, bytes, list[Run]]] = deque()
         """Durably freed runs that clients may still read: end time, key of their record, runs."""
-        self._held_number = max((decode_held(key, raw)[0] for key, raw in self._records(b"h", b"i")), default=0)
+        self._held_number = max(
+            (decode_held(key, raw)[0] for key, raw in self._records(b"h", b"i")), default=0
+        )
         self.held_blocks = 0
         self.changed_groups: dict[int, int] | None = None
         """While a scrub needs it: the blocks of each group that were allocated since."""
@@ -201,7 +203,9 @@ class Allocator:
         self._load_counts()
         self.used_blocks = block_count - sum(self._spare)
         self._available = block_count - self.used_blocks
-        self._level = bytearray(_ROOMY if spare >= ROOMY_BLOCKS else _SOME if spare else _FULL for spare in self._spare)
+        self._level = bytearray(
+            _ROOMY if spare >= ROOMY_BLOCKS else _SOME if spare else _FULL for spare in self._spare
+        )
 
     def _load_counts(self) -> None:
         for group in self._fixed_groups():
@@ -210,7 +214,9 @@ class Allocator:
             group = group_of_key(key)
             used = used_count(key, raw)
             if group >= self.group_count or used > GROUP_BLOCKS:
-                raise CorruptRecord(f"the free map says {used} blocks of group {group} of {self.group_count} are used")
+                raise CorruptRecord(
+                    f"the free map says {used} blocks of group {group} of {self.group_count} are used"
+                )
             self._spare[group] = GROUP_BLOCKS - used
 
     def _records(self, first: bytes, end: bytes):
@@ -242,7 +248,9 @@ class Allocator:
             raw = self._kv.get(key)
             deltas = decode_deltas(key, raw) if raw is not None else array("I")
             if raw is not None and with_deltas(used, deltas).bit_count() != used_count(key, raw):
-                raise CorruptRecord(f"bitmap and changes of group {group} of the free map do not fit one another")
+                raise CorruptRecord(
+                    f"bitmap and changes of group {group} of the free map do not fit one another"
+                )
             while len(self._cached) >= GROUPS_CACHED:
                 del self._cached[next(iter(self._cached))]
             found = self._cached[group] = _Group(with_deltas(used, deltas), deltas)
@@ -429,7 +437,9 @@ class Allocator:
             self.used_blocks += run[1]
             if self.changed_groups is not None:
                 group = run[0] >> GROUP_BITS
-                self.changed_groups[group] = self.changed_groups.get(group, 0) | _mask(run[0] & _GROUP_MASK, run[1])
+                self.changed_groups[group] = self.changed_groups.get(group, 0) | _mask(
+                    run[0] & _GROUP_MASK, run[1]
+                )
         freed: list[Run] = []
         for place, count in transaction.freed:
             while count:

@@ -64,8 +64,11 @@ class Quarantine:
         """
         if not self._texts:
             return []
-        return [name for name in self._texts
-                if name[0] == inode and name[1] in indexes and (blocks is None or name[2] in blocks)]
+        return [
+            name
+            for name in self._texts
+            if name[0] == inode and name[1] in indexes and (blocks is None or name[2] in blocks)
+        ]
 
     def forget(self, names: list[BadName]) -> None:
         """Forget blocks whose records a change has removed from the index."""

@@ -74,19 +74,33 @@ class Device(Protocol):
         It is free again when no view of it exists.
         """
 
-    def read_now(self, offsets: Sequence[int], lengths: Sequence[int], positions: Sequence[int], into: memoryview,
-                 asker_keeps: bool = False) -> list[int]:
+    def read_now(
+        self,
+        offsets: Sequence[int],
+        lengths: Sequence[int],
+        positions: Sequence[int],
+        into: memoryview,
+        asker_keeps: bool = False,
+    ) -> list[int]:
         """Read each (offset, length) to its position in `into`; return the indexes of reads that must wait.
 
         `asker_keeps` says that the client caches the data, so this machine's page cache need not.
         """
 
-    async def read(self, offsets: Sequence[int], lengths: Sequence[int], positions: Sequence[int],
-                   into: memoryview) -> list[NvpoolError | None]:
+    async def read(
+        self, offsets: Sequence[int], lengths: Sequence[int], positions: Sequence[int], into: memoryview
+    ) -> list[NvpoolError | None]:
         """Read like `read_now`, but wait for the drive. Returns None or an error for each read."""
 
-    def begin_read(self, offsets: Sequence[int], lengths: Sequence[int], positions: Sequence[int], into: memoryview,
-                   asker_keeps: bool, on_done: Callable[[Outcome], None]) -> None:
+    def begin_read(
+        self,
+        offsets: Sequence[int],
+        lengths: Sequence[int],
+        positions: Sequence[int],
+        into: memoryview,
+        asker_keeps: bool,
+        on_done: Callable[[Outcome], None],
+    ) -> None:
         """Start reads like `read`, without a task.
 
         `on_done` is called once with the outcome, in a later event-loop iteration. The device uses `into`
@@ -228,7 +242,7 @@ class FileDevice:
         aligned = self._aligned.take(sum(map(len, buffers)))
         at = 0
         for buffer in buffers:
-            aligned[at:at + len(buffer)] = buffer
+            aligned[at : at + len(buffer)] = buffer
             at += len(buffer)
         return aligned
 
@@ -238,8 +252,12 @@ class FileDevice:
                 done = os.pwritev(fd, buffers[:_IOV_MAX], offset)
             except OSError as error:
                 if error.errno == errno.EINVAL and fd != self.fd:
-                    log.warning("%s refuses direct writes of whole blocks (%s): from now on large writes go through the page "
-                                "cache, which costs processor time", self.path, error.strerror)
+                    log.warning(
+                        "%s refuses direct writes of whole blocks (%s): from now on large writes go through the page "
+                        "cache, which costs processor time",
+                        self.path,
+                        error.strerror,
+                    )
                     fd, self.direct_write_bytes = self.fd, 0  # a drive that needs more than 4 KiB alignment
                     continue
                 self.lacks_room |= error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -258,12 +276,14 @@ class FileDevice:
     def write_direct(self, buffer, ranges) -> asyncio.Future:
         if not begins_at_page(buffer):
             buffer = self._in_line([buffer])
-        return asyncio.get_running_loop().run_in_executor(self._direct_writers, self._write_ranges, buffer, ranges)
+        return asyncio.get_running_loop().run_in_executor(
+            self._direct_writers, self._write_ranges, buffer, ranges
+        )
 
     def _write_ranges(self, buffer: memoryview, ranges) -> None:
         at = 0
         for offset, length in ranges:
-            self._write_all(self._direct_fd, [buffer[at:at + length]], offset)
+            self._write_all(self._direct_fd, [buffer[at : at + length]], offset)
             at += length
 
     def _note_run(self, start: int, end: int) -> None:
@@ -284,8 +304,12 @@ class FileDevice:
             self._run_start = self._run_end
 
     def _start_writeback(self, offset: int, length: int) -> None:
-        _libc.sync_file_range(ctypes.c_int(self.fd), ctypes.c_long(offset), ctypes.c_long(length),
-                              ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
+        _libc.sync_file_range(
+            ctypes.c_int(self.fd),
+            ctypes.c_long(offset),
+            ctypes.c_long(length),
+            ctypes.c_uint(_SYNC_FILE_RANGE_WRITE),
+        )
 
     def lend(self) -> int:
         if self.direct:
@@ -349,8 +373,12 @@ def _punch(fd: int, ranges: Sequence[tuple[int, int]]) -> None:
     A file system without support keeps the space.
     """
     for offset, length in ranges:
-        _libc.fallocate(ctypes.c_int(fd), ctypes.c_int(_FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE), ctypes.c_long(offset),
-                        ctypes.c_long(length))
+        _libc.fallocate(
+            ctypes.c_int(fd),
+            ctypes.c_int(_FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE),
+            ctypes.c_long(offset),
+            ctypes.c_long(length),
+        )
 
 
 class MemoryDevice:
@@ -385,7 +413,9 @@ class MemoryDevice:
     def _fill(self, offset: int, length: int, position: int, into: memoryview) -> None:
         for at in range(0, length, BLOCK_BYTES):
             block = self._now.get((offset + at) // BLOCK_BYTES)
-            into[position + at:position + at + BLOCK_BYTES] = block if block is not None else bytes(BLOCK_BYTES)
+            into[position + at : position + at + BLOCK_BYTES] = (
+                block if block is not None else bytes(BLOCK_BYTES)
+            )
 
     def read_now(self, offsets, lengths, positions, into, asker_keeps=False) -> list[int]:
         missed = []
@@ -427,12 +457,12 @@ class MemoryDevice:
             raise ValueError("a write is whole blocks within the device")
         failing = self.fail_writes.popleft() if self.fail_writes else 0
         if failing:  # half of it arrives, as on a drive that fills up or breaks
-            joined = joined[:len(joined) // BLOCK_BYTES // 2 * BLOCK_BYTES]
+            joined = joined[: len(joined) // BLOCK_BYTES // 2 * BLOCK_BYTES]
         for at in range(0, len(joined), BLOCK_BYTES):
             number = (offset + at) // BLOCK_BYTES
             before = self._forgotten.pop(number) if number in self._forgotten else self._now.get(number)
             self._unsynced.setdefault(number, before)
-            self._now[number] = joined[at:at + BLOCK_BYTES]
+            self._now[number] = joined[at : at + BLOCK_BYTES]
         if failing:
             raise from_os_error(OSError(failing, os.strerror(failing)), "writing")
 
@@ -441,8 +471,9 @@ class MemoryDevice:
             at = 0
             for offset, length in ranges:
                 await asyncio.sleep(0)
-                self.write([content[at:at + length]], offset)
+                self.write([content[at : at + length]], offset)
                 at += length
+
         return asyncio.ensure_future(later(bytes(buffer)))
 
     async def sync(self) -> None:

@@ -40,15 +40,22 @@ class DirectReads:
 
         Such reads should not be tried on the page cache first, since a try brings the data into the cache.
         """
-        return (self._on and min(lengths) >= DIRECT_READ_BYTES
-                and sum(map(cached_pages, [self._fd] * len(offsets), offsets, lengths)) << 13 < sum(lengths))
+        return (
+            self._on
+            and min(lengths) >= DIRECT_READ_BYTES
+            and sum(map(cached_pages, [self._fd] * len(offsets), offsets, lengths)) << 13 < sum(lengths)
+        )
 
     def descriptor_for(self, offset: int, length: int) -> int:
         """Return the descriptor for one read for which `wants` is true, else -1.
 
         The caller's memory must begin at a page. If the read fails, call `refused` and use `begin`.
         """
-        if not self._on or length < DIRECT_READ_BYTES or cached_pages(self._fd, offset, length) << 13 >= length:
+        if (
+            not self._on
+            or length < DIRECT_READ_BYTES
+            or cached_pages(self._fd, offset, length) << 13 >= length
+        ):
             return -1
         return self._exact if self._known((offset | length >> 12,)) else self._direct
 
@@ -56,7 +63,9 @@ class DirectReads:
         """Switch direct reads off: the drive needs larger blocks. A broken drive shows on the next read."""
         self._on = False
 
-    def begin(self, offsets, lengths, positions, into: memoryview, on_done: Callable[[Outcome], None]) -> None:
+    def begin(
+        self, offsets, lengths, positions, into: memoryview, on_done: Callable[[Outcome], None]
+    ) -> None:
         """Start reads like WaitingReader.begin; bypass the page cache for data that was not read recently.
 
         `into` begins at a page, and the positions are whole blocks. If a direct read fails, the reads are

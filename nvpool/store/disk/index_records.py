@@ -101,7 +101,12 @@ class IndexSegment:
         self.disk = disk
         self.crcs = crcs
         self.base = 0
-        if disk and disk[0] and disk[-1] == disk[0] + len(disk) - 1 and disk == array("Q", range(disk[0], disk[-1] + 1)):
+        if (
+            disk
+            and disk[0]
+            and disk[-1] == disk[0] + len(disk) - 1
+            and disk == array("Q", range(disk[0], disk[-1] + 1))
+        ):
             self.base = disk[0]
 
 
@@ -121,12 +126,14 @@ class Head(NamedTuple):
     table: int = 1
 
 
-def with_request(requests: tuple[tuple[int, int, int], ...], request: RequestId) -> tuple[tuple[int, int, int], ...]:
+def with_request(
+    requests: tuple[tuple[int, int, int], ...], request: RequestId
+) -> tuple[tuple[int, int, int], ...]:
     """Return the last requests after `request`."""
     session, slot, _ = request
     if slot > 0xFFFF:
         raise InvalidRequest(f"{slot} is no slot")
-    kept = [one for one in requests if one[0] != session or one[1] != slot][-(REQUESTS_KEPT - 1):]
+    kept = [one for one in requests if one[0] != session or one[1] != slot][-(REQUESTS_KEPT - 1) :]
     return (*kept, tuple(request))
 
 
@@ -190,7 +197,13 @@ def check_format(key: bytes, raw: bytes, least: int) -> None:
 def encode_segment(segment: IndexSegment, head: Head | None, fresh: int = 0, fresh_blocks: int = 0) -> bytes:
     """Encode a segment; `head` is given for segment 0 and for no other."""
     disk = segment.disk
-    if segment.base and head is not None and len(head.requests) < 2 and not fresh and fresh_blocks == len(disk):
+    if (
+        segment.base
+        and head is not None
+        and len(head.requests) < 2
+        and not fresh
+        and fresh_blocks == len(disk)
+    ):
         return _encode_small(segment, head)
     runs = bytearray()
     run_count = 0
@@ -217,7 +230,7 @@ def encode_segment(segment: IndexSegment, head: Head | None, fresh: int = 0, fre
             run_count += 1
         if present != (1 << len(disk)) - 1:
             flags |= HOLES
-            crcs = b"".join([crcs[at * 4:at * 4 + 4] for at, place in enumerate(disk) if place])
+            crcs = b"".join([crcs[at * 4 : at * 4 + 4] for at, place in enumerate(disk) if place])
             runs[:0] = _U64.pack(present)
     parts = [b"", runs, crcs]
     request_count = 0
@@ -229,7 +242,9 @@ def encode_segment(segment: IndexSegment, head: Head | None, fresh: int = 0, fre
             flags |= CUT
             fixed += _U64.pack(head.cut)
         if request_count:
-            fixed += b"".join([_REQUEST.pack(session, sequence, slot) for session, slot, sequence in head.requests])
+            fixed += b"".join(
+                [_REQUEST.pack(session, sequence, slot) for session, slot, sequence in head.requests]
+            )
         parts.insert(1, fixed)
     parts[0] = _START.pack(_FORMAT, flags, run_count, request_count, fresh, fresh_blocks)
     return b"".join(parts)
@@ -247,7 +262,10 @@ def _number(value: int) -> bytes:
 
 def _encode_small(segment: IndexSegment, head: Head) -> bytes:
     numbers = (head.version >> 32, head.version & 0xFFFFFFFF, head.cut, segment.base)
-    parts = [bytes((_SMALL | head.table - 1 << 4, len(segment.disk) | (128 if head.requests else 0))), *map(_number, numbers)]
+    parts = [
+        bytes((_SMALL | head.table - 1 << 4, len(segment.disk) | (128 if head.requests else 0))),
+        *map(_number, numbers),
+    ]
     for session, slot, sequence in head.requests:
         parts += [_U64.pack(session), _number(slot), _number(sequence)]
     parts.append(segment.crcs)
@@ -273,15 +291,16 @@ def _decode_small(key: bytes, body: bytes) -> tuple[IndexSegment, Head]:
         epoch, counter, cut, base = number(), number(), number(), number()
         requests: tuple = ()
         if body[1] & 128:
-            session, = _U64.unpack_from(body, at)
+            (session,) = _U64.unpack_from(body, at)
             at += 8
             requests = ((session, number(), number()),)
     except (IndexError, struct.error):
         raise CorruptRecord(f"the index record {key.hex()} is too short") from None
     if len(body) - at != 4 * blocks or not 0 < blocks <= SEGMENT_BLOCKS or not base:
         raise CorruptRecord(f"the index record {key.hex()} contradicts itself")
-    return IndexSegment(array("Q", range(base, base + blocks)), body[at:]), Head(epoch << 32 | counter, cut, requests,
-                                                                           (body[0] >> 4) + 1)
+    return IndexSegment(array("Q", range(base, base + blocks)), body[at:]), Head(
+        epoch << 32 | counter, cut, requests, (body[0] >> 4) + 1
+    )
 
 
 def decode_segment(key: bytes, body: bytes) -> tuple[IndexSegment, Head | None]:
@@ -297,21 +316,26 @@ def decode_segment(key: bytes, body: bytes) -> tuple[IndexSegment, Head | None]:
     head = None
     try:
         if flags & HEAD:
-            version, = _U64.unpack_from(body, at)
+            (version,) = _U64.unpack_from(body, at)
             at += 8
             cut = 0
             if flags & CUT:
-                cut, = _U64.unpack_from(body, at)
+                (cut,) = _U64.unpack_from(body, at)
                 at += 8
             requests: tuple = ()
             if request_count:
                 end = at + 18 * request_count
-                requests = tuple([(session, slot, sequence) for session, sequence, slot in _REQUEST.iter_unpack(body[at:end])])
+                requests = tuple(
+                    [
+                        (session, slot, sequence)
+                        for session, sequence, slot in _REQUEST.iter_unpack(body[at:end])
+                    ]
+                )
                 at = end
             head = Head(version, cut, requests, (flags >> _TABLE_SHIFT) + 1)
         present = -1
         if flags & HOLES:
-            present, = _U64.unpack_from(body, at)
+            (present,) = _U64.unpack_from(body, at)
             at += 8
         disk = array("Q")
         if run_count == 1:
@@ -325,7 +349,11 @@ def decode_segment(key: bytes, body: bytes) -> tuple[IndexSegment, Head | None]:
                 disk.extend(range(begin, begin + (high & 63) + 1))
         at += 6 * run_count
         crcs = body[at:]
-        if len(crcs) != 4 * len(disk) or len(disk) > SEGMENT_BLOCKS or (flags & HOLES and present.bit_count() != len(disk)):
+        if (
+            len(crcs) != 4 * len(disk)
+            or len(disk) > SEGMENT_BLOCKS
+            or (flags & HOLES and present.bit_count() != len(disk))
+        ):
             raise CorruptRecord(f"the index record {key.hex()} contradicts itself")
     except struct.error:
         raise CorruptRecord(f"the index record {key.hex()} is too short") from None
@@ -337,7 +365,7 @@ def decode_segment(key: bytes, body: bytes) -> tuple[IndexSegment, Head | None]:
     for block in range(len(placed)):
         if present >> block & 1:
             placed[block] = disk[source]
-            spread[block] = crcs[source * 4:source * 4 + 4]
+            spread[block] = crcs[source * 4 : source * 4 + 4]
             source += 1
     return IndexSegment(placed, b"".join(spread)), head
 
@@ -350,13 +378,13 @@ def replaced(segment: IndexSegment, start: int, places: array, crcs: bytes) -> I
     if start == 0 and end >= have:
         return _trimmed(places, crcs)
     new_disk = disk[:start]
-    new_crcs = segment.crcs[:start * 4]
+    new_crcs = segment.crcs[: start * 4]
     if start > have:
         new_disk.extend([0] * (start - have))
         new_crcs += _ZERO_CRC * (start - have)
     new_disk.extend(places)
     new_disk.extend(disk[end:])
-    return _trimmed(new_disk, b"".join((new_crcs, crcs, segment.crcs[end * 4:])))
+    return _trimmed(new_disk, b"".join((new_crcs, crcs, segment.crcs[end * 4 :])))
 
 
 def _trimmed(disk: array, crcs: bytes) -> IndexSegment:
@@ -365,7 +393,7 @@ def _trimmed(disk: array, crcs: bytes) -> IndexSegment:
         count -= 1
     if not count:
         return NO_BLOCKS
-    return IndexSegment(disk[:count], bytes(crcs[:count * 4]))
+    return IndexSegment(disk[:count], bytes(crcs[: count * 4]))
 
 
 def blocks_there(key: bytes, body: bytes) -> list[tuple[int, int]]:
@@ -384,7 +412,7 @@ def blocks_there(key: bytes, body: bytes) -> list[tuple[int, int]]:
     at = 6 + (8 if flags & HEAD else 0) + (8 if flags & CUT else 0) + 18 * request_count
     present = -1
     if flags & HOLES and len(body) >= at + 8:
-        present, = _U64.unpack_from(body, at)
+        (present,) = _U64.unpack_from(body, at)
         at += 8
     count, rest = divmod(len(body) - at - 6 * run_count, 4)
     if rest or not 0 <= count <= SEGMENT_BLOCKS or (flags & HOLES and present.bit_count() != count):
@@ -428,7 +456,7 @@ def state_of(key: bytes, body: bytes) -> tuple[int, int, int, int]:
         if not flags & HEAD:
             return 0, 0, 0, len(body) - fixed >> 2
         fixed += 8 + 18 * body[3]
-        version, = _U64.unpack_from(body, 6)
+        (version,) = _U64.unpack_from(body, 6)
         if not flags & CUT:
             return version, 0, (flags >> _TABLE_SHIFT) + 1, len(body) - fixed >> 2
         return version, *_U64.unpack_from(body, 14), (flags >> _TABLE_SHIFT) + 1, len(body) - fixed - 8 >> 2
@@ -471,7 +499,9 @@ def encode_held(until_s: float, runs: Sequence[tuple[int, int]]) -> bytes:
 
     The format is u64 milliseconds, then a u64 for each run: disk block above 16 bits of (blocks - 1).
     """
-    return struct.pack(f"<{len(runs) + 1}Q", math.ceil(until_s * 1000), *[place << 16 | count - 1 for place, count in runs])
+    return struct.pack(
+        f"<{len(runs) + 1}Q", math.ceil(until_s * 1000), *[place << 16 | count - 1 for place, count in runs]
+    )
 
 
 def decode_held(key: bytes, raw: bytes) -> tuple[int, float, list[tuple[int, int]]]:
@@ -492,7 +522,9 @@ below that version, so older builds can read these records.
 
 
 def encode_inode(record: InodeRecord) -> bytes:
-    return _INODE.pack(_FORMAT, record.chunk_bits, _SPLIT_FLOOR if record.floor else 0, record.cut, record.floor)
+    return _INODE.pack(
+        _FORMAT, record.chunk_bits, _SPLIT_FLOOR if record.floor else 0, record.cut, record.floor
+    )
 
 
 def decode_inode(key: bytes, raw: bytes) -> InodeRecord:

@@ -73,8 +73,10 @@ class HostRoom:
         """Sentence for `status`; empty while there is space."""
         if not self.full or self.path is None:
             return ""
-        return (f"the file system below {self.path.parent} is full: writes are refused, files can be removed and truncated; "
-                "make room there, or remove files of the pool")
+        return (
+            f"the file system below {self.path.parent} is full: writes are refused, files can be removed and truncated; "
+            "make room there, or remove files of the pool"
+        )
 
     def with_reserve(self, write: Callable[[], None]) -> None:
         """Call `write`; while it finds no space, release a piece of the reserve and call it again.
@@ -97,7 +99,9 @@ class HostRoom:
         try:
             have = os.stat(self.path).st_size if self.path is not None else 0
             if not have:
-                raise NoSpace(f"{self._what}: the file system below it is full, and what was set aside for cuts is spent")
+                raise NoSpace(
+                    f"{self._what}: the file system below it is full, and what was set aside for cuts is spent"
+                )
             self.missing = True
             os.truncate(self.path, max(0, have - PIECE_BYTES))
         except OSError as error:

@@ -35,8 +35,19 @@ def encode_superblock(superblock: Superblock) -> bytes:
     name = superblock.pool_id.encode()
     if len(name) > 1024:
         raise InvalidRequest("the pool id is longer than 1,024 bytes")
-    body = _FIXED.pack(MAGIC, FORMAT, BLOCK_BYTES, superblock.target, superblock.block_count, superblock.store,
-                       superblock.created_ns, len(name)) + name
+    body = (
+        _FIXED.pack(
+            MAGIC,
+            FORMAT,
+            BLOCK_BYTES,
+            superblock.target,
+            superblock.block_count,
+            superblock.store,
+            superblock.created_ns,
+            len(name),
+        )
+        + name
+    )
     body = body.ljust(BLOCK_BYTES - 4, b"\0")
     return body + crc32c(body).to_bytes(4, "little")
 
@@ -50,9 +61,11 @@ def decode_superblock(raw: bytes, where: str) -> Superblock:
     if magic != MAGIC:
         raise WrongFormat(f"{where} holds no chunk store of nvpool")
     if version != FORMAT or block_bytes != BLOCK_BYTES:
-        raise WrongFormat(f"{where} has chunk store format {version} with blocks of {block_bytes} bytes, this nvpool knows "
-                          f"format {FORMAT} with {BLOCK_BYTES}")
-    if crc32c(raw[:BLOCK_BYTES - 4]) != int.from_bytes(raw[BLOCK_BYTES - 4:BLOCK_BYTES], "little"):
+        raise WrongFormat(
+            f"{where} has chunk store format {version} with blocks of {block_bytes} bytes, this nvpool knows "
+            f"format {FORMAT} with {BLOCK_BYTES}"
+        )
+    if crc32c(raw[: BLOCK_BYTES - 4]) != int.from_bytes(raw[BLOCK_BYTES - 4 : BLOCK_BYTES], "little"):
         raise CorruptRecord(f"the superblock of {where} does not fit its checksum")
-    pool_id = raw[_FIXED.size:_FIXED.size + name_bytes].decode()
+    pool_id = raw[_FIXED.size : _FIXED.size + name_bytes].decode()
     return Superblock(target, block_count, store, created_ns, pool_id)

@@ -31,7 +31,7 @@ def opened(kv: Kv, clock: Clock, boot: str, *, lost: bool) -> int:
     before = 0  # 0 means unknown
     if raw is not None and raw[0] == _FORMAT:
         _, closed, before = _RECORD.unpack_from(raw)
-        lost = lost or (not closed and raw[_RECORD.size:].decode() != boot)
+        lost = lost or (not closed and raw[_RECORD.size :].decode() != boot)
     number = before
     while not number or (lost and number == before):
         number = int.from_bytes(clock.secret(8), "little")

@@ -30,11 +30,21 @@ The limit is a fifth of the bytes that one core of a store moves, so that servin
 
 
 class Upkeep:
-    def __init__(self, store: ChunkStore, target: int, dialer: PeerDialer, secret: bytes, clock: Clock, *,
-                 bytes_per_s: float = RESYNC_BYTES_PER_S, scrub_interval_s: float = INTERVAL_S,
-                 scrub_bytes_per_s: float = SCRUB_BYTES_PER_S, busy: Callable[[], bool] = bool,
-                 on_fail: Callable[[str], None] = lambda reason: None,
-                 is_caught_up: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        store: ChunkStore,
+        target: int,
+        dialer: PeerDialer,
+        secret: bytes,
+        clock: Clock,
+        *,
+        bytes_per_s: float = RESYNC_BYTES_PER_S,
+        scrub_interval_s: float = INTERVAL_S,
+        scrub_bytes_per_s: float = SCRUB_BYTES_PER_S,
+        busy: Callable[[], bool] = bool,
+        on_fail: Callable[[str], None] = lambda reason: None,
+        is_caught_up: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Create the background work.
 
         `busy` returns whether client requests wait here. `on_fail` is called with a reason when a part of the
@@ -46,8 +56,16 @@ class Upkeep:
         self.resync = Resync(store, target, self.others, clock, self.throttle, on_fail=on_fail)
         self.strays = Strays(store, target, clock, self.throttle, on_fail, is_caught_up=is_caught_up)
         self.repair = Repair(store, target, self.others, clock, self.throttle, on_fail)
-        self.rounds = Rounds(store, target, self.repair, clock, busy, interval_s=scrub_interval_s,
-                             bytes_per_s=scrub_bytes_per_s, on_fail=on_fail)
+        self.rounds = Rounds(
+            store,
+            target,
+            self.repair,
+            clock,
+            busy,
+            interval_s=scrub_interval_s,
+            bytes_per_s=scrub_bytes_per_s,
+            on_fail=on_fail,
+        )
 
     def update_map(self, pool_map: PoolMap) -> None:
         self.others.update_map(pool_map)
@@ -60,11 +78,17 @@ class Upkeep:
     def counters(self) -> dict[str, float]:
         """Return the counters for the status. Resync counters are absent while no chain is joined."""
         progress = self.resync.progress
-        found = {"repaired_blocks": self.repair.repaired_blocks, "rebuilt_chunks": self.repair.rebuilt_chunks,
-                 "strays_removed": self.strays.removed_chunks}
+        found = {
+            "repaired_blocks": self.repair.repaired_blocks,
+            "rebuilt_chunks": self.repair.rebuilt_chunks,
+            "strays_removed": self.strays.removed_chunks,
+        }
         if progress.chains:
-            found |= {f"resync_{name}": value for name, value in asdict(progress).items()
-                      if name not in ("waits_for", "lacks_room")}
+            found |= {
+                f"resync_{name}": value
+                for name, value in asdict(progress).items()
+                if name not in ("waits_for", "lacks_room")
+            }
         return {name: float(value) for name, value in found.items()}
 
     async def close(self) -> None:

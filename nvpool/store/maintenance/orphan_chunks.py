@@ -59,9 +59,16 @@ _RETRY_S = 5.0
 
 
 class Strays:
-    def __init__(self, store: ChunkStore, target: int, clock: Clock, throttle: Throttle,
-                 on_fail: Callable[[str], None] = lambda reason: None, *,
-                 is_caught_up: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        store: ChunkStore,
+        target: int,
+        clock: Clock,
+        throttle: Throttle,
+        on_fail: Callable[[str], None] = lambda reason: None,
+        *,
+        is_caught_up: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Create the removal.
 
         `is_caught_up` returns whether our map is at least as new as every map that an earlier process of this
@@ -103,7 +110,11 @@ class Strays:
             for number, chain in enumerate(table.chains):
                 name = table.id, number
                 self._epochs[name] = chain.epoch
-                if self._target in chain.targets or self._target in chain.joining or self._target in chain.goal:
+                if (
+                    self._target in chain.targets
+                    or self._target in chain.joining
+                    or self._target in chain.goal
+                ):
                     self._lost_s.pop(name, None)
                     self._open.discard(name)
                 elif name not in self._lost_s:
@@ -148,7 +159,9 @@ class Strays:
                     self._looked_again = True
 
     def _due_in_s(self) -> float:
-        return max(0.0, min([self._lost_s[name] for name in self._open]) + self._stay_s - self._clock.boottime_s())
+        return max(
+            0.0, min([self._lost_s[name] for name in self._open]) + self._stay_s - self._clock.boottime_s()
+        )
 
     @property
     def waits_for(self) -> str:
@@ -193,7 +206,11 @@ class Strays:
         self.left_chunks = left
         self._open -= {name for name in due - skipped if name in self._lost_s}
         if self.removed_chunks > before:
-            log.info("target %d: %d chunks of chains that it left are removed", self._target, self.removed_chunks - before)
+            log.info(
+                "target %d: %d chunks of chains that it left are removed",
+                self._target,
+                self.removed_chunks - before,
+            )
         return self.removed_chunks - before
 
     def _goes(self, name: ChainName, version: int) -> bool:

@@ -41,8 +41,15 @@ block to each of two other members.
 
 
 class Repair:
-    def __init__(self, store: ChunkStore, target: int, others: OtherTargets, clock: Clock, throttle: Throttle,
-                 on_fail: Callable[[str], None] = lambda reason: None) -> None:
+    def __init__(
+        self,
+        store: ChunkStore,
+        target: int,
+        others: OtherTargets,
+        clock: Clock,
+        throttle: Throttle,
+        on_fail: Callable[[str], None] = lambda reason: None,
+    ) -> None:
         self._store = store
         self._target = target
         self._others = others
@@ -131,19 +138,35 @@ class Repair:
                 try:
                     (found, *_), _ = await self._others.fetch(source, [(inode, index, one)])
                 except NvpoolError as error:
-                    log.info("target %d: chunk %d of inode %d is not to be had from target %d: %s", self._target, index, inode,
-                             source, error)
+                    log.info(
+                        "target %d: chunk %d of inode %d is not to be had from target %d: %s",
+                        self._target,
+                        index,
+                        inode,
+                        source,
+                        error,
+                    )
                     continue
                 await self._throttle.take(len(found.copy.content))
                 if joins and table and found.damage is None and not found.copy.version:
                     await self._store.discard(inode, index)
                     return True
-                if found.damage is not None or not found.copy.version or found.copy.bad or found.copy.table != one:
+                if (
+                    found.damage is not None
+                    or not found.copy.version
+                    or found.copy.bad
+                    or found.copy.table != one
+                ):
                     continue
                 if not self._store.unreadable(inode, index) or await self._store.install_over(found.copy):
                     self.rebuilt_chunks += 1
-                    log.warning("target %d: chunk %d of inode %d, which could not be read, is a copy of target %d's now",
-                                self._target, index, inode, source)
+                    log.warning(
+                        "target %d: chunk %d of inode %d, which could not be read, is a copy of target %d's now",
+                        self._target,
+                        index,
+                        inode,
+                        source,
+                    )
                     return True
         return False
 
@@ -169,18 +192,37 @@ class Repair:
         try:
             fetched = await self._others.blocks(target, (one.inode, one.index, table), one.block, 1)
         except NvpoolError as error:
-            log.info("target %d: block %d of chunk %d of inode %d is not to be had from target %d: %s", self._target, one.block,
-                     one.index, one.inode, target, error)
+            log.info(
+                "target %d: block %d of chunk %d of inode %d is not to be had from target %d: %s",
+                self._target,
+                one.block,
+                one.index,
+                one.inode,
+                target,
+                error,
+            )
             return False
         copy = fetched.copy
         if fetched.damage is not None or copy.bad or copy.runs not in ((), ((one.block, 1),)):
             return False
-        if not await self._store.mend(one.inode, one.index, one.block, copy.content, checksum=bytes(copy.checksums),
-                                      version=copy.version):
+        if not await self._store.mend(
+            one.inode,
+            one.index,
+            one.block,
+            copy.content,
+            checksum=bytes(copy.checksums),
+            version=copy.version,
+        ):
             return False
         self.repaired_blocks += 1
-        log.warning("target %d: block %d of chunk %d of inode %d is good again, by a copy of target %d", self._target,
-                    one.block, one.index, one.inode, target)
+        log.warning(
+            "target %d: block %d of chunk %d of inode %d is good again, by a copy of target %d",
+            self._target,
+            one.block,
+            one.index,
+            one.inode,
+            target,
+        )
         return True
 
     async def close(self) -> None:

@@ -64,9 +64,18 @@ class ScrubState(msgspec.Struct):
 class Rounds:
     """Scrub schedule of one target. `interval_s` 0: rounds start only on an admin command."""
 
-    def __init__(self, store: ChunkStore, target: int, repair: Repair, clock: Clock, busy: Callable[[], bool], *,
-                 interval_s: float = INTERVAL_S, bytes_per_s: float = SCRUB_BYTES_PER_S,
-                 on_fail: Callable[[str], None] = lambda reason: None) -> None:
+    def __init__(
+        self,
+        store: ChunkStore,
+        target: int,
+        repair: Repair,
+        clock: Clock,
+        busy: Callable[[], bool],
+        *,
+        interval_s: float = INTERVAL_S,
+        bytes_per_s: float = SCRUB_BYTES_PER_S,
+        on_fail: Callable[[str], None] = lambda reason: None,
+    ) -> None:
         self._store = store
         self._target = target
         self._repair = repair
@@ -200,8 +209,14 @@ class Rounds:
         if found.done and self.kept.now is now:
             now.ended_ms = self._now_ms()
             self.kept.now, self.kept.last, self.kept.cursor, self._speed = None, now, "", None
-            log.log(logging.WARNING if now.bad else logging.INFO, "target %d: a round of scrubbing has ended: %d blocks, "
-                    "%d bad, %d of them written anew", self._target, now.blocks, now.bad, now.mended)
+            log.log(
+                logging.WARNING if now.bad else logging.INFO,
+                "target %d: a round of scrubbing has ended: %d blocks, %d bad, %d of them written anew",
+                self._target,
+                now.blocks,
+                now.bad,
+                now.mended,
+            )
         if found.done or found.bad or began_s - self._saved_s > _SAVE_S:
             self._save()
         await self._throttle.leave(self._clock.boottime_s() - began_s)
@@ -236,14 +251,27 @@ class Rounds:
         now, last = kept.now or Round(0), kept.last or Round(0)
         left_s = -1.0
         if self._speed is not None and now.blocks > self._speed[1]:
-            left_s = max(0.0, (now.blocks_total - now.blocks) * (self._clock.boottime_s() - self._speed[0])
-                         / (now.blocks - self._speed[1]))
+            left_s = max(
+                0.0,
+                (now.blocks_total - now.blocks)
+                * (self._clock.boottime_s() - self._speed[0])
+                / (now.blocks - self._speed[1]),
+            )
         return pb.Scrubbing(
-            state="paused" if kept.paused else "running" if kept.now is not None else "idle", began_ms=now.began_ms,
-            blocks=now.blocks, blocks_total=max(now.blocks_total, now.blocks), bad=now.bad, mended=now.mended,
-            seconds_left=left_s, next_ms=0 if kept.now is not None or kept.paused else self._next_ms(),
-            last_began_ms=last.began_ms, last_ended_ms=last.ended_ms, last_blocks=last.blocks, last_bad=last.bad,
-            last_mended=last.mended)
+            state="paused" if kept.paused else "running" if kept.now is not None else "idle",
+            began_ms=now.began_ms,
+            blocks=now.blocks,
+            blocks_total=max(now.blocks_total, now.blocks),
+            bad=now.bad,
+            mended=now.mended,
+            seconds_left=left_s,
+            next_ms=0 if kept.now is not None or kept.paused else self._next_ms(),
+            last_began_ms=last.began_ms,
+            last_ended_ms=last.ended_ms,
+            last_blocks=last.blocks,
+            last_bad=last.bad,
+            last_mended=last.mended,
+        )
 
     async def close(self) -> None:
         if self._task is not None:

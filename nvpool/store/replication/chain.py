@@ -39,10 +39,10 @@ from nvpool.core.errors import (
 from nvpool.core.ids import is_done
 from nvpool.poolmap.chains.protocol import (
     Answer,
+    ChainPosition,
     MemberChunkState,
     Next,
     Offer,
-    ChainPosition,
     deciders_now,
     gained,
     is_refusal,
@@ -55,7 +55,7 @@ from nvpool.poolmap.chains.protocol import (
 from nvpool.poolmap.layout import chain_of
 from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.store.chunks.api import ChunkStore, MustWait, Placed
-from nvpool.store.replication.peer_connections import Name, ReplicaPeers, PendingForward, Write
+from nvpool.store.replication.peer_connections import Name, PendingForward, ReplicaPeers, Write
 
 log = logging.getLogger(__name__)
 
@@ -77,11 +77,24 @@ CUT_WAIT_S = 3.0
 """How long a truncation waits for a pending write. Then the caller repeats the truncation."""
 _TRIES_MAX = 1000
 
+
 class Pending:
     """A write that is not decided on this target yet."""
 
-    __slots__ = ("write", "version", "base", "place", "whole", "deciders", "last", "older", "dropped", "decided", "waiter",
-                 "sending")
+    __slots__ = (
+        "write",
+        "version",
+        "base",
+        "place",
+        "whole",
+        "deciders",
+        "last",
+        "older",
+        "dropped",
+        "decided",
+        "waiter",
+        "sending",
+    )
 
     def __init__(self, write: Write, version: int, base: int, place: ChainPosition, decided: asyncio.Future):
         self.write = write
@@ -113,8 +126,16 @@ class ChainWrites:
     * `rebuild(inode, index, table)` does the same for an unreadable chunk.
     """
 
-    def __init__(self, store: ChunkStore, target: int, peers: ReplicaPeers, clock: Clock, *,
-                 place_of: Callable[[int, int, int], ChainPosition | None], ask_map: Callable[[], None]):
+    def __init__(
+        self,
+        store: ChunkStore,
+        target: int,
+        peers: ReplicaPeers,
+        clock: Clock,
+        *,
+        place_of: Callable[[int, int, int], ChainPosition | None],
+        ask_map: Callable[[], None],
+    ):
         self._store = store
         self._target = target
         self._peers = peers
@@ -177,7 +198,9 @@ class ChainWrites:
                 queue.remove(turn)
             if not isinstance(error, TimeoutError):
                 raise
-            raise DeadlineExceeded("earlier writes of the chunk were not decided in time", may_be_applied=False) from None
+            raise DeadlineExceeded(
+                "earlier writes of the chunk were not decided in time", may_be_applied=False
+            ) from None
 
     def _end_turn(self, name: Name) -> None:
         queue = self._turns[name]
@@ -197,8 +220,10 @@ class ChainWrites:
                     await asyncio.wait([before.decided])
                 place = self._place_of(write.table, *write.name)
                 if place is None or not place.is_head:
-                    raise WrongTarget(f"target {self._target} is not the head of the chain of chunk {write.index} of inode "
-                                      f"{write.inode}")
+                    raise WrongTarget(
+                        f"target {self._target} is not the head of the chain of chunk {write.index} of inode "
+                        f"{write.inode}"
+                    )
                 try:
                     held = self._held(write.name)
                 except CorruptRecord:
@@ -208,7 +233,9 @@ class ChainWrites:
                 if is_done(held.requests, write.request):
                     return held.version
                 if write.cut < held.cut:
-                    raise StaleCut(f"inode {write.inode} was cut ({held.cut}) after this write began ({write.cut})")
+                    raise StaleCut(
+                        f"inode {write.inode} was cut ({held.cut}) after this write began ({write.cut})"
+                    )
                 pending = self._begin(write, next_version(held, place.epoch, above), held.version, place)
                 self.counters["led"] += 1
                 try:
@@ -262,7 +289,11 @@ class ChainWrites:
             raise error
         self.counters["followed"] += 1
         whole, place = place, until(place, offer.last)
-        if answer is Answer.TAKE and place.is_last and not self._store.places_first(write.offset, len(write.buffer)):
+        if (
+            answer is Answer.TAKE
+            and place.is_last
+            and not self._store.places_first(write.offset, len(write.buffer))
+        ):
             try:
                 return self._write_now(write, offer.version, None)
             except MustWait:
@@ -285,7 +316,13 @@ class ChainWrites:
         pending = self.pending.get(name)
         version, floor, cut, requests = self._store.held(*name)
         cutting = self._cutting.get(name[0])
-        return MemberChunkState(version, floor, max(cut, *cutting) if cutting else cut, requests, pending.version if pending else 0)
+        return MemberChunkState(
+            version,
+            floor,
+            max(cut, *cutting) if cutting else cut,
+            requests,
+            pending.version if pending else 0,
+        )
 
     def _begin(self, write: Write, version: int, base: int, place: ChainPosition) -> Pending:
         pending = Pending(write, version, base, place, asyncio.get_running_loop().create_future())
@@ -304,7 +341,10 @@ class ChainWrites:
         except BaseException as error:
             if isinstance(error, DriveFailed):
                 self._cannot(error)
-            self._end(pending, error if isinstance(error, Exception) else errors.Draining("the store is being closed"))
+            self._end(
+                pending,
+                error if isinstance(error, Exception) else errors.Draining("the store is being closed"),
+            )
             raise
         finally:
             if placed is not None:
@@ -320,19 +360,24 @@ class ChainWrites:
         """
         for _ in range(2):
             try:
-                return await self._store.prepare(write.inode, write.index, write.offset, write.buffer, write.checksums,
-                                                 write.cipher)
+                return await self._store.prepare(
+                    write.inode, write.index, write.offset, write.buffer, write.checksums, write.cipher
+                )
             except ChecksumMismatch as error:
                 if error.damaged is None or self.mend is None or not await self.mend(*error.damaged):
                     raise
-        return await self._store.prepare(write.inode, write.index, write.offset, write.buffer, write.checksums, write.cipher)
+        return await self._store.prepare(
+            write.inode, write.index, write.offset, write.buffer, write.checksums, write.cipher
+        )
 
     def _rebuilt(self, write: Write) -> asyncio.Task[bool]:
         """Return the rebuild task of this chunk. Concurrent callers share one task."""
         task = self._rebuilding.get(write.name)
         if task is None:
             task = self._rebuilding[write.name] = self._own(self._rebuild(write))
-            task.add_done_callback(lambda done: (self._rebuilding.pop(write.name), done.cancelled() or done.exception()))
+            task.add_done_callback(
+                lambda done: (self._rebuilding.pop(write.name), done.cancelled() or done.exception())
+            )
         return task
 
     async def _rebuild(self, write: Write) -> bool:
@@ -376,9 +421,18 @@ class ChainWrites:
                 tries += 1
                 self.counters["offered_again"] += 1
                 level = logging.WARNING if tries in (8, 64) else logging.DEBUG
-                log.log(level, "target %d: chunk %d of inode %d waits for target %d: %s", self._target, pending.write.index,
-                        pending.write.inode, place.successor, error)
-                await self._pause(pending, max(error.retry_after_s, min(AGAIN_S_MAX, AGAIN_S * 2 ** min(tries, 10))))
+                log.log(
+                    level,
+                    "target %d: chunk %d of inode %d waits for target %d: %s",
+                    self._target,
+                    pending.write.index,
+                    pending.write.inode,
+                    place.successor,
+                    error,
+                )
+                await self._pause(
+                    pending, max(error.retry_after_s, min(AGAIN_S_MAX, AGAIN_S * 2 ** min(tries, 10)))
+                )
                 continue
             if committed:
                 return await self._commit(pending, placed)
@@ -398,10 +452,23 @@ class ChainWrites:
         write = pending.write
         session, slot, sequence = write.request
         request = pb.PeerWriteRequest(
-            target=place.successor, sender=self._target, table=write.table, chain_epoch=place.epoch, version=pending.version,
-            base=pending.base, inode=write.inode, index=write.index, offset=write.offset, cut=write.cut, session=session,
-            slot=slot, sequence=sequence, checksums=write.checksums,
-            last=0 if place.members == pending.whole.members else place.members[-1], wrapped_key=write.wrapped_key)
+            target=place.successor,
+            sender=self._target,
+            table=write.table,
+            chain_epoch=place.epoch,
+            version=pending.version,
+            base=pending.base,
+            inode=write.inode,
+            index=write.index,
+            offset=write.offset,
+            cut=write.cut,
+            session=session,
+            slot=slot,
+            sequence=sequence,
+            checksums=write.checksums,
+            last=0 if place.members == pending.whole.members else place.members[-1],
+            wrapped_key=write.wrapped_key,
+        )
         waiter = pending.waiter = asyncio.get_running_loop().create_future()
 
         def done(reply: pb.PeerWriteReply | None, error: BaseException | None) -> None:
@@ -448,9 +515,19 @@ class ChainWrites:
             raise
 
     def _write_now(self, write: Write, version: int, placed: Placed | None) -> int:
-        return self._store.write_now(write.inode, write.index, write.offset, write.buffer, write.checksums, cut=write.cut,
-                                     request=write.request, version=version, placed=placed, table=write.table,
-                                     cipher=write.cipher)
+        return self._store.write_now(
+            write.inode,
+            write.index,
+            write.offset,
+            write.buffer,
+            write.checksums,
+            cut=write.cut,
+            request=write.request,
+            version=version,
+            placed=placed,
+            table=write.table,
+            cipher=write.cipher,
+        )
 
     def _cannot(self, error: NvpoolError) -> None:
         """Fence the store: other members have a write that this target cannot write."""
@@ -521,7 +598,9 @@ class ChainWrites:
         These chains have a write that was pending before the member joined and that is decided without this
         member.
         """
-        return {(pending.write.table, chain_of(*name)) for name, pending in self.pending.items() if pending.older}
+        return {
+            (pending.write.table, chain_of(*name)) for name, pending in self.pending.items() if pending.older
+        }
 
     def _own(self, work: Coroutine) -> asyncio.Task:
         task = asyncio.get_running_loop().create_task(work)
@@ -536,4 +615,3 @@ class ChainWrites:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._peers.close()
-

@@ -48,7 +48,7 @@ class Losing:
         if not self._chains:
             return None
         number = chain_of(inode, index)
-        for chains in (self._chains.values() if not table else (self._chains.get(table, {}),)):
+        for chains in self._chains.values() if not table else (self._chains.get(table, {}),):
             since, loss = chains.get(number, (0, None))
             if loss is not None and loss.had(inode):
                 return since
@@ -65,7 +65,10 @@ class Losing:
             here = self._store.extents(inode, index, index + 1)[0]
         except CorruptRecord:
             return False  # the read of the chunk reports this error
-        return sum(max(0, min(begin + length, first + count) - max(begin, first)) for _, begin, length in here) < count
+        return (
+            sum(max(0, min(begin + length, first + count) - max(begin, first)) for _, begin, length in here)
+            < count
+        )
 
     def check_write(self, table: int, inode: int, index: int, offset: int, length: int, is_all: bool) -> bool:
         """Check a write to the chunk; return whether a remainder of the chunk must be discarded first.
@@ -76,9 +79,13 @@ class Losing:
         since = self.since(table, inode, index)
         if since is None or not length:
             return False
-        if not is_all and any(place % BLOCK_BYTES and self.is_lost(table, inode, index, place >> BLOCK_BITS, 1)
-                              for place in (offset, offset + length)):
-            raise BytesLost(f"the block of chunk {index} of inode {inode} that is written in part was lost with its drives")
+        if not is_all and any(
+            place % BLOCK_BYTES and self.is_lost(table, inode, index, place >> BLOCK_BITS, 1)
+            for place in (offset, offset + length)
+        ):
+            raise BytesLost(
+                f"the block of chunk {index} of inode {inode} that is written in part was lost with its drives"
+            )
         try:
             return 0 < self._store.held(inode, index).version < since
         except CorruptRecord:
@@ -93,8 +100,11 @@ class Losing:
             return reads, []
         headers, lost = bytearray(reads), []
         for number, (inode, index, offset, length, grant, flags) in enumerate(READ.iter_unpack(reads)):
-            if grant < len(owners) and owners[grant] in (inode, ALL_INODES) and self.is_lost(
-                    tables[grant], inode, index, offset >> BLOCK_BITS, length >> BLOCK_BITS):
+            if (
+                grant < len(owners)
+                and owners[grant] in (inode, ALL_INODES)
+                and self.is_lost(tables[grant], inode, index, offset >> BLOCK_BITS, length >> BLOCK_BITS)
+            ):
                 READ.pack_into(headers, number * READ.size, inode, index, 0, 0, grant, flags)
                 lost.append(number)
         return bytes(headers), lost

@@ -20,7 +20,14 @@ from typing import Any, Protocol
 from google.protobuf.message import DecodeError
 
 from nvpool.core.clock import Clock
-from nvpool.core.errors import CorruptFrame, InvalidRequest, NvpoolError, Unavailable, Unreachable, WrongTarget
+from nvpool.core.errors import (
+    CorruptFrame,
+    InvalidRequest,
+    NvpoolError,
+    Unavailable,
+    Unreachable,
+    WrongTarget,
+)
 from nvpool.core.grants import SERVICE, Grant, sign
 from nvpool.core.ids import RequestId
 from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX
@@ -54,10 +61,31 @@ Name = tuple[int, int]
 class Write:
     """One write to a chunk, as its client sent it."""
 
-    __slots__ = ("table", "inode", "index", "offset", "buffer", "checksums", "cut", "request", "wrapped_key", "cipher")
+    __slots__ = (
+        "table",
+        "inode",
+        "index",
+        "offset",
+        "buffer",
+        "checksums",
+        "cut",
+        "request",
+        "wrapped_key",
+        "cipher",
+    )
 
-    def __init__(self, table: int, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, cut: int,
-                 request: RequestId, key: VolumeKey | None = None):
+    def __init__(
+        self,
+        table: int,
+        inode: int,
+        index: int,
+        offset: int,
+        buffer: memoryview,
+        checksums: bytes,
+        cut: int,
+        request: RequestId,
+        key: VolumeKey | None = None,
+    ):
         """Create a write. `key` is the volume key if the volume is encrypted."""
         self.table = table
         self.inode = inode
@@ -75,7 +103,9 @@ class Write:
         return self.inode, self.index
 
 
-def peer_write(request: pb.PeerWriteRequest, payload: memoryview, key: VolumeKey | None = None) -> tuple[Offer, Write]:
+def peer_write(
+    request: pb.PeerWriteRequest, payload: memoryview, key: VolumeKey | None = None
+) -> tuple[Offer, Write]:
     """Decode a peer write; `key` is the volume key for its wrapped key.
 
     InvalidRequest: the sizes make no sense. The store checks the checksums later.
@@ -83,11 +113,32 @@ def peer_write(request: pb.PeerWriteRequest, payload: memoryview, key: VolumeKey
     length = len(payload)
     pieces = (request.offset + length + BLOCK_BYTES - 1) // BLOCK_BYTES - request.offset // BLOCK_BYTES
     if not length or request.offset + length > CHUNK_BYTES_MAX or len(request.checksums) != 4 * pieces:
-        raise InvalidRequest(f"a peer write of {length} bytes at {request.offset} has checksums of {len(request.checksums)}")
+        raise InvalidRequest(
+            f"a peer write of {length} bytes at {request.offset} has checksums of {len(request.checksums)}"
+        )
     name = RequestId(request.session, request.slot, request.sequence)
-    return (Offer(request.sender, request.chain_epoch, request.version, request.base, request.cut, name, request.last),
-            Write(request.table, request.inode, request.index, request.offset, payload, request.checksums, request.cut, name,
-                  key))
+    return (
+        Offer(
+            request.sender,
+            request.chain_epoch,
+            request.version,
+            request.base,
+            request.cut,
+            name,
+            request.last,
+        ),
+        Write(
+            request.table,
+            request.inode,
+            request.index,
+            request.offset,
+            payload,
+            request.checksums,
+            request.cut,
+            name,
+            key,
+        ),
+    )
 
 
 OnDone = Callable[[pb.PeerWriteReply | None, BaseException | None], None]
@@ -104,7 +155,9 @@ class PendingForward:
 
     __slots__ = ("way", "request", "payload", "on_done", "connection", "number", "ended")
 
-    def __init__(self, way: _SuccessorConnection, request: pb.PeerWriteRequest, payload: Buffer, on_done: OnDone) -> None:
+    def __init__(
+        self, way: _SuccessorConnection, request: pb.PeerWriteRequest, payload: Buffer, on_done: OnDone
+    ) -> None:
         self.way = way
         self.request = request
         self.payload = payload
@@ -143,7 +196,9 @@ class ReplicaPeers:
     def use_map(self, pool_map: PoolMap) -> None:
         self._map = pool_map
 
-    def write(self, to: int, hop: int, request: pb.PeerWriteRequest, payload: Buffer, on_done: OnDone) -> PendingForward:
+    def write(
+        self, to: int, hop: int, request: pb.PeerWriteRequest, payload: Buffer, on_done: OnDone
+    ) -> PendingForward:
         """Send a peer write when it is its turn.
 
         `on_done` is called once, in a later event-loop iteration, with the answer or the error, unless
@@ -191,11 +246,18 @@ class ReplicaPeers:
         """
         known = self._map.target_by_id if self._map is not None else {}
         own, other = known.get(self._target), known.get(target)
-        return None if own is None or other is None or other.is_over or other.node == own.node else other.endpoints
+        return (
+            None
+            if own is None or other is None or other.is_over or other.node == own.node
+            else other.endpoints
+        )
 
     def _pump(self, way: _SuccessorConnection) -> None:
-        while way.waiting and way.count < ON_WAY_MAX and (
-                not way.count or way.bytes + len(way.waiting[0].payload) <= ON_WAY_BYTES):
+        while (
+            way.waiting
+            and way.count < ON_WAY_MAX
+            and (not way.count or way.bytes + len(way.waiting[0].payload) <= ON_WAY_BYTES)
+        ):
             sending = way.waiting.popleft()
             way.count += 1
             way.bytes += len(sending.payload)
@@ -232,9 +294,13 @@ class ReplicaPeers:
         request.link = self._process << 32 | number
         request.authority = self.authority()
         sending.connection = connection
-        sending.number = connection.submit(DATA_PEER_WRITE, request.SerializeToString(), (sending.payload,),
-                                           deadline_s=self._clock.boottime_s() + CALL_S,
-                                           on_done=lambda reply, error: self._answered(sending, reply, error))
+        sending.number = connection.submit(
+            DATA_PEER_WRITE,
+            request.SerializeToString(),
+            (sending.payload,),
+            deadline_s=self._clock.boottime_s() + CALL_S,
+            on_done=lambda reply, error: self._answered(sending, reply, error),
+        )
 
     def _answered(self, sending: PendingForward, reply, error: BaseException | None) -> None:
         if error is None:
@@ -246,7 +312,9 @@ class ReplicaPeers:
         else:
             self._ended(sending, None, error)
 
-    def _ended(self, sending: PendingForward, answer: pb.PeerWriteReply | None, error: BaseException | None) -> None:
+    def _ended(
+        self, sending: PendingForward, answer: pb.PeerWriteReply | None, error: BaseException | None
+    ) -> None:
         if sending.ended:
             return
         sending.ended = True
@@ -268,7 +336,9 @@ class ReplicaPeers:
         now_ms = self._clock.wall_ns() // 1_000_000
         if self._authority_ends_ms - now_ms < AUTHORITY_S * 500:
             self._authority_ends_ms = now_ms + int(AUTHORITY_S * 1000)
-            self._authority = sign(Grant(SERVICE, 0, self._target, 0, 0, self._authority_ends_ms), self._secret)
+            self._authority = sign(
+                Grant(SERVICE, 0, self._target, 0, 0, self._authority_ends_ms), self._secret
+            )
         return self._authority
 
     async def close(self) -> None:

@@ -33,7 +33,9 @@ class Reach:
     `unreachable` is the set to report. `on_change` is called when the set has changed.
     """
 
-    def __init__(self, peers: ReplicaPeers, dialer: Dialer, clock: Clock, *, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, peers: ReplicaPeers, dialer: Dialer, clock: Clock, *, on_change: Callable[[], None]
+    ) -> None:
         """Create a prober. `dialer` must not be shared, since each probe makes a new connection."""
         self._peers = peers
         self._dialer = dialer
@@ -52,8 +54,11 @@ class Reach:
 
     async def run_once(self) -> None:
         """Probe the suspected targets and those that were unreachable before."""
-        wanted = [(target, endpoints) for target in sorted(self._peers.suspects() | self.unreachable)
-                  if (endpoints := self._peers.elsewhere(target)) is not None]
+        wanted = [
+            (target, endpoints)
+            for target in sorted(self._peers.suspects() | self.unreachable)
+            if (endpoints := self._peers.elsewhere(target)) is not None
+        ]
         reached = await asyncio.gather(*(self._is_reached(endpoints) for _, endpoints in wanted))
         now = frozenset(target for (target, _), found in zip(wanted, reached, strict=True) if not found)
         if now != self.unreachable:

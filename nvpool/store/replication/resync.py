@@ -120,8 +120,16 @@ class _Pass:
 
 
 class Resync:
-    def __init__(self, store: ChunkStore, target: int, others: OtherTargets, clock: Clock, throttle: Throttle, *,
-                 on_fail: Callable[[str], None] = lambda reason: None) -> None:
+    def __init__(
+        self,
+        store: ChunkStore,
+        target: int,
+        others: OtherTargets,
+        clock: Clock,
+        throttle: Throttle,
+        *,
+        on_fail: Callable[[str], None] = lambda reason: None,
+    ) -> None:
         self._store = store
         self._target = target
         self._others = others
@@ -146,11 +154,17 @@ class Resync:
     def update_map(self, pool_map: PoolMap) -> None:
         """Catch up with exactly the chains that this target joins by this map."""
         self._map = pool_map
-        self._joining = {(table.id, number): (chain.epoch, chain.targets[-1])
-                         for table in pool_map.tables for number, chain in enumerate(table.chains)
-                         if self._target in chain.joining}
-        self.equal = {chain: epoch for chain, epoch in self.equal.items()
-                      if chain in self._joining and self._joining[chain][0] == epoch}
+        self._joining = {
+            (table.id, number): (chain.epoch, chain.targets[-1])
+            for table in pool_map.tables
+            for number, chain in enumerate(table.chains)
+            if self._target in chain.joining
+        }
+        self.equal = {
+            chain: epoch
+            for chain, epoch in self.equal.items()
+            if chain in self._joining and self._joining[chain][0] == epoch
+        }
         self.guard.active = bool(self._joining)
         if not self._joining:
             self.guard.forget()
@@ -167,7 +181,12 @@ class Resync:
     def _ended(self, source: int, task: asyncio.Task) -> None:
         del self._tasks[source]
         if not task.cancelled() and task.exception() is not None:
-            log.critical("target %d: catching up with target %d failed", self._target, source, exc_info=task.exception())
+            log.critical(
+                "target %d: catching up with target %d failed",
+                self._target,
+                source,
+                exc_info=task.exception(),
+            )
             self._on_fail(f"catching up with target {source} failed: {task.exception()!r}")
         elif not self._closed and self._map is not None and self._todo(source):
             self.update_map(self._map)
@@ -188,15 +207,20 @@ class Resync:
     # -- one source ------------------------------------------------------------------------------------------------------
 
     def _todo(self, source: int) -> dict[Chain, int]:
-        return {chain: epoch for chain, (epoch, its_source) in self._joining.items()
-                if its_source == source and self.equal.get(chain) != epoch}
+        return {
+            chain: epoch
+            for chain, (epoch, its_source) in self._joining.items()
+            if its_source == source and self.equal.get(chain) != epoch
+        }
 
     def _valid(self, one: _Pass) -> set[Chain]:
         """Return the chains of the pass that its source can still supply.
 
         Their epoch must be the one at which the pass began.
         """
-        return {chain for chain, epoch in one.chains.items() if self._joining.get(chain) == (epoch, one.source)}
+        return {
+            chain for chain, epoch in one.chains.items() if self._joining.get(chain) == (epoch, one.source)
+        }
 
     async def _catch_up(self, source: int) -> None:
         delay_s = RETRY_S
@@ -258,7 +282,9 @@ class Resync:
 
     async def _note_equal(self, one: _Pass) -> None:
         open_chains = {differing.chain for differing in (*one.again, *one.damaged)}
-        done = {chain for chain in self._valid(one) - open_chains if self.equal.get(chain) != one.chains[chain]}
+        done = {
+            chain for chain in self._valid(one) - open_chains if self.equal.get(chain) != one.chains[chain]
+        }
         if not done:
             return
         await self._store.flush()
@@ -301,7 +327,9 @@ class Resync:
         batches = []
         while one.differing and len(batches) < BATCHES_AT_ONCE:
             batches.append(self._batch(one.differing))
-        outcome = await asyncio.gather(*[self._settle(one, batch) for batch in batches], return_exceptions=True)
+        outcome = await asyncio.gather(
+            *[self._settle(one, batch) for batch in batches], return_exceptions=True
+        )
         for error in outcome:
             if isinstance(error, BaseException):
                 raise error
@@ -357,7 +385,9 @@ class Resync:
             await self._store.discard(inode, index)
             return self._store.state(inode, index)
 
-    def _is_ready(self, one: _Pass, chunk: _Differing, found: Fetched, before: ChunkState, asked: int) -> bool:
+    def _is_ready(
+        self, one: _Pass, chunk: _Differing, found: Fetched, before: ChunkState, asked: int
+    ) -> bool:
         """Whether to install the chunk.
 
         Otherwise the chunk is already equal, or is recorded for another attempt.
@@ -393,10 +423,12 @@ class Resync:
         for (_, copy, _), is_done in zip(ready, done, strict=True):
             if is_done:
                 self.progress = replace(
-                    self.progress, bytes_copied=self.progress.bytes_copied + len(copy.content),
+                    self.progress,
+                    bytes_copied=self.progress.bytes_copied + len(copy.content),
                     chunks_copied=self.progress.chunks_copied + bool(copy.version),
                     chunks_removed=self.progress.chunks_removed + (not copy.version),
-                    bad_blocks=self.progress.bad_blocks + len(copy.bad))
+                    bad_blocks=self.progress.bad_blocks + len(copy.bad),
+                )
         return done
 
     # -- single chunks ---------------------------------------------------------------------------------------------------
@@ -442,9 +474,14 @@ class Resync:
         WrongTarget: one of the two targets does not hold the chain. Busy: the chunk is changing, or was
         truncated here and not yet at the source; nothing was done. Other errors like `pull`.
         """
-        if self._map is None or table not in self._map.table_by_id or \
-                not {self._target, source} <= set(self._map.chain(table, chain_of(inode, index)).targets):
-            raise WrongTarget(f"target {self._target} and {source} do not both hold chunk {index} of inode {inode}")
+        if (
+            self._map is None
+            or table not in self._map.table_by_id
+            or not {self._target, source} <= set(self._map.chain(table, chain_of(inode, index)).targets)
+        ):
+            raise WrongTarget(
+                f"target {self._target} and {source} do not both hold chunk {index} of inode {inode}"
+            )
         with self.guard.watching():
             asked, before = self.guard.came, self._store.state(inode, index)
             (found, *_), _ = await self._others.fetch(source, [(inode, index, table)])
@@ -453,11 +490,20 @@ class Resync:
             if found.copy.version <= before.version:
                 return before.version
             await self._throttle.take(CHUNK_COST_BYTES + len(found.copy.content))
-            if found.pending or found.copy.known.cut < before.cut or not self.guard.allows(found.copy, asked) \
-                    or not (await self._store.install([(found.copy, before)]))[0]:
+            if (
+                found.pending
+                or found.copy.known.cut < before.cut
+                or not self.guard.allows(found.copy, asked)
+                or not (await self._store.install([(found.copy, before)]))[0]
+            ):
                 raise Busy(f"chunk {index} of inode {inode} does not keep still")
-        log.warning("target %d: chunk %d of inode %d, which was not as it should be here, is a copy of target %d's now",
-                    self._target, index, inode, source)
+        log.warning(
+            "target %d: chunk %d of inode %d, which was not as it should be here, is a copy of target %d's now",
+            self._target,
+            index,
+            inode,
+            source,
+        )
         return found.copy.version
 
     # -- progress --------------------------------------------------------------------------------------------------------
@@ -468,7 +514,9 @@ class Resync:
             return
         self._told_s = now_s
         passes = list(self._passes.values())
-        waiting = [chunk for one in passes for chunk in (*one.differing, *one.again)] if len(passes) < 3 else []
+        waiting = (
+            [chunk for one in passes for chunk in (*one.differing, *one.again)] if len(passes) < 3 else []
+        )
         left = sum([chunk.blocks for chunk in waiting]) * BLOCK_BYTES
         seconds = -1.0
         worked_s = now_s - self._began_s
@@ -479,10 +527,16 @@ class Resync:
             left, seconds = 0, 0.0
         elif copied and worked_s > 0:
             seconds = left * worked_s / copied
-        self.progress = replace(self.progress, chains=len(self._joining), chains_equal=len(self.equal),
-                                chunks_left=len(waiting), bytes_left=left, seconds_left=seconds,
-                                waits_for=next((one.waits_for for one in passes if one.waits_for), ""),
-                                lacks_room=any(one.lacks_room for one in passes))
+        self.progress = replace(
+            self.progress,
+            chains=len(self._joining),
+            chains_equal=len(self.equal),
+            chunks_left=len(waiting),
+            bytes_left=left,
+            seconds_left=seconds,
+            waits_for=next((one.waits_for for one in passes if one.waits_for), ""),
+            lacks_room=any(one.lacks_room for one in passes),
+        )
 
     def _todo_any(self) -> bool:
         return any(self.equal.get(chain) != epoch for chain, (epoch, _) in self._joining.items())
@@ -498,8 +552,9 @@ class Resync:
         return max(0, one.used_bytes * len(one.chains) // max(1, held) - one.seen_blocks * BLOCK_BYTES)
 
 
-def _differing(there: Iterable[ChunkVersion], here: Iterable[ChunkVersion],
-               has_cut: Callable[[int], bool]) -> tuple[list[_Differing], list[_Differing]]:
+def _differing(
+    there: Iterable[ChunkVersion], here: Iterable[ChunkVersion], has_cut: Callable[[int], bool]
+) -> tuple[list[_Differing], list[_Differing]]:
     """Return the chunks to copy and the chunks to remove.
 
     Chunks to copy are missing here or have another version here; version 0 counts as missing. Chunks to
@@ -511,5 +566,7 @@ def _differing(there: Iterable[ChunkVersion], here: Iterable[ChunkVersion],
     for chunk in there:
         own = ours.pop(chunk[:2], None)
         if own is None or own.version != chunk.version or not chunk.version or has_cut(chunk.inode):
-            found.append(_Differing(chunk.inode, chunk.index, chunk.table or (own.table if own else 1), chunk.blocks))
+            found.append(
+                _Differing(chunk.inode, chunk.index, chunk.table or (own.table if own else 1), chunk.blocks)
+            )
     return found, [_Differing(chunk.inode, chunk.index, chunk.table or 1, 0) for chunk in ours.values()]

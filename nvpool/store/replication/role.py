@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from nvpool.core.clock import Clock
 from nvpool.core.errors import BytesLost, InvalidRequest, NotSupported, WrongTarget
 from nvpool.core.ids import RequestId
-from nvpool.poolmap.chains.protocol import Offer, ChainPosition, place_in
+from nvpool.poolmap.chains.protocol import ChainPosition, Offer, place_in
 from nvpool.poolmap.layout import chain_of
 from nvpool.poolmap.model import PoolMap
 from nvpool.security.volume_keys import VolumeKey
@@ -31,8 +31,16 @@ class Replica:
     `dialer` None: other targets cannot be reached, so this target does not write chunks that they hold too.
     """
 
-    def __init__(self, store: ChunkStore, target: int, clock: Clock, secret: bytes, *, dialer: PeerDialer | None = None,
-                 ask_map: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        store: ChunkStore,
+        target: int,
+        clock: Clock,
+        secret: bytes,
+        *,
+        dialer: PeerDialer | None = None,
+        ask_map: Callable[[], None] = lambda: None,
+    ):
         self._store = store
         self._target = target
         self._chain_epochs: dict[int, list[int]] | None = None
@@ -45,8 +53,11 @@ class Replica:
         """Whether any chain of this target has another member."""
         self.losing = Losing(store, target)
         self.peers = None if dialer is None else ReplicaPeers(target, dialer, clock, secret)
-        self.writes: ChainWrites | None = None if self.peers is None else ChainWrites(
-            store, target, self.peers, clock, place_of=self.place, ask_map=ask_map)
+        self.writes: ChainWrites | None = (
+            None
+            if self.peers is None
+            else ChainWrites(store, target, self.peers, clock, place_of=self.place, ask_map=ask_map)
+        )
         self.pending: dict[tuple[int, int], Pending] = {} if self.writes is None else self.writes.pending
         """Chunks with an undecided write."""
 
@@ -59,11 +70,17 @@ class Replica:
         self.losing.update_map(pool_map)
         for table in pool_map.tables:
             self._places[table.id] = [place_in(chain, self._target) for chain in table.chains]
-        by_table = {table: [place.epoch if place is not None else 0 for place in places]
-                    for table, places in self._places.items()}
+        by_table = {
+            table: [place.epoch if place is not None else 0 for place in places]
+            for table, places in self._places.items()
+        }
         highest = [max(epochs) for epochs in zip(*by_table.values(), strict=True)]
         self._chain_epochs = {0: highest} | by_table if by_table else None
-        self.shares = any(place is not None and len(place.members) > 1 for places in self._places.values() for place in places)
+        self.shares = any(
+            place is not None and len(place.members) > 1
+            for places in self._places.values()
+            for place in places
+        )
         if self.peers is not None:
             self.peers.use_map(pool_map)
             self.writes.map_changed()
@@ -75,7 +92,10 @@ class Replica:
 
     def is_full_member(self, number: int) -> bool:
         """Whether this target is a full member of this chain in each table."""
-        return all((place := places[number]) is not None and place.number < place.full for places in self._places.values())
+        return all(
+            (place := places[number]) is not None and place.number < place.full
+            for places in self._places.values()
+        )
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
@@ -86,8 +106,20 @@ class Replica:
             raise WrongTarget(f"chunk {index} of inode {inode} belongs to other targets")
         return len(place.members) > 1 or (inode, index) in self.pending
 
-    async def lead(self, table: int, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int,
-                   request: RequestId | None, deadline_s: float, key: VolumeKey | None = None) -> int:
+    async def lead(
+        self,
+        table: int,
+        inode: int,
+        index: int,
+        offset: int,
+        buffer: memoryview,
+        checksums: bytes,
+        *,
+        cut: int,
+        request: RequestId | None,
+        deadline_s: float,
+        key: VolumeKey | None = None,
+    ) -> int:
         """See ChainWrites.lead."""
         if self.writes is None:
             raise NotSupported("this store does not reach the other targets of the chunk")
@@ -102,19 +134,53 @@ class Replica:
             raise NotSupported("this store does not take part in chains")
         return self.writes.follow(offer, link, write)
 
-    def write_now(self, inode: int, index: int, offset: int, buffer: memoryview, checksums: bytes, *, cut: int,
-                  request: RequestId | None, version: int = 0, placed: Placed | None = None, table: int = 0,
-                  cipher: BlockCipher | None = None) -> int:
+    def write_now(
+        self,
+        inode: int,
+        index: int,
+        offset: int,
+        buffer: memoryview,
+        checksums: bytes,
+        *,
+        cut: int,
+        request: RequestId | None,
+        version: int = 0,
+        placed: Placed | None = None,
+        table: int = 0,
+        cipher: BlockCipher | None = None,
+    ) -> int:
         """See ChunkStore.write_now; only for a chunk that is not shared.
 
         WrongTarget: the chunk's chain is not ours; fetch the map and choose the target again.
         """
-        return self._store.write_now(inode, index, offset, buffer, checksums, cut=cut, request=request,
-                                     epoch=self._epoch(table, inode, index), version=version, placed=placed, table=table,
-                                     cipher=cipher)
+        return self._store.write_now(
+            inode,
+            index,
+            offset,
+            buffer,
+            checksums,
+            cut=cut,
+            request=request,
+            epoch=self._epoch(table, inode, index),
+            version=version,
+            placed=placed,
+            table=table,
+            cipher=cipher,
+        )
 
-    async def copy(self, source: tuple[int, int, int], inode: int, index: int, offset: int, length: int, *, cut: int,
-                   request: RequestId | None, given_up: Callable[[], bool], table: int = 0) -> tuple[int, int]:
+    async def copy(
+        self,
+        source: tuple[int, int, int],
+        inode: int,
+        index: int,
+        offset: int,
+        length: int,
+        *,
+        cut: int,
+        request: RequestId | None,
+        given_up: Callable[[], bool],
+        table: int = 0,
+    ) -> tuple[int, int]:
         """See ChunkStore.copy.
 
         WrongTarget: the chain of one of the chunks is not ours. NotSupported: the chunk is shared. BytesLost:
@@ -130,13 +196,25 @@ class Replica:
             self._epoch(0, *source[:2])
             if any(self.losing.since(0, *name) is not None for name in (source[:2], (inode, index))):
                 raise BytesLost("chunks of which something was lost are copied by reading and writing them")
-            if (self.shares and self.is_shared(table, inode, index)) or self._epoch(table, inode, index) != epoch:
+            if (self.shares and self.is_shared(table, inode, index)) or self._epoch(
+                table, inode, index
+            ) != epoch:
                 raise NotSupported("chunks with several replicas are copied by reading and writing them")
             return given_up()
 
         is_over()
-        return await self._store.copy(source, inode, index, offset, length, cut=cut, request=request, epoch=epoch,
-                                      given_up=is_over, table=table)
+        return await self._store.copy(
+            source,
+            inode,
+            index,
+            offset,
+            length,
+            cut=cut,
+            request=request,
+            epoch=epoch,
+            given_up=is_over,
+            table=table,
+        )
 
     def _epoch(self, table: int, inode: int, index: int) -> int:
         """Return the epoch of the chunk's chain.
@@ -171,7 +249,9 @@ class Replica:
         if decisions:
             await self.writes.wait_to_read(decisions, deadline_s)
 
-    async def cut(self, inode: int, size: int, cut: int, chunk_bits: int, end: int, cipher: BlockCipher | None = None) -> int:
+    async def cut(
+        self, inode: int, size: int, cut: int, chunk_bits: int, end: int, cipher: BlockCipher | None = None
+    ) -> int:
         """See ChunkStore.cut.
 
         A chunk may become shared during the wait, so writes are refused in every case.

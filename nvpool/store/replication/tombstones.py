@@ -81,8 +81,10 @@ class Guard:
             return True
         if copy.inode in self._removed:
             return False
-        return not any(number > copy.known.cut and first <= copy.index <= last
-                       for number, first, last in self._cuts.get(copy.inode, ()))
+        return not any(
+            number > copy.known.cut and first <= copy.index <= last
+            for number, first, last in self._cuts.get(copy.inode, ())
+        )
 
     def has_cut(self, inode: int) -> bool:
         return inode in self._cuts

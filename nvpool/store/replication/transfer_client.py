@@ -25,7 +25,12 @@ from nvpool.rpc.target_calls import TargetCalls
 from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.rpc.v1.wire_pb2 import Method
 from nvpool.store.chunks.api import ChunkCopy, ChunkVersion, InodeCut
-from nvpool.store.replication.transfer_server import FETCH_BYTES, decode_fetched, decode_versions, wanted_entries
+from nvpool.store.replication.transfer_server import (
+    FETCH_BYTES,
+    decode_fetched,
+    decode_versions,
+    wanted_entries,
+)
 
 CALL_S = 15.0
 AUTHORITY_S = 600.0
@@ -63,14 +68,21 @@ class OtherTargets:
     def update_map(self, pool_map: PoolMap) -> None:
         self._calls.use_map(pool_map)
 
-    async def versions(self, target: int, chains: ChainSet, after: tuple[int, int] | None, limit: int = 0) -> ChunkListing:
+    async def versions(
+        self, target: int, chains: ChainSet, after: tuple[int, int] | None, limit: int = 0
+    ) -> ChunkListing:
         """List chunks of these chains on the target, after `after`.
 
         Any NvpoolError: of the connection, or as the target answers.
         """
         inode, index = after or (0, 0)
-        request = pb.VersionsRequest(chains=encode_chains(chains), begun=after is not None, after_inode=inode,
-                                     after_index=index, limit=limit)
+        request = pb.VersionsRequest(
+            chains=encode_chains(chains),
+            begun=after is not None,
+            after_inode=inode,
+            after_index=index,
+            limit=limit,
+        )
         answer = await self._ask(target, Method.DATA_VERSIONS, request)
         reply = _parsed(pb.VersionsReply, answer)
         chunks, inodes = decode_versions(reply)
@@ -102,27 +114,42 @@ class OtherTargets:
         parts, begun = [part.copy], part
         while parts[-1].more:
             first = len(parts) * _PIECE_BLOCKS
-            (further, *_), _ = await self._parts(target, [(part.copy.inode, part.copy.index, table, first, _PIECE_BLOCKS)])
+            (further, *_), _ = await self._parts(
+                target, [(part.copy.inode, part.copy.index, table, first, _PIECE_BLOCKS)]
+            )
             if further.damage is not None or further.copy.version != part.copy.version:
                 # The chunk has changed in between. Mark it as having an undecided write, so that it is
                 # requested again.
-                return further if further.damage is not None else begun._replace(pending=True, copy=replace(
-                    part.copy, more=False))
+                return (
+                    further
+                    if further.damage is not None
+                    else begun._replace(pending=True, copy=replace(part.copy, more=False))
+                )
             parts.append(further.copy)
             begun = further
         if len(parts) == 1:
             return part
-        whole = replace(parts[-1], runs=tuple([run for one in parts for run in one.runs]),
-                        checksums=b"".join([one.checksums for one in parts]), content=b"".join([one.content for one in parts]),
-                        bad=tuple([block for one in parts for block in one.bad]))
+        whole = replace(
+            parts[-1],
+            runs=tuple([run for one in parts for run in one.runs]),
+            checksums=b"".join([one.checksums for one in parts]),
+            content=b"".join([one.content for one in parts]),
+            bad=tuple([block for one in parts for block in one.bad]),
+        )
         return begun._replace(copy=whole)
 
-    async def _parts(self, target: int, wanted: Iterable[tuple[int, int, int, int, int]]) -> tuple[list[Fetched], bool]:
+    async def _parts(
+        self, target: int, wanted: Iterable[tuple[int, int, int, int, int]]
+    ) -> tuple[list[Fetched], bool]:
         answer = await self._ask(target, Method.DATA_FETCH, pb.FetchRequest(chunks=wanted_entries(wanted)))
         reply = _parsed(pb.FetchReply, answer)
         found = []
         for one, copy in decode_fetched(reply, answer.payload):
-            error = BY_WIRE_CODE.get(one.status, NvpoolError)(f"target {target} can not read it") if one.status else None
+            error = (
+                BY_WIRE_CODE.get(one.status, NvpoolError)(f"target {target} can not read it")
+                if one.status
+                else None
+            )
             if error is not None and not isinstance(error, Damaged):
                 raise error
             found.append(Fetched(copy, one.pending, error))
@@ -132,9 +159,14 @@ class OtherTargets:
 
     async def _ask(self, target: int, method: int, request) -> Reply:
         pool_map = self._calls.map
-        request.target, request.map_epoch, request.authority = target, pool_map.epoch if pool_map else 0, self._right()
-        return await self._calls.call(target, method, request.SerializeToString(),
-                                      deadline_s=self._clock.boottime_s() + CALL_S)
+        request.target, request.map_epoch, request.authority = (
+            target,
+            pool_map.epoch if pool_map else 0,
+            self._right(),
+        )
+        return await self._calls.call(
+            target, method, request.SerializeToString(), deadline_s=self._clock.boottime_s() + CALL_S
+        )
 
     def _right(self) -> bytes:
         now_ms = self._clock.wall_ns() // 1_000_000

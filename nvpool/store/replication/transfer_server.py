@@ -48,9 +48,17 @@ class Giving:
     AccessDenied unless the caller is a service, and `later` runs the work of a call in a task.
     """
 
-    def __init__(self, store: ChunkStore, replica: Replica, target: int, *, parse: Callable[[Any, Call], Any],
-                 authority: Callable[[bytes], None], later: Callable[[Call, Coroutine], None],
-                 busy: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        store: ChunkStore,
+        replica: Replica,
+        target: int,
+        *,
+        parse: Callable[[Any, Call], Any],
+        authority: Callable[[bytes], None],
+        later: Callable[[Call, Coroutine], None],
+        busy: Callable[[], bool],
+    ) -> None:
         self._store = store
         self._replica = replica
         self._target = target
@@ -85,12 +93,24 @@ class Giving:
         after = (request.after_inode, request.after_index) if request.begun else None
         step = self._store.versions(after, max(1, min(request.limit or VERSIONS_MAX, VERSIONS_MAX)), chains)
         end = step.end or (0, 0)
-        call.reply(pb.VersionsReply(
-            map_epoch=self._epoch, more=step.end is not None, end_inode=end[0], end_index=end[1],
-            chunks=b"".join([CHUNK_VERSION.pack(inode, index, blocks, version, cut, table)
-                             for inode, index, table, version, cut, blocks in step.chunks]),
-            inodes=b"".join([INODE_CUT.pack(*one) for one in step.inodes]),
-            busy=self._busy(), used_bytes=self._store.status()["used_bytes"], split_floors=True).SerializeToString())
+        call.reply(
+            pb.VersionsReply(
+                map_epoch=self._epoch,
+                more=step.end is not None,
+                end_inode=end[0],
+                end_index=end[1],
+                chunks=b"".join(
+                    [
+                        CHUNK_VERSION.pack(inode, index, blocks, version, cut, table)
+                        for inode, index, table, version, cut, blocks in step.chunks
+                    ]
+                ),
+                inodes=b"".join([INODE_CUT.pack(*one) for one in step.inodes]),
+                busy=self._busy(),
+                used_bytes=self._store.status()["used_bytes"],
+                split_floors=True,
+            ).SerializeToString()
+        )
 
     def fetch(self, call: Call) -> None:
         request = self._parse(pb.FetchRequest, call)
@@ -98,7 +118,9 @@ class Giving:
         if len(request.chunks) % WANTED.size or not 0 < len(request.chunks) <= FETCH_CHUNKS_MAX * WANTED.size:
             raise InvalidRequest(f"{len(request.chunks)} bytes are not 1 to {FETCH_CHUNKS_MAX} whole entries")
         wanted = list(WANTED.iter_unpack(request.chunks))
-        self._check(request.map_epoch, ((table, chain_of(inode, index)) for inode, index, table, _, _ in wanted))
+        self._check(
+            request.map_epoch, ((table, chain_of(inode, index)) for inode, index, table, _, _ in wanted)
+        )
         self._later(call, self._fetch(call, wanted))
 
     async def _fetch(self, call: Call, wanted: list[tuple[int, int, int, int, int]]) -> None:
@@ -108,9 +130,14 @@ class Giving:
                 chunks, payload = await self._copies(call, wanted)
         finally:
             self.active -= 1
-        call.reply(pb.FetchReply(map_epoch=self._epoch, chunks=chunks, busy=self._busy()).SerializeToString(), payload)
+        call.reply(
+            pb.FetchReply(map_epoch=self._epoch, chunks=chunks, busy=self._busy()).SerializeToString(),
+            payload,
+        )
 
-    async def _copies(self, call: Call, wanted: list[tuple[int, int, int, int, int]]) -> tuple[list[pb.FetchedChunk], list]:
+    async def _copies(
+        self, call: Call, wanted: list[tuple[int, int, int, int, int]]
+    ) -> tuple[list[pb.FetchedChunk], list]:
         chunks: list[pb.FetchedChunk] = []
         payload, total = [], 0
         for inode, index, _, first, blocks in wanted:
@@ -118,8 +145,12 @@ class Giving:
                 break
             pending = inode in self._cuts or self._replica.is_pending([(inode, index)])
             try:
-                copy = await self._store.fetch(inode, index, min(first, CHUNK_BLOCKS_MAX),
-                                               max(1, min(blocks, FETCH_BYTES // BLOCK_BYTES)))
+                copy = await self._store.fetch(
+                    inode,
+                    index,
+                    min(first, CHUNK_BLOCKS_MAX),
+                    max(1, min(blocks, FETCH_BYTES // BLOCK_BYTES)),
+                )
             except NvpoolError as error:
                 chunks.append(pb.FetchedChunk(inode=inode, index=index, status=error.wire_code))
                 continue
@@ -154,30 +185,65 @@ class Giving:
 def encode_copy(copy: ChunkCopy, pending: bool) -> pb.FetchedChunk:
     """Encode a chunk without its content."""
     return pb.FetchedChunk(
-        inode=copy.inode, index=copy.index, pending=pending, version=copy.version, table=copy.table, cut=copy.cut,
-        requests=b"".join([_REQUEST.pack(session, sequence, slot) for session, slot, sequence in copy.requests]),
-        inode_cut=copy.known.cut, floor=copy.known.floor, chunk_bits=copy.known.chunk_bits,
-        runs=b"".join([_RUN.pack(*run) for run in copy.runs]), checksums=copy.checksums, bad=copy.bad, more=copy.more,
-        split_floor=True)
+        inode=copy.inode,
+        index=copy.index,
+        pending=pending,
+        version=copy.version,
+        table=copy.table,
+        cut=copy.cut,
+        requests=b"".join(
+            [_REQUEST.pack(session, sequence, slot) for session, slot, sequence in copy.requests]
+        ),
+        inode_cut=copy.known.cut,
+        floor=copy.known.floor,
+        chunk_bits=copy.known.chunk_bits,
+        runs=b"".join([_RUN.pack(*run) for run in copy.runs]),
+        checksums=copy.checksums,
+        bad=copy.bad,
+        more=copy.more,
+        split_floor=True,
+    )
 
 
 def decode_copy(one: pb.FetchedChunk, content: memoryview) -> ChunkCopy:
     try:
-        return ChunkCopy(one.inode, one.index, one.version, one.table or 1, one.cut,
-                         tuple([(session, slot, sequence) for session, sequence, slot in _REQUEST.iter_unpack(one.requests)]),
-                         InodeCut(one.inode, one.inode_cut, one.floor if one.split_floor else of_old_floor(one.floor),
-                                  one.chunk_bits),
-                         tuple(_RUN.iter_unpack(one.runs)), one.checksums, content, tuple(one.bad), one.more)
+        return ChunkCopy(
+            one.inode,
+            one.index,
+            one.version,
+            one.table or 1,
+            one.cut,
+            tuple(
+                [(session, slot, sequence) for session, sequence, slot in _REQUEST.iter_unpack(one.requests)]
+            ),
+            InodeCut(
+                one.inode,
+                one.inode_cut,
+                one.floor if one.split_floor else of_old_floor(one.floor),
+                one.chunk_bits,
+            ),
+            tuple(_RUN.iter_unpack(one.runs)),
+            one.checksums,
+            content,
+            tuple(one.bad),
+            one.more,
+        )
     except struct.error:
         raise CorruptFrame("a fetched chunk that can not be read came") from None
 
 
 def decode_versions(reply: pb.VersionsReply) -> tuple[list[ChunkVersion], list[InodeCut]]:
     try:
-        return ([ChunkVersion(inode, index, table, version, cut, blocks)
-                 for inode, index, blocks, version, cut, table in CHUNK_VERSION.iter_unpack(reply.chunks)],
-                [InodeCut(inode, cut, floor if reply.split_floors else of_old_floor(floor), chunk_bits)
-                 for inode, cut, floor, chunk_bits in INODE_CUT.iter_unpack(reply.inodes)])
+        return (
+            [
+                ChunkVersion(inode, index, table, version, cut, blocks)
+                for inode, index, blocks, version, cut, table in CHUNK_VERSION.iter_unpack(reply.chunks)
+            ],
+            [
+                InodeCut(inode, cut, floor if reply.split_floors else of_old_floor(floor), chunk_bits)
+                for inode, cut, floor, chunk_bits in INODE_CUT.iter_unpack(reply.inodes)
+            ],
+        )
     except struct.error:
         raise CorruptFrame("a listing of versions that can not be read came") from None
 
@@ -190,7 +256,7 @@ def decode_fetched(reply: pb.FetchReply, payload: memoryview) -> list[tuple[pb.F
     found, at = [], 0
     for one in reply.chunks:
         length = len(one.checksums) // 4 * BLOCK_BYTES
-        found.append((one, decode_copy(one, payload[at:at + length])))
+        found.append((one, decode_copy(one, payload[at : at + length])))
         at += length
     if at != len(payload):
         raise CorruptFrame(f"{len(payload)} bytes came with chunks of {at}")
@@ -200,4 +266,3 @@ def decode_fetched(reply: pb.FetchReply, payload: memoryview) -> list[tuple[pb.F
 def wanted_entries(chunks: Iterable[tuple[int, int, int, int, int]]) -> bytes:
     """Encode (inode, index, table, first block, blocks) entries."""
     return b"".join([WANTED.pack(*one) for one in chunks])
-

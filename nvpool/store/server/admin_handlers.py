@@ -15,8 +15,16 @@ from nvpool.store.maintenance.background import Upkeep
 
 
 class Orders:
-    def __init__(self, store: ChunkStore, upkeep: Upkeep | None, *, parse: Callable, authority: Callable[[bytes], None],
-                 later: Callable[[Call, Coroutine], None], epoch: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        store: ChunkStore,
+        upkeep: Upkeep | None,
+        *,
+        parse: Callable,
+        authority: Callable[[bytes], None],
+        later: Callable[[Call, Coroutine], None],
+        epoch: Callable[[], int],
+    ) -> None:
         self._store = store
         self._upkeep = upkeep
         self._parse = parse
@@ -32,11 +40,25 @@ class Orders:
         step = await self._store.scrub(request.cursor, request.blocks, request.repair)
         if request.repair and step.bad and self._upkeep is not None:
             good = await self._upkeep.repair.repaired(step.bad)
-            step = step._replace(bad=[one for one in step.bad if one not in good], mended=[*step.mended, *[
-                f"block {one.block} of chunk {one.index} of inode {one.inode} {one.text}; it is written anew" for one in good]])
-        reply = pb.ScrubReply(cursor=step.cursor, done=step.done, blocks=step.blocks, problems=step.problems,
-                              mended=step.mended, map_epoch=self._epoch(),
-                              bad=[pb.BadBlock(**one._asdict()) for one in step.bad])
+            step = step._replace(
+                bad=[one for one in step.bad if one not in good],
+                mended=[
+                    *step.mended,
+                    *[
+                        f"block {one.block} of chunk {one.index} of inode {one.inode} {one.text}; it is written anew"
+                        for one in good
+                    ],
+                ],
+            )
+        reply = pb.ScrubReply(
+            cursor=step.cursor,
+            done=step.done,
+            blocks=step.blocks,
+            problems=step.problems,
+            mended=step.mended,
+            map_epoch=self._epoch(),
+            bad=[pb.BadBlock(**one._asdict()) for one in step.bad],
+        )
         call.reply(reply.SerializeToString())
 
     def scrub_order(self, call: Call) -> None:
@@ -53,7 +75,9 @@ class Orders:
         self._later(call, self._pull(call, request))
 
     async def _pull(self, call: Call, request: pb.PullRequest) -> None:
-        version = await self._of_others().resync.level(request.table, request.inode, request.index, request.source)
+        version = await self._of_others().resync.level(
+            request.table, request.inode, request.index, request.source
+        )
         call.reply(pb.PullReply(map_epoch=self._epoch(), version=version).SerializeToString())
 
     def _of_others(self) -> Upkeep:

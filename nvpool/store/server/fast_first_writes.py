@@ -42,7 +42,11 @@ def answer_new_writes(service: StoreService, secret: bytes) -> None:
     Does nothing unless both are compiled and the store is on a drive.
     """
     reads, store = service.at_once, service.store
-    if _fast_first_writes is None or fast_reads._fast_reads is None or type(reads) is not fast_reads._fast_reads.Reads:
+    if (
+        _fast_first_writes is None
+        or fast_reads._fast_reads is None
+        or type(reads) is not fast_reads._fast_reads.Reads
+    ):
         return
     # `on_apply` reports each change, so it must be free
     if type(store.kv) is LmdbKv and store.kv.on_apply is None:

@@ -74,8 +74,16 @@ class PlainReads:
     closed.
     """
 
-    def __init__(self, target: int, grants: dict[bytes, grants.Grant], store: BlockChunkStore, pending: dict, tenure: Tenure,
-                 use: IoStats, clock: Clock) -> None:
+    def __init__(
+        self,
+        target: int,
+        grants: dict[bytes, grants.Grant],
+        store: BlockChunkStore,
+        pending: dict,
+        tenure: Tenure,
+        use: IoStats,
+        clock: Clock,
+    ) -> None:
         """Create the fast path of one target.
 
         `grants` has the verified grants by their bytes. `pending` has the chunks with an undecided write.
@@ -91,7 +99,9 @@ class PlainReads:
         self._use = use
         self._clock = clock
 
-    def answer(self, buffer: bytearray, end: int, in_work: dict, tally: ReplyStats, out: list, side: Any = None) -> int:
+    def answer(
+        self, buffer: bytearray, end: int, in_work: dict, tally: ReplyStats, out: list, side: Any = None
+    ) -> int:
         """Answer the frames at the beginning of `buffer`, as far as this is possible immediately.
 
         `end` bytes of the buffer are valid. Appends a reply frame for each answered frame to `out`, and
@@ -100,8 +110,15 @@ class PlainReads:
         from the drive is started.
         """
         store, at, total = self._store, 0, 0
-        if (not self.open or not self.epoch or len(in_work) >= IN_FLIGHT_MAX or store.fenced_because or store._closed
-                or not self._tenure.vouched or self._use.on):
+        if (
+            not self.open
+            or not self.epoch
+            or len(in_work) >= IN_FLIGHT_MAX
+            or store.fenced_because
+            or store._closed
+            or not self._tenure.vouched
+            or self._use.on
+        ):
             return 0
         while end - at >= FRAME_BYTES and total < OUT_BYTES_MAX:
             since_s = self._clock.boottime_s()
@@ -124,7 +141,13 @@ class PlainReads:
             if type(head) is int or len(head[4]) != REQUEST_BYTES:
                 return None
             kind, method, number, deadline_ms, message, payload_bytes = head
-            if kind != REQUEST or method != DATA_READ or payload_bytes or not deadline_ms or number in in_work:
+            if (
+                kind != REQUEST
+                or method != DATA_READ
+                or payload_bytes
+                or not deadline_ms
+                or number in in_work
+            ):
                 return None
             epoch, target, rights, reads, verify = decode_read_request(message)
         except (CorruptFrame, InvalidRequest):
@@ -135,7 +158,11 @@ class PlainReads:
         if (offset | length) & BLOCK_BYTES - 1 or not 0 < length <= BLOCKS_MAX * BLOCK_BYTES or place:
             return None
         grant = self._grants.get(rights[0])
-        if grant is None or not grant.rights & (READ | SERVICE) or (not grant.rights & SERVICE and grant.inode != inode):
+        if (
+            grant is None
+            or not grant.rights & (READ | SERVICE)
+            or (not grant.rights & SERVICE and grant.inode != inode)
+        ):
             return None
         if grant.ends_ms + CLOCK_SKEW_S * 1000 < self._clock.wall_ns() // 1_000_000:
             return None
@@ -147,7 +174,9 @@ class PlainReads:
             return None
         block, count = offset >> 12, length >> 12
         within = block & SEGMENT_MASK
-        segment = chunk.segments[block >> SEGMENT_BITS] if block >> SEGMENT_BITS < len(chunk.segments) else None
+        segment = (
+            chunk.segments[block >> SEGMENT_BITS] if block >> SEGMENT_BITS < len(chunk.segments) else None
+        )
         if segment is None or within + count > len(segment.disk):
             return None
         disk = segment.disk[within]
@@ -161,10 +190,12 @@ class PlainReads:
             return None
         if self._tenure.shared and not self._tenure.holds():
             return None
-        said = encode_read_reply(self.epoch, READ_RESULT.pack(0, UNCHECKED, length, chunk.version),
-                                 segment.crcs[within * 4:(within + count) * 4])
+        said = encode_read_reply(
+            self.epoch,
+            READ_RESULT.pack(0, UNCHECKED, length, chunk.version),
+            segment.crcs[within * 4 : (within + count) * 4],
+        )
         return pack_head_plain(REPLY, 0, number, 0, said, length) + blocks, length
-
 
     def reap(self) -> None:
         """Answer reads that the drive has completed."""
@@ -195,13 +226,24 @@ async def close(reads: Any, drain_s: float) -> None:
 Reads = PlainReads if _fast_reads is None else _fast_reads.FastReads
 
 
-def reads_at_once(target: int, grants: dict[bytes, grants.Grant], store: ChunkStore, pending: dict, tenure: Tenure, use: IoStats,
-                  clock: Clock) -> Any | None:
+def reads_at_once(
+    target: int,
+    grants: dict[bytes, grants.Grant],
+    store: ChunkStore,
+    pending: dict,
+    tenure: Tenure,
+    use: IoStats,
+    clock: Clock,
+) -> Any | None:
     """Create the fast reads of a store, or return None.
 
     Stores in memory, stores on a test device and stores with O_DIRECT do not support them.
     """
-    if type(store) is not BlockChunkStore or type(store.device) is not FileDevice or store.device.direct \
-            or not 0 < target < 128:
+    if (
+        type(store) is not BlockChunkStore
+        or type(store.device) is not FileDevice
+        or store.device.direct
+        or not 0 < target < 128
+    ):
         return None
     return Reads(target, grants, store, pending, tenure, use, clock)

@@ -74,7 +74,9 @@ class IoStats:
             return
         _, _, rights, reads, _ = decode_read_request(call.message)
         session, took_s = self._session(rights), self._clock.boottime_s() - call.since_s
-        for (inode, *_), (_, _, length, _) in zip(READ.iter_unpack(reads), RESULT.iter_unpack(batch.results), strict=False):
+        for (inode, *_), (_, _, length, _) in zip(
+            READ.iter_unpack(reads), RESULT.iter_unpack(batch.results), strict=False
+        ):
             row = self._row(session, inode)
             row[0] += 1
             row[1] += length
@@ -94,7 +96,9 @@ class IoStats:
         """Count the short-circuit reads that a client reports. Impossible values are ignored."""
         watched = self.on and self._watched()
         session = self._session(rights) if watched else 0
-        for inode, reads, count in PAST_READS.iter_unpack(packed[:len(packed) - len(packed) % PAST_READS.size]):
+        for inode, reads, count in PAST_READS.iter_unpack(
+            packed[: len(packed) - len(packed) % PAST_READS.size]
+        ):
             if reads > PAST_READS_MAX or count > PAST_BYTES_MAX:
                 continue
             self.past_reads += reads

@@ -88,12 +88,25 @@ TEND_S = 1.0
 
 
 class StoreService(WritesOne, Telling):
-    def __init__(self, store: ChunkStore, *, target: int, grant_secret: bytes, clock: Clock = SYSTEM_CLOCK,
-                 refresh_map: Callable[[], None] | None = None, handover_path: str = "", handover_group: int | None = None,
-                 dialer: PeerDialer | None = None, resync_bytes_per_s: float = RESYNC_BYTES_PER_S,
-                 scrub_interval_s: float = INTERVAL_S, scrub_bytes_per_s: float = SCRUB_BYTES_PER_S,
-                 on_fail: Callable[[str], None] = lambda reason: None, tenure: Tenure | None = None,
-                 callers: Callers | None = None, pool_keys: PoolKeys | None = None):
+    def __init__(
+        self,
+        store: ChunkStore,
+        *,
+        target: int,
+        grant_secret: bytes,
+        clock: Clock = SYSTEM_CLOCK,
+        refresh_map: Callable[[], None] | None = None,
+        handover_path: str = "",
+        handover_group: int | None = None,
+        dialer: PeerDialer | None = None,
+        resync_bytes_per_s: float = RESYNC_BYTES_PER_S,
+        scrub_interval_s: float = INTERVAL_S,
+        scrub_bytes_per_s: float = SCRUB_BYTES_PER_S,
+        on_fail: Callable[[str], None] = lambda reason: None,
+        tenure: Tenure | None = None,
+        callers: Callers | None = None,
+        pool_keys: PoolKeys | None = None,
+    ):
         """Create the service of one target.
 
         The service calls `refresh_map` when a request has a newer map; `refresh_map` calls `update_map`, now
@@ -127,30 +140,71 @@ class StoreService(WritesOne, Telling):
         self._draining = False
         self._handover_path, self._handover_group = handover_path, handover_group
         self._handover: Handover | None = None
-        self.replica = Replica(store, target, clock, grant_secret, dialer=dialer, ask_map=refresh_map or (lambda: None))
-        self._giving = giving = Giving(store, self.replica, target, parse=self._parse, authority=self._authority,
-                                       later=self._later, busy=lambda: self.waiting)
+        self.replica = Replica(
+            store, target, clock, grant_secret, dialer=dialer, ask_map=refresh_map or (lambda: None)
+        )
+        self._giving = giving = Giving(
+            store,
+            self.replica,
+            target,
+            parse=self._parse,
+            authority=self._authority,
+            later=self._later,
+            busy=lambda: self.waiting,
+        )
         self.tenure = tenure or Tenure(target, clock, store.lender, until_s=math.inf)
-        self.upkeep = None if dialer is None else Upkeep(store, target, dialer, grant_secret, clock, on_fail=on_fail,
-                                                         bytes_per_s=resync_bytes_per_s, scrub_interval_s=scrub_interval_s,
-                                                         scrub_bytes_per_s=scrub_bytes_per_s, busy=lambda: self.waiting,
-                                                         is_caught_up=lambda: self.tenure.is_caught_up)
+        self.upkeep = (
+            None
+            if dialer is None
+            else Upkeep(
+                store,
+                target,
+                dialer,
+                grant_secret,
+                clock,
+                on_fail=on_fail,
+                bytes_per_s=resync_bytes_per_s,
+                scrub_interval_s=scrub_interval_s,
+                scrub_bytes_per_s=scrub_bytes_per_s,
+                busy=lambda: self.waiting,
+                is_caught_up=lambda: self.tenure.is_caught_up,
+            )
+        )
         if self.upkeep is not None and self.replica.writes is not None:
             writes, repair = self.replica.writes, self.upkeep.repair
             writes.fetch, writes.mend, writes.rebuild = self.upkeep.resync.pull, repair.mended, repair.rebuilt
-        orders = Orders(store, self.upkeep, parse=self._parse, authority=self._authority, later=self._later,
-                        epoch=lambda: self._epoch)
-        self.at_once = reads_at_once(target, self._grants, store, self.replica.pending, self.tenure, self.use, clock)
+        orders = Orders(
+            store,
+            self.upkeep,
+            parse=self._parse,
+            authority=self._authority,
+            later=self._later,
+            epoch=lambda: self._epoch,
+        )
+        self.at_once = reads_at_once(
+            target, self._grants, store, self.replica.pending, self.tenure, self.use, clock
+        )
         """Fast path that a listener tries first; None if every request takes the slow path."""
         answer_new_writes(self, grant_secret)
         self._new_writes = getattr(self.at_once, "writes", None)
         self._methods: dict[int, Callable[[Call], None]] = {
-            Method.DATA_READ: self._read, Method.DATA_WRITE: self._write, Method.DATA_FLUSH: self._flush,
-            Method.DATA_CUT: self._cut, Method.DATA_REMOVE: self._remove, Method.DATA_DESCRIBE: self._describe,
-            Method.DATA_LOCATE: self._locate, Method.DATA_EXTENTS: self._extents, Method.DATA_COPY: self._copy,
-            Method.DATA_LIST: self._list, Method.DATA_SCRUB: orders.scrub, Method.DATA_STATUS: self._status,
-            Method.DATA_PEER_WRITE: self._peer_write, Method.DATA_SCRUB_ORDER: orders.scrub_order,
-            Method.DATA_VERSIONS: giving.versions, Method.DATA_FETCH: giving.fetch, Method.DATA_PULL: orders.pull,
+            Method.DATA_READ: self._read,
+            Method.DATA_WRITE: self._write,
+            Method.DATA_FLUSH: self._flush,
+            Method.DATA_CUT: self._cut,
+            Method.DATA_REMOVE: self._remove,
+            Method.DATA_DESCRIBE: self._describe,
+            Method.DATA_LOCATE: self._locate,
+            Method.DATA_EXTENTS: self._extents,
+            Method.DATA_COPY: self._copy,
+            Method.DATA_LIST: self._list,
+            Method.DATA_SCRUB: orders.scrub,
+            Method.DATA_STATUS: self._status,
+            Method.DATA_PEER_WRITE: self._peer_write,
+            Method.DATA_SCRUB_ORDER: orders.scrub_order,
+            Method.DATA_VERSIONS: giving.versions,
+            Method.DATA_FETCH: giving.fetch,
+            Method.DATA_PULL: orders.pull,
             Method.DATA_USE: self._tell_use,
         }
 
@@ -391,7 +445,9 @@ class StoreService(WritesOne, Telling):
         else:
             self._answer_read(call, epoch, reads, batch)
 
-    def _read_came(self, call: Call, epoch: int, reads: bytes, batch: ReadBatch, error: BaseException | None) -> None:
+    def _read_came(
+        self, call: Call, epoch: int, reads: bytes, batch: ReadBatch, error: BaseException | None
+    ) -> None:
         if call not in self._reads:
             return  # `close` has already failed this call
         self._reads.remove(call)
@@ -425,7 +481,9 @@ class StoreService(WritesOne, Telling):
         if len(entries) % LOCATE_ENTRY.size or len(entries) > LOCATE_ENTRIES_MAX * LOCATE_ENTRY.size:
             raise InvalidRequest(f"{len(entries)} bytes are not up to {LOCATE_ENTRIES_MAX} whole entries")
         if request.map_epoch != self._epoch:
-            self._check_epoch(request.map_epoch, lambda: (fields[:2] for fields in LOCATE_ENTRY.iter_unpack(entries)))
+            self._check_epoch(
+                request.map_epoch, lambda: (fields[:2] for fields in LOCATE_ENTRY.iter_unpack(entries))
+            )
         now_ms = self.clock.wall_ns() // 1_000_000
         known = [self.grant(raw, now_ms) for raw in request.grants]
         if request.past:
@@ -453,14 +511,22 @@ class StoreService(WritesOne, Telling):
             if where.version == version:
                 results.append(LOCATE_RESULT.pack(0, SAME_VERSION, 0, 0, life_ms, slot, stamp, version))
                 continue
-            results.append(LOCATE_RESULT.pack(0, 0, len(where.runs), where.blocks, life_ms, slot, stamp, where.version))
+            results.append(
+                LOCATE_RESULT.pack(0, 0, len(where.runs), where.blocks, life_ms, slot, stamp, where.version)
+            )
             runs.append(where.runs.tobytes())
             checksums.append(where.checksums)
             total += len(runs[-1]) + len(where.checksums)
         if self.tenure.shared:
             self.tenure.check()
-        call.reply(pb.LocateReply(map_epoch=self._epoch, results=b"".join(results), runs=b"".join(runs),
-                                  checksums=b"".join(checksums)).SerializeToString())
+        call.reply(
+            pb.LocateReply(
+                map_epoch=self._epoch,
+                results=b"".join(results),
+                runs=b"".join(runs),
+                checksums=b"".join(checksums),
+            ).SerializeToString()
+        )
 
     # -- writes ------------------------------------------------------------------------------------------------------
 
@@ -471,7 +537,9 @@ class StoreService(WritesOne, Telling):
         if len(request.writes) % WRITE.size:
             raise InvalidRequest(f"{len(request.writes)} bytes are not whole write headers")
         if request.map_epoch != self._epoch:
-            self._check_epoch(request.map_epoch, lambda: (fields[0:4:3] for fields in WRITE.iter_unpack(request.writes)))
+            self._check_epoch(
+                request.map_epoch, lambda: (fields[0:4:3] for fields in WRITE.iter_unpack(request.writes))
+            )
         work = WriteBatch(self, request, memoryview(call.payload), call.deadline_s)
         until = work.go_on()
         if until is None:
@@ -530,8 +598,11 @@ class StoreService(WritesOne, Telling):
 
     def _answer_peer(self, call: Call, error: BaseException) -> None:
         if isinstance(error, StaleVersion):
-            call.reply(pb.PeerWriteReply(map_epoch=self._epoch, status=error.wire_code,
-                                         version=error.version).SerializeToString())
+            call.reply(
+                pb.PeerWriteReply(
+                    map_epoch=self._epoch, status=error.wire_code, version=error.version
+                ).SerializeToString()
+            )
         else:
             call.fail(error)
 
@@ -567,7 +638,7 @@ class StoreService(WritesOne, Telling):
         self._later(call, self._do_remove(call, request))
 
     async def _do_remove(self, call: Call, request: pb.RemoveRequest) -> None:
-        inodes = [inode for inode, in struct.iter_unpack("<Q", request.inodes)]
+        inodes = [inode for (inode,) in struct.iter_unpack("<Q", request.inodes)]
         if self.upkeep is not None:
             self.upkeep.resync.guard.removed(inodes)
         chunks, byte_count = await self.replica.remove(inodes)
@@ -575,15 +646,21 @@ class StoreService(WritesOne, Telling):
 
     def _extents(self, call: Call) -> None:
         request = self._parse(pb.ExtentsRequest, call)
-        if request.map_epoch < self._epoch and max(self._changed_at.values(), default=self._stale_below) > request.map_epoch:
+        if (
+            request.map_epoch < self._epoch
+            and max(self._changed_at.values(), default=self._stale_below) > request.map_epoch
+        ):
             raise StaleEpoch  # the answer would miss a chunk that arrived or left
         self._check_right(request.grant, request.inode, grants.READ | grants.WRITE)
         until = min(request.until, 1 << 32)
         found, goes_on = self.store.extents(request.inode, request.first, until)
         extents = b"".join([EXTENT.pack(*extent) for extent in found])
         self.tenure.check()  # holes of an old state may be data now
-        call.reply(pb.ExtentsReply(map_epoch=self._epoch, extents=extents, more=goes_on < until,
-                                   next=goes_on).SerializeToString())
+        call.reply(
+            pb.ExtentsReply(
+                map_epoch=self._epoch, extents=extents, more=goes_on < until, next=goes_on
+            ).SerializeToString()
+        )
 
     def _check_right(self, raw: bytes, inode: int, rights: int) -> grants.Grant:
         """Return the grant after a check.
@@ -591,19 +668,26 @@ class StoreService(WritesOne, Telling):
         StaleGrant: the grant is not valid, does not cover this inode, or has none of these rights.
         """
         grant = self.grant(raw, self.clock.wall_ns() // 1_000_000)
-        if grant is None or not grant.rights & (rights | grants.SERVICE) or \
-                (not grant.rights & grants.SERVICE and grant.inode != inode):
+        if (
+            grant is None
+            or not grant.rights & (rights | grants.SERVICE)
+            or (not grant.rights & grants.SERVICE and grant.inode != inode)
+        ):
             raise StaleGrant
         return grant
 
     def _copy(self, call: Call) -> None:
         request = self._parse(pb.CopyRequest, call)
         if request.map_epoch != self._epoch:
-            self._check_epoch(request.map_epoch, lambda: ((request.from_inode, request.from_index),
-                                                          (request.inode, request.index)))
+            self._check_epoch(
+                request.map_epoch,
+                lambda: ((request.from_inode, request.from_index), (request.inode, request.index)),
+            )
         source = self._check_right(request.read_grant, request.from_inode, grants.READ)
         right = self._check_right(request.write_grant, request.inode, grants.WRITE)
-        if not right.rights & grants.SERVICE and (request.cut > right.cut or right.session != request.session != 0):
+        if not right.rights & grants.SERVICE and (
+            request.cut > right.cut or right.session != request.session != 0
+        ):
             raise StaleGrant
         # Data encrypted for one position does not decrypt at another.
         if (source.rights | right.rights) & grants.ENCRYPTED:
@@ -617,8 +701,17 @@ class StoreService(WritesOne, Telling):
 
         name = RequestId(request.session, request.slot, request.sequence) if request.session else None
         source = request.from_inode, request.from_index, request.from_offset
-        version, copied = await self.replica.copy(source, request.inode, request.index, request.offset, request.length,
-                                                  cut=request.cut, request=name, given_up=given_up, table=table)
+        version, copied = await self.replica.copy(
+            source,
+            request.inode,
+            request.index,
+            request.offset,
+            request.length,
+            cut=request.cut,
+            request=name,
+            given_up=given_up,
+            table=table,
+        )
         if request.map_epoch != self._epoch:  # during the copy the source may have continued without us
             self._check_epoch(request.map_epoch, lambda: (source[:2], (request.inode, request.index)))
         self.tenure.check()

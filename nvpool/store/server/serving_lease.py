@@ -33,8 +33,15 @@ class Tenure:
     False before the first map.
     """
 
-    def __init__(self, target: int, clock: Clock = SYSTEM_CLOCK, lender: Lender | None = None, *,
-                 until_s: float = -math.inf, verifier: int = 0):
+    def __init__(
+        self,
+        target: int,
+        clock: Clock = SYSTEM_CLOCK,
+        lender: Lender | None = None,
+        *,
+        until_s: float = -math.inf,
+        verifier: int = 0,
+    ):
         """Create the lease of `target`.
 
         The table of `lender` has the same end time for clients that read the drive directly. `until_s` inf is
@@ -63,8 +70,12 @@ class Tenure:
         If the map ends the right to read some chains here, location leases of clients on this host are
         invalidated first.
         """
-        readable = frozenset((table.id, number) for table in pool_map.tables for number, chain in enumerate(table.chains)
-                             if self.target in chain.readable)
+        readable = frozenset(
+            (table.id, number)
+            for table in pool_map.tables
+            for number, chain in enumerate(table.chains)
+            if self.target in chain.readable
+        )
         if self._lender is not None and self._readable - readable:
             self._lender.changing_all()
         self._readable = readable
@@ -99,7 +110,9 @@ class Tenure:
 
     def _tell(self) -> None:
         if self._lender is not None:
-            self._lender.serve_until(math.inf if not self.shared else self.until_s if self._epoch >= self._epoch_min else 0.0)
+            self._lender.serve_until(
+                math.inf if not self.shared else self.until_s if self._epoch >= self._epoch_min else 0.0
+            )
 
     def holds(self) -> bool:
         """Whether the target may serve now. Call after the work and before the answer."""

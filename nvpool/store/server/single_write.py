@@ -36,17 +36,39 @@ class WritesOne:
         epoch, _, raw, writes, checksums, session, slot = found
         inode, cut, sequence, index, offset, length, number, _ = WRITE.unpack(writes)
         payload, replica = call.payload, self.replica
-        if length != len(payload) or not length or (offset & BLOCK_BYTES - 1) + length > BLOCK_BYTES or number or not session \
-                or replica.shares or replica.losing or self.store.places_first(offset, length):
+        if (
+            length != len(payload)
+            or not length
+            or (offset & BLOCK_BYTES - 1) + length > BLOCK_BYTES
+            or number
+            or not session
+            or replica.shares
+            or replica.losing
+            or self.store.places_first(offset, length)
+        ):
             return False
         grant = self.grant(raw, self.clock.wall_ns() // 1_000_000)
-        if grant is None or not grant.rights & grants.WRITE or grant.rights & (grants.SERVICE | grants.ENCRYPTED) \
-                or grant.inode != inode or cut > grant.cut or grant.session != session:
+        if (
+            grant is None
+            or not grant.rights & grants.WRITE
+            or grant.rights & (grants.SERVICE | grants.ENCRYPTED)
+            or grant.inode != inode
+            or cut > grant.cut
+            or grant.session != session
+        ):
             return False
         status = version = 0
         try:
-            version = replica.write_now(inode, index, offset, memoryview(payload), checksums, cut=cut,
-                                        request=RequestId(session, slot, sequence), table=grant.table)
+            version = replica.write_now(
+                inode,
+                index,
+                offset,
+                memoryview(payload),
+                checksums,
+                cut=cut,
+                request=RequestId(session, slot, sequence),
+                table=grant.table,
+            )
         except MustWait:
             return False
         except NvpoolError as error:

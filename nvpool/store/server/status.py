@@ -50,8 +50,12 @@ class Telling:
             status["resync_wait"] = self.upkeep.resync.progress.waits_for
             strays = self.upkeep.strays
             status["strays_left"], status["strays_wait"] = strays.left_chunks, strays.waits_for
-        reply = pb.DataStatusReply(target=self.target, pid=os.getpid(), **status,
-                                   bad=[pb.BadBlock(**one._asdict()) for one in self.store.bad_blocks()])
+        reply = pb.DataStatusReply(
+            target=self.target,
+            pid=os.getpid(),
+            **status,
+            bad=[pb.BadBlock(**one._asdict()) for one in self.store.bad_blocks()],
+        )
         call.reply(reply.SerializeToString())
 
     def _tell_use(self, call: Call) -> None:
@@ -67,7 +71,10 @@ class Telling:
             self._check_right(request.grant, request.inode, grants.READ | grants.WRITE)
         limit = max(1, min(request.limit or 1024, CHUNKS_DESCRIBED_MAX))
         found, more = self.store.describe(request.inode, request.first, limit)
-        chunks = [pb.ChunkDescription(leaving=self._leaves(request.inode, one.index), **one._asdict()) for one in found]
+        chunks = [
+            pb.ChunkDescription(leaving=self._leaves(request.inode, one.index), **one._asdict())
+            for one in found
+        ]
         self.tenure.check()
         call.reply(pb.DescribeReply(chunks=chunks, more=more, map_epoch=self._epoch).SerializeToString())
 
@@ -78,8 +85,11 @@ class Telling:
     def _list(self, call: Call) -> None:
         request = self._parse(pb.ListRequest, call)
         found, more = self.store.inodes(request.after, max(1, min(request.limit or 1024, INODES_LISTED_MAX)))
-        call.reply(pb.ListReply(inodes=struct.pack(f"<{len(found)}Q", *found), more=more,
-                                map_epoch=self._epoch).SerializeToString())
+        call.reply(
+            pb.ListReply(
+                inodes=struct.pack(f"<{len(found)}Q", *found), more=more, map_epoch=self._epoch
+            ).SerializeToString()
+        )
 
     def measure(self, page: Page) -> None:
         _measure(self, page)
@@ -88,9 +98,14 @@ class Telling:
 def _measure(service, page: Page) -> None:
     status = service.store.status()
     counters = status["counters"]
-    for metric, name in ((metrics.STORE_READS, "reads"), (metrics.STORE_READ_BYTES, "read_bytes"),
-                         (metrics.STORE_READS_WAITED, "reads_waited"), (metrics.STORE_WRITES, "writes"),
-                         (metrics.STORE_FLUSHES, "flushes"), (metrics.STORE_BAD_BLOCKS, "bad_blocks")):
+    for metric, name in (
+        (metrics.STORE_READS, "reads"),
+        (metrics.STORE_READ_BYTES, "read_bytes"),
+        (metrics.STORE_READS_WAITED, "reads_waited"),
+        (metrics.STORE_WRITES, "writes"),
+        (metrics.STORE_FLUSHES, "flushes"),
+        (metrics.STORE_BAD_BLOCKS, "bad_blocks"),
+    ):
         page.set(metric, counters.get(name, 0.0))
     page.set(metrics.STORE_CAPACITY, status["capacity_bytes"])
     page.set(metrics.STORE_USED, status["used_bytes"])
@@ -101,7 +116,10 @@ def _measure(service, page: Page) -> None:
     tenure = service.tenure
     if tenure.shared and math.isfinite(tenure.until_s):
         page.set(metrics.STORE_LEASE, max(0.0, tenure.until_s - service.clock.boottime_s()))
-    measure_engine({name.removeprefix("index_"): value for name, value in counters.items() if name.startswith("index_")}, page)
+    measure_engine(
+        {name.removeprefix("index_"): value for name, value in counters.items() if name.startswith("index_")},
+        page,
+    )
     upkeep = service.upkeep
     if upkeep is None:
         return

@@ -34,8 +34,11 @@ async def _breathe() -> None:
 def check_key(grant: grants.Grant, wrapped_key: bytes) -> None:
     """Check that writes to encrypted volumes, and only these, have a volume key; else InvalidRequest."""
     if bool(grant.rights & grants.ENCRYPTED) != bool(wrapped_key):
-        raise InvalidRequest("the write brings the key of a volume, and the file is in none that is encrypted" if wrapped_key
-                             else "the file is in an encrypted volume, and the write does not bring the volume's key")
+        raise InvalidRequest(
+            "the write brings the key of a volume, and the file is in none that is encrypted"
+            if wrapped_key
+            else "the file is in an encrypted volume, and the write does not bring the volume's key"
+        )
 
 
 class WriteBatch:
@@ -45,7 +48,9 @@ class WriteBatch:
     reason. So the applied writes to a chunk are always the first ones of the batch.
     """
 
-    def __init__(self, service: StoreService, request: pb.WriteRequest, payload: memoryview, deadline_s: float):
+    def __init__(
+        self, service: StoreService, request: pb.WriteRequest, payload: memoryview, deadline_s: float
+    ):
         self._store = service.store
         self._replica = service.replica
         self._deadline_s = deadline_s
@@ -58,12 +63,16 @@ class WriteBatch:
         for _, _, _, _, offset, length, _, _ in self.headers:
             places.append((at, at + length))
             at += length
-            last = piece + ((offset + length + BLOCK_BYTES - 1) // BLOCK_BYTES - offset // BLOCK_BYTES if length else 0)
+            last = piece + (
+                (offset + length + BLOCK_BYTES - 1) // BLOCK_BYTES - offset // BLOCK_BYTES if length else 0
+            )
             pieces.append((piece * 4, last * 4))
             piece = last
         if at != len(payload) or piece * 4 != len(request.checksums):
-            raise InvalidRequest(f"{len(payload)} bytes and {len(request.checksums)} of checksums came for writes of {at} and "
-                                 f"{piece * 4}")
+            raise InvalidRequest(
+                f"{len(payload)} bytes and {len(request.checksums)} of checksums came for writes of {at} and "
+                f"{piece * 4}"
+            )
         self._places, self._pieces = places, pieces
         self._done = 0
         self._placed: Placed | None = None
@@ -102,17 +111,27 @@ class WriteBatch:
                     name = RequestId(session, slot, sequence) if session else None
                     if self._led[0] == number:
                         version = self._led[1]
-                    elif replica.losing and replica.losing.check_write(table, inode, index, offset, end - begin,
-                                                                       bool(flags & ALL_OF_BLOCKS)):
+                    elif replica.losing and replica.losing.check_write(
+                        table, inode, index, offset, end - begin, bool(flags & ALL_OF_BLOCKS)
+                    ):
                         return partial(self._discard, number)
                     elif replica.shares and replica.is_shared(table, inode, index):
                         return partial(self._lead, number, table, name)
                     elif self._placed_for != number and self._store.places_first(offset, end - begin):
                         return partial(self._place, number)
                     else:
-                        version = replica.write_now(inode, index, offset, self._payload[begin:end],
-                                                    request.checksums[first:last], cut=cut, request=name, placed=self._placed,
-                                                    table=table, cipher=self._cipher)
+                        version = replica.write_now(
+                            inode,
+                            index,
+                            offset,
+                            self._payload[begin:end],
+                            request.checksums[first:last],
+                            cut=cut,
+                            request=name,
+                            placed=self._placed,
+                            table=table,
+                            cipher=self._cipher,
+                        )
             except MustWait as wait:
                 return wait.until
             except NvpoolError as error:
@@ -129,8 +148,11 @@ class WriteBatch:
         losing, table = self._replica.losing, self._check_grant(grant_number, inode, cut)
         try:
             # Checked again at removal: another request may have written the chunk while this one waited.
-            await self._store.discard(inode, index, lambda: losing.check_write(table, inode, index, offset, length,
-                                                                               bool(flags & ALL_OF_BLOCKS)))
+            await self._store.discard(
+                inode,
+                index,
+                lambda: losing.check_write(table, inode, index, offset, length, bool(flags & ALL_OF_BLOCKS)),
+            )
         except NvpoolError as error:
             self._refused[inode, index] = error.wire_code
 
@@ -143,8 +165,14 @@ class WriteBatch:
                 self._placed = await self._store.place(inode, index, offset, self._payload[begin:end])
             else:
                 first, last = self._pieces[number]
-                self._placed = await self._store.prepare(inode, index, offset, self._payload[begin:end],
-                                                         self._request.checksums[first:last], self._cipher)
+                self._placed = await self._store.prepare(
+                    inode,
+                    index,
+                    offset,
+                    self._payload[begin:end],
+                    self._request.checksums[first:last],
+                    self._cipher,
+                )
                 if self._placed.writing is not None:
                     await asyncio.shield(self._placed.writing)
         except NvpoolError as error:
@@ -156,9 +184,18 @@ class WriteBatch:
         begin, end = self._places[number]
         first, last = self._pieces[number]
         try:
-            version = await self._replica.lead(table, inode, index, offset, self._payload[begin:end],
-                                               self._request.checksums[first:last], cut=cut, request=name,
-                                               deadline_s=self._deadline_s, key=self._key)
+            version = await self._replica.lead(
+                table,
+                inode,
+                index,
+                offset,
+                self._payload[begin:end],
+                self._request.checksums[first:last],
+                cut=cut,
+                request=name,
+                deadline_s=self._deadline_s,
+                key=self._key,
+            )
             self._led = number, version
         except NvpoolError as error:
             self._refused[inode, index] = error.wire_code
@@ -180,8 +217,9 @@ class WriteBatch:
         grant = self._grants[number] if number < len(self._grants) else None
         if grant is None or not grant.rights & (grants.WRITE | grants.SERVICE):
             raise StaleGrant
-        if not grant.rights & grants.SERVICE and (grant.inode != inode or cut > grant.cut or
-                                                  grant.session != self.session != 0):
+        if not grant.rights & grants.SERVICE and (
+            grant.inode != inode or cut > grant.cut or grant.session != self.session != 0
+        ):
             raise StaleGrant
         if not grant.rights & grants.SERVICE:
             check_key(grant, self._request.wrapped_key)

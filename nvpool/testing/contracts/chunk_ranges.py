@@ -8,7 +8,16 @@ import random
 from nvpool.core import errors
 from nvpool.core.ids import RequestId, version, version_parts
 from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX, KIB, MIB
-from nvpool.testing.contracts.chunk_store import Check, ChunkStoreSubject, content, get, is_sound, put, refused, some_bytes
+from nvpool.testing.contracts.chunk_store import (
+    Check,
+    ChunkStoreSubject,
+    content,
+    get,
+    is_sound,
+    put,
+    refused,
+    some_bytes,
+)
 
 CHECKS: list[Check] = []
 
@@ -42,10 +51,19 @@ async def a_hole_is_zeros_and_gives_its_blocks_back(subject: ChunkStoreSubject) 
     data = bytearray(some_bytes(MIB))
     await put(store, 1, 0, 0, bytes(data))
     number = 0
-    for begin, end, freed in ((8192, 16384, 2), (100, 200, 0), (4000, 4200, 0), (4096 * 10 + 1, 4096 * 13, 2),
-                              (4096 * 20, 4096 * 22 + 7, 2), (4096 * 30 + 5, 4096 * 33 + 9, 2), (4096 * 62, 4096 * 130, 68),
-                              (4096 * 62 - 1, 4096 * 130 + 1, 0), (4096 * 61, 4096 * 62 - 1, 1), (MIB - 1, MIB, 0),
-                              (MIB - 5000, MIB, 1)):
+    for begin, end, freed in (
+        (8192, 16384, 2),
+        (100, 200, 0),
+        (4000, 4200, 0),
+        (4096 * 10 + 1, 4096 * 13, 2),
+        (4096 * 20, 4096 * 22 + 7, 2),
+        (4096 * 30 + 5, 4096 * 33 + 9, 2),
+        (4096 * 62, 4096 * 130, 68),
+        (4096 * 62 - 1, 4096 * 130 + 1, 0),
+        (4096 * 61, 4096 * 62 - 1, 1),
+        (MIB - 1, MIB, 0),
+        (MIB - 5000, MIB, 1),
+    ):
         number += 1
         used = store.status()["used_bytes"]
         assert await store.cut(1, begin, number, 20, end) == freed * BLOCK_BYTES, (begin, end)
@@ -111,15 +129,22 @@ async def a_hole_is_durable_when_it_is_answered(subject: ChunkStoreSubject) -> N
 
 
 @check
-async def a_bad_block_at_the_edge_of_a_hole_stays_bad_and_one_in_it_is_gone(subject: ChunkStoreSubject) -> None:
+async def a_bad_block_at_the_edge_of_a_hole_stays_bad_and_one_in_it_is_gone(
+    subject: ChunkStoreSubject,
+) -> None:
     store = subject.store
     await put(store, 1, 0, 0, some_bytes(5 * BLOCK_BYTES))
     await store.flush()
     subject.flip(1, 0, 1)
     subject.flip(1, 0, 2)
     await store.cut(1, BLOCK_BYTES + 10, 1, 20, 3 * BLOCK_BYTES)
-    assert (await get(store, 1, 0, BLOCK_BYTES, BLOCK_BYTES, verify=True)).status == errors.ChecksumMismatch.wire_code
-    assert (await get(store, 1, 0, 2 * BLOCK_BYTES, BLOCK_BYTES, verify=True)).data in (b"", bytes(BLOCK_BYTES))
+    assert (
+        await get(store, 1, 0, BLOCK_BYTES, BLOCK_BYTES, verify=True)
+    ).status == errors.ChecksumMismatch.wire_code
+    assert (await get(store, 1, 0, 2 * BLOCK_BYTES, BLOCK_BYTES, verify=True)).data in (
+        b"",
+        bytes(BLOCK_BYTES),
+    )
     assert [bad[:3] for bad in store.bad_blocks()] == [(1, 0, 1)]
 
 
@@ -177,7 +202,7 @@ async def what_is_copied_is_there_twice_and_neither_follows_the_other(subject: C
     second, copied = await store.copy((1, 3, 8192), 2, 0, 12288, 4096 * 70, epoch=4)
     assert (second, copied) == (version(4, 2), 4096 * 70)
     expected = bytearray(data)
-    expected[12288:12288 + 4096 * 70] = data[8192:8192 + 4096 * 70]
+    expected[12288 : 12288 + 4096 * 70] = data[8192 : 8192 + 4096 * 70]
     await put(store, 1, 3, 0, some_bytes(MIB, 2))
     assert await content(store, 2, 0) == expected
     await store.copy((2, 0, 0), 2, 0, 4096, 8192)  # of itself, over itself
@@ -199,11 +224,14 @@ async def holes_are_copied_as_holes(subject: ChunkStoreSubject) -> None:
     await put(store, 2, 0, 0, some_bytes(200 * BLOCK_BYTES, 2))
     assert (await store.copy((1, 0, 0), 2, 0, 5 * BLOCK_BYTES, 150 * BLOCK_BYTES))[1] == 6 * BLOCK_BYTES
     assert store.extents(2, 0, 1)[0] == [(0, 0, 5), (0, 15, 3), (0, 105, 3), (0, 155, 45)]
-    assert (await store.copy((1, 0, 0), 3, 0, 0, 10 * BLOCK_BYTES)) == (0, 0) and store.describe(3, 0, 1) == ([], False)
+    assert (await store.copy((1, 0, 0), 3, 0, 0, 10 * BLOCK_BYTES)) == (0, 0) and store.describe(3, 0, 1) == (
+        [],
+        False,
+    )
     assert (await store.copy((9, 9, 0), 2, 0, 0, BLOCK_BYTES))[1] == 0
     await subject.lose_power()
     found = await content(subject.store, 2, 0, 200 * BLOCK_BYTES)
-    assert found[15 * BLOCK_BYTES:18 * BLOCK_BYTES] == data or not any(found), "all of the copy, or nothing"
+    assert found[15 * BLOCK_BYTES : 18 * BLOCK_BYTES] == data or not any(found), "all of the copy, or nothing"
     await is_sound(subject.store)
 
 
@@ -211,8 +239,15 @@ async def holes_are_copied_as_holes(subject: ChunkStoreSubject) -> None:
 async def a_copy_is_refused_as_a_write_is(subject: ChunkStoreSubject) -> None:
     store = subject.store
     await put(store, 1, 0, 0, some_bytes(MIB))
-    for source, offset, length in ((0, 0, 0), (1, 0, 4096), (0, 1, 4096), (0, 0, 4095), (0, CHUNK_BYTES_MAX, 4096),
-                                   (-4096, 0, 4096), (CHUNK_BYTES_MAX, 0, 4096)):
+    for source, offset, length in (
+        (0, 0, 0),
+        (1, 0, 4096),
+        (0, 1, 4096),
+        (0, 0, 4095),
+        (0, CHUNK_BYTES_MAX, 4096),
+        (-4096, 0, 4096),
+        (CHUNK_BYTES_MAX, 0, 4096),
+    ):
         await refused(errors.InvalidRequest, store.copy((1, 0, source), 2, 0, offset, length))
     await store.cut(2, 0, 5, 20)
     await refused(errors.StaleCut, store.copy((1, 0, 0), 2, 0, 0, MIB, cut=4))
@@ -239,7 +274,7 @@ async def a_full_store_copies_nothing_that_grows(subject: ChunkStoreSubject) -> 
     await fill(store)
     await refused(errors.NoSpace, store.copy((1, 0, 0), 2, 0, 0, MIB))
     await store.copy((1, 0, 0), 1, 1, 0, 64 * KIB)
-    assert (await content(store, 1, 1))[:64 * KIB] == some_bytes(MIB, 0)[:64 * KIB]
+    assert (await content(store, 1, 1))[: 64 * KIB] == some_bytes(MIB, 0)[: 64 * KIB]
     await is_sound(store)
 
 
@@ -257,17 +292,17 @@ async def writes_holes_and_copies_in_any_order_are_what_a_model_says(subject: Ch
         if kind == "write":
             data = dice.randbytes(length)
             await put(store, inode, index, begin, data, cut=cuts[inode])
-            model[name][begin:begin + length] = data
+            model[name][begin : begin + length] = data
         elif kind == "hole":
             cuts[inode] += 1
             await store.cut(inode, index * MIB + begin, cuts[inode], 20, index * MIB + begin + length)
-            model[name][begin:begin + length] = bytes(length)
+            model[name][begin : begin + length] = bytes(length)
         elif kind == "copy":
             source = dice.choice(list(model))
             begin, from_ = begin // BLOCK_BYTES * BLOCK_BYTES, dice.randrange(256) * BLOCK_BYTES
             length = min(-(-length // BLOCK_BYTES) * BLOCK_BYTES, MIB - begin, MIB - from_)
             await store.copy((*source, from_), inode, index, begin, length, cut=cuts[inode])
-            model[name][begin:begin + length] = model[source][from_:from_ + length]
+            model[name][begin : begin + length] = model[source][from_ : from_ + length]
         else:
             await subject.restart()
             store = subject.store
@@ -275,6 +310,10 @@ async def writes_holes_and_copies_in_any_order_are_what_a_model_says(subject: Ch
         found = await content(store, inode, index)
         assert found == expected
         for _, first, count in store.extents(inode, index, index + 1)[0]:
-            found = found[:first * BLOCK_BYTES] + bytes(count * BLOCK_BYTES) + found[(first + count) * BLOCK_BYTES:]
+            found = (
+                found[: first * BLOCK_BYTES]
+                + bytes(count * BLOCK_BYTES)
+                + found[(first + count) * BLOCK_BYTES :]
+            )
         assert not any(found), "bytes outside of every extent"
     await is_sound(store)

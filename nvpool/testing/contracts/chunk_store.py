@@ -74,7 +74,9 @@ async def put(store: ChunkStore, inode: int, index: int, offset: int, data: byte
     return await store.write(inode, index, offset, memoryview(data), piece_checksums(data, offset), **named)
 
 
-async def get_many(store: ChunkStore, reads: list[tuple[int, int, int, int]], verify: bool = False) -> list[Outcome]:
+async def get_many(
+    store: ChunkStore, reads: list[tuple[int, int, int, int]], verify: bool = False
+) -> list[Outcome]:
     """Reads with the right of all; each answered block is compared with its checksum."""
     batch = store.read_now(b"".join(READ.pack(*read, 0, 0) for read in reads), [ALL_INODES], verify)
     if batch.missed:
@@ -88,13 +90,15 @@ async def get_many(store: ChunkStore, reads: list[tuple[int, int, int, int]], ve
 def outcomes(batch) -> list[Outcome]:
     data, at, found = b"".join(batch.payload), 0, []
     for status, flags, length, its_version in RESULT.iter_unpack(batch.results):
-        found.append(Outcome(status, flags, its_version, data[at:at + length]))
+        found.append(Outcome(status, flags, its_version, data[at : at + length]))
         at += length
     assert at == len(data)
     return found
 
 
-async def get(store: ChunkStore, inode: int, index: int, offset: int = 0, length: int = MIB, verify: bool = False) -> Outcome:
+async def get(
+    store: ChunkStore, inode: int, index: int, offset: int = 0, length: int = MIB, verify: bool = False
+) -> Outcome:
     return (await get_many(store, [(inode, index, offset, length)], verify))[0]
 
 
@@ -141,8 +145,10 @@ async def what_is_written_is_read_with_the_checksums_of_its_writer(subject: Chun
     whole = await get(store, 7, 3)
     assert whole == Outcome(0, UNCHECKED, first, data)
     part = await get(store, 7, 3, 260 * KIB, 8 * KIB)
-    assert part.data == data[260 * KIB:268 * KIB]
-    assert (await get(store, 7, 3, 4 * KIB, 4 * KIB, verify=True)) == Outcome(0, 0, first, data[4 * KIB:8 * KIB])
+    assert part.data == data[260 * KIB : 268 * KIB]
+    assert (await get(store, 7, 3, 4 * KIB, 4 * KIB, verify=True)) == Outcome(
+        0, 0, first, data[4 * KIB : 8 * KIB]
+    )
     assert store.status()["used_bytes"] == MIB
 
 
@@ -151,13 +157,32 @@ async def a_batch_is_answered_in_order_and_each_read_by_itself(subject: ChunkSto
     store = subject.store
     data = some_bytes(64 * KIB)
     await put(store, 1, 0, 0, data)
-    await put(store, 2, 9, 8 * KIB, data[:4 * KIB])
-    found = await get_many(store, [(2, 9, 0, 64 * KIB), (1, 0, 60 * KIB, 4 * KIB), (3, 0, 0, 4 * KIB), (1, 0, 4, 4 * KIB),
-                                   (1, 0, 0, 8 * KIB), (1, 0, 60 * KIB, 8 * KIB), (1, 0, 64 * KIB, 4 * KIB), (1, 0, 0, 0)])
+    await put(store, 2, 9, 8 * KIB, data[: 4 * KIB])
+    found = await get_many(
+        store,
+        [
+            (2, 9, 0, 64 * KIB),
+            (1, 0, 60 * KIB, 4 * KIB),
+            (3, 0, 0, 4 * KIB),
+            (1, 0, 4, 4 * KIB),
+            (1, 0, 0, 8 * KIB),
+            (1, 0, 60 * KIB, 8 * KIB),
+            (1, 0, 64 * KIB, 4 * KIB),
+            (1, 0, 0, 0),
+        ],
+    )
     bad = errors.InvalidRequest.wire_code
     assert [one.status for one in found] == [0, 0, 0, bad, 0, 0, 0, bad]
-    assert [one.data for one in found] == [bytes(8 * KIB) + data[:4 * KIB], data[60 * KIB:], b"", b"", data[:8 * KIB],
-                                           data[60 * KIB:], b"", b""]
+    assert [one.data for one in found] == [
+        bytes(8 * KIB) + data[: 4 * KIB],
+        data[60 * KIB :],
+        b"",
+        b"",
+        data[: 8 * KIB],
+        data[60 * KIB :],
+        b"",
+        b"",
+    ]
     assert found[0].version and not found[2].version
 
 
@@ -193,7 +218,7 @@ async def pieces_of_any_size_are_merged_with_what_is_there(subject: ChunkStoreSu
         offset = random_.choice([0, 1, 4095, 4096, 256 * KIB - 10, random_.randrange(MIB)])
         data = some_bytes(min(length, MIB - offset), turn)
         await put(store, 1, 0, offset, data)
-        expected[offset:offset + len(data)] = data
+        expected[offset : offset + len(data)] = data
     assert await content(store, 1, 0) == expected
     await is_sound(store)
 
@@ -207,7 +232,7 @@ async def holes_are_zeros_and_cost_nothing(subject: ChunkStoreSubject) -> None:
     assert store.status()["used_bytes"] == 2 * BLOCK_BYTES
     found = await get(store, 1, 0, 0, CHUNK_BYTES_MAX)
     expected = bytearray(CHUNK_BYTES_MAX)
-    expected[600 * KIB:600 * KIB + 100] = expected[-100:] = data
+    expected[600 * KIB : 600 * KIB + 100] = expected[-100:] = data
     assert found.data == expected
     assert len((await get(store, 1, 0, 0, 8 * MIB)).data) == 604 * KIB
     (described,), more = store.describe(1, 0, 10)
@@ -224,7 +249,9 @@ async def a_piece_that_is_not_what_its_writer_summed_changes_nothing(subject: Ch
         checksums = bytearray(piece_checksums(other, offset))
         checksums[-1] ^= 1
         await refused(errors.ChecksumMismatch, store.write(1, 0, offset, memoryview(other), bytes(checksums)))
-        await refused(errors.InvalidRequest, store.write(1, 0, offset, memoryview(other), bytes(checksums[:-4])))
+        await refused(
+            errors.InvalidRequest, store.write(1, 0, offset, memoryview(other), bytes(checksums[:-4]))
+        )
     assert await content(store, 1, 0, 12 * KIB) == data
     assert store.status()["used_bytes"] == 12 * KIB and not store.bad_blocks()
 
@@ -238,7 +265,9 @@ async def a_write_outside_of_a_chunk_is_refused(subject: ChunkStoreSubject) -> N
 
 
 @check
-async def a_chain_table_that_no_record_can_name_is_refused_and_nothing_is_written(subject: ChunkStoreSubject) -> None:
+async def a_chain_table_that_no_record_can_name_is_refused_and_nothing_is_written(
+    subject: ChunkStoreSubject,
+) -> None:
     store, data = subject.store, memoryview(bytes(4 * KIB))
     sums = piece_checksums(data, 0)
     await put(store, 1, 0, 0, some_bytes(4 * KIB), table=TABLE_MAX)
@@ -248,17 +277,27 @@ async def a_chain_table_that_no_record_can_name_is_refused_and_nothing_is_writte
         await refused(errors.InvalidRequest, store.write(2, 0, 0, data, sums, table=table))
         await refused(errors.InvalidRequest, store.write(1, 0, 0, data, sums, table=table))
         await refused(errors.InvalidRequest, store.copy((1, 0, 0), 2, 0, 0, 4 * KIB, table=table))
-    assert store.inodes(0, 9)[0] == [1] and store.status()["used_bytes"] == before and store.table_of(1, 0) == TABLE_MAX
+    assert (
+        store.inodes(0, 9)[0] == [1]
+        and store.status()["used_bytes"] == before
+        and store.table_of(1, 0) == TABLE_MAX
+    )
     assert await content(store, 1, 0, 4 * KIB) == some_bytes(4 * KIB)
 
 
 @check
-async def what_an_earlier_process_of_a_session_sent_does_not_come_behind_a_later_one(subject: ChunkStoreSubject) -> None:
+async def what_an_earlier_process_of_a_session_sent_does_not_come_behind_a_later_one(
+    subject: ChunkStoreSubject,
+) -> None:
     store, life = subject.store, 1 << LIFE_BITS
     await put(store, 1, 0, 0, b"a" * 8192, request=RequestId(9, 1, life + 70))
     last = await put(store, 1, 0, 4096, b"b" * 4096, request=RequestId(9, 2, 2 * life + 1))
-    assert await put(store, 1, 0, 0, b"c" * 8192, request=RequestId(9, 3, life + 71)) == last, "answered, not done"
-    assert await put(store, 1, 0, 0, b"d" * 4096, request=RequestId(8, 3, life + 71)) > last, "another session has its own"
+    assert await put(store, 1, 0, 0, b"c" * 8192, request=RequestId(9, 3, life + 71)) == last, (
+        "answered, not done"
+    )
+    assert await put(store, 1, 0, 0, b"d" * 4096, request=RequestId(8, 3, life + 71)) > last, (
+        "another session has its own"
+    )
     await put(store, 1, 1, 0, b"e" * 4096, request=RequestId(9, 3, life + 71))
     assert await content(store, 1, 0, 8192) == b"d" * 4096 + b"b" * 4096
     assert await content(store, 1, 1, 4096) == b"e" * 4096, "of another chunk nobody has said that"
@@ -271,7 +310,9 @@ async def a_repeated_request_is_answered_from_its_record(subject: ChunkStoreSubj
     second = await put(store, 1, 0, 0, b"b" * 4096, request=RequestId(9, 2, 1))
     assert second > first
     assert await put(store, 1, 0, 0, b"a" * 4096, request=RequestId(9, 1, 5)) == second
-    assert await put(store, 1, 0, 0, b"a" * 4096, request=RequestId(9, 1, 4)) == second, "of before is done too"
+    assert await put(store, 1, 0, 0, b"a" * 4096, request=RequestId(9, 1, 4)) == second, (
+        "of before is done too"
+    )
     await subject.restart()
     store = subject.store
     assert await put(store, 1, 0, 0, b"a" * 4096, request=RequestId(9, 1, 5)) == second
@@ -341,7 +382,17 @@ async def cut_bytes_are_never_seen_again(subject: ChunkStoreSubject) -> None:
     await put(store, 2, 3, 0, data)
     cut = 0
     expected = 4 * MIB
-    for size in (3 * MIB + 300 * KIB + 77, 3 * MIB + 300 * KIB, 3 * MIB + 5, 2 * MIB, 2 * MIB - 1, 4097, 4096, 10, 0):
+    for size in (
+        3 * MIB + 300 * KIB + 77,
+        3 * MIB + 300 * KIB,
+        3 * MIB + 5,
+        2 * MIB,
+        2 * MIB - 1,
+        4097,
+        4096,
+        10,
+        0,
+    ):
         cut += 1
         await store.cut(1, size, cut, 20)
         await store.cut(1, size, cut, 20)
@@ -424,7 +475,9 @@ async def chunks_and_inodes_are_listed_in_steps(subject: ChunkStoreSubject) -> N
     described, more = store.describe(5, 0, 2)
     assert [one.index for one in described] == [0, 2] and more
     described, more = store.describe(5, 3, 2)
-    assert [(one.index, one.blocks, one.end, one.cut) for one in described] == [(1 << 31, 1, 4096, 5)] and not more
+    assert [(one.index, one.blocks, one.end, one.cut) for one in described] == [
+        (1 << 31, 1, 4096, 5)
+    ] and not more
     assert store.describe(6, 0, 2) == ([], False)
 
 
@@ -473,7 +526,7 @@ async def what_was_answered_survives_the_death_of_the_process(subject: ChunkStor
         data = some_bytes(6000, turn)
         await put(store, 1, index, offset, data)
         whole = expected.setdefault(index, bytearray(MIB))
-        whole[offset:offset + 6000] = data
+        whole[offset : offset + 6000] = data
         if turn % 13 == 12:
             await subject.restart()
             store = subject.store
@@ -551,7 +604,9 @@ async def a_flipped_bit_is_never_returned_once_it_is_looked_at(subject: ChunkSto
     batch = store.read_now(READ.pack(1, 0, 0, 64 * KIB, 0, 0), [1])
     if batch.missed:
         await store.finish_read(batch)
-    assert first_bad_block(b"".join(batch.payload), batch.checksums) == 3, "the reader sees it by the checksum"
+    assert first_bad_block(b"".join(batch.payload), batch.checksums) == 3, (
+        "the reader sees it by the checksum"
+    )
     assert (await get(store, 1, 0, 0, 64 * KIB, verify=True)).status == mismatch
     (bad,) = store.bad_blocks()
     assert bad[:3] == (1, 0, 3)

@@ -13,16 +13,36 @@ import msgspec
 from nvpool.cluster.api import MapCoordinator
 from nvpool.core.errors import InvalidRequest, StaleEpoch, StaleLease
 from nvpool.poolmap.chains.placement import build_table
-from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PartitionRange, PoolMap, PoolSettings, Shard, Target, changed
+from nvpool.poolmap.model import (
+    MAP_FORMAT,
+    Drive,
+    Node,
+    PartitionRange,
+    PoolMap,
+    PoolSettings,
+    Shard,
+    Target,
+    changed,
+)
 
 Make = Callable[[], Awaitable[MapCoordinator]]
 
 
 def first_map() -> PoolMap:
     targets = tuple(Target(n, n, 1, n << 30, (f"inproc://target-{n}",)) for n in (1, 2))
-    return PoolMap(MAP_FORMAT, "pool-of-the-contract", "test", 1, PoolSettings(), (Node(1, "here", "host", ("inproc://node",)),),
-                   tuple(Drive(n, 1, f"/drive/{n}", n << 30) for n in (1, 2)), targets, (build_table(targets, 1),),
-                   (Shard(1, 1, ("inproc://meta-1",)),), (PartitionRange(0, 4096, 1),))
+    return PoolMap(
+        MAP_FORMAT,
+        "pool-of-the-contract",
+        "test",
+        1,
+        PoolSettings(),
+        (Node(1, "here", "host", ("inproc://node",)),),
+        tuple(Drive(n, 1, f"/drive/{n}", n << 30) for n in (1, 2)),
+        targets,
+        (build_table(targets, 1),),
+        (Shard(1, 1, ("inproc://meta-1",)),),
+        (PartitionRange(0, 4096, 1),),
+    )
 
 
 async def _refused(error: type[Exception], awaitable: Awaitable) -> None:
@@ -46,21 +66,30 @@ async def the_next_map_replaces_the_newest(coordinator: MapCoordinator) -> None:
 async def a_map_that_is_not_the_next_is_stale_and_changes_nothing(coordinator: MapCoordinator) -> None:
     before = coordinator.pool_map
     for epoch in (0, before.epoch, before.epoch + 2):
-        await _refused(StaleEpoch, coordinator.replace(msgspec.structs.replace(before, epoch=epoch, name="late")))
+        await _refused(
+            StaleEpoch, coordinator.replace(msgspec.structs.replace(before, epoch=epoch, name="late"))
+        )
     assert coordinator.pool_map == before
 
 
 async def of_two_changes_at_once_one_is_stale(coordinator: MapCoordinator) -> None:
     one, other = (changed(coordinator.pool_map, name=name) for name in ("one", "other"))
-    results = await asyncio.gather(coordinator.replace(one), coordinator.replace(other), return_exceptions=True)
+    results = await asyncio.gather(
+        coordinator.replace(one), coordinator.replace(other), return_exceptions=True
+    )
     assert sorted(type(result) for result in results if result is not None) == [StaleEpoch]
     assert coordinator.pool_map in (one, other)
 
 
 async def a_map_that_contradicts_itself_or_is_another_pools_is_refused(coordinator: MapCoordinator) -> None:
     before = coordinator.pool_map
-    await _refused(InvalidRequest, coordinator.replace(msgspec.structs.replace(before, epoch=before.epoch + 1, nodes=())))
-    await _refused(InvalidRequest, coordinator.replace(msgspec.structs.replace(before, epoch=before.epoch + 1, pool_id="x")))
+    await _refused(
+        InvalidRequest, coordinator.replace(msgspec.structs.replace(before, epoch=before.epoch + 1, nodes=()))
+    )
+    await _refused(
+        InvalidRequest,
+        coordinator.replace(msgspec.structs.replace(before, epoch=before.epoch + 1, pool_id="x")),
+    )
     assert coordinator.pool_map == before
 
 
@@ -120,7 +149,9 @@ async def _present(coordinator: MapCoordinator, known: dict) -> dict:
     return dict(await asyncio.wait_for(coordinator.watch_present(known, 30), 10))
 
 
-async def a_lease_holds_longer_than_its_time_without_anybody_doing_anything(coordinator: MapCoordinator) -> None:
+async def a_lease_holds_longer_than_its_time_without_anybody_doing_anything(
+    coordinator: MapCoordinator,
+) -> None:
     lease = await coordinator.announce("node-1", b"here", LEASE_S)
     await asyncio.sleep(LEASE_S * 1.5)
     assert lease.holds and not lease.lost.done()

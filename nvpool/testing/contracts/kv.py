@@ -97,8 +97,16 @@ async def scans_are_ordered_and_bounded_over_all_layers(subject: KvSubject) -> N
     expected = {key: b"old" + key for key in keys[2::3]} | {key: b"new" + key for key in keys[1::3]}
     expected |= {key + b"x": b"added" for key in keys[::10]}
     for _ in range(2):
-        for first, end in ((b"", KEY_END), (b"", b"\xff" * 600), (b"100", b"200"), (b"100x", b"101"), (b"2", b"1"),
-                           (b"299" * 200, b"3"), (b"", b"0" * 600), (b"0005", b"0500")):
+        for first, end in (
+            (b"", KEY_END),
+            (b"", b"\xff" * 600),
+            (b"100", b"200"),
+            (b"100x", b"101"),
+            (b"2", b"1"),
+            (b"299" * 200, b"3"),
+            (b"", b"0" * 600),
+            (b"0005", b"0500"),
+        ):
             pairs = sorted((key, value) for key, value in expected.items() if first <= key < end)
             for limit in (0, 1, 2, 7, 1000):
                 assert kv.scan(first, end, limit) == pairs[:limit], (first, end, limit)
@@ -128,8 +136,16 @@ async def the_longest_keys_and_values_are_kept(subject: KvSubject) -> None:
 async def effects_that_make_no_sense_change_nothing(subject: KvSubject) -> None:
     kv = subject.kv
     kv.apply([(b"a", b"1")])
-    for effects in ([(b"", b"x")], [(b"k" * (KEY_BYTES_MAX + 1), b"x")], [(KEY_END, b"x")], [("text", b"x")],
-                    [(b"b", "text")], [(b"b", b"1"), (b"b", b"2")], [(b"b", b"1"), (b"b", None)], [(b"b", bytearray(b"x"))]):
+    for effects in (
+        [(b"", b"x")],
+        [(b"k" * (KEY_BYTES_MAX + 1), b"x")],
+        [(KEY_END, b"x")],
+        [("text", b"x")],
+        [(b"b", "text")],
+        [(b"b", b"1"), (b"b", b"2")],
+        [(b"b", b"1"), (b"b", None)],
+        [(b"b", bytearray(b"x"))],
+    ):
         refused(InvalidRequest, lambda effects=effects: kv.apply(effects))
     refused(TooBig, lambda: kv.apply([(b"b", bytes(VALUE_BYTES_MAX + 1))]))
     assert kv.sequence == 1 and everything(kv) == {b"a": b"1"}
@@ -200,7 +216,13 @@ async def a_snapshot_is_of_one_moment_while_changes_go_on(subject: KvSubject) ->
         pairs = snapshot.step(10)
         assert len(pairs) <= 10
         seen += pairs
-        kv.apply([(b"%04d" % (999 - step), None), (b"%04dx" % (step * 7), b"new"), (b"%04d" % (step * 13 % 900), b"changed")])
+        kv.apply(
+            [
+                (b"%04d" % (999 - step), None),
+                (b"%04dx" % (step * 7), b"new"),
+                (b"%04d" % (step * 13 % 900), b"changed"),
+            ]
+        )
         if step % 20 == 0:
             await kv.checkpoint()
         step += 1
@@ -273,8 +295,18 @@ async def statistics_and_closing(subject: KvSubject) -> None:
     kv = subject.kv
     kv.apply([(b"a", b"1")])
     found = kv.statistics()
-    for name in ("entries", "used_bytes", "map_bytes", "map_bytes_max", "journal_bytes", "layer_entries", "checkpoints",
-                 "syncs", "sequence", "synced_sequence"):
+    for name in (
+        "entries",
+        "used_bytes",
+        "map_bytes",
+        "map_bytes_max",
+        "journal_bytes",
+        "layer_entries",
+        "checkpoints",
+        "syncs",
+        "sequence",
+        "synced_sequence",
+    ):
         assert isinstance(found[name], int | float), name
     await kv.close()
     await kv.close()

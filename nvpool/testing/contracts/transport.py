@@ -119,7 +119,11 @@ async def a_request_and_its_answer_arrive_whole(subject: TransportSubject) -> No
     async with subject.pair() as (connection, _):
         for size in (0, 1, 4096, 65535, 65536, 65537, 1 << 20):
             content = hashlib.shake_128(b"%d" % size).digest(size)
-            pieces = [content[:size // 3], memoryview(content)[size // 3:size // 2], bytearray(content[size // 2:])]
+            pieces = [
+                content[: size // 3],
+                memoryview(content)[size // 3 : size // 2],
+                bytearray(content[size // 2 :]),
+            ]
             reply = await connection.call(7, b"message %d" % size, pieces, deadline_s=soon())
             assert bytes(reply.message) == b"message %d" % size
             assert reply.payload == content and isinstance(reply.payload, memoryview)
@@ -152,7 +156,7 @@ async def the_handler_sees_method_deadline_and_peer(subject: TransportSubject) -
     async with subject.pair(kept) as (connection, _):
         deadline_s = soon()
         task = asyncio.ensure_future(connection.call(65535, b"m", [b"p"], deadline_s=deadline_s))
-        call, = await kept.count(1)
+        (call,) = await kept.count(1)
         assert (call.method, bytes(call.message), bytes(call.payload)) == (65535, b"m", b"p")
         assert abs(call.deadline_s - deadline_s) < 1.0
         assert call.peer.name == "the client" and connection.peer.name == "the server" and not call.cancelled
@@ -213,8 +217,12 @@ async def many_requests_of_all_sizes_do_not_mix(subject: TransportSubject) -> No
 
 
 async def errors_come_back_as_they_were(subject: TransportSubject) -> None:
-    raised = [NotFound("no such thing"), StaleCut("cut 7 is older"), Busy("wait", retry_after_s=0.25),
-              Disconnected("the next one", may_be_applied=False)]
+    raised = [
+        NotFound("no such thing"),
+        StaleCut("cut 7 is older"),
+        Busy("wait", retry_after_s=0.25),
+        Disconnected("the next one", may_be_applied=False),
+    ]
 
     def handler(call: Call) -> None:
         call.fail(raised[call.method])
@@ -223,7 +231,10 @@ async def errors_come_back_as_they_were(subject: TransportSubject) -> None:
         for method, error in enumerate(raised):
             found = await refused(type(error), connection.call(method, b"", deadline_s=soon()))
             assert (str(found), found.may_be_applied, found.retry_after_s) == (
-                str(error), error.may_be_applied, error.retry_after_s)
+                str(error),
+                error.may_be_applied,
+                error.retry_after_s,
+            )
 
 
 async def a_handler_that_raises_has_answered(subject: TransportSubject) -> None:
@@ -252,14 +263,16 @@ async def only_the_first_answer_counts(subject: TransportSubject) -> None:
 # -- deadlines and cancellation
 
 
-async def a_request_ends_with_its_deadline_and_its_late_answer_is_thrown_away(subject: TransportSubject) -> None:
+async def a_request_ends_with_its_deadline_and_its_late_answer_is_thrown_away(
+    subject: TransportSubject,
+) -> None:
     kept = RecordingHandler()
     async with subject.pair(kept) as (connection, _):
         began_s = SYSTEM_CLOCK.boottime_s()
         into = memoryview(bytearray(8))
         error = await refused(DeadlineExceeded, connection.call(1, b"", deadline_s=began_s + 0.05, into=into))
         assert error.may_be_applied and 0.045 < SYSTEM_CLOCK.boottime_s() - began_s < 2.0
-        call, = await kept.count(1)
+        (call,) = await kept.count(1)
         await until(lambda: call.cancelled)
         call.reply(b"late", [b"late"])
         task = asyncio.ensure_future(connection.call(2, b"", deadline_s=soon()))
@@ -289,7 +302,9 @@ async def each_of_many_deadlines_is_kept(subject: TransportSubject) -> None:
 async def a_deadline_in_the_past_sends_nothing(subject: TransportSubject) -> None:
     kept = RecordingHandler()
     async with subject.pair(kept) as (connection, _):
-        error = await refused(DeadlineExceeded, connection.call(1, b"", deadline_s=SYSTEM_CLOCK.boottime_s() - 1))
+        error = await refused(
+            DeadlineExceeded, connection.call(1, b"", deadline_s=SYSTEM_CLOCK.boottime_s() - 1)
+        )
         assert not error.may_be_applied
         task = asyncio.ensure_future(connection.call(2, b"", deadline_s=soon()))
         assert [call.method for call in await kept.count(1)] == [2]
@@ -301,7 +316,7 @@ async def a_cancelled_task_stops_the_work_at_the_other_side(subject: TransportSu
     kept = RecordingHandler()
     async with subject.pair(kept) as (connection, _):
         task = asyncio.ensure_future(connection.call(1, b"", [bytes(100_000)], deadline_s=soon()))
-        call, = await kept.count(1)
+        (call,) = await kept.count(1)
         told: list[bool] = []
         call.on_cancel(lambda: told.append(call.cancelled))
         task.cancel()
@@ -330,8 +345,9 @@ async def submit_tells_once_and_never_before_it_returned(subject: TransportSubje
         connection.submit(1, bytes(MESSAGE_BYTES_MAX + 1), deadline_s=soon(), on_done=done)
         assert not told
         await until(lambda: len(told) == 4)
-        assert sorted(told, key=str) == sorted([(b"a", type(None)), (None, NotFound), (None, DeadlineExceeded), (None, TooBig)],
-                                               key=str)
+        assert sorted(told, key=str) == sorted(
+            [(b"a", type(None)), (None, NotFound), (None, DeadlineExceeded), (None, TooBig)], key=str
+        )
         await connection.close()
         connection.submit(1, b"d", deadline_s=soon(), on_done=done)
         assert len(told) == 4
@@ -339,12 +355,14 @@ async def submit_tells_once_and_never_before_it_returned(subject: TransportSubje
         assert told[4] == (None, Disconnected)
 
 
-async def a_submitted_request_that_is_given_up_tells_the_other_side_and_nobody_here(subject: TransportSubject) -> None:
+async def a_submitted_request_that_is_given_up_tells_the_other_side_and_nobody_here(
+    subject: TransportSubject,
+) -> None:
     kept = RecordingHandler()
     async with subject.pair(kept) as (connection, _):
         told: list = []
         request = connection.submit(1, b"", deadline_s=soon(), on_done=lambda *outcome: told.append(outcome))
-        call, = await kept.count(1)
+        (call,) = await kept.count(1)
         connection.give_up(request)
         await until(lambda: call.cancelled)
         task = asyncio.ensure_future(connection.call(2, b"", deadline_s=soon()))
@@ -361,7 +379,10 @@ async def only_so_many_are_in_flight_and_the_others_wait_for_their_turn(subject:
     kept = RecordingHandler()
     async with subject.pair(kept) as (connection, _):
         more = 300
-        tasks = [asyncio.ensure_future(connection.call(1, b"%d" % n, deadline_s=soon())) for n in range(IN_FLIGHT_MAX + more)]
+        tasks = [
+            asyncio.ensure_future(connection.call(1, b"%d" % n, deadline_s=soon()))
+            for n in range(IN_FLIGHT_MAX + more)
+        ]
         await kept.count(IN_FLIGHT_MAX)
         await asyncio.sleep(0.02)
         assert len(kept.calls) == IN_FLIGHT_MAX
@@ -373,16 +394,22 @@ async def only_so_many_are_in_flight_and_the_others_wait_for_their_turn(subject:
         for call in (await kept.count(IN_FLIGHT_MAX + more - 1))[IN_FLIGHT_MAX:]:
             call.reply(bytes(call.message))
         replies = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [bytes(reply.message) for reply in replies[1:-1]] == [b"%d" % n for n in range(1, IN_FLIGHT_MAX + more - 1)]
+        assert [bytes(reply.message) for reply in replies[1:-1]] == [
+            b"%d" % n for n in range(1, IN_FLIGHT_MAX + more - 1)
+        ]
         assert len(kept.calls) == IN_FLIGHT_MAX + more - 1
 
 
 async def what_waits_also_ends_with_its_deadline_and_was_not_applied(subject: TransportSubject) -> None:
     kept = RecordingHandler()
     async with subject.pair(kept) as (connection, _):
-        tasks = [asyncio.ensure_future(connection.call(1, b"", deadline_s=soon())) for _ in range(IN_FLIGHT_MAX)]
+        tasks = [
+            asyncio.ensure_future(connection.call(1, b"", deadline_s=soon())) for _ in range(IN_FLIGHT_MAX)
+        ]
         await kept.count(IN_FLIGHT_MAX)
-        error = await refused(DeadlineExceeded, connection.call(2, b"", deadline_s=SYSTEM_CLOCK.boottime_s() + 0.05))
+        error = await refused(
+            DeadlineExceeded, connection.call(2, b"", deadline_s=SYSTEM_CLOCK.boottime_s() + 0.05)
+        )
         assert not error.may_be_applied
         await connection.close()
         results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -397,7 +424,7 @@ async def closing_fails_what_is_in_flight_and_tells_the_other_side(subject: Tran
     kept = RecordingHandler()
     async with subject.pair(kept) as (connection, _):
         task = asyncio.ensure_future(connection.call(1, b"", deadline_s=soon()))
-        call, = await kept.count(1)
+        (call,) = await kept.count(1)
         await connection.close()
         assert connection.closed
         assert (await refused(Disconnected, task)).may_be_applied
@@ -411,7 +438,7 @@ async def a_listener_that_closes_ends_its_connections(subject: TransportSubject)
     kept = RecordingHandler()
     async with subject.pair(kept) as (connection, listener):
         task = asyncio.ensure_future(connection.call(1, b"", deadline_s=soon()))
-        call, = await kept.count(1)
+        (call,) = await kept.count(1)
         await listener.close()
         await refused(Disconnected, task)
         await until(lambda: connection.closed)
@@ -420,11 +447,13 @@ async def a_listener_that_closes_ends_its_connections(subject: TransportSubject)
         await listener.close()
 
 
-async def a_draining_listener_answers_what_is_in_work_and_takes_nothing_new(subject: TransportSubject) -> None:
+async def a_draining_listener_answers_what_is_in_work_and_takes_nothing_new(
+    subject: TransportSubject,
+) -> None:
     kept = RecordingHandler()
     async with subject.pair(kept) as (connection, listener):
         task = asyncio.ensure_future(connection.call(1, b"", deadline_s=soon()))
-        call, = await kept.count(1)
+        (call,) = await kept.count(1)
         closing = asyncio.ensure_future(listener.close(drain_s=PATIENCE_S))
         await asyncio.sleep(0.01)
         await refused(Draining, connection.call(2, b"", deadline_s=soon()))
@@ -453,7 +482,9 @@ async def draining_ends_after_its_time(subject: TransportSubject) -> None:
 async def another_pool_is_refused_by_name(subject: TransportSubject) -> None:
     listener = await subject.listen()
     stranger = Greeting("the stranger", "pool-b")
-    error = await refused(ProtocolMismatch, subject.transport.connect(listener.endpoint, stranger, deadline_s=soon()))
+    error = await refused(
+        ProtocolMismatch, subject.transport.connect(listener.endpoint, stranger, deadline_s=soon())
+    )
     for word in ("the stranger", "the server", "pool-a", "pool-b"):
         assert word in str(error)
     newcomer = await subject.transport.connect(listener.endpoint, Greeting("the newcomer"), deadline_s=soon())
@@ -465,7 +496,10 @@ async def another_pool_is_refused_by_name(subject: TransportSubject) -> None:
 async def where_nobody_listens_is_unreachable(subject: TransportSubject) -> None:
     listener = await subject.listen()
     await listener.close()
-    await refused(Unreachable, subject.transport.connect(listener.endpoint, CLIENT, deadline_s=SYSTEM_CLOCK.boottime_s() + 1))
+    await refused(
+        Unreachable,
+        subject.transport.connect(listener.endpoint, CLIENT, deadline_s=SYSTEM_CLOCK.boottime_s() + 1),
+    )
 
 
 async def a_place_in_use_is_refused_and_free_again_after_close(subject: TransportSubject) -> None:
@@ -481,10 +515,16 @@ async def a_place_in_use_is_refused_and_free_again_after_close(subject: Transpor
 
 async def several_connections_do_not_disturb_one_another(subject: TransportSubject) -> None:
     listener = await subject.listen()
-    connections = [await subject.transport.connect(listener.endpoint, CLIENT._replace(name=f"client {n}"), deadline_s=soon())
-                   for n in range(5)]
+    connections = [
+        await subject.transport.connect(
+            listener.endpoint, CLIENT._replace(name=f"client {n}"), deadline_s=soon()
+        )
+        for n in range(5)
+    ]
     await connections[0].close()
-    replies = await asyncio.gather(*[c.call(1, b"%d" % n, deadline_s=soon()) for n, c in enumerate(connections) if n])
+    replies = await asyncio.gather(
+        *[c.call(1, b"%d" % n, deadline_s=soon()) for n, c in enumerate(connections) if n]
+    )
     assert [bytes(reply.message) for reply in replies] == [b"1", b"2", b"3", b"4"]
     for connection in connections:
         await connection.close()

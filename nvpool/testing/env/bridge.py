@@ -32,7 +32,9 @@ SERVING, HOLDING = Program.MOUNT, Program.MOUNT_HOLDER
 class RealBridge:
     """Over the pool in the directory `pool`; `place` is its own. `driver` is what Docker calls it."""
 
-    def __init__(self, pool: Path, place: Path, *, node: str = "test-host", driver: str = "", settled_s: float = 60.0) -> None:
+    def __init__(
+        self, pool: Path, place: Path, *, node: str = "test-host", driver: str = "", settled_s: float = 60.0
+    ) -> None:
         self.pool, self.place, self.node, self._settled_s = pool, place, node, settled_s
         self.driver = driver or f"nvpool-{os.getpid()}-{SYSTEM_CLOCK.random().randrange(1 << 32):08x}"
         self.socket = PLUGINS / f"{self.driver}.sock"
@@ -74,14 +76,29 @@ class RealBridge:
 
     def start(self) -> None:
         """On return it answers."""
-        words = command(Program.BRIDGE, str(self.pool), f"--state={self.place}/state", f"--docker-socket={self.socket}",
-                        f"--node={self.node}", f"--log={self.log}", f"--settled-s={self._settled_s}")
-        self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                                         start_new_session=True, cwd="/")
+        words = command(
+            Program.BRIDGE,
+            str(self.pool),
+            f"--state={self.place}/state",
+            f"--docker-socket={self.socket}",
+            f"--node={self.node}",
+            f"--log={self.log}",
+            f"--settled-s={self._settled_s}",
+        )
+        self._process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd="/",
+        )
         self.until(self._answers, "the bridge answers")
 
     def _answers(self) -> bool:
-        assert self._process is not None and self._process.poll() is None, f"the bridge has ended\n{self.said()}"
+        assert self._process is not None and self._process.poll() is None, (
+            f"the bridge has ended\n{self.said()}"
+        )
         try:
             return self.ask("/VolumeDriver.Capabilities")[0] == 200
         except OSError:
@@ -120,7 +137,10 @@ class RealBridge:
         self.until(lambda: self.mount_processes(program), "a process serves the mount")
         pid = self.mount_processes(program)[0]
         os.kill(pid, signal.SIGKILL)
-        self.until(lambda: [other for other in self.mount_processes(program) if other != pid], "another process goes on")
+        self.until(
+            lambda: [other for other in self.mount_processes(program) if other != pid],
+            "another process goes on",
+        )
         return pid
 
     def until(self, holds: Callable[[], object], what: str, wait_s: float = 60.0) -> None:

@@ -20,7 +20,9 @@ NVPOOL = str(Path(sys.executable).with_name("nvpool"))
 def nvpool(*words: object, check: bool = True, timeout_s: float = 400.0) -> subprocess.CompletedProcess[str]:
     """What the command prints and how it ends; AssertionError where it fails, with `check`."""
     done = subprocess.run([NVPOOL, *map(str, words)], capture_output=True, text=True, timeout=timeout_s)
-    assert not check or done.returncode == 0, f"nvpool {words}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert not check or done.returncode == 0, (
+        f"nvpool {words}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    )
     return done
 
 

@@ -24,8 +24,29 @@ from nvpool.testing.env.pool import end_process
 PATH = "/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/sbin:/usr/local/bin"
 IMAGE = "nvpool-test"
 BUSYBOX = Path("/bin/busybox")
-_PROGRAMS = ("sh", "cat", "dd", "df", "echo", "ln", "ls", "mkdir", "mv", "rm", "sleep", "stat", "sync", "touch", "true", "wc",
-             "md5sum", "cut", "date", "kill", "readlink")
+_PROGRAMS = (
+    "sh",
+    "cat",
+    "dd",
+    "df",
+    "echo",
+    "ln",
+    "ls",
+    "mkdir",
+    "mv",
+    "rm",
+    "sleep",
+    "stat",
+    "sync",
+    "touch",
+    "true",
+    "wc",
+    "md5sum",
+    "cut",
+    "date",
+    "kill",
+    "readlink",
+)
 
 
 def why_no_image() -> str:
@@ -57,14 +78,17 @@ class Containers:
     def __init__(self, prefix: str) -> None:
         self.place = Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))
 
-    def run(self, *words: str, check: bool = True, stdin: bytes | None = None, timeout_s: float = 150.0
-            ) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *words: str, check: bool = True, stdin: bytes | None = None, timeout_s: float = 150.0
+    ) -> subprocess.CompletedProcess[str]:
         """The engine's program with these words; AssertionError with what it said where it fails and `check` is set."""
         raise NotImplementedError
 
     def sh(self, script: str, *options: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """A container that runs the script, and is gone on return."""
-        return self.run("run", "--rm", "--network=none", *options, IMAGE, "/bin/sh", "-c", script, check=check)
+        return self.run(
+            "run", "--rm", "--network=none", *options, IMAGE, "/bin/sh", "-c", script, check=check
+        )
 
     def begin(self, script: str, *options: str) -> str:
         """A container that goes on; its id."""
@@ -88,11 +112,14 @@ class Containers:
         found = []
         for entry in os.listdir("/proc"):
             try:
-                words = Path("/proc", entry, "cmdline").read_bytes().split(b"\0") if entry.isdigit() else [b""]
+                words = (
+                    Path("/proc", entry, "cmdline").read_bytes().split(b"\0") if entry.isdigit() else [b""]
+                )
             except OSError:
                 continue
             if os.path.basename(words[0]).decode(errors="replace") in programs and any(
-                    os.fsencode(str(self.place)) in word for word in words):
+                os.fsencode(str(self.place)) in word for word in words
+            ):
                 found.append(int(entry))
         return found
 

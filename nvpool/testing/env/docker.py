@@ -99,13 +99,30 @@ class RealDocker(Containers):
 
     def _launch(self, driver: str) -> None:
         (self.place / "pid").unlink(missing_ok=True)
-        words = [str(_program("dockerd")), f"--data-root={self.place}/data", f"--exec-root={self.place}/x",
-                 f"--pidfile={self.place}/pid", f"--host=unix://{self.place}/s", "--bridge=none", "--iptables=false",
-                 "--ip6tables=false", f"--storage-driver={driver}", "--group=root", "--log-level=warn",
-                 "--shutdown-timeout=5"]
+        words = [
+            str(_program("dockerd")),
+            f"--data-root={self.place}/data",
+            f"--exec-root={self.place}/x",
+            f"--pidfile={self.place}/pid",
+            f"--host=unix://{self.place}/s",
+            "--bridge=none",
+            "--iptables=false",
+            "--ip6tables=false",
+            f"--storage-driver={driver}",
+            "--group=root",
+            "--log-level=warn",
+            "--shutdown-timeout=5",
+        ]
         with open(self.log, "ab") as said:
-            self._daemon = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True,
-                                            cwd="/", env=self._environment())
+            self._daemon = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
+                cwd="/",
+                env=self._environment(),
+            )
 
     def stop(self) -> None:
         """In order: containers end."""
@@ -143,15 +160,28 @@ class RealDocker(Containers):
 
     # -- use -------------------------------------------------------------------------------------------------------------
 
-    def run(self, *words: str, check: bool = True, stdin: bytes | None = None, timeout_s: float = 150.0
-            ) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *words: str, check: bool = True, stdin: bytes | None = None, timeout_s: float = 150.0
+    ) -> subprocess.CompletedProcess[str]:
         """`docker WORDS`; AssertionError with what it said where it fails and `check` is set."""
-        done = subprocess.run([str(_program("docker")), *words], input=stdin, capture_output=True, timeout=timeout_s,
-                              env=self._environment(), check=False,
-                              **({} if stdin is not None else {"stdin": subprocess.DEVNULL}))
-        told = subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(errors="replace").strip(),
-                                           done.stderr.decode(errors="replace").strip())
-        assert not check or not told.returncode, f"docker {' '.join(words)}: {told.stdout} {told.stderr}\n{self.said()}"
+        done = subprocess.run(
+            [str(_program("docker")), *words],
+            input=stdin,
+            capture_output=True,
+            timeout=timeout_s,
+            env=self._environment(),
+            check=False,
+            **({} if stdin is not None else {"stdin": subprocess.DEVNULL}),
+        )
+        told = subprocess.CompletedProcess(
+            done.args,
+            done.returncode,
+            done.stdout.decode(errors="replace").strip(),
+            done.stderr.decode(errors="replace").strip(),
+        )
+        assert not check or not told.returncode, (
+            f"docker {' '.join(words)}: {told.stdout} {told.stderr}\n{self.said()}"
+        )
         return told
 
     def said(self, lines: int = 15) -> str:

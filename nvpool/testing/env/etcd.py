@@ -41,8 +41,11 @@ class RealEtcd:
 
     def _certify(self) -> tuple[Path, ...]:
         authority, asked = Authority.make("etcd"), request_certificate()
-        made = {"authority.crt": authority.certificate, "key": asked.key,
-                "crt": authority.sign(asked.request, "etcd", "node/etcd", ("127.0.0.1",))}
+        made = {
+            "authority.crt": authority.certificate,
+            "key": asked.key,
+            "crt": authority.sign(asked.request, "etcd", "node/etcd", ("127.0.0.1",)),
+        }
         for name, content in made.items():
             (self._place / name).write_bytes(content)
         return tuple(self._place / name for name in ("authority.crt", "crt", "key"))
@@ -65,18 +68,45 @@ class RealEtcd:
 
     def start(self, number: int) -> None:
         """Begin, or go on with what it has on disk."""
-        command = ["etcd", "--name", f"m{number}", "--data-dir", str(self._place / f"m{number}"),
-                   "--listen-client-urls", f"{self._scheme}://{self.members[number]}",
-                   "--advertise-client-urls", f"{self._scheme}://{self.members[number]}",
-                   "--listen-peer-urls", self._peers[number], "--initial-advertise-peer-urls", self._peers[number],
-                   "--initial-cluster", ",".join(f"m{each}={peer}" for each, peer in enumerate(self._peers)),
-                   "--initial-cluster-token", self._place.name, "--log-level", "error",
-                   "--heartbeat-interval", "100", "--election-timeout", "1000"]
+        command = [
+            "etcd",
+            "--name",
+            f"m{number}",
+            "--data-dir",
+            str(self._place / f"m{number}"),
+            "--listen-client-urls",
+            f"{self._scheme}://{self.members[number]}",
+            "--advertise-client-urls",
+            f"{self._scheme}://{self.members[number]}",
+            "--listen-peer-urls",
+            self._peers[number],
+            "--initial-advertise-peer-urls",
+            self._peers[number],
+            "--initial-cluster",
+            ",".join(f"m{each}={peer}" for each, peer in enumerate(self._peers)),
+            "--initial-cluster-token",
+            self._place.name,
+            "--log-level",
+            "error",
+            "--heartbeat-interval",
+            "100",
+            "--election-timeout",
+            "1000",
+        ]
         if self.files:
-            command += ["--client-cert-auth", "--trusted-ca-file", str(self.files[0]), "--cert-file", str(self.files[1]),
-                        "--key-file", str(self.files[2])]
+            command += [
+                "--client-cert-auth",
+                "--trusted-ca-file",
+                str(self.files[0]),
+                "--cert-file",
+                str(self.files[1]),
+                "--key-file",
+                str(self.files[2]),
+            ]
         with open(self._place / f"m{number}.log", "ab") as log:
-            self._running[number] = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self._running[number] = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
 
     def wait(self, number: int) -> None:
         """Until the member serves, which takes most of them."""

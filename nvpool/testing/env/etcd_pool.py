@@ -14,7 +14,9 @@ def until(holds, what: str, node: NodeMachine, wait_s: float = 240.0):
     """What `holds` answers once that is true; AssertionError, with the logs of `node`, after wait_s."""
     deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
     while not (found := holds()):
-        assert SYSTEM_CLOCK.boottime_s() < deadline_s, f"not within {wait_s} s: {what}: {node.map().etcd}\n{node.said()}"
+        assert SYSTEM_CLOCK.boottime_s() < deadline_s, (
+            f"not within {wait_s} s: {what}: {node.map().etcd}\n{node.said()}"
+        )
         time.sleep(0.1)
     return found
 
@@ -54,4 +56,8 @@ def of_three(pool: Pool) -> None:
     for node in others:
         token = first.json("node", "token", str(first.path))["token"]
         node.nvpool("node", "join", address, "--dir", str(node.path), "--token", token, *pool.plain)
-    until(lambda: members(first) == {1, 2, 3} and all(has_keys(node) for node in pool.nodes[:3]), "three members", first)
+    until(
+        lambda: members(first) == {1, 2, 3} and all(has_keys(node) for node in pool.nodes[:3]),
+        "three members",
+        first,
+    )

@@ -28,9 +28,15 @@ def missing() -> str | None:
     for program in ("ip", "nsenter", "unshare"):
         if shutil.which(program) is None:
             return f"{program} is not installed (Debian: iproute2, util-linux)"
-    done = subprocess.run(["unshare", "-n", "-m", "ip", "link", "add", "x", "type", "bridge"], capture_output=True, text=True,
-                          timeout=240)
-    return f"no network namespace with a bridge can be made: {done.stderr.strip()}" if done.returncode else None
+    done = subprocess.run(
+        ["unshare", "-n", "-m", "ip", "link", "add", "x", "type", "bridge"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    return (
+        f"no network namespace with a bridge can be made: {done.stderr.strip()}" if done.returncode else None
+    )
 
 
 class Machine:
@@ -42,8 +48,9 @@ class Machine:
         self.place = place
         """For its files: each machine has its own."""
         place.mkdir()
-        self._holder = subprocess.Popen(["unshare", "-n", "-m", "--propagation", "private", "sleep", "infinity"],
-                                        stdin=subprocess.DEVNULL)
+        self._holder = subprocess.Popen(
+            ["unshare", "-n", "-m", "--propagation", "private", "sleep", "infinity"], stdin=subprocess.DEVNULL
+        )
         self.pid = self._holder.pid
         identity = place / "machine-id"
         identity.write_text(SYSTEM_CLOCK.secret(16).hex() + "\n")
@@ -57,10 +64,20 @@ class Machine:
     def command(self, *words: str) -> list[str]:
         return ["nsenter", "-t", str(self.pid), "-n", "-m", "--", *words]
 
-    def run(self, *words: str, check: bool = True, timeout_s: float = 120.0, **more) -> subprocess.CompletedProcess:
-        done = subprocess.run(self.command(*words), capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL,
-                              **more)
-        assert not check or done.returncode == 0, f"on {self.name}: {' '.join(words)}: {done.stdout}{done.stderr}"
+    def run(
+        self, *words: str, check: bool = True, timeout_s: float = 120.0, **more
+    ) -> subprocess.CompletedProcess:
+        done = subprocess.run(
+            self.command(*words),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
+            **more,
+        )
+        assert not check or done.returncode == 0, (
+            f"on {self.name}: {' '.join(words)}: {done.stdout}{done.stderr}"
+        )
         return done
 
     def popen(self, *words: str, **more) -> subprocess.Popen:
@@ -91,14 +108,27 @@ class Machines:
             for number in range(1, self._count + 1):
                 machine = Machine(f"m{number}", f"10.77.0.{number}", self._place / f"m{number}")
                 self._machines.append(machine)
-                self._switch.run("ip", "link", "add", f"to{number}", "type", "veth", "peer", "name", "eth0", "netns",
-                                 str(machine.pid))
+                self._switch.run(
+                    "ip",
+                    "link",
+                    "add",
+                    f"to{number}",
+                    "type",
+                    "veth",
+                    "peer",
+                    "name",
+                    "eth0",
+                    "netns",
+                    str(machine.pid),
+                )
                 self._switch.run("ip", "link", "set", f"to{number}", "master", "switch", "up")
                 machine.run("ip", "addr", "add", f"{machine.address}/24", "dev", "eth0")
                 machine.run("ip", "link", "set", "eth0", "up")
             for machine in self._machines:
                 for other in self._machines:
-                    if other is not machine:  # no machine sees the files of another, its unix sockets above all
+                    if (
+                        other is not machine
+                    ):  # no machine sees the files of another, its unix sockets above all
                         machine.run("mount", "-t", "tmpfs", "none", str(other.place))
         except BaseException:
             self.__exit__()
@@ -162,7 +192,11 @@ class Machines:
         )
         assert relay.stdout.readline().strip() == "ready", "no tap can be made: is there /dev/net/tun?"
         switch.run("ip", "link", "add", f"far{number}", "type", "bridge")
-        for device, bridge in ((f"in{number}", "switch"), (f"out{number}", f"far{number}"), (f"to{number}", f"far{number}")):
+        for device, bridge in (
+            (f"in{number}", "switch"),
+            (f"out{number}", f"far{number}"),
+            (f"to{number}", f"far{number}"),
+        ):
             switch.run("ip", "link", "set", device, "master", bridge, "up")
         switch.run("ip", "link", "set", f"far{number}", "up")
 

@@ -1,7 +1,7 @@
 """Pools of several machines for tests and benches on one: real processes and a real etcd in namespaces of their own.
 
-`Pool` makes the pool on the first machine, lets others and clients join, and knows each as a `NodeMachine`, whose processes can be
-looked at, killed and started. Called by tests and benches; needs what `machines.missing` and `real_etcd.missing` look for.
+`Pool` makes the pool on the first machine, lets others and clients join, and knows each as a `NodeMachine`, whose processes can
+be looked at, killed and started. Called by tests and benches; needs what `machines.missing` and `real_etcd.missing` look for.
 """
 
 from __future__ import annotations
@@ -83,21 +83,29 @@ class NodeMachine:
         return words
 
     def serve(self, environment: dict[str, str] | None = None, **more) -> subprocess.Popen:
-        return self.machine.popen(*command(Program.SUPERVISOR, str(self.path), "--log", "file"), env=environment, **more)
+        return self.machine.popen(
+            *command(Program.SUPERVISOR, str(self.path), "--log", "file"), env=environment, **more
+        )
 
     def until_all_serve(self, wait_s: float = 240.0) -> dict:
         deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
         while True:
             done = self.nvpool("status", str(self.path), "--json", check=False)
             if done.stdout.startswith("{") and "error" not in (seen := json.loads(done.stdout)):
-                if not seen["problems"] and all(one["state"] == "serving" for one in (*seen["processes"], *seen["nodes"])):
+                if not seen["problems"] and all(
+                    one["state"] == "serving" for one in (*seen["processes"], *seen["nodes"])
+                ):
                     return seen
-            assert SYSTEM_CLOCK.boottime_s() < deadline_s, f"not all serve: {done.stdout}{done.stderr}{self.said()}"
+            assert SYSTEM_CLOCK.boottime_s() < deadline_s, (
+                f"not all serve: {done.stdout}{done.stderr}{self.said()}"
+            )
             time.sleep(0.1)
 
     def said(self) -> str:
-        return "\n".join(f"-- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-12:])
-                         for path in sorted(self.directory.log.glob("*.log")))
+        return "\n".join(
+            f"-- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-12:])
+            for path in sorted(self.directory.log.glob("*.log"))
+        )
 
     def processes(self) -> list[int]:
         """Everything of this machine's pool that runs, etcd and mounts included."""
@@ -135,21 +143,47 @@ class Pool:
             config = first.machine.place / "node.toml"
             config.write_text("[network]\nplain_text = true\n")
             words += ("--config", str(config))
-        made = first.json("pool", "create", str(first.path), *first.drives(self._drives, self._capacity), "--host",
-                          first.machine.address, *words)
+        made = first.json(
+            "pool",
+            "create",
+            str(first.path),
+            *first.drives(self._drives, self._capacity),
+            "--host",
+            first.machine.address,
+            *words,
+        )
         first.serve()
         first.until_all_serve()
         return made["join"]
 
     def join(self, node: NodeMachine, join: dict, check: bool = True):
-        return node.nvpool("node", "join", join["address"].removeprefix("stream://"), "--dir", str(node.path), "--token",
-                           join["token"], *node.drives(self._drives, self._capacity), *self.plain, check=check)
+        return node.nvpool(
+            "node",
+            "join",
+            join["address"].removeprefix("stream://"),
+            "--dir",
+            str(node.path),
+            "--token",
+            join["token"],
+            *node.drives(self._drives, self._capacity),
+            *self.plain,
+            check=check,
+        )
 
     def client(self, node: NodeMachine) -> None:
         token = self.nodes[0].json("client", "token", str(self.nodes[0].path))
-        node.nvpool("client", "join", token["address"].removeprefix("stream://"), str(node.path), "--token", token["token"],
-                    *self.plain)
+        node.nvpool(
+            "client",
+            "join",
+            token["address"].removeprefix("stream://"),
+            str(node.path),
+            "--token",
+            token["token"],
+            *self.plain,
+        )
 
     def spread(self) -> None:
         first = self.nodes[0]
-        first.machine.run(sys.executable, "-P", "-c", SPREAD, str(first.path), "plain" if self.plain else "secured")
+        first.machine.run(
+            sys.executable, "-P", "-c", SPREAD, str(first.path), "plain" if self.plain else "secured"
+        )

@@ -61,15 +61,24 @@ class RealPodman(Containers):
         for name in ("root", "run", "state", "tmp"):
             (self.place / name).mkdir()
         (self.place / "containers.conf").write_text(
-            _CONFIGURATION.format(runtime=_runtime(), place=self.place, driver=driver, socket=socket))
+            _CONFIGURATION.format(runtime=_runtime(), place=self.place, driver=driver, socket=socket)
+        )
         (self.place / "storage.conf").write_text(
-            f'[storage]\ndriver = "vfs"\ngraphroot = "{self.place}/root"\nrunroot = "{self.place}/run"\n')
+            f'[storage]\ndriver = "vfs"\ngraphroot = "{self.place}/root"\nrunroot = "{self.place}/run"\n'
+        )
         (self.place / "policy.json").write_text(_POLICY)
         (self.place / "registries.conf").write_text("unqualified-search-registries = []\n")
 
     def __enter__(self) -> RealPodman:
         try:
-            self.run("import", "--signature-policy", f"{self.place}/policy.json", "-", IMAGE, stdin=root_file_system())
+            self.run(
+                "import",
+                "--signature-policy",
+                f"{self.place}/policy.json",
+                "-",
+                IMAGE,
+                stdin=root_file_system(),
+            )
         except BaseException:
             self.__exit__()
             raise
@@ -84,16 +93,32 @@ class RealPodman(Containers):
 
     # -- use -------------------------------------------------------------------------------------------------------------
 
-    def run(self, *words: str, check: bool = True, stdin: bytes | None = None, timeout_s: float = 150.0
-            ) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *words: str, check: bool = True, stdin: bytes | None = None, timeout_s: float = 150.0
+    ) -> subprocess.CompletedProcess[str]:
         """`podman WORDS`; AssertionError with what it said where it fails and `check` is set."""
-        command = [shutil.which("podman", path=PATH) or "podman", f"--root={self.place}/root", f"--runroot={self.place}/run",
-                   f"--tmpdir={self.place}/state", "--storage-driver=vfs", "--cgroup-manager=cgroupfs",
-                   "--events-backend=file", *words]
+        command = [
+            shutil.which("podman", path=PATH) or "podman",
+            f"--root={self.place}/root",
+            f"--runroot={self.place}/run",
+            f"--tmpdir={self.place}/state",
+            "--storage-driver=vfs",
+            "--cgroup-manager=cgroupfs",
+            "--events-backend=file",
+            *words,
+        ]
         # to files: monitors keep them open, and a pipe would be waited for as long as they live
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            done = subprocess.run(command, input=stdin, stdout=out, stderr=err, timeout=timeout_s, env=self._environment(),
-                                  check=False, **({} if stdin is not None else {"stdin": subprocess.DEVNULL}))
+            done = subprocess.run(
+                command,
+                input=stdin,
+                stdout=out,
+                stderr=err,
+                timeout=timeout_s,
+                env=self._environment(),
+                check=False,
+                **({} if stdin is not None else {"stdin": subprocess.DEVNULL}),
+            )
             texts = []
             for file in (out, err):
                 file.seek(0)
@@ -104,6 +129,9 @@ class RealPodman(Containers):
     def _environment(self) -> dict[str, str]:
         dropped = ("DOCKER_", "NOTIFY_", "CONTAINER", "XDG_", "REGISTRY_", "LISTEN_")
         kept = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
-        return kept | {"CONTAINERS_CONF": f"{self.place}/containers.conf",
-                       "CONTAINERS_STORAGE_CONF": f"{self.place}/storage.conf",
-                       "CONTAINERS_REGISTRIES_CONF": f"{self.place}/registries.conf", "TMPDIR": f"{self.place}/tmp"}
+        return kept | {
+            "CONTAINERS_CONF": f"{self.place}/containers.conf",
+            "CONTAINERS_STORAGE_CONF": f"{self.place}/storage.conf",
+            "CONTAINERS_REGISTRIES_CONF": f"{self.place}/registries.conf",
+            "TMPDIR": f"{self.place}/tmp",
+        }

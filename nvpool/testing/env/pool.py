@@ -52,8 +52,17 @@ class RealPool:
     """`config` is the text of node.toml; `drives` are paths of directories or devices beside the sizes in the pool itself.
     `shards` 0: as the environment says (testing/fakes/local_pool)."""
 
-    def __init__(self, directory: Path, *, sizes: tuple[int, ...] = SIZES, config: str = "", drives: tuple[str, ...] = (),
-                 replicas: int = 1, standbys: int = 0, shards: int = 0):
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        sizes: tuple[int, ...] = SIZES,
+        config: str = "",
+        drives: tuple[str, ...] = (),
+        replicas: int = 1,
+        standbys: int = 0,
+        shards: int = 0,
+    ):
         self.directory = PoolDirectory(directory)
         self._replicas = replicas
         self.path = self.directory.path
@@ -78,26 +87,59 @@ class RealPool:
     def request(self) -> dict[str, Any]:
         """What provision/create is asked."""
         drives: list[dict] = [{"path": path} for path in self._drives]
-        drives += [{"path": str(self.directory.target(len(drives) + number)), "capacity_bytes": size}
-                   for number, size in enumerate(self._sizes, 1)]
-        return {"verb": "pool", "directory": str(self.path), "name": "faulty", "chunk_bytes": MIB, "replicas": self._replicas,
-                "config": self._config, "drives": drives, "standbys": self._standbys,
-                "shards": self._shards, "throw_away": True}
+        drives += [
+            {"path": str(self.directory.target(len(drives) + number)), "capacity_bytes": size}
+            for number, size in enumerate(self._sizes, 1)
+        ]
+        return {
+            "verb": "pool",
+            "directory": str(self.path),
+            "name": "faulty",
+            "chunk_bytes": MIB,
+            "replicas": self._replicas,
+            "config": self._config,
+            "drives": drives,
+            "standbys": self._standbys,
+            "shards": self._shards,
+            "throw_away": True,
+        }
 
     def make(self, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
-        return subprocess.run(command(Program.POOL_MAKER), input=json.dumps(self.request()), text=True,
-                              env=os.environ | (environment or {}), capture_output=True, timeout=240, check=environment is None)
+        return subprocess.run(
+            command(Program.POOL_MAKER),
+            input=json.dumps(self.request()),
+            text=True,
+            env=os.environ | (environment or {}),
+            capture_output=True,
+            timeout=240,
+            check=environment is None,
+        )
 
-    def start(self, environment: dict[str, str] | None = None, *, prefix: tuple[str, ...] = (), wait_s: float = 120.0) -> None:
+    def start(
+        self,
+        environment: dict[str, str] | None = None,
+        *,
+        prefix: tuple[str, ...] = (),
+        wait_s: float = 120.0,
+    ) -> None:
         """Start the supervisor and wait until every process serves. `prefix` comes before the command, as prlimit."""
         self.launch(environment, prefix=prefix)
         self.wait(wait_s)
 
-    def launch(self, environment: dict[str, str] | None = None, *, prefix: tuple[str, ...] = ()) -> subprocess.Popen:
+    def launch(
+        self, environment: dict[str, str] | None = None, *, prefix: tuple[str, ...] = ()
+    ) -> subprocess.Popen:
         words = [*prefix, *command(Program.SUPERVISOR, str(self.path), "--log", "file")]
-        supervisor = subprocess.Popen(words, env=os.environ | (environment or {}), stdin=subprocess.DEVNULL,
-                                      stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, cwd="/",
-                                      text=True)
+        supervisor = subprocess.Popen(
+            words,
+            env=os.environ | (environment or {}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            cwd="/",
+            text=True,
+        )
         self._supervisors.append(supervisor)
         return supervisor
 
@@ -124,7 +166,9 @@ class RealPool:
 
     def processes(self, *wanted: Program) -> list[int]:
         """Every daemon of this pool, whoever started it; or those that run one of these programs."""
-        return sorted(pid for pid, _ in programs.processes(*wanted, naming=self.path) if identity_of(pid) is not None)
+        return sorted(
+            pid for pid, _ in programs.processes(*wanted, naming=self.path) if identity_of(pid) is not None
+        )
 
     # -- looking ---------------------------------------------------------------------------------------------------------
 
@@ -134,14 +178,23 @@ class RealPool:
 
     def status(self, wait_s: float = 60.0) -> dict[str, Any]:
         """What `nvpool status --json` prints. Unavailable while there is no supervisor."""
+
         async def ask() -> dict[str, Any]:
-            dialer, request = Dialer(Greeting("test"), host_id=host_id()), PoolStatusRequest().SerializeToString()
+            dialer, request = (
+                Dialer(Greeting("test"), host_id=host_id()),
+                PoolStatusRequest().SerializeToString(),
+            )
             try:
-                reply = await dialer.call(self.pool_map.nodes[0].endpoints, POOL_STATUS, request,
-                                          deadline_s=SYSTEM_CLOCK.boottime_s() + wait_s)
+                reply = await dialer.call(
+                    self.pool_map.nodes[0].endpoints,
+                    POOL_STATUS,
+                    request,
+                    deadline_s=SYSTEM_CLOCK.boottime_s() + wait_s,
+                )
                 return json.loads(PoolStatusReply.FromString(bytes(reply.message)).status)
             finally:
                 await dialer.close()
+
         return asyncio.run(ask())
 
     def serving(self) -> dict[str, Any] | None:
@@ -171,8 +224,10 @@ class RealPool:
 
     def said(self, name: str = "*", lines: int = 15) -> str:
         """The last lines of the logs."""
-        return "\n".join(f"-- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
-                         for path in sorted(self.directory.log.glob(f"{name}.log")))
+        return "\n".join(
+            f"-- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+            for path in sorted(self.directory.log.glob(f"{name}.log"))
+        )
 
     def restarts(self) -> int:
         return sum(process["restarts"] for process in self.status()["processes"])
@@ -187,13 +242,16 @@ class RealPool:
 
     def fsck(self, *, repair: bool = False) -> list[str]:
         """The problems that a check of everything finds, as sentences; with `repair` those that it could not mend."""
+
         async def look() -> list[str]:
             from nvpool.client.session import Client
+
             client = await Client.open(str(self.path), "fsck", ClientOptions(deadline_s=30.0))
             try:
                 return await problems_of(client, self.directory.grant_key.read_bytes() if repair else None)
             finally:
                 await client.close()
+
         return asyncio.run(look())
 
 
@@ -217,7 +275,11 @@ async def problems_of(client, grant_secret: bytes | None = None) -> list[str]:
     """What fsck finds, as sentences; with the key of grants it repairs, and these are what it could not mend."""
     checkup = Checkup()
     await check(client, checkup, repair=grant_secret is not None, grant_secret=grant_secret)
-    return [f"{problem.kind}: {problem.where}: {problem.text}" for problem in checkup.problems if not problem.repaired]
+    return [
+        f"{problem.kind}: {problem.where}: {problem.text}"
+        for problem in checkup.problems
+        if not problem.repaired
+    ]
 
 
 @asynccontextmanager
@@ -234,7 +296,12 @@ async def opened(directory: Path) -> AsyncIterator[LocalPool]:
     pool.grant_secret = place.grant_key.read_bytes()
     pool.pool_map = msgspec.structs.replace(
         pool_map,
-        targets=tuple(msgspec.structs.replace(t, endpoints=(pool._endpoints("target", t.id),)) for t in pool_map.targets),
-        shards=tuple(msgspec.structs.replace(s, endpoints=(pool._endpoints("meta", s.id),)) for s in pool_map.shards))
+        targets=tuple(
+            msgspec.structs.replace(t, endpoints=(pool._endpoints("target", t.id),)) for t in pool_map.targets
+        ),
+        shards=tuple(
+            msgspec.structs.replace(s, endpoints=(pool._endpoints("meta", s.id),)) for s in pool_map.shards
+        ),
+    )
     async with pool:
         yield pool

@@ -35,7 +35,9 @@ class ServiceManager:
         self._path = Path(self._place.name) / "notify"
         self.errors = node.machine.place / "nvpoold.stderr"
         """Output of daemons before they have opened their log."""
-        self._thread = threading.Thread(target=self._keep, name=f"manager of {node.machine.name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._keep, name=f"manager of {node.machine.name}", daemon=True
+        )
         self._process: subprocess.Popen | None = None
         self.ended = 0
         """How many of its daemons have ended."""
@@ -47,7 +49,9 @@ class ServiceManager:
             end_process(supervisor.pid, signal.SIGTERM)
         deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
         while self._node.processes():
-            assert SYSTEM_CLOCK.boottime_s() < deadline_s, f"{self._node.machine.name} does not end: {self._node.said()}"
+            assert SYSTEM_CLOCK.boottime_s() < deadline_s, (
+                f"{self._node.machine.name} does not end: {self._node.said()}"
+            )
             time.sleep(0.1)
         self.start()
 

@@ -20,8 +20,15 @@ from pathlib import Path
 from nvpool.core.clock import SYSTEM_CLOCK
 
 SYSTEMD = "/lib/systemd/systemd"
-PROGRAMS = {"systemctl": "systemd", "journalctl": "systemd", "unshare": "util-linux", "nsenter": "util-linux",
-            "pivot_root": "util-linux", "setpriv": "util-linux", "ip": "iproute2"}
+PROGRAMS = {
+    "systemctl": "systemd",
+    "journalctl": "systemd",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "pivot_root": "util-linux",
+    "setpriv": "util-linux",
+    "ip": "iproute2",
+}
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 NOT_ALLOWED = "-sys_module,-sys_time,-syslog,-sys_rawio,-wake_alarm,-mac_admin,-mac_override"
 
@@ -111,11 +118,22 @@ def missing() -> str | None:
     if unified() is None:
         return "no control groups of version 2 are mounted here, or read-only: systemd needs some of its own"
     spaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--uts", "--ipc", "--cgroup", "--net"]
-    done = subprocess.run([*spaces, "sh", "-c", "d=$(mktemp -d) && mount -t tmpfs x $d && mkdir $d/u $d/w $d/r && "
-                           "mount -t overlay -o lowerdir=/,upperdir=$d/u,workdir=$d/w x $d/r; r=$?; umount -R $d; "
-                           "rmdir $d; exit $r"],
-                          capture_output=True, text=True, timeout=120)
-    return f"no name spaces with a layer above / can be made: {done.stderr.strip()}" if done.returncode else None
+    done = subprocess.run(
+        [
+            *spaces,
+            "sh",
+            "-c",
+            "d=$(mktemp -d) && mount -t tmpfs x $d && mkdir $d/u $d/w $d/r && "
+            "mount -t overlay -o lowerdir=/,upperdir=$d/u,workdir=$d/w x $d/r; r=$?; umount -R $d; "
+            "rmdir $d; exit $r",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return (
+        f"no name spaces with a layer above / can be made: {done.stderr.strip()}" if done.returncode else None
+    )
 
 
 class BootedMachine:
@@ -156,7 +174,10 @@ class BootedMachine:
                 return False
         except (OSError, IndexError):
             return False
-        return self.run("systemctl", "is-system-running", check=False).stdout.strip() in ("running", "degraded")
+        return self.run("systemctl", "is-system-running", check=False).stdout.strip() in (
+            "running",
+            "degraded",
+        )
 
     def console(self) -> str:
         """What installation and process 1 printed."""
@@ -166,13 +187,37 @@ class BootedMachine:
             return ""
 
     def command(self, *words: object) -> list[str]:
-        return ["nsenter", "--target", str(self.pid), "--mount", "--uts", "--ipc", "--net", "--pid", "--cgroup", "--", "env",
-                "-i", f"PATH={PATH}", "HOME=/root", "LANG=C.UTF-8", "COLUMNS=200", *map(str, words)]
+        return [
+            "nsenter",
+            "--target",
+            str(self.pid),
+            "--mount",
+            "--uts",
+            "--ipc",
+            "--net",
+            "--pid",
+            "--cgroup",
+            "--",
+            "env",
+            "-i",
+            f"PATH={PATH}",
+            "HOME=/root",
+            "LANG=C.UTF-8",
+            "COLUMNS=200",
+            *map(str, words),
+        ]
 
-    def run(self, *words: object, check: bool = True, timeout_s: float = 120.0, **more) -> subprocess.CompletedProcess:
+    def run(
+        self, *words: object, check: bool = True, timeout_s: float = 120.0, **more
+    ) -> subprocess.CompletedProcess:
         """As root's shell on the machine does."""
-        done = subprocess.run(self.command(*words), capture_output=True, text=True, timeout=timeout_s,
-                              **{"stdin": subprocess.DEVNULL, **more})
+        done = subprocess.run(
+            self.command(*words),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            **{"stdin": subprocess.DEVNULL, **more},
+        )
         assert not check or done.returncode == 0, f"{' '.join(map(str, words))}: {done.stdout}{done.stderr}"
         return done
 
@@ -188,7 +233,10 @@ class BootedMachine:
         self.run("systemctl", "poweroff", "--no-block")
         deadline_s = SYSTEM_CLOCK.boottime_s() + within_s
         while SYSTEM_CLOCK.boottime_s() < deadline_s:
-            if not os.path.exists(f"/proc/{self.pid}") or Path(f"/proc/{self.pid}/stat").read_text().split()[2] == "Z":
+            if (
+                not os.path.exists(f"/proc/{self.pid}")
+                or Path(f"/proc/{self.pid}/stat").read_text().split()[2] == "Z"
+            ):
                 return True
             time.sleep(0.1)
         return False
@@ -212,11 +260,42 @@ def guard(place: Path, arguments: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # who started it goes first, and then this
     joined = f'echo $$ > "{group}/cgroup.procs"; exec "$@"'
-    spaces = ["setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--propagation", "private", "--pid", "--fork",
-              "--kill-child", "--uts", "--ipc", "--cgroup"]
+    spaces = [
+        "setpriv",
+        "--pdeathsig",
+        "KILL",
+        "unshare",
+        "--mount",
+        "--propagation",
+        "private",
+        "--pid",
+        "--fork",
+        "--kill-child",
+        "--uts",
+        "--ipc",
+        "--cgroup",
+    ]
     with open(place / "console", "wb") as console:
-        machine = subprocess.Popen(["sh", "-c", joined, "sh", *spaces, "sh", "-c", BEFORE, "sh", *arguments, NOT_ALLOWED, PATH,
-                                    SYSTEMD], stdin=subprocess.DEVNULL, stdout=console, stderr=console)
+        machine = subprocess.Popen(
+            [
+                "sh",
+                "-c",
+                joined,
+                "sh",
+                *spaces,
+                "sh",
+                "-c",
+                BEFORE,
+                "sh",
+                *arguments,
+                NOT_ALLOWED,
+                PATH,
+                SYSTEMD,
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=console,
+            stderr=console,
+        )
     try:
         print(machine.pid, flush=True)
         sys.stdin.read()

@@ -9,8 +9,9 @@ from pathlib import Path
 from nvpool.security.tls import authority_known
 
 
-def agreed_version(host: str, port: int, authority: bytes, certificate: Path, key: Path,
-                   newest: ssl.TLSVersion | None = None) -> str | None:
+def agreed_version(
+    host: str, port: int, authority: bytes, certificate: Path, key: Path, newest: ssl.TLSVersion | None = None
+) -> str | None:
     """By a client that knows the authority (PEM) and shows this certificate: of 1.3 alone, or of all up to `newest`. OSError
     where the other side wants none of these. Blocks."""
     context = authority_known(authority)

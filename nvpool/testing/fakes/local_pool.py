@@ -53,10 +53,21 @@ class LocalPool:
     """`directory` None: everything in memory. `endpoints(role, number)` names other endpoints than inproc ones, one each.
     `key_file`: of pool keys."""
 
-    def __init__(self, directory: str | os.PathLike[str] | None = None, *, capacities: tuple[int, ...] = (64 * MIB, 96 * MIB),
-                 chunk_bytes: int = MIB, meta_options: MetaOptions | None = None, clock: Clock = SYSTEM_CLOCK,
-                 endpoints=None, make_store=None, replicas: int = 1, tells_map: bool = False, shards: int = 0,
-                 key_file: str = ""):
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        capacities: tuple[int, ...] = (64 * MIB, 96 * MIB),
+        chunk_bytes: int = MIB,
+        meta_options: MetaOptions | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+        endpoints=None,
+        make_store=None,
+        replicas: int = 1,
+        tells_map: bool = False,
+        shards: int = 0,
+        key_file: str = "",
+    ):
         self.directory = None if directory is None else os.fspath(directory)
         self.clock = clock
         self.grant_secret = bytes(range(32))
@@ -83,16 +94,29 @@ class LocalPool:
         """What is lost when a shard asks that partitions be another's: "question", "answer" or nothing. For tests."""
 
     def _map(self, capacities: tuple[int, ...], chunk_bytes: int, replicas: int, shards: int) -> PoolMap:
-        targets = tuple(Target(number, number, 1, capacity, (self._endpoints("target", number),))
-                        for number, capacity in enumerate(capacities, 1))
-        drives = tuple(Drive(t.id, 1, self._path("targets", str(t.id)) or f"memory-{t.id}", t.capacity_bytes) for t in targets)
-        return PoolMap(format=MAP_FORMAT, pool_id=self._name, name=self._name, epoch=1,
-                       settings=PoolSettings(chunk_bytes, replicas),
-                       nodes=(Node(1, "here", "", (self._endpoints("node", 1),) if self._tells_map else ()),), drives=drives,
-                       targets=targets,
-                       tables=tuple(build_table(targets, count) for count in range(1, replicas + 1)),
-                       shards=tuple(Shard(number, 1, (self._endpoints("meta", number),)) for number in range(1, shards + 1)),
-                       partitions=dealt(shards))
+        targets = tuple(
+            Target(number, number, 1, capacity, (self._endpoints("target", number),))
+            for number, capacity in enumerate(capacities, 1)
+        )
+        drives = tuple(
+            Drive(t.id, 1, self._path("targets", str(t.id)) or f"memory-{t.id}", t.capacity_bytes)
+            for t in targets
+        )
+        return PoolMap(
+            format=MAP_FORMAT,
+            pool_id=self._name,
+            name=self._name,
+            epoch=1,
+            settings=PoolSettings(chunk_bytes, replicas),
+            nodes=(Node(1, "here", "", (self._endpoints("node", 1),) if self._tells_map else ()),),
+            drives=drives,
+            targets=targets,
+            tables=tuple(build_table(targets, count) for count in range(1, replicas + 1)),
+            shards=tuple(
+                Shard(number, 1, (self._endpoints("meta", number),)) for number in range(1, shards + 1)
+            ),
+            partitions=dealt(shards),
+        )
 
     def _path(self, *parts: str) -> str | None:
         return None if self.directory is None else os.path.join(self.directory, *parts)
@@ -122,7 +146,9 @@ class LocalPool:
         for closing in self._memory.values():
             await closing.close()
 
-    async def client(self, name: str = "test", options: ClientOptions | None = None, kept: KeptMemory | None = None) -> Client:
+    async def client(
+        self, name: str = "test", options: ClientOptions | None = None, kept: KeptMemory | None = None
+    ) -> Client:
         """A client of its own session; closed with the pool."""
         client = await Client.open(self.pool_map, name, options, clock=self.clock, kept=kept)
         self._clients.append(client)
@@ -166,13 +192,21 @@ class LocalPool:
             self._memory["meta", shard] = kv
         else:
             from nvpool.kv.engine import LmdbKv, LmdbOptions
+
             path = self._path("meta", f"shard-{shard}")
             os.makedirs(path, exist_ok=True)
             kv = await LmdbKv.open(path, LmdbOptions())
         self.kvs[shard] = kv
-        meta = MetaService(kv, shard=shard, grant_secret=self.grant_secret, dialer=self._dialer(f"shard {shard}"),
-                           clock=self.clock, options=self._meta_options, take_right=self._take_right,
-                           pool_keys=PoolKeys(key_file=self._key_file))
+        meta = MetaService(
+            kv,
+            shard=shard,
+            grant_secret=self.grant_secret,
+            dialer=self._dialer(f"shard {shard}"),
+            clock=self.clock,
+            options=self._meta_options,
+            take_right=self._take_right,
+            pool_keys=PoolKeys(key_file=self._key_file),
+        )
         meta.update_map(self.pool_map)
         await meta.start()
         self.metas[shard] = meta
@@ -204,9 +238,11 @@ class LocalPool:
     async def _real_store(pool: LocalPool, target: int):
         from nvpool.store.chunks.api import create_chunk_store, open_chunk_store
         from nvpool.store.server.service import StoreService
+
         capacity = pool.pool_map.target_by_id[target].capacity_bytes
         if pool.directory is None:
             from nvpool.store.chunks.memory_store import MemoryChunkStore
+
             store = pool._memory.get(("target", target)) or MemoryChunkStore(capacity)
             pool._memory["target", target] = store
         else:
@@ -217,9 +253,16 @@ class LocalPool:
         endpoint = pool._endpoints("target", target)
         path = path_beside(parse_endpoint(endpoint).path) if endpoint.startswith("stream+unix:") else ""
         dialer = pool._dialer(f"target {target}")
-        return StoreService(store, target=target, grant_secret=pool.grant_secret, clock=pool.clock, handover_path=path,
-                            dialer=dialer, refresh_map=lambda: pool._give_map(target),
-                            pool_keys=PoolKeys(key_file=pool._key_file))
+        return StoreService(
+            store,
+            target=target,
+            grant_secret=pool.grant_secret,
+            clock=pool.clock,
+            handover_path=path,
+            dialer=dialer,
+            refresh_map=lambda: pool._give_map(target),
+            pool_keys=PoolKeys(key_file=pool._key_file),
+        )
 
     def _give_map(self, target: int) -> None:
         if target in self.stores:
@@ -242,8 +285,9 @@ class LocalPool:
         try:
             if loss != "question":
                 now = self.pool_map
-                new = sealed(now, moved(now, request.giver, request.term, request.taker, partitions,
-                                        request.map_epoch))
+                new = sealed(
+                    now, moved(now, request.giver, request.term, request.taker, partitions, request.map_epoch)
+                )
                 if new is not None:
                     self._tell_all(new)
         except StaleTerm as error:
@@ -268,14 +312,19 @@ class LocalPool:
         """As who keeps the map; `unaware` does not know of it."""
         if request.rights:
             now_ms = self.clock.wall_ns() // 1_000_000
-            await self.change_map(lambda now: taken(now, request.volume, request.member, request.rights, now_ms,
-                                                    request.life_ms))
+            await self.change_map(
+                lambda now: taken(
+                    now, request.volume, request.member, request.rights, now_ms, request.life_ms
+                )
+            )
         return list(self.unaware)
 
     async def change_map(self, change) -> PoolMap:
         """The next map, as `change(map)` gives it, known to the shard and all stores; clients learn of it when they ask."""
         new = change(self.pool_map)
-        self._tell_all(new if new.epoch > self.pool_map.epoch else sealed(self.pool_map, new) or self.pool_map)
+        self._tell_all(
+            new if new.epoch > self.pool_map.epoch else sealed(self.pool_map, new) or self.pool_map
+        )
         return self.pool_map
 
     def new_shard(self, number: int) -> Shard:
@@ -289,7 +338,9 @@ def _exists(path: str) -> bool:
 
 def run(main) -> None:
     """Run `main(pool)` in a pool in memory; for a first look."""
+
     async def whole() -> None:
         async with LocalPool() as pool:
             await main(pool)
+
     asyncio.run(whole())

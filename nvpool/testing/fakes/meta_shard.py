@@ -26,7 +26,9 @@ PEER = Peer("test", "inproc", True)
 class DirectCall:
     """A Call whose answer is a future; `answer` is set at once where the service answers at once."""
 
-    def __init__(self, method: int, message: bytes, payload: bytes = b"", deadline_s: float = 1e9, peer: Peer = PEER) -> None:
+    def __init__(
+        self, method: int, message: bytes, payload: bytes = b"", deadline_s: float = 1e9, peer: Peer = PEER
+    ) -> None:
         self.method = method
         self.message = message
         self.payload = memoryview(payload)
@@ -67,18 +69,47 @@ class DirectCall:
 class ShardClient:
     """A client with one session. Every method may raise what the service answers."""
 
-    ANSWERS = {"ALLOCATE": pb.Entry, "SETATTR": pb.Entry, "LOOKUP": pb.Entry, "GETATTR": pb.Entry, "OPEN": pb.Entry,
-               "CREATE": pb.CreateReply, "VOLUME": pb.VolumeReply, "VOLUMES": pb.VolumesReply,
-               "VOLUME_ROOM": pb.VolumeRoomReply, "TRASH": pb.TrashReply,
-               "UNLINK": pb.UnlinkReply, "RMDIR": pb.UnlinkReply, "RENAME": pb.RenameReply, "LINK": pb.AttrReply,
-               "REPORT": pb.AttrReply, "RESERVE": pb.ReserveReply, "SETXATTR": pb.AttrReply, "REMOVEXATTR": pb.AttrReply,
-               "LIST": pb.ListDirReply, "STATFS": pb.StatFsReply, "GETXATTR": pb.GetXattrReply,
-               "LISTXATTR": pb.ListXattrReply, "READLINK": pb.ReadLinkReply, "OPEN_SESSION": pb.OpenSessionReply,
-               "RENEW_SESSION": pb.RenewSessionReply, "CLOSE_SESSION": pb.CloseSessionReply, "SYNC": pb.SyncReply,
-               "RELEASE": pb.ReleaseReply, "STATUS": pb.MetaStatusReply, "COLLECT": pb.CollectReply,
-               "FSCK": pb.FsckReply, "DUMP": pb.DumpReply, "LOAD": pb.LoadReply, "NAMES": pb.NamesReply,
-               "LOCK": pb.LockReply, "LOCK_WAIT": pb.LockWaitReply, "LOCKS": pb.LocksReply,
-               "WATCH": pb.WatchReply, "LOOKUP_MANY": pb.LookupManyReply}
+    ANSWERS = {
+        "ALLOCATE": pb.Entry,
+        "SETATTR": pb.Entry,
+        "LOOKUP": pb.Entry,
+        "GETATTR": pb.Entry,
+        "OPEN": pb.Entry,
+        "CREATE": pb.CreateReply,
+        "VOLUME": pb.VolumeReply,
+        "VOLUMES": pb.VolumesReply,
+        "VOLUME_ROOM": pb.VolumeRoomReply,
+        "TRASH": pb.TrashReply,
+        "UNLINK": pb.UnlinkReply,
+        "RMDIR": pb.UnlinkReply,
+        "RENAME": pb.RenameReply,
+        "LINK": pb.AttrReply,
+        "REPORT": pb.AttrReply,
+        "RESERVE": pb.ReserveReply,
+        "SETXATTR": pb.AttrReply,
+        "REMOVEXATTR": pb.AttrReply,
+        "LIST": pb.ListDirReply,
+        "STATFS": pb.StatFsReply,
+        "GETXATTR": pb.GetXattrReply,
+        "LISTXATTR": pb.ListXattrReply,
+        "READLINK": pb.ReadLinkReply,
+        "OPEN_SESSION": pb.OpenSessionReply,
+        "RENEW_SESSION": pb.RenewSessionReply,
+        "CLOSE_SESSION": pb.CloseSessionReply,
+        "SYNC": pb.SyncReply,
+        "RELEASE": pb.ReleaseReply,
+        "STATUS": pb.MetaStatusReply,
+        "COLLECT": pb.CollectReply,
+        "FSCK": pb.FsckReply,
+        "DUMP": pb.DumpReply,
+        "LOAD": pb.LoadReply,
+        "NAMES": pb.NamesReply,
+        "LOCK": pb.LockReply,
+        "LOCK_WAIT": pb.LockWaitReply,
+        "LOCKS": pb.LocksReply,
+        "WATCH": pb.WatchReply,
+        "LOOKUP_MANY": pb.LookupManyReply,
+    }
 
     def __init__(self, service: MetaService, uid: int = 0, gid: int = 0, peer: Peer = PEER) -> None:
         self.service, self.peer = service, peer
@@ -89,13 +120,17 @@ class ShardClient:
         self.last: DirectCall | None = None
 
     async def begin(self, watch: bool = False) -> ShardClient:
-        reply = await self.ask("OPEN_SESSION", pb.OpenSessionRequest(client="test", session=self.session, secret=self.secret,
-                                                                     watch=watch))
+        reply = await self.ask(
+            "OPEN_SESSION",
+            pb.OpenSessionRequest(client="test", session=self.session, secret=self.secret, watch=watch),
+        )
         self.session, self.secret = reply.session, reply.secret
         return self
 
     def send(self, method: str, request: Any, payload: bytes = b"") -> DirectCall:
-        call = self.last = DirectCall(Method.Value("META_" + method), request.SerializeToString(), payload, peer=self.peer)
+        call = self.last = DirectCall(
+            Method.Value("META_" + method), request.SerializeToString(), payload, peer=self.peer
+        )
         self.service.handle(call)
         return call
 
@@ -105,16 +140,24 @@ class ShardClient:
 
     def change(self, slot: int = 0) -> pb.Change:
         self.sequences[slot] += 1
-        return pb.Change(session=self.session, slot=slot, sequence=self.sequences[slot], uid=self.uid, gid=self.gid)
+        return pb.Change(
+            session=self.session, slot=slot, sequence=self.sequences[slot], uid=self.uid, gid=self.gid
+        )
 
     async def lookup(self, parent: int, name: bytes, rights: int = 0) -> pb.Entry:
-        return await self.ask("LOOKUP", pb.LookupRequest(session=self.session, parent=parent, name=name, rights=rights))
+        return await self.ask(
+            "LOOKUP", pb.LookupRequest(session=self.session, parent=parent, name=name, rights=rights)
+        )
 
     async def getattr(self, inode: int, rights: int = 0) -> pb.Entry:
         return await self.ask("GETATTR", pb.GetAttrRequest(session=self.session, inode=inode, rights=rights))
 
-    async def create(self, parent: int, name: bytes, mode: int = stat.S_IFREG | 0o644, **fields) -> pb.CreateReply:
-        return await self.ask("CREATE", pb.CreateRequest(change=self.change(), parent=parent, name=name, mode=mode, **fields))
+    async def create(
+        self, parent: int, name: bytes, mode: int = stat.S_IFREG | 0o644, **fields
+    ) -> pb.CreateReply:
+        return await self.ask(
+            "CREATE", pb.CreateRequest(change=self.change(), parent=parent, name=name, mode=mode, **fields)
+        )
 
     async def mkdir(self, parent: int, name: bytes, **fields) -> pb.Attr:
         return (await self.create(parent, name, stat.S_IFDIR | 0o755, exclusive=True, **fields)).entry.attr
@@ -128,43 +171,113 @@ class ShardClient:
     async def rmdir(self, parent: int, name: bytes) -> pb.UnlinkReply:
         return await self.ask("RMDIR", pb.UnlinkRequest(change=self.change(), parent=parent, name=name))
 
-    async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0) -> pb.RenameReply:
-        return await self.ask("RENAME", pb.RenameRequest(change=self.change(), parent=parent, name=name,
-                                                         new_parent=new_parent, new_name=new_name, flags=flags))
+    async def rename(
+        self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0
+    ) -> pb.RenameReply:
+        return await self.ask(
+            "RENAME",
+            pb.RenameRequest(
+                change=self.change(),
+                parent=parent,
+                name=name,
+                new_parent=new_parent,
+                new_name=new_name,
+                flags=flags,
+            ),
+        )
 
     async def link(self, inode: int, parent: int, name: bytes) -> pb.Attr:
-        return (await self.ask("LINK", pb.LinkRequest(change=self.change(), inode=inode, parent=parent, name=name))).attr
+        return (
+            await self.ask(
+                "LINK", pb.LinkRequest(change=self.change(), inode=inode, parent=parent, name=name)
+            )
+        ).attr
 
     async def setattr(self, inode: int, valid: int, slot: int = 0, **fields) -> pb.Entry:
-        return await self.ask("SETATTR", pb.SetAttrRequest(change=self.change(slot), inode=inode, valid=valid, **fields))
+        return await self.ask(
+            "SETATTR", pb.SetAttrRequest(change=self.change(slot), inode=inode, valid=valid, **fields)
+        )
 
     async def allocate(self, inode: int, offset: int, length: int, **fields) -> pb.Entry:
-        return await self.ask("ALLOCATE", pb.AllocateRequest(change=self.change(), inode=inode, offset=offset, length=length,
-                                                             **fields))
+        return await self.ask(
+            "ALLOCATE",
+            pb.AllocateRequest(change=self.change(), inode=inode, offset=offset, length=length, **fields),
+        )
 
     async def open(self, inode: int, rights: int = 1, truncate: bool = False) -> pb.Entry:
-        return await self.ask("OPEN", pb.OpenRequest(change=self.change(), inode=inode, rights=rights, truncate=truncate))
+        return await self.ask(
+            "OPEN", pb.OpenRequest(change=self.change(), inode=inode, rights=rights, truncate=truncate)
+        )
 
     async def report(self, inode: int, end: int, cut: int = 0, **fields) -> pb.Attr:
         fields.setdefault("wrote", True)
-        return (await self.ask("REPORT", pb.ReportRequest(change=self.change(), inode=inode, end=end, cut=cut, **fields))).attr
+        return (
+            await self.ask(
+                "REPORT", pb.ReportRequest(change=self.change(), inode=inode, end=end, cut=cut, **fields)
+            )
+        ).attr
 
-    async def lock(self, inode: int, mode: int, start: int = 0, end: int = LAST_BYTE, *, owner: int = 1, kind: int = RECORD,
-                   slot: int = 0, **fields) -> pb.LockReply:
-        return await self.ask("LOCK", pb.LockRequest(change=self.change(slot), inode=inode, kind=kind, owner=owner, start=start,
-                                                     end=end, mode=mode, **fields))
+    async def lock(
+        self,
+        inode: int,
+        mode: int,
+        start: int = 0,
+        end: int = LAST_BYTE,
+        *,
+        owner: int = 1,
+        kind: int = RECORD,
+        slot: int = 0,
+        **fields,
+    ) -> pb.LockReply:
+        return await self.ask(
+            "LOCK",
+            pb.LockRequest(
+                change=self.change(slot),
+                inode=inode,
+                kind=kind,
+                owner=owner,
+                start=start,
+                end=end,
+                mode=mode,
+                **fields,
+            ),
+        )
 
-    async def locks(self, inode: int, mode: int = 0, start: int = 0, end: int = LAST_BYTE, *, owner: int = 1,
-                    kind: int = RECORD) -> list[pb.HeldLock]:
-        return list((await self.ask("LOCKS", pb.LocksRequest(session=self.session, inode=inode, kind=kind, owner=owner,
-                                                             start=start, end=end, mode=mode))).locks)
+    async def locks(
+        self,
+        inode: int,
+        mode: int = 0,
+        start: int = 0,
+        end: int = LAST_BYTE,
+        *,
+        owner: int = 1,
+        kind: int = RECORD,
+    ) -> list[pb.HeldLock]:
+        return list(
+            (
+                await self.ask(
+                    "LOCKS",
+                    pb.LocksRequest(
+                        session=self.session,
+                        inode=inode,
+                        kind=kind,
+                        owner=owner,
+                        start=start,
+                        end=end,
+                        mode=mode,
+                    ),
+                )
+            ).locks
+        )
 
     async def list(self, inode: int, limit: int = 0, attrs: bool = False) -> list[pb.DirEntry]:
         entries: list[pb.DirEntry] = []
         cursor = 0
         while True:
-            reply = await self.ask("LIST", pb.ListDirRequest(session=self.session, inode=inode, cursor=cursor, limit=limit,
-                                                             attrs=attrs))
+            reply = await self.ask(
+                "LIST",
+                pb.ListDirRequest(session=self.session, inode=inode, cursor=cursor, limit=limit, attrs=attrs),
+            )
             entries += reply.entries
             if not reply.more:
                 return entries
@@ -219,7 +332,9 @@ class StoreRecorder:
             request = data_pb2.ListRequest.FromString(message)
             left = sorted(inode for inode in self.kept.get(request.target, ()) if inode > request.after)
             inodes = b"".join(inode.to_bytes(8, "little") for inode in left[:2])
-            return Reply(data_pb2.ListReply(inodes=inodes, more=len(left) > 2).SerializeToString(), memoryview(b""))
+            return Reply(
+                data_pb2.ListReply(inodes=inodes, more=len(left) > 2).SerializeToString(), memoryview(b"")
+            )
         else:
             raise NvpoolError(f"method {method} was not expected")
         return Reply(b"", memoryview(b""))
@@ -229,5 +344,16 @@ def small_map(targets: int = 2) -> PoolMap:
     """One node, `targets` targets with the endpoints inproc://1, inproc://2, …, one shard, one table."""
     drives = tuple(Drive(number, 1, f"/drive/{number}", 1 << 30) for number in range(1, targets + 1))
     there = tuple(Target(d.id, d.id, 1, d.capacity_bytes, (f"inproc://{d.id}",)) for d in drives)
-    return PoolMap(MAP_FORMAT, "pool", "test", 1, PoolSettings(), (Node(1, "n", "h", ("inproc://n",)),), drives, there,
-                   (build_table(there, 1),), (Shard(1, 1, ("inproc://m",)),), (PartitionRange(0, 4096, 1),))
+    return PoolMap(
+        MAP_FORMAT,
+        "pool",
+        "test",
+        1,
+        PoolSettings(),
+        (Node(1, "n", "h", ("inproc://n",)),),
+        drives,
+        there,
+        (build_table(there, 1),),
+        (Shard(1, 1, ("inproc://m",)),),
+        (PartitionRange(0, 4096, 1),),
+    )

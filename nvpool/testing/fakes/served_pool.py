@@ -19,8 +19,10 @@ class Served:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        self.pool = LocalPool(capacities=(128 * MIB, 192 * MIB),
-                              endpoints=lambda role, number: f"stream+unix://{where}/{role}-{number}.sock")
+        self.pool = LocalPool(
+            capacities=(128 * MIB, 192 * MIB),
+            endpoints=lambda role, number: f"stream+unix://{where}/{role}-{number}.sock",
+        )
         self.run(self.pool.__aenter__())
 
     def run(self, work):

@@ -25,10 +25,22 @@ from nvpool.poolmap.shards import members as shard_members
 
 __all__ = ["OPTIONS", "Group", "Link", "Member", "Members"]
 
-OPTIONS = LmdbOptions(journal_bytes=1 << 20, map_bytes=1 << 20, sync_interval_s=30, checkpoint_interval_s=0.05,
-                      layer_entries_max=200)
-QUICK = ShippingOptions(silent_s=0.3, heartbeat_s=0.01, retry_s=0.005, lag_max=50, in_flight_max=4, group_bytes=2000,
-                        step_pairs=20)
+OPTIONS = LmdbOptions(
+    journal_bytes=1 << 20,
+    map_bytes=1 << 20,
+    sync_interval_s=30,
+    checkpoint_interval_s=0.05,
+    layer_entries_max=200,
+)
+QUICK = ShippingOptions(
+    silent_s=0.3,
+    heartbeat_s=0.01,
+    retry_s=0.005,
+    lag_max=50,
+    in_flight_max=4,
+    group_bytes=2000,
+    step_pairs=20,
+)
 SHARD = 1
 QUIET_S = 10.0
 
@@ -59,7 +71,11 @@ class Link:
         if pair in self._members.cuts or not self._receiver.alive or not self._sender.alive:
             raise Disconnected("the link is cut")
         if self._receiver.standby is None:
-            raise StaleTerm("it is the primary itself") if self._receiver.term > self._sender.term else Unavailable("not yet")
+            raise (
+                StaleTerm("it is the primary itself")
+                if self._receiver.term > self._sender.term
+                else Unavailable("not yet")
+            )
         return self._receiver.standby
 
     async def _call(self, method: str, *arguments):
@@ -118,8 +134,15 @@ class Link:
 class Members:
     """`pool_map` is the truth; `acknowledged` are the changes whose makers were told so, in order."""
 
-    def __init__(self, directory: Path, count: int = 2, options: LmdbOptions = OPTIONS, shipping: ShippingOptions = QUICK,
-                 random=None, retain_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        count: int = 2,
+        options: LmdbOptions = OPTIONS,
+        shipping: ShippingOptions = QUICK,
+        random=None,
+        retain_bytes: int | None = None,
+    ) -> None:
         self.directory = directory
         self.options = options
         self.shipping_options = shipping
@@ -131,7 +154,9 @@ class Members:
         """Whether nobody changes the map; or the error that says so."""
         self.tasks: set[asyncio.Task] = set()
         node = Node(1, "n", "", ())
-        shard = Shard(SHARD, 1, (), standbys=tuple(StandbyMember(number, 1, ()) for number in range(1, count)))
+        shard = Shard(
+            SHARD, 1, (), standbys=tuple(StandbyMember(number, 1, ()) for number in range(1, count))
+        )
         self.pool_map = PoolMap(MAP_FORMAT, "p", "p", 1, PoolSettings(), (node,), shards=(shard,))
 
     @property
@@ -159,13 +184,20 @@ class Members:
         member.alive = True
         if self.shard.member == number:
             try:
-                self.pool_map = shard_members.primary_began(self.pool_map, SHARD, number, () if alone else None,
-                                                     whole_term=whole_term(self.mark(member), self.path(member)))
+                self.pool_map = shard_members.primary_began(
+                    self.pool_map,
+                    SHARD,
+                    number,
+                    () if alone else None,
+                    whole_term=whole_term(self.mark(member), self.path(member)),
+                )
             except Unavailable:
                 member.alive = False
                 raise
             if self.shard.member == number:
-                kv = await MemberKv.open_member(self.path(member), with_term(self.options, self.shard.term), **self._more())
+                kv = await MemberKv.open_member(
+                    self.path(member), with_term(self.options, self.shard.term), **self._more()
+                )
                 await self._serve(member, kv)
                 return
         self.mark(member).unlink(missing_ok=True)
@@ -181,23 +213,37 @@ class Members:
 
     async def _serve(self, member: Member, kv: MemberKv) -> None:
         member.kv, member.term = kv, self.shard.term
-        kv.history.mark_commits(CommitMark.begin(self.mark(member), self.path(member), member.term, kv.last.sequence))
+        kv.history.mark_commits(
+            CommitMark.begin(self.mark(member), self.path(member), member.term, kv.last.sequence)
+        )
 
         async def ask(number: int, up: bool) -> None:
             epoch = self.shard.epoch
             await asyncio.sleep(0)
             if self.manager_away or not member.alive:
-                raise self.manager_away if isinstance(self.manager_away, NvpoolError) else \
-                    Unavailable("the manager does not answer")
+                raise (
+                    self.manager_away
+                    if isinstance(self.manager_away, NvpoolError)
+                    else Unavailable("the manager does not answer")
+                )
             if up:
                 self.pool_map = shard_members.standby_up(self.pool_map, SHARD, number, member.term, epoch)
             else:
                 self.pool_map = shard_members.standby_out(self.pool_map, SHARD, number, member.term)
             await asyncio.sleep(0)
 
-        member.shipping = Shipping(kv, clock=SYSTEM_CLOCK, ask=ask, on_deposed=lambda: None, options=self.shipping_options)
-        member.shipping.use({standby.member: (partial(Link, self, member, self.members[standby.member]), standby.state == "up")
-                             for standby in self.shard.standbys})
+        member.shipping = Shipping(
+            kv, clock=SYSTEM_CLOCK, ask=ask, on_deposed=lambda: None, options=self.shipping_options
+        )
+        member.shipping.use(
+            {
+                standby.member: (
+                    partial(Link, self, member, self.members[standby.member]),
+                    standby.state == "up",
+                )
+                for standby in self.shard.standbys
+            }
+        )
 
     async def follow_map(self) -> None:
         """Whoever the map calls primary, and is a standby now, is promoted."""
@@ -242,17 +288,25 @@ class Members:
     async def quiet(self, up: set[int] | None = None) -> None:
         """Until all (or these) standbys that are alive are up and have everything. A primary that was replaced is no standby
         before it is started anew."""
-        wanted = up if up is not None else {member.number for member in self.members
-                                            if member.alive and member.standby is not None}
+        wanted = (
+            up
+            if up is not None
+            else {member.number for member in self.members if member.alive and member.standby is not None}
+        )
         end_s = SYSTEM_CLOCK.boottime_s() + QUIET_S
         while True:
             if SYSTEM_CLOCK.boottime_s() > end_s:
                 raise AssertionError(f"not quiet: {self.told()}")
             kv = self.primary.kv
             there = [self.members[number].standby for number in wanted]
-            if (wanted <= self.up and kv.history.committed == kv.sequence
-                    and all(standby is not None and standby.last is not None and standby.last.sequence == kv.sequence
-                            for standby in there)):
+            if (
+                wanted <= self.up
+                and kv.history.committed == kv.sequence
+                and all(
+                    standby is not None and standby.last is not None and standby.last.sequence == kv.sequence
+                    for standby in there
+                )
+            ):
                 return
             await asyncio.sleep(0.002)
 
@@ -263,11 +317,15 @@ class Members:
             standby, kv = member.standby, member.kv
             lines.append(f"member {member.number}: alive {member.alive}")
             if standby is not None:
-                lines.append(f"  standby of term {standby.term} at {standby.last}, filling {standby.filling}, ready "
-                             f"{standby._ready}, {len(standby._waiting)} wait")
+                lines.append(
+                    f"  standby of term {standby.term} at {standby.last}, filling {standby.filling}, ready "
+                    f"{standby._ready}, {len(standby._waiting)} wait"
+                )
             if kv is not None:
-                lines.append(f"  primary of term {member.term} at {kv.last}, committed {kv.history.committed}, kept behind "
-                             f"{kv.history.base}, fenced {kv.fenced!r}")
+                lines.append(
+                    f"  primary of term {member.term} at {kv.last}, committed {kv.history.committed}, kept behind "
+                    f"{kv.history.base}, fenced {kv.fenced!r}"
+                )
             if member.shipping is not None:
                 lines += [f"  {vars(peer)}" for peer in member.shipping._peers.values()]
         return "\n".join(lines)

@@ -40,9 +40,18 @@ class HoldingPool(LocalPool):
                 asyncio.get_running_loop().call_later(self._delays[number], handler, call)
                 return
             if call.method in self._muted.get(number, ()):
-                call = SimpleNamespace(method=call.method, message=call.message, payload=call.payload, cancelled=False,
-                                       peer=call.peer, deadline_s=call.deadline_s, reply=lambda *_: None, fail=lambda *_: None)
+                call = SimpleNamespace(
+                    method=call.method,
+                    message=call.message,
+                    payload=call.payload,
+                    cancelled=False,
+                    peer=call.peer,
+                    deadline_s=call.deadline_s,
+                    reply=lambda *_: None,
+                    fail=lambda *_: None,
+                )
             handler(call)
+
         await super()._listen(role, number, hand_on)
 
     def hold(self, target: int, *methods: int) -> None:

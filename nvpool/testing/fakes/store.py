@@ -11,7 +11,15 @@ from collections.abc import Callable
 
 from nvpool.core.checksum import block_checksums, piece_checksums
 from nvpool.core.clock import SYSTEM_CLOCK
-from nvpool.core.errors import ChecksumMismatch, Disconnected, NotSupported, NvpoolError, StaleCut, StaleEpoch, StaleGrant
+from nvpool.core.errors import (
+    ChecksumMismatch,
+    Disconnected,
+    NotSupported,
+    NvpoolError,
+    StaleCut,
+    StaleEpoch,
+    StaleGrant,
+)
 from nvpool.core.grants import READ, WRITE, verify
 from nvpool.core.units import BLOCK_BYTES
 from nvpool.rpc.api import Call
@@ -73,13 +81,17 @@ class PlainStore:
         if call.method == wire_pb2.DATA_CUT:
             return self._cut(data_pb2.CutRequest.FromString(bytes(call.message)))
         if call.method == wire_pb2.DATA_REMOVE:
-            gone = set(data_codec.unpack_inodes(data_pb2.RemoveRequest.FromString(bytes(call.message)).inodes))
+            gone = set(
+                data_codec.unpack_inodes(data_pb2.RemoveRequest.FromString(bytes(call.message)).inodes)
+            )
             for key in [key for key in self.chunks if key[0] in gone]:
                 del self.chunks[key]
             return data_pb2.RemoveReply(map_epoch=self.epoch), ()
         if call.method == wire_pb2.DATA_STATUS:
             used = sum(map(len, self.chunks.values()))
-            return data_pb2.DataStatusReply(target=self.target, state="serving", capacity_bytes=1 << 26, used_bytes=used), ()
+            return data_pb2.DataStatusReply(
+                target=self.target, state="serving", capacity_bytes=1 << 26, used_bytes=used
+            ), ()
         raise NotSupported(f"method {call.method}")
 
     def _check(self, epoch: int, grants, right: int) -> list[int]:
@@ -100,7 +112,7 @@ class PlainStore:
             if owners[grant] != inode:
                 results.append((StaleGrant.wire_code, 0, 0, 0))
                 continue
-            part = bytes(self.chunks.get((inode, index), b"")[offset:offset + length])
+            part = bytes(self.chunks.get((inode, index), b"")[offset : offset + length])
             part += bytes(-len(part) % BLOCK_BYTES)
             results.append((0, 0, len(part), 1))
             payload += part
@@ -114,15 +126,16 @@ class PlainStore:
         owners = self._check(request.map_epoch, request.grants, WRITE)
         at = place = 0
         results = []
-        for inode, cut, sequence, index, offset, length, grant, _ in data_codec.unpack_writes(request.writes, len(owners),
-                                                                                        len(payload), request.checksums):
+        for inode, cut, sequence, index, offset, length, grant, _ in data_codec.unpack_writes(
+            request.writes, len(owners), len(payload), request.checksums
+        ):
             if owners[grant] != inode:
                 raise StaleGrant
             if cut < self.cuts.get(inode, 0):
                 raise StaleCut
-            part = payload[at:at + length]
+            part = payload[at : at + length]
             pieces = data_codec.piece_count(offset, length) * 4
-            if piece_checksums(part, offset) != request.checksums[place:place + pieces]:
+            if piece_checksums(part, offset) != request.checksums[place : place + pieces]:
                 raise ChecksumMismatch
             at, place = at + length, place + pieces
             slot = inode, index, request.session, request.slot
@@ -131,7 +144,7 @@ class PlainStore:
                 chunk = self.chunks.setdefault((inode, index), bytearray())
                 if len(chunk) < offset:
                     chunk.extend(bytes(offset - len(chunk)))
-                chunk[offset:offset + length] = part
+                chunk[offset : offset + length] = part
             results.append((0, 0, 0, 1))
         return data_pb2.WriteReply(map_epoch=self.epoch, results=data_codec.pack_write_results(results)), ()
 

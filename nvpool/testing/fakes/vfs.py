@@ -79,8 +79,19 @@ class MemoryVfs:
         self._last_inode = ROOT_INODE
         self._last_cursor = 3
         now = clock.wall_ns()
-        self._nodes = {ROOT_INODE: _Node(Attr(inode=ROOT_INODE, mode=stat.S_IFDIR | 0o755, links=2, parent=ROOT_INODE,
-                                              atime_ns=now, mtime_ns=now, ctime_ns=now))}
+        self._nodes = {
+            ROOT_INODE: _Node(
+                Attr(
+                    inode=ROOT_INODE,
+                    mode=stat.S_IFDIR | 0o755,
+                    links=2,
+                    parent=ROOT_INODE,
+                    atime_ns=now,
+                    mtime_ns=now,
+                    ctime_ns=now,
+                )
+            )
+        }
 
     def lease_until_s(self, inode: int) -> float:
         return float("inf")
@@ -160,9 +171,22 @@ class MemoryVfs:
             if stat.S_ISDIR(mode):
                 mode |= stat.S_ISGID
         directory = stat.S_ISDIR(mode)
-        node = _Node(Attr(inode=self._last_inode, mode=mode, links=2 if directory else 1, uid=caller.uid, gid=gid, rdev=rdev,
-                          atime_ns=now, mtime_ns=now, ctime_ns=now, chunk_bits=20, table=1,
-                          parent=parent_inode if directory else 0))
+        node = _Node(
+            Attr(
+                inode=self._last_inode,
+                mode=mode,
+                links=2 if directory else 1,
+                uid=caller.uid,
+                gid=gid,
+                rdev=rdev,
+                atime_ns=now,
+                mtime_ns=now,
+                ctime_ns=now,
+                chunk_bits=20,
+                table=1,
+                parent=parent_inode if directory else 0,
+            )
+        )
         self._nodes[self._last_inode] = node
         self._add(parent, name, self._last_inode)
         if directory:
@@ -205,8 +229,20 @@ class MemoryVfs:
     async def create_unnamed(self, parent: int, mode: int, flags: int, caller) -> tuple[Attr, FakeFileHandle]:
         raise errors.NotSupported("no files without names")
 
-    async def setattr(self, inode: int, *, mode=None, uid=None, gid=None, size=None, atime_ns=None, mtime_ns=None,
-                      ctime_ns=None, caller, handle=None) -> Attr:
+    async def setattr(
+        self,
+        inode: int,
+        *,
+        mode=None,
+        uid=None,
+        gid=None,
+        size=None,
+        atime_ns=None,
+        mtime_ns=None,
+        ctime_ns=None,
+        caller,
+        handle=None,
+    ) -> Attr:
         node = self._node(inode)
         attr = node.attr
         if size is not None:
@@ -284,7 +320,9 @@ class MemoryVfs:
         self._drop(directory, name)
         self._lose_name(node, directory)
 
-    async def rename(self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, caller) -> tuple[int, int]:
+    async def rename(
+        self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, caller
+    ) -> tuple[int, int]:
         old, new = self._directory(parent), self._directory(new_parent)
         moved = self._child(old, name)
         there = self._nodes[new.names[new_name][0]] if new_name in new.names else None
@@ -310,8 +348,10 @@ class MemoryVfs:
                     node.attr.parent = after.attr.inode
                     before.attr.links -= 1
                     after.attr.links += 1
-            old.names[name], new.names[new_name] = ((there.attr.inode, old.names[name][1]),
-                                                    (moved.attr.inode, new.names[new_name][1]))
+            old.names[name], new.names[new_name] = (
+                (there.attr.inode, old.names[name][1]),
+                (moved.attr.inode, new.names[new_name][1]),
+            )
             self._touch(old, new)
             self._touch(moved, there, content=False)
             return inodes
@@ -346,7 +386,9 @@ class MemoryVfs:
         node.handles += 1
         return FakeFileHandle(node, flags)
 
-    async def create(self, parent: int, name: bytes, mode: int, flags: int, caller) -> tuple[Attr, FakeFileHandle]:
+    async def create(
+        self, parent: int, name: bytes, mode: int, flags: int, caller
+    ) -> tuple[Attr, FakeFileHandle]:
         directory = self._directory(parent)
         if name in directory.names and not flags & os.O_EXCL:
             handle = await self.open(directory.names[name][0], flags, caller)
@@ -366,7 +408,7 @@ class MemoryVfs:
 
     async def read(self, handle: FakeFileHandle, offset: int, size: int) -> bytes | memoryview:
         content = handle.node.content
-        return bytes(memoryview(content)[offset:offset + size])
+        return bytes(memoryview(content)[offset : offset + size])
 
     def write_now(self, handle: FakeFileHandle, offset: int, buffer, unique: int = 0) -> bool:
         return False
@@ -392,7 +434,9 @@ class MemoryVfs:
         return len(buffer)
 
     async def fallocate(self, handle: FakeFileHandle, offset: int, length: int, mode: int) -> None:
-        if mode & ~(KEEP_SIZE | PUNCH_HOLE | ZERO_RANGE) or (mode & PUNCH_HOLE and mode != PUNCH_HOLE | KEEP_SIZE):
+        if mode & ~(KEEP_SIZE | PUNCH_HOLE | ZERO_RANGE) or (
+            mode & PUNCH_HOLE and mode != PUNCH_HOLE | KEEP_SIZE
+        ):
             raise errors.NotSupported()
         if offset < 0 or length <= 0:
             raise errors.InvalidRequest()
@@ -410,16 +454,18 @@ class MemoryVfs:
         if not 0 <= offset < len(content):
             raise errors.BeyondData()
         for place in range(offset - offset % BLOCK_BYTES, len(content), BLOCK_BYTES):
-            if any(content[place:place + BLOCK_BYTES]) == (whence == os.SEEK_DATA):
+            if any(content[place : place + BLOCK_BYTES]) == (whence == os.SEEK_DATA):
                 return max(place, offset)
         if whence == os.SEEK_DATA:
             raise errors.BeyondData()
         return len(content)
 
-    async def copy_range(self, source: FakeFileHandle, offset: int, target: FakeFileHandle, to: int, length: int) -> int:
+    async def copy_range(
+        self, source: FakeFileHandle, offset: int, target: FakeFileHandle, to: int, length: int
+    ) -> int:
         if source.node is target.node and abs(offset - to) < length:
             raise errors.InvalidRequest()
-        data = bytes(memoryview(source.node.content)[offset:offset + length])
+        data = bytes(memoryview(source.node.content)[offset : offset + length])
         return await self.write(target, to, data) if data else 0
 
     async def flush(self, handle: FakeFileHandle, owner: int | None = None) -> None:
@@ -432,19 +478,34 @@ class MemoryVfs:
     def is_locked(self, inode: int) -> bool:
         return inode in self._locks.files
 
-    async def getlk(self, handle: FakeFileHandle, owner: int, start: int, end: int, mode: int) -> LockRange | None:
+    async def getlk(
+        self, handle: FakeFileHandle, owner: int, start: int, end: int, mode: int
+    ) -> LockRange | None:
         found = next(self._locks.in_the_way(handle.inode, Owner(RECORD, 0, owner), start, end, mode), None)
         return found.span if found else None
 
-    async def setlk(self, handle: FakeFileHandle, owner: int, start: int, end: int, mode: int, pid: int = 0, *,
-                    wait: bool = False) -> bool:
+    async def setlk(
+        self,
+        handle: FakeFileHandle,
+        owner: int,
+        start: int,
+        end: int,
+        mode: int,
+        pid: int = 0,
+        *,
+        wait: bool = False,
+    ) -> bool:
         return await self._lock(handle, Owner(RECORD, 0, owner), start, end, mode, pid, wait)
 
-    async def flock(self, handle: FakeFileHandle, owner: int, mode: int, pid: int = 0, *, wait: bool = False) -> bool:
+    async def flock(
+        self, handle: FakeFileHandle, owner: int, mode: int, pid: int = 0, *, wait: bool = False
+    ) -> bool:
         handle.flocks.add(owner)
         return await self._lock(handle, Owner(WHOLE, 0, owner), 0, LAST_BYTE, mode, pid, wait)
 
-    async def _lock(self, handle: FakeFileHandle, owner: Owner, start: int, end: int, mode: int, pid: int, wait: bool) -> bool:
+    async def _lock(
+        self, handle: FakeFileHandle, owner: Owner, start: int, end: int, mode: int, pid: int, wait: bool
+    ) -> bool:
         ticket = 0
         try:
             while True:
@@ -486,14 +547,22 @@ class MemoryVfs:
         self._directory(inode)
         return FakeDirHandle(inode)
 
-    async def readdir(self, handle: FakeDirHandle, cursor: int, limit: int, answered=None) -> tuple[DirectoryPage, bool]:
+    async def readdir(
+        self, handle: FakeDirHandle, cursor: int, limit: int, answered=None
+    ) -> tuple[DirectoryPage, bool]:
         node = self._directory(handle.inode)
         behind = [(place, name) for place, name in node.order.items() if place > cursor]
         more = len(behind) > limit
         if answered is not None:
             answered(behind[limit - 1][0] if more else None)
-        return DirectoryPage(b"".join([pack_entry(place, self._nodes[node.names[name][0]].attr, False, name)
-                                for place, name in behind[:limit]])), more
+        return DirectoryPage(
+            b"".join(
+                [
+                    pack_entry(place, self._nodes[node.names[name][0]].attr, False, name)
+                    for place, name in behind[:limit]
+                ]
+            )
+        ), more
 
     def outdated(self, inodes: list[int], since_s: float) -> set[int]:
         return set()

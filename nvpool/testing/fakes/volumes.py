@@ -55,8 +55,9 @@ class MemoryVolumes:
         name = checked_name(name)
         wanted = options if isinstance(options, Options) else parse_options(options)
         self._ask()
-        there = self._volumes.setdefault(name, MemoryVolume(name, wanted.bytes_max, wanted.files_max,
-                                                            replicas=wanted.replicas or 1))
+        there = self._volumes.setdefault(
+            name, MemoryVolume(name, wanted.bytes_max, wanted.files_max, replicas=wanted.replicas or 1)
+        )
         for word in ("bytes_max", "files_max", "replicas"):
             if getattr(wanted, word) and getattr(wanted, word) != getattr(there, word):
                 raise AlreadyExists(f"the volume {name} is there, with another {word}")
@@ -98,8 +99,14 @@ class MemoryVolumes:
     async def stats(self, name: str) -> Stats:
         volume, left = await self.get(name), await self.capacity()
         total = volume.bytes_max or volume.bytes_used + left
-        return Stats(total, volume.bytes_used, max(0, min(total - volume.bytes_used, left)), volume.files_max,
-                     volume.files_used, max(0, volume.files_max - volume.files_used))
+        return Stats(
+            total,
+            volume.bytes_used,
+            max(0, min(total - volume.bytes_used, left)),
+            volume.files_max,
+            volume.files_used,
+            max(0, volume.files_max - volume.files_used),
+        )
 
     async def condition(self, name: str) -> Condition:
         await self.get(name)
@@ -113,7 +120,9 @@ class MemoryVolumes:
         there = self._held.get((name, holder))
         if there is not None and (read_only > there.read_only or subpath not in ("", there.subpath)):
             raise AlreadyExists(f"{holder} uses the volume {name} already, in another way")
-        self._held.setdefault((name, holder), _FakeMount(read_only or volume.sealed, subpath or self._subpaths.get(name, "")))
+        self._held.setdefault(
+            (name, holder), _FakeMount(read_only or volume.sealed, subpath or self._subpaths.get(name, ""))
+        )
         return Path("/nowhere") / name
 
     async def unstage(self, name: str, holder: str) -> None:
@@ -128,7 +137,11 @@ class MemoryVolumes:
 
     async def publications(self, name: str) -> dict[str, tuple[str, bool]]:
         name = checked_name(name)
-        return {target: (holder, read_only) for target, (held, holder, read_only) in self._published.items() if held == name}
+        return {
+            target: (holder, read_only)
+            for target, (held, holder, read_only) in self._published.items()
+            if held == name
+        }
 
     async def publication(self, target: Path) -> str | None:
         there = self._published.get(os.fspath(target))

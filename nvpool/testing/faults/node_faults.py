@@ -94,7 +94,11 @@ class NodeFaults:
     def kill(self, victim: str) -> None:
         """Kill the processes of one of VICTIMS. NotNow, and nothing is killed, where one of them does not run."""
         pids = VICTIMS[victim](self)
-        supervisors = {found.pid: number for number in NODES if (found := self.node(number).directory.supervisor()) is not None}
+        supervisors = {
+            found.pid: number
+            for number in NODES
+            if (found := self.node(number).directory.supervisor()) is not None
+        }
         for pid in pids:
             end_process(pid)
         self.supervisors_killed.update(supervisors[pid] for pid in pids if pid in supervisors)
@@ -190,7 +194,7 @@ class NodeFaults:
             target = self.chance.choice([one for one in self.map.targets if not one.is_over])
             number, pid = target.node, self.pid(target.node, f"target-{target.id}")
         directory = self.node(number).directory
-        socket, = directory.socket_directory().glob("node*.sock")
+        (socket,) = directory.socket_directory().glob("node*.sock")
         away = socket.with_suffix(".away")
         socket.rename(away)
         try:
@@ -199,12 +203,16 @@ class NodeFaults:
             end = time.monotonic() + SOCKET_AWAY_S
             while time.monotonic() < end:
                 now = directory.states()
-                if pid not in {one.pid for one in now.values()} and any(one.pid not in before for one in now.values()):
+                if pid not in {one.pid for one in now.values()} and any(
+                    one.pid not in before for one in now.values()
+                ):
                     break
                 time.sleep(0.05)
             time.sleep(0.3)
         finally:
-            with contextlib.suppress(FileNotFoundError):  # a supervisor that began meanwhile has one of its own
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # a supervisor that began meanwhile has one of its own
                 if socket.exists():
                     away.unlink()
                 else:
@@ -258,14 +266,22 @@ def newest_map(pool: PoolInUse) -> PoolMap:
 
 def missing_copies(pool_map: PoolMap) -> str:
     """Parts of the map with too few copies; empty when all is whole."""
-    short = sum(len(chain.targets) - len(chain.leaving) < table.id for table in pool_map.tables for chain in table.chains)
+    short = sum(
+        len(chain.targets) - len(chain.leaving) < table.id
+        for table in pool_map.tables
+        for chain in table.chains
+    )
     found = [f"{short} chains"] if short else []
-    found += [f"shard {shard.id} has no standby" for shard in pool_map.shards
-              if shard.state != "up" or not any(standby.state == "up" for standby in shard.standbys)]
+    found += [
+        f"shard {shard.id} has no standby"
+        for shard in pool_map.shards
+        if shard.state != "up" or not any(standby.state == "up" for standby in shard.standbys)
+    ]
     return ", ".join(found)
 
 
 def is_settled(pool_map: PoolMap) -> bool:
     """Nothing is missing, and nothing is being moved or filled."""
-    return not missing_copies(pool_map) and not any(chain.joining or chain.leaving for table in pool_map.tables
-                                                    for chain in table.chains)
+    return not missing_copies(pool_map) and not any(
+        chain.joining or chain.leaving for table in pool_map.tables for chain in table.chains
+    )

@@ -42,8 +42,10 @@ class _RecordedFile:
         self.base = base
         self.size = base.stat().st_size if base else 0
         self.moment = 0
-        self.durable = 0                                     # everything up to this moment is on the drive
-        self.pages: dict[int, list[tuple[int, int, bytes]]] = defaultdict(list)   # page -> (moment, start in it, bytes)
+        self.durable = 0  # everything up to this moment is on the drive
+        self.pages: dict[int, list[tuple[int, int, bytes]]] = defaultdict(
+            list
+        )  # page -> (moment, start in it, bytes)
         self.page_durable: dict[int, int] = {}
         self.sizes: list[tuple[int, int]] = [(0, self.size)]
         self.syncs: dict[int, list[int]] = defaultdict(list)
@@ -54,7 +56,7 @@ class _RecordedFile:
         at = 0
         while at < len(data):
             page, start = divmod(offset + at, PAGE)
-            part = data[at:at + PAGE - start]
+            part = data[at : at + PAGE - start]
             self.pages[page].append((self.moment, start, part))
             if durable:
                 self.page_durable[page] = self.moment
@@ -83,6 +85,7 @@ class _RecordedFile:
 
     def materialize(self, path: Path, chance: random.Random, eagerness: float) -> None:
         """Write one possible state. eagerness: how much of what was not synced reached the drive (0 nothing, 1 all)."""
+
         def moment_after(durable: int, moments: list[int]) -> int:
             later = [m for m in moments if m > durable]
             if not later or chance.random() > eagerness:
@@ -90,8 +93,11 @@ class _RecordedFile:
             return chance.choice(later) if eagerness < 1 else later[-1]
 
         if self.base and not path.exists():
-            subprocess.run(["cp", "-a", "--sparse=always", "--reflink=auto", str(self.base), str(path)], check=True,
-                           timeout=600)
+            subprocess.run(
+                ["cp", "-a", "--sparse=always", "--reflink=auto", str(self.base), str(path)],
+                check=True,
+                timeout=600,
+            )
         with path.open("r+b" if path.exists() else "w+b") as file:
             at = moment_after(self.durable, [m for m, _ in self.sizes])
             size = self.sizes[max(bisect_right([m for m, _ in self.sizes], at) - 1, 0)][1]
@@ -113,16 +119,20 @@ def read_records(log: Path) -> list[RecordedCall]:
         raw = file.read_bytes()
         place, process = 0, int(file.stem)
         while place + _RECORD.size <= len(raw):
-            magic, kind, time_ns, device, inode, offset, length, extra, path_bytes, data_bytes = _RECORD.unpack_from(raw, place)
+            magic, kind, time_ns, device, inode, offset, length, extra, path_bytes, data_bytes = (
+                _RECORD.unpack_from(raw, place)
+            )
             if magic != _MAGIC:
                 raise ValueError(f"{file} is not a record of faults at byte {place}")
             place += _RECORD.size
             if place + path_bytes + data_bytes > len(raw):
                 break
-            path = raw[place:place + path_bytes].decode("utf-8", "surrogateescape")
-            data = raw[place + path_bytes:place + path_bytes + data_bytes]
+            path = raw[place : place + path_bytes].decode("utf-8", "surrogateescape")
+            data = raw[place + path_bytes : place + path_bytes + data_bytes]
             place += path_bytes + data_bytes
-            found.append(RecordedCall(kind, time_ns, (device, inode), offset, length, extra, path, data, process))
+            found.append(
+                RecordedCall(kind, time_ns, (device, inode), offset, length, extra, path, data, process)
+            )
     found.sort(key=lambda r: r.time_ns)
     return found
 
@@ -150,7 +160,7 @@ class PowerLoss:
                 if whole.is_file() and not whole.is_symlink():
                     first_names[str(self.root / whole.relative_to(self.base))] = _RecordedFile(whole)
         names, by_identity = dict(first_names), {}
-        changes: list[list] = []                              # [durable, kind, path, other, file]
+        changes: list[list] = []  # [durable, kind, path, other, file]
         for record in self.records:
             if record.time_ns > at_ns:
                 break
@@ -206,7 +216,7 @@ class PowerLoss:
                 names.pop(path, None)
         elif kind in (SYNC_BEGIN, SYNC_END, LIED):
             file = by_identity.get(record.identity)
-            if file is None:                                  # a directory: the names changed in it so far
+            if file is None:  # a directory: the names changed in it so far
                 if kind == SYNC_END:
                     for change in changes:
                         if os.path.dirname(change[2]) == path or os.path.dirname(change[3]) == path:

@@ -42,11 +42,23 @@ def build_library() -> Path:
         if not library.exists():
             with tempfile.TemporaryDirectory(dir=directory) as temporary:
                 built = Path(temporary) / "faults.so"
-                command = ["cc", "-shared", "-fPIC", "-O2", "-o", str(built), str(_SOURCE), "-ldl", "-lpthread"]
+                command = [
+                    "cc",
+                    "-shared",
+                    "-fPIC",
+                    "-O2",
+                    "-o",
+                    str(built),
+                    str(_SOURCE),
+                    "-ldl",
+                    "-lpthread",
+                ]
                 try:
                     subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
                 except FileNotFoundError:
-                    raise NotSupported("a C compiler (cc) is needed for faults on purpose; install gcc") from None
+                    raise NotSupported(
+                        "a C compiler (cc) is needed for faults on purpose; install gcc"
+                    ) from None
                 built.rename(library)
     return library
 
@@ -68,27 +80,42 @@ class PreloadFaults:
         work = Path(work)
         (work / "log").mkdir(parents=True)
         (work / "rules").write_bytes(bytes(_RULE.size * _RULES))
-        subprocess.run(["cp", "-a", "--sparse=always", "--reflink=auto", f"{root}/.", str(work / "base")], check=True,
-                       timeout=600)
+        subprocess.run(
+            ["cp", "-a", "--sparse=always", "--reflink=auto", f"{root}/.", str(work / "base")],
+            check=True,
+            timeout=600,
+        )
         return cls(root, work)
 
     def environment(self, *, record: bool = True) -> dict[str, str]:
         """What to add to the environment of a process. Without `record` faults can be armed and nothing is logged."""
-        variables = {"LD_PRELOAD": str(build_library()), "NVPOOL_FAULTS_ROOT": str(self.root.resolve()),
-                     "NVPOOL_FAULTS_RULES": str(self._rules_path)}
+        variables = {
+            "LD_PRELOAD": str(build_library()),
+            "NVPOOL_FAULTS_ROOT": str(self.root.resolve()),
+            "NVPOOL_FAULTS_RULES": str(self._rules_path),
+        }
         if record:
             variables["NVPOOL_FAULTS_LOG"] = str(self.log)
         return variables
 
-    def arm(self, *, on: int, action: int, error: int = 0, path: str = "", skip: int = 0, count: int = -1,
-            slot: int = 0) -> None:
+    def arm(
+        self,
+        *,
+        on: int,
+        action: int,
+        error: int = 0,
+        path: str = "",
+        skip: int = 0,
+        count: int = -1,
+        slot: int = 0,
+    ) -> None:
         """From now on, operations of the kinds `on` on files whose path contains `path` fail with `error` (FAIL), write half
         (SHORT) or claim to have synced (LIE): after `skip` that pass, for `count` of them (-1: until disarm)."""
         packed = _RULE.pack(0, on, action, error, skip, count, path.encode())
         at = slot * _RULE.size
-        self._rules[at:at + 4] = bytes(4)
-        self._rules[at + 4:at + _RULE.size] = packed[4:]
-        self._rules[at:at + 4] = (1).to_bytes(4, "little")
+        self._rules[at : at + 4] = bytes(4)
+        self._rules[at + 4 : at + _RULE.size] = packed[4:]
+        self._rules[at : at + 4] = (1).to_bytes(4, "little")
 
     def disarm(self) -> None:
         """All operations pass again."""

@@ -125,7 +125,9 @@ class Wire:
     """One connection of a peer with a service. `answers`: number of request -> (status, message)."""
 
     def __init__(self, handler: Any, peer: Peer, clock: Clock) -> None:
-        self._listener = StreamListener(Greeting("fuzz", limits=Limits(Bounds(), clock)), handler, peer.local, clock)
+        self._listener = StreamListener(
+            Greeting("fuzz", limits=Limits(Bounds(), clock)), handler, peer.local, clock
+        )
         self._peer = peer
         self._number = 0
         self.answers: dict[int, tuple[int, bytes]] = {}
@@ -176,7 +178,7 @@ class Wire:
                 return
             buffer = served.get_buffer(-1)
             count = min(len(buffer), len(raw) - at)
-            buffer[:count] = raw[at:at + count]
+            buffer[:count] = raw[at : at + count]
             at += count
             served.buffer_updated(count)
 
@@ -190,7 +192,9 @@ class Wire:
             self._coming.clear()
             self.give(raw)
 
-    def ask(self, method: int, message: bytes, payload: bytes = b"", deadline_ms: int = 5000, note: Any = None) -> int:
+    def ask(
+        self, method: int, message: bytes, payload: bytes = b"", deadline_ms: int = 5000, note: Any = None
+    ) -> int:
         self._number = number = self._number % 0xFFFFFFF0 + 1
         self.open_ones[number] = method, note
         self.give(pack_head(REQUEST, method & 0xFFFF, number, deadline_ms, message, len(payload)) + payload)
@@ -208,7 +212,7 @@ class Wire:
             whole = HEADER_BYTES + message_bytes + payload_bytes
             if len(come) < whole:
                 return
-            message = bytes(come[HEADER_BYTES:HEADER_BYTES + message_bytes])
+            message = bytes(come[HEADER_BYTES : HEADER_BYTES + message_bytes])
             del come[:whole]
             if kind != REPLY:
                 continue
@@ -221,7 +225,14 @@ class Wire:
 
 def wrong_frame(chance: random.Random, message: bytes) -> bytes:
     """A frame with something wrong in its head, or no frame at all."""
-    kind, flags, reserved, method, number, deadline = REQUEST, 0, 0, chance.randrange(300), chance.randrange(1 << 32), 100
+    kind, flags, reserved, method, number, deadline = (
+        REQUEST,
+        0,
+        0,
+        chance.randrange(300),
+        chance.randrange(1 << 32),
+        100,
+    )
     lengths = [len(message), 0]
     drawn = chance.randrange(9)
     if drawn == 0:
@@ -231,7 +242,9 @@ def wrong_frame(chance: random.Random, message: bytes) -> bytes:
     elif drawn == 2:
         reserved = chance.randrange(1, 1 << 16)
     elif drawn == 3:
-        lengths[0] = chance.choice((0, len(message) + 1, 4 << 20, (4 << 20) + 1, (1 << 31) - 1, (1 << 32) - 1))
+        lengths[0] = chance.choice(
+            (0, len(message) + 1, 4 << 20, (4 << 20) + 1, (1 << 31) - 1, (1 << 32) - 1)
+        )
     elif drawn == 4:
         lengths[1] = chance.choice((1, 32 << 20, (32 << 20) + 1, (1 << 32) - 1))
     elif drawn == 5:
@@ -239,10 +252,12 @@ def wrong_frame(chance: random.Random, message: bytes) -> bytes:
     elif drawn == 6:
         number = chance.choice((0, 1, (1 << 32) - 1))
         deadline = chance.choice((0, (1 << 32) - 1))
-    head = HEADER.pack(0x504E, kind, flags, method, reserved, number, deadline, *lengths, crc32c(message), 0)[:28]
+    head = HEADER.pack(0x504E, kind, flags, method, reserved, number, deadline, *lengths, crc32c(message), 0)[
+        :28
+    ]
     frame = bytearray(head + crc32c(head).to_bytes(4, "little") + message)
     if drawn == 7:
         frame[chance.randrange(len(frame))] ^= 1 << chance.randrange(8)
     elif drawn == 8:
-        del frame[chance.randrange(len(frame)):]
+        del frame[chance.randrange(len(frame)) :]
     return bytes(frame)

@@ -60,7 +60,11 @@ class _Daemon(FuzzTarget):
         if only is None and chance.random() < 0.05:
             method = chance.choice(tuple(REQUESTS))
         message = self._generator.fill(REQUESTS[method]()).SerializeToString()
-        return method, message, chance.randbytes(chance.choice((1, 60, 4096))) if chance.random() < 0.3 else b""
+        return (
+            method,
+            message,
+            chance.randbytes(chance.choice((1, 60, 4096))) if chance.random() < 0.3 else b"",
+        )
 
     async def end(self) -> None:
         try:
@@ -82,7 +86,9 @@ class SupervisorPlace(_Daemon):
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._asked_to_stop = Stop()
         config = Config(access=AccessConfig(operators=str(OPERATORS)))
-        self._supervisor = Supervisor(PoolDirectory(self._path), config, self._coordinator, self._asked_to_stop, self._failed)
+        self._supervisor = Supervisor(
+            PoolDirectory(self._path), config, self._coordinator, self._asked_to_stop, self._failed
+        )
         here = self.kind == "user"
         self.connect(self._supervisor.handle if here else self._supervisor.handle_secured, PEERS[self.kind])
         chance = self._chance
@@ -90,7 +96,9 @@ class SupervisorPlace(_Daemon):
             known_epoch=lambda: 0,
             epoch=lambda: chance.choice((0, 0, 0, 1)),
             wait_s=lambda: chance.choice((0.0, -1.0, 0.01)),
-            verb=lambda: chance.choice(("drive-add", "drive-remove", "node-remove", "revoke", "token", "x" * 300)),
+            verb=lambda: chance.choice(
+                ("drive-add", "drive-remove", "node-remove", "revoke", "token", "x" * 300)
+            ),
             node=lambda: chance.choice((0, 1, 2)),
             token=lambda: chance.choice((b"", b"x" * 32)),
         )
@@ -115,7 +123,9 @@ class StandbyPlace(_Daemon):
     name = "standby"
 
     async def _start(self) -> None:
-        options = MemberOptions(1, 1, 1, self._path / "shard", LmdbOptions(), SECRET, callers=Callers(OPERATORS))
+        options = MemberOptions(
+            1, 1, 1, self._path / "shard", LmdbOptions(), SECRET, callers=Callers(OPERATORS)
+        )
         self._lost: list[str] = []
         self._member = ShardMember(options, first_map(), None, self._clock, None, self._lost.append)
         self._member._stand_by()

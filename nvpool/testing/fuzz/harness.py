@@ -102,7 +102,9 @@ class FuzzTarget:
         elif drawn > 0.92 and method not in self.unlike_others:
             self._direct(method, message, payload)
         else:
-            deadline_ms = chance.choice((0, 1, min(5000, self.deadline_ms))) if drawn > 0.86 else self.deadline_ms
+            deadline_ms = (
+                chance.choice((0, 1, min(5000, self.deadline_ms))) if drawn > 0.86 else self.deadline_ms
+            )
             number = asking.ask(method, message, payload, deadline_ms, message)
             if chance.random() < 0.02:
                 asking.cancel(number)
@@ -136,7 +138,9 @@ class FuzzTarget:
         while self._wire.open_ones and left_s > 0:
             left_s -= await self.wait_a_little(self.waits_s - left_s)
         if self._wire.open_ones:
-            asked = ", ".join(f"{method_name(method)} {note.hex()}" for method, note in self._wire.open_ones.values())
+            asked = ", ".join(
+                f"{method_name(method)} {note.hex()}" for method, note in self._wire.open_ones.values()
+            )
             raise Trouble(f"not answered within {self.waits_s:.0f} s: {asked}")
 
     async def wait_a_little(self, waited_s: float) -> float:

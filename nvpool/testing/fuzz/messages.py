@@ -1,8 +1,8 @@
 """Messages of every kind from their descriptors: fields at random, numbers at their bounds, and bytes changed on their way.
 
-All is drawn from one seeded generator, so that a case comes again with its seed. `KnownValues` says which values of a service make a
-request that goes deep (inodes, names, sessions, grants); without them nearly all would be refused at the door. Used by the
-places of this package.
+All is drawn from one seeded generator, so that a case comes again with its seed. `KnownValues` says which
+values of a service make a request that goes deep (inodes, names, sessions, grants); without them nearly all
+would be refused at the door. Used by the places of this package.
 """
 
 from __future__ import annotations
@@ -25,41 +25,118 @@ REQUESTS: dict[int, type[Message]] = {}
 
 def _find_requests() -> None:
     unlike = {
-        wire_pb2.META_GETATTR: meta_pb2.GetAttrRequest, wire_pb2.META_SETATTR: meta_pb2.SetAttrRequest,
-        wire_pb2.META_RMDIR: meta_pb2.UnlinkRequest, wire_pb2.META_READLINK: meta_pb2.ReadLinkRequest,
-        wire_pb2.META_LIST: meta_pb2.ListDirRequest, wire_pb2.META_STATFS: meta_pb2.StatFsRequest,
-        wire_pb2.META_GETXATTR: meta_pb2.GetXattrRequest, wire_pb2.META_SETXATTR: meta_pb2.SetXattrRequest,
-        wire_pb2.META_LISTXATTR: meta_pb2.ListXattrRequest, wire_pb2.META_REMOVEXATTR: meta_pb2.RemoveXattrRequest,
-        wire_pb2.META_GETATTR_MANY: meta_pb2.GetAttrManyRequest, wire_pb2.META_STATUS: meta_pb2.MetaStatusRequest,
-        wire_pb2.META_ALIVE: meta_pb2.ShardAliveRequest, wire_pb2.META_MOVE: moving_pb2.MoveRequest,
-        wire_pb2.DATA_STATUS: data_pb2.DataStatusRequest, wire_pb2.POOL_MAP: pool_pb2.MapRequest}
+        wire_pb2.META_GETATTR: meta_pb2.GetAttrRequest,
+        wire_pb2.META_SETATTR: meta_pb2.SetAttrRequest,
+        wire_pb2.META_RMDIR: meta_pb2.UnlinkRequest,
+        wire_pb2.META_READLINK: meta_pb2.ReadLinkRequest,
+        wire_pb2.META_LIST: meta_pb2.ListDirRequest,
+        wire_pb2.META_STATFS: meta_pb2.StatFsRequest,
+        wire_pb2.META_GETXATTR: meta_pb2.GetXattrRequest,
+        wire_pb2.META_SETXATTR: meta_pb2.SetXattrRequest,
+        wire_pb2.META_LISTXATTR: meta_pb2.ListXattrRequest,
+        wire_pb2.META_REMOVEXATTR: meta_pb2.RemoveXattrRequest,
+        wire_pb2.META_GETATTR_MANY: meta_pb2.GetAttrManyRequest,
+        wire_pb2.META_STATUS: meta_pb2.MetaStatusRequest,
+        wire_pb2.META_ALIVE: meta_pb2.ShardAliveRequest,
+        wire_pb2.META_MOVE: moving_pb2.MoveRequest,
+        wire_pb2.DATA_STATUS: data_pb2.DataStatusRequest,
+        wire_pb2.POOL_MAP: pool_pb2.MapRequest,
+    }
     modules = {0: data_pb2, 1: meta_pb2, 2: pool_pb2}
     for name, method in wire_pb2.Method.items():
         family = modules.get(method // 100, pool_pb2)
         plain = "".join(word.capitalize() for word in name.split("_")[1:]) + "Request"
         prefixed = name.split("_")[0].capitalize() + plain
-        found = unlike.get(method) or getattr(family, plain, None) or getattr(family, prefixed, None) \
-            or getattr(moving_pb2, plain, None) or getattr(wire_pb2, plain, None)
+        found = (
+            unlike.get(method)
+            or getattr(family, plain, None)
+            or getattr(family, prefixed, None)
+            or getattr(moving_pb2, plain, None)
+            or getattr(wire_pb2, plain, None)
+        )
         if found is not None and method:
             REQUESTS[method] = found
 
 
 _find_requests()
 
-NUMBERS = {bits: (0, 1, 2, 3, 7, 63, 64, 65, 255, 4095, 4096, 65535, (1 << bits - 1) - 1, 1 << bits - 1, (1 << bits) - 1)
-           for bits in (31, 32, 63, 64)}
+NUMBERS = {
+    bits: (
+        0,
+        1,
+        2,
+        3,
+        7,
+        63,
+        64,
+        65,
+        255,
+        4095,
+        4096,
+        65535,
+        (1 << bits - 1) - 1,
+        1 << bits - 1,
+        (1 << bits) - 1,
+    )
+    for bits in (31, 32, 63, 64)
+}
 WIDE = (1 << 32, 1 << 40, (1 << 40) - 1, 1 << 50, (1 << 50) + 1, 1 << 51, (1 << 51) - 1, 1 << 62)
-BYTES = (b"", b"\0", b".", b"..", b"/", b"a/b", b"x" * 255, b"x" * 256, b"\xff" * 300, b"\0" * 60, bytes(range(256)),
-         b"user.a", b"trusted.b", b"security.capability", b"system.posix_acl_access", b"system.posix_acl_default",
-         b"../../etc/passwd", "näme".encode(), b"\xc3\x28", b"a\nb")
-STRINGS = ("", "x", "x" * 300, "\0", "../..", "client/x.0a1b2c3d", "node/alpha", "näme", "\U0001f4a9" * 20, "drive-add", "{}")
+BYTES = (
+    b"",
+    b"\0",
+    b".",
+    b"..",
+    b"/",
+    b"a/b",
+    b"x" * 255,
+    b"x" * 256,
+    b"\xff" * 300,
+    b"\0" * 60,
+    bytes(range(256)),
+    b"user.a",
+    b"trusted.b",
+    b"security.capability",
+    b"system.posix_acl_access",
+    b"system.posix_acl_default",
+    b"../../etc/passwd",
+    "näme".encode(),
+    b"\xc3\x28",
+    b"a\nb",
+)
+STRINGS = (
+    "",
+    "x",
+    "x" * 300,
+    "\0",
+    "../..",
+    "client/x.0a1b2c3d",
+    "node/alpha",
+    "näme",
+    "\U0001f4a9" * 20,
+    "drive-add",
+    "{}",
+)
 DOUBLES = (0.0, -0.0, -1.0, 0.01, 1e308, -1e308, float("nan"), float("inf"), -float("inf"))
-_BITS = {FieldDescriptor.TYPE_UINT32: 32, FieldDescriptor.TYPE_FIXED32: 32, FieldDescriptor.TYPE_UINT64: 64,
-         FieldDescriptor.TYPE_FIXED64: 64, FieldDescriptor.TYPE_INT32: 31, FieldDescriptor.TYPE_INT64: 63,
-         FieldDescriptor.TYPE_SINT32: 31, FieldDescriptor.TYPE_SINT64: 63, FieldDescriptor.TYPE_SFIXED32: 31,
-         FieldDescriptor.TYPE_SFIXED64: 63}
-_SIGNED = {FieldDescriptor.TYPE_INT32, FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_SINT32, FieldDescriptor.TYPE_SINT64,
-           FieldDescriptor.TYPE_SFIXED32, FieldDescriptor.TYPE_SFIXED64}
+_BITS = {
+    FieldDescriptor.TYPE_UINT32: 32,
+    FieldDescriptor.TYPE_FIXED32: 32,
+    FieldDescriptor.TYPE_UINT64: 64,
+    FieldDescriptor.TYPE_FIXED64: 64,
+    FieldDescriptor.TYPE_INT32: 31,
+    FieldDescriptor.TYPE_INT64: 63,
+    FieldDescriptor.TYPE_SINT32: 31,
+    FieldDescriptor.TYPE_SINT64: 63,
+    FieldDescriptor.TYPE_SFIXED32: 31,
+    FieldDescriptor.TYPE_SFIXED64: 63,
+}
+_SIGNED = {
+    FieldDescriptor.TYPE_INT32,
+    FieldDescriptor.TYPE_INT64,
+    FieldDescriptor.TYPE_SINT32,
+    FieldDescriptor.TYPE_SINT64,
+    FieldDescriptor.TYPE_SFIXED32,
+    FieldDescriptor.TYPE_SFIXED64,
+}
 _DEEP = 3
 """Messages within messages that are filled."""
 
@@ -132,16 +209,27 @@ class Generator:
             return lambda: chance.choice(DOUBLES)
         if field.type == field.TYPE_ENUM:
             count = len(field.enum_type.values)
-            return lambda: chance.randrange(count + 1) if chance.random() < 0.95 else chance.choice((-1, 77, (1 << 31) - 1))
+            return lambda: (
+                chance.randrange(count + 1)
+                if chance.random() < 0.95
+                else chance.choice((-1, 77, (1 << 31) - 1))
+            )
         bits, signed = _BITS[field.type], field.type in _SIGNED
         return lambda: self.number(bits, signed)
 
     def _plan(self, descriptor: Descriptor) -> list[Field]:
         plan = self._plans.get(descriptor.full_name)
         if plan is None:
-            plan = [Field(field.name, field.is_repeated, self._draw_of(field), field.message_type,
-                          field.message_type is not None and field.message_type.GetOptions().map_entry)
-                    for field in descriptor.fields]
+            plan = [
+                Field(
+                    field.name,
+                    field.is_repeated,
+                    self._draw_of(field),
+                    field.message_type,
+                    field.message_type is not None and field.message_type.GetOptions().map_entry,
+                )
+                for field in descriptor.fields
+            ]
             self._plans[descriptor.full_name] = plan
         return plan
 
@@ -166,7 +254,11 @@ class Generator:
                     getattr(message, field.name).SetInParent()
                     self.fill(getattr(message, field.name), depth + 1)
                 continue
-            draw = known if known is not None and (chance.random() < 0.93 or field.name in self.known.always) else field.draw
+            draw = (
+                known
+                if known is not None and (chance.random() < 0.93 or field.name in self.known.always)
+                else field.draw
+            )
             if field.repeated:
                 getattr(message, field.name).extend([draw() for _ in range(self._count())])
                 continue
@@ -178,7 +270,13 @@ class Generator:
 
     def _count(self) -> int:
         drawn = self.chance.random()
-        return self.chance.randrange(4) if drawn < 0.97 else self.chance.choice((64, 257, 1025)) if drawn < 0.995 else 3000
+        return (
+            self.chance.randrange(4)
+            if drawn < 0.97
+            else self.chance.choice((64, 257, 1025))
+            if drawn < 0.995
+            else 3000
+        )
 
     # -- bytes -------------------------------------------------------------------------------------------------------------
 
@@ -193,13 +291,13 @@ class Generator:
             for _ in range(chance.choice((1, 1, 2, 8))):
                 changed[chance.randrange(len(changed))] ^= 1 << chance.randrange(8)
         elif drawn == 4:
-            del changed[chance.randrange(len(changed)):]
+            del changed[chance.randrange(len(changed)) :]
         elif drawn == 5:
             at = chance.randrange(len(changed))
             changed[at:at] = chance.randbytes(chance.choice((1, 4, 30)))
         elif drawn == 6:
             first, last = sorted((chance.randrange(len(changed)), chance.randrange(len(changed))))
-            changed[first:last] = other[:chance.randrange(len(other) + 1)]
+            changed[first:last] = other[: chance.randrange(len(other) + 1)]
         else:
             changed *= 2  # each field twice
         return bytes(changed)

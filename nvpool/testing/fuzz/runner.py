@@ -82,10 +82,14 @@ class FuzzRun:
     def _all(self) -> int:
         options, began_s, told_s = self._options, time.monotonic(), time.monotonic()
         first = options.first // CASES * CASES
-        kinds = [one for one in PLACES if options.kind in ("", one[1], one[0].name, f"{one[0].name}-{one[1]}")]
+        kinds = [
+            one for one in PLACES if options.kind in ("", one[1], one[0].name, f"{one[0].name}-{one[1]}")
+        ]
         if not kinds:
             raise SystemExit(f"no service or kind of caller is called {options.kind!r}")
-        while self.done < options.cases and (not options.seconds or time.monotonic() - began_s < options.seconds):
+        while self.done < options.cases and (
+            not options.seconds or time.monotonic() - began_s < options.seconds
+        ):
             number = first + self.done * options.step
             make, kind = kinds[number // CASES % len(kinds)]
             place = make(kind, f"{options.seed}/{number}", self._witness)
@@ -104,7 +108,11 @@ class FuzzRun:
                 self._progress()
         self._progress()
         if options.stats:
-            print("answered:", " ".join(f"{name}={count}" for name, count in sorted(self.answered.items())), flush=True)
+            print(
+                "answered:",
+                " ".join(f"{name}={count}" for name, count in sorted(self.answered.items())),
+                flush=True,
+            )
         return 0
 
     def _watch(self) -> None:
@@ -155,38 +163,66 @@ class FuzzRun:
 
     def _tell(self, place: FuzzTarget, number: int, error: Exception) -> None:
         last = self._recent[-1][0] if self._recent else number
-        print(f"TROUBLE at case {last} ({place.name}, {place.kind}); again with: --seed {self._options.seed} --first {number} "
-              f"--cases {CASES} --kind {place.name}-{place.kind}")
+        print(
+            f"TROUBLE at case {last} ({place.name}, {place.kind}); again with: --seed {self._options.seed} --first {number} "
+            f"--cases {CASES} --kind {place.name}-{place.kind}"
+        )
         for case, method, message in self._recent:
             print(f"  {case} {method_name(method)} {message[:400].hex()}")
-        print(error if isinstance(error, Trouble) and error.__cause__ is None else "".join(traceback.format_exception(error)))
+        print(
+            error
+            if isinstance(error, Trouble) and error.__cause__ is None
+            else "".join(traceback.format_exception(error))
+        )
         print("\n".join(self._witness.said), flush=True)
 
 
 def fuzz(kind: str, cases: int, seed: str = "1", only: str = "") -> int:
     """So many cases in this process, which somebody else watches for a standstill: the exit status, and what is wrong on
     stdout."""
-    return FuzzRun(argparse.Namespace(seed=seed, first=0, step=1, cases=cases, seconds=0.0, only=only, kind=kind, stats=False,
-                                  watched=False)).all()
+    return FuzzRun(
+        argparse.Namespace(
+            seed=seed,
+            first=0,
+            step=1,
+            cases=cases,
+            seconds=0.0,
+            only=only,
+            kind=kind,
+            stats=False,
+            watched=False,
+        )
+    ).all()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", default="1")
     parser.add_argument("--first", type=int, default=0, help="the first case; a place begins at each 2,000th")
     parser.add_argument(
-        "--step", type=int, default=1, help="of so many processes this is one: it leaves the others' places out"
+        "--step",
+        type=int,
+        default=1,
+        help="of so many processes this is one: it leaves the others' places out",
     )
     parser.add_argument("--cases", type=int, default=20_000)
-    parser.add_argument("--seconds", type=float, default=0.0, help="no longer than this; 0: until all cases are done")
-    parser.add_argument("--only", default="", metavar="METHOD", help="META_CREATE, DATA_READ, …: this method alone")
+    parser.add_argument(
+        "--seconds", type=float, default=0.0, help="no longer than this; 0: until all cases are done"
+    )
+    parser.add_argument(
+        "--only", default="", metavar="METHOD", help="META_CREATE, DATA_READ, …: this method alone"
+    )
     parser.add_argument(
         "--kind",
         default="",
         help="only this service, kind of caller, or both: "
         + ", ".join(dict.fromkeys(f"{place.name}-{kind}" for place, kind in PLACES)),
     )
-    parser.add_argument("--stats", action="store_true", help="at the end, how often each method did what it was asked for")
+    parser.add_argument(
+        "--stats", action="store_true", help="at the end, how often each method did what it was asked for"
+    )
     logging.lastResort = None  # what is said below ERROR is of no interest
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -19,7 +19,17 @@ from nvpool.core import grants
 from nvpool.core.errors import NvpoolError
 from nvpool.core.ids import ROOT_INODE
 from nvpool.core.member_names import SQUASH_ROOT
-from nvpool.core.posix.acl import ACCESS, DEFAULT, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, AclEntry, encode_acl
+from nvpool.core.posix.acl import (
+    ACCESS,
+    DEFAULT,
+    GROUP_OBJ,
+    MASK,
+    OTHER,
+    USER,
+    USER_OBJ,
+    AclEntry,
+    encode_acl,
+)
 from nvpool.core.posix.byte_ranges import EXCLUSIVE, LAST_BYTE, RECORD, SHARED, WHOLE
 from nvpool.kv.memory import MemoryKv
 from nvpool.meta.server.service import MetaOptions, MetaService
@@ -107,7 +117,12 @@ class ShardPlace(FuzzTarget):
 
     async def _serve(self) -> MetaService:
         service = MetaService(
-            self._kv, grant_secret=SECRET, dialer=self._store, clock=self._clock, options=OPTIONS, callers=Callers(4711)
+            self._kv,
+            grant_secret=SECRET,
+            dialer=self._store,
+            clock=self._clock,
+            options=OPTIONS,
+            callers=Callers(4711),
         )
         service.update_map(small_map())
         await service.start()
@@ -129,7 +144,9 @@ class ShardPlace(FuzzTarget):
         self._directories = [ROOT_INODE]
         at = {}
         for name, mode in ((b"etc", 0o755), (b"secret", 0o700), (b"drop", 0o1777)):
-            at[name] = (await root.create(ROOT_INODE, name, stat.S_IFDIR | mode, exclusive=True)).entry.attr.inode
+            at[name] = (
+                await root.create(ROOT_INODE, name, stat.S_IFDIR | mode, exclusive=True)
+            ).entry.attr.inode
         home = await root.mkdir(ROOT_INODE, b"home")
         await root.setattr(home.inode, 6, uid=UID, gid=UID)
         at[b"home"] = home.inode
@@ -146,14 +163,31 @@ class ShardPlace(FuzzTarget):
                 files.append((await root.file(directory, name, mode=stat.S_IFREG | mode)).inode)
                 if mode == 0o622:
                     self._exempt.add(files[-1])  # everybody may write to it
-        wide = (await root.create(ROOT_INODE, b"wide", stat.S_IFDIR | 0o755, exclusive=True, wide=True)).entry.attr.inode
+        wide = (
+            await root.create(ROOT_INODE, b"wide", stat.S_IFDIR | 0o755, exclusive=True, wide=True)
+        ).entry.attr.inode
         files += [(await root.file(wide, b"n%d" % number)).inode for number in range(8)]
-        link = (await root.create(at[b"etc"], b"link", stat.S_IFLNK | 0o777, target=b"/etc/f", exclusive=True)).entry.attr.inode
+        link = (
+            await root.create(at[b"etc"], b"link", stat.S_IFLNK | 0o777, target=b"/etc/f", exclusive=True)
+        ).entry.attr.inode
         self._exempt.add(link)  # of a symlink everybody may set the times to now, as on Linux
-        acl = encode_acl((AclEntry(USER_OBJ, 6), AclEntry(USER, 4, UID), AclEntry(GROUP_OBJ, 4), AclEntry(MASK, 4), AclEntry(OTHER, 0)))
-        await root.ask("SETXATTR", pb.SetXattrRequest(change=root.change(), inode=files[1], name=ACCESS, value=acl))
+        acl = encode_acl(
+            (
+                AclEntry(USER_OBJ, 6),
+                AclEntry(USER, 4, UID),
+                AclEntry(GROUP_OBJ, 4),
+                AclEntry(MASK, 4),
+                AclEntry(OTHER, 0),
+            )
+        )
+        await root.ask(
+            "SETXATTR", pb.SetXattrRequest(change=root.change(), inode=files[1], name=ACCESS, value=acl)
+        )
         for name in (b"user.a", b"trusted.b"):
-            await root.ask("SETXATTR", pb.SetXattrRequest(change=root.change(), inode=files[0], name=name, value=b"v" * 40))
+            await root.ask(
+                "SETXATTR",
+                pb.SetXattrRequest(change=root.change(), inode=files[0], name=name, value=b"v" * 40),
+            )
         volumes = await root.mkdir(ROOT_INODE, b"volumes")
         self._volumes: dict[str, int] = {}
         member = self._peer.member
@@ -223,7 +257,11 @@ class ShardPlace(FuzzTarget):
         def inode() -> int:
             drawn = chance.random()
             pool = self._inodes if drawn < 0.6 else self._directories
-            return chance.choice(pool) if drawn < 0.93 else chance.choice((0, ROOT_INODE, chance.getrandbits(64)))
+            return (
+                chance.choice(pool)
+                if drawn < 0.93
+                else chance.choice((0, ROOT_INODE, chance.getrandbits(64)))
+            )
 
         def directory() -> int:
             return chance.choice(self._directories) if chance.random() < 0.9 else inode()
@@ -233,7 +271,9 @@ class ShardPlace(FuzzTarget):
 
         def session() -> int:
             drawn = chance.random()
-            return self._session if drawn < 0.88 else self._victim.session if drawn < 0.96 else SESSION_OF_NOBODY
+            return (
+                self._session if drawn < 0.88 else self._victim.session if drawn < 0.96 else SESSION_OF_NOBODY
+            )
 
         def packed() -> bytes:
             return self._generator.packed(inode)
@@ -263,7 +303,21 @@ class ShardPlace(FuzzTarget):
             uid=gid,
             gid=gid,
             mode=lambda: chance.choice(
-                (0o100644, 0o100666, 0o040755, 0o120777, 0o104755, 0o102755, 0o020666, 0o010644, 0o600, 0o7777, 0, 1, 2)
+                (
+                    0o100644,
+                    0o100666,
+                    0o040755,
+                    0o120777,
+                    0o104755,
+                    0o102755,
+                    0o020666,
+                    0o010644,
+                    0o600,
+                    0o7777,
+                    0,
+                    1,
+                    2,
+                )
             ),
             valid=lambda: chance.choice(
                 (1, 2, 4, 6, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 2048, 1 << 13, chance.getrandbits(12))
@@ -311,7 +365,9 @@ class ShardPlace(FuzzTarget):
     def _open_session(self) -> None:
         reply = None
         call = DirectCall(
-            wire.META_OPEN_SESSION, pb.OpenSessionRequest(client="fuzz", watch=True).SerializeToString(), peer=self._peer
+            wire.META_OPEN_SESSION,
+            pb.OpenSessionRequest(client="fuzz", watch=True).SerializeToString(),
+            peer=self._peer,
         )
         self.service.handle(call)
         if isinstance(call.answer, tuple):
@@ -350,7 +406,11 @@ class ShardPlace(FuzzTarget):
             self._make_sense(method, message)
         if method in CHANGING:
             self._name(message.change)
-        elif chance.random() < 0.9 and "session" in message.DESCRIPTOR.fields_by_name and isinstance(message.session, int):
+        elif (
+            chance.random() < 0.9
+            and "session" in message.DESCRIPTOR.fields_by_name
+            and isinstance(message.session, int)
+        ):
             message.session = self._session
         if method in (wire.META_VOLUME, wire.META_VOLUME_ROOM, wire.META_TRASH):
             message.inode = self._volume_of()
@@ -415,7 +475,9 @@ class ShardPlace(FuzzTarget):
             )
 
     def known_session(self) -> int:
-        return self._chance.choice((self._victim.session, self._root.session, SESSION_OF_NOBODY, 0, (1 << 64) - 1))
+        return self._chance.choice(
+            (self._victim.session, self._root.session, SESSION_OF_NOBODY, 0, (1 << 64) - 1)
+        )
 
     def may(self, method: int, message: bytes) -> bool:
         return self.kind != "node" or method not in NOT_BY_NODES
@@ -443,13 +505,18 @@ class ShardPlace(FuzzTarget):
 
     async def _renew_others(self) -> None:
         for one in (self._victim, self._root):
-            with contextlib.suppress(() if self._protects else (NvpoolError,)):  # a node may end the sessions of all
+            with contextlib.suppress(
+                () if self._protects else (NvpoolError,)
+            ):  # a node may end the sessions of all
                 await one.ask("RENEW_SESSION", pb.RenewSessionRequest(session=one.session))
 
     # -- what is answered --------------------------------------------------------------------------------------------------
 
     def learn(self, method: int, asked: bytes, message: bytes) -> None:
-        if method in (wire.META_CREATE, wire.META_OPEN, wire.META_LOOKUP, wire.META_LOCK) and len(message) < 2000:
+        if (
+            method in (wire.META_CREATE, wire.META_OPEN, wire.META_LOOKUP, wire.META_LOCK)
+            and len(message) < 2000
+        ):
             try:
                 self._learn_from(method, asked, message)
             except DecodeError as error:
@@ -466,7 +533,11 @@ class ShardPlace(FuzzTarget):
             self._entries.append((asked.parent, asked.name))
             if len(self._entries) > 150:
                 del self._entries[60]
-        entry = pb.CreateReply.FromString(message).entry if method == wire.META_CREATE else pb.Entry.FromString(message)
+        entry = (
+            pb.CreateReply.FromString(message).entry
+            if method == wire.META_CREATE
+            else pb.Entry.FromString(message)
+        )
         if entry.grant:
             self._grants = [*self._grants[-15:], entry.grant]
         if entry.attr.inode and method == wire.META_CREATE:
@@ -501,7 +572,9 @@ class ShardPlace(FuzzTarget):
                 else number not in self._exempt and self._volumes["mine"] not in (number, inode.volume)
             )
         }
-        self._in_sealed = {number for number, inode in inodes.items() if inode.volume == self._volumes["sealed"]}
+        self._in_sealed = {
+            number for number, inode in inodes.items() if inode.volume == self._volumes["sealed"]
+        }
         return {key: raw for key, raw in everything.items() if self._is_guarded(key)}
 
     def _is_guarded(self, key: bytes) -> bool:
@@ -515,7 +588,8 @@ class ShardPlace(FuzzTarget):
             kinds = (volume_records.USE, volume_records.TRASH, volume_records.VOLUME)
             return (
                 number in self._guarded_inodes
-                and volume_records.kind_of_volume_key(key) in kinds[: 2 if number == self._volumes["sealed"] else 3]
+                and volume_records.kind_of_volume_key(key)
+                in kinds[: 2 if number == self._volumes["sealed"] else 3]
             )
         if kind == records.LOCK:
             return records.lock_of_key(key)[1] == self._victim.session
@@ -544,7 +618,9 @@ class ShardPlace(FuzzTarget):
         self._let_removed_go()
         now = {key: raw for key, raw in self._all().items() if self._is_guarded(key)}
         if now != self._protected:
-            changed = [key for key in now.keys() | self._protected.keys() if now.get(key) != self._protected.get(key)]
+            changed = [
+                key for key in now.keys() | self._protected.keys() if now.get(key) != self._protected.get(key)
+            ]
             told = "\n".join(
                 f"{key.hex()} (kind {records.kind_of(key)}): {_hex(self._protected.get(key))} -> {_hex(now.get(key))}"
                 for key in sorted(changed)[:10]
@@ -585,7 +661,13 @@ class ShardPlace(FuzzTarget):
 
 def acl_of(chance: random.Random) -> bytes:
     raw = encode_acl(
-        (AclEntry(USER_OBJ, 6), AclEntry(USER, chance.randrange(8), UID), AclEntry(GROUP_OBJ, 4), AclEntry(MASK, 6), AclEntry(OTHER, 0))
+        (
+            AclEntry(USER_OBJ, 6),
+            AclEntry(USER, chance.randrange(8), UID),
+            AclEntry(GROUP_OBJ, 4),
+            AclEntry(MASK, 6),
+            AclEntry(OTHER, 0),
+        )
     )
     return raw if chance.random() < 0.7 else raw[: chance.randrange(len(raw))]
 

@@ -64,7 +64,11 @@ class StorePlace(FuzzTarget):
     # -- the store ---------------------------------------------------------------------------------------------------------
 
     async def begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._path = Path(tempfile.mkdtemp(prefix="nvpool-fuzz-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
+        self._path = Path(
+            tempfile.mkdtemp(
+                prefix="nvpool-fuzz-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+            )
+        )
         create_chunk_store(self._path / "t", 1, "pool", 64 << 20)
         await self._open()
         data = random.Random(1).randbytes(BLOCKS << 12)
@@ -85,12 +89,18 @@ class StorePlace(FuzzTarget):
         ]
         self._expected = await self._content()
         self._know()
-        self.connect(self._service.handle, PEERS[self.kind], self._service.at_once and self._service.at_once.answer)
+        self.connect(
+            self._service.handle, PEERS[self.kind], self._service.at_once and self._service.at_once.answer
+        )
 
     async def _open(self) -> None:
         self._store = await open_chunk_store(self._path / "t", 1)
         self._service = StoreService(
-            self._store, target=1, grant_secret=SECRET, callers=Callers(4711), handover_path=str(self._path / "t.fd")
+            self._store,
+            target=1,
+            grant_secret=SECRET,
+            callers=Callers(4711),
+            handover_path=str(self._path / "t.fd"),
         )
         pool_map = small_map(1)
         self._service.update_map(pool_map)
@@ -122,7 +132,9 @@ class StorePlace(FuzzTarget):
         for inode in (SHOWN, CLOSED):
             for index in (0, 1):
                 read = READ_ENTRY.pack(inode, index, 0, BLOCKS << 12, 0, 0)
-                request = encode_read_request(self._service._epoch, 1, [self._signed(grants.SERVICE, 0)], read)
+                request = encode_read_request(
+                    self._service._epoch, 1, [self._signed(grants.SERVICE, 0)], read
+                )
                 results, _ = decode_read_reply(await self._ask(wire.DATA_READ, request))
                 found[inode, index] = bytes(results), self._payload
         listed = pb.ListReply.FromString(await self._ask(wire.DATA_LIST, pb.ListRequest(target=1, limit=100)))
@@ -146,11 +158,17 @@ class StorePlace(FuzzTarget):
             return chance.choice((OURS, OURS, OURS, SHOWN, CLOSED, 0, 14, chance.getrandbits(64)))
 
         def offset() -> int:
-            return chance.randrange(BLOCKS) << 12 if chance.random() < 0.8 else chance.choice((1, 4095, (1 << 32) - 1, 1 << 31))
+            return (
+                chance.randrange(BLOCKS) << 12
+                if chance.random() < 0.8
+                else chance.choice((1, 4095, (1 << 32) - 1, 1 << 31))
+            )
 
         def length() -> int:
             return (
-                chance.randrange(1, 5) << 12 if chance.random() < 0.8 else chance.choice((0, 1, 4097, 1 << 20, (1 << 32) - 1))
+                chance.randrange(1, 5) << 12
+                if chance.random() < 0.8
+                else chance.choice((0, 1, 4097, 1 << 20, (1 << 32) - 1))
             )
 
         known.draw.update(
@@ -172,10 +190,24 @@ class StorePlace(FuzzTarget):
             session=lambda: chance.choice((SESSION, SESSION, 8, 0)),
             slot=lambda: chance.randrange(65),
             cut=lambda: chance.randrange(2),
-            authority=lambda: self._signed(grants.SERVICE, 0) if self.kind == "node" and chance.random() < 0.3 else grant(),
-            token=lambda: self._store.lender.token if self._store.lender is not None and chance.random() < 0.7 else b"t" * 16,
+            authority=lambda: (
+                self._signed(grants.SERVICE, 0) if self.kind == "node" and chance.random() < 0.3 else grant()
+            ),
+            token=lambda: (
+                self._store.lender.token
+                if self._store.lender is not None and chance.random() < 0.7
+                else b"t" * 16
+            ),
             reads=lambda: entries(
-                READ_ENTRY, lambda: (inode(), chance.randrange(3), offset(), length(), chance.randrange(3), chance.randrange(3))
+                READ_ENTRY,
+                lambda: (
+                    inode(),
+                    chance.randrange(3),
+                    offset(),
+                    length(),
+                    chance.randrange(3),
+                    chance.randrange(3),
+                ),
             ),
             writes=lambda: entries(
                 WRITE_ENTRY,
@@ -191,7 +223,8 @@ class StorePlace(FuzzTarget):
                 ),
             ),
             entries=lambda: entries(
-                LOCATE_ENTRY, lambda: (inode(), chance.randrange(3), chance.randrange(70), chance.randrange(3), 0)
+                LOCATE_ENTRY,
+                lambda: (inode(), chance.randrange(3), chance.randrange(70), chance.randrange(3), 0),
             ),
             limit=lambda: chance.choice((0, 1, 100, 1 << 31)),
             blocks=lambda: chance.choice((0, 1, 100, (1 << 32) - 1)),
@@ -200,7 +233,9 @@ class StorePlace(FuzzTarget):
     def _next(self) -> int:
         self._sequence += 1
         return (
-            self._sequence if self._chance.random() < 0.95 else self._chance.choice((0, 1, self._sequence - 1, (1 << 64) - 1))
+            self._sequence
+            if self._chance.random() < 0.95
+            else self._chance.choice((0, 1, self._sequence - 1, (1 << 64) - 1))
         )
 
     def request(self, only: int | None) -> tuple[int, bytes, bytes]:
@@ -210,7 +245,12 @@ class StorePlace(FuzzTarget):
         drawn = chance.random()
         if method == wire.DATA_READ and drawn < 0.5:
             read = READ_ENTRY.pack(
-                chance.choice((OURS, SHOWN, CLOSED)), chance.randrange(2), chance.randrange(BLOCKS) << 12, 4096, 0, 0
+                chance.choice((OURS, SHOWN, CLOSED)),
+                chance.randrange(2),
+                chance.randrange(BLOCKS) << 12,
+                4096,
+                0,
+                0,
             )
             return method, encode_read_request(2, 1, [chance.choice(self._grants)], read), b""
         if method == wire.DATA_WRITE and drawn < 0.7:
@@ -223,9 +263,19 @@ class StorePlace(FuzzTarget):
             sums = piece_checksums(data, offset) if chance.random() < 0.95 else bytes(4)
             if chance.random() < 0.05:
                 data = data[:-1]
-            return method, encode_write_request(2, 1, self._grants[right], entry, sums, SESSION, chance.randrange(1, 64)), data
+            return (
+                method,
+                encode_write_request(
+                    2, 1, self._grants[right], entry, sums, SESSION, chance.randrange(1, 64)
+                ),
+                data,
+            )
         message = self._generator.fill(REQUESTS[method]()).SerializeToString()
-        return method, message, chance.randbytes(chance.choice((1, 4096, 8192))) if chance.random() < 0.1 else b""
+        return (
+            method,
+            message,
+            chance.randbytes(chance.choice((1, 4096, 8192))) if chance.random() < 0.1 else b"",
+        )
 
     def may(self, method: int, message: bytes) -> bool:
         return self.kind != "node" or method not in (wire.DATA_CUT, wire.DATA_REMOVE, wire.DATA_PEER_WRITE)

@@ -129,7 +129,9 @@ class _Load:
         end = time.monotonic() + wait_s
         while any(worker.operations < goal for worker, goal in zip(self.workers, goals, strict=True)):
             assert not self.errors, "; ".join(self.errors)
-            assert time.monotonic() < end, f"no {more} steps of each within {wait_s} s: {[w.doing for w in self.workers]}"
+            assert time.monotonic() < end, (
+                f"no {more} steps of each within {wait_s} s: {[w.doing for w in self.workers]}"
+            )
             time.sleep(0.01)
 
     def finish(self, timeout_s: float = 240.0) -> None:
@@ -149,7 +151,9 @@ class _Load:
 class _Changing(_Worker):
     """Changes files of its own in every way, and knows what they must hold."""
 
-    def __init__(self, top: Path, seed: int, stop: threading.Event, file_bytes_max: int, directories: int) -> None:
+    def __init__(
+        self, top: Path, seed: int, stop: threading.Event, file_bytes_max: int, directories: int
+    ) -> None:
         super().__init__(f"load-{seed}", seed, stop)
         self.top, self.file_bytes_max = top, file_bytes_max
         self.places = [f"d{number}/" for number in range(directories)] or [""]
@@ -162,8 +166,18 @@ class _Changing(_Worker):
             (self.top / place).mkdir()
 
     def step(self) -> None:
-        weights = {"create": 6, "overwrite": 5, "append": 4, "truncate": 2, "rename": 3, "unlink": 2, "check": 5, "replace": 2,
-                   "punch": 2, "copy": 2}
+        weights = {
+            "create": 6,
+            "overwrite": 5,
+            "append": 4,
+            "truncate": 2,
+            "rename": 3,
+            "unlink": 2,
+            "check": 5,
+            "replace": 2,
+            "punch": 2,
+            "copy": 2,
+        }
         if len(self.files) > 60:
             weights |= {"create": 0, "unlink": 8}
         kinds = list(weights) if self.files else ["create"]
@@ -177,7 +191,9 @@ class _Changing(_Worker):
         return f"{self.chance.choice(self.places)}f{self.counter}"
 
     def _bytes(self) -> bytes:
-        return self.chance.randbytes(self.chance.choice((1, 100, 4096, 5000, 70_000, self.file_bytes_max // 4)))
+        return self.chance.randbytes(
+            self.chance.choice((1, 100, 4096, 5000, 70_000, self.file_bytes_max // 4))
+        )
 
     def _write(self, name: str, offset: int, content: bytes, flags: int = 0) -> None:
         file = os.open(self.top / name, os.O_WRONLY | os.O_CREAT | flags, 0o644)
@@ -204,7 +220,7 @@ class _Changing(_Worker):
         self._write(name, offset, content)
         if len(model) < offset:
             model.extend(bytes(offset - len(model)))
-        model[offset:offset + len(content)] = content
+        model[offset : offset + len(content)] = content
 
     def append(self, name: str) -> None:
         content = self._bytes()
@@ -277,7 +293,8 @@ class _Changing(_Worker):
             raise AssertionError(
                 f"{self.top.name}/{name}: {len(content)} bytes crc {crc32c(content):08x}, should be {len(model)} bytes crc "
                 f"{crc32c(bytes(model)):08x}; they differ from byte {first} (block {first // 4096}) on: "
-                f"{content[first:first + 8].hex()} instead of {bytes(model[first:first + 8]).hex()}")
+                f"{content[first : first + 8].hex()} instead of {bytes(model[first : first + 8]).hex()}"
+            )
 
     def verify(self) -> None:
         found = [place + name for place in self.places for name in os.listdir(self.top / place)]
@@ -291,12 +308,25 @@ class CheckingLoad(_Load):
     from one to another, as a rule from shard to shard; 0: its files have no directory of their own. `rest_s`: of each thread,
     after each step."""
 
-    def __init__(self, directory: Path, *, threads: int = 4, seed: int = 1, file_bytes_max: int = 3 << 20,
-                 directories: int = 0, rest_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        threads: int = 4,
+        seed: int = 1,
+        file_bytes_max: int = 3 << 20,
+        directories: int = 0,
+        rest_s: float = 0.0,
+    ) -> None:
         stop = threading.Event()
         top = Path(directory)
-        super().__init__([_Changing(top / f"w{seed}-{number}", seed * 1000 + number, stop, file_bytes_max, directories)
-                          for number in range(threads)], stop)
+        super().__init__(
+            [
+                _Changing(top / f"w{seed}-{number}", seed * 1000 + number, stop, file_bytes_max, directories)
+                for number in range(threads)
+            ],
+            stop,
+        )
         for worker in self.workers:
             worker.rest_s = rest_s
 
@@ -345,7 +375,9 @@ class _Filling(_Worker):
 
     def compare(self, name: str) -> None:
         self.doing = f"read {name}"
-        assert (self.top / name).read_bytes() == self.content(self.held[name]), f"{name} is not what was flushed"
+        assert (self.top / name).read_bytes() == self.content(self.held[name]), (
+            f"{name} is not what was flushed"
+        )
 
     def verify(self) -> None:
         assert sorted(os.listdir(self.top)) == sorted(self.held), self.top
@@ -358,7 +390,9 @@ class FillingLoad(_Load):
 
     def __init__(self, directory: Path, *, threads: int = 3) -> None:
         stop = threading.Event()
-        super().__init__([_Filling(Path(directory) / f"filling-{number}", number, stop) for number in range(threads)], stop)
+        super().__init__(
+            [_Filling(Path(directory) / f"filling-{number}", number, stop) for number in range(threads)], stop
+        )
 
     @property
     def held(self) -> int:
@@ -368,23 +402,35 @@ class FillingLoad(_Load):
     def until_full(self, refusals: int = 3, wait_s: float = 240.0) -> None:
         """Return when each worker was refused so many times more."""
         goals = [worker.refused + refusals for worker in self.workers]
-        self._until(lambda: all(worker.refused >= goal for worker, goal in zip(self.workers, goals, strict=True)),
-                    "it never fills up", wait_s)
+        self._until(
+            lambda: all(worker.refused >= goal for worker, goal in zip(self.workers, goals, strict=True)),
+            "it never fills up",
+            wait_s,
+        )
 
     def make_room(self, wait_s: float = 120.0) -> None:
         """Each worker removes half of what it holds; return when that is done, and more was written since."""
         for worker in self.workers:
             worker.make_room.set()
-        self._until(lambda: not any(worker.make_room.is_set() for worker in self.workers), "nothing can be removed", wait_s)
+        self._until(
+            lambda: not any(worker.make_room.is_set() for worker in self.workers),
+            "nothing can be removed",
+            wait_s,
+        )
         goals = [len(worker.held) + 3 for worker in self.workers]
-        self._until(lambda: all(len(worker.held) >= goal for worker, goal in zip(self.workers, goals, strict=True)),
-                    "nothing can be written although there is room", wait_s)
+        self._until(
+            lambda: all(len(worker.held) >= goal for worker, goal in zip(self.workers, goals, strict=True)),
+            "nothing can be written although there is room",
+            wait_s,
+        )
 
     def _until(self, holds: Callable[[], bool], otherwise: str, wait_s: float) -> None:
         end = time.monotonic() + wait_s
         while not holds():
             assert not self.errors, "; ".join(self.errors)
-            assert time.monotonic() < end, f"{otherwise}: {[(w.doing, len(w.held), w.refused) for w in self.workers]}"
+            assert time.monotonic() < end, (
+                f"{otherwise}: {[(w.doing, len(w.held), w.refused) for w in self.workers]}"
+            )
             time.sleep(0.01)
 
 
@@ -408,12 +454,14 @@ class _Rewriting(_Worker):
         piece = self.chance.randbytes(self.chance.choice((10, 4096, 5000, 131072)))
         self.doing = f"write of {len(piece)} bytes at {offset}"
         self.file.pwrite(piece, offset)
-        self.model[offset:offset + len(piece)] = piece
+        self.model[offset : offset + len(piece)] = piece
         if self.chance.random() < 0.3:
             self.file.fsync()
         offset = self.chance.randrange(size - 100_000)
         self.doing = f"read at {offset}"
-        assert self.file.pread(100_000, offset) == self.model[offset:offset + 100_000], "not what was written"
+        assert self.file.pread(100_000, offset) == self.model[offset : offset + 100_000], (
+            "not what was written"
+        )
 
     def end(self) -> None:
         self.doing = "read of all at the end"
@@ -460,7 +508,11 @@ class _Naming(_Worker):
     def end(self) -> None:
         self.doing = "look at all at the end"
         with self.client:
-            found = [f"{directory}/{name}" for directory in self.directories for name in self.client.list(directory)]
+            found = [
+                f"{directory}/{name}"
+                for directory in self.directories
+                for name in self.client.list(directory)
+            ]
             assert sorted(found) == sorted(self.files), "not the names that are to be there"
             for name, content in self.files.items():
                 assert self.client.read_bytes(name) == content, f"{name}: not what was written"
@@ -472,8 +524,13 @@ class ClientLoad(_Load):
 
     def __init__(self, connect: Callable[[], Any], *, threads: int = 3, names: int = 0) -> None:
         stop = threading.Event()
-        super().__init__([*(_Rewriting(connect, number, stop) for number in range(threads)),
-                          *(_Naming(connect, number, stop) for number in range(names))], stop)
+        super().__init__(
+            [
+                *(_Rewriting(connect, number, stop) for number in range(threads)),
+                *(_Naming(connect, number, stop) for number in range(names)),
+            ],
+            stop,
+        )
 
 
 class _Resting(_Worker):
@@ -547,9 +604,14 @@ class _Blocks(_Resting):
 
     def verify(self) -> None:
         found = self.path.read_bytes()
-        wrong = [place for place in range(self.COUNT)
-                 if found[place * self.BLOCK:(place + 1) * self.BLOCK] != self.content(place)]
-        assert not wrong and len(found) == self.COUNT * self.BLOCK, f"{self.path}: blocks {wrong[:10]} are not what was written"
+        wrong = [
+            place
+            for place in range(self.COUNT)
+            if found[place * self.BLOCK : (place + 1) * self.BLOCK] != self.content(place)
+        ]
+        assert not wrong and len(found) == self.COUNT * self.BLOCK, (
+            f"{self.path}: blocks {wrong[:10]} are not what was written"
+        )
 
 
 class _Reading(_Blocks):

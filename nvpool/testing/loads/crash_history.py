@@ -66,8 +66,17 @@ class HistoryWorker(threading.Thread):
             print(line, flush=True)
 
     def step(self) -> None:
-        kinds = {"create": 5, "write": 5, "wsync": 5, "fsync": 2, "truncate": 2, "punch": 2, "rename": 2, "replace": 3,
-                 "unlink": 2}
+        kinds = {
+            "create": 5,
+            "write": 5,
+            "wsync": 5,
+            "fsync": 2,
+            "truncate": 2,
+            "punch": 2,
+            "rename": 2,
+            "replace": 3,
+            "unlink": 2,
+        }
         if len(self.names) > _FILES_MAX:
             kinds |= {"create": 0, "unlink": 8}
         kind = self.chance.choices(list(kinds), list(kinds.values()))[0] if len(self.names) > 2 else "create"
@@ -79,7 +88,9 @@ class HistoryWorker(threading.Thread):
         return f"f{self.count}"
 
     def bytes(self) -> tuple[int, int]:
-        return self.chance.getrandbits(40), self.chance.choice((1, 600, 4096, 10_000, 70_000, 300_000, 75 * 4096, 160 * 4096))
+        return self.chance.getrandbits(40), self.chance.choice(
+            (1, 600, 4096, 10_000, 70_000, 300_000, 75 * 4096, 160 * 4096)
+        )
 
     def create(self, _name: str) -> str:
         name, (seed, length) = self.fresh(), self.bytes()
@@ -103,7 +114,9 @@ class HistoryWorker(threading.Thread):
                 if sync:
                     file.fsync()
 
-        self.log("wsync" if sync else "write", work, file=self.names[name], seed=seed, length=length, offset=offset)
+        self.log(
+            "wsync" if sync else "write", work, file=self.names[name], seed=seed, length=length, offset=offset
+        )
 
     def wsync(self, name: str) -> None:
         self.write(name, sync=True)
@@ -117,10 +130,18 @@ class HistoryWorker(threading.Thread):
 
     def truncate(self, name: str) -> None:
         size = self.chance.choice((0, 100, 5000, 100_000))
-        self.log("truncate", lambda: self.pool.truncate(f"{self.top}/{name}", size), file=self.names[name], size=size)
+        self.log(
+            "truncate",
+            lambda: self.pool.truncate(f"{self.top}/{name}", size),
+            file=self.names[name],
+            size=size,
+        )
 
     def punch(self, name: str) -> None:
-        offset, length = self.chance.choice((0, 100, 4096, 50_000)), self.chance.choice((10, 4096, 40_000, 300_000))
+        offset, length = (
+            self.chance.choice((0, 100, 4096, 50_000)),
+            self.chance.choice((10, 4096, 40_000, 300_000)),
+        )
 
         def work() -> None:
             with self.pool.open(f"{self.top}/{name}", "r+b", buffering=0) as file:
@@ -130,12 +151,22 @@ class HistoryWorker(threading.Thread):
 
     def rename(self, name: str) -> None:
         new = self.fresh()
-        self.log("rename", lambda: self.pool.rename(f"{self.top}/{name}", f"{self.top}/{new}"), file=self.names[name], name=new)
+        self.log(
+            "rename",
+            lambda: self.pool.rename(f"{self.top}/{name}", f"{self.top}/{new}"),
+            file=self.names[name],
+            name=new,
+        )
         self.names[new] = self.names.pop(name)
 
     def replace(self, name: str) -> None:
         new = self.create("")
-        self.log("rename", lambda: self.pool.rename(f"{self.top}/{new}", f"{self.top}/{name}"), file=self.names[new], name=name)
+        self.log(
+            "rename",
+            lambda: self.pool.rename(f"{self.top}/{new}", f"{self.top}/{name}"),
+            file=self.names[new],
+            name=name,
+        )
         self.names[name] = self.names.pop(new)
 
     def unlink(self, name: str) -> None:
@@ -145,6 +176,7 @@ class HistoryWorker(threading.Thread):
 
 def main(pool_path: str, seed: int, seconds: float, workers: int) -> None:
     import nvpool
+
     stop, lock = threading.Event(), threading.Lock()
     with nvpool.connect(pool_path) as pool:
         threads = [HistoryWorker(pool, number, seed, stop, lock) for number in range(workers)]
@@ -154,7 +186,11 @@ def main(pool_path: str, seed: int, seconds: float, workers: int) -> None:
         stop.set()
         for thread in threads:
             thread.join(60)
-        errors = [thread.error or f"w{thread.number} hangs" for thread in threads if thread.error or thread.is_alive()]
+        errors = [
+            thread.error or f"w{thread.number} hangs"
+            for thread in threads
+            if thread.error or thread.is_alive()
+        ]
     if errors:
         sys.exit("; ".join(errors))
 
@@ -178,13 +214,17 @@ class CrashHistory:
     """The operations that a load printed."""
 
     def __init__(self, lines: str):
-        self.operations: list[dict[str, Any]] = [json.loads(line) for line in lines.splitlines() if line.startswith("{")]
+        self.operations: list[dict[str, Any]] = [
+            json.loads(line) for line in lines.splitlines() if line.startswith("{")
+        ]
         self.syncs = [op for op in self.operations if op["kind"] in ("wsync", "fsync")]
         self.workers = sorted({op["w"] for op in self.operations})
 
     def judge(self, found: dict[int, dict[str, bytes] | None], at_ns: int) -> str:
         """Why `found` (worker -> name -> content; None: no directory) can not be what power lost at `at_ns` leaves, or ""."""
-        certain_ns = max([op["begin"] for op in self.syncs if op["end"] <= at_ns] + [at_ns - int(INTERVAL_S * 1e9)])
+        certain_ns = max(
+            [op["begin"] for op in self.syncs if op["end"] <= at_ns] + [at_ns - int(INTERVAL_S * 1e9)]
+        )
         for worker in self.workers:
             own = [op for op in self.operations if op["w"] == worker and op["begin"] <= at_ns]
             reason = self._worker(own, found[worker], at_ns, sum(op["end"] <= certain_ns for op in own))
@@ -199,23 +239,30 @@ class CrashHistory:
             names.append(_names_after(names[-1], op, files, number, op["end"] <= at_ns))
         reasons = []
         for count in range(least, len(names)):
-            if (names[count] or {}).keys() != (found or {}).keys() or (names[count] is None) != (found is None):
+            if (names[count] or {}).keys() != (found or {}).keys() or (names[count] is None) != (
+                found is None
+            ):
                 continue
             reason = ""
             for name, number in (names[count] or {}).items():
-                reason = reason or _content_wrong(files[number], found[name], count, f"{name} (file {number})")
+                reason = reason or _content_wrong(
+                    files[number], found[name], count, f"{name} (file {number})"
+                )
             if not reason:
                 return ""
             reasons.append(f"after {count} operations: {reason}")
         if reasons:
             return "; ".join(reasons)
         shown = None if found is None else sorted(found)
-        return (f"{shown} are the names after none of {least} to {len(names) - 1} operations; after {least} they are "
-                f"{None if names[least] is None else sorted(names[least])}, the next are {own[least - 1:least + 3]}")
+        return (
+            f"{shown} are the names after none of {least} to {len(names) - 1} operations; after {least} they are "
+            f"{None if names[least] is None else sorted(names[least])}, the next are {own[least - 1 : least + 3]}"
+        )
 
 
-def _names_after(before: dict[str, int] | None, op: dict, files: dict[int, _FileHistory], number: int,
-                 answered: bool) -> dict[str, int]:
+def _names_after(
+    before: dict[str, int] | None, op: dict, files: dict[int, _FileHistory], number: int, answered: bool
+) -> dict[str, int]:
     """The names after `op`; enters in `files` what it does to contents."""
     kind = op["kind"]
     if kind == "top":
@@ -227,15 +274,15 @@ def _names_after(before: dict[str, int] | None, op: dict, files: dict[int, _File
         file.versions += [(number, b""), (number, content(op["seed"], op["length"]))]
     elif kind in ("write", "wsync"):
         last = bytearray(file.versions[-1][1].ljust(op["offset"], b"\0"))
-        last[op["offset"]:op["offset"] + op["length"]] = content(op["seed"], op["length"])
+        last[op["offset"] : op["offset"] + op["length"]] = content(op["seed"], op["length"])
         file.versions.append((number, bytes(last)))
     elif kind == "truncate":
         last_bytes = file.versions[-1][1]
-        file.versions.append((number, last_bytes[:op["size"]].ljust(op["size"], b"\0")))
+        file.versions.append((number, last_bytes[: op["size"]].ljust(op["size"], b"\0")))
     elif kind == "punch":
         last = bytearray(file.versions[-1][1])
         end = min(len(last), op["offset"] + op["length"])
-        last[op["offset"]:end] = bytes(max(0, end - op["offset"]))
+        last[op["offset"] : end] = bytes(max(0, end - op["offset"]))
         file.versions.append((number, bytes(last)))
         if answered:
             file.holes.append((number, -(-op["offset"] // BLOCK), (op["offset"] + op["length"]) // BLOCK))
@@ -258,10 +305,13 @@ def _content_wrong(file: _FileHistory, found: bytes, count: int, what: str) -> s
     if len(found) not in {len(version) for version in possible}:
         return f"{what} has {len(found)} bytes, possible are {[len(version) for version in possible]}"
     for at in range(0, len(found), BLOCK):
-        block = found[at:at + BLOCK]
+        block = found[at : at + BLOCK]
         oldest = max([number for number, first, end in file.holes if first <= at // BLOCK < end], default=-1)
-        if not any(version[at:at + BLOCK].ljust(len(block), b"\0")[:len(block)] == block
-                   for number, version in file.versions[floor:] if number >= oldest):
+        if not any(
+            version[at : at + BLOCK].ljust(len(block), b"\0")[: len(block)] == block
+            for number, version in file.versions[floor:]
+            if number >= oldest
+        ):
             return f"{what}: block {at // BLOCK} of {len(found)} bytes is in none of its {len(possible)} possible states"
     return ""
 
@@ -272,7 +322,9 @@ async def read_tree(pool, workers: list[int]) -> dict[int, dict[str, bytes] | No
     for worker in workers:
         top = f"/w{worker}"
         there = await pool.exists(top)
-        found[worker] = {name: await pool.read_bytes(f"{top}/{name}") for name in await pool.list(top)} if there else None
+        found[worker] = (
+            {name: await pool.read_bytes(f"{top}/{name}") for name in await pool.list(top)} if there else None
+        )
     return found
 
 

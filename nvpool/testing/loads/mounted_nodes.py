@@ -24,7 +24,8 @@ def until(holds: Callable[[], Any], what: str, *nodes: NodeMachine, wait_s: floa
     deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
     while not (found := holds()):
         assert SYSTEM_CLOCK.boottime_s() < deadline_s, f"not within {wait_s} s: {what}\n" + "\n".join(
-            f"== {node.machine.name}: {node.map().shards} {node.map().etcd}\n{node.said()}" for node in nodes)
+            f"== {node.machine.name}: {node.map().shards} {node.map().etcd}\n{node.said()}" for node in nodes
+        )
         time.sleep(0.1)
     return found
 
@@ -59,29 +60,47 @@ class PoolInUse(Pool):
 
     def until_copied(self, *nodes: NodeMachine) -> None:
         """Every chain has its copies, where they shall be."""
+
         def copied():
             seen = self.seen_by(nodes[0])
             chains = seen and seen["chains"]
-            return seen and chains["full"] == chains["total"] and not chains["to_copy"] and not chains["filling"]
+            return (
+                seen and chains["full"] == chains["total"] and not chains["to_copy"] and not chains["filling"]
+            )
+
         until(copied, "all is copied", *nodes)
 
     def until_whole(self) -> None:
         """Every chain has its copies, the shard a standby on another node that has everything, etcd its three members."""
+
         def whole():
             seen = self.seen_by(self.nodes[0])
-            if not seen or seen["problems"] or seen["chains"]["full"] != seen["chains"]["total"] or seen["chains"]["to_copy"]:
+            if (
+                not seen
+                or seen["problems"]
+                or seen["chains"]["full"] != seen["chains"]["total"]
+                or seen["chains"]["to_copy"]
+            ):
                 return False
-            found, = seen["shards"]
+            (found,) = seen["shards"]
             where = {member["state"]: member["node"] for member in found["members"]}
-            return (len(found["members"]) == 2 and set(where) == {"primary", "up"} and where["primary"] != where["up"]
-                    and sum(node["etcd"] for node in seen["nodes"]) == 3 and any(node["leads"] for node in seen["nodes"]))
+            return (
+                len(found["members"]) == 2
+                and set(where) == {"primary", "up"}
+                and where["primary"] != where["up"]
+                and sum(node["etcd"] for node in seen["nodes"]) == 3
+                and any(node["leads"] for node in seen["nodes"])
+            )
+
         until(whole, "all is whole", *self.nodes[:3])
 
     def lead_and_primary(self) -> tuple[NodeMachine, NodeMachine]:
         """Who leads the pool, and where the shard's primary is."""
+
         def told():
             seen = self.seen_by(self.nodes[1]) or self.seen_by(self.nodes[0])
             return next((node["node"] for node in seen.get("nodes", ()) if node["leads"]), 0)
+
         leads = until(told, "it is known who leads", *self.nodes[:3])
         return self.nodes[leads - 1], self.nodes[self.nodes[1].map().shards[0].node - 1]
 
@@ -124,5 +143,7 @@ class Under:
             self.pause.verify()
             self.load.verify()
             assert self.pause.longest_s < WAIT_S / 2
-            print(f"{self.directory.name}: no file could be made for {self.pause.longest_s:.2f} s, no other step took longer "
-                  f"than {self.load.longest_s:.2f} s ({self.load.longest})")
+            print(
+                f"{self.directory.name}: no file could be made for {self.pause.longest_s:.2f} s, no other step took longer "
+                f"than {self.load.longest_s:.2f} s ({self.load.longest})"
+            )

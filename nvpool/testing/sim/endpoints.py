@@ -17,7 +17,7 @@ from nvpool.core.clock import Clock
 from nvpool.core.endpoint import parse_endpoint
 from nvpool.core.errors import Unreachable
 from nvpool.rpc.api import Connection, Greeting, Handler, Listener, Transport
-from nvpool.testing.sim.network import SimulatedNetwork, SimTransport
+from nvpool.testing.sim.network import SimTransport, SimulatedNetwork
 
 if TYPE_CHECKING:
     from nvpool.testing.sim.pool import SimPool
@@ -29,8 +29,11 @@ MODES = ("gone", "refuses", "silent")
 
 def supervisor_endpoints(directory: Path, node: int) -> tuple[str, ...]:
     """Best first: a unix socket in `directory`, two that other nodes reach as well."""
-    return (f"inproc+unix://{directory}/supervisor-{node}.sock?host=host-{node}", f"inproc://supervisor-{node}",
-            f"grpc://supervisor-{node}:1")
+    return (
+        f"inproc+unix://{directory}/supervisor-{node}.sock?host=host-{node}",
+        f"inproc://supervisor-{node}",
+        f"grpc://supervisor-{node}:1",
+    )
 
 
 def host_of(place: str) -> str:
@@ -45,7 +48,9 @@ def member_of(place: str) -> str:
 class EndpointTransport(SimTransport):
     """One of the transports to a simulated supervisor. `network.broken` names the endpoints that do not answer."""
 
-    def __init__(self, network: SimulatedNetwork, process: str, clock: Clock, scheme: str, rank: int, is_local: bool) -> None:
+    def __init__(
+        self, network: SimulatedNetwork, process: str, clock: Clock, scheme: str, rank: int, is_local: bool
+    ) -> None:
         super().__init__(network, process, clock)
         self.scheme = scheme
         self.rank = rank
@@ -59,7 +64,9 @@ class EndpointTransport(SimTransport):
             raise Unreachable(f"nobody answers at {endpoint}: {mode}")
         connection = await super().connect(_name(endpoint), greeting, deadline_s=deadline_s)
         served = connection._served
-        if not self._is_local and self._network.owners.get(parse_endpoint(_name(endpoint)).path, "").startswith("supervisor"):
+        if not self._is_local and self._network.owners.get(
+            parse_endpoint(_name(endpoint)).path, ""
+        ).startswith("supervisor"):
             served.peer = served.peer._replace(member=member_of(self._network.places[self._process]))
         return connection
 
@@ -79,14 +86,19 @@ def _name(endpoint: str) -> str:
 
 def transports_of(network: SimulatedNetwork, process: str, clock: Clock) -> dict[str, Transport]:
     kinds = (("inproc+unix", 60, True), ("inproc", 50, False), ("grpc", 10, False))
-    return {scheme: EndpointTransport(network, process, clock, scheme, rank, is_local) for scheme, rank, is_local in kinds}
+    return {
+        scheme: EndpointTransport(network, process, clock, scheme, rank, is_local)
+        for scheme, rank, is_local in kinds
+    }
 
 
 class EndpointFaults:
     """Break endpoints of supervisors, one or two of a node, until `over()`. What is broken has its connections ended, but for
     a part of those that are silent: their connections go on."""
 
-    def __init__(self, pool: SimPool, chance: random.Random, over: Callable[[], bool], done: dict[str, int]) -> None:
+    def __init__(
+        self, pool: SimPool, chance: random.Random, over: Callable[[], bool], done: dict[str, int]
+    ) -> None:
         self._pool = pool
         self._chance = chance
         self._over = over
@@ -98,7 +110,7 @@ class EndpointFaults:
         while not self._over():
             await asyncio.sleep(chance.expovariate(0.4))
             node = chance.choice(nodes)
-            endpoints = supervisor_endpoints(self._pool.directory, node)[:chance.choice((1, 1, 2))]
+            endpoints = supervisor_endpoints(self._pool.directory, node)[: chance.choice((1, 1, 2))]
             mode = chance.choice(MODES)
             lasts_s = chance.uniform(0.2, 9.0)
             self._tell(f"{len(endpoints)} endpoints of supervisor-{node} are {mode} for {lasts_s:.1f} s")

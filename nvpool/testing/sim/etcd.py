@@ -41,7 +41,9 @@ class _EtcdLease:
 class SimEtcd:
     """`members` are its processes, by name; `on_put(key, value)` is told of each change."""
 
-    def __init__(self, loop: VirtualLoop, network: SimulatedNetwork, seed: str, on_put: Callable[[bytes, bytes], None]) -> None:
+    def __init__(
+        self, loop: VirtualLoop, network: SimulatedNetwork, seed: str, on_put: Callable[[bytes, bytes], None]
+    ) -> None:
         self.loop = loop
         self.chance = random.Random(seed)
         self.members: dict[str, Process] = {}
@@ -69,15 +71,21 @@ class SimEtcd:
         return process.alive and process.held is None
 
     def _meet(self, one: str, other: str) -> bool:
-        return one == other or (self._is_up(one) and self._is_up(other) and not self._network.is_cut(one, other))
+        return one == other or (
+            self._is_up(one) and self._is_up(other) and not self._network.is_cut(one, other)
+        )
 
     def _leads(self, member: str) -> bool:
-        return self._is_up(member) and 2 * sum(self._meet(member, other) for other in self.members) > len(self.members)
+        return self._is_up(member) and 2 * sum(self._meet(member, other) for other in self.members) > len(
+            self.members
+        )
 
     def serves(self, member: str) -> bool:
         """Whether it can have something agreed on now."""
         leader = self._leader
-        return leader is not None and self._is_up(member) and self._meet(member, leader) and self._leads(leader)
+        return (
+            leader is not None and self._is_up(member) and self._meet(member, leader) and self._leads(leader)
+        )
 
     def hears(self, process: Process, member: str) -> bool:
         return self._is_up(member) and not self._network.is_cut(process.name, member)
@@ -139,8 +147,13 @@ class SimEtcd:
         return [self._values[key] for key in sorted(self._values) if first <= key < end]
 
     def ranges(self, ranges: Sequence[tuple[bytes, bytes]]) -> SimpleNamespace:
-        return SimpleNamespace(responses=[SimpleNamespace(response_range=SimpleNamespace(kvs=self._between(first, end)))
-                                          for first, end in ranges], header=SimpleNamespace(revision=self._revision))
+        return SimpleNamespace(
+            responses=[
+                SimpleNamespace(response_range=SimpleNamespace(kvs=self._between(first, end)))
+                for first, end in ranges
+            ],
+            header=SimpleNamespace(revision=self._revision),
+        )
 
     def transact(self, request: Any) -> SimpleNamespace:
         """Unavailable, as of EtcdCalls.transact, for what would hang on a lease that is not there."""
@@ -151,14 +164,18 @@ class SimEtcd:
             kind = one.WhichOneof("request")
             if kind == "request_put":
                 if one.request_put.lease and one.request_put.lease not in self._leases:
-                    raise Unavailable("etcd refuses a change: no such lease", retry_after_s=0.1, may_be_applied=True)
+                    raise Unavailable(
+                        "etcd refuses a change: no such lease", retry_after_s=0.1, may_be_applied=True
+                    )
                 changes.append((one.request_put.key, one.request_put.value, one.request_put.lease))
             elif kind == "request_delete_range":
                 changes.append((one.request_delete_range.key, None, 0))
             else:
                 responses.append(SimpleNamespace(response_range=self.range(one.request_range)))
         self._commit(changes)
-        return SimpleNamespace(succeeded=succeeded, responses=responses, header=SimpleNamespace(revision=self._revision))
+        return SimpleNamespace(
+            succeeded=succeeded, responses=responses, header=SimpleNamespace(revision=self._revision)
+        )
 
     def _holds(self, compare: Any) -> bool:
         found, kind = self._values.get(compare.key), compare.WhichOneof("target_union")
@@ -177,8 +194,9 @@ class SimEtcd:
                 continue
             before = self._values.get(key)
             created = before.create_revision if before is not None else self._revision
-            made = self._values[key] = SimpleNamespace(key=key, value=value, create_revision=created,
-                                                       mod_revision=self._revision, lease=lease)
+            made = self._values[key] = SimpleNamespace(
+                key=key, value=value, create_revision=created, mod_revision=self._revision, lease=lease
+            )
             events.append(SimpleNamespace(type=PUT, kv=made))
             self._on_put(key, value)
         self._history.append((self._revision, events))
@@ -256,12 +274,17 @@ class _Stream:
         if not self._process.alive:
             self.cancel()
         elif not etcd._network.is_cut(self._process.name, self.member):
-            if not etcd.members[self.member].alive or (etcd.hears(self._process, self.member) and alone_s > LEADERLESS_S):
+            if not etcd.members[self.member].alive or (
+                etcd.hears(self._process, self.member) and alone_s > LEADERLESS_S
+            ):
                 self._say(Unavailable("the member has ended, or lost the others"))
                 self.cancel()
             elif etcd.serves(self.member) and (self._asked or self._next <= etcd.revision):
-                events = [event for event in etcd.events_from(self._next)
-                          if any(first <= event.kv.key < end for first, end in self._ranges)]
+                events = [
+                    event
+                    for event in etcd.events_from(self._next)
+                    if any(first <= event.kv.key < end for first, end in self._ranges)
+                ]
                 if events or self._asked:
                     self._say(SimpleNamespace(canceled=False, events=events))
                 self._next, self._asked = etcd.revision + 1, False
@@ -330,7 +353,9 @@ class SimCalls:
         except TimeoutError:
             raise Unavailable("etcd does not answer in time", may_be_applied=True) from None
 
-    async def _serve(self, member: str, done: Callable[[], Any], answer: asyncio.Future, until_s: float) -> None:
+    async def _serve(
+        self, member: str, done: Callable[[], Any], answer: asyncio.Future, until_s: float
+    ) -> None:
         """What becomes of a call there. Nobody may hear of it."""
         etcd, process = self._etcd, self._process
         await asyncio.sleep(etcd.delay_s())

@@ -35,7 +35,9 @@ LINK_S = (8.0, 40.0)
 class BrokenLinks:
     """Break the link between two nodes that have targets, in one direction or both, until `over()`."""
 
-    def __init__(self, pool: SimPool, chance: random.Random, over: Callable[[], bool], done: dict[str, int]) -> None:
+    def __init__(
+        self, pool: SimPool, chance: random.Random, over: Callable[[], bool], done: dict[str, int]
+    ) -> None:
         self._pool = pool
         self._chance = chance
         self._over = over
@@ -44,12 +46,14 @@ class BrokenLinks:
     async def run(self) -> None:
         pool, chance = self._pool, self._chance
         nodes = sorted({pool.processes[name].node for name in pool.processes if name.startswith("target")})
-        if chance.random() >= LINK_SHARE or len(nodes) < 3:  # with fewer one of them does not reach the leader
+        if (
+            chance.random() >= LINK_SHARE or len(nodes) < 3
+        ):  # with fewer one of them does not reach the leader
             return
         while not self._over():
             await asyncio.sleep(chance.expovariate(0.3))
             one, other = chance.sample(nodes, 2)
-            ways = [(one, other), (other, one)][:chance.choice((1, 1, 2))]
+            ways = [(one, other), (other, one)][: chance.choice((1, 1, 2))]
             until_s = asyncio.get_running_loop().time() + chance.uniform(*LINK_S)
             pool.truths.happened(asyncio.get_running_loop().time(), f"links are broken: {ways}")
             self._done["cuts"] += 1
@@ -62,8 +66,15 @@ class BrokenLinks:
 class SimulatedFaults:
     """`over()` says when no more is to be broken; `done` counts. `kinds`, `of`: only these, of processes named so."""
 
-    def __init__(self, pool: SimPool, chance: random.Random, over: Callable[[], bool], done: dict[str, int],
-                 kinds: dict[str, int], of: str = "") -> None:
+    def __init__(
+        self,
+        pool: SimPool,
+        chance: random.Random,
+        over: Callable[[], bool],
+        done: dict[str, int],
+        kinds: dict[str, int],
+        of: str = "",
+    ) -> None:
         self._pool = pool
         self._chance = chance
         self._over = over
@@ -76,8 +87,13 @@ class SimulatedFaults:
         chance, pool = self._chance, self._pool
         while not self._over():
             await asyncio.sleep(chance.expovariate(0.7))
-            name = chance.choice([name for name in pool.processes if name.startswith(self._of)
-                                  and not name.startswith(NEVER_BROKEN)])
+            name = chance.choice(
+                [
+                    name
+                    for name in pool.processes
+                    if name.startswith(self._of) and not name.startswith(NEVER_BROKEN)
+                ]
+            )
             kind = chance.choices(list(self._kinds), list(self._kinds.values()))[0]
             await getattr(self, f"_{kind}")(name)
             await asyncio.sleep(chance.expovariate(2))
@@ -99,7 +115,9 @@ class SimulatedFaults:
     async def _power(self, name: str) -> None:
         """A node loses its power, or all nodes of the pool at the same moment; the clients go on."""
         pool = self._pool
-        nodes = {process.node for other, process in pool.processes.items() if not other.startswith(NEVER_BROKEN)}
+        nodes = {
+            process.node for other, process in pool.processes.items() if not other.startswith(NEVER_BROKEN)
+        }
         nodes = nodes if self._chance.random() < 0.4 else {pool.processes[name].node}
         self._tell(f"power is lost on {sorted(nodes)}")
         self._done["power"] += 1
@@ -119,8 +137,13 @@ class SimulatedFaults:
         pool = self._pool
         if not pool.is_whole():
             return
-        held = [(number, name, block) for number, store in pool.stores.items() for name, chunk in store._chunks.items()
-                for block in chunk.blocks if name not in self._rotten]
+        held = [
+            (number, name, block)
+            for number, store in pool.stores.items()
+            for name, chunk in store._chunks.items()
+            for block in chunk.blocks
+            if name not in self._rotten
+        ]
         if held:
             number, (inode, index), block = self._chance.choice(held)
             self._rotten.add((inode, index))
@@ -162,8 +185,15 @@ class SimulatedFaults:
         """One node reaches no member of etcd, nor, where these have no nodes of their own, the nodes of theirs."""
         network = self._pool.network
         places = {name: place for name, place in network.places.items() if name.startswith("etcd")}
-        node = self._chance.choice(sorted({self._pool.processes[name].node for name in self._pool.processes
-                                              if name.startswith("supervisor")}))
+        node = self._chance.choice(
+            sorted(
+                {
+                    self._pool.processes[name].node
+                    for name in self._pool.processes
+                    if name.startswith("supervisor")
+                }
+            )
+        )
         for place in places.values():
             network.cut(node, place)
         self._done["etcd"] += 1
@@ -192,8 +222,15 @@ class SimulatedFaults:
     async def _isolate(self, _name: str) -> None:
         """One node is cut off from all but the clients for longer than a lease: who asks it does not notice."""
         network = self._pool.network
-        alone = self._chance.choice(sorted({process.node for name, process in self._pool.processes.items()
-                                            if name.startswith(self._of or ("target", "meta"))}))
+        alone = self._chance.choice(
+            sorted(
+                {
+                    process.node
+                    for name, process in self._pool.processes.items()
+                    if name.startswith(self._of or ("target", "meta"))
+                }
+            )
+        )
         for node in sorted(set(network.places.values())):
             if not node.startswith("node-of-client"):
                 network.cut(alone, node)
@@ -205,14 +242,20 @@ class SimulatedFaults:
         for node in sorted(set(network.places.values())):
             if not node.startswith("node-of-client"):
                 network.cut(process.node, node)
-        await self._cut_off(f"{process.node} is alone with the clients", self._chance.uniform(0.1, 1.4), process.kill)
+        await self._cut_off(
+            f"{process.node} is alone with the clients", self._chance.uniform(0.1, 1.4), process.kill
+        )
 
     async def _orphan(self, _name: str) -> None:
         """A node with standbys is cut off from all but the clients; before the primary of one of them can take it out of the
         map its process dies, and is started again before the node is back."""
         network, pool, chance = self._pool.network, self._pool, self._chance
-        pairs = [(shard, standby) for shard in pool.pool_map.shards for standby in shard.standbys
-                 if standby.state == "up" and standby.node != shard.node]
+        pairs = [
+            (shard, standby)
+            for shard in pool.pool_map.shards
+            for standby in shard.standbys
+            if standby.state == "up" and standby.node != shard.node
+        ]
         if not pairs:
             return
         shard, standby = chance.choice(pairs)
@@ -225,7 +268,9 @@ class SimulatedFaults:
             pool.processes[primary].kill()
             await asyncio.sleep(chance.uniform(0.0, 0.5))
             again = asyncio.ensure_future(pool.start_again(primary))
-            await self._cut_off(f"{alone} is alone with the clients, and {primary} has died", chance.uniform(1.0, 6.0))
+            await self._cut_off(
+                f"{alone} is alone with the clients, and {primary} has died", chance.uniform(1.0, 6.0)
+            )
             await again
         else:
             network.heal()

@@ -28,7 +28,9 @@ class Truths:
         self._newest: PoolMap | None = None
         self._answered: dict[int, tuple[int, int]] = {}  # shard -> the last term that answered, its member
         self._acknowledged: dict[int, tuple[int, int]] = {}  # shard -> sequence, term
-        self._weak: dict[int, dict[int, int]] = {}  # shard -> member -> behind this change a loss of power may have taken some
+        self._weak: dict[
+            int, dict[int, int]
+        ] = {}  # shard -> member -> behind this change a loss of power may have taken some
 
     def violated(self, problem: str) -> None:
         self.problems.append(problem)
@@ -49,7 +51,9 @@ class Truths:
         for shard in pool_map.shards:
             old = before.shard_by_id.get(shard.id)
             if old is not None and (shard.term < old.term or shard.epoch < old.epoch):
-                self.violated(f"shard {shard.id} has term {shard.term}, epoch {shard.epoch} after {old.term}, {old.epoch}")
+                self.violated(
+                    f"shard {shard.id} has term {shard.term}, epoch {shard.epoch} after {old.term}, {old.epoch}"
+                )
             if old is not None and shard.member != old.member and shard.term <= old.term:
                 self.violated(f"shard {shard.id} has another primary in the same term {shard.term}")
             up = {shard.member, *(standby.member for standby in shard.standbys if standby.state == "up")}
@@ -60,7 +64,9 @@ class Truths:
             old_table = before.table_by_id.get(table.id)
             for number, chain in enumerate(table.chains if old_table is not None else ()):
                 if chain.epoch < old_table.chains[number].epoch:
-                    self.violated(f"chain {table.id}/{number} has epoch {chain.epoch} after {old_table.chains[number].epoch}")
+                    self.violated(
+                        f"chain {table.id}/{number} has epoch {chain.epoch} after {old_table.chains[number].epoch}"
+                    )
 
     def followed(self, name: str, before: int, epoch: int) -> None:
         """A process follows the map of `epoch` after that of `before`."""
@@ -72,7 +78,9 @@ class Truths:
         self.answers += 1
         last = self._answered.get(shard, (0, member))
         if term < last[0] or (term == last[0] and member != last[1]):
-            self.violated(f"member {member} of shard {shard} answers in term {term}, member {last[1]} has in term {last[0]}")
+            self.violated(
+                f"member {member} of shard {shard} answers in term {term}, member {last[1]} has in term {last[0]}"
+            )
         else:
             self._answered[shard] = term, member
         if committed > self._acknowledged.get(shard, (0, 0))[0]:
@@ -83,14 +91,22 @@ class Truths:
         sequence, term = self._acknowledged.get(shard, (0, 0))
         weak = min(self._weak.pop(shard, {}).values(), default=sequence)
         if kv.sequence < min(sequence, weak):
-            self.violated(f"member {member} of shard {shard} begins term {kv.term} with {kv.sequence} changes, "
-                          f"{min(sequence, weak)} were acknowledged")
+            self.violated(
+                f"member {member} of shard {shard} begins term {kv.term} with {kv.sequence} changes, "
+                f"{min(sequence, weak)} were acknowledged"
+            )
         history = kv.history
-        if history is not None and weak >= sequence and history.base.sequence < sequence <= history.last.sequence:
+        if (
+            history is not None
+            and weak >= sequence
+            and history.base.sequence < sequence <= history.last.sequence
+        ):
             its_term = history.term_at(sequence)
             if its_term is not None and its_term > term:
-                self.violated(f"member {member} of shard {shard} begins term {kv.term}: change {sequence} is of term "
-                              f"{its_term}, one of term {term} was acknowledged")
+                self.violated(
+                    f"member {member} of shard {shard} begins term {kv.term}: change {sequence} is of term "
+                    f"{its_term}, one of term {term} was acknowledged"
+                )
         if kv.sequence < sequence:
             self._acknowledged[shard] = kv.sequence, kv.term
 

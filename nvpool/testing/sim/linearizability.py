@@ -26,14 +26,22 @@ class RegisterOperation(NamedTuple):
     who: str = ""
 
 
-def without_what_was_seen_too_early(calls: Sequence, losses: Sequence[float],
-                                    changes: Callable[[NamedTuple], bool],
-                                    concerns: Callable[[NamedTuple, NamedTuple], bool] = lambda seen, change: True) -> list:
+def without_what_was_seen_too_early(
+    calls: Sequence,
+    losses: Sequence[float],
+    changes: Callable[[NamedTuple], bool],
+    concerns: Callable[[NamedTuple, NamedTuple], bool] = lambda seen, change: True,
+) -> list:
     """A change that was not answered when power was lost may have been seen, and not be any more: without the calls that can
     have seen one, which are those that change nothing themselves. Changes that were answered had been made durable."""
+
     def seen_too_early(call) -> bool:
-        return any(call.begin <= loss <= change.end and change.begin < call.end and concerns(call, change)
-                   for loss in losses if loss >= call.begin for change in made)
+        return any(
+            call.begin <= loss <= change.end and change.begin < call.end and concerns(call, change)
+            for loss in losses
+            if loss >= call.begin
+            for change in made
+        )
 
     made = [call for call in calls if changes(call)]
     return [call for call in calls if changes(call) or not losses or not seen_too_early(call)]
@@ -42,8 +50,14 @@ def without_what_was_seen_too_early(calls: Sequence, losses: Sequence[float],
 def register_problems(accesses: Sequence[RegisterOperation]) -> list[str]:
     """Why no order explains the history of one register, as sentences; an empty list where one does."""
     if any(access.kind == "write" and access.value == INITIAL for access in accesses):
-        return _search([_Step(access.begin, access.end, access.kind == "write" and access.end == inf, access)
-                        for access in accesses], INITIAL, _register_step)
+        return _search(
+            [
+                _Step(access.begin, access.end, access.kind == "write" and access.end == inf, access)
+                for access in accesses
+            ],
+            INITIAL,
+            _register_step,
+        )
     writes = {INITIAL: RegisterOperation("write", INITIAL, -inf, -inf)}
     for access in accesses:
         if access.kind == "write":
@@ -72,13 +86,17 @@ def register_problems(accesses: Sequence[RegisterOperation]) -> list[str]:
     problems = []
     for before, after in itertools.pairwise(forward):
         if after[0] < before[1]:
-            problems.append(f"{before[2]!r} was there from {before[0]:.6f} to {before[1]:.6f}, and {after[2]!r} from "
-                            f"{after[0]:.6f} to {after[1]:.6f}")
+            problems.append(
+                f"{before[2]!r} was there from {before[0]:.6f} to {before[1]:.6f}, and {after[2]!r} from "
+                f"{after[0]:.6f} to {after[1]:.6f}"
+            )
     for low, high, value in backward:
         for begin, end, other in forward:
             if begin < low and high < end:
-                problems.append(f"{value!r} was written and seen within {low:.6f} to {high:.6f}, but {other!r} was there from "
-                                f"{begin:.6f} to {end:.6f}")
+                problems.append(
+                    f"{value!r} was written and seen within {low:.6f} to {high:.6f}, but {other!r} was there from "
+                    f"{begin:.6f} to {end:.6f}"
+                )
     return problems
 
 
@@ -91,8 +109,13 @@ class _Step(NamedTuple):
     call: NamedTuple
 
 
-def _search(steps: Sequence[_Step], initial: Hashable, step: Callable[[Hashable, NamedTuple], Iterable[Hashable]],
-            final: Callable[[Hashable], bool] = lambda state: True, states_max: int = 500_000) -> list[str]:
+def _search(
+    steps: Sequence[_Step],
+    initial: Hashable,
+    step: Callable[[Hashable, NamedTuple], Iterable[Hashable]],
+    final: Callable[[Hashable], bool] = lambda state: True,
+    states_max: int = 500_000,
+) -> list[str]:
     """Why no order of the steps leads from `initial` to a `final` state; `step` gives the states that a call can lead to."""
     steps = sorted(steps, key=lambda one: one.begin)
     required = sum(1 << place for place, one in enumerate(steps) if not one.optional)
@@ -105,7 +128,9 @@ def _search(steps: Sequence[_Step], initial: Hashable, step: Callable[[Hashable,
             continue
         seen.add((done, state))
         if len(seen) > states_max:
-            raise OverflowError(f"more than {states_max} states for {len(steps)} calls: record shorter histories")
+            raise OverflowError(
+                f"more than {states_max} states for {len(steps)} calls: record shorter histories"
+            )
         if done & required == required and final(state):
             return []
         furthest = max(furthest, done, key=lambda bits: (bits & required).bit_count())
@@ -151,16 +176,31 @@ Names = frozenset[tuple[bytes, int]]
 def names_problems(calls: Sequence[NameCall], final: Names | None = None) -> list[str]:
     """As `register_problems`, for the names of one directory that was empty; `final`: what is in it in the end."""
     known = {call.inode for call in calls if call.kind == "create" and call.outcome == "ok"}
-    steps = [_Step(call.begin, call.end, call.outcome is None,
-                   call if call.outcome is not None else call._replace(inode=call.inode or -1 - place))
-             for place, call in enumerate(calls)]
+    steps = [
+        _Step(
+            call.begin,
+            call.end,
+            call.outcome is None,
+            call if call.outcome is not None else call._replace(inode=call.inode or -1 - place),
+        )
+        for place, call in enumerate(calls)
+    ]
 
     def is_final(names: Names) -> bool:
-        return final is None or names == final or (any(inode < 0 for _, inode in names) and any(
-            bound == final for bound in _bindings(names, final, known)))
+        return (
+            final is None
+            or names == final
+            or (
+                any(inode < 0 for _, inode in names)
+                and any(bound == final for bound in _bindings(names, final, known))
+            )
+        )
 
     found = _search(steps, frozenset(), lambda names, call: _name_step(names, call, known), is_final)
-    return [f"{problem}; in the end there is {sorted(final)}" if final is not None else problem for problem in found]
+    return [
+        f"{problem}; in the end there is {sorted(final)}" if final is not None else problem
+        for problem in found
+    ]
 
 
 def _bindings(names: Names, final: Names, known: set[int]) -> Iterable[Names]:
@@ -179,22 +219,38 @@ def _name_step(names: Names, call: NameCall, known: set[int]) -> Iterable[Names]
     there = dict(names)
     inode = there.get(call.name)
     if call.kind == "lookup":
-        if inode is not None and inode < 0 and call.outcome == "ok" and call.inode not in known \
-                and all(its != call.inode for its in there.values()):
+        if (
+            inode is not None
+            and inode < 0
+            and call.outcome == "ok"
+            and call.inode not in known
+            and all(its != call.inode for its in there.values())
+        ):
             names = _bound(names, inode, call.inode)
             inode, there = call.inode, dict(names)
         count = list(there.values()).count(inode)
-        fits = call.outcome == "missing" if inode is None else \
-            call.outcome == "ok" and inode == call.inode and call.links in (count, NOT_LOOKED_AT)
+        fits = (
+            call.outcome == "missing"
+            if inode is None
+            else call.outcome == "ok" and inode == call.inode and call.links in (count, NOT_LOOKED_AT)
+        )
         return (names,) if fits else ()
     if call.kind == "create":  # O_EXCL
-        expected, after = ("exists", names) if inode is not None else ("ok", names | {(call.name, call.inode)})
+        expected, after = (
+            ("exists", names) if inode is not None else ("ok", names | {(call.name, call.inode)})
+        )
     elif call.kind == "unlink":
         expected, after = ("missing", names) if inode is None else ("ok", names - {(call.name, inode)})
     elif call.kind == "link":
         lives = any(its == call.inode for its in there.values())
         if inode is not None or not lives:
-            possible = {"exists"} if inode is not None and lives else {"missing"} if inode is None else {"exists", "missing"}
+            possible = (
+                {"exists"}
+                if inode is not None and lives
+                else {"missing"}
+                if inode is None
+                else {"exists", "missing"}
+            )
             return (names,) if call.outcome is None or call.outcome in possible else ()
         expected, after = "ok", names | {(call.name, call.inode)}
     elif inode is None:
@@ -204,8 +260,11 @@ def _name_step(names: Names, call: NameCall, known: set[int]) -> Iterable[Names]
     elif there.get(call.other) == inode:
         expected, after = "ok", names  # two names of one file: nothing is done
     else:
-        expected, after = "ok", frozenset((name, its) for name, its in names if name not in (call.name, call.other)) | {
-            (call.other, inode)}
+        expected, after = (
+            "ok",
+            frozenset((name, its) for name, its in names if name not in (call.name, call.other))
+            | {(call.other, inode)},
+        )
     return (after,) if call.outcome is None or call.outcome == expected else ()
 
 
@@ -222,16 +281,26 @@ class SizeCall(NamedTuple):
 def without_looks_at_unanswered_cuts(calls: Sequence[SizeCall]) -> list[SizeCall]:
     """A cut is told of when it is decided, and answered when every target has cut; until then a target may take what another
     client writes, and cut it off. So a look meanwhile does not say that what that one writes after it comes behind the cut."""
+
     def overtaken(look: SizeCall) -> bool:
-        return any(cut.begin < look.end and look.begin < cut.end and any(
-            write.who != cut.who and look.begin < write.begin < cut.end for write in calls if write.kind == "write")
-            for cut in calls if cut.kind == "cut")
+        return any(
+            cut.begin < look.end
+            and look.begin < cut.end
+            and any(
+                write.who != cut.who and look.begin < write.begin < cut.end
+                for write in calls
+                if write.kind == "write"
+            )
+            for cut in calls
+            if cut.kind == "cut"
+        )
 
     return [call for call in calls if call.kind != "look" or not overtaken(call)]
 
 
 def sizes_problems(calls: Sequence[SizeCall]) -> list[str]:
     """As `register_problems`, for the size of a file that was empty."""
+
     def step(size: int, call: SizeCall) -> Iterable[int]:
         if call.kind == "look":
             return (size,) if size == call.size else ()

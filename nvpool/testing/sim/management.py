@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from nvpool.cluster.api import LEASE_S_MIN, MapCoordinator, CoordinatorLease
+from nvpool.cluster.api import LEASE_S_MIN, CoordinatorLease, MapCoordinator
 from nvpool.cluster.embedded import EmbeddedCoordinator
 from nvpool.cluster.etcd.coordinator import EtcdCoordinator
 from nvpool.cluster.manager import Manager, change
@@ -137,8 +137,11 @@ class OneManager:
         kv = Door(self._kv, process, KV_STEPS, pool.disk_s)
         try:
             await kv.sync()  # as the opening of a real engine does with what it finds
-            self._coordinator = coordinator = await (_Embedded.open(kv) if self._kv.get(b"map") is not None
-                                                     else _Embedded.found(kv, pool.first_map))
+            self._coordinator = coordinator = await (
+                _Embedded.open(kv)
+                if self._kv.get(b"map") is not None
+                else _Embedded.found(kv, pool.first_map)
+            )
         except Killed:
             return
         coordinator.truths = pool.truths
@@ -148,15 +151,24 @@ class OneManager:
         reign = Reign(lease)
         self._manager = manager = Manager(coordinator, clock=clock)
         dialer = pool.new_dialer(process, clock)
-        self._keeper = keeper = ShardKeeper(lambda: coordinator.pool_map, partial(change, coordinator), clock,
-                                            lambda: pool.secret, lambda: reign,
-                                            has_records=partial(has_records, dialer, clock))
-        shards = MetaShards(None, None, 0, _Leads(coordinator, manager), dialer, start=lambda: None,
-                            clock=clock)
+        self._keeper = keeper = ShardKeeper(
+            lambda: coordinator.pool_map,
+            partial(change, coordinator),
+            clock,
+            lambda: pool.secret,
+            lambda: reign,
+            has_records=partial(has_records, dialer, clock),
+        )
+        shards = MetaShards(
+            None, None, 0, _Leads(coordinator, manager), dialer, start=lambda: None, clock=clock
+        )
         for work in (manager.run(), keeper.run(), shards.run(), self._look(coordinator, manager)):
             pool.own(process, work)
         await SimTransport(pool.network, name, clock).listen(
-            self.endpoints(0)[0], Greeting(name, pool.first_map.fingerprint), partial(self._answer, process, coordinator))
+            self.endpoints(0)[0],
+            Greeting(name, pool.first_map.fingerprint),
+            partial(self._answer, process, coordinator),
+        )
 
     @staticmethod
     async def _look(coordinator: MapCoordinator, manager: Manager) -> None:
@@ -169,7 +181,9 @@ class OneManager:
 
     def _answer(self, process: Process, coordinator: MapCoordinator, call: Call) -> None:
         if call.method == wire_pb2.POOL_ALIVE:
-            call.reply(self._manager.alive(pool_pb2.AliveRequest.FromString(bytes(call.message))).SerializeToString())
+            call.reply(
+                self._manager.alive(pool_pb2.AliveRequest.FromString(bytes(call.message))).SerializeToString()
+            )
         elif call.method in ShardKeeper.METHODS:
             self._pool.own(process, self._answer_member(self._keeper, call))
         else:
@@ -270,21 +284,33 @@ class Supervisors:
         coordinator = None
         while coordinator is None:
             with suppress(Unavailable):
-                coordinator = await EtcdCoordinator.over(SimCalls(self._etcd, process, clock), pool.first_map.pool_id,
-                                                         clock=clock, only=str(node))
+                coordinator = await EtcdCoordinator.over(
+                    SimCalls(self._etcd, process, clock), pool.first_map.pool_id, clock=clock, only=str(node)
+                )
         supervisor.coordinator = coordinator
-        supervisor.leading = leading = Leading(coordinator, node, dialer, lambda target: pool.pid_of(target, node), clock=clock)
-        supervisor.keeper = keeper = ShardKeeper(lambda: coordinator.pool_map, leading.change_as_leader, clock,
-                                                 lambda: pool.secret, lambda: leading.reign, change_anywhere=leading.change,
-                                                 has_records=partial(has_records, dialer, clock))
+        supervisor.leading = leading = Leading(
+            coordinator, node, dialer, lambda target: pool.pid_of(target, node), clock=clock
+        )
+        supervisor.keeper = keeper = ShardKeeper(
+            lambda: coordinator.pool_map,
+            leading.change_as_leader,
+            clock,
+            lambda: pool.secret,
+            lambda: leading.reign,
+            change_anywhere=leading.change,
+            has_records=partial(has_records, dialer, clock),
+        )
         shards = MetaShards(None, None, node, leading, dialer, start=lambda: None, clock=clock)
         for work in (leading.run(), keeper.run(), shards.run()):
             pool.own(process, work)
-        transports, greeting = transports_of(pool.network, process.name, clock), Greeting(process.name,
-                                                                                          pool.first_map.fingerprint)
+        transports, greeting = (
+            transports_of(pool.network, process.name, clock),
+            Greeting(process.name, pool.first_map.fingerprint),
+        )
         for endpoint in self.endpoints(node):
-            await transports[endpoint.partition(":")[0]].listen(endpoint, greeting,
-                                                                process.taking(partial(self._answer, supervisor)))
+            await transports[endpoint.partition(":")[0]].listen(
+                endpoint, greeting, process.taking(partial(self._answer, supervisor))
+            )
         supervisor.ready.set()
 
     def _answer(self, supervisor: _Supervisor, call: Call) -> None:

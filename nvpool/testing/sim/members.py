@@ -31,7 +31,9 @@ _SPEAKS_OF_NOTHING = frozenset((wire_pb2.META_SHIP, wire_pb2.META_FOLLOW, wire_p
 
 
 def engine_options(**named) -> LmdbOptions:
-    return LmdbOptions(journal_bytes=1 << 17, map_bytes=1 << 20, checkpoint_interval_s=0.7, layer_entries_max=300, **named)
+    return LmdbOptions(
+        journal_bytes=1 << 17, map_bytes=1 << 20, checkpoint_interval_s=0.7, layer_entries_max=300, **named
+    )
 
 
 class MemberDrive:
@@ -66,8 +68,12 @@ class MemberDrive:
             new = path.read_bytes()
             if new == old:
                 continue
-            left = [new[at:at + SECTOR] if new[at:at + SECTOR] == old[at:at + SECTOR] or chance.random() < share
-                    else old[at:at + SECTOR] for at in range(0, len(new), SECTOR)]
+            left = [
+                new[at : at + SECTOR]
+                if new[at : at + SECTOR] == old[at : at + SECTOR] or chance.random() < share
+                else old[at : at + SECTOR]
+                for at in range(0, len(new), SECTOR)
+            ]
             path.write_bytes(b"".join(left))
             self._has[name] = number, b"".join(left)
 
@@ -75,7 +81,9 @@ class MemberDrive:
 class SimFloor(Floor):
     """Under the engine of one process."""
 
-    def __init__(self, loop: VirtualLoop, process: Process, drive: MemberDrive, waits_s: Callable[[], float]) -> None:
+    def __init__(
+        self, loop: VirtualLoop, process: Process, drive: MemberDrive, waits_s: Callable[[], float]
+    ) -> None:
         self._loop = loop
         self._process = process
         self._drive = drive
@@ -160,8 +168,13 @@ async def bury(member: ShardMember) -> None:
     for task in list(member._tasks):
         task.cancel()
     standby, kv = member._standby, member._kv
-    for end in (member._door and member._door.close, member._service and member._service.close,
-                member._shipping and member._shipping.close, standby and standby.abandon, kv and kv.abandon):
+    for end in (
+        member._door and member._door.close,
+        member._service and member._service.close,
+        member._shipping and member._shipping.close,
+        standby and standby.abandon,
+        kv and kv.abandon,
+    ):
         if end:
             with contextlib.suppress(Killed):
                 await end()

@@ -103,7 +103,11 @@ class SimulatedNetwork:
 
     def delay_s(self) -> float:
         chance = self.chance
-        return chance.expovariate(1 / self.slow_s) if chance.random() < self.slow_share else chance.uniform(0.00005, 0.0008)
+        return (
+            chance.expovariate(1 / self.slow_s)
+            if chance.random() < self.slow_share
+            else chance.uniform(0.00005, 0.0008)
+        )
 
     def pipe(self, source: str, target: str, connection: InprocConnection) -> Pipe:
         pipe = Pipe(self, source, target, connection)
@@ -117,7 +121,9 @@ class SimulatedNetwork:
 class Pipe:
     """One direction of a connection."""
 
-    def __init__(self, network: SimulatedNetwork, source: str, target: str, connection: InprocConnection) -> None:
+    def __init__(
+        self, network: SimulatedNetwork, source: str, target: str, connection: InprocConnection
+    ) -> None:
         self.source, self.target = source, target
         self.endpoint = connection.peer.address
         self._network = network
@@ -136,7 +142,9 @@ class Pipe:
             network.loop.call_soon(self.break_off, "the connection was reset")
             return
         self._last_s = max(self._last_s + 1e-6, network.loop.time() + network.delay_s())
-        network.loop.call_at(self._last_s, self._arrive, deliver, frame, context=network.contexts.get(self.target))
+        network.loop.call_at(
+            self._last_s, self._arrive, deliver, frame, context=network.contexts.get(self.target)
+        )
 
     def _arrive(self, deliver: Callable, frame: tuple) -> None:
         network = self._network
@@ -156,7 +164,9 @@ class Pipe:
             self._breaks = None
         for deliver, frame in held:
             self._last_s = max(self._last_s + 1e-6, self._network.loop.time() + self._network.delay_s())
-            self._network.loop.call_at(self._last_s, self._arrive, deliver, frame, context=network.contexts.get(self.target))
+            self._network.loop.call_at(
+                self._last_s, self._arrive, deliver, frame, context=network.contexts.get(self.target)
+            )
 
     def break_off(self, reason: str) -> None:
         self._network.forget(self)

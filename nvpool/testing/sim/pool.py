@@ -53,7 +53,7 @@ from nvpool.testing.sim.invariants import Truths
 from nvpool.testing.sim.loop import VirtualClock, VirtualLoop
 from nvpool.testing.sim.management import FOLLOW_S, Managing, OneManager, Supervisors, until_changed
 from nvpool.testing.sim.members import MemberDrive, Overheard, SimFloor, bury, engine_options, make_primary
-from nvpool.testing.sim.network import SimulatedNetwork, SimTransport
+from nvpool.testing.sim.network import SimTransport, SimulatedNetwork
 from nvpool.testing.sim.simulated_process import STORE_STEPS, Door, Killed, Process, is_death
 
 CHUNK_BYTES = 64 * 1024
@@ -69,20 +69,34 @@ TOLD_S = 0.3
 
 def _shard(number: int, standbys: int, nodes: int) -> Shard:
     """Each of its members on another node, as far as there are so many."""
+
     def place(member: int) -> tuple[int, tuple[str, ...]]:
         return (number + member - 1) % nodes + 1, (f"inproc://{process_name(number, member)}",)
 
-    return Shard(number, *place(0), standbys=tuple(StandbyMember(member, *place(member), "syncing")
-                                                   for member in range(1, standbys + 1)))
+    return Shard(
+        number,
+        *place(0),
+        standbys=tuple(StandbyMember(member, *place(member), "syncing") for member in range(1, standbys + 1)),
+    )
 
 
 class SimPool:
     """`targets` stores on as many nodes, the members of the shards on these, each client on a node of its own; the manager too,
     or, with `etcd`, supervisors on the nodes of the targets, and etcd's members. Use as an async context."""
 
-    def __init__(self, loop: VirtualLoop, seed: str, *, targets: int = 3, replicas: int = 1, standbys: int = 0,
-                 shards: int = 1, options: ClientOptions | None = None, durability: str = "interval",
-                 etcd: bool = False) -> None:
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        seed: str,
+        *,
+        targets: int = 3,
+        replicas: int = 1,
+        standbys: int = 0,
+        shards: int = 1,
+        options: ClientOptions | None = None,
+        durability: str = "interval",
+        etcd: bool = False,
+    ) -> None:
         self.loop = loop
         self.seed = seed
         self.replicas = replicas
@@ -99,9 +113,14 @@ class SimPool:
         self._standbys = standbys
         self._durability = durability
         memory = Path("/dev/shm")
-        self._directory = Path(tempfile.mkdtemp(prefix="nvpool-sim-", dir=memory if memory.is_dir() else None))
-        self.drives = {(shard, member): MemberDrive(self._directory / process_name(shard, member))
-                       for shard in range(1, shards + 1) for member in range(standbys + 1)}
+        self._directory = Path(
+            tempfile.mkdtemp(prefix="nvpool-sim-", dir=memory if memory.is_dir() else None)
+        )
+        self.drives = {
+            (shard, member): MemberDrive(self._directory / process_name(shard, member))
+            for shard in range(1, shards + 1)
+            for member in range(standbys + 1)
+        }
         self.managing: Managing = Supervisors(self, targets) if etcd else OneManager(self)
         self.first_map = self._first_map(targets, standbys, shards)
         self._starting: dict[str, asyncio.Task] = {}
@@ -120,16 +139,36 @@ class SimPool:
         loop.set_exception_handler(self._went_wrong)
 
     def _first_map(self, count: int, standbys: int, shards: int) -> PoolMap:
-        nodes = tuple(Node(number, f"node-{number}", f"host-{number}", self.managing.endpoints(number),
-                           member=member_of(f"node-{number}")) for number in range(1, count + 1))
+        nodes = tuple(
+            Node(
+                number,
+                f"node-{number}",
+                f"host-{number}",
+                self.managing.endpoints(number),
+                member=member_of(f"node-{number}"),
+            )
+            for number in range(1, count + 1)
+        )
         drives = tuple(Drive(number, number, f"memory-{number}", 64 * MIB) for number in range(1, count + 1))
-        targets = tuple(Target(number, number, number, 64 * MIB, (f"inproc://target-{number}",))
-                        for number in range(1, count + 1))
+        targets = tuple(
+            Target(number, number, number, 64 * MIB, (f"inproc://target-{number}",))
+            for number in range(1, count + 1)
+        )
         tables = tuple(build_table(targets, number) for number in range(1, self.replicas + 1))
         all_shards = tuple(_shard(number, standbys, count) for number in range(1, shards + 1))
-        return PoolMap(format=MAP_FORMAT, pool_id="simulated", name="simulated", epoch=1,
-                       settings=PoolSettings(CHUNK_BYTES, self.replicas), nodes=nodes, drives=drives, targets=targets,
-                       tables=tables, shards=all_shards, partitions=dealt(shards))
+        return PoolMap(
+            format=MAP_FORMAT,
+            pool_id="simulated",
+            name="simulated",
+            epoch=1,
+            settings=PoolSettings(CHUNK_BYTES, self.replicas),
+            nodes=nodes,
+            drives=drives,
+            targets=targets,
+            tables=tables,
+            shards=all_shards,
+            partitions=dealt(shards),
+        )
 
     @property
     def pool_map(self) -> PoolMap:
@@ -150,8 +189,11 @@ class SimPool:
     def new_clock(self, name: str) -> Clock:
         """A process that is started again draws other numbers; its node's clock is as wrong as before."""
         self._clocks += 1
-        return VirtualClock(self.loop, f"{self.seed} {name} {self._clocks}",
-                            random.Random(f"{self.seed} {name}").uniform(-0.5, 0.5))
+        return VirtualClock(
+            self.loop,
+            f"{self.seed} {name} {self._clocks}",
+            random.Random(f"{self.seed} {name}").uniform(-0.5, 0.5),
+        )
 
     def new_dialer(self, process: Process, clock: Clock) -> Dialer:
         old = self._dialers.pop(process.name, None)
@@ -161,8 +203,12 @@ class SimPool:
         return self._dialers[process.name]
 
     def _another_dialer(self, process: Process, clock: Clock) -> Dialer:
-        return Dialer(Greeting(process.name, self.first_map.fingerprint), clock=clock, host_id=host_of(process.node),
-                      transports=transports_of(self.network, process.name, clock))
+        return Dialer(
+            Greeting(process.name, self.first_map.fingerprint),
+            clock=clock,
+            host_id=host_of(process.node),
+            transports=transports_of(self.network, process.name, clock),
+        )
 
     def process(self, name: str, node: str) -> Process:
         self.network.places[name] = node
@@ -233,10 +279,21 @@ class SimPool:
         tenure = Tenure(number, clock, verifier=store.verifier)
         self._pids[number] = self._clocks
         asked = asyncio.Event()
-        service = StoreService(Door(self.stores[number], process, STORE_STEPS, self.disk_s), target=number,
-                               grant_secret=self.secret, clock=clock, dialer=dialer, refresh_map=asked.set, tenure=tenure)
-        await self.loop.create_task(self._serve(process, clock, service, f"inproc://target-{number}"), context=process.context)
-        reach = Reach(service.replica.peers, self._another_dialer(process, clock), clock, on_change=lambda: None)
+        service = StoreService(
+            Door(self.stores[number], process, STORE_STEPS, self.disk_s),
+            target=number,
+            grant_secret=self.secret,
+            clock=clock,
+            dialer=dialer,
+            refresh_map=asked.set,
+            tenure=tenure,
+        )
+        await self.loop.create_task(
+            self._serve(process, clock, service, f"inproc://target-{number}"), context=process.context
+        )
+        reach = Reach(
+            service.replica.peers, self._another_dialer(process, clock), clock, on_change=lambda: None
+        )
         self.own(process, reach.run())
         self.own(process, self._beat(number, service, tenure, dialer, clock, self._pids[number], reach))
         self.own(process, self._follow(process, service, dialer, clock, asked))
@@ -248,31 +305,52 @@ class SimPool:
             return False
         return True
 
-    async def _beat(self, number: int, service: StoreService, tenure: Tenure, dialer: Dialer, clock: Clock, pid: int,
-                    reach: Reach) -> None:
+    async def _beat(
+        self,
+        number: int,
+        service: StoreService,
+        tenure: Tenure,
+        dialer: Dialer,
+        clock: Clock,
+        pid: int,
+        reach: Reach,
+    ) -> None:
         """As daemons/heartbeat does."""
         endpoints, calls = self.managing.endpoints(number), LeaseCalls(dialer, clock)
         while True:
             sent_s = clock.boottime_s()
             equal = service.upkeep.resync.equal
-            request = pool_pb2.AliveRequest(target=number, pid=pid, epoch=tenure.epoch, verifier=tenure.verifier,
-                                            unreachable=sorted(reach.unreachable),
-                                            equal=b"".join([EQUAL.pack(*chain, epoch) for chain, epoch in equal.items()]))
+            request = pool_pb2.AliveRequest(
+                target=number,
+                pid=pid,
+                epoch=tenure.epoch,
+                verifier=tenure.verifier,
+                unreachable=sorted(reach.unreachable),
+                equal=b"".join([EQUAL.pack(*chain, epoch) for chain, epoch in equal.items()]),
+            )
             try:
-                reply = await calls.call(endpoints, wire_pb2.POOL_ALIVE, request.SerializeToString(), deadline_s=sent_s + 1.0)
+                reply = await calls.call(
+                    endpoints, wire_pb2.POOL_ALIVE, request.SerializeToString(), deadline_s=sent_s + 1.0
+                )
                 answer = pool_pb2.AliveReply.FromString(bytes(reply.message))
                 tenure.renewed(sent_s, answer.lease_s, answer.epoch_min, answer.epoch)
             except NvpoolError:
                 pass
             await asyncio.sleep(max(0.05, sent_s + BEAT_S - clock.boottime_s()))
 
-    async def _follow(self, process: Process, service, dialer: Dialer, clock: Clock, asked: asyncio.Event) -> None:
+    async def _follow(
+        self, process: Process, service, dialer: Dialer, clock: Clock, asked: asyncio.Event
+    ) -> None:
         epoch, endpoints = 0, self.managing.endpoints(int(process.node[5:]))
         while True:
             request = pool_pb2.MapRequest(newer_than=epoch, wait_s=FOLLOW_S)
             try:
-                reply = await dialer.call(endpoints, wire_pb2.POOL_MAP, request.SerializeToString(),
-                                          deadline_s=clock.boottime_s() + FOLLOW_S + 1.0)
+                reply = await dialer.call(
+                    endpoints,
+                    wire_pb2.POOL_MAP,
+                    request.SerializeToString(),
+                    deadline_s=clock.boottime_s() + FOLLOW_S + 1.0,
+                )
                 raw = pool_pb2.MapReply.FromString(bytes(reply.message)).map
                 if raw:
                     newest = self._decoded(raw)
@@ -298,7 +376,8 @@ class SimPool:
             self._member_of[process_name(number, member)] = number, member
             await self._make_member(number, member)
         await until_changed(
-            self.managing, lambda now: now if number in now.shard_by_id else partition_moves.shard_added(now, new)
+            self.managing,
+            lambda now: now if number in now.shard_by_id else partition_moves.shard_added(now, new),
         )
         for member in range(self._standbys + 1):
             await self.start_member(number, member)
@@ -327,14 +406,24 @@ class SimPool:
 
         def make_service(kv) -> MetaService:
             self.truths.begins(shard, member, kv)
-            self.truths.happened(self.loop.time(), f"{process.name} is the primary in term {kv.term}, {kv.sequence} changes")
-            service = MetaService(kv, shard=shard, grant_secret=self.secret, dialer=dialer, clock=clock,
-                                  options=MetaOptions(tick_s=0.5, sweep_s=SWEEP_S))
+            self.truths.happened(
+                self.loop.time(), f"{process.name} is the primary in term {kv.term}, {kv.sequence} changes"
+            )
+            service = MetaService(
+                kv,
+                shard=shard,
+                grant_secret=self.secret,
+                dialer=dialer,
+                clock=clock,
+                options=MetaOptions(tick_s=0.5, sweep_s=SWEEP_S),
+            )
             service.died.add_done_callback(partial(self._service_died, process))
             return service
 
         fail = partial(self._ends, process)
-        engine = engine_options(floor=SimFloor(self.loop, process, drive, self.disk_s), durability=self._durability)
+        engine = engine_options(
+            floor=SimFloor(self.loop, process, drive, self.disk_s), durability=self._durability
+        )
         options = MemberOptions(node, shard, member, drive.path, engine, self.secret, mark=drive.mark)
         serving = ShardMember(options, self.pool_map, dialer, clock, make_service, fail)
         self._members[process.name] = serving
@@ -349,8 +438,10 @@ class SimPool:
             fail(str(error))
             return
         await SimTransport(self.network, process.name, clock).listen(
-            f"inproc://{process.name}", Greeting(process.name, self.first_map.fingerprint),
-            process.taking(lambda call: serving.handle(Overheard(call, serving, member, shard, self.truths))))
+            f"inproc://{process.name}",
+            Greeting(process.name, self.first_map.fingerprint),
+            process.taking(lambda call: serving.handle(Overheard(call, serving, member, shard, self.truths))),
+        )
         self.own(process, self._follow(process, serving, dialer, clock, asyncio.Event()))
 
     def _service_died(self, process: Process, died: asyncio.Future) -> None:
@@ -379,14 +470,18 @@ class SimPool:
         try:
             await service.start()
             greeting = Greeting(process.name, self.first_map.fingerprint)
-            await SimTransport(self.network, process.name, clock).listen(endpoint, greeting, process.taking(service.handle))
+            await SimTransport(self.network, process.name, clock).listen(
+                endpoint, greeting, process.taking(service.handle)
+            )
         except Killed:
             pass  # it died while it started
 
     async def client(self, name: str) -> Client:
         process = self.process(name, f"node-of-{name}")
         clock = self.new_clock(name)
-        client = await Client.open(self.pool_map, name, self._options, clock=clock, dialer=self.new_dialer(process, clock))
+        client = await Client.open(
+            self.pool_map, name, self._options, clock=clock, dialer=self.new_dialer(process, clock)
+        )
         self._clients[name] = client
         return client
 
@@ -405,8 +500,13 @@ class SimPool:
             self._burials[process.name] = self._later(bury(member))
         if process.name.startswith("target-"):
             number = int(process.name[7:])
-            self.loop.call_later(self.chance.uniform(0.0, TOLD_S), self.managing.target_died, process, number,
-                                 self._pids[number])
+            self.loop.call_later(
+                self.chance.uniform(0.0, TOLD_S),
+                self.managing.target_died,
+                process,
+                number,
+                self._pids[number],
+            )
         elif member is not None:
             shard, number = self._member_of[process.name]
             kv = member._kv or (member._standby and member._standby.kv)
@@ -478,19 +578,32 @@ class SimPool:
 
     def is_whole(self) -> bool:
         """Whether each chain has all its copies, and nobody is on the way."""
-        return all(len(chain.targets) == min(table.id, len(self.stores)) and not chain.joining and not chain.leaving
-                   for table in self.pool_map.tables for chain in table.chains)
+        return all(
+            len(chain.targets) == min(table.id, len(self.stores)) and not chain.joining and not chain.leaving
+            for table in self.pool_map.tables
+            for chain in table.chains
+        )
 
     def replica_problems(self) -> list[str]:
         """Which chunks are not the same on all targets of their chain, or are where they do not belong; when all is quiet."""
         problems = []
         pool_map = self.pool_map
-        for (inode, index), table in sorted({(name, chunk.table or 1) for store in self.stores.values()
-                                             for name, chunk in store._chunks.items()}):
+        for (inode, index), table in sorted(
+            {
+                (name, chunk.table or 1)
+                for store in self.stores.values()
+                for name, chunk in store._chunks.items()
+            }
+        ):
             targets = pool_map.chain(table, chain_of(inode, index)).targets
             held = {target: self.stores[target]._chunks.get((inode, index)) for target in targets}
-            kinds = {None if chunk is None else (chunk.version, tuple(sorted(chunk.blocks.items()))) for chunk in held.values()}
+            kinds = {
+                None if chunk is None else (chunk.version, tuple(sorted(chunk.blocks.items())))
+                for chunk in held.values()
+            }
             if len(kinds) > 1:
-                said = {target: None if chunk is None else f"{chunk.version:#x}" for target, chunk in held.items()}
+                said = {
+                    target: None if chunk is None else f"{chunk.version:#x}" for target, chunk in held.items()
+                }
                 problems.append(f"chunk {index} of inode {inode:#x} differs over its targets: {said}")
         return problems

@@ -40,7 +40,14 @@ from nvpool.testing.sim.faults import (
 from nvpool.testing.sim.loop import VirtualLoop
 from nvpool.testing.sim.pool import SimPool
 from nvpool.testing.sim.workloads.drains import Drains
-from nvpool.testing.sim.workloads.file_data import AppendWorkload, Blocks, LockWorkload, Sizes, Work, SimulatedClient
+from nvpool.testing.sim.workloads.file_data import (
+    AppendWorkload,
+    Blocks,
+    LockWorkload,
+    SimulatedClient,
+    Sizes,
+    Work,
+)
 from nvpool.testing.sim.workloads.listing import Listings
 from nvpool.testing.sim.workloads.names import Naming
 from nvpool.testing.sim.workloads.operator import Wishes
@@ -59,9 +66,32 @@ DRAINING_SHARE = 0.5
 QUIET_S = 5.0
 WHOLE_S = 120
 """In which all chains have all their copies, once nothing fails any more."""
-COUNTED = ("writes", "reads", "cuts_made", "names", "listed", "sizes", "appends", "locks", "unknown", "deaths", "stops",
-           "cuts", "endpoints", "power", "full", "rotten", "etcd", "shards", "moved", "terms", "volumes", "quotas", "removed",
-           "drains")
+COUNTED = (
+    "writes",
+    "reads",
+    "cuts_made",
+    "names",
+    "listed",
+    "sizes",
+    "appends",
+    "locks",
+    "unknown",
+    "deaths",
+    "stops",
+    "cuts",
+    "endpoints",
+    "power",
+    "full",
+    "rotten",
+    "etcd",
+    "shards",
+    "moved",
+    "terms",
+    "volumes",
+    "quotas",
+    "removed",
+    "drains",
+)
 
 
 class Scenario:
@@ -69,10 +99,24 @@ class Scenario:
     and go), `etcd` (whether it has the map), `only` (kinds of work), `volumes` (whether there are any), `draining` (whether
     drives are drained; then there are more targets than replicas): chosen by the seed where they are not given."""
 
-    def __init__(self, loop: VirtualLoop, seed: int, *, seconds: float = 20.0, clients: int = 3, replicas: int | None = None,
-                 standbys: int | None = None, shards: int | None = None, moving: bool | None = None, etcd: bool | None = None,
-                 kinds: dict[str, int] | None = None, of: str = "", only: tuple[type[Work], ...] = (),
-                 volumes: bool | None = None, draining: bool | None = None) -> None:
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        seed: int,
+        *,
+        seconds: float = 20.0,
+        clients: int = 3,
+        replicas: int | None = None,
+        standbys: int | None = None,
+        shards: int | None = None,
+        moving: bool | None = None,
+        etcd: bool | None = None,
+        kinds: dict[str, int] | None = None,
+        of: str = "",
+        only: tuple[type[Work], ...] = (),
+        volumes: bool | None = None,
+        draining: bool | None = None,
+    ) -> None:
         self._loop = loop
         self._seed = seed
         self._seconds = seconds
@@ -81,8 +125,13 @@ class Scenario:
         replicas = chance.choice((1, 2, 2, 3)) if replicas is None else replicas
         targets, members = replicas + chance.choice((0, 1, 2)), chance.choice((0, 1, 1, 2))
         chosen = kinds is None
-        kinds = kinds or chance.choices((KINDS, KINDS_WITH_POWER, KINDS_WITH_FULL, KINDS_OF_ROT if replicas > 1 else KINDS),
-                                        (10, 5, 2, 1))[0]
+        kinds = (
+            kinds
+            or chance.choices(
+                (KINDS, KINDS_WITH_POWER, KINDS_WITH_FULL, KINDS_OF_ROT if replicas > 1 else KINDS),
+                (10, 5, 2, 1),
+            )[0]
+        )
         shards = chance.choice((1, 1, 2, 3)) if shards is None else shards
         self._moving = chance.random() < MOVING_SHARE if moving is None else moving
         etcd = chance.random() < ETCD_SHARE if etcd is None else etcd
@@ -93,21 +142,41 @@ class Scenario:
         targets = max(targets, replicas + 1) if draining else targets
         share = DRAINING_SHARE if targets > replicas else 0.0
         self._draining = random.Random(f"{seed} drains").random() < share if draining is None else draining
-        self._pool = SimPool(loop, str(seed), targets=targets, replicas=replicas, options=OPTIONS,
-                             standbys=members if standbys is None else standbys,
-                             shards=shards, etcd=etcd, durability="always" if "power" in kinds else "interval")
+        self._pool = SimPool(
+            loop,
+            str(seed),
+            targets=targets,
+            replicas=replicas,
+            options=OPTIONS,
+            standbys=members if standbys is None else standbys,
+            shards=shards,
+            etcd=etcd,
+            durability="always" if "power" in kinds else "interval",
+        )
         self._aim = kinds, of
         self._breaks_links = chosen and kinds is not KINDS_OF_ROT
         self._breaks_endpoints = etcd and chosen and kinds is not KINDS_OF_ROT
         self._over = False
         self.done = dict.fromkeys(COUNTED, 0)
         told = loop, self.done, self._pool.power_losses
-        works = [Blocks(*told, cuts=chance.random() < 0.5),
-                 Naming(*told, shards == 1 and not self._moving), Listings(*told), Sizes(*told), AppendWorkload(*told), LockWorkload(*told)]
+        works = [
+            Blocks(*told, cuts=chance.random() < 0.5),
+            Naming(*told, shards == 1 and not self._moving),
+            Listings(*told),
+            Sizes(*told),
+            AppendWorkload(*told),
+            LockWorkload(*told),
+        ]
         apart = random.Random(f"{seed} volumes")
         if apart.random() < VOLUMES_SHARE if volumes is None else volumes:
-            works.append(Quotas(*told, self._pool, apart.randint(1, 2),
-                                apart.uniform(0.3, 0.9) * seconds if apart.random() < 0.5 else None))
+            works.append(
+                Quotas(
+                    *told,
+                    self._pool,
+                    apart.randint(1, 2),
+                    apart.uniform(0.3, 0.9) * seconds if apart.random() < 0.5 else None,
+                )
+            )
         self._works: list[Work] = [work for work in works if not only or isinstance(work, only)]
 
     async def run(self) -> list[str]:
@@ -128,13 +197,19 @@ class Scenario:
             breaking = self._loop.create_task(faults.run())
             wishes = Wishes(pool, random.Random(f"{self._seed} wishes"), lambda: self._over, self.done)
             wishing = self._loop.create_task(wishes.run() if self._moving else asyncio.sleep(0))
-            endpoints = EndpointFaults(pool, random.Random(f"{self._seed} endpoints"), lambda: self._over, self.done)
-            misleading = self._loop.create_task(endpoints.run() if self._breaks_endpoints else asyncio.sleep(0))
+            endpoints = EndpointFaults(
+                pool, random.Random(f"{self._seed} endpoints"), lambda: self._over, self.done
+            )
+            misleading = self._loop.create_task(
+                endpoints.run() if self._breaks_endpoints else asyncio.sleep(0)
+            )
             links = BrokenLinks(pool, random.Random(f"{self._seed} links"), lambda: self._over, self.done)
             parting = self._loop.create_task(links.run() if self._breaks_links else asyncio.sleep(0))
             drains = Drains(pool, random.Random(f"{self._seed} drained"), lambda: self._over, self.done)
             draining = self._loop.create_task(drains.run() if self._draining else asyncio.sleep(0))
-            working = [self._loop.create_task(self._work(client, number)) for number, client in enumerate(clients)]
+            working = [
+                self._loop.create_task(self._work(client, number)) for number, client in enumerate(clients)
+            ]
             await asyncio.sleep(self._seconds)
             self._over = True
             await breaking
@@ -163,10 +238,16 @@ class Scenario:
 
     async def _work(self, client: Client, number: int) -> None:
         """One that only reads blocks is told of no new map by its writes."""
-        worker = SimulatedClient(client, f"client-{number + 1}", random.Random(f"{self._seed} client {number}"), {})
+        worker = SimulatedClient(
+            client, f"client-{number + 1}", random.Random(f"{self._seed} client {number}"), {}
+        )
         only_reads = not number and self._seed % 2 == 0
-        acts = [(share, act) for work in self._works for share, act in work.acts()
-                if not only_reads or not isinstance(work, Blocks) or act == work.read]
+        acts = [
+            (share, act)
+            for work in self._works
+            for share, act in work.acts()
+            if not only_reads or not isinstance(work, Blocks) or act == work.read
+        ]
         while not self._over:
             await asyncio.sleep(worker.chance.expovariate(20))
             try:
@@ -175,7 +256,9 @@ class Scenario:
                 raise
             except NvpoolError as error:
                 if isinstance(error, WritesLost) and not self._pool.has_lost:
-                    raise InvariantBroken("a client was told that writes were lost, and no drive has lost any") from error
+                    raise InvariantBroken(
+                        "a client was told that writes were lost, and no drive has lost any"
+                    ) from error
                 self.done["unknown"] += 1
 
     # -- judging
@@ -186,7 +269,10 @@ class Scenario:
             for work in self._works:
                 await work.look(judge)
         except NvpoolError as error:
-            return [f"who looks at what there is in the end gets {error!r}", *traceback.format_exc().splitlines()[-6:]]
+            return [
+                f"who looks at what there is in the end gets {error!r}",
+                *traceback.format_exc().splitlines()[-6:],
+            ]
         return [problem for work in self._works for problem in work.problems()]
 
     async def _check(self, client: Client) -> list[str]:
@@ -206,10 +292,15 @@ class Scenario:
                 await asyncio.sleep(5.0)
                 return self._pool.replica_problems()
             await asyncio.sleep(0.5)
-        lacking = [(table.id, number, chain) for table in self._pool.pool_map.tables
-                   for number, chain in enumerate(table.chains)
-                   if len(chain.targets) < table.id or chain.joining or chain.leaving]
-        return [f"{len(lacking)} chains are not whole {WHOLE_S} s after all was mended, the first is {lacking[0]}"]
+        lacking = [
+            (table.id, number, chain)
+            for table in self._pool.pool_map.tables
+            for number, chain in enumerate(table.chains)
+            if len(chain.targets) < table.id or chain.joining or chain.leaving
+        ]
+        return [
+            f"{len(lacking)} chains are not whole {WHOLE_S} s after all was mended, the first is {lacking[0]}"
+        ]
 
 
 def simulate(seed: int, **named) -> tuple[list[str], dict[str, int]]:
@@ -236,8 +327,11 @@ def simulated(seed: int, **named) -> tuple[list[str], dict[str, int], list[str]]
 @contextlib.contextmanager
 def _few_chains() -> Iterator[None]:
     """Half of a simulation's time went into maps of 1,024 chains, which a handful of chunks needs as little as it shows."""
-    having = [module for name, module in sys.modules.items()
-              if name.startswith("nvpool.") and hasattr(module, "CHAINS_PER_TABLE")]
+    having = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("nvpool.") and hasattr(module, "CHAINS_PER_TABLE")
+    ]
     before, raw_before = having[0].CHAINS_PER_TABLE, chain_set._TABLE_BYTES
     try:
         chain_set._TABLE_BYTES = 1 + CHAINS // 8
@@ -251,7 +345,9 @@ def _few_chains() -> Iterator[None]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("seed", nargs="?", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=1, help="that many, from SEED on")
     parser.add_argument("--verbose", action="store_true", help="with the log of all processes")
@@ -269,8 +365,10 @@ def main() -> int:
             print(f"seed {seed} violates {len(problems)} promises:", *problems[:20], sep="\n  ")
             print(f"shown again by: {sys.executable} -m nvpool.testing.sim.scenario {seed}")
             return 1
-    print(f"{options.seeds} seeds from {options.seed} on, nothing violated:",
-          ", ".join(f"{count:,} {name}" for name, count in total.items()))
+    print(
+        f"{options.seeds} seeds from {options.seed} on, nothing violated:",
+        ", ".join(f"{count:,} {name}" for name, count in total.items()),
+    )
     return 0
 
 

@@ -22,7 +22,9 @@ class Killed(BaseException):
 
 def is_death(error: BaseException | None) -> bool:
     """Whether it is that, or a group of nothing else."""
-    return isinstance(error, Killed) or (isinstance(error, BaseExceptionGroup) and all(map(is_death, error.exceptions)))
+    return isinstance(error, Killed) or (
+        isinstance(error, BaseExceptionGroup) and all(map(is_death, error.exceptions))
+    )
 
 
 class Process:
@@ -64,6 +66,7 @@ class Process:
 
     def taking(self, handle: Callable[[Any], None]) -> Callable[[Any], None]:
         """`handle` of requests, as this process does it."""
+
         def take(call: Any) -> None:
             handle(call)
             then, self.when_asked = self.when_asked, None
@@ -81,7 +84,9 @@ class Process:
 class Door:
     """`inner` as this process sees it: a step before and one behind each of the `durable` calls; waiting ones take time."""
 
-    def __init__(self, inner: Any, process: Process, durable: Iterable[str], waits_s: Callable[[], float]) -> None:
+    def __init__(
+        self, inner: Any, process: Process, durable: Iterable[str], waits_s: Callable[[], float]
+    ) -> None:
         self._inner = inner
         self._process = process
         self._durable = frozenset(durable)

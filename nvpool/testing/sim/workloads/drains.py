@@ -26,7 +26,9 @@ store/maintenance/orphan_chunks, the copying, and a restarted target that begins
 class Drains:
     """`over()` says when no more begin; `done` counts. As many drives keep their share as the pool has replicas, at least."""
 
-    def __init__(self, pool: SimPool, chance: random.Random, over: Callable[[], bool], done: dict[str, int]) -> None:
+    def __init__(
+        self, pool: SimPool, chance: random.Random, over: Callable[[], bool], done: dict[str, int]
+    ) -> None:
         self._pool = pool
         self._chance = chance
         self._over = over
@@ -52,7 +54,9 @@ class Drains:
         with suppress(InvalidRequest):  # too few others can take what it has, at this moment
             await until_changed(self._pool.managing, decide)
             self._done["drains"] += wish == "drain"
-            self._pool.truths.happened(asyncio.get_running_loop().time(), f"target {target} is wished to {wish}")
+            self._pool.truths.happened(
+                asyncio.get_running_loop().time(), f"target {target} is wished to {wish}"
+            )
 
     async def until_ended(self) -> list[str]:
         """Why drains have not ended, after ENDS_S."""
@@ -66,12 +70,17 @@ class Drains:
 
     def _left(self) -> list[str]:
         pool_map = self._pool.pool_map
-        problems = [f"target {target.id} is drained and still has a part in chains"
-                    for target in pool_map.targets if target.wish == "drain" and target.id in named(pool_map)]
+        problems = [
+            f"target {target.id} is drained and still has a part in chains"
+            for target in pool_map.targets
+            if target.wish == "drain" and target.id in named(pool_map)
+        ]
         for number, store in self._pool.stores.items():
             for (inode, index), chunk in store._chunks.items():
                 chain = pool_map.chain(chunk.table or 1, chain_of(inode, index))
                 if number not in (*chain.targets, *chain.joining, *chain.goal):
-                    problems.append(f"target {number} keeps chunk {index} of inode {inode:#x} with version {chunk.version:#x}; "
-                                    f"its chain has epoch {chain.epoch} and targets {chain.targets}")
+                    problems.append(
+                        f"target {number} keeps chunk {index} of inode {inode:#x} with version {chunk.version:#x}; "
+                        f"its chain has epoch {chain.epoch} and targets {chain.targets}"
+                    )
         return problems

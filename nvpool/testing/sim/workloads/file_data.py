@@ -53,7 +53,6 @@ class SimulatedClient(NamedTuple):
             handle = self.handles[inode] = await self.client.vfs.open(inode, flags, CALLER)
         return handle
 
-
     async def listed(self, directory: int, step_max: int = 100) -> list[tuple[bytes, int]]:
         """Names and inodes, as a listing in steps of at most so many delivers them."""
         vfs, cursor, more = self.client.vfs, 0, True
@@ -114,7 +113,12 @@ class Blocks(Work):
         await client.vfs.setattr(self._inode, size=BLOCKS * BLOCK, caller=CALLER)
 
     def acts(self) -> list[tuple[int, Act]]:
-        return [(8, self._write), (10, self.read), (1 if self._cuts else 0, self._cut), (2 if self._cuts else 0, self._punch)]
+        return [
+            (8, self._write),
+            (10, self.read),
+            (1 if self._cuts else 0, self._cut),
+            (2 if self._cuts else 0, self._punch),
+        ]
 
     async def _write(self, worker: SimulatedClient) -> None:
         handle = await worker.handle(self._inode)
@@ -142,11 +146,17 @@ class Blocks(Work):
         """What a store says, whatever the client remembers."""
         handle = await worker.handle(self._inode, os.O_RDONLY if worker.name == "judge" else os.O_RDWR)
         begin, offset = self._loop.time(), block * BLOCK
-        found = bytes(await worker.client.vfs.chunks.read(handle.file, offset // CHUNK_BYTES, offset % CHUNK_BYTES, BLOCK))
+        found = bytes(
+            await worker.client.vfs.chunks.read(
+                handle.file, offset // CHUNK_BYTES, offset % CHUNK_BYTES, BLOCK
+            )
+        )
         if found != found[:8] * (BLOCK // 8):
             raise InvariantBroken(f"block {block} is a mixture")
         value = int.from_bytes(found[:8], "little")
-        self._blocks.setdefault(block, []).append(RegisterOperation("read", value, begin, self._loop.time(), worker.name))
+        self._blocks.setdefault(block, []).append(
+            RegisterOperation("read", value, begin, self._loop.time(), worker.name)
+        )
 
     async def _cut(self, worker: SimulatedClient) -> None:
         """The end of the file, and at once it is as long as before: what was there is zeros."""
@@ -159,8 +169,11 @@ class Blocks(Work):
         handle = await worker.handle(self._inode)
         first = worker.chance.randrange(BLOCKS)
         blocks = range(first, min(BLOCKS, first + worker.chance.randint(1, 20)))
-        await self._zero(worker, blocks, worker.client.vfs.fallocate(handle, first * BLOCK, len(blocks) * BLOCK,
-                                                                     PUNCH_HOLE | KEEP_SIZE))
+        await self._zero(
+            worker,
+            blocks,
+            worker.client.vfs.fallocate(handle, first * BLOCK, len(blocks) * BLOCK, PUNCH_HOLE | KEEP_SIZE),
+        )
 
     async def _zero(self, worker: SimulatedClient, blocks: range, work: Awaitable) -> None:
         begin, places = self._loop.time(), {}
@@ -173,7 +186,9 @@ class Blocks(Work):
         except NoSpace:
             raise InvariantBroken("what frees room was refused for want of it") from None
         for block, place in places.items():
-            self._blocks[block][place] = RegisterOperation("write", INITIAL, begin, self._loop.time(), worker.name)
+            self._blocks[block][place] = RegisterOperation(
+                "write", INITIAL, begin, self._loop.time(), worker.name
+            )
         self._done["cuts_made"] += 1
 
     async def look(self, judge: SimulatedClient) -> None:
@@ -181,10 +196,18 @@ class Blocks(Work):
             await self._look_at(judge, block)
 
     def problems(self) -> list[str]:
-        return [f"block {block}: {problem}" for block, history in sorted(self._blocks.items())
-                for problem in register_problems(without_what_was_seen_too_early(
-                    history, self._losses, lambda access: access.kind == "write",
-                    lambda read, write: read.value == write.value))]
+        return [
+            f"block {block}: {problem}"
+            for block, history in sorted(self._blocks.items())
+            for problem in register_problems(
+                without_what_was_seen_too_early(
+                    history,
+                    self._losses,
+                    lambda access: access.kind == "write",
+                    lambda read, write: read.value == write.value,
+                )
+            )
+        ]
 
 
 class _Rounds(Work):
@@ -251,9 +274,15 @@ class Sizes(_Rounds):
             calls.append(SizeCall("look", size, begin, self._loop.time(), "judge"))
 
     def problems(self) -> list[str]:
-        return [f"size of {inode:#x}: {problem}" for inode, calls in self._calls.items()
-                for problem in sizes_problems(without_what_was_seen_too_early(
-                    without_looks_at_unanswered_cuts(calls), self._losses, lambda call: call.kind != "look"))]
+        return [
+            f"size of {inode:#x}: {problem}"
+            for inode, calls in self._calls.items()
+            for problem in sizes_problems(
+                without_what_was_seen_too_early(
+                    without_looks_at_unanswered_cuts(calls), self._losses, lambda call: call.kind != "look"
+                )
+            )
+        ]
 
 
 class AppendedRecord(NamedTuple):
@@ -287,7 +316,9 @@ class AppendWorkload(_Rounds):
         finally:
             await worker.client.vfs.release(handle)
         now = self._loop.time()
-        if b"\0" in content and all(one.end < inf or one.begin > now - APPEND_S for one in self._records.get(inode, ())):
+        if b"\0" in content and all(
+            one.end < inf or one.begin > now - APPEND_S for one in self._records.get(inode, ())
+        ):
             self._zeros.append(f"{worker.name} read zeros at {content.find(0)} of {inode:#x}, at {now:g} s")
 
     async def _append(self, worker: SimulatedClient) -> None:
@@ -319,8 +350,11 @@ class AppendWorkload(_Rounds):
             self._contents[inode] = bytes(found)
 
     def problems(self) -> list[str]:
-        return self._zeros + [f"records in {inode:#x}: {problem}" for inode, content in self._contents.items()
-                              for problem in records_problems(content, self._records[inode])]
+        return self._zeros + [
+            f"records in {inode:#x}: {problem}"
+            for inode, content in self._contents.items()
+            for problem in records_problems(content, self._records[inode])
+        ]
 
 
 def records_problems(content: bytes, records: list[AppendedRecord]) -> list[str]:
@@ -338,7 +372,9 @@ def records_problems(content: bytes, records: list[AppendedRecord]) -> list[str]
         if end < place and all(one.end < inf for one in records):
             problems.append(f"bytes {end} to {place} are nobody's: {content[end:place][:40]!r}")
         if before is not None and record.end < before[1].begin:
-            problems.append(f"{before[1].content[:20]!r} lies before {record.content[:20]!r}, which was there before it began")
+            problems.append(
+                f"{before[1].content[:20]!r} lies before {record.content[:20]!r}, which was there before it began"
+            )
         end = place + len(record.content)
     return problems
 
@@ -365,7 +401,9 @@ class LockWorkload(Work):
     async def _count_up(self, worker: SimulatedClient) -> None:
         vfs, handle = worker.client.vfs, await worker.handle(self._inode)
         try:
-            await asyncio.wait_for(vfs.setlk(handle, 1, 0, 9, EXCLUSIVE, wait=True), worker.chance.choice((0.5, 5.0)))
+            await asyncio.wait_for(
+                vfs.setlk(handle, 1, 0, 9, EXCLUSIVE, wait=True), worker.chance.choice((0.5, 5.0))
+            )
         except TimeoutError:
             return
         if self._holder:
@@ -383,7 +421,9 @@ class LockWorkload(Work):
         vfs = worker.client.vfs
         found = int.from_bytes(bytes(await vfs.read(handle, 0, 8)), "little")
         if found not in self._possible:
-            self._problems.append(f"{worker.name} finds {found} under the lock, {sorted(self._possible)} would be right")
+            self._problems.append(
+                f"{worker.name} finds {found} under the lock, {sorted(self._possible)} would be right"
+            )
         self._count += 1
         self._possible |= {self._count}
         await vfs.write(handle, 0, self._count.to_bytes(8, "little"))
@@ -394,5 +434,3 @@ class LockWorkload(Work):
 
     def problems(self) -> list[str]:
         return self._problems
-
-

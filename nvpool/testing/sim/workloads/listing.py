@@ -14,8 +14,15 @@ import stat
 from dataclasses import dataclass, field
 
 from nvpool.client.session import Client
-from nvpool.core.errors import AlreadyExists, DirectoryNotEmpty, InvariantBroken, NotFound, NvpoolError, Refused
-from nvpool.testing.sim.workloads.file_data import CALLER, Act, Work, SimulatedClient
+from nvpool.core.errors import (
+    AlreadyExists,
+    DirectoryNotEmpty,
+    InvariantBroken,
+    NotFound,
+    NvpoolError,
+    Refused,
+)
+from nvpool.testing.sim.workloads.file_data import CALLER, Act, SimulatedClient, Work
 
 NAMES_EACH = 8
 """Of one client in a directory."""
@@ -99,7 +106,9 @@ class Listings(Work):
         self._done["listed"] += 1
 
     def _wrong(self, directory: Directory, what: str) -> None:
-        self._problems.append(f"{self._loop.time():.4f} s, {directory.name.decode()} ({directory.inode:#x}): {what}")
+        self._problems.append(
+            f"{self._loop.time():.4f} s, {directory.name.decode()} ({directory.inode:#x}): {what}"
+        )
 
     # -- changes -----------------------------------------------------------------------------------------------------
 
@@ -111,18 +120,26 @@ class Listings(Work):
             return
         if not one.inode:
             is_directory = chance.random() < 0.25
-            await self._changed(directory, [name], self._birth(worker, directory, name, is_directory), is_directory)
+            await self._changed(
+                directory, [name], self._birth(worker, directory, name, is_directory), is_directory
+            )
             return
-        free = [other for other in own if directory.names[other].is_known and not directory.names[other].inode]
+        free = [
+            other for other in own if directory.names[other].is_known and not directory.names[other].inode
+        ]
         if free and chance.random() < 0.4:
             other = chance.choice(free)
-            await self._changed(directory, [name, other], vfs.rename(directory.inode, name, directory.inode, other, 0, CALLER))
+            await self._changed(
+                directory, [name, other], vfs.rename(directory.inode, name, directory.inode, other, 0, CALLER)
+            )
         elif one.directory:
             await self._changed(directory, [name], vfs.rmdir(directory.inode, name, CALLER))
         else:
             await self._changed(directory, [name], vfs.unlink(directory.inode, name, CALLER))
 
-    async def _birth(self, worker: SimulatedClient, directory: Directory, name: bytes, is_directory: bool) -> int:
+    async def _birth(
+        self, worker: SimulatedClient, directory: Directory, name: bytes, is_directory: bool
+    ) -> int:
         vfs = worker.client.vfs
         if is_directory:
             return (await vfs.mkdir(directory.inode, name, 0o755, CALLER)).inode
@@ -133,7 +150,9 @@ class Listings(Work):
             pass  # it was made
         return attr.inode
 
-    async def _changed(self, directory: Directory, names: list[bytes], work, is_directory: bool = False) -> None:
+    async def _changed(
+        self, directory: Directory, names: list[bytes], work, is_directory: bool = False
+    ) -> None:
         """Of one name: it is made, or removed; of two: what has the first has the second then."""
         some = [directory.names[name] for name in names]
         for one in some:
@@ -170,8 +189,9 @@ class Listings(Work):
         except DirectoryNotEmpty:
             directory.doubtful = False
             after = directory.known()
-            if all(not inode and after.get(name) == (changes, inode) for name, (changes, inode) in before.items()) \
-                    and len(before) == len(directory.names):
+            if all(
+                not inode and after.get(name) == (changes, inode) for name, (changes, inode) in before.items()
+            ) and len(before) == len(directory.names):
                 self._wrong(directory, "is said not to be empty")
             return
         directory.removed = True
@@ -209,13 +229,26 @@ class Listings(Work):
             self._wrong(directory, f"lists names twice: {sorted(found)}")
         return dict(found)
 
-    def _compare(self, directory: Directory, before: dict[bytes, tuple[int, int]], found: dict[bytes, int], names: list[bytes],
-                 how: str) -> None:
+    def _compare(
+        self,
+        directory: Directory,
+        before: dict[bytes, tuple[int, int]],
+        found: dict[bytes, int],
+        names: list[bytes],
+        how: str,
+    ) -> None:
         after = directory.known()
         for name in names:
             state = before.get(name)
-            if state is not None and after.get(name) == state and found.get(name, 0) != state[1] and not directory.doubtful:
-                self._wrong(directory, f"{name} {how}: {found.get(name, 0):#x}, and is {state[1]:#x} all the time")
+            if (
+                state is not None
+                and after.get(name) == state
+                and found.get(name, 0) != state[1]
+                and not directory.doubtful
+            ):
+                self._wrong(
+                    directory, f"{name} {how}: {found.get(name, 0):#x}, and is {state[1]:#x} all the time"
+                )
         if strangers := found.keys() - directory.names.keys():
             self._wrong(directory, f"has names that nobody made: {strangers}")
 
@@ -232,7 +265,9 @@ class Listings(Work):
     async def _chmod(self, worker: SimulatedClient, directory: Directory) -> None:
         """What shards keep of the directory goes into its record with that."""
         try:
-            await worker.client.vfs.setattr(directory.inode, mode=worker.chance.choice((0o700, 0o755)), caller=CALLER)
+            await worker.client.vfs.setattr(
+                directory.inode, mode=worker.chance.choice((0o700, 0o755)), caller=CALLER
+            )
         except NotFound:
             if not (directory.removed or directory.doubtful):
                 self._wrong(directory, "is not there")
@@ -254,10 +289,17 @@ class Listings(Work):
                 if (inode := await self._found(judge, directory, name)) != found.get(name, 0):
                     self._wrong(directory, f"{name} is {inode:#x}, and is listed as {found.get(name, 0):#x}")
             attr = await judge.client.vfs.getattr(directory.inode)
-            below = [inode for inode in found.values() if stat.S_ISDIR((await judge.client.vfs.getattr(inode)).mode)]
+            below = [
+                inode
+                for inode in found.values()
+                if stat.S_ISDIR((await judge.client.vfs.getattr(inode)).mode)
+            ]
             if (attr.size, attr.links) != (len(found), 2 + len(below)):
-                self._wrong(directory, f"tells of {attr.size} entries and {attr.links} links, and has {len(found)} names, "
-                                       f"{len(below)} of directories")
+                self._wrong(
+                    directory,
+                    f"tells of {attr.size} entries and {attr.links} links, and has {len(found)} names, "
+                    f"{len(below)} of directories",
+                )
 
     def problems(self) -> list[str]:
         return self._problems

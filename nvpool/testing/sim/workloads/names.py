@@ -13,9 +13,15 @@ from math import inf
 from nvpool.client.session import Client
 from nvpool.client.state.types import RENAME_NOREPLACE
 from nvpool.core.errors import AlreadyExists, InvariantBroken, NotFound, NvpoolError, Refused
-from nvpool.testing.sim.linearizability import NOT_LOOKED_AT, NameCall, Names, names_problems, without_what_was_seen_too_early
+from nvpool.testing.sim.linearizability import (
+    NOT_LOOKED_AT,
+    NameCall,
+    Names,
+    names_problems,
+    without_what_was_seen_too_early,
+)
 from nvpool.testing.sim.loop import VirtualLoop
-from nvpool.testing.sim.workloads.file_data import CALLER, ROOT, Act, Work, SimulatedClient
+from nvpool.testing.sim.workloads.file_data import CALLER, ROOT, Act, SimulatedClient, Work
 
 NAMES = [b"0a", b"0b", b"1a", b"1b"]
 """Each in the first or in the second of two directories, which may be two shards'."""
@@ -28,7 +34,9 @@ KINDS = {"create": 4, "unlink": 2, "rename": 1, "replace": 2, "link": 2, "lookup
 class Naming(Work):
     """In turn all clients work in the newest two directories, until these have seen enough calls."""
 
-    def __init__(self, loop: VirtualLoop, done: dict[str, int], losses: Sequence[float], one_shard: bool) -> None:
+    def __init__(
+        self, loop: VirtualLoop, done: dict[str, int], losses: Sequence[float], one_shard: bool
+    ) -> None:
         super().__init__(loop, done, losses)
         self._one_shard = one_shard
         self._pairs: list[tuple[list[int], list[NameCall]]] = []
@@ -44,8 +52,18 @@ class Naming(Work):
         vfs, chance = worker.client.vfs, worker.chance
         if not self._pairs or len(self._pairs[-1][1]) >= CALLS_PER_DIRECTORY:
             self._tries += 1
-            made = [(await vfs.mkdir(ROOT, b"d%d-%d" % (self._tries, number), 0o755, CALLER,
-                                     wide=chance.random() < WIDE_SHARE)).inode for number in range(2)]
+            made = [
+                (
+                    await vfs.mkdir(
+                        ROOT,
+                        b"d%d-%d" % (self._tries, number),
+                        0o755,
+                        CALLER,
+                        wide=chance.random() < WIDE_SHARE,
+                    )
+                ).inode
+                for number in range(2)
+            ]
             self._pairs.append((made, []))
             return
         directories, history = self._pairs[-1]
@@ -71,14 +89,18 @@ class Naming(Work):
                 attr = await vfs.look(*place_of)
                 inode, links = attr.inode, attr.links if self._one_shard else NOT_LOOKED_AT
             else:
-                await vfs.rename(*place_of, *place_of_other, RENAME_NOREPLACE if kind == "rename" else 0, CALLER)
+                await vfs.rename(
+                    *place_of, *place_of_other, RENAME_NOREPLACE if kind == "rename" else 0, CALLER
+                )
         except AlreadyExists:
             outcome = "exists"
         except NotFound:
             outcome = "missing"
         except Refused as error:
             raise InvariantBroken(f"{kind} {name!r} {other!r}: {error!r}") from error
-        history[place] = NameCall(kind, name, other, outcome, begin, self._loop.time(), worker.name, inode, links)
+        history[place] = NameCall(
+            kind, name, other, outcome, begin, self._loop.time(), worker.name, inode, links
+        )
         self._done["names"] += 1
 
     def _release(self, client: Client, handle) -> None:
@@ -101,11 +123,23 @@ class Naming(Work):
                 here = {name: inode for name, inode in there if name[0] - 48 == number}
                 listed, size = await judge.listed(directory), (await judge.client.vfs.getattr(directory)).size
                 if sorted(listed) != sorted(here.items()) or size != len(here):
-                    self._wrong.append(f"directory {directory:#x} lists {listed}, tells of {size} names, and has {here}")
+                    self._wrong.append(
+                        f"directory {directory:#x} lists {listed}, tells of {size} names, and has {here}"
+                    )
 
     def problems(self) -> list[str]:
-        return [*self._wrong, *(
-            f"directories {directories[0]:#x} and {directories[1]:#x}: {problem}"
-            for (directories, history), final in zip(self._pairs, self._final, strict=True)
-            for problem in names_problems(without_what_was_seen_too_early(
-                history, self._losses, lambda call: call.kind != "lookup" and call.outcome in ("ok", None)), final))]
+        return [
+            *self._wrong,
+            *(
+                f"directories {directories[0]:#x} and {directories[1]:#x}: {problem}"
+                for (directories, history), final in zip(self._pairs, self._final, strict=True)
+                for problem in names_problems(
+                    without_what_was_seen_too_early(
+                        history,
+                        self._losses,
+                        lambda call: call.kind != "lookup" and call.outcome in ("ok", None),
+                    ),
+                    final,
+                )
+            ),
+        ]

@@ -26,7 +26,9 @@ KINDS = {"add": 3, "remove": 3, "stay": 1, "pause": 1}
 class Wishes:
     """`over()` says when nothing more is wished; `done` counts."""
 
-    def __init__(self, pool: SimPool, chance: random.Random, over: Callable[[], bool], done: dict[str, int]) -> None:
+    def __init__(
+        self, pool: SimPool, chance: random.Random, over: Callable[[], bool], done: dict[str, int]
+    ) -> None:
         self._pool = pool
         self._chance = chance
         self._over = over
@@ -50,7 +52,9 @@ class Wishes:
         """Any of them but the last that stays."""
         staying = [shard.id for shard in self._pool.pool_map.shards if shard.wish == "share"]
         if len(staying) > 1:
-            with suppress(InvalidRequest):  # who leads no more, and does not know it yet, may know of one only
+            with suppress(
+                InvalidRequest
+            ):  # who leads no more, and does not know it yet, may know of one only
                 await self._wish(self._chance.choice(staying), "remove")
                 self._done["shards"] += 1
 
@@ -60,7 +64,9 @@ class Wishes:
             await self._wish(self._chance.choice(leaving), "share")
 
     async def _wish(self, number: int, wish: str) -> None:
-        await self._change(lambda now: partition_moves.wished(now, number, wish) if number in now.shard_by_id else now)
+        await self._change(
+            lambda now: partition_moves.wished(now, number, wish) if number in now.shard_by_id else now
+        )
         self._tell(f"shard {number} is wished to {wish}")
 
     async def _pause(self) -> None:
@@ -80,4 +86,6 @@ class Wishes:
             if not self._pool.pool_map.moves:
                 return []
             await asyncio.sleep(0.25)
-        return [f"{partition_moves.left(self._pool.pool_map)} partitions are still to move {REST_S} s after all was mended"]
+        return [
+            f"{partition_moves.left(self._pool.pool_map)} partitions are still to move {REST_S} s after all was mended"
+        ]

@@ -20,7 +20,7 @@ from nvpool.sdk.volumes import AsyncVolumes
 from nvpool.sdk.volumes import Volume as Shown
 from nvpool.testing.sim.loop import VirtualLoop
 from nvpool.testing.sim.pool import CHUNK_BYTES, SimPool
-from nvpool.testing.sim.workloads.file_data import CALLER, ROOT, Act, Work, SimulatedClient
+from nvpool.testing.sim.workloads.file_data import CALLER, ROOT, Act, SimulatedClient, Work
 
 FILES, BYTES = (5, 14), (2 * CHUNK_BYTES, 8 * CHUNK_BYTES)
 """Quotas, small enough to be met all the time."""
@@ -68,8 +68,15 @@ class _Volume:
 class Quotas(Work):
     """`remove_s`: when the last volume is removed, None: never."""
 
-    def __init__(self, loop: VirtualLoop, done: dict[str, int], losses: Sequence[float], pool: SimPool, count: int,
-                 remove_s: float | None) -> None:
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        done: dict[str, int],
+        losses: Sequence[float],
+        pool: SimPool,
+        count: int,
+        remove_s: float | None,
+    ) -> None:
         super().__init__(loop, done, losses)
         self._pool = pool
         self._count = count
@@ -98,7 +105,9 @@ class Quotas(Work):
                 await self._remove(worker, volume)
                 return
         kind = chance.choices(list(KINDS), list(KINDS.values()))[0]
-        name, other = (b"%s-%d" % (worker.name.encode(), number) for number in chance.sample(range(NAMES_EACH), 2))
+        name, other = (
+            b"%s-%d" % (worker.name.encode(), number) for number in chance.sample(range(NAMES_EACH), 2)
+        )
         ended, begin = volume.ending, self._loop.time()
         try:
             if await getattr(self, f"_{kind}")(worker, volume, name, other):
@@ -126,13 +135,17 @@ class Quotas(Work):
         volume.unsure.add(name)
         volume.begun += 1
         try:
-            attr, handle = await worker.client.vfs.create(volume.inode, name, 0o644, os.O_RDWR | os.O_EXCL, CALLER)
+            attr, handle = await worker.client.vfs.create(
+                volume.inode, name, 0o644, os.O_RDWR | os.O_EXCL, CALLER
+            )
         except QuotaExceeded:
             self._done["quotas"] += 1
             volume.unsure.discard(name)
             volume.begun -= 1
             if volume.begun < min(files for files, _ in volume.limits):
-                self._wrong.append(f"EDQUOT for file {volume.begun + 1} of volume {volume.name}: {volume.limits}")
+                self._wrong.append(
+                    f"EDQUOT for file {volume.begun + 1} of volume {volume.name}: {volume.limits}"
+                )
             return False
         volume.unsure.discard(name)
         volume.sure[name] = attr.inode
@@ -256,20 +269,29 @@ class Quotas(Work):
     async def _look_into(self, judge: SimulatedClient, volume: _Volume, shown: Shown) -> None:
         listed = await judge.listed(volume.inode)
         names = dict(listed)
-        if len(names) != len(listed) or any(names.get(name) != inode for name, inode in volume.sure.items()) \
-                or names.keys() - volume.sure.keys() - volume.unsure:
-            self._wrong.append(f"volume {volume.name} lists {listed}, told were {volume.sure}, perhaps {volume.unsure}")
+        if (
+            len(names) != len(listed)
+            or any(names.get(name) != inode for name, inode in volume.sure.items())
+            or names.keys() - volume.sure.keys() - volume.unsure
+        ):
+            self._wrong.append(
+                f"volume {volume.name} lists {listed}, told were {volume.sure}, perhaps {volume.unsure}"
+            )
         sizes = {inode: (await judge.client.vfs.getattr(inode)).size for inode in names.values()}
         if (shown.files_used, shown.bytes_used) != (len(sizes), sum(sizes.values())):
-            self._wrong.append(f"volume {volume.name} counts {shown.files_used} files with {shown.bytes_used} bytes, and has "
-                               f"{len(sizes)} with {sum(sizes.values())}")
+            self._wrong.append(
+                f"volume {volume.name} counts {shown.files_used} files with {shown.bytes_used} bytes, and has "
+                f"{len(sizes)} with {sum(sizes.values())}"
+            )
         if shown.files_used > shown.files_max or shown.bytes_used > shown.bytes_max:
             self._wrong.append(f"volume {volume.name} is beyond its quota: {shown}")
         if (shown.files_max, shown.bytes_max) not in volume.limits:
             self._wrong.append(f"volume {volume.name} has other quotas than {volume.limits}: {shown}")
         for inode, least in volume.least.items():
             if sizes.get(inode, 0) < least:
-                self._wrong.append(f"inode {inode:#x} of volume {volume.name} has {sizes.get(inode)} bytes, {least} were told")
+                self._wrong.append(
+                    f"inode {inode:#x} of volume {volume.name} has {sizes.get(inode)} bytes, {least} were told"
+                )
         await self._fill(judge, volume, shown)
 
     async def _fill(self, judge: SimulatedClient, volume: _Volume, shown: Shown) -> None:
@@ -277,7 +299,9 @@ class Quotas(Work):
         vfs, made, grown = judge.client.vfs, 0, 0
         try:
             while made <= shown.files_max:
-                _, handle = await vfs.create(volume.inode, b"judge-%d" % made, 0o644, os.O_RDWR | os.O_EXCL, CALLER)
+                _, handle = await vfs.create(
+                    volume.inode, b"judge-%d" % made, 0o644, os.O_RDWR | os.O_EXCL, CALLER
+                )
                 made += 1
                 await vfs.release(handle)
         except QuotaExceeded:
@@ -306,8 +330,12 @@ class Quotas(Work):
         self._wrong.append(f"volume {volume.name} is removed, and {REMOVED_S} s later there are {rests}")
 
     async def _rests(self, judge: SimulatedClient, volume: _Volume) -> list[str]:
-        found = [f"chunk {index} of {inode:#x} on target {target}" for target, store in self._pool.stores.items()
-                 for inode, index in store._chunks if inode in volume.ever]
+        found = [
+            f"chunk {index} of {inode:#x} on target {target}"
+            for target, store in self._pool.stores.items()
+            for inode, index in store._chunks
+            if inode in volume.ever
+        ]
         if await told(volumes_of(judge.client).removing(volume.inode)) is not None:
             found.append("its record")
         for inode in sorted(volume.ever):
