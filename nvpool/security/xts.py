@@ -38,7 +38,7 @@ Writable = bytearray | memoryview
 
 
 class BlockEngine(Protocol):
-    """Encryption or decryption with one key in one thread: `_xts.Scratch`, or `_PlainXts` without compiled
+    """Encryption or decryption with one key in one thread: `_xts.XtsScratch`, or `_PlainXts` without compiled
     modules."""
 
     def run_many(self, pieces: Sequence[tuple[int, int, int, int, int]], into: Writable) -> None:
@@ -105,7 +105,7 @@ class BlockCipher:
 
 
 class _PlainXts:
-    """The same as `_xts.Scratch`, with the library's XTS."""
+    """The same as `_xts.XtsScratch`, with the library's XTS."""
 
     def __init__(self, key: bytes, way: str) -> None:
         self._algorithm = algorithms.AES(key)

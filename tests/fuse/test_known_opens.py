@@ -284,7 +284,7 @@ async def test_service_is_asked_for_each_open_of_squashed_root(kernel, rng):
     meta.change = counted
     for squashes, uid, count in ((False, 0, 0), (True, 1000, 0), (True, 0, 1)):
         kernel.vfs.squashes_root = squashes
-        compiled = cached_replies._cached_replies.Known(
+        compiled = cached_replies._cached_replies.CachedReplies(
             kernel.engine, kernel.ops, kernel.vfs, False, kernel.engine._takers()
         )
         for way in (None, compiled):

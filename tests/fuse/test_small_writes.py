@@ -135,14 +135,14 @@ def by_all_ways(test):
 
     @pytest.mark.parametrize("way", WAYS)
     def run(way, monkeypatch):
-        if (way != "ordinary" and fast_writes._plainwrites is None) or (
-            way == "compiled" and small_writes._writes is None
+        if (way != "ordinary" and fast_writes._fast_writes is None) or (
+            way == "compiled" and small_writes._small_writes is None
         ):
             pytest.skip("it is not compiled here")
         if way != "compiled":
-            monkeypatch.setattr(small_writes, "_writes", None)
+            monkeypatch.setattr(small_writes, "_small_writes", None)
         if way == "ordinary":
-            monkeypatch.setattr(fast_writes, "_plainwrites", None)
+            monkeypatch.setattr(fast_writes, "_fast_writes", None)
 
         async def whole() -> None:
             async with mounted() as kernel:

@@ -35,7 +35,7 @@ BLOCKS = 200
 HOLE = 150
 TWINS = {"plain": fast_reads.PlainReads}
 if fast_reads._fast_reads is not None:
-    TWINS["compiled"] = fast_reads._fast_reads.Reads
+    TWINS["compiled"] = fast_reads._fast_reads.FastReads
 
 
 class Ordinary(Answerer):

@@ -21,7 +21,7 @@ from nvpool.store.server import fast_reads
 from tests.unit.test_client_shortcut import evict
 from tests.unit.test_store_atonce import BLOCKS, HOLE, Ordinary, open_bench, pool_map
 
-pytestmark = pytest.mark.skipif(fast_reads._fast_reads is None, reason="_atonce is not compiled here")
+pytestmark = pytest.mark.skipif(fast_reads._fast_reads is None, reason="_fast_reads is not compiled here")
 
 
 class Later(Ordinary):

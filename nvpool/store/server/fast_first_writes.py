@@ -45,7 +45,7 @@ def answer_new_writes(service: StoreService, secret: bytes) -> None:
     if (
         _fast_first_writes is None
         or fast_reads._fast_reads is None
-        or type(reads) is not fast_reads._fast_reads.Reads
+        or type(reads) is not fast_reads._fast_reads.FastReads
     ):
         return
     # `on_apply` reports each change, so it must be free
