@@ -41,11 +41,17 @@ needs_mount = pytest.mark.skipif(bool(NO_MOUNT), reason=NO_MOUNT or "-")
 
 
 def pytest_generate_tests(metafunc):
-    """Each test runs on the engines that its module names in ENGINES; where it names none, on the default one."""
+    """Each test runs on the engines that its module names in ENGINES; where it names none, on the default one.
+
+    Where a module names several, those beside the default one belong to tier T3.
+    """
     if "engine" in metafunc.fixturenames:
-        metafunc.parametrize(
-            "engine", getattr(metafunc.module, "ENGINES", ("kernel",)), indirect=True, scope="session"
-        )
+        engines = getattr(metafunc.module, "ENGINES", ("kernel",))
+        marked = [
+            pytest.param(name, marks=pytest.mark.t3) if name != "kernel" and len(engines) > 1 else name
+            for name in engines
+        ]
+        metafunc.parametrize("engine", marked, indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session")

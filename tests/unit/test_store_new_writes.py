@@ -118,8 +118,7 @@ class One:
             },
             "written": store._written,
             "writes": store.write_count,
-            "sequence": store.kv.sequence,
-            "journal": store.kv._journal.offset,
+            "sequence": store.kv.sequence,  # not the journal's offset: a checkpoint, one a second, resets it
             "run": (store.device._run_start, store.device._run_end),
             "table": bytes(store.lender._table),
         }
