@@ -136,7 +136,7 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
 
         An empty shard gets its first records (the root, if the root's partition is its own). Then numbers are
         reserved, and sessions, orphans and intents are restored. A shard with an unfinished load serves
-        nothing but META_LOAD.
+        nothing but META_LOAD and META_STATUS.
 
         WrongFormat: the records belong to another shard.
         """
