@@ -220,7 +220,7 @@ def test_growth_clears_the_rest_of_the_last_page(fs):
     fs.fallocate(opened.handle, 0, 30_000, 0, ME)
     assert pages.taken() == [
         ("store", attr.inode, 9000, bytes(12288 - 9000)),
-        ("store", attr.inode, 20_001, bytes(100)),
+        ("drop", attr.inode, 20_001, 100),
         ("store", attr.inode, 20_102, bytes(20480 - 20_102)),
     ]
     fs.setattr(attr.inode, ME, None, size=4096)

@@ -82,9 +82,9 @@ def test_damage_of_the_tree_is_found(capsys, monkeypatch):
 
 def test_same_seed_asks_the_same(capsys):
     script = (
-        "from nvpool.testing.fuzz import runner as run\nhistory=[]\nclass Heard(run.Run):\n"
+        "from nvpool.testing.fuzz import runner as run\nhistory=[]\nclass Heard(run.FuzzRun):\n"
         "    def _one(self, place, number, count):\n        super()._one(place, number, count)\n"
-        "        print(hash(tuple(self._recent)))\nrun.Run = Heard\nrun.fuzz('shard-bound', 2500, '7')"
+        "        print(hash(tuple(self._recent)))\nrun.FuzzRun = Heard\nrun.fuzz('shard-bound', 2500, '7')"
     )
     said = [
         subprocess.run(

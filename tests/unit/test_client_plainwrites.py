@@ -258,7 +258,7 @@ def test_a_write_and_its_report_are_the_same_frames_and_leave_the_same_books(len
         assert books["files"] == [(books["entry"], 0, 0, file.cut, 0, 0, file.inode)]
         assert books["held"] == books["of the file"] == books["in flight"] == books["end"] == length
         assert books["begun"] and books["sent"] == 1 and books["wrote"]
-        assert (type(next(iter(here.vfs.writer._begun))).__name__ == "Sent") == (way == "compiled")
+        assert (type(next(iter(here.vfs.writer._begun))).__name__ == "SentWrite") == (way == "compiled")
         assert books["changes"] == before["changes"] and books["slots"] == sorted(
             set(before["slots"]) - {slot}
         )

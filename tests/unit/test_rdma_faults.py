@@ -49,8 +49,8 @@ class Listener(RdmaListener):
     def _serve(self):
         return Served(self)
 
-kind, settings, endpoint = (RdmaUnixTransport, Settings(local=True), sys.argv[2]) if sys.argv[1] == "shm" else (
-    RdmaTransport, Settings(networks=(ip_network("127.0.0.0/8"),), transports="tcp,self"), sys.argv[2])
+kind, settings, endpoint = (RdmaUnixTransport, RdmaSettings(local=True), sys.argv[2]) if sys.argv[1] == "shm" else (
+    RdmaTransport, RdmaSettings(networks=(ip_network("127.0.0.0/8"),), transports="tcp,self"), sys.argv[2])
 
 class Faulty(kind):
     def _listening(self, greeting, handler, identity):

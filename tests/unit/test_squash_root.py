@@ -350,7 +350,7 @@ async def test_refusal_names_who_is_refused(place):
 @pytest.mark.skipif(not meta_fast_path.IS_COMPILED, reason="nvpool.meta.server._fast_path is not compiled")
 def test_nothing_is_answered_at_once(tmp_path):
     """Modes and paths are looked at by the ordinary way alone."""
-    from test_meta_atonce import GETATTR, REQUEST, Answers, Ordinary, pack_head
+    from test_meta_atonce import GETATTR, REQUEST, Ordinary, ReplyStats, pack_head
 
     async def main():
         place = await Place().start()
@@ -361,11 +361,15 @@ def test_nothing_is_answered_at_once(tmp_path):
                 side, out = Ordinary(place.service), []
                 side.peer = peer
                 assert (
-                    bool(place.service.at_once.answer(bytearray(frame), len(frame), {}, Answers(), out, side))
+                    bool(
+                        place.service.at_once.answer(
+                            bytearray(frame), len(frame), {}, ReplyStats(), out, side
+                        )
+                    )
                     == taken
                 )
             side.peer = PEER._replace(member="node/1")
-            assert place.service.at_once.answer(bytearray(frame), len(frame), {}, Answers(), out, side)
+            assert place.service.at_once.answer(bytearray(frame), len(frame), {}, ReplyStats(), out, side)
         finally:
             await place.service.close()
 

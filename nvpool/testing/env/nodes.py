@@ -31,7 +31,7 @@ import asyncio, sys
 from msgspec.structs import replace
 from nvpool.host.pool_directory import PoolDirectory
 from nvpool.cluster.etcd.coordinator import EtcdCoordinator
-from nvpool.cluster.etcd.client import Certificates
+from nvpool.cluster.etcd.client import EtcdCertificates
 from nvpool.cluster.manager import change
 from nvpool.poolmap.chains.placement import build_table
 from nvpool.poolmap.model import changed
@@ -41,7 +41,7 @@ from nvpool.runtime.service import read_map
 async def main():
     directory = PoolDirectory(sys.argv[1])
     etcd = directory.secret / "etcd"
-    certificates = Certificates(*((etcd / name).read_bytes() for name in ("authority.crt", "member.crt", "member.key")))
+    certificates = EtcdCertificates(*((etcd / name).read_bytes() for name in ("authority.crt", "member.crt", "member.key")))
     pool_map = read_map(directory)
     coordinator = await EtcdCoordinator.open(read_map_location(directory).members, pool_map.pool_id,
                                              certificates=None if sys.argv[2] == "plain" else certificates)

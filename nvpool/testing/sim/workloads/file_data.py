@@ -70,6 +70,13 @@ Act = Callable[[SimulatedClient], Awaitable[None]]
 class Work:
     """`losses`: when power was lost. Files are in a wide directory of their own (`prepare`), so that they lie anywhere."""
 
+    directory_name = b""
+    """Name of that directory: it decides about partitions, so a seed does something else with another name."""
+
+    def __init_subclass__(cls) -> None:
+        if "directory_name" not in vars(cls):
+            cls.directory_name = cls.__name__.encode()
+
     def __init__(self, loop: VirtualLoop, done: dict[str, int], losses: Sequence[float]) -> None:
         self._loop = loop
         self._done = done
@@ -78,7 +85,7 @@ class Work:
 
     async def prepare(self, client: Client) -> None:
         """Before anything breaks."""
-        home = await client.vfs.mkdir(ROOT, type(self).__name__.encode(), 0o755, CALLER, wide=True)
+        home = await client.vfs.mkdir(ROOT, self.directory_name, 0o755, CALLER, wide=True)
         self._home = home.inode
 
     def acts(self) -> list[tuple[int, Act]]:
@@ -223,7 +230,7 @@ class _Rounds(Work):
         """None: now there is one, or another client makes it."""
         if not self._files or self._loop.time() > self._files[-1][1] + ROUND_S:
             self._tries += 1
-            name = b"%s-%d" % (type(self).__name__.encode(), self._tries)
+            name = b"%s-%d" % (self.directory_name, self._tries)
             inode = await self._make(worker.client, name)
             self._names[inode] = name
             self._files.append((inode, self._loop.time()))
@@ -294,6 +301,8 @@ class AppendedRecord(NamedTuple):
 
 class AppendWorkload(_Rounds):
     """Records that all append to one file never lie over one another, and in the order in which they were told to be there."""
+
+    directory_name = b"Appends"
 
     def __init__(self, loop: VirtualLoop, done: dict[str, int], losses: Sequence[float]) -> None:
         super().__init__(loop, done, losses)
@@ -381,6 +390,8 @@ def records_problems(content: bytes, records: list[AppendedRecord]) -> list[str]
 
 class LockWorkload(Work):
     """Who has the exclusive lock is alone, and sees what the last one wrote under it."""
+
+    directory_name = b"Locks"
 
     def __init__(self, loop: VirtualLoop, done: dict[str, int], losses: Sequence[float]) -> None:
         super().__init__(loop, done, losses)
