@@ -71,8 +71,8 @@ class PoolMount:
             there = mount_at(self.place)
             if there is None:
                 raise Unavailable(
-                    f"the mount of {self._name} at {self.place} has ended at once; its log is in /var/log/nvpool "
-                    "or in the pool's directory"
+                    f"the mount of {self._name} at {self.place} ended right after its start; "
+                    "see its log in /var/log/nvpool or in the pool's directory"
                 )
             log.info("the pool %s is mounted at %s", self._name, self.place)
             return there

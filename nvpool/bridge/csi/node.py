@@ -134,7 +134,7 @@ class CsiNode:
                 )
             if volume.sealed and not read_only:
                 raise precondition(
-                    f"the volume {name} is sealed, so that nobody can write in it; use it with readOnly: true"
+                    f"the volume {name} is sealed and cannot be written; mount it with readOnly: true"
                 )
             await self._volumes.publish(name, staged[0], Path(target), read_only)
         return pb.NodePublishVolumeResponse()

@@ -100,7 +100,7 @@ def first_objection(capabilities: Iterable[pb.VolumeCapability], *, sealed: bool
         if found := objection(capability):
             return found
         if sealed and not read_use(capability).read_only:
-            return "the volume is sealed, so that nobody can write in it; use a read-only access mode (ReadOnlyMany)"
+            return "the volume is sealed and cannot be written; use a read-only access mode (ReadOnlyMany)"
     return ""
 
 

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 @click.command(
     epilog="""
-Each load runs three times: through the SDK, through a mount of the pool on this machine if there is one, and in a directory
-of a local drive. Compare the three figures. One process does all the work, so several clients together reach more. Reads
-return data that was just written, from memory, except where a line says O_DIRECT: these read from the drive itself on the
-local drive, and bypass the kernel's cache on a mount. "Many at once" means 16 threads; through the SDK, two calls of
-read_many with 64 reads each, whose latency is that of the call.
+Each load runs in up to three places: through the SDK, through a mount of the pool on this machine if it has
+one, and in a directory of a local drive. Compare the three figures. One process does all the work, so
+several clients together reach more. Reads return data that was just written, from memory, except where a
+line says O_DIRECT: these read from the drive itself on the local drive, and bypass the kernel's cache on a
+mount. "In parallel" means 16 threads; through the SDK, two calls of read_many with 64 reads each, whose
+latency is that of the call.
 
 \b
 examples:

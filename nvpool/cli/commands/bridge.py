@@ -69,7 +69,7 @@ Docker passes options only when it creates a volume. For an existing one use nvp
     "--metrics",
     metavar="PORT|unix:PATH",
     help="Serve metrics for Prometheus at "
-    "http://127.0.0.1:PORT/metrics; HOST:PORT opens them to everyone who can reach HOST.",
+    "http://127.0.0.1:PORT/metrics; HOST:PORT serves every host of the network, without a password.",
 )
 @click.option(
     "--node",

@@ -53,7 +53,7 @@ def client() -> None:
 @click.option(
     "--squash-root",
     is_flag=True,
-    help="Treat root on the client as nobody (65534), like root_squash of NFS; the "
+    help="Map root on the client to the user 65534, like root_squash of NFS; the "
     "client is trusted to name its other users.",
 )
 @json_option

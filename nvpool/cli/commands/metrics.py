@@ -13,7 +13,7 @@ from nvpool.cli.output import Number, json_option, print_json, remember_pool
     epilog="""\b
 The metrics are those of the supervisor of the node that POOL names, and of all its processes. Prometheus can fetch the same
 page by HTTP: set listen in section [metrics] of node.toml. "9477" serves programs of this machine, "unix:/PATH" a socket for
-root and the operator group, and "HOST:PORT" everyone who can reach HOST, without a password. A mount serves its own metrics
+root and the operator group, and "HOST:PORT" every host of the network, without a password. A mount serves its own metrics
 with `nvpool mount --metrics`, which takes the same values.
 docs/reference/metrics.md explains each name, docs/operate/monitor.md the configuration of Prometheus.
 

@@ -131,7 +131,9 @@ then: nvpool serve /srv/pool, and nvpool mount /srv/pool /mnt/pool
     "of the configuration. Without either, only this machine can use the pool, by unix sockets.",
 )
 @click.option(
-    "--plain-text", is_flag=True, help="No TLS at that address: everyone who can reach it may do everything."
+    "--plain-text",
+    is_flag=True,
+    help="No TLS at that address: every host of the network gets all rights on the pool.",
 )
 @click.option("--force", is_flag=True, help="Use block devices that are not empty; their data is lost.")
 @etcd_options

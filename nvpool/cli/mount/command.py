@@ -116,8 +116,8 @@ examples:
 @click.option(
     "--metrics",
     metavar="PORT|unix:PATH",
-    help="Serve metrics of this mount, with all its processes, at http://127.0.0.1:PORT/metrics; HOST:PORT opens "
-    "them to everyone who can reach HOST.",
+    help="Serve metrics of this mount, with all its processes, at http://127.0.0.1:PORT/metrics; HOST:PORT serves "
+    "every host of the network, without a password.",
 )
 @click.option(
     "--transport",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 WRITE, READ = "sequential 1 MiB write and fsync", "sequential 1 MiB read"
 SMALL, LARGE = "4 KiB random read, one at a time", "128 KiB random read, one at a time"
 SMALL_COLD = "4 KiB random read, one at a time, O_DIRECT"
-MANY = "4 KiB random reads, many at once"
+MANY = "4 KiB random reads, in parallel"
 CREATE = "create, write and close 4 KiB files"
 LOADS = (WRITE, READ, SMALL, SMALL_COLD, LARGE, MANY, CREATE)
 MANY_THREADS = 16
