@@ -546,7 +546,7 @@ class BlockChunkStore(WholeChunks):
             if self._durable < wanted:
                 sequence = self.kv.sequence
                 await self.sync_data()
-                # This record tells a replay that blocks of earlier changes were on the drive: a mismatch
+                # From this record a replay knows that blocks of earlier changes were on the drive: a mismatch
                 # means damage.
                 await self.kv.room()
                 mark = self.kv.apply(

@@ -36,6 +36,6 @@ def status(store: BlockChunkStore) -> dict:
         "read_path": store.device.read_path,
         "direct": store.device.direct,
         "writes": store.device.writes,
-        "host_full": store.room.told,
+        "host_full": store.room.full_message,
         "counters": {name: float(value) for name, value in counters.items()},
     }

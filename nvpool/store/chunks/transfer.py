@@ -381,8 +381,8 @@ class WholeChunks:
         return self.quarantine.on_bad
 
     @on_bad.setter
-    def on_bad(self, told: Callable[[], None] | None) -> None:
-        self.quarantine.on_bad = told
+    def on_bad(self, callback: Callable[[], None] | None) -> None:
+        self.quarantine.on_bad = callback
 
     async def mend(
         self,

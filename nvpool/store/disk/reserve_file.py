@@ -66,10 +66,10 @@ class HostRoom:
         """Record that a write to the data file found no space."""
         if not self.full and self.path is not None:
             self.full = True
-            log.warning("%s: %s", self._what, self.told)
+            log.warning("%s: %s", self._what, self.full_message)
 
     @property
-    def told(self) -> str:
+    def full_message(self) -> str:
         """Sentence for `status`; empty while there is space."""
         if not self.full or self.path is None:
             return ""

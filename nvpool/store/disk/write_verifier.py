@@ -1,4 +1,4 @@
-"""Write verifier: a number that tells clients whether their unstable writes are still there.
+"""Write verifier: a number by which clients know whether their unstable writes are still there.
 
 The verifier stays the same after the death of a process: that process's writes are in the page cache, and the
 open of the store reads, compares and flushes them. The verifier changes when writes may be lost: after a

@@ -246,7 +246,7 @@ class Rounds:
 
     # -- status ------------------------------------------------------------------------------------------------------------
 
-    def told(self) -> pb.Scrubbing:
+    def status(self) -> pb.Scrubbing:
         kept = self.kept
         now, last = kept.now or Round(0), kept.last or Round(0)
         left_s = -1.0

@@ -1,4 +1,4 @@
-"""Lost data of this target's chains (poolmap/chains/data_loss): tells lost blocks from holes.
+"""Lost data of this target's chains (poolmap/chains/data_loss): distinguishes lost blocks from holes.
 
 A chain loses data with its former members. A missing block of such a chain is either a hole or lost. The
 users are `store/server/service`, `store/server/write_batch` and `store/replication/role`, in the step in
@@ -55,7 +55,7 @@ class Losing:
         return None
 
     def is_lost(self, table: int, inode: int, index: int, first: int, count: int) -> bool:
-        """Whether any of these blocks may be lost: a block is missing here and cannot be told from a hole."""
+        """Whether any of these blocks may be lost: a missing block looks the same as a hole."""
         since = self.since(table, inode, index)
         if since is None:
             return False

@@ -50,7 +50,7 @@ AGAIN_S, RETRY_S, RETRY_S_MAX = 0.05, 0.1, 10.0
 CHUNK_COST_BYTES = 4096
 """Cost of a chunk besides its bytes, for the throttle."""
 PULL_TRIES = 20
-TELL_S = 0.5
+PROGRESS_INTERVAL_S = 0.5
 """Shortest time between two sums of the remaining work."""
 _LOCAL_STEP = 1024
 
@@ -148,7 +148,7 @@ class Resync:
         self._changed = asyncio.Event()
         self._began_s = 0.0
         self._began_bytes = 0
-        self._told_s = 0.0
+        self._last_update_s = 0.0
         self._closed = False
 
     def update_map(self, pool_map: PoolMap) -> None:
@@ -176,7 +176,7 @@ class Resync:
                     self._began_s, self._began_bytes = self._clock.boottime_s(), self.progress.bytes_copied
                 task = self._tasks[source] = asyncio.get_running_loop().create_task(self._catch_up(source))
                 task.add_done_callback(lambda done, source=source: self._ended(source, done))
-        self._tell()
+        self._update_progress()
 
     def _ended(self, source: int, task: asyncio.Task) -> None:
         del self._tasks[source]
@@ -241,7 +241,7 @@ class Resync:
                         delay_s = RETRY_S
                     one.waits_for = f"target {source}: {error or type(error).__name__}"
                     one.lacks_room = isinstance(error, NoSpace)
-                    self._tell()
+                    self._update_progress()
                     await self._pause(delay_s)
                     delay_s = min(delay_s * 2, RETRY_S_MAX)
         finally:
@@ -290,7 +290,7 @@ class Resync:
         await self._store.flush()
         for chain in done & self._valid(one):
             self.equal[chain] = one.chains[chain]
-        self._tell()
+        self._update_progress()
         log.info("target %d has all of %d chains of target %d", self._target, len(done), one.source)
 
     async def _compare(self, one: _Pass, chains: ChainSet) -> None:
@@ -317,7 +317,7 @@ class Resync:
             one.listed = end is None
         compared = self.progress.chunks_compared + len(there)
         self.progress = replace(self.progress, chunks_compared=compared)
-        self._tell(soon=False)
+        self._update_progress(soon=False)
         await self._throttle.take(CHUNK_COST_BYTES + 64 * len(there))
         await self._throttle.leave(self._clock.boottime_s() - began_s, busy)
 
@@ -333,7 +333,7 @@ class Resync:
         for error in outcome:
             if isinstance(error, BaseException):
                 raise error
-        self._tell(soon=False)
+        self._update_progress(soon=False)
 
     @staticmethod
     def _batch(waiting: deque[_Differing]) -> list[_Differing]:
@@ -508,11 +508,11 @@ class Resync:
 
     # -- progress --------------------------------------------------------------------------------------------------------
 
-    def _tell(self, *, soon: bool = True) -> None:
+    def _update_progress(self, *, soon: bool = True) -> None:
         now_s = self._clock.boottime_s()
-        if not soon and now_s - self._told_s < TELL_S:
+        if not soon and now_s - self._last_update_s < PROGRESS_INTERVAL_S:
             return
-        self._told_s = now_s
+        self._last_update_s = now_s
         passes = list(self._passes.values())
         waiting = (
             [chunk for one in passes for chunk in (*one.differing, *one.again)] if len(passes) < 3 else []

@@ -117,7 +117,7 @@ cdef class Unknown:
     def __dealloc__(self):
         free(self._ends)
 
-    def told(self, dict changed):
+    def record_changes(self, dict changed):
         """Record the effects of a change that the engine has applied."""
         cdef const uint8_t *at
         cdef uint64_t inode, end
@@ -245,7 +245,7 @@ cdef class NewWrites:
         self._clock, self._is_system = clock, type(clock) is SystemClock
         self._signing = blake2b(key=secret, digest_size=MAC_BYTES)
         self.unknown = Unknown(store.kv)
-        store.kv.on_apply = self.unknown.told
+        store.kv.on_apply = self.unknown.record_changes
 
     cdef double _now_s(self) except -1:
         return boottime_s() if self._is_system else self._clock.boottime_s()

@@ -66,7 +66,7 @@ class Orders:
         self._authority(request.authority)
         rounds = self._of_others().rounds
         rounds.order(request.order)
-        call.reply(pb.ScrubOrderReply(map_epoch=self._epoch(), scrubbing=rounds.told()).SerializeToString())
+        call.reply(pb.ScrubOrderReply(map_epoch=self._epoch(), scrubbing=rounds.status()).SerializeToString())
 
     def pull(self, call: Call) -> None:
         request = self._parse(pb.PullRequest, call)

@@ -114,7 +114,7 @@ class IoStats:
             self._rows.clear()
         return self.on
 
-    def tell(self, request: pb.UseRequest) -> pb.UseReply:
+    def report(self, request: pb.UseRequest) -> pb.UseReply:
         now_s = self._clock.boottime_s()
         if not self._watched():
             self._rows.clear()

@@ -75,7 +75,7 @@ from nvpool.store.server.fast_reads import reads_at_once
 from nvpool.store.server.io_stats import IoStats
 from nvpool.store.server.serving_lease import Tenure
 from nvpool.store.server.single_write import WritesOne
-from nvpool.store.server.status import Telling
+from nvpool.store.server.status import StatusHandlers
 from nvpool.store.server.verified_grants import Rights
 from nvpool.store.server.write_batch import WRITE, WriteBatch
 
@@ -87,7 +87,7 @@ WAITING_MAX = 8192
 TEND_S = 1.0
 
 
-class StoreService(WritesOne, Telling):
+class StoreService(WritesOne, StatusHandlers):
     def __init__(
         self,
         store: ChunkStore,
@@ -205,7 +205,7 @@ class StoreService(WritesOne, Telling):
             Method.DATA_VERSIONS: giving.versions,
             Method.DATA_FETCH: giving.fetch,
             Method.DATA_PULL: orders.pull,
-            Method.DATA_USE: self._tell_use,
+            Method.DATA_USE: self._report_use,
         }
 
     # -- life --------------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class Tenure:
         self._clock = clock
         self._lender = lender
         self._epoch = self._epoch_min = 0
-        self._epoch_told: int | None = None
+        self._epoch_reported: int | None = None
         self._readable: frozenset[tuple[int, int]] = frozenset()
 
     def update_map(self, pool_map: PoolMap) -> None:
@@ -83,7 +83,7 @@ class Tenure:
         known = pool_map.target_by_id.get(self.target)
         self.vouched = not self.verifier or (known is not None and known.verifier == self.verifier)
         self.shared = self.target in shared(pool_map)
-        self._tell()
+        self._update_location_leases()
         self.changed()
 
     @property
@@ -98,17 +98,17 @@ class Tenure:
         This is true once the map has reached the epoch that a leader first reported to this process. Later
         maps are newer in any case.
         """
-        return self._epoch_told is not None and self._epoch >= self._epoch_told
+        return self._epoch_reported is not None and self._epoch >= self._epoch_reported
 
     def renewed(self, sent_s: float, lease_s: float, epoch_min: int, epoch: int = 0) -> None:
         """Record the answer to a heartbeat that was sent at `sent_s`. `epoch` is that of the leader's map."""
-        if self._epoch_told is None and epoch:
-            self._epoch_told = epoch
+        if self._epoch_reported is None and epoch:
+            self._epoch_reported = epoch
         self.until_s = max(self.until_s, sent_s + lease_s)
         self._epoch_min = max(self._epoch_min, epoch_min)
-        self._tell()
+        self._update_location_leases()
 
-    def _tell(self) -> None:
+    def _update_location_leases(self) -> None:
         if self._lender is not None:
             self._lender.serve_until(
                 math.inf if not self.shared else self.until_s if self._epoch >= self._epoch_min else 0.0

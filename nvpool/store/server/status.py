@@ -24,7 +24,7 @@ from nvpool.store.server.io_stats import IoStats
 CHUNKS_DESCRIBED_MAX, INODES_LISTED_MAX = 4096, 65_536
 
 
-class Telling:
+class StatusHandlers:
     use: IoStats
     _callers: Callers
 
@@ -45,7 +45,7 @@ class Telling:
         status["refused"] = self.tenure.refused
         if self.upkeep is not None:
             status["counters"] |= self.upkeep.counters()
-            status["scrubbing"] = self.upkeep.rounds.told()
+            status["scrubbing"] = self.upkeep.rounds.status()
             status["lacks_room"] = self.upkeep.resync.progress.lacks_room
             status["resync_wait"] = self.upkeep.resync.progress.waits_for
             strays = self.upkeep.strays
@@ -58,8 +58,8 @@ class Telling:
         )
         call.reply(reply.SerializeToString())
 
-    def _tell_use(self, call: Call) -> None:
-        call.reply(self.use.tell(self._parse(pb.UseRequest, call)).SerializeToString())
+    def _report_use(self, call: Call) -> None:
+        call.reply(self.use.report(self._parse(pb.UseRequest, call)).SerializeToString())
 
     def _describe(self, call: Call) -> None:
         """List the chunks of an inode.
@@ -132,7 +132,7 @@ def _measure(service, page: Page) -> None:
     page.set(metrics.RESYNC_CHAINS, progress.chains - progress.chains_equal, state="behind")
     page.set(metrics.RESYNC_COPIED, progress.bytes_copied)
     page.set(metrics.RESYNC_LEFT, progress.bytes_left)
-    scrub = upkeep.rounds.told()
+    scrub = upkeep.rounds.status()
     runs = scrub.state == "running"
     page.set(metrics.SCRUB_RUNNING, runs)
     page.set(metrics.SCRUB_BLOCKS, scrub.blocks, state="read")
