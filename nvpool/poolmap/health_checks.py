@@ -404,14 +404,14 @@ class Health:
         if len(able) >= shall:
             return
         unable = [meta for meta in metas if meta not in able]
-        told, remedies = [], []
+        reasons, remedies = [], []
         for meta in unable:
             what, remedy = self._standby(shard, meta)
-            told.append(f"standby {meta['name']}{self._on(meta['node'])} {what}")
+            reasons.append(f"standby {meta['name']}{self._on(meta['node'])} {what}")
             remedies += [remedy] if remedy and remedy not in remedies else []
         if len(shard.standbys) < shall:
             places = {place.drive for place in good_places(self._map)}
-            told.append(
+            reasons.append(
                 f"{shall - len(shard.standbys)} more is to be made"
                 if len(places) > shall
                 else f"there are {len(places)} drives for {shall + 1} members"
@@ -425,7 +425,7 @@ class Health:
         yield HealthProblem(
             "standby-missing" if able else "shard-no-standby",
             f"shard {shard.id} has {len(able)} of {shall} standbys that could follow its primary: "
-            + "; ".join(told),
+            + "; ".join(reasons),
             "; ".join(remedies),
             node=one["node"] if one else None,
             name=one["name"] if one else "",

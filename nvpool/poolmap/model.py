@@ -416,7 +416,7 @@ def check_map(pool_map: PoolMap) -> list[str]:
                 wrong.append(f"chain {number} of table {table.id} is left by all its targets, or by others")
                 break
             if not 0 <= chain.loss <= len(pool_map.losses) or bool(chain.loss) != bool(chain.begun):
-                wrong.append(f"chain {number} of table {table.id} has lost something that is not told")
+                wrong.append(f"chain {number} of table {table.id} has a loss that the map does not record")
                 break
     for shard in pool_map.shards:
         if shard.standbys:

@@ -273,7 +273,7 @@ class StandbyKv:
     def _check(self, term: int) -> None:
         self.hear(term)
         if not self._ready or self.kv is None:
-            raise Unavailable("begin anew: this member has not been told where to go on")
+            raise Unavailable("begin anew: this member does not know yet where the log continues")
 
     def _take(self, group: Group) -> bool:
         """Apply a group; return False if the rest of the group has to wait for space."""

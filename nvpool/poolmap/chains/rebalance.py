@@ -241,7 +241,7 @@ def check_room(pool_map: PoolMap, used_bytes: dict[int, int]) -> None:
 def _silent_bytes(pool_map: PoolMap, used_bytes: Mapping[int, int]) -> int:
     """Estimate the bytes on targets that did not report, without those of lost targets."""
     chains = [chain for table in pool_map.tables for chain in table.chains]
-    told = sum(target in used_bytes for chain in chains for target in chain.targets)
+    reported = sum(target in used_bytes for chain in chains for target in chain.targets)
     silent = {target.id for target in pool_map.targets if not target.is_over} - used_bytes.keys()
-    untold = sum(target in silent for chain in chains for target in chain.goal or chain.targets)
-    return sum(used_bytes.values()) * untold // told if told else 0
+    unreported = sum(target in silent for chain in chains for target in chain.goal or chain.targets)
+    return sum(used_bytes.values()) * unreported // reported if reported else 0

@@ -211,11 +211,11 @@ def primary_began(
         pool_map = records_lost(pool_map, shard_id, up_standbys(shard))
         shard = shard_of(pool_map, shard_id)
     if missing := [standby for standby in shard.standbys if standby.state == "up"]:
-        told = " and ".join(
+        names = " and ".join(
             f"{process_name(shard_id, standby.member)} on node {standby.node}" for standby in missing
         )
         raise Unavailable(
-            f"{told} may have changes that {process_name(shard_id, member)} lacks, and does not answer; "
+            f"{names} may have changes that {process_name(shard_id, member)} lacks, and does not answer; "
             f"start it, or go on without what it has: nvpool shard standbys POOL {shard_id} "
             f"{len(shard.standbys) - len(missing)}",
             retry_after_s=0.5,
