@@ -40,10 +40,10 @@ _NO_NUMBER = "a moment has a number, which is not 0: whoever begins one draws it
 class Moment:
     """Snapshot barrier of one shard; at most one is in progress at a time."""
 
-    def __init__(self, told: Callable[[], Awaitable[None]]) -> None:
-        """`told` returns when no committed transaction is left of which another shard must still be
+    def __init__(self, wait_settled: Callable[[], Awaitable[None]]) -> None:
+        """`wait_settled` returns when no committed transaction is left of which another shard must still be
         notified."""
-        self._told = told
+        self._wait_settled = wait_settled
         self._id = 0
         self._over: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -71,7 +71,7 @@ class Moment:
             self.spans_wait = True
         try:
             async with asyncio.timeout(QUIET_S):
-                await self._told()
+                await self._wait_settled()
         except TimeoutError:
             self.end(number)
             raise Busy("changes over several shards do not come to their end", retry_after_s=0.2) from None

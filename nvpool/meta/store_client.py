@@ -102,7 +102,7 @@ class Targets:
             target, method, request.SerializeToString(), deadline_s=self._clock.boottime_s() + CALL_S
         )
 
-    async def tell(
+    async def broadcast(
         self,
         targets: frozenset[int] | set[int],
         method: int,

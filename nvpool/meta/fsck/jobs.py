@@ -157,7 +157,7 @@ async def fsck_step(
         copies=pack_copies(work.copies),
         passed=pack_partitions(work.passed),
     )
-    await _tell_problems(reply, work, problems, carry)
+    await _report_problems(reply, work, problems, carry)
     return runs.stepped(number, run, JobReply(reply), work.done)
 
 
@@ -169,7 +169,7 @@ async def settle_sums(request: pb.FsckSumsRequest, kv: Kv, work: Fsck, carry: Ca
     uneven = unpack_numbers(request.uneven)
     problems = work.settle_sums(sums, uneven)
     reply = pb.FsckReply(done=True, passed=pack_partitions(work.passed))
-    await _tell_problems(reply, work, problems, carry)
+    await _report_problems(reply, work, problems, carry)
     return JobReply(reply)
 
 
@@ -183,7 +183,9 @@ def _partitions(raw: bytes) -> tuple[int, ...] | None:
     return partitions
 
 
-async def _tell_problems(reply: pb.FsckReply, work: Fsck, problems: list[ShardProblem], carry: Carry) -> None:
+async def _report_problems(
+    reply: pb.FsckReply, work: Fsck, problems: list[ShardProblem], carry: Carry
+) -> None:
     for at, decide in work.pending:
         problem = problems[at]
         try:

@@ -42,7 +42,7 @@ class Tree:
         self._rooted: dict[int, int] = {}
         """Directory -> first directory of another shard above it, 0 for none."""
         self._above: set[int] = set()
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
 
     def moved(self, number: int) -> None:
         """Forget what is cached of a directory that has another parent now."""
@@ -63,10 +63,10 @@ class Tree:
             above = self.climb(number)
         except _DirectoryCycle:
             return True
-        if above and above not in self._told:
-            if len(self._told) >= ROOTED_MAX:
-                self._told.clear()
-            self._told.add(above)
+        if above and above not in self._reported:
+            if len(self._reported) >= ROOTED_MAX:
+                self._reported.clear()
+            self._reported.add(above)
             self._above.add(above)
         return False
 

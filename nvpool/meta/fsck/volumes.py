@@ -108,7 +108,7 @@ class VolumeChecks:
         if self._kv.get(volume_key(USE, number)) is None and self._tallies and not self._unread:
             self._found(
                 "volume",
-                f"nothing tells the use of volume {record.name}",
+                f"volume {record.name} has no usage record",
                 lambda: [(volume_key(USE, number), encode_use(self._uses.get(number, VolumeUse())))],
             )
 
@@ -118,17 +118,17 @@ class VolumeChecks:
             return
         if self._kv.get(volume_key(VOLUME, number)) is None:
             self._found(
-                "volume", f"a use is told of volume {number}, which is not there", lambda: [(key, None)]
+                "volume", f"a usage record names volume {number}, which does not exist", lambda: [(key, None)]
             )
             return
         if not self._tallies or self._unread:
             return
         try:
-            told = decode_use(raw)
+            recorded = decode_use(raw)
         except CorruptRecord as error:
             self._found("undecodable", f"volume {number}: {error}", lambda: [(key, encode_use(there))])
             return
-        more_bytes, more_files = there.bytes - told.bytes, there.files - told.files
+        more_bytes, more_files = there.bytes - recorded.bytes, there.files - recorded.files
         if more_bytes or more_files:
 
             def recount() -> list:
@@ -137,8 +137,8 @@ class VolumeChecks:
 
             self._found(
                 "counts",
-                f"volume {number} holds {there.files} files with {there.bytes} bytes, {told.files} with "
-                f"{told.bytes} are counted",
+                f"volume {number} holds {there.files} files with {there.bytes} bytes, {recorded.files} with "
+                f"{recorded.bytes} are counted",
                 recount,
             )
 

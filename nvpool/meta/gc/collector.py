@@ -325,7 +325,7 @@ class Collector:
     async def _remove_chunks(self, table: int, keys: list[bytes]) -> bool:
         targets = await self._targets.of_table(table)
         inodes = struct.pack(f"<{len(keys)}Q", *map(records.inode_of_key, keys))
-        failed: dict[int, NvpoolError] = await self._targets.tell(
+        failed: dict[int, NvpoolError] = await self._targets.broadcast(
             targets, wire_pb2.DATA_REMOVE, data_pb2.RemoveRequest(inodes=inodes)
         )
         if failed:

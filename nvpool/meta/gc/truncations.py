@@ -77,7 +77,7 @@ class Cuts:
                 end=intent.end,
                 wrapped_key=self._wrapped_key(inode),
             )
-            freed = await self._tell_all(inode, intent, request)
+            freed = await self._notify_targets(inode, intent, request)
             while self._kv.full:
                 await self._kv.room()
             effects: list[Effect] = [(records.numbered_key(records.INTENT, inode), None)]
@@ -122,7 +122,7 @@ class Cuts:
         found.blocks = max(0, found.blocks - blocks)
         return [(key, records.encode_inode(found))]
 
-    async def _tell_all(self, inode: int, intent: Intent, request: data_pb2.CutRequest) -> int:
+    async def _notify_targets(self, inode: int, intent: Intent, request: data_pb2.CutRequest) -> int:
         """Notify all targets; return the bytes that they have freed, as far as their replies arrived.
 
         A target that catches up may have copied bytes from a target that had not cut yet, after it had cut
@@ -131,7 +131,7 @@ class Cuts:
         others.
         """
         first: dict[int, int] = {}  # target -> round in which it has cut first
-        told: dict[int, tuple[int, int]] = {}  # target -> round of its last cut, and its map epoch then
+        truncated: dict[int, tuple[int, int]] = {}  # target -> round of its last cut, and its map epoch then
         pause, number, freed, targets = PAUSE_S, 0, 0, self._targets
         last = (intent.end - 1 >> intent.chunk_bits) + 1
         while True:
@@ -144,26 +144,32 @@ class Cuts:
             left = {
                 target
                 for target in wanted
-                if target not in told or told[target][1] < targets.changed_at(target)
+                if target not in truncated or truncated[target][1] < targets.changed_at(target)
             }
             if not left and wanted:
                 latest = max(first[target] for target in wanted)
                 left = {
-                    target for target in wanted & targets.joining(intent.table) if told[target][0] <= latest
+                    target
+                    for target in wanted & targets.joining(intent.table)
+                    if truncated[target][0] <= latest
                 }
-            newest = max((epoch for _, epoch in told.values()), default=0)
+            newest = max((epoch for _, epoch in truncated.values()), default=0)
             if not left and newest <= targets.epoch:
                 return freed
             number += 1
             answers: dict[int, bytes] = {}
             epoch = targets.epoch
-            failed = await targets.tell(left, wire_pb2.DATA_CUT, request, answers)
+            failed = await targets.broadcast(left, wire_pb2.DATA_CUT, request, answers)
             for target, answer in answers.items():
                 its_epoch, bytes_ = _answered(answer)
                 freed += bytes_
                 first.setdefault(target, number)
-                told[target] = number, its_epoch or epoch
-            if failed or not left or any(told[target][1] < targets.changed_at(target) for target in answers):
+                truncated[target] = number, its_epoch or epoch
+            if (
+                failed
+                or not left
+                or any(truncated[target][1] < targets.changed_at(target) for target in answers)
+            ):
                 if failed:
                     level = logging.WARNING if pause == PAUSE_S_MAX else logging.DEBUG
                     _log.log(

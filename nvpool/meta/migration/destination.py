@@ -176,9 +176,9 @@ class MigrationDestination:
             view.next_number = max(view.next_number, bound)
 
     def _check_map(self, request: MoveRequest, partitions: tuple[int, ...]) -> None:
-        told = decode_map(request.map)
-        if self._map is None or told.epoch > self._map.epoch:
-            self._inside.use_map(told)
+        received = decode_map(request.map)
+        if self._map is None or received.epoch > self._map.epoch:
+            self._inside.use_map(received)
         now = self._map
         giver, wanted = now.shard_by_id.get(request.giver), goals(now)
         if giver is None or giver.term != request.term:

@@ -147,7 +147,7 @@ class Giver:
                 await inside.kv.sync()
                 while self._dirty:
                     await self._fill(message, [])
-                await self._tell_rest(message)
+                await self._send_rest(message)
             asked = True
             moved = await self._until_known(taker, partitions, pool_map.epoch)
             asked = False
@@ -227,7 +227,7 @@ class Giver:
 
     # -- handing over --------------------------------------------------------------------------------------------------
 
-    async def _tell_rest(self, message: _Messages) -> None:
+    async def _send_rest(self, message: _Messages) -> None:
         inside = self._inside
         moved, size = [], 0
         for session in sessions_to_move(inside, self._moving):

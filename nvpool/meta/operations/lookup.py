@@ -170,7 +170,7 @@ def _look_up_together(
         return False
     lent = view.lend_all(session, inodes)
     not_found, lease_ms = NotFound.wire_code, view.lease_ms
-    found, told = reply.found, iter(inodes)
+    found, remaining = reply.found, iter(inodes)
     for number in numbers:
         if not number:
             found.add(error=not_found)
@@ -199,7 +199,7 @@ def _look_up_together(
             punches,
             volume,
             *_,
-        ) = next(told)
+        ) = next(remaining)
         if cut:
             attr.cut = cut
             if punches:

@@ -320,11 +320,11 @@ class ShardMember:
 
     def _not_yet(self, call: Call) -> None:
         if call.method == wire.META_STATUS:
-            self._tell_status(call)
+            self._report_status(call)
         else:
             call.fail(Draining(f"shard {self._options.shard} changes its primary"))
 
-    def _tell_status(self, call: Call) -> None:
+    def _report_status(self, call: Call) -> None:
         standby, reason = self._standby, self._lost or self._removed
         counters: dict[str, float] = {"term": self._shard.term}
         if standby is not None and standby.kv is not None:
@@ -349,7 +349,7 @@ class ShardMember:
         beside = store_beside(self._map, self._shard, self._options.member)
         return not beside or os.path.exists(beside)
 
-    def _tell_primary_status(self, call: Call) -> None:
+    def _report_primary_status(self, call: Call) -> None:
         reply, gate = self._service.status_reply(), self._gate
         if gate is not None and not gate.open() and reply.state == "serving":
             reply.state = "waiting"
@@ -378,7 +378,7 @@ class ShardMember:
     def _handle_as_standby(self, call: Call) -> None:
         self._options.callers.check(call)
         if call.method == wire.META_STATUS:
-            self._tell_status(call)
+            self._report_status(call)
         else:
             self._door.handle(call)
 
@@ -457,7 +457,7 @@ class ShardMember:
     def _handle_behind_gate(self, call: Call) -> None:
         if call.method == wire.META_STATUS:
             self._options.callers.check(call)
-            self._tell_primary_status(call)
+            self._report_primary_status(call)
         elif call.method in (wire.META_SHIP, wire.META_FOLLOW):
             self._options.callers.check(call)
             PrimaryDoor(

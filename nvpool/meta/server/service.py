@@ -207,7 +207,7 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
             self._collector.add,
         )
         self._ranges.changed = self._spanning.holds.look_through
-        self._moment = Moment(self._spanning.coordinator.all_told)
+        self._moment = Moment(self._spanning.coordinator.wait_settled)
         if self._map is not None:
             self._spanning.use_map(self._map)
         self._moving = MigrationService(

@@ -66,7 +66,7 @@ class _Watch:
         "call",
         "arrived_s",
         "pending",
-        "told",
+        "sent",
         "begins",
         "due",
     )
@@ -80,7 +80,7 @@ class _Watch:
         self.call: Call | None = None  # pending WATCH request, answered when a lease is recalled
         self.arrived_s = 0.0
         self.pending: dict[int, None] = {}  # recalls that are to be sent
-        self.told: dict[int, None] = {}  # recalls in the last reply, not acknowledged yet
+        self.sent: dict[int, None] = {}  # recalls in the last reply, not acknowledged yet
         self.begins = False  # all leases were ended, and the session has not acknowledged that yet
         self.due = False
 
@@ -318,7 +318,7 @@ class Watches:
             del self._cool[cool]
         left = set()
         for watch in holders:
-            self._tell(watch, number)
+            self._notify(watch, number)
             if watch.until_s > now_s:
                 left.add(watch)
         if not left:
@@ -384,9 +384,9 @@ class Watches:
     def _begin_anew(self, watch: _Watch) -> None:
         watch.number, watch.begins = self._number(), True
         watch.pending.clear()
-        watch.told.clear()
+        watch.sent.clear()
 
-    def _tell(self, watch: _Watch, number: int) -> None:
+    def _notify(self, watch: _Watch, number: int) -> None:
         if len(watch.pending) >= PENDING_MAX:
             self._begin_anew(watch)
         if not watch.begins or watch.call is None:
@@ -432,7 +432,7 @@ class Watches:
         if request.watch != watch.number:
             watch.begins = True
             watch.pending.clear()
-            watch.told.clear()
+            watch.sent.clear()
             if not request.leaves:
                 watch.until_s = max(watch.until_s, now_s + self._watch_s)
             call.reply(
@@ -448,12 +448,12 @@ class Watches:
             for number in [number for number in self._recalls if number not in watch.pending]:
                 self._knows(watch, number)
         if request.seen == watch.seen:
-            told, watch.told = watch.told, {}
-            for number in told:
+            acknowledged, watch.sent = watch.sent, {}
+            for number in acknowledged:
                 if number not in watch.pending:
                     self._knows(watch, number)
         else:
-            watch.pending, watch.told = watch.told | watch.pending, {}
+            watch.pending, watch.sent = watch.sent | watch.pending, {}
         watch.call, watch.arrived_s = call, now_s
         # after a pause the client's leases are invalid until it has a reply
         if watch.pending or watch.until_s <= now_s:
@@ -475,13 +475,13 @@ class Watches:
             return
         watch.call, watch.due = None, False
         watch.seen += 1
-        watch.told, watch.pending = watch.pending, {}
+        watch.sent, watch.pending = watch.pending, {}
         watch.until_s = max(watch.until_s, watch.arrived_s + self._watch_s)
         call.reply(
             pb.WatchReply(
                 watch=watch.number,
                 number=watch.seen,
-                inodes=data_codec.pack_inodes(list(watch.told)),
+                inodes=data_codec.pack_inodes(list(watch.sent)),
                 watch_ms=self._watch_ms,
                 map_epoch=self.map_epoch(),
             ).SerializeToString()

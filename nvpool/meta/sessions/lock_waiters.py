@@ -57,7 +57,7 @@ class LockWaits:
         self._questions: dict[int, _Question] = {}
         self.serves: Callable[[int], bool] = lambda partition: True
         """Whether this shard may release locks in the partition."""
-        table.on_turn = self._tell
+        table.on_turn = self._notify
 
     def load(self, partitions: Iterable[int], lives: Iterable[int]) -> None:
         """Load the stored locks of these partitions. Unreadable records are left to fsck."""
@@ -176,7 +176,7 @@ class LockWaits:
         question = self._questions[session] = _Question(call, waiters, timer)
         call.on_cancel(lambda: self._questions.get(session) is question and self._end_question(session))
 
-    def _tell(self, waiter: Waiter) -> None:
+    def _notify(self, waiter: Waiter) -> None:
         question = self._questions.get(waiter.owner.session)
         if question is not None and waiter.ticket in question.waiters:
             self._end_question(waiter.owner.session, [waiter.ticket])

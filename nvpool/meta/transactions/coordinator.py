@@ -7,7 +7,7 @@
               change: it sees all changes before it
     commit    our effects, the slot's stored answer and the decision (the effects for other shards) are one
               change of our engine. At this point the whole transaction has happened; the client is answered
-    tell      when the commit is durable, the other shards are notified (SETTLE) until each has acknowledged
+    settle    when the commit is durable, the other shards are notified (SETTLE) until each has acknowledged
               that its part is done, durably; then the decision is deleted. After a restart this continues
 
 A transaction that is not committed leaves nothing here. A participant that asks for its outcome is answered
@@ -104,7 +104,7 @@ class TransactionCoordinator:
         self._number = 0
         self._active: set[SpanId] = set()
         self._decisions: dict[SpanId, Decision] = {}
-        self._telling: set[asyncio.Task] = set()
+        self._settling: set[asyncio.Task] = set()
         self.decided = self.begun_again = 0
 
     def load(self) -> None:
@@ -119,7 +119,7 @@ class TransactionCoordinator:
                     continue
                 if decision.turn == TURN_HERE:
                     self._holds.take(span, 0, [TURN_KEY])
-                self._begin_telling(span, decision)
+                self._start_settling(span, decision)
             first = pairs[-1][0] + b"\0"
 
     # -- up to the decision --------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ class TransactionCoordinator:
         if span.turn == self._shard:
             self._holds.release(span.id)
         for shard in span.shards:
-            self._spawn(self._tell_never(span.id, shard))
+            self._spawn(self._release_locks_at(span.id, shard))
         if span.shards:
             # The next attempt needs a new id: the message that this attempt is over may arrive after the next
             # locks.
@@ -296,7 +296,7 @@ class TransactionCoordinator:
             self._active.add(span.id)
         span.clear()
 
-    async def _tell_never(self, span: SpanId, shard: int) -> None:
+    async def _release_locks_at(self, span: SpanId, shard: int) -> None:
         try:
             await self._peers.ask(
                 shard, wire.META_SETTLE, pb.SettleRequest(id=id_message(span)), pb.SettleReply, SETTLE_S
@@ -348,16 +348,16 @@ class TransactionCoordinator:
         self.decided += 1
         for shard in span.shards - decision.effects.keys():
             # this shard has no effects; it only releases its locks
-            self._spawn(self._tell_never(span.id, shard))
-        self._begin_telling(span.id, decision)
+            self._spawn(self._release_locks_at(span.id, shard))
+        self._start_settling(span.id, decision)
 
-    def _begin_telling(self, span: SpanId, decision: Decision) -> None:
+    def _start_settling(self, span: SpanId, decision: Decision) -> None:
         self._decisions[span] = decision
-        task = self._spawn(self._tell(span, decision))
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
+        task = self._spawn(self._settle_all(span, decision))
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
 
-    async def _tell(self, span: SpanId, decision: Decision) -> None:
+    async def _settle_all(self, span: SpanId, decision: Decision) -> None:
         # Only after the commit is durable: effects at other shards can not be undone.
         await durable(self._kv)
         shards = list(decision.effects)
@@ -382,7 +382,7 @@ class TransactionCoordinator:
             except NvpoolError as error:
                 _log.log(
                     logging.WARNING if pause_s == PAUSE_S_MAX else logging.DEBUG,
-                    "shard %d has not been told of a change yet: %s",
+                    "shard %d has not been notified of a change yet: %s",
                     shard,
                     error,
                 )
@@ -401,13 +401,13 @@ class TransactionCoordinator:
             outcome=pb.OutcomeReply.DECIDED, effects=effect_messages(decision.effects[shard])
         )
 
-    async def all_told(self) -> None:
+    async def wait_settled(self) -> None:
         """Return when all participants have been notified of all committed transactions."""
-        while self._telling:
-            await asyncio.wait(self._telling)
+        while self._settling:
+            await asyncio.wait(self._settling)
 
     @property
-    def to_tell(self) -> int:
+    def unsettled_count(self) -> int:
         """Committed transactions of which some participant has not been notified yet."""
         return len(self._decisions)
 

@@ -119,6 +119,6 @@ class Spanning:
         return {
             "spans": self.coordinator.decided,
             "spans_begun_again": self.coordinator.begun_again,
-            "spans_to_tell": self.coordinator.to_tell,
+            "spans_to_tell": self.coordinator.unsettled_count,
             "held": len(self.holds.by_span),
         }

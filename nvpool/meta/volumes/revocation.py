@@ -92,7 +92,7 @@ class Revocations:
                 unaware = await self._ask(request, until_s)
             except InvalidRequest as error:  # the supervisor is of an older version
                 _log.warning(
-                    "stores are not told that a right to volume %d was taken back: %s", volume, error
+                    "stores are not notified that a right to volume %d was taken back: %s", volume, error
                 )
                 return self._life_s
             except NvpoolError as error:
