@@ -359,7 +359,7 @@ class Many(Files):
         await self.reader.read_many(plan, into)
         for _, number in asked:
             file = handles[number].file
-            if file.is_unreported and not self.leases.keeps_bytes(file.inode):
+            if file.unreported and not self.leases.keeps_bytes(file.inode):
                 await self._confirm(file)
         return found
 

@@ -265,7 +265,7 @@ class Core:
             # Without a lease the shard may have registered the open too late; the next reader must
             # revalidate.
             if file is not None and self.leases.keeps_bytes(inode):
-                file.is_unreported = False
+                file.unreported = False
 
     async def _confirm(self, file: OpenInode) -> None:
         """Validate bytes that were read through an open which the service may not know.
@@ -275,7 +275,7 @@ class Core:
         """
         await self.meta.report_opens(file.inode)
         await self._ask_attr(file, READ)
-        file.is_unreported = False
+        file.unreported = False
 
     def _take(self, entry, file: OpenInode | None = None) -> Attr:
         """Store the attributes of a reply in the cache, and its grant if the inode is open."""

@@ -144,7 +144,7 @@ class Files(LookupBatcher, FileLocks):
         if not file.grant:
             self.cache.drop(file)
             return None
-        file.is_unreported = True
+        file.unreported = True
         file.opened = 1
         self.meta.opened_quietly(inode, now=file.attr.size > SMALL_BYTES)
         return FileHandle(file, flags)
@@ -159,7 +159,7 @@ class Files(LookupBatcher, FileLocks):
         file.adopt_grant(entry.grant, self.clock.wall_ns() // 1_000_000)
         file.opened += 1
         self.meta.opened(file.inode)
-        file.is_unreported = False
+        file.unreported = False
         self._leased(entry, sent_s)
         if before is not None and file.attr.change != change:
             self.reader.changed(file)
@@ -378,7 +378,7 @@ class Files(LookupBatcher, FileLocks):
             return None
         if not file.located and not self.reader.has_content(file):
             return None
-        if file.is_unreported and not self.leases.keeps_bytes(file.inode):
+        if file.unreported and not self.leases.keeps_bytes(file.inode):
             return None
         found = self.reader.read_now(file, handle.ahead, offset, size) if file.located else None
         return found if found is not None else self.reader.content_now(file, offset, size)
@@ -393,11 +393,11 @@ class Files(LookupBatcher, FileLocks):
             return None
         if file.attr.size <= SMALL_BYTES:
             return self.reader.begin_small(file, offset, size, self.unreported_check(handle, offset, size))
-        return self.reader.begin(file, handle.ahead, offset, size) if not file.is_unreported else None
+        return self.reader.begin(file, handle.ahead, offset, size) if not file.unreported else None
 
     def unreported_check(self, handle: FileHandle, offset: int, size: int) -> Callable | None:
         """The `then` callback of `ImmediateFuture` for such a read of a small file. None if no check is needed."""
-        return partial(self._read_if_unreported, handle, offset, size) if handle.file.is_unreported else None
+        return partial(self._read_if_unreported, handle, offset, size) if handle.file.unreported else None
 
     def _read_if_unreported(
         self,
@@ -409,7 +409,7 @@ class Files(LookupBatcher, FileLocks):
         error: BaseException | None,
     ):
         """Repeat the read with `read`, which validates it, if the service may not know the open."""
-        if error is not None or not handle.file.is_unreported or self.leases.keeps_bytes(handle.file.inode):
+        if error is not None or not handle.file.unreported or self.leases.keeps_bytes(handle.file.inode):
             return found, error
         task = asyncio.get_running_loop().create_task(self.read(handle, offset, size))
         self._renewals.add(task)
@@ -440,7 +440,7 @@ class Files(LookupBatcher, FileLocks):
                 raise InvalidRequest(f"{size} bytes at {offset}")
             return EMPTY
         found = await self.reader.read(handle.file, handle.ahead, offset, size)
-        if handle.file.is_unreported and not self.leases.keeps_bytes(handle.inode):
+        if handle.file.unreported and not self.leases.keeps_bytes(handle.inode):
             await self._confirm(handle.file)
         return found
 
@@ -727,7 +727,7 @@ class Files(LookupBatcher, FileLocks):
         if plan:
             await self.reader.read_many(plan, into)
             for handle, _, _ in reads:
-                if handle.file.is_unreported and not self.leases.keeps_bytes(handle.inode):
+                if handle.file.unreported and not self.leases.keeps_bytes(handle.inode):
                     await self._confirm(handle.file)
         return lengths
 

@@ -120,7 +120,7 @@ cdef Py_ssize_t file_grant_half_ms = place(OpenInode, "grant_half_ms"), file_han
 cdef Py_ssize_t file_opened = place(OpenInode, "opened"), file_lanes = place(OpenInode, "lanes")
 cdef Py_ssize_t file_written = place(OpenInode, "written"), file_ahead = place(OpenInode, "ahead")
 cdef Py_ssize_t file_located = place(OpenInode, "located"), file_lost = place(OpenInode, "lost")
-cdef Py_ssize_t file_is_unreported = place(OpenInode, "is_unreported"), file_fetching = place(OpenInode, "fetching")
+cdef Py_ssize_t file_unreported = place(OpenInode, "unreported"), file_fetching = place(OpenInode, "fetching")
 cdef Py_ssize_t file_volume = place(OpenInode, "volume")
 cdef Py_ssize_t handle_file = place(FileHandle, "file"), handle_inode = place(FileHandle, "inode")
 cdef Py_ssize_t handle_flags = place(FileHandle, "flags"), handle_append = place(FileHandle, "append")
@@ -628,7 +628,7 @@ cdef class CachedReplies:
             if file is None:
                 return False
             attr = get(file, file_attr)
-            assign(file, file_is_unreported, True)
+            assign(file, file_unreported, True)
             assign(file, file_opened, 1)
             self.opened_quietly(inode, <uint64_t>attr.size > small_bytes)
         handle = a_handle.born()

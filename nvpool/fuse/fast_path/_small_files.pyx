@@ -88,7 +88,7 @@ cdef Py_ssize_t file_grant = place(OpenInode, "grant"), file_grant_used = place(
 cdef Py_ssize_t file_lanes = place(OpenInode, "lanes"), file_written = place(OpenInode, "written")
 cdef Py_ssize_t file_located = place(OpenInode, "located"), file_missed = place(OpenInode, "missed")
 cdef Py_ssize_t file_encrypted = place(OpenInode, "encrypted"), file_key = place(OpenInode, "key")
-cdef Py_ssize_t file_lost = place(OpenInode, "lost"), file_is_unreported = place(OpenInode, "is_unreported")
+cdef Py_ssize_t file_lost = place(OpenInode, "lost"), file_unreported = place(OpenInode, "unreported")
 cdef Py_ssize_t file_fetching = place(OpenInode, "fetching")
 cdef Py_ssize_t handle_file = place(FileHandle, "file"), handle_readable = place(FileHandle, "readable")
 cdef Py_ssize_t handle_closed = place(FileHandle, "closed")
@@ -523,7 +523,7 @@ cdef class SmallFileReads(PendingReply):
         cdef size_t length = one.finish - one.offset
         engine = self.engine
         one.is_done = True
-        if get(one.file, file_is_unreported) and not self.keeps_bytes(get(one.file, file_inode), now_s):
+        if get(one.file, file_unreported) and not self.keeps_bytes(get(one.file, file_inode), now_s):
             # The shard may not know of the open that this read belongs to; Files.read handles that.
             engine.read_otherwise(one.unique, one.handle, one.offset, one.size)
             return 0
