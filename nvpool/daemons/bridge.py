@@ -81,10 +81,7 @@ def parse_words(words: list[str]) -> argparse.Namespace:
         "--csi-pool", default="", help="how nodes are labeled that have the pool (the pool's name)"
     )
     parser.add_argument(
-        "--metrics",
-        metavar="HOST:PORT",
-        default="",
-        help="serve metrics to Prometheus at http://HOST:PORT/metrics",
+        "--metrics", metavar="HOST:PORT", default="", help="tell Prometheus at http://HOST:PORT/metrics"
     )
     parser.add_argument(
         "--settled-s",
@@ -103,8 +100,8 @@ def parse_words(words: list[str]) -> argparse.Namespace:
 
 def mount_words(arguments: argparse.Namespace) -> tuple[str, ...]:
     """Arguments of the mount that the bridge makes: it uses the log settings of the bridge."""
-    given = (("--log-level", arguments.log_level), ("--log-format", arguments.log_format))
-    return tuple(f"{word}={value}" for word, value in given if value)
+    told = (("--log-level", arguments.log_level), ("--log-format", arguments.log_format))
+    return tuple(f"{word}={value}" for word, value in told if value)
 
 
 def _check_words(arguments: argparse.Namespace) -> None:
@@ -223,9 +220,9 @@ async def _page(volumes: BridgeVolumes, counts: BridgeMetrics, wait_s: float) ->
     def measure(page: Page) -> None:
         page.set(metrics.UP, 1)
         counts.measure(page)
-        in_use, unreported = volumes.uses()
+        in_use, untold = volumes.uses()
         page.set(metrics.BRIDGE_USES, in_use)
-        page.set(metrics.BRIDGE_UNTOLD, unreported)
+        page.set(metrics.BRIDGE_UNTOLD, untold)
 
     return own_page(measure)
 
