@@ -250,8 +250,8 @@ class DockerFace:
 
     async def _get(self, asked: DockerRequest) -> dict[str, Any]:
         volume = await self._volumes.get(asked.name)
-        told = await self._described(volume)
-        told["Status"] = {
+        described = await self._described(volume)
+        described["Status"] = {
             "size": format_bytes(volume.bytes_max) if volume.bytes_max else "no bound",
             "used": format_bytes(volume.bytes_used),
             "files_max": volume.files_max,
@@ -260,7 +260,7 @@ class DockerFace:
             "sealed": volume.sealed,
             "used by": list(volume.attachments),
         }
-        return {"Volume": told, "Err": ""}
+        return {"Volume": described, "Err": ""}
 
     async def _list(self, _: DockerRequest) -> dict[str, Any]:
         return {

@@ -143,7 +143,7 @@ class BridgeVolumes:
                         await self._end(name, holder)
             except NvpoolError as error:
                 log.warning(
-                    "the pool could not be told yet that volume %s is not used any more by %s: %s",
+                    "the end of the use of volume %s by %s could not be reported to the pool yet: %s",
                     name,
                     holder,
                     error,
@@ -546,9 +546,9 @@ def _check_agrees(volume: Volume, wanted: Options) -> None:
         ("files", wanted.files_max, volume.files_max),
     ):
         if asked and asked != has:
-            told = (format_bytes(has) if word == "size" else str(has)) if has else "no bound"
+            actual = (format_bytes(has) if word == "size" else str(has)) if has else "no bound"
             raise AlreadyExists(
-                f"the volume {volume.name} is there, with another {word} ({told}); leave the option out, or "
+                f"the volume {volume.name} is there, with another {word} ({actual}); leave the option out, or "
                 f"change it with: nvpool volume resize POOL {volume.name} --{word} {asked}"
             )
     if wanted.replicas and wanted.replicas != volume.replicas:

@@ -51,7 +51,7 @@ class Undoing:
             if isinstance(error, KeyboardInterrupt):
                 self._undo()
             elif isinstance(error, Exception):
-                self._tell()
+                self._explain()
         finally:
             for number, before in self._before.items():
                 signal.signal(number, before)
@@ -79,7 +79,7 @@ class Undoing:
         else:
             say(f"{place} is as it was before")
 
-    def _tell(self) -> None:
+    def _explain(self) -> None:
         place = self.directory.path
         if self._is_ours and self.directory.exists() and not being_made(self.directory):
             runs = " and runs" if self._is_left_running() else ""

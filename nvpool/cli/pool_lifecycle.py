@@ -187,13 +187,13 @@ def _spawn_supervisor(directory: PoolDirectory) -> subprocess.Popen[bytes]:
 
 
 def _last_errors(directory: PoolDirectory, logs: str = "*.log") -> str:
-    told = []
+    found = []
     for path in sorted(directory.log.glob(logs)):
         with open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - 65536))
             lines = file.read().decode(errors="replace").splitlines()
-        told += [f"\n  {path.name}: {line}" for line in lines if " ERROR " in line or "Error: " in line][-2:]
-    return "".join(told) + f"\n  (logs: {directory.log})"
+        found += [f"\n  {path.name}: {line}" for line in lines if " ERROR " in line or "Error: " in line][-2:]
+    return "".join(found) + f"\n  (logs: {directory.log})"
 
 
 def stop(directory: PoolDirectory) -> Flock:

@@ -101,7 +101,7 @@ async def renew_once(
 
 async def _ask(request: bytes, pool_map: PoolMap, dialer: Dialer, clock: Clock) -> Signed:
     """The certificates from the first node that signs."""
-    told = "the pool has no other node"
+    reason = "the pool has no other node"
     for node in pool_map.nodes:
         # Not by unix sockets: the node must see our certificate.
         away = tuple(endpoint for endpoint in node.endpoints if not endpoint.startswith("stream+unix"))
@@ -118,5 +118,5 @@ async def _ask(request: bytes, pool_map: PoolMap, dialer: Dialer, clock: Clock) 
                 *([(ETCD_SECRET, reply.etcd_certificate)] if reply.etcd_certificate else []),
             ]
         except NvpoolError as error:
-            told = f"node {node.id}: {error}"
-    raise Unavailable(f"no node that has the authority's key signs a new certificate: {told}")
+            reason = f"node {node.id}: {error}"
+    raise Unavailable(f"no node that has the authority's key signs a new certificate: {reason}")

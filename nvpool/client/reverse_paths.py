@@ -178,7 +178,7 @@ class KnownPaths:
         self._known: dict[int, tuple[float, bytes | None]] = {}  # inode -> (until when, path)
         self._searching = asyncio.Lock()
         self._waiting: set[int] = set()
-        self._telling: asyncio.Task[None] | None = None
+        self._log_task: asyncio.Task[None] | None = None
 
     def path(self, inode: int) -> bytes | None:
         """The path. None if it is not known, b"" if the inode has no name any more."""
@@ -213,7 +213,7 @@ class KnownPaths:
 
     # -- for logs --------------------------------------------------------------------------------------------------------
 
-    def told(self, inode: int) -> str:
+    def log_text(self, inode: int) -> str:
         """The text to log after the inode number of a damaged file: its path in brackets, or nothing.
 
         If the path is not known, a search starts, and another log line names the path when it is found.
@@ -223,11 +223,11 @@ class KnownPaths:
             return f" ({printable(path)})" if path else ""
         if len(self._waiting) < FILES_MAX:
             self._waiting.add(inode)
-            if self._telling is None or self._telling.done():
-                self._telling = asyncio.get_running_loop().create_task(self._tell())
+            if self._log_task is None or self._log_task.done():
+                self._log_task = asyncio.get_running_loop().create_task(self._log_paths())
         return ""
 
-    async def _tell(self) -> None:
+    async def _log_paths(self) -> None:
         while self._waiting:
             inodes, self._waiting = sorted(self._waiting), set()
             await self.look(inodes)
@@ -245,5 +245,5 @@ class KnownPaths:
 
     def close(self) -> None:
         """Stop logging paths."""
-        if self._telling is not None:
-            self._telling.cancel()
+        if self._log_task is not None:
+            self._log_task.cancel()

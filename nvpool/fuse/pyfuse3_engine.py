@@ -510,7 +510,7 @@ class Pyfuse3Engine:
 
     async def _store_pages(self, inode: int, offset: int, content: bytes) -> None:
         await asyncio.get_running_loop().run_in_executor(
-            None, _told, functools.partial(pyfuse3.notify_store, inode, offset, content)
+            None, _notify, functools.partial(pyfuse3.notify_store, inode, offset, content)
         )
 
     def stop(self) -> None:
@@ -545,10 +545,10 @@ def _invalidate_all(names: list[tuple[int, bytes]], inodes: list[int]) -> None:
         *[functools.partial(pyfuse3.invalidate_entry, *place) for place in names],
         *[functools.partial(pyfuse3.invalidate_inode, inode) for inode in inodes],
     ):
-        _told(notice)
+        _notify(notice)
 
 
-def _told(notice: Callable[[], object]) -> None:
+def _notify(notice: Callable[[], object]) -> None:
     try:
         notice()
     except OSError as error:

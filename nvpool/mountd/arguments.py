@@ -123,7 +123,9 @@ def parse_words(words: list[str]) -> argparse.Namespace:
         metavar="N",
         help="processes for this mount; all but one only read larger files. Needs a holder (1)",
     )
-    parser.add_argument("--metrics", metavar="HOST:PORT", help="tell Prometheus at http://HOST:PORT/metrics")
+    parser.add_argument(
+        "--metrics", metavar="HOST:PORT", help="serve metrics for Prometheus at http://HOST:PORT/metrics"
+    )
     parser.add_argument(
         "--drain-s",
         type=float,

@@ -230,7 +230,7 @@ class Holder:
                 min(max(0.1, 2 * self._zygote_pause_s), ZYGOTE_PAUSE_S_MAX) if early else 0.1
             )
             self._zygote_s = now_s + self._zygote_pause_s
-            log.warning("the process that waits to fork has ended (%s)", _told(code))
+            log.warning("the process that waits to fork has ended (%s)", _exit_text(code))
         if self._zygote is None and self._serving is not None and now_s >= self._zygote_s:
             self._zygote_s = 0.0
             self._zygote = Zygote(self._words)
@@ -359,7 +359,7 @@ def _has_ended(pidfd: int) -> bool:
     return bool(poll.poll(0))
 
 
-def _told(code: int) -> str:
+def _exit_text(code: int) -> str:
     return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 

@@ -48,7 +48,16 @@ from nvpool.sdk.argument_checks import (
     timeout,
     times_of,
 )
-from nvpool.sdk.paths import Path, as_os_error, as_told, find, locate, name_bytes, stat_result, write_all
+from nvpool.sdk.paths import (
+    Path,
+    as_detailed_os_error,
+    as_os_error,
+    find,
+    locate,
+    name_bytes,
+    stat_result,
+    write_all,
+)
 from nvpool.sdk.pool_origin import Origin, origin_of
 from nvpool.sdk.read_many import Batches
 from nvpool.sdk.read_requests import Read, check_on_error, reads_of
@@ -601,7 +610,7 @@ class AsyncFileSystem:
 
 async def connected(origin: Origin) -> tuple[Client, Caller, Origin]:
     """Open a client of that pool for this process."""
-    with as_told(origin.where or None):
+    with as_detailed_os_error(origin.where or None):
         try:
             client = await Client.open(origin.place, origin.name or f"sdk pid {os.getpid()}", origin.options)
         except Unreachable as error:

@@ -116,7 +116,7 @@ class as_os_error:  # noqa: N801 (used as a statement; a generator would add 1 Â
             raise os_error(error, self._path, self._other, as_said=self._as_said) from error
 
 
-class as_told(as_os_error):  # noqa: N801
+class as_detailed_os_error(as_os_error):  # noqa: N801
     """Variant of `as_os_error` that always uses nvpool's own message. That text names the difference and
     the remedy."""
 

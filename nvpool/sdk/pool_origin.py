@@ -15,7 +15,7 @@ from nvpool.host.mountinfo import mount_over, place_of, pool_of
 from nvpool.host.pool_directory import PoolDirectory
 from nvpool.poolmap.model import PoolMap, decode_map, encode_map
 from nvpool.sdk.argument_checks import text
-from nvpool.sdk.paths import as_told
+from nvpool.sdk.paths import as_detailed_os_error
 
 _WANTED = "name the directory of a pool, a mount point of one, or HOST:PORT of any of its nodes"
 
@@ -53,7 +53,7 @@ def origin_of(where: Any, name: str, options: ClientOptions | None) -> Origin:
         raise TypeError(
             f"connect() takes a pool directory, a mount point or HOST:PORT, not {type(where).__name__}"
         )
-    with as_told(where):
+    with as_detailed_os_error(where):
         return Origin(resolved(os.fsdecode(where)), name, options)
 
 

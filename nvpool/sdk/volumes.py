@@ -27,7 +27,7 @@ from nvpool.poolmap.layout import layout_of
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2
 from nvpool.sdk.argument_checks import integer, text
-from nvpool.sdk.paths import as_told, locate, name_bytes, names_of
+from nvpool.sdk.paths import as_detailed_os_error, locate, name_bytes, names_of
 
 if TYPE_CHECKING:
     from nvpool.sdk.aio import AsyncFileSystem
@@ -183,7 +183,7 @@ class AsyncVolumes:
         encrypted: bool = False,
     ) -> tuple[Volume, bool]:
         """Create a volume as `create` does; return it, and whether this call created it."""
-        with as_told(path_of(name) if _is_name(name) else None):
+        with as_detailed_os_error(path_of(name) if _is_name(name) else None):
             wanted = _wish(name, bytes_max, files_max, replicas, chunk_bytes, trash_s, encrypted)
             if mode is not None and not 0 <= integer("mode", mode) <= 0o7777:
                 raise InvalidRequest(f"{mode!r} is no mode of a directory; it is from 0 to 0o7777")
@@ -212,7 +212,7 @@ class AsyncVolumes:
     async def list(self, *, removing: bool = False) -> list[Volume]:
         """All volumes, sorted by name. `removing` includes volumes that have lost their name and are being
         emptied."""
-        with as_told():
+        with as_detailed_os_error():
             replies = await self._vfs.ask_all(wire_pb2.META_VOLUMES, pb.VolumesReply, pb.VolumesRequest)
             found = {state.inode: volume_of(state) for reply in replies for state in reply.volumes}
             shown = [volume for volume in found.values() if removing or volume.state == READY]
@@ -220,7 +220,7 @@ class AsyncVolumes:
 
     async def show(self, name: str) -> Volume:
         """The volume of that name. FileNotFoundError: no volume has that name."""
-        with as_told(_place(name)):
+        with as_detailed_os_error(_place(name)):
             return await self._found(name)
 
     async def resize(
@@ -240,13 +240,13 @@ class AsyncVolumes:
         files_max: int | None = None,
     ) -> Volume:
         """Change every property that is not None. `access` is "open" or "listed"."""
-        with as_told(_place(name)):
+        with as_detailed_os_error(_place(name)):
             if access not in (None, OPEN, LISTED):
                 raise InvalidRequest(f"access to a volume is {OPEN!r} or {LISTED!r}, not {access!r}")
             _check_size("bytes_max", 0 if bytes_max is None else bytes_max)
             _check_size("files_max", 0 if files_max is None else files_max)
             _check_trash(0 if trash_s is None else trash_s)
-            return await self._tell(
+            return await self._change(
                 name,
                 _Wish.SET,
                 trash_s=trash_s,
@@ -258,23 +258,23 @@ class AsyncVolumes:
     async def rewrap(self, name: str) -> Volume:
         """Protect the key of an encrypted volume with a pool key again. The first pool key of the node
         that answers is used. The data does not change."""
-        with as_told(path_of(name) if _is_name(name) else None):
-            return await self._tell(name, _Wish.REWRAP)
+        with as_detailed_os_error(path_of(name) if _is_name(name) else None):
+            return await self._change(name, _Wish.REWRAP)
 
     async def seal(self, name: str) -> Volume:
         """Make the contents of a volume read-only for ever. EBUSY: files of the volume are open."""
-        with as_told(_place(name)):
+        with as_detailed_os_error(_place(name)):
             await self._vfs.meta.release_now((await self._attr(name)).inode)
-            return await self._tell(name, _Wish.SEAL)
+            return await self._change(name, _Wish.SEAL)
 
     async def grant(self, name: str, client: str, rights: str) -> Volume:
         """Give a client the right to read ("ro") or write ("rw"). The volume becomes "listed", so clients
         without a right lose access. `client` is a NAME, or a member as `nvpool client ls` shows it."""
-        with as_told(_place(name)):
+        with as_detailed_os_error(_place(name)):
             if text("rights", rights) not in _RIGHTS:
                 raise InvalidRequest(f"a right to a volume is 'ro' or 'rw', not {rights!r}")
             member = member_named(text("client", client))
-            return await self._tell(
+            return await self._change(
                 name, _Wish.GRANT, grant=pb.VolumeGrant(client=member, write=_RIGHTS[rights])
             )
 
@@ -282,23 +282,23 @@ class AsyncVolumes:
         """Take all rights from a client. On return the pool refuses also the files that the client has
         open. `revoked_in_s` of the result is not 0 if a target that does not answer may still accept older
         access tokens."""
-        with as_told(_place(name)):
-            return await self._tell(
+        with as_detailed_os_error(_place(name)):
+            return await self._change(
                 name, _Wish.REVOKE, grant=pb.VolumeGrant(client=member_named(text("client", client)))
             )
 
     async def attach(self, name: str, holder: str) -> Volume:
         """Record that `holder` uses the volume. Without `force` the volume is not removed until that
         holder is detached."""
-        with as_told(_place(name)):
+        with as_detailed_os_error(_place(name)):
             check_holder(holder)
-            return await self._tell(name, _Wish.ATTACH, holder=holder)
+            return await self._change(name, _Wish.ATTACH, holder=holder)
 
     async def detach(self, name: str, holder: str) -> Volume:
         """Record that `holder` does not use the volume. A holder that never did is no error."""
-        with as_told(_place(name)):
+        with as_detailed_os_error(_place(name)):
             check_holder(holder)
-            return await self._tell(name, _Wish.DETACH, holder=holder)
+            return await self._change(name, _Wish.DETACH, holder=holder)
 
     async def remove(self, name: str, *, force: bool = False) -> Volume | None:
         """Remove a volume. On return its name is free; its contents are deleted in the background.
@@ -309,7 +309,7 @@ class AsyncVolumes:
         EBUSY              the volume is attached (ignored with `force`), or files of it are open; the text
                            names the users
         """
-        with as_told(_place(name)):
+        with as_detailed_os_error(_place(name)):
             async with self._named(name) as inode:
                 await self._vfs.meta.release_now(inode)
                 reply = await self._ask(inode, _Wish.REMOVE, force=bool(force))
@@ -319,7 +319,7 @@ class AsyncVolumes:
 
     async def removing(self, inode: int) -> Volume | None:
         """Progress of the removal of a volume; None when the removal is complete."""
-        with as_told():
+        with as_detailed_os_error():
             _check_entry(inode, 1)
             try:
                 return await self._shown(inode)
@@ -330,7 +330,7 @@ class AsyncVolumes:
 
     async def trash(self, name: str) -> builtins.list[TrashEntry]:
         """Entries of the volume's trash, the oldest first."""
-        with as_told(_place(name)):
+        with as_detailed_os_error(_place(name)):
             after = 0
             found: list[pb.TrashEntry] = []
             async with self._named(name) as volume:
@@ -351,13 +351,13 @@ class AsyncVolumes:
         FileExistsError    the name belongs to another entry by now
         FileNotFoundError  the entry is not in the trash, or its directory is deleted for good: pass `to`
         """
-        with as_told(_place(name)):
+        with as_detailed_os_error(_place(name)):
             _check_entry(inode, 1)
             if to is not None:
                 name_bytes(to)
             place = None
             if to is not None:
-                with as_told(to):
+                with as_detailed_os_error(to):
                     if not names_of(to):
                         raise InvalidRequest(
                             f"{to!r} is no name to put it back under; say one in the volume, as "
@@ -385,7 +385,7 @@ class AsyncVolumes:
     async def purge(self, name: str, inode: int = 0) -> int:
         """Delete an entry of the trash for good; 0 deletes all entries. The result is the number of
         deleted entries."""
-        with as_told(_place(name)):
+        with as_detailed_os_error(_place(name)):
             _check_entry(inode, 0)
             purged = 0
             async with self._named(name) as volume:
@@ -491,7 +491,7 @@ class AsyncVolumes:
     async def _shown(self, inode: int) -> Volume:
         return volume_of((await self._ask(inode, _Wish.SHOW)).volume)
 
-    async def _tell(self, name: str, wish: pb.VolumeRequest.Wish, **fields: Any) -> Volume:
+    async def _change(self, name: str, wish: pb.VolumeRequest.Wish, **fields: Any) -> Volume:
         async with self._named(name) as inode:
             reply = await self._ask(inode, wish, **fields)
             return replace(volume_of(reply.volume), revoked_in_s=reply.revoked_in_s)

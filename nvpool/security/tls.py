@@ -200,7 +200,7 @@ class TlsIdentity:
             ) from None
 
     def own_trouble(self) -> str:
-        """Return why peers reject our certificate, as far as this process can tell; otherwise "".
+        """Return why peers reject our certificate, as far as this process knows; otherwise "".
 
         For a connection that ended between handshake and greeting: the event loop's TLS and gRPC close the
         connection without a reason when they reject a certificate.

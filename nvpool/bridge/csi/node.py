@@ -111,11 +111,11 @@ class CsiNode:
             if target in published:
                 holder, there_read_only = published[target]
                 if (use_of(holder), there_read_only) != (use, read_only):
-                    told = "read-only" if there_read_only else "writable"
+                    access = "read-only" if there_read_only else "writable"
                     raise CsiRefusal(
                         StatusCode.ALREADY_EXISTS,
                         f"the volume {name} is published at {target} already, as "
-                        f"{use_of(holder)}, {told}; unpublish it first",
+                        f"{use_of(holder)}, {access}; unpublish it first",
                     )
                 await self._volumes.publish(name, holder, Path(target), there_read_only)
                 return pb.NodePublishVolumeResponse()
@@ -181,16 +181,19 @@ class CsiNode:
         try:
             usage = _usage(await self._volumes.stats(request.volume_id))
             condition = await self._volumes.condition(request.volume_id)
-            told = pb.VolumeCondition(abnormal=condition.abnormal, message=condition.text)
+            health = pb.VolumeCondition(abnormal=condition.abnormal, message=condition.text)
         except Unavailable as error:
-            usage, told = [], pb.VolumeCondition(abnormal=True, message=f"the pool does not answer: {error}")
+            usage, health = (
+                [],
+                pb.VolumeCondition(abnormal=True, message=f"the pool does not answer: {error}"),
+            )
         if path not in await self._volumes.publications(request.volume_id) and not await self._staged(
             request.volume_id, path
         ):
             raise NotFound(
                 f"the volume {request.volume_id} is neither staged nor published at {path} on this node"
             )
-        return pb.NodeGetVolumeStatsResponse(usage=usage, volume_condition=told)
+        return pb.NodeGetVolumeStatsResponse(usage=usage, volume_condition=health)
 
     async def NodeGetCapabilities(
         self, _request: pb.NodeGetCapabilitiesRequest

@@ -71,10 +71,10 @@ def objection(capability: pb.VolumeCapability) -> str:
         return "volumes of nvpool are file systems and no block devices; use volumeMode: Filesystem"
     if capability.access_mode.mode not in SUPPORTED:
         known = dict(Mode.items())
-        told = next(
+        wanted = next(
             (name for name, mode in known.items() if mode == capability.access_mode.mode), "the access mode"
         )
-        return f"{told} is not supported; these are: {', '.join(Mode.Name(mode) for mode in SUPPORTED)}"
+        return f"{wanted} is not supported; these are: {', '.join(Mode.Name(mode) for mode in SUPPORTED)}"
     if capability.mount.fs_type not in _FS_TYPES:
         return f"{shown(capability.mount.fs_type)} is no file system of ours; leave fs_type empty"
     if unknown := [flag for flag in capability.mount.mount_flags if flag not in _MOUNT_FLAGS]:

@@ -56,7 +56,7 @@ async def _shown(place: PoolPath) -> dict[str, Any]:
     from nvpool.cli.pool_path import session
 
     async with session(place.pool, "dir show") as client:
-        return _told(place, await _directory_at(client, place))
+        return _described(place, await _directory_at(client, place))
 
 
 async def _directory_at(client: Client, place: PoolPath) -> Attr:
@@ -71,7 +71,7 @@ async def _directory_at(client: Client, place: PoolPath) -> Attr:
     return attr
 
 
-def _told(place: PoolPath, attr: Attr) -> dict[str, Any]:
+def _described(place: PoolPath, attr: Attr) -> dict[str, Any]:
     import os
 
     from nvpool.client.state.attr_cache import WIDE_FLAG
@@ -148,7 +148,7 @@ async def _set(place: PoolPath, replicas: int, chunk_bytes: int, wide: bool) -> 
             attr = await client.vfs.hand_down(
                 attr.inode, Caller(0, 0), replicas=replicas, chunk_bytes=chunk_bytes
             )
-        return _told(place, attr)
+        return _described(place, attr)
 
 
 async def have_chains(client: Client, pool: str, replicas: int) -> None:

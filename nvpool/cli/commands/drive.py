@@ -150,12 +150,12 @@ async def wait_for_none(
     title: str,
     quiet: bool,
     left: Callable[[dict[str, Any]], int],
-    tell: Callable[[dict[str, Any]], str],
+    detail: Callable[[dict[str, Any]], str],
     instead: Callable[[], dict[str, Any] | None] = lambda: None,
 ) -> dict[str, Any]:
     """Wait until `left` returns 0 for the status, and return that status.
 
-    Meanwhile the progress and the text of `tell` are shown. The pool may be unavailable for a while
+    Meanwhile the progress and the text of `detail` are shown. The pool may be unavailable for a while
     (`instead` is as for `statuses`); any other error ends the wait.
     """
     from nvpool.cli.pool_connection import statuses
@@ -179,13 +179,13 @@ async def wait_for_none(
             if quiet and stall.is_due(now_s):
                 say(
                     f"{title}: {left(seen)} left, "
-                    + ", ".join(word for word in (stall.text(now_s), tell(seen)) if word)
+                    + ", ".join(word for word in (stall.text(now_s), detail(seen)) if word)
                 )
 
     def look() -> Look:
         if not seen:
             return Look(0, None, in_bytes=False)
-        words = (stall.text(SYSTEM_CLOCK.boottime_s()), tell(seen))
+        words = (stall.text(SYSTEM_CLOCK.boottime_s()), detail(seen))
         return Look(most - left(seen), most, ", ".join(word for word in words if word), in_bytes=False)
 
     return await shown(title, watch(), look, quiet=quiet)
@@ -336,7 +336,7 @@ def add(pool: str, path: str, size: int, force: bool, wait: bool, as_json: bool)
 
 
 @contextlib.contextmanager
-def told_to_go_on(what: str, look: str, cancel: str = "") -> Iterator[None]:
+def note_on_interrupt(what: str, look: str, cancel: str = "") -> Iterator[None]:
     """On Ctrl-C, print that `what` continues in the pool, and how to look at it and cancel it.
 
     `look` and `cancel` are commands; an empty `cancel` means that there is none.
@@ -358,7 +358,7 @@ def _end(
     cancel: str = "",
 ) -> None:
     if wait:
-        with told_to_go_on(title, f"nvpool drive ls {pool}", cancel):
+        with note_on_interrupt(title, f"nvpool drive ls {pool}", cancel):
             seen = asyncio.run(wait_until_moved(pool, title, as_json, drive))
         result["drives"] = seen["drives"]
         result["chains"] = seen["chains"]

@@ -418,9 +418,9 @@ def _left(one: dict[str, Any]) -> str:
 
 def _end(pool: str, done: dict[str, Any], wait: bool, as_json: bool, title: str, cancel: str = "") -> None:
     if wait:
-        from nvpool.cli.commands.drive import told_to_go_on
+        from nvpool.cli.commands.drive import note_on_interrupt
 
-        with told_to_go_on(title, f"nvpool node ls {pool}", cancel):
+        with note_on_interrupt(title, f"nvpool node ls {pool}", cancel):
             done |= asyncio.run(_wait_until_done(pool, done["node"], title, as_json))
         if not as_json:
             say(
@@ -453,14 +453,14 @@ async def _wait_until_done(pool: str, number: int, title: str, quiet: bool) -> d
         )
         return moving + also
 
-    def tell(seen: dict[str, Any]) -> str:
+    def detail(seen: dict[str, Any]) -> str:
         one = found(seen)
         if one["wish"] in ("", "removed"):
             return moving_on(seen)
         words = [_left(one), moving_on(seen, [*one["primaries"], *one["standbys"]])]
         return ", ".join(word for word in words if word not in ("", NOTHING))
 
-    return found(await wait_for_none(pool, title, quiet, left, tell, lambda: ended_drained(pool, number)))
+    return found(await wait_for_none(pool, title, quiet, left, detail, lambda: ended_drained(pool, number)))
 
 
 def ended_drained(pool: str, number: int) -> dict[str, Any] | None:
@@ -559,9 +559,9 @@ def rack(pool: str, number: int, rack: str, wait: bool, as_json: bool) -> None:
             f"node {number} stands in rack {rack}" if rack else f"node {number} stands in a rack of its own"
         )
     if wait:
-        from nvpool.cli.commands.drive import told_to_go_on, wait_until_moved
+        from nvpool.cli.commands.drive import note_on_interrupt, wait_until_moved
 
-        with told_to_go_on(
+        with note_on_interrupt(
             "moving chains", f"nvpool pool rebalance {pool} --status", f"nvpool pool rebalance {pool} --pause"
         ):
             asyncio.run(wait_until_moved(pool, "moving chains", as_json))

@@ -9,7 +9,7 @@ from typing import Any
 import click
 from msgspec.structs import replace
 
-from nvpool.cli.commands.drive import ByteSize, time_left, told_to_go_on, wait_option, wait_until_moved
+from nvpool.cli.commands.drive import ByteSize, note_on_interrupt, time_left, wait_option, wait_until_moved
 from nvpool.cli.output import CommandFunction, Number, completed, json_option, pool_argument, print_json, say
 from nvpool.core import config as configuration
 from nvpool.core.errors import InUse, InvalidRequest, Refused
@@ -311,7 +311,7 @@ def rebalance(
     if start:
         asyncio.run(change(pool, "rebalance", {}))
     if wait:
-        with told_to_go_on(
+        with note_on_interrupt(
             "moving chains", f"nvpool pool rebalance {pool} --status", f"nvpool pool rebalance {pool} --pause"
         ):
             asyncio.run(wait_until_moved(pool, "moving chains", as_json))

@@ -119,7 +119,7 @@ def _line(one: dict[str, Any], now_ms: int) -> tuple[str | int | None, ...]:
 @scrub.command(
     epilog="""\b
 exit codes: with --wait 4 if bad blocks were found that are not repaired
---json prints targets (that were told) and silent (number: reason); with --wait also scrub, as nvpool scrub status --json
+--json prints targets (that got the order) and silent (number: reason); with --wait also scrub, as nvpool scrub status --json
 
 \b
 examples:
@@ -145,7 +145,7 @@ def start(pool: str, drive: str | None, target: int | None, wait: bool, as_json:
     return EXIT_DAMAGED if any(one["last_bad"] > one["last_mended"] for one in found) else 0
 
 
-_TOLD = {
+_ORDER_TEXT = {
     "start": "scrubbing started on",
     "pause": "scrubbing is paused on",
     "resume": "scrubbing continues on",
@@ -166,12 +166,14 @@ def _order(
         print_json(result)
     elif not quiet and result["targets"]:
         targets = sorted(result["targets"])
-        click.echo(f"{_TOLD[order]} target{'' if len(targets) == 1 else 's'} {', '.join(map(str, targets))}")
+        click.echo(
+            f"{_ORDER_TEXT[order]} target{'' if len(targets) == 1 else 's'} {', '.join(map(str, targets))}"
+        )
         say(f"look with: nvpool scrub status {pool}")
     elif not quiet:
-        click.echo("no target was told")
+        click.echo("no target got the order")
     for number, reason in result["silent"].items():
-        say(f"target {number} was not told: {reason}")
+        say(f"target {number} did not get the order: {reason}")
     return result
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from nvpool.cli.commands.drive import PAUSED, told_to_go_on, wait_option
+from nvpool.cli.commands.drive import PAUSED, note_on_interrupt, wait_option
 from nvpool.cli.output import completed, json_option, pool_argument, print_json, print_table, say
 
 shard_argument = click.argument("shard", metavar="SHARD", type=click.IntRange(1))
@@ -139,7 +139,7 @@ def _end(
     come: int | None = None,
 ) -> None:
     if wait:
-        with told_to_go_on(title, f"nvpool shard ls {pool}"):
+        with note_on_interrupt(title, f"nvpool shard ls {pool}"):
             result["shards"] = asyncio.run(wait_until_moved(pool, title, as_json, gone, come))
         if not as_json:
             say(f"{title}: done")

@@ -32,7 +32,7 @@ from nvpool.core.units import format_bytes
   chains      replicas (counts that there are chains for), total, full, fewer (than they shall have copies), without (any that
               serves), filling, to_copy (copies still to be made), bytes_left (an estimate), seconds_left (null: not known),
               paused, limit_bytes_s
-  problems    sentences; none when all is well. Plain text, which is a choice, is told in health alone
+  problems    sentences; none when all is well. Plain text, which is a choice, is reported in health alone
   health      exit_code (of this command), problems: of each kind, severity (unavailable, degraded, damaged, notice), node,
               name (of the process), target, drive, shard, member (null: it concerns none), count (chains, standbys),
               reason, remedy (what to run or do; empty: nothing), since_ms (since when that node knows of it), text (the

@@ -113,7 +113,7 @@ async def _watch(
 def _print_object(seen: IoRates, rows: list[Rates], by: str, once: bool) -> None:
     import json
 
-    told = {
+    snapshot = {
         "interval_s": round(seen.interval_s, 3),
         "by": by,
         "silent": seen.silent,
@@ -133,9 +133,9 @@ def _print_object(seen: IoRates, rows: list[Rates], by: str, once: bool) -> None
         ],
     }
     if once:
-        print_json(told)
+        print_json(snapshot)
     else:
-        click.echo(json.dumps(told))
+        click.echo(json.dumps(snapshot))
 
 
 def _cells(row: Rates) -> tuple[str | None, ...]:
@@ -186,10 +186,10 @@ class _Screen:
         from rich.table import Table
         from rich.text import Text
 
-        told = f"{len(rows)} {self._by}s, the last {seen.interval_s:.1f} s; Ctrl-C ends this"
+        title = f"{len(rows)} {self._by}s, the last {seen.interval_s:.1f} s; Ctrl-C ends this"
         if seen.silent:
-            told += f"; no answer from target {', '.join(map(str, seen.silent))}"
-        table = Table(title=Text(told), title_justify="left", box=None, header_style="bold", pad_edge=False)
+            title += f"; no answer from target {', '.join(map(str, seen.silent))}"
+        table = Table(title=Text(title), title_justify="left", box=None, header_style="bold", pad_edge=False)
         table.add_column(self._by, overflow="ellipsis", ratio=1, no_wrap=True)
         for column in COLUMNS:
             table.add_column(column, justify="right", no_wrap=True)

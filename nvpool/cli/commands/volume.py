@@ -107,7 +107,7 @@ def _of(used: int, most: int, bytes_: bool) -> str:
     return f"{shown(used)} of {shown(most)}" if most else shown(used)
 
 
-def _told(found: Volume, as_json: bool) -> None:
+def _print_volume(found: Volume, as_json: bool) -> None:
     if found.revoked_in_s:
         say(
             f"a target has not answered: what was taken back it may still allow for up to {found.revoked_in_s} s; see which: "
@@ -213,7 +213,7 @@ def create(
         if created
         else f"volume {name} is there already, as asked for; nothing was changed"
     )
-    _told(found, as_json)
+    _print_volume(found, as_json)
 
 
 @volume.command(
@@ -261,7 +261,7 @@ example: nvpool volume show /srv/pool scratch --json
 @json_option
 def show(pool: str, name: str, as_json: bool) -> None:
     """Show a volume: quota, use, rights, and who uses it."""
-    _told(carry_out(pool, "volume show", lambda volumes: volumes.show(name)), as_json)
+    _print_volume(carry_out(pool, "volume show", lambda volumes: volumes.show(name)), as_json)
 
 
 @volume.command(
@@ -278,7 +278,7 @@ def resize(pool: str, name: str, size: int | None, files: int | None, as_json: b
     """Change the quota of a volume, while it is in use. The quota can not be smaller than the use."""
     if size is None and files is None:
         raise click.UsageError("say --size or --files")
-    _told(
+    _print_volume(
         carry_out(
             pool, "volume resize", lambda volumes: volumes.resize(name, bytes_max=size, files_max=files)
         ),
@@ -309,7 +309,7 @@ def set_(pool: str, name: str, trash: int | None, access: str | None, as_json: b
     """Change how long a volume keeps removed files, and which clients it admits."""
     if trash is None and access is None:
         raise click.UsageError("say --trash or --access")
-    _told(
+    _print_volume(
         carry_out(pool, "volume set", lambda volumes: volumes.set(name, trash_s=trash, access=access)),
         as_json,
     )
@@ -325,7 +325,7 @@ example: nvpool volume seal /srv/pool imagenet
 @json_option
 def seal(pool: str, name: str, as_json: bool) -> None:
     """Make the contents of a volume immutable, for ever. No file of the volume may be open."""
-    _told(carry_out(pool, "volume seal", lambda volumes: volumes.seal(name)), as_json)
+    _print_volume(carry_out(pool, "volume seal", lambda volumes: volumes.seal(name)), as_json)
 
 
 @volume.command(
@@ -352,7 +352,9 @@ def grant(pool: str, name: str, client: str, rights: str, force: bool, as_json: 
     """Grant a client the right to read a volume (ro), or to read and write it (rw)."""
     if not force:
         _check_client(pool, client)
-    _told(carry_out(pool, "volume grant", lambda volumes: volumes.grant(name, client, rights)), as_json)
+    _print_volume(
+        carry_out(pool, "volume grant", lambda volumes: volumes.grant(name, client, rights)), as_json
+    )
 
 
 @volume.command(
@@ -383,7 +385,7 @@ def revoke(pool: str, name: str, client: str, as_json: bool) -> None:
             )
         return after
 
-    _told(carry_out(pool, "volume revoke", run), as_json)
+    _print_volume(carry_out(pool, "volume revoke", run), as_json)
 
 
 def _check_client(pool: str, client: str) -> None:
@@ -439,12 +441,12 @@ def remove(pool: str, name: str, force: bool, wait: bool, as_json: bool) -> None
             if not wait or not going:
                 raise
         begun = True
-        left, told_s = going[-1], SYSTEM_CLOCK.boottime_s()
+        left, said_s = going[-1], SYSTEM_CLOCK.boottime_s()
         while wait and left is not None:
             await asyncio.sleep(_STEP_S)
             left = await volumes.removing(left.inode)
-            if left is not None and SYSTEM_CLOCK.boottime_s() - told_s > 1.0:
-                told_s = SYSTEM_CLOCK.boottime_s()
+            if left is not None and SYSTEM_CLOCK.boottime_s() - said_s > 1.0:
+                said_s = SYSTEM_CLOCK.boottime_s()
                 say(f"{left.files_used} of {left.files_removing} files left")
         return left
 

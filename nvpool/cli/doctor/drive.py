@@ -34,28 +34,28 @@ def mount_of(path: Path, all_mounts: Iterable[Mount] | None = None) -> Mount:
 
 def file_system(path: Path, found: Mount) -> Check:
     name = f"file system of {path}"
-    told = f"{found.type} on {found.source} ({found.options})"
+    seen = f"{found.type} on {found.source} ({found.options})"
     options = set(found.options.split(","))
     if found.type in _OF_MEMORY:
-        return bad(name, told, "what is stored there is gone with the next loss of power: use a drive")
+        return bad(name, seen, "what is stored there is gone with the next loss of power: use a drive")
     if found.type.split(".")[0] in _OF_THE_NETWORK:
         return bad(
             name,
-            told,
+            seen,
             "use a drive of this machine: what a server on the network has in memory no fdatasync reaches "
             "for sure",
         )
     if found.type == "overlay":
-        return warn(name, told, "this is the layer of a container: give it a volume or a device of its own")
+        return warn(name, seen, "this is the layer of a container: give it a volume or a device of its own")
     if options & set(_WITHOUT_BARRIERS):
         return bad(
-            name, told, "without barriers a loss of power takes what was synced: mount it with barriers"
+            name, seen, "without barriers a loss of power takes what was synced: mount it with barriers"
         )
     if "sync" in options:
-        return warn(name, told, "every write waits: mount it without sync")
+        return warn(name, seen, "every write waits: mount it without sync")
     if found.type not in ("ext4", "xfs"):
-        return warn(name, told, "nvpool is tested on ext4 and xfs")
-    return ok(name, told)
+        return warn(name, seen, "nvpool is tested on ext4 and xfs")
+    return ok(name, seen)
 
 
 def _queue(device: int, root: Path) -> Path | None:
@@ -138,18 +138,20 @@ def space(path: Path, what: str, found: tuple[int, int] | None = None) -> Check:
         seen = os.statvfs(path)
         found = seen.f_bavail * seen.f_frsize, seen.f_blocks * seen.f_frsize
     free, total = found
-    told = f"{format_bytes(free)} of {format_bytes(total)} are free"
+    free_text = f"{format_bytes(free)} of {format_bytes(total)} are free"
     if free < FREE_BAD * total:
         return bad(
             f"space of {what}",
-            told,
+            free_text,
             "remove what is not the pool's, or add a drive (nvpool drive add POOL PATH)",
         )
     if free < FREE_WARN * total:
         return warn(
-            f"space of {what}", told, "add a drive (nvpool drive add POOL PATH), or remove what is not needed"
+            f"space of {what}",
+            free_text,
+            "add a drive (nvpool drive add POOL PATH), or remove what is not needed",
         )
-    return ok(f"space of {what}", told)
+    return ok(f"space of {what}", free_text)
 
 
 def apart(paths: Iterable[Path]) -> Check:

@@ -196,7 +196,7 @@ def clock_synchronized(status: int | None = None) -> Check:
             "clock",
             "nothing keeps it right",
             "timedatectl set-ntp true, or run chrony: times of files and the ends "
-            "of certificates are told by it",
+            "of certificates depend on it",
         )
     return ok("clock", "it is kept right")
 
@@ -237,14 +237,14 @@ def memory(root: Path) -> Check:
             limit = min(limit or int(text), int(text))
         place = place.parent
     least = min(total, limit) if limit else total
-    told = format_bytes(total) + (
+    seen = format_bytes(total) + (
         f", of which the control group allows {format_bytes(limit)}" if limit else ""
     )
     if least < MEMORY_MIN:
         return warn(
-            "memory", told, "daemons and their caches want 2 GiB and more: raise memory.max, or add memory"
+            "memory", seen, "daemons and their caches want 2 GiB and more: raise memory.max, or add memory"
         )
-    return ok("memory", told)
+    return ok("memory", seen)
 
 
 def governor(root: Path) -> Check:
@@ -284,15 +284,15 @@ def packet_sizes(root: Path) -> Check:
         for name, place in _interfaces(root).items()
         if (place / "device").exists()
     }
-    told = ", ".join(f"{name} {size}" for name, size in found.items()) or "no network device that is up"
+    seen = ", ".join(f"{name} {size}" for name, size in found.items()) or "no network device that is up"
     if len(set(found.values())) > 1:
         return warn(
             "packet size",
-            told,
+            seen,
             "let all ports of the storage network have one MTU (ip link set DEV mtu 9000), here "
             "and at the switch",
         )
-    return ok("packet size", told)
+    return ok("packet size", seen)
 
 
 def link_speeds(root: Path) -> Check:
@@ -304,10 +304,10 @@ def link_speeds(root: Path) -> Check:
             continue  # a virtual interface
         if speed > 0 and (place / "device").exists():
             found[name] = speed
-    told = ", ".join(f"{name} {speed} Mbit/s" for name, speed in found.items()) or "not known here"
+    seen = ", ".join(f"{name} {speed} Mbit/s" for name, speed in found.items()) or "not known here"
     if found and max(found.values()) < LINK_MBIT_GOOD:
-        return warn("links", told, "one NVMe drive reads faster than that: use ports of 10 Gbit/s and more")
-    return ok("links", told)
+        return warn("links", seen, "one NVMe drive reads faster than that: use ports of 10 Gbit/s and more")
+    return ok("links", seen)
 
 
 def retransmits(root: Path) -> Check:
@@ -316,14 +316,14 @@ def retransmits(root: Path) -> Check:
     ]
     words = dict(zip(lines[0][1:], map(int, lines[1][1:]), strict=True))
     sent, again = words["OutSegs"], words["RetransSegs"]
-    told = f"{again} of {sent} segments were sent again"
+    seen = f"{again} of {sent} segments were sent again"
     if sent >= SEGMENTS_MIN and again / sent > RETRANSMITTED_MAX:
         return warn(
             "retransmits",
-            told,
+            seen,
             "packets are lost: look at cables, flow control and drops (ethtool -S, nstat)",
         )
-    return ok("retransmits", told)
+    return ok("retransmits", seen)
 
 
 def rdma_devices(root: Path) -> Check:
@@ -334,10 +334,10 @@ def rdma_devices(root: Path) -> Check:
     seen = next(one.seen for one in found if one.name == "devices")
     complaints = [one for one in found if one.state != OK]
     if complaints:
-        told = ", ".join(f"{one.name} {one.state}" for one in complaints)
+        detail = ", ".join(f"{one.name} {one.state}" for one in complaints)
         return warn(
             "rdma",
-            f"{seen}; {told}",
+            f"{seen}; {detail}",
             "nvpool doctor rdma says what to change; other transports are used meanwhile",
         )
     return ok("rdma", seen)

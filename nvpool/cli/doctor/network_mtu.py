@@ -57,11 +57,11 @@ class Path(NamedTuple):
 
 
 def judge(path: Path) -> Check:
-    name, told = f"path to {path.host}", f"packets of {path.agreed} bytes"
+    name, packets = f"path to {path.host}", f"packets of {path.agreed} bytes"
     if path.answers and not path.arrives:
         return bad(
             name,
-            f"{told} do not arrive, and small ones do",
+            f"{packets} do not arrive, and small ones do",
             f"large transfers stand still: let the interfaces at both ends and all switches in between take "
             f"{path.agreed} bytes, or set a smaller MTU at both ends (ip link set DEV mtu 1500)",
         )
@@ -73,9 +73,9 @@ def judge(path: Path) -> Check:
         )
     return ok(
         name,
-        f"{told} arrive"
+        f"{packets} arrive"
         if path.arrives
-        else f"it is not known whether {told} arrive: no datagram is answered",
+        else f"it is not known whether {packets} arrive: no datagram is answered",
     )
 
 

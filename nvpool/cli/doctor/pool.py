@@ -124,52 +124,52 @@ def versions(found: dict[str, str]) -> Check:
             ", ".join(f"{name}: {text}" for name, text in sorted(found.items())),
             "upgrade the nodes that are behind, one after the other",
         )
-    return ok("versions", ", ".join(sorted(set(found.values()))) or "nobody has told")
+    return ok("versions", ", ".join(sorted(set(found.values()))) or "no node has reported")
 
 
 def skews(found: dict[str, float]) -> Check:
     """Check the clocks. `found`: node -> seconds by which its clock is ahead of this machine's."""
     if not found:
-        return ok("clocks", "no node has told")
-    told = ", ".join(f"{name} {seconds:+.1f} s" for name, seconds in sorted(found.items()))
+        return ok("clocks", "no node has reported")
+    seen = ", ".join(f"{name} {seconds:+.1f} s" for name, seconds in sorted(found.items()))
     worst = max(map(abs, found.values()))
     if worst > SKEW_BAD_S:
         return bad(
             "clocks",
-            told,
+            seen,
             "certificates are judged by the clock: set it right on all nodes (chrony, timesyncd)",
         )
     if worst > SKEW_WARN_S:
-        return warn("clocks", told, "times of files differ by so much: run chrony or timesyncd on all nodes")
-    return ok("clocks", told)
+        return warn("clocks", seen, "times of files differ by so much: run chrony or timesyncd on all nodes")
+    return ok("clocks", seen)
 
 
 def certificates(found: dict[str, Described], now_s: float) -> Iterator[Check]:
     """Check the life time of certificates. `found`: file name -> its certificate."""
     for name, one in sorted(found.items()):
         left_s, is_authority = one.ends_s - now_s, name.endswith("authority.crt")
-        told = (
+        seen = (
             f"it is good for {left_s / 86_400:.1f} days"
             if left_s > 0
             else f"it ended {-left_s / 86_400:.1f} days ago"
         )
         state = state_of("authority" if is_authority else "member", one.begins_s, one.ends_s, now_s)
         if state == "well":
-            yield ok(f"certificate {name}", told)
+            yield ok(f"certificate {name}", seen)
         elif is_authority:
             yield (warn if state == "notice" else bad)(
-                f"certificate {name}", told, remedy_of("authority", "POOL")
+                f"certificate {name}", seen, remedy_of("authority", "POOL")
             )
         elif state == "ended":
             yield bad(
                 f"certificate {name}",
-                told,
+                seen,
                 "see that the clock is right; else take the node out and let it join anew",
             )
         else:
             yield (warn if state == "notice" else bad)(
                 f"certificate {name}",
-                told,
+                seen,
                 "it was to be renewed by itself: nvpool status and the logs say why it was not; "
                 "try nvpool cert rotate POOL",
             )
@@ -295,7 +295,7 @@ def metrics(listen: str) -> Check:
             f"whoever reaches {listen} may read them, without a password",
             "listen on a port of this machine alone (a number), or at unix:/PATH, and put a proxy with TLS before it",
         )
-    return ok("metrics", f"told at {listen}, to this machine alone" if listen else "told to nobody by HTTP")
+    return ok("metrics", f"served at {listen}, to this machine alone" if listen else "not served by HTTP")
 
 
 async def _asked(pool: str, status: dict[str, Any]) -> tuple[dict[str, str], dict[str, float]]:

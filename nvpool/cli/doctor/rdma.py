@@ -50,12 +50,12 @@ def _devices(root: Path, devices: list[str]) -> Check:
         return Check(
             "devices", OK, "no InfiniBand or RoCE device in /sys/class/infiniband: other transports are used"
         )
-    told = [
+    described = [
         f"{device} ({_text(root / 'sys/class/infiniband' / device / 'board_id') or 'unknown board'}, firmware "
         f"{_text(root / 'sys/class/infiniband' / device / 'fw_ver') or 'unknown'})"
         for device in devices
     ]
-    return Check("devices", OK, ", ".join(told))
+    return Check("devices", OK, ", ".join(described))
 
 
 def _link(port: Path, name: str) -> Check:
@@ -162,5 +162,5 @@ def _ucx(wanted: bool) -> Iterator[Check]:
                 f"UCX {name}",
                 BAD if needed else OK,
                 str(error),
-                "see the lines above; `ucx_info -d` of the same UCX tells more" if needed else "",
+                "see the lines above; `ucx_info -d` of the same UCX shows more" if needed else "",
             )

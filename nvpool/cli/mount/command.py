@@ -250,8 +250,8 @@ def _upgrade(mountpoint: str, wait_s: float, as_json: bool) -> None:
     if as_json:
         print_json({"mountpoint": str(place_of(mountpoint)), "pid": done.pid, "pause_ms": done.pause_ms})
     else:
-        told = f", after a pause of {done.pause_ms} ms" if done.pause_ms is not None else ""
-        click.echo(f"process {done.pid} serves {mountpoint} now{told}")
+        pause_text = f", after a pause of {done.pause_ms} ms" if done.pause_ms is not None else ""
+        click.echo(f"process {done.pid} serves {mountpoint} now{pause_text}")
 
 
 def log_of(pool: str, place: str) -> Path:

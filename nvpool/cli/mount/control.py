@@ -145,7 +145,7 @@ def unmount(mountpoint: str, lazy: bool = False, wait_s: float = 60.0) -> bool:
     process that was killed while it notified the kernel may keep the kernel's connection open.
 
     On return the daemon has stored all data and exited, except after a lazy unmount, where nothing waits for
-    the daemon. If another mount name space has a copy of the mount, the daemon is told to exit.
+    the daemon. If another mount name space has a copy of the mount, the daemon is requested to exit.
 
     DeadlineExceeded: the daemon did not exit within `wait_s`, plus LOOK_S for the check of a hung mount; the
     mount point is free. InUse: files are open and `lazy` is not set. NotFound: nothing is mounted there.

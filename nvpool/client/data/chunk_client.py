@@ -137,8 +137,8 @@ class ChunkClient(BeginsWrites):
         self._flushing = StoreCommit(view, clock, call=self._call, pause=self._pause)
         self.short = ShortCut(dialer, options, clock, epoch=lambda: self.epoch, find_lane=self.find_lane)
         self.map_changed_files: Callable[[], None] = lambda: None
-        self.path_told: Callable[[int], str] = lambda inode: ""
-        """The log text about the path of a damaged file, printed behind its inode. See KnownPaths.told."""
+        self.path_text: Callable[[int], str] = lambda inode: ""
+        """The log text about the path of a damaged file, printed behind its inode. See KnownPaths.log_text."""
         self.counters = {"reads": 0, "messages": 0, "writes": 0, "repeats": 0, "mismatches": 0}
         view.changed.append(self._map_changed)
 
@@ -463,7 +463,7 @@ class ChunkClient(BeginsWrites):
                     "target %s has no good bytes of inode %d%s, chunk %d, offset %d (%d bytes)",
                     ", ".join(map(str, targets)) or "?",
                     job.file.inode,
-                    self.path_told(job.file.inode),
+                    self.path_text(job.file.inode),
                     job.index,
                     job.offset,
                     job.length,

@@ -68,7 +68,7 @@ class StoreCommit:
         return found
 
     def _lost(self, chains: Mapping[WrittenAt, int | None], epoch: int) -> set[WrittenAt] | None:
-        """Chains that have lost unstable writes; None if only a map of `epoch` can tell."""
+        """Chains that have lost unstable writes; None if a map of `epoch` is needed to know."""
         if self._view.map.epoch < epoch:
             return None
         tables = self._view.map.table_by_id

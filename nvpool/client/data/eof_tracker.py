@@ -1,6 +1,6 @@
 """Ends of files since chains lost data (poolmap/chains/data_loss): nothing was lost behind such an end.
 
-Used by the chunk client for writes that change a part of a block, if the store cannot tell whether the rest
+Used by the chunk client for writes that change a part of a block, if the store does not know whether the rest
 of the block was lost.
 """
 

@@ -99,7 +99,7 @@ class SecondReads:
                     continue
                 second = self._ask(job, sent, lane, min(job.deadline_s, self._clock.boottime_s() + SECOND_S))
                 ended = asyncio.get_running_loop().create_future()
-                second.on_end = partial(_told, ended, second.on_end)
+                second.on_end = partial(_complete_and_wake, ended, second.on_end)
                 if not second.done():
                     await ended
                 _, error = second.outcome
@@ -111,7 +111,7 @@ class SecondReads:
                 log.debug("another replica of chunk %d of inode %d: %s", job.index, job.file.inode, error)
 
 
-def _told(
+def _complete_and_wake(
     ended: asyncio.Future, also: Callable[..., None], found: memoryview | None, error: BaseException | None
 ) -> None:
     also(found, error)

@@ -53,7 +53,7 @@ class Replicas:
         self._view = view
         self._now_s = clock.boottime_s
         self._host_id = host_id
-        self._rack_told = rack
+        self._configured_rack = rack
         self._lane = lane
         self._distances: dict[int, int] = {}
         self.several = False
@@ -62,7 +62,7 @@ class Replicas:
 
     def use_map(self, pool_map: PoolMap) -> None:
         here = [node for node in pool_map.nodes if self._host_id and node.host_id == self._host_id]
-        rack = here[0].rack if here else self._rack_told
+        rack = here[0].rack if here else self._configured_rack
         self._distances = {
             node.id: HERE if node in here else SAME_RACK if rack and node.rack == rack else ELSEWHERE
             for node in pool_map.nodes

@@ -126,14 +126,14 @@ class BlockLocations:
         "bytes",
         "used",
         "read_bytes",
-        "told",
+        "reported",
     )
 
     def __init__(self, file: OpenInode, index: int, source: Source):
         self.file = file
         self.index = index
         self.source = source
-        self.used = self.read_bytes = self.told = 0
+        self.used = self.read_bytes = self.reported = 0
         """Reads since the location was fetched or renewed; unreported bytes; reads that were reported."""
 
 
@@ -570,7 +570,7 @@ class ShortCut:
                 self.counters["located"] += 1
             located.until, located.slot, located.stamp = sent_s + life_ms / 1000, slot, stamp
             self._note_reads(located)
-            located.used = located.told = 0
+            located.used = located.reported = 0
             file.located[index] = located  # last, because other threads read it
             self._order.append((located.until, located))
         while self._bytes > self._bytes_max and self._order:
@@ -584,9 +584,9 @@ class ShortCut:
         """
         if located.read_bytes:
             figures = located.source.past.setdefault(located.file.inode, [0, 0])
-            figures[0] += located.used - located.told
+            figures[0] += located.used - located.reported
             figures[1] += located.read_bytes
-            located.told, located.read_bytes = located.used, 0
+            located.reported, located.read_bytes = located.used, 0
 
     def _drop(self, located: BlockLocations) -> None:
         self._note_reads(located)

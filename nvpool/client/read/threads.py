@@ -94,7 +94,7 @@ class ThreadReads:
             or offset < 0
             or length <= 0
             or file.lost
-            or file.untold
+            or file.unreported
             or (file.encrypted and file.key is None)
         ):
             return None

@@ -38,10 +38,10 @@ class Releasing:
             state.open[inode] = left
         else:
             state.open.pop(inode, None)
-        untold = state.untold.pop(inode, 0)
-        if untold > count:
-            state.untold[inode] = untold - count
-        count -= min(untold, count)
+        unreported = state.unreported.pop(inode, 0)
+        if unreported > count:
+            state.unreported[inode] = unreported - count
+        count -= min(unreported, count)
         if not state.session or not count:
             return
         self._release_at(state, [inode] * count)

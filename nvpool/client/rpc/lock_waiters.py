@@ -40,11 +40,11 @@ class LockTurns:
         A caller that stops waiting for another reason must call `give_up`.
         """
         waiting = self._at(inode)
-        told = asyncio.get_running_loop().create_future()
-        waiting.turns[ticket] = inode, told
+        notified = asyncio.get_running_loop().create_future()
+        waiting.turns[ticket] = inode, notified
         self._ask_anew(waiting)
         try:
-            await told
+            await notified
         finally:
             waiting.turns.pop(ticket, None)
 

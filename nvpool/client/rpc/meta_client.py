@@ -53,8 +53,8 @@ NOBODY = 0
 _SEQUENCES_PER_LIFE_BITS = 36
 
 
-_TELLS_WHO = frozenset((wire_pb2.META_OPEN_SESSION, wire_pb2.META_RENEW_SESSION))
-_ASKS_NOT_WHO = _TELLS_WHO | {wire_pb2.META_CLOSE_SESSION, wire_pb2.META_WATCH}
+_RETURNS_INCARNATION = frozenset((wire_pb2.META_OPEN_SESSION, wire_pb2.META_RENEW_SESSION))
+_NEEDS_NO_INCARNATION = _RETURNS_INCARNATION | {wire_pb2.META_CLOSE_SESSION, wire_pb2.META_WATCH}
 
 
 class MetaClient(Begins, Releasing):
@@ -92,7 +92,7 @@ class MetaClient(Begins, Releasing):
         self.leases = Leases(clock, options.cached_entries, lambda inode: self._shard_of(inode).watch)
         self.ended: Callable[[list[int]], Awaitable[None]] = _nothing
         """Called with inodes whose leases were recalled because another client is about to change them."""
-        self.told: Callable[[list[int]], None] = lambda inodes: None
+        self.on_opens_reported: Callable[[list[int]], None] = lambda inodes: None
         """Called with inodes whose opens by a lease are now reported to the shard."""
         self.moved = Moved(self, view.map, self._shards, clock, options.deadline_s, self._state)
         view.changed.append(self.moved.use_map)
@@ -294,11 +294,11 @@ class MetaClient(Begins, Releasing):
             not shard.standbys
             and state.met is not connection
             and state.session
-            and method not in _ASKS_NOT_WHO
+            and method not in _NEEDS_NO_INCARNATION
         ):
             await self._meet(state, connection, deadline_s)
         reply = await self.primaries.call(connection, method, request.SerializeToString(), deadline_s)
-        if method in _TELLS_WHO:
+        if method in _RETURNS_INCARNATION:
             state.met = connection
         return reply.message
 
@@ -449,7 +449,9 @@ class MetaClient(Begins, Releasing):
             async with asyncio.timeout(max(0.0, deadline_s - self._clock.boottime_s())):
                 await asyncio.shield(asked)
         except TimeoutError:
-            raise DeadlineExceeded("the shard has not told yet who it is", may_be_applied=False) from None
+            raise DeadlineExceeded(
+                "the shard has not confirmed the session yet", may_be_applied=False
+            ) from None
         except asyncio.CancelledError:
             if not asked.cancelled() or asyncio.current_task().cancelling():
                 raise
@@ -497,7 +499,7 @@ class MetaClient(Begins, Releasing):
             )
             state.slot_count = len(last)
             state.earlier, state.unnamed, state.taken_up = None, False, state.generation
-            state.untold.clear()
+            state.unreported.clear()
             if state.given_up:
                 self._release_at(state, [])
         if self._kept is not None:
@@ -550,11 +552,11 @@ class MetaClient(Begins, Releasing):
             return await self._send(state, wire_pb2.META_WATCH, request, deadline_s)
 
         async def ended(inodes: list[int]) -> None:
-            told = not state.untold.keys().isdisjoint(inodes)
+            has_unreported = not state.unreported.keys().isdisjoint(inodes)
             await self.ended(inodes)
-            if told:
+            if has_unreported:
                 try:
-                    await self._tell(state)
+                    await self._report_opens(state)
                 except NvpoolError:
                     pass  # the next reader of these files validates first
 
@@ -597,7 +599,7 @@ class MetaClient(Begins, Releasing):
             # registrations that the shard has forgotten: released now, they would end the new ones that
             # follow
             state.released.clear()
-            state.untold.clear()
+            state.unreported.clear()
             state.arrived.clear()
         opened = [inode for inode, count in state.open.items() for _ in range(count)] if again else []
         session = state.session
@@ -639,34 +641,34 @@ class MetaClient(Begins, Releasing):
         """
         state = self._shard_of(inode)
         state.open[inode] = state.open.get(inode, 0) + 1
-        state.untold[inode] = state.untold.get(inode, 0) + 1
+        state.unreported[inode] = state.unreported.get(inode, 0) + 1
         if now:
-            state.tell_now.set()
-        if state.telling is None or state.telling.done():
-            state.telling = asyncio.create_task(self._tell_soon(state))
+            state.report_now.set()
+        if state.reporting is None or state.reporting.done():
+            state.reporting = asyncio.create_task(self._report_opens_soon(state))
 
-    async def _tell_soon(self, state: ShardSession) -> None:
-        while state.untold and not self._closed:
+    async def _report_opens_soon(self, state: ShardSession) -> None:
+        while state.unreported and not self._closed:
             try:
-                async with asyncio.timeout(self._options.tell_s):
-                    await state.tell_now.wait()
+                async with asyncio.timeout(self._options.report_opens_s):
+                    await state.report_now.wait()
             except TimeoutError:
                 pass
-            state.tell_now.clear()
+            state.report_now.clear()
             try:
-                await self._tell(state)
+                await self._report_opens(state)
             except NvpoolError:
                 # reported again; a reader without a lease validates first
                 await asyncio.sleep(self._options.retry_last_s)
 
-    async def tell_opened(self, inode: int) -> None:
+    async def report_opens(self, inode: int) -> None:
         """Report the opens of the inode: on return the service knows all of them. Errors as `ask`."""
-        await self._tell(self._shard_of(inode))
+        await self._report_opens(self._shard_of(inode))
 
-    async def _tell(self, state: ShardSession) -> None:
+    async def _report_opens(self, state: ShardSession) -> None:
         """Report the unreported opens. Errors as `ask`; then they are reported again later."""
-        untold, state.untold = state.untold, {}
-        opened = [inode for inode, count in untold.items() for _ in range(count)]
+        unreported, state.unreported = state.unreported, {}
+        opened = [inode for inode, count in unreported.items() for _ in range(count)]
         if not opened:
             return
         try:
@@ -682,11 +684,11 @@ class MetaClient(Begins, Releasing):
                     state.shard, wire_pb2.META_RENEW_SESSION, request, meta_pb2.RenewSessionReply
                 )
         except BaseException:
-            for inode, count in untold.items():
+            for inode, count in unreported.items():
                 if inode in state.open:
-                    state.untold[inode] = state.untold.get(inode, 0) + count
+                    state.unreported[inode] = state.unreported.get(inode, 0) + count
             raise
-        self.told(list(untold))
+        self.on_opens_reported(list(unreported))
 
     async def close(self, deadline_s: float, *, say_so: bool = True) -> None:
         """End the sessions, as far as shards answer by `deadline_s`.
@@ -700,7 +702,7 @@ class MetaClient(Begins, Releasing):
         for one in self._shards.values():
             self.leases.end_all(one.watch)
             for task in filter(
-                None, (one.renewal, one.releasing, one.opening, one.watching, one.telling, one.meeting)
+                None, (one.renewal, one.releasing, one.opening, one.watching, one.reporting, one.meeting)
             ):
                 task.cancel()
             if not one.session or not say_so:

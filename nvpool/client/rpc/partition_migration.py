@@ -80,7 +80,7 @@ class Moved:
         ]:
             other = self._state_of(moved[partition_of(inode)])
             count = state.open.pop(inode)
-            state.untold.pop(inode, None)
+            state.unreported.pop(inode, None)
             other.open[inode] = other.open.get(inode, 0) + count
             other.arrived[inode] = other.arrived.get(inode, 0) + count
             if other.naming is None or other.naming.done():
@@ -118,7 +118,7 @@ class Moved:
                 await self._meta.ask_shard(
                     state.shard, wire_pb2.META_RENEW_SESSION, request, meta_pb2.RenewSessionReply
                 )
-        self._meta.told(inodes)
+        self._meta.on_opens_reported(inodes)
 
     async def _say_goodbye(self, state: ShardSession) -> None:
         try:
@@ -140,7 +140,7 @@ class Moved:
 
     def _forget(self, state: ShardSession) -> None:
         """End the session here: no request uses it any more."""
-        for task in (state.renewal, state.releasing, state.watching, state.telling, state.meeting):
+        for task in (state.renewal, state.releasing, state.watching, state.reporting, state.meeting):
             if task is not None:
                 task.cancel()
         state.session = 0

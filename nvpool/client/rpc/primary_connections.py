@@ -27,7 +27,7 @@ from nvpool.rpc.v1 import wire_pb2
 
 SILENT_S = 1.0
 LOOK_S = 0.25
-TOLD_S = 5.0
+SILENT_LOG_S = 5.0
 """Silence that the log reports, if the map names no other primary.
 
 By then a standby would have replaced a lost one.
@@ -54,7 +54,7 @@ class Primaries:
         """Endpoints of a primary -> time since which no connection to it could be made."""
         self._silent: dict[int, float] = {}
         """Shard -> time since which its primary has not answered, if that is longer than SILENT_S ago."""
-        self._told: dict[int, float] = {}
+        self._logged_silent: dict[int, float] = {}
         """The silent shards that the log has reported -> time since which."""
         view.changed.append(self._map_changed)
 
@@ -153,14 +153,18 @@ class Primaries:
             for shard in shards
             if shard.endpoints in self._unreached
         }
-        self._tell(now_s)
+        self._log_silent(now_s)
         return must_follow
 
-    def _tell(self, now_s: float) -> None:
+    def _log_silent(self, now_s: float) -> None:
         for shard in self._view.map.shards:
             since_s = self._silent.get(shard.id)
-            if since_s is not None and now_s - since_s >= TOLD_S and shard.id not in self._told:
-                self._told[shard.id] = since_s
+            if (
+                since_s is not None
+                and now_s - since_s >= SILENT_LOG_S
+                and shard.id not in self._logged_silent
+            ):
+                self._logged_silent[shard.id] = since_s
                 log.warning(
                     "the primary of shard %d, %s on node %d (%s), has not answered this client for %.0f s, and the "
                     "newest pool map known here names no other: what needs it waits. Where nvpool status on a node "
@@ -172,11 +176,11 @@ class Primaries:
                     now_s - since_s,
                     shard.node,
                 )
-            elif since_s is None and shard.id in self._told:
+            elif since_s is None and shard.id in self._logged_silent:
                 log.warning(
                     "the primary of shard %d answers this client again after %.0f s",
                     shard.id,
-                    now_s - self._told.pop(shard.id),
+                    now_s - self._logged_silent.pop(shard.id),
                 )
 
     def _map_changed(self, pool_map: PoolMap) -> None:

@@ -37,9 +37,9 @@ class ShardSession:
         self.releasing: asyncio.Task | None = None
         self.watch = ShardWatch()
         self.watching: asyncio.Task | None = None
-        self.untold: dict[int, int] = {}  # part of `open` that was not reported to the shard
-        self.telling: asyncio.Task | None = None
-        self.tell_now = asyncio.Event()
+        self.unreported: dict[int, int] = {}  # part of `open` that was not reported to the shard
+        self.reporting: asyncio.Task | None = None
+        self.report_now = asyncio.Event()
         self.record = -1  # record in the mount state
         # session and secret of the previous process, to continue
         self.earlier: tuple[int, bytes] | None = None

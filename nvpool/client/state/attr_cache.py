@@ -69,7 +69,7 @@ class OpenInode:
         "looking_s",
         "foreign",
         "lost",
-        "untold",
+        "unreported",
         "fetching",
         "unsure",
         "ended",
@@ -117,7 +117,7 @@ class OpenInode:
         # its locks ended before this client released them: users must open the file again
         self.lost = False
         # opened under a lease, unreported: the inode may be gone, its bytes read as zeros
-        self.untold = False
+        self.unreported = False
         # its shard may have forgotten changes: accept the next change number, even a lower one
         self.unsure = False
         # number of lost chains, and a size of the file after those losses: nothing was lost behind that size

@@ -63,7 +63,7 @@ class ClientOptions(NamedTuple):
     """Interval of the batches that report closed handles to the metadata service."""
     leases: bool = True
     """Open, look up and stat without a request while a lease promises notice before any change."""
-    tell_s: float = 0.2
+    report_opens_s: float = 0.2
     """Delay before opens of small files by a lease are reported.
 
     They are reported in batches, if the files are still open. Larger files are reported immediately: they

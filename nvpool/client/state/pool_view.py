@@ -30,7 +30,7 @@ FOLLOW_S = 2.0
 """How long the next map is followed after the last call that waits for it. Longer waits call again."""
 FOLLOWED = 3
 """Nodes followed at the same time: one may be dead and another cut off from the rest."""
-TELL_S = 1.0
+NEXT_MAP_WAIT_S = 1.0
 """How long a node holds that request; then another node gets it."""
 LOOK_S = 0.05
 """Interval of checks of the map file, and of requests to nodes that have no newer map."""
@@ -72,8 +72,8 @@ class PoolView:
         if pool_map.epoch <= self.map.epoch or pool_map.pool_id != self.map.pool_id:
             return False
         self.map = pool_map
-        for tell in self.changed:
-            tell(pool_map)
+        for callback in self.changed:
+            callback(pool_map)
         if self._next is not None:
             self._next.set_result(None)
             self._next = None
@@ -156,7 +156,7 @@ class PoolView:
                     self._look(self._directory)
                     await asyncio.sleep(LOOK_S)
                     continue
-                self._ask_to_be_told(asked)
+                self._request_next_map(asked)
                 if asked:
                     await asyncio.wait(asked.values(), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 for endpoints in [endpoints for endpoints, task in asked.items() if task.done()]:
@@ -178,7 +178,7 @@ class PoolView:
         except (OSError, NvpoolError):
             pass
 
-    def _ask_to_be_told(self, asked: dict[tuple[str, ...], asyncio.Task]) -> None:
+    def _request_next_map(self, asked: dict[tuple[str, ...], asyncio.Task]) -> None:
         """Keep requests for the next map pending at FOLLOWED nodes, in rotation."""
         nodes = list(dict.fromkeys(node.endpoints for node in self.map.nodes if node.endpoints))
         for _ in nodes:
@@ -188,7 +188,13 @@ class PoolView:
             self._turn += 1
             if endpoints not in asked:
                 asked[endpoints] = asyncio.create_task(
-                    fetch_map(self._dialer, endpoints, self._clock, newer_than=self.map.epoch, wait_s=TELL_S)
+                    fetch_map(
+                        self._dialer,
+                        endpoints,
+                        self._clock,
+                        newer_than=self.map.epoch,
+                        wait_s=NEXT_MAP_WAIT_S,
+                    )
                 )
 
     def _took(self, found: PoolMap | None) -> bool:

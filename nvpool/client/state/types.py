@@ -64,7 +64,7 @@ class FileHandle:
         "ahead",
         "closed",
         "number",
-        "told",
+        "reported_error",
     )
 
     def __init__(self, file: OpenInode, flags: int):
@@ -78,7 +78,8 @@ class FileHandle:
         self.ahead = Ahead()
         self.closed = False
         self.number = 0  # by which a successor process knows the handle; 0 without mount state
-        self.told = file.written.met if file.written is not None else None  # last write error reported here
+        # the last write error that this handle reported
+        self.reported_error = file.written.met if file.written is not None else None
 
     @property
     def attr(self):

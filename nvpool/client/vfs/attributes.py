@@ -289,9 +289,9 @@ class Attributes(Core):
         )
         targets = [target for target in pool_map.targets if not target.is_over]
         spaces = await asyncio.gather(*(self._space_of(target, target.id in chains) for target in targets))
-        told = {target.id: space for target, space in zip(targets, spaces, strict=True)}
-        capacity = {target: space[0] for target, space in told.items()}
-        free = {target: space[1] for target, space in told.items()}
+        space_by_target = {target.id: space for target, space in zip(targets, spaces, strict=True)}
+        capacity = {target: space[0] for target, space in space_by_target.items()}
+        free = {target: space[1] for target, space in space_by_target.items()}
         # chunks spread evenly over the chains, so the pool is full when its first target is full
         replicas = max(1, pool_map.settings.replicas)
         available = min(

@@ -170,7 +170,7 @@ class Many(Files):
         A result is an entry, an error, or None: then the caller looks up this name alone, which handles
         everything that the reply asks for.
         """
-        told: dict[int, tuple[meta_pb2.Entry | NvpoolError | None, float]] = {}
+        results: dict[int, tuple[meta_pb2.Entry | NvpoolError | None, float]] = {}
         left = list(numbers)
         for _ in range(2):
             asked: dict[int, list[tuple[int, int, bool]]] = {}
@@ -180,20 +180,22 @@ class Many(Files):
                 asked.setdefault(self.meta.shard_of(place), []).append((number, place, spread))
             await _all(
                 [
-                    self._ask_some(some[first : first + NAMES_MAX], places, told)
+                    self._ask_some(some[first : first + NAMES_MAX], places, results)
                     for some in asked.values()
                     for first in range(0, len(some), NAMES_MAX)
                 ]
             )
-            left = [number for number in left if isinstance(told[number][0], SpreadDirectory)]
+            left = [number for number in left if isinstance(results[number][0], SpreadDirectory)]
             for number in left:
                 self._learn_wide(places[number][0])
-                told[number] = None, 0.0
+                results[number] = None, 0.0
             if not left:
                 break
-        return told
+        return results
 
-    async def _ask_some(self, some: list[tuple[int, int, bool]], places: Sequence[Place], told: dict) -> None:
+    async def _ask_some(
+        self, some: list[tuple[int, int, bool]], places: Sequence[Place], results: dict
+    ) -> None:
         """Send one bulk look-up to one shard. `some`: numbers with the result of `_place_now`."""
         order: dict[tuple[int, bool], list[int]] = {}
         for number, _, spread in some:
@@ -211,18 +213,18 @@ class Many(Files):
             if len(reply.found) != len(some):
                 raise errors.CorruptFrame("a shard's answer to many look-ups does not fit the question")
         except NvpoolError as error:
-            told.update((number, (error, sent_s)) for number, _, _ in some)
+            results.update((number, (error, sent_s)) for number, _, _ in some)
             return
         answers = iter(reply.found)
         for (parent, _), numbers in order.items():
             for number, one in zip(numbers, answers, strict=False):
                 if one.error == NotFound.wire_code:
                     self.cache.put_entry(parent, places[number][1], 0, sent_s)
-                    told[number] = NotFound(), sent_s
+                    results[number] = NotFound(), sent_s
                 elif one.error == SpreadDirectory.wire_code:
-                    told[number] = SpreadDirectory(), sent_s
+                    results[number] = SpreadDirectory(), sent_s
                 else:
-                    told[number] = None if one.error else one.entry, sent_s
+                    results[number] = None if one.error else one.entry, sent_s
 
     async def _met_s(self, place: int) -> float:
         """The current time, after a session at the shard exists: earlier requests bring no lease."""
@@ -357,7 +359,7 @@ class Many(Files):
         await self.reader.read_many(plan, into)
         for _, number in asked:
             file = handles[number].file
-            if file.untold and not self.leases.keeps_bytes(file.inode):
+            if file.unreported and not self.leases.keeps_bytes(file.inode):
                 await self._confirm(file)
         return found
 

@@ -75,12 +75,12 @@ class Core:
         """
         self.cache = Cache(options, clock, self.leases)
         self.meta.ended = self._leases_ended
-        self.meta.told = self._opens_told
+        self.meta.on_opens_reported = self._opens_reported
         keys = VolumeKeys(self.meta, self._volume_of)
         self.chunks = ChunkClient(view, dialer, options, clock, renew=self._refresh, keys=keys)
         self.chunks.map_changed_files = self._forget_lanes
         self.paths = KnownPaths(lambda: view.map, dialer, clock)
-        self.chunks.path_told = self.paths.told
+        self.chunks.path_text = self.paths.log_text
         self.cache.on_change = self.chunks.short.forget
         self.keeping = Keeping(kept) if kept is not None else None
         self.writer = Writer(
@@ -131,8 +131,8 @@ class Core:
         return self.leases.on_end_all
 
     @on_unleased.setter
-    def on_unleased(self, tell: Callable[[], None]) -> None:
-        self.leases.on_end_all = tell
+    def on_unleased(self, callback: Callable[[], None]) -> None:
+        self.leases.on_end_all = callback
 
     def _shard_restarted(self, shard: int) -> None:
         self.cache.begin_anew(lambda inode: self.meta.shard_of(inode) == shard)
@@ -259,13 +259,13 @@ class Core:
         file = self.cache.open.get(inode)
         return None if file is None else file.size
 
-    def _opens_told(self, inodes: list[int]) -> None:
+    def _opens_reported(self, inodes: list[int]) -> None:
         for inode in inodes:
             file = self.cache.open.get(inode)
             # Without a lease the shard may have registered the open too late; the next reader must
             # revalidate.
             if file is not None and self.leases.keeps_bytes(inode):
-                file.untold = False
+                file.unreported = False
 
     async def _confirm(self, file: OpenInode) -> None:
         """Validate bytes that were read through an open which the service may not know.
@@ -273,9 +273,9 @@ class Core:
         Called when no lease covers the bytes any more. Report the open, then ask for the inode: if the inode
         still exists, the bytes were the file's. NotFound: the bytes may be those of a hole.
         """
-        await self.meta.tell_opened(file.inode)
+        await self.meta.report_opens(file.inode)
         await self._ask_attr(file, READ)
-        file.untold = False
+        file.unreported = False
 
     def _take(self, entry, file: OpenInode | None = None) -> Attr:
         """Store the attributes of a reply in the cache, and its grant if the inode is open."""

@@ -144,7 +144,7 @@ class Files(LookupBatcher, FileLocks):
         if not file.grant:
             self.cache.drop(file)
             return None
-        file.untold = True
+        file.unreported = True
         file.opened = 1
         self.meta.opened_quietly(inode, now=file.attr.size > SMALL_BYTES)
         return FileHandle(file, flags)
@@ -159,7 +159,7 @@ class Files(LookupBatcher, FileLocks):
         file.adopt_grant(entry.grant, self.clock.wall_ns() // 1_000_000)
         file.opened += 1
         self.meta.opened(file.inode)
-        file.untold = False
+        file.unreported = False
         self._leased(entry, sent_s)
         if before is not None and file.attr.change != change:
             self.reader.changed(file)
@@ -378,7 +378,7 @@ class Files(LookupBatcher, FileLocks):
             return None
         if not file.located and not self.reader.has_content(file):
             return None
-        if file.untold and not self.leases.keeps_bytes(file.inode):
+        if file.unreported and not self.leases.keeps_bytes(file.inode):
             return None
         found = self.reader.read_now(file, handle.ahead, offset, size) if file.located else None
         return found if found is not None else self.reader.content_now(file, offset, size)
@@ -392,14 +392,14 @@ class Files(LookupBatcher, FileLocks):
         if not handle.readable or handle.closed or offset < 0 or size <= 0 or file.lost:
             return None
         if file.attr.size <= SMALL_BYTES:
-            return self.reader.begin_small(file, offset, size, self.if_told(handle, offset, size))
-        return self.reader.begin(file, handle.ahead, offset, size) if not file.untold else None
+            return self.reader.begin_small(file, offset, size, self.unreported_check(handle, offset, size))
+        return self.reader.begin(file, handle.ahead, offset, size) if not file.unreported else None
 
-    def if_told(self, handle: FileHandle, offset: int, size: int) -> Callable | None:
+    def unreported_check(self, handle: FileHandle, offset: int, size: int) -> Callable | None:
         """The `then` callback of `ImmediateFuture` for such a read of a small file. None if no check is needed."""
-        return partial(self._if_told, handle, offset, size) if handle.file.untold else None
+        return partial(self._read_if_unreported, handle, offset, size) if handle.file.unreported else None
 
-    def _if_told(
+    def _read_if_unreported(
         self,
         handle: FileHandle,
         offset: int,
@@ -409,7 +409,7 @@ class Files(LookupBatcher, FileLocks):
         error: BaseException | None,
     ):
         """Repeat the read with `read`, which validates it, if the service may not know the open."""
-        if error is not None or not handle.file.untold or self.leases.keeps_bytes(handle.file.inode):
+        if error is not None or not handle.file.unreported or self.leases.keeps_bytes(handle.file.inode):
             return found, error
         task = asyncio.get_running_loop().create_task(self.read(handle, offset, size))
         self._renewals.add(task)
@@ -440,7 +440,7 @@ class Files(LookupBatcher, FileLocks):
                 raise InvalidRequest(f"{size} bytes at {offset}")
             return EMPTY
         found = await self.reader.read(handle.file, handle.ahead, offset, size)
-        if handle.file.untold and not self.leases.keeps_bytes(handle.inode):
+        if handle.file.unreported and not self.leases.keeps_bytes(handle.inode):
             await self._confirm(handle.file)
         return found
 
@@ -629,18 +629,18 @@ class Files(LookupBatcher, FileLocks):
             raise LockLost()
         written = file.written
         await self.writer.store(file)
-        self._tell(handle, written)
+        self._raise_new_error(handle, written)
         try:
             await self.writer.make_durable(file.inode)
         except WritesLost as lost:
-            self._tell(handle, self.writer.meet(file, lost))
+            self._raise_new_error(handle, self.writer.meet(file, lost))
         await self.writer.settle(file, sync=True)
-        self._tell(handle, written)
+        self._raise_new_error(handle, written)
 
-    def _tell(self, handle: FileHandle, written: WrittenFile | None) -> None:
+    def _raise_new_error(self, handle: FileHandle, written: WrittenFile | None) -> None:
         """Raise the write error that this handle has not raised yet."""
-        if written is not None and written.met is not handle.told:
-            handle.told = written.met
+        if written is not None and written.met is not handle.reported_error:
+            handle.reported_error = written.met
             raise self.writer.take_error(written) if written.error is not None else written.met
         self.writer.raise_error(handle.file)
 
@@ -727,7 +727,7 @@ class Files(LookupBatcher, FileLocks):
         if plan:
             await self.reader.read_many(plan, into)
             for handle, _, _ in reads:
-                if handle.file.untold and not self.leases.keeps_bytes(handle.inode):
+                if handle.file.unreported and not self.leases.keeps_bytes(handle.inode):
                     await self._confirm(handle.file)
         return lengths
 

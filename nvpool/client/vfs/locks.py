@@ -74,7 +74,7 @@ class FileLocks(Core):
         super().__init__(*arguments, **fields)
         self._owned: dict[LockKey, _Owned] = {}
         self._owners: Counter[int] = Counter()  # inode -> owners with locks on it
-        self._telling: set[asyncio.Task] = set()
+        self._background: set[asyncio.Task] = set()
         self.turns = LockTurns(self.meta)
         self.meta.on_lost = self._session_lost
 
@@ -201,7 +201,7 @@ class FileLocks(Core):
         try:
             if request.mode:
                 self._keep_owner(key, owned, handle)
-            await self._tell_doubtful(key, owned)
+            await self._correct_locks(key, owned)
             asking = asyncio.create_task(self._change_lock(key, request))
         except BaseException:
             self._end(key, owned)
@@ -313,7 +313,7 @@ class FileLocks(Core):
                 owned.spans.clear()
             if reply.ticket:
                 self.turns.give_up(key.inode, reply.ticket)
-            await self._tell_doubtful(key, owned)
+            await self._correct_locks(key, owned)
         except NvpoolError as error:
             if error.may_be_applied:
                 self._doubt(owned, request)
@@ -332,7 +332,7 @@ class FileLocks(Core):
             owned.doubtful.append((start, end, mode))
             laid(owned.spans, start, end, mode, request.pid).apply(owned.spans)
 
-    async def _tell_doubtful(self, key: LockKey, owned: _Owned) -> None:
+    async def _correct_locks(self, key: LockKey, owned: _Owned) -> None:
         """Correct the locks at the service to those recorded here.
 
         The new locks are never stronger than those the service may record, so no other owner can conflict.
@@ -368,7 +368,7 @@ class FileLocks(Core):
             owned.spans.clear()
             owned.handles.clear()
             owned.doubtful[:] = [(0, LAST_BYTE, UNLOCKED)]
-            await self._tell_doubtful(key, owned)
+            await self._correct_locks(key, owned)
         except NvpoolError as error:
             log.warning("locks on inode %d can not be given back yet: %s", key.inode, error)
         finally:
@@ -376,19 +376,19 @@ class FileLocks(Core):
 
     def _behind(self, work) -> None:
         task = asyncio.create_task(work)
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def run_once(self) -> None:
         await super().run_once()
         for key, owned in list(self._owned.items()):
             if owned.doubtful and not owned.asking.locked():
                 await owned.asking.acquire()
-                self._behind(self._tell_later(key, owned))
+                self._behind(self._correct_locks_later(key, owned))
 
-    async def _tell_later(self, key: LockKey, owned: _Owned) -> None:
+    async def _correct_locks_later(self, key: LockKey, owned: _Owned) -> None:
         try:
-            await self._tell_doubtful(key, owned)
+            await self._correct_locks(key, owned)
         except NvpoolError:
             pass  # retried in half a second
         finally:
@@ -431,7 +431,7 @@ class FileLocks(Core):
 
     async def close(self, deadline_s: float) -> None:
         self.turns.close()
-        for task in list(self._telling):
+        for task in list(self._background):
             task.cancel()
         await super().close(deadline_s)
 

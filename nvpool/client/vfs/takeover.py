@@ -115,10 +115,10 @@ class TakeOver(Files):
             keys.setdefault(LockKey(inode, kind, owner), []).append((index, number))
         held = {inode: await self._locks_of(inode) for inode in {key.inode for key in keys}}
         for key, records in keys.items():
-            told = held[key.inode]
+            locks = held[key.inode]
             spans = [
                 lock
-                for lock in told or ()
+                for lock in locks or ()
                 if (lock.kind, lock.owner) == (key.kind, key.owner) and not lock.waits
             ]
             owned = self._own(key) if spans else None
@@ -132,7 +132,7 @@ class TakeOver(Files):
             for lock in spans:
                 laid(owned.spans, lock.start, lock.end, lock.mode, lock.pid).apply(owned.spans)
             file = self.cache.open.get(key.inode)
-            if told is None and file is not None:
+            if locks is None and file is not None:
                 file.lost = True
 
     async def _locks_of(self, inode: int) -> list[meta_pb2.HeldLock] | None:
@@ -143,13 +143,13 @@ class TakeOver(Files):
         except NotFound:
             return []
         except NvpoolError as error:
-            log.error("nobody tells which locks on inode %d are held: %s", inode, error)
+            log.error("the locks held on inode %d cannot be determined: %s", inode, error)
             return None
         if not self.meta.was_taken_up(inode):
             return None
         if reply.more:
             log.error(
-                "inode %d has more locks than are told at once: which of them are ours nobody knows", inode
+                "inode %d has more locks than one reply lists: it is not known which of them are ours", inode
             )
             return None
         return [lock for lock in reply.locks if lock.session == request.session]

@@ -201,9 +201,9 @@ cdef class Closing:
     cdef public object on_end
     cdef FastWrites writes
     cdef object written, number, otherwise
-    cdef uint64_t end_told, stored_told
-    cdef object cut_told
-    cdef bint wrote_told
+    cdef uint64_t reported_end, reported_stored
+    cdef object reported_cut
+    cdef bint reported_wrote
     cdef object begun           # the report after it was passed to the slow path
     cdef object task
     cdef bint ended
@@ -239,20 +239,21 @@ cdef class Closing:
                 or written.appended is not None and written.is_broken):
             return False
         reporting.taken = True
-        self.end_told, self.stored_told = written.stored_end, written.stored_bytes
-        self.wrote_told, self.cut_told = written.wrote, written.file.cut
+        self.reported_end, self.reported_stored = written.stored_end, written.stored_bytes
+        self.reported_wrote, self.reported_cut = written.wrote, written.file.cut
         written.wrote = False
         written.stored_bytes = zero
-        if self.tell():
+        if self.submit_report():
             return True
-        self.begun = writer._begin_report(written.file, self.end_told, self.stored_told, self.wrote_told, self.reported)
+        self.begun = writer._begin_report(written.file, self.reported_end, self.reported_stored, self.reported_wrote,
+                                          self.reported)
         if self.begun is None:
-            written.wrote, written.stored_bytes = self.wrote_told, self.stored_told
+            written.wrote, written.stored_bytes = self.reported_wrote, self.reported_stored
             reporting.release()
             return False
         return True
 
-    cdef bint tell(self) except -1:
+    cdef bint submit_report(self) except -1:
         """As Begins.begin for the report; return False if it cannot be submitted at once."""
         cdef uint8_t message[MESSAGE_MAX]
         cdef Py_ssize_t message_bytes
@@ -276,8 +277,8 @@ cdef class Closing:
         self.epoch, self.connection = pool_map.epoch, connection
         now_s = self.writes.now_s()
         self.deadline_s = now_s + self.writes.meta_patience_s
-        message_bytes = put_report(message, self.session, self.slot, self.sequence, self.epoch, inode, self.cut_told,
-                                   self.end_told, self.wrote_told, (self.stored_told + 511) // 512)
+        message_bytes = put_report(message, self.session, self.slot, self.sequence, self.epoch, inode, self.reported_cut,
+                                   self.reported_end, self.reported_wrote, (self.reported_stored + 511) // 512)
         self.asked = True
         self.request = self.writes.submit(connection, report_method, message, message_bytes, NULL, 0, self.deadline_s, now_s,
                                           self)
@@ -303,7 +304,7 @@ cdef class Closing:
         file = self.written.file
         try:
             self.was_reported()
-            vfs._reported(file, self.wrote_told, answer)
+            vfs._reported(file, self.reported_wrote, answer)
         finally:
             if state.generation == self.generation:
                 state.slots.append((self.slot, self.sequence))
@@ -313,11 +314,11 @@ cdef class Closing:
     cdef object go_on(self):
         """Convert the report into a `SubmittedChange` request, which continues on the slow path."""
         vfs, file, state = self.writes.vfs, self.written.file, self.state
-        request = vfs.report_request(file, self.cut_told, self.end_told, self.stored_told, self.wrote_told)
+        request = vfs.report_request(file, self.reported_cut, self.reported_end, self.reported_stored, self.reported_wrote)
         change = request.change
         # the session in which it was sent: there may be a newer one by now, which must not be refused for it
         change.session, change.slot, change.sequence, change.map_epoch = self.session, self.slot, self.sequence, self.epoch
-        on_end = partial(vfs._begun_reported, file, self.wrote_told, self.reported)
+        on_end = partial(vfs._begun_reported, file, self.reported_wrote, self.reported)
         begun = SubmittedChange(self.writes.meta, on_end, file.inode, report_method, request, meta_pb2.AttrReply, file, 0, state,
                       self.slot, self.sequence, self.deadline_s)
         begun.was_sent(BegunSent(b"", 0.0, self.deadline_s, self.connection, self.request, state, self.slot, self.sequence,
@@ -332,12 +333,12 @@ cdef class Closing:
         self.begun = None
         self.end(writer.take_error(written) if written.error is not None else None)
         cdef uint64_t stored_end = written.stored_end
-        if stored_end <= self.end_told and written.error is None and not written.sending and not written.dirty:
+        if stored_end <= self.reported_end and written.error is None and not written.sending and not written.dirty:
             written.stored_end = written.end = zero
             if written.entry >= 0:
                 self.writes.note(written)
         else:
-            writer._was_told(written, self.told())
+            writer._report_succeeded(written, self.size_report())
         reporting = written.reporting
         if reporting._waiting:
             reporting.release()
@@ -345,8 +346,8 @@ cdef class Closing:
             reporting.taken = False
         return 0
 
-    cdef object told(self):
-        return SizeReport(self.end_told, self.stored_told, self.wrote_told, self.cut_told)
+    cdef object size_report(self):
+        return SizeReport(self.reported_end, self.reported_stored, self.reported_wrote, self.reported_cut)
 
     def reported(self, _, error):
         if error is None:
@@ -354,7 +355,7 @@ cdef class Closing:
             return
         written = self.written
         self.begun = None
-        self.writes.writer._not_told(written, self.told(), error)
+        self.writes.writer._report_failed(written, self.size_report(), error)
         written.reporting.release()
         if isinstance(error, (StaleCut, NotFound)):
             self.do_otherwise()

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 class Room:
     """This client's reservation in one volume."""
 
-    __slots__ = ("volume", "free", "taken", "files", "used_s", "until_s", "asking", "limit", "told")
+    __slots__ = ("volume", "free", "taken", "files", "used_s", "until_s", "asking", "limit", "reported")
 
     def __init__(self, volume: int) -> None:
         self.volume = volume
@@ -51,7 +51,7 @@ class Room:
         """Time until which the client assumes that the volume has no quota."""
         self.asking = asyncio.Lock()
         self.limit = 0
-        self.told = 0
+        self.reported = 0
         """Reserved bytes that files had taken, as the service knows them.
 
         That is the last reported number plus the bytes that files have taken since from the service's grants.
@@ -90,7 +90,7 @@ class QuotaReservations:
             room.free -= need
             room.taken += need
             if not room.until_s:
-                room.told += need
+                room.reported += need
             room.used_s = now_s
             room.files[file.inode] = file
         file.paid = max(file.paid, end, file.attr.size)
@@ -153,18 +153,18 @@ class QuotaReservations:
         request = meta_pb2.VolumeRoomRequest(
             inode=room.volume, bytes=wanted + ahead, needed=wanted, again=again
         )
-        room.told, room.used_s = UNLIMITED_BYTES, self._clock.boottime_s()
+        room.reported, room.used_s = UNLIMITED_BYTES, self._clock.boottime_s()
         reply = await self._meta.ask(
             room.volume, wire_pb2.META_VOLUME_ROOM, request, meta_pb2.VolumeRoomReply
         )
         self._shards[room.volume] = self._meta.shard_of(room.volume)
         now_s = self._clock.boottime_s()
-        room.used_s, room.limit, room.told = now_s, reply.bytes_max, outstanding
+        room.used_s, room.limit, room.reported = now_s, reply.bytes_max, outstanding
         if reply.unlimited:
             room.free, room.until_s = UNLIMITED_BYTES, now_s + reply.life_ms / 1000
         else:
-            room.told += room.taken - taken
-            room.free, room.until_s = max(0, reply.bytes - room.told), 0.0
+            room.reported += room.taken - taken
+            room.free, room.until_s = max(0, reply.bytes - room.reported), 0.0
 
     async def repeat(
         self,
@@ -209,7 +209,7 @@ class QuotaReservations:
             if self._is_over(room):
                 self._forget(room)
             elif (
-                (room.free and not room.until_s) or room.outstanding() < room.told
+                (room.free and not room.until_s) or room.outstanding() < room.reported
             ) and room.used_s < idle_s:
                 self._behind(self._give_back_quietly(room))
 
@@ -232,7 +232,9 @@ class QuotaReservations:
     @staticmethod
     def _is_over(room: Room) -> bool:
         """Whether nothing is reserved and no task uses the reservation."""
-        return not (room.files or room.told or room.asking.locked()) and (bool(room.until_s) or not room.free)
+        return not (room.files or room.reported or room.asking.locked()) and (
+            bool(room.until_s) or not room.free
+        )
 
     def _forget(self, room: Room) -> None:
         if self._rooms.get(room.volume) is room:

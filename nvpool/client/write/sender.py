@@ -270,7 +270,7 @@ class WriteSender:
         if written.error is not None:
             written.find_end()
             self._note(written)
-        self._tell(written)
+        self._wake_waiters(written)
         if written.dirty:
             self._pump(written)
         # once around: a file without space waits for the next completed send
@@ -284,7 +284,7 @@ class WriteSender:
             self._keeping.note(written)
 
     @staticmethod
-    def _tell(written: WrittenFile) -> None:
+    def _wake_waiters(written: WrittenFile) -> None:
         """Wake the callers that wait for extents to end: one was stored, dropped or truncated."""
         if written.flushing is not None:
             written.flushing.look()
@@ -294,31 +294,31 @@ class WriteSender:
     # -- reports to the service ----------------------------------------------------------------------------------------
 
     @staticmethod
-    def _telling(written: WrittenFile) -> SizeReport:
-        """The data to report now. From here on it counts as reported; `_not_told` reverses that."""
-        told = SizeReport(
+    def _take_report(written: WrittenFile) -> SizeReport:
+        """The data to report now. From here on it counts as reported; `_report_failed` reverses that."""
+        sizes = SizeReport(
             written.stored_end, written.stored_bytes, written.wrote, written.file.cut, withdrawn(written)
         )
         written.wrote = False
         written.stored_bytes = 0
-        return told
+        return sizes
 
-    def _was_told(self, written: WrittenFile, told: SizeReport) -> None:
-        if told.withdrawn:
+    def _report_succeeded(self, written: WrittenFile, sizes: SizeReport) -> None:
+        if sizes.withdrawn:
             written.appended.close()
-        if written.stored_end <= told.end:
+        if written.stored_end <= sizes.end:
             written.stored_end = 0
             written.find_end()
         self._note(written)
 
-    def _not_told(self, written: WrittenFile, told: SizeReport, error: BaseException) -> None:
+    def _report_failed(self, written: WrittenFile, sizes: SizeReport, error: BaseException) -> None:
         if isinstance(error, NotFound):
             written.stored_end = 0  # the inode is gone: no client will ever ask for its size
             self._note(written)
             return
-        written.wrote = written.wrote or told.wrote
+        written.wrote = written.wrote or sizes.wrote
         if not isinstance(error, StaleCut):
-            written.stored_bytes += told.stored
+            written.stored_bytes += sizes.stored
 
     def begin_flush(
         self, file: OpenInode, on_end: OnEnd, otherwise: Callable[[], Coroutine]
@@ -363,7 +363,7 @@ class CloseFlush:
         "_written",
         "_number",
         "_otherwise",
-        "_told",
+        "_sizes",
         "_report",
         "_task",
         "_ended",
@@ -382,7 +382,7 @@ class CloseFlush:
         self._written = written
         self._number = number
         self._otherwise = otherwise
-        self._told: SizeReport | None = None
+        self._sizes: SizeReport | None = None
         self._report: SubmittedChange | None = None
         self._task: asyncio.Task | None = None
         self._ended = False
@@ -409,24 +409,24 @@ class CloseFlush:
             or not written.reporting.take()
         ):
             return False
-        told = writer._telling(written)
-        report = writer._begin_report(written.file, told.end, told.stored, told.wrote, self._reported)
+        sizes = writer._take_report(written)
+        report = writer._begin_report(written.file, sizes.end, sizes.stored, sizes.wrote, self._reported)
         if report is None:
-            written.wrote, written.stored_bytes = told.wrote, told.stored
+            written.wrote, written.stored_bytes = sizes.wrote, sizes.stored
             written.reporting.release()
             return False
-        self._told, self._report = told, report
+        self._sizes, self._report = sizes, report
         return True
 
     def _reported(self, _, error: BaseException | None) -> None:
-        writer, written, told = self._writer, self._written, self._told
+        writer, written, sizes = self._writer, self._written, self._sizes
         self._report = None
         if error is None:
             self._end(writer.take_error(written) if written.error is not None else None)
-            writer._was_told(written, told)
+            writer._report_succeeded(written, sizes)
             written.reporting.release()
             return
-        writer._not_told(written, told, error)
+        writer._report_failed(written, sizes, error)
         written.reporting.release()
         if isinstance(error, StaleCut | NotFound):
             self._do_otherwise()

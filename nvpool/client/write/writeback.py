@@ -383,19 +383,19 @@ class Writer(WriteSender):
             while True:
                 if not (written.wrote or written.stored_end or sync or withdrawn(written)):
                     return
-                told = self._telling(written)
+                sizes = self._take_report(written)
                 try:
-                    report = partial(self._report, file, told.end, told.stored, told.wrote, sync)
-                    await (report(told.withdrawn) if told.withdrawn else report())
+                    report = partial(self._report, file, sizes.end, sizes.stored, sizes.wrote, sync)
+                    await (report(sizes.withdrawn) if sizes.withdrawn else report())
                 except BaseException as error:
-                    self._not_told(written, told, error)
+                    self._report_failed(written, sizes, error)
                     if not isinstance(error, StaleCut):
                         raise
                     await self._refresh(file, WRITE)
-                    if file.cut == told.cut:
+                    if file.cut == sizes.cut:
                         raise
                 else:
-                    self._was_told(written, told)
+                    self._report_succeeded(written, sizes)
                     return
 
     def take_error(self, written: WrittenFile) -> NvpoolError:
@@ -485,7 +485,7 @@ class Writer(WriteSender):
         written.find_end()
         self._hold(written, -freed)
         if freed:
-            self._tell(written)
+            self._wake_waiters(written)
 
     def was_cut(self, file: OpenInode) -> None:
         """Adjust the local bytes after a truncation of the file, by this client or by others.
@@ -623,7 +623,7 @@ class Writer(WriteSender):
             freed = sum(s.end - s.start for segments in written.dirty.values() for s in segments)
             written.dirty.clear()
             self._hold(written, -freed)
-            self._tell(written)
+            self._wake_waiters(written)
 
     def _drop(self, written: WrittenFile) -> None:
         del self._files[written.file.inode]

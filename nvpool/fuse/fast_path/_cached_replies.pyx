@@ -26,7 +26,7 @@ from nvpool.client.read.reader import Ahead
 from nvpool.client.state.types import Caller, FileHandle
 from nvpool.client.lookup.prefetch_policy import _Directory
 from nvpool.fuse.fast_path._leases cimport held_lease
-from nvpool.fuse.ops.kernel_cache import HAS_XATTRS, NAMED_TOGETHER, SEEN_MAX, TOLD_MAX
+from nvpool.fuse.ops.kernel_cache import HAS_XATTRS, NAMED_TOGETHER, SEEN_MAX, SENT_CHANGES_MAX
 from nvpool.fuse.fast_path._slots cimport assign, born_as, get, place
 from nvpool.fuse.ops.handles import Handles
 from nvpool.fuse.protocol import replies
@@ -97,7 +97,8 @@ cdef uint32_t leaves_open = os.O_ACCMODE | os.O_TRUNC | bypasses_pages, keeps_ca
 cdef uint32_t has_xattrs = HAS_XATTRS
 cdef long right_to_read = RIGHT_TO_READ
 cdef uint64_t small_bytes = SMALL_BYTES
-cdef Py_ssize_t told_max = TOLD_MAX, seen_max = SEEN_MAX, named_together = NAMED_TOGETHER, name_bytes_max = NAME_BYTES_MAX
+cdef Py_ssize_t sent_changes_max = SENT_CHANGES_MAX, seen_max = SEEN_MAX, named_together = NAMED_TOGETHER
+cdef Py_ssize_t name_bytes_max = NAME_BYTES_MAX
 cdef Py_ssize_t record_bytes = ENTRY_BYTES
 cdef uint32_t block_bytes = replies.BLOCK_BYTES
 cdef bytes capability = b"security.capability\0", access_list = ACCESS + b"\0"
@@ -119,7 +120,7 @@ cdef Py_ssize_t file_grant_half_ms = place(OpenInode, "grant_half_ms"), file_han
 cdef Py_ssize_t file_opened = place(OpenInode, "opened"), file_lanes = place(OpenInode, "lanes")
 cdef Py_ssize_t file_written = place(OpenInode, "written"), file_ahead = place(OpenInode, "ahead")
 cdef Py_ssize_t file_located = place(OpenInode, "located"), file_lost = place(OpenInode, "lost")
-cdef Py_ssize_t file_untold = place(OpenInode, "untold"), file_fetching = place(OpenInode, "fetching")
+cdef Py_ssize_t file_unreported = place(OpenInode, "unreported"), file_fetching = place(OpenInode, "fetching")
 cdef Py_ssize_t file_volume = place(OpenInode, "volume")
 cdef Py_ssize_t handle_file = place(FileHandle, "file"), handle_inode = place(FileHandle, "inode")
 cdef Py_ssize_t handle_flags = place(FileHandle, "flags"), handle_append = place(FileHandle, "append")
@@ -264,10 +265,10 @@ cdef class CachedReplies:
     cdef object _vfs, _meta, _writer, _published
     cdef set _refused
     cdef dict _withdrawn
-    cdef dict _files, _told, _seen, _paged, _open, _attrs, _entries, _whole, _lent, _directories
+    cdef dict _files, _sent_changes, _seen, _paged, _open, _attrs, _entries, _whole, _lent, _directories
     cdef bytearray _buffer
     cdef int _fd
-    cdef bint _is_system, _is_subtree, _opens, _squashes_root, _names_are_told, _is_absence_told
+    cdef bint _is_system, _is_subtree, _opens, _squashes_root, _has_entry_timeout, _has_negative_timeout
     cdef double _fresh_s, _absent_s
     cdef uint64_t _attr_s, _entry_s
     cdef uint32_t _attr_ns, _entry_ns
@@ -296,15 +297,15 @@ cdef class CachedReplies:
         self._paged, self._withdrawn = ops._paged, ops._withdrawn
         self._opens, self._squashes_root = not ops.options.writeback, vfs.squashes_root
         self._fd, self._buffer, self._spent = engine._fd, engine._buffer, engine.spent
-        self._files, self._told, self._seen, self._owners = ops._files, ops._told, ops._seen, vfs._owners
+        self._files, self._sent_changes, self._seen, self._owners = ops._files, ops._sent_changes, ops._seen, vfs._owners
         self._open, self._attrs, self._entries, self._whole = cache.open, cache._attrs, cache._entries, cache._whole
         self._lent, self._directories = vfs.leases._leases, vfs.siblings._directories
         self._clock = vfs.clock
         self._is_system = type(vfs.clock) is SystemClock
         self._is_subtree = is_subtree
         self._fresh_s, self._absent_s = vfs.options.fresh_s, vfs._absent_s
-        self._names_are_told = ops.options.entry_timeout_s > 0
-        self._is_absence_told = ops.options.negative_timeout_s > 0
+        self._has_entry_timeout = ops.options.entry_timeout_s > 0
+        self._has_negative_timeout = ops.options.negative_timeout_s > 0
         self._attr_s, self._attr_ns = engine._keep_attr
         self._entry_s, self._entry_ns = engine._keep_entry
         self._takers = takers
@@ -451,8 +452,8 @@ cdef class CachedReplies:
         from_s = self._cache._trusted_from_s
         return born_s >= from_s
 
-    cdef object attr(self, object inode, double age_s, double now_s, bint is_told):
-        """Compiled `Cache.attr`; if `is_told`, for the kernel, `Names.getattr_now`.
+    cdef object attr(self, object inode, double age_s, double now_s, bint is_for_kernel):
+        """Compiled `Cache.attr`; if `is_for_kernel`, `Names.getattr_now`.
 
         Returns a record if a listing had it.
         """
@@ -463,7 +464,7 @@ cdef class CachedReplies:
             if type(file) is not OpenInode:
                 return None
             attr, written = get(file, file_attr), get(file, file_written)
-            if is_told and written is not None and (written.unsettled or written.end > attr.size):
+            if is_for_kernel and written is not None and (written.unsettled or written.end > attr.size):
                 return None
             born_s = get(file, file_attr_born_s)
         else:
@@ -529,10 +530,10 @@ cdef class CachedReplies:
         cdef Seen seen
         inode = node
         attr = self.attr(inode, self._fresh_s, self.now_s(), True)
-        if attr is None or PyDict_Size(self._told) > told_max:
+        if attr is None or PyDict_Size(self._sent_changes) > sent_changes_max:
             return False
         read_attr(attr, &seen)
-        self._told[inode] = seen.change
+        self._sent_changes[inode] = seen.change
         memcpy(out + 16, &self._attr_s, 8)
         memcpy(out + 24, &self._attr_ns, 4)
         memset(out + 28, 0, 4)
@@ -554,25 +555,25 @@ cdef class CachedReplies:
         now_s = self.now_s()
         inode = self.entry(parent, (parent, name), now_s)
         if not inode:
-            if self._is_absence_told or inode is None and not self.is_absent(parent, name, now_s):
+            if self._has_negative_timeout or inode is None and not self.is_absent(parent, name, now_s):
                 return False
             self.send(unique, out, OUT_BYTES, -ENOENT)
             return True
         attr = self.attr(inode, self._fresh_s, now_s, True)
-        if attr is None or PyDict_Size(self._told) > told_max:
+        if attr is None or PyDict_Size(self._sent_changes) > sent_changes_max:
             return False
         read_attr(attr, &seen)
         self.hit(parent, name)
         ops = self._ops
-        if self._names_are_told:
-            told = ops._naming.told
-            if now_s >= ops._naming_until_s or len(told) >= named_together:
+        if self._has_entry_timeout:
+            names = ops._naming.names
+            if now_s >= ops._naming_until_s or len(names) >= named_together:
                 ops._name_anew()
-                told = ops._naming.told
-            told.append((self._cover, parent, name, inode))
+                names = ops._naming.names
+            names.append((self._cover, parent, name, inode))
         if PyDict_Size(self._withdrawn):
             self._withdrawn.pop(inode, None)
-        self._told[inode] = seen.change
+        self._sent_changes[inode] = seen.change
         memset(out + 16, 0, 16)
         memcpy(out + 16, &seen.inode, 8)
         memcpy(out + 32, &self._entry_s, 8)
@@ -627,7 +628,7 @@ cdef class CachedReplies:
             if file is None:
                 return False
             attr = get(file, file_attr)
-            assign(file, file_untold, True)
+            assign(file, file_unreported, True)
             assign(file, file_opened, 1)
             self.opened_quietly(inode, <uint64_t>attr.size > small_bytes)
         handle = a_handle.born()
@@ -639,7 +640,7 @@ cdef class CachedReplies:
         assign(handle, handle_ahead, ahead)
         change = attr.change
         changed = change
-        found = PyDict_GetItem(self._told, inode)
+        found = PyDict_GetItem(self._sent_changes, inode)
         if found is NULL or <uint64_t><object>found != change:
             self._ops.invalidate_attributes(inode)
         before = self._seen.pop(inode, None)
@@ -740,17 +741,17 @@ cdef class CachedReplies:
     cdef int opened_quietly(self, object inode, bint now) except -1:
         """Compiled `MetaClient.opened_quietly`."""
         cdef PyObject *found
-        cdef dict opened, untold
+        cdef dict opened, unreported
         state = None if now else self.state_of(inode)
-        telling = None if state is None else state.telling
-        if telling is None or telling.done():
+        reporting = None if state is None else state.reporting
+        if reporting is None or reporting.done():
             self._meta.opened_quietly(inode, now)
             return 0
-        opened, untold = state.open, state.untold
+        opened, unreported = state.open, state.unreported
         found = PyDict_GetItem(opened, inode)
         opened[inode] = 1 if found is NULL else <object>found + 1
-        found = PyDict_GetItem(untold, inode)
-        untold[inode] = 1 if found is NULL else <object>found + 1
+        found = PyDict_GetItem(unreported, inode)
+        unreported[inode] = 1 if found is NULL else <object>found + 1
         return 0
 
     cdef int closed_quietly(self, object inode, object count) except -1:
@@ -759,15 +760,15 @@ cdef class CachedReplies:
         A file that was opened once, and not reported to the shard, needs no more.
         """
         cdef PyObject *opened_once
-        cdef PyObject *untold_once
-        cdef dict opened, untold
+        cdef PyObject *unreported_once
+        cdef dict opened, unreported
         state = self.state_of(inode)
         if state is not None and count == 1:
-            opened, untold = state.open, state.untold
-            opened_once, untold_once = PyDict_GetItem(opened, inode), PyDict_GetItem(untold, inode)
-            if (opened_once is not NULL and untold_once is not NULL and <object>opened_once == 1
-                    and <object>untold_once == 1):
-                del opened[inode], untold[inode]
+            opened, unreported = state.open, state.unreported
+            opened_once, unreported_once = PyDict_GetItem(opened, inode), PyDict_GetItem(unreported, inode)
+            if (opened_once is not NULL and unreported_once is not NULL and <object>opened_once == 1
+                    and <object>unreported_once == 1):
+                del opened[inode], unreported[inode]
                 return 0
         self._meta.release(inode, count)
         return 0
@@ -944,5 +945,5 @@ cdef class CachedReplies:
     cdef bint forget(self, uint64_t node) except -1:
         inode = node
         self._seen.pop(inode, None)
-        self._told.pop(inode, None)
+        self._sent_changes.pop(inode, None)
         return True

@@ -88,7 +88,7 @@ cdef uint32_t DIRECT_IO = Opening.DIRECT_IO.value, KEEP_CACHE = Opening.KEEP_CAC
 cdef uint32_t has_xattrs = cached_ops.HAS_XATTRS
 cdef Py_ssize_t slots_max = SLOTS_PER_SESSION
 cdef Py_ssize_t in_flight_max = IN_FLIGHT_MAX, handles_max = HANDLES_MAX, renamed_max = cache_module._RENAMED_MAX
-cdef Py_ssize_t told_max = cached_ops.TOLD_MAX, seen_max = cached_ops.SEEN_MAX
+cdef Py_ssize_t sent_changes_max = cached_ops.SENT_CHANGES_MAX, seen_max = cached_ops.SEEN_MAX
 cdef Py_ssize_t named_together = cached_ops.NAMED_TOGETHER
 cdef int counter_bits = COUNTER_BITS, index_bits = HANDLES_MAX.bit_length() - 1
 cdef double watch_share = WATCH_SHARE
@@ -285,17 +285,17 @@ cdef class PendingCreate(ReplyTaker):
     cdef uint32_t mode, flags, uid, gid, pid, umask, number
     cdef object slot, slot_sequence, generation
     cdef double since_s, sent_s, deadline_s
-    cdef bint told
+    cdef bint is_done
 
     def cancel(self):
         """Cancel: the caller dies, or the mount is gone. False: the request has ended already."""
-        if self.told:
+        if self.is_done:
             return False
         return self.otherwise().cancel()
 
     cdef PendingReply take(self, const uint8_t *message, Py_ssize_t message_bytes, const uint8_t *payload, Py_ssize_t payload_bytes):
         """Take the reply if it describes a new file; None: the slow path gets it."""
-        if self.told or payload_bytes:
+        if self.is_done or payload_bytes:
             return None
         try:
             if not self.creates.take_made(self, message, message_bytes):
@@ -307,7 +307,7 @@ cdef class PendingCreate(ReplyTaker):
     def __call__(self, reply, error):
         """Handle a reply that was not taken from the buffer, or an error."""
         cdef bytes message
-        if self.told:
+        if self.is_done:
             return
         if error is None:
             message = bytes(reply.message)
@@ -322,7 +322,7 @@ cdef class PendingCreate(ReplyTaker):
 
     cdef object otherwise(self):
         """Continue on the slow path, as if the request had been started there."""
-        self.told = True
+        self.is_done = True
         return self.creates.engine.create_otherwise(
             self.unique, self.parent, self.name, self.mode, self.flags, Caller(self.uid, self.gid, self.pid, self.umask),
             SentChange(self.message, self.sent_s, self.deadline_s, self.connection, self.number, self.state, self.slot,
@@ -354,8 +354,8 @@ cdef class Creates(PendingReply):
     cdef readonly uint64_t made     # files
     cdef object ops, vfs, meta, view, dialer, cache, leases, handles, published, known_map, _clock, table
     cdef object partition_shards, writer
-    cdef dict shards, files, work, held, early, opened, attrs, entries, renamed, wholes, lent, told, seen, ways, endpoints
-    cdef dict appending, barred, counters
+    cdef dict shards, files, work, held, early, opened, attrs, entries, renamed, wholes, lent, seen, ways, endpoints
+    cdef dict appending, barred, counters, sent_changes
     cdef bytearray buffer
     cdef list waiting
     cdef uint8_t *kept
@@ -379,7 +379,7 @@ cdef class Creates(PendingReply):
         self.renamed, self.wholes, self.cached_max = cache._renamed_s, cache._whole, cache._options.cached_entries
         self.leases, self.lent, self.writer = vfs.leases, vfs.leases._leases, vfs.writer
         self.handles, self.table, self.published, self.barred = ops._handles, memory.handles, ops.published, ops.published._barred
-        self.files, self.appending, self.told, self.seen = ops._files, ops._appending, ops._told, ops._seen
+        self.files, self.appending, self.sent_changes, self.seen = ops._files, ops._appending, ops._sent_changes, ops._seen
         self._clock = meta._clock
         self.is_system = type(meta._clock) is SystemClock
         self.patience_s = meta._options.deadline_s
@@ -495,7 +495,7 @@ cdef class Creates(PendingReply):
         one.parent, one.unique = w.parent, unique
         one.mode, one.flags, one.uid, one.gid, one.pid, one.umask = mode, flags, w.uid, w.gid, pid, umask
         one.slot, one.slot_sequence, one.generation = slot, w.sequence, state.generation
-        one.since_s, one.sent_s, one.deadline_s, one.told = engine._since_s, now_s, deadline_s, False
+        one.since_s, one.sent_s, one.deadline_s, one.is_done = engine._since_s, now_s, deadline_s, False
         self.counters["changes"] += 1
         # Before the request is sent: a successor of this process sends it again under this name.
         cdef uint8_t *record = self.slot_of(state.record, w.slot)
@@ -574,7 +574,7 @@ cdef class Creates(PendingReply):
         cdef uint8_t *record
         cdef uint64_t handle, index
         cdef int code
-        cdef uint32_t flags = one.flags, told = 0
+        cdef uint32_t flags = one.flags, open_flags = 0
         cdef PyObject *found
         cdef bint reads_only = flags & ACCESS == 0
         if not take_reply(message, count, &born):
@@ -595,7 +595,7 @@ cdef class Creates(PendingReply):
         free = table._free
         if not free and table.used >= handles_max:
             return False
-        one.told = True
+        one.is_done = True
         # The handle is recorded before the kernel gets it.
         index = free.pop() if free else table.take()
         cdef uint64_t serial = <uint64_t>handles._last + 1
@@ -610,12 +610,12 @@ cdef class Creates(PendingReply):
         put64(record + 24, one.unique)
         put_mark(record + 32, handle)
         if flags & APPEND and not reads_only:
-            told |= DIRECT_IO
+            open_flags |= DIRECT_IO
         if self.writeback:
-            told |= KEEP_CACHE
+            open_flags |= KEEP_CACHE
         if reads_only:
-            told |= NOFLUSH
-        pack_answer(answer, one.unique, &born.file, self.keep_s, self.keep_ns, handle, told)
+            open_flags |= NOFLUSH
+        pack_answer(answer, one.unique, &born.file, self.keep_s, self.keep_ns, handle, open_flags)
         ops._changes += 1
         if write(self.fd, answer, ANSWER_BYTES) < 0:
             code = errno
@@ -713,13 +713,13 @@ cdef class Creates(PendingReply):
         # What the kernel was given.
         if self.names_count:
             naming = ops._naming
-            if now_s >= <double>ops._naming_until_s or len(naming.told) >= named_together:
+            if now_s >= <double>ops._naming_until_s or len(naming.names) >= named_together:
                 ops._name_anew()
                 naming = ops._naming
-            (<list?>naming.told).append((inode, parent, name, inode))
-        self.told[inode] = change
-        if len(self.told) > told_max:
-            ops._telling(attr)
+            (<list?>naming.names).append((inode, parent, name, inode))
+        self.sent_changes[inode] = change
+        if len(self.sent_changes) > sent_changes_max:
+            ops._record_attr(attr)
         self.seen[inode] = change, not file.flags & has_xattrs
         if len(self.seen) > seen_max:
             ops._keeps_pages(attr)
@@ -747,7 +747,7 @@ cdef class Creates(PendingReply):
 
     cdef int broken(self, PendingCreate one, error) except -1:
         """Report a bug to the caller that waits."""
-        one.told = True
+        one.is_done = True
         self.meta.lost_sight()
         entry = self.work.get(one.unique)
         if entry is not None and entry[0] is one:

@@ -67,7 +67,7 @@ cdef class PendingLocalRead:
     cdef uint64_t unique, handle, offset
     cdef uint32_t size, first, skip, span
     cdef double since_s
-    cdef bint told, direct
+    cdef bint is_done, direct
 
     def __dealloc__(self):
         free(self.memory)
@@ -77,15 +77,15 @@ cdef class PendingLocalRead:
         entry = self.reads.engine._work.get(self.unique)
         if entry is None or entry[0] is not self:
             return False
-        self.told = True  # may be set already: then the slow path was about to start
+        self.is_done = True  # may be set already: then the slow path was about to start
         self.reads.short_cut.waiting.pop(self, None)
         self.reads.engine.read_ended(self.unique, asyncio.CancelledError())
         return True
 
     def __call__(self, found):
         """Handle a read that takes too long: request the data from its store."""
-        if not self.told:
-            self.told = True
+        if not self.is_done:
+            self.is_done = True
             self.reads.short_cut.note(self.located, LATE)
             self.reads.engine.read_otherwise(self.unique, self.handle, self.offset, self.size)
 
@@ -173,7 +173,7 @@ cdef class LocalReads:
         cdef uint64_t pages
         one = self.spare(span)
         one.located, one.source, one.unique, one.handle, one.offset, one.size = located, source, unique, handle, offset, size
-        one.first, one.skip, one.span, one.told, one.direct = first, skip, span, False, False
+        one.first, one.skip, one.span, one.is_done, one.direct = first, skip, span, False, False
         # checking by a read would bring it into memory; see blockio/reader
         if is_cold or span >= direct_bytes:
             pages = pages_in_memory(drive, place << 12, span)
@@ -190,7 +190,7 @@ cdef class LocalReads:
                     return False
                 self.followed(opened, ahead, file, end)
                 self.hit(one)
-                self.tell(one)
+                self.send_reply(one)
                 self.give_back(one)
                 return True
             self._is_cold = True
@@ -292,7 +292,7 @@ cdef class LocalReads:
         self.short_cut.counters["hits"] += 1
         return 0
 
-    cdef int tell(self, PendingLocalRead one) except -1:
+    cdef int send_reply(self, PendingLocalRead one) except -1:
         """Reply to the kernel with the bytes that were read."""
         cdef const char *bytes = <const char *>one.memory + one.skip
         cdef int error
@@ -350,9 +350,9 @@ cdef class LocalReads:
     cdef int ended(self, PendingLocalRead one, int result) except -1:
         cdef int wrong = -1
         cdef object engine = self.engine
-        if one.told:
+        if one.is_done:
             return 0  # not reused: the engine's table may still contain it
-        one.told = True
+        one.is_done = True
         self.short_cut.waiting.pop(one, None)
         if result == <int>one.span:
             wrong = self.judge(one)
@@ -364,7 +364,7 @@ cdef class LocalReads:
             engine.read_otherwise(one.unique, one.handle, one.offset, one.size)
             return 0  # not reused either: the table contains it until the slow path starts
         self.hit(one)
-        self.tell(one)
+        self.send_reply(one)
         del engine._work[one.unique]
         if engine._interrupted:
             engine._interrupted.pop(one.unique, None)

@@ -50,7 +50,7 @@ cdef inline object read_at_random(dict files, ops, paged, const Wanted *wanted):
         return None
     opened = <object>found
     file = opened.file
-    if (not opened.readable or opened.closed or file.lost or file.untold or file.written is not None
+    if (not opened.readable or opened.closed or file.lost or file.unreported or file.written is not None
             or ops.guards_pages and file.inode not in paged):
         return None
     ahead = opened.ahead

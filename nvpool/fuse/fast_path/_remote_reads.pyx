@@ -78,14 +78,14 @@ cdef class PendingRead(ReplyTaker):
     cdef uint64_t unique
     cdef uint32_t size, skip, span, within
     cdef double since_s, deadline_s
-    cdef bint told
+    cdef bint is_done
 
     def cancel(self):
         """Cancel: the caller dies, or the mount is gone; reply now. False: the read was answered already."""
         entry = self.reads.engine._work.get(self.unique)
         if entry is None or entry[0] is not self:
             return False
-        self.told = True
+        self.is_done = True
         self.reads.engine.read_ended(self.unique, asyncio.CancelledError())
         return True
 
@@ -97,9 +97,9 @@ cdef class PendingRead(ReplyTaker):
         # The reply is complete and correct.
         self.lane.in_flight -= 1
         try:
-            if not self.told:
-                self.told = True
-                reads.tell(self, payload)
+            if not self.is_done:
+                self.is_done = True
+                reads.send_reply(self, payload)
         except Exception as error:  # a bug: report it to the caller, and answer the others
             entry = reads._work.get(self.unique)
             if entry is not None and entry[0] is self:
@@ -108,12 +108,12 @@ cdef class PendingRead(ReplyTaker):
 
     def __call__(self, reply, error):
         """Handle a reply that `take` did not answer, or an error: the slow path continues from here."""
-        if error is None and not self.told and self.reads.whole(self, reply.message, reply.payload):
+        if error is None and not self.is_done and self.reads.whole(self, reply.message, reply.payload):
             return
-        if self.told:  # not reused: the engine's table may still contain it
+        if self.is_done:  # not reused: the engine's table may still contain it
             self.lane.in_flight -= 1
             return
-        self.told = True
+        self.is_done = True
         self.reads.engine.read_answered(self.unique, self.lane, self.file, self.index, self.within, self.span, self.skip,
                                         self.size, self.deadline_s, reply, error)
 
@@ -235,7 +235,7 @@ cdef class RemoteReads(PendingReply):
             return False
         cdef PendingRead one = <PendingRead>self.spares.pop() if self.spares else PendingRead.__new__(PendingRead)
         one.reads, one.file, one.lane, one.index = self, file, lane, key
-        one.unique, one.size, one.told = unique, size, False
+        one.unique, one.size, one.is_done = unique, size, False
         one.skip = offset & (PAGE - 1)
         one.within = <uint32_t>((offset & <uint64_t>file.chunk_mask) - one.skip)
         one.span = (one.skip + size + PAGE - 1) & ~<uint32_t>(PAGE - 1)
@@ -302,8 +302,8 @@ cdef class RemoteReads(PendingReply):
                 is_good = fits(one, <const uint8_t *>said.buf, said.len, <const uint8_t *>view.buf, view.len)
                 if is_good:
                     one.lane.in_flight -= 1
-                    one.told = True
-                    self.tell(one, <const uint8_t *>view.buf)
+                    one.is_done = True
+                    self.send_reply(one, <const uint8_t *>view.buf)
             finally:
                 PyBuffer_Release(&view)
         finally:
@@ -324,7 +324,7 @@ cdef class RemoteReads(PendingReply):
             engine._take()
         return 0
 
-    cdef int tell(self, PendingRead one, const uint8_t *blocks) except -1:
+    cdef int send_reply(self, PendingRead one, const uint8_t *blocks) except -1:
         """Reply to the kernel."""
         cdef int error
         engine, file = self.engine, one.file
@@ -365,7 +365,7 @@ cdef bint fits(PendingRead one, const uint8_t *message, Py_ssize_t message_bytes
         return False
     if message[28] != (sums_bytes & 127 | 128 if wide else sums_bytes) or wide and message[29] != sums_bytes >> 7:
         return False
-    if one.told:
+    if one.is_done:
         return True
     sum_blocks(payload, count, sums)
     return not memcmp(sums, message + REPLY_BYTES + wide, sums_bytes)

@@ -87,7 +87,8 @@ cdef Py_ssize_t file_attr = place(OpenInode, "attr"), file_attr_born_s = place(O
 cdef Py_ssize_t file_grant = place(OpenInode, "grant"), file_grant_used = place(OpenInode, "grant_used")
 cdef Py_ssize_t file_lanes = place(OpenInode, "lanes"), file_written = place(OpenInode, "written")
 cdef Py_ssize_t file_located = place(OpenInode, "located"), file_missed = place(OpenInode, "missed")
-cdef Py_ssize_t file_encrypted = place(OpenInode, "encrypted"), file_key = place(OpenInode, "key"), file_lost = place(OpenInode, "lost"), file_untold = place(OpenInode, "untold")
+cdef Py_ssize_t file_encrypted = place(OpenInode, "encrypted"), file_key = place(OpenInode, "key")
+cdef Py_ssize_t file_lost = place(OpenInode, "lost"), file_unreported = place(OpenInode, "unreported")
 cdef Py_ssize_t file_fetching = place(OpenInode, "fetching")
 cdef Py_ssize_t handle_file = place(FileHandle, "file"), handle_readable = place(FileHandle, "readable")
 cdef Py_ssize_t handle_closed = place(FileHandle, "closed")
@@ -124,14 +125,14 @@ cdef class PendingSmallRead:
     cdef uint32_t span
     cdef readonly double asked_s, deadline_s
     cdef double since_s
-    cdef readonly bint told
+    cdef readonly bint is_done
 
     def cancel(self):
         """Cancel: the caller dies, or the mount is gone; reply now. False: the read was answered already."""
         entry = self.reads.engine._work.get(self.unique)
         if entry is None or entry[0] is not self:
             return False
-        self.told = True  # may be set already: then the slow path was about to start
+        self.is_done = True  # may be set already: then the slow path was about to start
         self.reads.engine.read_ended(self.unique, asyncio.CancelledError())
         return True
 
@@ -296,7 +297,7 @@ cdef class SmallFileReads(PendingReply):
         one.unique, one.handle, one.offset, one.size, one.finish = wanted.unique, wanted.handle, wanted.offset, wanted.size, end
         one.file_bytes = file_bytes
         one.span = <uint32_t>(file_bytes + PAGE - 1) & ~<uint32_t>(PAGE - 1)
-        one.asked_s, one.deadline_s, one.since_s, one.told = now_s, now_s + self._patience_s, engine._since_s, False
+        one.asked_s, one.deadline_s, one.since_s, one.is_done = now_s, now_s + self._patience_s, engine._since_s, False
         if inode not in self._paged and self._ops.guards_pages:
             lease = self.lease(inode, now_s) if self._ops._looking is not None else None
             if lease is not None:  # as CachedOps._paging
@@ -483,9 +484,9 @@ cdef class SmallFileReads(PendingReply):
                 payload = at = PyBytes_AS_STRING(plain)
                 break
         for one in asked:
-            if not one.told:
+            if not one.is_done:
                 try:
-                    self.tell(one, at, now_s)
+                    self.send_reply(one, at, now_s)
                 except Exception as error:  # a bug: report it to the caller, and answer the others
                     self.broken(one, error)
             at += one.span
@@ -517,12 +518,12 @@ cdef class SmallFileReads(PendingReply):
             at += one.span
         return made
 
-    cdef int tell(self, PendingSmallRead one, const char *content, double now_s) except -1:
+    cdef int send_reply(self, PendingSmallRead one, const char *content, double now_s) except -1:
         cdef int error
         cdef size_t length = one.finish - one.offset
         engine = self.engine
-        one.told = True
-        if get(one.file, file_untold) and not self.keeps_bytes(get(one.file, file_inode), now_s):
+        one.is_done = True
+        if get(one.file, file_unreported) and not self.keeps_bytes(get(one.file, file_inode), now_s):
             # The shard may not know of the open that this read belongs to; Files.read handles that.
             engine.read_otherwise(one.unique, one.handle, one.offset, one.size)
             return 0
@@ -564,7 +565,7 @@ cdef class SmallFileReads(PendingReply):
         return 0
 
     cdef int broken(self, PendingSmallRead one, error) except -1:
-        one.told = True
+        one.is_done = True
         entry = self._work.get(one.unique)
         if entry is not None and entry[0] is one:
             self.engine.read_ended(one.unique, error)

@@ -96,9 +96,9 @@ class SmallReading(PlainReading):
     def _as_ordinary(self, one) -> Read:
         below = self._ops.knows_by
         parts = one.parts
-        if not one.told:
+        if not one.is_done:
             part = SmallFilePart(one.offset, one.finish)
-            part.then = below.if_told(one.opened, one.offset, one.size)
+            part.then = below.unreported_check(one.opened, one.offset, one.size)
             part.on_end = partial(self._step_ended, one.unique, "read", self._data)
             self._work[one.unique] = part, *self._work[one.unique][1:]
             parts = [part, *parts]

@@ -157,16 +157,16 @@ def _as_user(mount_point: Path, options: MountOptions, words: list[str]) -> int:
         descriptor = -1
         try:
             descriptor = _received(ours)
-            _, told = program.communicate(timeout=_ANSWER_S)
+            _, stderr = program.communicate(timeout=_ANSWER_S)
         except (OSError, subprocess.TimeoutExpired) as error:
             program.kill()
-            _, told = program.communicate()
-            told = told or str(error)
+            _, stderr = program.communicate()
+            stderr = stderr or str(error)
         if descriptor < 0 or program.returncode:
             if descriptor >= 0:
                 os.close(descriptor)
             raise AccessDenied(
-                f"{mount_point} could not be mounted: {told.strip() or 'fusermount3 says no more'}"
+                f"{mount_point} could not be mounted: {stderr.strip() or 'fusermount3 says no more'}"
             )
     return descriptor
 

@@ -318,7 +318,7 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
                     "this kernel has not agreed to hand out again what was not answered: calls may hang"
                 )
             self._agreed(Init(self._ops.kept.word(Word.INIT_FLAGS)))
-            self._ops.told_before()
+            self._ops.invalidate_inherited()
             self._on_ready()
 
     async def leave(self, wait_s: float) -> None:

@@ -94,15 +94,15 @@ class ByProcess(asyncio.Protocol):
         self._received += data
         whole = len(self._received) // _NUMBER.size * _NUMBER.size
         for (number,) in _NUMBER.iter_unpack(self._received[:whole]):
-            self._told(number, True)
+            self._complete(number, True)
         self._received = self._received[whole:]
 
     def connection_lost(self, _: Exception | None) -> None:
         self._transport = None
         for number in list(self._asked):
-            self._told(number, False)
+            self._complete(number, False)
 
-    def _told(self, number: int, written: bool) -> None:
+    def _complete(self, number: int, written: bool) -> None:
         done = self._asked.get(number)
         if done is not None and not done.done():
             done.set_result(written)

@@ -85,7 +85,7 @@ class KeepingEngine(KernelEngine):
     def _ask_again(self) -> None:
         if self._ops.kept.word(Word.GREETED):
             self._agreed(Init(self._ops.kept.word(Word.INIT_FLAGS)))
-            self._ops.told_before()
+            self._ops.invalidate_inherited()
             self._on_ready()
         # in a callback: no step can start inside the task that runs now
         self._loop.call_soon(self._take_left)

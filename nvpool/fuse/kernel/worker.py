@@ -15,7 +15,7 @@ from pathlib import Path
 from nvpool.core.errors import Unavailable
 from nvpool.fuse.engines import MountOptions
 from nvpool.fuse.kernel.connection import KernelEngine
-from nvpool.fuse.kernel.worker_channel import ASK, END, GO, TELL, UP, Channel, word
+from nvpool.fuse.kernel.worker_channel import ASK, END, GO, METRICS, UP, Channel, word
 from nvpool.fuse.ops.worker import ReaderOps
 from nvpool.fuse.protocol import requests
 from nvpool.fuse.protocol.constants import Op
@@ -56,7 +56,7 @@ class ReaderEngine(KernelEngine):
             if opcode == GO:
                 self._begun.set()
             elif opcode == ASK:
-                self._send_on(word(TELL, self.page()))
+                self._send_on(word(METRICS, self.page()))
             elif opcode == Op.INTERRUPT:
                 self._interrupt(requests.decode(request, len(request)).body.unique)
         if not is_open:

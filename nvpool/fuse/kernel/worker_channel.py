@@ -20,11 +20,11 @@ from nvpool.fuse.protocol.constants import CLONE
 from nvpool.fuse.protocol.requests import HEADER, HEADER_BYTES
 
 DEVICE = "/dev/fuse"
-UP, GO, END, ASK, TELL = range(1 << 16, (1 << 16) + 5)
+UP, GO, END, ASK, METRICS = range(1 << 16, (1 << 16) + 5)
 """Messages.
 
 UP: the worker is ready; GO: it has to start; END: the mount is gone, and the worker ends; ASK: it has to
-report its metrics; TELL: its metrics.
+report its metrics; METRICS: its metrics.
 """
 _BUFFER_MIN = 256 << 10
 
@@ -173,7 +173,7 @@ class Passing:
         """Handle a message of the worker."""
         if number == UP:
             self._up(self)
-        elif number == TELL:
+        elif number == METRICS:
             if self._asked is not None and not self._asked.done():
                 self._asked.set_result(body)
         elif number == END:

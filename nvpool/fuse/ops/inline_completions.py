@@ -119,7 +119,7 @@ class Creating:
 
     def opened(self, file) -> None:
         ops = self._ops
-        attr = ops._telling_name(self._parent, self._name, file.attr)
+        attr = ops._record_name(self._parent, self._name, file.attr)
         if not ops.name_is_kept and ops.options.entry_timeout_s:
             # `made` has given the kernel the name as cacheable
             ops._keep_name(attr.inode, self._parent, self._name, attr.inode)
@@ -132,14 +132,14 @@ class Creating:
         ops._changes += 1
         self._let_go()
         try:
-            told = (
-                ops._telling_name(self._parent, self._name, attr),
+            result = (
+                ops._record_name(self._parent, self._name, attr),
                 ops._opened(file, self._flags, self._caller, self._unique),
             )
         except Exception as error:
             self.on_end(None, error)
         else:
-            self.on_end(told, None)
+            self.on_end(result, None)
 
     def go_on(self, opening: Coroutine) -> None:
         self.begun.leave()  # the slot belongs to the request until the reply

@@ -51,7 +51,7 @@ SEEN_MAX = 1 << 18
 The oldest makes room, and loses its pages at its next open.
 """
 
-TOLD_MAX = 1 << 16
+SENT_CHANGES_MAX = 1 << 16
 """Inodes whose `change` is recorded as last given to the kernel: 10 MB at most.
 
 Attributes of an inode that fell out are invalidated at its next open.
@@ -73,7 +73,7 @@ of one directory would wait for this time at each name.
 NOTICE_LOOKS = 64
 """Checks within NOTICE_S whether such a request has arrived meanwhile."""
 
-UNTOLD_S = 1.0
+UNLEASED_PAGES_S = 1.0
 """Longest time to keep pages of an open file without a lease.
 
 Another client may change such a file without a recall.
@@ -119,18 +119,18 @@ class _Named:
     for.
     """
 
-    __slots__ = ("until_s", "told", "_places", "_placed")
+    __slots__ = ("until_s", "names", "_places", "_placed")
 
     def __init__(self, until_s: float) -> None:
         self.until_s = until_s
-        self.told: list[tuple[int, int, bytes, int]] = []
+        self.names: list[tuple[int, int, bytes, int]] = []
         self._places: dict[int, list[tuple[int, bytes, int]]] = {}
-        self._placed = 0  # entries of `told` that are indexed in `_places`
+        self._placed = 0  # entries of `names` that are indexed in `_places`
 
     def places_of(self, inode: int) -> list[tuple[int, bytes, int]]:
         """Names that a recall of `inode` invalidates: directory, name, and the inode that it stands for."""
-        while self._placed < len(self.told):  # indexed on demand: mostly no recall comes
-            cover, parent, name, child = self.told[self._placed]
+        while self._placed < len(self.names):  # indexed on demand: mostly no recall comes
+            cover, parent, name, child = self.names[self._placed]
             self._places.setdefault(cover, []).append((parent, name, child))
             self._placed += 1
         return self._places.get(inode, [])
@@ -151,7 +151,9 @@ class CachedOps:
         self._clock = clock
         # inode -> (change of its pages, it had no extended attributes)
         self._seen: dict[int, tuple[int, bool]] = {}
-        self._told: dict[int, int] = {}  # inode -> change of the attributes that the kernel was last given
+        self._sent_changes: dict[
+            int, int
+        ] = {}  # inode -> change of the attributes that the kernel was last given
         self._named: deque[_Named] = deque()  # the oldest first
         self._named_count = 0
         self._naming = _Named(0.0)  # the newest group; names are added to it until _naming_until_s
@@ -208,7 +210,7 @@ class CachedOps:
         """Drop the records of these inodes (inode, look-ups): the kernel has dropped them and their pages."""
         for inode, _ in forgotten:
             self._seen.pop(inode, None)
-            self._told.pop(inode, None)
+            self._sent_changes.pop(inode, None)
 
     def _own(self, work: Coroutine) -> asyncio.Task:
         task = asyncio.get_running_loop().create_task(work)
@@ -219,15 +221,15 @@ class CachedOps:
     # -- what the kernel is given --------------------------------------------------------------------------------------
     # --------------------------------------------------------------------------------------
 
-    def _telling(self, attr: Attr) -> Attr:
-        told = self._told
-        told[attr.inode] = attr.change
-        if len(told) > TOLD_MAX:
-            for old in too_old(told, TOLD_MAX):
-                del told[old]
+    def _record_attr(self, attr: Attr) -> Attr:
+        sent = self._sent_changes
+        sent[attr.inode] = attr.change
+        if len(sent) > SENT_CHANGES_MAX:
+            for old in too_old(sent, SENT_CHANGES_MAX):
+                del sent[old]
         return attr
 
-    def _telling_name(self, parent: int, name: bytes, attr: Attr) -> Attr:
+    def _record_name(self, parent: int, name: bytes, attr: Attr) -> Attr:
         """Record that the kernel is given these attributes for the name.
 
         It may cache the name if `name_is_kept` is set on return.
@@ -239,47 +241,47 @@ class CachedOps:
             self._keep_name(cover, parent, name, inode)
         if self._withdrawn:
             self._withdrawn.pop(inode, None)
-        return self._telling(attr)
+        return self._record_attr(attr)
 
     def _keep_name(self, cover: int, parent: int, name: bytes, inode: int) -> None:
-        if self._clock.boottime_s() >= self._naming_until_s or len(self._naming.told) >= NAMED_TOGETHER:
+        if self._clock.boottime_s() >= self._naming_until_s or len(self._naming.names) >= NAMED_TOGETHER:
             self._name_anew()
-        self._naming.told.append((cover, parent, name, inode))
+        self._naming.names.append((cover, parent, name, inode))
 
     def _moving_name(self, inode: int, parent: int, name: bytes) -> None:
         """Record the new name of a cached inode, after the kernel has renamed it."""
         if inode and self.options.entry_timeout_s and any(named.places_of(inode) for named in self._named):
             self._keep_name(inode, parent, name, inode)
 
-    def _telling_names(
+    def _record_names(
         self, parent: int, entries: DirectoryPage, first: int, until: int, untrue: Container[int]
     ) -> None:
         """Record several names at a time: the entries from `first` on and before `until`.
 
-        Works as `_telling_name`. For inodes in `untrue` the kernel was given nothing that it may cache, and
+        Works as `_record_name`. For inodes in `untrue` the kernel was given nothing that it may cache, and
         no attributes.
         """
         inodes = entries.inodes[first:until]
         if self.options.entry_timeout_s:
-            if self._clock.boottime_s() >= self._naming_until_s or len(self._naming.told) >= NAMED_TOGETHER:
+            if self._clock.boottime_s() >= self._naming_until_s or len(self._naming.names) >= NAMED_TOGETHER:
                 self._name_anew()
-            told = zip(inodes, repeat(parent), entries.names[first:until], inodes, strict=False)
-            self._naming.told += [one for one in told if one[0] not in untrue] if untrue else told
+            added = zip(inodes, repeat(parent), entries.names[first:until], inodes, strict=False)
+            self._naming.names += [one for one in added if one[0] not in untrue] if untrue else added
         if self._withdrawn:
             for inode in inodes:
                 if inode not in untrue:
                     self._withdrawn.pop(inode, None)
         changes = zip(inodes, entries.changes[first:until], strict=True)
-        self._told.update([one for one in changes if one[0] not in untrue] if untrue else changes)
-        for old in too_old(self._told, TOLD_MAX):
-            del self._told[old]
+        self._sent_changes.update([one for one in changes if one[0] not in untrue] if untrue else changes)
+        for old in too_old(self._sent_changes, SENT_CHANGES_MAX):
+            del self._sent_changes[old]
 
     def _name_anew(self) -> None:
         """Start a new group of names, and drop the groups that the kernel no longer uses."""
         now_s, all_named = self._clock.boottime_s(), self._named
-        self._named_count += len(self._naming.told)
+        self._named_count += len(self._naming.names)
         while all_named and (all_named[0].until_s <= now_s or self._named_count > NAMED_MAX):
-            self._named_count -= len(all_named.popleft().told)
+            self._named_count -= len(all_named.popleft().names)
         kept_s = self.options.entry_timeout_s
         self._naming, self._naming_until_s = _Named(now_s + kept_s + kept_s / 4), now_s + kept_s / 4
         all_named.append(self._naming)
@@ -303,7 +305,7 @@ class CachedOps:
                     self._withdrawn[child] = None
             if self._paged.pop(inode, None) is not None:
                 paged.append(inode)
-        for old in too_old(self._withdrawn, TOLD_MAX):
+        for old in too_old(self._withdrawn, SENT_CHANGES_MAX):
             del self._withdrawn[old]
         if locked := [place for place in names if place[0] in self._locked]:
             # The kernel invalidates these only when those requests have ended. They may wait for the very
@@ -311,14 +313,14 @@ class CachedOps:
             self._own(self.invalidate(locked, ()))
             for place in locked:
                 del names[place]
-        telling = self._own(self.invalidate(names, ())) if names else None
+        invalidating = self._own(self.invalidate(names, ())) if names else None
         dropping = self._own(self.invalidate((), paged)) if paged else None
         if dropping is not None:
             await asyncio.wait((dropping,), timeout=NOTICE_S)
         looks = 0
         while (
-            telling is not None
-            and not telling.done()
+            invalidating is not None
+            and not invalidating.done()
             and looks < NOTICE_LOOKS
             and not any(
                 # the kernel locks a directory before its request arrives here
@@ -326,17 +328,17 @@ class CachedOps:
                 for parent, _ in names
             )
         ):
-            await asyncio.wait((telling,), timeout=NOTICE_S / NOTICE_LOOKS)
+            await asyncio.wait((invalidating,), timeout=NOTICE_S / NOTICE_LOOKS)
             looks += 1
 
     def _unleased(self) -> None:
         """Invalidate all names: the leases that cover them have ended without a recall."""
         names: dict[Place, None] = {}
         for named in self._named:
-            for _, parent, name, child in named.told:
+            for _, parent, name, child in named.names:
                 names[parent, name] = None
                 self._withdrawn[child] = None
-        for old in too_old(self._withdrawn, TOLD_MAX):
+        for old in too_old(self._withdrawn, SENT_CHANGES_MAX):
             del self._withdrawn[old]
         self._named.clear()
         self._named_count, self._naming, self._naming_until_s = 0, _Named(0.0), 0.0
@@ -410,7 +412,7 @@ class CachedOps:
                 self._unlock(directory)
             self._changes += 1
 
-    def _told_of_before(self, inodes: Iterable[int]) -> None:
+    def _invalidate_open_files(self, inodes: Iterable[int]) -> None:
         """Invalidate attributes and pages of open files that the kernel has from a predecessor."""
         for inode in inodes:
             self.invalidate_attributes(inode)
@@ -461,7 +463,10 @@ class CachedOps:
         if until_s:
             self._paged[inode] = until_s, True
         else:
-            self._paged[inode] = self._clock.boottime_s() + min(self.options.attr_timeout_s, UNTOLD_S), False
+            self._paged[inode] = (
+                self._clock.boottime_s() + min(self.options.attr_timeout_s, UNLEASED_PAGES_S),
+                False,
+            )
         if self._looking is None:
             self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look_at_pages)
 

@@ -191,7 +191,7 @@ class ListOps:
                     else _add_each(add, entries, first, self, untrue)
                 )
                 if directory.at > first:
-                    self._telling_names(directory.inode, entries, first, directory.at, untrue)
+                    self._record_names(directory.inode, entries, first, directory.at, untrue)
                     directory.cursor = cursor = entries.cursor(directory.at - 1)
                 if directory.at < len(entries):
                     return

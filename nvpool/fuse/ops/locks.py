@@ -30,7 +30,7 @@ class LockOps(CachedOps):
         self._absent: dict[tuple[int, bytes], float] = {}
         # inode -> until this is done the kernel may have old pages
         self._dropping: dict[int, asyncio.Task] = {}
-        self._told_until_s = 0.0  # until then the kernel may cache absent names from the predecessor
+        self._inherited_until_s = 0.0  # until then the kernel may cache absent names from the predecessor
 
     async def getlk(
         self, handle: int, owner: int, start: int, end: int, kind: int, pid: int
@@ -81,9 +81,9 @@ class LockOps(CachedOps):
         task.result()
 
     async def _look_anew(self, file, changed: bool) -> None:
-        if self._told.get(file.inode) != file.attr.change:
+        if self._sent_changes.get(file.inode) != file.attr.change:
             self.invalidate_attributes(file.inode)
-        wait_s = self._told_until_s - self._clock.boottime_s()
+        wait_s = self._inherited_until_s - self._clock.boottime_s()
         if wait_s > 0:
             await asyncio.sleep(wait_s)
         self._drop_old_absent()
@@ -98,7 +98,7 @@ class LockOps(CachedOps):
         elif file.inode in self._dropping:  # for another process of this node, which got its lock just before
             await asyncio.wait((self._dropping[file.inode],))
 
-    def _tell_absent(self, parent: int, name: bytes) -> bool:
+    def _record_absent(self, parent: int, name: bytes) -> bool:
         """Record that the kernel learns that a name is absent. False: it must not cache that."""
         if not self.options.negative_timeout_s:
             return True

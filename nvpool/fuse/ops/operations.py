@@ -134,11 +134,11 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
             self.name_is_kept = False
             return attr if name == b"." else await self.getattr(attr.parent or parent)
         try:
-            return self._telling_name(parent, name, await self._vfs.lookup(parent, name))
+            return self._record_name(parent, name, await self._vfs.lookup(parent, name))
         except DirectoryGone as error:
             raise self._gone(error, parent) from None
         except NotFound:
-            if not self._tell_absent(parent, name):
+            if not self._record_absent(parent, name):
                 raise
             return None
 
@@ -153,10 +153,10 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         try:
             attr = self._vfs.lookup_now(parent, name)
         except NotFound:
-            if not self._tell_absent(parent, name):
+            if not self._record_absent(parent, name):
                 raise
             return None
-        return ASK if attr is None else self._telling_name(parent, name, attr)
+        return ASK if attr is None else self._record_name(parent, name, attr)
 
     def begin_lookup(self, parent: int, name: bytes) -> PendingLookup | None:
         """Start `lookup` without a task if possible, as `begin_read` does. Call `lookup_now` before."""
@@ -169,21 +169,21 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         self, asked: PendingLookup, attr: Attr | None, error: BaseException | None
     ) -> tuple[Attr | None, BaseException | None]:
         if attr is not None:
-            return self._telling_name(asked.parent, asked.name, attr), None
+            return self._record_name(asked.parent, asked.name, attr), None
         if isinstance(error, DirectoryGone):
             return None, self._gone(error, asked.parent)
-        if type(error) is NotFound and self._tell_absent(asked.parent, asked.name):
+        if type(error) is NotFound and self._record_absent(asked.parent, asked.name):
             return None, None
         return None, error
 
     def getattr_now(self, inode: int) -> Attr | None:
         """The result of `getattr` from the cache, or None if a server must be queried."""
         attr = self._vfs.getattr_now(inode)
-        return None if attr is None else self._telling(attr)
+        return None if attr is None else self._record_attr(attr)
 
     async def getattr(self, inode: int) -> Attr:
         try:
-            return self._telling(await self._vfs.getattr(inode))
+            return self._record_attr(await self._vfs.getattr(inode))
         except NotFound:
             attr = self._removed(inode)
             if attr is None:
@@ -260,26 +260,26 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
                 self.published.unbar(inode)
         if size is None:
             self._changed_here(inode, attr.change)
-        return self._telling(attr)
+        return self._record_attr(attr)
 
     async def readlink(self, inode: int) -> bytes:
         return await self._vfs.readlink(inode)
 
     async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Attr:
         with self._changing_names(parent):
-            return self._telling_name(parent, name, await self._vfs.mknod(parent, name, mode, rdev, caller))
+            return self._record_name(parent, name, await self._vfs.mknod(parent, name, mode, rdev, caller))
 
     async def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Attr:
         with self._changing_names(parent):
-            return self._telling_name(parent, name, await self._vfs.mkdir(parent, name, mode, caller))
+            return self._record_name(parent, name, await self._vfs.mkdir(parent, name, mode, caller))
 
     async def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Attr:
         with self._changing_names(parent):
-            return self._telling_name(parent, name, await self._vfs.symlink(parent, name, target, caller))
+            return self._record_name(parent, name, await self._vfs.symlink(parent, name, target, caller))
 
     async def link(self, inode: int, parent: int, name: bytes, caller: Caller) -> Attr:
         with self._changing_names(parent):
-            return self._telling_name(parent, name, await self._vfs.link(inode, parent, name, caller))
+            return self._record_name(parent, name, await self._vfs.link(inode, parent, name, caller))
 
     async def unlink(self, parent: int, name: bytes, caller: Caller) -> None:
         with self._changing_names(parent):
@@ -334,7 +334,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         return None if file is None else self._opened_anew(file, flags, caller, unique)
 
     def _opened_anew(self, file, flags: int, caller: Caller, unique: int) -> OpenReply:
-        if self._told.get(file.inode) != file.attr.change:
+        if self._sent_changes.get(file.inode) != file.attr.change:
             self.invalidate_attributes(file.inode)
         return self._opened(file, flags, caller, unique)
 
@@ -344,7 +344,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         """Create an unnamed file (O_TMPFILE); see `Files.create_unnamed`."""
         flags = self.flags_below(flags)
         attr, file = await self._vfs.create_unnamed(parent, mode, flags, caller)
-        return self._telling(attr), self._opened(file, flags & ~os.O_TMPFILE, caller, asking())
+        return self._record_attr(attr), self._opened(file, flags & ~os.O_TMPFILE, caller, asking())
 
     async def create(
         self, parent: int, name: bytes, mode: int, flags: int, caller: Caller
@@ -352,7 +352,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         flags = self.flags_below(flags)
         with self._changing_names(parent):
             attr, file = await self._vfs.create(parent, name, mode, flags, caller)
-        return self._telling_name(parent, name, attr), self._opened(file, flags, caller, asking())
+        return self._record_name(parent, name, attr), self._opened(file, flags, caller, asking())
 
     def begin_create(
         self, parent: int, name: bytes, mode: int, flags: int, caller: Caller, unique: int
@@ -653,14 +653,14 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
                     self.published.add(one.inode, one.number)
                 else:
                     self._handles.take_back(one.number)
-        self._told_until_s = self._clock.boottime_s() + self.options.negative_timeout_s
+        self._inherited_until_s = self._clock.boottime_s() + self.options.negative_timeout_s
 
-    def told_before(self) -> None:
+    def invalidate_inherited(self) -> None:
         """Invalidate what the kernel got from the predecessor on open files.
 
         No recall would do that. Call this when serving begins.
         """
-        self._told_of_before({file.inode for file in self._files.values()})
+        self._invalidate_open_files({file.inode for file in self._files.values()})
 
     def open_again(self, handle: int) -> OpenReply:
         """The result of `open` in the predecessor, as it was returned or would have been."""

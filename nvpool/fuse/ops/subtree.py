@@ -153,21 +153,21 @@ class SubtreeOps(FuseOps):
 
     @property
     def invalidate_attributes(self) -> Callable[[int], None]:
-        return self._tell_of_attributes
+        return self._invalidate_attributes
 
     @invalidate_attributes.setter
-    def invalidate_attributes(self, tell: Callable[[int], None]) -> None:
-        self._tell_of_attributes = lambda inode: tell(self._there(inode))
+    def invalidate_attributes(self, notify: Callable[[int], None]) -> None:
+        self._invalidate_attributes = lambda inode: notify(self._there(inode))
 
     @property
     def invalidate(self) -> Callable[[Iterable[tuple[int, bytes]], Iterable[int]], Awaitable[None]]:
-        return self._tell_to_forget
+        return self._invalidate
 
     @invalidate.setter
     def invalidate(
-        self, tell: Callable[[Iterable[tuple[int, bytes]], Iterable[int]], Awaitable[None]]
+        self, notify: Callable[[Iterable[tuple[int, bytes]], Iterable[int]], Awaitable[None]]
     ) -> None:
-        self._tell_to_forget = lambda names, inodes: tell(
+        self._invalidate = lambda names, inodes: notify(
             [(self._there(parent), name) for parent, name in names], [self._there(inode) for inode in inodes]
         )
 

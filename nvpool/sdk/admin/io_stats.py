@@ -63,7 +63,7 @@ class IoRates(NamedTuple):
     """Targets that did not answer: their traffic is missing from `rates`."""
 
 
-class _Told(NamedTuple):
+class _StoreCounters(NamedTuple):
     counting: int
     now_s: float
     rows: dict[tuple[int, int], tuple[float, ...]]
@@ -73,7 +73,7 @@ class UseWatch:
     def __init__(self, client: Client, by: By = "client") -> None:
         self._client = client
         self._by = by
-        self._before: dict[int, _Told] = {}
+        self._before: dict[int, _StoreCounters] = {}
         self._clients: dict[int, str] = {}
         self._volume_of: dict[int, int] = {}
         self._volumes: dict[int, str] = {}
@@ -89,17 +89,17 @@ class UseWatch:
         )
         grown: dict[tuple[int, int, int], list[float]] = {}  # (target, session, inode) -> rates per second
         silent, intervals = [], []
-        for target, told in zip(targets, answers, strict=True):
-            if told is None:
+        for target, counters in zip(targets, answers, strict=True):
+            if counters is None:
                 silent.append(target.id)
                 self._before.pop(target.id, None)
                 continue
-            before, self._before[target.id] = self._before.get(target.id), told
-            if before is None or before.counting != told.counting or told.now_s <= before.now_s:
+            before, self._before[target.id] = self._before.get(target.id), counters
+            if before is None or before.counting != counters.counting or counters.now_s <= before.now_s:
                 continue
-            took_s = told.now_s - before.now_s
+            took_s = counters.now_s - before.now_s
             intervals.append(took_s)
-            for (session, inode), row in told.rows.items():
+            for (session, inode), row in counters.rows.items():
                 old = before.rows.get((session, inode), (0,) * 8)
                 if row != old:
                     grown[target.id, session, inode] = [
@@ -116,7 +116,7 @@ class UseWatch:
         rates.sort(key=lambda one: (one.bytes, one.operations), reverse=True)
         return IoRates(rates, sum(intervals) / len(intervals) if intervals else 0.0, silent)
 
-    async def _ask(self, target: int, endpoints: tuple[str, ...], next_s: float) -> _Told | None:
+    async def _ask(self, target: int, endpoints: tuple[str, ...], next_s: float) -> _StoreCounters | None:
         request = data_pb2.UseRequest(target=target, for_s=next_s + COUNT_MORE_S)
         try:
             reply = decoded(
@@ -135,7 +135,9 @@ class UseWatch:
         except NvpoolError:
             return None
         rows = reply.rows[: len(reply.rows) - len(reply.rows) % ROW.size]
-        return _Told(reply.counting, reply.now_s, {row[:2]: row[2:] for row in ROW.iter_unpack(rows)})
+        return _StoreCounters(
+            reply.counting, reply.now_s, {row[:2]: row[2:] for row in ROW.iter_unpack(rows)}
+        )
 
     async def _names(self, grown: dict[tuple[int, int, int], list[float]]) -> dict[tuple[int, int, int], str]:
         if self._by == "target":

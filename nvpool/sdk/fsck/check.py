@@ -273,14 +273,14 @@ class _Check:
         for at, problem in enumerate(self._checkup.problems):
             if problem.inode:
                 path = paths.get(problem.inode)
-                told = (
+                path_text = (
                     "no name of it can be found"
                     if path is None
                     else f"file {printable(path)}"
                     if path
                     else "without a name"
                 )
-                self._checkup.problems[at] = problem._replace(text=f"{problem.text} ({told})")
+                self._checkup.problems[at] = problem._replace(text=f"{problem.text} ({path_text})")
 
 
 def _is_looked_for(target: int, chain: Chain, replicas: int) -> bool:

@@ -123,13 +123,13 @@ class Copies:
             }
         for name, seen in suspects.items():
             if await self._exists(name[0]):
-                await self._tell(name, seen)
+                await self._report(name, seen)
 
-    async def _tell(self, name: Name, seen: ChunkReplicas) -> None:
+    async def _report(self, name: Name, seen: ChunkReplicas) -> None:
         inode, index, table = name
         if len(self._settled) < SUSPECTS_MAX:
             self._settled.add(name)
-        told = ", ".join(f"target {target} has {copy}" for target, copy in sorted(seen.copies.items()))
+        detail = ", ".join(f"target {target} has {copy}" for target, copy in sorted(seen.copies.items()))
         repaired = False
         if self._secret is not None:
             newest = max(seen.copies, key=lambda target: seen.copies[target].version)
@@ -148,12 +148,12 @@ class Copies:
             except Disconnected:
                 raise
             except NvpoolError as error:
-                told = f"{told}; not repaired: {error or type(error).__name__}"
+                detail = f"{detail}; not repaired: {error or type(error).__name__}"
         self._checkup.note(
             PoolProblem(
                 "copies",
                 f"chunk {index} of inode {inode}",
-                f"is not the same at all of its chain: {told}",
+                f"is not the same at all of its chain: {detail}",
                 repaired,
                 inode,
             )

@@ -59,7 +59,7 @@ class Climbs:
         for start in _met_again(above):
             way = await self._confirmed(start)
             if way:
-                yield await self._told(way, repair)
+                yield await self._loop_problem(way, repair)
         if len(self._rooted) > ROOTED_MAX:
             self._rooted.clear()
         self._rooted.update(above)
@@ -147,7 +147,7 @@ class Climbs:
             at = found
         return []
 
-    async def _told(self, way: list[Step], repair: bool) -> PoolProblem:
+    async def _loop_problem(self, way: list[Step], repair: bool) -> PoolProblem:
         directory, parent, _ = min(way)
         text, repaired = f"directory {directory} is below itself, over several shards", False
         if repair:
