@@ -311,7 +311,7 @@ cdef class CachedReplies:
         self._takers = takers
         self._view, self._shards = vfs.meta._view, vfs.meta._shards
         self._published_of, self._published_writing = ops.published._of, ops.published._writing
-        self._handles, self._layout = ops._handles, Layout(0, 0)
+        self._handles, self._layout = ops.handles, Layout(0, 0)
         self._chunk_bits = self._chunk_mask = 0
         memory = ops.kept
         if memory is not None and type(self._handles) is Handles:

@@ -38,7 +38,6 @@ from typing import Any
 
 from nvpool.core.compiled import load_compiled
 from nvpool.fuse.fast_path.small_files import SmallReading
-from nvpool.fuse.kernel.dispatch import KernelRequests
 
 _cached_replies = load_compiled("nvpool.fuse.fast_path._cached_replies")
 
@@ -67,7 +66,7 @@ class KnownAnswers(SmallReading):
         if self._known is None:
             super()._on_read(count)
         else:  # the compiled reads have declined it already
-            KernelRequests._on_read(self, count)
+            self._read_uncompiled(count)
 
     def _following(self, most: int) -> tuple[int, int]:
         known = self._known
