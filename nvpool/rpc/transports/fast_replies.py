@@ -43,7 +43,7 @@ class AnswersAtOnce:
             self._stop_reading()
             super().buffer_updated(count)  # which keeps the bytes
             return
-        at_once = self._at_once
+        at_once = self.at_once
         if at_once is not None and count and not self._out:
             buffer = self._reader.empty
             if buffer is not None and self._greeted and not self.draining:

@@ -148,7 +148,7 @@ cdef class Cold:
 
     cdef readonly object side
     cdef readonly bint cancelled
-    cdef readonly int _bytes
+    cdef readonly int byte_count
     cdef readonly double since_s
     cdef object reply  # bytes or a Large
     cdef object reading
@@ -162,7 +162,7 @@ cdef class Cold:
     def method(self):
         return method_key
 
-    def _cancel(self):
+    def cancel(self):
         """Cancel: the client has gone or no longer wants the read; its connection has dropped it."""
         self.cancelled = True
 

@@ -146,13 +146,13 @@ class Wire:
         self._coming.clear()
         self._transport = _Transport(self._taken, self._go_on)
         self._served = _FuzzServed(self._listener, self._peer)
-        self._served._at_once = self._at_once
+        self._served.at_once = self._at_once
         self._served.connection_made(self._transport)
         self.give(pack_head(HELLO, 0, 0, 0, encode_hello(Greeting("fuzz")), 0))
 
     def at_once(self, answer: Any) -> None:
         """What the service answers without a Call, on this connection and those that follow it."""
-        self._at_once = self._served._at_once = answer
+        self._at_once = self._served.at_once = answer
 
     def hang_up(self) -> None:
         self._served.eof_received()
