@@ -166,7 +166,7 @@ class BlockChunkStore(WholeChunks):
         self.room = HostRoom(None, f"target {target}")
         self.fenced_because = ""
         self.on_fence: Callable[[str], None] | None = None
-        self._closed = False
+        self.closed = False
         self._written = 1  # the previous process may have left unsynced writes
         self._synced = 0
         self._tended = -1
@@ -214,7 +214,7 @@ class BlockChunkStore(WholeChunks):
     def read_now(
         self, reads: bytes, owners: Sequence[int], verify: bool = False, room: Room | None = None
     ) -> ReadBatch:
-        if self.fenced_because or self._closed:
+        if self.fenced_because or self.closed:
             self._refuse()
         batch = self.reader.begin(reads, owners, verify, room)
         if batch.missed:
@@ -224,7 +224,7 @@ class BlockChunkStore(WholeChunks):
     def locate(
         self, inode: int, index: int, blocks: int, life_s: float
     ) -> tuple[float, int, int, LocatedBlocks] | None:
-        if self.fenced_because or self._closed:
+        if self.fenced_because or self.closed:
             self._refuse()
         if (inode, index) in self.quarantine.chunks or self.allocator.scarce:
             return None
@@ -297,7 +297,7 @@ class BlockChunkStore(WholeChunks):
         table: int = 0,
         cipher: BlockCipher | None = None,
     ) -> int:
-        if self.fenced_because or self._closed:
+        if self.fenced_because or self.closed:
             self._refuse()
         kv = self.kv
         if kv.full:
@@ -640,7 +640,7 @@ class BlockChunkStore(WholeChunks):
                 self.on_fence(reason)
 
     def refuse_when_fenced(self) -> None:
-        if self.fenced_because or self._closed:
+        if self.fenced_because or self.closed:
             self._refuse()
 
     def _refuse(self) -> None:
@@ -709,7 +709,7 @@ class BlockChunkStore(WholeChunks):
                 await self._release()
 
     async def close(self) -> None:
-        if self._closed:
+        if self.closed:
             return
         try:
             if not self.fenced_because:
@@ -719,7 +719,7 @@ class BlockChunkStore(WholeChunks):
         except NvpoolError as error:
             log.error("target %d: the last flush failed: %s", self.target, error)
         finally:
-            self._closed = True
+            self.closed = True
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -732,7 +732,7 @@ class BlockChunkStore(WholeChunks):
 
     async def abandon(self) -> None:
         """Release all resources like the death of this process would. For tests, and after a fence."""
-        self._closed = True
+        self.closed = True
         tasks = [*self._tasks, *([self._sync_task] if self._sync_task else [])]
         for task in tasks:
             task.cancel()
