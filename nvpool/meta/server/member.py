@@ -102,7 +102,7 @@ class _AtOnce:
     def answer(
         self, buffer: bytearray, end: int, in_work: dict, tally: ReplyStats, out: list, side: Any = None
     ) -> int:
-        service = self._member._service
+        service = self._member.service
         if service is None or self._member.handle != service.handle:
             return 0
         return service.at_once.answer(buffer, end, in_work, tally, out, side)
@@ -130,7 +130,7 @@ class ShardMember:
         self._fail = fail
         self._authority = ServiceRight(clock, options.secret, options.shard)
         self._term = 0
-        self._service: MetaService | None = None
+        self.service: MetaService | None = None
         self._kv: MemberKv | None = None
         self._shipping: Shipping | None = None
         self._gate: Gate | None = None
@@ -219,8 +219,8 @@ class ShardMember:
             if missing < _LOOKS:
                 continue
             self._removed = f"{self._options.path} was removed while it was in use"
-            if self._service is not None:
-                self._service.reason = f"{self._removed}: only this process still has the records"
+            if self.service is not None:
+                self.service.reason = f"{self._removed}: only this process still has the records"
             if not self._is_primary and self._standby is not None:
                 if self._options.member in up_standbys(self._shard):
                     try:
@@ -244,8 +244,8 @@ class ShardMember:
         self._map = pool_map
         deposed = self._kv is not None and (not self._is_primary or self._shard.term > self._term)
         # what the map grants the shard may already belong to our successor
-        if self._service is not None and not deposed:
-            self._service.update_map(pool_map)
+        if self.service is not None and not deposed:
+            self.service.update_map(pool_map)
         if self._shard.id != self._options.shard or self._closed:
             return
         if self._lost and self._is_primary:
@@ -267,8 +267,8 @@ class ShardMember:
         self._fail(f"shard {self._options.shard} has left the pool")
 
     def begin_drain(self) -> None:
-        if self._service is not None:
-            self._service.begin_drain()
+        if self.service is not None:
+            self.service.begin_drain()
 
     async def close(self, drain_s: float = 0.0) -> None:
         self._closed = True
@@ -280,8 +280,8 @@ class ShardMember:
             await self._door.close()
         if self._standby is not None:
             await self._standby.close()
-        if self._service is not None:
-            await self._service.close(drain_s)
+        if self.service is not None:
+            await self.service.close(drain_s)
         if self._shipping is not None:
             await self._shipping.close()
         if self._kv is not None:
@@ -308,8 +308,8 @@ class ShardMember:
             self._fail(f"the member can not go on: {error}")
 
     def measure(self, page: Page) -> None:
-        if self._service is not None:
-            self._service.measure(page, may_answer=self._gate is None or self._gate.open())
+        if self.service is not None:
+            self.service.measure(page, may_answer=self._gate is None or self._gate.open())
         else:
             page.set(metrics.META_SERVING, 0, shard=self._options.shard)
         for member, state in (self._shipping.states() if self._shipping is not None else {}).items():
@@ -350,7 +350,7 @@ class ShardMember:
         return not beside or os.path.exists(beside)
 
     def _report_primary_status(self, call: Call) -> None:
-        reply, gate = self._service.status_reply(), self._gate
+        reply, gate = self.service.status_reply(), self._gate
         if gate is not None and not gate.open() and reply.state == "serving":
             reply.state = "waiting"
             reply.reason = "it is the primary and has no lease" + (
@@ -407,10 +407,10 @@ class ShardMember:
         self._kv, self._term = kv, kv.term
         kv.remember(bool(self._shard.standbys))
         self._use_standbys()
-        self._service = self._make_service(kv)
-        self._service.update_map(self._map)
-        await self._service.start()
-        self.handle = self._service.handle if self._gate is None else self._handle_behind_gate
+        self.service = self._make_service(kv)
+        self.service.update_map(self._map)
+        await self.service.start()
+        self.handle = self.service.handle if self._gate is None else self._handle_behind_gate
 
     def _begin_shipping(self) -> None:
         kv = self._kv
@@ -435,7 +435,7 @@ class ShardMember:
             if not self._shard.standbys:
                 return
             self._begin_shipping()
-            if self._service is not None and self.handle == self._service.handle:
+            if self.service is not None and self.handle == self.service.handle:
                 self.handle = self._handle_behind_gate
         self._shipping.use(
             {
@@ -469,7 +469,7 @@ class ShardMember:
                 on_later=self._depose,
             ).handle(call)
         else:
-            self._gate.handle(self._service.handle, call)
+            self._gate.handle(self.service.handle, call)
 
     def _depose(self) -> None:
         """Stop answering: another member is, or will be, the primary."""

@@ -170,7 +170,7 @@ async def bury(member: ShardMember) -> None:
     standby, kv = member._standby, member._kv
     for end in (
         member._door and member._door.close,
-        member._service and member._service.close,
+        member.service and member.service.close,
         member._shipping and member._shipping.close,
         standby and standby.abandon,
         kv and kv.abandon,
