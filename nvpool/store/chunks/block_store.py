@@ -54,7 +54,7 @@ from nvpool.kv.api import Effect, Kv
 from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.poolmap.chains.protocol import MemberChunkState, next_version
 from nvpool.security.xts import BlockCipher
-from nvpool.store.chunks import copy_range, staged_writes, store_status
+from nvpool.store.chunks import copy_range, staged_writes
 from nvpool.store.chunks import truncate as store_truncate
 from nvpool.store.chunks.api import (
     BadBlock,
@@ -688,7 +688,33 @@ class BlockChunkStore(WholeChunks):
         return await self.scrubber.step(cursor, blocks, repair)
 
     def status(self) -> dict:
-        return store_status.status(self)
+        allocator = self.allocator
+        counters = {
+            "reads": self.reader.read_count,
+            "read_bytes": self.reader.read_bytes,
+            "reads_waited": self.reader.missed_count,
+            "writes": self.write_count,
+            "flushes": self.flush_count,
+            "held_blocks": allocator.held_blocks,
+            "bad_blocks": len(self.quarantine),
+            "lent": self.lender.given,
+            "resting_changes": allocator.resting_changes,
+        }
+        counters |= {f"index_{name}": value for name, value in self.kv.statistics().items()}
+        return {
+            "state": "fenced" if self.fenced_because else "serving",
+            "fenced_because": self.fenced_because,
+            "capacity_bytes": (allocator.block_count - allocator.reserve_blocks) * BLOCK_BYTES,
+            "used_bytes": (allocator.used_blocks - allocator.fixed_blocks) * BLOCK_BYTES,
+            "chunks": -1,
+            "device": self.path,
+            "kind": self.kind,
+            "read_path": self.device.read_path,
+            "direct": self.device.direct,
+            "writes": self.device.writes,
+            "host_full": self.room.full_message,
+            "counters": {name: float(value) for name, value in counters.items()},
+        }
 
     # -- background work, closing ------------------------------------------------------------------------------------
 
