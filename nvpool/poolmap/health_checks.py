@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from nvpool.core.remedies import with_pool
+from nvpool.core.errors import with_pool
 from nvpool.core.units import format_seconds
 from nvpool.poolmap.chains.placement import usable
 from nvpool.poolmap.chains.transitions import named
