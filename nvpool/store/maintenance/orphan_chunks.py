@@ -9,7 +9,7 @@ A chunk may have a version from a later epoch of the chain than our map knows. A
 target may have known a newer map that assigns the chunk to this target; then the chunk must stay. Or the
 epoch is that of another chain of the file, as older builds gave it after truncations; then the chunk must go.
 The version does not say which. So such a chunk is removed only once our map is known to be at least as new as
-every map that this target ever followed (Tenure.is_caught_up).
+every map that this target ever followed (serving lease, is_caught_up).
 
 The chunk itself records its chain table, from the grant under which it was written. A chunk with a table that
 the map does not have stays. An unreadable chunk goes if the target is in no chain of its number in any table.

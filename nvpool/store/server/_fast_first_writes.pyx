@@ -229,7 +229,7 @@ cdef bytes delta_record(array.array deltas, Py_ssize_t count, bint is_longer, ui
 
 
 cdef class NewWrites:
-    cdef object _store, _index, _kv, _allocator, _quarantine, _lender, _device, _replica, _tenure, _clock, _signing
+    cdef object _store, _index, _kv, _allocator, _quarantine, _lender, _device, _replica, _serving_lease, _clock, _signing
     cdef readonly Unknown unknown
     cdef dict _grants
     cdef uint8_t _target
@@ -237,9 +237,10 @@ cdef class NewWrites:
     cdef bint _is_system
     cdef uint8_t[BLOCK] _block
 
-    def __init__(self, target, grants, secret, store, replica, tenure, clock):
+    def __init__(self, target, grants, secret, store, replica, serving_lease, clock):
         """Create the fast path; see fast_first_writes.py."""
-        self._target, self._grants, self._store, self._replica, self._tenure = target, grants, store, replica, tenure
+        self._target, self._grants, self._store, self._replica = target, grants, store, replica
+        self._serving_lease = serving_lease
         self._index, self._kv, self._allocator, self._quarantine = store.index, store.kv, store.allocator, store.quarantine
         self._lender, self._device, self._fd = store.lender, store.device, store.device.fd
         self._clock, self._is_system = clock, type(clock) is SystemClock
@@ -361,7 +362,7 @@ cdef class NewWrites:
         cdef uint64_t chain_epoch = 1
         store, kv, replica = self._store, self._kv, self._replica
         if (store.fenced_because or store._closed or kv._frozen is not None and kv.full or replica.shares or replica.pending
-                or self._tenure.shared or 0 < <Py_ssize_t>self._device.direct_write_bytes <= r.length):
+                or self._serving_lease.shared or 0 < <Py_ssize_t>self._device.direct_write_bytes <= r.length):
             return False
         epochs = replica._chain_epochs
         if epochs is not None:

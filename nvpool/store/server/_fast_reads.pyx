@@ -176,7 +176,7 @@ cdef class FastReads:
     cdef uint8_t _target
     cdef int _fd
     cdef bint _is_system
-    cdef object _direct_reads, _clock, _store, _index, _quarantine, _reader, _tenure, _use
+    cdef object _direct_reads, _clock, _store, _index, _quarantine, _reader, _serving_lease, _use
     cdef dict _grants, _pending
     cdef Ring _ring
     cdef object _loop, _readings
@@ -184,13 +184,13 @@ cdef class FastReads:
     cdef bint _is_sent_again, _has_ring, _is_cold
     cdef dict _waits  # Cold -> None: reads still to be answered
 
-    def __init__(self, target, grants, store, pending, tenure, use, clock):
+    def __init__(self, target, grants, store, pending, serving_lease, use, clock):
         self.epoch = 0
         self.open = True
         self._target = target
         self._grants, self._pending = grants, pending
         self._store, self._index, self._quarantine, self._reader = store, store.index, store.quarantine, store.reader
-        self._tenure, self._use, self._clock = tenure, use, clock
+        self._serving_lease, self._use, self._clock = serving_lease, use, clock
         self._fd = store.device.fd
         self._is_system = type(clock) is SystemClock
         self._readings = store.readings
@@ -221,7 +221,7 @@ cdef class FastReads:
         cdef object found
         cdef double since_s
         if (not self.open or not self.epoch or end < FRAME_BYTES or len(in_work) >= in_flight_max
-                or self._store.fenced_because or self._store._closed or not self._tenure.vouched or self._use.on):
+                or self._store.fenced_because or self._store._closed or not self._serving_lease.vouched or self._use.on):
             return 0
         while end - at >= FRAME_BYTES and total < OUT_BYTES_MAX:
             frame = <const uint8_t *>PyByteArray_AS_STRING(buffer) + at
@@ -363,7 +363,7 @@ cdef class FastReads:
         self._is_cold = is_cold
         if is_cold and (side is None or self._inside >= RING_ENTRIES or not self._has_ring or not self._opened()):
             return None
-        if not is_cold and self._tenure.shared and not self._tenure.holds():
+        if not is_cold and self._serving_lease.shared and not self._serving_lease.holds():
             return None
         said[0] = 0x09
         put64(said + 1, self.epoch)
@@ -468,7 +468,7 @@ cdef class FastReads:
         if side not in sides:
             sides.append(side)
         if (result != <int>one.length or one.epoch != self.epoch or self._store.fenced_because or self._store._closed
-                or self._use.on or self._tenure.shared and not self._tenure.holds()):
+                or self._use.on or self._serving_lease.shared and not self._serving_lease.holds()):
             if result != <int>one.length and one.is_direct:
                 self._direct_reads.refused()
             self._otherwise(one)
