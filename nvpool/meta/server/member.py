@@ -100,12 +100,12 @@ class _AtOnce:
         self._member = member
 
     def answer(
-        self, buffer: bytearray, end: int, in_work: dict, tally: ReplyStats, out: list, side: Any = None
+        self, buffer: bytearray, end: int, in_work: dict, reply_stats: ReplyStats, out: list, side: Any = None
     ) -> int:
         service = self._member._service
         if service is None or self._member.handle != service.handle:
             return 0
-        return service.at_once.answer(buffer, end, in_work, tally, out, side)
+        return service.at_once.answer(buffer, end, in_work, reply_stats, out, side)
 
 
 class ShardMember:

@@ -100,7 +100,7 @@ class PlainReads:
         self._clock = clock
 
     def answer(
-        self, buffer: bytearray, end: int, in_work: dict, tally: ReplyStats, out: list, side: Any = None
+        self, buffer: bytearray, end: int, in_work: dict, reply_stats: ReplyStats, out: list, side: Any = None
     ) -> int:
         """Answer the frames at the beginning of `buffer`, as far as this is possible immediately.
 
@@ -131,8 +131,8 @@ class PlainReads:
             total += len(reply)
             store.reader.read_count += 1
             store.reader.read_bytes += length
-            tally.begun += 1
-            tally.answered(DATA_READ, self._clock.boottime_s() - since_s, 0, 0, length)
+            reply_stats.begun += 1
+            reply_stats.answered(DATA_READ, self._clock.boottime_s() - since_s, 0, 0, length)
         return at
 
     def _reply(self, buffer: bytearray, at: int, in_work: dict) -> tuple[bytes, int] | None:
