@@ -504,9 +504,9 @@ class Health:
         return why, with_pool(remedy, self._pool) or self._log(f"target-{target.id}", target.node)
 
     def _why_stalled(self, target: Target, coming: Collection[int] | Counter[int]) -> tuple[str, str]:
-        takers = [one for one in self._map.targets if coming[one.id]]
-        down = [one for one in takers if one.state == "down" or not self._serves(one.id)]
-        full = [one for one in takers if self._stores.get(one.id, {}).get("lacks_room")]
+        destinations = [one for one in self._map.targets if coming[one.id]]
+        down = [one for one in destinations if one.state == "down" or not self._serves(one.id)]
+        full = [one for one in destinations if self._stores.get(one.id, {}).get("lacks_room")]
         cancel = f"nvpool drive drain {self._pool} {target.drive} --cancel"
         if self._map.moving.paused:
             return "moving is paused", f"nvpool pool rebalance {self._pool} --resume"
@@ -524,7 +524,7 @@ class Health:
                 "its own process does not serve",
                 f"{self._log(f'target-{target.id}', target.node)}; if it is lost for good: {self._lost_drive(target)}",
             )
-        for one in takers:
+        for one in destinations:
             if wait := self._stores.get(one.id, {}).get("resync_wait"):
                 return (
                     f"{self._name(one)}, which shall take some, waits for {wait}",

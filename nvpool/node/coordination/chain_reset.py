@@ -88,10 +88,10 @@ class NewChains:
             return 0
         loss = await self._births(pool_map)
         serving = manager.serving()
-        before = _givers(pool_map)
+        before = _inode_allocators(pool_map)
 
         def decide(newest: PoolMap) -> PoolMap:
-            if _givers(newest) != before:
+            if _inode_allocators(newest) != before:
                 raise StaleEpoch("the shards have changed meanwhile")
             return begun_anew(newest, names, loss, serving)
 
@@ -121,6 +121,6 @@ class NewChains:
         return status.next_counter
 
 
-def _givers(pool_map: PoolMap) -> Iterable:
+def _inode_allocators(pool_map: PoolMap) -> Iterable:
     """Which primary allocates numbers for which inodes."""
     return pool_map.partitions, [(shard.id, shard.member, shard.term) for shard in pool_map.shards]

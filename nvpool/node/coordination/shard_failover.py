@@ -174,7 +174,7 @@ class ShardKeeper:
         try:
             new = await self._change(
                 lambda newest: partition_moves.moved(
-                    newest, request.giver, request.term, request.taker, partitions, request.map_epoch
+                    newest, request.source, request.term, request.destination, partitions, request.map_epoch
                 )
             )
         except StaleEpoch as error:

@@ -76,17 +76,17 @@ def planned(pool_map: PoolMap) -> PoolMap:
             wanted[partition] = goal
             surplus[holder] -= 1
             room[goal] -= 1
-    takers = [shard for shard in sorted(room) if room[shard]]
+    destinations = [shard for shard in sorted(room) if room[shard]]
     # From the end, so that the root's partition migrates only if necessary.
     for partition in range(PARTITION_COUNT - 1, -1, -1):
         holder = holders[partition]
         if wanted[partition] == holder and surplus.get(holder, 0):
-            taker = takers[-1]
-            wanted[partition] = taker
+            destination = destinations[-1]
+            wanted[partition] = destination
             surplus[holder] -= 1
-            room[taker] -= 1
-            if not room[taker]:
-                takers.pop()
+            room[destination] -= 1
+            if not room[destination]:
+                destinations.pop()
     moves = ranges_of(goal if goal != holder else 0 for goal, holder in zip(wanted, holders, strict=True))
     return (
         pool_map
@@ -186,7 +186,7 @@ def is_empty(pool_map: PoolMap, shard_id: int) -> bool:
 
 
 def next_batch(
-    pool_map: PoolMap, giver: int, not_yet: Collection[int] = (), count_max: int = BATCH_MAX
+    pool_map: PoolMap, source: int, not_yet: Collection[int] = (), count_max: int = BATCH_MAX
 ) -> tuple[int, tuple[int, ...]]:
     """Return (destination, partitions) that the source hands over next, all to one destination.
 
@@ -197,7 +197,7 @@ def next_batch(
         found = [
             partition
             for partition in range(part.first, part.first + part.count)
-            if holders[partition] == giver and partition not in not_yet
+            if holders[partition] == source and partition not in not_yet
         ]
         if found:
             return part.shard, tuple(found[:count_max])
@@ -215,7 +215,7 @@ def left(pool_map: PoolMap, shard_id: int = 0) -> int:
 
 
 def moved(
-    pool_map: PoolMap, giver: int, term: int, taker: int, partitions: Collection[int], epoch: int = 0
+    pool_map: PoolMap, source: int, term: int, destination: int, partitions: Collection[int], epoch: int = 0
 ) -> PoolMap:
     """Make the destination the owner of these partitions, of which it has all records durably.
 
@@ -228,20 +228,22 @@ def moved(
     the map.
     """
     holders, wanted = list(pool_map.shard_of_partition), goals(pool_map)
-    if taker in pool_map.shard_by_id and all(holders[p] == wanted[p] == taker for p in partitions):
-        return pool_map
-    shard = shard_of(pool_map, giver)
-    check_term(shard, term)
-    if taker not in pool_map.shard_by_id or any(
-        holders[p] != giver or wanted[p] != taker for p in partitions
+    if destination in pool_map.shard_by_id and all(
+        holders[p] == wanted[p] == destination for p in partitions
     ):
-        raise StaleEpoch(f"the partitions are not to move from shard {giver} to shard {taker}")
+        return pool_map
+    shard = shard_of(pool_map, source)
+    check_term(shard, term)
+    if destination not in pool_map.shard_by_id or any(
+        holders[p] != source or wanted[p] != destination for p in partitions
+    ):
+        raise StaleEpoch(f"the partitions are not to move from shard {source} to shard {destination}")
     if epoch and epoch < pool_map.moves_since:
         raise StaleEpoch(
             f"what was begun by map {epoch} may have been given up: moves are those of {pool_map.moves_since}"
         )
     for partition in partitions:
-        holders[partition] = taker
+        holders[partition] = destination
     return replace(
         pool_map,
         partitions=ranges_of(holders),
