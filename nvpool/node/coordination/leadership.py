@@ -153,8 +153,8 @@ class Leading:
     def _stands_back(self) -> bool:
         """Whether this node is being removed, and another one can lead."""
         nodes = self._coordinator.pool_map.nodes
-        return any(node.id == self._node and node.wish != "share" for node in nodes) and any(
-            node.id != self._node and node.wish == "share" for node in nodes
+        return any(node.id == self._node and node.desired_state != "share" for node in nodes) and any(
+            node.id != self._node and node.desired_state == "share" for node in nodes
         )
 
     async def _lead(self) -> None:

@@ -72,7 +72,7 @@ def usable(targets: Sequence[Target]) -> list[Target]:
     return [
         target
         for target in targets
-        if target.state != "gone" and target.wish == "share" and target.capacity_bytes > 0
+        if target.state != "gone" and target.desired_state == "share" and target.capacity_bytes > 0
     ]
 
 

@@ -56,7 +56,7 @@ def planned(pool_map: PoolMap) -> PoolMap:
 
     InvalidRequest: no shard stays.
     """
-    staying = [shard.id for shard in pool_map.shards if shard.wish == "share"]
+    staying = [shard.id for shard in pool_map.shards if shard.desired_state == "share"]
     if not staying:
         raise InvalidRequest("the last shard of a pool can not leave it")
     holders = pool_map.shard_of_partition
@@ -119,7 +119,7 @@ def node_for_shard(pool_map: PoolMap, own: int) -> int:
         node_and_path(shard, member)[0] for shard in pool_map.shards for member in members(shard)
     )
     up = {target.node for target in pool_map.targets if target.state == "up" and not target.is_over}
-    can = [node.id for node in pool_map.nodes if node.wish == "share" and node.id in up]
+    can = [node.id for node in pool_map.nodes if node.desired_state == "share" and node.id in up]
     return min(can, key=lambda node: (primaries[node], everyone[node], node != own, node), default=own)
 
 
@@ -129,7 +129,7 @@ def shard_wanted(pool_map: PoolMap, wanted: ShardWanted) -> PoolMap:
     InvalidRequest: the node does not exist or should hold nothing, or the shard number was used before.
     """
     node = pool_map.node_by_id.get(wanted.node)
-    if node is None or node.wish != "share":
+    if node is None or node.desired_state != "share":
         raise InvalidRequest(
             f"node {wanted.node} {'is not in the pool' if node is None else 'is to hold nothing'}; "
             f"`nvpool node ls POOL` lists them"
@@ -145,15 +145,17 @@ def not_wanted(pool_map: PoolMap, shard_id: int) -> PoolMap:
     return replace(pool_map, shards_wanted=wanted, shards_given=shards_given(pool_map))
 
 
-def wished(pool_map: PoolMap, shard_id: int, wish: str) -> PoolMap:
+def with_desired_state(pool_map: PoolMap, shard_id: int, desired_state: str) -> PoolMap:
     """Set whether the shard leaves the pool, and set the goals.
 
     InvalidRequest: the shard is unknown or the last one.
     """
     shard = shard_of(pool_map, shard_id)
-    if shard.wish == wish:
+    if shard.desired_state == desired_state:
         return pool_map
-    shards = tuple(replace(one, wish=wish) if one.id == shard_id else one for one in pool_map.shards)
+    shards = tuple(
+        replace(one, desired_state=desired_state) if one.id == shard_id else one for one in pool_map.shards
+    )
     return planned(replace(pool_map, shards=shards))
 
 
@@ -165,7 +167,7 @@ def shard_removed(pool_map: PoolMap, shard_id: int) -> PoolMap:
     shard = pool_map.shard_by_id.get(shard_id)
     if shard is None:
         return pool_map
-    if shard.wish != "remove" or not is_empty(pool_map, shard_id):
+    if shard.desired_state != "remove" or not is_empty(pool_map, shard_id):
         raise InUse(f"shard {shard_id} holds partitions, or is not to leave the pool")
     return replace(
         pool_map,

@@ -104,7 +104,7 @@ class Strays:
     def update_map(self, pool_map: PoolMap) -> None:
         now_s = self._clock.boottime_s()
         own = pool_map.target_by_id.get(self._target)
-        self._draining = own is not None and own.wish != "share"
+        self._draining = own is not None and own.desired_state != "share"
         self._looked_again = self._looked_again and self._draining
         for table in pool_map.tables:
             for number, chain in enumerate(table.chains):
