@@ -380,7 +380,7 @@ class AsyncVolumes:
                     directory=place.parent if place else 0,
                     name=place.name if place else b"",
                 )
-            self._vfs.cache.begin_anew(lambda inode: True)
+            self._vfs.cache.reset_inodes(lambda inode: True)
 
     async def purge(self, name: str, inode: int = 0) -> int:
         """Delete an entry of the trash for good; 0 deletes all entries. The result is the number of

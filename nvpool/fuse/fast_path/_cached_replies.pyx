@@ -567,7 +567,7 @@ cdef class CachedReplies:
         if self._names_are_told:
             told = ops._naming.told
             if now_s >= ops._naming_until_s or len(told) >= named_together:
-                ops._name_anew()
+                ops._start_name_group()
                 told = ops._naming.told
             told.append((self._cover, parent, name, inode))
         if PyDict_Size(self._withdrawn):

@@ -714,7 +714,7 @@ cdef class Creates(PendingReply):
         if self.names_count:
             naming = ops._naming
             if now_s >= <double>ops._naming_until_s or len(naming.told) >= named_together:
-                ops._name_anew()
+                ops._start_name_group()
                 naming = ops._naming
             (<list?>naming.told).append((inode, parent, name, inode))
         self.told[inode] = change

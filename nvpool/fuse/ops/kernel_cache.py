@@ -243,7 +243,7 @@ class CachedOps:
 
     def _keep_name(self, cover: int, parent: int, name: bytes, inode: int) -> None:
         if self._clock.boottime_s() >= self._naming_until_s or len(self._naming.told) >= NAMED_TOGETHER:
-            self._name_anew()
+            self._start_name_group()
         self._naming.told.append((cover, parent, name, inode))
 
     def _moving_name(self, inode: int, parent: int, name: bytes) -> None:
@@ -262,7 +262,7 @@ class CachedOps:
         inodes = entries.inodes[first:until]
         if self.options.entry_timeout_s:
             if self._clock.boottime_s() >= self._naming_until_s or len(self._naming.told) >= NAMED_TOGETHER:
-                self._name_anew()
+                self._start_name_group()
             told = zip(inodes, repeat(parent), entries.names[first:until], inodes, strict=False)
             self._naming.told += [one for one in told if one[0] not in untrue] if untrue else told
         if self._withdrawn:
@@ -274,7 +274,7 @@ class CachedOps:
         for old in too_old(self._told, TOLD_MAX):
             del self._told[old]
 
-    def _name_anew(self) -> None:
+    def _start_name_group(self) -> None:
         """Start a new group of names, and drop the groups that the kernel no longer uses."""
         now_s, all_named = self._clock.boottime_s(), self._named
         self._named_count += len(self._naming.told)

@@ -17,7 +17,7 @@ from nvpool.core.clock import SYSTEM_CLOCK, Clock
 from nvpool.core.errors import NvpoolError, StaleEpoch, Unavailable
 from nvpool.core.grants import CLOCK_SKEW_S
 from nvpool.node.coordination.leadership import Leading
-from nvpool.poolmap.chains.data_loss import begun_anew, births_of, ownerless
+from nvpool.poolmap.chains.data_loss import births_of, ownerless, with_reset_chains
 from nvpool.poolmap.model import Loss, PoolMap
 from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.messages.data_codec import decoded
@@ -93,7 +93,7 @@ class NewChains:
         def decide(newest: PoolMap) -> PoolMap:
             if _inode_allocators(newest) != before:
                 raise StaleEpoch("the shards have changed meanwhile")
-            return begun_anew(newest, names, loss, serving)
+            return with_reset_chains(newest, names, loss, serving)
 
         after = await self._leading.change_as_leader(decide)
         begun = len(names) - len(ownerless(after).keys() & set(names))
