@@ -421,7 +421,7 @@ class FileLocks(Core):
             log.error(
                 "the session has ended, and with it the locks on inode %d: %s",
                 inode,
-                "who has it open must open it anew" if file is not None else "nobody has it open",
+                "programs that have it open must open it again" if file is not None else "nobody has it open",
             )
             if file is not None:
                 file.lost = True

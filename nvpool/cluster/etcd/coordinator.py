@@ -294,7 +294,7 @@ class EtcdCoordinator:
             try:
                 await self._follow_stream(await self._look() + 1, at)
             except STREAM_ERRORS as error:
-                log.debug("what etcd tells is begun anew: %s", error)
+                log.debug("the watch of etcd restarts: %s", error)
             except NvpoolError as error:
                 log.error("what etcd tells can not be used: %s", error)
                 pause_s = SILENCE_S

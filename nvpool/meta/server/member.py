@@ -175,7 +175,9 @@ class ShardMember:
             await self._ask_to_begin()
         if self._is_primary:
             if not path.is_dir():
-                raise NotFound(f"{path} is missing: is its file system mounted? It is never made anew here")
+                raise NotFound(
+                    f"{path} is missing: is its file system mounted? It is never created again here"
+                )
             if not (path / "FORMAT").exists():
                 raise CorruptRecord(
                     f"{path} holds no whole records; restore it, or another member of the shard"

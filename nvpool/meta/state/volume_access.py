@@ -38,7 +38,7 @@ def check_action(asker: str, record: VolumeRecord, request: pb.VolumeRequest) ->
     if not asker:
         return
     if action == pb.VolumeRequest.REWRAP:
-        raise AccessDenied(f"{asker} is a client: keys of volumes are wrapped anew on a node of the pool")
+        raise AccessDenied(f"{asker} is a client: keys of volumes are rewrapped on a node of the pool")
     if action in (pb.VolumeRequest.GRANT, pb.VolumeRequest.REVOKE) or request.HasField("listed"):
         raise AccessDenied(
             f"{asker} is a client: rights to volumes are given and taken on a node of the pool"

@@ -66,7 +66,7 @@ class NewChains:
             try:
                 await self.run_once()
             except NvpoolError as error:
-                log.info("chains can not begin anew yet: %s", error)
+                log.info("chains can not be reset yet: %s", error)
 
     async def run_once(self) -> int:
         """Reset the chains that can be reset; return their number.
@@ -98,7 +98,7 @@ class NewChains:
         after = await self._leading.change_as_leader(decide)
         begun = len(names) - len(ownerless(after).keys() & set(names))
         if begun:
-            log.warning("%d chains have begun anew with nothing: their drives were given up", begun)
+            log.warning("%d chains were reset to empty: their drives were given up", begun)
         return begun
 
     async def _births(self, pool_map: PoolMap) -> Loss:

@@ -1,8 +1,8 @@
 """A metadata shard in memory, on virtual time, and one caller that asks it for anything.
 
 What the caller has no right to change is compared at the end, record by record: names, attributes, extended attributes, locks,
-volumes, and sessions of others with their slots and open files. Then the shard is checked (fsck must find nothing), and started
-anew from its records. Each kind of caller has a tree of its own to be tempted by. Used by `run`.
+volumes, and sessions of others with their slots and open files. Then the shard is checked (fsck must find nothing), and restarted
+from its records. Each kind of caller has a tree of its own to be tempted by. Used by `run`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from nvpool.testing.sim.pool import SimPool
 
 ENDS_S = 240
 """In which drains end and chunks of chains that were left are removed, once nothing fails any more: STAY_S of
-store/maintenance/orphan_chunks, the copying, and a restarted target that begins to count anew."""
+store/maintenance/orphan_chunks, the copying, and a restarted target that counts from zero."""
 
 
 class Drains:
