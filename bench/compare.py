@@ -99,7 +99,7 @@ class Comparison:
         self._planned = rounds * sum(
             len(self.ways(subject)) for load in loads for subject in subjects if load.suits(subject)
         )
-        # most loads of many files end sooner; mounting anew and dropping caches takes about a second
+        # most loads of many files end sooner; mounting again and dropping caches takes about a second
         return (
             sum(START_S[subject.offers[0]] for subject in subjects)
             + self._planned * (0.65 * self.sizes.seconds + 1.0)

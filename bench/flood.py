@@ -235,17 +235,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--results", type=Path)
     parser.add_argument("--flood", help=argparse.SUPPRESS)
-    wish = parser.parse_args()
-    if wish.flood:
+    arguments = parser.parse_args()
+    if arguments.flood:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         be_nobody()
-        asyncio.run(flood(*json.loads(wish.flood)))
+        asyncio.run(flood(*json.loads(arguments.flood)))
         return
-    kinds = wish.kinds.split(",")
+    kinds = arguments.kinds.split(",")
     if unknown := set(kinds) - set(KINDS):
         parser.error(f"there is no kind {', '.join(sorted(unknown))}; write some of {', '.join(KINDS)}")
-    place = Path(tempfile.mkdtemp(prefix="nvpool-bench-flood-", dir=wish.directory))
+    place = Path(tempfile.mkdtemp(prefix="nvpool-bench-flood-", dir=arguments.directory))
     place.chmod(0o755)
     try:
         with RealPool(place / "pool", sizes=(512 * MIB,)) as pool:
@@ -255,15 +255,15 @@ def main() -> None:
                 "processors": os.cpu_count(),
                 "block": 4 * KIB,
                 **asyncio.run(
-                    measure(str(place / "pool"), places_of(pool), kinds, wish.rounds, wish.seconds)
+                    measure(str(place / "pool"), places_of(pool), kinds, arguments.rounds, arguments.seconds)
                 ),
             }
     finally:
         shutil.rmtree(place, ignore_errors=True)
     text = json.dumps(found, indent=1)
     print(text)
-    if wish.results:
-        wish.results.write_text(text + "\n")
+    if arguments.results:
+        arguments.results.write_text(text + "\n")
 
 
 if __name__ == "__main__":

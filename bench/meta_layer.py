@@ -59,7 +59,7 @@ async def spend_at_once(
     service: MetaService, kv: LmdbKv, method: int, made: list
 ) -> tuple[float, list[bytes]]:
     """Microseconds of CPU of this thread a request, and the messages of the answers."""
-    spent, answers, tally = 0.0, [], ReplyStats()
+    spent, answers, reply_stats = 0.0, [], ReplyStats()
     for at in range(0, len(made), 500):
         frames = [
             bytearray(pack_head(REQUEST, method, number, 1000, request.SerializeToString(), 0))
@@ -71,7 +71,7 @@ async def spend_at_once(
                 await kv.room()
             began, before = time.thread_time(), len(out)
             for number, frame in enumerate(frames[before:], before + 1):
-                service.at_once.answer(frame, len(frame), {}, tally, out, Side)
+                service.at_once.answer(frame, len(frame), {}, reply_stats, out, Side)
                 if len(out) != number:
                     break
             spent += time.thread_time() - began

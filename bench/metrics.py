@@ -36,7 +36,7 @@ from nvpool.testing.env.pool import PLAIN_TCP
 
 ROOT = Path(__file__).resolve().parents[1]
 UNCOUNTED = {
-    "rpc/multiplexer.py": {"_tally", "_calls"},
+    "rpc/multiplexer.py": {"_reply_stats", "_calls"},
     "fuse/kernel/connection.py": {"spent", "_begin_run", "_end_run", "_kept", "run", "now_s"},
     "fuse/kernel/dispatch.py": {"read_bytes", "written_bytes"},
     "fuse/kernel/worker.py": {"_kept"},

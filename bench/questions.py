@@ -286,7 +286,7 @@ def numbers(text: str) -> list[int]:
 
 
 def expected_s(options: argparse.Namespace, wanted: list[str]) -> float:
-    """A step takes its seconds and about one more: for a process to start, or a mount to be made anew."""
+    """A step takes its seconds and about one more: for a process to start, or a mount to be created again."""
     steps = {
         "concurrency": 4 * len(options.in_flight),
         "layers": 15,

@@ -109,19 +109,21 @@ def main() -> None:
     parser.add_argument("--volumes", type=int, default=1000)
     parser.add_argument("--files", type=int, default=3000)
     parser.add_argument("--results", type=Path)
-    wish = parser.parse_args()
-    place = Path(tempfile.mkdtemp(prefix="nvpool-bench-volumes-", dir=wish.directory))
+    arguments = parser.parse_args()
+    place = Path(tempfile.mkdtemp(prefix="nvpool-bench-volumes-", dir=arguments.directory))
     try:
         with RealPool(place / "pool", sizes=(2048 * MIB, 2048 * MIB)) as pool:
             pool.make()
             pool.start()
-            found = asyncio.run(measure(str(place / "pool"), wish.rounds, wish.volumes, wish.files))
+            found = asyncio.run(
+                measure(str(place / "pool"), arguments.rounds, arguments.volumes, arguments.files)
+            )
     finally:
         shutil.rmtree(place, ignore_errors=True)
     text = json.dumps(found, indent=1)
     print(text)
-    if wish.results:
-        wish.results.write_text(text + "\n")
+    if arguments.results:
+        arguments.results.write_text(text + "\n")
 
 
 if __name__ == "__main__":

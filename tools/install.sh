@@ -46,7 +46,7 @@ mkdir -p "$units" "/usr/local/lib/sysusers.d" "/usr/local/lib/tmpfiles.d" "/etc/
 for command in nvpool nvpoold; do
     ln -sfn "$prefix/bin/$command" "/usr/local/bin/$command"
 done
-# mount(8) looks for the second where something mounted is mounted anew, since that is its type then.
+# mount(8) looks for the second where something mounted is remounted, since that is its type then.
 for command in mount.nvpool mount.fuse.nvpool; do
     ln -sfn "$prefix/bin/mount.nvpool" "/sbin/$command"
 done

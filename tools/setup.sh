@@ -113,7 +113,7 @@ if [ "$(cat $stamp 2>/dev/null)" = "$wanted" ] && $venv/bin/python -c 'import nv
     exit 0
 fi
 
-# An environment that was moved, or made by another Python, is made anew: its programs name the old place.
+# An environment that was moved, or made by another Python, is created again: its programs name the old place.
 if ! grep -qs "^command = .* $PWD/$venv\$" $venv/pyvenv.cfg ||
         [ "$($venv/bin/python -c 'import os, pip, sys; print(os.path.realpath(sys._base_executable))' 2>/dev/null)" != "$python" ]; then
     say "making $venv with $("$python" --version) from $python"

@@ -44,7 +44,7 @@ class Subject:
     offers: tuple[str, ...] = ("mount",)
     in_part: bool = False
     notes: str = ""
-    cold: str = "mounted anew, page cache dropped"
+    cold: str = "mounted again, page cache dropped"
     file_bytes_max: int | None = None
 
     def __init__(self) -> None:

@@ -176,7 +176,7 @@ class Manager:
         target = pool_map.target_by_id.get(request.target)
         if target is None or target.state == "gone":
             raise WrongTarget(f"the pool has no target {request.target}")
-        if self._dead.get(request.target) == request.pid or target.wish == "lost":
+        if self._dead.get(request.target) == request.pid or target.desired_state == "lost":
             raise Fenced(f"process {request.pid} of target {request.target} is not listened to any more")
         self._dead.pop(request.target, None)
         heard = self._heard.setdefault(request.target, _Heard(0.0))
@@ -431,7 +431,7 @@ class Manager:
             target.id
             for target in pool_map.targets
             if target.state == "down"
-            and target.wish == "share"
+            and target.desired_state == "share"
             and now_s - self._last_s(target.id) > self._replace_after_s
         }
 

@@ -25,7 +25,7 @@ from nvpool.runtime.service import ServiceContext, main, read_map
 from nvpool.store.chunks.api import LEND_S, StoreOptions, open_chunk_store
 from nvpool.store.chunks.location_leases import KeptTable
 from nvpool.store.server.service import StoreService
-from nvpool.store.server.serving_lease import Tenure
+from nvpool.store.server.serving_lease import ServingLease
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class _Store(StoreService):
             self.beating.cancel()
         await super().close(drain_s)
         if self.ended_equal:
-            write_whole(self._opened.directory.ended(self.target), b"%d" % self.tenure.epoch)
+            write_whole(self._opened.directory.ended(self.target), b"%d" % self.serving_lease.epoch)
 
 
 async def _open(kept_table: KeptTable | None, opened: ServiceContext) -> StoreService:
@@ -117,7 +117,7 @@ async def _open(kept_table: KeptTable | None, opened: ServiceContext) -> StoreSe
         on_fail=opened.fail,
         callers=opened.callers,
         pool_keys=opened.pool_keys,
-        tenure=Tenure(opened.number, SYSTEM_CLOCK, store.lender, verifier=store.verifier),
+        serving_lease=ServingLease(opened.number, SYSTEM_CLOCK, store.lender, verifier=store.verifier),
     )
     service.follow(opened)
     return service

@@ -120,7 +120,7 @@ STORE_BAD_BLOCKS = _gauge(
     "store_bad_blocks", "Blocks that do not fit their checksum and are not repaired yet."
 )
 STORE_REPAIRED = _counter(
-    "store_repaired_blocks_total", "Bad blocks that were written anew from another replica."
+    "store_repaired_blocks_total", "Bad blocks that were rewritten from another replica."
 )
 STORE_REBUILT = _counter(
     "store_rebuilt_chunks_total", "Chunks that were copied whole from another replica after damage."

@@ -151,7 +151,7 @@ class Supervisor:
             self.leading.change_as_leader,
             SYSTEM_CLOCK,
             lambda: read_grant_key(directory),
-            lambda: self.leading.reign,
+            lambda: self.leading.leadership,
             change_anywhere=self.leading.change,
             has_records=partial(has_records, self._dialer, SYSTEM_CLOCK),
             unaware=self.leading.unaware,

@@ -121,7 +121,7 @@ RIGHTS: dict[int, Right] = {
     wire.META_VOLUMES: Right(Who.MEMBER, _SESSION),
     wire.META_VOLUME: Right(
         Who.USER,
-        f"{_SESSION}; the wish: clients with the right to write, rights by nodes, a local user only looks",
+        f"{_SESSION}; the action: clients with the right to write, rights by nodes, a local user only looks",
     ),
     wire.META_VOLUME_ROOM: Right(Who.VOLUME, _CHANGE),
     wire.META_TRASH: Right(Who.VOLUME_OF_CLIENT, f"{_SEE}, and write in it to change the trash"),

@@ -37,7 +37,7 @@ from nvpool.core.clock import SYSTEM_CLOCK, Clock, stopwatch_s
 from nvpool.core.errors import Busy
 from nvpool.rpc.api import Peer
 from nvpool.rpc.peer_roles import Role, role_of
-from nvpool.rpc.stats import TALLY
+from nvpool.rpc.stats import RPC_STATS
 
 _log = logging.getLogger(__name__)
 
@@ -290,7 +290,7 @@ class Limits:
 
     def note(self, limit: str, reason: str) -> None:
         """Count that a limit was reached, and log it at most once in LOG_S."""
-        TALLY.limit_met(limit)
+        RPC_STATS.limit_met(limit)
         now_s = self.now_s()
         since_s, more = self._logged.get(limit, (-LOG_S, 0))
         if now_s - since_s < LOG_S:

@@ -144,9 +144,9 @@ class Handling:
             watched.fail(error)
 
     def _answer_at_once(
-        self, buffer: bytearray, end: int, in_work: dict, tally: ReplyStats, out: list, side
+        self, buffer: bytearray, end: int, in_work: dict, reply_stats: ReplyStats, out: list, side
     ) -> int:
-        taken = self._answer(buffer, end, in_work, tally, out, side)
+        taken = self._answer(buffer, end, in_work, reply_stats, out, side)
         if taken:
             self._awake.touch()
         return taken

@@ -164,7 +164,7 @@ def certificates(found: dict[str, Described], now_s: float) -> Iterator[Check]:
             yield bad(
                 f"certificate {name}",
                 seen,
-                "see that the clock is right; else take the node out and let it join anew",
+                "see that the clock is right; else take the node out and let it join again",
             )
         else:
             yield (warn if state == "notice" else bad)(

@@ -252,7 +252,7 @@ def remount(wanted: Wanted) -> None:
 
     there = mount_at(wanted.place)
     if there is None or not there.ours:
-        raise Refused(f"nothing of nvpool is mounted at {wanted.place}, so it can not be mounted anew")
+        raise Refused(f"nothing of nvpool is mounted at {wanted.place}, so it can not be remounted")
     if not wanted.flags & _RDONLY and _was_read_only(words_of(wanted.place)):
         raise Refused(
             f"{wanted.place} was mounted read-only, and its process has no right to write; unmount it, and mount it "
@@ -265,7 +265,7 @@ def remount(wanted: Wanted) -> None:
             raise InUse(
                 f"{wanted.place} has files open for writing; close them (fuser -vm {wanted.place} lists who has)"
             )
-        raise Refused(f"{wanted.place} could not be mounted anew: {os.strerror(number)}")
+        raise Refused(f"{wanted.place} could not be remounted: {os.strerror(number)}")
 
 
 def _was_read_only(words: list[str]) -> bool:

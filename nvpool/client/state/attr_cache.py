@@ -347,7 +347,7 @@ class Cache:
             del attrs[old]
         return True
 
-    def begin_anew(self, concerns: Callable[[int], bool]) -> None:
+    def reset_inodes(self, concerns: Callable[[int], bool]) -> None:
         """Accept the next attributes of these inodes, whatever their change number.
 
         Called when a shard's change numbers may have run backwards.

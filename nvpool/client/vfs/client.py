@@ -135,7 +135,7 @@ class Core:
         self.leases.on_end_all = callback
 
     def _shard_restarted(self, shard: int) -> None:
-        self.cache.begin_anew(lambda inode: self.meta.shard_of(inode) == shard)
+        self.cache.reset_inodes(lambda inode: self.meta.shard_of(inode) == shard)
         self.rooms.shard_restarted(shard)
 
     @property

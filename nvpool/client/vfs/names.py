@@ -306,9 +306,9 @@ class Names(Wide):
         """
         return await self._birth(parent, name, stat.S_IFDIR | stat.S_IMODE(mode), caller, wide=wide)
 
-    async def make_volume(self, parent: int, name: bytes, mode: int, wish: meta_pb2.VolumeWish) -> Attr:
+    async def make_volume(self, parent: int, name: bytes, mode: int, policy: meta_pb2.VolumePolicy) -> Attr:
         """Create the directory of a new volume, owned by root. AlreadyExists."""
-        return await self._birth(parent, name, stat.S_IFDIR | stat.S_IMODE(mode), Caller(0, 0), volume=wish)
+        return await self._birth(parent, name, stat.S_IFDIR | stat.S_IMODE(mode), Caller(0, 0), volume=policy)
 
     def forget_name(self, parent: int, name: bytes, inode: int) -> None:
         """Drop a name and its inode from the cache.

@@ -24,8 +24,8 @@ from aetcd import rpc
 
 from nvpool.cluster.api import CoordinatorLease
 from nvpool.cluster.etcd.client import END_OF_STREAM, STREAM_ERRORS, EtcdCalls, EtcdCertificates
-from nvpool.cluster.etcd.election import LEADER, SIGN, EtcdReign, follows, read_sign
-from nvpool.cluster.etcd.election_timing import Succession
+from nvpool.cluster.etcd.election import LEADER, SIGN, EtcdLeadershipLease, follows, read_sign
+from nvpool.cluster.etcd.election_timing import ElectionTiming
 from nvpool.cluster.etcd.leases import EtcdLease, give_up
 from nvpool.cluster.watchers import MapWatchers
 from nvpool.core.clock import SYSTEM_CLOCK, Clock
@@ -57,7 +57,7 @@ SILENCE_S = 5.0
 AGAIN_S = 0.2
 
 
-_AnyLease = TypeVar("_AnyLease", EtcdLease, EtcdReign)
+_AnyLease = TypeVar("_AnyLease", EtcdLease, EtcdLeadershipLease)
 
 
 class EtcdCoordinator:
@@ -78,8 +78,8 @@ class EtcdCoordinator:
         self._publish = publish
         self._told = MapWatchers(pool_map)
         self._map_revision = 0
-        self._leases: set[EtcdLease | EtcdReign] = set()
-        self._succession = Succession(only)
+        self._leases: set[EtcdLease | EtcdLeadershipLease] = set()
+        self._election = ElectionTiming(only)
         self._about_leader: dict[bytes, rpc.KeyValue] = {}
         self._turn = asyncio.Lock()
         self._following: asyncio.Task | None = None
@@ -275,7 +275,7 @@ class EtcdCoordinator:
         return await self._told.watch_present(known, wait_s)
 
     def leader(self) -> str | None:
-        return self._succession.leader(self._clock.boottime_s())
+        return self._election.leader(self._clock.boottime_s())
 
     @property
     def is_silent(self) -> bool:
@@ -294,7 +294,7 @@ class EtcdCoordinator:
             try:
                 await self._follow_stream(await self._look() + 1, at)
             except STREAM_ERRORS as error:
-                log.debug("what etcd tells is begun anew: %s", error)
+                log.debug("the watch of etcd restarts: %s", error)
             except NvpoolError as error:
                 log.error("what etcd tells can not be used: %s", error)
                 pause_s = SILENCE_S
@@ -371,7 +371,7 @@ class EtcdCoordinator:
     def _take_rest(self, present: dict[str, bytes], about_leader: dict[bytes, rpc.KeyValue]) -> None:
         self._about_leader = about_leader
         sign = read_sign(about_leader.get(LEADER), about_leader.get(SIGN))
-        another = self._succession.see(sign, self._clock.boottime_s())
+        another = self._election.see(sign, self._clock.boottime_s())
         if present != self._told.present or another:
             self._told.present = present
             self._told.tell()
@@ -466,24 +466,24 @@ class EtcdCoordinator:
     async def lead(self, name: str, lease_s: float, wait_s: float) -> CoordinatorLease | None:
         until_s = self._clock.boottime_s() + wait_s
         while not self._told.closed:
-            free_s = self._succession.free_in_s(self._clock.boottime_s())
+            free_s = self._election.free_in_s(self._clock.boottime_s())
             if free_s <= 0:
                 try:
-                    reign = await EtcdReign.take(
-                        self._calls, self._clock, self._root, name, lease_s, self._succession
+                    lease = await EtcdLeadershipLease.take(
+                        self._calls, self._clock, self._root, name, lease_s, self._election
                     )
                 except Unavailable:
                     if self._clock.boottime_s() > until_s:
                         raise
-                    reign = None
-                if reign is not None:
-                    return self._kept(reign)
+                    lease = None
+                if lease is not None:
+                    return self._kept(lease)
                 await asyncio.sleep(AGAIN_S)  # the stream may not yet show what etcd has just processed
             left_s = until_s - self._clock.boottime_s()
             if left_s <= 0:
                 return None
             if free_s > 0:
-                await self._told.wait(lambda: not self._succession.seen.reign, min(free_s, left_s))
+                await self._told.wait(lambda: not self._election.seen.leader_revision, min(free_s, left_s))
         return None
 
     def _kept(self, lease: _AnyLease) -> _AnyLease:

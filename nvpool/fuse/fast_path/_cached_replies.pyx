@@ -568,7 +568,7 @@ cdef class CachedReplies:
         if self._has_entry_timeout:
             names = ops._naming.names
             if now_s >= ops._naming_until_s or len(names) >= named_together:
-                ops._name_anew()
+                ops._start_name_group()
                 names = ops._naming.names
             names.append((self._cover, parent, name, inode))
         if PyDict_Size(self._withdrawn):

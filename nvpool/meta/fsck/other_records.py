@@ -103,7 +103,7 @@ class OtherRecords:
 
     def _orphan(self, key: bytes, raw: bytes) -> None:
         number = records.inode_of_key(key)
-        self._tally_orphan(number, raw)
+        self._count_orphan(number, raw)
         if (now := self._kv.get(key)) is None:
             return
         inode = self._current(number)

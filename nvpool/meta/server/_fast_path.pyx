@@ -667,7 +667,7 @@ cdef class AtOnce:
     cdef long long _now_ns(self) except -1:
         return wall_ns() if self._is_system else self._clock.wall_ns()
 
-    def answer(self, bytearray buffer, Py_ssize_t end, dict in_work, tally, list out, side=None):
+    def answer(self, bytearray buffer, Py_ssize_t end, dict in_work, reply_stats, list out, side=None):
         """Answer as many request frames at the beginning of `buffer` as the fast path can.
 
         `end` is the number of bytes received. One reply frame per request is appended to `out`; the return
@@ -727,15 +727,15 @@ cdef class AtOnce:
             at += HEADER_BYTES + message_bytes
             out.append(reply)
             total += PyBytes_GET_SIZE(reply)
-            tally.begun += 1
+            reply_stats.begun += 1
             took_s = self._now_s() - since_s
             status = get16(<const uint8_t *>PyBytes_AS_STRING(reply) + 4)
-            tallied = tally.by_method.get(method)
-            if tallied is None or status:
-                tally.answered(method, took_s, status, 0, 0)
+            method_stats = reply_stats.by_method.get(method)
+            if method_stats is None or status:
+                reply_stats.answered(method, took_s, status, 0, 0)
                 continue
-            tally.ended += 1
-            times = tallied.times
+            reply_stats.ended += 1
+            times = method_stats.times
             counts = times.counts
             counts[slot_of(took_s)] += 1
             times.sum_s += took_s

@@ -90,7 +90,7 @@ class LocalUsers:
         self, view: View, credentials: Credentials, request: pb.VolumeRequest | pb.VolumeRoomRequest
     ) -> None:
         """AccessDenied: the user can not reach the volume, or the request would change it."""
-        if isinstance(request, pb.VolumeRequest) and request.wish not in (
+        if isinstance(request, pb.VolumeRequest) and request.action not in (
             pb.VolumeRequest.SHOW,
             pb.VolumeRequest.KEY,
         ):

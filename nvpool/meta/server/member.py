@@ -100,12 +100,12 @@ class _AtOnce:
         self._member = member
 
     def answer(
-        self, buffer: bytearray, end: int, in_work: dict, tally: ReplyStats, out: list, side: Any = None
+        self, buffer: bytearray, end: int, in_work: dict, reply_stats: ReplyStats, out: list, side: Any = None
     ) -> int:
         service = self._member._service
         if service is None or self._member.handle != service.handle:
             return 0
-        return service.at_once.answer(buffer, end, in_work, tally, out, side)
+        return service.at_once.answer(buffer, end, in_work, reply_stats, out, side)
 
 
 class ShardMember:
@@ -175,7 +175,9 @@ class ShardMember:
             await self._ask_to_begin()
         if self._is_primary:
             if not path.is_dir():
-                raise NotFound(f"{path} is missing: is its file system mounted? It is never made anew here")
+                raise NotFound(
+                    f"{path} is missing: is its file system mounted? It is never created again here"
+                )
             if not (path / "FORMAT").exists():
                 raise CorruptRecord(
                     f"{path} holds no whole records; restore it, or another member of the shard"

@@ -263,7 +263,7 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
         self._cuts.resume(remains)
         self._locks.load(remains, self._sessions.by_number)
         self._spanning.load()
-        await self._moving.taker.run_once()
+        await self._moving.destination.run_once()
         for work in self._moving.run():
             self._own(work)
         self._state = "serving"

@@ -174,7 +174,7 @@ class Watches:
         if watch is None:
             watch = self._begin(session)
         else:
-            self._begin_anew(watch)
+            self._restart(watch)
         watch.until_s = self._clock.boottime_s() + self._watch_s
         return watch.number, self._watch_ms
 
@@ -345,7 +345,7 @@ class Watches:
         now_s = self._clock.boottime_s()
         left = {watch: watch.until_s for watch in self._watches.values() if watch.until_s > now_s}
         for watch in left:
-            self._begin_anew(watch)
+            self._restart(watch)
             self._answer_soon(watch)
         if self._unheard and now_s < self._unheard_until_s:
             await self._until_heard_all()
@@ -378,17 +378,17 @@ class Watches:
         Clients are notified; nothing waits for them.
         """
         for watch in self._watches.values():
-            self._begin_anew(watch)
+            self._restart(watch)
             self._answer_soon(watch)
 
-    def _begin_anew(self, watch: _Watch) -> None:
+    def _restart(self, watch: _Watch) -> None:
         watch.number, watch.begins = self._number(), True
         watch.pending.clear()
         watch.sent.clear()
 
     def _notify(self, watch: _Watch, number: int) -> None:
         if len(watch.pending) >= PENDING_MAX:
-            self._begin_anew(watch)
+            self._restart(watch)
         if not watch.begins or watch.call is None:
             watch.pending[number] = None
         self._answer_soon(watch)
@@ -463,7 +463,7 @@ class Watches:
 
     def _leave(self, watch: _Watch) -> None:
         """End all leases of a session at its own request. No change waits for it until it watches again."""
-        self._begin_anew(watch)
+        self._restart(watch)
         watch.until_s = 0.0
         self._has_come(watch.session)
         self._heeded.set()

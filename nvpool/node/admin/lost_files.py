@@ -47,7 +47,7 @@ class Losses:
             waiting = ownerless(pool_map)
             told = (
                 [
-                    f"{len(waiting)} chains are to begin anew with nothing: what is written to them waits until nobody has a "
+                    f"{len(waiting)} chains wait to be reset to empty: what is written to them waits until nobody has a "
                     f"right any more to ask those that were given up"
                 ]
                 if waiting

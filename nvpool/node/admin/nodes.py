@@ -42,7 +42,7 @@ async def look_after(*parts: Callable[[], Awaitable[None]]) -> None:
                 said[at] = ""
             except (NvpoolError, OSError) as error:
                 if str(error) != said[at]:
-                    log.warning("what the map wishes is not done yet: %s", error)
+                    log.warning("a state that the pool map asks for is not reached yet: %s", error)
                 said[at] = str(error)
         await asyncio.sleep(LOOK_S)
 
@@ -84,7 +84,7 @@ class Nodes:
         own = pool_map.node_by_id.get(self._node)
         if (
             own is not None
-            and own.wish == "stop"
+            and own.desired_state == "stop"
             and self._leading.manager is None
             and node_lifecycle.left_on(pool_map, self._node).nothing
         ):
@@ -173,9 +173,9 @@ def told_of(pool_map: PoolMap, node: Node, leader: int | None) -> dict:
     """Status of a node that the map alone gives."""
     left = node_lifecycle.left_on(pool_map, node.id)
     leads = leader == node.id
-    wish = {"share": "", "drain": "draining", "stop": "draining", "lost": "lost"}[node.wish]
-    if wish == "draining" and left.nothing and not leads:
-        wish = "drained"
+    admin_state = {"share": "", "drain": "draining", "stop": "draining", "lost": "lost"}[node.desired_state]
+    if admin_state == "draining" and left.nothing and not leads:
+        admin_state = "drained"
     places = [
         (shard.id, member == shard.member)
         for shard in pool_map.shards
@@ -183,7 +183,7 @@ def told_of(pool_map: PoolMap, node: Node, leader: int | None) -> dict:
         if node_and_path(shard, member)[0] == node.id
     ]
     return {
-        "wish": wish,
+        "wish": admin_state,
         "rack": node.rack,
         "leads": leads,
         "etcd": left.etcd,

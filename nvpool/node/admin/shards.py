@@ -182,16 +182,16 @@ class MetaShards:
         number = _number(arguments, "shard")
         if number is None:
             raise InvalidRequest("shard-remove wants a shard")
-        wish = "share" if arguments.get("cancel") else "remove"
+        desired_state = "share" if arguments.get("cancel") else "remove"
 
         def decide(newest: PoolMap) -> PoolMap:
             if any(one.id == number for one in newest.shards_wanted):
-                return partition_moves.not_wanted(newest, number) if wish == "remove" else newest
+                return partition_moves.not_wanted(newest, number) if desired_state == "remove" else newest
             if number not in newest.shard_by_id:
-                if wish == "remove" and 0 < number <= partition_moves.shards_given(newest):
+                if desired_state == "remove" and 0 < number <= partition_moves.shards_given(newest):
                     return newest
                 raise NotFound(f"the pool has no shard {number}; `nvpool shard ls POOL` lists them")
-            return partition_moves.wished(newest, number, wish)
+            return partition_moves.with_desired_state(newest, number, desired_state)
 
         return self._told(await self._leading.change(decide), number)
 
@@ -233,7 +233,7 @@ class MetaShards:
         empty = {
             shard.id: shard
             for shard in pool_map.shards
-            if shard.wish == "remove" and partition_moves.is_empty(pool_map, shard.id)
+            if shard.desired_state == "remove" and partition_moves.is_empty(pool_map, shard.id)
         }
         self._empty_since_s = {number: self._empty_since_s.get(number, now_s) for number in empty}
         for number, shard in empty.items():
@@ -314,7 +314,7 @@ def _number(arguments: dict, name: str) -> int | None:
 
 def state_of(shard: Shard) -> str:
     """State of a shard in admin terms; empty if no command applies to it."""
-    return "leaving" if shard.wish == "remove" else ""
+    return "leaving" if shard.desired_state == "remove" else ""
 
 
 def shards_told(pool_map: PoolMap, processes: list[dict]) -> list[dict]:

@@ -179,7 +179,9 @@ class EtcdKeeper:
             own = await keeper.take_place(entry.generation)
             await self._put(entry, state="ready", client=own.client, peer=own.peer)
         elif own is None or own.generation != entry.generation or keeper.own_data_is_lost:
-            log.error("what this node's member of etcd held is lost; it begins anew, as another one")
+            log.error(
+                "the data of this node's member of etcd is lost; the node joins etcd again as another member"
+            )
             await self._put(entry, state="lost")
         elif entry.state != "ready":
             if entry.state != "leaving":

@@ -401,8 +401,8 @@ class MapKeeper:
             raise Refused(
                 f"this node does not have the keys of the pool's authorities, which only node {told} had: without "
                 f"them nobody could join and no certificate be renewed. Copy secret/{AUTHORITY_KEY_FILE} and "
-                f"secret/{ETCD_SECRET}/{AUTHORITY_KEY_FILE} from a backup of its pool directory, or make the pool "
-                f"anew and import the files"
+                f"secret/{ETCD_SECRET}/{AUTHORITY_KEY_FILE} from a backup of its pool directory, or create the "
+                f"pool again and import the files"
             )
 
     async def _be_alone(self) -> None:

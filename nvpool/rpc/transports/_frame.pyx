@@ -90,7 +90,7 @@ def hear(connection, reader, Py_ssize_t count):
 
     Starts with the bytes that were kept before and stops at the first frame that is no successful reply. The
     replies complete requests as multiplexer.Asker does. A reply with a payload or a long message is
-    dispatched only to a Taker. Returns -1 if all bytes were consumed; otherwise the caller passes the
+    dispatched only to a ReplyTaker. Returns -1 if all bytes were consumed; otherwise the caller passes the
     returned count to FrameReader.buffer_updated.
     """
     cdef bytearray buffer

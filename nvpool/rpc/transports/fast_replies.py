@@ -48,7 +48,7 @@ class AnswersAtOnce:
             buffer = self._reader.empty
             if buffer is not None and self._greeted and not self.draining:
                 out = self._out
-                taken = at_once(buffer, count, self._in_work, self._tally, out, self._later)
+                taken = at_once(buffer, count, self._in_work, self._reply_stats, out, self._later)
                 if taken:
                     if taken == count and len(out) < 2:
                         if out:

@@ -64,7 +64,7 @@ async def check(
     reported and not repaired.
 
     A shard that changes its primary or leaves the pool does not stop the check: the metadata pass starts
-    again (`checkup.begun_anew`). Unreachable, DeadlineExceeded, Disconnected: a daemon did not answer; the
+    again (`checkup.restarts`). Unreachable, DeadlineExceeded, Disconnected: a daemon did not answer; the
     problems recorded so far are valid. The check may be repeated.
     """
     await _Check(client, checkup, repair, grant_secret).run(scrub)

@@ -9,7 +9,7 @@ A chunk may have a version from a later epoch of the chain than our map knows. A
 target may have known a newer map that assigns the chunk to this target; then the chunk must stay. Or the
 epoch is that of another chain of the file, as older builds gave it after truncations; then the chunk must go.
 The version does not say which. So such a chunk is removed only once our map is known to be at least as new as
-every map that this target ever followed (Tenure.is_caught_up).
+every map that this target ever followed (serving lease, is_caught_up).
 
 The chunk itself records its chain table, from the grant under which it was written. A chunk with a table that
 the map does not have stays. An unreadable chunk goes if the target is in no chain of its number in any table.
@@ -104,7 +104,7 @@ class Strays:
     def update_map(self, pool_map: PoolMap) -> None:
         now_s = self._clock.boottime_s()
         own = pool_map.target_by_id.get(self._target)
-        self._draining = own is not None and own.wish != "share"
+        self._draining = own is not None and own.desired_state != "share"
         self._looked_again = self._looked_again and self._draining
         for table in pool_map.tables:
             for number, chain in enumerate(table.chains):

@@ -51,5 +51,11 @@ def answer_new_writes(service: StoreService, secret: bytes) -> None:
     # `on_apply` reports each change, so it must be free
     if type(store.kv) is LmdbKv and store.kv.on_apply is None:
         reads.writes = _fast_first_writes.NewWrites(
-            service.target, service._grants, secret, store, service.replica, service.tenure, service.clock
+            service.target,
+            service._grants,
+            secret,
+            store,
+            service.replica,
+            service.serving_lease,
+            service.clock,
         )

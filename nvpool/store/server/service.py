@@ -73,7 +73,7 @@ from nvpool.store.server.fast_first_writes import answer_new_writes
 from nvpool.store.server.fast_reads import close as close_at_once
 from nvpool.store.server.fast_reads import reads_at_once
 from nvpool.store.server.io_stats import IoStats
-from nvpool.store.server.serving_lease import Tenure
+from nvpool.store.server.serving_lease import ServingLease
 from nvpool.store.server.single_write import WritesOne
 from nvpool.store.server.status import StatusHandlers
 from nvpool.store.server.verified_grants import Rights
@@ -103,7 +103,7 @@ class StoreService(WritesOne, StatusHandlers):
         scrub_interval_s: float = INTERVAL_S,
         scrub_bytes_per_s: float = SCRUB_BYTES_PER_S,
         on_fail: Callable[[str], None] = lambda reason: None,
-        tenure: Tenure | None = None,
+        serving_lease: ServingLease | None = None,
         callers: Callers | None = None,
         pool_keys: PoolKeys | None = None,
     ):
@@ -152,7 +152,7 @@ class StoreService(WritesOne, StatusHandlers):
             later=self._later,
             busy=lambda: self.waiting,
         )
-        self.tenure = tenure or Tenure(target, clock, store.lender, until_s=math.inf)
+        self.serving_lease = serving_lease or ServingLease(target, clock, store.lender, until_s=math.inf)
         self.upkeep = (
             None
             if dialer is None
@@ -167,7 +167,7 @@ class StoreService(WritesOne, StatusHandlers):
                 scrub_interval_s=scrub_interval_s,
                 scrub_bytes_per_s=scrub_bytes_per_s,
                 busy=lambda: self.waiting,
-                is_caught_up=lambda: self.tenure.is_caught_up,
+                is_caught_up=lambda: self.serving_lease.is_caught_up,
             )
         )
         if self.upkeep is not None and self.replica.writes is not None:
@@ -182,7 +182,7 @@ class StoreService(WritesOne, StatusHandlers):
             epoch=lambda: self._epoch,
         )
         self.at_once = reads_at_once(
-            target, self._grants, store, self.replica.pending, self.tenure, self.use, clock
+            target, self._grants, store, self.replica.pending, self.serving_lease, self.use, clock
         )
         """Fast path that a listener tries first; None if every request takes the slow path."""
         answer_new_writes(self, grant_secret)
@@ -286,7 +286,7 @@ class StoreService(WritesOne, StatusHandlers):
         self._giving.update_map(pool_map)
         if self.upkeep is not None:
             self.upkeep.update_map(pool_map)
-        self.tenure.update_map(pool_map)
+        self.serving_lease.update_map(pool_map)
         if self.at_once is not None:
             self.at_once.epoch = 0 if self.replica.losing else pool_map.epoch
 
@@ -300,7 +300,7 @@ class StoreService(WritesOne, StatusHandlers):
         method = self._methods.get(call.method)
         if method is None:
             raise InvalidRequest(f"a chunk store does not know the method {call.method}")
-        if not self.tenure.vouched and call.method != Method.DATA_STATUS:
+        if not self.serving_lease.vouched and call.method != Method.DATA_STATUS:
             raise Busy("the pool map does not say yet what this target may have lost", retry_after_s=0.05)
         if call.deadline_s < self.clock.boottime_s():
             raise DeadlineExceeded(may_be_applied=False)
@@ -464,8 +464,8 @@ class StoreService(WritesOne, StatusHandlers):
         # While the read waited for a write or the drive, chains may have continued without this target.
         if epoch != self._epoch:
             self._check_epoch(epoch, lambda: (fields[:2] for fields in READ.iter_unpack(reads)))
-        if self.tenure.shared:
-            self.tenure.check()
+        if self.serving_lease.shared:
+            self.serving_lease.check()
         if self.use.on:
             self.use.read(call, batch)
         call.reply(encode_read_reply(self._epoch, batch.results, batch.checksums), batch.payload)
@@ -517,8 +517,8 @@ class StoreService(WritesOne, StatusHandlers):
             runs.append(where.runs.tobytes())
             checksums.append(where.checksums)
             total += len(runs[-1]) + len(where.checksums)
-        if self.tenure.shared:
-            self.tenure.check()
+        if self.serving_lease.shared:
+            self.serving_lease.check()
         call.reply(
             pb.LocateReply(
                 map_epoch=self._epoch,
@@ -566,8 +566,8 @@ class StoreService(WritesOne, StatusHandlers):
         self._answer_write(call, work)
 
     def _answer_write(self, call: Call, work: WriteBatch) -> None:
-        if self.tenure.shared:
-            self.tenure.check()
+        if self.serving_lease.shared:
+            self.serving_lease.check()
         if self.use.on:
             self.use.wrote(call, work)
         call.reply(encode_write_reply(self._epoch, work.results))
@@ -655,7 +655,7 @@ class StoreService(WritesOne, StatusHandlers):
         until = min(request.until, 1 << 32)
         found, goes_on = self.store.extents(request.inode, request.first, until)
         extents = b"".join([EXTENT.pack(*extent) for extent in found])
-        self.tenure.check()  # holes of an old state may be data now
+        self.serving_lease.check()  # holes of an old state may be data now
         call.reply(
             pb.ExtentsReply(
                 map_epoch=self._epoch, extents=extents, more=goes_on < until, next=goes_on
@@ -714,5 +714,5 @@ class StoreService(WritesOne, StatusHandlers):
         )
         if request.map_epoch != self._epoch:  # during the copy the source may have continued without us
             self._check_epoch(request.map_epoch, lambda: (source[:2], (request.inode, request.index)))
-        self.tenure.check()
+        self.serving_lease.check()
         call.reply(pb.CopyReply(map_epoch=self._epoch, version=version, bytes=copied).SerializeToString())

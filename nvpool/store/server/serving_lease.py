@@ -26,7 +26,7 @@ from nvpool.poolmap.model import PoolMap
 from nvpool.store.chunks.location_leases import Lender
 
 
-class Tenure:
+class ServingLease:
     """Serving lease of one target.
 
     `shared` says whether any chain of the target has another member, so that the lease matters. `shared` is

@@ -42,7 +42,7 @@ class StatusHandlers:
         if self._draining:
             status["state"] = "draining"
         status["chunks"] = max(0, status["chunks"])
-        status["refused"] = self.tenure.refused
+        status["refused"] = self.serving_lease.refused
         if self.upkeep is not None:
             status["counters"] |= self.upkeep.counters()
             status["scrubbing"] = self.upkeep.rounds.status()
@@ -75,7 +75,7 @@ class StatusHandlers:
             pb.ChunkDescription(leaving=self._leaves(request.inode, one.index), **one._asdict())
             for one in found
         ]
-        self.tenure.check()
+        self.serving_lease.check()
         call.reply(pb.DescribeReply(chunks=chunks, more=more, map_epoch=self._epoch).SerializeToString())
 
     def _leaves(self, inode: int, index: int) -> bool:
@@ -113,9 +113,9 @@ def _measure(service, page: Page) -> None:
     page.set(metrics.STORE_WAITING, service.waiting_count)
     page.set(metrics.STORE_SHORT_CUT_READS, service.use.past_reads)
     page.set(metrics.STORE_SHORT_CUT_BYTES, service.use.past_bytes)
-    tenure = service.tenure
-    if tenure.shared and math.isfinite(tenure.until_s):
-        page.set(metrics.STORE_LEASE, max(0.0, tenure.until_s - service.clock.boottime_s()))
+    serving_lease = service.serving_lease
+    if serving_lease.shared and math.isfinite(serving_lease.until_s):
+        page.set(metrics.STORE_LEASE, max(0.0, serving_lease.until_s - service.clock.boottime_s()))
     measure_engine(
         {name.removeprefix("index_"): value for name, value in counters.items() if name.startswith("index_")},
         page,

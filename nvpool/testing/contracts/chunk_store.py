@@ -28,7 +28,7 @@ class ChunkStoreSubject(Protocol):
     """An empty one of CAPACITY_BYTES at first."""
 
     async def restart(self) -> None:
-        """Let the process that owns `store` die (kill -9), and open it anew as `store`."""
+        """Let the process that owns `store` die (kill -9), and open it again as `store`."""
 
     async def lose_power(self) -> None:
         """As restart; what was not synced is lost where this subject can lose it."""

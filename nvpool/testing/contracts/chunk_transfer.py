@@ -391,7 +391,7 @@ async def a_decided_write_is_carried_out_whatever_was_raised(subject: ChunkStore
     await refused(errors.StaleEpoch, put(store, 1, 0, 0, b"again", version=version(12, 2)))
     await store.cut(1, 0, 5, 20)
     assert await content(store, 1, 0, 7) == bytes(7)
-    assert await put(store, 1, 0, 0, b"anew", cut=5, epoch=12) == version(12, 121)
+    assert await put(store, 1, 0, 0, b"next", cut=5, epoch=12) == version(12, 121)
 
 
 @check

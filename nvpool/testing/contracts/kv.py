@@ -20,7 +20,7 @@ class KvSubject(Protocol):
     """An empty one at first."""
 
     async def restart(self) -> None:
-        """Let the process that owns `kv` die (kill -9), and open it anew as `kv`."""
+        """Let the process that owns `kv` die (kill -9), and open it again as `kv`."""
 
     async def fail_next_sync(self) -> None:
         """Let the next fdatasync of the journal fail."""

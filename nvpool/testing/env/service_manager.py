@@ -43,7 +43,7 @@ class ServiceManager:
         """How many of its daemons have ended."""
 
     def take_over(self, wait_s: float = 120.0) -> None:
-        """End what runs there in an orderly way, however it was started, and start it anew."""
+        """End what runs there in an orderly way, however it was started, and start it again."""
         supervisor = self._node.directory.supervisor()
         if supervisor is not None:
             end_process(supervisor.pid, signal.SIGTERM)

@@ -286,7 +286,10 @@ class LocalPool:
             if loss != "question":
                 now = self.pool_map
                 new = sealed(
-                    now, moved(now, request.giver, request.term, request.taker, partitions, request.map_epoch)
+                    now,
+                    moved(
+                        now, request.source, request.term, request.destination, partitions, request.map_epoch
+                    ),
                 )
                 if new is not None:
                     self._tell_all(new)

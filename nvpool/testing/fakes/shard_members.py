@@ -287,7 +287,7 @@ class Members:
 
     async def quiet(self, up: set[int] | None = None) -> None:
         """Until all (or these) standbys that are alive are up and have everything. A primary that was replaced is no standby
-        before it is started anew."""
+        before it is restarted."""
         wanted = (
             up
             if up is not None

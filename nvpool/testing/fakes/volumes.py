@@ -1,6 +1,6 @@
 """MemoryVolumes: a bridge/volumes without a pool and without mounts, for tests of what stands on it.
 
-Behaves as BridgeVolumes in all that its callers can see: the same checks of names and wishes, the same errors in the same
+Behaves as BridgeVolumes in all that its callers can see: the same checks of names and requests, the same errors in the same
 situations; the conformance test of CSI runs on both. What containers would see is an empty directory at the place where
 something is published. `silent` makes every question to the pool fail, as one that nobody answers.
 """

@@ -30,7 +30,7 @@ from nvpool.testing.fuzz.shard import KINDS, ShardPlace
 from nvpool.testing.fuzz.store import PEERS, StorePlace
 
 CASES = 2000
-"""Of one place, which is made anew then: what callers with rights have made of it does not grow for ever."""
+"""Of one place, which is created again then: what callers with rights have made of it does not grow for ever."""
 CHECK_EVERY = 250
 STALL_S = 120.0
 """Real time within which each case, and the end of a place, has to be over; else all stacks are written, and the process

@@ -1,8 +1,8 @@
 """A metadata shard in memory, on virtual time, and one caller that asks it for anything.
 
 What the caller has no right to change is compared at the end, record by record: names, attributes, extended attributes, locks,
-volumes, and sessions of others with their slots and open files. Then the shard is checked (fsck must find nothing), and started
-anew from its records. Each kind of caller has a tree of its own to be tempted by. Used by `run`.
+volumes, and sessions of others with their slots and open files. Then the shard is checked (fsck must find nothing), and restarted
+from its records. Each kind of caller has a tree of its own to be tempted by. Used by `run`.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class ShardPlace(FuzzTarget):
                 name.encode(),
                 stat.S_IFDIR | 0o777,
                 exclusive=True,
-                volume=pb.VolumeWish(bytes_max=1 << 30, files_max=50, trash_s=60),
+                volume=pb.VolumePolicy(bytes_max=1 << 30, files_max=50, trash_s=60),
             )
             number = self._volumes[name] = made.entry.attr.inode
             below = await root.mkdir(number, b"d")
@@ -212,14 +212,14 @@ class ShardPlace(FuzzTarget):
             await root.unlink(number, b"g")  # into the trash
             self._directories += [number, below.inode]
             self._entries += [(number, b"f"), (number, b"d"), (below.inode, b"f"), (number, b"n1")]
-            wish = pb.VolumeRequest(session=root.session, inode=number, wish=pb.VolumeRequest.SEAL)
+            request = pb.VolumeRequest(session=root.session, inode=number, action=pb.VolumeRequest.SEAL)
             if sealed and self._protects != "sessions":
-                await root.ask("VOLUME", wish)
+                await root.ask("VOLUME", request)
             for client, write in ({VICTIM.member: True} | grants_of).items() if not sealed else ():
                 if client and self._protects != "sessions":
-                    wish.wish, wish.listed = pb.VolumeRequest.GRANT, True
-                    wish.grant.client, wish.grant.write = client, write
-                    await root.ask("VOLUME", wish)
+                    request.action, request.listed = pb.VolumeRequest.GRANT, True
+                    request.grant.client, request.grant.write = client, write
+                    await root.ask("VOLUME", request)
         self._directories += [*at.values(), wide, volumes.inode]
         self._entries += [(directory, name) for directory in at.values() for name in (b"f", b"g", b"s", b"w")]
         self._planted = tuple(files)

@@ -74,7 +74,7 @@ class EndpointTransport(SimTransport):
         listener = await super().listen(_name(endpoint), greeting, handler)
         if self._is_local:
             Path(parse_endpoint(endpoint).path).touch()  # noqa: ASYNC240 - in memory
-            self._network.broken.pop(endpoint, None)  # a new supervisor makes its socket anew
+            self._network.broken.pop(endpoint, None)  # a new supervisor creates its socket again
         return listener
 
 

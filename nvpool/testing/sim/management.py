@@ -20,7 +20,7 @@ from nvpool.cluster.manager import Manager, change
 from nvpool.core.errors import NvpoolError, StaleLease, Unavailable
 from nvpool.kv.memory import MemoryKv
 from nvpool.node.admin.shards import MetaShards
-from nvpool.node.coordination.leadership import Leading, Reign
+from nvpool.node.coordination.leadership import Leadership, Leading
 from nvpool.node.coordination.shard_failover import ShardKeeper
 from nvpool.node.coordination.standby_checks import has_records
 from nvpool.poolmap.model import PoolMap, decode_map, encode_map
@@ -148,7 +148,7 @@ class OneManager:
         pool.truths.map_is(coordinator.pool_map)
         lease = await coordinator.lead("1", LEASE_S_MIN, 0.0)
         assert lease is not None
-        reign = Reign(lease)
+        leadership = Leadership(lease)
         self._manager = manager = Manager(coordinator, clock=clock)
         dialer = pool.new_dialer(process, clock)
         self._keeper = keeper = ShardKeeper(
@@ -156,7 +156,7 @@ class OneManager:
             partial(change, coordinator),
             clock,
             lambda: pool.secret,
-            lambda: reign,
+            lambda: leadership,
             has_records=partial(has_records, dialer, clock),
         )
         shards = MetaShards(
@@ -296,7 +296,7 @@ class Supervisors:
             leading.change_as_leader,
             clock,
             lambda: pool.secret,
-            lambda: leading.reign,
+            lambda: leading.leadership,
             change_anywhere=leading.change,
             has_records=partial(has_records, dialer, clock),
         )

@@ -47,7 +47,7 @@ from nvpool.rpc.v1 import pool_pb2, wire_pb2
 from nvpool.store.chunks.memory_store import MemoryChunkStore
 from nvpool.store.replication.reachability import Reach
 from nvpool.store.server.service import StoreService
-from nvpool.store.server.serving_lease import Tenure
+from nvpool.store.server.serving_lease import ServingLease
 from nvpool.testing.sim.endpoints import host_of, member_of, transports_of
 from nvpool.testing.sim.invariants import Truths
 from nvpool.testing.sim.loop import VirtualClock, VirtualLoop
@@ -276,7 +276,7 @@ class SimPool:
         store.on_fence = partial(self._ends, process)
         clock = self.new_clock(process.name)
         dialer = self.new_dialer(process, clock)
-        tenure = Tenure(number, clock, verifier=store.verifier)
+        serving_lease = ServingLease(number, clock, verifier=store.verifier)
         self._pids[number] = self._clocks
         asked = asyncio.Event()
         service = StoreService(
@@ -286,7 +286,7 @@ class SimPool:
             clock=clock,
             dialer=dialer,
             refresh_map=asked.set,
-            tenure=tenure,
+            serving_lease=serving_lease,
         )
         await self.loop.create_task(
             self._serve(process, clock, service, f"inproc://target-{number}"), context=process.context
@@ -295,7 +295,9 @@ class SimPool:
             service.replica.peers, self._another_dialer(process, clock), clock, on_change=lambda: None
         )
         self.own(process, reach.run())
-        self.own(process, self._beat(number, service, tenure, dialer, clock, self._pids[number], reach))
+        self.own(
+            process, self._beat(number, service, serving_lease, dialer, clock, self._pids[number], reach)
+        )
         self.own(process, self._follow(process, service, dialer, clock, asked))
 
     async def _restarted(self, number: int) -> bool:
@@ -309,7 +311,7 @@ class SimPool:
         self,
         number: int,
         service: StoreService,
-        tenure: Tenure,
+        serving_lease: ServingLease,
         dialer: Dialer,
         clock: Clock,
         pid: int,
@@ -323,8 +325,8 @@ class SimPool:
             request = pool_pb2.AliveRequest(
                 target=number,
                 pid=pid,
-                epoch=tenure.epoch,
-                verifier=tenure.verifier,
+                epoch=serving_lease.epoch,
+                verifier=serving_lease.verifier,
                 unreachable=sorted(reach.unreachable),
                 equal=b"".join([EQUAL.pack(*chain, epoch) for chain, epoch in equal.items()]),
             )
@@ -333,7 +335,7 @@ class SimPool:
                     endpoints, wire_pb2.POOL_ALIVE, request.SerializeToString(), deadline_s=sent_s + 1.0
                 )
                 answer = pool_pb2.AliveReply.FromString(bytes(reply.message))
-                tenure.renewed(sent_s, answer.lease_s, answer.epoch_min, answer.epoch)
+                serving_lease.renewed(sent_s, answer.lease_s, answer.epoch_min, answer.epoch)
             except NvpoolError:
                 pass
             await asyncio.sleep(max(0.05, sent_s + BEAT_S - clock.boottime_s()))

@@ -50,7 +50,7 @@ from nvpool.testing.sim.workloads.file_data import (
 )
 from nvpool.testing.sim.workloads.listing import Listings
 from nvpool.testing.sim.workloads.names import Naming
-from nvpool.testing.sim.workloads.operator import Wishes
+from nvpool.testing.sim.workloads.operator import ShardOperator
 from nvpool.testing.sim.workloads.quotas import Quotas
 
 OPTIONS = ClientOptions(deadline_s=30.0, transport="inproc", short_cut=False, fresh_s=0.0, attr_s=0.0)
@@ -195,8 +195,10 @@ class Scenario:
                 await work.prepare(clients[0])
             pool.network.reset_share = self._chance.choice((0.0, 0.0005, 0.003))
             breaking = self._loop.create_task(faults.run())
-            wishes = Wishes(pool, random.Random(f"{self._seed} wishes"), lambda: self._over, self.done)
-            wishing = self._loop.create_task(wishes.run() if self._moving else asyncio.sleep(0))
+            operator = ShardOperator(
+                pool, random.Random(f"{self._seed} wishes"), lambda: self._over, self.done
+            )
+            operating = self._loop.create_task(operator.run() if self._moving else asyncio.sleep(0))
             endpoints = EndpointFaults(
                 pool, random.Random(f"{self._seed} endpoints"), lambda: self._over, self.done
             )
@@ -216,7 +218,7 @@ class Scenario:
             await misleading
             await parting
             await faults.mend()
-            await wishing
+            await operating
             await draining
             _, late = await asyncio.wait(working, timeout=300.0)
             problems = [f"{len(late)} clients still wait, five minutes after all was mended"] if late else []
@@ -225,7 +227,7 @@ class Scenario:
                     problems.append(f"a client broke: {task.exception()!r}")
                 task.cancel()
             if not problems:
-                problems += await wishes.until_at_rest()
+                problems += await operator.until_at_rest()
             if self._draining and not problems:
                 problems += await drains.until_ended()
             if not problems:

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from nvpool.core.errors import InvalidRequest
 from nvpool.poolmap.chains.rebalance import with_goals
-from nvpool.poolmap.chains.transitions import named, wished
+from nvpool.poolmap.chains.transitions import named, with_desired_state
 from nvpool.poolmap.layout import chain_of
 from nvpool.poolmap.model import PoolMap
 from nvpool.testing.sim.management import until_changed
@@ -20,7 +20,7 @@ from nvpool.testing.sim.pool import SimPool
 
 ENDS_S = 240
 """In which drains end and chunks of chains that were left are removed, once nothing fails any more: STAY_S of
-store/maintenance/orphan_chunks, the copying, and a restarted target that begins to count anew."""
+store/maintenance/orphan_chunks, the copying, and a restarted target that counts from zero."""
 
 
 class Drains:
@@ -40,22 +40,22 @@ class Drains:
             if self._over():
                 return
             targets = self._pool.pool_map.targets
-            sharing = [target.id for target in targets if target.wish == "share"]
-            draining = [target.id for target in targets if target.wish == "drain"]
+            sharing = [target.id for target in targets if target.desired_state == "share"]
+            draining = [target.id for target in targets if target.desired_state == "drain"]
             if draining and (len(sharing) <= self._pool.replicas or self._chance.random() < 0.4):
-                await self._wish(self._chance.choice(draining), "share")
+                await self._set_desired_state(self._chance.choice(draining), "share")
             elif len(sharing) > self._pool.replicas:
-                await self._wish(self._chance.choice(sharing), "drain")
+                await self._set_desired_state(self._chance.choice(sharing), "drain")
 
-    async def _wish(self, target: int, wish: str) -> None:
+    async def _set_desired_state(self, target: int, desired_state: str) -> None:
         def decide(now: PoolMap) -> PoolMap:
-            return with_goals(wished(now, target, wish))
+            return with_goals(with_desired_state(now, target, desired_state))
 
         with suppress(InvalidRequest):  # too few others can take what it has, at this moment
             await until_changed(self._pool.managing, decide)
-            self._done["drains"] += wish == "drain"
+            self._done["drains"] += desired_state == "drain"
             self._pool.truths.happened(
-                asyncio.get_running_loop().time(), f"target {target} is wished to {wish}"
+                asyncio.get_running_loop().time(), f"the desired state of target {target} is {desired_state}"
             )
 
     async def until_ended(self) -> list[str]:
@@ -73,7 +73,7 @@ class Drains:
         problems = [
             f"target {target.id} is drained and still has a part in chains"
             for target in pool_map.targets
-            if target.wish == "drain" and target.id in named(pool_map)
+            if target.desired_state == "drain" and target.id in named(pool_map)
         ]
         for number, store in self._pool.stores.items():
             for (inode, index), chunk in store._chunks.items():

@@ -1,5 +1,6 @@
-"""What an operator wishes of the shards of a simulated pool while it serves: more of them, fewer, and after all not. Partitions
-move meanwhile. Called by `sim/scenario`.
+"""Operator of a simulated pool that adds, removes and keeps shards while the pool serves, so that partitions migrate.
+
+Called by `sim/scenario`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ REST_S = 180
 KINDS = {"add": 3, "remove": 3, "stay": 1, "pause": 1}
 
 
-class Wishes:
-    """`over()` says when nothing more is wished; `done` counts."""
+class ShardOperator:
+    """Sends admin commands until `over()` is true; `done` counts them."""
 
     def __init__(
         self, pool: SimPool, chance: random.Random, over: Callable[[], bool], done: dict[str, int]
@@ -50,24 +51,28 @@ class Wishes:
 
     async def _remove(self) -> None:
         """Any of them but the last that stays."""
-        staying = [shard.id for shard in self._pool.pool_map.shards if shard.wish == "share"]
+        staying = [shard.id for shard in self._pool.pool_map.shards if shard.desired_state == "share"]
         if len(staying) > 1:
             with suppress(
                 InvalidRequest
             ):  # who leads no more, and does not know it yet, may know of one only
-                await self._wish(self._chance.choice(staying), "remove")
+                await self._set_desired_state(self._chance.choice(staying), "remove")
                 self._done["shards"] += 1
 
     async def _stay(self) -> None:
-        leaving = [shard.id for shard in self._pool.pool_map.shards if shard.wish == "remove"]
+        leaving = [shard.id for shard in self._pool.pool_map.shards if shard.desired_state == "remove"]
         if leaving:
-            await self._wish(self._chance.choice(leaving), "share")
+            await self._set_desired_state(self._chance.choice(leaving), "share")
 
-    async def _wish(self, number: int, wish: str) -> None:
+    async def _set_desired_state(self, number: int, desired_state: str) -> None:
         await self._change(
-            lambda now: partition_moves.wished(now, number, wish) if number in now.shard_by_id else now
+            lambda now: (
+                partition_moves.with_desired_state(now, number, desired_state)
+                if number in now.shard_by_id
+                else now
+            )
         )
-        self._tell(f"shard {number} is wished to {wish}")
+        self._tell(f"the desired state of shard {number} is {desired_state}")
 
     async def _pause(self) -> None:
         await self._paused(True)
