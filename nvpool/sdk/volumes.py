@@ -491,7 +491,7 @@ class AsyncVolumes:
     async def _shown(self, inode: int) -> Volume:
         return volume_of((await self._ask(inode, _Request.SHOW)).volume)
 
-    async def _change(self, name: str, wish: pb.VolumeRequest.Wish, **fields: Any) -> Volume:
+    async def _change(self, name: str, action: pb.VolumeRequest.Action, **fields: Any) -> Volume:
         async with self._named(name) as inode:
             reply = await self._ask(inode, action, **fields)
             return replace(volume_of(reply.volume), revoked_in_s=reply.revoked_in_s)
