@@ -1,10 +1,10 @@
 """The speed of the client layer alone: reads in batches and one by one, from a store in a second process, beside the floor.
 
     python bench/client_layer.py [--transport stream|stream+unix|grpc] [--seconds 3]
-    python bench/client_layer.py --short-cut [--seconds 3]
+    python bench/client_layer.py --short-circuit [--seconds 3]
 
-With --short-cut the store is one of blocks in a data file, and the same 4 KiB reads are measured as a plain preadv loop over
-the data file (the floor), by the short cut and through the store's unix socket, warm and cold, in turns.
+With --short-circuit the store is one of blocks in a data file, and the same 4 KiB reads are measured as a plain preadv loop over
+the data file (the floor), with short-circuit reads and through the store's unix socket, warm and cold, in turns.
 
 One process holds a shard and one store in memory and serves; this one is a client on one core. The floor is an echo on the
 same transport: as many messages with as many bytes as the reads need, answered without looking at them.
@@ -150,9 +150,9 @@ async def measure(transport: str, port: int, pool_map, seconds: float) -> None:
     await client.close()
 
 
-async def measure_short_cut(pool_map, seconds: float, directory: str) -> None:
-    by_ours = await Client.open(pool_map, "short cut", ClientOptions(short_cut=True))
-    by_socket = await Client.open(pool_map, "socket", ClientOptions(short_cut=False))
+async def measure_short_circuit(pool_map, seconds: float, directory: str) -> None:
+    by_ours = await Client.open(pool_map, "short-circuit", ClientOptions(short_circuit=True))
+    by_socket = await Client.open(pool_map, "socket", ClientOptions(short_circuit=False))
     _, handle = await by_ours.vfs.create(1, b"file", 0o644, os.O_RDWR, ME)
     for at in range(0, FILE_BYTES, MIB):
         await by_ours.vfs.write(handle, at, os.urandom(MIB))
@@ -295,14 +295,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--transport", default="stream")
     parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--short-cut", action="store_true")
+    parser.add_argument("--short-circuit", action="store_true")
     parser.add_argument("--directory", help=argparse.SUPPRESS)
     parser.add_argument("--serve", type=int, default=0, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.serve:
         uvloop.run(serve(chosen.transport, chosen.serve, chosen.directory))
         return
-    if chosen.short_cut:
+    if chosen.short_circuit:
         chosen.transport, chosen.directory = "stream+unix", tempfile.mkdtemp(prefix="nvpool-bench-")
     port = random.randrange(20000, 30000)
     server = subprocess.Popen(
@@ -320,8 +320,8 @@ def main() -> None:
     )
     try:
         pool_map = decode_map(server.stdout.readline())
-        if chosen.short_cut:
-            uvloop.run(measure_short_cut(pool_map, chosen.seconds, chosen.directory))
+        if chosen.short_circuit:
+            uvloop.run(measure_short_circuit(pool_map, chosen.seconds, chosen.directory))
         else:
             uvloop.run(measure(chosen.transport, port, pool_map, chosen.seconds))
     finally:

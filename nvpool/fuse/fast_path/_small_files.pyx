@@ -208,7 +208,7 @@ cdef class SmallFileReads(PendingReply):
     """
     cdef readonly object engine
     cdef readonly uint64_t read_bytes, taken    # number of reads
-    cdef object _ops, _reader, _chunks, _contents, _short_cut, _dialer, _replicas, _view, _known_map, _clock, _spent
+    cdef object _ops, _reader, _chunks, _contents, _short_circuit, _dialer, _replicas, _view, _known_map, _clock, _spent
     cdef dict _files, _work, _paged, _lent, _lanes, _pending, _counters, _contents_counters, scratches
     cdef object _kept
     cdef bytearray _buffer
@@ -223,7 +223,7 @@ cdef class SmallFileReads(PendingReply):
         self.engine, self._ops, self._in_work_max = engine, ops, in_work_max
         self._fd, self._buffer, self._work, self._spent = engine._fd, engine._buffer, engine._work, engine.spent
         self._files, self._paged, self._lent = ops._files, ops._paged, vfs.leases._leases
-        self._reader, self._chunks, self._contents, self._short_cut = vfs.reader, chunks, vfs.reader._contents, chunks.short
+        self._reader, self._chunks, self._contents, self._short_circuit = vfs.reader, chunks, vfs.reader._contents, chunks.short
         self._kept, self._contents_counters = self._contents._kept, self._contents.counters
         self._dialer, self._replicas, self._view = chunks._dialer, chunks.replicas, chunks._view
         self._counters, self._clock = chunks.counters, chunks._clock
@@ -277,8 +277,8 @@ cdef class SmallFileReads(PendingReply):
             if born_s + self._attr_s <= now_s and self.lease(inode, now_s) is None:
                 return False  # another client may have made it longer
             end = file_bytes
-        cdef bint is_short = self._short_cut.on
-        # as ShortCut.want for a file of which nothing was read before
+        cdef bint is_short = self._short_circuit.on
+        # as ShortCircuitReads.want for a file of which nothing was read before
         if is_short and get(file, file_missed):
             return False
         lane = self.lane_of(file, inode)

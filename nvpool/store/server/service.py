@@ -219,7 +219,9 @@ class StoreService(WritesOne, Telling):
                 handover.start()
                 self._handover = handover
             except NvpoolError as error:
-                log.warning("target %d: no short cut for clients of this host: %s", self.target, error)
+                log.warning(
+                    "target %d: no short-circuit reads for clients of this host: %s", self.target, error
+                )
 
     def _lent(self) -> tuple[bytes, list[int]]:
         """Return descriptors of the data and of the lease table; called by `rpc/fd_passing`."""

@@ -111,8 +111,8 @@ def _measure(service, page: Page) -> None:
     page.set(metrics.STORE_USED, status["used_bytes"])
     page.set(metrics.STORE_FENCED, status["state"] == "fenced")
     page.set(metrics.STORE_WAITING, service.waiting_count)
-    page.set(metrics.STORE_SHORT_CUT_READS, service.use.past_reads)
-    page.set(metrics.STORE_SHORT_CUT_BYTES, service.use.past_bytes)
+    page.set(metrics.STORE_SHORT_CIRCUIT_READS, service.use.past_reads)
+    page.set(metrics.STORE_SHORT_CIRCUIT_BYTES, service.use.past_bytes)
     tenure = service.tenure
     if tenure.shared and math.isfinite(tenure.until_s):
         page.set(metrics.STORE_LEASE, max(0.0, tenure.until_s - service.clock.boottime_s()))

@@ -135,7 +135,7 @@ class SimPool:
         self._clients: dict[str, Client] = {}
         self._dialers: dict[str, Dialer] = {}
         self._ending: set[asyncio.Task] = set()
-        self._options = options or ClientOptions(deadline_s=30.0, transport="inproc", short_cut=False)
+        self._options = options or ClientOptions(deadline_s=30.0, transport="inproc", short_circuit=False)
         loop.set_exception_handler(self._went_wrong)
 
     def _first_map(self, count: int, standbys: int, shards: int) -> PoolMap:

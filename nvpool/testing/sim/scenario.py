@@ -53,7 +53,7 @@ from nvpool.testing.sim.workloads.names import Naming
 from nvpool.testing.sim.workloads.operator import Wishes
 from nvpool.testing.sim.workloads.quotas import Quotas
 
-OPTIONS = ClientOptions(deadline_s=30.0, transport="inproc", short_cut=False, fresh_s=0.0, attr_s=0.0)
+OPTIONS = ClientOptions(deadline_s=30.0, transport="inproc", short_circuit=False, fresh_s=0.0, attr_s=0.0)
 CHAINS = 32
 """In a table."""
 MOVING_SHARE = 0.5
