@@ -120,7 +120,7 @@ async def measure(transport: str, port: int, pool_map, seconds: float) -> None:
     print(f"{transport}: echo, one 4 KiB answer    {floor_one:8.0f} /s    (floor)")
     alone = await rate(seconds, one)
     print(f"{transport}: one 4 KiB read            {alone:8.0f} /s    {alone / floor_one:5.0%} of the floor")
-    print(f"{transport}: 16 reads at once          {await rate(seconds, crowd) * 16:8.0f} /s")
+    print(f"{transport}: 16 reads in parallel      {await rate(seconds, crowd) * 16:8.0f} /s")
     print(f"{transport}: echo of 1 MiB, as reads   {floor_batch:8.0f} /s    (floor)")
     batched = await rate(seconds, many)
     print(
@@ -170,7 +170,7 @@ async def measure_short_circuit(pool_map, seconds: float, directory: str) -> Non
     async def preadv() -> None:
         os.preadv(data, (buffer,), choose.randrange(blocks) << 12)
 
-    async def at_once() -> None:
+    async def cached_or_read() -> None:
         offset = choose.randrange(blocks) << 12
         if read_now(ours, offset, 4096) is None:
             await read(ours, offset, 4096)
@@ -188,9 +188,9 @@ async def measure_short_circuit(pool_map, seconds: float, directory: str) -> Non
 
     rows = [
         ("plain preadv", preadv, 1),
-        ("read_now, else read", at_once, 1),
+        ("read_now, else read", cached_or_read, 1),
         ("read", awaited, 1),
-        ("16 reads at once", lambda: asyncio.gather(*[awaited() for _ in range(16)]), 16),
+        ("16 reads in parallel", lambda: asyncio.gather(*[awaited() for _ in range(16)]), 16),
         ("through the socket", socket, 1),
         ("16 through the socket", lambda: asyncio.gather(*[socket() for _ in range(16)]), 16),
         ("read_many", lambda: many(by_ours.vfs, ours), BATCH),
@@ -251,18 +251,18 @@ async def measure_small(transport: str, pool_map) -> None:
     async def look(client: Client, name: bytes) -> None:
         await client.vfs.lookup(parent, name)
 
-    async def over(names: list[bytes], at_once: int, step) -> list[float]:
+    async def over(names: list[bytes], in_parallel: int, step) -> list[float]:
         client = await Client.open(pool_map, "cold")
         await client.vfs.getattr(parent)
         found = []
         for _ in range(2):
             gc.collect()
             began = time.perf_counter()
-            for first in range(0, len(names), at_once):
-                if at_once == 1:
+            for first in range(0, len(names), in_parallel):
+                if in_parallel == 1:
                     await step(client, names[first])
                 else:
-                    await asyncio.gather(*[step(client, name) for name in names[first : first + at_once]])
+                    await asyncio.gather(*[step(client, name) for name in names[first : first + in_parallel]])
             found.append(len(names) / (time.perf_counter() - began))
         await client.close()
         return found
@@ -283,7 +283,7 @@ async def measure_small(transport: str, pool_map) -> None:
 
     for what, figures in (
         ("open, read, close 4 KiB", await over(at_random, 1, whole)),
-        ("the same, 16 at once", await over(at_random, 16, whole)),
+        ("the same, 16 in parallel", await over(at_random, 16, whole)),
         ("read_many of 500 paths", await by_path()),
         ("stat, order of a listing", await over(in_order, 1, look)),
         ("stat at random", await over(at_random, 1, look)),

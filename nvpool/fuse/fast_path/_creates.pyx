@@ -346,7 +346,7 @@ cdef class CreateConnection:
 
 
 cdef class Creates(PendingReply):
-    """Compiled part of CreatesAtOnce; see creates.py.
+    """Compiled part of CreateFastPath; see creates.py.
 
     `engine` has read the request into its buffer, and keeps pending ones in its table.
     """

@@ -33,7 +33,7 @@ cdef extern from "_kernel.h":
     ssize_t answer(int fd, uint64_t unique, const void *bytes, size_t length) nogil
 
 cdef extern from "_page_cache.h":
-    ssize_t read_at_once(int fd, void *into, size_t length, uint64_t offset) nogil
+    ssize_t read_cached(int fd, void *into, size_t length, uint64_t offset) nogil
     uint64_t pages_in_memory(int fd, uint64_t offset, uint64_t length) nogil
 
 cdef extern from "<stdlib.h>":
@@ -181,7 +181,7 @@ cdef class LocalReads:
             direct = (pages * 2 < blocks and source.takes_direct
                       and (span >= direct_bytes or not self.was_read(<uint64_t>source.target << 48 ^ place)))
         if not is_cold:
-            if read_at_once(drive, one.memory, span, place << 12) == <ssize_t>span:
+            if read_cached(drive, one.memory, span, place << 12) == <ssize_t>span:
                 self._is_cold = False
                 wrong = self.judge(one)
                 if wrong:

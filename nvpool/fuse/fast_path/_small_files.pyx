@@ -70,7 +70,7 @@ cdef enum:
     READ_BYTES = 24             # data_codec.READ_ENTRY
     RESULT_BYTES = 16
     TOGETHER_MAX = 64           # reads that wait for the end of a burst
-    BLOCKS_AT_ONCE = 48         # whose checksums are computed together
+    BLOCKS_PER_BATCH = 48         # whose checksums are computed together
     LANES_MAX = 4096
 
 cdef uint32_t opcode_of_reads = Op.READ
@@ -178,7 +178,7 @@ cdef class SmallReadBatch(ReplyTaker):
         cdef const uint8_t *results
         cdef const uint8_t *expected
         cdef Py_ssize_t length = 0, at, count = len(self.asked), blocks, some
-        cdef uint32_t sums[BLOCKS_AT_ONCE]
+        cdef uint32_t sums[BLOCKS_PER_BATCH]
         if message_bytes < 9 or message[0] != 0x09 or payload_bytes != self.bytes:
             return False
         results = take_length(message + 9, end, 0x12, &length)
@@ -193,7 +193,7 @@ cdef class SmallReadBatch(ReplyTaker):
                 return False
         at = 0
         while at < blocks:
-            some = min(blocks - at, <Py_ssize_t>BLOCKS_AT_ONCE)
+            some = min(blocks - at, <Py_ssize_t>BLOCKS_PER_BATCH)
             sum_blocks(payload + (at << 12), some, sums)
             if memcmp(sums, expected + at * 4, some * 4):
                 return False

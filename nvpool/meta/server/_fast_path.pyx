@@ -634,7 +634,7 @@ cdef inline void stamp(Inode *i, int64_t now, bint content) noexcept nogil:
 
 # -- answers -----------------------------------------------------------------------------------------------------------
 
-cdef class AtOnce:
+cdef class FastPath:
     """Fast path as described in fast_path.py, bound to the state that `service` has now."""
 
     cdef object _service, _kv, _view, _sessions, _numbers, _moment, _watches, _collector, _clock, _failed, _raw, _leases_of, _grants

@@ -31,7 +31,7 @@ from nvpool.rpc.api import Call
 from nvpool.rpc.messages.fsck_sums import pack_bits
 from nvpool.rpc.v1 import meta_pb2 as pb
 
-PARTS_AT_ONCE, PARTS_COUNTED_MAX = 100, 1000
+PARTS_PER_BATCH, PARTS_COUNTED_MAX = 100, 1000
 _log = logging.getLogger(__name__)
 
 
@@ -88,7 +88,7 @@ class AdminHandlers:
             await asyncio.sleep(self._options.tick_s)
             if self._state != "serving" or not self._view.owners or self._shard in self._view.owners:
                 continue
-            for key, _ in self._kv.scan(*records.part_range(), PARTS_AT_ONCE):
+            for key, _ in self._kv.scan(*records.part_range(), PARTS_PER_BATCH):
                 try:
                     await self._mend(partial(undivided, number=records.part_of_key(key)[0]))
                 except NvpoolError as error:

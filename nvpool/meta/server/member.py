@@ -93,7 +93,7 @@ class MemberOptions:
     callers: Callers = field(default_factory=Callers)
 
 
-class _AtOnce:
+class _MemberFastPath:
     """Fast path of a primary whose answers need no commit gate: see meta/server/fast_path."""
 
     def __init__(self, member: ShardMember) -> None:
@@ -105,7 +105,7 @@ class _AtOnce:
         service = self._member._service
         if service is None or self._member.handle != service.handle:
             return 0
-        return service.at_once.answer(buffer, end, in_work, tally, out, side)
+        return service.fast_path.answer(buffer, end, in_work, tally, out, side)
 
 
 class ShardMember:
@@ -146,7 +146,7 @@ class ShardMember:
         self._removed = ""
         """Reason why the next process will not find the records of this one."""
         self.handle: Callable[[Call], None] = self._not_yet
-        self.at_once = _AtOnce(self) if IS_COMPILED else None
+        self.fast_path = _MemberFastPath(self) if IS_COMPILED else None
 
     @property
     def _shard(self) -> Shard:

@@ -44,7 +44,7 @@ from nvpool.meta.migration.shard_context import Inside
 from nvpool.meta.options import MetaOptions
 from nvpool.meta.server.admin_handlers import AdminHandlers
 from nvpool.meta.server.dispatch import CHANGES, QUERIES, SPANNING
-from nvpool.meta.server.fast_path import answers_at_once
+from nvpool.meta.server.fast_path import open_fast_path
 from nvpool.meta.server.local_users import LocalUsers, check_shards
 from nvpool.meta.sessions.append_order import AppendInProgress, AppendOrder
 from nvpool.meta.sessions.handlers import SessionAnswers
@@ -235,7 +235,7 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
             self._waits,
             self._term,
         )
-        self.at_once = answers_at_once(self)
+        self.fast_path = open_fast_path(self)
         return identity
 
     async def _take_up(self) -> None:

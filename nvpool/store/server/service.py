@@ -70,8 +70,8 @@ from nvpool.store.replication.role import Replica
 from nvpool.store.replication.transfer_server import Giving
 from nvpool.store.server.admin_handlers import Orders
 from nvpool.store.server.fast_first_writes import answer_new_writes
-from nvpool.store.server.fast_reads import close as close_at_once
-from nvpool.store.server.fast_reads import reads_at_once
+from nvpool.store.server.fast_reads import close as close_fast_reads
+from nvpool.store.server.fast_reads import open_fast_reads
 from nvpool.store.server.io_stats import IoStats
 from nvpool.store.server.serving_lease import Tenure
 from nvpool.store.server.single_write import WritesOne
@@ -181,12 +181,12 @@ class StoreService(WritesOne, Telling):
             later=self._later,
             epoch=lambda: self._epoch,
         )
-        self.at_once = reads_at_once(
+        self.fast_path = open_fast_reads(
             target, self._grants, store, self.replica.pending, self.tenure, self.use, clock
         )
         """Fast path that a listener tries first; None if every request takes the slow path."""
         answer_new_writes(self, grant_secret)
-        self._new_writes = getattr(self.at_once, "writes", None)
+        self._new_writes = getattr(self.fast_path, "writes", None)
         self._methods: dict[int, Callable[[Call], None]] = {
             Method.DATA_READ: self._read,
             Method.DATA_WRITE: self._write,
@@ -248,8 +248,8 @@ class StoreService(WritesOne, Telling):
         The wait is at most `drain_s`.
         """
         self._draining = True
-        if self.at_once is not None:
-            await close_at_once(self.at_once, drain_s)
+        if self.fast_path is not None:
+            await close_fast_reads(self.fast_path, drain_s)
         if self._handover is not None:
             self._handover.close()
         waiting: set[asyncio.Future] = set(self._tasks)
@@ -289,8 +289,8 @@ class StoreService(WritesOne, Telling):
         if self.upkeep is not None:
             self.upkeep.update_map(pool_map)
         self.tenure.update_map(pool_map)
-        if self.at_once is not None:
-            self.at_once.epoch = 0 if self.replica.losing else pool_map.epoch
+        if self.fast_path is not None:
+            self.fast_path.epoch = 0 if self.replica.losing else pool_map.epoch
 
     # -- every request -----------------------------------------------------------------------------------------------
 
@@ -370,7 +370,7 @@ class StoreService(WritesOne, Telling):
 
     @property
     def waiting_count(self) -> int:
-        return len(self._tasks) + len(self._reads) + (self.at_once.waiting if self.at_once is not None else 0)
+        return len(self._tasks) + len(self._reads) + (self.fast_path.waiting if self.fast_path is not None else 0)
 
     @property
     def waiting(self) -> bool:
@@ -386,7 +386,7 @@ class StoreService(WritesOne, Telling):
         invalidate all location leases.
         """
         if self._new_writes is not None:
-            self.at_once.writes = None if any_left else self._new_writes
+            self.fast_path.writes = None if any_left else self._new_writes
         if any_left and self.store.lender is not None:
             self.store.lender.changing_all()
 

@@ -255,7 +255,7 @@ async def snapshots_are_bounded_and_end_with_the_store(subject: KvSubject) -> No
 async def numbers_are_never_given_twice(subject: KvSubject) -> None:
     given: set[int] = set()
     for round_ in range(4):
-        numbers = NumberBounds(subject.kv, b"bound", first=5, at_once=10)
+        numbers = NumberBounds(subject.kv, b"bound", first=5, batch_size=10)
         await numbers.open()
         for _ in range(round_ * 9):
             try:
@@ -275,7 +275,7 @@ async def numbers_are_never_given_twice(subject: KvSubject) -> None:
 
 @check
 async def without_a_synced_bound_no_number_is_given(subject: KvSubject) -> None:
-    numbers = NumberBounds(subject.kv, b"bound", at_once=4)
+    numbers = NumberBounds(subject.kv, b"bound", batch_size=4)
     await numbers.open()
     await subject.fail_next_sync()
     given = 0

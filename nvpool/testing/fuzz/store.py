@@ -90,7 +90,7 @@ class StorePlace(FuzzTarget):
         self._expected = await self._content()
         self._know()
         self.connect(
-            self._service.handle, PEERS[self.kind], self._service.at_once and self._service.at_once.answer
+            self._service.handle, PEERS[self.kind], self._service.fast_path and self._service.fast_path.answer
         )
 
     async def _open(self) -> None:

@@ -114,13 +114,13 @@ class Door:
             process.step()
             return result
 
-        def at_once(*arguments, **named):
+        def without_delay(*arguments, **named):
             process.step()
             result = found(*arguments, **named)
             process.step()
             return result
 
-        door = self.__dict__[name] = waiting if inspect.iscoroutinefunction(found) else at_once
+        door = self.__dict__[name] = waiting if inspect.iscoroutinefunction(found) else without_delay
         return door
 
 
