@@ -128,7 +128,7 @@ async def flight(read: Callable, options: argparse.Namespace, seconds: float) ->
             if many:
                 await asyncio.sleep(
                     0
-                )  # what is there at once must not keep the others from asking: it waits its turn
+                )  # what is there immediately must not keep the others from asking: it waits its turn
             if len(await read(places.next(), block)) != block:
                 raise SystemExit("a read brought less than was asked for")
             now = time.perf_counter()

@@ -338,7 +338,7 @@ class Limits:
             share = max(account.shares, key=lambda share: share.total + share.unsent)
             reason = (
                 f"{account.name} holds most of the memory for messages, {self.bytes + self.unsent >> 20} MiB in "
-                f"all; send less at once, {raise_it('memory_bytes')}"
+                f"all; send less in parallel, {raise_it('memory_bytes')}"
             )
             self.cut_off(share, "memory_bytes", reason)
 
@@ -396,7 +396,7 @@ class Limits:
                 self.note(
                     limit,
                     f"{account.name} has {requests} requests with {byte_count >> 20} MiB in flight and is not "
-                    f"read from until there are fewer; ask for less at once, {raise_it(limit)}",
+                    f"read from until there are fewer; ask for less in parallel, {raise_it(limit)}",
                 )
             account.held_back = True
             fair, fair_bytes = most // len(account.shares), bytes_most // len(account.shares)
@@ -485,7 +485,7 @@ class Share:
             self.limits.note(
                 "memory_bytes_per_peer",
                 f"requests of {account.name} hold {account.bytes >> 20} MiB, and more "
-                f"are not read until some have ended; send less at once, {raise_it('memory_bytes_per_peer')}",
+                f"are not read until some have ended; send less in parallel, {raise_it('memory_bytes_per_peer')}",
             )
             self.waits = True
             account.waiting.append(self)

@@ -355,7 +355,7 @@ def _buffer_of(total: int, count: int) -> memoryview:
         return memoryview(bytearray(total))
     except MemoryError:
         raise MemoryError(
-            f"the reads ({count}) need {total} bytes of memory together; ask for less at once"
+            f"the reads ({count}) need {total} bytes of memory together; ask for less in one call"
         ) from None
 
 

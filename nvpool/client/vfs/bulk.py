@@ -1,4 +1,4 @@
-"""Operations on many files at once: walk, look up, open and read whole files.
+"""Operations on many files together: walk, look up, open and read whole files.
 
 Requests are batched: one message for each shard and directory level, and one for each target. A bulk look-up
 (LOOKUP_MANY) goes to each shard once, whatever directories the names are in; its results are cached like
@@ -39,7 +39,7 @@ Place = tuple[int, bytes]
 
 
 class Many(Files):
-    """The operations on many files at once."""
+    """The operations on many files together."""
 
     def __init__(self, *arguments, **named) -> None:
         super().__init__(*arguments, **named)

@@ -149,7 +149,7 @@ class TakeOver(Files):
             return None
         if reply.more:
             log.error(
-                "inode %d has more locks than are told at once: which of them are ours nobody knows", inode
+                "inode %d has more locks than fit into one reply; it is unknown which of them are ours", inode
             )
             return None
         return [lock for lock in reply.locks if lock.session == request.session]

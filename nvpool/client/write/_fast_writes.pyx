@@ -253,7 +253,7 @@ cdef class Closing:
         return True
 
     cdef bint tell(self) except -1:
-        """As Begins.begin for the report; return False if it cannot be submitted at once."""
+        """As Begins.begin for the report; return False if it cannot be submitted immediately."""
         cdef uint8_t message[MESSAGE_MAX]
         cdef Py_ssize_t message_bytes
         cdef double now_s

@@ -279,7 +279,7 @@ class Fsck(OtherRecords, VolumeChecks):
         """
         self._begin_step()
         if len(sums) + len(uneven) > SUMS_MAX:
-            raise InvalidRequest(f"{SUMS_MAX} inodes at most are looked at once")
+            raise InvalidRequest(f"{SUMS_MAX} inodes at most are summed in one request")
         for one in sums:
             if not self.is_here(partition_of(one.inode)):
                 self.passed.add(partition_of(one.inode))

@@ -89,7 +89,7 @@ def lookup_many(
     Yields one reply at the end, and None wherever other requests should get their turn.
     """
     if sum(len(directory.names) for directory in request.directories) > LIST_LIMIT_MAX:
-        raise InvalidRequest(f"{LIST_LIMIT_MAX} names at most can be looked up at once")
+        raise InvalidRequest(f"{LIST_LIMIT_MAX} names at most can be looked up in one request")
     reply = meta_pb2.LookupManyReply()
     one = meta_pb2.LookupRequest(session=request.session)
     rights = request.rights & READ  # a write grant would mark the inode, which is a change
@@ -223,7 +223,7 @@ def parts(view: View, request: meta_pb2.PartsRequest) -> meta_pb2.PartsReply:
     """Counts of this shard's stripes of wide directories."""
     numbers = data_codec.unpack_inodes(request.inodes)
     if len(numbers) > LIST_LIMIT_MAX:
-        raise InvalidRequest(f"the parts of {LIST_LIMIT_MAX} directories at most can be asked for at once")
+        raise InvalidRequest(f"the parts of {LIST_LIMIT_MAX} directories at most can be asked for in one request")
     reply = meta_pb2.PartsReply()
     for number in numbers:
         counts = view.counts_of_part(number)

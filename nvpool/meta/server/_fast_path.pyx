@@ -719,7 +719,7 @@ cdef class FastPath:
                     reply = self._entry(&request, number, method == LOOKUP)
             except Exception as error:
                 if not isinstance(error, NvpoolError):
-                    _log.error("method %d could not be answered at once", method, exc_info=error)
+                    _log.error("method %d could not be answered on the fast path", method, exc_info=error)
                 # the slow path reports the error; if the change was made, it returns the kept answer
                 reply = None
             if reply is None:

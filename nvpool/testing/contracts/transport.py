@@ -326,7 +326,7 @@ async def a_cancelled_task_stops_the_work_at_the_other_side(subject: TransportSu
         assert told == [True]
         call.reply(b"nobody wants it")
         call.on_cancel(lambda: told.append(True))
-        assert told == [True, True]  # too late to wait for it: told at once
+        assert told == [True, True]  # too late to wait for it: told immediately
 
 
 async def submit_tells_once_and_never_before_it_returned(subject: TransportSubject) -> None:

@@ -153,7 +153,7 @@ class RealPool:
         self._supervisors.clear()
 
     def end_daemons(self, *programs: Program) -> None:
-        """Kill supervisor, shards and stores at once; mounts live on."""
+        """Kill supervisor, shards and stores at the same time; mounts live on."""
         programs = programs or (Program.SUPERVISOR, Program.META, Program.STORE)
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in self.processes(*programs):

@@ -1,4 +1,4 @@
-"""A connection in memory: the answering end of the stream transport as it is, compiled frames and answers at once included.
+"""A connection in memory: the production server side of the stream transport, with compiled frames and the fast path.
 
 Only the socket is left out, so that a frame costs microseconds and virtual time does for it. `Trouble` is where everything is
 said that must not happen: a Bug as an answer, an error in a log, an exception on the loop. Used by the places of this package.

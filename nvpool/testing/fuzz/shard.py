@@ -61,7 +61,7 @@ class Kind(NamedTuple):
     peer: Peer
     protects: str
     """"volumes": what is in those that it has no right to write in. "all": but its own directory. "sessions": those of others,
-    in a shard that restricts nobody, where requests are answered at once. "": nothing."""
+    in a shard that restricts nobody, where requests are answered on the fast path. "": nothing."""
 
 
 KINDS = {

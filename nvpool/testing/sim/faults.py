@@ -106,7 +106,7 @@ class SimulatedFaults:
         self._pool.processes[name].kill()
 
     async def _kill_node(self, name: str) -> None:
-        """All processes of a node at once."""
+        """All processes of a node at the same time."""
         node = self._pool.processes[name].node
         for process in list(self._pool.processes.values()):
             if process.node == node:
