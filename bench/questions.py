@@ -71,7 +71,7 @@ class Asked:
         self.comparison.stop()
 
     def mounted(self, subject, threads: int, direct: bool = True) -> dict:
-        """fio's threads for so many seconds, on bytes that whoever serves them has in memory."""
+        """fio's threads for so many seconds, on bytes that the server has in memory."""
         run(
             "dd",
             f"if={subject.mount / 'large'}",

@@ -51,14 +51,18 @@ async def rate(work: Callable[[int], Awaitable], numbers: Iterable[int], in_para
 async def thousand(fs: AsyncFileSystem, count: int) -> dict[str, float]:
     volumes, found = fs.volumes, {}
     found["create per s"] = await rate(
-        lambda n: volumes.create(f"many-{n}", bytes_max=GIB, files_max=1000), range(count), VOLUMES_IN_PARALLEL
+        lambda n: volumes.create(f"many-{n}", bytes_max=GIB, files_max=1000),
+        range(count),
+        VOLUMES_IN_PARALLEL,
     )
     begun_s = time.perf_counter()
     listed = await volumes.list()
     found["list s"] = time.perf_counter() - begun_s
     assert len(listed) >= count
     found["show per s"] = await rate(lambda n: volumes.show(f"many-{n}"), range(count), VOLUMES_IN_PARALLEL)
-    found["remove per s"] = await rate(lambda n: volumes.remove(f"many-{n}"), range(count), VOLUMES_IN_PARALLEL)
+    found["remove per s"] = await rate(
+        lambda n: volumes.remove(f"many-{n}"), range(count), VOLUMES_IN_PARALLEL
+    )
     return found
 
 

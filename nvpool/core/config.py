@@ -127,7 +127,7 @@ class Metrics(msgspec.Struct, frozen=True):
         str,
         Meta(
             description="PORT at which http://127.0.0.1:PORT/metrics tells of all processes of this node to programs of this "
-            "machine; unix:/PATH for a socket of root and the operators; HOST:PORT opens it to whoever reaches HOST, "
+            "machine; unix:/PATH for a socket of root and the operators; HOST:PORT opens it to all who reach HOST, "
             "without a password; empty: nowhere"
         ),
     ] = ""

@@ -103,7 +103,7 @@ class Beating:
             answer = AliveReply.FromString(bytes(reply.message))
         except (NvpoolError, struct.error) as error:
             if not self._silent:
-                log.warning("target %d: no answer to its sign of life: %s", tenure.target, error)
+                log.warning("target %d: no answer to its heartbeat: %s", tenure.target, error)
             self._silent, tenure.refused = True, str(error)
             return
         self._silent, tenure.refused = (

@@ -42,7 +42,7 @@ class _Store(StoreService):
         self.beating = asyncio.ensure_future(self._beats.run())
         self.beating.add_done_callback(
             lambda ended: (
-                ended.cancelled() or self._opened.fail(f"the signs of life have stopped: {ended.exception()}")
+                ended.cancelled() or self._opened.fail(f"the heartbeats have stopped: {ended.exception()}")
             )
         )
 

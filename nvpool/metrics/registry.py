@@ -125,10 +125,10 @@ STORE_REPAIRED = _counter(
 STORE_REBUILT = _counter(
     "store_rebuilt_chunks_total", "Chunks that were copied whole from another replica after damage."
 )
-STORE_STRAYS = _counter(
+STORE_ORPHAN_CHUNKS_REMOVED = _counter(
     "store_strays_removed_chunks_total", "Chunks given up because their chains are others' now."
 )
-STORE_STRAYS_LEFT = _gauge(
+STORE_ORPHAN_CHUNKS_LEFT = _gauge(
     "store_strays_left_chunks",
     "Chunks of chains that are others' now and could not be "
     "removed yet: a drain waits for them, and nvpool status says why.",

@@ -234,7 +234,7 @@ class Greeting(NamedTuple):
     The certificate is presented in TLS and is not part of the message. Without an identity no connection
     leaves this host.
     """
-    strangers: bool = False
+    admit_unauthenticated: bool = False
     """For a listener: also serve peers that present no certificate; such a peer has no `member`.
 
     The handler decides which requests such a peer may make.

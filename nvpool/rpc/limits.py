@@ -149,7 +149,7 @@ class PeerAccount:
         self.name = name
         self.trusted = trusted
         self.shares: dict[Share, None] = {}
-        self.strangers = 0
+        self.handshakes = 0
         """Connections in the TLS handshake, which are not in `shares` yet."""
         self.bytes = 0
         self.unsent = 0
@@ -224,13 +224,13 @@ class Limits:
             self._check_connections(account, "this port")
         except Busy:
             return None
-        account.strangers += 1
+        account.handshakes += 1
         self._add(account, 1)
         return name
 
     def has_shaken_hands(self, name: str) -> None:
         account = self._accounts[name]
-        account.strangers -= 1
+        account.handshakes -= 1
         self._add(account, -1)
 
     def _check_connections(self, account: PeerAccount, daemon: str, ends_handshake: bool = False) -> None:
@@ -238,7 +238,7 @@ class Limits:
 
         With `ends_handshake` the connection may still be counted among the handshakes.
         """
-        count = len(account.shares) + max(0, account.strangers - ends_handshake)
+        count = len(account.shares) + max(0, account.handshakes - ends_handshake)
         if account.trusted:
             if self._trusted + self._others >= self.connections_max:
                 self._refuse(
@@ -268,7 +268,7 @@ class Limits:
             self._trusted += count
         else:
             self._others += count
-        if account.shares or account.strangers:
+        if account.shares or account.handshakes:
             self._accounts[account.name] = account
         else:
             self._accounts.pop(account.name, None)

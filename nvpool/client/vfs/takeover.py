@@ -53,7 +53,7 @@ class TakeOver(Files):
         # Greater than the numbers of earlier processes, whose session continues: otherwise stores would take
         # our requests for replays.
         self.chunks.sequence = life << LIFE_BITS
-        self.writer.flushes_all(bool(memory.word(Word.UNFLUSHED)))
+        self.writer.flushes_all(bool(memory.word(Word.UNSTABLE)))
         left = self.keeping.left()
         rights: dict[int, int] = {}
         for before in opened:

@@ -259,7 +259,7 @@ cdef class CachedReplies:
 
     `engine` has the buffer, and the list of closed files that are released late.
     """
-    cdef object _engine, _ops, _cache, _leases, _siblings, _clock, _spent
+    cdef object _engine, _ops, _cache, _leases, _lookup_prefetch, _clock, _spent
     cdef object _owners, _cover
     cdef object _vfs, _meta, _writer, _published
     cdef set _refused
@@ -290,7 +290,7 @@ cdef class CachedReplies:
         Each gets the length of the request, and returns whether it has started it.
         """
         cache = vfs.cache
-        self._engine, self._ops, self._cache, self._leases, self._siblings = engine, ops, cache, vfs.leases, vfs.siblings
+        self._engine, self._ops, self._cache, self._leases, self._lookup_prefetch = engine, ops, cache, vfs.leases, vfs.lookup_prefetch
         self._vfs, self._meta, self._writer, self._published = vfs, vfs.meta, vfs.writer, ops.published
         self._refused = ops.pages.refused
         self._paged, self._withdrawn = ops._paged, ops._withdrawn
@@ -298,7 +298,7 @@ cdef class CachedReplies:
         self._fd, self._buffer, self._spent = engine._fd, engine._buffer, engine.spent
         self._files, self._told, self._seen, self._owners = ops._files, ops._told, ops._seen, vfs._owners
         self._open, self._attrs, self._entries, self._whole = cache.open, cache._attrs, cache._entries, cache._whole
-        self._lent, self._directories = vfs.leases._leases, vfs.siblings._directories
+        self._lent, self._directories = vfs.leases._leases, vfs.lookup_prefetch._directories
         self._clock = vfs.clock
         self._is_system = type(vfs.clock) is SystemClock
         self._is_subtree = is_subtree
@@ -584,13 +584,13 @@ cdef class CachedReplies:
         return True
 
     cdef int hit(self, object parent, bytes name) except -1:
-        """Compiled `Siblings.hit`."""
+        """Compiled `LookupPrefetch.hit`."""
         cdef PyObject *found = PyDict_GetItem(self._directories, parent)
         if found is NULL:
             return 0
         known = <object>found
         if type(known) is not _Directory or name == get(known, looked_in_middle):
-            self._siblings.hit(parent, name)
+            self._lookup_prefetch.hit(parent, name)
             return 0
         assign(known, looked_in_hits, <long>get(known, looked_in_hits) + 1)
         assign(known, looked_in_used, <long>get(known, looked_in_used) + 1)

@@ -354,7 +354,7 @@ cdef class Creates(PendingReply):
     cdef readonly uint64_t made     # files
     cdef object ops, vfs, meta, view, dialer, cache, leases, handles, published, known_map, _clock, table
     cdef object partition_shards, writer
-    cdef dict shards, files, work, held, early, opened, attrs, entries, renamed, wholes, lent, told, seen, ways, endpoints
+    cdef dict shards, files, work, held, early, opened, attrs, entries, renamed, complete_dirs, lent, told, seen, ways, endpoints
     cdef dict appending, barred, counters
     cdef bytearray buffer
     cdef list waiting
@@ -376,7 +376,7 @@ cdef class Creates(PendingReply):
         self.view, self.dialer, self.shards = meta._view, meta._dialer, meta._shards
         self.counters, self.held, self.early = meta.counters, meta.once.held, meta.once._early
         self.cache, self.opened, self.attrs, self.entries = cache, cache.open, cache._attrs, cache._entries
-        self.renamed, self.wholes, self.cached_max = cache._renamed_s, cache._whole, cache._options.cached_entries
+        self.renamed, self.complete_dirs, self.cached_max = cache._renamed_s, cache._whole, cache._options.cached_entries
         self.leases, self.lent, self.writer = vfs.leases, vfs.leases._leases, vfs.writer
         self.handles, self.table, self.published, self.barred = ops._handles, memory.handles, ops.published, ops.published._barred
         self.files, self.appending, self.told, self.seen = ops._files, ops._appending, ops._told, ops._seen
@@ -693,10 +693,10 @@ cdef class Creates(PendingReply):
         if len(self.entries) > self.cached_max:
             trim(self.entries, self.cached_max)
         shown = attr_from(PyBytes_FromStringAndSize(<const char *>directory.begin, directory.length))
-        found = PyDict_GetItem(self.wholes, parent)
+        found = PyDict_GetItem(self.complete_dirs, parent)
         if found is not NULL:
             cache.named_in_whole(shown, parent, name, True)
-        found = PyDict_GetItem(self.wholes, parent)
+        found = PyDict_GetItem(self.complete_dirs, parent)
         if found is not NULL and shown.change > (<object>found).change:
             cache.forget_whole(parent)
             found = NULL

@@ -189,7 +189,9 @@ def attributes(view: View, request: meta_pb2.GetAttrManyRequest, now_ns: int) ->
     """
     numbers = data_codec.unpack_inodes(request.inodes)
     if len(numbers) > LIST_LIMIT_MAX or not all(0 < number < 1 << 63 for number in numbers):
-        raise InvalidRequest(f"the attributes of {LIST_LIMIT_MAX} inodes at most can be asked for in one request")
+        raise InvalidRequest(
+            f"the attributes of {LIST_LIMIT_MAX} inodes at most can be asked for in one request"
+        )
     for number in numbers:
         if view.is_elsewhere(partition_of(number)):
             raise WrongShard(f"inode {number} belongs to another shard")

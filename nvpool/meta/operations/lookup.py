@@ -223,7 +223,9 @@ def parts(view: View, request: meta_pb2.PartsRequest) -> meta_pb2.PartsReply:
     """Counts of this shard's stripes of wide directories."""
     numbers = data_codec.unpack_inodes(request.inodes)
     if len(numbers) > LIST_LIMIT_MAX:
-        raise InvalidRequest(f"the parts of {LIST_LIMIT_MAX} directories at most can be asked for in one request")
+        raise InvalidRequest(
+            f"the parts of {LIST_LIMIT_MAX} directories at most can be asked for in one request"
+        )
     reply = meta_pb2.PartsReply()
     for number in numbers:
         counts = view.counts_of_part(number)

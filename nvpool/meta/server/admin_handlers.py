@@ -131,7 +131,7 @@ class AdminHandlers:
         With a `session`, the leases of all other sessions on the changed inodes are recalled first, as for a
         change of that session.
         """
-        coordinator = self._spanning.coordinator
+        coordinator = self._cross_shard.coordinator
         span = coordinator.begin(0)
         try:
             while True:
@@ -314,7 +314,7 @@ class AdminHandlers:
             waited=self._waits.waited,
             **self._locks.counters(),
             **self._watches.counters(),
-            **self._spanning.counters(),
+            **self._cross_shard.counters(),
             **self._moving.counters(),
             walks=self._runs.under_way(),
             parts=len(self._kv.scan(*records.part_range(), PARTS_COUNTED_MAX)),

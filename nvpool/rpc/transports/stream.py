@@ -41,7 +41,7 @@ from nvpool.rpc.handshake import HELLO_S, check_hello, encode_hello
 from nvpool.rpc.limits import Limits, Metered, Share
 from nvpool.rpc.multiplexer import Answerer, Asker
 from nvpool.rpc.peer_roles import with_address
-from nvpool.rpc.transports.fast_replies import RequestFastPath, ReplyFastPath
+from nvpool.rpc.transports.fast_replies import ReplyFastPath, RequestFastPath
 from nvpool.rpc.transports.frame import CANCEL, HELLO, REPLY, REQUEST, FrameReader, pack_head
 from nvpool.rpc.transports.sockets import (
     GOODBYE_S,

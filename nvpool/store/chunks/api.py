@@ -468,7 +468,7 @@ class ChunkStore(Protocol):
         """Call `write_now` and repeat it after each wait."""
 
     verifier: int
-    """Write verifier, not 0. It changes at open if acknowledged but unflushed writes may have been lost."""
+    """Write verifier, not 0. It changes at open if acknowledged but unstable writes may have been lost."""
 
     async def flush(self) -> None:
         """Make every write that was acknowledged before the call survive the loss of power.

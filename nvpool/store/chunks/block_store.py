@@ -95,7 +95,7 @@ from nvpool.store.disk.index_records import (
     segment_key,
     with_request,
 )
-from nvpool.store.disk.reserve_file import HostRoom
+from nvpool.store.disk.reserve_file import SpaceReserve
 from nvpool.store.disk.superblock import Superblock
 
 log = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ async def open_block_store(
     store.lock = lock
     store.kind = "block" if device.is_block else "directory"
     if not device.is_block:
-        store.room = HostRoom(path / "reserve", f"target {store.target}")
+        store.room = SpaceReserve(path / "reserve", f"target {store.target}")
         try:
             store.room.keep()
         except NoSpace:
@@ -163,7 +163,7 @@ class BlockChunkStore(WholeChunks):
         self.path = self.boot = ""
         self.kind = "memory"
         self.verifier = 0
-        self.room = HostRoom(None, f"target {target}")
+        self.room = SpaceReserve(None, f"target {target}")
         self.fenced_because = ""
         self.on_fence: Callable[[str], None] | None = None
         self._closed = False

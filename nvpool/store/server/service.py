@@ -370,7 +370,11 @@ class StoreService(WritesOne, Telling):
 
     @property
     def waiting_count(self) -> int:
-        return len(self._tasks) + len(self._reads) + (self.fast_path.waiting if self.fast_path is not None else 0)
+        return (
+            len(self._tasks)
+            + len(self._reads)
+            + (self.fast_path.waiting if self.fast_path is not None else 0)
+        )
 
     @property
     def waiting(self) -> bool:

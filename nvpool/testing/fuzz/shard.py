@@ -74,7 +74,13 @@ KINDS = {
 }
 METHODS = [method for method in REQUESTS if 100 <= method < 200 and method != wire.META_VOLUMES]
 CHANGING = [method for method in METHODS if "change" in REQUESTS[method].DESCRIPTOR.fields_by_name]
-FAST_PATH_METHODS = (wire.META_CREATE, wire.META_UNLINK, wire.META_REPORT, wire.META_LOOKUP, wire.META_GETATTR)
+FAST_PATH_METHODS = (
+    wire.META_CREATE,
+    wire.META_UNLINK,
+    wire.META_REPORT,
+    wire.META_LOOKUP,
+    wire.META_GETATTR,
+)
 NOT_BY_NODES = {wire.META_LOAD, wire.META_MOMENT, wire.META_HOLD, wire.META_SETTLE, wire.META_MOVE}
 """They would do what they say: empty the shard, hold its changes up, write any record."""
 
@@ -110,7 +116,9 @@ class ShardPlace(FuzzTarget):
         self._peer = KINDS[self.kind].peer
         await self._plant()
         self._know()
-        self.connect(self.service.handle, self._peer, self.service.fast_path and self.service.fast_path.answer)
+        self.connect(
+            self.service.handle, self._peer, self.service.fast_path and self.service.fast_path.answer
+        )
         self._protected = self._guarded()
         self._open_session()
         self._others = self._of_others()

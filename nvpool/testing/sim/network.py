@@ -33,7 +33,7 @@ class SimulatedNetwork:
         self.contexts: dict[str, Context] = {}
         """In which a process takes what comes."""
         self.broken: dict[str, str] = {}
-        """Endpoint -> how it fails whoever connects; see sim/endpoints."""
+        """Endpoint -> how connections to it fail; see sim/endpoints."""
         self.reset_share = 0.0
         """Of all frames, how many break their connection."""
         self.slow_share = 0.02
