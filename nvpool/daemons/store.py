@@ -22,7 +22,7 @@ from nvpool.host.file_modes import group_number
 from nvpool.host.pool_directory import write_whole
 from nvpool.rpc.fd_passing import path_beside
 from nvpool.runtime.service import ServiceContext, main, read_map
-from nvpool.store.chunks.api import LEND_S, StoreOptions, open_chunk_store
+from nvpool.store.chunks.api import LOCATION_LEASE_S, StoreOptions, open_chunk_store
 from nvpool.store.chunks.location_leases import KeptTable
 from nvpool.store.server.service import StoreService
 from nvpool.store.server.serving_lease import Tenure
@@ -83,7 +83,7 @@ async def _open(kept_table: KeptTable | None, opened: ServiceContext) -> StoreSe
         uring=configured.reads == "auto",
         reserve_share=configured.reserve_share,
         give_back=configured.give_back,
-        lend_s=LEND_S if configured.short_circuit else 0.0,
+        location_lease_s=LOCATION_LEASE_S if configured.short_circuit else 0.0,
         kept_table=kept_table,
         sync_interval_s=journal.sync_interval_s,
         index_bytes_max=journal.map_bytes_max,
@@ -117,7 +117,7 @@ async def _open(kept_table: KeptTable | None, opened: ServiceContext) -> StoreSe
         on_fail=opened.fail,
         callers=opened.callers,
         pool_keys=opened.pool_keys,
-        tenure=Tenure(opened.number, SYSTEM_CLOCK, store.lender, verifier=store.verifier),
+        tenure=Tenure(opened.number, SYSTEM_CLOCK, store.location_leases, verifier=store.verifier),
     )
     service.follow(opened)
     return service

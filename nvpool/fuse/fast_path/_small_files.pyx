@@ -209,7 +209,7 @@ cdef class SmallFileReads(PendingReply):
     cdef readonly object engine
     cdef readonly uint64_t read_bytes, taken    # number of reads
     cdef object _ops, _reader, _chunks, _contents, _short_circuit, _dialer, _replicas, _view, _known_map, _clock, _spent
-    cdef dict _files, _work, _paged, _lent, _lanes, _pending, _counters, _contents_counters, scratches
+    cdef dict _files, _work, _paged, _leases_by_inode, _lanes, _pending, _counters, _contents_counters, scratches
     cdef object _kept
     cdef bytearray _buffer
     cdef int _fd
@@ -222,7 +222,7 @@ cdef class SmallFileReads(PendingReply):
         chunks = vfs.chunks
         self.engine, self._ops, self._in_work_max = engine, ops, in_work_max
         self._fd, self._buffer, self._work, self._spent = engine._fd, engine._buffer, engine._work, engine.spent
-        self._files, self._paged, self._lent = ops._files, ops._paged, vfs.leases._leases
+        self._files, self._paged, self._leases_by_inode = ops._files, ops._paged, vfs.leases._leases
         self._reader, self._chunks, self._contents, self._short_circuit = vfs.reader, chunks, vfs.reader._contents, chunks.short
         self._kept, self._contents_counters = self._contents._kept, self._contents.counters
         self._dialer, self._replicas, self._view = chunks._dialer, chunks.replicas, chunks._view
@@ -321,11 +321,11 @@ cdef class SmallFileReads(PendingReply):
         return True
 
     cdef object lease(self, object inode, double now_s):
-        return held_lease(self._lent, inode, now_s, ShardWatch, watch_until_s, watch_used)
+        return held_lease(self._leases_by_inode, inode, now_s, ShardWatch, watch_until_s, watch_used)
 
     cdef bint keeps_bytes(self, object inode, double now_s) except -1:
         """Compiled `Leases.keeps_bytes`."""
-        cdef PyObject *found = PyDict_GetItem(self._lent, inode)
+        cdef PyObject *found = PyDict_GetItem(self._leases_by_inode, inode)
         cdef double until_s, watched_s
         if found is NULL:
             return False

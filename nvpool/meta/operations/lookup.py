@@ -168,7 +168,7 @@ def _look_up_together(
         or any([fields[_FLAGS] & _MORE_TO_SAY for fields in inodes])
     ):
         return False
-    lent = view.lend_all(session, inodes)
+    leased = view.issue_leases(session, inodes)
     not_found, lease_ms = NotFound.wire_code, view.lease_ms
     found, told = reply.found, iter(inodes)
     for number in numbers:
@@ -214,7 +214,7 @@ def _look_up_together(
             attr.volume = volume
         if rights and attr.mode & _TYPE == _REGULAR:
             entry.grant = view.signed(rights, session, number, cut, attr.table, volume, now_ns)
-        if number in lent:
+        if number in leased:
             entry.lease_ms = lease_ms
     return True
 
@@ -255,7 +255,7 @@ def _entry(view: View, number: int, request, now_ns: int) -> Draft:
     if request.rights:
         reply.grant = draft.grant(inode, request.rights, request.session)
     fill_attr(reply.attr, inode)
-    reply.lease_ms = view.lend(request.session, inode)
+    reply.lease_ms = view.issue_lease(request.session, inode)
     return draft
 
 

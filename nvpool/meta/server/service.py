@@ -188,7 +188,7 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
             self._options.lease_s,
         )
         self._watches.map_epoch = lambda: self._map.epoch if self._map is not None else 0
-        self._view.promise, self._view.lease_ms = self._watches.lend, self._watches.lease_ms
+        self._view.promise, self._view.lease_ms = self._watches.issue_leases, self._watches.lease_ms
         self._ranges = PartitionOwnership(self._kv, self._view)
         self._locks.serves = self._ranges.serves
         self._cross_shard = CrossShardTransactions(
@@ -648,10 +648,10 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
             beside = type(draft.reply)()
             if draft.parent is not None and not isinstance(draft.parent, StripeView):
                 fill_attr(beside.parent, draft.parent)
-            lent = draft.opened or draft.linked or (draft.born and draft.reply.entry.attr.inode)
-            if lent:
+            leased = draft.opened or draft.linked or (draft.born and draft.reply.entry.attr.inode)
+            if leased:
                 entry = beside.entry if isinstance(beside, pb.CreateReply) else beside
-                entry.lease_ms = self._view.lend(session.number, draft.inodes[lent])
+                entry.lease_ms = self._view.issue_lease(session.number, draft.inodes[leased])
             # concatenated protobuf messages decode as one merged message
             answer += beside.SerializeToString()
         if draft.intent is not None:

@@ -66,7 +66,7 @@ class _Chunk(NamedTuple):
 
 
 class MemoryChunkStore:
-    lender = None
+    location_leases = None
     on_bad = None
 
     def __init__(self, capacity_bytes: int = 1 << 40, *, reserve_share: float = 0.02):

@@ -152,7 +152,7 @@ class StoreService(WritesOne, Telling):
             later=self._later,
             busy=lambda: self.waiting,
         )
-        self.tenure = tenure or Tenure(target, clock, store.lender, until_s=math.inf)
+        self.tenure = tenure or Tenure(target, clock, store.location_leases, until_s=math.inf)
         self.upkeep = (
             None
             if dialer is None
@@ -213,8 +213,12 @@ class StoreService(WritesOne, Telling):
     async def start(self) -> None:
         """Start the background work. Call once."""
         self._tending = asyncio.get_running_loop().create_task(self._tend())
-        if self._handover_path and self.store.lender is not None and self.store.lender.life_s:
-            handover = Handover(self._handover_path, self._lent, group=self._handover_group)
+        if (
+            self._handover_path
+            and self.store.location_leases is not None
+            and self.store.location_leases.life_s
+        ):
+            handover = Handover(self._handover_path, self._handover_message, group=self._handover_group)
             try:
                 handover.start()
                 self._handover = handover
@@ -223,12 +227,15 @@ class StoreService(WritesOne, Telling):
                     "target %d: no short-circuit reads for clients of this host: %s", self.target, error
                 )
 
-    def _lent(self) -> tuple[bytes, list[int]]:
+    def _handover_message(self) -> tuple[bytes, list[int]]:
         """Return descriptors of the data and of the lease table; called by `rpc/fd_passing`."""
-        lender = self.store.lender
-        data = self.store.device.lend()
+        location_leases = self.store.location_leases
+        data = self.store.device.open_for_reader()
         try:
-            return encode_said(self.target, lender.token, self.clock.boottime_s()), [data, lender.table()]
+            return encode_said(self.target, location_leases.token, self.clock.boottime_s()), [
+                data,
+                location_leases.table(),
+            ]
         except BaseException:
             os.close(data)
             raise
@@ -391,8 +398,8 @@ class StoreService(WritesOne, Telling):
         """
         if self._new_writes is not None:
             self.fast_path.writes = None if any_left else self._new_writes
-        if any_left and self.store.lender is not None:
-            self.store.lender.changing_all()
+        if any_left and self.store.location_leases is not None:
+            self.store.location_leases.changing_all()
 
     def volume_key(self, wrapped: bytes) -> VolumeKey | None:
         """Return the volume key for a request's wrapped key, None if it is empty.
@@ -478,10 +485,10 @@ class StoreService(WritesOne, Telling):
 
     def _locate(self, call: Call) -> None:
         request = self._parse(pb.LocateRequest, call)
-        lender = self.store.lender
-        if lender is None or not lender.life_s:
-            raise NotSupported("this store lends nothing")
-        if not hmac.compare_digest(request.token, lender.token):
+        location_leases = self.store.location_leases
+        if location_leases is None or not location_leases.life_s:
+            raise NotSupported("this store issues no location leases")
+        if not hmac.compare_digest(request.token, location_leases.token):
             raise AccessDenied("locations are for whom this process has given its descriptors")
         entries = request.entries
         if len(entries) % LOCATE_ENTRY.size or len(entries) > LOCATE_ENTRIES_MAX * LOCATE_ENTRY.size:

@@ -194,8 +194,8 @@ class StorePlace(FuzzTarget):
                 self._signed(grants.SERVICE, 0) if self.kind == "node" and chance.random() < 0.3 else grant()
             ),
             token=lambda: (
-                self._store.lender.token
-                if self._store.lender is not None and chance.random() < 0.7
+                self._store.location_leases.token
+                if self._store.location_leases is not None and chance.random() < 0.7
                 else b"t" * 16
             ),
             reads=lambda: entries(
