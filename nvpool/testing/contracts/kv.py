@@ -76,7 +76,7 @@ async def a_new_one_is_empty(subject: KvSubject) -> None:
 
 
 @check
-async def a_change_is_seen_at_once_and_numbered_without_a_gap(subject: KvSubject) -> None:
+async def change_is_visible_immediately_with_next_number(subject: KvSubject) -> None:
     kv = subject.kv
     assert kv.apply([(b"a", b"1"), (b"b", b"")]) == 1
     assert kv.get(b"a") == b"1" and kv.get(b"b") == b"" and kv.get(b"c") is None
