@@ -145,7 +145,7 @@ def main() -> None:
             pool.start()
             nvpool("volume", "create", pool.path, "plain")
             nvpool("volume", "create", pool.path, "encrypted", "--encrypt")
-            for place, options in ((top / "near", ()), (top / "far", ("--no-short-cut",))):
+            for place, options in ((top / "near", ()), (top / "far", ("--no-short-circuit",))):
                 place.mkdir()
                 nvpool("mount", pool.path, place, *options)
                 mounted.append(place)

@@ -3,8 +3,8 @@
     python bench/flood.py                          three rounds of each kind, in a directory below /tmp that is removed
     python bench/flood.py --kinds requests,slow --rounds 5 --seconds 10
 
-A pool of one node is started as processes. One client (root, or whoever runs this, by unix socket) reads 4 KiB at random places
-of a file past the short cut, and asks for names that are not there, one request at a time. Another process floods the store
+A pool of one node is started as processes. One client (root, or the user who runs this, by unix socket) reads 4 KiB at random places
+of a file without short-circuit reads, and asks for names that are not there, one request at a time. Another process floods the store
 and the shard from an address without a certificate, or where those do not listen on TCP as the user `nobody`, by kind:
 
     requests      8 connections with 256 small requests in flight each
@@ -177,7 +177,7 @@ async def measure(
     pool: str, places: list[tuple[str, int]], kinds: list[str], rounds: int, seconds: float
 ) -> dict:
     file_bytes = 64 * MIB
-    options = ClientOptions(short_cut=False, read_ahead_bytes=0)
+    options = ClientOptions(short_circuit=False, read_ahead_bytes=0)
     found: dict = {}
     async with await AsyncFileSystem.connect(pool, options=options) as fs:
         await fs.write_bytes("/file", random.Random(2).randbytes(file_bytes))

@@ -44,7 +44,7 @@ if [ "${1:-}" = --print-python ]; then
     exit 0
 fi
 
-# Two set-ups at once would undo one another; the second waits and then finds nothing to do.
+# Two set-ups at the same time would undo one another; the second waits and then finds nothing to do.
 exec 9<Makefile
 flock 9
 

@@ -315,7 +315,7 @@ class BeyondData(Refused):
 
 
 class DirectoryGone(NotFound):
-    """The directory was removed, and whoever knows it has to look for its name again."""
+    """The directory was removed; its name must be looked up again."""
 
     errno = errno.ENOENT
     wire_code = 133

@@ -170,7 +170,7 @@ async def _serve(arguments: argparse.Namespace, config: Config, place: Path, sto
         pool = await AsyncFileSystem.connect(
             arguments.pool,
             name=f"bridge {node}",
-            options=configured(config.client)._replace(deadline_s=CLIENT_DEADLINE_S, short_cut=False),
+            options=configured(config.client)._replace(deadline_s=CLIENT_DEADLINE_S, short_circuit=False),
         )
     try:
         name = pool.client.pool_map.name

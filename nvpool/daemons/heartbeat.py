@@ -103,7 +103,7 @@ class Beating:
             answer = AliveReply.FromString(bytes(reply.message))
         except (NvpoolError, struct.error) as error:
             if not self._silent:
-                log.warning("target %d: no answer to its sign of life: %s", serving_lease.target, error)
+                log.warning("target %d: no answer to its heartbeat: %s", serving_lease.target, error)
             self._silent, serving_lease.refused = True, str(error)
             return
         self._silent, serving_lease.refused = (

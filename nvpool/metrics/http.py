@@ -45,7 +45,7 @@ async def serve_metrics(address: str, make_page: MakePage, group: int | None = N
     host, port = parse_address(address)
     if is_open(address):
         log.warning(
-            "metrics are told to whoever reaches %s, without a password: keep it on the loopback address, or put a "
+            "metrics are served to all who reach %s, without a password: keep it on the loopback address, or put a "
             "proxy before it",
             address,
         )

@@ -106,11 +106,11 @@ STORE_READS_WAITED = _counter(
 )
 STORE_WRITES = _counter("store_writes_total", "Writes made by the store, each of a batch.")
 STORE_FLUSHES = _counter("store_flushes_total", "Flushes of the drive that were asked for.")
-STORE_SHORT_CUT_READS = _counter(
+STORE_SHORT_CIRCUIT_READS = _counter(
     "store_short_cut_reads_total",
     "Reads that clients of this host made past the store, as they told when they asked for locations.",
 )
-STORE_SHORT_CUT_BYTES = _counter("store_short_cut_bytes_total", "Bytes of these reads.")
+STORE_SHORT_CIRCUIT_BYTES = _counter("store_short_cut_bytes_total", "Bytes of these reads.")
 STORE_WAITING = _gauge(
     "store_waiting_requests", "Requests that wait in the store for the drive, another target, or their turn."
 )
@@ -125,10 +125,10 @@ STORE_REPAIRED = _counter(
 STORE_REBUILT = _counter(
     "store_rebuilt_chunks_total", "Chunks that were copied whole from another replica after damage."
 )
-STORE_STRAYS = _counter(
+STORE_ORPHAN_CHUNKS_REMOVED = _counter(
     "store_strays_removed_chunks_total", "Chunks given up because their chains are others' now."
 )
-STORE_STRAYS_LEFT = _gauge(
+STORE_ORPHAN_CHUNKS_LEFT = _gauge(
     "store_strays_left_chunks",
     "Chunks of chains that are others' now and could not be "
     "removed yet: a drain waits for them, and nvpool status says why.",
@@ -274,8 +274,8 @@ FUSE_WRITTEN_BYTES = _counter(
 FUSE_IN_WORK = _gauge("fuse_in_work", "Requests of the kernel that are not answered yet. Engine kernel.")
 CLIENT_READS = _counter(
     "client_reads_total",
-    "Pieces of reads by the way they came: the store's answer, the short cut past "
-    "it (from the kernel's memory or from the drive), small files kept whole, read-ahead.",
+    "Pieces of reads by the way they came: the store's answer, short-circuit reads "
+    "(from the kernel's memory or from the drive), small files kept whole, read-ahead.",
     "way",
 )
 CLIENT_MESSAGES = _counter("client_messages_total", "Messages to stores that carried them.")

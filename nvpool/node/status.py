@@ -220,7 +220,7 @@ class PoolStatus:
             found.append(
                 HealthProblem(
                     "plain-text",
-                    f"node {self._node} speaks plain text over TCP: whoever reaches its ports may "
+                    f"node {self._node} speaks plain text over TCP: all who reach its ports may "
                     f"read and change everything",
                     "where the network is not the pool's alone, set network.plain_text = false in node.toml of "
                     "all nodes and clients",

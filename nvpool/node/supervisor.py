@@ -103,7 +103,10 @@ class Supervisor:
     ):
         """`failed` receives an error when this process cannot continue; `run` then raises it."""
         self._operators = operators = operators_of(config)
-        self._callers, self._secured_callers = Callers(operators), Callers(operators, strangers=True)
+        self._callers, self._secured_callers = (
+            Callers(operators),
+            Callers(operators, admit_unauthenticated=True),
+        )
         self._directory = directory
         self._config = config
         self._coordinator = coordinator

@@ -200,7 +200,7 @@ class Health:
                     how = BROKEN
                     remedy = f"mend the network between them (on each: nvpool doctor --pool {self._pool}); it returns by itself"
                 else:
-                    how = f"its signs of life are {how}"
+                    how = f"its heartbeats are {how}"
                 yield HealthProblem(
                     "target-left-out",
                     f"{name} says that it serves, and the pool map leaves it out: {how}",

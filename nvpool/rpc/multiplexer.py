@@ -419,7 +419,7 @@ class Answerer:
         if number in self._in_work:
             raise CorruptFrame(f"request {number} was sent twice")
         if len(self._in_work) >= IN_FLIGHT_MAX:
-            raise CorruptFrame(f"more than {IN_FLIGHT_MAX} requests at once")
+            raise CorruptFrame(f"more than {IN_FLIGHT_MAX} requests in flight")
         now_s = self._now_s()
         call = InboundCall(self, number, method, message, payload, now_s, now_s + deadline_ms / 1000)
         self._in_work[number] = call

@@ -125,8 +125,8 @@ class Handling:
         self._callers = callers
         self._audit = audit
         self._awake = awake
-        self._answer = getattr(service, "at_once", None) and service.at_once.answer
-        self.at_once = self._answer_at_once if self._answer is not None else None
+        self._answer = getattr(service, "fast_path", None) and service.fast_path.answer
+        self.fast_path = self._answer_fast if self._answer is not None else None
 
     def __call__(self, call: Call) -> None:
         if call.method == PROCESS_METRICS:
@@ -143,7 +143,7 @@ class Handling:
         except Exception as error:
             watched.fail(error)
 
-    def _answer_at_once(
+    def _answer_fast(
         self, buffer: bytearray, end: int, in_work: dict, reply_stats: ReplyStats, out: list, side
     ) -> int:
         taken = self._answer(buffer, end, in_work, reply_stats, out, side)

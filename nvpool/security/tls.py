@@ -220,14 +220,14 @@ class TlsIdentity:
         endpoints."""
         return self.secured and bool(where.host)
 
-    def context(self, *, serving: bool, strangers: bool = False) -> ssl.SSLContext:
+    def context(self, *, serving: bool, admit_unauthenticated: bool = False) -> ssl.SSLContext:
         """Return the TLS context.
 
-        With `strangers`, the context accepts peers without a certificate; they are not authenticated.
+        With `admit_unauthenticated`, the context accepts peers without a certificate; they are not authenticated.
         """
         if not serving:
             return self._asking
-        return self._joining if strangers else self._serving
+        return self._joining if admit_unauthenticated else self._serving
 
     def admit(self, member: str, *, as_server: bool = False) -> None:
         """Verify that `member` may connect.
@@ -260,7 +260,7 @@ class TlsIdentity:
                 connection.revoked(StaleIdentity(f"{member} is not in the pool any more"))
 
 
-class Stranger(TlsIdentity):
+class JoiningIdentity(TlsIdentity):
     """Identity of a joining machine: no certificate, and either the CA certificate or only its
     fingerprint."""
 

@@ -63,7 +63,9 @@ def _address(value: str) -> str:
     return value
 
 
-WORDS = ("force", "writeback", "holder", "no-holder", "no-short-cut", "no-acl")
+WORDS = ("force", "writeback", "holder", "no-holder", "no-short-circuit", "no-acl")
+RENAMED_WORDS = {"no-short-cut": "no-short-circuit"}
+"""Old word -> present word. Old words are accepted for one release, with a warning."""
 VALUES: dict[str, Callable[[str], str | float]] = {
     "engine": _one_of("auto", "kernel", "pyfuse3"),
     "transport": str,
@@ -141,6 +143,8 @@ class Wanted(NamedTuple):
     remount: bool
     fake: bool
     verbose: bool
+    warnings: tuple[str, ...]
+    """Warnings for the user: options with old names."""
 
 
 def known() -> str:
@@ -168,11 +172,17 @@ def parse(arguments: list[str]) -> Wanted:
     options = [word for letter, value in given if letter == "-o" for word in options_in(value)]
     remount = "remount" in options
     words: list[str] = []
+    warnings: list[str] = []
     here: dict[str, Any] = {}
     flags = _NOSUID | _NODEV
     for option in options:
         name, is_valued, value = option.partition("=")
         name = name if option.startswith(PASSED_VALUES) or name in PASSED else name.replace("_", "-")
+        if name in RENAMED_WORDS and not is_valued:
+            warnings.append(
+                f"the option {name} is now named {RENAMED_WORDS[name]}; the next release refuses the old name"
+            )
+            name = RENAMED_WORDS[name]
         if option in FLAGS:
             bit, on = FLAGS[option]
             flags = flags | bit if on else flags & ~bit
@@ -211,6 +221,7 @@ def parse(arguments: list[str]) -> Wanted:
         remount,
         "-f" in letters,
         "-v" in letters,
+        tuple(warnings),
     )
 
 
@@ -319,6 +330,8 @@ def main(arguments: list[str] | None = None) -> int:
     except NvpoolError as error:
         print(f"mount.nvpool: {error}", file=sys.stderr)
         return EXIT_USAGE
+    for warning in wanted.warnings:
+        print(f"mount.nvpool: {warning}", file=sys.stderr)
     try:
         if not wanted.remount:
             run(wanted)

@@ -572,7 +572,7 @@ class Cache:
         self.put_attr(attr)
         return opened
 
-    def hold_lent(self, inode: int) -> OpenInode | None:
+    def hold_leased(self, inode: int) -> OpenInode | None:
         """As `hold`, for a file that is not open, with the cached attributes.
 
         The caller has a lease on the inode, so the attributes are current. None: no attributes are cached, or

@@ -44,7 +44,7 @@ def read_sign(leader: rpc.KeyValue | None, sign: rpc.KeyValue | None) -> Sign:
         return Sign(name, leader.mod_revision, sign.mod_revision, float(lease_s), token, float(led_s or 0))
     except ValueError:
         raise CorruptRecord(
-            f"the sign of life of node {name}, which leads the pool, can not be read: {sign.value!r}"
+            f"the heartbeat of node {name}, which leads the pool, can not be read: {sign.value!r}"
         ) from None
 
 

@@ -346,7 +346,7 @@ cdef class CreateConnection:
 
 
 cdef class Creates(PendingReply):
-    """Compiled part of CreatesAtOnce; see creates.py.
+    """Compiled part of CreateFastPath; see creates.py.
 
     `engine` has read the request into its buffer, and keeps pending ones in its table.
     """
@@ -354,7 +354,7 @@ cdef class Creates(PendingReply):
     cdef readonly uint64_t made     # files
     cdef object ops, vfs, meta, view, dialer, cache, leases, handles, published, known_map, _clock, table
     cdef object partition_shards, writer
-    cdef dict shards, files, work, held, early, opened, attrs, entries, renamed, wholes, lent, seen, ways, endpoints
+    cdef dict shards, files, work, held, early, opened, attrs, entries, renamed, complete_dirs, leases_by_inode, seen, ways, endpoints
     cdef dict appending, barred, counters, sent_changes
     cdef bytearray buffer
     cdef list waiting
@@ -376,8 +376,8 @@ cdef class Creates(PendingReply):
         self.view, self.dialer, self.shards = meta._view, meta._dialer, meta._shards
         self.counters, self.held, self.early = meta.counters, meta.once.held, meta.once._early
         self.cache, self.opened, self.attrs, self.entries = cache, cache.open, cache._attrs, cache._entries
-        self.renamed, self.wholes, self.cached_max = cache._renamed_s, cache._whole, cache._options.cached_entries
-        self.leases, self.lent, self.writer = vfs.leases, vfs.leases._leases, vfs.writer
+        self.renamed, self.complete_dirs, self.cached_max = cache._renamed_s, cache._whole, cache._options.cached_entries
+        self.leases, self.leases_by_inode, self.writer = vfs.leases, vfs.leases._leases, vfs.writer
         self.handles, self.table, self.published, self.barred = ops._handles, memory.handles, ops.published, ops.published._barred
         self.files, self.appending, self.sent_changes, self.seen = ops._files, ops._appending, ops._sent_changes, ops._seen
         self._clock = meta._clock
@@ -668,7 +668,7 @@ cdef class Creates(PendingReply):
         registered[inode] = 1 if found is NULL else <object>found + 1
         if born.lease_ms:
             watch = state.watch
-            if (inode in self.lent or one.sent_s <= watch.floor_s
+            if (inode in self.leases_by_inode or one.sent_s <= watch.floor_s
                     or watch.ended and one.sent_s <= watch.ended.get(inode, NEVER_S)):
                 lease = self.leases.take(inode, born.lease_ms, one.sent_s, grant if born.grant[1] & READ_RIGHT else b"")
             else:
@@ -676,9 +676,9 @@ cdef class Creates(PendingReply):
                 self.leases._number += 1
                 lease = tuple.__new__(InodeLease, (until_s, now, grant if born.grant[1] & READ_RIGHT else b"", watch,
                                               self.leases._number))
-                self.lent[inode] = lease
-                if len(self.lent) > self.leases._count_max:
-                    trim(self.lent, self.leases._count_max)
+                self.leases_by_inode[inode] = lease
+                if len(self.leases_by_inode) > self.leases._count_max:
+                    trim(self.leases_by_inode, self.leases._count_max)
                 if now_s >= until_s or now_s >= watch.until_s:
                     lease = None
                 else:
@@ -693,10 +693,10 @@ cdef class Creates(PendingReply):
         if len(self.entries) > self.cached_max:
             trim(self.entries, self.cached_max)
         shown = attr_from(PyBytes_FromStringAndSize(<const char *>directory.begin, directory.length))
-        found = PyDict_GetItem(self.wholes, parent)
+        found = PyDict_GetItem(self.complete_dirs, parent)
         if found is not NULL:
             cache.named_in_whole(shown, parent, name, True)
-        found = PyDict_GetItem(self.wholes, parent)
+        found = PyDict_GetItem(self.complete_dirs, parent)
         if found is not NULL and shown.change > (<object>found).change:
             cache.forget_whole(parent)
             found = NULL

@@ -484,12 +484,12 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         return getattr(self._vfs, "chunks", None)
 
     @property
-    def short_cut(self):
+    def short_circuit(self):
         """The client's short-circuit reads from drives of this host.
 
         None: the layer below answers from memory.
         """
-        return getattr(self._vfs, "short_cut", None)
+        return getattr(self._vfs, "short_circuit", None)
 
     def read(self, handle: int, offset: int, size: int):
         """Awaitable of up to `size` bytes as one buffer, short only at the end of the file.

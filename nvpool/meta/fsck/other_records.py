@@ -253,7 +253,7 @@ class OtherRecords:
                 "undecodable", f"{error} (session {records.session_of_key(key):#x})", lambda: [(key, None)]
             )
 
-    def _spanning(self, key: bytes, raw: bytes) -> None:
+    def _cross_shard_record(self, key: bytes, raw: bytes) -> None:
         """Check a lock or a decision of a transaction.
 
         A valid one ends by itself as soon as the shards concerned can be reached.

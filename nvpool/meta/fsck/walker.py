@@ -160,7 +160,7 @@ class Fsck(OtherRecords, VolumeChecks):
         """Sums of this step that one shard of several can not settle alone."""
         self._problems: list[ShardProblem] = []
         self._sums: dict[int, list[int]] = {}
-        self._strays: dict[int, bytes] = {}
+        self._misplaced: dict[int, bytes] = {}
         self._uses: dict[int, VolumeUse] = {}
         self._nameless: dict[int, tuple[int, int]] = {}
         self._inodes = 0
@@ -189,7 +189,7 @@ class Fsck(OtherRecords, VolumeChecks):
             records.BOUNDS: self._bounds,
             records.PART: self._part,
             records.DAMAGED: lambda key, raw: None,
-            **dict.fromkeys((records.HELD, records.DECIDED), self._spanning),
+            **dict.fromkeys((records.HELD, records.DECIDED), self._cross_shard_record),
         }
 
     def step(self, limit: int) -> list[ShardProblem]:
@@ -236,7 +236,9 @@ class Fsck(OtherRecords, VolumeChecks):
                     )
                 else:
                     self._left = sorted(
-                        number for number, sums in self._sums.items() if any(sums) or number in self._strays
+                        number
+                        for number, sums in self._sums.items()
+                        if any(sums) or number in self._misplaced
                     )
         elif self._left:
             part = self._left[:limit]
@@ -251,7 +253,7 @@ class Fsck(OtherRecords, VolumeChecks):
                             subdirs,
                             entries,
                             parents & MASK,
-                            self._strays.get(number) or self._names_of_others.get(number, b""),
+                            self._misplaced.get(number) or self._names_of_others.get(number, b""),
                         )
                     )
                 else:
@@ -281,7 +283,7 @@ class Fsck(OtherRecords, VolumeChecks):
         """
         self._begin_step()
         if len(sums) + len(uneven) > SUMS_MAX:
-            raise InvalidRequest(f"{SUMS_MAX} inodes at most are looked at once")
+            raise InvalidRequest(f"{SUMS_MAX} inodes at most are summed in one request")
         for one in sums:
             if not self.is_here(partition_of(one.inode)):
                 self.passed.add(partition_of(one.inode))
@@ -314,7 +316,7 @@ class Fsck(OtherRecords, VolumeChecks):
                 )
             return
         if key and inode.is_directory and inode.links and inode.parent != records.directory_of_key(key):
-            self._strays[number] = key
+            self._misplaced[number] = key
         self._sums[number] = [names, subdirs, entries, parents]
         self._settle(number)
 
@@ -378,7 +380,7 @@ class Fsck(OtherRecords, VolumeChecks):
         if sums is None:
             sums = self._sums[number] = [0, 0, 0, 0]
         sums[which] += amount
-        if not any(sums) and number not in self._strays:
+        if not any(sums) and number not in self._misplaced:
             del self._sums[number]
 
     # -- one record --------------------------------------------------------------------------------------------------
@@ -568,7 +570,7 @@ class Fsck(OtherRecords, VolumeChecks):
                 lambda: [(key, records.encode_dentry(partition, number, inode.kind))],
             )
         if inode.is_directory and inode.parent != directory:
-            self._strays[number] = key
+            self._misplaced[number] = key
             self._sums.setdefault(number, [0, 0, 0, 0])
 
     def _is_going(self, directory: Inode) -> bool:
@@ -602,7 +604,7 @@ class Fsck(OtherRecords, VolumeChecks):
                 "counts",
                 lambda: self._decided(partial(recounted, number=number, subdirs=subdirs, entries=entries)),
             )
-        stray = self._strays.pop(number, None)
+        misplaced = self._misplaced.pop(number, None)
         if names < 0:
             self._found(
                 "inode", f"directory {number} has no name", lambda: self._to_lost(self._current(number), None)
@@ -612,23 +614,23 @@ class Fsck(OtherRecords, VolumeChecks):
                 "links", f"directory {number} is removed and has a name", lambda: self._mend_links(inode, 2)
             )
         elif names > 0:
-            here = stray is not None and self.is_here(records.partition_of_key(stray))
+            here = misplaced is not None and self.is_here(records.partition_of_key(misplaced))
             self._found(
                 "dentry",
                 f"directory {number} has {names + 1} names",
                 None
                 if not here
-                else lambda: [(stray, None), *self._less(records.directory_of_key(stray), True)],
+                else lambda: [(misplaced, None), *self._less(records.directory_of_key(misplaced), True)],
             )
-        elif stray is not None and (
-            inode.parent + parents - records.directory_of_key(stray) & MASK == 0
+        elif misplaced is not None and (
+            inode.parent + parents - records.directory_of_key(misplaced) & MASK == 0
             if parents
-            else self._kv.get(stray) is not None
+            else self._kv.get(misplaced) is not None
         ):
 
             def adopt() -> list:
                 now = self._current(number)
-                now.parent = records.directory_of_key(stray)
+                now.parent = records.directory_of_key(misplaced)
                 return [self._put(now)]
 
             self._found("parent", f"directory {number} does not know its parent", adopt)

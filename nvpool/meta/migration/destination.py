@@ -76,7 +76,7 @@ class MigrationDestination:
         for key, raw in self._inside.kv.scan(*COMING_RANGE, SOURCES_MAX):
             self._coming[source_of_key(key)] = decode_coming(raw)
         coming = {partition for one in self._coming.values() for partition in one.partitions}
-        self._inside.ranges.set_strange(coming, True)
+        self._inside.ranges.set_foreign(coming, True)
         return coming
 
     def use_map(self, pool_map: PoolMap) -> None:
@@ -205,7 +205,7 @@ class MigrationDestination:
                 await self._settle(other)
         for partition in partitions:
             await self._leaving.remove(partition)
-        self._inside.ranges.set_strange(partitions, True)
+        self._inside.ranges.set_foreign(partitions, True)
         coming = IncomingMigration(request.term, request.attempt, 0, 0, False, partitions)
         await self._apply([(coming_key(source), encode_coming(coming))])
         self._coming[source], self._opened[source] = coming, {}
@@ -277,7 +277,7 @@ class MigrationDestination:
         inside.cuts.resume(list(coming.partitions))
         inside.locks.load(coming.partitions, inside.sessions.by_number)
         del self._coming[source]
-        inside.ranges.set_strange(coming.partitions, False)
+        inside.ranges.set_foreign(coming.partitions, False)
         self.taken += len(coming.partitions)
         log.info(
             "%d partitions from %d on have come from shard %d, with %d inodes and %d sessions",
@@ -307,7 +307,7 @@ class MigrationDestination:
         await self._apply([(coming_key(source), None)], reclaims=True)
         self._coming.pop(source, None)
         self._opened.pop(source, None)
-        self._inside.ranges.set_strange(coming.partitions, False)
+        self._inside.ranges.set_foreign(coming.partitions, False)
 
 
 def _ranges(partitions: Iterable[int]) -> Iterable[tuple[bytes, bytes]]:

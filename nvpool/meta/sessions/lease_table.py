@@ -219,7 +219,7 @@ class Watches:
 
     # -- giving leases ---------------------------------------------------------------------------------------
 
-    def lend(self, session: int, numbers: Iterable[int]) -> Collection[int]:
+    def issue_leases(self, session: int, numbers: Iterable[int]) -> Collection[int]:
         """Give leases to a session. Return the inodes on which it may rely for `lease_ms` from now.
 
         All `numbers` must be inodes that have names.
@@ -230,15 +230,17 @@ class Watches:
         now_s = self._clock.boottime_s()
         if watch.until_s <= now_s:
             return ()
-        lent = set(numbers)
+        leased = set(numbers)
         if self._withheld:
-            lent = {number for number in lent if partition_of(number) not in self._withheld}
+            leased = {number for number in leased if partition_of(number) not in self._withheld}
         if self._recalls:
-            lent -= self._recalls.keys()
+            leased -= self._recalls.keys()
         if self._cool:
-            lent -= {number for number in self._cool.keys() & lent if self._is_cool(number, session, now_s)}
-        self._table.add(lent, watch.index, now_s)
-        return lent
+            leased -= {
+                number for number in self._cool.keys() & leased if self._is_cool(number, session, now_s)
+            }
+        self._table.add(leased, watch.index, now_s)
+        return leased
 
     def _is_cool(self, number: int, session: int, now_s: float) -> bool:
         until_s, only, _ = self._cool[number]

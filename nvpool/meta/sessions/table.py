@@ -188,7 +188,7 @@ class Sessions:
                 self.add(Session(number, record, now_s + self.lease_s))
             first = pairs[-1][0] + b"\0"
 
-    def end_strangers(self, members: Container[str]) -> None:
+    def expire_removed_members(self, members: Container[str]) -> None:
         """Expire the sessions of clients and bridges that are no longer members of the pool.
 
         The next check of leases ends them.
@@ -320,7 +320,7 @@ class Sessions:
             ):
                 self._by_identity[session.identity] = session.number
 
-    def strangers(self) -> list[tuple[Session, Session]]:
+    def migrated_duplicates(self) -> list[tuple[Session, Session]]:
         """Pairs of a migrated session and the session that the same client has opened at this shard."""
         return [
             (session, self.by_number[heir])

@@ -57,7 +57,7 @@ AHEAD_BYTES, AHEAD_SHARE = 64 * MIB, 16
 CLOSES_S, CLOSES_LOOK_S = 1.0, 0.05
 """A client reports closes some tenths of a second late. A volume counts as in use only if files are still
 open after CLOSES_S; they are checked every CLOSES_LOOK_S."""
-TRASH_LISTED, TRASH_LOOKED_AT, PURGED_AT_ONCE = 500, 1000, 10_000
+TRASH_LISTED, TRASH_LOOKED_AT, PURGED_PER_REQUEST = 500, 1000, 10_000
 _log = logging.getLogger(__name__)
 _Request = pb.VolumeRequest
 
@@ -417,7 +417,7 @@ class VolumeAnswers:
                 raise NotFound(f"inode {request.entry} is not in the trash of the volume")
             reply.purged = await self._purge(request.inode, [request.entry], session)
         else:
-            while reply.purged < PURGED_AT_ONCE:
+            while reply.purged < PURGED_PER_REQUEST:
                 pairs = self._view.scan(*trash.trash_range(request.inode), STEP)
                 if not pairs:
                     break

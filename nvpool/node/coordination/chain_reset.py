@@ -22,10 +22,10 @@ from nvpool.poolmap.model import Loss, PoolMap
 from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.messages.data_codec import decoded
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
-from nvpool.store.chunks.api import LEND_S
+from nvpool.store.chunks.api import LOCATION_LEASE_S
 
 LOOK_S = 0.5
-LOCATIONS_S = LEND_S + 1.0
+LOCATIONS_S = LOCATION_LEASE_S + 1.0
 """How long clients of this host may read the drive of an ended process: until their location leases
 expire."""
 ASK_S = 2.0

@@ -301,7 +301,7 @@ class Leading:
         elif len(self._passing) < _PASSED_ON_MAX:
             self._own(self._pass_on(call, request))
         else:
-            raise Unavailable("too many signs of life are on their way to the node that leads the pool")
+            raise Unavailable("too many heartbeats are on their way to the node that leads the pool")
 
     async def _pass_on(self, call: Call, request: AliveRequest) -> None:
         try:

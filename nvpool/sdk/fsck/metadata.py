@@ -45,7 +45,7 @@ _Item = TypeVar("_Item")
 
 RECORDS_A_STEP = 5000
 INODES_A_STEP = 1000
-CLIMBS_AT_ONCE = 10_000
+CLIMBS_PER_BATCH = 10_000
 TURNS_MAX = 1000
 """Queries in a row without progress before a moving partition is given up: some minutes."""
 AGAIN_S, AGAIN_S_MAX = 0.02, 0.5
@@ -117,7 +117,7 @@ class _Names:
                 self._note(PoolProblem(problem.kind, f"shard {shard}", problem.text, problem.repaired))
             passed.update(unpack_partitions(reply.passed))
             self._climbs.add(unpack_numbers(reply.above))
-            if self._climbs.waiting >= CLIMBS_AT_ONCE:
+            if self._climbs.waiting >= CLIMBS_PER_BATCH:
                 await self._climb()
             request.cursor, done = reply.cursor, reply.done
         return passed

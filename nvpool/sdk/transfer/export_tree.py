@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from nvpool.rpc.messages.direntries import DirectoryPage
     from nvpool.rpc.v1.meta_pb2 import Attr
 
-LISTED_AT_ONCE = 1000
+ENTRIES_PER_BATCH = 1000
 _ZEROS = bytes(64 * KIB)
 """Aligned runs of zeros of this size become holes."""
 
@@ -125,7 +125,7 @@ class _Export:
         try:
             cursor, more = 0, True
             while more:
-                entries, more = await self._vfs.readdir(handle, cursor, LISTED_AT_ONCE)
+                entries, more = await self._vfs.readdir(handle, cursor, ENTRIES_PER_BATCH)
                 if not entries:
                     return
                 cursor = entries[-1].cursor

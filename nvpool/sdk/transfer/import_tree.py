@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from nvpool.client.vfs.filesystem import Vfs
     from nvpool.rpc.v1.meta_pb2 import Attr
 
-LISTED_AT_ONCE = 1000
+ENTRIES_PER_BATCH = 1000
 
 
 async def import_tree(
@@ -376,7 +376,7 @@ class _Entries:
                     found.append((entry.name, entry.stat(follow_symlinks=False)))
                 except OSError as error:
                     found.append((entry.name, error))
-                if len(found) == LISTED_AT_ONCE:
+                if len(found) == ENTRIES_PER_BATCH:
                     break
         return found
 

@@ -58,7 +58,7 @@ _STEP = 256
 _RETRY_S = 5.0
 
 
-class Strays:
+class OrphanChunks:
     def __init__(
         self,
         store: ChunkStore,
@@ -128,8 +128,8 @@ class Strays:
 
     def _ended(self, task: asyncio.Task) -> None:
         if not task.cancelled() and task.exception() is not None:
-            log.critical("target %d: removing strays failed", self._target, exc_info=task.exception())
-            self._on_fail(f"removing strays failed: {task.exception()!r}")
+            log.critical("target %d: removing orphan chunks failed", self._target, exc_info=task.exception())
+            self._on_fail(f"removing orphan chunks failed: {task.exception()!r}")
 
     async def _run(self) -> None:
         while True:
@@ -145,7 +145,7 @@ class Strays:
                     except Fenced:
                         return
                     except NvpoolError as error:
-                        log.warning("target %d: strays are left for now: %s", self._target, error)
+                        log.warning("target %d: orphan chunks are left for now: %s", self._target, error)
                         self._failed = f"removing chunks failed: {error or type(error).__name__}"
                         wait_s = _RETRY_S
             if wait_s is None and self._draining and self._holds_none and self._store.status()["used_bytes"]:

@@ -229,7 +229,7 @@ cdef bytes delta_record(array.array deltas, Py_ssize_t count, bint is_longer, ui
 
 
 cdef class NewWrites:
-    cdef object _store, _index, _kv, _allocator, _quarantine, _lender, _device, _replica, _serving_lease, _clock, _signing
+    cdef object _store, _index, _kv, _allocator, _quarantine, _location_leases, _device, _replica, _serving_lease, _clock, _signing
     cdef readonly Unknown unknown
     cdef dict _grants
     cdef uint8_t _target
@@ -242,7 +242,7 @@ cdef class NewWrites:
         self._target, self._grants, self._store, self._replica = target, grants, store, replica
         self._serving_lease = serving_lease
         self._index, self._kv, self._allocator, self._quarantine = store.index, store.kv, store.allocator, store.quarantine
-        self._lender, self._device, self._fd = store.lender, store.device, store.device.fd
+        self._location_leases, self._device, self._fd = store.location_leases, store.device, store.device.fd
         self._clock, self._is_system = clock, type(clock) is SystemClock
         self._signing = blake2b(key=secret, digest_size=MAC_BYTES)
         self.unknown = Unknown(store.kv)
@@ -378,7 +378,7 @@ cdef class NewWrites:
 
         If the engine refuses the change, only counters have changed.
         """
-        cdef object store = self._store, index = self._index, allocator = self._allocator, lender = self._lender
+        cdef object store = self._store, index = self._index, allocator = self._allocator, location_leases = self._location_leases
         cdef object device = self._device, table
         cdef uint64_t offset = place << 12
         used = used | bit
@@ -394,9 +394,9 @@ cdef class NewWrites:
         effects.append((delta, delta_record(deltas, 0 if is_folded else count, not is_folded, place, used.bit_count())))
         # Before the change: a client that reads the old locations from now on asks again for the locations.
         cdef uint64_t slot
-        if lender.life_s:
+        if location_leases.life_s:
             slot = (r.inode * <uint64_t>0x9E3779B97F4A7C15 + r.index * <uint64_t>0xC2B2AE3D27D4EB4F) >> 64 - SLOT_BITS
-            table = lender._table
+            table = location_leases._table
             table[slot] = <uint32_t>(<uint32_t>table[slot] + 1)
         self._kv.apply(effects)
         # Like Allocator.commit.

@@ -63,7 +63,7 @@ cdef extern from *:
     uint8_t *huge_page() nogil
 
 cdef extern from "_page_cache.h":
-    ssize_t read_at_once(int fd, void *into, size_t length, uint64_t offset) nogil
+    ssize_t read_cached(int fd, void *into, size_t length, uint64_t offset) nogil
     uint64_t pages_in_memory(int fd, uint64_t offset, uint64_t length) nogil
 
 crc_begin(0)
@@ -359,7 +359,7 @@ cdef class FastReads:
         cdef bint is_cold = fd >= 0 or (self._is_cold and side is not None and self._has_ring
                                         and pages_in_memory(self._fd, place << 12, length) < <uint64_t>count)
         if not is_cold:
-            is_cold = read_at_once(self._fd, said + message_bytes, length, <long long>(place << 12)) != <ssize_t>length
+            is_cold = read_cached(self._fd, said + message_bytes, length, <long long>(place << 12)) != <ssize_t>length
         self._is_cold = is_cold
         if is_cold and (side is None or self._inside >= RING_ENTRIES or not self._has_ring or not self._opened()):
             return None

@@ -41,7 +41,7 @@ def answer_new_writes(service: StoreService, secret: bytes) -> None:
 
     Does nothing unless both are compiled and the store is on a drive.
     """
-    reads, store = service.at_once, service.store
+    reads, store = service.fast_path, service.store
     if (
         _fast_first_writes is None
         or fast_reads._fast_reads is None

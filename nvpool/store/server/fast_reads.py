@@ -23,7 +23,7 @@ in the connection's table, like a read that a Call represents. If the map, the s
 of statistics has changed by then, or the drive has failed, the request takes the slow path.
 
 `store/server/service` creates this path for a store on a file or a drive. A listener of the stream transports
-calls it through the handler's `at_once` (rpc/api).
+calls it through the handler's `fast_path` (rpc/api).
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ async def close(reads: Any, drain_s: float) -> None:
 Reads = PlainReads if _fast_reads is None else _fast_reads.FastReads
 
 
-def reads_at_once(
+def open_fast_reads(
     target: int,
     grants: dict[bytes, grants.Grant],
     store: ChunkStore,

@@ -70,8 +70,8 @@ from nvpool.store.replication.role import Replica
 from nvpool.store.replication.transfer_server import Giving
 from nvpool.store.server.admin_handlers import Orders
 from nvpool.store.server.fast_first_writes import answer_new_writes
-from nvpool.store.server.fast_reads import close as close_at_once
-from nvpool.store.server.fast_reads import reads_at_once
+from nvpool.store.server.fast_reads import close as close_fast_reads
+from nvpool.store.server.fast_reads import open_fast_reads
 from nvpool.store.server.io_stats import IoStats
 from nvpool.store.server.serving_lease import ServingLease
 from nvpool.store.server.single_write import WritesOne
@@ -152,7 +152,7 @@ class StoreService(WritesOne, StatusHandlers):
             later=self._later,
             busy=lambda: self.waiting,
         )
-        self.serving_lease = serving_lease or ServingLease(target, clock, store.lender, until_s=math.inf)
+        self.serving_lease = serving_lease or ServingLease(target, clock, store.location_leases, until_s=math.inf)
         self.upkeep = (
             None
             if dialer is None
@@ -181,12 +181,12 @@ class StoreService(WritesOne, StatusHandlers):
             later=self._later,
             epoch=lambda: self._epoch,
         )
-        self.at_once = reads_at_once(
+        self.fast_path = open_fast_reads(
             target, self._grants, store, self.replica.pending, self.serving_lease, self.use, clock
         )
         """Fast path that a listener tries first; None if every request takes the slow path."""
         answer_new_writes(self, grant_secret)
-        self._new_writes = getattr(self.at_once, "writes", None)
+        self._new_writes = getattr(self.fast_path, "writes", None)
         self._methods: dict[int, Callable[[Call], None]] = {
             Method.DATA_READ: self._read,
             Method.DATA_WRITE: self._write,
@@ -213,20 +213,29 @@ class StoreService(WritesOne, StatusHandlers):
     async def start(self) -> None:
         """Start the background work. Call once."""
         self._tending = asyncio.get_running_loop().create_task(self._tend())
-        if self._handover_path and self.store.lender is not None and self.store.lender.life_s:
-            handover = Handover(self._handover_path, self._lent, group=self._handover_group)
+        if (
+            self._handover_path
+            and self.store.location_leases is not None
+            and self.store.location_leases.life_s
+        ):
+            handover = Handover(self._handover_path, self._handover_message, group=self._handover_group)
             try:
                 handover.start()
                 self._handover = handover
             except NvpoolError as error:
-                log.warning("target %d: no short cut for clients of this host: %s", self.target, error)
+                log.warning(
+                    "target %d: no short-circuit reads for clients of this host: %s", self.target, error
+                )
 
-    def _lent(self) -> tuple[bytes, list[int]]:
+    def _handover_message(self) -> tuple[bytes, list[int]]:
         """Return descriptors of the data and of the lease table; called by `rpc/fd_passing`."""
-        lender = self.store.lender
-        data = self.store.device.lend()
+        location_leases = self.store.location_leases
+        data = self.store.device.open_for_reader()
         try:
-            return encode_said(self.target, lender.token, self.clock.boottime_s()), [data, lender.table()]
+            return encode_said(self.target, location_leases.token, self.clock.boottime_s()), [
+                data,
+                location_leases.table(),
+            ]
         except BaseException:
             os.close(data)
             raise
@@ -246,8 +255,8 @@ class StoreService(WritesOne, StatusHandlers):
         The wait is at most `drain_s`.
         """
         self._draining = True
-        if self.at_once is not None:
-            await close_at_once(self.at_once, drain_s)
+        if self.fast_path is not None:
+            await close_fast_reads(self.fast_path, drain_s)
         if self._handover is not None:
             self._handover.close()
         waiting: set[asyncio.Future] = set(self._tasks)
@@ -287,8 +296,8 @@ class StoreService(WritesOne, StatusHandlers):
         if self.upkeep is not None:
             self.upkeep.update_map(pool_map)
         self.serving_lease.update_map(pool_map)
-        if self.at_once is not None:
-            self.at_once.epoch = 0 if self.replica.losing else pool_map.epoch
+        if self.fast_path is not None:
+            self.fast_path.epoch = 0 if self.replica.losing else pool_map.epoch
 
     # -- every request -----------------------------------------------------------------------------------------------
 
@@ -368,7 +377,11 @@ class StoreService(WritesOne, StatusHandlers):
 
     @property
     def waiting_count(self) -> int:
-        return len(self._tasks) + len(self._reads) + (self.at_once.waiting if self.at_once is not None else 0)
+        return (
+            len(self._tasks)
+            + len(self._reads)
+            + (self.fast_path.waiting if self.fast_path is not None else 0)
+        )
 
     @property
     def waiting(self) -> bool:
@@ -384,9 +397,9 @@ class StoreService(WritesOne, StatusHandlers):
         invalidate all location leases.
         """
         if self._new_writes is not None:
-            self.at_once.writes = None if any_left else self._new_writes
-        if any_left and self.store.lender is not None:
-            self.store.lender.changing_all()
+            self.fast_path.writes = None if any_left else self._new_writes
+        if any_left and self.store.location_leases is not None:
+            self.store.location_leases.changing_all()
 
     def volume_key(self, wrapped: bytes) -> VolumeKey | None:
         """Return the volume key for a request's wrapped key, None if it is empty.
@@ -472,10 +485,10 @@ class StoreService(WritesOne, StatusHandlers):
 
     def _locate(self, call: Call) -> None:
         request = self._parse(pb.LocateRequest, call)
-        lender = self.store.lender
-        if lender is None or not lender.life_s:
-            raise NotSupported("this store lends nothing")
-        if not hmac.compare_digest(request.token, lender.token):
+        location_leases = self.store.location_leases
+        if location_leases is None or not location_leases.life_s:
+            raise NotSupported("this store issues no location leases")
+        if not hmac.compare_digest(request.token, location_leases.token):
             raise AccessDenied("locations are for whom this process has given its descriptors")
         entries = request.entries
         if len(entries) % LOCATE_ENTRY.size or len(entries) > LOCATE_ENTRIES_MAX * LOCATE_ENTRY.size:

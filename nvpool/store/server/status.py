@@ -48,8 +48,8 @@ class StatusHandlers:
             status["scrubbing"] = self.upkeep.rounds.status()
             status["lacks_room"] = self.upkeep.resync.progress.lacks_room
             status["resync_wait"] = self.upkeep.resync.progress.waits_for
-            strays = self.upkeep.strays
-            status["strays_left"], status["strays_wait"] = strays.left_chunks, strays.waits_for
+            orphan_chunks = self.upkeep.orphan_chunks
+            status["strays_left"], status["strays_wait"] = orphan_chunks.left_chunks, orphan_chunks.waits_for
         reply = pb.DataStatusReply(
             target=self.target,
             pid=os.getpid(),
@@ -80,7 +80,7 @@ class StatusHandlers:
 
     def _leaves(self, inode: int, index: int) -> bool:
         chain = self.store.table_of(inode, index), chain_of(inode, index)
-        return self.upkeep is not None and self.upkeep.strays.leaves(chain)
+        return self.upkeep is not None and self.upkeep.orphan_chunks.leaves(chain)
 
     def _list(self, call: Call) -> None:
         request = self._parse(pb.ListRequest, call)
@@ -111,8 +111,8 @@ def _measure(service, page: Page) -> None:
     page.set(metrics.STORE_USED, status["used_bytes"])
     page.set(metrics.STORE_FENCED, status["state"] == "fenced")
     page.set(metrics.STORE_WAITING, service.waiting_count)
-    page.set(metrics.STORE_SHORT_CUT_READS, service.use.past_reads)
-    page.set(metrics.STORE_SHORT_CUT_BYTES, service.use.past_bytes)
+    page.set(metrics.STORE_SHORT_CIRCUIT_READS, service.use.past_reads)
+    page.set(metrics.STORE_SHORT_CIRCUIT_BYTES, service.use.past_bytes)
     serving_lease = service.serving_lease
     if serving_lease.shared and math.isfinite(serving_lease.until_s):
         page.set(metrics.STORE_LEASE, max(0.0, serving_lease.until_s - service.clock.boottime_s()))
@@ -125,8 +125,8 @@ def _measure(service, page: Page) -> None:
         return
     page.set(metrics.STORE_REPAIRED, upkeep.repair.repaired_blocks)
     page.set(metrics.STORE_REBUILT, upkeep.repair.rebuilt_chunks)
-    page.set(metrics.STORE_STRAYS, upkeep.strays.removed_chunks)
-    page.set(metrics.STORE_STRAYS_LEFT, upkeep.strays.left_chunks)
+    page.set(metrics.STORE_ORPHAN_CHUNKS_REMOVED, upkeep.orphan_chunks.removed_chunks)
+    page.set(metrics.STORE_ORPHAN_CHUNKS_LEFT, upkeep.orphan_chunks.left_chunks)
     progress = upkeep.resync.progress
     page.set(metrics.RESYNC_CHAINS, progress.chains_equal, state="equal")
     page.set(metrics.RESYNC_CHAINS, progress.chains - progress.chains_equal, state="behind")

@@ -76,7 +76,7 @@ async def a_new_one_is_empty(subject: KvSubject) -> None:
 
 
 @check
-async def a_change_is_seen_at_once_and_numbered_without_a_gap(subject: KvSubject) -> None:
+async def change_is_visible_immediately_with_next_number(subject: KvSubject) -> None:
     kv = subject.kv
     assert kv.apply([(b"a", b"1"), (b"b", b"")]) == 1
     assert kv.get(b"a") == b"1" and kv.get(b"b") == b"" and kv.get(b"c") is None
@@ -255,7 +255,7 @@ async def snapshots_are_bounded_and_end_with_the_store(subject: KvSubject) -> No
 async def numbers_are_never_given_twice(subject: KvSubject) -> None:
     given: set[int] = set()
     for round_ in range(4):
-        numbers = NumberBounds(subject.kv, b"bound", first=5, at_once=10)
+        numbers = NumberBounds(subject.kv, b"bound", first=5, batch_size=10)
         await numbers.open()
         for _ in range(round_ * 9):
             try:
@@ -275,7 +275,7 @@ async def numbers_are_never_given_twice(subject: KvSubject) -> None:
 
 @check
 async def without_a_synced_bound_no_number_is_given(subject: KvSubject) -> None:
-    numbers = NumberBounds(subject.kv, b"bound", at_once=4)
+    numbers = NumberBounds(subject.kv, b"bound", batch_size=4)
     await numbers.open()
     await subject.fail_next_sync()
     given = 0

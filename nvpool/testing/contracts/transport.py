@@ -326,7 +326,7 @@ async def a_cancelled_task_stops_the_work_at_the_other_side(subject: TransportSu
         assert told == [True]
         call.reply(b"nobody wants it")
         call.on_cancel(lambda: told.append(True))
-        assert told == [True, True]  # too late to wait for it: told at once
+        assert told == [True, True]  # too late to wait for it: told immediately
 
 
 async def submit_tells_once_and_never_before_it_returned(subject: TransportSubject) -> None:
@@ -481,11 +481,11 @@ async def draining_ends_after_its_time(subject: TransportSubject) -> None:
 
 async def another_pool_is_refused_by_name(subject: TransportSubject) -> None:
     listener = await subject.listen()
-    stranger = Greeting("the stranger", "pool-b")
+    other = Greeting("the other client", "pool-b")
     error = await refused(
-        ProtocolMismatch, subject.transport.connect(listener.endpoint, stranger, deadline_s=soon())
+        ProtocolMismatch, subject.transport.connect(listener.endpoint, other, deadline_s=soon())
     )
-    for word in ("the stranger", "the server", "pool-a", "pool-b"):
+    for word in ("the other client", "the server", "pool-a", "pool-b"):
         assert word in str(error)
     newcomer = await subject.transport.connect(listener.endpoint, Greeting("the newcomer"), deadline_s=soon())
     assert (await newcomer.call(1, b"hello", deadline_s=soon())).message == b"hello"

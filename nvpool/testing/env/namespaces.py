@@ -166,7 +166,7 @@ class Machines:
         self._switch.run("ip", "link", "set", f"to{number}", "mtu", str(switch_bytes))
 
     def delay(self, number: int, to_s: float, from_s: float) -> None:
-        """Let what is sent to the machine arrive so much later, and what it sends; both 0: at once again. From 1. Connections
+        """Delay what is sent to the machine and what it sends; 0 for both: no delay. From 1. Connections
         stay. The cable carries some tens of MiB/s then, at the cost of a processor (see delays)."""
         switch = self._switch
         before = self._delays.pop(number, None)

@@ -18,7 +18,7 @@ from collections import deque
 
 FRAMES_MAX = 20_000
 """30 MB."""
-AT_ONCE = 64
+FRAMES_PER_BATCH = 64
 """Frames that are taken from one side before the other one is looked at."""
 _TUNSETIFF = 0x400454CA
 _TAP_WITHOUT_HEADER = 0x0002 | 0x1000
@@ -43,7 +43,7 @@ class Direction:
     def _take(self) -> None:
         arrives_s = self._loop.time() + self._delay_s
         idle = not self._under_way
-        for _ in range(AT_ONCE):
+        for _ in range(FRAMES_PER_BATCH):
             try:
                 frame = os.read(self._source, 65536)
             except OSError:

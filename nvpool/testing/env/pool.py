@@ -153,7 +153,7 @@ class RealPool:
         self._supervisors.clear()
 
     def end_daemons(self, *programs: Program) -> None:
-        """Kill supervisor, shards and stores at once; mounts live on."""
+        """Kill supervisor, shards and stores at the same time; mounts live on."""
         programs = programs or (Program.SUPERVISOR, Program.META, Program.STORE)
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in self.processes(*programs):
@@ -165,7 +165,7 @@ class RealPool:
         self.until(lambda: not self.processes(), "all have ended", wait_s)
 
     def processes(self, *wanted: Program) -> list[int]:
-        """Every daemon of this pool, whoever started it; or those that run one of these programs."""
+        """Every daemon of this pool, also those that others started; or those that run one of these programs."""
         return sorted(
             pid for pid, _ in programs.processes(*wanted, naming=self.path) if identity_of(pid) is not None
         )

@@ -1,4 +1,4 @@
-"""A TLS handshake with whoever is there, and the version that comes out of it. Called by tests."""
+"""A TLS handshake with the server at an address, and the version that was negotiated. Called by tests."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ PEER = Peer("test", "inproc", True)
 
 
 class DirectCall:
-    """A Call whose answer is a future; `answer` is set at once where the service answers at once."""
+    """A Call whose answer is a future; `answer` is set immediately if the service answers immediately."""
 
     def __init__(
         self, method: int, message: bytes, payload: bytes = b"", deadline_s: float = 1e9, peer: Peer = PEER

@@ -132,7 +132,7 @@ class Link:
 
 
 class Members:
-    """`pool_map` is the truth; `acknowledged` are the changes whose makers were told so, in order."""
+    """`pool_map` is the current map; `acknowledged` are the changes whose makers were told so, in order."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ class Members:
         )
 
     async def follow_map(self) -> None:
-        """Whoever the map calls primary, and is a standby now, is promoted."""
+        """Promote each standby that the map calls primary."""
         member = self.primary
         if member.alive and member.standby is not None and not self.manager_away:
             standby, member.standby = member.standby, None

@@ -64,7 +64,7 @@ def build_library() -> Path:
 
 
 class PreloadFaults:
-    """One watched directory. The rules live in shared memory: arming one acts at once on every process that has them."""
+    """One watched directory. The rules live in shared memory: arming one acts immediately on every process that has them."""
 
     def __init__(self, root: Path, work: Path) -> None:
         self.root, self.work = Path(root), Path(work)

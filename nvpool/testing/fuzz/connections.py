@@ -1,4 +1,4 @@
-"""A connection in memory: the answering end of the stream transport as it is, compiled frames and answers at once included.
+"""A connection in memory: the production server side of the stream transport, with compiled frames and the fast path.
 
 Only the socket is left out, so that a frame costs microseconds and virtual time does for it. `Trouble` is where everything is
 said that must not happen: a Bug as an answer, an error in a log, an exception on the loop. Used by the places of this package.
@@ -136,7 +136,7 @@ class Wire:
         self.on_answer: Callable[[int, Any, int, bytes], None] = lambda method, note, status, message: None
         self._come, self._coming = bytearray(), bytearray()
         self.connects = 0
-        self._at_once: Any = None
+        self._fast_path: Any = None
         self._connect()
 
     def _connect(self) -> None:
@@ -146,13 +146,13 @@ class Wire:
         self._coming.clear()
         self._transport = _Transport(self._taken, self._go_on)
         self._served = _FuzzServed(self._listener, self._peer)
-        self._served._at_once = self._at_once
+        self._served._fast_path = self._fast_path
         self._served.connection_made(self._transport)
         self.give(pack_head(HELLO, 0, 0, 0, encode_hello(Greeting("fuzz")), 0))
 
-    def at_once(self, answer: Any) -> None:
+    def fast_path(self, answer: Any) -> None:
         """What the service answers without a Call, on this connection and those that follow it."""
-        self._at_once = self._served._at_once = answer
+        self._fast_path = self._served._fast_path = answer
 
     def hang_up(self) -> None:
         self._served.eof_received()

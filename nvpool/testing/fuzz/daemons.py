@@ -1,7 +1,7 @@
 """A supervisor, and a standby of a shard, each with one caller that asks it for anything.
 
-Of a supervisor's the pool map stays as it is, whoever asks: strangers may ask how to join, clients for the map. A standby keeps
-the records that it has. Used by `run`.
+No caller can change the pool map of a supervisor: peers without a certificate may ask how to join, clients for the map. A
+standby keeps the records that it has. Used by `run`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OPERATORS = 4711
 PEERS = {
     "client": Peer("fuzz", "192.0.2.1:1", False, "client/fuzz.0a1b2c3d"),
     "user": Peer("fuzz", "unix", True, "", Credentials(1000, frozenset((1000, 50)), 1)),
-    "stranger": Peer("fuzz", "192.0.2.1:1", False),
+    "unauthenticated": Peer("fuzz", "192.0.2.1:1", False),
 }
 NODE = Peer("fuzz", "192.0.2.1:1", False, "node/fuzz")
 SUPERVISOR_METHODS = [method for method in REQUESTS if method >= 200]

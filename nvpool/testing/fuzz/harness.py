@@ -75,10 +75,10 @@ class FuzzTarget:
 
     # -- one case ----------------------------------------------------------------------------------------------------------
 
-    def connect(self, handle: Callable[[Call], None], peer: Peer, at_once: Any = None) -> None:
+    def connect(self, handle: Callable[[Call], None], peer: Peer, fast_path: Any = None) -> None:
         self._handle, self._peer = handle, peer
         self._wire = Wire(handle, peer, self._clock)
-        self._wire.at_once(at_once)
+        self._wire.fast_path(fast_path)
         self._wire.on_answer = self._note
 
     async def case(self, only: int | None) -> tuple[int, bytes]:

@@ -2,7 +2,7 @@
 
 All is drawn from one seeded generator, so that a case comes again with its seed. `KnownValues` says which
 values of a service make a request that goes deep (inodes, names, sessions, grants); without them nearly all
-would be refused at the door. Used by the places of this package.
+would be refused at the first check. Used by the places of this package.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Kind(NamedTuple):
     peer: Peer
     protects: str
     """"volumes": what is in those that it has no right to write in. "all": but its own directory. "sessions": those of others,
-    in a shard that restricts nobody, where requests are answered at once. "": nothing."""
+    in a shard that restricts nobody, where requests are answered on the fast path. "": nothing."""
 
 
 KINDS = {
@@ -74,7 +74,13 @@ KINDS = {
 }
 METHODS = [method for method in REQUESTS if 100 <= method < 200 and method != wire.META_VOLUMES]
 CHANGING = [method for method in METHODS if "change" in REQUESTS[method].DESCRIPTOR.fields_by_name]
-AT_ONCE = (wire.META_CREATE, wire.META_UNLINK, wire.META_REPORT, wire.META_LOOKUP, wire.META_GETATTR)
+FAST_PATH_METHODS = (
+    wire.META_CREATE,
+    wire.META_UNLINK,
+    wire.META_REPORT,
+    wire.META_LOOKUP,
+    wire.META_GETATTR,
+)
 NOT_BY_NODES = {wire.META_LOAD, wire.META_MOMENT, wire.META_HOLD, wire.META_SETTLE, wire.META_MOVE}
 """They would do what they say: empty the shard, hold its changes up, write any record."""
 
@@ -110,7 +116,9 @@ class ShardPlace(FuzzTarget):
         self._peer = KINDS[self.kind].peer
         await self._plant()
         self._know()
-        self.connect(self.service.handle, self._peer, self.service.at_once and self.service.at_once.answer)
+        self.connect(
+            self.service.handle, self._peer, self.service.fast_path and self.service.fast_path.answer
+        )
         self._protected = self._guarded()
         self._open_session()
         self._others = self._of_others()
@@ -398,7 +406,7 @@ class ShardPlace(FuzzTarget):
         else:
             method = only or (chance.choice(CHANGING) if chance.random() < 0.4 else chance.choice(METHODS))
             if only is None and self._protects == "sessions" and chance.random() < 0.5:
-                method = chance.choice(AT_ONCE)
+                method = chance.choice(FAST_PATH_METHODS)
             if only is None and chance.random() < 0.003:
                 method = wire.META_VOLUMES  # which looks through all partitions
             message = self._generator.fill(REQUESTS[method]())

@@ -2,7 +2,7 @@
 
 The caller may write one inode and read another; of a third it has no right, and what is signed for it is forged, stale or of
 something else. At the end the bytes and versions of the last two are as they were, scrub finds nothing, and the store opens
-again with the same. Descriptors are asked for at the socket of the short cut, too. Used by `run`.
+again with the same. Descriptors are also requested at the socket for short-circuit reads. Used by `run`.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class StorePlace(FuzzTarget):
         self._expected = await self._content()
         self._know()
         self.connect(
-            self._service.handle, PEERS[self.kind], self._service.at_once and self._service.at_once.answer
+            self._service.handle, PEERS[self.kind], self._service.fast_path and self._service.fast_path.answer
         )
 
     async def _open(self) -> None:
@@ -194,8 +194,8 @@ class StorePlace(FuzzTarget):
                 self._signed(grants.SERVICE, 0) if self.kind == "node" and chance.random() < 0.3 else grant()
             ),
             token=lambda: (
-                self._store.lender.token
-                if self._store.lender is not None and chance.random() < 0.7
+                self._store.location_leases.token
+                if self._store.location_leases is not None and chance.random() < 0.7
                 else b"t" * 16
             ),
             reads=lambda: entries(
@@ -286,7 +286,7 @@ class StorePlace(FuzzTarget):
         await asyncio.sleep(0)
 
     def _take_descriptors(self) -> None:
-        """Come to the socket of the short cut, say something or nothing, and go, with what it gives or without."""
+        """Connect to the socket for short-circuit reads, send something or nothing, and leave, with or without the descriptors."""
         chance = self._chance
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.setblocking(False)
@@ -309,7 +309,9 @@ class StorePlace(FuzzTarget):
                 self._take_descriptors()
                 await asyncio.sleep(0.001)
             if _descriptors() > before + 2:
-                raise Trouble(f"descriptors are left open by the short cut: {before} -> {_descriptors()}")
+                raise Trouble(
+                    f"descriptors are left open by short-circuit reads: {before} -> {_descriptors()}"
+                )
             for again in (False, True):
                 await self._judge()
                 if not again:

@@ -126,7 +126,7 @@ class EndpointFaults:
                 self._break(supervisor_endpoints(self._pool.directory, node)[0], "gone")
 
     def _tell(self, event: str) -> None:
-        self._pool.truths.happened(asyncio.get_running_loop().time(), event)
+        self._pool.invariants.happened(asyncio.get_running_loop().time(), event)
 
     def _break(self, endpoint: str, mode: str) -> None:
         where = parse_endpoint(endpoint)

@@ -3,7 +3,7 @@
 Three processes on simulated nodes, which fail as all others do. One of them leads while it reaches most of them; then another
 is elected, after a while, and all leases start again. A member that has lost the others answers nothing, or that it has no
 leader, and ends its watches; a call whose member falls silent may have been carried out. Consensus itself is not simulated:
-what is agreed on is never forgotten. `SimCalls` is the door of `cluster/etcd/coordinator` to it. Made by `sim/management`.
+what is agreed on is never forgotten. `cluster/etcd/coordinator` calls it through `SimCalls`. Made by `sim/management`.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class BrokenLinks:
             one, other = chance.sample(nodes, 2)
             ways = [(one, other), (other, one)][: chance.choice((1, 1, 2))]
             until_s = asyncio.get_running_loop().time() + chance.uniform(*LINK_S)
-            pool.truths.happened(asyncio.get_running_loop().time(), f"links are broken: {ways}")
+            pool.invariants.happened(asyncio.get_running_loop().time(), f"links are broken: {ways}")
             self._done["cuts"] += 1
             pool.network.break_link(*ways)
             while not self._over() and asyncio.get_running_loop().time() < until_s:  # noqa: ASYNC110 - in counted time
@@ -100,13 +100,13 @@ class SimulatedFaults:
             await self.start_dead(chance.random() < 0.3)
 
     def _tell(self, event: str) -> None:
-        self._pool.truths.happened(asyncio.get_running_loop().time(), event)
+        self._pool.invariants.happened(asyncio.get_running_loop().time(), event)
 
     async def _kill(self, name: str) -> None:
         self._pool.processes[name].kill()
 
     async def _kill_node(self, name: str) -> None:
-        """All processes of a node at once."""
+        """All processes of a node at the same time."""
         node = self._pool.processes[name].node
         for process in list(self._pool.processes.values()):
             if process.node == node:

@@ -1,7 +1,7 @@
-"""What must be true at every moment of a simulated pool, whoever looks: epochs and terms only grow, of two primaries only the
-later answers, nothing that was acknowledged is missing where a primary begins.
+"""Invariants of a simulated pool: epochs and terms only grow, of two primaries only the later one answers, and nothing that was
+acknowledged is missing where a primary begins.
 
-`sim/pool` tells what happens; `problems` are sentences. Linearizability of what clients were told is judged in
+`sim/pool` reports the events; `problems` are sentences. Linearizability of what clients were told is judged in
 `sim/linearizability`.
 """
 
@@ -16,7 +16,7 @@ from nvpool.poolmap.model import PoolMap
 EVENTS_KEPT = 60
 
 
-class Truths:
+class Invariants:
     def __init__(self) -> None:
         self.problems: list[str] = []
         self.moved = 0
@@ -24,7 +24,7 @@ class Truths:
         self.answers = 0
         """Of primaries."""
         self.events: deque[str] = deque(maxlen=EVENTS_KEPT)
-        """The last things that happened, for whoever looks for the cause."""
+        """The last events, to find the cause of a problem."""
         self._newest: PoolMap | None = None
         self._answered: dict[int, tuple[int, int]] = {}  # shard -> the last term that answered, its member
         self._acknowledged: dict[int, tuple[int, int]] = {}  # shard -> sequence, term

@@ -126,7 +126,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 class VirtualThread:
     """An executor for one process: what it is given is done on the loop, one after the other, each some time later, unless the
-    process has ended by then (`lives`); then it is never done. `shutdown` waits, as an executor's does, by doing it at once."""
+    process has ended by then (`lives`); then it is never done. `shutdown` waits, as an executor's does, by doing it immediately."""
 
     def __init__(self, loop: VirtualLoop, waits_s: Callable[[], float], lives: Callable[[], bool]) -> None:
         self._loop = loop

@@ -28,9 +28,9 @@ from nvpool.rpc.api import Call, Greeting
 from nvpool.rpc.v1 import pool_pb2, wire_pb2
 from nvpool.testing.sim.endpoints import supervisor_endpoints, transports_of
 from nvpool.testing.sim.etcd import MEMBERS, SimCalls, SimEtcd
-from nvpool.testing.sim.invariants import Truths
+from nvpool.testing.sim.invariants import Invariants
 from nvpool.testing.sim.network import SimTransport
-from nvpool.testing.sim.simulated_process import KV_STEPS, Door, Killed, Process
+from nvpool.testing.sim.simulated_process import KV_STEPS, CrashPointProxy, Killed, Process
 
 if TYPE_CHECKING:
     from nvpool.testing.sim.pool import SimPool
@@ -44,7 +44,7 @@ Decide = Callable[[PoolMap], PoolMap]
 class Managing(Protocol):
     @property
     def pool_map(self) -> PoolMap:
-        """The newest there is, whoever knows it."""
+        """The newest map that any process knows."""
 
     def endpoints(self, node: int) -> tuple[str, ...]:
         """Where processes of that node ask."""
@@ -88,11 +88,11 @@ async def answer_map(coordinator: MapCoordinator, call: Call) -> None:
 class _Embedded(EmbeddedCoordinator):
     """What it says is looked at."""
 
-    truths: Truths
+    invariants: Invariants
 
     async def replace(self, new: PoolMap, leader: CoordinatorLease | None = None) -> None:
         await super().replace(new, leader)
-        self.truths.map_is(self.pool_map)
+        self.invariants.map_is(self.pool_map)
 
 
 class _Leads:
@@ -134,7 +134,7 @@ class OneManager:
         pool = self._pool
         process = pool.process(name, "node-of-manager")
         clock = pool.new_clock(name)
-        kv = Door(self._kv, process, KV_STEPS, pool.disk_s)
+        kv = CrashPointProxy(self._kv, process, KV_STEPS, pool.disk_s)
         try:
             await kv.sync()  # as the opening of a real engine does with what it finds
             self._coordinator = coordinator = await (
@@ -144,8 +144,8 @@ class OneManager:
             )
         except Killed:
             return
-        coordinator.truths = pool.truths
-        pool.truths.map_is(coordinator.pool_map)
+        coordinator.invariants = pool.invariants
+        pool.invariants.map_is(coordinator.pool_map)
         lease = await coordinator.lead("1", LEASE_S_MIN, 0.0)
         assert lease is not None
         leadership = Leadership(lease)
@@ -250,7 +250,7 @@ class Supervisors:
     def _put(self, key: bytes, value: bytes) -> None:
         if key == self._key:
             self._newest = value, decode_map(value)
-            self._pool.truths.map_is(self._newest[1])
+            self._pool.invariants.map_is(self._newest[1])
 
     def endpoints(self, node: int) -> tuple[str, ...]:
         return supervisor_endpoints(self._pool.directory, node)

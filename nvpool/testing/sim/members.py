@@ -22,7 +22,7 @@ from nvpool.kv.replication.member import MemberKv
 from nvpool.meta.server.member import ShardMember
 from nvpool.rpc.api import Buffer, Call
 from nvpool.rpc.v1 import wire_pb2
-from nvpool.testing.sim.invariants import Truths
+from nvpool.testing.sim.invariants import Invariants
 from nvpool.testing.sim.loop import VirtualLoop, VirtualThread
 from nvpool.testing.sim.simulated_process import Killed, Process
 
@@ -135,12 +135,14 @@ class _Tree(LmdbTree):
 class Overheard:
     """A call to a member: what it answers as a primary is noted."""
 
-    def __init__(self, call: Call, member: ShardMember, number: int, shard: int, truths: Truths) -> None:
+    def __init__(
+        self, call: Call, member: ShardMember, number: int, shard: int, invariants: Invariants
+    ) -> None:
         self._call = call
         self._member = member
         self._number = number
         self._shard = shard
-        self._truths = truths
+        self._invariants = invariants
 
     def __getattr__(self, name: str):
         return getattr(self._call, name)
@@ -149,7 +151,7 @@ class Overheard:
         kv = self._member._kv
         if kv is not None and self._call.method not in _SPEAKS_OF_NOTHING:
             committed = kv.history.committed if kv.history is not None else kv.sequence
-            self._truths.answered(self._shard, self._number, self._member._term, committed)
+            self._invariants.answered(self._shard, self._number, self._member._term, committed)
 
     def reply(self, message: Buffer = b"", payload=()) -> None:
         self._note()
@@ -169,7 +171,7 @@ async def bury(member: ShardMember) -> None:
         task.cancel()
     standby, kv = member._standby, member._kv
     for end in (
-        member._door and member._door.close,
+        member._standby_service and member._standby_service.close,
         member._service and member._service.close,
         member._shipping and member._shipping.close,
         standby and standby.abandon,

@@ -33,7 +33,7 @@ class SimulatedNetwork:
         self.contexts: dict[str, Context] = {}
         """In which a process takes what comes."""
         self.broken: dict[str, str] = {}
-        """Endpoint -> how it fails whoever connects; see sim/endpoints."""
+        """Endpoint -> how connections to it fail; see sim/endpoints."""
         self.reset_share = 0.0
         """Of all frames, how many break their connection."""
         self.slow_share = 0.02
@@ -85,7 +85,7 @@ class SimulatedNetwork:
         return self.loses(one, other) or self.loses(other, one)
 
     def hang_up(self, process: str) -> None:
-        """The process has ended: who was connected sees it at once, or, where he is cut off, by keepalive."""
+        """The process has ended: who was connected sees it immediately, or, where he is cut off, by keepalive."""
         for name in [name for name, owner in self.owners.items() if owner == process]:
             self.listeners.pop(name, None)
             del self.owners[name]

@@ -1,8 +1,8 @@
 """SimPool: who manages it, metadata, stores and clients as processes of simulated nodes, on one virtual loop.
 
 What is real: services, clients, what manages (`sim/management`), members of shards and their engines (on files in a directory
-in memory), transport contract, formats of messages. What is simulated: time, network, etcd, the drives of stores (the twins in
-memory, behind doors at which a process can die), and who starts processes and tells of deaths. Called by `sim/scenario`.
+in memory), transport contract, formats of messages. What is simulated: time, network, etcd, the drives of stores (fakes in
+memory, behind proxies at whose calls a process can die), and who starts processes and tells of deaths. Called by `sim/scenario`.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ from nvpool.store.replication.reachability import Reach
 from nvpool.store.server.service import StoreService
 from nvpool.store.server.serving_lease import ServingLease
 from nvpool.testing.sim.endpoints import host_of, member_of, transports_of
-from nvpool.testing.sim.invariants import Truths
+from nvpool.testing.sim.invariants import Invariants
 from nvpool.testing.sim.loop import VirtualClock, VirtualLoop
 from nvpool.testing.sim.management import FOLLOW_S, Managing, OneManager, Supervisors, until_changed
 from nvpool.testing.sim.members import MemberDrive, Overheard, SimFloor, bury, engine_options, make_primary
 from nvpool.testing.sim.network import SimTransport, SimulatedNetwork
-from nvpool.testing.sim.simulated_process import STORE_STEPS, Door, Killed, Process, is_death
+from nvpool.testing.sim.simulated_process import STORE_STEPS, CrashPointProxy, Killed, Process, is_death
 
 CHUNK_BYTES = 64 * 1024
 MANAGING = ("manager", "supervisor", "etcd")
 """What processes are called that `managing` starts."""
 ENDS_S = 5.0
-"""In which what is left of killed processes comes to the next door."""
+"""In which what is left of killed processes reaches the next crash point."""
 SWEEP_S = 45.0
 """An hour elsewhere: chunks that a loss of power brought back go, while a simulation still looks."""
 TOLD_S = 0.3
@@ -108,7 +108,7 @@ class SimPool:
         self.failures: list[str] = []
         self.processes: dict[str, Process] = {}
         self.stores = {number: MemoryChunkStore(64 * MIB) for number in range(1, targets + 1)}
-        self.truths = Truths()
+        self.invariants = Invariants()
         self.power_losses: list[float] = []
         self._standbys = standbys
         self._durability = durability
@@ -135,7 +135,7 @@ class SimPool:
         self._clients: dict[str, Client] = {}
         self._dialers: dict[str, Dialer] = {}
         self._ending: set[asyncio.Task] = set()
-        self._options = options or ClientOptions(deadline_s=30.0, transport="inproc", short_cut=False)
+        self._options = options or ClientOptions(deadline_s=30.0, transport="inproc", short_circuit=False)
         loop.set_exception_handler(self._went_wrong)
 
     def _first_map(self, count: int, standbys: int, shards: int) -> PoolMap:
@@ -280,7 +280,7 @@ class SimPool:
         self._pids[number] = self._clocks
         asked = asyncio.Event()
         service = StoreService(
-            Door(self.stores[number], process, STORE_STEPS, self.disk_s),
+            CrashPointProxy(self.stores[number], process, STORE_STEPS, self.disk_s),
             target=number,
             grant_secret=self.secret,
             clock=clock,
@@ -356,7 +356,7 @@ class SimPool:
                 raw = pool_pb2.MapReply.FromString(bytes(reply.message)).map
                 if raw:
                     newest = self._decoded(raw)
-                    self.truths.followed(process.name, epoch, newest.epoch)
+                    self.invariants.followed(process.name, epoch, newest.epoch)
                     epoch = newest.epoch
                     service.update_map(newest)
             except NvpoolError:
@@ -407,8 +407,8 @@ class SimPool:
         drive = self.drives[shard, member]
 
         def make_service(kv) -> MetaService:
-            self.truths.begins(shard, member, kv)
-            self.truths.happened(
+            self.invariants.begins(shard, member, kv)
+            self.invariants.happened(
                 self.loop.time(), f"{process.name} is the primary in term {kv.term}, {kv.sequence} changes"
             )
             service = MetaService(
@@ -442,7 +442,9 @@ class SimPool:
         await SimTransport(self.network, process.name, clock).listen(
             f"inproc://{process.name}",
             Greeting(process.name, self.first_map.fingerprint),
-            process.taking(lambda call: serving.handle(Overheard(call, serving, member, shard, self.truths))),
+            process.taking(
+                lambda call: serving.handle(Overheard(call, serving, member, shard, self.invariants))
+            ),
         )
         self.own(process, self._follow(process, serving, dialer, clock, asyncio.Event()))
 
@@ -455,9 +457,9 @@ class SimPool:
 
     def _ends(self, process: Process, reason: str) -> None:
         """By itself; somewhat later it is started again."""
-        self.truths.happened(self.loop.time(), f"{process.name} ends: {reason}")
+        self.invariants.happened(self.loop.time(), f"{process.name} ends: {reason}")
         if "could not be carried out" in reason and "already" in reason:
-            self.truths.violated(f"{process.name}, a healthy store, fences itself: {reason}")
+            self.invariants.violated(f"{process.name}, a healthy store, fences itself: {reason}")
         if process.alive:
             process.kill()
             self.loop.call_later(self.chance.uniform(0.1, 0.6), self._supervise, process)
@@ -490,7 +492,7 @@ class SimPool:
     # -- faults
 
     def _died(self, process: Process) -> None:
-        self.truths.happened(self.loop.time(), f"{process.name} has died")
+        self.invariants.happened(self.loop.time(), f"{process.name} has died")
         self.network.hang_up(process.name)
         for task in self._tasks.pop(process.name, ()):
             task.cancel()
@@ -548,7 +550,7 @@ class SimPool:
         if burial is not None:
             await asyncio.wait([burial])
         drive.lose_power(self.chance)
-        self.truths.power_lost(*self._member_of[name], drive.synced_sequence)
+        self.invariants.power_lost(*self._member_of[name], drive.synced_sequence)
 
     def lose_power(self, nodes: set[str]) -> None:
         """All processes of these nodes end, and their drives have what was synced, and perhaps more."""

@@ -53,7 +53,7 @@ from nvpool.testing.sim.workloads.names import Naming
 from nvpool.testing.sim.workloads.operator import ShardOperator
 from nvpool.testing.sim.workloads.quotas import Quotas
 
-OPTIONS = ClientOptions(deadline_s=30.0, transport="inproc", short_cut=False, fresh_s=0.0, attr_s=0.0)
+OPTIONS = ClientOptions(deadline_s=30.0, transport="inproc", short_circuit=False, fresh_s=0.0, attr_s=0.0)
 CHAINS = 32
 """In a table."""
 MOVING_SHARE = 0.5
@@ -185,7 +185,7 @@ class Scenario:
             return await self._run()
         except Exception as error:  # shown with what else is known of the seed
             said = traceback.format_exc().splitlines()[-6:]
-            return [f"the simulation ends with {error!r}", *said, *self._pool.truths.problems]
+            return [f"the simulation ends with {error!r}", *said, *self._pool.invariants.problems]
 
     async def _run(self) -> list[str]:
         async with self._pool as pool:
@@ -234,9 +234,9 @@ class Scenario:
                 judge = await pool.client("judge")
                 problems += await self._look(judge) + await self._check(judge)
                 problems += await self._look_at_replicas()
-        self.done["moved"] += pool.truths.moved
+        self.done["moved"] += pool.invariants.moved
         self.done["terms"] += sum(shard.term for shard in pool.pool_map.shards)
-        return problems + pool.failures + pool.truths.problems
+        return problems + pool.failures + pool.invariants.problems
 
     async def _work(self, client: Client, number: int) -> None:
         """One that only reads blocks is told of no new map by its writes."""
@@ -320,7 +320,7 @@ def simulated(seed: int, **named) -> tuple[list[str], dict[str, int], list[str]]
             scenario = Scenario(loop, seed, **named)
             problems = loop.run_until_complete(scenario.run())
             scenario.done["frames"] = scenario._pool.network.frames
-            return problems, scenario.done, list(scenario._pool.truths.events)
+            return problems, scenario.done, list(scenario._pool.invariants.events)
         finally:
             asyncio.set_event_loop(None)
             loop.close()

@@ -1,8 +1,8 @@
-"""Simulated processes, and the doors to what they keep: what it does to drives can be stopped between any two steps.
+"""Simulated processes, which can be killed or stopped before and after each change of their durable state.
 
-A process that was killed does nothing any more: each door to its durable state is shut, and whatever of it still runs ends at
-the next one. Its successor gets doors of its own to the same state. One that is stopped, as by SIGSTOP, does nothing until it
-goes on: what comes for it waits. Called by `sim/pool`.
+A killed process does nothing any more: code of it that still runs ends at its next crash point, a call of a `CrashPointProxy`.
+Its successor gets proxies of its own for the same state. A stopped process, as by SIGSTOP, does nothing until it continues;
+requests for it wait. Called by `sim/pool`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Process:
     def kill(self) -> None:
         if self.alive:
             self.alive = False
-            self.go_on()  # what is left of it ends at the next door
+            self.go_on()  # what is left of it ends at the next crash point
             self._on_death(self)
 
     def stop(self) -> None:
@@ -81,8 +81,8 @@ class Process:
             self._loop.go_on(held)
 
 
-class Door:
-    """`inner` as this process sees it: a step before and one behind each of the `durable` calls; waiting ones take time."""
+class CrashPointProxy:
+    """Proxy of `inner` with a crash point before and after each of the `durable` calls; awaited calls take time."""
 
     def __init__(
         self, inner: Any, process: Process, durable: Iterable[str], waits_s: Callable[[], float]
@@ -114,14 +114,14 @@ class Door:
             process.step()
             return result
 
-        def at_once(*arguments, **named):
+        def without_delay(*arguments, **named):
             process.step()
             result = found(*arguments, **named)
             process.step()
             return result
 
-        door = self.__dict__[name] = waiting if inspect.iscoroutinefunction(found) else at_once
-        return door
+        wrapped = self.__dict__[name] = waiting if inspect.iscoroutinefunction(found) else without_delay
+        return wrapped
 
 
 KV_STEPS = ("apply", "sync", "checkpoint")

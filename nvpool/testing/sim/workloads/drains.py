@@ -54,7 +54,7 @@ class Drains:
         with suppress(InvalidRequest):  # too few others can take what it has, at this moment
             await until_changed(self._pool.managing, decide)
             self._done["drains"] += desired_state == "drain"
-            self._pool.truths.happened(
+            self._pool.invariants.happened(
                 asyncio.get_running_loop().time(), f"the desired state of target {target} is {desired_state}"
             )
 

@@ -166,7 +166,7 @@ class Blocks(Work):
         )
 
     async def _cut(self, worker: SimulatedClient) -> None:
-        """The end of the file, and at once it is as long as before: what was there is zeros."""
+        """Truncate the file and extend it again immediately: the old bytes are zeros."""
         first = worker.chance.randrange(BLOCKS)
         cutting = worker.client.vfs.setattr(self._inode, size=first * BLOCK, caller=CALLER)
         await self._zero(worker, range(first, BLOCKS), cutting)

@@ -249,8 +249,8 @@ class Listings(Work):
                 self._wrong(
                     directory, f"{name} {how}: {found.get(name, 0):#x}, and is {state[1]:#x} all the time"
                 )
-        if strangers := found.keys() - directory.names.keys():
-            self._wrong(directory, f"has names that nobody made: {strangers}")
+        if unexpected := found.keys() - directory.names.keys():
+            self._wrong(directory, f"has names that nobody made: {unexpected}")
 
     async def _stat(self, worker: SimulatedClient, directory: Directory) -> None:
         try:

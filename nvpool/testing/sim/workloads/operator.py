@@ -42,7 +42,7 @@ class ShardOperator:
             await asyncio.sleep(chance.expovariate(0.3))
 
     def _tell(self, event: str) -> None:
-        self._pool.truths.happened(asyncio.get_running_loop().time(), event)
+        self._pool.invariants.happened(asyncio.get_running_loop().time(), event)
 
     async def _add(self) -> None:
         if len(self._pool.pool_map.shards) < SHARDS_MAX:
