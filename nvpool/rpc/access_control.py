@@ -227,7 +227,7 @@ class Callers:
 
 def _refusal(method: int, caller: CallerRights, peer: Peer) -> str:
     if caller.role == Role.STRANGER:
-        return "nothing is told to strangers but how to join; show a certificate of this pool"
+        return "a peer without a certificate may only ask how to join; show a certificate of this pool"
     name = wire.Method.Name(method)
     if caller.role == Role.USER:
         return (
