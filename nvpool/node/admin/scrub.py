@@ -49,7 +49,7 @@ class Scrubbing:
         ends_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000 + _RIGHT_MS
         right = sign(Grant(SERVICE, 0, 0, 0, 0, ends_ms), self._secret())
         failures = await asyncio.gather(
-            *(self._send_order(pool_map, target, str(arguments.get("order")), right) for target in targets)
+            *(self._send_command(pool_map, target, str(arguments.get("order")), right) for target in targets)
         )
         return {
             "targets": sorted(
@@ -60,7 +60,7 @@ class Scrubbing:
             },
         }
 
-    async def _send_order(self, pool_map: PoolMap, target: Target, order: str, right: bytes) -> str:
+    async def _send_command(self, pool_map: PoolMap, target: Target, order: str, right: bytes) -> str:
         """Send the command to a target. Return the reason if it was not received, else ""."""
         request = data_pb2.ScrubOrderRequest(
             map_epoch=pool_map.epoch, target=target.id, authority=right, order=order
