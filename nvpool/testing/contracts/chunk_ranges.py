@@ -178,7 +178,7 @@ async def extents_name_what_is_no_hole(subject: ChunkStoreSubject) -> None:
 
 
 @check
-async def many_extents_are_told_in_steps(subject: ChunkStoreSubject) -> None:
+async def many_extents_are_listed_in_steps(subject: ChunkStoreSubject) -> None:
     store = subject.store
     for index in range(1100):
         await put(store, 1, index, 0, b"x")

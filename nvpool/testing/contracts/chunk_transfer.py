@@ -418,10 +418,10 @@ async def a_bad_block_is_mended_by_bytes_that_fit_its_checksum_and_by_no_others(
     await put(store, 1, 0, 0, data, request=request, table=2, epoch=4)
     await store.flush()
     subject.flip(1, 0, 3)
-    told: list[int] = []
-    store.on_bad = lambda: told.append(1)
+    reported: list[int] = []
+    store.on_bad = lambda: reported.append(1)
     assert (await get(store, 1, 0, verify=True)).status == errors.ChecksumMismatch.wire_code
-    assert told and store.table_of(1, 0) == 2 and store.table_of(1, 1) == 0
+    assert reported and store.table_of(1, 0) == 2 and store.table_of(1, 1) == 0
     block = data[3 * BLOCK_BYTES : 4 * BLOCK_BYTES]
     assert not await store.mend(1, 0, 3, data[:BLOCK_BYTES])
     assert not await store.mend(1, 0, 3, block[1:]) and not await store.mend(1, 0, 77, block)

@@ -56,14 +56,14 @@ def everything(kv: Kv) -> dict[bytes, bytes]:
 
 
 @check
-async def each_change_is_told_to_who_wants_to_know_and_nothing_that_was_refused(subject: KvSubject) -> None:
-    kv, told = subject.kv, []
-    kv.on_apply = told.append
+async def each_applied_change_reaches_on_apply_and_no_refused_one(subject: KvSubject) -> None:
+    kv, applied = subject.kv, []
+    kv.on_apply = applied.append
     kv.apply([(b"a", b"1"), (b"b", None)])
     refused(InvalidRequest, lambda: kv.apply([(b"", b"1")]))
     kv.on_apply = None
     kv.apply([(b"c", b"1")])
-    assert told == [{b"a": b"1", b"b": None}]
+    assert applied == [{b"a": b"1", b"b": None}]
 
 
 @check

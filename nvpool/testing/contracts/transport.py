@@ -317,51 +317,53 @@ async def a_cancelled_task_stops_the_work_at_the_other_side(subject: TransportSu
     async with subject.pair(kept) as (connection, _):
         task = asyncio.ensure_future(connection.call(1, b"", [bytes(100_000)], deadline_s=soon()))
         (call,) = await kept.count(1)
-        told: list[bool] = []
-        call.on_cancel(lambda: told.append(call.cancelled))
+        cancelled: list[bool] = []
+        call.on_cancel(lambda: cancelled.append(call.cancelled))
         task.cancel()
         await asyncio.wait([task])
         assert task.cancelled()
-        await until(lambda: bool(told))
-        assert told == [True]
+        await until(lambda: bool(cancelled))
+        assert cancelled == [True]
         call.reply(b"nobody wants it")
-        call.on_cancel(lambda: told.append(True))
-        assert told == [True, True]  # too late to wait for it: told at once
+        call.on_cancel(lambda: cancelled.append(True))
+        assert cancelled == [True, True]  # too late to wait for it: told at once
 
 
-async def submit_tells_once_and_never_before_it_returned(subject: TransportSubject) -> None:
+async def submit_completes_once_and_never_before_it_returned(subject: TransportSubject) -> None:
     def handler(call: Call) -> None:
         call.fail(NotFound()) if call.method == 2 else echo(call)
 
     async with subject.pair(handler) as (connection, _):
-        told: list[tuple] = []
+        completions: list[tuple] = []
 
         def done(reply, error) -> None:
-            told.append((reply and bytes(reply.message), type(error)))
+            completions.append((reply and bytes(reply.message), type(error)))
 
         connection.submit(1, b"a", deadline_s=soon(), on_done=done)
         connection.submit(2, b"b", deadline_s=soon(), on_done=done)
         connection.submit(1, b"c", deadline_s=SYSTEM_CLOCK.boottime_s() - 1, on_done=done)
         connection.submit(1, bytes(MESSAGE_BYTES_MAX + 1), deadline_s=soon(), on_done=done)
-        assert not told
-        await until(lambda: len(told) == 4)
-        assert sorted(told, key=str) == sorted(
+        assert not completions
+        await until(lambda: len(completions) == 4)
+        assert sorted(completions, key=str) == sorted(
             [(b"a", type(None)), (None, NotFound), (None, DeadlineExceeded), (None, TooBig)], key=str
         )
         await connection.close()
         connection.submit(1, b"d", deadline_s=soon(), on_done=done)
-        assert len(told) == 4
-        await until(lambda: len(told) == 5)
-        assert told[4] == (None, Disconnected)
+        assert len(completions) == 4
+        await until(lambda: len(completions) == 5)
+        assert completions[4] == (None, Disconnected)
 
 
-async def a_submitted_request_that_is_given_up_tells_the_other_side_and_nobody_here(
+async def a_submitted_request_that_is_given_up_notifies_only_the_other_side(
     subject: TransportSubject,
 ) -> None:
     kept = RecordingHandler()
     async with subject.pair(kept) as (connection, _):
-        told: list = []
-        request = connection.submit(1, b"", deadline_s=soon(), on_done=lambda *outcome: told.append(outcome))
+        completions: list = []
+        request = connection.submit(
+            1, b"", deadline_s=soon(), on_done=lambda *outcome: completions.append(outcome)
+        )
         (call,) = await kept.count(1)
         connection.give_up(request)
         await until(lambda: call.cancelled)
@@ -369,7 +371,7 @@ async def a_submitted_request_that_is_given_up_tells_the_other_side_and_nobody_h
         (await kept.count(2))[1].reply()
         await task
         connection.give_up(request)
-        assert not told
+        assert not completions
 
 
 # -- bounds
@@ -420,7 +422,7 @@ async def what_waits_also_ends_with_its_deadline_and_was_not_applied(subject: Tr
 # -- ends
 
 
-async def closing_fails_what_is_in_flight_and_tells_the_other_side(subject: TransportSubject) -> None:
+async def closing_fails_what_is_in_flight_and_notifies_the_other_side(subject: TransportSubject) -> None:
     kept = RecordingHandler()
     async with subject.pair(kept) as (connection, _):
         task = asyncio.ensure_future(connection.call(1, b"", deadline_s=soon()))
@@ -547,11 +549,11 @@ CHECKS: tuple[Callable[[TransportSubject], Awaitable[None]], ...] = (
     each_of_many_deadlines_is_kept,
     a_deadline_in_the_past_sends_nothing,
     a_cancelled_task_stops_the_work_at_the_other_side,
-    submit_tells_once_and_never_before_it_returned,
-    a_submitted_request_that_is_given_up_tells_the_other_side_and_nobody_here,
+    submit_completes_once_and_never_before_it_returned,
+    a_submitted_request_that_is_given_up_notifies_only_the_other_side,
     only_so_many_are_in_flight_and_the_others_wait_for_their_turn,
     what_waits_also_ends_with_its_deadline_and_was_not_applied,
-    closing_fails_what_is_in_flight_and_tells_the_other_side,
+    closing_fails_what_is_in_flight_and_notifies_the_other_side,
     a_listener_that_closes_ends_its_connections,
     a_draining_listener_answers_what_is_in_work_and_takes_nothing_new,
     draining_ends_after_its_time,

@@ -173,16 +173,16 @@ class RealDocker(Containers):
             check=False,
             **({} if stdin is not None else {"stdin": subprocess.DEVNULL}),
         )
-        told = subprocess.CompletedProcess(
+        result = subprocess.CompletedProcess(
             done.args,
             done.returncode,
             done.stdout.decode(errors="replace").strip(),
             done.stderr.decode(errors="replace").strip(),
         )
-        assert not check or not told.returncode, (
-            f"docker {' '.join(words)}: {told.stdout} {told.stderr}\n{self.said()}"
+        assert not check or not result.returncode, (
+            f"docker {' '.join(words)}: {result.stdout} {result.stderr}\n{self.said()}"
         )
-        return told
+        return result
 
     def said(self, lines: int = 15) -> str:
         try:

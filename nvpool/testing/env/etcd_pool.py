@@ -43,7 +43,7 @@ def token_of(node: NodeMachine):
     return node.nvpool("node", "token", str(node.path), check=False)
 
 
-def told(node: NodeMachine) -> str:
+def status_problems(node: NodeMachine) -> str:
     """The problems that its status names."""
     done = node.nvpool("status", str(node.path), "--json", check=False)
     return "; ".join(json.loads(done.stdout).get("problems", ())) if done.stdout.startswith("{") else ""

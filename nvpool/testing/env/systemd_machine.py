@@ -154,11 +154,11 @@ class BootedMachine:
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
-        told = self._guard.stdout.readline()
-        if not told:
+        line = self._guard.stdout.readline()
+        if not line:
             self.__exit__()
             raise RuntimeError("the machine's guard could not begin; it says why above")
-        starter, deadline_s = int(told), SYSTEM_CLOCK.boottime_s() + 240
+        starter, deadline_s = int(line), SYSTEM_CLOCK.boottime_s() + 240
         while not self._is_up(starter):
             if SYSTEM_CLOCK.boottime_s() > deadline_s or self._guard.poll() is not None:
                 said = self.console()

@@ -64,7 +64,7 @@ class LocalPool:
         endpoints=None,
         make_store=None,
         replicas: int = 1,
-        tells_map: bool = False,
+        serves_map: bool = False,
         shards: int = 0,
         key_file: str = "",
     ):
@@ -76,7 +76,7 @@ class LocalPool:
         self._endpoints = endpoints or (lambda role, number: f"inproc://{self._name}-{role}-{number}")
         self._meta_options = meta_options or MetaOptions()
         self._make_store = make_store or self._real_store
-        self._tells_map = tells_map or replicas > 1
+        self._serves_map = serves_map or replicas > 1
         self.pool_map = self._map(capacities, chunk_bytes, replicas, shards or shards_wanted())
         self.metas: dict[int, MetaService] = {}
         self.stores: dict[int, object] = {}
@@ -108,7 +108,7 @@ class LocalPool:
             name=self._name,
             epoch=1,
             settings=PoolSettings(chunk_bytes, replicas),
-            nodes=(Node(1, "here", "", (self._endpoints("node", 1),) if self._tells_map else ()),),
+            nodes=(Node(1, "here", "", (self._endpoints("node", 1),) if self._serves_map else ()),),
             drives=drives,
             targets=targets,
             tables=tuple(build_table(targets, count) for count in range(1, replicas + 1)),
@@ -125,7 +125,7 @@ class LocalPool:
 
     async def __aenter__(self) -> LocalPool:
         if self.pool_map.nodes[0].endpoints:
-            await self._listen("node", 1, self._tell_map)
+            await self._listen("node", 1, self._answer_map)
         for target in self.pool_map.targets:
             await self.start_store(target.id)
         for shard in self.pool_map.shards:
@@ -268,7 +268,7 @@ class LocalPool:
         if target in self.stores:
             self.stores[target].update_map(self.pool_map)
 
-    def _tell_map(self, call) -> None:
+    def _answer_map(self, call) -> None:
         """As a supervisor does, but that it never waits."""
         if call.method == wire_pb2.META_MOVED:
             self._hand_over(call)
@@ -289,7 +289,7 @@ class LocalPool:
                     now, moved(now, request.giver, request.term, request.taker, partitions, request.map_epoch)
                 )
                 if new is not None:
-                    self._tell_all(new)
+                    self._publish_map(new)
         except StaleTerm as error:
             call.fail(error)
             return
@@ -300,7 +300,7 @@ class LocalPool:
         else:
             call.reply(MovedReply(map=encode_map(self.pool_map)).SerializeToString())
 
-    def _tell_all(self, pool_map: PoolMap) -> None:
+    def _publish_map(self, pool_map: PoolMap) -> None:
         self.pool_map = pool_map
         for number, meta in list(self.metas.items()):
             if number not in self.deaf:
@@ -322,7 +322,7 @@ class LocalPool:
     async def change_map(self, change) -> PoolMap:
         """The next map, as `change(map)` gives it, known to the shard and all stores; clients learn of it when they ask."""
         new = change(self.pool_map)
-        self._tell_all(
+        self._publish_map(
             new if new.epoch > self.pool_map.epoch else sealed(self.pool_map, new) or self.pool_map
         )
         return self.pool_map

@@ -271,11 +271,11 @@ class Members:
         await self.follow_map()
         return True
 
-    def apply(self, effects, told=None) -> int:
+    def apply(self, effects, on_outcome=None) -> int:
         """A change at the primary; `told(True)` when it is acknowledged."""
         kv = self.primary.kv
         sequence = kv.apply(effects)
-        kv.history.when(sequence, told or (lambda _known: None))
+        kv.history.when(sequence, on_outcome or (lambda _known: None))
         return sequence
 
     async def acknowledged(self, effects) -> None:
@@ -296,7 +296,7 @@ class Members:
         end_s = SYSTEM_CLOCK.boottime_s() + QUIET_S
         while True:
             if SYSTEM_CLOCK.boottime_s() > end_s:
-                raise AssertionError(f"not quiet: {self.told()}")
+                raise AssertionError(f"not quiet: {self.description()}")
             kv = self.primary.kv
             there = [self.members[number].standby for number in wanted]
             if (
@@ -310,7 +310,7 @@ class Members:
                 return
             await asyncio.sleep(0.002)
 
-    def told(self) -> str:
+    def description(self) -> str:
         """What there is, for a person."""
         lines = [str(self.shard), f"cuts {self.cuts}"]
         for member in self.members:

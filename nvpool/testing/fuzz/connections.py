@@ -107,11 +107,11 @@ class _FuzzServed(StreamServed):
 
     def __init__(self, listener: StreamListener, peer: Peer) -> None:
         super().__init__(listener)
-        self._told, self._later = peer, self
+        self._given_peer, self._later = peer, self
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
-        self.peer = self._told
+        self.peer = self._given_peer
         if self._entered is not None:
             self._entered.leave()
         self._entered = share = self._listener.limits.enter(self, self.peer, "fuzz")

@@ -80,7 +80,7 @@ class FuzzRun:
                 faulthandler.cancel_dump_traceback_later()
 
     def _all(self) -> int:
-        options, began_s, told_s = self._options, time.monotonic(), time.monotonic()
+        options, began_s, reported_s = self._options, time.monotonic(), time.monotonic()
         first = options.first // CASES * CASES
         kinds = [
             one for one in PLACES if options.kind in ("", one[1], one[0].name, f"{one[0].name}-{one[1]}")
@@ -96,15 +96,15 @@ class FuzzRun:
             try:
                 self._one(place, number, min(CASES, options.cases - self.done))
             except Exception as error:
-                self._tell(place, number, error)
+                self._report_failure(place, number, error)
                 return 1
             for method, times in place.answered.items():
                 name = method_name(method)
                 self.answered[name] = self.answered.get(name, 0) + times
             self._places += 1
             self._check_memory()
-            if time.monotonic() - told_s > 0.5:
-                told_s = time.monotonic()
+            if time.monotonic() - reported_s > 0.5:
+                reported_s = time.monotonic()
                 self._progress()
         self._progress()
         if options.stats:
@@ -161,7 +161,7 @@ class FuzzRun:
                     f"TROUBLE: the process has grown from {self._grown_from >> 20} to {now >> 20} MiB in {self.done} cases"
                 )
 
-    def _tell(self, place: FuzzTarget, number: int, error: Exception) -> None:
+    def _report_failure(self, place: FuzzTarget, number: int, error: Exception) -> None:
         last = self._recent[-1][0] if self._recent else number
         print(
             f"TROUBLE at case {last} ({place.name}, {place.kind}); again with: --seed {self._options.seed} --first {number} "

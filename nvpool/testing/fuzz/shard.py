@@ -621,11 +621,11 @@ class ShardPlace(FuzzTarget):
             changed = [
                 key for key in now.keys() | self._protected.keys() if now.get(key) != self._protected.get(key)
             ]
-            told = "\n".join(
+            changes = "\n".join(
                 f"{key.hex()} (kind {records.kind_of(key)}): {_hex(self._protected.get(key))} -> {_hex(now.get(key))}"
                 for key in sorted(changed)[:10]
             )
-            raise Trouble(f"{self.kind} has changed {len(changed)} records without a right to:\n{told}")
+            raise Trouble(f"{self.kind} has changed {len(changed)} records without a right to:\n{changes}")
         if self._of_others() != self._others:
             raise Trouble(f"the session of another was changed: {self._others} -> {self._of_others()}")
 

@@ -97,11 +97,11 @@ class PoolInUse(Pool):
     def lead_and_primary(self) -> tuple[NodeMachine, NodeMachine]:
         """Who leads the pool, and where the shard's primary is."""
 
-        def told():
+        def leader_number():
             seen = self.seen_by(self.nodes[1]) or self.seen_by(self.nodes[0])
             return next((node["node"] for node in seen.get("nodes", ()) if node["leads"]), 0)
 
-        leads = until(told, "it is known who leads", *self.nodes[:3])
+        leads = until(leader_number, "it is known who leads", *self.nodes[:3])
         return self.nodes[leads - 1], self.nodes[self.nodes[1].map().shards[0].node - 1]
 
     def check(self, *, moved: bool = False) -> None:

@@ -113,7 +113,9 @@ class EndpointFaults:
             endpoints = supervisor_endpoints(self._pool.directory, node)[: chance.choice((1, 1, 2))]
             mode = chance.choice(MODES)
             lasts_s = chance.uniform(0.2, 9.0)
-            self._tell(f"{len(endpoints)} endpoints of supervisor-{node} are {mode} for {lasts_s:.1f} s")
+            self._record_event(
+                f"{len(endpoints)} endpoints of supervisor-{node} are {mode} for {lasts_s:.1f} s"
+            )
             self._done["endpoints"] += 1
             for endpoint in endpoints:
                 self._break(endpoint, mode)
@@ -121,11 +123,11 @@ class EndpointFaults:
             for endpoint in endpoints:
                 self._mend(endpoint)
         if self._stays:
-            self._tell("the unix sockets of all supervisors are gone")
+            self._record_event("the unix sockets of all supervisors are gone")
             for node in nodes:
                 self._break(supervisor_endpoints(self._pool.directory, node)[0], "gone")
 
-    def _tell(self, event: str) -> None:
+    def _record_event(self, event: str) -> None:
         self._pool.truths.happened(asyncio.get_running_loop().time(), event)
 
     def _break(self, endpoint: str, mode: str) -> None:

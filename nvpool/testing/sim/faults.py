@@ -99,7 +99,7 @@ class SimulatedFaults:
             await asyncio.sleep(chance.expovariate(2))
             await self.start_dead(chance.random() < 0.3)
 
-    def _tell(self, event: str) -> None:
+    def _record_event(self, event: str) -> None:
         self._pool.truths.happened(asyncio.get_running_loop().time(), event)
 
     async def _kill(self, name: str) -> None:
@@ -119,14 +119,14 @@ class SimulatedFaults:
             process.node for other, process in pool.processes.items() if not other.startswith(NEVER_BROKEN)
         }
         nodes = nodes if self._chance.random() < 0.4 else {pool.processes[name].node}
-        self._tell(f"power is lost on {sorted(nodes)}")
+        self._record_event(f"power is lost on {sorted(nodes)}")
         self._done["power"] += 1
         pool.lose_power(nodes)
 
     async def _fill(self, _name: str) -> None:
         """A drive has no room for more than it has, for a while."""
         store = self._pool.stores[self._chance.choice(list(self._pool.stores))]
-        self._tell("a drive is full")
+        self._record_event("a drive is full")
         self._done["full"] += 1
         store._limit = 0
         await asyncio.sleep(self._chance.uniform(0.5, 4.0))
@@ -147,7 +147,7 @@ class SimulatedFaults:
         if held:
             number, (inode, index), block = self._chance.choice(held)
             self._rotten.add((inode, index))
-            self._tell(f"block {block} of chunk {index} of inode {inode:#x} rots on target {number}")
+            self._record_event(f"block {block} of chunk {index} of inode {inode:#x} rots on target {number}")
             self._done["rotten"] += 1
             pool.stores[number].flip(inode, index, block)
 
@@ -159,7 +159,7 @@ class SimulatedFaults:
     async def _stop(self, name: str) -> None:
         """For longer than a lease, or not."""
         process, lasts_s = self._pool.processes[name], self._chance.uniform(0.2, 8.0)
-        self._tell(f"{name} is stopped for {lasts_s:.1f} s")
+        self._record_event(f"{name} is stopped for {lasts_s:.1f} s")
         self._done["stops"] += 1
         process.stop()
         await asyncio.sleep(lasts_s)
@@ -169,7 +169,7 @@ class SimulatedFaults:
         """Most members of etcd are stopped, or dead: it decides nothing."""
         members = sorted(name for name in self._pool.processes if name.startswith("etcd"))
         some, lasts_s = self._chance.sample(members, 2), self._chance.uniform(0.5, 12.0)
-        self._tell(f"{some} are silent for {lasts_s:.1f} s")
+        self._record_event(f"{some} are silent for {lasts_s:.1f} s")
         self._done["etcd"] += 1
         for name in some:
             process = self._pool.processes[name]
@@ -215,7 +215,7 @@ class SimulatedFaults:
             return
         self._done["stops"] += 1
         lasts_s = self._chance.uniform(3.5, 8.0)
-        self._tell(f"{name} is stopped for {lasts_s:.1f} s, directly after it was asked")
+        self._record_event(f"{name} is stopped for {lasts_s:.1f} s, directly after it was asked")
         await asyncio.sleep(lasts_s)
         process.go_on()
 
@@ -284,7 +284,7 @@ class SimulatedFaults:
         await self._cut_off(f"cut off from one another: {pairs}", self._chance.uniform(0.1, 8.0))
 
     async def _cut_off(self, event: str, lasts_s: float, then: Callable[[], None] | None = None) -> None:
-        self._tell(f"{event}, for {lasts_s:.1f} s")
+        self._record_event(f"{event}, for {lasts_s:.1f} s")
         self._done["cuts"] += 1
         await asyncio.sleep(lasts_s)
         if then is not None:
@@ -305,7 +305,7 @@ class SimulatedFaults:
 
     async def mend(self) -> None:
         pool = self._pool
-        self._tell("all is mended")
+        self._record_event("all is mended")
         pool.network.heal()
         pool.network.reset_share = 0.0
         for process in pool.processes.values():

@@ -63,7 +63,7 @@ ENDS_S = 5.0
 """In which what is left of killed processes comes to the next door."""
 SWEEP_S = 45.0
 """An hour elsewhere: chunks that a loss of power brought back go, while a simulation still looks."""
-TOLD_S = 0.3
+REPORT_S = 0.3
 """After which a supervisor has told of a death, where it reaches the manager."""
 
 
@@ -501,7 +501,7 @@ class SimPool:
         if process.name.startswith("target-"):
             number = int(process.name[7:])
             self.loop.call_later(
-                self.chance.uniform(0.0, TOLD_S),
+                self.chance.uniform(0.0, REPORT_S),
                 self.managing.target_died,
                 process,
                 number,

@@ -158,20 +158,20 @@ class Scenario:
         self._breaks_endpoints = etcd and chosen and kinds is not KINDS_OF_ROT
         self._over = False
         self.done = dict.fromkeys(COUNTED, 0)
-        told = loop, self.done, self._pool.power_losses
+        shared = loop, self.done, self._pool.power_losses
         works = [
-            Blocks(*told, cuts=chance.random() < 0.5),
-            Naming(*told, shards == 1 and not self._moving),
-            Listings(*told),
-            Sizes(*told),
-            AppendWorkload(*told),
-            LockWorkload(*told),
+            Blocks(*shared, cuts=chance.random() < 0.5),
+            Naming(*shared, shards == 1 and not self._moving),
+            Listings(*shared),
+            Sizes(*shared),
+            AppendWorkload(*shared),
+            LockWorkload(*shared),
         ]
         apart = random.Random(f"{seed} volumes")
         if apart.random() < VOLUMES_SHARE if volumes is None else volumes:
             works.append(
                 Quotas(
-                    *told,
+                    *shared,
                     self._pool,
                     apart.randint(1, 2),
                     apart.uniform(0.3, 0.9) * seconds if apart.random() < 0.5 else None,
@@ -257,7 +257,7 @@ class Scenario:
             except NvpoolError as error:
                 if isinstance(error, WritesLost) and not self._pool.has_lost:
                     raise InvariantBroken(
-                        "a client was told that writes were lost, and no drive has lost any"
+                        "a client got an error for lost writes, and no drive has lost any"
                     ) from error
                 self.done["unknown"] += 1
 

@@ -64,8 +64,8 @@ class Directory:
 
 
 class Listings(Work):
-    def __init__(self, *told) -> None:
-        super().__init__(*told)
+    def __init__(self, *shared) -> None:
+        super().__init__(*shared)
         self._directories: list[Directory] = []
         self._problems: list[str] = []
         self._tries = 0

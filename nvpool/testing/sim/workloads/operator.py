@@ -40,12 +40,12 @@ class Wishes:
             await getattr(self, f"_{chance.choices(list(KINDS), list(KINDS.values()))[0]}")()
             await asyncio.sleep(chance.expovariate(0.3))
 
-    def _tell(self, event: str) -> None:
+    def _record_event(self, event: str) -> None:
         self._pool.truths.happened(asyncio.get_running_loop().time(), event)
 
     async def _add(self) -> None:
         if len(self._pool.pool_map.shards) < SHARDS_MAX:
-            self._tell(f"shard {await self._pool.add_shard()} is added")
+            self._record_event(f"shard {await self._pool.add_shard()} is added")
             self._done["shards"] += 1
 
     async def _remove(self) -> None:
@@ -67,7 +67,7 @@ class Wishes:
         await self._change(
             lambda now: partition_moves.wished(now, number, wish) if number in now.shard_by_id else now
         )
-        self._tell(f"shard {number} is wished to {wish}")
+        self._record_event(f"shard {number} is wished to {wish}")
 
     async def _pause(self) -> None:
         await self._paused(True)

@@ -34,7 +34,7 @@ SETTLED_S = 65.0
 may be one that failed; of the others one says what the shard holds and is not open, and the next one that it is given up."""
 
 
-async def told(work: Awaitable):
+async def with_pool_errors(work: Awaitable):
     """What it returns; the error as the pool knows it, not as a program sees it."""
     try:
         return await work
@@ -88,7 +88,9 @@ class Quotas(Work):
         await super().prepare(client)
         for number in range(1, self._count + 1):
             files, size = FILES[1] - number, BYTES[1] // number
-            made = await told(volumes_of(client).create(f"v{number}", bytes_max=size, files_max=files))
+            made = await with_pool_errors(
+                volumes_of(client).create(f"v{number}", bytes_max=size, files_max=files)
+            )
             self._volumes.append(_Volume(made.name, made.inode, files, size))
         if self._remove_s is not None:
             self._remove_s += self._loop.time()
@@ -232,7 +234,9 @@ class Quotas(Work):
         before = len(volume.limits)
         volume.limits.append(new)
         try:
-            await told(volumes_of(worker.client).resize(volume.name, files_max=new[0], bytes_max=new[1]))
+            await with_pool_errors(
+                volumes_of(worker.client).resize(volume.name, files_max=new[0], bytes_max=new[1])
+            )
         except Refused:
             return False
         finally:
@@ -244,7 +248,7 @@ class Quotas(Work):
     async def _remove(self, worker: SimulatedClient, volume: _Volume) -> None:
         """Refused while somebody has something open in it."""
         volume.ending = True
-        await told(volumes_of(worker.client).remove(volume.name))
+        await with_pool_errors(volumes_of(worker.client).remove(volume.name))
         if volume.gone_s is None:
             volume.gone_s = self._loop.time()
             self._done["removed"] += 1
@@ -254,7 +258,7 @@ class Quotas(Work):
     async def look(self, judge: SimulatedClient) -> None:
         await asyncio.sleep(SETTLED_S)
         volumes = volumes_of(judge.client)
-        there = {shown.inode: shown for shown in await told(volumes.list())}
+        there = {shown.inode: shown for shown in await with_pool_errors(volumes.list())}
         for volume in self._volumes:
             shown = there.get(volume.inode)
             if shown is not None and volume.gone_s is not None:
@@ -275,7 +279,7 @@ class Quotas(Work):
             or names.keys() - volume.sure.keys() - volume.unsure
         ):
             self._wrong.append(
-                f"volume {volume.name} lists {listed}, told were {volume.sure}, perhaps {volume.unsure}"
+                f"volume {volume.name} lists {listed}, acknowledged were {volume.sure}, perhaps {volume.unsure}"
             )
         sizes = {inode: (await judge.client.vfs.getattr(inode)).size for inode in names.values()}
         if (shown.files_used, shown.bytes_used) != (len(sizes), sum(sizes.values())):
@@ -336,7 +340,7 @@ class Quotas(Work):
             for inode, index in store._chunks
             if inode in volume.ever
         ]
-        if await told(volumes_of(judge.client).removing(volume.inode)) is not None:
+        if await with_pool_errors(volumes_of(judge.client).removing(volume.inode)) is not None:
             found.append("its record")
         for inode in sorted(volume.ever):
             try:
