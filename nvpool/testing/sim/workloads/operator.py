@@ -1,5 +1,6 @@
-"""What an operator wishes of the shards of a simulated pool while it serves: more of them, fewer, and after all not. Partitions
-move meanwhile. Called by `sim/scenario`.
+"""Operator requests for the shards of a simulated pool while it serves: add, remove, cancel a removal.
+
+Partitions move meanwhile. Used by `sim/scenario`.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from nvpool.testing.sim.pool import SimPool
 
 SHARDS_MAX = 4
 REST_S = 180
-"""In which partitions are where they are to be, once nothing fails any more."""
+"""Time in which all partitions are at their places, once faults have ended."""
 KINDS = {"add": 3, "remove": 3, "stay": 1, "pause": 1}
 
 
 class Wishes:
-    """`over()` says when nothing more is wished; `done` counts."""
+    """Sends operator requests until `over()`; `done` counts them."""
 
     def __init__(
         self, pool: SimPool, chance: random.Random, over: Callable[[], bool], done: dict[str, int]
@@ -49,12 +50,12 @@ class Wishes:
             self._done["shards"] += 1
 
     async def _remove(self) -> None:
-        """Any of them but the last that stays."""
+        """Remove one shard, but never the last that stays."""
         staying = [shard.id for shard in self._pool.pool_map.shards if shard.wish == "share"]
         if len(staying) > 1:
             with suppress(
                 InvalidRequest
-            ):  # who leads no more, and does not know it yet, may know of one only
+            ):  # a former leader that does not know of its successor may know only one shard
                 await self._wish(self._chance.choice(staying), "remove")
                 self._done["shards"] += 1
 
@@ -81,7 +82,7 @@ class Wishes:
         await until_changed(self._pool.managing, decide)
 
     async def until_at_rest(self) -> list[str]:
-        """Why not, after REST_S."""
+        """Wait at most REST_S until no partition moves, and return why some still do."""
         for _ in range(REST_S * 4):
             if not self._pool.pool_map.moves:
                 return []
