@@ -173,7 +173,7 @@ class RealPool:
         self.until(lambda: not self.processes(), "all have ended", wait_s)
 
     def processes(self, *wanted: Program) -> list[int]:
-        """Return every daemon of this pool, whoever started it, or only those that run one of these programs."""
+        """Return every daemon of this pool, also those that others started, or only those that run one of these programs."""
         return sorted(
             pid for pid, _ in programs.processes(*wanted, naming=self.path) if identity_of(pid) is not None
         )

@@ -301,7 +301,7 @@ class Listings(Work):
             if (attr.size, attr.links) != (len(found), 2 + len(below)):
                 self._wrong(
                     directory,
-                    f"tells of {attr.size} entries and {attr.links} links, and has {len(found)} names, "
+                    f"reports {attr.size} entries and {attr.links} links, and has {len(found)} names, "
                     f"{len(below)} of directories",
                 )
 

@@ -126,7 +126,7 @@ class Naming(Work):
                 listed, size = await judge.listed(directory), (await judge.client.vfs.getattr(directory)).size
                 if sorted(listed) != sorted(here.items()) or size != len(here):
                     self._wrong.append(
-                        f"directory {directory:#x} lists {listed}, tells of {size} names, and has {here}"
+                        f"directory {directory:#x} lists {listed}, reports {size} names, and has {here}"
                     )
 
     def problems(self) -> list[str]:

@@ -305,7 +305,7 @@ class Quotas(Work):
         for inode, least in volume.least.items():
             if sizes.get(inode, 0) < least:
                 self._wrong.append(
-                    f"inode {inode:#x} of volume {volume.name} has {sizes.get(inode)} bytes, {least} were told"
+                    f"inode {inode:#x} of volume {volume.name} has {sizes.get(inode)} bytes, {least} were acknowledged"
                 )
         await self._fill(judge, volume, shown)
 
