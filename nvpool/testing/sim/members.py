@@ -79,7 +79,7 @@ class MemberDrive:
 
 
 class SimFloor(Floor):
-    """Storage layer below the engine of one process."""
+    """Engine runtime of one simulated process."""
 
     def __init__(
         self, loop: VirtualLoop, process: Process, drive: MemberDrive, waits_s: Callable[[], float]
