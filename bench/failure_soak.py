@@ -714,7 +714,8 @@ def broken(number: int, why: str) -> dict:
     }
 
 
-def told(row: dict) -> str:
+def summary_of(row: dict) -> str:
+    """One line for a round."""
     whole = "never" if row["whole_s"] is None else f"{row['whole_s']:.1f} s"
     figures = f"change {row.get('change_s', 0):.1f} s, whole {whole}"
     drained = (
@@ -845,7 +846,7 @@ def main(words: list[str] | None = None) -> int:
                     print(json.dumps(row), flush=True)
                 else:
                     print(json.dumps(row), file=file, flush=True)
-                    say(told(row))
+                    say(summary_of(row))
                 results["each"].append(row)
                 if row["missed"] and not options.keep_going:
                     break

@@ -81,7 +81,7 @@ async def small_files(fs: AsyncFileSystem, files: int, turn: int) -> dict[str, f
         found[place] = await rate(
             lambda n, top=top: fs.write_bytes(f"{top}/{n}", content), range(files), FILES_IN_PARALLEL
         )
-        await asyncio.sleep(0.5)  # what is closed is told
+        await asyncio.sleep(0.5)  # closes are reported within that time
     return found
 
 

@@ -16,7 +16,7 @@ units=/usr/local/lib/systemd/system
 
 say() { printf 'install: %s\n' "$*" >&2; }
 
-tell_systemd() {
+reload_systemd() {
     [ -d /run/systemd/system ] || return 0
     systemctl daemon-reload
 }
@@ -31,7 +31,7 @@ if [ "${1:-}" = --remove ]; then
         "/usr/local/lib/tmpfiles.d/nvpool.conf" "/etc/udev/rules.d/60-nvpool.rules" \
         "/usr/local/bin/nvpool" "/usr/local/bin/nvpoold" "/sbin/mount.nvpool" "/sbin/mount.fuse.nvpool"
     rm -rf "${prefix:?}"
-    tell_systemd
+    reload_systemd
     say "removed; pools, /etc/nvpool and the user nvpool are left"
     exit 0
 fi
@@ -62,5 +62,5 @@ if command -v systemd-sysusers >/dev/null 2>&1; then
     systemd-sysusers nvpool.conf
     systemd-tmpfiles --create nvpool.conf
 fi
-tell_systemd
+reload_systemd
 say 'done. A pool: runuser -u nvpool -- nvpool pool create /var/lib/nvpool/pool --drive /mnt/nvme0   then: systemctl enable --now nvpoold'

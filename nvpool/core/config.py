@@ -126,7 +126,7 @@ class Metrics(msgspec.Struct, frozen=True):
     listen: Annotated[
         str,
         Meta(
-            description="PORT at which http://127.0.0.1:PORT/metrics tells of all processes of this node to programs of this "
+            description="PORT at which http://127.0.0.1:PORT/metrics shows all processes of this node to programs of this "
             "machine; unix:/PATH for a socket of root and the operators; HOST:PORT opens it to all who reach HOST, "
             "without a password; empty: nowhere"
         ),
@@ -614,10 +614,10 @@ def _parsed(text: str, where: str) -> tuple[Config, tuple[str, ...]]:
     for section, key, reason in _contradictions(config):
         problems.append((lines.get((section, key), lines.get((section, ""), 0)), f"{section}.{key} {reason}"))
     if problems:
-        told = "\n".join(
+        details = "\n".join(
             f"  line {line}: {reason}" if line else f"  {reason}" for line, reason in sorted(problems)
         )
-        raise BadConfiguration(f"{where} is wrong:\n{told}")
+        raise BadConfiguration(f"{where} is wrong:\n{details}")
     return config, tuple(warnings)
 
 

@@ -108,7 +108,7 @@ STORE_WRITES = _counter("store_writes_total", "Writes made by the store, each of
 STORE_FLUSHES = _counter("store_flushes_total", "Flushes of the drive that were asked for.")
 STORE_SHORT_CIRCUIT_READS = _counter(
     "store_short_cut_reads_total",
-    "Reads that clients of this host made past the store, as they told when they asked for locations.",
+    "Reads that clients of this host made past the store, as they reported when they asked for locations.",
 )
 STORE_SHORT_CIRCUIT_BYTES = _counter("store_short_cut_bytes_total", "Bytes of these reads.")
 STORE_WAITING = _gauge(
@@ -138,7 +138,7 @@ STORE_FENCED = _gauge(
 )
 STORE_LEASE = _gauge(
     "store_lease_left_seconds",
-    "For how long the target may serve what others hold too; not told where it "
+    "For how long the target may serve what others hold too; absent where it "
     "holds nothing together with others.",
 )
 RESYNC_CHAINS = _gauge("resync_chains", "Chains that the target catches up with, by how far it is.", "state")
@@ -167,7 +167,7 @@ META_OPEN = _gauge("meta_open_inodes", "Inodes that some session has open.", "sh
 META_SESSIONS = _gauge("meta_sessions", "Sessions of clients.", "shard")
 META_LEASES = _gauge(
     "meta_watching_sessions",
-    "Sessions that are told of changes, and may keep attributes until then.",
+    "Sessions that are notified of changes, and may keep attributes until then.",
     "shard",
 )
 META_RECALLS = _counter(
@@ -185,7 +185,7 @@ META_CHANGES = _counter("meta_changes_total", "Changes that were made.", "shard"
 META_REPEATED = _counter(
     "meta_repeated_total", "Changes that were asked for again and answered from their record.", "shard"
 )
-META_REFUSED = _counter("meta_refused_total", "Requests refused for a reason that the user is told.", "shard")
+META_REFUSED = _counter("meta_refused_total", "Requests refused for a reason that the user sees.", "shard")
 META_SPANS = _counter("meta_spans_total", "Changes that needed other shards too.", "shard")
 META_ORPHANS = _gauge(
     "meta_orphans",
@@ -210,7 +210,7 @@ POOL_LEADS = _gauge("pool_leads", "1 on the node that decides changes of the map
 POOL_CHAINS = _gauge(
     "pool_chains",
     "Chains of all replica counts, by state: full; fewer copies than they shall have; none "
-    "that serves. Each node tells the same: use max().",
+    "that serves. Each node reports the same: use max().",
     "state",
 )
 POOL_COPIES_LEFT = _gauge(
@@ -316,7 +316,7 @@ BRIDGE_ERRORS = _counter(
 )
 BRIDGE_USES = _gauge("bridge_volume_uses", "Containers, pods and their like that use a volume on this host.")
 BRIDGE_UNTOLD = _gauge(
-    "bridge_ended_uses", "Uses that have ended here and of which the pool has not been told yet."
+    "bridge_ended_uses", "Uses that have ended here and have not been reported to the pool yet."
 )
 
 

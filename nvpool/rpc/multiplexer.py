@@ -218,11 +218,11 @@ class Asker:
         self._calls.ended += 1
         if error is not None:
             self._calls.failed(entry[4], error.wire_code)
-            self._tell(entry[0], error)
+            self._complete_with_error(entry[0], error)
         if self._waiting:
             self._pump()
 
-    def _tell(self, on_done, error: NvpoolError) -> None:
+    def _complete_with_error(self, on_done, error: NvpoolError) -> None:
         try:
             on_done(None, error)
         except Exception as raised:
@@ -267,9 +267,9 @@ class Asker:
         self._calls.ended += len(in_flight) + len(waiting)
         for entry in in_flight.values():
             self._calls.failed(entry[4], Disconnected.wire_code)
-            self._tell(entry[0], Disconnected(reason))
+            self._complete_with_error(entry[0], Disconnected(reason))
         for entry in waiting.values():
-            self._tell(entry[0], Disconnected(reason, may_be_applied=False))
+            self._complete_with_error(entry[0], Disconnected(reason, may_be_applied=False))
 
 
 def _settle(future: asyncio.Future, reply: Reply | None, error: BaseException | None) -> None:

@@ -396,7 +396,7 @@ async def _watch_map(
     The map comes from this node's supervisor or, while there is none, from poolmap.json. No error ends this:
     the service continues with the map that it has, as long as its leases last.
     """
-    node, told = directory.node, ""
+    node, logged = directory.node, ""
     while True:
         newer = None
         show_renewed(identity)
@@ -410,7 +410,7 @@ async def _watch_map(
                 deadline_s=SYSTEM_CLOCK.boottime_s() + _MAP_WAIT_S + 10,
             )
             raw = decoded(MapReply, reply.message).map
-            newer, told = decode_map(raw) if raw else None, ""
+            newer, logged = decode_map(raw) if raw else None, ""
         except NvpoolError as error:
             await asyncio.sleep(_MAP_RETRY_S)
             why = "" if isinstance(error, Unavailable) else f"the supervisor gives no pool map: {error}"
@@ -418,9 +418,9 @@ async def _watch_map(
                 newer = read_map(directory)
             except NvpoolError as unread:
                 why = f"there is no pool map to read: {unread}"
-            if why and why != told:
+            if why and why != logged:
                 log.error("%s", why)
-            told = why
+            logged = why
         if newer is not None and newer.epoch > pool_map.epoch:
             log.info("the pool map has epoch %d now", newer.epoch)
             pool_map = newer

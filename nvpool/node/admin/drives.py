@@ -213,7 +213,7 @@ class Drives:
             check_places(wanted)
             return with_goals(wanted)
 
-        return self._told(await self._leading.change(decide), arguments)
+        return self._drive_status(await self._leading.change(decide), arguments)
 
     async def _remove(self, arguments: dict) -> dict:
         if bool(arguments.get("lost", False)):
@@ -236,7 +236,7 @@ class Drives:
                 )
             return retired(with_desired_state(newest, target.id, "remove"))
 
-        return self._told(await self._leading.change(decide), arguments)
+        return self._drive_status(await self._leading.change(decide), arguments)
 
     async def _lose(self, arguments: dict) -> dict:
         """Remove a lost drive. Its target ends first, so that it serves nobody while others replace it."""
@@ -255,7 +255,7 @@ class Drives:
         if target.node == self._node and target.state != "gone":
             await self._end(target.id)
         try:
-            return self._told(await self._leading.change(decide), arguments)
+            return self._drive_status(await self._leading.change(decide), arguments)
         finally:
             self._start()  # in case the command was refused after all
 
@@ -289,12 +289,12 @@ class Drives:
             table.id: count for table in after.tables if (count := only_copies(after, target.id, table.id))
         }
         if only:
-            told = " and ".join(
+            chains = " and ".join(
                 f"{count} chains of {replicas} replica{'s' if replicas > 1 else ''}"
                 for replicas, count in only.items()
             )
             raise InvalidRequest(
-                f"drive {target.drive} has the only copy of {told}; without it their chunks are lost. "
+                f"drive {target.drive} has the only copy of {chains}; without it their chunks are lost. "
                 f"Bring it back, wait until other drives have them, or drain it while it can be read; to do "
                 f"without them for ever: nvpool drive remove POOL {target.drive} --lost --give-up"
             )
@@ -335,7 +335,7 @@ class Drives:
             self._start()
         return made | {"replaces": old.drive}
 
-    def _told(self, pool_map: PoolMap, arguments: dict) -> dict:
+    def _drive_status(self, pool_map: PoolMap, arguments: dict) -> dict:
         target = find(pool_map, arguments, self._node, gone=True)
         drive = next(drive for drive in pool_map.drives if drive.id == target.drive)
         return {
@@ -399,7 +399,7 @@ class MoveProgress:
         self._clock = clock
         self._samples: deque[tuple[float, int]] = deque(maxlen=_SAMPLES)
 
-    def told(self, pool_map: PoolMap, serving: frozenset[int], used: Mapping[int, int]) -> dict:
+    def status(self, pool_map: PoolMap, serving: frozenset[int], used: Mapping[int, int]) -> dict:
         """Status of the chains of all replica counts.
 
         The remaining bytes are an estimate: used bytes of a target that holds the chain, divided by its
@@ -491,17 +491,17 @@ def state_of(pool_map: PoolMap, target: Target) -> str:
     return "drained"
 
 
-def drives_told(pool_map: PoolMap, stores: Mapping[int, dict]) -> list[dict]:
+def drives_status(pool_map: PoolMap, stores: Mapping[int, dict]) -> list[dict]:
     """Status of each drive. `stores`: status of the targets by target id."""
     holds, come, go = held(pool_map), coming(pool_map), going(pool_map)
     all_chains = max(1, sum(holds.values()))
-    told = []
+    drives = []
     for target in pool_map.targets:
         if target.state == "gone":
             continue
         drive = next(drive for drive in pool_map.drives if drive.id == target.drive)
         store = stores.get(target.id, {})
-        told.append(
+        drives.append(
             {
                 "drive": drive.id,
                 "target": target.id,
@@ -522,7 +522,7 @@ def drives_told(pool_map: PoolMap, stores: Mapping[int, dict]) -> list[dict]:
                 "metadata": beside(pool_map, drive.id),
             }
         )
-    return told
+    return drives
 
 
 _NAMED_MAX = 12

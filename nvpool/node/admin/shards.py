@@ -23,7 +23,7 @@ from nvpool.host.pool_directory import PoolDirectory, holder_of, sync_directory
 from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.node.coordination.leadership import Leading
 from nvpool.node.coordination.map_backend import used_ports
-from nvpool.node.coordination.shard_members import members_told
+from nvpool.node.coordination.shard_members import members_status
 from nvpool.poolmap.model import PoolMap, Shard, ShardWanted, StandbyMember
 from nvpool.poolmap.shards import partition_moves
 from nvpool.poolmap.shards.members import SHARDS_MAX, STANDBYS_MAX, process_name
@@ -85,7 +85,7 @@ class MetaShards:
             pool_map = self._leading.pool_map
             known = {*pool_map.shard_by_id, *(one.id for one in pool_map.shards_wanted)}
             if number is not None and number in known:
-                return self._told(pool_map, number)
+                return self._shard_status(pool_map, number)
             given = partition_moves.shards_given(pool_map)
             if number is not None and number != given + 1:
                 raise InvalidRequest(
@@ -97,11 +97,11 @@ class MetaShards:
                 given + 1, node or partition_moves.node_for_shard(pool_map, self._node), standbys
             )
             if wanted.node != self._node:
-                return self._told(
+                return self._shard_status(
                     await self._leading.change(lambda newest: partition_moves.shard_wanted(newest, wanted)),
                     wanted.id,
                 )
-            return self._told(await self._add_here(wanted), wanted.id)
+            return self._shard_status(await self._add_here(wanted), wanted.id)
 
     async def _add_here(self, wanted: ShardWanted) -> PoolMap:
         pool_map = self._leading.pool_map
@@ -193,10 +193,10 @@ class MetaShards:
                 raise NotFound(f"the pool has no shard {number}; `nvpool shard ls POOL` lists them")
             return partition_moves.with_desired_state(newest, number, desired_state)
 
-        return self._told(await self._leading.change(decide), number)
+        return self._shard_status(await self._leading.change(decide), number)
 
     @staticmethod
-    def _told(pool_map: PoolMap, number: int) -> dict:
+    def _shard_status(pool_map: PoolMap, number: int) -> dict:
         shard = pool_map.shard_by_id.get(number)
         wanted = next((one for one in pool_map.shards_wanted if one.id == number), None)
         state = state_of(shard) if shard is not None else "removed" if wanted is None else "wanted"
@@ -317,7 +317,7 @@ def state_of(shard: Shard) -> str:
     return "leaving" if shard.desired_state == "remove" else ""
 
 
-def shards_told(pool_map: PoolMap, processes: list[dict]) -> list[dict]:
+def shards_status(pool_map: PoolMap, processes: list[dict]) -> list[dict]:
     """Status of each shard. `processes`: status of their members."""
     held = Counter(pool_map.shard_of_partition)
     come = Counter({shard.id: 0 for shard in pool_map.shards})
@@ -327,11 +327,11 @@ def shards_told(pool_map: PoolMap, processes: list[dict]) -> list[dict]:
         for partition in range(part.first, part.first + part.count):
             come[part.shard] += 1
             go[owners[partition]] += 1
-    told = []
+    shards = []
     for shard in pool_map.shards:
         seen = {process["member"]: process for process in processes if process.get("shard") == shard.id}
         primary = seen.get(shard.member, {})
-        told.append(
+        shards.append(
             {
                 "shard": shard.id,
                 "node": shard.node,
@@ -343,9 +343,9 @@ def shards_told(pool_map: PoolMap, processes: list[dict]) -> list[dict]:
                 "inodes": primary.get("inodes"),
                 "sessions": primary.get("sessions"),
             }
-            | members_told(pool_map, shard)
+            | members_status(pool_map, shard)
         )
-    return told + [
+    return shards + [
         {
             "shard": one.id,
             "node": one.node,

@@ -131,12 +131,12 @@ class Leading:
                 self._since_s[leader] = self._clock.boottime_s()
             if leader != known:
                 known = leader
-                self._tell_of_another()
+                self._notify_leader_change()
             await asyncio.sleep(_SEEN_S)
 
-    def _tell_of_another(self) -> None:
-        told, self._another = self._another, asyncio.get_running_loop().create_future()
-        told.set_result(None)
+    def _notify_leader_change(self) -> None:
+        waiting, self._another = self._another, asyncio.get_running_loop().create_future()
+        waiting.set_result(None)
 
     def _begun(self, lease: CoordinatorLease) -> Leadership:
         former, now_s = lease.former, self._clock.boottime_s()
@@ -184,7 +184,7 @@ class Leading:
                 replace_after_s=self._replace_after_s,
             )
             self.grace_s = LEASE_S
-            self._tell_of_another()
+            self._notify_leader_change()
             deciding = asyncio.ensure_future(manager.run())
             following = asyncio.ensure_future(self._follow(manager))
             try:
@@ -257,9 +257,9 @@ class Leading:
         if self.manager is not None:
             self.manager.died({target: pid})
         else:
-            self._own(self._tell_death(target, pid))
+            self._own(self._report_death(target, pid))
 
-    async def _tell_death(self, target: int, pid: int) -> None:
+    async def _report_death(self, target: int, pid: int) -> None:
         def decide(newest: PoolMap) -> PoolMap:
             # No change if a new process serves the target.
             return died(newest, {target}) if self._pid_of(target) in (0, pid) else newest

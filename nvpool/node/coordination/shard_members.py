@@ -242,7 +242,7 @@ def _make_directory(place: Path) -> None:
         raise from_os_error(error, f"make {place}") from error
 
 
-def members_told(pool_map: PoolMap, shard: Shard) -> dict:
+def members_status(pool_map: PoolMap, shard: Shard) -> dict:
     """Status of a shard's members: their places and states."""
     states = {standby.member: standby.state for standby in shard.standbys}
     leaving = shard_placement.misplaced(pool_map, shard)

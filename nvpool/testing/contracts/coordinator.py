@@ -1,6 +1,7 @@
-"""The suite every Coordinator passes: `check_all(make)`; `make` is async and gives a coordinator over `first_map()`.
+"""Contract of a Coordinator: `check_all(make)`; the async `make` returns a coordinator of `first_map()`.
 
-Called by tests/contract/test_coordinator.py and by authors of other coordinators. Each check gets a coordinator of its own.
+Used by tests/contract/test_coordinator.py and by authors of other coordinators. Each check gets a new
+coordinator.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A supervisor, and a standby of a shard, each with one caller that asks it for anything.
+"""Fuzz targets: a supervisor, and a standby of a shard, each with one caller that sends random requests.
 
-No caller can change the pool map of a supervisor: peers without a certificate may ask how to join, clients for the map. A
-standby keeps the records that it has. Used by `run`.
+No caller changes the supervisor's pool map; callers without a certificate may ask how to join, clients may ask
+for the map. A standby keeps its records. Used by `runner`.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class SupervisorPlace(_Daemon):
 
 
 class StandbyPlace(_Daemon):
-    """The caller is a node, now and then with the right of a service: records that are shipped come from there."""
+    """The caller is a node, sometimes with the right of a service: such callers ship records."""
 
     name = "standby"
 

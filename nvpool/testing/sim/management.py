@@ -1,8 +1,10 @@
-"""Who manages a simulated pool: one manager over the embedded coordinator, or a supervisor on each node over etcd.
+"""Management of a simulated pool: one manager on the embedded coordinator, or a supervisor on each node with
+etcd.
 
-What is real: coordinators, `node/coordination/leadership`, manager, who keeps the shards, who lets them go. What is simulated:
-etcd (`sim/etcd`), and what starts processes. Both kinds may be told to `start` one of their processes again, to `change` the
-map as an operator does, and that processes of the pool have ended. Made by `sim/pool`.
+Coordinators, `node/coordination/leadership`, the manager, and the parts that keep shards and remove them are
+real. etcd (`sim/etcd`) and the start of processes are simulated. Both kinds can `start` one of their
+processes again, `change` the map as an operator does, and handle the end of the pool's processes. Made by
+`sim/pool`.
 """
 
 from __future__ import annotations
@@ -44,35 +46,39 @@ Decide = Callable[[PoolMap], PoolMap]
 class Managing(Protocol):
     @property
     def pool_map(self) -> PoolMap:
-        """The newest map that any process knows."""
+        """The newest map, even if only one process knows it."""
 
     def endpoints(self, node: int) -> tuple[str, ...]:
-        """Where processes of that node ask."""
+        """Endpoints of the supervisor for processes of that node."""
 
     async def begin(self, first_map: PoolMap) -> None:
         """Start all processes."""
 
     async def start(self, name: str) -> None:
-        """A new one in the place of that process, which has ended."""
+        """Start a successor of that process, which has ended."""
 
     async def change(self, decide: Decide, node: int = 0) -> PoolMap:
-        """One try to change the map, as the supervisor of that node does, or any; one that is dead is started first. Killed, or
-        as of cluster/manager.change."""
+        """Try once to change the map, through the supervisor of that node, or any; a dead one is started
+        first.
+
+        Killed, and the errors of cluster/manager.change.
+        """
 
     def target_died(self, process: Process, target: int, pid: int) -> None:
-        """A supervisor has seen it end, and tells of it where it can."""
+        """Let a supervisor notice the end of a target's process, and report it if it can."""
 
     def member_ended(self, node: int, shard: int, member: int) -> None:
-        """A supervisor has seen it end."""
+        """Let a supervisor notice the end of a shard member's process."""
 
     def power_lost(self, name: str) -> None:
-        """By one of its processes, which has ended."""
+        """Handle a power loss of one of its processes, which has ended."""
 
     def close(self) -> None: ...
 
 
 async def until_changed(managing: Managing, decide: Decide) -> PoolMap:
-    """The map as it is when it is known to be changed. What `decide` raises."""
+    """Change the map, with retries, and return the map when the change is known. Raises the errors of
+    `decide`."""
     while True:
         with suppress(Killed, Unavailable, StaleLease):
             return await managing.change(decide)
@@ -86,7 +92,7 @@ async def answer_map(coordinator: MapCoordinator, call: Call) -> None:
 
 
 class _Embedded(EmbeddedCoordinator):
-    """What it says is looked at."""
+    """Coordinator that reports each map to the invariants."""
 
     invariants: Invariants
 
@@ -96,7 +102,7 @@ class _Embedded(EmbeddedCoordinator):
 
 
 class _Leads:
-    """What node/admin/shards asks of who leads, where there is one manager."""
+    """The part of Leadership that node/admin/shards uses, for one manager."""
 
     def __init__(self, coordinator: EmbeddedCoordinator, manager: Manager) -> None:
         self.manager = manager
@@ -109,7 +115,7 @@ class _Leads:
 
 
 class OneManager:
-    """The process "manager" on a node of its own."""
+    """The process "manager" on its own node."""
 
     NAME = "manager"
 
@@ -136,7 +142,7 @@ class OneManager:
         clock = pool.new_clock(name)
         kv = CrashPointProxy(self._kv, process, KV_STEPS, pool.disk_s)
         try:
-            await kv.sync()  # as the opening of a real engine does with what it finds
+            await kv.sync()  # as a real engine does when it opens existing data
             self._coordinator = coordinator = await (
                 _Embedded.open(kv)
                 if self._kv.get(b"map") is not None
@@ -221,7 +227,7 @@ class OneManager:
 
 
 class _Supervisor:
-    """What one of them has made, once etcd has answered."""
+    """Objects of one supervisor, made once etcd has answered."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
@@ -232,7 +238,7 @@ class _Supervisor:
 
 
 class Supervisors:
-    """The processes "supervisor-N", one on each node, and "etcd-N", three on the first nodes or on nodes of their own."""
+    """Processes "supervisor-N", one on each node, and "etcd-N", three on the first nodes or on their own."""
 
     def __init__(self, pool: SimPool, nodes: int) -> None:
         self._pool = pool
@@ -277,7 +283,7 @@ class Supervisors:
         self._pool.own(process, self._run(supervisor, int(number)))
 
     async def _run(self, supervisor: _Supervisor, node: int) -> None:
-        """As node/supervisor does."""
+        """Run a supervisor as node/supervisor does."""
         pool, process = self._pool, supervisor.process
         clock = pool.new_clock(process.name)
         dialer = pool.new_dialer(process, clock)
@@ -356,7 +362,7 @@ class Supervisors:
             supervisor.keeper.member_ended(shard, member)
 
     def power_lost(self, name: str) -> None:
-        """What etcd has agreed on is durable."""
+        """Do nothing: what etcd has committed is durable."""
 
     def close(self) -> None:
         self._etcd.close()

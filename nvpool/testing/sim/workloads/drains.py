@@ -1,6 +1,7 @@
-"""Drives of a simulated pool are drained and given their share again while it serves, so that chains move.
+"""Workload that drains drives of a simulated pool and takes drains back while it serves, so that chains move.
 
-Judged at the end: every drain ends, and no target keeps a chunk of a chain that is not its own. Called by `sim/scenario`.
+Final checks: every drain ends, and no target keeps a chunk of a chain that it does not belong to. Used by
+`sim/scenario`.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from nvpool.testing.sim.management import until_changed
 from nvpool.testing.sim.pool import SimPool
 
 ENDS_S = 240
-"""In which drains end and chunks of chains that were left are removed, once nothing fails any more: STAY_S of
-store/maintenance/orphan_chunks, the copying, and a restarted target that counts from zero."""
+"""Time in which drains end and left-over chunks are removed, once faults have ended: STAY_S of
+store/maintenance/orphan_chunks, the copying, and a restarted target that counts that time again."""
 
 
 class Drains:
-    """`over()` says when no more begin; `done` counts. As many drives keep their share as the pool has replicas, at least."""
+    """Starts drains until `over()`; `done` counts them. At least as many drives as the pool has replicas are
+    not drained."""
 
     def __init__(
         self, pool: SimPool, chance: random.Random, over: Callable[[], bool], done: dict[str, int]
@@ -51,7 +53,7 @@ class Drains:
         def decide(now: PoolMap) -> PoolMap:
             return with_goals(with_desired_state(now, target, desired_state))
 
-        with suppress(InvalidRequest):  # too few others can take what it has, at this moment
+        with suppress(InvalidRequest):  # too few other drives can take its chunks now
             await until_changed(self._pool.managing, decide)
             self._done["drains"] += desired_state == "drain"
             self._pool.invariants.happened(
@@ -59,7 +61,7 @@ class Drains:
             )
 
     async def until_ended(self) -> list[str]:
-        """Why drains have not ended, after ENDS_S."""
+        """Wait at most ENDS_S for all drains, and return why some have not ended."""
         problems: list[str] = []
         for _ in range(ENDS_S):
             problems = self._left()

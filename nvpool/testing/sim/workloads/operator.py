@@ -1,6 +1,6 @@
-"""Operator of a simulated pool that adds, removes and keeps shards while the pool serves, so that partitions migrate.
+"""Operator requests for the shards of a simulated pool while it serves: add, remove, cancel a removal.
 
-Called by `sim/scenario`.
+Partitions move meanwhile. Used by `sim/scenario`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from nvpool.testing.sim.pool import SimPool
 
 SHARDS_MAX = 4
 REST_S = 180
-"""In which partitions are where they are to be, once nothing fails any more."""
+"""Time in which all partitions are at their places, once faults have ended."""
 KINDS = {"add": 3, "remove": 3, "stay": 1, "pause": 1}
 
 
 class ShardOperator:
-    """Sends admin commands until `over()` is true; `done` counts them."""
+    """Sends operator requests until `over()`; `done` counts them."""
 
     def __init__(
         self, pool: SimPool, chance: random.Random, over: Callable[[], bool], done: dict[str, int]
@@ -41,21 +41,21 @@ class ShardOperator:
             await getattr(self, f"_{chance.choices(list(KINDS), list(KINDS.values()))[0]}")()
             await asyncio.sleep(chance.expovariate(0.3))
 
-    def _tell(self, event: str) -> None:
+    def _record_event(self, event: str) -> None:
         self._pool.invariants.happened(asyncio.get_running_loop().time(), event)
 
     async def _add(self) -> None:
         if len(self._pool.pool_map.shards) < SHARDS_MAX:
-            self._tell(f"shard {await self._pool.add_shard()} is added")
+            self._record_event(f"shard {await self._pool.add_shard()} is added")
             self._done["shards"] += 1
 
     async def _remove(self) -> None:
-        """Any of them but the last that stays."""
+        """Remove one shard, but never the last that stays."""
         staying = [shard.id for shard in self._pool.pool_map.shards if shard.desired_state == "share"]
         if len(staying) > 1:
             with suppress(
                 InvalidRequest
-            ):  # who leads no more, and does not know it yet, may know of one only
+            ):  # a former leader that does not know of its successor may know only one shard
                 await self._set_desired_state(self._chance.choice(staying), "remove")
                 self._done["shards"] += 1
 
@@ -72,7 +72,7 @@ class ShardOperator:
                 else now
             )
         )
-        self._tell(f"the desired state of shard {number} is {desired_state}")
+        self._record_event(f"the desired state of shard {number} is {desired_state}")
 
     async def _pause(self) -> None:
         await self._paused(True)
@@ -86,7 +86,7 @@ class ShardOperator:
         await until_changed(self._pool.managing, decide)
 
     async def until_at_rest(self) -> list[str]:
-        """Why not, after REST_S."""
+        """Wait at most REST_S until no partition moves, and return why some still do."""
         for _ in range(REST_S * 4):
             if not self._pool.pool_map.moves:
                 return []
