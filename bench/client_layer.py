@@ -3,8 +3,9 @@
     python bench/client_layer.py [--transport stream|stream+unix|grpc] [--seconds 3]
     python bench/client_layer.py --short-circuit [--seconds 3]
 
-With --short-circuit the store is one of blocks in a data file, and the same 4 KiB reads are measured as a plain preadv loop over
-the data file (the floor), with short-circuit reads and through the store's unix socket, warm and cold, in turns.
+With --short-circuit the store is one of blocks in a data file. The same 4 KiB reads are measured as a plain preadv
+loop over the data file (the floor), with short-circuit reads and through the store's unix socket, warm and cold, in
+turns.
 
 One process holds a shard and one store in memory and serves; this one is a client on one core. The floor is an echo on the
 same transport: as many messages with as many bytes as the reads need, answered without looking at them.

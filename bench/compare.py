@@ -5,7 +5,7 @@
     python bench/compare.py --subjects 'plain|nvpool$' --only 'read4k|stat'                              a part of it
     python bench/compare.py --list                                                                       what there is
 
-Subjects (bench/subjects) all run at the same time, each with its own files on the drive of --directory, and take turns load by load
+Subjects (bench/subjects) all run, each with its own files on the drive of --directory, and take turns load by load
 within a round, another one first each time: what the drive does meanwhile hits all of them. A figure is the median of the
 rounds. Floors and drive are measured with /dev/cpu_dma_latency held at 0, as nvpool's own daemons hold it while they have
 requests; peers twice, without and with it, and the better of the two counts. A peer that is not installed (make bench-peers) or

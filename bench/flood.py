@@ -3,9 +3,10 @@
     python bench/flood.py                          three rounds of each kind, in a directory below /tmp that is removed
     python bench/flood.py --kinds requests,slow --rounds 5 --seconds 10
 
-A pool of one node is started as processes. One client (root, or the user who runs this, by unix socket) reads 4 KiB at random places
-of a file without short-circuit reads, and asks for names that are not there, one request at a time. Another process floods the store
-and the shard from an address without a certificate, or where those do not listen on TCP as the user `nobody`, by kind:
+A pool of one node is started as processes. One client (root, or the user of this program, by unix socket) reads 4 KiB
+at random places of a file without short-circuit reads, and asks for missing names, one request at a time. Another
+process floods the store and the shard from an address without a certificate, or where those do not listen on TCP as
+the user `nobody`, by kind:
 
     requests      8 connections with 256 small requests in flight each
     connections   as many connections as it is given, and more all the time

@@ -2,11 +2,11 @@
 
     .venv/bin/python bench/metrics.py [--rounds 8] [--seconds 3] [DIRECTORY]
 
-"Without" is a copy of this checkout from which every statement that counts was taken out (see `UNCOUNTED`), so that nothing
-else differs. Each has a pool of its own below DIRECTORY (the current one) and two mounts: with short-circuit reads, and over `stream`
-without it. Rounds alternate which comes first. Printed: reads per second, medians of the rounds and the median of the rounds'
-ratios, which mean something only when the machine is quiet; and the least processor time per read of all of nvpool's processes
-in any round, which others disturb least. Needs root and fio.
+"Without" is a copy of this checkout from which every statement that counts was taken out (see `UNCOUNTED`), so that
+nothing else differs. Each has a pool of its own below DIRECTORY (the current one) and two mounts: with short-circuit
+reads, and over `stream`. Rounds alternate which comes first. Printed: reads per second, medians of the rounds and the
+median of the rounds' ratios, which mean something only when the machine is quiet; and the least processor time per
+read of all of nvpool's processes in any round, which others disturb least. Needs root and fio.
 """
 
 from __future__ import annotations

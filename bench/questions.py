@@ -5,7 +5,7 @@ targets and more client processes bring.
     python bench/questions.py --rounds 1 --seconds 0.5             a first look
     python bench/questions.py --only layers                        one of: concurrency, layers, throughput
 
-4 KiB random reads (throughput: 128 KiB too) of a file that fits into memory; floors and pools are there at the same time on the drive of
+4 KiB random reads (throughput: 128 KiB too) of a file that fits into memory; floors and pools are on the drive of
 --directory and take turns, and the processors are kept awake for all of them (/dev/cpu_dma_latency). For what is "cold" the
 page cache of the machine is dropped before. A figure is the median of the rounds. concurrency.py, layers.py and throughput.py
 say what is measured and why. Needs root: it mounts, and drops the page cache. Ends and removes all it started, also when

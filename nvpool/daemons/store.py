@@ -117,7 +117,9 @@ async def _open(kept_table: KeptTable | None, opened: ServiceContext) -> StoreSe
         on_fail=opened.fail,
         callers=opened.callers,
         pool_keys=opened.pool_keys,
-        serving_lease=ServingLease(opened.number, SYSTEM_CLOCK, store.location_leases, verifier=store.verifier),
+        serving_lease=ServingLease(
+            opened.number, SYSTEM_CLOCK, store.location_leases, verifier=store.verifier
+        ),
     )
     service.follow(opened)
     return service

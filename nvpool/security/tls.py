@@ -341,7 +341,7 @@ def member_of_uris(uris: list[str], pool_id: str) -> str:
 _REASONS = {
     "CERTIFICATE_VERIFY_FAILED": "its certificate is not signed by this pool's authority",
     "TLSV1_ALERT_UNKNOWN_CA": "our certificate is not signed by its pool's authority: another pool, or we have to join again",
-    "TLSV1_ALERT_DECRYPT_ERROR": "our certificate is not signed by its pool's authority: another pool, or we have to join again",
+    "TLSV1_ALERT_DECRYPT_ERROR": "our certificate is not signed by its pool's authority: another pool, or join again",
     "SSLV3_ALERT_CERTIFICATE_EXPIRED": "our certificate has ended: join the pool again",
     "SSLV3_ALERT_CERTIFICATE_REVOKED": "our certificate was revoked: join the pool again",
     "SSLV3_ALERT_BAD_CERTIFICATE": "our certificate is not accepted",

@@ -483,7 +483,9 @@ class EtcdCoordinator:
             if left_s <= 0:
                 return None
             if free_s > 0:
-                await self._watchers.wait(lambda: not self._election.seen.leader_revision, min(free_s, left_s))
+                await self._watchers.wait(
+                    lambda: not self._election.seen.leader_revision, min(free_s, left_s)
+                )
         return None
 
     def _kept(self, lease: _AnyLease) -> _AnyLease:

@@ -152,7 +152,9 @@ class StoreService(WritesOne, StatusHandlers):
             later=self._later,
             busy=lambda: self.waiting,
         )
-        self.serving_lease = serving_lease or ServingLease(target, clock, store.location_leases, until_s=math.inf)
+        self.serving_lease = serving_lease or ServingLease(
+            target, clock, store.location_leases, until_s=math.inf
+        )
         self.upkeep = (
             None
             if dialer is None
