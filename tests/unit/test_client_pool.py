@@ -259,7 +259,7 @@ def test_last_refusal_of_a_shard_is_in_the_error(question):
     run(main())
 
 
-def test_size_is_reported_for_a_write_repeated_after_a_truncation():
+def test_size_is_reported_for_a_write_after_a_truncation():
     async def main() -> None:
         async with Case() as case:
             handle = await case.file(b"x" * 10_000)
@@ -971,7 +971,7 @@ def test_open_file_is_readable_while_its_shard_is_silent():
                 assert (await case.vfs.getattr(handle.inode)).size == len(content)
                 into = bytearray(4096)
                 assert await case.vfs.read_many([(handle, 2 * MIB, 4096)], memoryview(into)) == [100]
-            while case.vfs.leases.held(other.inode):  # noqa: ASYNC110 (it ends by the clock; until then no client can change it)
+            while case.vfs.leases.held(other.inode):  # noqa: ASYNC110 (it ends by the clock)
                 await asyncio.sleep(0.1)
             with pytest.raises(TimeoutError):  # a file that is not open waits
                 await asyncio.wait_for(case.vfs.getattr(other.inode), 2)

@@ -69,7 +69,7 @@ async def neighbours(seed: int, steps: int, real: bool) -> None:
             await vfs.release(handle)
 
         async def disturb() -> None:
-            """Another client extends and truncates the file behind all writers, so that each grant and cut number becomes stale."""
+            """Another client extends and truncates the file behind all writers: every grant and cut number becomes stale."""
             handle = await clients[1].open(first.inode, os.O_RDWR, ME)
             while not done:
                 await clients[1].setattr(handle.inode, size=len(expected) + 5000, caller=ME)
