@@ -35,8 +35,8 @@ def given(moving: Moving) -> int:
 
 async def to_and_fro(moving: Moving) -> None:
     """Move a third of the partitions to the third shard, and back."""
-    for wish in ("share", "remove"):
-        await moving.wish(3, wish)
+    for request in ("share", "remove"):
+        await moving.wish(3, request)
         await moving.settled()
 
 

@@ -523,15 +523,15 @@ def test_unstable_mark_is_set_before_bytes_are_dropped():
     async def work(here: Case) -> None:
         _, handle = await here.create(b"f").end
         await here.stores_answer()
-        unstable, completion = here.vfs.writer._unflushed, []
+        unstable, seen = here.vfs.writer._unflushed, []
         note = unstable._changed
         unstable._changed = lambda there_is: (
             note(there_is),
-            completion.append((there_is, len(here.kept.writes.valid()))),
+            seen.append((there_is, len(here.kept.writes.valid()))),
         )
         assert here.vfs.write_now(handle, 0, bytes(4096))
         await here.flush(handle).end
-        assert completion == [(True, 1)] and here.kept.word(Word.UNFLUSHED) and not here.kept.writes.valid()
+        assert seen == [(True, 1)] and here.kept.word(Word.UNFLUSHED) and not here.kept.writes.valid()
 
     scene(work)
 

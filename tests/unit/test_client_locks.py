@@ -448,9 +448,9 @@ async def test_lost_locks_are_reported_and_writes_discarded(c):
     with pytest.raises(WouldBlock):
         await c.there.setlk(c.theirs, 1, 0, 9, EXCLUSIVE)
     await c.there.setlk(c.theirs, 1, 20, 29, EXCLUSIVE)
-    await c.here.write(reopened, 0, b"anew")
+    await c.here.write(reopened, 0, b"next")
     await c.here.release(reopened)
-    assert bytes(await c.there.read(c.theirs, 0, 10)) == b"anewre"
+    assert bytes(await c.there.read(c.theirs, 0, 10)) == b"nextre"
 
 
 @case(meta_options=MetaOptions(session_lease_s=60, grant_s=0.5))

@@ -159,7 +159,7 @@ class Case:
             "in flight": writer._in_flight,
             "number": writer._number,
             "sent": len(writer._begun),
-            "unflushed": dict(writer._unflushed._recent.get(file.inode, {})),
+            "unstable": dict(writer._unflushed._recent.get(file.inode, {})),
             "word": self.kept.word(Word.UNFLUSHED),
             "writes": self.kept.writes.valid(),
             "files": self.kept.files.valid(),
@@ -174,7 +174,7 @@ class Case:
             "size": file.attr.size,
             "change": file.attr.change,
             "grant used": file.grant_used,
-            "located anew": file.changes,
+            "file changes": file.changes,
         }
         if written is not None:
             found |= {
@@ -292,7 +292,7 @@ def test_write_and_report_frames_and_accounting(length, way):
         assert (kind, code, message, payload) == (REQUEST, META_REPORT, request.SerializeToString(), b"")
         after = here.accounting(handle)
         assert after["size"] == length and not after["writes"] and after["files"] == accounting["files"]
-        assert after["unflushed"] == {(1, chain_of(file.inode, 0)): (1, 1)} and after["word"] == 1
+        assert after["unstable"] == {(1, chain_of(file.inode, 0)): (1, 1)} and after["word"] == 1
         for name in (
             "held",
             "in flight",
@@ -308,7 +308,7 @@ def test_write_and_report_frames_and_accounting(length, way):
         assert not after["reporting"]
         assert after["slots"] == before["slots"] and len(after["meta slots"]) == len(before["meta slots"])
         assert after["changes"] == before["changes"] + 1 and after["counted"] == before["counted"] + 1
-        assert after["located anew"] == before["located anew"] + 2  # the write, and its attributes
+        assert after["file changes"] == before["file changes"] + 2  # the write, and its attributes
         assert bytes(await here.vfs.read(handle, 0, 1 << 16)) == content
         assert not wire.connection._in_flight
         await here.vfs.release(handle)

@@ -73,7 +73,7 @@ class Host:
                     await self.vfs.read(handle, index * MIB + 8, 100)
                 await asyncio.sleep(0.01)
 
-    async def at_once(self, handle, offset, length):
+    async def read_cached(self, handle, offset, length):
         """The bytes by a short-circuit read, once they are in the page cache."""
         async with asyncio.timeout(120):
             while (found := self.vfs.read_now(handle, offset, length)) is None:
@@ -134,7 +134,7 @@ async def test_cached_bytes_are_correct_at_every_boundary(host):
     for _ in range(300):
         offset = chance.randrange(len(content))
         length = chance.choice([1, 4096, 10_000, 131072, MIB])
-        assert await host.at_once(handle, offset, length) == content[offset : offset + length]
+        assert await host.read_cached(handle, offset, length) == content[offset : offset + length]
     for offset, length in (
         (0, 4096),
         (MIB - 1, 2),
@@ -143,14 +143,14 @@ async def test_cached_bytes_are_correct_at_every_boundary(host):
         (3 * MIB, 4096),
         (len(content) - 1, 99),
     ):
-        assert await host.at_once(handle, offset, length) == content[offset : offset + length]
+        assert await host.read_cached(handle, offset, length) == content[offset : offset + length]
     assert host.vfs.read_now(handle, len(content), 10) in (None, b"")
     assert host.vfs.read_now(handle, 0, 0) is None
     assert host.short.counters["hits"] > 300 and not host.short.counters["mismatches"]
     places = list(range(0, MIB, BLOCK))
     chance.shuffle(places)
     for at in places:
-        await host.at_once(handle, at, BLOCK)
+        await host.read_cached(handle, at, BLOCK)
     sent = host.vfs.chunks.counters["messages"]
     for at in places:
         assert host.vfs.read_now(handle, at, BLOCK) == content[at : at + BLOCK]
@@ -190,7 +190,9 @@ async def test_first_reads_locate_all_chunks_of_a_file(host):
     await host.located(handle)
     assert len(handle.file.located) == 8
     for index in range(8):
-        assert await host.at_once(handle, index * MIB + 4096, 4096) == content[index * MIB + 4096 :][:4096]
+        assert (
+            await host.read_cached(handle, index * MIB + 4096, 4096) == content[index * MIB + 4096 :][:4096]
+        )
 
 
 @hosted()
@@ -199,7 +201,7 @@ async def test_cold_reads_reduce_probes_of_the_page_cache(host):
     handle = await host.file(content)
     await host.located(handle, 2)
     short = host.short
-    assert await host.at_once(handle, 0, 4096) == content[:4096]
+    assert await host.read_cached(handle, 0, 4096) == content[:4096]
     short._cold_reads = short_circuit.COLD
     short.waiting[0] = float("inf"), lambda found: None  # a read waits for the drive
     found = [host.vfs.read_now(handle, 0, 4096) for _ in range(short_circuit.PROBE)]
@@ -251,7 +253,7 @@ async def test_write_of_another_client_is_seen_without_reopening(host):
     await host.located(handle, 2)
     for round_number in range(50):
         offset = random.Random(round_number).randrange(2 * MIB - 6000)
-        await host.at_once(handle, offset, 3000)
+        await host.read_cached(handle, offset, 3000)
         new = some(3000, 100 + round_number)
         await other.write(theirs, offset, new)
         await other.flush(theirs)
@@ -289,7 +291,7 @@ async def test_truncated_bytes_are_never_read_again(host):
         content = some(2 * MIB, round_number)
         handle = await host.file(content, name=b"cut-%d" % round_number)
         await host.located(handle, 2)
-        await host.at_once(handle, MIB, BLOCK)
+        await host.read_cached(handle, MIB, BLOCK)
         size = random.Random(round_number).choice([0, 10, BLOCK, MIB, MIB + 50])
         await other.setattr(handle.inode, size=size, caller=ME)
         for offset in (0, BLOCK, MIB - BLOCK, MIB, MIB + BLOCK):
@@ -319,7 +321,7 @@ async def test_holes_and_copies_are_seen_without_reopening(host):
     ):
         await host.located(mine, 2)
         for place in range(offset - offset % BLOCK, offset + length, BLOCK):
-            assert await host.at_once(mine, place, BLOCK) == content[place : place + BLOCK]
+            assert await host.read_cached(mine, place, BLOCK) == content[place : place + BLOCK]
         if mode is None:
             assert await writer.copy_range(source, 0, target, offset, length) == length
             await writer.flush(target)
@@ -345,7 +347,7 @@ async def test_open_unlinked_file_keeps_its_blocks(host):
     await other.unlink(1, b"file", ME)
     filler = await host.file(some(4 * MIB, 9), other, b"filler")
     for at in range(0, 2 * MIB, 64 * BLOCK):
-        assert await host.at_once(handle, at, BLOCK) == content[at : at + BLOCK]
+        assert await host.read_cached(handle, at, BLOCK) == content[at : at + BLOCK]
     await host.vfs.release(handle)
     assert (
         not handle.file.located
@@ -359,7 +361,7 @@ async def test_flipped_byte_is_an_error_and_reported_to_the_store(host):
     handle = await host.file(content)
     await host.vfs.fsync(handle, False)
     await host.located(handle)
-    assert await host.at_once(handle, 5 * BLOCK, BLOCK) == content[5 * BLOCK : 6 * BLOCK]
+    assert await host.read_cached(handle, 5 * BLOCK, BLOCK) == content[5 * BLOCK : 6 * BLOCK]
     store, place = host.place_of(handle, 5)
     fd = os.open(store.path, os.O_RDWR)
     os.pwrite(fd, bytes([os.pread(fd, 1, place * BLOCK + 9)[0] ^ 1]), place * BLOCK + 9)
@@ -383,7 +385,7 @@ async def test_bytes_read_after_the_lease_are_discarded(host):
     content = some(MIB)
     handle = await host.file(content)
     await host.located(handle)
-    await host.at_once(handle, 0, BLOCK)
+    await host.read_cached(handle, 0, BLOCK)
     located = handle.file.located[0]
     real, ended = host.short._now_s, located.until
 
@@ -405,7 +407,7 @@ async def test_used_locations_are_renewed_and_others_are_dropped(host):
     await host.located(handle, 2)
     deadline = host.short._now_s() + store_api.LEND_S + 1.5
     while host.short._now_s() < deadline or 1 in handle.file.located:
-        assert await host.at_once(handle, 0, BLOCK) == content[:BLOCK]
+        assert await host.read_cached(handle, 0, BLOCK) == content[:BLOCK]
         await asyncio.sleep(0.1)
     assert host.short.counters["late"] == 0
     assert 1 not in handle.file.located and 0 in handle.file.located

@@ -18,12 +18,12 @@ from nvpool.poolmap.model import Drive, Node, Target, encode_map
 from nvpool.testing.contracts.coordinator import first_map
 
 
-def write(directory: PoolDirectory, wish: str, chains: bool) -> None:
+def write(directory: PoolDirectory, requested: str, chains: bool) -> None:
     """Write the map of a pool whose second node is draining; `chains`: it still has chains."""
     first = first_map()
     now = replace(
         first,
-        nodes=(*first.nodes, Node(2, "b", "h", ("stream://10.0.0.2:1",), wish=wish)),
+        nodes=(*first.nodes, Node(2, "b", "h", ("stream://10.0.0.2:1",), wish=requested)),
         drives=(*first.drives, Drive(9, 2, "/mnt/b", 1 << 30)),
         targets=(*first.targets, Target(9, 9, 2, 1 << 30, (), wish="drain")),
     )
@@ -78,8 +78,8 @@ def test_waiting_drain_is_done_when_the_daemons_stop(directory):
 def test_repeated_drain_is_done_only_if_the_map_says_so(directory):
     write(directory, "stop", chains=False)
     assert "its processes have ended" in drained(directory, "--stop", "--wait").stdout
-    for wish, chains in (("share", False), ("drain", False), ("stop", True)):
-        write(directory, wish, chains)
+    for requested, chains in (("share", False), ("drain", False), ("stop", True)):
+        write(directory, requested, chains)
         assert "3 chains to go" in drained(directory, "--stop").stdout
     write(directory, "stop", chains=False)
     me = identity_of(os.getpid())

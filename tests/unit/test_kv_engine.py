@@ -707,7 +707,7 @@ def test_flipped_bit_in_a_stored_record_is_detected(path, what):
             assert len(kv.scan(b"key-10", b"key-48", 100)) == 38, (
                 "damage behind the end of the scan is not read"
             )
-            kv.apply([(b"key-50" if what[:1] == b"v" else b"other", b"written anew")])
+            kv.apply([(b"key-50" if what[:1] == b"v" else b"other", b"written again")])
 
     run(main())
 

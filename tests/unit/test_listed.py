@@ -204,10 +204,10 @@ def test_changed_entry_is_given_to_the_kernel_as_a_name_only():
     async def run():
         vfs = OutdatedVfs()
         ops = FuseOps(vfs, clock=ManualClock())
-        given = []
+        kernel_entries = []
 
         def add_all(listed, first, unknown):
-            given.extend((entry.name, entry.inode in unknown) for entry in list(listed)[first:])
+            kernel_entries.extend((entry.name, entry.inode in unknown) for entry in list(listed)[first:])
             return len(listed)
 
         attrs = [await vfs.mknod(ROOT, b"f%d" % number, 0o100644, 0, ME) for number in range(3)]
@@ -215,7 +215,7 @@ def test_changed_entry_is_given_to_the_kernel_as_a_name_only():
         handle = await ops.opendir(ROOT)
         await ops.readdir(handle, 2, lambda *_: True, add_all)
         await ops.releasedir(handle)
-        assert given == [(b"f0", False), (b"f1", True), (b"f2", False)]
+        assert kernel_entries == [(b"f0", False), (b"f1", True), (b"f2", False)]
 
     asyncio.run(run())
 

@@ -208,14 +208,14 @@ async def test_closed_path_revokes_access_to_known_inodes(place):
 @scenario
 async def test_name_in_another_directory_is_found_after_a_restart(place):
     home, _, file = await private(place)
-    await place.root.link(file.inode, ROOT, b"door")
+    await place.root.link(file.inode, ROOT, b"link")
     near = await place.root.file(ROOT, b"near")
-    assert (await place.us.open((await place.us.lookup(ROOT, b"door")).attr.inode)).grant
+    assert (await place.us.open((await place.us.lookup(ROOT, b"link")).attr.inode)).grant
     await place.restart()
     await refused(NotFound, place.us.open(file.inode))
-    await place.us.lookup(ROOT, b"door")
+    await place.us.lookup(ROOT, b"link")
     assert (await place.us.open(file.inode)).grant
-    await place.root.unlink(ROOT, b"door")
+    await place.root.unlink(ROOT, b"link")
     await place.us.lookup(ROOT, b"near")
     assert (await place.us.open(near.inode)).grant
     await refused(AccessDenied, place.us.open(file.inode))
