@@ -79,7 +79,7 @@ async def test_sessions_of_a_peer_are_limited():
 
 
 @on_a_loop
-async def test_a_tenth_of_the_sessions_is_reserved_for_nodes():
+async def test_a_tenth_of_the_sessions_is_reserved_for_trusted_peers():
     async with a_service() as service:
         await begin(service, *[user(1000 + n // 4) for n in range(18)])
         with pytest.raises(TooManyOpen, match=r"limits\.sessions in node\.toml"):
