@@ -39,7 +39,7 @@ fi
 python=$(sh tools/setup.sh --print-python)
 [ -x "$prefix/bin/python" ] || "$python" -m venv "$prefix"
 say "installing nvpool and what it needs from PyPI into $prefix"
-"$prefix/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade .
+"$prefix/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade '.[pyfuse3]'
 
 mkdir -p "$units" "/usr/local/lib/sysusers.d" "/usr/local/lib/tmpfiles.d" "/etc/udev/rules.d" "/usr/local/bin" \
     "/sbin" "/etc/nvpool/mounts"

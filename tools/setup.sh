@@ -51,7 +51,7 @@ flock 9
 # -- packages of the machine -----------------------------------------------------------------------------------------
 
 # What building and mounting needs, and what the tests run on the mount.
-packages='fuse3 libfuse3-dev pkg-config gcc libc6-dev liburing-dev git rsync tar fio sqlite3 xfsprogs iproute2 etcd-server strace docker.io podman busybox-static prometheus systemd acl'
+packages='fuse3 libfuse3-dev pkg-config gcc libc6-dev liburing-dev git rsync tar fio sqlite3 xfsprogs iproute2 etcd-server strace docker.io podman busybox-static prometheus systemd acl debootstrap ubuntu-keyring'
 if [ "$(id -u)" = 0 ] || ! find_python whole >/dev/null; then
     packages="$packages python3 python3-dev python3-venv"
 fi
@@ -123,7 +123,7 @@ rm -f $stamp
 say 'installing nvpool and what it needs from PyPI into .venv'
 groups=$venv/nvpool-setup-groups.txt
 $venv/bin/python tools/dependency_groups.py dev >$groups
-if ! $venv/bin/python -m pip install --disable-pip-version-check --no-input --editable '.[rdma]' -r $groups >$log 2>&1; then
+if ! $venv/bin/python -m pip install --disable-pip-version-check --no-input --editable '.[rdma,pyfuse3]' -r $groups >$log 2>&1; then
     tail -n 30 $log >&2
     fail "pip could not install; the whole log is in $log"
 fi
