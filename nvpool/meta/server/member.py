@@ -43,7 +43,7 @@ from nvpool.kv.replication.primary import Shipping, ShippingOptions
 from nvpool.kv.replication.standby import StandbyKv
 from nvpool.meta.server.commit_gate import Gate
 from nvpool.meta.server.fast_path import IS_COMPILED
-from nvpool.meta.server.replication_rpc import PrimaryDoor, StandbyDoor, WireStandby
+from nvpool.meta.server.replication_rpc import PrimaryService, StandbyService, WireStandby
 from nvpool.meta.server.service import MetaService
 from nvpool.meta.service_auth import ServiceRight
 from nvpool.metrics import registry as metrics
@@ -93,19 +93,19 @@ class MemberOptions:
     callers: Callers = field(default_factory=Callers)
 
 
-class _AtOnce:
+class _MemberFastPath:
     """Fast path of a primary whose answers need no commit gate: see meta/server/fast_path."""
 
     def __init__(self, member: ShardMember) -> None:
         self._member = member
 
     def answer(
-        self, buffer: bytearray, end: int, in_work: dict, tally: ReplyStats, out: list, side: Any = None
+        self, buffer: bytearray, end: int, in_work: dict, reply_stats: ReplyStats, out: list, side: Any = None
     ) -> int:
         service = self._member.service
         if service is None or self._member.handle != service.handle:
             return 0
-        return service.at_once.answer(buffer, end, in_work, tally, out, side)
+        return service.fast_path.answer(buffer, end, in_work, reply_stats, out, side)
 
 
 class ShardMember:
@@ -135,7 +135,7 @@ class ShardMember:
         self._shipping: Shipping | None = None
         self._gate: Gate | None = None
         self.standby: StandbyKv | None = None
-        self._door: StandbyDoor | None = None
+        self._standby_service: StandbyService | None = None
         self._tasks: set[asyncio.Task] = set()
         self._promoting = False
         self._closed = self._left = False
@@ -146,7 +146,7 @@ class ShardMember:
         self._removed = ""
         """Reason why the next process will not find the records of this one."""
         self.handle: Callable[[Call], None] = self._not_yet
-        self.at_once = _AtOnce(self) if IS_COMPILED else None
+        self.fast_path = _MemberFastPath(self) if IS_COMPILED else None
 
     @property
     def _shard(self) -> Shard:
@@ -175,7 +175,9 @@ class ShardMember:
             await self._ask_to_begin()
         if self._is_primary:
             if not path.is_dir():
-                raise NotFound(f"{path} is missing: is its file system mounted? It is never made anew here")
+                raise NotFound(
+                    f"{path} is missing: is its file system mounted? It is never created again here"
+                )
             if not (path / "FORMAT").exists():
                 raise CorruptRecord(
                     f"{path} holds no whole records; restore it, or another member of the shard"
@@ -283,8 +285,8 @@ class ShardMember:
         """
         self._stop_serving()
         ends: list[Callable[[], Awaitable[None]]] = []
-        if self._door is not None:
-            ends.append(self._door.close)
+        if self._standby_service is not None:
+            ends.append(self._standby_service.close)
         if self.service is not None:
             ends.append(self.service.close)
         if self._shipping is not None:
@@ -298,8 +300,8 @@ class ShardMember:
     async def close(self, drain_s: float = 0.0) -> None:
         self._stop_serving()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._door is not None:
-            await self._door.close()
+        if self._standby_service is not None:
+            await self._standby_service.close()
         if self.standby is not None:
             await self.standby.close()
         if self.service is not None:
@@ -388,7 +390,7 @@ class ShardMember:
         if options.mark is not None:
             remove_mark(options.mark)  # left from a time as the primary
         self.standby = StandbyKv(options.path, options.engine, term=self._shard.term, on_fence=self._fail)
-        self._door = StandbyDoor(
+        self._standby_service = StandbyService(
             self.standby,
             shard=options.shard,
             member=options.member,
@@ -403,7 +405,7 @@ class ShardMember:
         if call.method == wire.META_STATUS:
             self._report_status(call)
         else:
-            self._door.handle(call)
+            self._standby_service.handle(call)
 
     async def _promote(self) -> None:
         """Turn this standby into the primary that the map names."""
@@ -416,8 +418,8 @@ class ShardMember:
         )
         self.handle = self._not_yet
         kv = await self.standby.promote(term)
-        await self._door.close()
-        self.standby = self._door = None
+        await self._standby_service.close()
+        self.standby = self._standby_service = None
         await self._serve(kv)
         self._promoting = False
         log.warning(
@@ -483,7 +485,7 @@ class ShardMember:
             self._report_primary_status(call)
         elif call.method in (wire.META_SHIP, wire.META_FOLLOW):
             self._options.callers.check(call)
-            PrimaryDoor(
+            PrimaryService(
                 shard=self._options.shard,
                 member=self._options.member,
                 term=self.term,

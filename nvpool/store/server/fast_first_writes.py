@@ -41,7 +41,7 @@ def answer_new_writes(service: StoreService, secret: bytes) -> None:
 
     Does nothing unless both are compiled and the store is on a drive.
     """
-    reads, store = service.at_once, service.store
+    reads, store = service.fast_path, service.store
     if _fast_first_writes is None or not fast_reads.IS_COMPILED or type(reads) is not fast_reads.Reads:
         return
     # `on_apply` reports each change, so it must be free
@@ -52,6 +52,6 @@ def answer_new_writes(service: StoreService, secret: bytes) -> None:
             secret,
             store,
             service.replica,
-            service.tenure,
+            service.serving_lease,
             service.clock,
         )
