@@ -37,7 +37,7 @@ def given(moving: Moving) -> int:
 async def to_and_fro(moving: Moving) -> None:
     """A third of the partitions moves to the third shard, and back."""
     for wish in ("share", "remove"):
-        await moving.wish(3, wish)
+        await moving.request(3, wish)
         await moving.settled()
 
 
@@ -100,7 +100,7 @@ def test_a_check_under_load_while_partitions_move_finds_nothing():
                 load.stop = True
         assert min(load.turns for load in loads) > 1
         await look()
-        await moving.check_anew()
+        await moving.check_with_new_client()
 
     run(main, shards=2)
 

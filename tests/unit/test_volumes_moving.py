@@ -27,7 +27,7 @@ async def all_away(moving: Moving) -> int:
     """Everything goes to a new shard."""
     first = next(iter(moving.pool.metas))
     new = await moving.add()
-    await moving.wish(first, "remove")
+    await moving.request(first, "remove")
     await moving.settled()
     return new
 
@@ -84,7 +84,7 @@ def test_writers_never_pass_the_quota_of_a_volume_that_moves_to_and_fro():
 
         async def to_and_fro() -> None:
             for wish in ("remove", "share", "remove"):
-                await moving.wish(1, wish)
+                await moving.request(1, wish)
                 await moving.settled()
                 seen.add(holder(moving, made.inode))
                 await asyncio.sleep(1)  # in which some is promised again, but the time for it is not over
