@@ -265,7 +265,9 @@ def test_readers_pass_a_waiting_writer_after_one_second():
     ticket = d.lock("c", SHARED)
     assert ticket is not True
     assert d.lock("d", SHARED, wait=False) is True, "a request that does not wait ignores waiters"
-    assert d.lock("a", SHARED, start=5, end=9) is True, "an owner with a lock on the file is not held up either"
+    assert d.lock("a", SHARED, start=5, end=9) is True, (
+        "an owner with a lock on the file is not held up either"
+    )
     d.clock.advance(FAIR_S)
     d.table.tick()
     assert d.turns == ["c"] and d.lock("c", SHARED, ticket=ticket) is True

@@ -432,9 +432,7 @@ async def test_punch_hole_reaches_its_targets_and_keeps_the_size(shard, client):
 
 
 @scenario
-async def test_size_reports_older_than_a_truncation_are_refused(
-    shard, client
-):
+async def test_size_reports_older_than_a_truncation_are_refused(shard, client):
     inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
     await client.allocate(inode, 0, 4096, punch=True)
     assert (await client.report(inode, 5000, cut=0)).size == 5000
@@ -925,9 +923,7 @@ async def test_create_replayed_after_a_restart_keeps_the_file_open(shard, client
 
 
 @scenario
-async def test_grace_period_after_restart_survives_a_stall(
-    shard, client
-):
+async def test_grace_period_after_restart_survives_a_stall(shard, client):
     inode = (await client.file(ROOT, b"f", open=True, rights=3)).inode
     await client.unlink(ROOT, b"f")
     await shard.stop()
@@ -1001,9 +997,7 @@ async def test_resumed_session_keeps_reported_and_replayable_opens(shard, client
 
 
 @scenario
-async def test_opens_without_a_replay_are_released_after_a_kill(
-    shard, client
-):
+async def test_opens_without_a_replay_are_released_after_a_kill(shard, client):
     def opens():
         return shard.service._sessions.get(client.session).opens
 

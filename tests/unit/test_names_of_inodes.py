@@ -292,9 +292,7 @@ def test_paths_are_shown_on_one_line():
 # -- log messages ---------------------------------------------------------------------------------------------------
 
 
-def test_client_log_names_inode_chunk_target_and_path(
-    caplog, monkeypatch
-):
+def test_client_log_names_inode_chunk_target_and_path(caplog, monkeypatch):
     monkeypatch.setattr(reverse_paths, "PAUSE_S", 0.01)
 
     def spoil(payload):
@@ -320,8 +318,9 @@ def test_client_log_names_inode_chunk_target_and_path(
             with pytest.raises(errors.ChecksumMismatch):
                 await vfs.read(handle, 0, 4096)
             (message,) = caplog.messages
-            assert f"no good bytes of inode {attr.inode}, chunk 0, offset 0" in message and message.startswith(
-                "target "
+            assert (
+                f"no good bytes of inode {attr.inode}, chunk 0, offset 0" in message
+                and message.startswith("target ")
             )
             await asyncio.wait_for(vfs.paths._telling, 120)
             assert caplog.messages[1:] == [f"inode {attr.inode}, of which bytes are damaged, is /d\\n/file"]

@@ -234,7 +234,9 @@ def test_check_formats_skips_standby_that_is_not_made(tmp_path):
         shards=(Shard(id=1, node=2, endpoints=("stream://10.0.0.2:1",), standbys=(planned,)),),
     )
     directory.poolmap.write_bytes(encode_map(pool_map))
-    check_formats(directory)  # a standby will be created beside the store, whose format is not that of a shard
+    check_formats(
+        directory
+    )  # a standby will be created beside the store, whose format is not that of a shard
     made = replace(planned, endpoints=("stream://10.0.0.1:1",))
     directory.poolmap.write_bytes(
         encode_map(replace(pool_map, shards=(replace(pool_map.shards[0], standbys=(made,)),)))

@@ -151,9 +151,7 @@ async def test_memory_of_a_peer_that_died_in_a_write_is_not_reused(way, tmp_path
 
 @pytest.mark.parametrize("way", WAYS)
 @on_a_loop
-async def test_late_write_of_an_abandoned_connection_is_harmless(
-    way, tmp_path, monkeypatch
-):
+async def test_late_write_of_an_abandoned_connection_is_harmless(way, tmp_path, monkeypatch):
     """The peer stops in the middle of a write; the client gives up and reuses memory with another peer; then the first peer
     continues."""
     monkeypatch.setattr(rdma, "QUARANTINE_S", 0.2)
@@ -162,7 +160,9 @@ async def test_late_write_of_an_abandoned_connection_is_harmless(
         await peer.stopped()
         (place,) = peer.connection._places.values()
         await refused(DeadlineExceeded, asked)
-        assert list(peer.connection._places.values()) == [place], "the buffer is not kept until the store replies"
+        assert list(peer.connection._places.values()) == [place], (
+            "the buffer is not kept until the store replies"
+        )
         other = peer.connection._rooms.take(8 * MIB)
         assert (other.key, other.offset) != (place.key, place.offset)
         del other, place
@@ -185,9 +185,7 @@ def _made(path):
 
 @pytest.mark.parametrize("way", WAYS)
 @on_a_loop
-async def test_buffer_is_reused_after_the_store_replies(
-    way, tmp_path
-):
+async def test_buffer_is_reused_after_the_store_replies(way, tmp_path):
     kept = RecordingHandler()
     transport, endpoint, handler = pair(way, tmp_path, kept)
     listener = await transport.listen(endpoint, SERVER, handler)
@@ -210,9 +208,7 @@ async def test_buffer_is_reused_after_the_store_replies(
 
 @pytest.mark.parametrize("way", WAYS)
 @on_a_loop
-async def test_request_with_a_revoked_key_is_unavailable(
-    way, tmp_path
-):
+async def test_request_with_a_revoked_key_is_unavailable(way, tmp_path):
     kept = RecordingHandler()
     transport, endpoint, handler = pair(way, tmp_path, kept)
     listener = await transport.listen(endpoint, SERVER, handler)
@@ -272,9 +268,7 @@ async def test_buffers_of_a_client_that_revokes_or_leaves_are_unused(tmp_path):
 
 @pytest.mark.parametrize("way", WAYS)
 @on_a_loop
-async def test_lost_completion_ends_the_connection(
-    way, tmp_path, monkeypatch
-):
+async def test_lost_completion_ends_the_connection(way, tmp_path, monkeypatch):
     monkeypatch.setattr(rdma, "QUARANTINE_S", 0.2)
     monkeypatch.setattr(rdma.RdmaServed, "_written", lambda *_: None)
     transport, endpoint, handler = pair(way, tmp_path, lambda call: call.reply(b"", [b"z" * MIB]))

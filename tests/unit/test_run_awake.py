@@ -80,9 +80,7 @@ def test_rare_requests_change_no_kernel_setting(device, tmp_path):
         ("always", AUTO_PROCESSORS_MAX + 1, [0]),
     ],
 )
-def test_guest_limits_depend_on_its_processor_count(
-    device, tmp_path, wanted, processors, asked
-):
+def test_guest_limits_depend_on_its_processor_count(device, tmp_path, wanted, processors, asked):
     (tmp_path / "driver").write_text("haltpoll\n")
 
     async def work():

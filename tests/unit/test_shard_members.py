@@ -291,9 +291,7 @@ async def test_leases_of_an_ended_leadership_are_not_waited_for():
     await bench.keeper.run_once()
     assert bench.shard.member == 1
     bench = Bench("up")
-    bench.reign = Reign(
-        bench, bounded=True, gone=2
-    )  # the primary is on another node, and has time to report
+    bench.reign = Reign(bench, bounded=True, gone=2)  # the primary is on another node, and has time to report
     await bench.keeper.run_once()
     bench.clock.advance(HEARD_S - 0.1)
     await bench.keeper.run_once()

@@ -78,7 +78,9 @@ async def test_extent_query_is_repeated_when_all_were_silent(monkeypatch):
         )
         pool.let_go(second)
         assert await copying == len(content)
-        assert len(pool.held[first]) == pool.asked[first, Method.DATA_EXTENTS]  # the first target never replied
+        assert (
+            len(pool.held[first]) == pool.asked[first, Method.DATA_EXTENTS]
+        )  # the first target never replied
         await vfs.flush(copy)
         assert await content_of(vfs, copy) == content
 

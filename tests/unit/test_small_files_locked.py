@@ -22,7 +22,10 @@ def test_lock_discards_leases_and_content_from_before_it():
                 and case.one.read_now(handle, 0, 100) is not None
             )
             locker = await case.other.open(inode, os.O_RDWR, ME)
-            for content in (b"b" * 100, b"c" * 50):  # written and truncated, and the writer keeps the file open
+            for content in (
+                b"b" * 100,
+                b"c" * 50,
+            ):  # written and truncated, and the writer keeps the file open
                 assert case.one.reader.content(handle.file) is not None
                 await case.other.setlk(locker, 1, 0, LAST_BYTE, EXCLUSIVE, wait=True)
                 await case.other.setattr(inode, size=len(content), caller=ME, handle=locker)

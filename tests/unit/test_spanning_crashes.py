@@ -281,9 +281,7 @@ CASES = [Mkdir, Rmdir, RenameFile, RenameDirectory, Link, Unlink]
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_change_is_atomic_when_a_shard_is_killed(
-    case: Callable[[Names], Crash], shard: int
-):
+def test_change_is_atomic_when_a_shard_is_killed(case: Callable[[Names], Crash], shard: int):
     async def main() -> int:
         died = 0
         for where in STEPS:
@@ -298,9 +296,7 @@ def test_change_is_atomic_when_a_shard_is_killed(
 
 @pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("case", [Mkdir, RenameFile, RenameDirectory], ids=lambda case: case.__name__)
-def test_change_is_atomic_when_a_shard_loses_power(
-    case: Callable[[Names], Crash], shard: int
-):
+def test_change_is_atomic_when_a_shard_loses_power(case: Callable[[Names], Crash], shard: int):
     async def main() -> None:
         for where in STEPS:
             for number in range(1, STEPS_MAX):

@@ -471,9 +471,7 @@ async def test_listener_uses_the_fast_path_first(bench):
     for block, reply in zip(blocks, replies, strict=True):
         expected = bench.ordinary.ask(bench.frame(block))
         assert expected.endswith(bytes(reply.message) + bytes(reply.payload)), block
-    assert message(HOLE) in asked and len(asked) < len(blocks), (
-        "reads behind the hole may be left with it"
-    )
+    assert message(HOLE) in asked and len(asked) < len(blocks), "reads behind the hole may be left with it"
     await connection.close()
     await listener.close()
 

@@ -192,7 +192,9 @@ async def test_scrub_with_repair_corrects_the_free_map(store):
         and found[1].startswith("43 blocks from")
     )
     await is_sound(store)
-    assert store.status()["used_bytes"] == used and store.allocator.held_blocks == 0, "flushed blocks are free"
+    assert store.status()["used_bytes"] == used and store.allocator.held_blocks == 0, (
+        "flushed blocks are free"
+    )
     assert await content(store, 2, 0, 20_000) == some_bytes(20_000, 2)
     await store.remove([1, 2, 3])
     await store.flush()

@@ -68,9 +68,7 @@ def test_direct_write_accepts_any_buffer_alignment(tmp_path):
     with_device(tmp_path, work)
 
 
-def test_direct_write_falls_back_to_the_cache_with_one_warning(
-    tmp_path, caplog
-):
+def test_direct_write_falls_back_to_the_cache_with_one_warning(tmp_path, caplog):
     async def work(device):
         content = os.urandom(DIRECT_WRITE_BYTES)
         await device.write_direct(

@@ -171,6 +171,8 @@ def test_repeated_reads_cause_no_kernel_read_ahead(tmp_path):
         for _ in range(2):
             await place.read([0], [MIB])
             await place.read([MIB], [MIB])
-        assert place.cached() == 512, "otherwise the next block would be cached, and its read would cache the one after it"
+        assert place.cached() == 512, (
+            "otherwise the next block would be cached, and its read would cache the one after it"
+        )
 
     at_place(work, tmp_path / "data")

@@ -216,9 +216,7 @@ async def test_flush_after_a_failed_sync_makes_data_durable(one):
     one.device.fail_syncs.append(errno.EIO)
     with pytest.raises(Fenced):
         await one.store.flush()
-    store = await one.die(
-        power=False
-    )  # the process ends and restarts; its client repeats the flush
+    store = await one.die(power=False)  # the process ends and restarts; its client repeats the flush
     await store.flush()
     store = await one.die()
     assert await content(store, 1, 0, 2 * BLOCK) == some_bytes(BLOCK) + some_bytes(BLOCK, 2)

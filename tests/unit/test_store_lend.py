@@ -405,9 +405,7 @@ async def test_holes_and_copies_update_the_table_before_the_change(one):
     del store.kv.apply
     await store.flush()
     gone = [places - one.places(1, index) for index, places in enumerate(old)]
-    assert all(gone) and not set.union(*gone) & one.free(), (
-        "they may be read until their leases have ended"
-    )
+    assert all(gone) and not set.union(*gone) & one.free(), "they may be read until their leases have ended"
     one.clock.advance(LEND_S + 1)
     await store.flush()
     await store.tend()

@@ -68,7 +68,9 @@ class One:
     def ask(self, frame, in_work=None):
         if self.at_once:
             out = []
-            taken = self.service.at_once.answer(bytearray(frame), len(frame), in_work or {}, self.counters, out)
+            taken = self.service.at_once.answer(
+                bytearray(frame), len(frame), in_work or {}, self.counters, out
+            )
             if taken:
                 assert taken == len(frame)
                 self.taken += 1
@@ -321,9 +323,9 @@ def test_incomplete_or_changed_frame_is_left(tmp_path):
             no_time = frame(one.clock, deadline_ms=0)
             assert one.service.at_once.answer(bytearray(no_time), len(no_time), {}, one.counters, []) == 0
             assert not one.store.write_count
-            assert one.service.at_once.answer(bytearray(whole), len(whole), {8: None}, one.counters, []) == len(
-                whole
-            )
+            assert one.service.at_once.answer(
+                bytearray(whole), len(whole), {8: None}, one.counters, []
+            ) == len(whole)
 
     asyncio.run(scene())
 
@@ -536,9 +538,7 @@ def test_drive_error_is_reported_by_the_slow_path(tmp_path):
             write, one.store.device.fd = one.store.device.fd, os.open(one.store.device.path, os.O_RDONLY)
             one.store.kv.on_apply = None
             one.service.at_once.writes = None
-            fast_first_writes.answer_new_writes(
-                one.service, SECRET
-            )  # with the read-only descriptor
+            fast_first_writes.answer_new_writes(one.service, SECRET)  # with the read-only descriptor
             code = int.from_bytes(one.said()[32 + 11 : 32 + 13], "little")
             assert code == DriveFailed.wire_code and not one.taken
             os.close(one.store.device.fd)

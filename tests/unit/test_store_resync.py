@@ -401,7 +401,9 @@ class Load:
         named = {"version": new, "cut": self.cuts[inode], "request": RequestId(1, index, self.done)}
         self.pending.add((inode, index))
         try:
-            with contextlib.suppress(errors.NvpoolError, KeyError):  # the target is dead, and no member any more
+            with contextlib.suppress(
+                errors.NvpoolError, KeyError
+            ):  # the target is dead, and no member any more
                 joiner, resync = self.one.stores[JOINER], self.one.resync()
                 while joiner.state(inode, index).version != base:
                     await resync.pull(1, inode, index)

@@ -177,9 +177,7 @@ def test_unreasonable_limit_is_refused(tmp_path, monkeypatch):
     scenario(tmp_path / "pool", monkeypatch, run)
 
 
-def test_request_without_file_descriptors_is_refused(
-    tmp_path, monkeypatch
-):
+def test_request_without_file_descriptors_is_refused(tmp_path, monkeypatch):
     async def run(supervisor, stop, failed, directory, running):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         one = os.open("/", os.O_RDONLY)
@@ -264,9 +262,7 @@ def test_stop_ends_processes_and_failure_keeps_them(tmp_path, monkeypatch):
     scenario(tmp_path, monkeypatch, run)
 
 
-def test_started_target_gets_new_chain_epochs(
-    tmp_path, monkeypatch
-):
+def test_started_target_gets_new_chain_epochs(tmp_path, monkeypatch):
     async def run(supervisor, stop, failed, directory, running):
         started = supervisor._coordinator.pool_map
         assert {chain.epoch for table in started.tables for chain in table.chains} == {2}
@@ -339,9 +335,7 @@ def test_status_names_files_with_bad_blocks(tmp_path, monkeypatch):
             ]
             store = next(process for process in seen["processes"] if process.get("target") == 1)
             assert [bad["path"] for bad in store["bad_blocks"]] == [os.fsdecode(b"/a\xff"), "", None]
-        assert looked == [([5, 6, 7], True)], (
-            "status queries of every second make no work for the shard"
-        )
+        assert looked == [([5, 6, 7], True)], "status queries of every second make no work for the shard"
 
     scenario(tmp_path, monkeypatch, run)
 

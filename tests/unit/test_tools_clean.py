@@ -99,9 +99,7 @@ import os; print(os.listdir({str(at)!r}))
     assert (checkout / ".quickstart" / "targets" / "1" / "data").exists() and (other / "precious").exists()
 
 
-def test_removal_does_not_cross_file_systems(
-    checkout, monkeypatch
-):
+def test_removal_does_not_cross_file_systems(checkout, monkeypatch):
     monkeypatch.setattr(clean, "mounts_below", lambda path: [])
     real = os.fstat
     inner = (checkout / ".quickstart" / "targets").stat().st_ino

@@ -225,7 +225,9 @@ def bring_in(root, source, destination=b"/a/b", **more):
 def take_out(root, destination, source=b"/a/b"):
     counts = TransferProgress()
     asyncio.run(
-        export_tree(DirectoryVfs(root), source, destination, tally=counts, options=TransferOptions(parallel=4))
+        export_tree(
+            DirectoryVfs(root), source, destination, tally=counts, options=TransferOptions(parallel=4)
+        )
     )
     return counts
 

@@ -264,7 +264,9 @@ def test_report_of_an_older_epoch_is_ignored():
     pool_map = the_chain(5, (1, 2), (3,), (1, 2, 3))
     assert transitions.joined(pool_map, 3, [(3, 0, 4)]) is pool_map
     assert first(transitions.joined(pool_map, 3, [(3, 0, 5)])) == Chain(6, (1, 2, 3))
-    assert transitions.joined(pool_map, 2, [(3, 0, 5)]) is pool_map, "a target that is not joining cannot have joined"
+    assert transitions.joined(pool_map, 2, [(3, 0, 5)]) is pool_map, (
+        "a target that is not joining cannot have joined"
+    )
 
 
 def test_replaced_target_is_not_readable_while_it_leaves():

@@ -187,7 +187,9 @@ async def test_dump_and_load_keep_volumes(shard):
     await client.file(root, b"gone", open=True, rights=2)
     await client.unlink(root, b"gone")
     await volume_request(client, root, "ATTACH", holder="docker/ä")
-    before = await volume_request(client, root, "GRANT", grant=pb.VolumeGrant(client="client/a.11111111", write=True))
+    before = await volume_request(
+        client, root, "GRANT", grant=pb.VolumeGrant(client="client/a.11111111", write=True)
+    )
     lines = await dump_all(client)
     kept = stored(shard.kv)
     assert {"volume", "use", "attached"} <= {json.loads(line)["type"] for line in lines.splitlines()[1:]}
@@ -261,7 +263,10 @@ async def test_removed_files_stay_in_the_trash_and_are_restored(shard):
     assert not (await trash(client, root)).entries and await client.fsck() == []
     await client.ask("RELEASE", pb.ReleaseRequest(session=client.session, inodes=file.to_bytes(8, "little")))
     state = await volume_request(client, root, "SHOW")
-    assert (state.files_used, state.bytes_used) == (2, 0)  # the directory, and the file that took the second name
+    assert (state.files_used, state.bytes_used) == (
+        2,
+        0,
+    )  # the directory, and the file that took the second name
     await service.purge_more()
     assert not service._view.trashes
 

@@ -99,7 +99,9 @@ def test_client_without_a_right_does_not_see_the_volume():
             assert await asked(meta, GRANTED, wire.META_LOOKUP, look(GRANTED)) == "done"
             for member, expected in ((UNGRANTED, []), (GRANTED, [b"f"]), (NODE, [b"f"])):
                 assert (
-                    await reported_names(meta, member, made.inode, (await fs.stat("/volumes/secret/f")).st_ino)
+                    await reported_names(
+                        meta, member, made.inode, (await fs.stat("/volumes/secret/f")).st_ino
+                    )
                     == expected
                 )
             inodes = [made.inode, (await fs.stat("/volumes/secret/f")).st_ino]

@@ -87,7 +87,9 @@ def test_writers_stay_within_the_quota_of_a_migrating_volume():
                 await moving.request(1, wish)
                 await moving.settled()
                 seen.add(holder(moving, made.inode))
-                await asyncio.sleep(1)  # some bytes are reserved again meanwhile, but the reservation has not expired
+                await asyncio.sleep(
+                    1
+                )  # some bytes are reserved again meanwhile, but the reservation has not expired
 
         await asyncio.gather(to_and_fro(), *(fill(number, fs) for number, fs in enumerate(systems)))
         assert seen >= {2}

@@ -31,7 +31,9 @@ async def make(vfs, parent: int, name: bytes) -> None:
 async def known(case, count: int = 40) -> tuple[int, list[bytes]]:
     """A directory of another client in which this client has created names until it knows all of them."""
     there, names = await filled(case.other, count)
-    await case.one.getattr(there)  # with a lease: an inode that several clients change gets no lease for a while
+    await case.one.getattr(
+        there
+    )  # with a lease: an inode that several clients change gets no lease for a while
     for number in range(complete_dirs.MADE_MIN):
         await make(case.one, there, b"first %d" % number)
     await settled(case.one)

@@ -501,7 +501,9 @@ def test_shard_with_an_older_map_does_not_remove_the_directory():
         async with LocalPool(shards=2, tells_map=True) as pool:
             vfs = (await pool.client("first", OPTIONS)).vfs
             decides, wide, number = vfs.meta.shard_of(ROOT_INODE), 0, 0
-            while not wide or vfs.meta.shard_of(wide) != decides:  # it stays there: a deaf shard migrates no partitions
+            while (
+                not wide or vfs.meta.shard_of(wide) != decides
+            ):  # it stays there: a deaf shard migrates no partitions
                 number += 1
                 removed = b"wide-%d" % number
                 wide = (await vfs.mkdir(ROOT_INODE, removed, 0o755, ME, wide=True)).inode

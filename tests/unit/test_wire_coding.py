@@ -353,9 +353,7 @@ def test_read_reply_matches_protobuf(epoch, results, checksums):
     numbers64,
     small_or_32,
 )
-def test_write_request_matches_protobuf(
-    epoch, target, grant, writes, checksums, session, slot
-):
+def test_write_request_matches_protobuf(epoch, target, grant, writes, checksums, session, slot):
     raw = data_codec.encode_write_request(epoch, target, grant, writes, checksums, session, slot)
     request = data_pb2.WriteRequest(
         map_epoch=epoch,

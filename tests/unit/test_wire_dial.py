@@ -89,9 +89,7 @@ def test_best_reachable_transport_is_used(tmp_path):
     "certified, user, scheme",
     [(True, 4711, "stream"), (True, None, "stream+unix"), (False, 4711, "stream+unix")],
 )
-def test_certified_client_uses_no_unix_socket_of_other_users(
-    tmp_path, monkeypatch, certified, user, scheme
-):
+def test_certified_client_uses_no_unix_socket_of_other_users(tmp_path, monkeypatch, certified, user, scheme):
     """On the socket, the caller would be the user of its process, not the client of its certificate."""
 
     async def check():

@@ -279,7 +279,9 @@ def test_chain_is_intact_while_its_last_target_loses_nothing():
     now = pool.pool_map
     for target in (1, 2):
         now = vouched(now, target, 7)
-    assert all(chain.intact == 0 for table in now.tables for chain in table.chains), "no target was there before"
+    assert all(chain.intact == 0 for table in now.tables for chain in table.chains), (
+        "no target was there before"
+    )
     assert vouched(now, 1, 7) is now is vouched(now, 3, 7)
     for target in (1, 2):
         now = vouched(restarted(now, target), target, 8)
