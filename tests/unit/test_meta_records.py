@@ -191,11 +191,11 @@ def golden_partitions() -> dict:
     }
 
 
-def test_keys_and_records_are_those_of_the_golden_file():
+def test_keys_and_records_match_the_golden_file():
     assert golden_values() == json.loads((GOLDEN / "meta_records.json").read_text())
 
 
-def test_partitions_and_name_hashes_are_those_of_the_golden_file():
+def test_partitions_and_name_hashes_match_the_golden_file():
     assert golden_partitions() == json.loads((GOLDEN / "partition.json").read_text())
 
 
@@ -207,7 +207,7 @@ def test_older_record_with_equal_owner_and_group_is_read():
 
 
 @pytest.mark.parametrize("name", INODES)
-def test_an_inode_comes_back_from_its_record(name):
+def test_inode_round_trips(name):
     inode = INODES[name]
     assert records.decode_inode(inode.number, records.encode_inode(inode)) == inode
 
@@ -242,12 +242,12 @@ u64, s64 = st.integers(0, 2**64 - 1), st.integers(-(2**63), 2**63 - 1)
         s64,
     )
 )
-def test_every_inode_comes_back_from_its_record(inode):
+def test_random_inode_round_trips(inode):
     assert records.decode_inode(inode.number, records.encode_inode(inode)) == inode
 
 
 @given(st.builds(records.Intent, u64, u64, st.integers(0, 255), st.integers(0, 255), u64))
-def test_every_intent_comes_back_from_its_record(intent):
+def test_random_intent_round_trips(intent):
     assert records.decode_intent(records.encode_intent(intent)) == intent
 
 
@@ -280,7 +280,7 @@ def test_invalid_record_bytes_are_reported_as_corrupt(raw):
     st.integers(0, 4095),
     st.sampled_from(sorted(records.KINDS)),
 )
-def test_a_dentry_names_the_inode_it_was_made_for(owner, counter, home, kind):
+def test_dentry_names_its_inode(owner, counter, home, kind):
     inode = inode_number(owner, counter)
     assert records.decode_dentry(home, records.encode_dentry(home, inode, kind)) == (inode, kind)
 

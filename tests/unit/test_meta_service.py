@@ -87,7 +87,7 @@ def scenario(function):
 
 
 @scenario
-async def test_a_new_shard_has_an_empty_root(shard, client):
+async def test_new_shard_has_an_empty_root(shard, client):
     root = (await client.getattr(ROOT)).attr
     assert stat.S_ISDIR(root.mode) and root.links == 2 and root.size == 0
     assert await client.names(ROOT) == set()
@@ -186,7 +186,7 @@ async def test_invalid_names_are_refused_and_255_bytes_accepted(shard, client):
 
 
 @scenario
-async def test_a_directory_counts_its_entries_and_subdirectories(shard, client):
+async def test_directory_counts_its_entries_and_subdirectories(shard, client):
     made = await client.mkdir(ROOT, b"d")
     for name in (b"x", b"y"):
         await client.mkdir(made.inode, name)
@@ -320,7 +320,7 @@ async def test_rename_moves_replaces_exchanges_and_refuses(shard, client):
 
 
 @scenario
-async def test_a_directory_never_moves_below_itself(shard, client):
+async def test_directory_never_moves_below_itself(shard, client):
     a = await client.mkdir(ROOT, b"a")
     b = await client.mkdir(a.inode, b"b")
     c = await client.mkdir(b.inode, b"c")
@@ -347,7 +347,7 @@ async def test_rename_between_names_of_one_inode_is_a_no_op(shard, client):
 
 
 @scenario
-async def test_times_never_run_backwards_though_the_clock_does(shard, client):
+async def test_times_never_run_backwards_with_the_clock(shard, client):
     made = await client.file(ROOT, b"a")
     shard.clock.now_s -= 500
     later = (await client.setattr(made.inode, 1, mode=0o600)).attr
@@ -391,7 +391,7 @@ async def test_unwritten_file_is_truncated_without_target_requests(shard, client
 
 
 @scenario
-async def test_two_truncations_of_one_file_follow_one_another(shard, client):
+async def test_concurrent_truncations_of_a_file_are_serialized(shard, client):
     inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
     await client.report(inode, 1000)
     shard.stores.away = {"inproc://1"}
@@ -570,7 +570,7 @@ async def test_truncation_reports_an_exceeded_deadline(shard, client):
 
 
 @scenario
-async def test_appends_of_many_writers_never_overlap(shard, client):
+async def test_appends_of_concurrent_writers_never_overlap(shard, client):
     inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
     places = []
     for length in (10, 4096, 1, 77):
@@ -592,7 +592,7 @@ async def test_appends_of_many_writers_never_overlap(shard, client):
 
 
 @scenario
-async def test_extended_attributes_come_back_and_keep_their_rules(shard, client):
+async def test_extended_attributes_round_trip_and_obey_their_rules(shard, client):
     inode = (await client.file(ROOT, b"a")).inode
 
     async def put(name, value, flags=0):
@@ -1120,7 +1120,7 @@ async def test_inode_numbers_are_unique_across_power_losses(shard, client):
 
 
 @scenario
-async def test_a_report_with_sync_is_answered_when_it_is_durable(shard, client):
+async def test_report_with_sync_is_answered_when_it_is_durable(shard, client):
     inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
     assert shard.kv.synced_sequence < shard.kv.sequence
     await client.report(inode, 10, sync=True)
@@ -1131,7 +1131,7 @@ async def test_a_report_with_sync_is_answered_when_it_is_durable(shard, client):
 
 
 @scenario
-async def test_an_engine_that_fences_itself_ends_the_service(shard, client):
+async def test_engine_that_fences_itself_ends_the_service(shard, client):
     shard.kv.fail_next_sync()
     with pytest.raises(errors.Fenced):
         await client.ask("SYNC", pb.SyncRequest(session=client.session))
@@ -1146,7 +1146,7 @@ async def test_an_engine_that_fences_itself_ends_the_service(shard, client):
 
 
 @scenario
-async def test_changes_wait_while_the_engine_is_full_and_are_made_once(shard, client):
+async def test_changes_wait_for_a_full_engine_and_are_applied_once(shard, client):
     room = asyncio.Event()
     shard.kv.full, shard.kv.room = True, room.wait
     calls = [

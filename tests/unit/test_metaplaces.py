@@ -90,7 +90,7 @@ def test_standby_moves_to_a_second_node_with_a_serving_drive():
     assert where(after_all_steps(there)) == [(1, 0), (2, 3)]
 
 
-def test_an_old_standby_goes_only_when_the_new_one_is_up():
+def test_old_standby_is_removed_only_when_the_new_one_is_up():
     there = a_map(2, 1, standbys=(standby(1, 1, 2), standby(2, 2, 3, "syncing")), wanted=1)
     assert shard_placement.next_step(there) is there
     up = shard_members.standby_up(there, 1, 2, 1, 1)
@@ -118,14 +118,14 @@ def test_drained_node_loses_its_primary_and_standbys():
     assert where(alone) == [(2, 2)]
 
 
-def test_a_standby_on_a_drained_or_lost_drive_moves():
+def test_standby_on_a_drained_or_lost_drive_moves():
     there = a_map(1, 2, standbys=(standby(1, 2, 2),))
     for wish in ("drain", "remove", "lost"):
         targets = tuple(replace(one, wish=wish) if one.id == 2 else one for one in there.targets)
         assert where(after_all_steps(replace(there, targets=targets))) == [(1, 0), (2, 3)]
 
 
-def test_a_stuck_standby_is_replaced_on_another_drive():
+def test_stuck_standby_is_replaced_on_another_drive():
     there = a_map(1, 1, 1, standbys=(standby(1, 2, 2, "syncing"),))
     assert shard_placement.next_step(there) is there, "it may be on its way"
     added = shard_placement.next_step(there, stuck={(1, 1)})

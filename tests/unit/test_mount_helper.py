@@ -40,7 +40,7 @@ def test_sources(source, pool, subtree):
     assert (found.source, found.pool, found.subtree) == (source, pool, subtree)
 
 
-def test_a_directory_with_a_colon_is_a_pool(tmp_path):
+def test_directory_with_a_colon_is_a_pool(tmp_path):
     place = tmp_path / "a:" / "b"
     place.mkdir(parents=True)
     assert parsed(str(place))[2:4] == (str(place), "/")
@@ -157,7 +157,7 @@ def test_flags_match_those_of_a_mount():
     assert mount_nvpool.PASSED_VALUES == attach._VALUES
 
 
-def test_commas_in_quotes_stay_up_to_the_mount():
+def test_quoted_commas_are_kept_in_options():
     context = 'context="system_u:object_r:x:s0:c1,ro,c2"'
     found = parsed("h:/x", "noexec", context)
     words = parse_words(["/pool", "/mnt/none-here", *found.words])
@@ -204,7 +204,7 @@ def test_single_letter_options_of_mount_8():
     assert main(["h:/x"]) == 1
 
 
-def test_a_fake_mount_checks_and_does_nothing(tmp_path, capsys):
+def test_fake_mount_only_checks_its_arguments(tmp_path, capsys):
     assert main(["host:/x", str(tmp_path), "-f"]) == 0
     assert main([f"{tmp_path}/none:/x", str(tmp_path), "-f"]) == 32
     assert "none" in capsys.readouterr().err

@@ -18,7 +18,7 @@ SESSION = session_records.SessionRecord(
 OWNED = SESSION._replace(owner="client/alice.0a1b2c3d")
 
 
-def test_records_have_their_golden_bytes():
+def test_records_match_the_golden_bytes():
     made = {
         "coming key": migration_records.coming_key(3),
         "coming": migration_records.encode_coming(COMING),

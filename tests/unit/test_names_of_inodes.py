@@ -131,7 +131,7 @@ async def test_file_without_a_name_is_reported(client):
 
 
 @shard
-async def test_a_step_is_bounded_in_entries_and_in_partitions(client):
+async def test_search_step_is_bounded_in_entries_and_partitions(client):
     inode = (await client.file(ROOT, b"last")).inode
     for number in range(300):
         await client.file(ROOT, b"%d" % number)

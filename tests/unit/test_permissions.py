@@ -73,7 +73,7 @@ def listed(owner, group, other, mask, *named):
         (listed(7, 7, 5, 7), OTHERS, "rx"),
     ],
 )
-def test_access_list_decides_as_acl_5_says(access, who, rights):
+def test_access_list_decides_as_acl_5_defines(access, who, rights):
     inode = file(acl.mode_of(access))
     assert allowed(inode, who, access) == rights
 
@@ -142,7 +142,7 @@ def test_mode_of_new_inodes_made_by_users(kind, asked, parent, kept):
 
 
 @pytest.mark.parametrize("kind", [stat.S_IFCHR, stat.S_IFBLK])
-def test_device_nodes_are_made_by_root_alone(kind):
+def test_only_root_creates_device_nodes(kind):
     with pytest.raises(NotPermitted):
         permissions.mode_at_birth(file(0o777, kind=stat.S_IFDIR), kind | 0o600, US)
 

@@ -194,7 +194,7 @@ def test_copies_are_spread_over_racks_then_nodes_then_drives():
     assert all(len(set(chain.goal or chain.targets)) == 3 for chain in lone.table_by_id[3].chains)
 
 
-def test_a_second_node_gets_a_copy_of_every_chain():
+def test_second_node_gets_a_copy_of_every_chain():
     nodes = (Node(1, "a", "", ()), Node(2, "b", "", ()))
     pool_map = with_target(with_target(replace(a_pool((4, 4), 2), nodes=nodes), 4, 2), 4, 2)
     node_of = {t.id: t.node for t in pool_map.targets}
@@ -202,7 +202,7 @@ def test_a_second_node_gets_a_copy_of_every_chain():
         assert len({node_of[t] for t in chain.goal or chain.targets}) == 2
 
 
-def test_too_few_targets_or_too_little_room_is_refused():
+def test_too_few_targets_or_too_little_space_is_refused():
     pool_map = a_pool((4, 4), 2)
     with pytest.raises(InvalidRequest, match="need as many targets"):
         with_goals(wished(pool_map, 1, "drain"))
@@ -240,7 +240,7 @@ def test_cancelled_drain_leaves_copies_in_place():
     assert sum(bool(c.joining) for table in back.tables for c in table.chains) <= 4
 
 
-def test_steps_are_bounded_and_chains_with_the_fewest_copies_come_first():
+def test_rebalance_steps_are_bounded_and_prefer_few_copies():
     pool_map = with_goals(with_target(reached(with_goals(a_pool((4, 4, 4), 3))), 4))
     one = pool_map.table_by_id[3].chains
     number = next(n for n, chain in enumerate(one) if 4 in chain.goal)

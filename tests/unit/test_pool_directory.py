@@ -43,7 +43,7 @@ def directory(tmp_path):
     return found
 
 
-def test_a_second_lock_is_refused_with_the_pid_of_the_first(directory):
+def test_second_lock_is_refused_with_the_pid_of_the_first(directory):
     lock = Flock.take(directory.lock, "the pool")
     with pytest.raises(InUse, match=f"the pool is in use by process {os.getpid()}"):
         Flock.take(directory.lock, "the pool")
@@ -52,7 +52,7 @@ def test_a_second_lock_is_refused_with_the_pid_of_the_first(directory):
     Flock.take(directory.lock, "the pool").release()
 
 
-def test_a_started_program_does_not_inherit_the_lock(directory):
+def test_started_program_does_not_inherit_the_lock(directory):
     lock = Flock.take(directory.lock, "the pool")
     sleeper = subprocess.Popen(
         [sys.executable, "-c", "print(1, flush=True); input()"],
@@ -99,7 +99,7 @@ def test_inherited_lock_is_never_free_in_between(directory):
     Flock.take(directory.lock, "the pool").release()
 
 
-def test_a_descriptor_of_another_file_is_not_taken_for_the_lock(directory, tmp_path):
+def test_descriptor_of_another_file_is_refused_as_the_lock(directory, tmp_path):
     with open(tmp_path / "other", "wb") as other:
         Flock.take(directory.lock, "the pool").release()
         with pytest.raises(InUse):
@@ -127,7 +127,7 @@ def test_process_identity_is_start_time_and_ends_with_it():
     assert identity_of(sleeper.pid) is None
 
 
-def test_the_host_has_one_name():
+def test_host_has_one_name():
     assert host_id() == host_id() and len(host_id()) == 16
 
 
@@ -152,7 +152,7 @@ def test_pool_of_this_version_is_accepted(directory):
     directory.check()
 
 
-def test_a_missing_directory_is_refused(tmp_path):
+def test_missing_directory_is_refused(tmp_path):
     with pytest.raises(NotFound, match="does not exist"):
         PoolDirectory(tmp_path / "nowhere").check()
 
@@ -170,7 +170,7 @@ def test_long_directory_name_uses_a_short_socket_path(tmp_path):
         made.rmdir()
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+def test_file_is_replaced_atomically(tmp_path):
     write_whole(tmp_path / "file", b"old")
     with pytest.raises(TypeError):
         write_whole(tmp_path / "file", None)
@@ -215,7 +215,7 @@ def test_invalid_names_are_refused(name):
     check_name("training-1")
 
 
-def test_check_formats_skips_standby_that_is_not_made(tmp_path):
+def test_check_formats_skips_a_missing_standby(tmp_path):
     directory = PoolDirectory(tmp_path / "pool")
     directory.path.mkdir()
     drive = tmp_path / "drive"

@@ -134,7 +134,7 @@ def test_protection_follows_no_links(directory, tmp_path):
     assert mode(tmp_path / "other") == mode(tmp_path / "linked") == 0o644
 
 
-def test_new_directory_can_be_passed_through_with_any_umask(tmp_path, old_umask):
+def test_new_directory_is_searchable_with_any_umask(tmp_path, old_umask):
     os.umask(0o077)
     make_passed_through(tmp_path / "above" / "run")
     assert mode(tmp_path / "above" / "run") == 0o751

@@ -77,7 +77,7 @@ def test_files_are_written_and_read_as_with_open(pool):
         file.read()
 
 
-def test_errors_are_those_that_python_programs_expect(pool):
+def test_errors_match_those_of_python(pool):
     top = pool.top
     with pytest.raises(FileNotFoundError) as found:
         pool.open(f"{top}/missing", "rb")
@@ -288,7 +288,7 @@ def _map_text(served) -> str:
     return encode_map(served.pool.pool_map).decode()
 
 
-def test_asyncio_programs_use_it_without_a_thread(served):
+def test_asyncio_programs_need_no_thread(served):
     async def main() -> None:
         async with await nvpool.connect_async(served.pool.pool_map) as pool:
             await pool.mkdir("/async")
@@ -311,7 +311,7 @@ def test_asyncio_programs_use_it_without_a_thread(served):
     asyncio.run(asyncio.wait_for(main(), 120))
 
 
-def test_a_closed_pool_refuses_further_calls(served):
+def test_closed_pool_refuses_further_calls(served):
     pool = nvpool.connect(served.pool.pool_map)
     pool.close()
     pool.close()

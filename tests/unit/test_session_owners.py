@@ -84,7 +84,7 @@ def requests_of(session: int, secret: bytes):
         yield method, kind(change=pb.Change(session=session, slot=9, sequence=1, uid=1000, gid=100))
 
 
-def test_messages_with_a_session_are_all_known():
+def test_table_covers_every_message_with_a_session():
     named = {method for method, right in RIGHTS.items() if "the session is the caller's own" in right.checks}
     assert named == (WITH_A_SESSION.keys() | CHANGES.keys()) - {wire.META_OPEN_SESSION}
 

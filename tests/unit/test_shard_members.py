@@ -162,7 +162,7 @@ async def test_standby_without_records_is_never_promoted():
 
 
 @in_a_loop
-async def test_the_only_standby_without_records_is_demoted():
+async def test_only_standby_without_records_is_demoted():
     bench = Bench("up")
     bench.records = {1: False}
     bench.keeper.member_ended(1, 0)

@@ -390,19 +390,19 @@ def test_removed_member_is_ignored(
 
     async def main(names: Names) -> None:
         await names.quiet()
-        pool_map, spanning = names.pool.pool_map, names.pool.metas[1]._spanning
-        peers, participating = spanning.coordinator._peers, spanning.participant
+        pool_map, transaction_service = names.pool.pool_map, names.pool.metas[1]._spanning
+        peers, participating = transaction_service.coordinator._peers, transaction_service.participant
         peers.use_map(replace(pool_map, shards=pool_map.shards[:2], shards_given=3))
         gone, new = SpanId(3, 7, 1), SpanId(9, 7, 1)
         for number, span in enumerate((gone, new)):
             key = records.inode_key(inode_number(partition_of(names.at[1]), 1000 + number))
             await participating.hold(pb.HoldRequest(id=id_message(span), order=1, keys=[key]))
         notified = SpanId(1, 7, 1)
-        spanning.coordinator._begin_telling(
+        transaction_service.coordinator._begin_telling(
             notified, Decision(NO_TURN, {3: [(records.inode_key(names.at[3]), None)]})
         )
         async with asyncio.timeout(20):
-            await spanning.coordinator.all_told()
+            await transaction_service.coordinator.all_told()
         await participating.run_once()
         assert gone not in participating._holds.by_span and new in participating._holds.by_span
         peers.use_map(replace(pool_map, shards_given=9))

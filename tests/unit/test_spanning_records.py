@@ -28,7 +28,7 @@ DECISION = Decision(TURN_HERE, {2: [(b"key", b"value"), (b"gone", None), (b"empt
 KEYS = st.binary(min_size=1, max_size=300)
 
 
-def test_records_have_their_golden_bytes():
+def test_records_match_the_golden_bytes():
     made = {
         "held key": held_key(SPAN),
         "decided key": decided_key(SPAN),

@@ -87,7 +87,7 @@ def scenario(function):
     return test
 
 
-def test_member_name_says_that_root_is_squashed():
+def test_member_name_shows_root_squashing():
     member = new_member("client", "gpu-1.lan", squash_root=True)
     check_member(member)
     assert (

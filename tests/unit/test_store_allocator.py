@@ -148,7 +148,7 @@ def test_free_of_an_unused_block_is_refused():
     give(allocator, kv, [(place, 2)])
 
 
-def test_a_write_journals_little_of_the_free_map():
+def test_write_journals_little_of_the_free_map():
     kv = MemoryKv()
     allocator = Allocator(kv, 100 * GROUP_BLOCKS, 0)
     total = 0

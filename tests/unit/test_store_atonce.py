@@ -108,7 +108,7 @@ class Bench:
         message = encode_read_request(epoch, target, [grant or self.grant], read, verify)
         return pack_head(REQUEST, method, number, deadline_ms, message, 0)
 
-    def at_once(self, frame, in_work=None):
+    def fast_reply(self, frame, in_work=None):
         """Reply on the fast path: the frames, and how many bytes of `frame` they took."""
         out = []
         taken = self.reads.answer(bytearray(frame), len(frame), in_work or {}, self.counters, out)
@@ -116,7 +116,7 @@ class Bench:
 
     def same(self, frame):
         """Whether the fast path answers it; then with the bytes of the slow path."""
-        taken, out = self.at_once(frame)
+        taken, out = self.fast_reply(frame)
         if not taken:
             assert not out
             return False
@@ -195,7 +195,7 @@ async def test_cached_whole_blocks_get_the_bytes_of_the_slow_path(
 @with_bench
 async def test_reply_is_the_golden_frame(bench):
     """Head and message byte by byte, as docs/internals/formats define them; the checksums come from the library."""
-    taken, [reply] = bench.at_once(bench.frame(1, number=0x01020304))
+    taken, [reply] = bench.fast_reply(bench.frame(1, number=0x01020304))
     version = bench.service.store.held(1, 0).version
     block = reply[-4096:]
     message = (
@@ -307,7 +307,7 @@ async def test_fast_path_needs_a_healthy_store_and_service(bench):
     frame = bench.frame()
 
     def left():
-        assert bench.at_once(frame) == (0, [])
+        assert bench.fast_reply(frame) == (0, [])
 
     assert bench.same(frame)
     service.replica.pending[1, 0] = object()
@@ -341,7 +341,7 @@ async def test_fast_path_needs_a_healthy_store_and_service(bench):
     bench.ordinary.ask(bench.frame(epoch=6))
     assert bench.same(bench.frame(epoch=6))
     await service.close()
-    assert bench.at_once(bench.frame(epoch=6)) == (0, [])
+    assert bench.fast_reply(bench.frame(epoch=6)) == (0, [])
 
 
 @with_bench
@@ -353,41 +353,41 @@ async def test_block_outside_the_page_cache_is_left(bench):
     before = store.reader.read_count, bench.counters.begun, bench.counters.ended
     bench.mapped.close()
     os.ftruncate(store.device.fd, (store.index.chunk(1, 0).segments[0].disk[20] << 12) + 4095)
-    assert bench.at_once(frame) == (0, [])
+    assert bench.fast_reply(frame) == (0, [])
     assert (store.reader.read_count, bench.counters.begun, bench.counters.ended) == before
 
 
 @with_bench
 async def test_rewritten_chunk_is_read_again(bench):
     frame = bench.frame(9)
-    before = bench.at_once(frame)[1][0]
+    before = bench.fast_reply(frame)[1][0]
     data = b"new!" * 1024
     bench.service.store.write_now(1, 0, 9 << 12, memoryview(data), piece_checksums(data, 0))
     assert bench.same(frame)
-    after = bench.at_once(frame)[1][0]
+    after = bench.fast_reply(frame)[1][0]
     assert after.endswith(data) and after != before
 
 
 @with_bench
 async def test_batched_frames_are_answered_up_to_the_first_left_one(bench):
     frames = [bench.frame(block, number=block + 1) for block in range(5)]
-    taken, out = bench.at_once(b"".join(frames))
+    taken, out = bench.fast_reply(b"".join(frames))
     assert taken == sum(map(len, frames)) and out == [bench.ordinary.ask(frame) for frame in frames]
     mixed = [*frames[:2], bench.frame(HOLE, number=9), *frames[3:]]
-    taken, out = bench.at_once(b"".join(mixed))
+    taken, out = bench.fast_reply(b"".join(mixed))
     assert taken == 2 * len(frames[0]) and len(out) == 2
-    taken, out = bench.at_once(b"".join(frames)[:-1])
+    taken, out = bench.fast_reply(b"".join(frames)[:-1])
     assert taken == 4 * len(frames[0]) and len(out) == 4
     many = bench.frame(0, 8) * 100
-    taken, out = bench.at_once(many)
+    taken, out = bench.fast_reply(many)
     assert len(out) == taken // len(frames[0]) == 8, "a bound on the replies of one call"
 
 
 @with_bench
 async def test_request_number_in_progress_is_left(bench):
-    assert bench.at_once(bench.frame(number=7), {7: None}) == (0, [])
-    assert bench.at_once(bench.frame(number=8), {7: None})[0]
-    assert bench.at_once(bench.frame(number=8), dict.fromkeys(range(100, 100 + IN_FLIGHT_MAX))) == (0, [])
+    assert bench.fast_reply(bench.frame(number=7), {7: None}) == (0, [])
+    assert bench.fast_reply(bench.frame(number=8), {7: None})[0]
+    assert bench.fast_reply(bench.frame(number=8), dict.fromkeys(range(100, 100 + IN_FLIGHT_MAX))) == (0, [])
 
 
 @with_bench
@@ -398,9 +398,9 @@ async def test_frame_with_any_changed_byte_is_left(bench):
         for bit in (0, 3, 7):
             changed = bytearray(frame)
             changed[at] ^= 1 << bit
-            assert bench.at_once(changed) == (0, []), (at, bit)
+            assert bench.fast_reply(changed) == (0, []), (at, bit)
     for length in range(len(frame)):
-        assert bench.at_once(frame[:length]) == (0, []), length
+        assert bench.fast_reply(frame[:length]) == (0, []), length
 
 
 @with_bench
@@ -424,16 +424,16 @@ async def test_random_message_is_answered_as_by_the_slow_path_or_left(bench):
 async def test_fast_path_counts_like_the_slow_path(bench):
     reader, counters, frame = bench.service.store.reader, bench.counters, bench.frame(0, 2)
     counted = []
-    for ask in (bench.ordinary.ask, bench.at_once, bench.ordinary.ask):
+    for ask in (bench.ordinary.ask, bench.fast_reply, bench.ordinary.ask):
         before = reader.read_count, reader.read_bytes
         ask(frame)
         counted.append((reader.read_count - before[0], reader.read_bytes - before[1]))
     assert counted == [(1, 8192)] * 3
     steps = [2000.0, 2000.0 + 300e-6]
     bench.clock.boottime_s = lambda: steps.pop(0)
-    bench.at_once(frame)
+    bench.fast_reply(frame)
     del bench.clock.boottime_s
-    bench.at_once(frame)
+    bench.fast_reply(frame)
     found = counters.by_method[DATA_READ]
     assert (counters.begun, counters.ended, counters.given_up, counters.errors) == (3, 3, 0, {})
     assert (found.bytes_in, found.bytes_out) == (0, 3 * 8192)

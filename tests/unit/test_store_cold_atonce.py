@@ -227,7 +227,7 @@ async def test_queued_large_replies_keep_their_memory(cold):
 @with_cold
 async def test_read_without_a_deferred_reply_is_not_started(cold):
     evict(cold.store.device.path)
-    taken, answered = cold.bench.at_once(cold.bench.frame(3))
+    taken, answered = cold.bench.fast_reply(cold.bench.frame(3))
     if answered:
         raise DriveWasQuicker
     assert not taken and not cold.reads.waiting

@@ -259,7 +259,7 @@ async def test_scrub_does_not_claim_a_block_being_allocated(store):
 
 
 @pytest.mark.parametrize("repair", [False, True])
-def test_writes_during_a_scrub_are_no_problem(repair):
+def test_writes_during_a_scrub_cause_no_problems(repair):
     on_a_store(lambda store: writes_during_a_scrub(store, repair))()
 
 

@@ -55,18 +55,18 @@ class Asker(Ordinary):
 class One:
     """A store whose service uses the fast path first, or never."""
 
-    def __init__(self, path, store, clock, at_once):
+    def __init__(self, path, store, clock, uses_fast_path):
         self.path, self.store, self.clock = path, store, clock
         self.service = StoreService(store, target=1, grant_secret=SECRET, clock=clock)
         self.service.update_map(pool_map(5))
         self.ordinary = Asker(self.service)
         self.counters = self.ordinary._tally
-        self.at_once = at_once
+        self.uses_fast_path = uses_fast_path
         self.taken = 0
         store.allocator.is_used(0)  # the first group of the free map is in memory
 
     def ask(self, frame, in_work=None):
-        if self.at_once:
+        if self.uses_fast_path:
             out = []
             taken = self.service.at_once.answer(
                 bytearray(frame), len(frame), in_work or {}, self.counters, out
@@ -180,13 +180,13 @@ def frame(
 
 
 @asynccontextmanager
-async def opened(path, at_once=True, clock=None, size=64 << 20, **options):
+async def opened(path, uses_fast_path=True, clock=None, size=64 << 20, **options):
     if not (path / "t").exists():
         path.mkdir(exist_ok=True)
         create_chunk_store(path / "t", 1, "pool", size)
     clock = clock or ManualClock()
     store = await open_chunk_store(path / "t", 1, StoreOptions(**options) if options else None, clock=clock)
-    one = One(path, store, clock, at_once)
+    one = One(path, store, clock, uses_fast_path)
     try:
         yield one
     finally:

@@ -72,7 +72,7 @@ def test_other_format_is_refused_by_name(tmp_path):
     opening(path)
 
 
-def test_an_index_belongs_to_its_data(tmp_path):
+def test_index_belongs_to_its_data(tmp_path):
     for name in "ab":
         create_chunk_store(tmp_path / name, 1, "pool", 4 * MIB)
         opening(tmp_path / name)
@@ -273,7 +273,7 @@ def test_threads_read_without_the_compiled_module(tmp_path, monkeypatch):
     asyncio.run(run())
 
 
-def test_a_kernel_that_forbids_io_uring_is_no_error(tmp_path, monkeypatch):
+def test_kernel_without_io_uring_is_no_error(tmp_path, monkeypatch):
     class Forbidden:
         @staticmethod
         def Ring(_entries):

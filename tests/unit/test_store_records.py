@@ -173,7 +173,7 @@ def test_free_map_records_round_trip():
         decode_bitmap(b"k", b"\x02" + encode_bitmap(used)[1:])
 
 
-def test_a_superblock_is_checked():
+def test_superblock_is_checked():
     superblock = Superblock(2, 25600, bytes(16), 5, "pool")
     raw = encode_superblock(superblock)
     assert len(raw) == 4096 and decode_superblock(raw, "x") == superblock

@@ -131,7 +131,7 @@ async def test_batch_of_writes_is_read_back(bench):
 
 
 @served
-async def test_only_a_good_grant_reads_and_writes(bench):
+async def test_reads_and_writes_need_a_valid_access_token(bench):
     stale = errors.StaleGrant.wire_code
     for grant in (
         b"",
@@ -464,7 +464,7 @@ async def test_store_serves_only_status_before_its_verifier_is_known(bench):
 
 @served
 async def test_store_without_a_serving_lease_refuses_requests(bench):
-    bench.service.tenure = tenure = Tenure(1, bench.clock)
+    bench.service.tenure = lease = Tenure(1, bench.clock)
     pool_map = a_map()
     both = changed(pool_map, tables=(*pool_map.tables, build_table(pool_map.targets, 2)))
     bench.service.update_map(both)
@@ -489,7 +489,7 @@ async def test_store_without_a_serving_lease_refuses_requests(bench):
     ]
     for served in (True, False):
         if served:
-            tenure.renewed(bench.clock.boottime_s(), 3.0, 0)
+            lease.renewed(bench.clock.boottime_s(), 3.0, 0)
         else:
             bench.clock.advance(3.0)
         for method, request in asks:

@@ -200,7 +200,7 @@ def test_request_without_file_descriptors_is_refused(tmp_path, monkeypatch):
     scenario(tmp_path, monkeypatch, run)
 
 
-def test_caller_that_has_gone_leaves_no_coroutine_behind(tmp_path, monkeypatch):
+def test_disconnected_caller_leaves_no_coroutine_behind(tmp_path, monkeypatch):
     """The caller ended in the same iteration of the loop in which its request arrived."""
 
     class Gone(Asked):

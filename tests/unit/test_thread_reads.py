@@ -189,7 +189,7 @@ def test_reads_see_local_and_remote_writes(here):
                 assert again.pread(6, 500_000) == b"theirs" and case.file.pread(6, 500_000) == b"theirs"
 
 
-def test_holes_are_zeros(served):
+def test_holes_are_read_as_zeros(served):
     with Case(served, short_cut=False) as case:
         with case.client.open("/sparse", "wb", buffering=0) as file:
             file.pwrite(b"x" * BLOCK, 0)
@@ -421,7 +421,7 @@ def test_call_without_a_reply_times_out_and_closes(answering):
     assert connection.closed
 
 
-def test_a_connection_of_another_pool_is_refused(answering):
+def test_connection_of_another_pool_is_refused(answering):
     with pytest.raises(errors.ProtocolMismatch):
         BlockingConnection(answering[0], Greeting("me", "pool-b"), 10.0)
 

@@ -114,7 +114,7 @@ def test_removal_does_not_cross_file_systems(checkout, monkeypatch):
     assert (checkout / ".quickstart" / "targets" / "1" / "data").exists()
 
 
-def test_mount_points_are_read_with_their_escaped_blanks():
+def test_mount_points_are_read_with_escaped_blanks():
     line = (
         rb"36 35 98:0 / /a/b\040c\134d rw,noatime master:1 - fuse.nvpool nvpool rw"
         + b"\n"

@@ -253,7 +253,7 @@ def test_excluded_files_are_skipped_both_ways(source, tmp_path):
     assert counts.bytes == counts.bytes_total and counts.files == counts.files_total == 4
 
 
-def test_holes_stay_holes_both_ways(source, tmp_path):
+def test_holes_are_kept_both_ways(source, tmp_path):
     (tmp_path / "root").mkdir()
     bring_in(tmp_path / "root", source)
     take_out(tmp_path / "root", tmp_path / "out")
@@ -369,7 +369,7 @@ def test_missing_source_is_an_error(tmp_path):
         take_out(tmp_path / "root", tmp_path / "out", b"/nowhere")
 
 
-def test_a_link_at_the_destination_is_not_followed(source, tmp_path):
+def test_link_at_the_destination_is_not_followed(source, tmp_path):
     (tmp_path / "root").mkdir()
     bring_in(tmp_path / "root", source)
     (tmp_path / "out").mkdir()

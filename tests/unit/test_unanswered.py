@@ -89,7 +89,7 @@ def test_short_requests_fill_all_slots(descriptor):
     assert kept.has_room and Unanswered(descriptor).has_room
 
 
-def test_killed_between_any_two_writes(descriptor, monkeypatch):
+def test_kill_between_any_two_writes_loses_no_request(descriptor, monkeypatch):
     """A partly written record is ignored, and pending requests are found."""
     kept = Unanswered(descriptor)
     kept.keep(4, read(kept, 4, 100, b"a"))

@@ -110,7 +110,7 @@ def test_refused_version_is_followed_by_an_accepted_one(held, old_head):
     assert version_parts(offered)[0] == max(12, version_parts(held.version)[0])
 
 
-def test_floors_of_older_builds_are_known_on_the_wire():
+def test_floors_of_older_builds_are_accepted_on_the_wire():
     reply = data_pb2.VersionsReply(inodes=INODE_CUT.pack(7, 3, version(4, 2), 20))
     assert decode_versions(reply)[1] == [InodeCut(7, 3, of_old_floor(version(4, 2)), 20)]
     reply.split_floors = True

@@ -342,7 +342,7 @@ def test_ended_connection_is_not_used_again(hasty):
     run(check())
 
 
-def test_unix_socket_is_shunned_for_a_shorter_time(tmp_path, monkeypatch):
+def test_unix_socket_is_avoided_for_a_shorter_time(tmp_path, monkeypatch):
     async def check():
         monkeypatch.setattr(connection_pool, "ATTEMPT_S", 0.6)
         with socket.socket(
@@ -420,7 +420,7 @@ def test_refused_lease_is_renewed_on_another_connection(hasty, error, other):
     run(check())
 
 
-def test_errors_name_the_endpoints_that_were_tried(tmp_path):
+def test_errors_name_the_attempted_endpoints(tmp_path):
     async def check():
         gone = f"stream+unix://{tmp_path}/gone"
         with socket.create_server(("127.0.0.1", 0)) as closed, socket.socket(socket.AF_UNIX) as left:
@@ -452,7 +452,7 @@ def test_errors_name_the_endpoints_that_were_tried(tmp_path):
 # -- the in-process transport
 
 
-def test_frames_in_process_can_be_delayed_and_dropped():
+def test_inproc_frames_can_be_delayed_and_dropped():
     async def check():
         seen = []
         plan = {}

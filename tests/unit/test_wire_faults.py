@@ -136,7 +136,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("what", FAULTS)
 @on_a_loop
-async def test_a_server_that(what, tmp_path, caplog):
+async def test_faulty_server_ends_the_connection(what, tmp_path, caplog):
     make, logged = FAULTS[what]
 
     async def fault(reader, writer, number):
@@ -248,7 +248,7 @@ REQUESTS = {
 
 @pytest.mark.parametrize("what", REQUESTS)
 @on_a_loop
-async def test_a_client_that(what, tmp_path, caplog):
+async def test_faulty_client_is_disconnected(what, tmp_path, caplog):
     hello, request = REQUESTS[what]
     kept = RecordingHandler()
     listener = await serve(tmp_path, kept)
@@ -320,7 +320,7 @@ async def test_slow_client_is_disconnected(request_of, tmp_path, caplog):
 
 
 @on_a_loop
-async def test_a_long_message_counts_until_it_is_answered(tmp_path):
+async def test_long_message_counts_until_it_is_answered(tmp_path):
     bounds = Limits(Bounds(), trust=False)
     kept = RecordingHandler()
     listener = await serve(tmp_path, kept, limits=bounds)

@@ -125,7 +125,7 @@ def test_other_hosts_are_trusted_in_plain_text():
     assert not identify(far("::1"), plain_text=True)[1] and not identify(user(), plain_text=True)[1]
 
 
-def test_bounds_are_those_of_the_configuration():
+def test_bounds_match_the_configuration():
     assert Bounds(**config.as_dict(config.Config())["limits"]) == Bounds()
 
 
@@ -198,7 +198,7 @@ def test_leaving_twice_counts_once():
     )
 
 
-def test_large_requests_of_a_peer_wait_for_one_another():
+def test_large_requests_of_a_peer_are_serialized():
     limits, _ = make()
     first, second, third = (End(limits, user()) for _ in range(3))
     foreign = End(limits, user(1001))
@@ -230,7 +230,7 @@ def test_message_longer_than_the_share_is_taken_alone():
     assert End(limits, user()).share.admit(36 * MIB)
 
 
-def test_the_trusted_are_not_held_back():
+def test_trusted_peers_are_not_held_back():
     limits, clock = make()
     end = End(limits, ROOT)
     assert not end.share.limited
@@ -288,7 +288,7 @@ def test_incomplete_message_ends_the_connection():
     assert met("message_s") == before + 1 and len(good.share.account.shares) == 1
 
 
-def test_a_message_is_not_timed_while_we_do_not_read():
+def test_message_is_not_timed_while_reading_is_paused():
     limits, clock = make()
     end = End(limits, user())
     for second in range(40):

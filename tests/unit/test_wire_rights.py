@@ -46,10 +46,10 @@ OPERATOR_HERE = Peer("o", "unix", True, "", Credentials(OTHER_UID, frozenset((OT
 USER_HERE = Peer("u", "unix", True, "", Credentials(OTHER_UID, frozenset((OTHER_UID,)), 1))
 BOUND = Peer("b", "10.0.0.4:1", False, "client/bob.0a1b2c3d.u1000-50")
 SQUASHED = Peer("q", "10.0.0.5:1", False, "client/eve.0a1b2c3d.squash-root")
-STRANGER = Peer("s", "10.0.0.3:1", False)
+UNAUTHENTICATED = Peer("s", "10.0.0.3:1", False)
 CLIENTS = {NODE_AFAR, CLIENT, BOUND, SQUASHED, ROOT_HERE, OPERATOR_HERE}
 MAY = {
-    Who.STRANGER: {*CLIENTS, USER_HERE, STRANGER},
+    Who.STRANGER: {*CLIENTS, USER_HERE, UNAUTHENTICATED},
     Who.USER: {*CLIENTS, USER_HERE},
     Who.VOLUME: {*CLIENTS, USER_HERE},
     Who.MEMBER: CLIENTS,
@@ -144,7 +144,8 @@ def test_refused_user_gets_the_reason():
 def test_callers_know_the_user_they_act_as():
     callers = Callers(OPERATORS)
     assert all(
-        callers.of(peer).user is None for peer in (NODE_AFAR, CLIENT, ROOT_HERE, OPERATOR_HERE, STRANGER)
+        callers.of(peer).user is None
+        for peer in (NODE_AFAR, CLIENT, ROOT_HERE, OPERATOR_HERE, UNAUTHENTICATED)
     )
     assert callers.of(USER_HERE).user == USER_HERE.credentials
     assert callers.of(BOUND)[:2] == (Role.CLIENT, BOUND.member) and callers.of(BOUND).user.uid == 1000
@@ -161,7 +162,8 @@ def test_callers_are_named_by_certificate_and_uid():
     ]
     assert Callers().of(OPERATOR_HERE).role == Role.USER
     assert (
-        callers.of(STRANGER).role == Role.NODE and Callers(strangers=True).of(STRANGER).role == Role.STRANGER
+        callers.of(UNAUTHENTICATED).role == Role.NODE
+        and Callers(strangers=True).of(UNAUTHENTICATED).role == Role.STRANGER
     )
 
 
@@ -228,7 +230,7 @@ def test_supervisor_checks_its_callers(tmp_path):
         try:
             await check_all(methods, supervisor.handle, LOCAL_PEERS)
             await check_all(
-                methods, supervisor.handle_secured, (NODE_AFAR, CLIENT, BOUND, SQUASHED, STRANGER)
+                methods, supervisor.handle_secured, (NODE_AFAR, CLIENT, BOUND, SQUASHED, UNAUTHENTICATED)
             )
         finally:
             await supervisor.close()
@@ -376,7 +378,7 @@ def test_client_without_a_volume_right_gets_no_data():
     asyncio.run(main())
 
 
-def test_moment_without_a_number_is_refused():
+def test_snapshot_barrier_without_a_number_is_refused():
     async def main() -> None:
         async with LocalPool() as pool:
             meta = next(iter(pool.metas.values()))

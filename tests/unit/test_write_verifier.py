@@ -149,7 +149,7 @@ async def test_killed_target_loses_no_writes():
 
 
 @in_loop
-async def test_bytes_that_another_replica_kept_are_not_lost():
+async def test_bytes_kept_by_another_replica_are_not_lost():
     async with Losing(2) as one:
         handle = await one.file(b"file", b"x" * 9000)
         await one.restart(1, power=True)
@@ -163,7 +163,7 @@ async def test_bytes_that_another_replica_kept_are_not_lost():
 
 
 @in_loop
-async def test_bytes_that_all_replicas_have_lost_are_lost():
+async def test_bytes_lost_by_all_replicas_are_reported():
     async with Losing(2) as one:
         handle = await one.file(b"file", b"x" * 9000)
         await one.change(lambda now: died(now, {1, 2}))

@@ -14,7 +14,7 @@ from nvpool.testing.fakes.meta_shard import DirectCall
 
 
 @scenario
-async def test_file_is_no_directory_for_its_own_names(shard, client):
+async def test_file_is_refused_as_a_directory(shard, client):
     file = await client.file(ROOT, b"f")
     with pytest.raises(NotADirectory):
         await client.link(file.inode, file.inode, b"g")
