@@ -120,8 +120,8 @@ def test_drained_node_loses_its_primary_and_standbys():
 
 def test_standby_on_a_drained_or_lost_drive_moves():
     there = a_map(1, 2, standbys=(standby(1, 2, 2),))
-    for wish in ("drain", "remove", "lost"):
-        targets = tuple(replace(one, wish=wish) if one.id == 2 else one for one in there.targets)
+    for request in ("drain", "remove", "lost"):
+        targets = tuple(replace(one, wish=request) if one.id == 2 else one for one in there.targets)
         assert where(after_all_steps(replace(there, targets=targets))) == [(1, 0), (2, 3)]
 
 
@@ -182,8 +182,8 @@ def test_each_shard_gets_the_desired_standbys_on_own_drives(drives, wanted, data
     racks = data.draw(st.lists(st.sampled_from(["", "a", "b"]), min_size=len(drives), max_size=len(drives)))
     there = after_all_steps(a_map(*drives, racks=racks, wanted=wanted))
     for number in data.draw(st.lists(st.integers(1, len(drives)), max_size=3)):
-        wish = data.draw(st.sampled_from(["drain", "share"]))
-        wished = shard_placement.with_node(there, number, wish=wish)
+        request = data.draw(st.sampled_from(["drain", "share"]))
+        wished = shard_placement.with_node(there, number, wish=request)
         if any(node.wish == "share" for node in wished.nodes):
             there = after_all_steps(wished)
     shard, places = there.shards[0], [ShardLocation(*place) for place in where(there)]

@@ -111,10 +111,10 @@ class Stores:
             service._tending.cancel()
         await self.dialers.pop(target).close()
 
-    def use(self, chains, tables=(1,), only=None, wish=None):
+    def use(self, chains, tables=(1,), only=None, requests=None):
         """Apply the next map, in which chain n of each table is chains(table, n), to these targets or all."""
         targets = tuple(
-            Target(number, number, number, CAPACITY, (endpoint,), wish=(wish or {}).get(number, "share"))
+            Target(number, number, number, CAPACITY, (endpoint,), wish=(requests or {}).get(number, "share"))
             for number, endpoint in self.endpoints.items()
         )
         self.map = PoolMap(
@@ -772,14 +772,14 @@ def test_drained_target_removes_late_chunks(monkeypatch):
             for name in ("STAY_S", "DRAINED_STAY_S"):
                 monkeypatch.setattr(f"nvpool.store.maintenance.orphan_chunks.{name}", 0.0)
             monkeypatch.setattr("nvpool.store.maintenance.orphan_chunks.AGAIN_S", 0.01)
-            one.use(lambda table, number: Chain(7, (SOURCE,)), wish={JOINER: "drain"})
+            one.use(lambda table, number: Chain(7, (SOURCE,)), requests={JOINER: "drain"})
             await until(lambda: not store._chunks)
             await put(store, 1, 0, 0, some_bytes(100), epoch=5)
-            one.use(lambda table, number: Chain(7, (SOURCE,)), wish={JOINER: "drain"})
+            one.use(lambda table, number: Chain(7, (SOURCE,)), requests={JOINER: "drain"})
             await until(lambda: not store._chunks)
             store._used = 1  # as with damaged records
             await put(store, 2, 0, 0, b"x", table=5)
-            one.use(lambda table, number: Chain(7, (SOURCE,)), wish={JOINER: "drain"})
+            one.use(lambda table, number: Chain(7, (SOURCE,)), requests={JOINER: "drain"})
             await until(lambda: "nvpool fsck POOL --repair" in orphans.waits_for)
 
     asyncio.run(run())

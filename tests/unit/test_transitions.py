@@ -121,13 +121,13 @@ class Pool(RuleBasedStateMachine):
         self.alive.add(new.targets[-1].id)
         self.publish(new)
 
-    @rule(data=st.data(), wish=st.sampled_from(("drain", "remove", "share", "lost")))
-    def wish(self, data, wish):
+    @rule(data=st.data(), request=st.sampled_from(("drain", "remove", "share", "lost")))
+    def request_change(self, data, request):
         target = data.draw(
             st.sampled_from([t.id for t in transitions.remaining(self.map) if t.wish != "lost"])
         )
-        new = transitions.wished(self.map, target, wish)
-        if wish == "lost":
+        new = transitions.wished(self.map, target, request)
+        if request == "lost":
             new = transitions.died(new, {target})
             if transitions.only_copies(new, target) and not data.draw(st.booleans()):
                 return  # refused; the operator does not insist
@@ -135,7 +135,7 @@ class Pool(RuleBasedStateMachine):
             new = with_goals(new)
         except InvalidRequest:
             return
-        if wish == "lost":
+        if request == "lost":
             self.alive.discard(target)
             self.unknown_deaths.discard(target)
             self.lost.add(target)

@@ -117,9 +117,9 @@ def test_inode_of_a_volume_round_trips():
     assert len(records.encode_inode(inode)) == len(raw) - 8
 
 
-async def make(client, name=b"v", **wish):
+async def make(client, name=b"v", **policy):
     """A volume with entries; the inode numbers of its root, a directory and an open file of 5,000 bytes."""
-    reply = await client.create(ROOT, name, stat.S_IFDIR | 0o777, volume=pb.VolumeWish(**wish))
+    reply = await client.create(ROOT, name, stat.S_IFDIR | 0o777, volume=pb.VolumeWish(**policy))
     root = reply.entry.attr.inode
     directory = (await client.mkdir(root, b"d")).inode
     file = (await client.file(directory, b"f", open=True, rights=2)).inode
@@ -127,9 +127,9 @@ async def make(client, name=b"v", **wish):
     return root, directory, file
 
 
-async def volume_request(client, inode, wish, **fields):
+async def volume_request(client, inode, operation, **fields):
     request = pb.VolumeRequest(
-        session=client.session, inode=inode, wish=getattr(pb.VolumeRequest, wish), **fields
+        session=client.session, inode=inode, wish=getattr(pb.VolumeRequest, operation), **fields
     )
     return (await client.ask("VOLUME", request)).volume
 
@@ -201,9 +201,9 @@ async def test_dump_and_load_keep_volumes(shard):
         assert stored(loaded.service._kv).items() >= kept.items()
 
 
-async def trash(client, root, wish="LIST", **fields):
+async def trash(client, root, operation="LIST", **fields):
     request = pb.TrashRequest(
-        session=client.session, inode=root, wish=getattr(pb.TrashRequest, wish), **fields
+        session=client.session, inode=root, wish=getattr(pb.TrashRequest, operation), **fields
     )
     return await client.ask("TRASH", request)
 
@@ -403,12 +403,12 @@ async def test_listed_volume_admits_granted_clients_and_nodes(shard):
     await volume_request(client, root, "REVOKE", grant=pb.VolumeGrant(client="client/a.11111111"))
     with _ActingAs(client, "client/a.11111111"):
         await all_are(reads, AccessDenied)
-        for wish in ("GRANT", "SET", "SEAL", "REMOVE"):
+        for operation in ("GRANT", "SET", "SEAL", "REMOVE"):
             with pytest.raises(AccessDenied):
                 await volume_request(
                     client,
                     root,
-                    wish,
+                    operation,
                     listed=False,
                     grant=pb.VolumeGrant(client="client/a.11111111", write=True),
                 )

@@ -219,12 +219,12 @@ def test_local_user_may_only_query_a_volume():
             session = pb.OpenSessionReply.FromString(
                 (await wished(wire.META_OPEN_SESSION, pb.OpenSessionRequest()))[1]
             ).session
-            for wish in pb.VolumeRequest.Wish.values():
-                request = pb.VolumeRequest(session=session, inode=made.inode, wish=wish)
-                looks = wish in (pb.VolumeRequest.SHOW, pb.VolumeRequest.KEY)
+            for operation in pb.VolumeRequest.Wish.values():
+                request = pb.VolumeRequest(session=session, inode=made.inode, wish=operation)
+                looks = operation in (pb.VolumeRequest.SHOW, pb.VolumeRequest.KEY)
                 assert (await wished(wire.META_VOLUME, request))[0] == ("done" if looks else "denied")
-            for trash_wish in pb.TrashRequest.Wish.values():
-                asked = pb.TrashRequest(session=session, inode=made.inode, wish=trash_wish)
+            for trash_operation in pb.TrashRequest.Wish.values():
+                asked = pb.TrashRequest(session=session, inode=made.inode, wish=trash_operation)
                 assert (await wished(wire.META_TRASH, asked))[0] == "denied"
             assert (await fs.volumes.list())[0].name == "scratch"
 

@@ -83,8 +83,8 @@ def test_writers_stay_within_the_quota_of_a_migrating_volume():
                     await asyncio.sleep(0.02)
 
         async def to_and_fro() -> None:
-            for wish in ("remove", "share", "remove"):
-                await moving.request(1, wish)
+            for request in ("remove", "share", "remove"):
+                await moving.request(1, request)
                 await moving.settled()
                 seen.add(holder(moving, made.inode))
                 await asyncio.sleep(
