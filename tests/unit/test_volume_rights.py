@@ -207,7 +207,7 @@ def test_local_user_may_only_query_a_volume():
             made = await fs.volumes.create("scratch")
             session = 0
 
-            async def wished(method: int, request) -> tuple[str, bytes]:
+            async def result_of(method: int, request) -> tuple[str, bytes]:
                 call = DirectCall(method, request.SerializeToString())
                 call.peer = PEER._replace(credentials=LOCAL_USER)
                 meta.handle(call)
@@ -217,15 +217,15 @@ def test_local_user_may_only_query_a_volume():
                     return "denied", b""
 
             session = pb.OpenSessionReply.FromString(
-                (await wished(wire.META_OPEN_SESSION, pb.OpenSessionRequest()))[1]
+                (await result_of(wire.META_OPEN_SESSION, pb.OpenSessionRequest()))[1]
             ).session
             for operation in pb.VolumeRequest.Wish.values():
                 request = pb.VolumeRequest(session=session, inode=made.inode, wish=operation)
                 looks = operation in (pb.VolumeRequest.SHOW, pb.VolumeRequest.KEY)
-                assert (await wished(wire.META_VOLUME, request))[0] == ("done" if looks else "denied")
+                assert (await result_of(wire.META_VOLUME, request))[0] == ("done" if looks else "denied")
             for trash_operation in pb.TrashRequest.Wish.values():
                 asked = pb.TrashRequest(session=session, inode=made.inode, wish=trash_operation)
-                assert (await wished(wire.META_TRASH, asked))[0] == "denied"
+                assert (await result_of(wire.META_TRASH, asked))[0] == "denied"
             assert (await fs.volumes.list())[0].name == "scratch"
 
     asyncio.run(main())
