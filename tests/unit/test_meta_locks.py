@@ -99,7 +99,7 @@ class Tables(RuleBasedStateMachine):
         if blockers and wait and kind == RECORD:
             assert not self.circle(owner, blockers)
         if blockers or not step.granted:
-            assert not step.granted and (blockers or wait), "not given, and nothing is in the way"
+            assert not step.granted and (blockers or wait), "not granted without a conflict"
             if kind == WHOLE and (inode, owner) in self.held:
                 self.lay(inode, owner, 0, BYTES - 1, UNLOCKED)
             if wait:
@@ -140,7 +140,7 @@ class Tables(RuleBasedStateMachine):
             step = self.table.decide(inode, owner, start, end, mode, 0, True, ticket)
         except WouldDeadlock:
             return
-        assert step.granted or not had_turn, "a lock was taken from who had its turn"
+        assert step.granted or not had_turn, "a lock was taken although another owner had its turn"
         if step.granted:
             del self.places[ticket]
             self.turns.discard(ticket)
@@ -171,7 +171,7 @@ class Tables(RuleBasedStateMachine):
         self.table.tick()
         for ticket, (inode, owner, start, end, mode) in self.places.items():
             assert ticket in self.turns or self.blocked_by(inode, owner, start, end, mode), (
-                "free, and nobody gets it"
+                "free, and not granted to a waiter"
             )
 
     @invariant()
@@ -293,13 +293,13 @@ def test_two_flock_upgrades_do_not_deadlock():
     for who in "ab":
         assert d.lock(who, SHARED, kind=WHOLE) is True
     first = d.lock("a", EXCLUSIVE, kind=WHOLE)
-    assert first is not True, "b has it; what a had is given up"
+    assert first is not True, "b has the lock; the lock of a was released"
     assert d.lock("b", EXCLUSIVE, kind=WHOLE) is True
     d.lock("b", UNLOCKED, kind=WHOLE)
     assert d.turns == ["a"]
     assert d.lock("a", EXCLUSIVE, kind=WHOLE, ticket=first) is True
     assert d.lock("c", SHARED, kind=WHOLE, wait=False) == 0
-    assert d.lock("d", EXCLUSIVE, kind=RECORD) is True, "the two kinds do not know of one another"
+    assert d.lock("d", EXCLUSIVE, kind=RECORD) is True, "the two kinds of locks are independent"
 
 
 def test_flock_is_lost_when_conversion_fails_as_on_linux():

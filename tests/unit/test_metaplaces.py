@@ -127,11 +127,11 @@ def test_standby_on_a_drained_or_lost_drive_moves():
 
 def test_stuck_standby_is_replaced_on_another_drive():
     there = a_map(1, 1, 1, standbys=(standby(1, 2, 2, "syncing"),))
-    assert shard_placement.next_step(there) is there, "it may be on its way"
+    assert shard_placement.next_step(there) is there, "the standby may still complete"
     added = shard_placement.next_step(there, stuck={(1, 1)})
     assert where(added)[1:] == [(2, 2), (3, 3)] and added.shards[0].standbys_wanted == 1
     assert shard_placement.next_step(added, stuck={(1, 1)}) is added, (
-        "the old one stays until the new one is up"
+        "the old standby stays until the new one is up"
     )
     made = shard_members.standby_made(added, 1, 2, "/d3/nvpool-p-meta-1.2", ("stream://h:12",))
     now = made.shards[0]
@@ -210,14 +210,14 @@ def primaries_after(pool_map):
         assert len(handing) == 1, "one after the other"
         pool_map = shard_members.primary_lost(pool_map, handing[0].id)
         assert not any(shard_placement.hands_over(pool_map, shard) for shard in pool_map.shards), (
-            "not while one catches up"
+            "not while a member resynchronizes"
         )
         for shard in pool_map.shards:
             for one in shard.standbys:
                 if one.state != "up":
                     now = pool_map.shard_by_id[shard.id]
                     pool_map = shard_members.standby_up(pool_map, shard.id, one.member, now.term, now.epoch)
-    raise AssertionError("no end")
+    raise AssertionError("the steps do not end")
 
 
 @given(st.lists(st.permutations([1, 2, 3]), min_size=1, max_size=9))

@@ -175,7 +175,7 @@ def test_added_drive_takes_its_share_of_stored_data(capacities, replicas, nodes)
     if even:  # all drives can be filled evenly
         fill = [used[t.id] / t.capacity_bytes for t in after.targets]
         assert (max(fill) - min(fill)) / max(fill) < 0.05, (
-            "within 5 points of each other when the fullest is full"
+            "within 5 percentage points when the fullest drive is full"
         )
 
 

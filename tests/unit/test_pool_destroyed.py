@@ -53,4 +53,4 @@ def test_commit_marks_of_this_node_are_removed(tmp_path, monkeypatch):
     for name in ("meta-1", "meta-1.1", "meta-1.2"):
         (tmp_path / name).write_text("a mark")
     erase_stores(PoolDirectory(tmp_path / "pool"), pool_map)
-    assert [path.name for path in tmp_path.iterdir()] == ["meta-1.2"], "that of another node"
+    assert [path.name for path in tmp_path.iterdir()] == ["meta-1.2"], "the commit mark of another node stays"

@@ -106,7 +106,7 @@ def test_descriptor_of_another_file_is_refused_as_the_lock(directory, tmp_path):
             Flock.inherited(os.dup(other.fileno()), directory.lock)
 
 
-def test_announcement_of_an_ended_process_is_ignored(directory):
+def test_lock_record_of_an_ended_process_is_ignored(directory):
     directory.lock.write_text(
         f"{os.getpid()} 1 {boot_id()}\n"
     )  # our PID with another start time: a reused PID
@@ -115,7 +115,7 @@ def test_announcement_of_an_ended_process_is_ignored(directory):
     assert holder_of(directory.lock) is None
 
 
-def test_process_identity_is_start_time_and_ends_with_it():
+def test_process_identity_includes_its_start_time():
     sleeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     identity = identity_of(sleeper.pid)
     assert identity is not None and runs(identity)

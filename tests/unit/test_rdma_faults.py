@@ -173,9 +173,7 @@ async def test_late_write_of_an_abandoned_connection_is_harmless(way, tmp_path, 
             held += [(await another.ask("go", letter, 8 * MIB)).payload for letter in "tu"]
             await asyncio.sleep(0.2)
             for letter, payload in zip(b"pqrstu", held, strict=True):
-                assert payload[2:] == bytes([letter]) * (8 * MIB), (
-                    "a foreign byte in memory that was used again"
-                )
+                assert payload[2:] == bytes([letter]) * (8 * MIB), "a foreign byte in reused memory"
 
 
 def _made(path):

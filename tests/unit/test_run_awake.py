@@ -37,7 +37,7 @@ async def until_quiet(awake: Awake) -> None:
         if awake._timer is None:
             return
         await asyncio.sleep(LINGER_S / 5)
-    raise AssertionError("processors are kept awake for ever")
+    raise AssertionError("processors stay awake forever")
 
 
 def test_many_requests_keep_processors_awake_while_they_run(device, tmp_path):

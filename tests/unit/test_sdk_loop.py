@@ -82,7 +82,7 @@ def test_file_collected_in_the_loop_thread_is_stored_and_closed(tmp_path):
                 del cycle
                 collected = threading.Event()
                 runtime.loop.call_soon_threadsafe(lambda seen=collected: (gc.collect(), seen.set()))
-                assert collected.wait(30), "the loop waits for itself"
+                assert collected.wait(30), "the loop is blocked"
                 runtime.call(runtime.done())
                 if (
                     not buffering

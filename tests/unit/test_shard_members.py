@@ -169,7 +169,7 @@ async def test_only_standby_without_records_is_demoted():
     for _ in range(3):
         await bench.keeper.run_once()
     assert (bench.shard.member, bench.shard.term, bench.shard.standbys[0].state) == (0, 1, "syncing")
-    assert (await bench.alive(0, 0)).term == 2, "the old primary goes on"
+    assert (await bench.alive(0, 0)).term == 2, "the old primary continues"
 
 
 @in_a_loop
@@ -308,7 +308,7 @@ async def test_leases_of_an_ended_leadership_are_not_waited_for():
 
 
 @in_a_loop
-async def test_node_reports_the_end_of_its_own_primary():
+async def test_node_replaces_its_own_ended_primary():
     bench = Bench("up")
     bench.reign = None
     bench.keeper.member_ended(1, 0)

@@ -104,9 +104,7 @@ def test_removed_standby_directory_is_created_again(tmp_path, monkeypatch):
 
     asyncio.run(run())
     made = [Path(one.path).is_dir() for one in standbys]
-    assert made == [True, False, False], (
-        "not of one that the map counts on, nor on a drive that is not mounted"
-    )
+    assert made == [True, False, False], "not for a member that is up, nor on an unmounted drive"
 
 
 def test_new_shard_gets_no_port_of_another_process(tmp_path):

@@ -435,7 +435,7 @@ def test_restarted_shard_waits_for_former_lease_holders(stopped):
             await asyncio.sleep(0)
             while not writing.done():
                 if one.leases.held((await other.lookup(ROOT_INODE, b"mine")).inode):
-                    raise AssertionError("a lease of the process before")
+                    raise AssertionError("a lease of the former process")
                 await asyncio.sleep(0.02)
             assert await get(one, b"file") == b"second"
 

@@ -106,7 +106,7 @@ def test_member_name_shows_root_squashing():
     assert users_of(new_member("client", "x")) == "any user"
 
 
-def test_peer_acts_as_its_user():
+def test_squashing_peer_acts_as_an_unnamed_user():
     assert acts_as(PEER, None) == (SOMEBODY, BELIEVED_GROUPS, 0)
     assert Callers().of(PEER).user.uid == SOMEBODY and Callers().of(PEER).owner == PEER.member
 
@@ -123,8 +123,8 @@ def may(mode, owner, group, uid, wanted, access=()):
 def test_stated_groups_are_accepted_except_root():
     assert may(0o600, ALICE, 0, ALICE, 6) and not may(0o600, CAROL, 0, ALICE, 4)
     assert may(0o060, 0, STAFF, ALICE, 6) and not may(0o060, 0, 0, ALICE, 4)
-    assert may(0o604, CAROL, STAFF, ALICE, 4), "who is not in the group has what the others have"
-    assert not may(0o077, ALICE, STAFF, ALICE, 4), "the owner has the rights of the owner alone"
+    assert may(0o604, CAROL, STAFF, ALICE, 4), "a user outside the group has the rights of class other"
+    assert not may(0o077, ALICE, STAFF, ALICE, 4), "the owner has only the owner's rights"
 
 
 def test_unnamed_user_has_the_rights_of_any_user_but_root():
@@ -299,7 +299,7 @@ async def test_privileged_xattrs_belong_to_root_of_nodes(place):
     await place.alice.ask(
         "SETXATTR", pb.SetXattrRequest(change=place.alice.change(), inode=alices, name=ACCESS, value=acl)
     )
-    assert (await place.root.open(alices, 3)).grant, "a list may name nobody"
+    assert (await place.root.open(alices, 3)).grant, "an access list may name user nobody"
 
 
 @scenario

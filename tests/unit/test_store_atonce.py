@@ -270,7 +270,7 @@ async def test_access_token_is_checked_as_by_the_slow_path(bench):
     assert not bench.same(bench.frame(grant=writer))
     assert not bench.same(bench.frame(grant=unverified[:-1] + b"x"))
     bench.clock.advance(6.0)
-    assert bench.same(bench.frame(grant=short)), "clocks may differ by so much"
+    assert bench.same(bench.frame(grant=short)), "clocks may differ by this much"
     bench.clock.advance(0.01)
     assert not bench.same(bench.frame(grant=short)) and bench.same(bench.frame(grant=unverified))
     endless = grants.sign(grants.Grant(grants.READ, 0, 9, 1, 0, 2**64 - 1), SECRET)

@@ -117,7 +117,7 @@ def with_cold(test):
                 return
             except DriveWasQuicker:
                 pass
-        pytest.fail("the drive was always quicker")
+        pytest.fail("the drive was always faster")
 
     run.__name__, run.__doc__ = test.__name__, test.__doc__
     return run
@@ -301,7 +301,9 @@ async def test_failed_drive_is_reported_as_on_the_slow_path(cold):
     async with asyncio.timeout(60):
         while not cold.side.sent:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-    assert int.from_bytes(cold.side.sent[0][43:45], "little") == DriveFailed.wire_code, "of that read"
+    assert int.from_bytes(cold.side.sent[0][43:45], "little") == DriveFailed.wire_code, (
+        "the error belongs to that read"
+    )
     assert not await cold.come() or not cold.side.sent
     os.truncate(cold.store.device.path, size)
 

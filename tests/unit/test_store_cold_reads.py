@@ -182,14 +182,14 @@ def test_client_memory_is_filled_only_from_cached_blocks(tmp_path, missing):
         if missing:
             theirs[:] = b"?" * len(theirs)  # reused for other data
             await store.finish_read(batch)
-            assert theirs == b"?" * len(theirs), "written to when nobody waits for it any more"
+            assert theirs == b"?" * len(theirs), "memory was written after the client left"
         assert (batch.payload[0].obj is theirs.obj) == (not missing)
         assert b"".join(batch.payload) == wanted
         theirs[:] = bytes(len(theirs))
         device.read_now = read_now
         checked = store.read_now(reads, [1], True, lambda count: theirs[:count])
         assert b"".join(checked.payload) == wanted and not any(theirs), (
-            "checked where the asker can change it"
+            "the checksum was verified in memory that the client can change"
         )
         await bench.service.close()
 

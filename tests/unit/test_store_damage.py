@@ -248,11 +248,11 @@ async def test_concurrent_scrubs_free_no_used_block(store):
 
 
 @on_a_store
-async def test_scrub_does_not_claim_a_block_being_allocated(store):
+async def test_scrub_claims_a_freed_block_only_when_durable(store):
     await put(store, 1, 0, 0, some_bytes(20_000))
     place = unmark(store, 1, 2)
     found, left = await mended(store)
-    assert not found and len(left) == 1, "held until the change that freed it is durable"
+    assert not found and len(left) == 1, "the block is held until the change that freed it is durable"
     await store.flush()
     found, left = await mended(store)
     assert len(found) == 1 and not left and store.allocator.is_used(place)

@@ -62,7 +62,9 @@ def at_place(work, path, **options):
     asyncio.run(asyncio.wait_for(run(), 120))
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # of another process, closed meanwhile
-            assert not os.readlink(f"/proc/self/fd/{number}").startswith(str(path)), "descriptors are left"
+            assert not os.readlink(f"/proc/self/fd/{number}").startswith(str(path)), (
+                "descriptors are left open"
+            )
 
 
 @pytest.mark.parametrize("uring", [True, False])

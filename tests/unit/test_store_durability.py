@@ -128,7 +128,7 @@ async def test_flush_syncs_the_data_before_the_journal(one):
     await one.store.flush()
     assert order == ["data", "journal"]
     await one.store.flush()
-    assert order == ["data", "journal"], "nothing new, nothing to sync"
+    assert order == ["data", "journal"], "no new writes, so no sync"
     one.store.kv.sync = kv_sync
 
 
@@ -166,7 +166,7 @@ async def test_synced_journal_alone_frees_no_block(one):
     assert old not in taken
     store = await one.die()
     assert await content(store, 1, 0, BLOCK) == some_bytes(BLOCK), (
-        "the new bytes did not reach the drive, the old ones stand"
+        "the new bytes did not reach the drive, the old bytes remain"
     )
     assert one.check.checked_blocks
     assert await get(store, 30, 0) and (await get(store, 30, 0)).data == b""
@@ -362,11 +362,11 @@ class _Model:
         shown = {}
         for name, options in self.possible.items():
             numbers = [number for number, block in options if block == found[name]]
-            assert numbers, f"block {name} holds what it never held"
+            assert numbers, f"block {name} has content that was never written"
             shown[name] = numbers  # several if a copy restored earlier content
         for number, blocks in self.whole.items():
             if any(shown[name][0] == number for name in blocks):
-                assert all(shown[name][-1] >= number for name in blocks), f"write {number} is there in parts"
+                assert all(shown[name][-1] >= number for name in blocks), f"write {number} is partly applied"
         self.possible = {name: [(0, found[name])] for name in self.possible}
         self.whole.clear()
 

@@ -496,7 +496,7 @@ async def test_locations_need_the_descriptor_token_and_a_valid_grant(
     ]
     assert len(runs) == 1 and len(checksums) == 16 and results[1][7] == version
     assert ask(one, [(1, 0, 256, 0, 0)], left_s=-3.0)[0][0][4] == 2000, (
-        "the clocks of two machines may differ by five seconds"
+        "clocks of two machines may differ by five seconds"
     )
     with pytest.raises(errors.AccessDenied):
         ask(one, [(1, 0, 256, 0, 0)], token=b"guess")

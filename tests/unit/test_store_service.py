@@ -49,12 +49,12 @@ class FakeCall:
         return None
 
     def reply(self, message=b"", payload=()):
-        assert self.message_out is None and self.error is None, "answered twice"
+        assert self.message_out is None and self.error is None, "replied twice"
         self.message_out, self.payload_out = message, b"".join(payload)
         self.answered.set()
 
     def fail(self, error):
-        assert self.message_out is None and self.error is None, "answered twice"
+        assert self.message_out is None and self.error is None, "replied twice"
         self.error = error
         self.answered.set()
 
@@ -144,13 +144,17 @@ async def test_reads_and_writes_need_a_valid_access_token(bench):
         assert await bench.write([(1, 0, 1, 0, 0, DATA)], grant) == [(stale, 0)]
     for grant in (b"", bench.grant(rights=grants.WRITE), bench.grant(inode=2), bench.grant(life_s=-10)):
         assert await bench.read([(1, 0, 0, 4096)], grant) == ([stale], b"")
-    assert await bench.write([(1, 0, 1, 0, 0, DATA)], session=10) == [(stale, 0)], "in another's name"
+    assert await bench.write([(1, 0, 1, 0, 0, DATA)], session=10) == [(stale, 0)], (
+        "with another client's session"
+    )
     good = bench.grant(life_s=10)
     assert (await bench.write([(1, 0, 1, 0, 0, DATA)], good))[0][0] == 0
     bench.clock.advance(16)
-    assert await bench.write([(1, 0, 2, 0, 0, DATA)], good) == [(stale, 0)], "also one that was good before"
+    assert await bench.write([(1, 0, 2, 0, 0, DATA)], good) == [(stale, 0)], (
+        "also a token that was valid before"
+    )
     assert await bench.write([(1, 3, 3, 0, 0, DATA)], bench.grant(cut=2)) == [(stale, 0)], (
-        "a cut that the grant does not know"
+        "a truncate number newer than the token's"
     )
     assert (await bench.read([(1, 0, 0, 4096)], bench.authority()))[0] == [0]
 

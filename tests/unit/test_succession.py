@@ -36,7 +36,7 @@ def test_last_heartbeat_gives_the_time_of_the_former_leader():
     one.see(Sign("1", 5, 6, 2.0, "token", 7.5), 100.4)
     assert one.former() == "1" and one.led_s(102.9) == pytest.approx(10.0)
     one.has_ended("token", None)
-    assert one.led_s(102.9) == 0, "what was before it is followed"
+    assert one.led_s(102.9) == 0, "leadership before the ended one does not count"
     one.see(Sign(), 100.5)
     assert one.led_s(102.9) == 0
 

@@ -270,7 +270,7 @@ def test_read_from_a_silent_store_goes_to_the_loop(served, monkeypatch):
         held = []
         patched(served, lambda original, call: original(call) if held else held.append(call))
         one_chunk = [(block * BLOCK, BLOCK) for block in (10, 5, 8)]
-        assert case.by("lanes", one_chunk) == 0, "its target is left to the loop for a while"
+        assert case.by("lanes", one_chunk) == 0, "the loop reads from this target for a while"
         assert held
         monkeypatch.setattr(read_threads, "SHUN_S", 0.0)
         for way in case.client._running().reads._ways.values():

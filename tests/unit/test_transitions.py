@@ -46,7 +46,7 @@ class Pool(RuleBasedStateMachine):
                 )
                 assert chain.epoch >= old.epoch + (not same)
                 stay = [t for t in old.targets if t in chain.targets]
-                assert [t for t in chain.targets if t in stay] == stay, "who stays keeps his place"
+                assert [t for t in chain.targets if t in stay] == stay, "remaining members keep their order"
         self.map = sealed
 
     def chains(self):
@@ -288,7 +288,7 @@ def test_lost_target_joins_no_chain_again():
     assert transitions.returned(lost, {1}) is lost and not any(
         1 in c.targets for c in lost.table_by_id[2].chains
     )
-    assert transitions.retired(lost) is lost, "as long as it has the only copies of something"
+    assert transitions.retired(lost) is lost, "not retired while it has the only copies of a chain"
     only = replace(
         lost,
         tables=tuple(

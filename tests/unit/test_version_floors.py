@@ -72,7 +72,7 @@ def test_floor_has_the_highest_epoch_and_the_highest_counter():
     assert floor == version(5, 8)
     assert not is_above(version(5, 8), floor) and not is_above(version(3, 1), floor)
     assert is_above(version(3, 9), floor) and is_above(version(6, 1), floor)
-    assert raised(floor, version(4, COUNTER_MAX + 7)) == floor, "no head gave this one"
+    assert raised(floor, version(4, COUNTER_MAX + 7)) == floor, "no chain head assigned this version"
 
 
 def test_exhausted_counter_continues_with_the_next_epoch():

@@ -237,7 +237,7 @@ def test_removed_client_loses_session_and_locks():
             with pytest.raises(StaleSession):
                 await one.getattr(inode)
             await meta.end_leases()
-            assert not (await other.lock(inode, EXCLUSIVE)).granted, "a store may still take what it writes"
+            assert not (await other.lock(inode, EXCLUSIVE)).granted, "a store may still accept its writes"
             pool.unaware = set()
             await meta.end_leases()
             assert (await other.lock(inode, EXCLUSIVE)).granted

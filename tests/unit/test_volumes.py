@@ -348,7 +348,7 @@ def test_byte_quota_is_exact_for_one_writer():
                 with pytest.raises(OSError) as found:
                     await file.write(999_000, b"y" * 5_000)
                 refused(QuotaExceeded, found)
-                assert file.size == 1_000_000, "as much as fits"
+                assert file.size == 1_000_000, "as many bytes as fit"
                 with pytest.raises(OSError) as found:
                     await file.write(1_000_000, b"z")
                 refused(QuotaExceeded, found)
