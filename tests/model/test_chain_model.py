@@ -1,8 +1,8 @@
-"""A chain of up to four members and one chunk, decided by poolmap/chains/protocol alone: messages as connections bring them,
-connections that break, deaths, members that are taken for dead, returns, maps that each learns of in his own time, cuts.
+"""Model of a chain of up to four members and one chunk, decided by poolmap/chains/protocol alone.
 
-The content of the chunk is the list of writes that made it. So a later read has to begin with what an earlier one returned, and
-whatever was acknowledged is in it.
+Events are messages in the order of their connections, broken connections, deaths, members that are wrongly taken for dead,
+returns, pool maps that each member learns at another time, and truncations. The content of the chunk is the list of writes
+that made it. So a later read begins with what an earlier read returned, and contains all acknowledged writes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Waiting(NamedTuple):
     offer: Offer
     content: Content
     place: ChainPosition
-    asker: tuple | None  # (who, number of the question, link)
+    asker: tuple | None  # (member, number of the request, link)
     client: int | None
     last: bool
     older: bool = False
@@ -51,15 +51,15 @@ class Waiting(NamedTuple):
     deciders: frozenset = frozenset()
 
 
-class Question(NamedTuple):
+class WriteRequest(NamedTuple):
     number: int
     link: int
     offer: Offer
-    content: Content  # what the chunk is after the write: members make it from their own, and compare
+    content: Content  # content after the write: members compute it from their own, and compare
 
 
 LINKS = 1000
-"""Of one process to one other."""
+"""Messages from one process to one other."""
 
 
 class Member:
@@ -73,14 +73,16 @@ class Member:
         self.cut = 0
         self.requests: tuple = ()
         self.pending: Waiting | None = None
-        self.question = 0  # that our pending write waits for
+        self.question = 0  # number of the request that our pending write waits for
         self.above = 0
         self.links: dict[int, int] = {}
         self.own_links: dict[int, int] = {}
         self.cut_waits = 0
         self.floor = 0  # both raised by a resync of the inode's chunks in other chains
         self.raised_cut = 0
-        self.tainted = False  # was cut before it was in line with the others: resync copies such a chunk whatever its version
+        self.tainted = (
+            False  # truncated before it was in sync: resync copies such a chunk whatever its version
+        )
 
     @property
     def place(self) -> ChainPosition | None:
@@ -100,16 +102,16 @@ class World:
     def __init__(self, members: int):
         self.chain = Chain(1, tuple(range(1, members + 1)))
         self.members = {number: Member(number, self.chain) for number in self.chain.targets}
-        self.wires: dict[tuple[int, int, int], list] = {}  # (from, to, link) -> what is on its way, in order
-        self.asked: dict[int, Question] = {}
+        self.wires: dict[tuple[int, int, int], list] = {}  # (from, to, link) -> messages under way, in order
+        self.asked: dict[int, WriteRequest] = {}
         self.numbers = count(1)
         self.contents: dict[int, Content] = {}
         self.acknowledged: list[int] = []
         self.seen: Content = ()
-        self.open_writes: dict[int, int] = {}  # write -> cut it was made under
+        self.open_writes: dict[int, int] = {}  # write -> truncate number that it was made with
         self.made = 0
         self.cut = 0
-        self.granted = 0  # the cut number that writers are given: when all members have cut
+        self.granted = 0  # truncate number given to writers, once all members have truncated
 
     # -- what members do ---------------------------------------------------------------------------------------------
 
@@ -133,13 +135,13 @@ class World:
             else pending.place.members[-1]
         )
         offer = pending.offer._replace(sender=member.number, epoch=pending.place.epoch, last=last)
-        self.send(member.number, to, link, Question(member.question, link, offer, pending.content))
+        self.send(member.number, to, link, WriteRequest(member.question, link, offer, pending.content))
 
     def send(self, sender: int, to: int, link: int, message) -> None:
         self.wires.setdefault((sender, to, link), []).append(message)
 
     def go_on(self, member: Member) -> None:
-        """With the pending write, at the place where we stand."""
+        """Continue with the pending write at our present position in the chain."""
         pending = member.pending
         if pending.last:
             self.commit(member, pending.offer.version, pending.content, pending.offer.request)
@@ -165,7 +167,7 @@ class World:
             self.acknowledged.append(write)
 
     def client_writes(self, member: Member, write: int) -> None:
-        """As ChainWrites._lead: what is not possible now the client asks for again."""
+        """As ChainWrites._lead: the client retries a write that is not possible now."""
         place = member.place
         if not member.alive or place is None or not place.is_head or member.pending is not None:
             return
@@ -176,14 +178,14 @@ class World:
             return
         cut = self.open_writes[write]
         if cut < held.cut:
-            self.open_writes[write] = self.granted  # the client asks the service
+            self.open_writes[write] = self.granted  # the client fetches it from the metadata service
             return
         version = next_version(held, place.epoch, member.above)
         offer = Offer(0, place.epoch, version, held.version, cut, request)
         member.pending = Waiting(offer, (*member.content, write), place, None, write, place.is_last)
         self.go_on(member)
 
-    def receive(self, member: Member, sender: int, question: Question) -> None:
+    def receive(self, member: Member, sender: int, question: WriteRequest) -> None:
         def answer(version: int, refusal: Answer | None) -> None:
             self.send(member.number, sender, -question.link, (question.number, version, refusal))
 
@@ -203,7 +205,7 @@ class World:
             answer(0, None)
         elif verdict is Answer.SAME:
             who = member.pending.asker
-            if who is not None:  # the one before is answered too; here only the last question counts
+            if who is not None:  # the request before is answered too; here only the last one counts
                 member.pending = member.pending._replace(asker=(sender, question.number, question.link))
             else:
                 answer(0, Answer.BUSY)
@@ -274,7 +276,7 @@ class World:
         self.go_on(member)
 
     def do_cut(self, member: Member) -> None:
-        """The file gets another end; of the chunk everything that counts stays."""
+        """The file gets another size; everything of the chunk that counts stays."""
         cut, member.cut_waits = member.cut_waits, 0
         if cut <= member.cut:
             return
@@ -327,14 +329,14 @@ class World:
         member = self.members[to]
         if not member.alive:
             return True
-        if isinstance(message, Question):
+        if isinstance(message, WriteRequest):
             self.receive(member, sender, message)
-        elif member.own_links.get(sender, 0) == -link:  # else its connection has ended
+        elif member.own_links.get(sender, 0) == -link:  # else the connection of the message has ended
             self.answered(member, *message)
         return True
 
     def break_link(self, member: Member, pick: int) -> None:
-        """What was sent may still come; answers do not."""
+        """Requests that were sent may still arrive; replies do not."""
         if not member.own_links:
             return
         to = list(member.own_links)[pick % len(member.own_links)]
@@ -363,7 +365,7 @@ class World:
             return
         member = away[pick % len(away)]
         self.change(joining=(*self.chain.joining, member.number))
-        if not member.alive:  # a new process, with what its drive has
+        if not member.alive:  # a new process, with the content of its drive
             fresh = Member(member.number, self.chain, member.process + 1)
             fresh.version, fresh.content, fresh.cut, fresh.requests, fresh.tainted = (
                 member.version,
@@ -376,7 +378,7 @@ class World:
             self.members[member.number] = fresh
 
     def catch_up(self, pick: int) -> None:
-        """The first that joins is brought in line with the tail, which knows the map, and becomes its successor."""
+        """The first joining member is brought in sync with the tail, which knows the map, and becomes its successor."""
         if not self.chain.joining:
             return
         member, tail = self.members[self.chain.joining[0]], self.members[self.chain.targets[-1]]
@@ -396,7 +398,7 @@ class World:
         self.change(targets=(*self.chain.targets, member.number), joining=self.chain.joining[1:])
 
     def cut_at(self, member: Member, pick: int) -> None:
-        """The shard tells each member, and gives the number to writers when all have answered."""
+        """The shard notifies each member, and gives the number to writers when all have answered."""
         if pick % 2 and self.granted == self.cut:
             self.cut += 1
         if member.cut < self.cut:
@@ -407,13 +409,13 @@ class World:
             self.granted = self.cut
 
     def raise_cuts(self, member: Member, pick: int) -> None:
-        """The member learns of the inode's cut and floor from a target of another chain, which is older or younger."""
+        """The member learns the inode's truncate number and floor from a target of another chain, older or younger."""
         member.floor = raised(member.floor, make_version(pick % 13, pick % 7))
         if pick & 1:
             member.raised_cut = self.cut
 
     def read(self, pick: int) -> None:
-        """At any target of the chain: others are not asked by who knows the map, and have no lease."""
+        """Read at any target of the chain. A client that knows the map asks no other target, and others have no lease."""
         readable = [self.members[t] for t in self.chain.targets if self.members[t].alive]
         if not readable:
             return
@@ -475,7 +477,5 @@ def run(members: int, choices: bytes) -> World:
     max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 @given(st.integers(2, 4), st.binary(max_size=400).map(lambda raw: raw[: len(raw) & -2]))
-def test_whatever_happens_to_a_chain_nothing_acknowledged_or_read_is_lost_and_replicas_are_equal(
-    members, choices
-):
+def test_acknowledged_writes_and_reads_are_never_lost(members, choices):
     run(members, choices)

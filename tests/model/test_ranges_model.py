@@ -1,5 +1,7 @@
-"""Any writes, holes, sizes and copies, with deaths of daemons between them, against plain bytes: what is read, what another
-client reads, and what SEEK_DATA and SEEK_HOLE say of it."""
+"""Random writes, holes, sizes and copies with daemon deaths between them, against plain bytes.
+
+Reads, reads of another client and the answers of SEEK_DATA and SEEK_HOLE must agree with the plain bytes.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ STEP = st.one_of(
 
 
 class Case:
-    """Two files, each with what it has to hold and the blocks that may be no holes."""
+    """Two files, each with its expected content and the blocks that may not be holes."""
 
     def __init__(self, pool: LocalPool, kills: bool):
         self.pool, self.kills = pool, kills
@@ -204,13 +206,13 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 @settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
 @given(st.lists(STEP, max_size=40))
-def test_ranges_hold_what_was_done_to_them(steps):
+def test_ranges_match_the_model(steps):
     asyncio.run(play(steps))
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=SLOW)
 @given(st.lists(STEP, min_size=10, max_size=60))
-def test_ranges_on_drives_hold_what_was_done_to_them_over_deaths_of_daemons(steps):
+def test_ranges_on_drives_match_the_model_over_kills(steps):
     with tempfile.TemporaryDirectory() as directory:
         asyncio.run(play(steps, directory))
 
@@ -218,13 +220,13 @@ def test_ranges_on_drives_hold_what_was_done_to_them_over_deaths_of_daemons(step
 @pytest.mark.soak
 @settings(max_examples=1500, deadline=None, suppress_health_check=SLOW)
 @given(st.lists(STEP, max_size=80))
-def test_ranges_hold_for_long(steps):
+def test_ranges_match_the_model_in_long_histories(steps):
     asyncio.run(play(steps))
 
 
 @pytest.mark.soak
 @settings(max_examples=300, deadline=None, suppress_health_check=SLOW)
 @given(st.lists(STEP, min_size=10, max_size=120))
-def test_ranges_on_drives_hold_for_long(steps):
+def test_ranges_on_drives_match_the_model_in_long_histories(steps):
     with tempfile.TemporaryDirectory() as directory:
         asyncio.run(play(steps, directory))
