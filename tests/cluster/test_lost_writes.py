@@ -1,4 +1,4 @@
-"""Real stores that come back without what they had not flushed, while the client that wrote it lives on."""
+"""Real stores that lose unstable writes, while the client that wrote them lives on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nvpool.testing.env.pool import RealPool, end_process
 
 
 def boot_in_between(pool: RealPool) -> None:
-    """As if the machine of the targets, whose processes are dead, had been started anew."""
+    """As if the machine of the targets, whose processes are dead, had rebooted."""
 
     async def forget() -> None:
         for target in pool.pool_map.targets:
@@ -29,7 +29,7 @@ def boot_in_between(pool: RealPool) -> None:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_client_that_lives_on_is_told_of_what_stores_have_lost(tmp_path, replicas):
+def test_client_is_notified_of_writes_that_stores_lost(tmp_path, replicas):
     with RealPool(tmp_path / "pool", replicas=replicas) as pool:
         pool.make()
         pool.start()
@@ -51,9 +51,9 @@ def test_a_client_that_lives_on_is_told_of_what_stores_have_lost(tmp_path, repli
             pool.end_daemons()
             boot_in_between(pool)
             pool.start()
-            with pytest.raises(OSError) as told:
+            with pytest.raises(OSError) as raised:
                 lost.fsync()
-            assert told.value.errno == errno.EIO
+            assert raised.value.errno == errno.EIO
             lost.fsync()  # once
             killed.fsync()
         assert client.read_bytes("/killed") == b"k" * 3_000_000
