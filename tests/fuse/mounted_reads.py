@@ -1,4 +1,4 @@
-"""What tests of compiled reads have in common: the test in the place of the kernel, and each of them both ways."""
+"""Shared parts of the tests of compiled reads: the test takes the kernel's place, and runs on the fast and the slow path."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ class Reading(Kernel):
 
     async def hear(self):
         while not (heard := await super().hear())[0]:
-            pass  # a notice
+            pass  # a notification
         return heard
 
     async def open_theirs(self, content=CONTENT, name=b"file"):
@@ -45,7 +45,7 @@ class Reading(Kernel):
         return self.say(Op.READ, (number, offset, size, 0, 0, 0), **more)
 
     async def all_of(self, asked):
-        """The answers to these reads, {unique: (offset, length)}, are right."""
+        """Check the replies to these reads, {unique: (offset, length)}."""
         while asked:
             unique, error, answer = await self.hear()
             offset, length = asked.pop(unique)
@@ -63,7 +63,7 @@ def places(count, seed):
 
 
 class Pieces:
-    """In the place of a store's transport: what it says comes in pieces."""
+    """Takes the place of a store's transport; sends the replies in pieces."""
 
     def __init__(self, transport, chance):
         self._transport, self._chance, self._left, self._running = transport, chance, bytearray(), None
@@ -88,7 +88,7 @@ class Pieces:
 
 
 def stores_say(host, make_transport):
-    """Over another transport from now on: `make_transport(theirs)`."""
+    """Replace the transport of every store's replies from now on: `make_transport(theirs)`."""
     for (role, _), listener in host.pool._listeners.items():
         if role == "target":
             for served in listener.connections:
@@ -96,10 +96,13 @@ def stores_say(host, make_transport):
 
 
 def both_ways(module, mounted):
-    """For the compiled `module` (None where it is not) and `mounted(way)`: the ways there are, a mark for tests that need it,
-    and decorators of tests: of one way that is given, by both ways, and where it is compiled."""
+    """For the compiled `module` (None where it is not) and `mounted(way)`: what a test module needs to run on both paths.
+
+    Returns the available ways, a mark for tests that need the compiled one, and decorators of tests: for one given way, for
+    both ways, and for the compiled one only.
+    """
     ways = ("ordinary",) if module is None else ("ordinary", "compiled")
-    compiled_only = pytest.mark.skipif(module is None, reason="it is not compiled here")
+    compiled_only = pytest.mark.skipif(module is None, reason="the module is not compiled here")
 
     def on_a_mount(test, *options):
         def run(way):

@@ -1,5 +1,4 @@
-"""Files that a mount makes in one compiled step each way: the messages, the answers, the books and the errors of the ordinary
-way, whatever comes of it."""
+"""File creation on the compiled fast path: messages, replies, state and errors as on the slow path, in every case."""
 
 import asyncio
 import contextlib
@@ -35,8 +34,8 @@ NOBODY = 1 << 22
 """There is no such process."""
 
 
-class Door:
-    """What the shard's listener asks: the service, unless a test has something else to say to who makes a file."""
+class ShardProxy:
+    """Handles requests of the shard's listener: passes them to the service, unless a test replies to a create itself."""
 
     def __init__(self, service):
         self.service = service
@@ -53,7 +52,7 @@ class Door:
 
 
 class Changed:
-    """A call whose answer is another than the service's."""
+    """A call whose reply differs from the service's."""
 
     def __init__(self, call, change):
         self._call, self._change = call, change
@@ -66,7 +65,7 @@ class Changed:
 
 
 class Held:
-    """A call whose answer is kept."""
+    """A call whose reply is held back."""
 
     def __init__(self, call, said):
         self._call, self._said = call, said
@@ -79,9 +78,9 @@ class Held:
 
 
 async def carried_out(kernel, call):
-    """The answer, of which nobody has heard yet."""
+    """Carry out the call; its reply, which is not sent yet."""
     said = []
-    kernel.door.service.handle(Held(call, said))
+    kernel.proxy.service.handle(Held(call, said))
     async with asyncio.timeout(60):
         while not said:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -89,21 +88,23 @@ async def carried_out(kernel, call):
 
 
 class Kept(Host):
-    """Its client keeps what outlives its process. `at_once`: the shard answers in one step, where it can."""
+    """Its client keeps the state that survives its process. `shard_fast_path`: the shard replies on its own fast path where
+    it can.
+    """
 
-    def __init__(self, clock, options, at_once):
+    def __init__(self, clock, options, shard_fast_path):
         super().__init__(shards=1)
-        self.clock, self.client_options, self.at_once = clock, options, at_once
+        self.clock, self.client_options, self.shard_fast_path = clock, options, shard_fast_path
 
     async def __aenter__(self):
         await self.pool.__aenter__()
         listener = self.pool._listeners["meta", 1]
-        self.door = Door(
+        self.proxy = ShardProxy(
             listener.handler.__self__ if hasattr(listener.handler, "__self__") else listener.handler
         )
-        if not self.at_once:
-            self.door.service = self.pool.meta
-            listener.handler = self.door
+        if not self.shard_fast_path:
+            self.proxy.service = self.pool.meta
+            listener.handler = self.proxy
         self.descriptor = KeptMemory.make(1 << 24)
         self.kept = KeptMemory(self.descriptor)
         self.client = await Client.open(
@@ -134,11 +135,11 @@ class Mounted(Reading):
         return self.vfs.meta._shards[1]
 
     @property
-    def door(self):
-        return self.host.door
+    def proxy(self):
+        return self.host.proxy
 
     @property
-    def made_at_once(self):
+    def compiled_creates(self):
         return self.engine._creates.made if self.engine._creates is not None else 0
 
     def say_create(self, name, flags=NEW, mode=0o100644, pid=0, uid=0, gid=0, unique=None, node=1):
@@ -178,14 +179,14 @@ class Mounted(Reading):
         assert (await self.hear())[:2] == (unique, 0)
 
     async def begun(self, name, flags=NEW, **more):
-        """The request is with the shard, which says nothing."""
+        """The request is with the shard, which does not reply yet."""
         calls = []
-        self.door.instead = calls.append
+        self.proxy.instead = calls.append
         unique = self.say_create(name, flags, **more)
         async with asyncio.timeout(60):
             while not calls:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-        self.door.instead = None
+        self.proxy.instead = None
         return unique, calls[0]
 
     def grant_of(self, file):
@@ -193,12 +194,12 @@ class Mounted(Reading):
             return False, file.grant_session, file.grant_half_ms
         now_ms = self.host.clock.wall_ns() // 1_000_000
         ends_ms = grants.read(file.grant).ends_ms
-        # of a clock that stands between a file and the look at its books at most for a while
+        # of a clock that differs, for a short time, between a file and the check of the state
         half_ms = file.grant_half_ms - (now_ms + (ends_ms - now_ms) // 2)
         return file.grant_session == self.state.session, file.grant[:4], abs(half_ms) < 30_000
 
     def books(self):
-        """All that there is to be known, in its order."""
+        """All state of the client, in its order."""
         vfs, ops, cache, leases = self.vfs, self.ops, self.vfs.cache, self.vfs.leases
         slots = [
             slot
@@ -225,7 +226,7 @@ class Mounted(Reading):
             "watch": (
                 self.state.watch.floor_s,
                 dict(self.state.watch.ended),
-            ),  # not `used`: the watch itself takes that back
+            ),  # not `used`: the watch itself resets it
             "registered": dict(self.state.open),
             "slots": list(self.state.slots),
             "waiting": list(self.state.waiting),
@@ -242,7 +243,7 @@ class Mounted(Reading):
                 for number, file in ops._files.items()
             ],
             "shared": all(file.file is cache.open[file.inode] for file in ops._files.values()),
-            "told": dict(ops._told),
+            "notified": dict(ops._told),
             "seen": dict(ops._seen),
             "appending": dict(ops._appending),
             "changes": ops._changes,
@@ -264,7 +265,7 @@ def lease_of(lease):
 
 
 def untimed(attr):
-    """Its times are the shard's."""
+    """Without its times, which the shard sets."""
     without = Attr()
     without.CopyFrom(attr if type(attr) is Attr else attr_of(attr))
     without.atime_ns = without.mtime_ns = without.ctime_ns = 0
@@ -275,17 +276,19 @@ OPTIONS = ClientOptions(deadline_s=20.0, retry_first_s=0.001)
 
 
 @asynccontextmanager
-async def mounted(way="compiled", options=OPTIONS, clock=SYSTEM_CLOCK, at_once=False, writeback=False):
-    async with Kept(clock, options, at_once) as host, Mounted(host, writeback) as kernel:
+async def mounted(
+    way="compiled", options=OPTIONS, clock=SYSTEM_CLOCK, shard_fast_path=False, writeback=False
+):
+    async with Kept(clock, options, shard_fast_path) as host, Mounted(host, writeback) as kernel:
         await kernel.init()
         if way == "ordinary":
             await kernel.engine._end_plain_reads()
         await kernel.close_file((await kernel.made(b"the first one, by which there is a session")).fh)
-        kernel.way, before = way, kernel.made_at_once
+        kernel.way, before = way, kernel.compiled_creates
         yield kernel
-        kernel.door.instead = None
+        kernel.proxy.instead = None
         assert not kernel.engine._work
-        assert way == "ordinary" or kernel.made_at_once > before or not kernel.expects_some, (
+        assert way == "ordinary" or kernel.compiled_creates > before or not kernel.expects_some, (
             "none was made in one step"
         )
 
@@ -302,7 +305,7 @@ def some_number(chance, bits):
 
 
 @compiled_only
-def test_the_request_is_the_bytes_that_protobuf_writes():
+def test_request_bytes_are_those_of_protobuf():
     chance = random.Random(1)
     for _ in range(3000):
         fields = {
@@ -381,7 +384,7 @@ def some_reply(chance):
 
 
 def in_two(reply):
-    """As the shard's compiled step writes it: the lease behind what is kept of the answer."""
+    """As the shard's fast path writes a reply: the lease after the stored part."""
     lease = CreateReply()
     lease.entry.lease_ms, before = reply.entry.lease_ms, CreateReply()
     before.CopyFrom(reply)
@@ -401,7 +404,7 @@ def answered(message):
 
 
 @compiled_only
-def test_the_answer_is_the_one_that_is_made_of_protobuf():
+def test_reply_is_the_one_made_from_protobuf():
     chance = random.Random(2)
     for _ in range(2000):
         reply = some_reply(chance)
@@ -411,7 +414,7 @@ def test_the_answer_is_the_one_that_is_made_of_protobuf():
 
 
 @compiled_only
-def test_what_is_not_a_new_file_with_all_that_belongs_to_it_is_left():
+def test_incomplete_replies_are_left_to_the_slow_path():
     reply = some_reply(random.Random(3))
 
     def left(change):
@@ -443,7 +446,7 @@ def test_what_is_not_a_new_file_with_all_that_belongs_to_it_is_left():
 
 
 @compiled_only
-def test_of_whatever_bytes_what_is_read_is_what_protobuf_reads():
+def test_arbitrary_bytes_are_parsed_as_protobuf_does():
     chance = random.Random(4)
     read = 0
     for turn in range(20_000):
@@ -470,11 +473,11 @@ def test_of_whatever_bytes_what_is_read_is_what_protobuf_reads():
     assert read > 1000
 
 
-# -- what is the same both ways ----------------------------------------------------------------------------------------------
+# -- equivalence of both paths ---------------------------------------------------------------------------------------------
 
 
 async def many_kinds(kernel, clock):
-    """Files made in all manners, and what was to be seen of each: message, answer, books."""
+    """Create files in all ways; the message, reply and state of each."""
     seen = []
 
     async def make(name, flags, **more):
@@ -482,7 +485,7 @@ async def many_kinds(kernel, clock):
             made = await kernel.made(name, flags, **more)
         except OSError as error:
             made = error.errno
-        if kernel.vfs._renewals:  # the directory's names are listed beside it
+        if kernel.vfs._renewals:  # the directory's names are listed concurrently
             await asyncio.wait(set(kernel.vfs._renewals))
         seen.append((name, kernel.books()))
         clock.now_s += 0.25
@@ -506,9 +509,9 @@ async def many_kinds(kernel, clock):
     await make(b"no access", os.O_CREAT | 3)
     await make(b"nowhere", NEW, node=first.nodeid)
     directory = replies.read("entry", await kernel.ask(Op.MKDIR, (0o755, 0o22), names=(b"directory",))).nodeid
-    for number in range(9):  # all of its names are known
+    for number in range(9):  # a complete directory
         await make(b"%d" % number, NEW, node=directory)
-    for number in range(40):  # and those of the other one get to be known
+    for number in range(40):  # and the other one becomes complete
         await make(b"one of many %d" % number, NEW)
     await kernel.close_file(first.fh)
     again = await make(b"behind a close", NEW)
@@ -519,7 +522,7 @@ async def many_kinds(kernel, clock):
 
 
 def of_one_session(messages):
-    """These messages, whatever number their session has."""
+    """These messages, independent of the number of their session."""
     requests = [CreateRequest.FromString(message) for message in messages]
     assert len({request.change.session for request in requests}) == 1
     for request, message in zip(requests, messages, strict=True):
@@ -530,8 +533,8 @@ def of_one_session(messages):
 
 @compiled_only
 @pytest.mark.parametrize("writeback", [False, True], ids=["written-through", "written-back"])
-def test_messages_answers_and_books_are_the_same_both_ways(writeback):
-    found, began_s = {}, SYSTEM_CLOCK.boottime_s()  # deadlines are those of a connection, too
+def test_messages_replies_and_state_agree_on_both_paths(writeback):
+    found, began_s = {}, SYSTEM_CLOCK.boottime_s()  # deadlines also apply to a connection
 
     async def seen(way):
         clock = ManualClock(7, began_s)
@@ -542,18 +545,18 @@ def test_messages_answers_and_books_are_the_same_both_ways(writeback):
             writeback=writeback,
         ) as kernel:
             kinds = await many_kinds(kernel, clock)
-            found[way] = kinds, of_one_session(kernel.door.heard), kernel.answers, kernel.made_at_once
+            found[way] = kinds, of_one_session(kernel.proxy.heard), kernel.answers, kernel.compiled_creates
 
     for way in WAYS:
         run_whole(seen(way), 300)
-    (kinds, heard, answers, _), (kinds_at_once, heard_at_once, answers_at_once, made) = (
+    (kinds, heard, answers, _), (kinds_fast, heard_fast, answers_fast, made) = (
         found["ordinary"],
         found["compiled"],
     )
     assert made > 50
-    assert heard_at_once == heard
-    assert answers_at_once == answers
-    for one, other in zip(kinds, kinds_at_once, strict=True):
+    assert heard_fast == heard
+    assert answers_fast == answers
+    for one, other in zip(kinds, kinds_fast, strict=True):
         if isinstance(one, tuple):
             assert other[0] == one[0]
             for book in one[1]:
@@ -562,9 +565,9 @@ def test_messages_answers_and_books_are_the_same_both_ways(writeback):
             assert one == other
 
 
-@pytest.mark.parametrize("at_once", (False, True), ids=("asked", "at-once"))
+@pytest.mark.parametrize("shard_fast_path", (False, True), ids=("asked", "shard-fast-path"))
 @pytest.mark.parametrize("way", WAYS)
-def test_files_that_are_made_are_there_for_all(way, at_once):
+def test_created_files_exist_for_all(way, shard_fast_path):
     async def many(kernel):
         asked = {}
         for turn in range(12):
@@ -592,11 +595,11 @@ def test_files_that_are_made_are_there_for_all(way, at_once):
         assert kernel.host.kept.slots(kernel.state.record) == [] and kernel.host.kept.handles.valid() == []
         assert len(kernel.state.slots) == kernel.state.slot_count and not kernel.vfs.cache.open
 
-    on_a_mount(many, OPTIONS, SYSTEM_CLOCK, at_once)(way)
+    on_a_mount(many, OPTIONS, SYSTEM_CLOCK, shard_fast_path)(way)
 
 
 @by_both_ways
-async def test_it_is_noted_before_it_is_sent_and_for_as_long_as_nobody_answers(kernel):
+async def test_request_slot_is_held_until_the_reply(kernel):
     slots = len(kernel.state.slots)
     unique, call = await kernel.begun(b"f")
     change = CreateRequest.FromString(bytes(call.message)).change
@@ -606,7 +609,7 @@ async def test_it_is_noted_before_it_is_sent_and_for_as_long_as_nobody_answers(k
     assert len(kernel.state.slots) == slots - 1 and list(kernel.engine._work) == [unique]
     assert not kernel.ops._files and not kernel.host.kept.handles.valid()
     other = await kernel.made(b"g")  # meanwhile
-    kernel.door.service.handle(call)
+    kernel.proxy.service.handle(call)
     heard, error, answer = await kernel.hear()
     made = replies.read("create", answer)
     assert (heard, error) == (unique, 0) and set(kernel.ops._files) == {made.fh, other.fh}
@@ -619,16 +622,14 @@ async def test_it_is_noted_before_it_is_sent_and_for_as_long_as_nobody_answers(k
 
 @pytest.mark.parametrize("fails", [False, True], ids=["made", "goes-on"])
 @pytest.mark.parametrize("way", WAYS)
-def test_where_the_kernel_writes_pages_back_whoever_makes_a_file_may_read_it_and_is_told_each_place(
-    way, fails
-):
-    """O_APPEND is the kernel's then. `fails`: the answer is not taken in one step."""
+def test_writeback_create_is_readable_and_has_no_append(way, fails):
+    """The kernel handles O_APPEND then. `fails`: the reply does not fit the fast path."""
 
     async def write_back(kernel):
         unique, call = await kernel.begun(b"f", NEW | os.O_APPEND, uid=7)
         if fails:
-            call = Changed(call, lambda message: message + b"\x78\x01")  # a field that nobody knows
-        kernel.door.service.handle(call)
+            call = Changed(call, lambda message: message + b"\x78\x01")  # an unknown field
+        kernel.proxy.service.handle(call)
         heard, error, answer = await kernel.hear()
         assert (heard, error) == (unique, 0)
         made = replies.read("create", answer)
@@ -638,7 +639,8 @@ def test_where_the_kernel_writes_pages_back_whoever_makes_a_file_may_read_it_and
         assert [record[2] for record in kernel.host.kept.handles.valid()] == [
             os.O_RDWR | os.O_CREAT | os.O_EXCL
         ]
-        for offset, content in ((4096, b"b" * 10), (0, b"a" * 5000)):  # written back as the kernel likes
+        # written back in an order of the kernel
+        for offset, content in ((4096, b"b" * 10), (0, b"a" * 5000)):
             await kernel.ask(
                 Op.WRITE, (made.fh, offset, len(content), 0, 0, 0), node=made.nodeid, payload=content
             )
@@ -649,7 +651,7 @@ def test_where_the_kernel_writes_pages_back_whoever_makes_a_file_may_read_it_and
     on_a_mount(write_back, OPTIONS, SYSTEM_CLOCK, False, True)(way)
 
 
-# -- what else may come of it ------------------------------------------------------------------------------------------------
+# -- other replies --------------------------------------------------------------------------------------------------------
 
 
 def changed_reply(change):
@@ -679,8 +681,8 @@ ODD = {
 
 @pytest.mark.parametrize("odd", ODD)
 @compiled_only
-def test_of_an_odd_answer_comes_the_same_both_ways(odd):
-    found, began_s = {}, SYSTEM_CLOCK.boottime_s()  # deadlines are those of a connection, too
+def test_odd_replies_have_the_same_outcome_on_both_paths(odd):
+    found, began_s = {}, SYSTEM_CLOCK.boottime_s()  # deadlines also apply to a connection
 
     async def seen(way):
         clock = ManualClock(7, began_s)
@@ -689,16 +691,16 @@ def test_of_an_odd_answer_comes_the_same_both_ways(odd):
             calls = []
 
             def instead(call):
-                kernel.door.instead = None
+                kernel.proxy.instead = None
                 calls.append(bytes(call.message))
-                kernel.door.service.handle(Changed(call, ODD[odd]))
+                kernel.proxy.service.handle(Changed(call, ODD[odd]))
 
-            kernel.door.instead = instead
+            kernel.proxy.instead = instead
             with contextlib.suppress(OSError):
                 await kernel.made(b"odd", os.O_RDWR | os.O_CREAT)
             seen = kernel.books()
             await kernel.made(b"after")
-            found[way] = kernel.answers, seen, kernel.books(), of_one_session(kernel.door.heard)
+            found[way] = kernel.answers, seen, kernel.books(), of_one_session(kernel.proxy.heard)
 
     for way in WAYS:
         run_whole(seen(way), 120)
@@ -718,16 +720,14 @@ def test_of_an_odd_answer_comes_the_same_both_ways(odd):
     ],
 )
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_refused_is_an_error_and_its_slot_is_free(way, error):
+def test_refused_create_is_an_error_and_frees_its_slot(way, error):
     @on_a_mount
     async def refused(kernel):
         slots = len(kernel.state.slots)
         unique, call = await kernel.begun(b"f")
         call.fail(error())
         heard, code, _ = await kernel.hear()
-        assert (heard, code) == (unique, -error.errno), (
-            "also in a directory that is gone: there is no such name"
-        )
+        assert (heard, code) == (unique, -error.errno), "also in a removed directory: no such name"
         assert kernel.host.kept.slots(kernel.state.record) == [] and len(kernel.state.slots) == slots
         await kernel.made(b"f")
 
@@ -737,14 +737,15 @@ def test_what_is_refused_is_an_error_and_its_slot_is_free(way, error):
 FOR_NOW = [
     (error, sent) for sent in (True, False) for error in (errors.StaleEpoch, errors.Busy, errors.Draining)
 ]
-FOR_NOW += [(errors.StaleSession, False), (errors.WrongShard, False)]  # these say that it was not carried out
+# these mean that the request was not carried out
+FOR_NOW += [(errors.StaleSession, False), (errors.WrongShard, False)]
 
 
 @pytest.mark.parametrize(
     ("error", "sent"), FOR_NOW, ids=lambda of: of.__name__ if isinstance(of, type) else f"sent-{of}"
 )
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_refused_for_now_goes_on_and_is_made_once(way, error, sent):
+def test_temporary_refusal_is_retried_and_carried_out_once(way, error, sent):
     @on_a_mount
     async def refused(kernel):
         unique, call = await kernel.begun(b"f")
@@ -755,10 +756,10 @@ def test_what_is_refused_for_now_goes_on_and_is_made_once(way, error, sent):
         assert (heard, code) == (unique, 0)
         made = replies.read("create", answer)
         assert kernel.state.open[made.nodeid] == 1 and kernel.host.kept.slots(kernel.state.record) == []
-        messages = [CreateRequest.FromString(message) for message in kernel.door.heard[-2:]]
+        messages = [CreateRequest.FromString(message) for message in kernel.proxy.heard[-2:]]
         assert [message.name for message in messages] == [b"f", b"f"]
         if error is not errors.StaleSession and error is not errors.WrongShard:
-            assert messages[0].change == messages[1].change, "under one name"
+            assert messages[0].change == messages[1].change, "with the same request id"
         await kernel.made(b"g")
         await kernel.close_file(made.fh)
 
@@ -766,16 +767,16 @@ def test_what_is_refused_for_now_goes_on_and_is_made_once(way, error, sent):
 
 
 @by_both_ways
-async def test_connections_that_are_lost_and_a_shard_that_comes_back(kernel):
+async def test_creates_survive_lost_connections(kernel):
     calls = []
-    kernel.door.instead = calls.append
+    kernel.proxy.instead = calls.append
     asked = {kernel.say_create(b"%d" % number): b"%d" % number for number in range(20)}
     kernel.engine._take()
     async with asyncio.timeout(60):
         while len(calls) < 20:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-    kernel.door.instead = None
-    for call in calls[::2]:  # carried out, and nobody hears of it
+    kernel.proxy.instead = None
+    for call in calls[::2]:  # carried out, and the reply is lost
         await carried_out(kernel, call)
     kernel.state.met._transport.abort()
     inodes = set()
@@ -793,31 +794,31 @@ async def test_connections_that_are_lost_and_a_shard_that_comes_back(kernel):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_shard_that_never_answers_is_an_error_at_the_deadline(way):
+def test_silent_shard_is_an_error_at_the_deadline(way):
     async def silent(kernel):
         kernel.expects_some = False
-        kernel.door.instead = lambda call: None
+        kernel.proxy.instead = lambda call: None
         began_s = asyncio.get_running_loop().time()
         with pytest.raises(OSError) as refused:
             await kernel.made(b"f")
         took_s = asyncio.get_running_loop().time() - began_s
         assert refused.value.errno == errors.DeadlineExceeded.errno and 1.5 < took_s < 5.5
         assert kernel.host.kept.slots(kernel.state.record) == []
-        kernel.door.instead = None
+        kernel.proxy.instead = None
         await kernel.made(b"f")
 
     on_a_mount(silent, OPTIONS._replace(deadline_s=2.0))(way)
 
 
 @by_both_ways
-async def test_who_dies_is_answered_at_once_and_the_late_answer_is_nobodys(kernel):
+async def test_interrupted_create_ignores_its_late_reply(kernel):
     slots = sorted(slot for slot, _ in kernel.state.slots)
     unique, call = await kernel.begun(b"f", pid=NOBODY)
     kernel.say(Op.INTERRUPT, (unique,))
     assert (await kernel.hear())[:2] == (unique, -errno.EINTR)
     assert not kernel.engine._work and kernel.host.kept.slots(kernel.state.record) == []
     assert sorted(slot for slot, _ in kernel.state.slots) == slots
-    kernel.door.service.handle(call)
+    kernel.proxy.service.handle(call)
     await asyncio.sleep(0.02)
     assert not kernel.ops._files and not kernel.vfs.cache.open
     for number in range(2 * len(slots)):
@@ -826,13 +827,13 @@ async def test_who_dies_is_answered_at_once_and_the_late_answer_is_nobodys(kerne
 
 
 @by_both_ways
-async def test_a_file_that_can_not_be_kept_open_is_closed_and_its_maker_is_told(kernel):
+async def test_create_without_a_free_handle_is_an_error(kernel):
     unique, call = await kernel.begun(b"f")
     table = kernel.host.kept.handles
     free, used = list(table._free), table.used
     table._free.clear()
     table.used = HANDLES_MAX
-    kernel.door.service.handle(call)
+    kernel.proxy.service.handle(call)
     assert (await kernel.hear())[:2] == (unique, -errors.TooManyOpen.errno)
     table._free.extend(free)
     table.used = used
@@ -845,11 +846,11 @@ async def test_a_file_that_can_not_be_kept_open_is_closed_and_its_maker_is_told(
 
 
 @by_both_ways
-async def test_an_answer_behind_the_end_of_its_session_gives_no_slot_back(kernel):
+async def test_reply_of_an_ended_session_frees_no_slot(kernel):
     unique, call = await kernel.begun(b"f")
     kernel.state.generation += 1
     slots = list(kernel.state.slots)
-    kernel.door.service.handle(call)
+    kernel.proxy.service.handle(call)
     heard, error, answer = await kernel.hear()
     assert (heard, error) == (unique, 0) and list(kernel.state.slots) == slots
     assert kernel.ops._files[replies.read("create", answer).fh].inode in kernel.vfs.cache.open
@@ -857,7 +858,7 @@ async def test_an_answer_behind_the_end_of_its_session_gives_no_slot_back(kernel
 
 
 @by_both_ways
-async def test_a_file_that_was_opened_meanwhile_has_one_open_inode(kernel):
+async def test_file_opened_meanwhile_has_one_open_inode(kernel):
     unique, call = await kernel.begun(b"f", os.O_RDWR | os.O_CREAT)
     said = await carried_out(kernel, call)
     inode = CreateReply.FromString(said).entry.attr.inode
@@ -871,7 +872,7 @@ async def test_a_file_that_was_opened_meanwhile_has_one_open_inode(kernel):
 
 
 @in_one_step
-async def test_what_would_have_to_wait_is_not_begun_and_nothing_has_happened(kernel):
+async def test_create_that_would_wait_is_left_to_the_slow_path(kernel):
     state, meta, engine = kernel.state, kernel.vfs.meta, kernel.engine
     compiled = engine._creates
     request = requests.encode(
@@ -962,17 +963,19 @@ async def test_what_would_have_to_wait_is_not_begun_and_nothing_has_happened(ker
 
 
 @by_both_ways
-async def test_a_bug_in_our_books_is_told_and_takes_no_slot(kernel):
-    told, slots = [], len(kernel.state.slots)
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["exception"]))
+async def test_bug_in_the_client_state_is_reported(kernel):
+    reported, slots = [], len(kernel.state.slots)
+    asyncio.get_running_loop().set_exception_handler(
+        lambda loop, context: reported.append(context["exception"])
+    )
     made_in, kernel.vfs._made_in = kernel.vfs._made_in, lambda *_: 1 // 0
     unique = kernel.say_create(b"f")
     assert (await kernel.hear())[:2] == (unique, 0)
     kernel.vfs._made_in = made_in
     async with asyncio.timeout(60):
-        while not told:  # noqa: ASYNC110
+        while not reported:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-    assert [type(error) for error in told] == [ZeroDivisionError]
+    assert [type(error) for error in reported] == [ZeroDivisionError]
     assert (
         len(kernel.state.slots) == slots
         and kernel.host.kept.slots(kernel.state.record) == []
@@ -984,15 +987,15 @@ async def test_a_bug_in_our_books_is_told_and_takes_no_slot(kernel):
 
 
 @in_one_step
-async def test_a_bug_before_the_kernel_is_answered_is_an_error_for_its_caller_alone(kernel):
+async def test_bug_before_the_reply_fails_one_request(kernel):
     handles = kernel.ops._handles
     unique, call = await kernel.begun(b"f")
     other, later = await kernel.begun(b"g")
     last, handles._last = handles._last, None
-    kernel.door.service.handle(call)
+    kernel.proxy.service.handle(call)
     assert (await kernel.hear())[:2] == (unique, -errno.EIO)
     handles._last = last
-    kernel.door.service.handle(later)
+    kernel.proxy.service.handle(later)
     assert (await kernel.hear())[:2] == (other, 0)
     assert len(kernel.state.slots) == kernel.state.slot_count and not kernel.host.kept.slots(
         kernel.state.record
@@ -1000,7 +1003,7 @@ async def test_a_bug_before_the_kernel_is_answered_is_an_error_for_its_caller_al
 
 
 @in_one_step
-async def test_a_mount_ends_after_a_bug_in_the_books_of_an_answer_told_alone(kernel):
+async def test_mount_stops_after_a_bug_in_a_last_reply(kernel):
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
     kernel.expects_some = False
     unique, call = await kernel.begun(b"f")
@@ -1008,14 +1011,14 @@ async def test_a_mount_ends_after_a_bug_in_the_books_of_an_answer_told_alone(ker
     kernel.vfs._made_in = lambda *_: 1 // 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fast_replies, "_frame", None)
-        kernel.door.service.handle(call)
+        kernel.proxy.service.handle(call)
         assert (await kernel.hear())[:2] == (unique, 0)
     async with asyncio.timeout(60):
         await asyncio.shield(kernel.engine._ended)
 
 
 @by_both_ways
-async def test_answers_that_come_in_pieces(kernel):
+async def test_replies_arrive_in_pieces(kernel):
     chance = random.Random(4)
     for most in (40, 700, 3000):
         reader, connection = kernel.state.met._reader, kernel.state.met
@@ -1038,7 +1041,7 @@ async def test_answers_that_come_in_pieces(kernel):
 
 
 @by_both_ways
-async def test_many_at_once_through_a_socket_that_takes_little(kernel):
+async def test_many_creates_pass_a_small_socket_buffer(kernel):
     kernel.state.met._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     for turn in range(3):
         asked = {kernel.say_create(b"%d-%03d" % (turn, number) + b"x" * 240): number for number in range(60)}
@@ -1047,5 +1050,5 @@ async def test_many_at_once_through_a_socket_that_takes_little(kernel):
             unique, error, _ = await kernel.hear()
             assert not error
             del asked[unique]
-    names = [CreateRequest.FromString(message).name[:5] for message in kernel.door.heard[-180:]]
+    names = [CreateRequest.FromString(message).name[:5] for message in kernel.proxy.heard[-180:]]
     assert sorted(names) == [b"%d-%03d" % (turn, number) for turn in range(3) for number in range(60)]

@@ -1,5 +1,4 @@
-"""Reads that a mount asks a store for in one compiled step: the bytes and the errors of the ordinary way, whatever happens
-meanwhile."""
+"""Reads from remote stores on the compiled fast path: bytes and errors as on the slow path, whatever happens meanwhile."""
 
 import asyncio
 import contextlib
@@ -25,8 +24,8 @@ from tests.unit.test_client_shortcut import BLOCK, ME, Host, evict, run_whole
 FAR = ClientOptions(deadline_s=20.0, short_cut=False)
 
 
-class Store:
-    """What a store's listener asks: the service, unless a test has something else to say to a read."""
+class StoreProxy:
+    """Handles requests of a store's listener: passes them to the service, unless a test replies to a read itself."""
 
     def __init__(self, service):
         self.service = service
@@ -49,24 +48,24 @@ class Far(Host):
 
     async def __aenter__(self):
         await self.pool.__aenter__()
-        self.doors = {}
+        self.proxies = {}
         for (role, number), listener in self.pool._listeners.items():
             if role == "target":
-                listener.handler = self.doors[number] = Store(self.pool.stores[number])
+                listener.handler = self.proxies[number] = StoreProxy(self.pool.stores[number])
         self.client = await self.pool.client("reader", self.options)
         self.vfs, self.short = self.client.vfs, self.client.vfs.chunks.short
         return self
 
     def instead(self, answer):
-        for door in self.doors.values():
-            door.instead = answer
+        for proxy in self.proxies.values():
+            proxy.instead = answer
 
 
 class Mounted(Reading):
     """Its stores are behind sockets."""
 
     async def open(self, content=CONTENT, name=b"file"):
-        """As `open_theirs`; its stores are connected, its pages looked after."""
+        """As `open_theirs`, with connected stores and validated pages."""
         number = await self.open_theirs(content, name)
         for at in range(0, len(content), MIB):
             await self.read(number, at + 100, 1)
@@ -105,11 +104,11 @@ async def mounted(way="compiled", options=FAR):
         kernel.nothing_is_left()
 
 
-TWINS, compiled_only, on_a_mount, by_both_ways, in_one_step = both_ways(remote_reads._remote_reads, mounted)
+WAYS, compiled_only, on_a_mount, by_both_ways, in_one_step = both_ways(remote_reads._remote_reads, mounted)
 
 
 @by_both_ways
-async def test_bytes_are_right_at_every_border_and_of_every_length(kernel):
+async def test_bytes_are_right_at_every_border_and_length(kernel):
     number = await kernel.open()
     for offset, length in [
         *places(300, 1),
@@ -127,7 +126,7 @@ async def test_bytes_are_right_at_every_border_and_of_every_length(kernel):
 
 
 @by_both_ways
-async def test_many_at_once_from_the_drive_and_from_memory(kernel):
+async def test_concurrent_reads_from_drive_and_memory(kernel):
     number = await kernel.open()
     before = kernel.engine._plain_bytes + kernel.engine.read_bytes
     total = 0
@@ -143,10 +142,10 @@ async def test_many_at_once_from_the_drive_and_from_memory(kernel):
 
 
 @in_one_step
-async def test_large_answers_are_told_from_the_buffer_that_they_came_in(kernel):
+async def test_large_replies_are_forwarded_from_the_receive_buffer(kernel):
     number = await kernel.open()
     for connection in kernel.connections():
-        connection._answered = None  # what was received elsewhere
+        connection._answered = None  # as if received elsewhere
     for turn in range(3):
         asked = {
             kernel.say_read(number, at * MIB + turn * BLOCK, length): (at * MIB + turn * BLOCK, length)
@@ -160,7 +159,7 @@ async def test_large_answers_are_told_from_the_buffer_that_they_came_in(kernel):
 
 
 @by_both_ways
-async def test_what_others_and_this_mount_write_is_read_by_the_next_read(kernel):
+async def test_writes_of_all_clients_are_seen_by_the_next_read(kernel):
     content = bytearray(CONTENT)
     number = await kernel.open()
     other = await kernel.host.writer()
@@ -211,8 +210,8 @@ async def test_holes_are_zeros(kernel):
 
 
 @pytest.mark.parametrize("cold", [False, True])
-@pytest.mark.parametrize("way", TWINS)
-def test_a_flipped_byte_on_the_drive_is_an_error_and_never_data(way, cold):
+@pytest.mark.parametrize("way", WAYS)
+def test_flipped_byte_on_the_drive_is_an_error(way, cold):
     @on_a_mount
     async def flipped(kernel):
         number = await kernel.open()
@@ -236,7 +235,7 @@ def test_a_flipped_byte_on_the_drive_is_an_error_and_never_data(way, cold):
 
 
 class Changed:
-    """A call whose answer is another than the service's."""
+    """A call whose reply differs from the service's."""
 
     def __init__(self, call, change):
         self._call, self._change = call, change
@@ -252,7 +251,7 @@ class Changed:
 
 
 @by_both_ways
-async def test_an_answer_with_any_byte_changed_gives_right_bytes_or_an_error(kernel):
+async def test_changed_reply_gives_right_bytes_or_an_error(kernel):
     number = await kernel.open()
     chance = random.Random(9)
     changed = 0
@@ -276,26 +275,26 @@ async def test_an_answer_with_any_byte_changed_gives_right_bytes_or_an_error(ker
             )
         return message, [payload]
 
-    doors = kernel.host.doors.values()
+    proxies = kernel.host.proxies.values()
 
     def instead(call):
-        door = next(
-            door
-            for door in doors
-            if door.service.target == kernel.vfs.chunks._lanes[door.service.target].target
+        proxy = next(
+            proxy
+            for proxy in proxies
+            if proxy.service.target == kernel.vfs.chunks._lanes[proxy.service.target].target
         )
-        for door in doors:
-            if bytes(call.message)[10] == door.service.target:
+        for proxy in proxies:
+            if bytes(call.message)[10] == proxy.service.target:
                 break
         once[0] -= 1
-        door.service.handle(Changed(call, change) if once[0] == 0 else call)
+        proxy.service.handle(Changed(call, change) if once[0] == 0 else call)
 
     for turn in range(200):
         once = [1]
         kernel.host.instead(instead)
         offset = chance.choice([0, 1, 2, 3]) * MIB + chance.randrange(200) * BLOCK
         length = chance.choice([BLOCK, 3 * BLOCK, 17 * BLOCK, 32 * BLOCK])
-        with contextlib.suppress(OSError):  # a status that says so
+        with contextlib.suppress(OSError):  # an error status is allowed
             assert await kernel.read(number, offset, length) == CONTENT[offset : offset + length], turn
         assert once[0] <= 0
     assert changed == 200
@@ -313,8 +312,8 @@ async def test_an_answer_with_any_byte_changed_gives_right_bytes_or_an_error(ker
         errors.Unavailable,
     ],
 )
-@pytest.mark.parametrize("way", TWINS)
-def test_what_is_refused_for_now_is_asked_for_again(way, error):
+@pytest.mark.parametrize("way", WAYS)
+def test_temporary_refusal_is_retried(way, error):
     @on_a_mount
     async def refused(kernel):
         number = await kernel.open()
@@ -333,7 +332,7 @@ def test_what_is_refused_for_now_is_asked_for_again(way, error):
 
 
 @by_both_ways
-async def test_what_is_refused_for_good_is_an_error_with_one_question(kernel):
+async def test_permanent_refusal_is_an_error_without_retry(kernel):
     number = await kernel.open()
     asked = []
 
@@ -349,8 +348,8 @@ async def test_what_is_refused_for_good_is_an_error_with_one_question(kernel):
     assert await kernel.read(number, 5 * BLOCK, BLOCK) == CONTENT[5 * BLOCK : 6 * BLOCK]
 
 
-@pytest.mark.parametrize("way", TWINS)
-def test_a_store_that_never_answers_is_an_error_at_the_deadline(way):
+@pytest.mark.parametrize("way", WAYS)
+def test_silent_store_is_an_error_at_the_deadline(way):
     async def silent(kernel):
         number = await kernel.open()
         kernel.host.instead(lambda call: None)
@@ -366,7 +365,7 @@ def test_a_store_that_never_answers_is_an_error_at_the_deadline(way):
 
 
 @by_both_ways
-async def test_who_dies_is_answered_at_once_and_the_late_answer_is_nobodys(kernel):
+async def test_interrupted_read_ignores_its_late_reply(kernel):
     number = await kernel.open()
     calls = []
     kernel.host.instead(calls.append)
@@ -386,13 +385,13 @@ async def test_who_dies_is_answered_at_once_and_the_late_answer_is_nobodys(kerne
     await asyncio.sleep(0.05)
     kernel.host.instead(None)
     for call in calls:
-        kernel.host.doors[bytes(call.message)[10]].service.handle(call)
+        kernel.host.proxies[bytes(call.message)[10]].service.handle(call)
     assert await kernel.read(number, 6 * BLOCK, BLOCK) == CONTENT[6 * BLOCK : 7 * BLOCK]
     await kernel.silent()
 
 
 @by_both_ways
-async def test_a_connection_that_is_lost_and_a_store_that_comes_back(kernel):
+async def test_reads_survive_a_lost_connection(kernel):
     number = await kernel.open()
     kernel.host.instead(lambda call: None)
     asked = {
@@ -417,7 +416,7 @@ async def test_a_connection_that_is_lost_and_a_store_that_comes_back(kernel):
 
 
 @by_both_ways
-async def test_answers_that_come_in_pieces(kernel):
+async def test_replies_arrive_in_pieces(kernel):
     number = await kernel.open()
     chance = random.Random(5)
     stores_say(kernel.host, lambda transport: Pieces(transport, chance))
@@ -428,7 +427,7 @@ async def test_answers_that_come_in_pieces(kernel):
 
 
 @by_both_ways
-async def test_what_is_no_read_of_this_mount_is_refused_as_always(kernel):
+async def test_invalid_reads_are_refused_as_on_the_slow_path(kernel):
     number = await kernel.open()
     unique = kernel.say_read(number + 1000, 0, BLOCK)
     heard, error, _ = await kernel.hear()
@@ -452,7 +451,7 @@ async def test_what_is_no_read_of_this_mount_is_refused_as_always(kernel):
 
 
 @in_one_step
-async def test_an_answer_that_is_not_taken_is_an_error_to_who_waits(kernel):
+async def test_reply_that_the_kernel_does_not_take_is_an_error(kernel):
     number = await kernel.open()
     kernel.theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 * KIB)
     for _ in range(2):
@@ -462,7 +461,7 @@ async def test_an_answer_that_is_not_taken_is_an_error_to_who_waits(kernel):
 
 
 @in_one_step
-async def test_a_bug_on_the_way_to_a_store_is_an_error_to_who_waits(kernel):
+async def test_bug_before_the_request_is_an_error(kernel):
     number = await kernel.open()
     chunks, file = kernel.vfs.chunks, kernel.handle(number).file
     file.lanes.clear()
@@ -477,7 +476,7 @@ async def test_a_bug_on_the_way_to_a_store_is_an_error_to_who_waits(kernel):
 
 
 @in_one_step
-async def test_it_counts_as_the_ordinary_way_does(kernel):
+async def test_statistics_are_those_of_the_slow_path(kernel):
     number = await kernel.open()
     chunks, calls = kernel.vfs.chunks, TALLY.calls
     before = (
@@ -499,7 +498,7 @@ async def test_it_counts_as_the_ordinary_way_does(kernel):
 
 
 @compiled_only
-def test_a_mount_that_is_gone_does_not_wait_for_what_it_has_asked_for():
+def test_unmounted_engine_does_not_wait_for_replies():
     async def work():
         async with Far() as host:
             kernel = Mounted(host)
@@ -519,7 +518,7 @@ def test_a_mount_that_is_gone_does_not_wait_for_what_it_has_asked_for():
                 assert {error for _, error, _ in answered} == {-errno.EINTR}
             host.instead(None)
             for call in calls:
-                host.doors[bytes(call.message)[10]].service.handle(call)
+                host.proxies[bytes(call.message)[10]].service.handle(call)
             await asyncio.sleep(0.05)
             assert not [lane for lane in host.vfs.chunks._lanes.values() if lane.in_flight]
 
@@ -527,7 +526,7 @@ def test_a_mount_that_is_gone_does_not_wait_for_what_it_has_asked_for():
 
 
 @compiled_only
-def test_a_mount_that_leaves_waits_for_the_answers():
+def test_leaving_engine_waits_for_replies():
     async def work():
         async with Far() as host, Mounted(host) as kernel:
             await kernel.init()
@@ -545,7 +544,7 @@ def test_a_mount_that_leaves_waits_for_the_answers():
             assert not leaving.done()
             host.instead(None)
             for call in calls:
-                host.doors[bytes(call.message)[10]].service.handle(call)
+                host.proxies[bytes(call.message)[10]].service.handle(call)
             await kernel.all_of(asked)
             await asyncio.wait_for(leaving, 60)
 

@@ -1,4 +1,4 @@
-"""The direct engine with a socket for /dev/fuse: what it agrees to, answers, refuses, and does with who is interrupted."""
+"""The direct engine with a socket for /dev/fuse: negotiation, replies, refusals and interrupted callers."""
 
 import asyncio
 import errno
@@ -45,7 +45,7 @@ class SlowVfs(MemoryVfs):
 
 
 class Kernel:
-    """Plays the kernel: asks through a socket that keeps messages apart, and hears the answers."""
+    """Plays the kernel: sends requests through a socket that preserves message boundaries, and receives the replies."""
 
     def __init__(self, vfs, options=None, settings=None):
         self.ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -114,12 +114,12 @@ class Kernel:
         return answer.nodeid, answer.fh
 
     async def silent(self):
-        """Nothing more was said: the answer to what is asked now is the next."""
+        """Check that no other reply was sent: the reply to the request sent now is the next one."""
         await self.ask(Op.STATFS)
 
 
 def played(make_vfs=MemoryVfs, **options):
-    """Run an async test against the engine on a loop of its own."""
+    """Run an async test against the engine on its own loop."""
 
     def runner(test):
         def run():
@@ -137,7 +137,7 @@ def played(make_vfs=MemoryVfs, **options):
 
 
 @played()
-async def test_what_is_agreed_on_is_what_the_kernel_offers_and_no_more(kernel):
+async def test_negotiation_accepts_only_what_the_kernel_offers(kernel):
     said = await kernel.init(45, ALL & ~int(Init.PARALLEL_DIROPS))
     assert (said.major, said.minor, said.flags | said.flags2 << 32) == (
         7,
@@ -154,21 +154,21 @@ async def test_what_is_agreed_on_is_what_the_kernel_offers_and_no_more(kernel):
 
 
 @played(settings=MountOptions("p", max_background=20, congestion_threshold=7, writeback=True))
-async def test_settings_reach_the_kernel_and_an_older_one_gets_no_new_flags(kernel):
+async def test_settings_are_negotiated_with_an_older_kernel(kernel):
     said = await kernel.init(31, (1 << 30) - 1)
     assert (said.minor, said.max_background, said.congestion_threshold, said.flags2) == (31, 20, 7, 0)
     assert said.flags & Init.WRITEBACK_CACHE and not said.flags & Init.INIT_EXT
 
 
 @played()
-async def test_a_newer_major_version_is_asked_to_come_down_to_ours(kernel):
+async def test_newer_major_version_is_negotiated_down(kernel):
     assert (await kernel.init(0, 0, major=8)).major == 7
     assert not kernel.ready
     assert (await kernel.init()).minor == 45
 
 
 @played()
-async def test_a_kernel_that_is_too_old_ends_the_mount_with_the_way_out(kernel):
+async def test_old_kernel_ends_the_mount_with_a_remedy(kernel):
     with pytest.raises(OSError) as refused:
         await kernel.init(27)
     assert refused.value.errno == errno.EPROTO
@@ -177,7 +177,7 @@ async def test_a_kernel_that_is_too_old_ends_the_mount_with_the_way_out(kernel):
 
 
 @played(options=FuseOptions(attr_timeout_s=2.5, entry_timeout_s=1.25, negative_timeout_s=0.5))
-async def test_a_file_made_written_and_read(kernel):
+async def test_file_is_created_written_and_read(kernel):
     await kernel.init()
     absent = replies.read("entry", await kernel.ask(Op.LOOKUP, names=(b"f",)))
     assert (absent.nodeid, absent.entry_valid, absent.entry_valid_nsec) == (0, 0, 500_000_000)
@@ -206,7 +206,7 @@ async def test_a_file_made_written_and_read(kernel):
 
 
 @played()
-async def test_who_only_reads_is_not_waited_for_at_close(kernel):
+async def test_read_only_file_needs_no_flush_at_close(kernel):
     await kernel.init()
     inode, _ = await kernel.create(b"f")
     for flags, quiet in ((os.O_RDONLY, True), (os.O_RDWR, False), (os.O_WRONLY, False)):
@@ -220,7 +220,7 @@ async def test_who_only_reads_is_not_waited_for_at_close(kernel):
 
 
 @played()
-async def test_listings_carry_entries_and_end(kernel):
+async def test_listings_have_entries_and_an_end(kernel):
     await kernel.init()
     for name in (b"a", b"b"):
         await kernel.create(name)
@@ -234,7 +234,7 @@ async def test_listings_carry_entries_and_end(kernel):
 
 
 @played()
-async def test_extended_attributes_are_set_in_one_step_and_measured_before_they_are_read(kernel):
+async def test_extended_attributes_are_set_and_sized(kernel):
     await kernel.init()
     inode, _ = await kernel.create(b"f")
     name = b"user.x"
@@ -254,7 +254,7 @@ async def test_extended_attributes_are_set_in_one_step_and_measured_before_they_
 
 
 @played()
-async def test_set_ids_go_when_the_kernel_says_that_the_writer_may_not_keep_them(kernel):
+async def test_write_clears_set_ids_on_the_kernels_request(kernel):
     await kernel.init()
     inode, handle = await kernel.create(b"f")
 
@@ -273,7 +273,7 @@ async def test_set_ids_go_when_the_kernel_says_that_the_writer_may_not_keep_them
         if before != after:
             assert heard[:2] == (0, 2) and heard[2] == struct.pack(
                 "=Qqq", inode, -1, 0
-            )  # the kernel's mode is old
+            )  # the mode in the kernel's cache is stale
             heard = await kernel.hear()
         assert heard[:2] == (unique, 0) and await mode() == after
         await chmod(before)
@@ -310,7 +310,7 @@ async def test_ranges_are_punched_found_and_copied(kernel):
 
 
 @played(options=FuseOptions(writeback=True), settings=MountOptions("p", writeback=True))
-async def test_a_kernel_that_keeps_written_pages_is_not_told_of_holes(kernel):
+async def test_seek_data_is_unsupported_with_writeback(kernel):
     await kernel.init()
     inode, handle = await kernel.create(b"f")
     with pytest.raises(OSError) as refused:
@@ -329,7 +329,7 @@ async def test_ioctl_is_enotty(kernel):
 
 
 @played()
-async def test_umask_counts_for_what_is_made_in_memory(kernel):
+async def test_umask_is_applied_by_the_memory_fake(kernel):
     await kernel.init()
     inode, _ = await kernel.create(b"f")
     made = replies.read("entry", await kernel.ask(Op.MKDIR, (0o777, 0o027), names=(b"d",)))
@@ -339,18 +339,18 @@ async def test_umask_counts_for_what_is_made_in_memory(kernel):
 
 
 @played()
-async def test_statx_without_a_known_birth_time_says_so(kernel):
+async def test_statx_without_birth_time_says_so(kernel):
     await kernel.init()
     inode, _ = await kernel.create(b"f")
     found = replies.read("statx", await kernel.ask(Op.STATX, (0, 0, 0, 0xFFF), node=inode))
     assert found.mask == replies.STATX_BASIC and found.ino == inode and found.btime == 0
-    told = replies.statx(2, kernel.engine._ops._vfs._nodes[inode].attr, (1, 0), 5 * 10**9 + 7)
-    found = replies.read("statx", replies.parse(told)[2])
+    reply = replies.statx(2, kernel.engine._ops._vfs._nodes[inode].attr, (1, 0), 5 * 10**9 + 7)
+    found = replies.read("statx", replies.parse(reply)[2])
     assert (found.mask, found.btime, found.btimensec) == (replies.STATX_BASIC | replies.STATX_BTIME, 5, 7)
 
 
 @pytest.mark.parametrize("offered", [ALL, ALL & ~Init.SETXATTR_EXT, ALL & ~Init.POSIX_ACL])
-def test_access_control_lists_need_a_kernel_that_enforces_them(offered):
+def test_acls_need_a_kernel_that_enforces_them(offered):
     @played()
     async def test(kernel):
         asked = []
@@ -372,7 +372,8 @@ def test_access_control_lists_need_a_kernel_that_enforces_them(offered):
                 with pytest.raises(OSError) as refused:
                     await asking
                 assert refused.value.errno == errno.EOPNOTSUPP
-        killed = 4 if offered & Init.SETXATTR_EXT else 0  # root asks: without the mark nothing goes
+        # the caller is root: without the mark no bit is cleared
+        killed = 4 if offered & Init.SETXATTR_EXT else 0
         assert asked == ([(name, b"list", 0), (name, b"list", killed)] if offered & Init.POSIX_ACL else [])
         with pytest.raises(OSError) as absent:
             await kernel.ask(Op.GETXATTR, (100,), node=inode, names=(name,))
@@ -392,7 +393,7 @@ async def test_mount_without_acls_does_not_negotiate_them(kernel):
 
 
 @played()
-async def test_what_nobody_knows_is_enosys_and_what_needs_no_answer_gets_none(kernel):
+async def test_unknown_requests_are_enosys_and_forgets_get_no_reply(kernel):
     await kernel.init()
     for opcode in (Op.BMAP, Op.POLL, Op.SETUPMAPPING, 63, 99, 4096):
         with pytest.raises(OSError) as refused:
@@ -407,7 +408,7 @@ async def test_what_nobody_knows_is_enosys_and_what_needs_no_answer_gets_none(ke
 
 
 @played()
-async def test_a_malformed_request_is_refused_and_the_next_one_served(kernel):
+async def test_malformed_request_is_refused(kernel):
     await kernel.init()
     for opcode in (Op.READ, Op.LOOKUP, Op.WRITE, Op.RENAME2, Op.CREATE):
         kernel.ours.send(requests.HEADER.pack(44, opcode, 777, 1, 0, 0, 0, 0, 0) + b"xxxx")
@@ -419,7 +420,7 @@ async def test_a_malformed_request_is_refused_and_the_next_one_served(kernel):
 
 
 @played()
-async def test_a_handle_that_is_none_is_an_error_and_no_end(kernel):
+async def test_unknown_handle_is_an_error(kernel):
     await kernel.init()
     for opcode, body in (
         (Op.READ, (99, 0, 10, 0, 0, 0)),
@@ -433,7 +434,7 @@ async def test_a_handle_that_is_none_is_an_error_and_no_end(kernel):
 
 
 @played(SlowVfs)
-async def test_what_waits_is_answered_when_it_is_there_and_others_meanwhile(kernel):
+async def test_waiting_requests_do_not_block_others(kernel):
     await kernel.init()
     vfs = kernel.engine._ops._vfs
     inode, handle = await kernel.create(b"f")
@@ -446,7 +447,7 @@ async def test_what_waits_is_answered_when_it_is_there_and_others_meanwhile(kern
 
 
 class GatheringVfs(SlowVfs):
-    """Knows how many reads were held when they were let go."""
+    """Counts the reads that were pending when they were sent."""
 
     def __init__(self):
         super().__init__()
@@ -460,7 +461,7 @@ class GatheringVfs(SlowVfs):
 
 
 @played(GatheringVfs)
-async def test_reads_that_wait_in_the_kernel_together_are_let_go_together(kernel):
+async def test_queued_reads_are_sent_together(kernel):
     await kernel.init()
     vfs = kernel.engine._ops._vfs
     inode, handle = await kernel.create(b"f")
@@ -474,7 +475,7 @@ async def test_reads_that_wait_in_the_kernel_together_are_let_go_together(kernel
 
 
 @played(SlowVfs)
-async def test_only_so_many_are_in_work_at_once(kernel):
+async def test_number_of_requests_under_way_is_limited(kernel):
     await kernel.init()
     vfs = kernel.engine._ops._vfs
     inode, handle = await kernel.create(b"f")
@@ -503,7 +504,7 @@ def sleeping_process():
 
 
 @played(SlowVfs)
-async def test_an_interrupted_call_goes_on_unless_its_caller_is_dying(kernel):
+async def test_interrupted_call_ends_only_for_a_dying_caller(kernel):
     await kernel.init()
     inode, handle = await kernel.create(b"f")
     child = sleeping_process()
@@ -515,12 +516,12 @@ async def test_an_interrupted_call_goes_on_unless_its_caller_is_dying(kernel):
     assert (await kernel.hear())[:2] == (
         asked,
         -errno.EINTR,
-    )  # the kernel tells once; somebody has to look again
+    )  # the kernel notifies once; the engine must check again
     assert not kernel.engine._work and not kernel.engine._interrupted
     await kernel.silent()
 
 
-def test_a_process_is_dying_when_it_can_not_survive_what_it_was_sent():
+def test_process_with_a_fatal_signal_is_dying():
     assert not is_dying(os.getpid())
     child = sleeping_process()
     assert not is_dying(child.pid)
@@ -530,7 +531,7 @@ def test_a_process_is_dying_when_it_can_not_survive_what_it_was_sent():
 
 
 @played(SlowVfs)
-async def test_stopping_waits_for_what_is_in_work(kernel):
+async def test_stop_waits_for_requests_under_way(kernel):
     await kernel.init()
     inode, handle = await kernel.create(b"f")
     asked = kernel.say(Op.READ, (handle, 0, 10, 0, 0, 0), node=inode)
@@ -544,7 +545,7 @@ async def test_stopping_waits_for_what_is_in_work(kernel):
 
 
 class BeginningVfs(MemoryVfs):
-    """Begins what client/vfs begins: each waits until the test ends it."""
+    """Submits operations as client/vfs does: each waits until the test completes it."""
 
     def __init__(self):
         super().__init__()
@@ -581,12 +582,12 @@ class BeginningVfs(MemoryVfs):
 
 
 def kernel_heard_after(making) -> bool:
-    """Whether books were kept before the kernel was answered."""
+    """Whether the state was updated before the kernel got the reply."""
     return making._handle in making._ops._files
 
 
 @played(BeginningVfs)
-async def test_what_is_begun_is_answered_before_books_are_kept_and_others_meanwhile(kernel):
+async def test_submitted_create_replies_before_bookkeeping(kernel):
     await kernel.init()
     vfs, ops = kernel.engine._ops._vfs, kernel.engine._ops
     asked = kernel.say(Op.CREATE, (os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o100644, 0o22, 0), names=(b"f",))
@@ -617,7 +618,7 @@ async def test_what_is_begun_is_answered_before_books_are_kept_and_others_meanwh
 
 
 class ElsewhereVfs(BeginningVfs):
-    """The name stands for what has to be opened with one more question."""
+    """The file needs one further request before it can be opened."""
 
     asked = 0
 
@@ -635,7 +636,7 @@ class ElsewhereVfs(BeginningVfs):
 
 
 @played(ElsewhereVfs)
-async def test_what_is_done_besides_for_a_request_that_was_begun_is_done_for_that_request(kernel):
+async def test_second_step_of_a_create_belongs_to_its_request(kernel):
     await kernel.init()
     vfs = kernel.engine._ops._vfs
     asked = kernel.say(Op.CREATE, (os.O_WRONLY | os.O_CREAT, 0o100644, 0o22, 0), names=(b"f",))
@@ -646,7 +647,7 @@ async def test_what_is_done_besides_for_a_request_that_was_begun_is_done_for_tha
 
 
 @played(BeginningVfs)
-async def test_who_is_dying_is_not_waited_for_where_something_was_begun(kernel):
+async def test_dying_caller_of_a_submitted_request_is_answered(kernel):
     await kernel.init()
     vfs = kernel.engine._ops._vfs
     flags = os.O_RDONLY | os.O_CREAT | os.O_EXCL
@@ -668,7 +669,7 @@ async def test_who_is_dying_is_not_waited_for_where_something_was_begun(kernel):
 
 
 @played()
-async def test_what_is_closed_is_released_behind_what_somebody_waits_for(kernel):
+async def test_releases_wait_behind_other_requests(kernel):
     await kernel.init()
     handles = [(await kernel.create(b"%d" % number)) for number in range(4)]
     inode, handle = handles.pop()
@@ -680,9 +681,7 @@ async def test_what_is_closed_is_released_behind_what_somebody_waits_for(kernel)
     again = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDWR, 0), node=inode)).fh
     released = kernel.say(Op.RELEASE, (handle, 0, 0, 0))
     lock = (again, 2, 0, (1 << 63) - 1, fcntl.F_WRLCK, os.getpid(), 1)
-    locked = kernel.say(
-        Op.SETLK, lock, node=inode
-    )  # who was told of the close does not meet its locks any more
+    locked = kernel.say(Op.SETLK, lock, node=inode)  # after the reply to the close its locks are gone
     assert [(await kernel.hear())[:2] for _ in range(2)] == [(released, 0), (locked, 0)]
     await kernel.ask(Op.RELEASE, (again, 0, 0, 0))
     assert not kernel.engine._ops._files and not kernel.engine._late
@@ -699,7 +698,7 @@ class BrokenVfs(MemoryVfs):
 
 
 @played(BrokenVfs)
-async def test_a_bug_below_is_eio_for_its_caller_alone(kernel):
+async def test_bug_in_the_vfs_is_eio_for_one_caller(kernel):
     await kernel.init()
     for opcode in (Op.STATFS, Op.READLINK):
         with pytest.raises(OSError) as refused:
@@ -709,7 +708,7 @@ async def test_a_bug_below_is_eio_for_its_caller_alone(kernel):
 
 
 class TimedVfs(MemoryVfs):
-    """Uses what needs a current task."""
+    """Uses calls that need a current task."""
 
     async def readlink(self, inode):
         try:
@@ -722,7 +721,7 @@ class TimedVfs(MemoryVfs):
 
 
 @played(TimedVfs)
-async def test_a_request_can_wait_with_a_deadline_and_own_tasks(kernel):
+async def test_request_may_use_deadlines_and_tasks(kernel):
     await kernel.init()
     assert [await kernel.ask(Op.READLINK) for _ in range(3)] == [b"in time"] * 3
 
@@ -731,7 +730,7 @@ async def test_a_request_can_wait_with_a_deadline_and_own_tasks(kernel):
     ("release", "name"),
     [("5.4.0-1", "kernel"), ("6.18.44", "kernel"), ("4.19.0", "pyfuse3"), ("odd", "pyfuse3")],
 )
-def test_auto_takes_the_direct_engine_where_the_kernel_is_new_enough(monkeypatch, tmp_path, release, name):
+def test_auto_selects_the_direct_engine_on_new_kernels(monkeypatch, tmp_path, release, name):
     monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "n", release, "v", "m")))
     assert make_engine("auto", FuseOps(MemoryVfs()), tmp_path, MountOptions("p")).name == name
     assert kernel_version() == (
@@ -740,9 +739,9 @@ def test_auto_takes_the_direct_engine_where_the_kernel_is_new_enough(monkeypatch
     assert make_engine("pyfuse3", FuseOps(MemoryVfs()), tmp_path, MountOptions("p")).name == "pyfuse3"
 
 
-def test_the_pages_of_a_request_are_those_of_the_running_kernel():
+def test_request_pages_are_those_of_the_running_kernel():
     assert 1 <= kernel_connection.max_pages_limit() <= kernel_connection.REQUEST_PAGES_MAX
 
 
-def test_sigkill_is_what_is_looked_for():
+def test_sigkill_is_the_signal_that_is_checked():
     assert 1 << signal.SIGKILL - 1 == kernel_connection._SIGKILL_BIT

@@ -1,5 +1,4 @@
-"""Opens of what was listed, in one compiled step: the open file, its handle, what outlives the process and what is left after
-the close are as the ordinary way makes them."""
+"""Opens of listed files on the fast path: file, handle, shared state and the state after the close are as on the slow path."""
 
 import asyncio
 import errno
@@ -32,7 +31,7 @@ ENDS_MS = int(time.time() * 1000) + 3_600_000
 
 
 class KeptHost(Host):
-    """Its client keeps what outlives its process."""
+    """Its client keeps the state that survives its process."""
 
     async def __aenter__(self):
         await super().__aenter__()
@@ -70,14 +69,14 @@ NOT_COMPARED = ("file", "ahead", "number", "attr_born_s", "grant_half_ms")
 
 
 def slots_of(thing):
-    """What an object has, with the types, but for other objects and times."""
+    """The attributes of an object, with types, except other objects and times."""
     found = {name: getattr(thing, name) for name in type(thing).__slots__ if name not in NOT_COMPARED}
     found["ahead"] = slots_of(thing.ahead) if type(thing) is FileHandle else getattr(thing, "ahead", None)
     return {name: (type(value), value) for name, value in found.items()}
 
 
 def listed(rng, inode, *, mode=0o100000, cut=0, punches=0):
-    """Attributes of a regular file as a listing tells them, of whatever size."""
+    """Attributes of a regular file as a listing reports them, of any size."""
     word = lambda bits: rng.choice((0, 1, rng.getrandbits(bits), (1 << bits) - 1))  # noqa: E731
     return Attr(
         inode=inode,
@@ -101,8 +100,8 @@ def listed(rng, inode, *, mode=0o100000, cut=0, punches=0):
     )
 
 
-def lend(kernel, inode, attr, rights=grants.READ, cut=0):
-    """It was listed with these attributes and that right."""
+def list_with(kernel, inode, attr, rights=grants.READ, cut=0):
+    """Listed with these attributes and that right."""
     grant = grants.sign(grants.Grant(rights, 7, 1 << 63 | 5, inode, cut, ENDS_MS), b"secret")
     leases = kernel.vfs.leases._leases
     leases[inode] = leases[inode]._replace(grant=grant, until_s=kernel.vfs.clock.boottime_s() + 1000)
@@ -111,23 +110,23 @@ def lend(kernel, inode, attr, rights=grants.READ, cut=0):
 
 
 def noted(kernel):
-    """What a process that goes on after this one knows of open files, but for the numbers."""
+    """The open files that the next process would find, except their numbers."""
     memory = kernel.ops.kept
     return None if memory is None else [record[1:-2] for record in memory.handles.valid()]
 
 
 @on_a_mount
-async def test_what_was_listed_is_opened_and_closed_as_by_the_ordinary_way(kernel, rng):
+async def test_listed_files_open_and_close_as_on_the_slow_path(kernel, rng):
     inode = await theirs(kernel, b"f", b"x")
     step, meta = kernel.engine._known, kernel.vfs.meta
-    meta._tell_soon = lambda state: asyncio.sleep(600)  # when the service is told is a matter of time
+    meta._tell_soon = lambda state: asyncio.sleep(600)  # the time of the report is arbitrary
     for turn in range(60):
         cut = rng.choice((0, 3, 1 << 40))
         attr = listed(rng, inode, cut=cut, punches=rng.choice((0, cut // 3, cut)))
         rights = rng.choice((grants.READ, grants.READ | grants.WRITE, grants.WRITE))
         found, later = [], rng.choice((0, 2))
         for way in (None, step):
-            lend(kernel, inode, attr, rights, cut + later)
+            list_with(kernel, inode, attr, rights, cut + later)
             kernel.ops._seen.pop(inode, None)
             kernel.engine._known = way
             before = answered(step)
@@ -160,11 +159,11 @@ async def test_what_was_listed_is_opened_and_closed_as_by_the_ordinary_way(kerne
 
 
 @on_a_mount
-async def test_two_open_files_have_nothing_in_common(kernel, rng):
+async def test_open_files_share_nothing(kernel, rng):
     one, other = await theirs(kernel, b"f", b"x"), await theirs(kernel, b"g", b"y")
     files = []
     for inode in (one, other):
-        lend(kernel, inode, listed(rng, inode))
+        list_with(kernel, inode, listed(rng, inode))
         files.append(
             kernel.ops._files[
                 replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode)).fh
@@ -177,7 +176,7 @@ async def test_two_open_files_have_nothing_in_common(kernel, rng):
 
 
 @on_a_mount
-async def test_what_is_no_file_that_may_be_read_so_is_left_before_anything_has_happened(kernel, rng):
+async def test_files_without_a_read_grant_are_left(kernel, rng):
     inode = await theirs(kernel, b"f", b"x")
     nameless = listed(rng, inode)
     nameless.links = 0
@@ -191,7 +190,7 @@ async def test_what_is_no_file_that_may_be_read_so_is_left_before_anything_has_h
         (plain, b"x" * 59),
         (plain, b"x" * grants.GRANT_BYTES),
     ):
-        lend(kernel, inode, attr, cut=3)
+        list_with(kernel, inode, attr, cut=3)
         if grant is not None:
             leases = kernel.vfs.leases._leases
             leases[inode] = leases[inode]._replace(grant=grant)
@@ -204,11 +203,11 @@ async def test_what_is_no_file_that_may_be_read_so_is_left_before_anything_has_h
         ) == before and not kernel.vfs.cache.open
 
 
-def test_an_open_without_room_in_what_outlives_the_process_leaves_nothing():
+def test_open_without_a_free_record_leaves_nothing():
     async def all_of_it():
         async with mounted(True) as kernel:
             inode = await theirs(kernel, b"f", b"x")
-            lend(kernel, inode, listed(random.Random(1), inode))
+            list_with(kernel, inode, listed(random.Random(1), inode))
             table = kernel.ops.kept.handles
             free, used = list(table._free), table.used
             table._free.clear()
@@ -227,8 +226,8 @@ def test_an_open_without_room_in_what_outlives_the_process_leaves_nothing():
 
 
 @on_a_mount
-async def test_what_is_malformed_is_refused_by_compiled_steps_as_by_handlers(kernel, rng):
-    """Of every request that they take: cut anywhere, with a length that is not its own, with a name that is none."""
+async def test_malformed_requests_are_refused_on_both_paths(kernel, rng):
+    """Every request of the fast path: truncated anywhere, with a wrong length, with an invalid name."""
     inode = await theirs(kernel, b"f", b"x")
     opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode)).fh
     mine, handle = await kernel.create_in(1, b"own")
@@ -271,8 +270,8 @@ async def test_what_is_malformed_is_refused_by_compiled_steps_as_by_handlers(ker
 
 
 @on_a_mount
-async def test_service_is_asked_for_each_open_of_squashed_root(kernel, rng):
-    """Also of what is known, and open here already: by somebody whom it is let."""
+async def test_opens_of_squashed_root_need_a_message(kernel, rng):
+    """Also for cached attributes, and for a file that a permitted user has open here."""
     inode = await theirs(kernel, b"f", b"x")
     step, meta = kernel.engine._known, kernel.vfs.meta
     asked, change = [], meta.change

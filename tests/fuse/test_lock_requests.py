@@ -1,4 +1,4 @@
-"""Locks between the kernel and the Vfs: what the direct engine does with the requests, and what the kernel has to forget."""
+"""Locks between the kernel and the Vfs: requests to the direct engine, and invalidations of the kernel."""
 
 import asyncio
 import errno
@@ -34,13 +34,13 @@ async def begun(kernel):
 
 
 @played()
-async def test_the_kernel_is_told_that_locks_are_kept_here(kernel):
+async def test_lock_support_is_negotiated(kernel):
     said = await kernel.init()
     assert said.flags & Init.POSIX_LOCKS and said.flags & Init.FLOCK_LOCKS
 
 
 @played()
-async def test_a_lock_in_the_way_is_eagain_and_told_by_getlk(kernel):
+async def test_conflicting_lock_is_eagain_and_shown_by_getlk(kernel):
     inode, handle = await begun(kernel)
     await kernel.ask(Op.SETLK, body(handle, 1, WRITE, 10, 19, pid=77), node=inode)
     with pytest.raises(BlockingIOError):
@@ -56,7 +56,7 @@ async def test_a_lock_in_the_way_is_eagain_and_told_by_getlk(kernel):
 
 
 @played()
-async def test_a_close_ends_the_record_locks_of_its_owner_and_a_release_the_flock(kernel):
+async def test_close_ends_record_locks_and_release_ends_flock(kernel):
     inode, handle = await begun(kernel)
     await kernel.ask(Op.SETLK, body(handle, 1, WRITE), node=inode)
     await kernel.ask(Op.SETLK, body(handle, 2, WRITE, flags=LOCK_FLOCK), node=inode)
@@ -70,7 +70,7 @@ async def test_a_close_ends_the_record_locks_of_its_owner_and_a_release_the_floc
 
 
 @played()
-async def test_who_waits_is_answered_when_it_has_the_lock_and_others_meanwhile(kernel):
+async def test_waiting_lock_is_granted_without_blocking_others(kernel):
     inode, handle = await begun(kernel)
     await kernel.ask(Op.SETLK, body(handle, 1, WRITE), node=inode)
     asked = kernel.say(Op.SETLKW, body(handle, 2, WRITE), node=inode)
@@ -80,7 +80,7 @@ async def test_who_waits_is_answered_when_it_has_the_lock_and_others_meanwhile(k
 
 
 @played()
-async def test_an_interrupt_ends_waiting_at_once_and_leaves_no_place(kernel):
+async def test_interrupt_ends_a_waiting_lock(kernel):
     inode, handle = await begun(kernel)
     await kernel.ask(Op.SETLK, body(handle, 1, WRITE), node=inode)
     asked = kernel.say(Op.SETLKW, body(handle, 2, WRITE), node=inode, pid=os.getpid())
@@ -92,7 +92,7 @@ async def test_an_interrupt_ends_waiting_at_once_and_leaves_no_place(kernel):
 
 
 class InterruptedVfs(MemoryVfs):
-    """Others have always changed the file; the lock is there."""
+    """Others have always changed the file; the lock is granted immediately."""
 
     async def setlk(self, *arguments, **fields):
         await super().setlk(*arguments, **fields)
@@ -100,7 +100,7 @@ class InterruptedVfs(MemoryVfs):
 
 
 @played(InterruptedVfs)
-async def test_an_interrupt_after_the_lock_was_given_does_not_take_the_answer_back(kernel):
+async def test_interrupt_after_the_grant_keeps_the_lock(kernel):
     inode, handle = await begun(kernel)
     forgotten = asyncio.Event()
 
@@ -116,7 +116,7 @@ async def test_an_interrupt_after_the_lock_was_given_does_not_take_the_answer_ba
     assert (await kernel.hear())[:2] == (asked, 0)
 
 
-def test_the_end_of_the_mount_ends_waiting_with_an_error_that_is_no_signal():
+def test_unmount_ends_waiting_locks_with_eio():
     async def main():
         async with Kernel(MemoryVfs()) as kernel:
             inode, handle = await begun(kernel)
@@ -131,7 +131,7 @@ def test_the_end_of_the_mount_ends_waiting_with_an_error_that_is_no_signal():
 
 
 @played(SlowVfs)
-async def test_those_that_wait_for_locks_keep_nobody_out(kernel):
+async def test_waiting_locks_do_not_exhaust_the_request_limit(kernel):
     inode, handle = await begun(kernel)
     await kernel.ask(Op.SETLK, body(handle, 1, WRITE), node=inode)
     waiting = IN_WORK_MAX + 100
@@ -149,7 +149,7 @@ async def test_those_that_wait_for_locks_keep_nobody_out(kernel):
 
 
 @played()
-async def test_a_lock_that_makes_no_sense_is_refused(kernel):
+async def test_invalid_lock_is_refused(kernel):
     inode, handle = await begun(kernel)
     for opcode in (Op.SETLK, Op.SETLKW, Op.GETLK):
         with pytest.raises(OSError) as refused:
@@ -158,7 +158,7 @@ async def test_a_lock_that_makes_no_sense_is_refused(kernel):
 
 
 @played(InterruptedVfs)
-async def test_pages_are_dropped_before_the_lock_is_answered(kernel):
+async def test_pages_are_dropped_before_the_lock_is_granted(kernel):
     inode, handle = await begun(kernel)
     asked = kernel.say(Op.SETLK, body(handle, 1, WRITE), node=inode)
     unique, code, notice = await kernel.hear()
@@ -168,7 +168,7 @@ async def test_pages_are_dropped_before_the_lock_is_answered(kernel):
 
 
 @played(options=FuseOptions(negative_timeout_s=1.0))
-async def test_names_that_were_told_to_be_absent_are_asked_for_again_under_a_lock(kernel):
+async def test_negative_entries_are_invalidated_under_a_lock(kernel):
     inode, handle = await begun(kernel)
     assert replies.read("entry", await kernel.ask(Op.LOOKUP, names=(b"journal",))).nodeid == 0
     asked = kernel.say(Op.SETLK, body(handle, 1, WRITE), node=inode)
@@ -178,7 +178,7 @@ async def test_names_that_were_told_to_be_absent_are_asked_for_again_under_a_loc
     await kernel.ask(Op.SETLK, body(handle, 2, READ, 0, 0, LOCK_FLOCK), node=inode)  # and only once
 
 
-def test_absent_names_are_remembered_for_as_long_as_the_kernel_does_and_within_bounds(monkeypatch):
+def test_negative_entries_are_bounded_and_expire(monkeypatch):
     monkeypatch.setattr(lock_operations, "ABSENT_MAX", 3)
 
     async def main():
@@ -196,7 +196,7 @@ def test_absent_names_are_remembered_for_as_long_as_the_kernel_does_and_within_b
         clock.advance(0.6)
         assert await ops.lookup(1, b"b") is None and await ops.lookup(1, b"c") is None
         with pytest.raises(Exception, match="No such"):
-            await ops.lookup(1, b"d")  # not to be remembered
+            await ops.lookup(1, b"d")  # not recorded
         clock.advance(0.6)
         await ops.setlk(opened.handle, 1, 0, 9, WRITE, 1, False)
         assert asked == [[b"b", b"c"]]
@@ -209,7 +209,7 @@ def test_absent_names_are_remembered_for_as_long_as_the_kernel_does_and_within_b
     asyncio.run(main())
 
 
-def test_attributes_that_the_kernel_was_not_told_are_asked_for_again_under_a_lock():
+def test_changed_attributes_are_invalidated_under_a_lock():
     async def main():
         vfs = MemoryVfs()
         ops = FuseOps(vfs)
@@ -225,7 +225,7 @@ def test_attributes_that_the_kernel_was_not_told_are_asked_for_again_under_a_loc
     asyncio.run(main())
 
 
-def test_pages_of_a_file_whose_locks_were_lost_go():
+def test_pages_of_a_file_with_lost_locks_are_dropped():
     async def main():
         vfs = MemoryVfs()
         ops = FuseOps(vfs)
@@ -242,7 +242,7 @@ def test_pages_of_a_file_whose_locks_were_lost_go():
     asyncio.run(main())
 
 
-def test_the_memory_twin_gives_places_in_order():
+def test_memory_fake_grants_locks_in_order():
     async def main():
         vfs = MemoryVfs()
         _, handle = await vfs.create(1, b"f", 0o644, os.O_RDWR, ME)

@@ -1,4 +1,4 @@
-"""Reads that a mount answers in one compiled step: the bytes and the errors of the ordinary way, whatever happens meanwhile."""
+"""Short-circuit reads on the compiled fast path: bytes and errors as on the slow path, whatever happens meanwhile."""
 
 import asyncio
 import errno
@@ -20,17 +20,17 @@ from tests.unit.test_client_shortcut import BLOCK, ME, Host, evict, run_whole
 
 
 class Mounted(Reading):
-    """By the short cut."""
+    """With short-circuit reads."""
 
     def __init__(self, host):
         super().__init__(host)
         self.short = host.short
 
     async def open(self):
-        """As `open_theirs`; all of its chunks are located."""
+        """As `open_theirs`, with locations of all its chunks."""
         number = await self.open_theirs()
         await self.host.located(self.handle(number), 6)
-        await self.read(number, len(CONTENT) - 1, 1)  # its pages are looked after from now on
+        await self.read(number, len(CONTENT) - 1, 1)  # its pages are validated from now on
         return number
 
     @property
@@ -54,11 +54,11 @@ async def mounted(way="compiled"):
         yield kernel
 
 
-TWINS, compiled_only, on_a_mount, by_both_ways, in_one_step = both_ways(local_reads._local_reads, mounted)
+WAYS, compiled_only, on_a_mount, by_both_ways, in_one_step = both_ways(local_reads._local_reads, mounted)
 
 
 @by_both_ways
-async def test_bytes_are_right_at_every_border_and_of_every_length(kernel):
+async def test_bytes_are_right_at_every_border_and_length(kernel):
     number = await kernel.open()
     for offset, length in [
         *places(400, 1),
@@ -76,7 +76,7 @@ async def test_bytes_are_right_at_every_border_and_of_every_length(kernel):
 
 
 @by_both_ways
-async def test_many_at_once_from_the_drive_and_from_memory(kernel):
+async def test_concurrent_reads_from_drive_and_memory(kernel):
     number = await kernel.open()
     for seed in range(6):
         if seed % 2 == 0:
@@ -89,7 +89,7 @@ async def test_many_at_once_from_the_drive_and_from_memory(kernel):
 
 
 @by_both_ways
-async def test_what_others_and_this_mount_write_is_read_by_the_next_read(kernel):
+async def test_writes_of_all_clients_are_seen_by_the_next_read(kernel):
     content = bytearray(CONTENT)
     number = await kernel.open()
     other = await kernel.host.writer()
@@ -118,8 +118,8 @@ async def test_what_others_and_this_mount_write_is_read_by_the_next_read(kernel)
 
 
 @pytest.mark.parametrize("cold", [False, True])
-@pytest.mark.parametrize("way", TWINS)
-def test_a_flipped_byte_is_an_error_and_never_data(way, cold):
+@pytest.mark.parametrize("way", WAYS)
+def test_flipped_byte_is_an_error(way, cold):
     @on_a_mount
     async def flipped(kernel):
         number = await kernel.open()
@@ -140,7 +140,7 @@ def test_a_flipped_byte_is_an_error_and_never_data(way, cold):
 
 
 @by_both_ways
-async def test_what_is_no_read_of_this_mount_is_refused_as_always(kernel):
+async def test_invalid_reads_are_refused_as_on_the_slow_path(kernel):
     number = await kernel.open()
     unique = kernel.say_read(number + 1000, 0, BLOCK)
     heard, error, _ = await kernel.hear()
@@ -164,15 +164,16 @@ async def test_what_is_no_read_of_this_mount_is_refused_as_always(kernel):
 
 
 @in_one_step
-async def test_small_reads_leave_the_page_cache_alone_but_those_of_the_same_place(kernel):
+async def test_small_reads_leave_the_page_cache_alone(kernel):
     number = await kernel.open()
     if not all(source.takes_direct for source in kernel.short._sources.values()):
-        for source in kernel.short._sources.values():  # a test's client does not ask for it
+        for source in kernel.short._sources.values():  # a test's client does not open for direct I/O
             source.direct_fd = os.open(f"/proc/self/fd/{source.fd}", os.O_RDONLY | os.O_DIRECT)
             source.takes_direct = True
             os.posix_fadvise(source.fd, 0, 0, os.POSIX_FADV_RANDOM)
     kernel.forget_pages()
-    await kernel.read(number, 9 * BLOCK, BLOCK)  # a look at it by reading brings it in: it could be there
+    # the first read checks whether the block is cached, and so caches it
+    await kernel.read(number, 9 * BLOCK, BLOCK)
     kernel.forget_pages()
     blocks = random.Random(5).sample(range(20, 1000), 200)
     for block in blocks:
@@ -188,7 +189,7 @@ async def test_small_reads_leave_the_page_cache_alone_but_those_of_the_same_plac
 
 
 async def begun(kernel, number, offset, pid=0):
-    """A read that waits for the drive, and has not been told of."""
+    """A read that waits for the drive, without a reply yet."""
     kernel.forget_pages()
     unique = kernel.say_read(number, offset, BLOCK, pid=pid)
     kernel.engine._take()
@@ -197,7 +198,7 @@ async def begun(kernel, number, offset, pid=0):
 
 
 @in_one_step
-async def test_who_dies_is_answered_at_once_and_his_read_is_nobodys(kernel):
+async def test_interrupted_read_ignores_its_late_data(kernel):
     number = await kernel.open()
     unique = await begun(kernel, number, 8 * BLOCK, pid=1 << 22)  # there is no such process
     kernel.say(Op.INTERRUPT, (unique,))
@@ -215,7 +216,7 @@ async def test_who_dies_is_answered_at_once_and_his_read_is_nobodys(kernel):
 
 
 @in_one_step
-async def test_a_drive_that_takes_too_long_is_asked_for_by_its_store(kernel):
+async def test_slow_drive_is_read_through_its_store(kernel):
     number = await kernel.open()
     unique = await begun(kernel, number, 8 * BLOCK)
     real, sent = kernel.short._now_s, kernel.vfs.chunks.counters["messages"]
@@ -228,7 +229,7 @@ async def test_a_drive_that_takes_too_long_is_asked_for_by_its_store(kernel):
 
 
 @in_one_step
-async def test_who_dies_while_his_read_is_about_to_go_to_the_store_is_answered_at_once(kernel):
+async def test_read_interrupted_before_the_store_is_asked(kernel):
     number = await kernel.open()
     unique = await begun(kernel, number, 8 * BLOCK)
     real, sent = kernel.short._now_s, kernel.vfs.chunks.counters["messages"]
@@ -243,7 +244,7 @@ async def test_who_dies_while_his_read_is_about_to_go_to_the_store_is_answered_a
 
 
 @in_one_step
-async def test_a_drive_that_fails_is_asked_for_by_its_store(kernel):
+async def test_failing_drive_is_read_through_its_store(kernel):
     number = await kernel.open()
     kernel.forget_pages()
     await kernel.read(number, 30 * BLOCK, BLOCK)
@@ -257,7 +258,7 @@ async def test_a_drive_that_fails_is_asked_for_by_its_store(kernel):
 
 
 @in_one_step
-async def test_an_answer_that_is_not_taken_is_an_error_to_who_waits(kernel):
+async def test_reply_that_the_kernel_does_not_take_is_an_error(kernel):
     number = await kernel.open()
     kernel.theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 * KIB)
     for _ in range(2):  # from memory, and from the drive
@@ -268,7 +269,7 @@ async def test_an_answer_that_is_not_taken_is_an_error_to_who_waits(kernel):
 
 
 @compiled_only
-def test_a_mount_that_ends_waits_for_what_its_drive_writes_into_its_memory():
+def test_ending_mount_waits_for_direct_reads_into_its_memory():
     async def work():
         async with Host() as host:
             kernel = Mounted(host)

@@ -1,5 +1,4 @@
-"""Small files that a mount reads as a whole in one compiled step each way: the bytes, the errors and the books of the ordinary
-way, whatever happens meanwhile."""
+"""Small files that a mount reads whole on the compiled fast path: bytes, errors and state as on the slow path."""
 
 import asyncio
 import errno
@@ -29,10 +28,10 @@ SIZES = [1, 100, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK + 7, 60 * KIB
 
 
 class Small(Mounted):
-    """The kernel of a mount that reads small files of others; `began` has how many reads began in one step."""
+    """The kernel of a mount that reads small files of others; `began` counts the reads of the fast path."""
 
     async def make(self, contents):
-        """Small files with these contents, of another client; their inodes."""
+        """Create small files with these contents by another client; their inodes."""
         writer = await self.host.writer()
         made = []
         for content in contents:
@@ -51,14 +50,14 @@ class Small(Mounted):
         await self.ask(Op.RELEASE, (number, os.O_RDONLY, 0, 0), node=self.handle(number).inode)
 
     async def connect(self):
-        """Every store is connected."""
+        """Connect every store."""
         for inode in await self.make([some(BLOCK, 1000 + seed) for seed in range(24)]):
             number = await self.open(inode)
             await self.read(number, 0, BLOCK)
             await self.close(number)
 
     async def answers(self, asked):
-        """{unique: (error, answer)} of all of these."""
+        """{unique: (error, reply)} of all of these."""
         found = {}
         while len(found) < len(asked):
             unique, error, answer = await self.hear()
@@ -85,11 +84,11 @@ async def mounted(way="compiled", options=FAR):
         assert not [file for file in kernel.vfs.cache.open.values() if file.fetching is not None]
 
 
-TWINS, compiled_only, on_a_mount, by_both_ways, in_one_step = both_ways(small_files._small_files, mounted)
+WAYS, compiled_only, on_a_mount, by_both_ways, in_one_step = both_ways(small_files._small_files, mounted)
 
 
 @by_both_ways
-async def test_bytes_are_right_of_every_length_and_place_many_at_once(kernel):
+async def test_concurrent_reads_of_every_length_are_right(kernel):
     contents = [some(size, seed) for seed, size in enumerate(SIZES * 6)]
     chance = random.Random(1)
     numbers = [
@@ -112,7 +111,7 @@ async def test_bytes_are_right_of_every_length_and_place_many_at_once(kernel):
 
 
 @by_both_ways
-async def test_what_is_kept_and_counted_is_the_same(kernel):
+async def test_cache_and_statistics_are_the_same(kernel):
     contents = [some(size, seed) for seed, size in enumerate(SIZES)]
     chunks, kept = kernel.vfs.chunks, kernel.vfs.reader._contents
     inodes = await kernel.make(contents)
@@ -141,7 +140,7 @@ async def test_what_is_kept_and_counted_is_the_same(kernel):
 
 
 @by_both_ways
-async def test_there_is_no_more_kept_than_there_is_room_for(kernel):
+async def test_cache_stays_within_its_limit(kernel):
     kept = kernel.vfs.reader._contents
     kept._bytes_max = kept._bytes + 3 * (BLOCK + 300)
     contents = [some(BLOCK, seed) for seed in range(12)]
@@ -157,7 +156,7 @@ async def test_there_is_no_more_kept_than_there_is_room_for(kernel):
 
 
 @by_both_ways
-async def test_who_reads_the_same_file_meanwhile_waits_for_the_same_bytes(kernel):
+async def test_concurrent_readers_share_one_request(kernel):
     content = some(50 * KIB, 3)
     (inode,) = await kernel.make([content])
     first, second = await kernel.open(inode), await kernel.open(inode)
@@ -179,7 +178,7 @@ async def test_who_reads_the_same_file_meanwhile_waits_for_the_same_bytes(kernel
 
 
 @by_both_ways
-async def test_what_others_and_this_mount_write_is_read_by_the_next_open(kernel):
+async def test_writes_of_all_clients_are_seen_by_the_next_open(kernel):
     content = bytearray(some(9000, 1))
     (inode,) = await kernel.make([bytes(content)])
     other = await kernel.host.writer()
@@ -224,7 +223,7 @@ async def test_holes_are_zeros(kernel):
 
 
 @by_both_ways
-async def test_a_flipped_byte_on_the_drive_is_an_error_of_its_file_alone(kernel):
+async def test_flipped_byte_is_an_error_of_its_file(kernel):
     contents = [some(BLOCK + 5, seed) for seed in range(16)]
     inodes = await kernel.make(contents)
     numbers = [await kernel.open(inode) for inode in inodes]
@@ -246,7 +245,7 @@ async def test_a_flipped_byte_on_the_drive_is_an_error_of_its_file_alone(kernel)
 
 
 class Changed:
-    """A call whose answer is another than the service's."""
+    """A call whose reply differs from the service's."""
 
     def __init__(self, call, change):
         self._call, self._change = call, change
@@ -261,12 +260,12 @@ class Changed:
         self._call.reply(*self._change(bytes(message), b"".join(payload)))
 
 
-def door_of(kernel, call):
-    return kernel.host.doors[bytes(call.message)[10]]
+def proxy_of(kernel, call):
+    return kernel.host.proxies[bytes(call.message)[10]]
 
 
 @by_both_ways
-async def test_an_answer_with_any_byte_changed_gives_right_bytes_or_an_error(kernel):
+async def test_changed_reply_gives_right_bytes_or_an_error(kernel):
     chance = random.Random(9)
     changed = 0
 
@@ -292,7 +291,7 @@ async def test_an_answer_with_any_byte_changed_gives_right_bytes_or_an_error(ker
 
     def instead(call):
         kernel.host.instead(None)
-        door_of(kernel, call).service.handle(Changed(call, change))
+        proxy_of(kernel, call).service.handle(Changed(call, change))
 
     contents = [some(size, seed) for seed, size in enumerate([BLOCK, 5000, 9000] * 4)]
     inodes = await kernel.make(contents)
@@ -323,8 +322,8 @@ async def test_an_answer_with_any_byte_changed_gives_right_bytes_or_an_error(ker
         errors.Unavailable,
     ],
 )
-@pytest.mark.parametrize("way", TWINS)
-def test_what_is_refused_for_now_is_asked_for_again(way, error):
+@pytest.mark.parametrize("way", WAYS)
+def test_temporary_refusal_is_retried(way, error):
     @on_a_mount
     async def refused(kernel):
         contents = [some(5000, seed) for seed in range(10)]
@@ -347,7 +346,7 @@ def test_what_is_refused_for_now_is_asked_for_again(way, error):
 
 
 @by_both_ways
-async def test_what_is_refused_for_good_is_an_error_with_one_question(kernel):
+async def test_permanent_refusal_is_an_error_without_retry(kernel):
     inode, other = await kernel.make([some(5000, 1), some(5000, 2)])
     number, asked = await kernel.open(inode), []
 
@@ -364,8 +363,8 @@ async def test_what_is_refused_for_good_is_an_error_with_one_question(kernel):
     assert await kernel.read(await kernel.open(other), 0, BLOCK) == some(5000, 2)[:BLOCK]
 
 
-@pytest.mark.parametrize("way", TWINS)
-def test_a_store_that_never_answers_is_an_error_at_the_deadline(way):
+@pytest.mark.parametrize("way", WAYS)
+def test_silent_store_is_an_error_at_the_deadline(way):
     async def silent(kernel):
         (inode,) = await kernel.make([some(5000, 1)])
         number = await kernel.open(inode)
@@ -382,7 +381,7 @@ def test_a_store_that_never_answers_is_an_error_at_the_deadline(way):
 
 
 async def in_hand(kernel, calls):
-    """Their stores have been asked."""
+    """Wait until the stores have the requests."""
     kernel.engine._take()
     async with asyncio.timeout(60):
         while not calls:  # noqa: ASYNC110
@@ -391,7 +390,7 @@ async def in_hand(kernel, calls):
 
 
 @by_both_ways
-async def test_who_dies_is_answered_at_once_and_who_waits_with_him_gets_the_bytes(kernel):
+async def test_interrupted_reader_does_not_affect_others(kernel):
     contents = [some(6000, seed) for seed in range(12)]
     numbers = [await kernel.open(inode) for inode in await kernel.make(contents)]
     calls, nobody = [], 1 << 22  # there is no such process
@@ -410,7 +409,7 @@ async def test_who_dies_is_answered_at_once_and_who_waits_with_him_gets_the_byte
         assert heard in late and error == -errno.EINTR
     kernel.host.instead(None)
     for call in calls:
-        door_of(kernel, call).service.handle(call)
+        proxy_of(kernel, call).service.handle(call)
     for unique, (error, answer) in (await kernel.answers(stays)).items():
         assert not error and answer == stays[unique]
     await asyncio.sleep(0.05)
@@ -420,7 +419,7 @@ async def test_who_dies_is_answered_at_once_and_who_waits_with_him_gets_the_byte
 
 
 @by_both_ways
-async def test_a_connection_that_is_lost_and_a_store_that_comes_back(kernel):
+async def test_reads_survive_a_lost_connection(kernel):
     contents = [some(6000, seed) for seed in range(40)]
     numbers = [await kernel.open(inode) for inode in await kernel.make(contents)]
     calls = []
@@ -449,7 +448,7 @@ async def test_a_connection_that_is_lost_and_a_store_that_comes_back(kernel):
 
 
 @by_both_ways
-async def test_answers_that_come_in_pieces(kernel):
+async def test_replies_arrive_in_pieces(kernel):
     chance = random.Random(5)
     contents = [some(size, seed) for seed, size in enumerate(SIZES * 5)]
     numbers = [await kernel.open(inode) for inode in await kernel.make(contents)]
@@ -465,7 +464,7 @@ async def test_answers_that_come_in_pieces(kernel):
 
 
 @by_both_ways
-async def test_what_is_written_while_it_is_read_is_not_kept(kernel):
+async def test_file_written_during_the_read_is_not_cached(kernel):
     (inode,) = await kernel.make([some(6000, 1)])
     number, calls = await kernel.open(inode), []
     kernel.host.instead(calls.append)
@@ -475,7 +474,7 @@ async def test_what_is_written_while_it_is_read_is_not_kept(kernel):
     await kernel.vfs.write(handle, 0, b"new")
     kernel.host.instead(None)
     for call in calls:
-        door_of(kernel, call).service.handle(call)
+        proxy_of(kernel, call).service.handle(call)
     assert await kernel.hear() == (unique, 0, some(6000, 1))
     assert inode not in kernel.vfs.reader._contents
     assert await kernel.read(number, 0, 8 * KIB) == b"new" + some(6000, 1)[3:]
@@ -484,7 +483,7 @@ async def test_what_is_written_while_it_is_read_is_not_kept(kernel):
 
 
 @by_both_ways
-async def test_a_file_that_was_closed_meanwhile_leaves_nothing(kernel):
+async def test_file_closed_during_the_read_leaves_nothing(kernel):
     (inode,) = await kernel.make([some(6000, 1)])
     number, calls = await kernel.open(inode), []
     kernel.host.instead(calls.append)
@@ -493,7 +492,7 @@ async def test_a_file_that_was_closed_meanwhile_leaves_nothing(kernel):
     await kernel.close(number)
     kernel.host.instead(None)
     for call in calls:
-        door_of(kernel, call).service.handle(call)
+        proxy_of(kernel, call).service.handle(call)
     assert await kernel.hear() == (unique, 0, some(6000, 1))
     assert inode not in kernel.vfs.reader._contents and inode not in kernel.vfs.cache.open
 
@@ -510,7 +509,7 @@ async def opened_by_lease(kernel, content):
 
 
 @by_both_ways
-async def test_bytes_of_an_open_that_nobody_knows_of_count_while_its_lease_does(kernel):
+async def test_unreported_open_is_valid_during_its_lease(kernel):
     number, file = await opened_by_lease(kernel, some(6000, 1))
     assert await kernel.read(number, 0, 8 * KIB) == some(6000, 1)
     number, file = await opened_by_lease(kernel, some(6000, 2))
@@ -522,13 +521,13 @@ async def test_bytes_of_an_open_that_nobody_knows_of_count_while_its_lease_does(
     file.untold = True
     kernel.vfs.leases._leases.pop(file.inode, None)
     for call in calls:
-        door_of(kernel, call).service.handle(call)
+        proxy_of(kernel, call).service.handle(call)
     assert await kernel.hear() == (unique, 0, some(6000, 2))
     assert not file.untold, "its shard was asked"
 
 
 @by_both_ways
-async def test_zeros_of_a_file_that_was_removed_meanwhile_are_an_error(kernel):
+async def test_zeros_of_a_removed_file_are_an_error(kernel):
     number, file = await opened_by_lease(kernel, some(6000, 1))
     calls = []
     kernel.host.instead(calls.append)
@@ -543,7 +542,7 @@ async def test_zeros_of_a_file_that_was_removed_meanwhile_are_an_error(kernel):
 
     kernel.vfs.meta.tell_opened = gone
     for call in calls:
-        door_of(kernel, call).service.handle(call)
+        proxy_of(kernel, call).service.handle(call)
     heard, error, _ = await kernel.hear()
     assert heard == unique and error in (-errno.ENOENT, -errno.ESTALE)
     del kernel.vfs.meta.tell_opened
@@ -551,7 +550,7 @@ async def test_zeros_of_a_file_that_was_removed_meanwhile_are_an_error(kernel):
 
 
 @by_both_ways
-async def test_the_end_of_a_file_that_others_may_have_made_longer_is_asked_for(kernel):
+async def test_end_of_a_file_without_lease_is_refreshed(kernel):
     (inode,) = await kernel.make([some(6000, 1)])
     number = await kernel.open(inode)
     file = kernel.handle(number).file
@@ -567,8 +566,8 @@ async def test_the_end_of_a_file_that_others_may_have_made_longer_is_asked_for(k
     kernel.vfs.reader._refresh = refresh
 
 
-@pytest.mark.parametrize("way", TWINS)
-def test_by_the_short_cut_the_first_read_of_a_file_is_one_of_these(way):
+@pytest.mark.parametrize("way", WAYS)
+def test_short_cut_reads_only_the_first_time(way):
     async def short(kernel):
         content = some(6000, 1)
         (inode,) = await kernel.make([content])
@@ -585,11 +584,11 @@ def test_by_the_short_cut_the_first_read_of_a_file_is_one_of_these(way):
     on_a_mount(short, SHORT)(way)
 
 
-# -- of the compiled way alone ---------------------------------------------------------------------------------------------
+# -- fast path only ---------------------------------------------------------------------------------------------------------
 
 
 @in_one_step
-async def test_they_travel_together_and_no_more_than_a_burst(kernel):
+async def test_reads_are_batched_up_to_a_burst(kernel):
     contents = [some(BLOCK, seed) for seed in range(150)]
     numbers = [await kernel.open(inode) for inode in await kernel.make(contents)]
     chunks, began = kernel.vfs.chunks, kernel.began
@@ -602,11 +601,11 @@ async def test_they_travel_together_and_no_more_than_a_burst(kernel):
     for unique, (error, answer) in (await kernel.answers(asked)).items():
         assert not error and answer == asked[unique]
     assert kernel.began == began + 150 and targets
-    assert chunks.counters["messages"] - before <= 3 * 2 * max(1, len(kernel.host.doors)) + 2
+    assert chunks.counters["messages"] - before <= 3 * 2 * max(1, len(kernel.host.proxies)) + 2
 
 
 @in_one_step
-async def test_the_lane_is_the_one_that_is_found_the_ordinary_way(kernel):
+async def test_chosen_target_agrees_with_the_slow_path(kernel):
     for inode in await kernel.make([some(100, seed) for seed in range(40)]):
         number = await kernel.open(inode)
         assert await kernel.read(number, 0, BLOCK)
@@ -618,7 +617,7 @@ async def test_the_lane_is_the_one_that_is_found_the_ordinary_way(kernel):
 
 
 @in_one_step
-async def test_what_can_not_be_sent_any_more_goes_the_ordinary_way(kernel):
+async def test_unsent_reads_continue_on_the_slow_path(kernel):
     contents = [some(6000, seed) for seed in range(20)]
     numbers = [await kernel.open(inode) for inode in await kernel.make(contents)]
     submit, began = kernel.engine._submit_plain_reads, kernel.began
@@ -640,7 +639,7 @@ async def test_what_can_not_be_sent_any_more_goes_the_ordinary_way(kernel):
 
 
 @in_one_step
-async def test_an_answer_that_is_not_taken_is_an_error_to_who_waits(kernel):
+async def test_reply_that_the_kernel_does_not_take_is_an_error(kernel):
     content = some(60 * KIB, 1)
     inode, after = await kernel.make([content, some(100, 2)])
     number = await kernel.open(inode)
@@ -651,7 +650,7 @@ async def test_an_answer_that_is_not_taken_is_an_error_to_who_waits(kernel):
 
 
 @in_one_step
-async def test_a_bug_on_the_way_is_an_error_to_who_waits(kernel):
+async def test_bug_before_the_request_is_an_error(kernel):
     first, second = await kernel.make([some(100, 1), some(100, 2)])
     number = await kernel.open(first)
     epoch, kernel.vfs.chunks.epoch = kernel.vfs.chunks.epoch, "no number"
@@ -665,7 +664,7 @@ async def test_a_bug_on_the_way_is_an_error_to_who_waits(kernel):
 
 
 @in_one_step
-async def test_a_bug_where_the_ordinary_way_goes_on_is_an_error_to_who_waits(kernel):
+async def test_bug_in_the_fallback_is_an_error(kernel):
     (inode,) = await kernel.make([some(5000, 1)])
     number = await kernel.open(inode)
     submit, chunks = kernel.engine._submit_plain_reads, kernel.vfs.chunks
@@ -689,7 +688,7 @@ async def test_a_bug_where_the_ordinary_way_goes_on_is_an_error_to_who_waits(ker
 
 
 @in_one_step
-async def test_it_counts_calls_as_the_ordinary_way_does(kernel):
+async def test_calls_are_counted_as_on_the_slow_path(kernel):
     calls = TALLY.calls
     numbers = [
         await kernel.open(inode) for inode in await kernel.make([some(BLOCK, seed) for seed in range(10)])
@@ -708,7 +707,7 @@ async def test_it_counts_calls_as_the_ordinary_way_does(kernel):
 
 
 @compiled_only
-def test_a_mount_that_is_gone_does_not_wait_for_what_it_has_asked_for():
+def test_unmounted_engine_does_not_wait_for_replies():
     async def work():
         async with Far() as host:
             kernel = Small(host)
@@ -731,7 +730,7 @@ def test_a_mount_that_is_gone_does_not_wait_for_what_it_has_asked_for():
                 assert {error for _, error, _ in answered} == {-errno.EINTR}
             host.instead(None)
             for call in calls:
-                door_of(kernel, call).service.handle(call)
+                proxy_of(kernel, call).service.handle(call)
             await asyncio.sleep(0.05)
             assert not [lane for lane in host.vfs.chunks._lanes.values() if lane.in_flight]
 
@@ -739,7 +738,7 @@ def test_a_mount_that_is_gone_does_not_wait_for_what_it_has_asked_for():
 
 
 @compiled_only
-def test_a_mount_that_leaves_waits_for_the_answers():
+def test_leaving_engine_waits_for_replies():
     async def work():
         async with Far() as host, Small(host) as kernel:
             await kernel.init()
@@ -758,7 +757,7 @@ def test_a_mount_that_leaves_waits_for_the_answers():
             assert not leaving.done()
             host.instead(None)
             for call in calls:
-                door_of(kernel, call).service.handle(call)
+                proxy_of(kernel, call).service.handle(call)
             for unique, (error, answer) in (await kernel.answers(asked)).items():
                 assert not error and answer == asked[unique]
             await asyncio.wait_for(leaving, 60)

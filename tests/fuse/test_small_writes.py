@@ -1,5 +1,4 @@
-"""Small files that are written and closed through the direct engine: in compiled steps and without them the same answers and
-the same books, whatever happens meanwhile."""
+"""Writes and closes of small files through the direct engine: the same replies and state on the fast and the slow path."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ WAYS = ("compiled", "in-the-client", "ordinary")
 
 
 class Mounted(Kernel):
-    """Over a pool behind unix sockets, by a client that keeps what it writes."""
+    """Over a pool behind unix sockets, with a client that keeps its writes."""
 
     def __init__(self, vfs, kept) -> None:
         super().__init__(vfs)
@@ -40,7 +39,7 @@ class Mounted(Kernel):
 
     async def hear(self):
         while not (heard := await super().hear())[0]:
-            pass  # a notice
+            pass  # a notification
         return heard
 
     async def silent(self):
@@ -69,7 +68,7 @@ class Mounted(Kernel):
         return bytes(await self.ask(Op.READ, (handle, 0, size, 0, 0, 0)))
 
     async def stores_hold(self) -> None:
-        """What is sent to stores from now on stays here."""
+        """Hold back the messages to stores from now on."""
         for target in self.vfs.view.map.targets:
             connection = await self.vfs.chunks._dialer.connect(
                 target.endpoints, SYSTEM_CLOCK.boottime_s() + 5
@@ -85,7 +84,7 @@ class Mounted(Kernel):
         self.held.clear()
 
     def stores_say(self, status: int) -> None:
-        """To all that they were sent."""
+        """Reply with this status to all messages that were sent to stores."""
         message = encode_write_reply(1, status.to_bytes(2, "little") + bytes(14))
         for connection in self.vfs.chunks._dialer._live.values():
             if type(connection._transport) is Holding:
@@ -131,7 +130,7 @@ async def mounted():
 
 
 def by_all_ways(test):
-    """In compiled steps from the kernel's request on, from the client on, and without."""
+    """On the fast path of the engine, on that of the client only, and on the slow path."""
 
     @pytest.mark.parametrize("way", WAYS)
     def run(way, monkeypatch):
@@ -156,7 +155,7 @@ def by_all_ways(test):
 
 
 @by_all_ways
-async def test_a_small_file_is_written_closed_and_read(kernel):
+async def test_small_file_is_written_closed_and_read(kernel):
     ops, engine = kernel.engine._ops, kernel.engine
     for number, length in enumerate((4096, 5000, 32768, 100, 40_000)):
         content = os.urandom(length)
@@ -171,10 +170,10 @@ async def test_a_small_file_is_written_closed_and_read(kernel):
             and not engine._work
             and ops._seen[inode][0] == ops._files[handle].attr.change
         )
-        await kernel.flush(handle)  # there is nothing to be told any more
+        await kernel.flush(handle)  # nothing is left to report
         assert ops._changes == changes + 2
         assert await kernel.read(handle) == content
-        assert await kernel.write(handle, b"more", length) == 4  # it is not empty any more
+        assert await kernel.write(handle, b"more", length) == 4  # the file is no longer empty
         await kernel.flush(handle)
         assert await kernel.read(handle) == content + b"more"
         await kernel.ask(Op.RELEASE, (handle, 0, 0, 0))
@@ -183,7 +182,7 @@ async def test_a_small_file_is_written_closed_and_read(kernel):
 
 
 @by_all_ways
-async def test_a_close_waits_for_the_store_and_others_are_answered_meanwhile(kernel):
+async def test_close_waits_for_the_store_without_blocking_others(kernel):
     _, handle = await kernel.new()
     _, other = await kernel.new(b"g")
     await kernel.stores_hold()
@@ -193,14 +192,14 @@ async def test_a_close_waits_for_the_store_and_others_are_answered_meanwhile(ker
     asked = kernel.say(Op.FLUSH, (handle, 0, 0))
     await kernel.silent()
     assert list(kernel.engine._work) == [asked]
-    await kernel.flush(other)  # nobody has written to it
+    await kernel.flush(other)  # no write to this file
     await kernel.stores_go_on()
     assert (await kernel.hear())[:2] == (asked, 0)
     assert await kernel.read(handle) == content
 
 
 @by_all_ways
-async def test_who_is_dying_is_not_waited_for_and_the_next_close_tells(kernel):
+async def test_dying_caller_is_not_waited_for(kernel):
     _, handle = await kernel.new()
     await kernel.stores_hold()
     assert await kernel.write(handle, bytes(4096)) == 4096
@@ -217,7 +216,7 @@ async def test_who_is_dying_is_not_waited_for_and_the_next_close_tells(kernel):
 
 
 @by_all_ways
-async def test_what_is_not_stored_is_told_by_the_close_once_and_the_pages_are_not_believed(kernel):
+async def test_failed_write_is_reported_by_one_close(kernel):
     inode, handle = await kernel.new()
     await kernel.stores_hold()
     assert await kernel.write(handle, bytes(4096)) == 4096
@@ -230,7 +229,7 @@ async def test_what_is_not_stored_is_told_by_the_close_once_and_the_pages_are_no
 
 
 @by_all_ways
-async def test_what_can_not_be_kept_is_refused(kernel):
+async def test_write_without_a_free_record_is_refused(kernel):
     inode, handle = await kernel.new()
 
     def full() -> int:
@@ -246,7 +245,7 @@ async def test_what_can_not_be_kept_is_refused(kernel):
 
 
 @by_all_ways
-async def test_requests_that_are_none_and_handles_that_are_none_are_refused(kernel):
+async def test_malformed_requests_and_wrong_handles_are_refused(kernel):
     _, handle = await kernel.new(flags=os.O_RDONLY)
     for number in (handle, handle + 1000):
         with pytest.raises(OSError) as refused:
@@ -260,7 +259,7 @@ async def test_requests_that_are_none_and_handles_that_are_none_are_refused(kern
 
 
 @by_all_ways
-async def test_a_request_that_is_handed_out_again_is_answered_from_what_is_kept(kernel):
+async def test_resent_write_is_answered_from_the_mount_state(kernel):
     _, handle = await kernel.new()
     content = os.urandom(4096)
     asked = kernel.say_write(handle, content)
@@ -279,7 +278,7 @@ async def test_a_request_that_is_handed_out_again_is_answered_from_what_is_kept(
 
 
 @by_all_ways
-async def test_set_ids_go_with_the_first_write_too(kernel):
+async def test_first_write_clears_set_id_bits(kernel):
     inode, handle = await kernel.new()
     await kernel.ask(Op.SETATTR, (Valid.MODE, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0o104755, 0, 0), node=inode)
     assert await kernel.write(handle, bytes(4096), flags=WRITE_KILL_SUIDGID) == 4096
@@ -291,7 +290,7 @@ async def test_set_ids_go_with_the_first_write_too(kernel):
 
 
 @by_all_ways
-async def test_record_locks_end_with_the_close_of_what_was_written(kernel):
+async def test_close_after_a_write_ends_record_locks(kernel):
     inode, handle = await kernel.new()
     await kernel.ask(Op.SETLK, (handle, 77, 0, 10, 1, 5, 0))
     assert await kernel.write(handle, bytes(4096)) == 4096
@@ -301,7 +300,7 @@ async def test_record_locks_end_with_the_close_of_what_was_written(kernel):
 
 
 @by_all_ways
-async def test_many_are_written_and_closed_at_once(kernel):
+async def test_many_files_are_written_and_closed_concurrently(kernel):
     made = [await kernel.new(b"%d" % number) for number in range(40)]
     contents = [os.urandom(4096) for _ in made]
     asked = {
@@ -317,7 +316,7 @@ async def test_many_are_written_and_closed_at_once(kernel):
 
 
 @by_all_ways
-async def test_a_refusal_of_the_session_before_does_not_end_the_one_of_now(kernel):
+async def test_refusal_of_an_old_session_keeps_the_new_one(kernel):
     meta = kernel.vfs.meta
     handles = [(await kernel.new(name))[1] for name in (b"a", b"b")]
     for handle in handles:

@@ -1,5 +1,7 @@
-"""Answers that compiled reads take from the buffer in which they came (rpc/transports/_frame.hear): of several engines and
-kinds on one connection, between answers to others, however they are cut, changed or late."""
+"""Replies that compiled reads take from the receive buffer (rpc/transports/_frame.hear), of several engines and kinds.
+
+They share a connection with other replies, and may arrive in pieces, changed or late.
+"""
 
 import asyncio
 import random
@@ -25,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Kept:
-    """In the place of a store's transport: what it says to who has asked is kept."""
+    """Takes the place of a store's transport: holds back its replies."""
 
     def __init__(self, transport):
         self._transport, self.said = transport, bytearray()
@@ -42,7 +44,7 @@ class Kept:
 
 
 class Two:
-    """Two engines on one client, whose stores' answers to both are kept from now on."""
+    """Two engines on one client; the replies of its stores are held back from now on."""
 
     def __init__(self, host, first, second):
         self.host, self.kernels, self.errors = host, (first, second), []
@@ -73,7 +75,7 @@ class Two:
                 self.kept[connection] = [served._transport for served in listener.connections]
 
     async def ask(self, seed, lengths=(BLOCK, BLOCK, 5000, 64 * KIB, 128 * KIB)):
-        """{unique: the right answer} of either engine, which have asked for large and small files in turns."""
+        """{unique: expected reply} for each engine; the requests are for large and small files alternately."""
         self.host.vfs.reader.forget_contents()
         asked = {}, {}
         chance = random.Random(seed)
@@ -89,7 +91,7 @@ class Two:
         return asked
 
     async def said(self):
-        """{connection: frames of its answers}."""
+        """{connection: frames of its replies}."""
         found, before = {}, -1
         async with asyncio.timeout(60):
             while (
@@ -108,7 +110,7 @@ class Two:
         return found
 
     def speak(self):
-        """From now on what is said is heard."""
+        """Deliver replies again from now on."""
         stores_say(self.host, lambda kept: kept._transport)
 
     async def all_right(self, asked):
@@ -118,7 +120,7 @@ class Two:
 
 
 async def by_the_loop(do, *arguments):
-    """As the loop does what it has to."""
+    """Call `do` as the event loop does."""
     ended = asyncio.get_running_loop().create_future()
 
     def work():
@@ -158,19 +160,19 @@ def on_two(test):
 
 
 @on_two
-async def test_answers_of_two_engines_and_others_come_in_one_buffer(two):
+async def test_replies_of_two_engines_and_others_share_a_buffer(two):
     chance = random.Random(3)
     for turn, sizes in enumerate(((1 << 20,), (1, 31, 32, 33, 60, 4000, 4161, 20_000), (140_000, 5000, 100))):
         begun = [kernel.began for kernel in two.kernels]
         asked = await two.ask(turn)
-        told = []
+        errors = []
         for connection in two.kept:
             for _ in range(3):
                 connection.submit(
                     DATA_READ,
                     b"no question",
                     deadline_s=SYSTEM_CLOCK.boottime_s() + 60,
-                    on_done=lambda reply, error, told=told: told.append(type(error)),
+                    on_done=lambda reply, error, errors=errors: errors.append(type(error)),
                 )
         counts = TALLY.calls.by_method[DATA_READ].counts
         ended = sum(counts)
@@ -185,12 +187,12 @@ async def test_answers_of_two_engines_and_others_come_in_one_buffer(two):
             )
             assert not connection._in_flight and not connection._reader._end and not connection._reading
         await two.all_right(asked)
-        assert told == [InvalidRequest] * 3 * len(two.kept)
+        assert errors == [InvalidRequest] * 3 * len(two.kept)
         assert sum(counts) - ended == count
 
 
 @on_two
-async def test_nearly_all_are_taken_without_being_read_one_by_one(two):
+async def test_most_replies_are_taken_without_parsing_each(two):
     asked = await two.ask(4, (BLOCK, 5000, 30 * KIB))
     count, read = 0, []
     for connection, its in (await two.said()).items():
@@ -206,13 +208,11 @@ async def test_nearly_all_are_taken_without_being_read_one_by_one(two):
             await by_the_loop(receive, connection, frame)
         connection._reader._deliver = deliver
     await two.all_right(asked)
-    assert (
-        count > 20 and len(read) < count / 4
-    )  # what goes over the end of a chunk, or is longer than the buffer
+    assert count > 20 and len(read) < count / 4  # reads over the end of a chunk, or longer than the buffer
 
 
 @on_two
-async def test_a_message_that_was_changed_ends_the_connection_and_nobody_misses_his_answer(two):
+async def test_changed_message_closes_the_connection(two):
     asked = await two.ask(5)
     said = await two.said()
     two.speak()
@@ -226,7 +226,7 @@ async def test_a_message_that_was_changed_ends_the_connection_and_nobody_misses_
 
 
 @on_two
-async def test_bytes_that_were_changed_are_asked_for_again(two):
+async def test_changed_bytes_are_requested_again(two):
     asked = await two.ask(6)
     said = await two.said()
     two.speak()
@@ -241,7 +241,7 @@ async def test_bytes_that_were_changed_are_asked_for_again(two):
 
 
 @on_two
-async def test_late_answers_of_an_engine_that_has_ended_go_nowhere(two):
+async def test_late_replies_of_an_ended_engine_are_dropped(two):
     first, second = two.kernels
     asked = await two.ask(7)
     said = await two.said()
@@ -260,7 +260,7 @@ async def test_late_answers_of_an_engine_that_has_ended_go_nowhere(two):
 
 
 @on_two
-async def test_who_leaves_while_they_come_gives_what_was_asked_for(two):
+async def test_engine_that_ends_halfway_keeps_its_replies(two):
     first, _ = two.kernels
     asked = await two.ask(8)
     said = await two.said()
@@ -273,7 +273,7 @@ async def test_who_leaves_while_they_come_gives_what_was_asked_for(two):
 
 
 @on_two
-async def test_a_connection_that_ends_behind_some_of_them_gives_each_read_its_answer_once(two):
+async def test_connection_that_ends_halfway_answers_each_read_once(two):
     first, _ = two.kernels
     asked = await two.ask(9, (BLOCK,))
     said = await two.said()
