@@ -561,7 +561,7 @@ def test_only_binds_of_volumes_are_unmounted(tmp_path):
                     timeout=60,
                 )
                 assert second.returncode == 2 and "is no socket" in second.stderr, second
-                assert not mounts_below(tmp_path / "second"), "who can not listen leaves no mount"
+                assert not mounts_below(tmp_path / "second"), "a plugin that cannot listen leaves no mount"
                 done = bridge.csi("NodePublishVolume", **arguments, target_path=str(tmp_path / "file"))
                 assert done.code == "INVALID_ARGUMENT", done
                 pods.mkdir()

@@ -60,7 +60,7 @@ def volume(docker, bridge, request):
         docker.run("rm", "--force", *found)
     for name in made:
         done = docker.run("volume", "rm", "--force", name, check=False)
-        # a known gap (docs/internals/bridge.md): opens that a killed mount process had not given back
+        # a known gap (docs/internals/bridge.md): opens that a killed mount process had not released
         assert not done.returncode or "are open: mount" in done.stderr, done.stderr
 
 

@@ -230,7 +230,7 @@ def test_pool_on_its_own_drives_grows_and_is_destroyed(own, tmp_path):
     rows = nvpool("drive", "ls", own).stdout.splitlines()
     assert len(rows) == 4 and rows[0].split("\t")[0] == "DRIVE"
 
-    assert "--yes" in nvpool("pool", "destroy", own, code=1).stderr  # asks, and nobody answers
+    assert "--yes" in nvpool("pool", "destroy", own, code=1).stderr  # prompts, without a terminal
     assert daemon.poll() is None
     nvpool("pool", "destroy", own, "--yes")
     assert daemon.wait(120) == 0 and processes_of(own) == [] and not own.exists()

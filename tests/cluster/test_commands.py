@@ -424,7 +424,7 @@ def test_bench_compares_the_pool_with_the_local_drive(pool):
     assert "examples:" in listing
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_creator_of_a_temporary_pool_can_write_to_it():
     nobody = 65534
     with tempfile.TemporaryDirectory(prefix="nvpool-", dir="/tmp") as directory:

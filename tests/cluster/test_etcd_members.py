@@ -75,10 +75,10 @@ def test_removed_node_leaves_etcd_and_is_refused():
             first.nvpool("node", "remove", str(first.path), "3")
             assert 3 not in first.map().node_by_id and 3 not in {one.node for one in first.map().etcd}
             until(lambda: all(one.revoked for one in first.map().etcd), "it is revoked", first)
-            assert asking[1].communicate(timeout=100)[0].endswith("out\n"), "it was connected, and is no more"
+            assert asking[1].communicate(timeout=100)[0].endswith("out\n"), "the removed node is no longer connected"
             again = stays_connected(third, at_first, 5.0).communicate(timeout=100)[0]
-            assert again == "out\n", "it is not let in again"
-            assert asking[0].poll() is None, "the others are"
+            assert again == "out\n", "the removed node is not admitted again"
+            assert asking[0].poll() is None, "the other nodes stay connected"
             until(
                 lambda: members(first) <= {1, 2} and len(first.map().etcd) == 1,
                 "one member for two nodes",

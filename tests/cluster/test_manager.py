@@ -280,7 +280,7 @@ def test_drive_is_replaced_by_a_larger_one(pool, tmp_path):
         nvpool(pool, "drive", "replace", 1, tmp_path / "new", "--size", "96M", "--wait", "--json").stdout
     )
     assert (again["replaces"], again["drive"], again["was_there"]) == (1, done["drive"], True), (
-        "who was interrupted asks again"
+        "a repeated command finds the new drive"
     )
     assert "was removed" in nvpool(pool, "drive", "replace", 1, tmp_path, code=1).stderr
     all_is_there(pool, written)

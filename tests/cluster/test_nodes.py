@@ -119,7 +119,7 @@ def test_token_is_valid_once_briefly_and_for_its_pool(pool):
     assert "is it mounted?" in refused.stderr
     assert len(first.map().nodes) == 2
     pool.join(third, last)
-    assert "is in the pool already" in pool.join(third, last).stdout, "interrupted, the same command goes on"
+    assert "is in the pool already" in pool.join(third, last).stdout, "the repeated command continues"
     seen = third.until_all_serve()
     assert len(seen["nodes"]) == 3 and [drive["node"] for drive in seen["drives"]] == [1, 2, 3]
     assert "belongs to another pool" in pool.join(third, wrong, check=False).stderr

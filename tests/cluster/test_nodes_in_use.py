@@ -80,7 +80,7 @@ def interrupted(pool, *words, begun):
         *NVPOOL, *words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     try:
-        until(begun, f"{words} has begun", first)
+        until(begun, f"{words} is under way", first)
         end_process(pool.lead_and_primary()[0].directory.supervisor().pid)
         assert command.poll() is None, command.communicate()
         command.send_signal(signal.SIGINT)

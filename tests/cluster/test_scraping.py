@@ -122,7 +122,7 @@ def test_page_is_in_time_while_a_process_is_stopped(measured):
         lambda: value(page(port), "nvpool_child_restarts_total", child="target-1") == restarts + 1,
         "the page shows the restart",
     )
-    pool.until(lambda: up(port).get("target-1") == 1, "another one answers")
+    pool.until(lambda: up(port).get("target-1") == 1, "the next process answers")
     pool.until(lambda: value(page(port), "nvpool_pool_chains", state="full") == 1024, "all is whole again")
 
 
@@ -215,7 +215,7 @@ def test_prometheus_scrapes_the_page_and_evaluates_alerts(measured, tmp_path):
 
         os.kill(pool.pid("target-1"), signal.SIGSTOP)
         try:
-            pool.until(lambda: asked(address, "nvpool_up").get("target-1") == 0, "it sees who is silent", 60)
+            pool.until(lambda: asked(address, "nvpool_up").get("target-1") == 0, "Prometheus sees the silent process", 60)
             assert asked(address, 'up{job="nvpool"}') == {"": 1.0}, "the page itself came in time"
             pool.until(
                 lambda: any(
@@ -228,4 +228,4 @@ def test_prometheus_scrapes_the_page_and_evaluates_alerts(measured, tmp_path):
             )
         finally:
             os.kill(pool.pid("target-1"), signal.SIGCONT)
-        pool.until(lambda: asked(address, "nvpool_up").get("target-1") == 1, "it answers again", 60)
+        pool.until(lambda: asked(address, "nvpool_up").get("target-1") == 1, "the process answers again", 60)

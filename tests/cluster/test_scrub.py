@@ -56,7 +56,7 @@ def test_corrupt_blocks_are_repaired_over_store_restarts(tmp_path):
         assert pool.status()["problems"] == [] and client.read_bytes("/file") == content
 
         nvpool("scrub", "start", pool.path, "--target", 1)
-        pool.until(lambda: scrubs(pool)[1]["blocks"] > 0, "the round has begun", 60)
+        pool.until(lambda: scrubs(pool)[1]["blocks"] > 0, "the round is under way", 60)
         assert scrubs(pool)[2]["state"] == "idle"
         nvpool("scrub", "pause", pool.path, "--drive", 1)
         before = pool.pid("target-1")

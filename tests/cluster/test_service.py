@@ -158,7 +158,7 @@ def test_log_is_json_and_its_level_changes_at_run_time(tmp_path):
             ),
             "what is wrong is said",
         )
-        assert sorted(process["pid"] for process in pool.status()["processes"]) == pids, "nobody ended of it"
+        assert sorted(process["pid"] for process in pool.status()["processes"]) == pids, "no process ended"
         pool.directory.node_toml.write_text(JSON_LOG)
 
 

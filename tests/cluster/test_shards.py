@@ -142,7 +142,7 @@ def move_while_killed(made: RealPool, kills: int, members: int) -> None:
     found: dict[str, int] = {}
     for number in range(DIRECTORIES):
         for name in root.list(f"/d{number}"):
-            assert name not in found, f"{name} is there twice"
+            assert name not in found, f"{name} exists twice"
             found[name] = number
             assert root.read_bytes(f"/d{number}/{name}") == name.encode()
     assert found == wanted

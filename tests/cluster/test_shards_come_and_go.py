@@ -87,7 +87,7 @@ def test_check_and_dump_work_while_partitions_move(pool, tmp_path):
             if looked >= 4:
                 break
         load.goes_on()
-    assert looked >= 4, "partitions were not looked at while they moved"
+    assert looked >= 4, "too few checks while partitions moved"
     load.verify()
     pool.check()
 

@@ -96,7 +96,7 @@ def listed(files, makers):
     before = {f"{maker.who}-{number}" for maker in makers for number in range(maker.made)}
     names = [entry.name for entry in files.scan("/wide")]
     assert len(names) == len(set(names)), "a listing has a name twice"
-    assert not before.difference(names), "a listing lacks names that were there when it began"
+    assert not before.difference(names), "a listing lacks names that existed when it began"
     return set(names)
 
 

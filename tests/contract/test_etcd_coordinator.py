@@ -69,7 +69,7 @@ async def pair(etcd, first=None):
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_etcd_coordinator_meets_the_contract(check, members, request, monkeypatch):
     etcd = request.getfixturevalue(members)
-    # each check has a pool of its own, by its number: the contract's first map is the same for all
+    # each check has its own pool, by number: the contract's first map is the same for all
     number = next(_numbers)
     monkeypatch.setattr(etcd_module, "_root", lambda pool_id: b"nvpool/contract-%d/" % number)
 
@@ -233,7 +233,7 @@ def test_large_maps_exceed_no_message_limit(one):
             tables=tables,
             drives=tuple(Drive(n, 1, f"/drive/{n}", 1 << 30) for n in range(1, 7)),
         )
-        assert len(encode_map(large)) * etcd_module.KEPT_MAPS > 4 << 20, "more than gRPC takes in one answer"
+        assert len(encode_map(large)) * etcd_module.KEPT_MAPS > 4 << 20, "more than gRPC accepts in one reply"
         mine, other = await pair(one, large)
         other._following.cancel()
         began = (await mine._calls.range(etcd_module.rpc.RangeRequest(key=b"x"), 5)).header.revision

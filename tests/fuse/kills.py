@@ -102,7 +102,7 @@ class Killer:
         at = time.monotonic()
         try:
             while not self.over.wait(max(0.0, at + GAP_S - time.monotonic())):
-                wait_until(lambda: self.over.is_set() or self.heard(), "an answer")
+                wait_until(lambda: self.over.is_set() or self.heard(), "a reply")
                 at = max(at + GAP_S, self.kill() - GAP_S / 10)
         except BaseException as error:
             self.failed = error
@@ -116,7 +116,7 @@ class Killer:
         while not (
             found := next(filter(None, (processes(self.held.place, program) for program in chance)), None)
         ):
-            assert time.monotonic() < end, f"nobody runs {chance}"
+            assert time.monotonic() < end, f"no process runs {chance}"
             time.sleep(0.001)
         with contextlib.suppress(ProcessLookupError):
             self.killed.append(time.monotonic())

@@ -133,7 +133,7 @@ def test_first_read_takes_two_messages_and_the_next_none(mounts):
             assert read(one.place / "f") == content
             settle(mounts, one)
         assert not sent and asked == {"OPEN": 1, "RELEASE": 1}, (
-            "the pages are there, and nobody has to be asked"
+            "the pages are cached, and no message is needed"
         )
 
     in_one_of_three(attempt)

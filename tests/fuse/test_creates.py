@@ -289,7 +289,7 @@ async def mounted(
         kernel.proxy.instead = None
         assert not kernel.engine._work
         assert way == "ordinary" or kernel.compiled_creates > before or not kernel.expects_some, (
-            "none was made in one step"
+            "none was created on the fast path"
         )
 
 

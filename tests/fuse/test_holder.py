@@ -285,7 +285,7 @@ def test_locks_stay_held_through_a_kill(held, here, other, lock):
         lock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
         kill_serving(held)
     with open(other.place / here.name / "l", "rb+") as theirs:  # closed through the successor: released
-        wait_until(lambda: _gets(lock, theirs), "the lock of who has closed")
+        wait_until(lambda: _gets(lock, theirs), "the lock of the closed file")
 
 
 def _gets(lock, file):

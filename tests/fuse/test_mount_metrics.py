@@ -115,7 +115,7 @@ def test_each_read_is_counted_once(own):
         assert samples(address)["nvpool_fuse_seconds_count", "read"] >= 10
     finally:
         assert held.end() == 0, held.log.read_text()
-    assert answers(address) is None, "nobody listens there any more"
+    assert answers(address) is None, "no server is left at the address"
 
 
 def test_invalid_metrics_address_is_refused(own, tmp_path):

@@ -86,7 +86,7 @@ def root(volume, tmp_path):
     made = Administrator(tmp_path)
     if not made.up:
         made.close()
-        pytest.skip("no mount name space of its own here")
+        pytest.skip("a mount namespace cannot be created here")
     yield made
     for name in ("m", "m2"):
         while made.found(tmp_path / name) is not None:

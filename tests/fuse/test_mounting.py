@@ -176,7 +176,7 @@ def test_killed_writer_stores_its_data_within_a_limit(served, monkeypatch):
     writer.stdout.read(1)
     made.vfs.flush_hangs = True
     writer.kill()
-    wait_until(lambda: made.engine._interrupted, "the interrupt of what stores it")
+    wait_until(lambda: made.engine._interrupted, "the interrupt of the flush")
     with pytest.raises(subprocess.TimeoutExpired):
         writer.wait(2 * DYING_LOOK_S)
     monkeypatch.setattr("nvpool.fuse.kernel.connection.EXIT_S", 0.1)
@@ -245,7 +245,7 @@ def test_another_user_mounts_through_fusermount3():
             check=False,
         )
         if "unshare failed" in done.stderr or "mount:" in done.stderr:
-            pytest.skip(f"no mount name space of its own here: {done.stderr.strip()}")
+            pytest.skip(f"a mount namespace cannot be created here: {done.stderr.strip()}")
         assert done.returncode == 0, done.stderr
         said = json.loads(done.stdout)
         assert (said["type"], said["source"], said["left"]) == ("fuse.nvpool", "nvpool:p", False)

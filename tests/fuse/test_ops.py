@@ -232,7 +232,7 @@ def test_growth_clears_the_rest_of_the_last_page(fs):
     opened = fs.open(attr.inode, os.O_WRONLY, ME)
     fs.write(opened.handle, 8192, b"x")
     fs.write(opened.handle, 20_000, b"x")
-    assert not pages.taken(), "nobody can have mapped it"
+    assert not pages.taken(), "no process can have mapped the file"
 
 
 def test_capability_query_before_a_write_needs_no_request(fs):
@@ -329,7 +329,7 @@ def test_name_without_a_lease_is_not_cached_by_the_kernel():
         await ops.link(inode, ROOT, b"g", ME)
         assert not ops.name_is_kept
         await ops._recalled([inode])
-        assert invalidated == [(ROOT, b"f")], "the other one the kernel asks for each time"
+        assert invalidated == [(ROOT, b"f")], "the kernel requests the other name each time"
 
     asyncio.run(run())
 
@@ -593,7 +593,7 @@ def test_long_listing_prefetches_the_next_batch():
         for _ in range(10):
             await asyncio.sleep(0)
         assert vfs.calls["readdir"] == 2 + AHEAD_MAX, (
-            "the next batches are asked for before they are wanted, and no more"
+            "the next batches are requested early, and no more"
         )
         await ops.mknod(ROOT, b"zz-new", 0o100644, 0, ME)
         while await some():

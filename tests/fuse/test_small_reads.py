@@ -104,7 +104,7 @@ async def test_concurrent_reads_of_every_length_are_right(kernel):
         for unique, (error, answer) in (await kernel.answers(asked)).items():
             assert not error and answer == asked[unique]
     assert kernel.vfs.reader._contents.counters["small_hits"] >= len(numbers), (
-        "the second time nobody was asked"
+        "the second read needs no message"
     )
     for inode in (handle.inode for handle in map(kernel.handle, (number for number, _ in numbers))):
         assert kernel.vfs.reader._contents._kept[inode][1] in contents
@@ -523,7 +523,7 @@ async def test_unreported_open_is_valid_during_its_lease(kernel):
     for call in calls:
         proxy_of(kernel, call).service.handle(call)
     assert await kernel.hear() == (unique, 0, some(6000, 2))
-    assert not file.untold, "its shard was asked"
+    assert not file.untold, "the open is reported to its shard"
 
 
 @by_both_ways

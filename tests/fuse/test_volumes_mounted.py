@@ -115,7 +115,7 @@ def test_process_that_takes_over_keeps_the_quota(pool, volume, engine):
                     written += file.write(b"y" * MIB)
             assert refused.value.errno == errno.EDQUOT and written == 10 * MIB
         wait_until(lambda: shown(pool, name).bytes_used == 10 * MIB, "all is counted", 20)
-        wait_until(lambda: not shown(pool, name).bytes_reserved, "nothing is promised any more", 20)
+        wait_until(lambda: not shown(pool, name).bytes_reserved, "no reservation is left", 20)
     finally:
         mounted.end()
 

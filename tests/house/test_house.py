@@ -74,7 +74,7 @@ def test_wire_codes_are_unique_within_their_family():
             if isinstance(node, ast.ClassDef) and path.name != "errors.py":
                 bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
                 assert not bases & {cls.__name__ for cls in classes}, (
-                    f"{path} defines an error of its own: {node.name}"
+                    f"{path} defines its own error: {node.name}"
                 )
 
 

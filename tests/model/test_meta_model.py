@@ -28,7 +28,7 @@ from nvpool.testing.fakes.meta_shard import ShardClient, StoreRecorder, small_ma
 OPTIONS = MetaOptions(session_lease_s=1e6, grant_s=10, linger_s=0, tick_s=3600)
 NAMES = st.sampled_from([b"a", b"b", b"\xff\xfe", b"n" * 255])
 PICK = st.sampled_from(range(24))
-"""Of few names in few directories, so that they meet; even, where integers would mostly be the smallest."""
+"""Few names in few directories, so that they collide; evenly distributed, as integers would mostly be the smallest."""
 
 
 class Node:

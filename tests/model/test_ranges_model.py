@@ -162,7 +162,7 @@ class Case:
             end = await vfs.seek(handle, begin, os.SEEK_HOLE)
             assert begin < end <= size and (end % BLOCK == 0 or end == size)
             assert set(range(begin // BLOCK, -(-end // BLOCK))) <= self.data[file], (
-                "a block that nobody wrote is data"
+                "an unwritten block is reported as data"
             )
             rest[begin:end] = bytes(end - begin)
             place = end

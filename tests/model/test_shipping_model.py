@@ -155,7 +155,7 @@ class ShippingMachine(RuleBasedStateMachine):
             "the last one acknowledged is lost"
         )
         for number in self.refused & there:
-            assert found[b"change %06d" % number] == b"again", f"{number} was refused and is there"
+            assert found[b"change %06d" % number] == b"again", f"{number} was refused and is present"
 
     def teardown(self):
         if not hasattr(self, "members"):
