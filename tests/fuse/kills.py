@@ -102,12 +102,12 @@ class Killer:
         at = time.monotonic()
         try:
             while not self.over.wait(max(0.0, at + GAP_S - time.monotonic())):
-                wait_until(lambda: self.over.is_set() or self.heard(), "a reply")
+                wait_until(lambda: self.over.is_set() or self.has_replied(), "a reply")
                 at = max(at + GAP_S, self.kill() - GAP_S / 10)
         except BaseException as error:
             self.failed = error
 
-    def heard(self):
+    def has_replied(self):
         """Whether the mount has replied lately."""
         return len(self.killed) < UNHEARD_MAX or self.probe.pause_ms(self.killed[-UNHEARD_MAX]) is not None
 
@@ -163,7 +163,7 @@ def together(*works):
 # -- loads -------------------------------------------------------------------------------------------------------------
 
 
-def looked_again(place, said):
+def reread(place, said):
     """Read the place again, three times, where fio met wrong bytes: is the error transient or permanent?
 
     Returns also the bytes that fio read, and the log of the mount.
@@ -221,7 +221,7 @@ bs=1m
         cwd=place.parent,
     )  # where fio leaves its verify state
     said = done.stdout[-4000:] + done.stderr[-2000:]
-    assert done.returncode == 0, said + looked_again(place, done.stdout + done.stderr)
+    assert done.returncode == 0, said + reread(place, done.stdout + done.stderr)
     jobs = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
     assert not any(job["error"] for job in jobs) and sum(job["write"]["total_ios"] for job in jobs) > 10
 

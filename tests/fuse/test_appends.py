@@ -39,7 +39,7 @@ def append_reopened(path):
         time.sleep(0.002)
 
 
-def append_on(path):
+def append_open(path):
     with open(path, "ab", buffering=0) as file:
         for number in range(RECORDS):
             file.write(record(number))
@@ -62,7 +62,7 @@ def follow(path, read):
         assert time.monotonic() < end_s, f"{offset} of {len(LOG)} bytes were seen"
 
 
-@pytest.mark.parametrize("append", [append_reopened, append_on])
+@pytest.mark.parametrize("append", [append_reopened, append_open])
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_reader_of_a_log_sees_no_zeros(here, there, append, kept, elsewhere):

@@ -48,7 +48,7 @@ def read(path, size=1 << 20):
         os.close(fd)
 
 
-def in_one_of_three(attempt):
+def holds_eventually(attempt):
     """`attempt(number)` holds, sooner or later: another test may have dropped the caches of the kernel meanwhile."""
     for number in range(3):
         try:
@@ -111,7 +111,7 @@ def test_small_file_takes_seven_requests_and_three_messages(mounts):
         assert sent == {"META_CREATE": 1}
         assert asked == dict.fromkeys(("GETATTR", "LOOKUP", "CREATE", "FLUSH", "RELEASE"), 1)
 
-    in_one_of_three(attempt)
+    holds_eventually(attempt)
 
 
 def test_first_read_takes_two_messages_and_the_next_none(mounts):
@@ -136,7 +136,7 @@ def test_first_read_takes_two_messages_and_the_next_none(mounts):
             "the pages are cached, and no message is needed"
         )
 
-    in_one_of_three(attempt)
+    holds_eventually(attempt)
 
 
 def test_cached_names_attributes_and_opens_take_no_message(mounts):
@@ -173,7 +173,7 @@ def test_written_pages_are_kept_until_a_remote_change(mounts):
             assert read(name) == whole[:5] + b"b" + whole[6:]
         assert "READ" not in asked
 
-    in_one_of_three(attempt)
+    holds_eventually(attempt)
     make(one.place / "f", whole)
     with (
         open(one.place / "f", "r+b", buffering=0) as mine,

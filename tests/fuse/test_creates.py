@@ -9,7 +9,7 @@ import socket
 from contextlib import asynccontextmanager
 
 import pytest
-from mounted_reads import Reading, both_ways
+from mounted_reads import Reading, path_decorators
 
 from nvpool.client.session import Client
 from nvpool.client.state.attr_cache import OpenInode
@@ -51,7 +51,7 @@ class ShardProxy:
         self.service.handle(call)
 
 
-class Changed:
+class ChangedCall:
     """A call whose reply differs from the service's."""
 
     def __init__(self, call, change):
@@ -64,7 +64,7 @@ class Changed:
         self._call.reply(self._change(bytes(message)))
 
 
-class Held:
+class HeldCall:
     """A call whose reply is held back."""
 
     def __init__(self, call, said):
@@ -77,17 +77,17 @@ class Held:
         self._said.append(bytes(message))
 
 
-async def carried_out(kernel, call):
+async def carry_out(kernel, call):
     """Carry out the call; its reply, which is not sent yet."""
     said = []
-    kernel.proxy.service.handle(Held(call, said))
+    kernel.proxy.service.handle(HeldCall(call, said))
     async with asyncio.timeout(60):
         while not said:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     return said[0]
 
 
-class Kept(Host):
+class StatefulHost(Host):
     """Its client keeps the state that survives its process. `shard_fast_path`: the shard replies on its own fast path where
     it can.
     """
@@ -142,7 +142,7 @@ class Mounted(Reading):
     def compiled_creates(self):
         return self.engine._creates.made if self.engine._creates is not None else 0
 
-    def say_create(self, name, flags=NEW, mode=0o100644, pid=0, uid=0, gid=0, unique=None, node=1):
+    def send_create(self, name, flags=NEW, mode=0o100644, pid=0, uid=0, gid=0, unique=None, node=1):
         self.last += 2
         unique = self.last if unique is None else unique
         body = FORMS[Op.CREATE].body(flags, mode, 0o22, 0)
@@ -151,8 +151,8 @@ class Mounted(Reading):
         )
         return unique
 
-    async def hear(self):
-        unique, error, answer = await super().hear()
+    async def receive(self):
+        unique, error, answer = await super().receive()
         if len(answer) == MADE_BYTES:
             times = dict.fromkeys(("atime", "mtime", "ctime", "atimensec", "mtimensec", "ctimensec"), 0)
             self.answers.append((unique, error, replies.read("create", answer)._replace(**times)))
@@ -160,9 +160,9 @@ class Mounted(Reading):
             self.answers.append((unique, error, len(answer)))
         return unique, error, answer
 
-    async def made(self, name, flags=NEW, **more):
-        unique = self.say_create(name, flags, **more)
-        heard, error, answer = await self.hear()
+    async def create_file(self, name, flags=NEW, **more):
+        unique = self.send_create(name, flags, **more)
+        heard, error, answer = await self.receive()
         assert heard == unique
         if error:
             raise OSError(-error, os.strerror(-error))
@@ -175,14 +175,14 @@ class Mounted(Reading):
         return made
 
     async def close_file(self, handle):
-        unique = self.say(Op.RELEASE, (handle, 0, 0, 0))
-        assert (await self.hear())[:2] == (unique, 0)
+        unique = self.send(Op.RELEASE, (handle, 0, 0, 0))
+        assert (await self.receive())[:2] == (unique, 0)
 
-    async def begun(self, name, flags=NEW, **more):
+    async def pending_create(self, name, flags=NEW, **more):
         """The request is with the shard, which does not reply yet."""
         calls = []
         self.proxy.instead = calls.append
-        unique = self.say_create(name, flags, **more)
+        unique = self.send_create(name, flags, **more)
         async with asyncio.timeout(60):
             while not calls:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
@@ -198,7 +198,7 @@ class Mounted(Reading):
         half_ms = file.grant_half_ms - (now_ms + (ends_ms - now_ms) // 2)
         return file.grant_session == self.state.session, file.grant[:4], abs(half_ms) < 30_000
 
-    def books(self):
+    def client_state(self):
         """All state of the client, in its order."""
         vfs, ops, cache, leases = self.vfs, self.ops, self.vfs.cache, self.vfs.leases
         slots = [
@@ -279,11 +279,11 @@ OPTIONS = ClientOptions(deadline_s=20.0, retry_first_s=0.001)
 async def mounted(
     way="compiled", options=OPTIONS, clock=SYSTEM_CLOCK, shard_fast_path=False, writeback=False
 ):
-    async with Kept(clock, options, shard_fast_path) as host, Mounted(host, writeback) as kernel:
+    async with StatefulHost(clock, options, shard_fast_path) as host, Mounted(host, writeback) as kernel:
         await kernel.init()
         if way == "ordinary":
             await kernel.engine._end_plain_reads()
-        await kernel.close_file((await kernel.made(b"the first one, by which there is a session")).fh)
+        await kernel.close_file((await kernel.create_file(b"the first one, by which there is a session")).fh)
         kernel.way, before = way, kernel.compiled_creates
         yield kernel
         kernel.proxy.instead = None
@@ -294,7 +294,7 @@ async def mounted(
 
 
 Mounted.expects_some = True
-WAYS, compiled_only, on_a_mount, by_both_ways, in_one_step = both_ways(fast_creates._creates, mounted)
+WAYS, compiled_only, on_a_mount, on_both_paths, on_fast_path = path_decorators(fast_creates._creates, mounted)
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------------
@@ -383,7 +383,7 @@ def some_reply(chance):
     return reply
 
 
-def in_two(reply):
+def fast_path_form(reply):
     """As the shard's fast path writes a reply: the lease after the stored part."""
     lease = CreateReply()
     lease.entry.lease_ms, before = reply.entry.lease_ms, CreateReply()
@@ -399,7 +399,7 @@ def in_two(reply):
 KEEP = (1, 5), (2, 999)
 
 
-def answered(message):
+def fast_reply(message):
     return fast_creates._creates.answer_of(message, 77, *KEEP, 0x1234567890, 5)
 
 
@@ -410,7 +410,7 @@ def test_reply_is_the_one_made_from_protobuf():
         reply = some_reply(chance)
         reply.entry.lease_ms = reply.entry.lease_ms or 1
         expected = replies.created(77, reply.entry.attr, *KEEP, 0x1234567890, 5)
-        assert answered(reply.SerializeToString()) == answered(in_two(reply)) == expected
+        assert fast_reply(reply.SerializeToString()) == fast_reply(fast_path_form(reply)) == expected
 
 
 @compiled_only
@@ -421,7 +421,7 @@ def test_incomplete_replies_are_left_to_the_slow_path():
         other = CreateReply()
         other.CopyFrom(reply)
         change(other)
-        assert answered(other.SerializeToString()) is None
+        assert fast_reply(other.SerializeToString()) is None
 
     left(lambda it: setattr(it, "created", False))
     left(lambda it: it.ClearField("parent"))
@@ -439,10 +439,14 @@ def test_incomplete_replies_are_left_to_the_slow_path():
     left(lambda it: setattr(it.entry.attr, "mtime_ns", -1))
     left(lambda it: setattr(it.parent, "inode", 0))
     whole = reply.SerializeToString()
-    assert answered(b"") is None and answered(whole + whole) is None and answered(whole + b"\x20\1") is None
-    assert answered(whole + b"\x22\0") is None and answered(whole + b"\x0a\3\x30\1\1") is None
+    assert (
+        fast_reply(b"") is None
+        and fast_reply(whole + whole) is None
+        and fast_reply(whole + b"\x20\1") is None
+    )
+    assert fast_reply(whole + b"\x22\0") is None and fast_reply(whole + b"\x0a\3\x30\1\1") is None
     wide = bytearray(CreateReply(entry={"attr": {"inode": 1, "change": 1}}).SerializeToString())
-    assert answered(bytes(wide)) is None
+    assert fast_reply(bytes(wide)) is None
 
 
 @compiled_only
@@ -451,13 +455,13 @@ def test_arbitrary_bytes_are_parsed_as_protobuf_does():
     read = 0
     for turn in range(20_000):
         message = bytearray(
-            in_two(some_reply(chance)) if turn % 2 else some_reply(chance).SerializeToString()
+            fast_path_form(some_reply(chance)) if turn % 2 else some_reply(chance).SerializeToString()
         )
         if turn % 3 == 0:
             del message[chance.randrange(len(message)) :]
         for _ in range(turn % 4 if message else 0):
             message[chance.randrange(len(message))] ^= 1 << chance.randrange(8)
-        found = answered(bytes(message))
+        found = fast_reply(bytes(message))
         if found is None:
             continue
         read += 1
@@ -476,18 +480,18 @@ def test_arbitrary_bytes_are_parsed_as_protobuf_does():
 # -- equivalence of both paths ---------------------------------------------------------------------------------------------
 
 
-async def many_kinds(kernel, clock):
+async def create_in_all_ways(kernel, clock):
     """Create files in all ways; the message, reply and state of each."""
     seen = []
 
     async def make(name, flags, **more):
         try:
-            made = await kernel.made(name, flags, **more)
+            made = await kernel.create_file(name, flags, **more)
         except OSError as error:
             made = error.errno
         if kernel.vfs._renewals:  # the directory's names are listed concurrently
             await asyncio.wait(set(kernel.vfs._renewals))
-        seen.append((name, kernel.books()))
+        seen.append((name, kernel.client_state()))
         clock.now_s += 0.25
         return made
 
@@ -508,7 +512,9 @@ async def many_kinds(kernel, clock):
         await make(name, NEW)
     await make(b"no access", os.O_CREAT | 3)
     await make(b"nowhere", NEW, node=first.nodeid)
-    directory = replies.read("entry", await kernel.ask(Op.MKDIR, (0o755, 0o22), names=(b"directory",))).nodeid
+    directory = replies.read(
+        "entry", await kernel.request(Op.MKDIR, (0o755, 0o22), names=(b"directory",))
+    ).nodeid
     for number in range(9):  # a complete directory
         await make(b"%d" % number, NEW, node=directory)
     for number in range(40):  # and the other one becomes complete
@@ -516,12 +522,12 @@ async def many_kinds(kernel, clock):
     await kernel.close_file(first.fh)
     again = await make(b"behind a close", NEW)
     seen.append(again.fh)
-    await kernel.ask(Op.UNLINK, names=(b"new",))
+    await kernel.request(Op.UNLINK, names=(b"new",))
     await make(b"new", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     return seen
 
 
-def of_one_session(messages):
+def without_session(messages):
     """These messages, independent of the number of their session."""
     requests = [CreateRequest.FromString(message) for message in messages]
     assert len({request.change.session for request in requests}) == 1
@@ -544,8 +550,8 @@ def test_messages_replies_and_state_agree_on_both_paths(writeback):
             options=OPTIONS._replace(cached_entries=24, deadline_s=300.0),
             writeback=writeback,
         ) as kernel:
-            kinds = await many_kinds(kernel, clock)
-            found[way] = kinds, of_one_session(kernel.proxy.heard), kernel.answers, kernel.compiled_creates
+            kinds = await create_in_all_ways(kernel, clock)
+            found[way] = kinds, without_session(kernel.proxy.heard), kernel.answers, kernel.compiled_creates
 
     for way in WAYS:
         run_whole(seen(way), 300)
@@ -573,9 +579,9 @@ def test_created_files_exist_for_all(way, shard_fast_path):
         for turn in range(12):
             for number in range(16):
                 name = b"%d-%d" % (turn, number)
-                asked[kernel.say_create(name, uid=number, gid=turn)] = name
+                asked[kernel.send_create(name, uid=number, gid=turn)] = name
             while asked:
-                unique, error, answer = await kernel.hear()
+                unique, error, answer = await kernel.receive()
                 assert not error
                 made, name = replies.read("create", answer), asked.pop(unique)
                 assert (made.mode, made.nlink, made.size, b"%d-%d" % (made.gid, made.uid)) == (
@@ -598,19 +604,19 @@ def test_created_files_exist_for_all(way, shard_fast_path):
     on_a_mount(many, OPTIONS, SYSTEM_CLOCK, shard_fast_path)(way)
 
 
-@by_both_ways
+@on_both_paths
 async def test_request_slot_is_held_until_the_reply(kernel):
     slots = len(kernel.state.slots)
-    unique, call = await kernel.begun(b"f")
+    unique, call = await kernel.pending_create(b"f")
     change = CreateRequest.FromString(bytes(call.message)).change
     assert kernel.host.kept.slots(kernel.state.record) == [
         (change.slot, change.sequence, META_CREATE, unique)
     ]
     assert len(kernel.state.slots) == slots - 1 and list(kernel.engine._work) == [unique]
     assert not kernel.ops._files and not kernel.host.kept.handles.valid()
-    other = await kernel.made(b"g")  # meanwhile
+    other = await kernel.create_file(b"g")  # meanwhile
     kernel.proxy.service.handle(call)
-    heard, error, answer = await kernel.hear()
+    heard, error, answer = await kernel.receive()
     made = replies.read("create", answer)
     assert (heard, error) == (unique, 0) and set(kernel.ops._files) == {made.fh, other.fh}
     assert kernel.host.kept.slots(kernel.state.record) == [] and len(kernel.state.slots) == slots
@@ -626,11 +632,11 @@ def test_writeback_create_is_readable_and_has_no_append(way, fails):
     """The kernel handles O_APPEND then. `fails`: the reply does not fit the fast path."""
 
     async def write_back(kernel):
-        unique, call = await kernel.begun(b"f", NEW | os.O_APPEND, uid=7)
+        unique, call = await kernel.pending_create(b"f", NEW | os.O_APPEND, uid=7)
         if fails:
-            call = Changed(call, lambda message: message + b"\x78\x01")  # an unknown field
+            call = ChangedCall(call, lambda message: message + b"\x78\x01")  # an unknown field
         kernel.proxy.service.handle(call)
-        heard, error, answer = await kernel.hear()
+        heard, error, answer = await kernel.receive()
         assert (heard, error) == (unique, 0)
         made = replies.read("create", answer)
         assert made.open_flags == Opening.KEEP_CACHE
@@ -641,12 +647,12 @@ def test_writeback_create_is_readable_and_has_no_append(way, fails):
         ]
         # written back in an order of the kernel
         for offset, content in ((4096, b"b" * 10), (0, b"a" * 5000)):
-            await kernel.ask(
+            await kernel.request(
                 Op.WRITE, (made.fh, offset, len(content), 0, 0, 0), node=made.nodeid, payload=content
             )
-        assert await kernel.ask(Op.READ, (made.fh, 4090, 4096, 0, 0, 0), node=made.nodeid) == b"a" * 910
+        assert await kernel.request(Op.READ, (made.fh, 4090, 4096, 0, 0, 0), node=made.nodeid) == b"a" * 910
         await kernel.close_file(made.fh)
-        await kernel.made(b"g")
+        await kernel.create_file(b"g")
 
     on_a_mount(write_back, OPTIONS, SYSTEM_CLOCK, False, True)(way)
 
@@ -693,14 +699,14 @@ def test_odd_replies_have_the_same_outcome_on_both_paths(odd):
             def instead(call):
                 kernel.proxy.instead = None
                 calls.append(bytes(call.message))
-                kernel.proxy.service.handle(Changed(call, ODD[odd]))
+                kernel.proxy.service.handle(ChangedCall(call, ODD[odd]))
 
             kernel.proxy.instead = instead
             with contextlib.suppress(OSError):
-                await kernel.made(b"odd", os.O_RDWR | os.O_CREAT)
-            seen = kernel.books()
-            await kernel.made(b"after")
-            found[way] = kernel.answers, seen, kernel.books(), of_one_session(kernel.proxy.heard)
+                await kernel.create_file(b"odd", os.O_RDWR | os.O_CREAT)
+            seen = kernel.client_state()
+            await kernel.create_file(b"after")
+            found[way] = kernel.answers, seen, kernel.client_state(), without_session(kernel.proxy.heard)
 
     for way in WAYS:
         run_whole(seen(way), 120)
@@ -724,35 +730,35 @@ def test_refused_create_is_an_error_and_frees_its_slot(way, error):
     @on_a_mount
     async def refused(kernel):
         slots = len(kernel.state.slots)
-        unique, call = await kernel.begun(b"f")
+        unique, call = await kernel.pending_create(b"f")
         call.fail(error())
-        heard, code, _ = await kernel.hear()
+        heard, code, _ = await kernel.receive()
         assert (heard, code) == (unique, -error.errno), "also in a removed directory: no such name"
         assert kernel.host.kept.slots(kernel.state.record) == [] and len(kernel.state.slots) == slots
-        await kernel.made(b"f")
+        await kernel.create_file(b"f")
 
     refused(way)
 
 
-FOR_NOW = [
+TEMPORARY = [
     (error, sent) for sent in (True, False) for error in (errors.StaleEpoch, errors.Busy, errors.Draining)
 ]
 # these mean that the request was not carried out
-FOR_NOW += [(errors.StaleSession, False), (errors.WrongShard, False)]
+TEMPORARY += [(errors.StaleSession, False), (errors.WrongShard, False)]
 
 
 @pytest.mark.parametrize(
-    ("error", "sent"), FOR_NOW, ids=lambda of: of.__name__ if isinstance(of, type) else f"sent-{of}"
+    ("error", "sent"), TEMPORARY, ids=lambda of: of.__name__ if isinstance(of, type) else f"sent-{of}"
 )
 @pytest.mark.parametrize("way", WAYS)
 def test_temporary_refusal_is_retried_and_carried_out_once(way, error, sent):
     @on_a_mount
     async def refused(kernel):
-        unique, call = await kernel.begun(b"f")
+        unique, call = await kernel.pending_create(b"f")
         if sent:
-            await carried_out(kernel, call)
+            await carry_out(kernel, call)
         call.fail(error())
-        heard, code, answer = await kernel.hear()
+        heard, code, answer = await kernel.receive()
         assert (heard, code) == (unique, 0)
         made = replies.read("create", answer)
         assert kernel.state.open[made.nodeid] == 1 and kernel.host.kept.slots(kernel.state.record) == []
@@ -760,28 +766,28 @@ def test_temporary_refusal_is_retried_and_carried_out_once(way, error, sent):
         assert [message.name for message in messages] == [b"f", b"f"]
         if error is not errors.StaleSession and error is not errors.WrongShard:
             assert messages[0].change == messages[1].change, "with the same request id"
-        await kernel.made(b"g")
+        await kernel.create_file(b"g")
         await kernel.close_file(made.fh)
 
     refused(way)
 
 
-@by_both_ways
+@on_both_paths
 async def test_creates_survive_lost_connections(kernel):
     calls = []
     kernel.proxy.instead = calls.append
-    asked = {kernel.say_create(b"%d" % number): b"%d" % number for number in range(20)}
+    asked = {kernel.send_create(b"%d" % number): b"%d" % number for number in range(20)}
     kernel.engine._take()
     async with asyncio.timeout(60):
         while len(calls) < 20:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     kernel.proxy.instead = None
     for call in calls[::2]:  # carried out, and the reply is lost
-        await carried_out(kernel, call)
+        await carry_out(kernel, call)
     kernel.state.met._transport.abort()
     inodes = set()
     while asked:
-        unique, error, answer = await kernel.hear()
+        unique, error, answer = await kernel.receive()
         assert not error and asked.pop(unique)
         inodes.add(replies.read("create", answer).nodeid)
     assert len(inodes) == 20 and all(kernel.state.open[inode] == 1 for inode in inodes)
@@ -789,8 +795,8 @@ async def test_creates_survive_lost_connections(kernel):
         kernel.host.kept.slots(kernel.state.record) == []
         and len(kernel.state.slots) == kernel.state.slot_count
     )
-    await kernel.made(b"after")
-    await kernel.made(b"after that")
+    await kernel.create_file(b"after")
+    await kernel.create_file(b"after that")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -800,41 +806,41 @@ def test_silent_shard_is_an_error_at_the_deadline(way):
         kernel.proxy.instead = lambda call: None
         began_s = asyncio.get_running_loop().time()
         with pytest.raises(OSError) as refused:
-            await kernel.made(b"f")
+            await kernel.create_file(b"f")
         took_s = asyncio.get_running_loop().time() - began_s
         assert refused.value.errno == errors.DeadlineExceeded.errno and 1.5 < took_s < 5.5
         assert kernel.host.kept.slots(kernel.state.record) == []
         kernel.proxy.instead = None
-        await kernel.made(b"f")
+        await kernel.create_file(b"f")
 
     on_a_mount(silent, OPTIONS._replace(deadline_s=2.0))(way)
 
 
-@by_both_ways
+@on_both_paths
 async def test_interrupted_create_ignores_its_late_reply(kernel):
     slots = sorted(slot for slot, _ in kernel.state.slots)
-    unique, call = await kernel.begun(b"f", pid=NOBODY)
-    kernel.say(Op.INTERRUPT, (unique,))
-    assert (await kernel.hear())[:2] == (unique, -errno.EINTR)
+    unique, call = await kernel.pending_create(b"f", pid=NOBODY)
+    kernel.send(Op.INTERRUPT, (unique,))
+    assert (await kernel.receive())[:2] == (unique, -errno.EINTR)
     assert not kernel.engine._work and kernel.host.kept.slots(kernel.state.record) == []
     assert sorted(slot for slot, _ in kernel.state.slots) == slots
     kernel.proxy.service.handle(call)
     await asyncio.sleep(0.02)
     assert not kernel.ops._files and not kernel.vfs.cache.open
     for number in range(2 * len(slots)):
-        await kernel.close_file((await kernel.made(b"%d" % number)).fh)
-    await kernel.silent()
+        await kernel.close_file((await kernel.create_file(b"%d" % number)).fh)
+    await kernel.expect_no_reply()
 
 
-@by_both_ways
+@on_both_paths
 async def test_create_without_a_free_handle_is_an_error(kernel):
-    unique, call = await kernel.begun(b"f")
+    unique, call = await kernel.pending_create(b"f")
     table = kernel.host.kept.handles
     free, used = list(table._free), table.used
     table._free.clear()
     table.used = HANDLES_MAX
     kernel.proxy.service.handle(call)
-    assert (await kernel.hear())[:2] == (unique, -errors.TooManyOpen.errno)
+    assert (await kernel.receive())[:2] == (unique, -errors.TooManyOpen.errno)
     table._free.extend(free)
     table.used = used
     assert (
@@ -842,36 +848,36 @@ async def test_create_without_a_free_handle_is_an_error(kernel):
         and not kernel.vfs.cache.open
         and kernel.host.kept.slots(kernel.state.record) == []
     )
-    await kernel.made(b"g")
+    await kernel.create_file(b"g")
 
 
-@by_both_ways
+@on_both_paths
 async def test_reply_of_an_ended_session_frees_no_slot(kernel):
-    unique, call = await kernel.begun(b"f")
+    unique, call = await kernel.pending_create(b"f")
     kernel.state.generation += 1
     slots = list(kernel.state.slots)
     kernel.proxy.service.handle(call)
-    heard, error, answer = await kernel.hear()
+    heard, error, answer = await kernel.receive()
     assert (heard, error) == (unique, 0) and list(kernel.state.slots) == slots
     assert kernel.ops._files[replies.read("create", answer).fh].inode in kernel.vfs.cache.open
-    await kernel.made(b"g")
+    await kernel.create_file(b"g")
 
 
-@by_both_ways
+@on_both_paths
 async def test_file_opened_meanwhile_has_one_open_inode(kernel):
-    unique, call = await kernel.begun(b"f", os.O_RDWR | os.O_CREAT)
-    said = await carried_out(kernel, call)
+    unique, call = await kernel.pending_create(b"f", os.O_RDWR | os.O_CREAT)
+    said = await carry_out(kernel, call)
     inode = CreateReply.FromString(said).entry.attr.inode
-    opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
+    opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode))
     call.reply(said)
-    heard, error, answer = await kernel.hear()
+    heard, error, answer = await kernel.receive()
     made = replies.read("create", answer)
     assert (heard, error, made.nodeid) == (unique, 0, inode) and kernel.vfs.cache.open[inode].handles == 2
     assert kernel.ops._files[made.fh].file is kernel.ops._files[opened.fh].file
-    await kernel.made(b"g")
+    await kernel.create_file(b"g")
 
 
-@in_one_step
+@on_fast_path
 async def test_create_that_would_wait_is_left_to_the_slow_path(kernel):
     state, meta, engine = kernel.state, kernel.vfs.meta, kernel.engine
     compiled = engine._creates
@@ -959,18 +965,18 @@ async def test_create_that_would_wait_is_left_to_the_slow_path(kernel):
     table._free.extend(free)
     assert begins()
     compiled.send()
-    assert (await kernel.hear())[:2] == (900, 0)
+    assert (await kernel.receive())[:2] == (900, 0)
 
 
-@by_both_ways
+@on_both_paths
 async def test_bug_in_the_client_state_is_reported(kernel):
     reported, slots = [], len(kernel.state.slots)
     asyncio.get_running_loop().set_exception_handler(
         lambda loop, context: reported.append(context["exception"])
     )
     made_in, kernel.vfs._made_in = kernel.vfs._made_in, lambda *_: 1 // 0
-    unique = kernel.say_create(b"f")
-    assert (await kernel.hear())[:2] == (unique, 0)
+    unique = kernel.send_create(b"f")
+    assert (await kernel.receive())[:2] == (unique, 0)
     kernel.vfs._made_in = made_in
     async with asyncio.timeout(60):
         while not reported:  # noqa: ASYNC110
@@ -983,41 +989,41 @@ async def test_bug_in_the_client_state_is_reported(kernel):
     )
     asyncio.get_running_loop().set_exception_handler(None)
     kernel.vfs.cache.open.clear()
-    await kernel.made(b"g")
+    await kernel.create_file(b"g")
 
 
-@in_one_step
+@on_fast_path
 async def test_bug_before_the_reply_fails_one_request(kernel):
     handles = kernel.ops._handles
-    unique, call = await kernel.begun(b"f")
-    other, later = await kernel.begun(b"g")
+    unique, call = await kernel.pending_create(b"f")
+    other, later = await kernel.pending_create(b"g")
     last, handles._last = handles._last, None
     kernel.proxy.service.handle(call)
-    assert (await kernel.hear())[:2] == (unique, -errno.EIO)
+    assert (await kernel.receive())[:2] == (unique, -errno.EIO)
     handles._last = last
     kernel.proxy.service.handle(later)
-    assert (await kernel.hear())[:2] == (other, 0)
+    assert (await kernel.receive())[:2] == (other, 0)
     assert len(kernel.state.slots) == kernel.state.slot_count and not kernel.host.kept.slots(
         kernel.state.record
     )
 
 
-@in_one_step
+@on_fast_path
 async def test_mount_stops_after_a_bug_in_a_last_reply(kernel):
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
     kernel.expects_some = False
-    unique, call = await kernel.begun(b"f")
+    unique, call = await kernel.pending_create(b"f")
     kernel.engine._stopped = True
     kernel.vfs._made_in = lambda *_: 1 // 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fast_replies, "_frame", None)
         kernel.proxy.service.handle(call)
-        assert (await kernel.hear())[:2] == (unique, 0)
+        assert (await kernel.receive())[:2] == (unique, 0)
     async with asyncio.timeout(60):
         await asyncio.shield(kernel.engine._ended)
 
 
-@by_both_ways
+@on_both_paths
 async def test_replies_arrive_in_pieces(kernel):
     chance = random.Random(4)
     for most in (40, 700, 3000):
@@ -1029,25 +1035,25 @@ async def test_replies_arrive_in_pieces(kernel):
         asked = {}
         for number in range(40):
             name = b"%d-%d" % (most, number) + b"x" * chance.randrange(240)
-            asked[kernel.say_create(name)] = 0
+            asked[kernel.send_create(name)] = 0
             if number % 4 == 1:
-                asked[kernel.say_create(name)] = -errno.EEXIST
+                asked[kernel.send_create(name)] = -errno.EEXIST
             elif number % 4 == 2:
-                asked[kernel.say(Op.UNLINK, names=(b"no" + name,))] = -errno.ENOENT
+                asked[kernel.send(Op.UNLINK, names=(b"no" + name,))] = -errno.ENOENT
         while asked:
-            unique, error, _ = await kernel.hear()
+            unique, error, _ = await kernel.receive()
             assert error == asked.pop(unique)
         assert len(kernel.state.slots) == kernel.state.slot_count and not kernel.engine._work
 
 
-@by_both_ways
+@on_both_paths
 async def test_many_creates_pass_a_small_socket_buffer(kernel):
     kernel.state.met._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     for turn in range(3):
-        asked = {kernel.say_create(b"%d-%03d" % (turn, number) + b"x" * 240): number for number in range(60)}
+        asked = {kernel.send_create(b"%d-%03d" % (turn, number) + b"x" * 240): number for number in range(60)}
         kernel.engine._take()
         while asked:
-            unique, error, _ = await kernel.hear()
+            unique, error, _ = await kernel.receive()
             assert not error
             del asked[unique]
     names = [CreateRequest.FromString(message).name[:5] for message in kernel.proxy.heard[-180:]]

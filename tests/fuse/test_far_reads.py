@@ -9,7 +9,7 @@ import socket
 from contextlib import asynccontextmanager
 
 import pytest
-from mounted_reads import CONTENT, Pieces, Reading, both_ways, places, stores_say
+from mounted_reads import CONTENT, ChunkedTransport, Reading, path_decorators, places, replace_transports
 
 from nvpool.client.state.options import ClientOptions
 from nvpool.core import errors
@@ -79,7 +79,7 @@ class Mounted(Reading):
         for service in self.host.pool.stores.values():
             evict(service.store.device.path)
 
-    def nothing_is_left(self):
+    def assert_nothing_left(self):
         assert not self.engine._work
         for lane in self.vfs.chunks._lanes.values():
             assert not lane.in_flight
@@ -101,13 +101,15 @@ async def mounted(way="compiled", options=FAR):
         if way == "ordinary":
             await kernel.engine._end_plain_reads()
         yield kernel
-        kernel.nothing_is_left()
+        kernel.assert_nothing_left()
 
 
-WAYS, compiled_only, on_a_mount, by_both_ways, in_one_step = both_ways(remote_reads._remote_reads, mounted)
+WAYS, compiled_only, on_a_mount, on_both_paths, on_fast_path = path_decorators(
+    remote_reads._remote_reads, mounted
+)
 
 
-@by_both_ways
+@on_both_paths
 async def test_bytes_are_right_at_every_border_and_length(kernel):
     number = await kernel.open()
     for offset, length in [
@@ -125,7 +127,7 @@ async def test_bytes_are_right_at_every_border_and_length(kernel):
         assert kernel.far.read_bytes > MIB
 
 
-@by_both_ways
+@on_both_paths
 async def test_concurrent_reads_from_drive_and_memory(kernel):
     number = await kernel.open()
     before = kernel.engine._plain_bytes + kernel.engine.read_bytes
@@ -134,31 +136,31 @@ async def test_concurrent_reads_from_drive_and_memory(kernel):
         if seed % 2 == 0:
             kernel.forget_pages()
         asked = {
-            kernel.say_read(number, offset, length): (offset, length) for offset, length in places(60, seed)
+            kernel.send_read(number, offset, length): (offset, length) for offset, length in places(60, seed)
         }
         total += sum(len(CONTENT[offset : offset + length]) for offset, length in asked.values())
-        await kernel.all_of(asked)
+        await kernel.check_reads(asked)
     assert kernel.engine._plain_bytes + kernel.engine.read_bytes - before == total
 
 
-@in_one_step
+@on_fast_path
 async def test_large_replies_are_forwarded_from_the_receive_buffer(kernel):
     number = await kernel.open()
     for connection in kernel.connections():
         connection._answered = None  # as if received elsewhere
     for turn in range(3):
         asked = {
-            kernel.say_read(number, at * MIB + turn * BLOCK, length): (at * MIB + turn * BLOCK, length)
+            kernel.send_read(number, at * MIB + turn * BLOCK, length): (at * MIB + turn * BLOCK, length)
             for at in range(4)
             for length in (17 * BLOCK, 32 * BLOCK, 32 * BLOCK - 7)
         }
-        await kernel.all_of(asked)
+        await kernel.check_reads(asked)
         kernel.forget_pages()
     for connection in kernel.connections():
         del connection._answered
 
 
-@by_both_ways
+@on_both_paths
 async def test_writes_of_all_clients_are_seen_by_the_next_read(kernel):
     content = bytearray(CONTENT)
     number = await kernel.open()
@@ -187,7 +189,7 @@ async def test_writes_of_all_clients_are_seen_by_the_next_read(kernel):
         await vfs.release(opened)
 
 
-@by_both_ways
+@on_both_paths
 async def test_holes_are_zeros(kernel):
     number = await kernel.open()
     other = await kernel.host.writer()
@@ -195,7 +197,7 @@ async def test_holes_are_zeros(kernel):
     await other.write(theirs, 9 * MIB + 5, b"end")
     await other.fsync(theirs, False)
     await other.release(theirs)
-    opened = await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=kernel.handle(number).inode)
+    opened = await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=kernel.handle(number).inode)
     number = int.from_bytes(opened[:8], "little")
     for index in range(10):
         await kernel.read(number, index * MIB + 1, 1)
@@ -234,7 +236,7 @@ def test_flipped_byte_on_the_drive_is_an_error(way, cold):
     flipped(way)
 
 
-class Changed:
+class ChangedCall:
     """A call whose reply differs from the service's."""
 
     def __init__(self, call, change):
@@ -250,7 +252,7 @@ class Changed:
         self._call.reply(*self._change(bytes(message), b"".join(payload)))
 
 
-@by_both_ways
+@on_both_paths
 async def test_changed_reply_gives_right_bytes_or_an_error(kernel):
     number = await kernel.open()
     chance = random.Random(9)
@@ -287,7 +289,7 @@ async def test_changed_reply_gives_right_bytes_or_an_error(kernel):
             if bytes(call.message)[10] == proxy.service.target:
                 break
         once[0] -= 1
-        proxy.service.handle(Changed(call, change) if once[0] == 0 else call)
+        proxy.service.handle(ChangedCall(call, change) if once[0] == 0 else call)
 
     for turn in range(200):
         once = [1]
@@ -331,7 +333,7 @@ def test_temporary_refusal_is_retried(way, error):
     refused(way)
 
 
-@by_both_ways
+@on_both_paths
 async def test_permanent_refusal_is_an_error_without_retry(kernel):
     number = await kernel.open()
     asked = []
@@ -364,22 +366,22 @@ def test_silent_store_is_an_error_at_the_deadline(way):
     on_a_mount(silent, FAR._replace(deadline_s=3.0))(way)
 
 
-@by_both_ways
+@on_both_paths
 async def test_interrupted_read_ignores_its_late_reply(kernel):
     number = await kernel.open()
     calls = []
     kernel.host.instead(calls.append)
     nobody = 1 << 22  # there is no such process
-    late = [kernel.say_read(number, block * BLOCK, BLOCK, pid=nobody) for block in range(8, 100, 7)]
+    late = [kernel.send_read(number, block * BLOCK, BLOCK, pid=nobody) for block in range(8, 100, 7)]
     kernel.engine._take()
     async with asyncio.timeout(60):
         while len(calls) < 1:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     for unique in late:
-        kernel.say(Op.INTERRUPT, (unique,))
+        kernel.send(Op.INTERRUPT, (unique,))
     kernel.engine._take()
     for _ in late:
-        heard, error, _ = await kernel.hear()
+        heard, error, _ = await kernel.receive()
         assert heard in late and error == -errno.EINTR
     assert not kernel.engine._work
     await asyncio.sleep(0.05)
@@ -387,50 +389,53 @@ async def test_interrupted_read_ignores_its_late_reply(kernel):
     for call in calls:
         kernel.host.proxies[bytes(call.message)[10]].service.handle(call)
     assert await kernel.read(number, 6 * BLOCK, BLOCK) == CONTENT[6 * BLOCK : 7 * BLOCK]
-    await kernel.silent()
+    await kernel.expect_no_reply()
 
 
-@by_both_ways
+@on_both_paths
 async def test_reads_survive_a_lost_connection(kernel):
     number = await kernel.open()
     kernel.host.instead(lambda call: None)
     asked = {
-        kernel.say_read(number, block * BLOCK, BLOCK): (block * BLOCK, BLOCK) for block in range(3, 1200, 40)
+        kernel.send_read(number, block * BLOCK, BLOCK): (block * BLOCK, BLOCK) for block in range(3, 1200, 40)
     }
     kernel.engine._take()
     await asyncio.sleep(0.05)
     kernel.host.instead(None)
     for connection in kernel.connections():
         connection._transport.abort()
-    await kernel.all_of(asked)
+    await kernel.check_reads(asked)
     for served in [
         served for listener in kernel.host.pool._listeners.values() for served in list(listener.connections)
     ]:
         served._transport.abort()
     asked = {
-        kernel.say_read(number, block * BLOCK, BLOCK): (block * BLOCK, BLOCK) for block in range(5, 1200, 40)
+        kernel.send_read(number, block * BLOCK, BLOCK): (block * BLOCK, BLOCK) for block in range(5, 1200, 40)
     }
-    await kernel.all_of(asked)
+    await kernel.check_reads(asked)
     for offset, length in places(50, 4):
         assert await kernel.read(number, offset, length) == CONTENT[offset : offset + length]
 
 
-@by_both_ways
+@on_both_paths
 async def test_replies_arrive_in_pieces(kernel):
     number = await kernel.open()
     chance = random.Random(5)
-    stores_say(kernel.host, lambda transport: Pieces(transport, chance))
+    replace_transports(kernel.host, lambda transport: ChunkedTransport(transport, chance))
     for seed in range(6):
-        await kernel.all_of(
-            {kernel.say_read(number, offset, length): (offset, length) for offset, length in places(40, seed)}
+        await kernel.check_reads(
+            {
+                kernel.send_read(number, offset, length): (offset, length)
+                for offset, length in places(40, seed)
+            }
         )
 
 
-@by_both_ways
+@on_both_paths
 async def test_invalid_reads_are_refused_as_on_the_slow_path(kernel):
     number = await kernel.open()
-    unique = kernel.say_read(number + 1000, 0, BLOCK)
-    heard, error, _ = await kernel.hear()
+    unique = kernel.send_read(number + 1000, 0, BLOCK)
+    heard, error, _ = await kernel.receive()
     assert heard == unique and error
     whole = requests.encode(
         requests.FuseRequest(
@@ -439,28 +444,28 @@ async def test_invalid_reads_are_refused_as_on_the_slow_path(kernel):
     )
     for broken in (whole[:60], whole + b"12345678", bytes([len(whole) + 8]) + whole[1:]):
         kernel.ours.send(broken)
-        heard, error, _ = await kernel.hear()
+        heard, error, _ = await kernel.receive()
         assert error == -errno.EINVAL and heard == 777
     chance = random.Random(4)
     for _ in range(300):
         at, value = chance.choice([*range(40, 58), *range(60, len(whole))]), chance.randrange(256)
         kernel.ours.send(whole[:at] + bytes([value]) + whole[at + 1 :])
-        heard, error, answer = await kernel.hear()
+        heard, error, answer = await kernel.receive()
         assert heard == 777 and (error or answer == CONTENT[:BLOCK] or at >= 48)
     assert await kernel.read(number, 3 * BLOCK, BLOCK) == CONTENT[3 * BLOCK : 4 * BLOCK]
 
 
-@in_one_step
+@on_fast_path
 async def test_reply_that_the_kernel_does_not_take_is_an_error(kernel):
     number = await kernel.open()
     kernel.theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 * KIB)
     for _ in range(2):
-        unique = kernel.say_read(number, 200 * BLOCK, 60 * KIB)
-        assert (await kernel.hear())[:2] == (unique, -errno.EIO)
+        unique = kernel.send_read(number, 200 * BLOCK, 60 * KIB)
+        assert (await kernel.receive())[:2] == (unique, -errno.EIO)
     assert await kernel.read(number, 6 * BLOCK, 100) == CONTENT[6 * BLOCK :][:100]
 
 
-@in_one_step
+@on_fast_path
 async def test_bug_before_the_request_is_an_error(kernel):
     number = await kernel.open()
     chunks, file = kernel.vfs.chunks, kernel.handle(number).file
@@ -475,7 +480,7 @@ async def test_bug_before_the_request_is_an_error(kernel):
     assert await kernel.read(number, 6 * BLOCK, 100) == CONTENT[6 * BLOCK :][:100]
 
 
-@in_one_step
+@on_fast_path
 async def test_statistics_are_those_of_the_slow_path(kernel):
     number = await kernel.open()
     chunks, calls = kernel.vfs.chunks, TALLY.calls
@@ -507,13 +512,13 @@ def test_unmounted_engine_does_not_wait_for_replies():
                 await kernel.init()
                 number = await kernel.open()
                 host.instead(calls.append)
-                asked = [kernel.say_read(number, block * BLOCK, BLOCK) for block in range(3, 100, 7)]
+                asked = [kernel.send_read(number, block * BLOCK, BLOCK) for block in range(3, 100, 7)]
                 kernel.engine._take()
                 await asyncio.sleep(0.05)
                 assert not kernel.engine._may_read_on(OSError(errno.ENODEV, "it was unmounted"))
                 await asyncio.wait_for(asyncio.gather(kernel.serving, return_exceptions=True), 60)
                 assert not kernel.engine._work and kernel.far is None
-                answered = [await kernel.hear() for _ in asked]
+                answered = [await kernel.receive() for _ in asked]
                 assert {unique for unique, _, _ in answered} == set(asked)
                 assert {error for _, error, _ in answered} == {-errno.EINTR}
             host.instead(None)
@@ -534,7 +539,7 @@ def test_leaving_engine_waits_for_replies():
             calls = []
             host.instead(calls.append)
             asked = {
-                kernel.say_read(number, block * BLOCK, BLOCK): (block * BLOCK, BLOCK)
+                kernel.send_read(number, block * BLOCK, BLOCK): (block * BLOCK, BLOCK)
                 for block in range(3, 100, 7)
             }
             kernel.engine._take()
@@ -545,7 +550,7 @@ def test_leaving_engine_waits_for_replies():
             host.instead(None)
             for call in calls:
                 host.proxies[bytes(call.message)[10]].service.handle(call)
-            await kernel.all_of(asked)
+            await kernel.check_reads(asked)
             await asyncio.wait_for(leaving, 60)
 
     run_whole(work(), 120)

@@ -148,7 +148,9 @@ def test_pending_page_does_not_keep_a_killed_process(own):
         work[0].start()
         time.sleep(0.3)
         work[1].start()
-        wait_until(lambda: any("folio" in wait for wait in waits(held)), "a notice that waits for the page")
+        wait_until(
+            lambda: any("folio" in wait for wait in wait_channels(held)), "a notice that waits for the page"
+        )
         kill_serving(held)
         (held.place / "alive").mkdir()
     finally:
@@ -163,7 +165,7 @@ def test_pending_page_does_not_keep_a_killed_process(own):
     end(held)
 
 
-def waits(held):
+def wait_channels(held):
     """The kernel functions in which the serving threads wait."""
     for program in (Program.MOUNT, Program.MOUNT_NOTIFIER):
         for pid in processes(held.place, program):
@@ -285,10 +287,10 @@ def test_locks_stay_held_through_a_kill(held, here, other, lock):
         lock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
         kill_serving(held)
     with open(other.place / here.name / "l", "rb+") as theirs:  # closed through the successor: released
-        wait_until(lambda: _gets(lock, theirs), "the lock of the closed file")
+        wait_until(lambda: _can_lock(lock, theirs), "the lock of the closed file")
 
 
-def _gets(lock, file):
+def _can_lock(lock, file):
     try:
         lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -79,10 +79,10 @@ def test_successor_answers_the_kept_requests(memory):
         said = await first.init()
         assert not (said.flags | said.flags2 << 32) & Init.HAS_RESEND
         inode, handle = await first.create(b"f")
-        await first.ask(Op.WRITE, (handle, 0, 6, 0, 0, 0), node=inode, payload=b"abcdef")
-        asked = [first.say(Op.READ, (handle, at, 2, 0, 0, 0), node=inode) for at in (0, 2, 4)]
+        await first.request(Op.WRITE, (handle, 0, 6, 0, 0, 0), node=inode, payload=b"abcdef")
+        asked = [first.send(Op.READ, (handle, at, 2, 0, 0, 0), node=inode) for at in (0, 2, 4)]
         await waits(vfs, 3)
-        await first.silent()
+        await first.expect_no_reply()
         kept = first.engine._kept_requests
         assert kept.count == 3
         serving.cancel()  # the process is gone: none of its tasks continues
@@ -94,12 +94,12 @@ def test_successor_answers_the_kept_requests(memory):
         vfs.go.set()
         second = KeepingKernel(vfs, memory, {*asked[1:]}, first)
         async with second:
-            heard = dict([(await second.hear())[::2] for _ in range(2)])
+            heard = dict([(await second.receive())[::2] for _ in range(2)])
             assert heard == {
                 asked[1]: b"cd",
                 asked[2]: b"ef",
             }  # by the kernel's numbers; the first one was answered before
-            await second.silent()
+            await second.expect_no_reply()
             assert second.engine._kept_requests.count == 0 and second.ready == [1]
             assert second.came_again is not None
 
@@ -127,8 +127,8 @@ def test_interrupt_finds_a_request_by_the_kernels_number(memory):
             assert second.came_again == {asked} and [unique & FIRST for unique in second.engine._work] == [
                 asked
             ]
-            second.say(Op.INTERRUPT, (asked,), unique=asked | 1)
-            unique, error, _ = await second.hear()  # its caller, process 0, does not exist
+            second.send(Op.INTERRUPT, (asked,), unique=asked | 1)
+            unique, error, _ = await second.receive()  # its caller, process 0, does not exist
             assert (unique, error) == (asked, -errno.EINTR) and second.engine._kept_requests.count == 0
 
     run(test)
@@ -141,15 +141,15 @@ def test_engine_reads_nothing_while_its_log_is_full(memory, monkeypatch):
         async with kernel:
             await kernel.init()
             inode, handle = await kernel.create(b"f")
-            await kernel.ask(Op.WRITE, (handle, 0, 6, 0, 0, 0), node=inode, payload=b"abcdef")
+            await kernel.request(Op.WRITE, (handle, 0, 6, 0, 0, 0), node=inode, payload=b"abcdef")
             kept = kernel.engine._kept_requests
             del kept._small[2:]
-            asked = [kernel.say(Op.READ, (handle, at, 2, 0, 0, 0), node=inode) for at in (0, 2, 4)]
+            asked = [kernel.send(Op.READ, (handle, at, 2, 0, 0, 0), node=inode) for at in (0, 2, 4)]
             await waits(vfs, 2)
             await asyncio.sleep(0.05)
             assert vfs.waiting == 2 and not kept.has_room
             vfs.go.set()
-            heard = dict([(await kernel.hear())[::2] for _ in range(3)])
+            heard = dict([(await kernel.receive())[::2] for _ in range(3)])
             assert heard == dict(zip(asked, (b"ab", b"cd", b"ef"), strict=True)) and kept.count == 0
 
     run(test)

@@ -70,7 +70,7 @@ class Kernel:
         self.ours.close()
         self.theirs.close()
 
-    def say(self, opcode, body=(), *, node=1, names=(), payload=b"", uid=0, pid=0, unique=None):
+    def send(self, opcode, body=(), *, node=1, names=(), payload=b"", uid=0, pid=0, unique=None):
         self.last += 2
         form = (
             requests.SETXATTR_EXTENDED
@@ -89,13 +89,13 @@ class Kernel:
         )
         return unique
 
-    async def hear(self):
+    async def receive(self):
         raw = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(self.ours, 2 << 20), 120)
         return replies.parse(raw)
 
-    async def ask(self, opcode, body=(), **more):
-        unique = self.say(opcode, body, **more)
-        heard, error, answer = await self.hear()
+    async def request(self, opcode, body=(), **more):
+        unique = self.send(opcode, body, **more)
+        heard, error, answer = await self.receive()
         assert heard == unique
         if error:
             raise OSError(-error, os.strerror(-error))
@@ -103,22 +103,24 @@ class Kernel:
 
     async def init(self, minor=45, flags=ALL, major=7):
         raw = struct.pack("=I11I", flags >> 32, *([0] * 11)) if flags & Init.INIT_EXT else b""
-        answer = await self.ask(Op.INIT, (major, minor, 131072, flags & 0xFFFFFFFF), payload=raw)
+        answer = await self.request(Op.INIT, (major, minor, 131072, flags & 0xFFFFFFFF), payload=raw)
         return replies.read("init", answer)
 
     async def create(self, name, node=1):
         answer = replies.read(
             "create",
-            await self.ask(Op.CREATE, (os.O_RDWR | os.O_CREAT, 0o100644, 0o22, 0), node=node, names=(name,)),
+            await self.request(
+                Op.CREATE, (os.O_RDWR | os.O_CREAT, 0o100644, 0o22, 0), node=node, names=(name,)
+            ),
         )
         return answer.nodeid, answer.fh
 
-    async def silent(self):
+    async def expect_no_reply(self):
         """Check that no other reply was sent: the reply to the request sent now is the next one."""
-        await self.ask(Op.STATFS)
+        await self.request(Op.STATFS)
 
 
-def played(make_vfs=MemoryVfs, **options):
+def on_kernel(make_vfs=MemoryVfs, **options):
     """Run an async test against the engine on its own loop."""
 
     def runner(test):
@@ -136,7 +138,7 @@ def played(make_vfs=MemoryVfs, **options):
     return runner
 
 
-@played()
+@on_kernel()
 async def test_negotiation_accepts_only_what_the_kernel_offers(kernel):
     said = await kernel.init(45, ALL & ~int(Init.PARALLEL_DIROPS))
     assert (said.major, said.minor, said.flags | said.flags2 << 32) == (
@@ -153,21 +155,21 @@ async def test_negotiation_accepts_only_what_the_kernel_offers(kernel):
     assert kernel.ready == [1]
 
 
-@played(settings=MountOptions("p", max_background=20, congestion_threshold=7, writeback=True))
+@on_kernel(settings=MountOptions("p", max_background=20, congestion_threshold=7, writeback=True))
 async def test_settings_are_negotiated_with_an_older_kernel(kernel):
     said = await kernel.init(31, (1 << 30) - 1)
     assert (said.minor, said.max_background, said.congestion_threshold, said.flags2) == (31, 20, 7, 0)
     assert said.flags & Init.WRITEBACK_CACHE and not said.flags & Init.INIT_EXT
 
 
-@played()
+@on_kernel()
 async def test_newer_major_version_is_negotiated_down(kernel):
     assert (await kernel.init(0, 0, major=8)).major == 7
     assert not kernel.ready
     assert (await kernel.init()).minor == 45
 
 
-@played()
+@on_kernel()
 async def test_old_kernel_ends_the_mount_with_a_remedy(kernel):
     with pytest.raises(OSError) as refused:
         await kernel.init(27)
@@ -176,27 +178,27 @@ async def test_old_kernel_ends_the_mount_with_a_remedy(kernel):
         await asyncio.wait_for(kernel.serving, 120)
 
 
-@played(options=FuseOptions(attr_timeout_s=2.5, entry_timeout_s=1.25, negative_timeout_s=0.5))
+@on_kernel(options=FuseOptions(attr_timeout_s=2.5, entry_timeout_s=1.25, negative_timeout_s=0.5))
 async def test_file_is_created_written_and_read(kernel):
     await kernel.init()
-    absent = replies.read("entry", await kernel.ask(Op.LOOKUP, names=(b"f",)))
+    absent = replies.read("entry", await kernel.request(Op.LOOKUP, names=(b"f",)))
     assert (absent.nodeid, absent.entry_valid, absent.entry_valid_nsec) == (0, 0, 500_000_000)
     inode, handle = await kernel.create(b"f")
     content = os.urandom(5000)
     assert (
         replies.read(
             "count",
-            await kernel.ask(Op.WRITE, (handle, 0, len(content), 0, 0, 0), node=inode, payload=content),
+            await kernel.request(Op.WRITE, (handle, 0, len(content), 0, 0, 0), node=inode, payload=content),
         ).size
         == 5000
     )
-    assert await kernel.ask(Op.READ, (handle, 1000, 4096, 0, 0, 0), node=inode) == content[1000:5000]
-    assert await kernel.ask(Op.READ, (handle, 5000, 4096, 0, 0, 0), node=inode) == b""
-    attr = replies.read("attr", await kernel.ask(Op.GETATTR, (0, 0), node=inode))
+    assert await kernel.request(Op.READ, (handle, 1000, 4096, 0, 0, 0), node=inode) == content[1000:5000]
+    assert await kernel.request(Op.READ, (handle, 5000, 4096, 0, 0, 0), node=inode) == b""
+    attr = replies.read("attr", await kernel.request(Op.GETATTR, (0, 0), node=inode))
     assert (attr.size, attr.mode, attr.attr_valid, attr.attr_valid_nsec) == (5000, 0o100644, 2, 500_000_000)
-    assert await kernel.ask(Op.FLUSH, (handle, 0, 0), node=inode) == b""
-    assert await kernel.ask(Op.RELEASE, (handle, 0, 0, 0), node=inode) == b""
-    found = replies.read("entry", await kernel.ask(Op.LOOKUP, names=(b"f",)))
+    assert await kernel.request(Op.FLUSH, (handle, 0, 0), node=inode) == b""
+    assert await kernel.request(Op.RELEASE, (handle, 0, 0, 0), node=inode) == b""
+    found = replies.read("entry", await kernel.request(Op.LOOKUP, names=(b"f",)))
     assert (found.nodeid, found.size, found.entry_valid, found.entry_valid_nsec) == (
         inode,
         5000,
@@ -205,98 +207,100 @@ async def test_file_is_created_written_and_read(kernel):
     )
 
 
-@played()
+@on_kernel()
 async def test_read_only_file_needs_no_flush_at_close(kernel):
     await kernel.init()
     inode, _ = await kernel.create(b"f")
     for flags, quiet in ((os.O_RDONLY, True), (os.O_RDWR, False), (os.O_WRONLY, False)):
-        opened = replies.read("open", await kernel.ask(Op.OPEN, (flags, 0), node=inode))
+        opened = replies.read("open", await kernel.request(Op.OPEN, (flags, 0), node=inode))
         assert bool(opened.open_flags & Opening.NOFLUSH) == quiet
-    await kernel.ask(Op.SETLK, (opened.fh, 7, 0, 9, fcntl.F_WRLCK, 1, 0), node=inode)
-    opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
+    await kernel.request(Op.SETLK, (opened.fh, 7, 0, 9, fcntl.F_WRLCK, 1, 0), node=inode)
+    opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode))
     assert not opened.open_flags & Opening.NOFLUSH, "its close ends the locks of the process"
-    opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_WRONLY | os.O_APPEND, 0), node=inode))
+    opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_WRONLY | os.O_APPEND, 0), node=inode))
     assert opened.open_flags & Opening.DIRECT_IO
 
 
-@played()
+@on_kernel()
 async def test_listings_have_entries_and_an_end(kernel):
     await kernel.init()
     for name in (b"a", b"b"):
         await kernel.create(name)
-    handle = replies.read("open", await kernel.ask(Op.OPENDIR, (0, 0))).fh
+    handle = replies.read("open", await kernel.request(Op.OPENDIR, (0, 0))).fh
     for opcode, plus in ((Op.READDIR, False), (Op.READDIRPLUS, True)):
-        found = replies.read_listing(await kernel.ask(opcode, (handle, 0, 4096, 0, 0, 0)), plus)
+        found = replies.read_listing(await kernel.request(opcode, (handle, 0, 4096, 0, 0, 0)), plus)
         assert [name for name, *_ in found] == [b".", b"..", b"a", b"b"]
-        assert await kernel.ask(opcode, (handle, found[-1][2], 4096, 0, 0, 0)) == b""
-    one = replies.read_listing(await kernel.ask(Op.READDIRPLUS, (handle, found[2][2], 200, 0, 0, 0)), True)
+        assert await kernel.request(opcode, (handle, found[-1][2], 4096, 0, 0, 0)) == b""
+    one = replies.read_listing(
+        await kernel.request(Op.READDIRPLUS, (handle, found[2][2], 200, 0, 0, 0)), True
+    )
     assert [name for name, *_ in one] == [b"b"]
 
 
-@played()
+@on_kernel()
 async def test_extended_attributes_are_set_and_sized(kernel):
     await kernel.init()
     inode, _ = await kernel.create(b"f")
     name = b"user.x"
-    await kernel.ask(Op.SETXATTR, (5, 1), node=inode, names=(name,), payload=b"value")  # XATTR_CREATE
+    await kernel.request(Op.SETXATTR, (5, 1), node=inode, names=(name,), payload=b"value")  # XATTR_CREATE
     for flags, number, which in ((1, errno.EEXIST, name), (2, errno.ENODATA, b"user.y")):
         with pytest.raises(OSError) as refused:
-            await kernel.ask(Op.SETXATTR, (5, flags), node=inode, names=(which,), payload=b"other")
+            await kernel.request(Op.SETXATTR, (5, flags), node=inode, names=(which,), payload=b"other")
         assert refused.value.errno == number
-    assert replies.read("count", await kernel.ask(Op.GETXATTR, (0,), node=inode, names=(name,))).size == 5
-    assert await kernel.ask(Op.GETXATTR, (5,), node=inode, names=(name,)) == b"value"
-    assert await kernel.ask(Op.LISTXATTR, (100,), node=inode) == b"user.x\0"
+    assert replies.read("count", await kernel.request(Op.GETXATTR, (0,), node=inode, names=(name,))).size == 5
+    assert await kernel.request(Op.GETXATTR, (5,), node=inode, names=(name,)) == b"value"
+    assert await kernel.request(Op.LISTXATTR, (100,), node=inode) == b"user.x\0"
     with pytest.raises(OSError) as short:
-        await kernel.ask(Op.GETXATTR, (4,), node=inode, names=(name,))
+        await kernel.request(Op.GETXATTR, (4,), node=inode, names=(name,))
     assert short.value.errno == errno.ERANGE
-    await kernel.ask(Op.REMOVEXATTR, node=inode, names=(name,))
-    assert await kernel.ask(Op.LISTXATTR, (100,), node=inode) == b""
+    await kernel.request(Op.REMOVEXATTR, node=inode, names=(name,))
+    assert await kernel.request(Op.LISTXATTR, (100,), node=inode) == b""
 
 
-@played()
+@on_kernel()
 async def test_write_clears_set_ids_on_the_kernels_request(kernel):
     await kernel.init()
     inode, handle = await kernel.create(b"f")
 
     async def mode():
-        return replies.read("attr", await kernel.ask(Op.GETATTR, (0, 0), node=inode)).mode & 0o7777
+        return replies.read("attr", await kernel.request(Op.GETATTR, (0, 0), node=inode)).mode & 0o7777
 
     async def chmod(bits):
-        await kernel.ask(Op.SETATTR, (1, *([0] * 9), bits, 0, 0), node=inode)
+        await kernel.request(Op.SETATTR, (1, *([0] * 9), bits, 0, 0), node=inode)
 
     for before, after in ((0o6755, 0o755), (0o6745, 0o2745), (0o755, 0o755)):
         await chmod(before)
-        await kernel.ask(Op.WRITE, (handle, 0, 1, 0, 0, 0), node=inode, payload=b"x")
+        await kernel.request(Op.WRITE, (handle, 0, 1, 0, 0, 0), node=inode, payload=b"x")
         assert await mode() == before
-        unique = kernel.say(Op.WRITE, (handle, 0, 1, 4, 0, 0), node=inode, payload=b"x")
-        heard = await kernel.hear()
+        unique = kernel.send(Op.WRITE, (handle, 0, 1, 4, 0, 0), node=inode, payload=b"x")
+        heard = await kernel.receive()
         if before != after:
             assert heard[:2] == (0, 2) and heard[2] == struct.pack(
                 "=Qqq", inode, -1, 0
             )  # the mode in the kernel's cache is stale
-            heard = await kernel.hear()
+            heard = await kernel.receive()
         assert heard[:2] == (unique, 0) and await mode() == after
         await chmod(before)
-        await kernel.ask(Op.SETATTR, (1 << 3 | 1 << 11, 0, 1, *([0] * 7), 0, 0, 0), node=inode)
+        await kernel.request(Op.SETATTR, (1 << 3 | 1 << 11, 0, 1, *([0] * 7), 0, 0, 0), node=inode)
         assert await mode() == after
 
 
-@played()
+@on_kernel()
 async def test_ranges_are_punched_found_and_copied(kernel):
     await kernel.init()
     inode, handle = await kernel.create(b"f")
     other_inode, other = await kernel.create(b"g")
-    await kernel.ask(Op.WRITE, (handle, 0, 12288, 0, 0, 0), node=inode, payload=b"x" * 12288)
-    assert await kernel.ask(Op.FALLOCATE, (handle, 4096, 4096, 3), node=inode) == b""
+    await kernel.request(Op.WRITE, (handle, 0, 12288, 0, 0, 0), node=inode, payload=b"x" * 12288)
+    assert await kernel.request(Op.FALLOCATE, (handle, 4096, 4096, 3), node=inode) == b""
     places = [
-        replies.read("number", await kernel.ask(Op.LSEEK, (handle, offset, whence), node=inode)).value
+        replies.read("number", await kernel.request(Op.LSEEK, (handle, offset, whence), node=inode)).value
         for offset, whence in ((0, os.SEEK_HOLE), (4096, os.SEEK_DATA), (8192, os.SEEK_HOLE))
     ]
     assert places == [4096, 8192, 12288]
     copy = (handle, 0, other_inode, other, 100, 5000, 0)
-    assert replies.read("count", await kernel.ask(Op.COPY_FILE_RANGE, copy, node=inode)).size == 5000
-    assert replies.read("number", await kernel.ask(Op.COPY_FILE_RANGE_64, copy, node=inode)).value == 5000
-    assert await kernel.ask(Op.READ, (other, 0, 8192, 0, 0, 0), node=other_inode) == bytes(
+    assert replies.read("count", await kernel.request(Op.COPY_FILE_RANGE, copy, node=inode)).size == 5000
+    assert replies.read("number", await kernel.request(Op.COPY_FILE_RANGE_64, copy, node=inode)).value == 5000
+    assert await kernel.request(Op.READ, (other, 0, 8192, 0, 0, 0), node=other_inode) == bytes(
         100
     ) + b"x" * 4096 + bytes(904)
     for opcode, body, number in (
@@ -305,44 +309,44 @@ async def test_ranges_are_punched_found_and_copied(kernel):
         (Op.COPY_FILE_RANGE, (*copy[:-1], 1), errno.EINVAL),
     ):
         with pytest.raises(OSError) as refused:
-            await kernel.ask(opcode, body, node=inode)
+            await kernel.request(opcode, body, node=inode)
         assert refused.value.errno == number
 
 
-@played(options=FuseOptions(writeback=True), settings=MountOptions("p", writeback=True))
+@on_kernel(options=FuseOptions(writeback=True), settings=MountOptions("p", writeback=True))
 async def test_seek_data_is_unsupported_with_writeback(kernel):
     await kernel.init()
     inode, handle = await kernel.create(b"f")
     with pytest.raises(OSError) as refused:
-        await kernel.ask(Op.LSEEK, (handle, 0, os.SEEK_DATA), node=inode)
+        await kernel.request(Op.LSEEK, (handle, 0, os.SEEK_DATA), node=inode)
     assert refused.value.errno == errno.ENOSYS
 
 
-@played()
+@on_kernel()
 async def test_ioctl_is_enotty(kernel):
     await kernel.init()
     inode, handle = await kernel.create(b"f")
     for node, command in ((inode, 0x80086601), (1, 0x801C581F)):  # FS_IOC_GETFLAGS, FS_IOC_FSGETXATTR
         with pytest.raises(OSError) as refused:
-            await kernel.ask(Op.IOCTL, (handle, 0, command, 0, 0, 8), node=node)
+            await kernel.request(Op.IOCTL, (handle, 0, command, 0, 0, 8), node=node)
         assert refused.value.errno == errno.ENOTTY
 
 
-@played()
+@on_kernel()
 async def test_umask_is_applied_by_the_memory_fake(kernel):
     await kernel.init()
     inode, _ = await kernel.create(b"f")
-    made = replies.read("entry", await kernel.ask(Op.MKDIR, (0o777, 0o027), names=(b"d",)))
-    node = replies.read("entry", await kernel.ask(Op.MKNOD, (0o100666, 0, 0o077), names=(b"n",)))
+    made = replies.read("entry", await kernel.request(Op.MKDIR, (0o777, 0o027), names=(b"d",)))
+    node = replies.read("entry", await kernel.request(Op.MKNOD, (0o100666, 0, 0o077), names=(b"n",)))
     assert (made.mode & 0o777, node.mode & 0o777) == (0o750, 0o600)
-    assert replies.read("attr", await kernel.ask(Op.GETATTR, (0, 0), node=inode)).mode & 0o777 == 0o644
+    assert replies.read("attr", await kernel.request(Op.GETATTR, (0, 0), node=inode)).mode & 0o777 == 0o644
 
 
-@played()
+@on_kernel()
 async def test_statx_without_birth_time_says_so(kernel):
     await kernel.init()
     inode, _ = await kernel.create(b"f")
-    found = replies.read("statx", await kernel.ask(Op.STATX, (0, 0, 0, 0xFFF), node=inode))
+    found = replies.read("statx", await kernel.request(Op.STATX, (0, 0, 0, 0xFFF), node=inode))
     assert found.mask == replies.STATX_BASIC and found.ino == inode and found.btime == 0
     reply = replies.statx(2, kernel.engine._ops._vfs._nodes[inode].attr, (1, 0), 5 * 10**9 + 7)
     found = replies.read("statx", replies.parse(reply)[2])
@@ -351,7 +355,7 @@ async def test_statx_without_birth_time_says_so(kernel):
 
 @pytest.mark.parametrize("offered", [ALL, ALL & ~Init.SETXATTR_EXT, ALL & ~Init.POSIX_ACL])
 def test_acls_need_a_kernel_that_enforces_them(offered):
-    @played()
+    @on_kernel()
     async def test(kernel):
         asked = []
 
@@ -365,7 +369,7 @@ def test_acls_need_a_kernel_that_enforces_them(offered):
         name = b"system.posix_acl_access"
         for mark in (0, 1):
             words = (4, 0, mark, 0) if offered & Init.SETXATTR_EXT else (4, 0)
-            asking = kernel.ask(Op.SETXATTR, words, node=inode, names=(name,), payload=b"list")
+            asking = kernel.request(Op.SETXATTR, words, node=inode, names=(name,), payload=b"list")
             if offered & Init.POSIX_ACL:
                 await asking
             else:
@@ -376,50 +380,50 @@ def test_acls_need_a_kernel_that_enforces_them(offered):
         killed = 4 if offered & Init.SETXATTR_EXT else 0
         assert asked == ([(name, b"list", 0), (name, b"list", killed)] if offered & Init.POSIX_ACL else [])
         with pytest.raises(OSError) as absent:
-            await kernel.ask(Op.GETXATTR, (100,), node=inode, names=(name,))
+            await kernel.request(Op.GETXATTR, (100,), node=inode, names=(name,))
         assert absent.value.errno == (errno.ENODATA if offered & Init.POSIX_ACL else errno.EOPNOTSUPP)
 
     test()
 
 
-@played(settings=MountOptions("p", acl=False))
+@on_kernel(settings=MountOptions("p", acl=False))
 async def test_mount_without_acls_does_not_negotiate_them(kernel):
     assert not (await kernel.init()).flags & Init.POSIX_ACL
     inode, _ = await kernel.create(b"f")
     for opcode, words in ((Op.GETXATTR, (100,)), (Op.REMOVEXATTR, ())):
         with pytest.raises(OSError) as refused:
-            await kernel.ask(opcode, words, node=inode, names=(b"system.posix_acl_access",))
+            await kernel.request(opcode, words, node=inode, names=(b"system.posix_acl_access",))
         assert refused.value.errno == errno.EOPNOTSUPP
 
 
-@played()
+@on_kernel()
 async def test_unknown_requests_are_enosys_and_forgets_get_no_reply(kernel):
     await kernel.init()
     for opcode in (Op.BMAP, Op.POLL, Op.SETUPMAPPING, 63, 99, 4096):
         with pytest.raises(OSError) as refused:
             body = tuple([0] * len(FORMS[opcode].body._fields)) if opcode in FORMS else ()
-            await kernel.ask(opcode, body, names=(b"n",) * FORMS[opcode].names if opcode in FORMS else ())
+            await kernel.request(opcode, body, names=(b"n",) * FORMS[opcode].names if opcode in FORMS else ())
         assert refused.value.errno == errno.ENOSYS
-    kernel.say(Op.FORGET, (3,), node=9)
-    kernel.say(Op.BATCH_FORGET, (2,), payload=[(9, 1), (10, 1)])
-    kernel.say(Op.INTERRUPT, (12345,))
-    await kernel.silent()
-    assert await kernel.ask(Op.DESTROY) == b""
+    kernel.send(Op.FORGET, (3,), node=9)
+    kernel.send(Op.BATCH_FORGET, (2,), payload=[(9, 1), (10, 1)])
+    kernel.send(Op.INTERRUPT, (12345,))
+    await kernel.expect_no_reply()
+    assert await kernel.request(Op.DESTROY) == b""
 
 
-@played()
+@on_kernel()
 async def test_malformed_request_is_refused(kernel):
     await kernel.init()
     for opcode in (Op.READ, Op.LOOKUP, Op.WRITE, Op.RENAME2, Op.CREATE):
         kernel.ours.send(requests.HEADER.pack(44, opcode, 777, 1, 0, 0, 0, 0, 0) + b"xxxx")
-        assert await kernel.hear() == (777, -errno.EINVAL, b"")
+        assert await kernel.receive() == (777, -errno.EINVAL, b"")
     for raw in (b"", b"x", b"\xff" * 39, requests.HEADER.pack(44, Op.FORGET, 0, 1, 0, 0, 0, 0, 0) + b"xxxx"):
         if raw:
             kernel.ours.send(raw)
-    await kernel.silent()
+    await kernel.expect_no_reply()
 
 
-@played()
+@on_kernel()
 async def test_unknown_handle_is_an_error(kernel):
     await kernel.init()
     for opcode, body in (
@@ -428,21 +432,21 @@ async def test_unknown_handle_is_an_error(kernel):
         (Op.READDIR, (99, 0, 4096, 0, 0, 0)),
     ):
         with pytest.raises(OSError) as refused:
-            await kernel.ask(opcode, body)
+            await kernel.request(opcode, body)
         assert refused.value.errno == errno.EIO
-    await kernel.silent()
+    await kernel.expect_no_reply()
 
 
-@played(SlowVfs)
+@on_kernel(SlowVfs)
 async def test_waiting_requests_do_not_block_others(kernel):
     await kernel.init()
     vfs = kernel.engine._ops._vfs
     inode, handle = await kernel.create(b"f")
-    asked = [kernel.say(Op.READ, (handle, 0, 10, 0, 0, 0), node=inode) for _ in range(20)]
-    await kernel.silent()
+    asked = [kernel.send(Op.READ, (handle, 0, 10, 0, 0, 0), node=inode) for _ in range(20)]
+    await kernel.expect_no_reply()
     assert vfs.waiting == 20
     vfs.go.set()
-    assert sorted([(await kernel.hear())[0] for _ in asked]) == asked
+    assert sorted([(await kernel.receive())[0] for _ in asked]) == asked
     assert not kernel.engine._work
 
 
@@ -460,21 +464,21 @@ class GatheringVfs(SlowVfs):
         self.held = self.waiting
 
 
-@played(GatheringVfs)
+@on_kernel(GatheringVfs)
 async def test_queued_reads_are_sent_together(kernel):
     await kernel.init()
     vfs = kernel.engine._ops._vfs
     inode, handle = await kernel.create(b"f")
     for _ in range(16):
-        kernel.say(Op.READ, (handle, 0, 10, 0, 0, 0), node=inode)
-    await kernel.silent()
+        kernel.send(Op.READ, (handle, 0, 10, 0, 0, 0), node=inode)
+    await kernel.expect_no_reply()
     assert vfs.sent == [16]
     vfs.go.set()
     for _ in range(16):
-        await kernel.hear()
+        await kernel.receive()
 
 
-@played(SlowVfs)
+@on_kernel(SlowVfs)
 async def test_number_of_requests_under_way_is_limited(kernel):
     await kernel.init()
     vfs = kernel.engine._ops._vfs
@@ -483,7 +487,7 @@ async def test_number_of_requests_under_way_is_limited(kernel):
     for _ in range(IN_WORK_MAX + 50):
         while True:
             try:
-                kernel.say(Op.READ, (handle, 0, 10, 0, 0, 0), node=inode)
+                kernel.send(Op.READ, (handle, 0, 10, 0, 0, 0), node=inode)
                 sent += 1
                 break
             except BlockingIOError:
@@ -495,30 +499,30 @@ async def test_number_of_requests_under_way_is_limited(kernel):
     assert vfs.waiting == IN_WORK_MAX
     vfs.go.set()
     for _ in range(sent):
-        await kernel.hear()
-    await kernel.silent()
+        await kernel.receive()
+    await kernel.expect_no_reply()
 
 
 def sleeping_process():
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 
 
-@played(SlowVfs)
+@on_kernel(SlowVfs)
 async def test_interrupted_call_ends_only_for_a_dying_caller(kernel):
     await kernel.init()
     inode, handle = await kernel.create(b"f")
     child = sleeping_process()
-    asked = kernel.say(Op.READ, (handle, 0, 10, 0, 0, 0), node=inode, pid=child.pid)
-    kernel.say(Op.INTERRUPT, (asked,))
-    await kernel.silent()
+    asked = kernel.send(Op.READ, (handle, 0, 10, 0, 0, 0), node=inode, pid=child.pid)
+    kernel.send(Op.INTERRUPT, (asked,))
+    await kernel.expect_no_reply()
     child.kill()
     child.wait()
-    assert (await kernel.hear())[:2] == (
+    assert (await kernel.receive())[:2] == (
         asked,
         -errno.EINTR,
     )  # the kernel notifies once; the engine must check again
     assert not kernel.engine._work and not kernel.engine._interrupted
-    await kernel.silent()
+    await kernel.expect_no_reply()
 
 
 def test_process_with_a_fatal_signal_is_dying():
@@ -530,21 +534,21 @@ def test_process_with_a_fatal_signal_is_dying():
     assert is_dying(child.pid)
 
 
-@played(SlowVfs)
+@on_kernel(SlowVfs)
 async def test_stop_waits_for_requests_under_way(kernel):
     await kernel.init()
     inode, handle = await kernel.create(b"f")
-    asked = kernel.say(Op.READ, (handle, 0, 10, 0, 0, 0), node=inode)
-    await kernel.silent()
+    asked = kernel.send(Op.READ, (handle, 0, 10, 0, 0, 0), node=inode)
+    await kernel.expect_no_reply()
     kernel.engine.stop()
     await asyncio.sleep(0.01)
     assert not kernel.serving.done()
     kernel.engine._ops._vfs.go.set()
-    assert (await kernel.hear())[0] == asked
+    assert (await kernel.receive())[0] == asked
     await asyncio.wait_for(kernel.serving, 120)
 
 
-class BeginningVfs(MemoryVfs):
+class SubmittingVfs(MemoryVfs):
     """Submits operations as client/vfs does: each waits until the test completes it."""
 
     def __init__(self):
@@ -565,7 +569,7 @@ class BeginningVfs(MemoryVfs):
             except StopIteration as end:
                 attr, handle = end.value
                 making.made(attr)
-                assert not kernel_heard_after(making)
+                assert not is_updated_before_reply(making)
                 making.opened(handle)
             except errors.NvpoolError as error:
                 making.failed(error)
@@ -581,43 +585,43 @@ class BeginningVfs(MemoryVfs):
         return self._begin(0, lambda: on_end(None, None), lambda error: on_end(None, error))
 
 
-def kernel_heard_after(making) -> bool:
+def is_updated_before_reply(making) -> bool:
     """Whether the state was updated before the kernel got the reply."""
     return making._handle in making._ops._files
 
 
-@played(BeginningVfs)
+@on_kernel(SubmittingVfs)
 async def test_submitted_create_replies_before_bookkeeping(kernel):
     await kernel.init()
     vfs, ops = kernel.engine._ops._vfs, kernel.engine._ops
-    asked = kernel.say(Op.CREATE, (os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o100644, 0o22, 0), names=(b"f",))
-    await kernel.silent()
+    asked = kernel.send(Op.CREATE, (os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o100644, 0o22, 0), names=(b"f",))
+    await kernel.expect_no_reply()
     assert vfs.begun[0].unique == asked and len(kernel.engine._work) == 1
     vfs.begun.pop().done()
-    heard, error, answer = await kernel.hear()
+    heard, error, answer = await kernel.receive()
     made = replies.read("create", answer)
     assert (heard, error) == (asked, 0) and made.open_flags == 0 and ops._files[made.fh].inode == made.nodeid
     assert not kernel.engine._work and made.nodeid in ops._told and ops._seen[made.nodeid][1]
     with pytest.raises(OSError) as refused:
-        await kernel.ask(Op.GETXATTR, (0,), node=made.nodeid, names=(b"security.capability",))
+        await kernel.request(Op.GETXATTR, (0,), node=made.nodeid, names=(b"security.capability",))
     assert refused.value.errno == errno.ENODATA
     assert ops.published.is_barred(made.nodeid)
 
-    again = kernel.say(Op.CREATE, (os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o100644, 0o22, 0), names=(b"f",))
-    await kernel.silent()
+    again = kernel.send(Op.CREATE, (os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o100644, 0o22, 0), names=(b"f",))
+    await kernel.expect_no_reply()
     vfs.begun.pop().done()
-    assert (await kernel.hear())[:2] == (again, -errno.EEXIST)
+    assert (await kernel.receive())[:2] == (again, -errno.EEXIST)
 
     for opcode, body, names in ((Op.UNLINK, (), (b"f",)), (Op.FLUSH, (made.fh, 0, 0), ())):
-        asked = kernel.say(opcode, body, names=names)
-        await kernel.silent()
+        asked = kernel.send(opcode, body, names=names)
+        await kernel.expect_no_reply()
         vfs.begun.pop().done()
-        assert (await kernel.hear())[:2] == (asked, 0)
-    await kernel.ask(Op.RELEASE, (made.fh, 0, 0, 0))
+        assert (await kernel.receive())[:2] == (asked, 0)
+    await kernel.request(Op.RELEASE, (made.fh, 0, 0, 0))
     assert not ops._files and not ops.published.is_barred(made.nodeid) and not kernel.engine._work
 
 
-class ElsewhereVfs(BeginningVfs):
+class TwoStepVfs(SubmittingVfs):
     """The file needs one further request before it can be opened."""
 
     asked = 0
@@ -635,55 +639,57 @@ class ElsewhereVfs(BeginningVfs):
         return await self.create(*arguments)
 
 
-@played(ElsewhereVfs)
+@on_kernel(TwoStepVfs)
 async def test_second_step_of_a_create_belongs_to_its_request(kernel):
     await kernel.init()
     vfs = kernel.engine._ops._vfs
-    asked = kernel.say(Op.CREATE, (os.O_WRONLY | os.O_CREAT, 0o100644, 0o22, 0), names=(b"f",))
-    await kernel.silent()
+    asked = kernel.send(Op.CREATE, (os.O_WRONLY | os.O_CREAT, 0o100644, 0o22, 0), names=(b"f",))
+    await kernel.expect_no_reply()
     vfs.begun.pop().done()
-    assert (await kernel.hear())[:2] == (asked, 0)
+    assert (await kernel.receive())[:2] == (asked, 0)
     assert vfs.asked == asked and not kernel.engine._work
 
 
-@played(BeginningVfs)
+@on_kernel(SubmittingVfs)
 async def test_dying_caller_of_a_submitted_request_is_answered(kernel):
     await kernel.init()
     vfs = kernel.engine._ops._vfs
     flags = os.O_RDONLY | os.O_CREAT | os.O_EXCL
-    asked = kernel.say(Op.CREATE, (flags, 0o100644, 0o22, 0), names=(b"f",))
-    await kernel.silent()
+    asked = kernel.send(Op.CREATE, (flags, 0o100644, 0o22, 0), names=(b"f",))
+    await kernel.expect_no_reply()
     vfs.begun.pop().done()
-    made = replies.read("create", (await kernel.hear())[2])
+    made = replies.read("create", (await kernel.receive())[2])
     assert made.open_flags == Opening.NOFLUSH
     child = sleeping_process()
-    asked = kernel.say(Op.UNLINK, names=(b"f",), pid=child.pid)
-    kernel.say(Op.INTERRUPT, (asked,))
-    await kernel.silent()
+    asked = kernel.send(Op.UNLINK, names=(b"f",), pid=child.pid)
+    kernel.send(Op.INTERRUPT, (asked,))
+    await kernel.expect_no_reply()
     child.kill()
     child.wait()
-    assert (await kernel.hear())[:2] == (asked, -errno.EINTR)
+    assert (await kernel.receive())[:2] == (asked, -errno.EINTR)
     assert not kernel.engine._work
-    await kernel.ask(Op.RELEASE, (made.fh, 0, 0, 0))
-    await kernel.silent()
+    await kernel.request(Op.RELEASE, (made.fh, 0, 0, 0))
+    await kernel.expect_no_reply()
 
 
-@played()
+@on_kernel()
 async def test_releases_wait_behind_other_requests(kernel):
     await kernel.init()
     handles = [(await kernel.create(b"%d" % number)) for number in range(4)]
     inode, handle = handles.pop()
-    asked = [kernel.say(Op.RELEASE, (handle, 0, 0, 0)) for _, handle in handles]
-    waited_for = kernel.say(Op.STATFS)
-    assert [(await kernel.hear())[:2] for _ in range(4)] == [(unique, 0) for unique in (waited_for, *asked)]
+    asked = [kernel.send(Op.RELEASE, (handle, 0, 0, 0)) for _, handle in handles]
+    waited_for = kernel.send(Op.STATFS)
+    assert [(await kernel.receive())[:2] for _ in range(4)] == [
+        (unique, 0) for unique in (waited_for, *asked)
+    ]
     assert list(kernel.engine._ops._files) == [handle]
-    await kernel.ask(Op.SETLK, (handle, 1, 0, (1 << 63) - 1, fcntl.F_WRLCK, os.getpid(), 1), node=inode)
-    again = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDWR, 0), node=inode)).fh
-    released = kernel.say(Op.RELEASE, (handle, 0, 0, 0))
+    await kernel.request(Op.SETLK, (handle, 1, 0, (1 << 63) - 1, fcntl.F_WRLCK, os.getpid(), 1), node=inode)
+    again = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDWR, 0), node=inode)).fh
+    released = kernel.send(Op.RELEASE, (handle, 0, 0, 0))
     lock = (again, 2, 0, (1 << 63) - 1, fcntl.F_WRLCK, os.getpid(), 1)
-    locked = kernel.say(Op.SETLK, lock, node=inode)  # after the reply to the close its locks are gone
-    assert [(await kernel.hear())[:2] for _ in range(2)] == [(released, 0), (locked, 0)]
-    await kernel.ask(Op.RELEASE, (again, 0, 0, 0))
+    locked = kernel.send(Op.SETLK, lock, node=inode)  # after the reply to the close its locks are gone
+    assert [(await kernel.receive())[:2] for _ in range(2)] == [(released, 0), (locked, 0)]
+    await kernel.request(Op.RELEASE, (again, 0, 0, 0))
     assert not kernel.engine._ops._files and not kernel.engine._late
     assert sum(kernel.engine.spent.times[Op.RELEASE].counts) == 5
 
@@ -697,14 +703,14 @@ class BrokenVfs(MemoryVfs):
         raise RuntimeError("a bug")
 
 
-@played(BrokenVfs)
+@on_kernel(BrokenVfs)
 async def test_bug_in_the_vfs_is_eio_for_one_caller(kernel):
     await kernel.init()
     for opcode in (Op.STATFS, Op.READLINK):
         with pytest.raises(OSError) as refused:
-            await kernel.ask(opcode)
+            await kernel.request(opcode)
         assert refused.value.errno == errno.EIO
-    assert await kernel.ask(Op.GETATTR, (0, 0))
+    assert await kernel.request(Op.GETATTR, (0, 0))
 
 
 class TimedVfs(MemoryVfs):
@@ -720,10 +726,10 @@ class TimedVfs(MemoryVfs):
             return task.result()
 
 
-@played(TimedVfs)
+@on_kernel(TimedVfs)
 async def test_request_may_use_deadlines_and_tasks(kernel):
     await kernel.init()
-    assert [await kernel.ask(Op.READLINK) for _ in range(3)] == [b"in time"] * 3
+    assert [await kernel.request(Op.READLINK) for _ in range(3)] == [b"in time"] * 3
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ CAPABILITY = b"security.capability"
 NEW = (os.O_WRONLY | os.O_CREAT, 0o100640, 0o22, 0)
 
 
-def answered(step):
+def reply_count(step):
     return sum(step.all_taken.values())
 
 
@@ -46,27 +46,27 @@ class Both(Reading):
         return self.engine._ops
 
     async def once(self, opcode, body, **more):
-        self.say(opcode, body, **more)
-        _, error, answer = await self.hear()
+        self.send(opcode, body, **more)
+        _, error, answer = await self.receive()
         return error, answer
 
-    def books(self):
+    def client_state(self):
         ops = self.ops
         return dict(ops._told), [one for named in ops._named for one in named.told], dict(ops._seen)
 
     async def both(self, opcode, body=(), *, here=True, **more):
         """(error, reply) of the request, which is `here` if the fast path handles it."""
-        step, (notified, named, _) = self.engine._known, self.books()
-        before = answered(step)
+        step, (notified, named, _) = self.engine._known, self.client_state()
+        before = reply_count(step)
         compiled = await self.once(opcode, body, **more)
-        assert (answered(step) > before) == here
-        compiled_notified, compiled_named, compiled_seen = self.books()
+        assert (reply_count(step) > before) == here
+        compiled_notified, compiled_named, compiled_seen = self.client_state()
         self.ops._told.clear()
         self.ops._told.update(notified)
         self.engine._known = None
         ordinary = await self.once(opcode, body, **more)
         self.engine._known = step
-        ordinary_notified, ordinary_named, ordinary_seen = self.books()
+        ordinary_notified, ordinary_named, ordinary_seen = self.client_state()
         assert compiled == ordinary
         assert (compiled_notified, compiled_seen) == (ordinary_notified, ordinary_seen)
         count = len(compiled_named)
@@ -82,7 +82,9 @@ class Both(Reading):
     async def create_in(self, parent, name, flags=os.O_RDWR):
         answer = replies.read(
             "create",
-            await self.ask(Op.CREATE, (flags | os.O_CREAT, 0o100640, 0o22, 0), node=parent, names=(name,)),
+            await self.request(
+                Op.CREATE, (flags | os.O_CREAT, 0o100640, 0o22, 0), node=parent, names=(name,)
+            ),
         )
         return answer.nodeid, answer.fh
 
@@ -92,7 +94,7 @@ class Both(Reading):
         for number in range(count):
             answer = replies.read(
                 "create",
-                await self.ask(
+                await self.request(
                     Op.CREATE,
                     NEW,
                     node=parent,
@@ -107,14 +109,14 @@ class Both(Reading):
         """The next replies: {unique: reply}, in the order of their arrival."""
         found = {}
         for _ in range(count):
-            unique, error, answer = await self.hear()
+            unique, error, answer = await self.receive()
             assert not error and unique not in found
             found[unique] = answer
         return found
 
     async def close(self, inode, handle):
-        await self.ask(Op.FLUSH, (handle, 0, 0), node=inode)
-        await self.ask(Op.RELEASE, (handle, 0, 0, 0), node=inode)
+        await self.request(Op.FLUSH, (handle, 0, 0), node=inode)
+        await self.request(Op.RELEASE, (handle, 0, 0, 0), node=inode)
 
     def _put(self, opcode, body, node, names):
         form = FORMS[opcode]
@@ -130,11 +132,11 @@ class Both(Reading):
             if unique == 77:
                 return error, bytes(answer)
 
-    def in_one_step(self, opcode, body, node, names):
+    def on_fast_path(self, opcode, body, node, names):
         """The reply of the fast path now; None if it declines."""
         return self._answer() if self.engine._known.take(self._put(opcode, body, node, names)) else None
 
-    def by_its_handler(self, opcode, body, node, names):
+    def on_slow_path(self, opcode, body, node, names):
         """The reply of the handler, if it needs no message; else None."""
         if opcode == Op.LOOKUP:
             found = self.ops.lookup_now(node, names[0])
@@ -189,7 +191,7 @@ def on_a_mount(*arguments):
 
 async def directory(kernel, name=b"d"):
     """Created here, and leased by its shard, which grants leases to listening clients only."""
-    there = replies.read("entry", await kernel.ask(Op.MKDIR, (0o755, 0), names=(name,))).nodeid
+    there = replies.read("entry", await kernel.request(Op.MKDIR, (0o755, 0), names=(name,))).nodeid
     async with asyncio.timeout(60):
         while kernel.vfs.leases.held(there) is None:
             kernel.vfs.cache.forget_attr(there)
@@ -210,7 +212,7 @@ async def test_attributes_and_names_of_new_files_are_known(kernel):
         await kernel.attributes(inode)
         assert replies.read("entry", (await kernel.name(there, name))[1]).nodeid == inode
         await kernel.both(Op.FLUSH, (handle, 0, 0), node=inode)
-        await kernel.ask(Op.RELEASE, (handle, 0, 0, 0), node=inode)
+        await kernel.request(Op.RELEASE, (handle, 0, 0, 0), node=inode)
         await kernel.attributes(inode)
 
 
@@ -219,22 +221,22 @@ async def test_close_is_delayed_for_alternating_threads(kernel):
     there = await directory(kernel)
     for turn in range(3):
         ((inode, handle),) = (await kernel.created_by(there, 2, (11, 12)))[1:]
-        close = kernel.say(Op.FLUSH, (handle, 0, 0), node=inode, pid=12)
-        look = kernel.say(Op.GETATTR, (0, 0), node=there, pid=11)
-        find = kernel.say(Op.LOOKUP, node=there, names=(b"by turns 0",), pid=11)
-        make = kernel.say(Op.CREATE, NEW, node=there, names=(b"next %d" % turn,), pid=11)
+        close = kernel.send(Op.FLUSH, (handle, 0, 0), node=inode, pid=12)
+        look = kernel.send(Op.GETATTR, (0, 0), node=there, pid=11)
+        find = kernel.send(Op.LOOKUP, node=there, names=(b"by turns 0",), pid=11)
+        make = kernel.send(Op.CREATE, NEW, node=there, names=(b"next %d" % turn,), pid=11)
         answers = await kernel.answers(4)
         assert list(answers) == [look, find, close, make] and answers[close] == b""
         for number in range(2):
-            await kernel.ask(Op.UNLINK, node=there, names=(b"by turns %d" % number,))
+            await kernel.request(Op.UNLINK, node=there, names=(b"by turns %d" % number,))
 
 
 @on_a_mount()
 async def test_close_is_immediate_for_a_single_thread(kernel):
     there = await directory(kernel)
     for inode, handle in await kernel.created_by(there, 3, (11,)):
-        close = kernel.say(Op.FLUSH, (handle, 0, 0), node=inode, pid=11)
-        look = kernel.say(Op.GETATTR, (0, 0), node=there, pid=11)
+        close = kernel.send(Op.FLUSH, (handle, 0, 0), node=inode, pid=11)
+        look = kernel.send(Op.GETATTR, (0, 0), node=there, pid=11)
         assert list(await kernel.answers(2)) == [close, look]
 
 
@@ -243,15 +245,15 @@ async def test_each_close_is_replied_once(kernel):
     there = await directory(kernel)
     made = await kernel.created_by(there, 40, (11, 12, 13))
     before = sum(kernel.engine.spent.times[Op.FLUSH].counts) if kernel.engine.spent.times[Op.FLUSH] else 0
-    closes = [kernel.say(Op.FLUSH, (handle, 0, 0), node=inode, pid=11) for inode, handle in made]
-    look = kernel.say(Op.GETATTR, (0, 0), node=there)
+    closes = [kernel.send(Op.FLUSH, (handle, 0, 0), node=inode, pid=11) for inode, handle in made]
+    look = kernel.send(Op.GETATTR, (0, 0), node=there)
     order = list(await kernel.answers(len(closes) + 1))
     put_off = order[order.index(look) + 1 :]
     assert sorted(order) == sorted([*closes, look]) and put_off == closes[:16]  # no more of them are delayed
     again = [
-        kernel.say(Op.FLUSH, (handle, 0, 0), node=inode, pid=11) for inode, handle in made
+        kernel.send(Op.FLUSH, (handle, 0, 0), node=inode, pid=11) for inode, handle in made
     ]  # each create delays one close
-    look = kernel.say(Op.GETATTR, (0, 0), node=there)
+    look = kernel.send(Op.GETATTR, (0, 0), node=there)
     assert list(await kernel.answers(len(again) + 1)) == [*again, look]
     assert sum(kernel.engine.spent.times[Op.FLUSH].counts) == before + 80
 
@@ -260,7 +262,7 @@ async def test_each_close_is_replied_once(kernel):
 async def test_close_without_a_successor_is_replied(kernel):
     there = await directory(kernel)
     for inode, handle in await kernel.created_by(there, 6, (11, 12)):
-        assert await kernel.ask(Op.FLUSH, (handle, 0, 0), node=inode, pid=11) == b""
+        assert await kernel.request(Op.FLUSH, (handle, 0, 0), node=inode, pid=11) == b""
 
 
 @on_a_mount()
@@ -268,13 +270,13 @@ async def test_file_under_write_is_left_to_the_slow_path(kernel):
     there = await directory(kernel)
     inode, handle = await kernel.create_in(there, b"f")
     assert await kernel.both(Op.GETXATTR, (0,), node=inode, names=(CAPABILITY,)) == (-errno.ENODATA, b"")
-    await kernel.ask(Op.WRITE, (handle, 0, 9000, 0, 0, 0), node=inode, payload=bytes(9000))
+    await kernel.request(Op.WRITE, (handle, 0, 9000, 0, 0, 0), node=inode, payload=bytes(9000))
     error, answer = await kernel.once(Op.GETATTR, (0, 0), node=inode)
     assert not error and replies.read("attr", answer).size == 9000
-    await kernel.ask(Op.FLUSH, (handle, 0, 0), node=inode)
+    await kernel.request(Op.FLUSH, (handle, 0, 0), node=inode)
     await kernel.both(Op.FLUSH, (handle, 0, 0), node=inode, here=False)
     assert replies.read("attr", (await kernel.attributes(inode))[1]).size == 9000
-    await kernel.ask(Op.RELEASE, (handle, 0, 0, 0), node=inode)
+    await kernel.request(Op.RELEASE, (handle, 0, 0, 0), node=inode)
 
 
 @on_a_mount()
@@ -287,14 +289,14 @@ async def test_listed_attributes_are_served_without_decoding(kernel):
         made[b"%d" % number] = handle.inode
         await writer.release(handle)
     await kernel.once(Op.LOOKUP, (), names=(b"theirs",))
-    opened = await kernel.ask(Op.OPENDIR, (0, 0), node=there)
-    await kernel.ask(Op.READDIR, (int.from_bytes(opened[:8], "little"), 0, 65536, 0, 0, 0), node=there)
+    opened = await kernel.request(Op.OPENDIR, (0, 0), node=there)
+    await kernel.request(Op.READDIR, (int.from_bytes(opened[:8], "little"), 0, 65536, 0, 0, 0), node=there)
     kept = kernel.vfs.cache._attrs
     assert all(type(kept[inode][0]) is bytes for inode in made.values())
     for name, inode in made.items():
         step = kernel.engine._known
         compiled = await kernel.once(Op.LOOKUP, (), node=there, names=(name,))
-        assert answered(step) and type(kept[inode][0]) is bytes
+        assert reply_count(step) and type(kept[inode][0]) is bytes
         assert (await kernel.name(there, name)) == compiled
         await kernel.attributes(inode)
     assert all(type(kept[inode][0]) is Attr for inode in made.values())  # by the slow path
@@ -312,7 +314,7 @@ async def test_odd_names_are_left_to_the_slow_path(kernel):
         kernel.ours.send(
             struct.pack("=IIQQIIIHH", 40 + len(body), Op.LOOKUP, 99, there, 0, 0, 0, 0, 0) + body
         )
-        assert (await kernel.hear())[1] == -errno.EINVAL
+        assert (await kernel.receive())[1] == -errno.EINVAL
 
 
 @on_a_mount()
@@ -324,20 +326,20 @@ async def test_uncached_attributes_are_fetched(kernel):
     await kernel.attributes(inode)
     for one in (inode, there):
         cache.forget_attr(one)
-    before = answered(kernel.engine._known)
+    before = reply_count(kernel.engine._known)
     assert (await kernel.once(Op.GETATTR, (0, 0), node=inode))[0] == 0
     assert (await kernel.once(Op.LOOKUP, (), node=there, names=(b"none",)))[0] == -errno.ENOENT
     assert (await kernel.once(Op.LOOKUP, (), node=there, names=(b"f",)))[0] == 0
-    assert answered(kernel.engine._known) == before
+    assert reply_count(kernel.engine._known) == before
     assert leases.held(inode) and leases.held(there)
     await kernel.attributes(inode)
     await kernel.name(there, b"f")
     for watch in {lease.watch for lease in leases._leases.values()}:  # the shard is silent from now on
         watch.until_s = 0.0
     cache.distrust()
-    before = answered(kernel.engine._known)
+    before = reply_count(kernel.engine._known)
     assert (await kernel.once(Op.GETATTR, (0, 0), node=inode))[0] == 0
-    assert answered(kernel.engine._known) == before
+    assert reply_count(kernel.engine._known) == before
 
 
 async def theirs(kernel, name, content):
@@ -345,7 +347,7 @@ async def theirs(kernel, name, content):
     vfs = await kernel.host.writer()
     handle = await kernel.host.file(content, vfs, name)
     await vfs.release(handle)
-    inode = replies.read("entry", await kernel.ask(Op.LOOKUP, names=(name,))).nodeid
+    inode = replies.read("entry", await kernel.request(Op.LOOKUP, names=(name,))).nodeid
     async with asyncio.timeout(60):
         while (lease := kernel.vfs.leases.held(inode)) is None or not lease.grant:
             kernel.vfs.cache.forget_attr(inode)
@@ -389,16 +391,16 @@ async def test_open_read_close_leaves_the_same_state(kernel):
     for turn in range(6):
         for way in (None, step):
             kernel.engine._known = way
-            before = answered(step)
-            opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
-            assert (answered(step) > before) == (way is not None)
-            again = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
+            before = reply_count(step)
+            opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode))
+            assert (reply_count(step) > before) == (way is not None)
+            again = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode))
             both = state_of(kernel, inode)
             assert await kernel.read(opened.fh, 0, 4096) == content
             kernel.engine._known = way
-            await kernel.ask(Op.RELEASE, (opened.fh, 0, 0, 0), node=inode)
+            await kernel.request(Op.RELEASE, (opened.fh, 0, 0, 0), node=inode)
             one = state_of(kernel, inode)
-            await kernel.ask(Op.RELEASE, (again.fh, 0, 0, 0), node=inode)
+            await kernel.request(Op.RELEASE, (again.fh, 0, 0, 0), node=inode)
             left.setdefault(turn, []).append(
                 (opened.open_flags, again.open_flags, both, one, state_of(kernel, inode))
             )
@@ -412,14 +414,14 @@ async def test_open_that_needs_a_message_is_left(kernel):
     inode = await theirs(kernel, b"f", b"x")
     step = kernel.engine._known
     for flags in (os.O_RDWR, os.O_WRONLY, os.O_RDONLY | os.O_TRUNC):
-        before = answered(step)
-        opened = replies.read("open", await kernel.ask(Op.OPEN, (flags, 0), node=inode))
-        assert answered(step) == before
+        before = reply_count(step)
+        opened = replies.read("open", await kernel.request(Op.OPEN, (flags, 0), node=inode))
+        assert reply_count(step) == before
         await kernel.close(inode, opened.fh)
     kernel.vfs.leases.forget(inode)
-    before = answered(step)
-    opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
-    assert answered(step) == before
+    before = reply_count(step)
+    opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode))
+    assert reply_count(step) == before
     await kernel.close(inode, opened.fh)
     assert not kernel.ops._files and not kernel.vfs.cache.open
 
@@ -428,11 +430,11 @@ async def test_open_that_needs_a_message_is_left(kernel):
 async def test_dirty_file_is_released_on_the_slow_path(kernel):
     there = await directory(kernel)
     inode, handle = await kernel.create_in(there, b"f")
-    await kernel.ask(Op.WRITE, (handle, 0, 5000, 0, 0, 0), node=inode, payload=bytes(range(250)) * 20)
+    await kernel.request(Op.WRITE, (handle, 0, 5000, 0, 0, 0), node=inode, payload=bytes(range(250)) * 20)
     assert (
-        await kernel.ask(Op.RELEASE, (handle, 0, 0, 0), node=inode) == b""
+        await kernel.request(Op.RELEASE, (handle, 0, 0, 0), node=inode) == b""
     )  # closed without a FLUSH, as by a mapping
-    opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
+    opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode))
     assert await kernel.read(opened.fh, 0, 5000) == bytes(range(250)) * 20
 
 
@@ -440,11 +442,11 @@ async def test_dirty_file_is_released_on_the_slow_path(kernel):
 async def test_close_with_locks_is_immediate(kernel):
     there = await directory(kernel)
     inode, handle = await kernel.create_in(there, b"f")
-    await kernel.ask(Op.SETLK, (handle, 7, 0, 100, fcntl.F_WRLCK, 1, 0), node=inode)
+    await kernel.request(Op.SETLK, (handle, 7, 0, 100, fcntl.F_WRLCK, 1, 0), node=inode)
     await kernel.both(Op.FLUSH, (handle, 8, 0), node=inode, here=False)
     taken = kernel.engine._known.take
     assert not taken(0) and kernel.vfs.is_locked(inode)
-    await kernel.ask(Op.RELEASE, (handle, 0, 0, 0), node=inode)
+    await kernel.request(Op.RELEASE, (handle, 0, 0, 0), node=inode)
     assert not kernel.vfs.is_locked(inode)
 
 
@@ -514,18 +516,18 @@ async def test_forgotten_inode_is_forgotten(kernel):
     await kernel.close(inode, handle)
     await kernel.attributes(inode)
     assert inode in kernel.ops._told and inode in kernel.ops._seen
-    kernel.say(Op.FORGET, (1,), node=inode)
-    await kernel.silent()
+    kernel.send(Op.FORGET, (1,), node=inode)
+    await kernel.expect_no_reply()
     assert inode not in kernel.ops._told and inode not in kernel.ops._seen
 
 
 @on_a_mount()
 async def test_resent_request_is_left_to_its_handler(kernel):
     there = await directory(kernel)
-    before = answered(kernel.engine._known)
-    kernel.say(Op.GETATTR, (0, 0), node=there, unique=1 << 63 | 12)
-    assert (await kernel.hear())[0] == 1 << 63 | 12
-    assert answered(kernel.engine._known) == before
+    before = reply_count(kernel.engine._known)
+    kernel.send(Op.GETATTR, (0, 0), node=there, unique=1 << 63 | 12)
+    assert (await kernel.receive())[0] == 1 << 63 | 12
+    assert reply_count(kernel.engine._known) == before
 
 
 @on_a_mount()
@@ -544,13 +546,13 @@ async def test_oldest_possible_time_is_reported(kernel):
     there = await directory(kernel)
     inode, handle = await kernel.create_in(there, b"f")
     await kernel.close(inode, handle)
-    await kernel.ask(
+    await kernel.request(
         Op.SETATTR, (int(Valid.MTIME), 0, 0, 0, 0, -9223372037, 0, 0, 500_000_000, 0, 0, 0, 0), node=inode
     )
     await kernel.attributes(inode)
 
 
-def by_both_ways(test):
+def on_both_paths(test):
     """Run the test with and without the fast path."""
 
     @pytest.mark.parametrize("way", ("ordinary", "compiled"))
@@ -579,7 +581,7 @@ def no_numbers(kernel):
     del kernel.ops._handles.take
 
 
-@by_both_ways
+@on_both_paths
 async def test_open_without_a_free_handle_leaves_nothing(kernel):
     inode = await theirs(kernel, b"f", b"x")
     for flags in (os.O_RDONLY, os.O_RDWR):
@@ -589,10 +591,10 @@ async def test_open_without_a_free_handle_leaves_nothing(kernel):
             while kernel.vfs.cache.open:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         assert not kernel.ops._files
-    await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode)
+    await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode)
 
 
-@by_both_ways
+@on_both_paths
 async def test_failed_open_keeps_no_pages(kernel):
     inode = await theirs(kernel, b"f", b"x")
     kernel.ops._seen[inode] = (
@@ -601,15 +603,15 @@ async def test_failed_open_keeps_no_pages(kernel):
     )  # the kernel's pages are older
     with no_numbers(kernel):
         assert (await kernel.once(Op.OPEN, (os.O_RDONLY, 0), node=inode))[0] == -errno.ENFILE
-    opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
+    opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode))
     assert not opened.open_flags & Opening.KEEP_CACHE
 
 
-@by_both_ways
+@on_both_paths
 async def test_locks_survive_a_failed_open(kernel):
     inode = await theirs(kernel, b"f", b"x")
-    opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
-    await kernel.ask(Op.SETLK, (opened.fh, 7, 0, 100, fcntl.F_RDLCK, 1, 0), node=inode)
+    opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode))
+    await kernel.request(Op.SETLK, (opened.fh, 7, 0, 100, fcntl.F_RDLCK, 1, 0), node=inode)
     async with asyncio.timeout(60):
         while kernel.vfs.leases.held(inode) is None:
             kernel.vfs.cache.forget_attr(inode)
@@ -623,11 +625,11 @@ async def test_locks_survive_a_failed_open(kernel):
     assert kernel.vfs.is_locked(inode)
 
 
-@by_both_ways
+@on_both_paths
 async def test_bug_in_a_release_does_not_lose_later_ones(kernel):
     inode = await theirs(kernel, b"f", b"x" * 100)
     handles = [
-        replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode)).fh for _ in range(3)
+        replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode)).fh for _ in range(3)
     ]
     give_back = kernel.ops._handles.give_back
 
@@ -638,22 +640,22 @@ async def test_bug_in_a_release_does_not_lose_later_ones(kernel):
 
     kernel.ops._handles.give_back = broken
     for handle in handles:
-        kernel.say(Op.RELEASE, (handle, 0, 0, 0), node=inode)
-    assert [(await kernel.hear())[1] for _ in handles] == [-errno.EIO, 0, 0]
-    await kernel.silent()
+        kernel.send(Op.RELEASE, (handle, 0, 0, 0), node=inode)
+    assert [(await kernel.receive())[1] for _ in handles] == [-errno.EIO, 0, 0]
+    await kernel.expect_no_reply()
 
 
-@by_both_ways
+@on_both_paths
 async def test_reads_from_memory_are_counted(kernel):
     handle = await kernel.open_theirs()
     await kernel.host.located(kernel.handle(handle), 2)
     await kernel.read(handle, 8192, 4096)
-    await kernel.silent()
+    await kernel.expect_no_reply()
     times = kernel.engine.spent.times[Op.READ]
     before = sum(times.counts)
     for number in range(40):
         await kernel.read(handle, number % 2 * 8192, 4096)
-    await kernel.silent()
+    await kernel.expect_no_reply()
     assert sum(times.counts) == before + 40
 
 
@@ -728,9 +730,9 @@ async def test_random_states_agree_with_the_slow_path(kernel):
                 (Op.GETATTR, (0, 0), chance.choice(directories + inodes), ()),
             ):
                 kernel.ops._told.clear()
-                compiled = kernel.in_one_step(*request), dict(kernel.ops._told)
+                compiled = kernel.on_fast_path(*request), dict(kernel.ops._told)
                 kernel.ops._told.clear()
-                assert compiled == (kernel.by_its_handler(*request), dict(kernel.ops._told))
+                assert compiled == (kernel.on_slow_path(*request), dict(kernel.ops._told))
                 said[None if compiled[0] is None else compiled[0][0]] += 1
     assert min(said[answer] for answer in (None, 0, -errno.ENOENT)) > 200
     for table in tables:
@@ -754,9 +756,9 @@ def test_client_without_leases_trusts_its_cache_briefly():
                 await kernel.once(Op.LOOKUP, (), names=(b"f",))
                 await kernel.name(1, b"f", here=False)
                 client.vfs.cache.distrust()
-                before = answered(kernel.engine._known)
+                before = reply_count(kernel.engine._known)
                 for _ in range(2):
                     assert (await kernel.once(Op.GETATTR, (0, 0), node=inode))[0] == 0
-                assert answered(kernel.engine._known) == before + 1
+                assert reply_count(kernel.engine._known) == before + 1
 
     run_whole(all_of_it(), 120)

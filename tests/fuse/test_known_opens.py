@@ -8,7 +8,7 @@ import time
 from contextlib import asynccontextmanager
 
 import pytest
-from test_known import CAPABILITY, Both, answered, state_of, theirs
+from test_known import CAPABILITY, Both, reply_count, state_of, theirs
 
 from nvpool.client.read.reader import Ahead
 from nvpool.client.session import Client
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(cached_replies._cached_replies is None, reason="
 ENDS_MS = int(time.time() * 1000) + 3_600_000
 
 
-class KeptHost(Host):
+class StatefulHost(Host):
     """Its client keeps the state that survives its process."""
 
     async def __aenter__(self):
@@ -49,7 +49,7 @@ class KeptHost(Host):
 
 @asynccontextmanager
 async def mounted(kept):
-    async with (KeptHost if kept else Host)() as host, Both(host) as kernel:
+    async with (StatefulHost if kept else Host)() as host, Both(host) as kernel:
         yield kernel
 
 
@@ -109,7 +109,7 @@ def list_with(kernel, inode, attr, rights=grants.READ, cut=0):
     kernel.vfs.cache._attrs[inode] = pack_entry(5, attr, True, b""), kernel.vfs.clock.boottime_s()
 
 
-def noted(kernel):
+def stored_handles(kernel):
     """The open files that the next process would find, except their numbers."""
     memory = kernel.ops.kept
     return None if memory is None else [record[1:-2] for record in memory.handles.valid()]
@@ -129,9 +129,9 @@ async def test_listed_files_open_and_close_as_on_the_slow_path(kernel, rng):
             list_with(kernel, inode, attr, rights, cut + later)
             kernel.ops._seen.pop(inode, None)
             kernel.engine._known = way
-            before = answered(step)
-            opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
-            assert (answered(step) > before) == (way is not None)
+            before = reply_count(step)
+            opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode))
+            assert (reply_count(step) > before) == (way is not None)
             handle = kernel.ops._files[opened.fh]
             assert (
                 type(handle) is FileHandle and type(handle.file) is OpenInode and type(handle.ahead) is Ahead
@@ -144,17 +144,17 @@ async def test_listed_files_open_and_close_as_on_the_slow_path(kernel, rng):
                 slots_of(handle),
                 slots_of(handle.file),
                 state_of(kernel, inode),
-                noted(kernel),
+                stored_handles(kernel),
             ]
             now_ms = time.time() * 1000
             assert abs(handle.file.grant_half_ms - now_ms - (ENDS_MS - now_ms) / 2) < 60_000
             assert abs(handle.file.attr_born_s - kernel.vfs.clock.boottime_s()) < 60
             for part in (handle.file.lanes, handle.file.located, handle.file.ahead, handle.ahead.units):
                 assert not part and type(part)() is not part
-            await kernel.ask(Op.RELEASE, (opened.fh, 0, 0, 0), node=inode)
+            await kernel.request(Op.RELEASE, (opened.fh, 0, 0, 0), node=inode)
             kept_attr = kernel.vfs.cache._attrs[inode][0]
             assert type(kept_attr) is Attr and kept_attr == attr and handle.closed
-            found.append((*books, state_of(kernel, inode), noted(kernel)))
+            found.append((*books, state_of(kernel, inode), stored_handles(kernel)))
         assert found[0] == found[1], turn
 
 
@@ -166,7 +166,7 @@ async def test_open_files_share_nothing(kernel, rng):
         list_with(kernel, inode, listed(rng, inode))
         files.append(
             kernel.ops._files[
-                replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode)).fh
+                replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode)).fh
             ]
         )
     assert sum(kernel.engine._known.all_taken.get(int(op), 0) for op in (Op.OPEN,)) == 2
@@ -194,12 +194,12 @@ async def test_files_without_a_read_grant_are_left(kernel, rng):
         if grant is not None:
             leases = kernel.vfs.leases._leases
             leases[inode] = leases[inode]._replace(grant=grant)
-        before = state_of(kernel, inode), dict(kernel.vfs.cache._attrs), noted(kernel)
-        assert kernel.in_one_step(Op.OPEN, (os.O_RDONLY, 0), inode, ()) is None
+        before = state_of(kernel, inode), dict(kernel.vfs.cache._attrs), stored_handles(kernel)
+        assert kernel.on_fast_path(Op.OPEN, (os.O_RDONLY, 0), inode, ()) is None
         assert (
             state_of(kernel, inode),
             dict(kernel.vfs.cache._attrs),
-            noted(kernel),
+            stored_handles(kernel),
         ) == before and not kernel.vfs.cache.open
 
 
@@ -217,9 +217,9 @@ def test_open_without_a_free_record_leaves_nothing():
             assert not kernel.vfs.meta._shard_of(inode).open.get(inode)
             table._free.extend(free)
             table.used = used
-            opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
+            opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode))
             assert [record[-1] for record in table.valid()] == [opened.fh]
-            await kernel.ask(Op.RELEASE, (opened.fh, 0, 0, 0), node=inode)
+            await kernel.request(Op.RELEASE, (opened.fh, 0, 0, 0), node=inode)
             assert table.valid() == []
 
     run_whole(all_of_it(), 300)
@@ -229,7 +229,7 @@ def test_open_without_a_free_record_leaves_nothing():
 async def test_malformed_requests_are_refused_on_both_paths(kernel, rng):
     """Every request of the fast path: truncated anywhere, with a wrong length, with an invalid name."""
     inode = await theirs(kernel, b"f", b"x")
-    opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode)).fh
+    opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode)).fh
     mine, handle = await kernel.create_in(1, b"own")
     engine = kernel.engine
     steps = engine._known, engine._creates, engine._writes
@@ -237,7 +237,7 @@ async def test_malformed_requests_are_refused_on_both_paths(kernel, rng):
 
     async def said(raw):
         kernel.ours.send(raw)
-        return await kernel.hear()
+        return await kernel.receive()
 
     for opcode, body, node, names, payload in (
         (Op.LOOKUP, (), 1, (b"f",), b""),
@@ -266,7 +266,7 @@ async def test_malformed_requests_are_refused_on_both_paths(kernel, rng):
             assert compiled[:2] == (await said(one))[:2] == (777, -errno.EINVAL), (opcode, one)
         engine._known, engine._creates, engine._writes = steps
     assert (await kernel.attributes(inode))[0] == 0
-    assert await kernel.ask(Op.WRITE, (handle, 0, 4, 0, 0, 0), node=mine, payload=b"abcd")
+    assert await kernel.request(Op.WRITE, (handle, 0, 4, 0, 0, 0), node=mine, payload=b"abcd")
 
 
 @on_a_mount
@@ -289,10 +289,14 @@ async def test_opens_of_squashed_root_need_a_message(kernel, rng):
         for way in (None, compiled):
             kernel.engine._known = way
             asked.clear()
-            first = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode, uid=1000))
+            first = replies.read(
+                "open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode, uid=1000)
+            )
             before = len(asked)
-            opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode, uid=uid))
+            opened = replies.read(
+                "open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode, uid=uid)
+            )
             assert asked[before:] == [uid] * count, (squashes, uid, way)
             for handle in (first, opened):
-                await kernel.ask(Op.RELEASE, (handle.fh, 0, 0, 0), node=inode)
+                await kernel.request(Op.RELEASE, (handle.fh, 0, 0, 0), node=inode)
     kernel.engine._known = step

@@ -6,7 +6,7 @@ import fcntl
 import os
 
 import pytest
-from test_kernel_engine import Kernel, SlowVfs, played
+from test_kernel_engine import Kernel, SlowVfs, on_kernel
 
 from nvpool.client.state.types import Caller
 from nvpool.core.clock import ManualClock
@@ -28,66 +28,68 @@ def body(handle, owner, kind, start=0, end=LAST_BYTE, flags=0, pid=1):
     return handle, owner, start, end, kind, pid, flags
 
 
-async def begun(kernel):
+async def new_file(kernel):
     await kernel.init()
     return await kernel.create(b"f")
 
 
-@played()
+@on_kernel()
 async def test_lock_support_is_negotiated(kernel):
     said = await kernel.init()
     assert said.flags & Init.POSIX_LOCKS and said.flags & Init.FLOCK_LOCKS
 
 
-@played()
+@on_kernel()
 async def test_conflicting_lock_is_eagain_and_shown_by_getlk(kernel):
-    inode, handle = await begun(kernel)
-    await kernel.ask(Op.SETLK, body(handle, 1, WRITE, 10, 19, pid=77), node=inode)
+    inode, handle = await new_file(kernel)
+    await kernel.request(Op.SETLK, body(handle, 1, WRITE, 10, 19, pid=77), node=inode)
     with pytest.raises(BlockingIOError):
-        await kernel.ask(Op.SETLK, body(handle, 2, READ, 0, 10), node=inode)
-    found = replies.read("lock", await kernel.ask(Op.GETLK, body(handle, 2, READ), node=inode))
+        await kernel.request(Op.SETLK, body(handle, 2, READ, 0, 10), node=inode)
+    found = replies.read("lock", await kernel.request(Op.GETLK, body(handle, 2, READ), node=inode))
     assert (found.start, found.end, found.type, found.pid) == (10, 19, WRITE, 77)
-    assert replies.read("lock", await kernel.ask(Op.GETLK, body(handle, 1, WRITE), node=inode)).type == NONE
-    await kernel.ask(Op.SETLK, body(handle, 1, NONE, 10, 10), node=inode)
-    await kernel.ask(Op.SETLK, body(handle, 2, READ, 0, 10), node=inode)
-    await kernel.ask(Op.SETLK, body(handle, 3, WRITE, flags=LOCK_FLOCK), node=inode)
+    assert (
+        replies.read("lock", await kernel.request(Op.GETLK, body(handle, 1, WRITE), node=inode)).type == NONE
+    )
+    await kernel.request(Op.SETLK, body(handle, 1, NONE, 10, 10), node=inode)
+    await kernel.request(Op.SETLK, body(handle, 2, READ, 0, 10), node=inode)
+    await kernel.request(Op.SETLK, body(handle, 3, WRITE, flags=LOCK_FLOCK), node=inode)
     with pytest.raises(BlockingIOError):
-        await kernel.ask(Op.SETLK, body(handle, 4, READ, flags=LOCK_FLOCK), node=inode)
+        await kernel.request(Op.SETLK, body(handle, 4, READ, flags=LOCK_FLOCK), node=inode)
 
 
-@played()
+@on_kernel()
 async def test_close_ends_record_locks_and_release_ends_flock(kernel):
-    inode, handle = await begun(kernel)
-    await kernel.ask(Op.SETLK, body(handle, 1, WRITE), node=inode)
-    await kernel.ask(Op.SETLK, body(handle, 2, WRITE, flags=LOCK_FLOCK), node=inode)
-    await kernel.ask(Op.FLUSH, (handle, 0, 9), node=inode)
+    inode, handle = await new_file(kernel)
+    await kernel.request(Op.SETLK, body(handle, 1, WRITE), node=inode)
+    await kernel.request(Op.SETLK, body(handle, 2, WRITE, flags=LOCK_FLOCK), node=inode)
+    await kernel.request(Op.FLUSH, (handle, 0, 9), node=inode)
     locks = kernel.engine._ops._vfs._locks
     assert len(list(locks.locks_on(inode))) == 2
-    await kernel.ask(Op.FLUSH, (handle, 0, 1), node=inode)
+    await kernel.request(Op.FLUSH, (handle, 0, 1), node=inode)
     assert [one.owner.owner for one in locks.locks_on(inode)] == [2]
-    await kernel.ask(Op.RELEASE, (handle, 0, 2, 2), node=inode)
+    await kernel.request(Op.RELEASE, (handle, 0, 2, 2), node=inode)
     assert not list(locks.locks_on(inode))
 
 
-@played()
+@on_kernel()
 async def test_waiting_lock_is_granted_without_blocking_others(kernel):
-    inode, handle = await begun(kernel)
-    await kernel.ask(Op.SETLK, body(handle, 1, WRITE), node=inode)
-    asked = kernel.say(Op.SETLKW, body(handle, 2, WRITE), node=inode)
-    await kernel.silent()
-    released = kernel.say(Op.SETLK, body(handle, 1, NONE), node=inode)
-    assert {(await kernel.hear())[:2], (await kernel.hear())[:2]} == {(released, 0), (asked, 0)}
+    inode, handle = await new_file(kernel)
+    await kernel.request(Op.SETLK, body(handle, 1, WRITE), node=inode)
+    asked = kernel.send(Op.SETLKW, body(handle, 2, WRITE), node=inode)
+    await kernel.expect_no_reply()
+    released = kernel.send(Op.SETLK, body(handle, 1, NONE), node=inode)
+    assert {(await kernel.receive())[:2], (await kernel.receive())[:2]} == {(released, 0), (asked, 0)}
 
 
-@played()
+@on_kernel()
 async def test_interrupt_ends_a_waiting_lock(kernel):
-    inode, handle = await begun(kernel)
-    await kernel.ask(Op.SETLK, body(handle, 1, WRITE), node=inode)
-    asked = kernel.say(Op.SETLKW, body(handle, 2, WRITE), node=inode, pid=os.getpid())
-    await kernel.silent()
-    kernel.say(Op.INTERRUPT, (asked,))
-    assert (await kernel.hear())[:2] == (asked, -errno.EINTR)
-    await kernel.ask(Op.SETLK, body(handle, 1, NONE), node=inode)
+    inode, handle = await new_file(kernel)
+    await kernel.request(Op.SETLK, body(handle, 1, WRITE), node=inode)
+    asked = kernel.send(Op.SETLKW, body(handle, 2, WRITE), node=inode, pid=os.getpid())
+    await kernel.expect_no_reply()
+    kernel.send(Op.INTERRUPT, (asked,))
+    assert (await kernel.receive())[:2] == (asked, -errno.EINTR)
+    await kernel.request(Op.SETLK, body(handle, 1, NONE), node=inode)
     assert not kernel.engine._ops._vfs._locks.files and not kernel.engine._lock_waits
 
 
@@ -99,83 +101,83 @@ class InterruptedVfs(MemoryVfs):
         return True
 
 
-@played(InterruptedVfs)
+@on_kernel(InterruptedVfs)
 async def test_interrupt_after_the_grant_keeps_the_lock(kernel):
-    inode, handle = await begun(kernel)
+    inode, handle = await new_file(kernel)
     forgotten = asyncio.Event()
 
     async def forgetting(_names, _inodes):
         await forgotten.wait()
 
     kernel.engine._ops.invalidate = forgetting
-    asked = kernel.say(Op.SETLKW, body(handle, 2, WRITE), node=inode)
-    await kernel.silent()
-    kernel.say(Op.INTERRUPT, (asked,))
-    await kernel.silent()
+    asked = kernel.send(Op.SETLKW, body(handle, 2, WRITE), node=inode)
+    await kernel.expect_no_reply()
+    kernel.send(Op.INTERRUPT, (asked,))
+    await kernel.expect_no_reply()
     forgotten.set()
-    assert (await kernel.hear())[:2] == (asked, 0)
+    assert (await kernel.receive())[:2] == (asked, 0)
 
 
 def test_unmount_ends_waiting_locks_with_eio():
     async def main():
         async with Kernel(MemoryVfs()) as kernel:
-            inode, handle = await begun(kernel)
-            await kernel.ask(Op.SETLK, body(handle, 1, WRITE), node=inode)
-            asked = kernel.say(Op.SETLKW, body(handle, 2, WRITE), node=inode)
-            await kernel.silent()
+            inode, handle = await new_file(kernel)
+            await kernel.request(Op.SETLK, body(handle, 1, WRITE), node=inode)
+            asked = kernel.send(Op.SETLKW, body(handle, 2, WRITE), node=inode)
+            await kernel.expect_no_reply()
             kernel.engine.stop()
-            assert (await kernel.hear())[:2] == (asked, -errno.EIO)
+            assert (await kernel.receive())[:2] == (asked, -errno.EIO)
             await asyncio.wait_for(kernel.serving, 120)
 
     asyncio.run(main())
 
 
-@played(SlowVfs)
+@on_kernel(SlowVfs)
 async def test_waiting_locks_do_not_exhaust_the_request_limit(kernel):
-    inode, handle = await begun(kernel)
-    await kernel.ask(Op.SETLK, body(handle, 1, WRITE), node=inode)
+    inode, handle = await new_file(kernel)
+    await kernel.request(Op.SETLK, body(handle, 1, WRITE), node=inode)
     waiting = IN_WORK_MAX + 100
     for number in range(waiting):
         while True:
             try:
-                kernel.say(Op.SETLKW, body(handle, 2 + number, READ), node=inode)
+                kernel.send(Op.SETLKW, body(handle, 2 + number, READ), node=inode)
                 break
             except BlockingIOError:
                 await asyncio.sleep(0)
-    await kernel.silent()
-    kernel.say(Op.SETLK, body(handle, 1, NONE), node=inode)
+    await kernel.expect_no_reply()
+    kernel.send(Op.SETLK, body(handle, 1, NONE), node=inode)
     for _ in range(waiting + 1):
-        assert not (await kernel.hear())[1]
+        assert not (await kernel.receive())[1]
 
 
-@played()
+@on_kernel()
 async def test_invalid_lock_is_refused(kernel):
-    inode, handle = await begun(kernel)
+    inode, handle = await new_file(kernel)
     for opcode in (Op.SETLK, Op.SETLKW, Op.GETLK):
         with pytest.raises(OSError) as refused:
-            await kernel.ask(opcode, body(handle, 1, 9), node=inode)
+            await kernel.request(opcode, body(handle, 1, 9), node=inode)
         assert refused.value.errno == errno.EINVAL
 
 
-@played(InterruptedVfs)
+@on_kernel(InterruptedVfs)
 async def test_pages_are_dropped_before_the_lock_is_granted(kernel):
-    inode, handle = await begun(kernel)
-    asked = kernel.say(Op.SETLK, body(handle, 1, WRITE), node=inode)
-    unique, code, notice = await kernel.hear()
+    inode, handle = await new_file(kernel)
+    asked = kernel.send(Op.SETLK, body(handle, 1, WRITE), node=inode)
+    unique, code, notice = await kernel.receive()
     assert (unique, code) == (0, Notice.INVAL_INODE)
     assert notice == replies.inval_inode(inode, 0, 0)[replies.HEADER_BYTES :]
-    assert (await kernel.hear())[:2] == (asked, 0)
+    assert (await kernel.receive())[:2] == (asked, 0)
 
 
-@played(options=FuseOptions(negative_timeout_s=1.0))
+@on_kernel(options=FuseOptions(negative_timeout_s=1.0))
 async def test_negative_entries_are_invalidated_under_a_lock(kernel):
-    inode, handle = await begun(kernel)
-    assert replies.read("entry", await kernel.ask(Op.LOOKUP, names=(b"journal",))).nodeid == 0
-    asked = kernel.say(Op.SETLK, body(handle, 1, WRITE), node=inode)
-    unique, code, notice = await kernel.hear()
+    inode, handle = await new_file(kernel)
+    assert replies.read("entry", await kernel.request(Op.LOOKUP, names=(b"journal",))).nodeid == 0
+    asked = kernel.send(Op.SETLK, body(handle, 1, WRITE), node=inode)
+    unique, code, notice = await kernel.receive()
     assert (unique, code) == (0, Notice.INVAL_ENTRY) and b"journal\0" in notice
-    assert (await kernel.hear())[:2] == (asked, 0)
-    await kernel.ask(Op.SETLK, body(handle, 2, READ, 0, 0, LOCK_FLOCK), node=inode)  # and only once
+    assert (await kernel.receive())[:2] == (asked, 0)
+    await kernel.request(Op.SETLK, body(handle, 2, READ, 0, 0, LOCK_FLOCK), node=inode)  # and only once
 
 
 def test_negative_entries_are_bounded_and_expire(monkeypatch):

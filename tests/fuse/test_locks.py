@@ -55,7 +55,7 @@ def refused(call, *arguments):
     return error.value.errno
 
 
-def who_has(file, kind=fcntl.F_WRLCK, start=0, length=0):
+def lock_conflict(file, kind=fcntl.F_WRLCK, start=0, length=0):
     """The result of F_GETLK: (kind, start, length, pid)."""
     asked = FLOCK.pack(kind, os.SEEK_SET, start, length, 0)
     kind, _, start, length, pid = FLOCK.unpack(fcntl.fcntl(file, fcntl.F_GETLK, asked))
@@ -91,7 +91,7 @@ def pause():
             self.process.kill()
         self.process.communicate()
 
-    def hear(self, wait_s=120.0):
+    def read_line(self, wait_s=120.0):
         """Its next line; None when it prints nothing for that time."""
         while b"\n" not in self.said:
             if not select.select([self.process.stdout], [], [], wait_s)[0]:
@@ -131,9 +131,9 @@ def test_getlk_shows_the_conflict_and_its_local_process(here, both):
     one, other = both
     lock(one, fcntl.LOCK_EX, 10, 20)
     lock(one, fcntl.LOCK_SH, 0, 50)
-    assert who_has(other, fcntl.F_RDLCK) == (fcntl.F_WRLCK, 20, 10, 0)
-    assert who_has(other, fcntl.F_WRLCK, 40) == (fcntl.F_RDLCK, 50, 0, 0)
-    assert who_has(other, fcntl.F_RDLCK, 40)[0] == fcntl.F_UNLCK
+    assert lock_conflict(other, fcntl.F_RDLCK) == (fcntl.F_WRLCK, 20, 10, 0)
+    assert lock_conflict(other, fcntl.F_WRLCK, 40) == (fcntl.F_RDLCK, 50, 0, 0)
+    assert lock_conflict(other, fcntl.F_RDLCK, 40)[0] == fcntl.F_UNLCK
     with Child(
         """
 with open(sys.argv[1], "r+b") as file:
@@ -226,9 +226,9 @@ def test_waiting_process_gets_a_lock_from_the_other_mount(here, there, call):
     (here / "f").touch()
     with open(here / "f", "r+b") as file, Child(WAIT, there / "f", call) as child:
         getattr(fcntl, call)(file, fcntl.LOCK_EX)
-        assert child.hear() == "ready" and child.hear(0.5) is None
+        assert child.read_line() == "ready" and child.read_line(0.5) is None
         getattr(fcntl, call)(file, fcntl.LOCK_UN)
-        assert child.hear() == "has it"
+        assert child.read_line() == "has it"
         assert _is_refused(getattr(fcntl, call), file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         child.go()
         child.end()
@@ -242,15 +242,15 @@ def test_waiting_process_gets_a_lock_from_the_other_mount(here, there, call):
 def test_dead_process_loses_its_locks_and_queue_places(here, there, call):
     (here / "f").touch()
     with Child(WAIT, here / "f", call) as first:
-        assert first.hear() == "ready" and first.hear() == "has it"
+        assert first.read_line() == "ready" and first.read_line() == "has it"
         with Child(WAIT, there / "f", call) as second:
-            assert second.hear() == "ready" and second.hear(0.3) is None
+            assert second.read_line() == "ready" and second.read_line(0.3) is None
             with Child(WAIT, here / "f", call) as third:
-                assert third.hear() == "ready" and third.hear(0.3) is None
+                assert third.read_line() == "ready" and third.read_line(0.3) is None
                 second.process.kill()
                 second.process.wait(120)
                 first.process.kill()
-                assert third.hear() == "has it"
+                assert third.read_line() == "has it"
 
 
 INTERRUPTED = """
@@ -277,7 +277,7 @@ def test_signal_ends_waiting_and_leaves_no_lock(here, there, call):
         Child(INTERRUPTED, there / "f", call) as child,
     ):
         getattr(fcntl, call)(file, fcntl.LOCK_EX)
-        assert child.hear() == "ready" and child.hear() == "woken"
+        assert child.read_line() == "ready" and child.read_line() == "woken"
         getattr(fcntl, call)(file, fcntl.LOCK_UN)
         getattr(fcntl, call)(same, fcntl.LOCK_EX | fcntl.LOCK_NB)
         child.go()
@@ -302,9 +302,9 @@ with open(sys.argv[1], "r+b") as file:
         ) as child,
     ):
         fcntl.lockf(file, fcntl.LOCK_EX)
-        assert child.hear() == "ready" and child.hear(0.6) is None
+        assert child.read_line() == "ready" and child.read_line(0.6) is None
         fcntl.lockf(file, fcntl.LOCK_UN)
-        assert child.hear() == "has it"
+        assert child.read_line() == "has it"
 
 
 def test_deadlock_between_two_mounts_is_detected(here, there):
@@ -323,10 +323,10 @@ with open(sys.argv[1], "r+b") as file:
         ) as child,
     ):
         fcntl.lockf(file, fcntl.LOCK_EX, 1, 0)
-        assert child.hear() == "ready" and child.hear(0.3) is None
+        assert child.read_line() == "ready" and child.read_line(0.3) is None
         assert refused(fcntl.lockf, file, fcntl.LOCK_EX, 1, 1) == errno.EDEADLK
         fcntl.lockf(file, fcntl.LOCK_UN)
-        assert child.hear() == "has it"
+        assert child.read_line() == "has it"
 
 
 COUNT = """
@@ -417,25 +417,25 @@ ready("done")
         ) as child,
     ):
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert child.hear() == "ready"
+        assert child.read_line() == "ready"
         time.sleep(1)
         assert (here / "f").stat().st_size == 0, "the mount answers"
         (here / "other").write_bytes(b"and writes")
         fcntl.flock(file, fcntl.LOCK_UN)
-        assert child.hear() == "done"
+        assert child.read_line() == "done"
 
 
 def test_locks_and_waiters_survive_the_death_of_the_shard(pool, here, there):
     (here / "f").write_bytes(b"0")
     with open(here / "f", "r+b", buffering=0) as file, Child(WAIT, there / "f", "lockf") as child:
         fcntl.lockf(file, fcntl.LOCK_EX)
-        assert child.hear() == "ready" and child.hear(0.2) is None
+        assert child.read_line() == "ready" and child.read_line(0.2) is None
         for _ in range(3):
             kill_shard(pool)
-            assert child.hear(1) is None
+            assert child.read_line(1) is None
         file.write(b"after three deaths")
         fcntl.lockf(file, fcntl.LOCK_UN)
-        assert child.hear() == "has it"
+        assert child.read_line() == "has it"
         assert _is_refused(lock, file)
         child.go()
         child.end()
@@ -466,7 +466,7 @@ with open(sys.argv[1], "r+b") as file:
         ) as holds,
     ):
         fcntl.lockf(file, fcntl.LOCK_EX, 1, 0)
-        assert holds.hear() == "ready" and waits.hear() == "ready" and waits.hear(0.3) is None
+        assert holds.read_line() == "ready" and waits.read_line() == "ready" and waits.read_line(0.3) is None
         assert _is_refused(lock, file, fcntl.LOCK_EX, 1, 100)
         ending.end()
         assert waits.process.wait(120) == 1 and "OSError" in waits.process.stderr.read()
@@ -541,7 +541,7 @@ def test_killed_sqlite_processes_leave_whole_transactions(here, there):
             Child(TRANSFER, (there if place is here else here) / "db", 20 + round_, 15) as other,
         ):
             for _ in range(4):
-                committed[10 + round_] = int(victim.hear())
+                committed[10 + round_] = int(victim.read_line())
             victim.process.kill()
             other.end(120)
             committed[20 + round_] = 14
@@ -614,7 +614,7 @@ def test_file_info_shows_lock_holders_and_waiters(pool, here, both, mounted):
     fcntl.flock(other, fcntl.LOCK_EX)
     place = f"{pool.directory}:/{(here / 'f').relative_to(mounted.place)}"
     with Child(WAIT, here / "f", "flock") as child:
-        assert child.hear() == "ready" and child.hear(0.3) is None
+        assert child.read_line() == "ready" and child.read_line(0.3) is None
         said = nvpool("file", "info", place).stdout
         assert f"locked: shared (fcntl, bytes 20 to 29), process {os.getpid()} of mount" in said
         assert f"locked: exclusive (flock), process {os.getpid()} of mount" in said

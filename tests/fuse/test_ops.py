@@ -592,9 +592,7 @@ def test_long_listing_prefetches_the_next_batch():
             assert await some()
         for _ in range(10):
             await asyncio.sleep(0)
-        assert vfs.calls["readdir"] == 2 + AHEAD_MAX, (
-            "the next batches are requested early, and no more"
-        )
+        assert vfs.calls["readdir"] == 2 + AHEAD_MAX, "the next batches are requested early, and no more"
         await ops.mknod(ROOT, b"zz-new", 0o100644, 0, ME)
         while await some():
             pass

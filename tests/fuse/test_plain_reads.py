@@ -8,7 +8,7 @@ import socket
 from contextlib import asynccontextmanager
 
 import pytest
-from mounted_reads import CONTENT, Reading, both_ways, places
+from mounted_reads import CONTENT, Reading, path_decorators, places
 
 from nvpool.blockio.reader import cached_pages
 from nvpool.client.data import short_circuit
@@ -54,10 +54,12 @@ async def mounted(way="compiled"):
         yield kernel
 
 
-WAYS, compiled_only, on_a_mount, by_both_ways, in_one_step = both_ways(local_reads._local_reads, mounted)
+WAYS, compiled_only, on_a_mount, on_both_paths, on_fast_path = path_decorators(
+    local_reads._local_reads, mounted
+)
 
 
-@by_both_ways
+@on_both_paths
 async def test_bytes_are_right_at_every_border_and_length(kernel):
     number = await kernel.open()
     for offset, length in [
@@ -75,20 +77,23 @@ async def test_bytes_are_right_at_every_border_and_length(kernel):
         assert kernel.plain.read_bytes > 5 * MIB
 
 
-@by_both_ways
+@on_both_paths
 async def test_concurrent_reads_from_drive_and_memory(kernel):
     number = await kernel.open()
     for seed in range(6):
         if seed % 2 == 0:
             kernel.forget_pages()
-        await kernel.all_of(
-            {kernel.say_read(number, offset, length): (offset, length) for offset, length in places(60, seed)}
+        await kernel.check_reads(
+            {
+                kernel.send_read(number, offset, length): (offset, length)
+                for offset, length in places(60, seed)
+            }
         )
     assert not kernel.engine._work and not kernel.short.waiting
     assert kernel.plain is None or not kernel.plain.waiting
 
 
-@by_both_ways
+@on_both_paths
 async def test_writes_of_all_clients_are_seen_by_the_next_read(kernel):
     content = bytearray(CONTENT)
     number = await kernel.open()
@@ -139,11 +144,11 @@ def test_flipped_byte_is_an_error(way, cold):
     flipped(way)
 
 
-@by_both_ways
+@on_both_paths
 async def test_invalid_reads_are_refused_as_on_the_slow_path(kernel):
     number = await kernel.open()
-    unique = kernel.say_read(number + 1000, 0, BLOCK)
-    heard, error, _ = await kernel.hear()
+    unique = kernel.send_read(number + 1000, 0, BLOCK)
+    heard, error, _ = await kernel.receive()
     assert heard == unique and error
     whole = requests.encode(
         requests.FuseRequest(
@@ -152,18 +157,18 @@ async def test_invalid_reads_are_refused_as_on_the_slow_path(kernel):
     )
     for broken in (whole[:60], whole + b"12345678", bytes([len(whole) + 8]) + whole[1:]):
         kernel.ours.send(broken)
-        heard, error, _ = await kernel.hear()
+        heard, error, _ = await kernel.receive()
         assert error == -errno.EINVAL and heard == 777
     chance = random.Random(4)
     for _ in range(300):
         at, value = chance.choice([*range(40, 58), *range(60, len(whole))]), chance.randrange(256)
         kernel.ours.send(whole[:at] + bytes([value]) + whole[at + 1 :])
-        heard, error, answer = await kernel.hear()
+        heard, error, answer = await kernel.receive()
         assert heard == 777 and (error or answer == CONTENT[:BLOCK] or at >= 48)
     assert await kernel.read(number, 3 * BLOCK, BLOCK) == CONTENT[3 * BLOCK : 4 * BLOCK]
 
 
-@in_one_step
+@on_fast_path
 async def test_small_reads_leave_the_page_cache_alone(kernel):
     number = await kernel.open()
     if not all(source.takes_direct for source in kernel.short._sources.values()):
@@ -188,22 +193,22 @@ async def test_small_reads_leave_the_page_cache_alone(kernel):
     assert kernel.short.counters["cold"] < cold + 20
 
 
-async def begun(kernel, number, offset, pid=0):
+async def pending_read(kernel, number, offset, pid=0):
     """A read that waits for the drive, without a reply yet."""
     kernel.forget_pages()
-    unique = kernel.say_read(number, offset, BLOCK, pid=pid)
+    unique = kernel.send_read(number, offset, BLOCK, pid=pid)
     kernel.engine._take()
     assert unique in kernel.engine._work and kernel.plain.waiting == 1
     return unique
 
 
-@in_one_step
+@on_fast_path
 async def test_interrupted_read_ignores_its_late_data(kernel):
     number = await kernel.open()
-    unique = await begun(kernel, number, 8 * BLOCK, pid=1 << 22)  # there is no such process
-    kernel.say(Op.INTERRUPT, (unique,))
+    unique = await pending_read(kernel, number, 8 * BLOCK, pid=1 << 22)  # there is no such process
+    kernel.send(Op.INTERRUPT, (unique,))
     kernel.engine._take()
-    heard, error, _ = await kernel.hear()
+    heard, error, _ = await kernel.receive()
     assert (
         (heard, error) == (unique, -errno.EINTR)
         and unique not in kernel.engine._work
@@ -215,35 +220,35 @@ async def test_interrupted_read_ignores_its_late_data(kernel):
             await asyncio.sleep(0.01)
 
 
-@in_one_step
+@on_fast_path
 async def test_slow_drive_is_read_through_its_store(kernel):
     number = await kernel.open()
-    unique = await begun(kernel, number, 8 * BLOCK)
+    unique = await pending_read(kernel, number, 8 * BLOCK)
     real, sent = kernel.short._now_s, kernel.vfs.chunks.counters["messages"]
     kernel.short._now_s = lambda: real() + short_circuit.SLOW_S + 0.1
     kernel.short.run_once()
     kernel.short._now_s = real
-    assert await kernel.hear() == (unique, 0, CONTENT[8 * BLOCK : 9 * BLOCK])
+    assert await kernel.receive() == (unique, 0, CONTENT[8 * BLOCK : 9 * BLOCK])
     assert kernel.vfs.chunks.counters["messages"] > sent and not kernel.short.waiting
-    await kernel.silent()
+    await kernel.expect_no_reply()
 
 
-@in_one_step
+@on_fast_path
 async def test_read_interrupted_before_the_store_is_asked(kernel):
     number = await kernel.open()
-    unique = await begun(kernel, number, 8 * BLOCK)
+    unique = await pending_read(kernel, number, 8 * BLOCK)
     real, sent = kernel.short._now_s, kernel.vfs.chunks.counters["messages"]
     kernel.short._now_s = lambda: real() + short_circuit.SLOW_S + 0.1
     kernel.short.run_once()
     kernel.short._now_s = real
     waiting = kernel.engine._work[unique][0]
     assert waiting.cancel() and not waiting.cancel()
-    assert (await kernel.hear())[:2] == (unique, -errno.EINTR)
-    await kernel.silent()
+    assert (await kernel.receive())[:2] == (unique, -errno.EINTR)
+    await kernel.expect_no_reply()
     assert kernel.vfs.chunks.counters["messages"] == sent and not kernel.engine._work
 
 
-@in_one_step
+@on_fast_path
 async def test_failing_drive_is_read_through_its_store(kernel):
     number = await kernel.open()
     kernel.forget_pages()
@@ -257,13 +262,13 @@ async def test_failing_drive_is_read_through_its_store(kernel):
     os.close(directory)
 
 
-@in_one_step
+@on_fast_path
 async def test_reply_that_the_kernel_does_not_take_is_an_error(kernel):
     number = await kernel.open()
     kernel.theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 * KIB)
     for _ in range(2):  # from memory, and from the drive
-        unique = kernel.say_read(number, 200 * BLOCK, 128 * KIB)
-        assert (await kernel.hear())[:2] == (unique, -errno.EIO)
+        unique = kernel.send_read(number, 200 * BLOCK, 128 * KIB)
+        assert (await kernel.receive())[:2] == (unique, -errno.EIO)
         kernel.forget_pages()
     assert await kernel.read(number, 6 * BLOCK, 100) == CONTENT[6 * BLOCK :][:100]
 
@@ -278,7 +283,7 @@ def test_ending_mount_waits_for_direct_reads_into_its_memory():
                 number = await kernel.open()
                 for block in range(0, 1000, 50):
                     kernel.forget_pages()
-                    kernel.say_read(number, block * BLOCK, BLOCK)
+                    kernel.send_read(number, block * BLOCK, BLOCK)
                 kernel.engine._take()
                 plain = kernel.plain
                 assert plain.waiting

@@ -7,7 +7,7 @@ import asyncio
 import random
 
 import pytest
-from mounted_reads import CONTENT, stores_say
+from mounted_reads import CONTENT, replace_transports
 from test_far_reads import Far
 from test_small_reads import Small
 
@@ -26,21 +26,21 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-class Kept:
+class HoldingTransport:
     """Takes the place of a store's transport: holds back its replies."""
 
     def __init__(self, transport):
-        self._transport, self.said = transport, bytearray()
+        self._transport, self.held_frames = transport, bytearray()
 
     def __getattr__(self, name):
         return getattr(self._transport, name)
 
     def write(self, content):
-        self.said += content
+        self.held_frames += content
 
     def writelines(self, parts):
         for part in parts:
-            self.said += part
+            self.held_frames += part
 
 
 class Two:
@@ -68,13 +68,13 @@ class Two:
         for seed, inode in enumerate(await first.make(self.contents)):
             self.small[seed % 2].append((await self.kernels[seed % 2].open(inode), self.contents[seed]))
         self.kept = {}
-        stores_say(self.host, Kept)
+        replace_transports(self.host, HoldingTransport)
         for (role, _), listener in self.host.pool._listeners.items():
             if role == "target":
                 (connection,) = (one for one in first.connections() if one.peer.address == listener.endpoint)
                 self.kept[connection] = [served._transport for served in listener.connections]
 
-    async def ask(self, seed, lengths=(BLOCK, BLOCK, 5000, 64 * KIB, 128 * KIB)):
+    async def request(self, seed, lengths=(BLOCK, BLOCK, 5000, 64 * KIB, 128 * KIB)):
         """{unique: expected reply} for each engine; the requests are for large and small files alternately."""
         self.host.vfs.reader.forget_contents()
         asked = {}, {}
@@ -83,43 +83,46 @@ class Two:
             for of, kernel in enumerate(self.kernels):
                 length = chance.choice(lengths)
                 offset = chance.randrange(len(CONTENT) - length)
-                asked[of][kernel.say_read(self.large[of], offset, length)] = CONTENT[offset : offset + length]
+                asked[of][kernel.send_read(self.large[of], offset, length)] = CONTENT[
+                    offset : offset + length
+                ]
                 number, content = self.small[of][turn]
-                asked[of][kernel.say_read(number, 0, 64 * KIB)] = content
+                asked[of][kernel.send_read(number, 0, 64 * KIB)] = content
                 if turn % 6 == 5:
-                    await by_the_loop(kernel.engine._take)
+                    await on_loop(kernel.engine._take)
         return asked
 
-    async def said(self):
+    async def held_frames(self):
         """{connection: frames of its replies}."""
         found, before = {}, -1
         async with asyncio.timeout(60):
             while (
-                (now := sum(len(kept.said) for all_of in self.kept.values() for kept in all_of)) != before
+                (now := sum(len(kept.held_frames) for all_of in self.kept.values() for kept in all_of))
+                != before
                 or not now
                 or any(len(found[connection]) < len(connection._in_flight) for connection in self.kept)
             ):
                 before = now
                 await asyncio.sleep(0.02)
                 found = {
-                    connection: [frame for kept in all_of for frame in frames(kept.said)]
+                    connection: [frame for kept in all_of for frame in frames(kept.held_frames)]
                     for connection, all_of in self.kept.items()
                 }
         for kept in (kept for all_of in self.kept.values() for kept in all_of):
-            kept.said.clear()
+            kept.held_frames.clear()
         return found
 
-    def speak(self):
+    def release(self):
         """Deliver replies again from now on."""
-        stores_say(self.host, lambda kept: kept._transport)
+        replace_transports(self.host, lambda kept: kept._transport)
 
-    async def all_right(self, asked):
+    async def check_replies(self, asked):
         for kernel, its in zip(self.kernels, asked, strict=True):
             for unique, (error, answer) in (await kernel.answers(its)).items():
                 assert not error and answer == its[unique]
 
 
-async def by_the_loop(do, *arguments):
+async def on_loop(do, *arguments):
     """Call `do` as the event loop does."""
     ended = asyncio.get_running_loop().create_future()
 
@@ -151,7 +154,7 @@ def on_two(test):
                 await test(two)
                 assert not two.errors
                 for kernel in (first, second):
-                    kernel.nothing_is_left()
+                    kernel.assert_nothing_left()
 
         run_whole(work(), 120)
 
@@ -164,7 +167,7 @@ async def test_replies_of_two_engines_and_others_share_a_buffer(two):
     chance = random.Random(3)
     for turn, sizes in enumerate(((1 << 20,), (1, 31, 32, 33, 60, 4000, 4161, 20_000), (140_000, 5000, 100))):
         begun = [kernel.began for kernel in two.kernels]
-        asked = await two.ask(turn)
+        asked = await two.request(turn)
         errors = []
         for connection in two.kept:
             for _ in range(3):
@@ -176,26 +179,26 @@ async def test_replies_of_two_engines_and_others_share_a_buffer(two):
                 )
         counts = TALLY.calls.by_method[DATA_READ].counts
         ended = sum(counts)
-        said = await two.said()
+        said = await two.held_frames()
         assert all(kernel.began > before for kernel, before in zip(two.kernels, begun, strict=True))
         count = 0
         for connection, its in said.items():
             count += len(its)
             chance.shuffle(its)
-            await by_the_loop(
+            await on_loop(
                 receive, connection, b"".join(its), iter(lambda sizes=sizes: chance.choice(sizes), None)
             )
             assert not connection._in_flight and not connection._reader._end and not connection._reading
-        await two.all_right(asked)
+        await two.check_replies(asked)
         assert errors == [InvalidRequest] * 3 * len(two.kept)
         assert sum(counts) - ended == count
 
 
 @on_two
 async def test_most_replies_are_taken_without_parsing_each(two):
-    asked = await two.ask(4, (BLOCK, 5000, 30 * KIB))
+    asked = await two.request(4, (BLOCK, 5000, 30 * KIB))
     count, read = 0, []
-    for connection, its in (await two.said()).items():
+    for connection, its in (await two.held_frames()).items():
         deliver = connection._reader._deliver
 
         def delivered(*frame, deliver=deliver):
@@ -205,53 +208,53 @@ async def test_most_replies_are_taken_without_parsing_each(two):
         connection._reader._deliver = delivered
         count += len(its)
         for frame in its:
-            await by_the_loop(receive, connection, frame)
+            await on_loop(receive, connection, frame)
         connection._reader._deliver = deliver
-    await two.all_right(asked)
+    await two.check_replies(asked)
     assert count > 20 and len(read) < count / 4  # reads over the end of a chunk, or longer than the buffer
 
 
 @on_two
 async def test_changed_message_closes_the_connection(two):
-    asked = await two.ask(5)
-    said = await two.said()
-    two.speak()
+    asked = await two.request(5)
+    said = await two.held_frames()
+    two.release()
     for connection, its in said.items():
         count = len(its)
         last = bytearray(its.pop())
         last[HEADER_BYTES + 3] ^= 4
-        await by_the_loop(receive, connection, b"".join([*its, last]))
+        await on_loop(receive, connection, b"".join([*its, last]))
         assert connection.closed and count > 4
-    await two.all_right(asked)
+    await two.check_replies(asked)
 
 
 @on_two
 async def test_changed_bytes_are_requested_again(two):
-    asked = await two.ask(6)
-    said = await two.said()
-    two.speak()
+    asked = await two.request(6)
+    said = await two.held_frames()
+    two.release()
     for connection, its in said.items():
         for place in range(0, len(its), 3):
             changed = bytearray(its[place])
             changed[-5] ^= 1
             its[place] = bytes(changed)
-        await by_the_loop(receive, connection, b"".join(its))
+        await on_loop(receive, connection, b"".join(its))
         assert not connection.closed
-    await two.all_right(asked)
+    await two.check_replies(asked)
 
 
 @on_two
 async def test_late_replies_of_an_ended_engine_are_dropped(two):
     first, second = two.kernels
-    asked = await two.ask(7)
-    said = await two.said()
+    asked = await two.request(7)
+    said = await two.held_frames()
     assert not first.engine._may_read_on(OSError(19, "it was unmounted"))
     await asyncio.wait_for(asyncio.gather(first.serving, return_exceptions=True), 60)
     assert not first.engine._work and first.engine._small is None and first.engine._far is None
     for unique, (error, _) in (await first.answers(asked[0])).items():
         assert error == -4 and unique in asked[0]
     for connection, its in said.items():
-        await by_the_loop(receive, connection, b"".join(its))
+        await on_loop(receive, connection, b"".join(its))
     for unique, (error, answer) in (await second.answers(asked[1])).items():
         assert not error and answer == asked[1][unique]
     await asyncio.sleep(0.05)
@@ -262,22 +265,22 @@ async def test_late_replies_of_an_ended_engine_are_dropped(two):
 @on_two
 async def test_engine_that_ends_halfway_keeps_its_replies(two):
     first, _ = two.kernels
-    asked = await two.ask(8)
-    said = await two.said()
+    asked = await two.request(8)
+    said = await two.held_frames()
     for connection, its in said.items():
         half = len(its) // 2
-        await by_the_loop(receive, connection, b"".join(its[:half]))
+        await on_loop(receive, connection, b"".join(its[:half]))
         await first.engine._end_plain_reads()
-        await by_the_loop(receive, connection, b"".join(its[half:]))
-    await two.all_right(asked)
+        await on_loop(receive, connection, b"".join(its[half:]))
+    await two.check_replies(asked)
 
 
 @on_two
 async def test_connection_that_ends_halfway_answers_each_read_once(two):
     first, _ = two.kernels
-    asked = await two.ask(9, (BLOCK,))
-    said = await two.said()
-    two.speak()
+    asked = await two.request(9, (BLOCK,))
+    said = await two.held_frames()
+    two.release()
     some_ended, ended = first.engine._some_ended, []
     for connection, its in said.items():
 
@@ -292,7 +295,7 @@ async def test_connection_that_ends_halfway_answers_each_read_once(two):
         count = min(len(frames), len(room))
         room[:count] = frames[:count]
         del room
-        await by_the_loop(connection.buffer_updated, count)
+        await on_loop(connection.buffer_updated, count)
     first.engine._some_ended = some_ended
     assert ended
-    await two.all_right(asked)
+    await two.check_replies(asked)
