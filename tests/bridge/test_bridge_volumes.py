@@ -73,10 +73,10 @@ def pool():
 
 @pytest.fixture
 def bridge(pool, tmp_path):
-    return opened(pool, tmp_path)
+    return new_bridge(pool, tmp_path)
 
 
-def opened(pool, place, clock=None):
+def new_bridge(pool, place, clock=None):
     """A new bridge; the next one over the same folder finds the state of this one."""
     made = BridgeVolumes(pool, place / "pool", place / "state", node="here", clock=clock or ManualClock())
     made._binds = WrittenBinds(made._binds)
@@ -260,7 +260,7 @@ def test_sealed_volume_is_bound_read_only(bridge):
 
 def test_stored_subpath_is_bound(bridge, pool, tmp_path):
     do(bridge.create("v", {"subpath": "train/2024"}))
-    place = do(opened(pool, tmp_path / "other").stage("v", "docker/1"))
+    place = do(new_bridge(pool, tmp_path / "other").stage("v", "docker/1"))
     assert "rw-" in place.name
     assert bridge._binds.place("v", False, "train/2024").name == place.name
 
@@ -318,7 +318,7 @@ def test_references_survive_a_restart_of_the_bridge(bridge, pool, tmp_path):
     do(bridge.create("v"))
     do(bridge.stage("v", "docker/1"))
     do(pool.detach("v", "here/docker/1"))  # what the pool has lost
-    after = opened(pool, tmp_path)
+    after = new_bridge(pool, tmp_path)
     assert do(after.holders("v")) == ["docker/1"] and pool.there["v"].attachments == ("here/docker/1",)
     do(after.unstage("v", "docker/1"))
     assert pool.there["v"].attachments == ()
@@ -328,7 +328,7 @@ def test_references_end_with_a_reboot(bridge, pool, tmp_path, monkeypatch):
     do(bridge.create("v"))
     do(bridge.stage("v", "docker/1"))
     monkeypatch.setattr(bridge_volumes, "boot_id", lambda: "another")
-    after = opened(pool, tmp_path)
+    after = new_bridge(pool, tmp_path)
     assert do(after.holders("v")) == [] and pool.there["v"].attachments == ()
 
 
@@ -370,7 +370,7 @@ def test_failed_detach_is_retried_by_the_next_bridge_too(bridge, pool, tmp_path)
     assert do(bridge.holders("v")) == [] and not bridge._binds.bound
     assert do(bridge.settle()) == 1
     pool.faults.clear()
-    opened(pool, tmp_path)
+    new_bridge(pool, tmp_path)
     assert pool.there["v"].attachments == ()
 
 
@@ -401,7 +401,7 @@ def test_death_between_steps_leaves_no_removable_volume_in_use(bridge, pool, tmp
 @pytest.mark.parametrize("in_use", [set(), {"v"}])
 def test_restarted_engine_ends_unused_attachments(pool, tmp_path, monkeypatch, in_use):
     clock = ManualClock()
-    bridge = opened(pool, tmp_path, clock)
+    bridge = new_bridge(pool, tmp_path, clock)
     do(bridge.create("v"))
     do(bridge.stage("v", "docker/old"))
     do(bridge.stage("v", "csi/node"))
@@ -442,7 +442,7 @@ def test_unreadable_state_is_refused_with_the_remedy(pool, tmp_path, content, er
     (tmp_path / "state").mkdir()
     (tmp_path / "state/references.json").write_bytes(content)
     with pytest.raises(error, match=r"remove it|use the nvpool"):
-        opened(pool, tmp_path)
+        new_bridge(pool, tmp_path)
 
 
 def test_requests_for_one_volume_are_serialized(bridge, pool):

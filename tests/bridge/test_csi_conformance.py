@@ -612,16 +612,16 @@ async def over_a_pool(place: Path) -> AsyncIterator[BridgeVolumes]:
         sdk = await AsyncFileSystem.connect(str(real.path), name="csi test")
         mount = PoolMount(str(real.path), sdk.client.pool_map.name, kept.mountpoint)
 
-        async def begun() -> BridgeVolumes:
+        async def restarted() -> BridgeVolumes:
             volumes = BridgeVolumes(
                 sdk, mount.place, kept.place / "state", node="node-1", mounted=mount.ensure
             )
             await volumes.begin()
-            volumes.restart_bridge = begun  # type: ignore[attr-defined]
+            volumes.restart_bridge = restarted  # type: ignore[attr-defined]
             return volumes
 
         try:
-            yield await begun()
+            yield await restarted()
         finally:
             for bound in mounts_below(place):
                 if bound.root != Path("/"):
@@ -641,7 +641,7 @@ worlds = pytest.mark.parametrize(
 )
 
 
-async def furnish(call: Caller, volumes: Any, place: Path) -> None:
+async def create_volumes(call: Caller, volumes: Any, place: Path) -> None:
     """Create the volumes that the rows use."""
     for name in ("there", "used", "once"):
         done = await call("CreateVolume", name=name, volume_capabilities=[use()], capacity_range=size(SIZE))
@@ -677,7 +677,7 @@ async def furnish(call: Caller, volumes: Any, place: Path) -> None:
     ).code == "OK"
 
 
-async def walk(world: str) -> list[tuple[Row, str, str]]:
+async def run_rows(world: str) -> list[tuple[Row, str, str]]:
     """Each row twice, from the same initial state: (row, actual result, what is wrong or "")."""
     found = []
     with tempfile.TemporaryDirectory(prefix="csi-") as directory:
@@ -685,7 +685,7 @@ async def walk(world: str) -> list[tuple[Row, str, str]]:
         async with AsyncExitStack() as stack:
             volumes = await stack.enter_async_context(WORLDS[world](place))
             call = await stack.enter_async_context(plugin(volumes, place))
-            await furnish(call, volumes, place)
+            await create_volumes(call, volumes, place)
             for each in ROWS:
                 first = await call(each.call, **each.fields(place))
                 again = await call(each.call, **each.fields(place))
@@ -716,7 +716,7 @@ def report(world: str, found: list[tuple[Row, str, str]]) -> str:
 
 @worlds
 def test_error_tables_are_met_by_repeated_calls_too(world):
-    found = asyncio.run(walk(world))
+    found = asyncio.run(run_rows(world))
     print("\n" + report(world, found))
     assert not [f"{each.call}: {each.condition}: {wrong}" for each, _, wrong in found if wrong]
 
@@ -737,7 +737,7 @@ async def twice(call: Caller, what: str, /, **fields: Any) -> Any:
     return first.reply
 
 
-async def live(world: str, place: Path) -> None:
+async def run_life_cycle(world: str, place: Path) -> None:
     staged, pods = str(place / "stage"), [place / "pod-1", place / "pod-2"]
     published = [
         {
@@ -795,7 +795,7 @@ async def live(world: str, place: Path) -> None:
         volumes = await _restarted(volumes)
         async with plugin(volumes, place) as call:
             if real:
-                await asyncio.to_thread(_goes_on, inside[0], pods)
+                await asyncio.to_thread(_still_works, inside[0], pods)
             for arguments in published:
                 await twice(call, "NodePublishVolume", **arguments)
             stats = (await call("NodeGetVolumeStats", volume_id="life", volume_path=str(pods[0]))).reply
@@ -821,7 +821,7 @@ async def live(world: str, place: Path) -> None:
             await twice(call, "NodeUnstageVolume", volume_id="life", staging_target_path=staged)
 
 
-def _goes_on(file: Any, pods: list[Path]) -> None:
+def _still_works(file: Any, pods: list[Path]) -> None:
     """A container that was started before the restart of the plugin reads and writes as before."""
     file.write(b"before and after")
     file.close()
@@ -836,4 +836,4 @@ async def _restarted(volumes: Any) -> Any:
 @pytest.mark.smoke
 @worlds
 def test_volume_life_cycle_with_repeated_calls(world, tmp_path):
-    asyncio.run(live(world, tmp_path))
+    asyncio.run(run_life_cycle(world, tmp_path))

@@ -33,7 +33,7 @@ from nvpool.metrics.exposition import Page
 pytestmark = pytest.mark.t1
 
 
-class Asked:
+class DockerEndpoint:
     """A plugin endpoint at a socket, called as Docker calls it."""
 
     def __init__(self, place):
@@ -77,7 +77,7 @@ class Asked:
 
 def scene(tmp_path, play):
     async def whole():
-        async with Asked(tmp_path) as asked:
+        async with DockerEndpoint(tmp_path) as asked:
             await play(asked)
 
     asyncio.run(whole())

@@ -103,7 +103,7 @@ def write(pool, path, seed):
         file.fsync()
 
 
-def attempt(pool, path, seed):
+def write_errno(pool, path, seed):
     """The errno of writing and syncing a file, 0 if all succeeded. It ends within its deadline in any case."""
     begun = time.monotonic()
     try:
@@ -116,13 +116,13 @@ def attempt(pool, path, seed):
         assert took < PATIENT_S * 3, f"{took:.1f} s with a deadline of {DEADLINE_S} s"
 
 
-def start_again(pool, faults):
+def restart(pool, faults):
     """Start a pool of which no process is left, as systemd or the operator does."""
     if not pool.processes():
         pool.launch(faults.environment(record=False))
 
 
-def suffer(pool, faults, case, name, turns=8):
+def write_under_fault(pool, faults, case, name, turns=8):
     """Write under the fault until writers saw errors or the turns are over; then remove the fault and check everything."""
     client, hasty = (
         pool.connect(PATIENT_S),
@@ -139,13 +139,13 @@ def suffer(pool, faults, case, name, turns=8):
         if number >= turns and (not case.sees_errors or time.monotonic() - begun > PATIENT_S):
             break
         path = f"{top}/during{number}"
-        if problem := attempt(hasty, path, 100 + number):
+        if problem := write_errno(hasty, path, 100 + number):
             uncertain[path] = (None, 100 + number)
             errors.append(problem)
         else:
             held[path] = 100 + number
         path = f"{top}/before{number % 6}"
-        if problem := attempt(hasty, path, 200 + number):
+        if problem := write_errno(hasty, path, 200 + number):
             uncertain[path] = (held.pop(path, None) if path in held else uncertain[path][0], 200 + number)
             errors.append(problem)
         else:
@@ -157,13 +157,13 @@ def suffer(pool, faults, case, name, turns=8):
     assert set(errors) <= WRITE_ERRNOS, [errno.errorcode.get(e, e) for e in errors]
     assert case.sees_errors is None or bool(errors) == case.sees_errors, f"writers saw {errors}"
     faults.disarm()
-    pool.until(lambda: pool.serving() or start_again(pool, faults), "all processes serve")
+    pool.until(lambda: pool.serving() or restart(pool, faults), "all processes serve")
     for path, seed in held.items():
         assert client.read_bytes(path) == content_of(seed), path
     for path in uncertain:
         if client.exists(path):
             client.read_bytes(path)  # the part that exists can be read
-    pool.until(lambda: attempt(client, f"{top}/after", 300) == 0, "the drive is found to have room again")
+    pool.until(lambda: write_errno(client, f"{top}/after", 300) == 0, "the drive is found to have room again")
     for path in [*held, *uncertain]:
         if client.exists(path):
             client.remove(path)
@@ -176,13 +176,13 @@ def suffer(pool, faults, case, name, turns=8):
 
 @pytest.mark.parametrize("name", QUICK)
 def test_failing_drive_is_reported_and_survived(bad, name):
-    suffer(*bad, QUICK[name], name)
+    write_under_fault(*bad, QUICK[name], name)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", LONG)
 def test_other_failing_files_are_reported_and_survived(bad, name):
-    suffer(*bad, LONG[name], name)
+    write_under_fault(*bad, LONG[name], name)
 
 
 @pytest.mark.soak
@@ -198,7 +198,9 @@ def test_single_failure_in_the_middle_is_survived(bad, name, skip):
 
     faults.arm = once
     try:
-        suffer(pool, faults, case._replace(sees_errors=None, on=case.on | READ), f"{name} {skip}", turns=12)
+        write_under_fault(
+            pool, faults, case._replace(sees_errors=None, on=case.on | READ), f"{name} {skip}", turns=12
+        )
     finally:
         faults.arm = armed
 

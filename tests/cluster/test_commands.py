@@ -72,7 +72,7 @@ def tree(tmp_path_factory):
     return root
 
 
-def same(one: Path, other: Path) -> None:
+def assert_same_tree(one: Path, other: Path) -> None:
     """Compare with rsync, which knows which differences between trees matter; it prints the differences."""
     done = subprocess.run(
         ["rsync", "-naHXc", "--delete", "--out-format=%i %n", f"{one}/", f"{other}/"],
@@ -96,7 +96,7 @@ def test_import_and_export_round_trip(pool, tree, tmp_path):
     second = as_json("import", tree, f"{pool}:/in/tree")
     assert second["skipped_files"] == 43 and second["bytes"] == first["bytes"]
     assert as_json("export", f"{pool}:/in/tree", tmp_path / "out")["failed"] == 0
-    same(tree, tmp_path / "out")
+    assert_same_tree(tree, tmp_path / "out")
     assert (tmp_path / "out" / "holes").stat().st_blocks * 512 < MIB
     nvpool("fsck", pool)
 
@@ -353,7 +353,7 @@ def wait_until_all_serve(pool, without):
     raise AssertionError(f"the pool does not come back: {done.stdout}{done.stderr}")
 
 
-def wait_until_there(place, moving):
+def wait_until_visible(place, moving):
     """Poll without starting a program: while a program starts, the import may complete."""
     deadline = time.monotonic() + 120
     directory, _, path = place.partition(":")
@@ -377,7 +377,7 @@ def test_import_survives_the_death_of_every_daemon(pool, tmp_path):
         text=True,
     )
     try:
-        wait_until_there(f"{pool}:/killed", moving)
+        wait_until_visible(f"{pool}:/killed", moving)
         moving.send_signal(signal.SIGSTOP)  # so that the import does not complete before the first kill
         assert moving.poll() is None
         for roles in (
@@ -394,7 +394,7 @@ def test_import_survives_the_death_of_every_daemon(pool, tmp_path):
         moving.kill()
     assert moving.returncode == 0 and json.loads(out)["failed"] == 0
     nvpool("export", f"{pool}:/killed", tmp_path / "out")
-    same(tmp_path / "src", tmp_path / "out")
+    assert_same_tree(tmp_path / "src", tmp_path / "out")
     nvpool("fsck", pool)
 
 
@@ -405,7 +405,7 @@ def test_interrupted_import_is_resumed(pool, tmp_path):
     command = import_command(tmp_path / "src", f"{pool}:/interrupted", "--parallel", "1")
     moving = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        wait_until_there(f"{pool}:/interrupted", moving)
+        wait_until_visible(f"{pool}:/interrupted", moving)
         moving.send_signal(signal.SIGINT)
         _, errors = moving.communicate(timeout=240)
     finally:
@@ -413,7 +413,7 @@ def test_interrupted_import_is_resumed(pool, tmp_path):
     assert moving.returncode == 130 and "interrupted" in errors
     assert as_json("import", tmp_path / "src", f"{pool}:/interrupted")["failed"] == 0
     nvpool("export", f"{pool}:/interrupted", tmp_path / "out")
-    same(tmp_path / "src", tmp_path / "out")
+    assert_same_tree(tmp_path / "src", tmp_path / "out")
 
 
 def test_bench_compares_the_pool_with_the_local_drive(pool):

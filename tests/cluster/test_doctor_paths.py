@@ -42,7 +42,7 @@ def cable(tmp_path_factory):
             serving.stdout.close()
 
 
-def found(cable, port=PORT):
+def check_path(cable, port=PORT):
     _, one = cable
     printed = one.run(
         sys.executable, "-P", "-c", LOOK, f"stream://10.77.0.2:{port}", "stream://10.77.0.2:9"
@@ -62,17 +62,17 @@ def sizes(cable, ours, theirs, switch):
 def test_large_packets_arrive(cable):
     for size in (1500, 9000):
         sizes(cable, size, size, size)
-        assert found(cable) == (OK, f"packets of {size} bytes arrive")
+        assert check_path(cable) == (OK, f"packets of {size} bytes arrive")
 
 
 def test_silently_dropped_large_packets_are_bad(cable):
     sizes(cable, 9000, 9000, 1500)
-    assert found(cable) == (BAD, "packets of 9000 bytes do not arrive, and small ones do")
+    assert check_path(cable) == (BAD, "packets of 9000 bytes do not arrive, and small ones do")
 
 
 def test_different_mtus_are_a_warning(cable):
     sizes(cable, 9000, 1500, 9000)
-    assert found(cable) == (
+    assert check_path(cable) == (
         WARN,
         "this machine would send packets of 9000 bytes, and TCP agrees on 1500 at most",
     )
@@ -80,5 +80,5 @@ def test_different_mtus_are_a_warning(cable):
 
 def test_host_without_a_datagram_reply_is_not_judged(cable):
     sizes(cable, 9000, 9000, 1500)
-    state, seen = found(cable, PORT + 1)
+    state, seen = check_path(cable, PORT + 1)
     assert state == OK and "not known" in seen

@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 
-def joined(pool: Pool, node: NodeMachine, by: NodeMachine) -> None:
+def join_by_token(pool: Pool, node: NodeMachine, by: NodeMachine) -> None:
     """Join `node` with a token of `by`."""
     pool.join(node, by.json("node", "token", str(by.path)))
 
@@ -75,7 +75,9 @@ def test_removed_node_leaves_etcd_and_is_refused():
             first.nvpool("node", "remove", str(first.path), "3")
             assert 3 not in first.map().node_by_id and 3 not in {one.node for one in first.map().etcd}
             until(lambda: all(one.revoked for one in first.map().etcd), "it is revoked", first)
-            assert asking[1].communicate(timeout=100)[0].endswith("out\n"), "the removed node is no longer connected"
+            assert asking[1].communicate(timeout=100)[0].endswith("out\n"), (
+                "the removed node is no longer connected"
+            )
             again = stays_connected(third, at_first, 5.0).communicate(timeout=100)[0]
             assert again == "out\n", "the removed node is not admitted again"
             assert asking[0].poll() is None, "the other nodes stay connected"
@@ -107,7 +109,7 @@ def test_third_node_makes_three_members(plain):
                 "the second of two nodes has the keys to keep the map when the first is lost",
                 second,
             )
-            joined(pool, third, by=first)
+            join_by_token(pool, third, by=first)
             until(
                 lambda: members(third) == {1, 2, 3} and has_keys(second) and has_keys(third),
                 "three members",
@@ -120,7 +122,7 @@ def test_third_node_makes_three_members(plain):
                 "a change",
                 second,
             )
-            joined(pool, fourth, by=third)
+            join_by_token(pool, fourth, by=third)
             until(lambda: 4 in second.map().node_by_id, "the fourth node", second)
             assert not has_keys(fourth)
         finally:

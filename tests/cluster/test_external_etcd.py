@@ -31,7 +31,7 @@ def nvpool(*words) -> subprocess.CompletedProcess:
     )
 
 
-class OwnEtcd(RealPool):
+class ExternalEtcdPool(RealPool):
     """A pool in `etcd`."""
 
     def __init__(self, directory, etcd):
@@ -46,7 +46,7 @@ class OwnEtcd(RealPool):
 def test_pool_of_one_node_in_an_external_etcd(tmp_path, secured):
     with (
         real_etcd.RealEtcd(1 if secured else 3, secured=secured) as etcd,
-        OwnEtcd(tmp_path / "pool", etcd) as pool,
+        ExternalEtcdPool(tmp_path / "pool", etcd) as pool,
     ):
         pool.make()
         location = read_map_location(pool.directory)
@@ -76,7 +76,7 @@ def test_pool_of_one_node_in_an_external_etcd(tmp_path, secured):
 
 
 def test_interrupted_creation_continues_with_the_same_pool(tmp_path):
-    with real_etcd.RealEtcd() as etcd, OwnEtcd(tmp_path / "pool", etcd) as pool:
+    with real_etcd.RealEtcd() as etcd, ExternalEtcdPool(tmp_path / "pool", etcd) as pool:
         pool.make()
         first = pool.pool_map
         (pool.path / "FORMAT").write_text("nvpool pool being made\n")
@@ -163,14 +163,14 @@ def keys(etcd) -> int:
 
 def test_destroyed_pool_leaves_no_key_or_names_the_rest(tmp_path):
     with real_etcd.RealEtcd() as etcd:
-        with OwnEtcd(tmp_path / "pool", etcd) as pool:
+        with ExternalEtcdPool(tmp_path / "pool", etcd) as pool:
             pool.make()
             pool.start()
             assert keys(etcd) > 1
             done = nvpool("pool", "destroy", pool.path, "--yes")
             assert done.returncode == 0 and "removed what was below nvpool/" in done.stdout, done
             assert not keys(etcd) and not pool.path.exists()
-        with OwnEtcd(tmp_path / "other", etcd) as pool:
+        with ExternalEtcdPool(tmp_path / "other", etcd) as pool:
             pool.make()
             pool_id = pool.pool_map.pool_id
             etcd.kill(0)

@@ -202,7 +202,7 @@ def file_system(tmp_path, size):
             subprocess.run(["umount", place], check=False)
 
 
-def eat_all_room(place):
+def fill_completely(place):
     """Files that leave no free block, also after writeback: until then the file system reserves blocks for its tables."""
     deadline = time.monotonic() + 60
     free = 1
@@ -233,7 +233,7 @@ def test_full_file_system_below_the_pool_is_survived(tmp_path):
             with client.open(f"/d/{number}", "wb", buffering=0) as file:
                 file.write(content(number, PIECE))
                 file.fsync()
-        eat_all_room(place)
+        fill_completely(place)
         filled, refused = fill(client, "/e", MIB)
         client.truncate("/d/3", 500_001)
         held.pop("/d/3")

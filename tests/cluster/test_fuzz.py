@@ -216,7 +216,7 @@ class Fuzzer:
                 raw = bytes(
                     b ^ (1 << self.chance.randrange(8)) if self.chance.random() < 0.05 else b for b in raw
                 )
-                if self.is_in_the_name_of_another(raw):
+                if self.has_another_session(raw):
                     return
         else:
             raw = self.chance.randbytes(self.chance.randrange(60)) if method != wire_pb2.META_FSCK else b""
@@ -237,7 +237,7 @@ class Fuzzer:
         except NvpoolError:
             pass
 
-    def is_in_the_name_of_another(self, raw):
+    def has_another_session(self, raw):
         """Sessions have consecutive numbers: one flipped bit may turn ours into the load's, which suffers as any client
         would.
         """

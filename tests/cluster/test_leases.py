@@ -38,16 +38,16 @@ class Holder:
             text=True,
         )
 
-    def ask(self, paths: list[str]) -> None:
+    def request(self, paths: list[str]) -> None:
         self.process.stdin.write(json.dumps(paths) + "\n")
         self.process.stdin.flush()
 
-    def answer(self) -> list[str]:
+    def reply(self) -> list[str]:
         return json.loads(self.process.stdout.readline())
 
     def read(self, paths: list[str]) -> list[str]:
-        self.ask(paths)
-        return self.answer()
+        self.request(paths)
+        return self.reply()
 
     def end(self) -> None:
         end_process(self.process.pid)
@@ -88,13 +88,13 @@ def test_stopped_lease_holder_delays_a_writer_once(real):
     time.sleep(5.5)  # leases are granted again
     assert holder.read(NAMES) == read("second") == holder.read(NAMES)
     os.kill(holder.process.pid, signal.SIGSTOP)
-    holder.ask(
+    holder.request(
         NAMES
     )  # in the pipe before the process continues: it reads this before any message of the shard
     assert write(writer, "third") < EACH_S
     assert write(writer, "fourth") < EACH_S
     os.kill(holder.process.pid, signal.SIGCONT)
-    assert holder.answer() == read("fourth")
+    assert holder.reply() == read("fourth")
     assert not pool.fsck()
 
 
@@ -117,11 +117,11 @@ def test_killed_shard_honours_the_leases_it_granted(real, stopped):
         assert before == holder.read(NAMES)
         if stopped:
             os.kill(holder.process.pid, signal.SIGSTOP)
-            holder.ask(NAMES)
+            holder.request(NAMES)
         os.kill(pool.pid("meta-1"), signal.SIGKILL)
         write(writer, text)
         if stopped:
             os.kill(holder.process.pid, signal.SIGCONT)
-            assert holder.answer() == read(text)
+            assert holder.reply() == read(text)
         assert holder.read(NAMES) == read(text)
     assert not pool.fsck()

@@ -14,7 +14,7 @@ from nvpool.store.disk import write_verifier
 from nvpool.testing.env.pool import RealPool, end_process
 
 
-def boot_in_between(pool: RealPool) -> None:
+def reboot(pool: RealPool) -> None:
     """As if the machine of the targets, whose processes are dead, had rebooted."""
 
     async def forget() -> None:
@@ -49,7 +49,7 @@ def test_client_is_notified_of_writes_that_stores_lost(tmp_path, replicas):
             lost.write(b"l" * 3_000_000)
             lost.flush()
             pool.end_daemons()
-            boot_in_between(pool)
+            reboot(pool)
             pool.start()
             with pytest.raises(OSError) as raised:
                 lost.fsync()

@@ -49,10 +49,10 @@ def test_killed_target_leaves_its_chains_and_returns(pool):
     for old, new in zip(before.table_by_id[2].chains, after.table_by_id[2].chains, strict=True):
         assert new.epoch > old.epoch if 1 in old.targets else new == old
     assert after.epoch <= before.epoch + 6, "a few maps, not one a chain"
-    full(pool)
+    wait_until_full(pool)
 
 
-def full(pool, wait_s=60):
+def wait_until_full(pool, wait_s=60):
     """Wait until every chain has all its replicas."""
     pool.until(
         lambda: all(
@@ -84,7 +84,7 @@ def test_stopped_target_keeps_its_chains_for_its_lease(pool):
         ),
         "it joins them again",
     )
-    full(pool)
+    wait_until_full(pool)
     assert pool.pid("target-2") == pid, "the same process"
 
 
@@ -111,7 +111,7 @@ def test_pool_that_died_restarts_from_the_chain_tails(pool):
         chain.targets[0] == old.targets[-1] and chain.epoch > old.epoch
         for old, chain in zip(before, pool.pool_map.table_by_id[2].chains, strict=True)
     )
-    full(pool)
+    wait_until_full(pool)
 
 
 def test_pool_that_was_stopped_keeps_its_chains(pool):
@@ -147,7 +147,7 @@ def fill(pool, count=40, step=7919):
     return written
 
 
-def all_is_there(pool, written):
+def check_files(pool, written):
     client = pool.connect()
     assert [name for name, content in written.items() if client.read_bytes(name) != content] == []
     client.close()
@@ -194,7 +194,7 @@ def test_drains_complete_under_truncations(pool):
     assert not [process for process in pool.status()["processes"] if process.get("restarts")], (
         "no store has fenced itself"
     )
-    full(pool)
+    wait_until_full(pool)
     assert pool.fsck() == []
 
 
@@ -214,17 +214,17 @@ def test_added_drive_fills_and_drained_drive_empties(tmp_path, replicas):
             nvpool(pool, "drive", "add", tmp_path / "new", "--size", "192M", "--wait", "--json").stdout
         )
         assert [one["chains_to_come"] + one["chains_to_go"] for one in added["drives"]] == [0, 0, 0]
-        full(pool)
+        wait_until_full(pool)
         shares = [one["share"] for one in added["drives"]]
         assert max(shares) - min(shares) < 0.01
-        all_is_there(pool, written)
+        check_files(pool, written)
         used = [one["used_bytes"] for one in pool.status()["drives"]]
         assert used[2] > 0.15 * sum(used)
         assert "first: nvpool drive drain" in nvpool(pool, "drive", "remove", 1, code=1).stderr
         nvpool(pool, "drive", "drain", 1, "--wait")
         one = next(one for one in pool.status()["drives"] if one["drive"] == 1)
         assert (one["chains"], one["wish"], one["used_bytes"]) == (0, "drained", 0)
-        all_is_there(pool, written)
+        check_files(pool, written)
         assert "is empty" in nvpool(pool, "drive", "drain", 1).stdout, "again, the same"
         gone = pool.pid("target-1")
         place = next(drive.path for drive in pool.pool_map.drives if drive.id == 1)
@@ -235,10 +235,10 @@ def test_added_drive_fills_and_drained_drive_empties(tmp_path, replicas):
         kept.fsync()
         kept.close()
         client.close()
-        all_is_there(pool, written)
+        check_files(pool, written)
         pool.end_daemons()
         pool.start()
-        all_is_there(pool, written)
+        check_files(pool, written)
 
 
 def test_lost_drive_is_rebuilt_from_the_others(pool):
@@ -249,7 +249,7 @@ def test_lost_drive_is_rebuilt_from_the_others(pool):
     done = json.loads(nvpool(pool, "drive", "remove", 2, "--lost", "--wait", "--json").stdout)
     assert done["state"] in ("lost", "removed") and done["chains"]["fewer"] == 0
     assert {t for chain in pool.pool_map.table_by_id[2].chains for t in chain.targets} == {1, 3}
-    all_is_there(pool, written)
+    check_files(pool, written)
     assert "target-2" not in {process.get("name") for process in pool.status()["processes"]}
     assert (
         "only copy" in nvpool(pool, "drive", "remove", 1, "--lost", code=1).stderr
@@ -273,7 +273,7 @@ def test_drive_is_replaced_by_a_larger_one(pool, tmp_path):
         nvpool(pool, "drive", "replace", 1, tmp_path / "new", "--size", "96M", "--wait", "--json").stdout
     )
     assert (done["replaces"], done["was_there"]) == (1, False)
-    full(pool)
+    wait_until_full(pool)
     assert {t for table in pool.pool_map.tables for chain in table.chains for t in chain.targets} == {2, 3, 4}
     pool.until(lambda: pool.pool_map.target_by_id[1].state == "gone", "the old drive has left the pool")
     again = json.loads(
@@ -283,7 +283,7 @@ def test_drive_is_replaced_by_a_larger_one(pool, tmp_path):
         "a repeated command finds the new drive"
     )
     assert "was removed" in nvpool(pool, "drive", "replace", 1, tmp_path, code=1).stderr
-    all_is_there(pool, written)
+    check_files(pool, written)
 
 
 def test_impossible_requests_change_nothing(pool):
@@ -301,4 +301,4 @@ def test_impossible_requests_change_nothing(pool):
     after = pool.pool_map
     assert not after.moving.paused and after.moving.limit_bytes_s == 8 * MIB
     assert [t.wish for t in after.targets] == ["share"] * 3 and len(after.drives) == len(before.drives)
-    full(pool)
+    wait_until_full(pool)

@@ -145,7 +145,7 @@ def test_death_at_each_step_leaves_one_map(made, monkeypatch, step, written):
     epoch, name = asyncio.run(die())
     _end_etcd(made)
 
-    async def go_on():
+    async def continue_after_death():
         keeper = await _opened(made)
         assert keeper.relay.pool_map.epoch >= epoch and keeper.relay.pool_map.name == name
         await keeper.move()
@@ -155,7 +155,7 @@ def test_death_at_each_step_leaves_one_map(made, monkeypatch, step, written):
         await keeper.close(10.0, asyncio.Event(), stop=True)
         return new
 
-    new = asyncio.run(go_on())
+    new = asyncio.run(continue_after_death())
     assert new.etcd and read_map_location(made.directory).kind == "etcd"
 
 
@@ -179,7 +179,7 @@ def test_map_copy_is_served_without_etcd(made):
     asyncio.run(main())
 
 
-async def _came_back_with(made, change) -> tuple[MapKeeper, int]:
+async def _returned_with(made, change) -> tuple[MapKeeper, int]:
     """A node that kept the map in etcd, and now knows a later map than its etcd; the epoch of that map."""
     keeper = await _opened(made)
     await keeper.move()
@@ -194,7 +194,7 @@ def test_removed_member_is_not_started(made):
     """The others continue without it; if restarted, it would begin a second history of the pool."""
 
     async def main():
-        keeper, epoch = await _came_back_with(
+        keeper, epoch = await _returned_with(
             made,
             lambda pool_map: changed(
                 pool_map, etcd=(EtcdMember(2, "127.0.0.1:9", "127.0.0.1:10"),), name="elsewhere"
@@ -211,7 +211,7 @@ def test_removed_member_is_not_started(made):
 
 def test_etcd_with_an_older_map_is_not_followed(made, caplog):
     async def main():
-        keeper, epoch = await _came_back_with(made, lambda pool_map: changed(pool_map, name="later"))
+        keeper, epoch = await _returned_with(made, lambda pool_map: changed(pool_map, name="later"))
         until_s = SYSTEM_CLOCK.boottime_s() + 60
         while "an older map" not in caplog.text:
             assert SYSTEM_CLOCK.boottime_s() < until_s
@@ -261,7 +261,7 @@ def test_removed_node_begins_no_second_history(made, monkeypatch):
         _lose_etcd(made)
         keeper = await _opened(made)
 
-        async def others_say_that_it_was_removed(*_):
+        async def others_report_a_removal(*_):
             raise StaleIdentity("is not in the pool (any more)")
 
         async def others_have_another_member(*_):
@@ -270,7 +270,7 @@ def test_removed_node_begins_no_second_history(made, monkeypatch):
             )
 
         for elsewhere, message in (
-            (others_say_that_it_was_removed, "this node was removed from the pool"),
+            (others_report_a_removal, "this node was removed from the pool"),
             (others_have_another_member, "taken out while it was away; nodes that keep the map since: 7"),
         ):
             monkeypatch.setattr(map_backend, "newest_elsewhere", elsewhere)
@@ -312,7 +312,7 @@ def test_recovery_continues_after_a_death_at_each_step(made, monkeypatch, step, 
     asyncio.run(die())
     _end_etcd(made)
 
-    async def go_on():
+    async def continue_after_death():
         keeper = await _opened(made)
         if step == "begun" and not written:
             await keeper.recover()
@@ -320,4 +320,4 @@ def test_recovery_continues_after_a_death_at_each_step(made, monkeypatch, step, 
         assert keeper.relay.pool_map.etcd and not read_map_location(made.directory).own.alone
         await keeper.close(10.0, asyncio.Event(), stop=True)
 
-    asyncio.run(go_on())
+    asyncio.run(continue_after_death())

@@ -150,7 +150,7 @@ def test_flipped_bits_on_a_node_reach_no_reader(pool):
     with Under(pool, 60) as load, Pauses(load.directory, ("read",)) as reader:
         load.goes_on()
         reader.goes_on(100)
-        turned = sum(turn_bits(drive) for drive in drives)
+        turned = sum(flip_bits(drive) for drive in drives)
         assert turned > 100
         reader.goes_on(1000)  # past the kernel's page cache
         load.goes_on()
@@ -166,7 +166,7 @@ def test_flipped_bits_on_a_node_reach_no_reader(pool):
     pool.check()
 
 
-def turn_bits(data: Path) -> int:
+def flip_bits(data: Path) -> int:
     """Flip one bit in every eighth written block; the number of blocks."""
     turned = at = 0
     with open(data, "r+b", buffering=0) as file:

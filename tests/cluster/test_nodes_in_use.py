@@ -95,12 +95,12 @@ BALLAST_BYTES = 48 << 20
 """A seventh of it, and of its copies, moves with a drive: some 14 s at 1 MiB/s, time enough for an interruption."""
 
 
-def slowly(pool):
-    """Limit the rate of moves, until `fast`."""
+def limit_moves(pool):
+    """Limit the rate of moves, until `unlimit_moves`."""
     pool.nodes[0].nvpool("pool", "rebalance", str(pool.nodes[0].path), "--limit", "1")
 
 
-def fast(pool):
+def unlimit_moves(pool):
     pool.nodes[0].nvpool("pool", "rebalance", str(pool.nodes[0].path), "--limit", "0")
 
 
@@ -138,12 +138,12 @@ def test_node_drain_survives_interruptions(pool):
     before = chains_of(pool, 3)
     with Under(pool, 3) as load:
         load.goes_on()
-        slowly(pool)
+        limit_moves(pool)
         interrupted(pool, "node", "drain", path, "3", "--wait", begun=lambda: 0 < chains_of(pool, 3) < before)
         load.goes_on()
         first.nvpool("node", "drain", path, "3", "--cancel")
         until(lambda: node_status(pool, 3).get("wish") == "", "the node shall have its share again", first)
-        fast(pool)
+        unlimit_moves(pool)
         load.goes_on()
         first.nvpool("node", "drain", path, "3", "--wait")
         one = node_status(pool, 3)
@@ -176,7 +176,7 @@ def test_drive_changes_survive_interruptions(pool):
 
     with Under(pool, 4) as load:
         load.goes_on()
-        slowly(pool)
+        limit_moves(pool)
         interrupted(
             pool,
             "drive",
@@ -189,11 +189,11 @@ def test_drive_changes_survive_interruptions(pool):
             begun=lambda: (one := drive()) and one["chains"] and one["chains_to_come"],
         )
         load.goes_on()
-        fast(pool)
+        unlimit_moves(pool)
         first.nvpool("pool", "rebalance", path, "--wait")
         assert (full := drive())["chains"] and not full["chains_to_come"]
         load.goes_on()
-        slowly(pool)
+        limit_moves(pool)
         interrupted(
             pool,
             "drive",
@@ -204,7 +204,7 @@ def test_drive_changes_survive_interruptions(pool):
             begun=lambda: 0 < drive()["chains"] < full["chains"],
         )
         load.goes_on()
-        fast(pool)
+        unlimit_moves(pool)
         first.nvpool("drive", "drain", path, str(full["drive"]), "--wait")
         assert (drive()["chains"], drive()["wish"]) == (0, "drained")
         first.nvpool("drive", "remove", path, str(full["drive"]))

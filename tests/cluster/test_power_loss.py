@@ -21,7 +21,7 @@ from nvpool.testing.faults.preload import PreloadFaults
 from nvpool.testing.loads.crash_history import CrashHistory, read_tree
 
 
-async def look(directory, history):
+async def inspect_tree(directory, history):
     """(problems of fsck, tree) of a rebuilt pool."""
     async with opened(directory) as local:
         client = await local.client()
@@ -33,12 +33,12 @@ def cut_power(loss, history, at_ns, seed, into):
     """Rebuild, open and check; and once more: the result of the recovery must survive too."""
     loss.rebuild(into, at_ns, seed)
     for _ in range(2):
-        problems, tree = asyncio.run(look(into, history))
+        problems, tree = asyncio.run(inspect_tree(into, history))
         wrong = history.judge(tree, at_ns)
         assert not problems and not wrong, f"power lost at {at_ns}, seed {seed}: {problems} {wrong}"
 
 
-def direct_or_not(directory):
+def write_path(directory):
     try:
         os.close(os.open(directory / "pool" / "targets" / "1" / "data", os.O_WRONLY | os.O_DIRECT))
     except OSError:
@@ -46,7 +46,7 @@ def direct_or_not(directory):
     return "direct"
 
 
-def record_a_history(tmp_path, seed, seconds, workers, kills=0):
+def record_history(tmp_path, seed, seconds, workers, kills=0):
     with RealPool(
         tmp_path / "pool", sizes=(256 * MIB, 384 * MIB)
     ) as pool:  # space for all large writes of a long load
@@ -78,7 +78,7 @@ def record_a_history(tmp_path, seed, seconds, workers, kills=0):
                 load.kill()
             assert load.returncode == 0, said + pool.said()
             assert all(
-                process["writes"] == direct_or_not(tmp_path)
+                process["writes"] == write_path(tmp_path)
                 for process in pool.wait()["processes"]
                 if process["role"] == "store"
             ), "large writes did not go past the page cache as they do without faults"
@@ -98,7 +98,7 @@ def moments(loss, history, count, seed):
 
 
 def lose_power(tmp_path, seed, seconds, workers, cuts, kills=0):
-    loss, history = record_a_history(tmp_path, seed, seconds, workers, kills)
+    loss, history = record_history(tmp_path, seed, seconds, workers, kills)
     for number, at_ns in enumerate(moments(loss, history, cuts, seed)):
         cut_power(loss, history, at_ns, seed * 10_000 + number, tmp_path / "state")
     shutil.rmtree(tmp_path)

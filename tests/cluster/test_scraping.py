@@ -26,7 +26,7 @@ NVPOOL = os.path.join(os.path.dirname(sys.executable), "nvpool")
 ALERTS = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "nvpool-alerts.yml"
 
 
-def got(url: str, timeout_s: float = 20.0) -> str | None:
+def fetch(url: str, timeout_s: float = 20.0) -> str | None:
     """None while no server answers."""
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as answer:
@@ -38,7 +38,7 @@ def got(url: str, timeout_s: float = 20.0) -> str | None:
 def page(port: int) -> dict[str, list]:
     """Samples by name."""
     found: dict[str, list] = {}
-    for family in text_string_to_metric_families(got(f"http://127.0.0.1:{port}/metrics") or ""):
+    for family in text_string_to_metric_families(fetch(f"http://127.0.0.1:{port}/metrics") or ""):
         for sample in family.samples:
             found.setdefault(sample.name, []).append(sample)
     return found
@@ -171,9 +171,9 @@ def prometheus(place: Path, node: int):
             running.wait()
 
 
-def asked(address: str, query: str) -> dict[str, float]:
+def run_query(address: str, query: str) -> dict[str, float]:
     """Values by the `process` label, or "" where there is none."""
-    text = got(f"{address}/api/v1/query?" + urllib.parse.urlencode({"query": query}))
+    text = fetch(f"{address}/api/v1/query?" + urllib.parse.urlencode({"query": query}))
     found = json.loads(text)["data"]["result"] if text else []
     return {one["metric"].get("process", ""): float(one["value"][1]) for one in found}
 
@@ -184,11 +184,11 @@ def test_prometheus_scrapes_the_page_and_evaluates_alerts(measured, tmp_path):
     client.write_bytes("/read", os.urandom(MIB))
     with prometheus(tmp_path / "prometheus", port) as address:
         pool.until(
-            lambda: asked(address, 'up{job="nvpool"}') == {"": 1.0},
+            lambda: run_query(address, 'up{job="nvpool"}') == {"": 1.0},
             "Prometheus has scraped the page once",
             60,
         )
-        before = asked(address, "sum(nvpool_store_read_bytes_total)")[""]
+        before = run_query(address, "sum(nvpool_store_read_bytes_total)")[""]
 
         def read() -> bool:
             with client.open("/read", "rb", buffering=0) as file:
@@ -199,7 +199,7 @@ def test_prometheus_scrapes_the_page_and_evaluates_alerts(measured, tmp_path):
 
         read()
         pool.until(
-            lambda: asked(address, "sum(nvpool_store_read_bytes_total)")[""] >= before + 200 * 4 * KIB,
+            lambda: run_query(address, "sum(nvpool_store_read_bytes_total)")[""] >= before + 200 * 4 * KIB,
             "it knows of what was read",
             60,
         )
@@ -207,25 +207,31 @@ def test_prometheus_scrapes_the_page_and_evaluates_alerts(measured, tmp_path):
             'histogram_quantile(0.5, sum by (le) (rate(nvpool_request_seconds_bucket{op="data_read"}[1m])))'
         )
         pool.until(
-            lambda: read() and 0 < asked(address, median).get("", 0) < 1.0,
+            lambda: read() and 0 < run_query(address, median).get("", 0) < 1.0,
             "it reckons with the histogram",
             60,
         )
-        assert asked(address, "nvpool_up") == dict.fromkeys(up(port), 1.0)
+        assert run_query(address, "nvpool_up") == dict.fromkeys(up(port), 1.0)
 
         os.kill(pool.pid("target-1"), signal.SIGSTOP)
         try:
-            pool.until(lambda: asked(address, "nvpool_up").get("target-1") == 0, "Prometheus sees the silent process", 60)
-            assert asked(address, 'up{job="nvpool"}') == {"": 1.0}, "the page itself came in time"
+            pool.until(
+                lambda: run_query(address, "nvpool_up").get("target-1") == 0,
+                "Prometheus sees the silent process",
+                60,
+            )
+            assert run_query(address, 'up{job="nvpool"}') == {"": 1.0}, "the page itself came in time"
             pool.until(
                 lambda: any(
                     alert["labels"]["alertname"] == "NvpoolProcessDown"
                     and alert["labels"]["process"] == "target-1"
-                    for alert in json.loads(got(f"{address}/api/v1/alerts"))["data"]["alerts"]
+                    for alert in json.loads(fetch(f"{address}/api/v1/alerts"))["data"]["alerts"]
                 ),
                 "an alert is pending",
                 60,
             )
         finally:
             os.kill(pool.pid("target-1"), signal.SIGCONT)
-        pool.until(lambda: asked(address, "nvpool_up").get("target-1") == 1, "the process answers again", 60)
+        pool.until(
+            lambda: run_query(address, "nvpool_up").get("target-1") == 1, "the process answers again", 60
+        )

@@ -66,7 +66,7 @@ def is_on_tcp(node, pid):
     return any(there[2] in ports and here[0] == there[0] for here, there in ends)
 
 
-def start_again_on_tcp(pool, node, name):
+def restart_on_tcp(pool, node, name):
     """Kill that process of the node, whose socket is missing, and wait for the next one; its pid."""
     old = node.directory.state_of(name).pid
     end_process(old, signal.SIGKILL)
@@ -85,7 +85,7 @@ def start_again_on_tcp(pool, node, name):
     return until(serves, f"{name} is on TCP", *pool.nodes[:3])
 
 
-def let_another_lead(pool, leads):
+def move_leadership(pool, leads):
     """A killed supervisor may be back and lead before any other one; a stopped one may not."""
     pid = leads.directory.state_of("supervisor").pid
     os.kill(pid, signal.SIGSTOP)
@@ -115,7 +115,7 @@ def test_primary_on_tcp_gets_leases_from_another_leader(pool):
     leads, _ = pool.lead_and_primary()
     shard = leads.map().shards[0]
     if pool.nodes[shard.standbys[0].node - 1] is leads:
-        let_another_lead(pool, leads)
+        move_leadership(pool, leads)
         pool.until_whole()
         leads, _ = pool.lead_and_primary()
         shard = leads.map().shards[0]
@@ -124,7 +124,7 @@ def test_primary_on_tcp_gets_leases_from_another_leader(pool):
     assert node is not leads
     make(pool, "before")
     with without_socket(node):
-        pid = start_again_on_tcp(pool, node, name)
+        pid = restart_on_tcp(pool, node, name)
         until(
             lambda: leads.map().shards[0].standbys[0].state == "up",
             "the standby has everything",
@@ -153,7 +153,7 @@ def test_target_on_tcp_is_kept_alive_by_another_leader(pool):
     target = next(target.id for target in node.map().targets if target.node == node.directory.node)
     name = f"target-{target}"
     with without_socket(node):
-        pid = start_again_on_tcp(pool, node, name)
+        pid = restart_on_tcp(pool, node, name)
         pool.until_whole()
         assert pool.lead_and_primary()[0] is leads and is_on_tcp(node, pid)
     until(lambda: not is_on_tcp(node, pid), "the target uses the unix socket again", node)

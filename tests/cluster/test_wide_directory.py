@@ -49,7 +49,7 @@ def nvpool(*arguments, timeout=500):
     return done.stdout
 
 
-class Maker:
+class Creator:
     """One client in its own process; `made`: this many of its files certainly exist."""
 
     def __init__(self, pool, who):
@@ -103,7 +103,7 @@ def listed(files, makers):
 def test_listing_is_complete_under_changes_of_files_and_shards(pool):
     with FileSystem(pool, name="lists") as files:
         files.mkdir("/wide", wide=True)
-        makers = [Maker(pool, f"client{number}") for number in range(CLIENTS)]
+        makers = [Creator(pool, f"client{number}") for number in range(CLIENTS)]
         shards = threading.Thread(
             target=lambda: [
                 nvpool("shard", "add", pool, "--wait"),

@@ -300,14 +300,14 @@ def stop_renewal(leadership):
     leadership.lost = asyncio.get_running_loop().create_future()
 
 
-async def a_pair_that_is_led(etcd, lease_s=LEASE_S):
+async def led_pair(etcd, lease_s=LEASE_S):
     mine, other = await pair(etcd)
     return mine, other, await mine.lead("mine", lease_s, 10)
 
 
 def test_next_leader_knows_whether_the_former_lease_ended(one):
     async def run():
-        mine, other, first = await a_pair_that_is_led(one)
+        mine, other, first = await led_pair(one)
         assert first.former is None
         await first.release()
         second = await other.lead("other", LEASE_S, 30)
@@ -325,7 +325,7 @@ def test_next_leader_knows_whether_the_former_lease_ended(one):
 
 def test_leader_need_not_wait_for_its_own_expired_lease(one):
     async def run():
-        mine, other, first = await a_pair_that_is_led(one, 3.0)
+        mine, other, first = await led_pair(one, 3.0)
         first._lease_s = 0.0  # it has expired, others wait for it
         await first.lost
         assert (await mine.lead("mine", 60.0, 30)).former == "mine"

@@ -17,7 +17,7 @@ LOOPBACK = (ip_network("127.0.0.0/8"),)
 _number = itertools.count(1)
 
 
-class Roomy(RdmaConnection):
+class RoomProvider(RdmaConnection):
     """Provides room for a reply as long as the request, so that echoed payloads are written one-sidedly."""
 
     placed_bytes_min = 1
@@ -48,7 +48,7 @@ def made(way, tmp_path):
     kind, settings, endpoint = WAYS[way]
 
     class Subclass(kind):
-        _asking = Roomy
+        _asking = RoomProvider
 
     return TransportSubject(Subclass(settings), endpoint.format(directory=tmp_path))
 

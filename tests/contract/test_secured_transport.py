@@ -103,13 +103,13 @@ async def _serve(scheme: str, server: TlsIdentity, handler=echo, strangers: bool
     )
 
 
-async def _meet(scheme: str, listener, client: TlsIdentity | None):
+async def _connect(scheme: str, listener, client: TlsIdentity | None):
     greeting = CLIENT._replace(identity=client)
     return await registry.transport(scheme).connect(listener.endpoint, greeting, deadline_s=soon())
 
 
-async def _ask(scheme: str, listener, client: TlsIdentity | None):
-    connection = await _meet(scheme, listener, client)
+async def _call(scheme: str, listener, client: TlsIdentity | None):
+    connection = await _connect(scheme, listener, client)
     reply = await connection.call(1, b"hello", deadline_s=soon())
     assert reply.message == b"hello"
     return connection
@@ -120,7 +120,7 @@ def test_each_side_knows_the_peers_member_name(scheme):
     async def main():
         kept = RecordingHandler()
         listener = await _serve(scheme, NODE, kept)
-        connection = await _meet(scheme, listener, CLIENT_ID)
+        connection = await _connect(scheme, listener, CLIENT_ID)
         task = asyncio.ensure_future(connection.call(1, b"", deadline_s=soon()))
         (call,) = await kept.count(1)
         assert call.peer.member == "client/ws1" and connection.peer.member == "node/alpha"
@@ -156,9 +156,9 @@ def test_client_with_a_wrong_certificate_is_refused(scheme, which):
         make, words = WRONG_CLIENTS[which]
         served = []
         listener = await _serve(scheme, NODE, lambda call: served.append(call) or echo(call))
-        assert words in str(await refused(AccessDenied, _ask(scheme, listener, make())))
+        assert words in str(await refused(AccessDenied, _call(scheme, listener, make())))
         assert not served
-        good = await _ask(scheme, listener, CLIENT_ID)
+        good = await _call(scheme, listener, CLIENT_ID)
         await good.close()
         await listener.close()
 
@@ -183,7 +183,7 @@ def test_server_with_a_wrong_certificate_is_sent_nothing(scheme, which):
         make, words = SERVERS[which]
         served = []
         listener = await _serve(scheme, make(), lambda call: served.append(call) or echo(call))
-        error = await refused(AccessDenied, _ask(scheme, listener, CLIENT_ID))
+        error = await refused(AccessDenied, _call(scheme, listener, CLIENT_ID))
         assert words in str(error) and not served
         await listener.close()
 
@@ -196,12 +196,12 @@ def test_member_missing_from_the_map_is_refused(scheme):
         server, client = identity("node/alpha"), identity("client/ws1")
         listener = await _serve(scheme, server)
         server.update_members(["node/alpha"])
-        assert "client/ws1" in str(await refused(StaleIdentity, _ask(scheme, listener, client)))
+        assert "client/ws1" in str(await refused(StaleIdentity, _call(scheme, listener, client)))
         server.update_members(["node/alpha", "client/ws1"])
         client.update_members(["client/ws1", "node/beta"])
-        assert "node/alpha" in str(await refused(StaleIdentity, _ask(scheme, listener, client)))
+        assert "node/alpha" in str(await refused(StaleIdentity, _call(scheme, listener, client)))
         client.update_members(["client/ws1", "node/alpha"])
-        await (await _ask(scheme, listener, client)).close()
+        await (await _call(scheme, listener, client)).close()
         await listener.close()
 
     run(main())
@@ -214,7 +214,7 @@ def test_connection_closes_when_the_peer_leaves_the_map(scheme, side):
         server, client, other = identity("node/alpha"), identity("client/ws1"), identity("client/ws2")
         kept = RecordingHandler()
         listener = await _serve(scheme, server, kept)
-        connections = [await _meet(scheme, listener, who) for who in (client, other)]
+        connections = [await _connect(scheme, listener, who) for who in (client, other)]
         tasks = [
             asyncio.ensure_future(connection.call(1, b"", deadline_s=soon())) for connection in connections
         ]
@@ -238,12 +238,12 @@ def test_connection_closes_when_the_peer_leaves_the_map(scheme, side):
 def test_plain_text_and_tls_do_not_mix(scheme):
     async def main():
         listener = await _serve(scheme, NODE)
-        error = await refused((Unreachable, AccessDenied), _ask(scheme, listener, PLAIN_TEXT))
+        error = await refused((Unreachable, AccessDenied), _call(scheme, listener, PLAIN_TEXT))
         assert scheme != "stream" or "does it speak TLS" in str(error)
         await listener.close()
         listener = await _serve(scheme, PLAIN_TEXT)
         assert "plain text" in str(
-            await refused((AccessDenied, Unreachable), _ask(scheme, listener, CLIENT_ID))
+            await refused((AccessDenied, Unreachable), _call(scheme, listener, CLIENT_ID))
         )
         await listener.close()
 
@@ -256,18 +256,18 @@ def test_peer_without_certificate_needs_explicit_permission(caplog):
         joiner = identity("client/none")
         joiner.__dict__["_asking"] = authority_known(AUTHORITY.certificate)
         listener = await _serve("stream", NODE, kept)
-        await refused(Unreachable, _ask("stream", listener, joiner))
+        await refused(Unreachable, _call("stream", listener, joiner))
         assert not kept.calls
         await listener.close()
         listener = await _serve("stream", NODE, kept, strangers=True)
-        task = asyncio.ensure_future(_ask("stream", listener, joiner))
+        task = asyncio.ensure_future(_call("stream", listener, joiner))
         (call,) = await kept.count(1)
         assert call.peer.member == "" and not call.peer.local
         call.reply(b"hello")
         await (await task).close()
         # a wrong certificate is refused also where none is needed
         wrong = _unchecked("client/x", authority=STRANGE, knows=AUTHORITY)
-        await refused(AccessDenied, _ask("stream", listener, wrong))
+        await refused(AccessDenied, _call("stream", listener, wrong))
         await listener.close()
 
     run(main())
@@ -278,9 +278,9 @@ def test_renewed_certificate_is_used_by_new_connections(scheme):
     async def main():
         server, client = _unchecked("node/alpha", lives_s=-60), identity("client/ws1")
         listener = await _serve(scheme, server)
-        await refused(AccessDenied, _ask(scheme, listener, client))
+        await refused(AccessDenied, _call(scheme, listener, client))
         server.replace(shown("node/alpha"))
-        first = await _ask(scheme, listener, client)
+        first = await _call(scheme, listener, client)
         await first.close()
         await listener.close()
 
@@ -301,7 +301,7 @@ def test_noise_and_half_open_connections_disturb_no_one(scheme, noise, caplog):
         for sock in socks[1:]:
             sock.close()
         async with asyncio.timeout(PATIENCE_S):
-            connection = await _ask(scheme, listener, CLIENT_ID)
+            connection = await _call(scheme, listener, CLIENT_ID)
         socks[0].close()
         await connection.close()
         await listener.close()

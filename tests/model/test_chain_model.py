@@ -140,7 +140,7 @@ class World:
     def send(self, sender: int, to: int, link: int, message) -> None:
         self.wires.setdefault((sender, to, link), []).append(message)
 
-    def go_on(self, member: Member) -> None:
+    def advance(self, member: Member) -> None:
         """Continue with the pending write at our present position in the chain."""
         pending = member.pending
         if pending.last:
@@ -159,7 +159,7 @@ class World:
         elif pending.client is not None and refusal is Answer.TOO_LOW:
             member.above = version
         if member.cut_waits and member.pending is None:
-            self.do_cut(member)
+            self.truncate_chunk(member)
 
     def acknowledge(self, write: int) -> None:
         if write in self.open_writes:
@@ -183,7 +183,7 @@ class World:
         version = next_version(held, place.epoch, member.above)
         offer = Offer(0, place.epoch, version, held.version, cut, request)
         member.pending = Waiting(offer, (*member.content, write), place, None, write, place.is_last)
-        self.go_on(member)
+        self.advance(member)
 
     def receive(self, member: Member, sender: int, question: WriteRequest) -> None:
         def answer(version: int, refusal: Answer | None) -> None:
@@ -223,7 +223,7 @@ class World:
                 place.is_last,
                 whole=member.place,
             )
-            self.go_on(member)
+            self.advance(member)
         else:
             answer(version, verdict)
         return None
@@ -273,9 +273,9 @@ class World:
             last=step is Next.COMMIT,
             older=older,
         )
-        self.go_on(member)
+        self.advance(member)
 
-    def do_cut(self, member: Member) -> None:
+    def truncate_chunk(self, member: Member) -> None:
         """The file gets another size; everything of the chunk that counts stays."""
         cut, member.cut_waits = member.cut_waits, 0
         if cut <= member.cut:
@@ -310,15 +310,15 @@ class World:
         elif kind == 13:
             self.break_link(living[pick % len(living)], pick // 8)
         elif kind == 14:
-            self.lose(pick)
+            self.kill_or_isolate(pick)
         elif kind == 15:
-            self.bring_back(pick)
+            self.restart(pick)
         elif kind == 16:
-            self.catch_up(pick)
+            self.resynchronize(pick)
         elif kind == 17:
-            self.cut_at(living[pick % len(living)], pick // 8)
+            self.truncate_at(living[pick % len(living)], pick // 8)
         elif kind == 18:
-            self.raise_cuts(living[pick % len(living)], pick)
+            self.raise_truncate_numbers(living[pick % len(living)], pick)
 
     def deliver(self, pick: int) -> bool:
         ways = [way for way, queue in self.wires.items() if queue]
@@ -344,7 +344,7 @@ class World:
         if member.pending is not None and not member.pending.last and member.pending.place.successor == to:
             self.offer(member)
 
-    def lose(self, pick: int) -> None:
+    def kill_or_isolate(self, pick: int) -> None:
         """A target dies, or is taken for dead and lives on without knowing."""
         if len(self.chain.targets) + len(self.chain.joining) < 2:
             return
@@ -357,7 +357,7 @@ class World:
             self.members[number].alive = False
         self.change(targets=targets, joining=tuple(t for t in self.chain.joining if t != number))
 
-    def bring_back(self, pick: int) -> None:
+    def restart(self, pick: int) -> None:
         away = [
             m for m in self.members.values() if m.number not in (*self.chain.targets, *self.chain.joining)
         ]
@@ -377,7 +377,7 @@ class World:
             fresh.floor, fresh.raised_cut = member.floor, member.raised_cut
             self.members[member.number] = fresh
 
-    def catch_up(self, pick: int) -> None:
+    def resynchronize(self, pick: int) -> None:
         """The first joining member is brought in sync with the tail, which knows the map, and becomes its successor."""
         if not self.chain.joining:
             return
@@ -397,18 +397,18 @@ class World:
             member.cut, member.tainted = tail.cut, False
         self.change(targets=(*self.chain.targets, member.number), joining=self.chain.joining[1:])
 
-    def cut_at(self, member: Member, pick: int) -> None:
+    def truncate_at(self, member: Member, pick: int) -> None:
         """The shard notifies each member, and gives the number to writers when all have answered."""
         if pick % 2 and self.granted == self.cut:
             self.cut += 1
         if member.cut < self.cut:
             member.cut_waits = self.cut
             if member.pending is None:
-                self.do_cut(member)
+                self.truncate_chunk(member)
         if all(self.members[number].cut >= self.cut for number in (*self.chain.targets, *self.chain.joining)):
             self.granted = self.cut
 
-    def raise_cuts(self, member: Member, pick: int) -> None:
+    def raise_truncate_numbers(self, member: Member, pick: int) -> None:
         """The member learns the inode's truncate number and floor from a target of another chain, older or younger."""
         member.floor = raised(member.floor, make_version(pick % 13, pick % 7))
         if pick & 1:
@@ -444,7 +444,7 @@ class World:
             for member in self.members.values():
                 self.learn(member)
                 if member.alive:
-                    self.cut_at(member, 0)
+                    self.truncate_at(member, 0)
             for _ in range(100):
                 if not self.deliver(0):
                     break

@@ -28,7 +28,7 @@ def test_invalid_requests_do_no_harm(kind, capsys):
     assert fuzz(kind, CASES) == 0, capsys.readouterr().out
 
 
-def found(capsys, kind, only="", cases=10_000):
+def report_of(capsys, kind, only="", cases=10_000):
     """The report of the fault that a test has injected."""
     assert fuzz(kind, cases, only=only) == 1
     out = capsys.readouterr().out
@@ -38,22 +38,22 @@ def found(capsys, kind, only="", cases=10_000):
 
 def test_fuzzer_finds_a_missing_permission_check(capsys, monkeypatch):
     monkeypatch.setattr(local_users.permissions, "check", lambda *_: None)
-    assert "without a right to" in found(capsys, "shard-user")
+    assert "without a right to" in report_of(capsys, "shard-user")
 
 
 def test_fuzzer_finds_an_unsquashed_root(capsys, monkeypatch):
     monkeypatch.setattr(local_users, "believed", lambda change: Credentials(change.uid, BELIEVED_GROUPS, 0))
-    assert "without a right to" in found(capsys, "shard-squash")
+    assert "without a right to" in report_of(capsys, "shard-squash")
 
 
 def test_fuzzer_finds_a_volume_open_to_all(capsys, monkeypatch):
     monkeypatch.setattr(VolumeAccess, "check_change", lambda *_: None)
-    assert "without a right to" in found(capsys, "shard-client")
+    assert "without a right to" in report_of(capsys, "shard-client")
 
 
 def test_fuzzer_finds_a_session_open_to_others(capsys, monkeypatch):
     monkeypatch.setattr(Sessions, "of", lambda self, number, owner: self.get(number))
-    found(capsys, "shard-client")
+    report_of(capsys, "shard-client")
 
 
 def test_fuzzer_finds_an_unexpected_exception(capsys, monkeypatch):
@@ -62,12 +62,12 @@ def test_fuzzer_finds_an_unexpected_exception(capsys, monkeypatch):
         wire.META_READLINK,
         (meta_dispatch.QUERIES[wire.META_READLINK][0], lambda *_: {}["x"]),
     )
-    assert "KeyError" in found(capsys, "shard-client", "META_READLINK")
+    assert "KeyError" in report_of(capsys, "shard-client", "META_READLINK")
 
 
 def test_fuzzer_finds_a_request_without_a_reply(capsys, monkeypatch):
     monkeypatch.setattr(MetaService, "_statfs", lambda self, call: None)
-    assert "not answered within" in found(capsys, "shard-client", "META_STATFS")
+    assert "not answered within" in report_of(capsys, "shard-client", "META_STATFS")
 
 
 def test_fuzzer_finds_a_damaged_tree(capsys, monkeypatch):
@@ -79,7 +79,7 @@ def test_fuzzer_finds_a_damaged_tree(capsys, monkeypatch):
         return draft
 
     monkeypatch.setitem(meta_dispatch.CHANGES, wire.META_LINK, (kind, miscounted))
-    assert "fsck finds" in found(capsys, "shard-client", "META_LINK")
+    assert "fsck finds" in report_of(capsys, "shard-client", "META_LINK")
 
 
 def test_same_seed_sends_the_same_requests(capsys):

@@ -63,11 +63,11 @@ class Locks(RuleBasedStateMachine):
             for one in modes[start : end + 1]
         )
 
-    def lay(self, client, owner, start, end, mode):
+    def set_mode(self, client, owner, start, end, mode):
         modes = self.held.setdefault((client, owner), [UNLOCKED] * BYTES)
         modes[start : end + 1] = [mode] * (end + 1 - start)
 
-    def ask(self, client, owner, start, end, mode, again=False, **fields):
+    def request(self, client, owner, start, end, mode, again=False, **fields):
         asker = self.clients[client]
         request = pb.LockRequest(
             change=asker.change(owner),
@@ -93,10 +93,10 @@ class Locks(RuleBasedStateMachine):
     )
     def lock(self, client, owner, place, mode, again):
         blocked = mode and self.blocked(client, owner, *place, mode)
-        granted = self.ask(client, owner, *place, mode, again).granted
+        granted = self.request(client, owner, *place, mode, again).granted
         if granted:
             assert not blocked
-            self.lay(client, owner, *place, mode)
+            self.set_mode(client, owner, *place, mode)
         else:
             assert blocked or self.waits, "free, and refused"
 
@@ -105,12 +105,12 @@ class Locks(RuleBasedStateMachine):
         if (client, owner) in self.waits:
             return
         try:
-            reply = self.ask(client, owner, *place, mode, wait=True)
+            reply = self.request(client, owner, *place, mode, wait=True)
         except errors.WouldDeadlock:
             return
         if reply.granted:
             assert not self.blocked(client, owner, *place, mode)
-            self.lay(client, owner, *place, mode)
+            self.set_mode(client, owner, *place, mode)
         else:
             self.waits[client, owner] = reply.ticket, *place, mode
 
@@ -132,12 +132,12 @@ class Locks(RuleBasedStateMachine):
             )
             return
         try:
-            reply = self.ask(client, owner, start, end, mode, wait=True, ticket=ticket)
+            reply = self.request(client, owner, start, end, mode, wait=True, ticket=ticket)
         except errors.WouldDeadlock:
             return
         if reply.granted:
             assert not self.blocked(client, owner, start, end, mode)
-            self.lay(client, owner, start, end, mode)
+            self.set_mode(client, owner, start, end, mode)
         else:
             self.waits[client, owner] = reply.ticket, start, end, mode
 

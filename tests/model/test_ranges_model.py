@@ -124,7 +124,7 @@ class Case:
             await self.vfs.release(self.files[file])
             self.files[file] = await self.vfs.open(self.files[file].inode, os.O_RDWR, ME)
 
-    async def look(self, file: int, place: int, length: int) -> None:
+    async def check_read(self, file: int, place: int, length: int) -> None:
         assert (
             bytes(await self.vfs.read(self.files[file], place, length))
             == self.content[file][place : place + length]
@@ -138,7 +138,7 @@ class Case:
     async def seek(self, file: int) -> None:
         await self.check_extents(self.vfs, self.files[file], file)
 
-    async def elsewhere(self, file: int) -> None:
+    async def check_other_client(self, file: int) -> None:
         await self.vfs.flush(self.files[file])
         vfs = self.second.vfs
         handle = await vfs.open(self.files[file].inode, os.O_RDONLY, ME)
@@ -185,8 +185,8 @@ class Case:
 
     async def end(self) -> None:
         for file in (0, 1):
-            await self.look(file, 0, END * 2)
-            await self.elsewhere(file)
+            await self.check_read(file, 0, END * 2)
+            await self.check_other_client(file)
             await self.vfs.release(self.files[file])
         assert self.vfs.writer.held_bytes() == 0
         assert await problems_of(self.second) == []
