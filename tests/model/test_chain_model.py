@@ -43,7 +43,7 @@ class Waiting(NamedTuple):
     offer: Offer
     content: Content
     place: ChainPosition
-    asker: tuple | None  # (member, number of the request, link)
+    caller: tuple | None  # (member, number of the request, link)
     client: int | None
     last: bool
     older: bool = False
@@ -73,16 +73,15 @@ class Member:
         self.cut = 0
         self.requests: tuple = ()
         self.pending: Waiting | None = None
-        self.question = 0  # number of the request that our pending write waits for
+        self.awaited = 0  # number of the request that our pending write waits for
         self.above = 0
         self.links: dict[int, int] = {}
         self.own_links: dict[int, int] = {}
         self.cut_waits = 0
         self.floor = 0  # both raised by a resync of the inode's chunks in other chains
         self.raised_cut = 0
-        self.tainted = (
-            False  # truncated before it was in sync: resync copies such a chunk whatever its version
-        )
+        # truncated before it was in sync: resync copies such a chunk whatever its version
+        self.tainted = False
 
     @property
     def place(self) -> ChainPosition | None:
@@ -103,7 +102,7 @@ class World:
         self.chain = Chain(1, tuple(range(1, members + 1)))
         self.members = {number: Member(number, self.chain) for number in self.chain.targets}
         self.wires: dict[tuple[int, int, int], list] = {}  # (from, to, link) -> messages under way, in order
-        self.asked: dict[int, WriteRequest] = {}
+        self.sent_requests: dict[int, WriteRequest] = {}
         self.numbers = count(1)
         self.contents: dict[int, Content] = {}
         self.acknowledged: list[int] = []
@@ -128,14 +127,14 @@ class World:
         pending = member.pending
         to = pending.place.successor
         link = member.own_links.setdefault(to, member.process * LINKS + 1)
-        member.question = next(self.numbers)
+        member.awaited = next(self.numbers)
         last = (
             0
             if pending.whole is None or pending.whole.members == pending.place.members
             else pending.place.members[-1]
         )
         offer = pending.offer._replace(sender=member.number, epoch=pending.place.epoch, last=last)
-        self.send(member.number, to, link, WriteRequest(member.question, link, offer, pending.content))
+        self.send(member.number, to, link, WriteRequest(member.awaited, link, offer, pending.content))
 
     def send(self, sender: int, to: int, link: int, message) -> None:
         self.wires.setdefault((sender, to, link), []).append(message)
@@ -150,9 +149,9 @@ class World:
             self.offer(member)
 
     def settle(self, member: Member, version: int, refusal: Answer | None) -> None:
-        pending, member.pending, member.question = member.pending, None, 0
-        if pending.asker is not None:
-            who, number, link = pending.asker
+        pending, member.pending, member.awaited = member.pending, None, 0
+        if pending.caller is not None:
+            who, number, link = pending.caller
             self.send(member.number, who, -link, (number, version, refusal))
         if pending.client is not None and refusal is None:
             self.acknowledge(pending.client)
@@ -185,15 +184,15 @@ class World:
         member.pending = Waiting(offer, (*member.content, write), place, None, write, place.is_last)
         self.advance(member)
 
-    def receive(self, member: Member, sender: int, question: WriteRequest) -> None:
+    def receive(self, member: Member, sender: int, message: WriteRequest) -> None:
         def answer(version: int, refusal: Answer | None) -> None:
-            self.send(member.number, sender, -question.link, (question.number, version, refusal))
+            self.send(member.number, sender, -message.link, (message.number, version, refusal))
 
         before = member.links.get(sender, 0)
-        if question.link // LINKS == before // LINKS and question.link < before:
+        if message.link // LINKS == before // LINKS and message.link < before:
             return answer(0, Answer.OLD_EPOCH)
-        member.links[sender] = question.link
-        held, offer = member.held(), question.offer
+        member.links[sender] = message.link
+        held, offer = member.held(), message.offer
         verdict, version = judge(member.place, held, offer)
         if verdict is Answer.NEW_EPOCH:
             self.learn(member)
@@ -204,9 +203,9 @@ class World:
         if verdict is Answer.DONE:
             answer(0, None)
         elif verdict is Answer.SAME:
-            who = member.pending.asker
+            who = member.pending.caller
             if who is not None:  # the request before is answered too; here only the last one counts
-                member.pending = member.pending._replace(asker=(sender, question.number, question.link))
+                member.pending = member.pending._replace(caller=(sender, message.number, message.link))
             else:
                 answer(0, Answer.BUSY)
         elif verdict in (Answer.TAKE, Answer.FETCH):
@@ -218,7 +217,7 @@ class World:
                 offer,
                 content,
                 place,
-                (sender, question.number, question.link),
+                (sender, message.number, message.link),
                 None,
                 place.is_last,
                 whole=member.place,
@@ -238,14 +237,14 @@ class World:
 
     def answered(self, member: Member, number: int, version: int, refusal: Answer | None) -> None:
         pending = member.pending
-        if pending is None or member.question != number:
+        if pending is None or member.awaited != number:
             return
         if refusal in (Answer.CUT, Answer.TOO_LOW):
             self.settle(member, version, refusal)
         elif refusal is not None:
             if refusal in (Answer.OLD_EPOCH, Answer.NOT_OURS):
                 self.learn(member)
-            if member.pending is pending and member.question == number:
+            if member.pending is pending and member.awaited == number:
                 self.offer(member)
         else:
             self.commit(member, pending.offer.version, pending.content, pending.offer.request)
@@ -263,7 +262,7 @@ class World:
             deciders = deciders_now(pending.whole or pending.place, member.place, deciders)
         step = next_step(pending.whole or pending.place, member.place, deciders)
         if step is Next.DROP:
-            member.pending, member.question = None, 0
+            member.pending, member.awaited = None, 0
             return
         older = pending.older or gained(deciders, member.place)
         member.pending = pending._replace(
