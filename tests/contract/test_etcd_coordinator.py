@@ -99,7 +99,7 @@ def test_change_is_seen_by_another_coordinator(one):
     asyncio.run(run())
 
 
-def test_of_two_concurrent_changes_one_is_stale(one):
+def test_one_of_two_concurrent_changes_is_stale(one):
     async def run():
         both = await pair(one)
         changes = (

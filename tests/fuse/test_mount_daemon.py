@@ -174,7 +174,7 @@ def test_sigterm_detaches_and_stores_open_files(own, mine):
     assert again.end() == 0
 
 
-def test_a_second_signal_does_not_wait_for_open_files(own):
+def test_second_signal_does_not_wait_for_open_files(own):
     slow = own.mount(own.directory.parent / "m-slow", "--drain-s", "600")
     with contextlib.suppress(OSError), open(slow.place / "f", "wb"):  # close fails with ENOTCONN
         slow.process.send_signal(signal.SIGTERM)

@@ -334,7 +334,7 @@ def test_name_without_a_lease_is_not_cached_by_the_kernel():
     asyncio.run(run())
 
 
-def test_open_by_a_name_from_before_a_recall_is_stale_once():
+def test_open_by_an_invalidated_name_is_stale_once():
     async def run():
         vfs = LeasedVfs()
         ops = FuseOps(vfs, clock=ManualClock())

@@ -234,7 +234,7 @@ async def test_slow_drive_is_read_through_its_store(kernel):
 
 
 @on_fast_path
-async def test_read_interrupted_before_the_store_is_asked(kernel):
+async def test_read_interrupted_before_its_store_request(kernel):
     number = await kernel.open()
     unique = await pending_read(kernel, number, 8 * BLOCK)
     real, sent = kernel.short._now_s, kernel.vfs.chunks.counters["messages"]
