@@ -16,7 +16,7 @@ KILLS = 4
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    "options", [{"transport": "stream", "short_cut": False}, {}], ids=["stream", "short cut"]
+    "options", [{"transport": "stream", "short_cut": False}, {}], ids=["stream", "short-circuit"]
 )
 def test_reading_threads_see_no_error_when_stores_are_killed(tmp_path, options):
     with RealPool(tmp_path / "pool", sizes=(96 * MIB,), config=PLAIN_TCP) as pool:

@@ -123,7 +123,7 @@ def test_slow_link_breaks_nothing(pool):
     pool.check()
 
 
-@pytest.mark.parametrize("how_many", [1, 2], ids=["one", "most"])
+@pytest.mark.parametrize("how_many", [1, 2], ids=["one", "majority"])
 def test_etcd_members_are_stopped_for_longer_than_all_leases(pool, how_many):
     leads = pool.lead_and_primary()[0]
     nodes = sorted(pool.nodes[:3], key=lambda node: node is not leads)[:how_many]

@@ -202,11 +202,11 @@ class SmallLmdb(LmdbSubject):
         )
 
 
-TestMemoryIsADict = machine(MemorySubject, 60, 40)
-TestLmdbIsADict = machine(LmdbSubject, 25, 30)
-TestSmallLmdbIsADict = machine(SmallLmdb, 25, 50)
+TestMemoryKv = machine(MemorySubject, 60, 40)
+TestLmdbKv = machine(LmdbSubject, 25, 30)
+TestSmallLmdbKv = machine(SmallLmdb, 25, 50)
 
 
 @pytest.mark.soak
-class TestSmallLmdbIsADictForLong(machine(SmallLmdb, 2000, 100)):
+class TestSmallLmdbKvLong(machine(SmallLmdb, 2000, 100)):
     pass

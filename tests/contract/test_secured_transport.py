@@ -36,7 +36,7 @@ from nvpool.testing.contracts.transport import (
 from nvpool.testing.env.tls_probe import agreed_version
 
 POOL, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2
-AUTHORITY, STRANGE = Authority.make(POOL), Authority.make(POOL)
+AUTHORITY, OTHER_AUTHORITY = Authority.make(POOL), Authority.make(POOL)
 SCHEMES = ("stream", "grpc")
 ENDING_S = 5.0
 
@@ -133,12 +133,12 @@ def test_each_side_knows_the_peers_member_name(scheme):
 
 
 WRONG_CLIENTS = {
-    "another authority's": (
-        lambda: _unchecked("client/x", authority=STRANGE, knows=AUTHORITY),
+    "other authority": (
+        lambda: _unchecked("client/x", authority=OTHER_AUTHORITY, knows=AUTHORITY),
         "not signed by",
     ),
-    "one that has ended": (lambda: _unchecked("client/x", lives_s=-60), "has ended"),
-    "another pool's": (lambda: _unchecked("client/x", pool=OTHER), "for the pool fedcba98"),
+    "expired": (lambda: _unchecked("client/x", lives_s=-60), "has ended"),
+    "other pool": (lambda: _unchecked("client/x", pool=OTHER), "for the pool fedcba98"),
 }
 
 
@@ -166,13 +166,13 @@ def test_client_with_a_wrong_certificate_is_refused(scheme, which):
 
 
 SERVERS = {
-    "another authority's": (
-        lambda: _unchecked("node/x", authority=STRANGE, knows=AUTHORITY),
+    "other authority": (
+        lambda: _unchecked("node/x", authority=OTHER_AUTHORITY, knows=AUTHORITY),
         "not signed by",
     ),
-    "one that has ended": (lambda: _unchecked("node/x", lives_s=-60), "has ended"),
-    "another pool's": (lambda: _unchecked("node/x", pool=OTHER), "for the pool fedcba98"),
-    "a client's": (lambda: identity("client/x"), ""),
+    "expired": (lambda: _unchecked("node/x", lives_s=-60), "has ended"),
+    "other pool": (lambda: _unchecked("node/x", pool=OTHER), "for the pool fedcba98"),
+    "client": (lambda: identity("client/x"), ""),
 }
 
 
@@ -266,7 +266,7 @@ def test_peer_without_certificate_needs_explicit_permission(caplog):
         call.reply(b"hello")
         await (await task).close()
         # a wrong certificate is refused also where none is needed
-        wrong = _unchecked("client/x", authority=STRANGE, knows=AUTHORITY)
+        wrong = _unchecked("client/x", authority=OTHER_AUTHORITY, knows=AUTHORITY)
         await refused(AccessDenied, _call("stream", listener, wrong))
         await listener.close()
 

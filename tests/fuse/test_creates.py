@@ -538,7 +538,7 @@ def without_session(messages):
 
 
 @compiled_only
-@pytest.mark.parametrize("writeback", [False, True], ids=["written-through", "written-back"])
+@pytest.mark.parametrize("writeback", [False, True], ids=["write-through", "write-back"])
 def test_messages_replies_and_state_agree_on_both_paths(writeback):
     found, began_s = {}, SYSTEM_CLOCK.boottime_s()  # deadlines also apply to a connection
 
@@ -571,7 +571,7 @@ def test_messages_replies_and_state_agree_on_both_paths(writeback):
             assert one == other
 
 
-@pytest.mark.parametrize("shard_fast_path", (False, True), ids=("asked", "shard-fast-path"))
+@pytest.mark.parametrize("shard_fast_path", (False, True), ids=("shard-slow-path", "shard-fast-path"))
 @pytest.mark.parametrize("way", WAYS)
 def test_created_files_exist_for_all(way, shard_fast_path):
     async def many(kernel):
@@ -626,7 +626,7 @@ async def test_request_slot_is_held_until_the_reply(kernel):
     )
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["made", "goes-on"])
+@pytest.mark.parametrize("fails", [False, True], ids=["fast-path", "slow-path"])
 @pytest.mark.parametrize("way", WAYS)
 def test_writeback_create_is_readable_and_has_no_append(way, fails):
     """The kernel handles O_APPEND then. `fails`: the reply does not fit the fast path."""

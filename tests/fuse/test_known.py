@@ -29,7 +29,9 @@ from nvpool.rpc.messages.direntries import pack_entry
 from nvpool.rpc.v1.meta_pb2 import Attr
 from tests.unit.test_client_shortcut import ME, Host, run_whole
 
-pytestmark = pytest.mark.skipif(cached_replies._cached_replies is None, reason="it is not compiled here")
+pytestmark = pytest.mark.skipif(
+    cached_replies._cached_replies is None, reason="the module is not compiled here"
+)
 CAPABILITY = b"security.capability"
 NEW = (os.O_WRONLY | os.O_CREAT, 0o100640, 0o22, 0)
 

@@ -24,7 +24,9 @@ from nvpool.rpc.v1.meta_pb2 import Attr
 from nvpool.shm.mount_state import HANDLES_MAX, KeptMemory
 from tests.unit.test_client_shortcut import QUICK, Host, run_whole
 
-pytestmark = pytest.mark.skipif(cached_replies._cached_replies is None, reason="it is not compiled here")
+pytestmark = pytest.mark.skipif(
+    cached_replies._cached_replies is None, reason="the module is not compiled here"
+)
 
 
 ENDS_MS = int(time.time() * 1000) + 3_600_000
@@ -62,7 +64,7 @@ def on_a_mount(test):
         run_whole(all_of_it(), 300)
 
     run.__name__ = test.__name__
-    return pytest.mark.parametrize("kept", (False, True), ids=("alone", "kept"))(run)
+    return pytest.mark.parametrize("kept", (False, True), ids=("stateless", "stateful"))(run)
 
 
 NOT_COMPARED = ("file", "ahead", "number", "attr_born_s", "grant_half_ms")

@@ -608,7 +608,7 @@ def test_long_listing_prefetches_the_next_batch():
 @pytest.mark.parametrize(
     "flags", [os.O_WRONLY, os.O_RDWR, os.O_WRONLY | os.O_APPEND, os.O_RDWR | os.O_APPEND]
 )
-@pytest.mark.parametrize("made", [True, False], ids=["made", "opened"])
+@pytest.mark.parametrize("made", [True, False], ids=["created", "opened"])
 def test_writeback_handles_are_readable_and_positional(flags, made):
     fs = Driven(FuseOptions(writeback=True))
     attr, opened = fs.create(ROOT, b"f", 0o644, flags | os.O_CREAT if made else os.O_RDWR, ME)

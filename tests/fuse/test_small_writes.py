@@ -137,7 +137,7 @@ def on_all_paths(test):
         if (way != "ordinary" and fast_writes._fast_writes is None) or (
             way == "compiled" and small_writes._small_writes is None
         ):
-            pytest.skip("it is not compiled here")
+            pytest.skip("the module is not compiled here")
         if way != "compiled":
             monkeypatch.setattr(small_writes, "_small_writes", None)
         if way == "ordinary":

@@ -22,7 +22,8 @@ from tests.unit.test_client_shortcut import BLOCK, run_whole, some
 from tests.unit.test_wire_hear import receive
 
 pytestmark = pytest.mark.skipif(
-    remote_reads._remote_reads is None or small_files._small_files is None, reason="it is not compiled here"
+    remote_reads._remote_reads is None or small_files._small_files is None,
+    reason="the module is not compiled here",
 )
 
 

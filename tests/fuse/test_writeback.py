@@ -142,7 +142,7 @@ def test_appending_descriptor_reads_and_maps_other_writes(same):
 @pytest.mark.parametrize(
     "flags",
     [os.O_CREAT | os.O_TRUNC, os.O_CREAT | os.O_EXCL, os.O_CREAT | os.O_APPEND],
-    ids=["cut", "new", "append"],
+    ids=["truncate", "new", "append"],
 )
 def test_partial_page_is_written_by_a_write_only_handle(same, flags):
     def play(place):

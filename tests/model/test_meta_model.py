@@ -435,10 +435,10 @@ TestStoredNameSpace.settings = settings(
 
 
 @pytest.mark.soak
-class TestNameSpaceForLong(NameSpace.TestCase):
+class TestNameSpaceLong(NameSpace.TestCase):
     settings = settings(max_examples=500, stateful_step_count=150, deadline=None, suppress_health_check=SLOW)
 
 
 @pytest.mark.soak
-class TestStoredNameSpaceForLong(StoredNameSpace.TestCase):
+class TestStoredNameSpaceLong(StoredNameSpace.TestCase):
     settings = settings(max_examples=200, stateful_step_count=150, deadline=None, suppress_health_check=SLOW)

@@ -570,7 +570,7 @@ TestNamespaceOverThreeShards.settings = settings(TestNamespace.settings)
 
 
 @pytest.mark.soak
-class TestNamespaceOverThreeShardsForLong(OverThreeShards.TestCase):
+class TestNamespaceOverThreeShardsLong(OverThreeShards.TestCase):
     settings = settings(
         max_examples=700,
         stateful_step_count=80,
@@ -581,7 +581,7 @@ class TestNamespaceOverThreeShardsForLong(OverThreeShards.TestCase):
 
 
 @pytest.mark.soak
-class TestNamespaceForLong(NamespaceMachine.TestCase):
+class TestNamespaceLong(NamespaceMachine.TestCase):
     settings = settings(
         max_examples=1500,
         stateful_step_count=80,
