@@ -317,7 +317,7 @@ def test_unmounted_pool_is_an_abnormal_condition(bridge):
 def test_references_survive_a_restart_of_the_bridge(bridge, pool, tmp_path):
     do(bridge.create("v"))
     do(bridge.stage("v", "docker/1"))
-    do(pool.detach("v", "here/docker/1"))  # what the pool has lost
+    do(pool.detach("v", "here/docker/1"))  # the pool loses the attachment
     after = new_bridge(pool, tmp_path)
     assert do(after.holders("v")) == ["docker/1"] and pool.there["v"].attachments == ("here/docker/1",)
     do(after.unstage("v", "docker/1"))

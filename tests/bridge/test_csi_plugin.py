@@ -536,7 +536,7 @@ def test_only_binds_of_volumes_are_unmounted(tmp_path):
                 )
                 (own / "somebodys").mkdir()
                 whole.mkdir()
-                for shows in (own / "somebodys", own):  # the second: as a mount of the whole pool looks
+                for shows in (own / "somebodys", own):  # the second path looks like a mount of the whole pool
                     subprocess.run(["mount", "--bind", shows, whole], check=True)
                     done = bridge.csi("NodeUnpublishVolume", volume_id="v", target_path=str(whole))
                     assert done.code == "FAILED_PRECONDITION", done

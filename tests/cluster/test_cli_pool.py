@@ -94,7 +94,7 @@ def test_volume_grant_needs_a_known_client_or_force(own, tmp_path):
 
 @pytest.mark.skipif(not ROOT, reason="only root has more rights than the client")
 def test_client_is_bound_to_one_user(own, tmp_path):
-    """Over TLS on loopback: by a unix socket root would be known as root."""
+    """Over TLS on loopback: over a unix socket root would be known as root."""
     (tmp_path / "node.toml").write_text('[network]\nhost = "127.0.0.1"\n')
     nvpool("dev", "up", own, "--size", "128M", "--config", tmp_path / "node.toml")
     with nvpool_sdk.connect(own) as pool:

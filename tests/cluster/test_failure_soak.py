@@ -76,7 +76,7 @@ def smoke(victim, condition, *words):
     "words", [smoke("primary and leader", "primary's node mute"), smoke("leader", "store stopped", "--drain")]
 )
 def test_failure_soak_round_meets_all_bounds(place, words):
-    (row,) = finished(place, "--rounds", 1, "--patience", 8, *words, timeout_s=560)  # beside other tests
+    (row,) = finished(place, "--rounds", 1, "--patience", 8, *words, timeout_s=560)  # runs beside other tests
     assert row["missed"] == [] and "skipped" not in row and row["whole_s"] > 0, row
 
 

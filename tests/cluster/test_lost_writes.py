@@ -45,7 +45,7 @@ def test_client_is_notified_of_writes_that_stores_lost(tmp_path, replicas):
                 end_process(before, signal.SIGKILL)
                 pool.until(lambda: pool.pid(f"target-{target}") != before, "another process serves", 60)  # noqa: B023
                 pool.wait()
-            killed.fsync()  # a death of processes loses nothing
+            killed.fsync()  # the death of a process loses nothing
             lost.write(b"l" * 3_000_000)
             lost.flush()
             pool.end_daemons()
@@ -54,7 +54,7 @@ def test_client_is_notified_of_writes_that_stores_lost(tmp_path, replicas):
             with pytest.raises(OSError) as raised:
                 lost.fsync()
             assert raised.value.errno == errno.EIO
-            lost.fsync()  # once
+            lost.fsync()  # the error is reported once
             killed.fsync()
         assert client.read_bytes("/killed") == b"k" * 3_000_000
         assert pool.fsck() == []

@@ -126,7 +126,7 @@ def test_second_death_of_a_supervisor_is_left_to_systemd(tmp_path, systemd):
         os.kill(pool.pid("supervisor"), signal.SIGKILL)
         time.sleep(
             6.0
-        )  # children that give systemd 15 s from the first death on would start one that is not the unit's
+        )  # children that wait 15 s from the first death would start a supervisor outside of the unit
         assert "starting another one" not in pool.said(lines=200)
         pool.start({"NOTIFY_SOCKET": str(tmp_path / "notify")})
         assert "--inherit-lock" not in Path(f"/proc/{pool.pid('supervisor')}/cmdline").read_text()

@@ -82,7 +82,7 @@ def test_trusted_peers_have_reserved_connections(scheme, tmp_path):
         limits = Limits(Bounds(connections=8, connections_per_peer=3))
         listener = await listening(scheme, tmp_path, limits)
         mine = [await connect(scheme, listener) for _ in range(3)]
-        if scheme == "stream+unix":  # of the daemons' own user
+        if scheme == "stream+unix":  # a trusted peer: it runs as the daemons' user
             mine += [await connect(scheme, listener) for _ in range(5)]
         await refused(Busy, connect(scheme, listener))
         for connection in mine:

@@ -1,4 +1,4 @@
-"""POSIX access control lists and O_TMPFILE on real mounts, as xfstests' groups `acl` and `tmpfile` hold them."""
+"""POSIX access control lists and O_TMPFILE on real mounts, as in the groups `acl` and `tmpfile` of xfstests."""
 
 import contextlib
 import ctypes

@@ -407,7 +407,7 @@ async def test_open_read_close_leaves_the_same_state(kernel):
                 (opened.open_flags, again.open_flags, both, one, state_of(kernel, inode))
             )
             kernel.engine._known = step
-    for ordinary, compiled in list(left.values())[1:]:  # in the first turn the pages are new
+    for ordinary, compiled in list(left.values())[1:]:  # in the first turn the kernel has no pages yet
         assert ordinary == compiled
 
 

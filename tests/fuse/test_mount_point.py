@@ -141,7 +141,7 @@ def test_busy_mount_is_unmounted_lazily_only(floor):
             unmount(floor.place)
         unmount(floor.place, lazy=True)
         assert not is_mounted(floor.place)
-    assert floor.process.wait(10) == 0  # the last user is gone, and so is the daemon
+    assert floor.process.wait(10) == 0  # the last user has gone, so the daemon ends
 
 
 def test_unmounting_nothing_is_refused(tmp_path):

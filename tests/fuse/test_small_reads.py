@@ -699,7 +699,7 @@ async def test_calls_are_counted_as_on_the_slow_path(kernel):
 
     def counted():
         reads = sum(calls.by_method[DATA_READ].counts)
-        others = sum(sum(one.counts) for one in calls.by_method.values()) - reads  # of the sessions
+        others = sum(sum(one.counts) for one in calls.by_method.values()) - reads  # requests of the sessions
         return calls.begun - others, calls.ended - others, reads, kernel.began, sum(times.counts)
 
     before = counted()

@@ -1,4 +1,4 @@
-"""How `make test` spreads the suite: tests of one file may share a pool, so they share a worker. And its tiers."""
+"""Distribution of the suite by `make test`: tests of one file may share a pool, so they share a worker. And its tiers."""
 
 import json
 import re

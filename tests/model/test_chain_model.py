@@ -112,7 +112,7 @@ class World:
         self.cut = 0
         self.granted = 0  # truncate number given to writers, once all members have truncated
 
-    # -- what members do ---------------------------------------------------------------------------------------------
+    # -- members ----------------------------------------------------------------------------------------------------
 
     def commit(self, member: Member, version: int, content: Content, request: RequestId | None) -> None:
         assert version_parts(version)[0] <= self.chain.epoch, f"version {version:x} is of another chain"
@@ -285,7 +285,7 @@ class World:
         if member.version:
             self.commit(member, after_cut(member.version), (*member.content, -cut), None)
 
-    # -- what happens --------------------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------------------
 
     def change(self, **fields) -> None:
         self.chain = msgspec.structs.replace(self.chain, epoch=self.chain.epoch + 1, **fields)

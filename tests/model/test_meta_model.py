@@ -362,7 +362,7 @@ class NameSpace(RuleBasedStateMachine):
         self.client.service = self.service
         self.run(self.client.begin())
 
-    # -- what must hold
+    # -- invariants
 
     @precondition(lambda self: self.service is not None)
     @rule()

@@ -53,7 +53,7 @@ def found(seeds, seconds=30.0, **named) -> list[str]:
 def test_store_that_loses_flushed_chunks_is_found(monkeypatch):
     class Forgetful(MemoryChunkStore):
         async def flush(self):
-            pass  # claims it
+            pass  # claims success
 
     def died(self, process, before=sim_pool.SimPool._died):
         if process.name.startswith("target"):
@@ -233,7 +233,7 @@ def test_striped_directory_that_counts_nothing_is_found(monkeypatch):
 
 
 def test_supervisor_that_disowns_its_daemons_is_found(monkeypatch):
-    """It takes every process that shows the certificate of a node for another node's supervisor."""
+    """The supervisor takes every process with a node's certificate for another node's supervisor."""
     monkeypatch.setattr(
         leadership.Leading, "_hops", lambda self, call, forwarded: 1 if call.peer.member else forwarded.hops
     )
