@@ -1,4 +1,4 @@
-"""A link between two nodes of which both reach the leader: writes of the chains that cross it go on, in counted time."""
+"""A broken link between two nodes that both reach the leader: writes to the chains that cross it resume within a bound."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def longest_write_s(loop, client, seconds: float) -> float:
     "ways", [((2, 3),), ((3, 2),), ((2, 3), (3, 2))], ids=["to the third", "to the second", "both"]
 )
 @pytest.mark.parametrize("etcd", [False, True], ids=["one manager", "etcd"])
-def test_writes_go_on_while_two_nodes_are_cut_apart(ways, etcd):
+def test_writes_continue_while_two_nodes_are_cut_apart(ways, etcd):
     async def run():
         async with SimPool(
             loop,
