@@ -52,7 +52,7 @@ def flip(path: Path, at: int) -> None:
         file.write(bytes([byte ^ 0x10]))
 
 
-@pytest.mark.parametrize("options", [{}, {"short_cut": False}], ids=["short-circuit", "remote"])
+@pytest.mark.parametrize("options", [{}, {"short_circuit": False}], ids=["short-circuit", "remote"])
 def test_corrupt_block_is_read_from_the_other_target(pool, options):
     client = nvpool.connect(str(pool.path), options=ClientOptions(deadline_s=60.0, **options))
     with client:

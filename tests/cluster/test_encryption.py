@@ -61,7 +61,7 @@ def test_mounts_read_and_write_an_encrypted_volume(replicas, tmp_path):
     with (
         encrypted_pool(tmp_path, replicas) as (pool, _),
         mount(pool, tmp_path / "m") as here,
-        mount(pool, tmp_path / "far", "--no-short-cut") as there,
+        mount(pool, tmp_path / "far", "--no-short-circuit") as there,
     ):
         chance, content = random.Random(replicas), bytearray(MARK * 200_000)
         (here / "large").write_bytes(content)

@@ -8,7 +8,7 @@ import pytest
 
 from nvpool.testing.env import etcd as real_etcd
 from nvpool.testing.env import namespaces
-from nvpool.testing.env.etcd_pool import has_keys, members, of_three, token_of, told, until
+from nvpool.testing.env.etcd_pool import has_keys, members, of_three, status_problems, token_of, until
 from nvpool.testing.env.namespaces import Machines
 from nvpool.testing.env.nodes import NodeMachine, Pool
 
@@ -143,7 +143,9 @@ def test_pool_without_a_majority_serves_and_can_recover():
             for node in (second, third):
                 node.kill_all()
             until(
-                lambda: "most members of etcd do not answer" in told(first), "the problem is reported", first
+                lambda: "most members of etcd do not answer" in status_problems(first),
+                "the problem is reported",
+                first,
             )
             assert token_of(first).returncode
             first.machine.run(
@@ -159,7 +161,9 @@ def test_pool_without_a_majority_serves_and_can_recover():
             # permanent loss
             second.kill_all()
             until(
-                lambda: "most members of etcd do not answer" in told(first), "the problem is reported", first
+                lambda: "most members of etcd do not answer" in status_problems(first),
+                "the problem is reported",
+                first,
             )
             refused = first.nvpool("node", "recover-etcd", str(first.path), check=False)
             assert refused.returncode == 1 and "--yes" in refused.stderr

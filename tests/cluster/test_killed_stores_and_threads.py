@@ -16,7 +16,7 @@ KILLS = 4
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    "options", [{"transport": "stream", "short_cut": False}, {}], ids=["stream", "short-circuit"]
+    "options", [{"transport": "stream", "short_circuit": False}, {}], ids=["stream", "short-circuit"]
 )
 def test_reading_threads_see_no_error_when_stores_are_killed(tmp_path, options):
     with RealPool(tmp_path / "pool", sizes=(96 * MIB,), config=PLAIN_TCP) as pool:
@@ -48,9 +48,9 @@ def test_reading_threads_see_no_error_when_stores_are_killed(tmp_path, options):
             threads = [threading.Thread(target=reader, args=(number,)) for number in range(len(reads))]
             for thread in threads:
                 thread.start()
-            counters = client._running().reads.counters
+            counters = client.runtime().reads.counters
             for _ in range(KILLS):
-                way = "lanes" if options else "short_cut"
+                way = "lanes" if options else "short_circuit"
                 before = counters[way]
                 pool.until(lambda: problems or counters[way] > before + 100, "threads read directly")  # noqa: B023
                 end_process(killed := pool.pid("target-1"), signal.SIGKILL)

@@ -184,7 +184,7 @@ def test_drains_complete_under_truncations(pool):
         nvpool(pool, "drive", "drain", 1, "--cancel", "--wait")
         nvpool(pool, "drive", "drain", 3, "--wait")
         one = next(one for one in pool.status()["drives"] if one["drive"] == 3)
-        assert (one["chains"], one["wish"], one["used_bytes"]) == (0, "drained", 0)
+        assert (one["chains"], one["desired_state"], one["used_bytes"]) == (0, "drained", 0)
         nvpool(pool, "drive", "drain", 3, "--cancel", "--wait")
     finally:
         stop.set()
@@ -223,7 +223,7 @@ def test_added_drive_fills_and_drained_drive_empties(tmp_path, replicas):
         assert "first: nvpool drive drain" in nvpool(pool, "drive", "remove", 1, code=1).stderr
         nvpool(pool, "drive", "drain", 1, "--wait")
         one = next(one for one in pool.status()["drives"] if one["drive"] == 1)
-        assert (one["chains"], one["wish"], one["used_bytes"]) == (0, "drained", 0)
+        assert (one["chains"], one["desired_state"], one["used_bytes"]) == (0, "drained", 0)
         check_files(pool, written)
         assert "is empty" in nvpool(pool, "drive", "drain", 1).stdout, "again, the same"
         gone = pool.pid("target-1")
@@ -263,7 +263,7 @@ def test_drive_with_only_copies_is_not_given_up(tmp_path):
         pool.start()
         assert "only copy of" in nvpool(pool, "drive", "remove", 1, "--lost", code=1).stderr
         pool.wait()
-        assert pool.pool_map.target_by_id[1].wish == "share"
+        assert pool.pool_map.target_by_id[1].desired_state == "share"
 
 
 def test_drive_is_replaced_by_a_larger_one(pool, tmp_path):
@@ -300,5 +300,7 @@ def test_impossible_requests_change_nothing(pool):
     nvpool(pool, "pool", "rebalance", "--wait")
     after = pool.pool_map
     assert not after.moving.paused and after.moving.limit_bytes_s == 8 * MIB
-    assert [t.wish for t in after.targets] == ["share"] * 3 and len(after.drives) == len(before.drives)
+    assert [t.desired_state for t in after.targets] == ["share"] * 3 and len(after.drives) == len(
+        before.drives
+    )
     wait_until_full(pool)

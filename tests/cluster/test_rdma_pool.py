@@ -41,7 +41,7 @@ async def opened(pool: RealPool, config: str) -> Client:
     return await Client.open(
         str(pool.path),
         "reader",
-        ClientOptions(deadline_s=40.0, short_cut=False),
+        ClientOptions(deadline_s=40.0, short_circuit=False),
         dialer=over_tcp if config == NETWORK else None,
     )
 

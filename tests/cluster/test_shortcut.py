@@ -14,7 +14,7 @@ from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.types import Caller
 from nvpool.core.programs import Program, command
 from nvpool.core.units import MIB
-from nvpool.store.chunks.api import LEND_S
+from nvpool.store.chunks.api import LOCATION_LEASE_S
 from nvpool.testing.env.pool import RealPool, end_process
 
 ME = Caller(0, 0)
@@ -83,7 +83,7 @@ async def load(pool: RealPool, kills: int, apart_s: float) -> dict:
             its_number, generation = struct.unpack_from("<QQ", found)
             assert its_number == number and found == block(number, generation)
             assert generation <= begun[number]
-            assert generation >= low or begun_s - killed_s < LEND_S + 1, (generation, low)
+            assert generation >= low or begun_s - killed_s < LOCATION_LEASE_S + 1, (generation, low)
             if not chance.randrange(8):
                 await asyncio.sleep(0)
 
@@ -94,7 +94,7 @@ async def load(pool: RealPool, kills: int, apart_s: float) -> dict:
             for name in ("target-1", "target-2"):
                 end_process(pool.pid(name))
             killed_s = loop.time()
-        await asyncio.sleep(LEND_S + 3)
+        await asyncio.sleep(LOCATION_LEASE_S + 3)
         ended = True
 
     try:
@@ -120,7 +120,7 @@ def test_readers_see_right_bytes_while_stores_are_killed(tmp_path, kills, apart_
 
 @pytest.mark.mount
 @pytest.mark.skipif(os.geteuid() != 0 or not os.path.exists("/dev/fuse"), reason="needs /dev/fuse and root")
-@pytest.mark.parametrize("words", [(), ("--no-short-cut",)])
+@pytest.mark.parametrize("words", [(), ("--no-short-circuit",)])
 def test_mount_uses_the_short_cut_unless_disabled(tmp_path, words):
     place = tmp_path / "mnt"
     place.mkdir()

@@ -39,7 +39,7 @@ class Load:
     """A thread that reads one file and writes another one of a volume until it is stopped, and counts both."""
 
     def __init__(self, pool: RealPool, name: str) -> None:
-        options = ClientOptions(deadline_s=60.0, short_cut=False, read_ahead_bytes=0)
+        options = ClientOptions(deadline_s=60.0, short_circuit=False, read_ahead_bytes=0)
         self._client = nvpool.connect(str(pool.path), name=name, options=options)
         self._client.write_bytes(
             f"/{name}", os.urandom(16 * MIB)

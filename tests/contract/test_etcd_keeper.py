@@ -141,7 +141,7 @@ def test_no_member_restarts_while_a_lost_node_counts(tmp_path):
     async def run(client: str) -> None:
         found, started = first_map(), []
         own = EtcdMember(found.nodes[0].id, client, client)
-        lost = msgspec.structs.replace(found.nodes[0], id=9, wish="lost")
+        lost = msgspec.structs.replace(found.nodes[0], id=9, desired_state="lost")
         pool_map = msgspec.structs.replace(
             found,
             revoked=(Revoked("9", 1, 5),),

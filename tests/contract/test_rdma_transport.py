@@ -7,7 +7,7 @@ from ipaddress import ip_network
 import pytest
 import uvloop
 
-from nvpool.rpc.stats import TALLY
+from nvpool.rpc.stats import RPC_STATS
 from nvpool.rpc.transports import ucx
 from nvpool.rpc.transports.rdma import RdmaConnection, RdmaSettings, RdmaTransport, RdmaUnixTransport
 from nvpool.testing.contracts.transport import CHECKS, CLIENT, SERVER, TransportSubject, echo, soon
@@ -79,7 +79,7 @@ def test_requests_are_counted_for_the_transport_in_use(way, tmp_path):
         stream = rdma.replace("rdma", "stream")
 
         def answered():
-            return [TALLY.over(label).ended for label in (rdma, stream)]
+            return [RPC_STATS.over(label).ended for label in (rdma, stream)]
 
         listener = await subject.transport.listen(subject.endpoint, SERVER, echo)
         connection = await subject.transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
@@ -91,7 +91,7 @@ def test_requests_are_counted_for_the_transport_in_use(way, tmp_path):
         for _ in range(2):
             await connection.call(1, b"", [b"x" * 9999], deadline_s=soon())
         assert answered() == [before[0] + 3, before[1] + 2]
-        for counted in map(TALLY.over, (rdma, stream)):
+        for counted in map(RPC_STATS.over, (rdma, stream)):
             assert counted.begun == counted.ended + counted.given_up, "no request is under way"
         await connection.close()
         await listener.close()

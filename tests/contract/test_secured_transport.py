@@ -97,9 +97,11 @@ def test_transport_meets_the_contract_under_tls(scheme, check):
     run(check(TransportSubject(Secured(scheme), f"{scheme}://127.0.0.1:0")))
 
 
-async def _serve(scheme: str, server: TlsIdentity, handler=echo, strangers: bool = False):
+async def _serve(scheme: str, server: TlsIdentity, handler=echo, admit_unauthenticated: bool = False):
     return await registry.transport(scheme).listen(
-        f"{scheme}://127.0.0.1:0", SERVER._replace(identity=server, strangers=strangers), handler
+        f"{scheme}://127.0.0.1:0",
+        SERVER._replace(identity=server, admit_unauthenticated=admit_unauthenticated),
+        handler,
     )
 
 
@@ -259,7 +261,7 @@ def test_peer_without_certificate_needs_explicit_permission(caplog):
         await refused(Unreachable, _call("stream", listener, joiner))
         assert not kept.calls
         await listener.close()
-        listener = await _serve("stream", NODE, kept, strangers=True)
+        listener = await _serve("stream", NODE, kept, admit_unauthenticated=True)
         task = asyncio.ensure_future(_call("stream", listener, joiner))
         (call,) = await kept.count(1)
         assert call.peer.member == "" and not call.peer.local

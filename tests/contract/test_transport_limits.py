@@ -237,7 +237,9 @@ def test_refused_handshake_reports_the_reason(tmp_path):
 def test_unauthenticated_peers_share_a_limit_per_address(tmp_path):
     async def check():
         listener = await registry.transport("stream").listen(
-            "stream://127.0.0.1:0", SERVER._replace(limits=Limits(FEW), identity=NODE, strangers=True), echo
+            "stream://127.0.0.1:0",
+            SERVER._replace(limits=Limits(FEW), identity=NODE, admit_unauthenticated=True),
+            echo,
         )
         where = parse_endpoint(listener.endpoint)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -21,7 +21,7 @@ from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.constants import Op, Opening
 from nvpool.fuse.protocol.requests import FORMS, FuseRequest
 from nvpool.rpc.messages.direntries import attr_of
-from nvpool.rpc.stats import TALLY
+from nvpool.rpc.stats import RPC_STATS
 from nvpool.rpc.transports import fast_replies
 from nvpool.rpc.v1.meta_pb2 import Attr, CreateReply, CreateRequest
 from nvpool.rpc.v1.wire_pb2 import META_CREATE
@@ -122,7 +122,7 @@ class StatefulHost(Host):
 class Mounted(Reading):
     def __init__(self, host, writeback=False):
         super().__init__(host)
-        self.engine._ops._clock = host.clock
+        self.engine._ops.clock = host.clock
         self.ops.options = self.ops.options._replace(writeback=writeback)
         self.answers = []
 
@@ -243,11 +243,11 @@ class Mounted(Reading):
                 for number, file in ops._files.items()
             ],
             "shared": all(file.file is cache.open[file.inode] for file in ops._files.values()),
-            "notified": dict(ops._told),
+            "notified": dict(ops._sent_changes),
             "seen": dict(ops._seen),
             "appending": dict(ops._appending),
-            "changes": ops._changes,
-            "named": list(ops._naming.told),
+            "changes": ops.change_count,
+            "named": list(ops._naming.names),
             "barred": dict(ops.published._barred),
             "writing": set(ops.published._writing),
             "counters": {name: vfs.meta.counters[name] for name in ("changes", "repeats", "sessions")},
@@ -256,7 +256,7 @@ class Mounted(Reading):
             "held": dict(vfs.meta.once.held),
             "spent": sum(times.counts) if (times := self.engine.spent.times[Op.CREATE]) is not None else 0,
             "in flight": len([one for one in connection._in_flight.values() if one[4] == META_CREATE]),
-            "calls": (TALLY.calls.begun - TALLY.calls.ended) - len(connection._in_flight),
+            "calls": (RPC_STATS.calls.begun - RPC_STATS.calls.ended) - len(connection._in_flight),
         }
 
 
@@ -994,7 +994,7 @@ async def test_bug_in_the_client_state_is_reported(kernel):
 
 @on_fast_path
 async def test_bug_before_the_reply_fails_one_request(kernel):
-    handles = kernel.ops._handles
+    handles = kernel.ops.handles
     unique, call = await kernel.pending_create(b"f")
     other, later = await kernel.pending_create(b"g")
     last, handles._last = handles._last, None

@@ -17,11 +17,11 @@ from nvpool.core.units import KIB, MIB
 from nvpool.fuse.fast_path import remote_reads
 from nvpool.fuse.protocol import requests
 from nvpool.fuse.protocol.constants import Op
-from nvpool.rpc.stats import TALLY
+from nvpool.rpc.stats import RPC_STATS
 from nvpool.rpc.v1.wire_pb2 import DATA_READ
 from tests.unit.test_client_shortcut import BLOCK, ME, Host, evict, run_whole
 
-FAR = ClientOptions(deadline_s=20.0, short_cut=False)
+FAR = ClientOptions(deadline_s=20.0, short_circuit=False)
 
 
 class StoreProxy:
@@ -31,8 +31,8 @@ class StoreProxy:
         self.service = service
         self.asked = 0
         self.instead = None
-        reads = service.at_once
-        self.at_once = None if reads is None else lambda *all: 0 if self.instead else reads.answer(*all)
+        reads = service.fast_path
+        self.fast_path = None if reads is None else lambda *all: 0 if self.instead else reads.answer(*all)
 
     def __call__(self, call):
         if call.method == DATA_READ:
@@ -483,7 +483,7 @@ async def test_bug_before_the_request_is_an_error(kernel):
 @on_fast_path
 async def test_statistics_are_those_of_the_slow_path(kernel):
     number = await kernel.open()
-    chunks, calls = kernel.vfs.chunks, TALLY.calls
+    chunks, calls = kernel.vfs.chunks, RPC_STATS.calls
     before = (
         chunks.counters["reads"],
         calls.begun,

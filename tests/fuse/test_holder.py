@@ -131,7 +131,7 @@ def test_pending_page_does_not_keep_a_killed_process(own):
     """A reader waits for a silent store, and another mount changes the file: the kernel delays the notification of it until
     the page has come.
     """
-    held = own.mount(own.directory.parent / "m-notice", "--holder", "--no-short-cut")
+    held = own.mount(own.directory.parent / "m-notice", "--holder", "--no-short-circuit")
     other = own.mount(own.directory.parent / "m-changes", "--no-holder")
     content = random.Random(3).randbytes(3 << 20)
     (other.place / "awaited").write_bytes(content)

@@ -50,7 +50,7 @@ class KeepingKernel(Kernel):
             ops.kept = SimpleNamespace(word=lambda word: words[word])
             self.last = before.last
             engine._asked_again = True
-            ops.told_before = lambda: None
+            ops.invalidate_inherited = lambda: None
             ops.all_came_again = lambda in_work: setattr(self, "came_again", in_work)
             engine._is_awaited = lambda unique: unique in awaited
 

@@ -601,7 +601,7 @@ async def test_submitted_create_replies_before_bookkeeping(kernel):
     heard, error, answer = await kernel.receive()
     made = replies.read("create", answer)
     assert (heard, error) == (asked, 0) and made.open_flags == 0 and ops._files[made.fh].inode == made.nodeid
-    assert not kernel.engine._work and made.nodeid in ops._told and ops._seen[made.nodeid][1]
+    assert not kernel.engine._work and made.nodeid in ops._sent_changes and ops._seen[made.nodeid][1]
     with pytest.raises(OSError) as refused:
         await kernel.request(Op.GETXATTR, (0,), node=made.nodeid, names=(b"security.capability",))
     assert refused.value.errno == errno.ENODATA

@@ -25,7 +25,7 @@ VICTIMS = {
     "serving": ((Program.MOUNT,), ()),
     "old-kernel": ((Program.MOUNT,), ("--no-resend",)),
     "old-kernel-all": ((Program.MOUNT, Program.MOUNT_HOLDER, Program.MOUNT_NOTIFIER), ("--no-resend",)),
-    "over-tcp": ((Program.MOUNT,), ("--transport=stream", "--no-short-cut")),
+    "over-tcp": ((Program.MOUNT,), ("--transport=stream", "--no-short-circuit")),
     "one-of-two": ((Program.MOUNT, Program.MOUNT_WORKER), ("--workers", "2")),
     "reader": ((Program.MOUNT_WORKER,), ("--workers", "2")),
     "holder": ((Program.MOUNT_HOLDER,), ()),

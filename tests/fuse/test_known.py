@@ -54,7 +54,7 @@ class Both(Reading):
 
     def client_state(self):
         ops = self.ops
-        return dict(ops._told), [one for named in ops._named for one in named.told], dict(ops._seen)
+        return dict(ops._sent_changes), [one for named in ops._named for one in named.names], dict(ops._seen)
 
     async def both(self, opcode, body=(), *, here=True, **more):
         """(error, reply) of the request, which is `here` if the fast path handles it."""
@@ -63,8 +63,8 @@ class Both(Reading):
         compiled = await self.once(opcode, body, **more)
         assert (reply_count(step) > before) == here
         compiled_notified, compiled_named, compiled_seen = self.client_state()
-        self.ops._told.clear()
-        self.ops._told.update(notified)
+        self.ops._sent_changes.clear()
+        self.ops._sent_changes.update(notified)
         self.engine._known = None
         ordinary = await self.once(opcode, body, **more)
         self.engine._known = step
@@ -368,17 +368,17 @@ def state_of(kernel, inode):
     opened = (
         None
         if file is None
-        else (file.handles, file.opened, file.untold, file.grant, file.grant_rights, file.attr.change)
+        else (file.handles, file.opened, file.unreported, file.grant, file.grant_rights, file.attr.change)
     )
     return (
         opened,
         inode in vfs.cache._attrs,
         shard.open.get(inode),
-        shard.untold.get(inode),
+        shard.unreported.get(inode),
         lease and lease.grant,
         inode in ops._paged,
         ops._seen.get(inode),
-        ops._told.get(inode),
+        ops._sent_changes.get(inode),
         len(ops._files),
         dict(ops.published._barred),
     )
@@ -517,10 +517,10 @@ async def test_forgotten_inode_is_forgotten(kernel):
     inode, handle = await kernel.create_in(there, b"f")
     await kernel.close(inode, handle)
     await kernel.attributes(inode)
-    assert inode in kernel.ops._told and inode in kernel.ops._seen
+    assert inode in kernel.ops._sent_changes and inode in kernel.ops._seen
     kernel.send(Op.FORGET, (1,), node=inode)
     await kernel.expect_no_reply()
-    assert inode not in kernel.ops._told and inode not in kernel.ops._seen
+    assert inode not in kernel.ops._sent_changes and inode not in kernel.ops._seen
 
 
 @on_a_mount()
@@ -578,9 +578,9 @@ def no_numbers(kernel):
     def take(*_, **__):
         raise errors.TooManyOpen("as many as there may be")
 
-    kernel.ops._handles.take = take
+    kernel.ops.handles.take = take
     yield
-    del kernel.ops._handles.take
+    del kernel.ops.handles.take
 
 
 @on_both_paths
@@ -633,14 +633,14 @@ async def test_bug_in_a_release_does_not_lose_later_ones(kernel):
     handles = [
         replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode)).fh for _ in range(3)
     ]
-    give_back = kernel.ops._handles.give_back
+    give_back = kernel.ops.handles.give_back
 
     def broken(number):
         if number == handles[0]:
             raise RuntimeError("a bug")
         give_back(number)
 
-    kernel.ops._handles.give_back = broken
+    kernel.ops.handles.give_back = broken
     for handle in handles:
         kernel.send(Op.RELEASE, (handle, 0, 0, 0), node=inode)
     assert [(await kernel.receive())[1] for _ in handles] == [-errno.EIO, 0, 0]
@@ -731,10 +731,10 @@ async def test_random_states_agree_with_the_slow_path(kernel):
                 (Op.LOOKUP, (), chance.choice(directories), (name,)),
                 (Op.GETATTR, (0, 0), chance.choice(directories + inodes), ()),
             ):
-                kernel.ops._told.clear()
-                compiled = kernel.on_fast_path(*request), dict(kernel.ops._told)
-                kernel.ops._told.clear()
-                assert compiled == (kernel.on_slow_path(*request), dict(kernel.ops._told))
+                kernel.ops._sent_changes.clear()
+                compiled = kernel.on_fast_path(*request), dict(kernel.ops._sent_changes)
+                kernel.ops._sent_changes.clear()
+                assert compiled == (kernel.on_slow_path(*request), dict(kernel.ops._sent_changes))
                 said[None if compiled[0] is None else compiled[0][0]] += 1
     assert min(said[answer] for answer in (None, 0, -errno.ENOENT)) > 200
     for table in tables:
@@ -747,7 +747,7 @@ def test_client_without_leases_trusts_its_cache_briefly():
         host = Host()
         async with host:
             client = await host.pool.client(
-                "unlent", ClientOptions(leases=False, short_cut=False, fresh_s=3600.0)
+                "unlent", ClientOptions(leases=False, short_circuit=False, fresh_s=3600.0)
             )
             host.vfs = client.vfs
             async with Both(host) as kernel:

@@ -33,7 +33,7 @@ def held(own, request):
         own.directory.parent / f"m-{request.node.name[:40].replace('[', '-').rstrip(']')}",
         "--holder",
         "--no-resend",
-        "--no-short-cut",
+        "--no-short-circuit",
     )
     yield made
     end(made)

@@ -19,7 +19,7 @@ from nvpool.fuse.fast_path import small_files
 from nvpool.fuse.protocol import replies
 from nvpool.fuse.protocol.constants import Op
 from nvpool.poolmap.layout import chain_of
-from nvpool.rpc.stats import TALLY
+from nvpool.rpc.stats import RPC_STATS
 from nvpool.rpc.v1.wire_pb2 import DATA_READ
 from tests.unit.test_client_shortcut import BLOCK, ME, evict, run_whole, some
 
@@ -506,7 +506,7 @@ async def opened_by_lease(kernel, content):
     assert entry.nodeid == inode
     number = await kernel.open(inode)
     file = kernel.handle(number).file
-    assert file.untold
+    assert file.unreported
     return number, file
 
 
@@ -520,12 +520,12 @@ async def test_unreported_open_is_valid_during_its_lease(kernel):
     unique = kernel.send_read(number, 0, 8 * KIB)
     await wait_for_requests(kernel, calls)
     kernel.host.instead(None)
-    file.untold = True
+    file.unreported = True
     kernel.vfs.leases._leases.pop(file.inode, None)
     for call in calls:
         proxy_of(kernel, call).service.handle(call)
     assert await kernel.receive() == (unique, 0, some(6000, 2))
-    assert not file.untold, "the open is reported to its shard"
+    assert not file.unreported, "the open is reported to its shard"
 
 
 @on_both_paths
@@ -536,18 +536,18 @@ async def test_zeros_of_a_removed_file_are_an_error(kernel):
     unique = kernel.send_read(number, 0, 8 * KIB)
     await wait_for_requests(kernel, calls)
     kernel.host.instead(None)
-    file.untold = True
+    file.unreported = True
     kernel.vfs.leases._leases.pop(file.inode, None)
 
     async def gone(inode):
         raise errors.NotFound
 
-    kernel.vfs.meta.tell_opened = gone
+    kernel.vfs.meta.report_opens = gone
     for call in calls:
         proxy_of(kernel, call).service.handle(call)
     heard, error, _ = await kernel.receive()
     assert heard == unique and error in (-errno.ENOENT, -errno.ESTALE)
-    del kernel.vfs.meta.tell_opened
+    del kernel.vfs.meta.report_opens
     kernel.vfs.reader.forget_contents()
 
 
@@ -691,7 +691,7 @@ async def test_bug_in_the_fallback_is_an_error(kernel):
 
 @on_fast_path
 async def test_calls_are_counted_as_on_the_slow_path(kernel):
-    calls = TALLY.calls
+    calls = RPC_STATS.calls
     numbers = [
         await kernel.open(inode) for inode in await kernel.make([some(BLOCK, seed) for seed in range(10)])
     ]

@@ -25,7 +25,7 @@ from nvpool.rpc.v1.wire_pb2 import META_REPORT
 from nvpool.shm.mount_state import KeptMemory
 from nvpool.testing.fakes.local_pool import LocalPool
 
-OPTIONS = ClientOptions(deadline_s=20.0, retry_first_s=0.001, short_cut=False)
+OPTIONS = ClientOptions(deadline_s=20.0, retry_first_s=0.001, short_circuit=False)
 WAYS = ("compiled", "in-the-client", "ordinary")
 
 
@@ -160,18 +160,18 @@ async def test_small_file_is_written_closed_and_read(kernel):
     for number, length in enumerate((4096, 5000, 32768, 100, 40_000)):
         content = os.urandom(length)
         inode, handle = await kernel.new(b"%d" % number)
-        changes, written_bytes = ops._changes, engine.written_bytes
+        changes, written_bytes = ops.change_count, engine.written_bytes
         assert await kernel.write(handle, content) == length
-        assert ops._changes == changes + 1 and engine.written_bytes == written_bytes + length
+        assert ops.change_count == changes + 1 and engine.written_bytes == written_bytes + length
         assert inode in ops._paged
         await kernel.flush(handle)
         assert (
-            ops._changes == changes + 2
+            ops.change_count == changes + 2
             and not engine._work
             and ops._seen[inode][0] == ops._files[handle].attr.change
         )
         await kernel.flush(handle)  # nothing is left to report
-        assert ops._changes == changes + 2
+        assert ops.change_count == changes + 2
         assert await kernel.read(handle) == content
         assert await kernel.write(handle, b"more", length) == 4  # the file is no longer empty
         await kernel.flush(handle)

@@ -15,7 +15,7 @@ from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import InvalidRequest
 from nvpool.core.units import KIB
 from nvpool.fuse.fast_path import remote_reads, small_files
-from nvpool.rpc.stats import TALLY
+from nvpool.rpc.stats import RPC_STATS
 from nvpool.rpc.transports.frame import HEADER, HEADER_BYTES
 from nvpool.rpc.v1.wire_pb2 import DATA_READ
 from tests.unit.test_client_shortcut import BLOCK, run_whole, some
@@ -178,7 +178,7 @@ async def test_replies_of_two_engines_and_others_share_a_buffer(two):
                     deadline_s=SYSTEM_CLOCK.boottime_s() + 60,
                     on_done=lambda reply, error, errors=errors: errors.append(type(error)),
                 )
-        counts = TALLY.calls.by_method[DATA_READ].counts
+        counts = RPC_STATS.calls.by_method[DATA_READ].counts
         ended = sum(counts)
         said = await two.held_frames()
         assert all(kernel.began > before for kernel, before in zip(two.kernels, begun, strict=True))

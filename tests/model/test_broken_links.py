@@ -16,7 +16,7 @@ from nvpool.testing.sim.pool import SimPool
 from nvpool.testing.sim.scenario import _few_chains
 
 ME = Caller(1000, 1000)
-OPTIONS = ClientOptions(deadline_s=30.0, transport="inproc", short_cut=False, fresh_s=0.0, attr_s=0.0)
+OPTIONS = ClientOptions(deadline_s=30.0, transport="inproc", short_circuit=False, fresh_s=0.0, attr_s=0.0)
 CUT_S, WRITE_S = 45.0, 15.0
 
 
@@ -64,7 +64,7 @@ def test_writes_continue_while_two_nodes_are_cut_apart(ways, etcd):
                 await asyncio.sleep(0.5)
             assert pool.is_whole()
             assert not pool.replica_problems()
-            return pool.failures + pool.truths.problems
+            return pool.failures + pool.invariants.problems
 
     loop = VirtualLoop()
     asyncio.set_event_loop(loop)

@@ -80,7 +80,7 @@ def test_primary_that_ignores_its_lease_is_found(monkeypatch):
 
 
 def test_target_that_ignores_its_lease_is_found(monkeypatch):
-    monkeypatch.setattr(serving_lease.Tenure, "holds", lambda self: True)
+    monkeypatch.setattr(serving_lease.ServingLease, "holds", lambda self: True)
     assert found(
         range(1, 41),
         replicas=2,
@@ -202,7 +202,7 @@ def test_shard_that_shows_locked_records_is_found(monkeypatch):
 
 
 def test_migration_that_misses_later_changes_is_found(monkeypatch):
-    monkeypatch.setattr(migration_source.Giver, "_note", lambda self, changed: None)
+    monkeypatch.setattr(migration_source.MigrationSource, "_note", lambda self, changed: None)
     assert found(range(1, 41), shards=1, moving=True, kinds={"cut": 1}, only=NAMES)
 
 
@@ -254,7 +254,7 @@ def test_version_floor_that_mixes_epochs_is_found(monkeypatch):
             ),
         )
     monkeypatch.setattr(
-        orphan_chunks.Strays,
+        orphan_chunks.OrphanChunks,
         "_goes",
         lambda self, name, version: self._is_due(name) and version >> 32 <= self._epochs[name],
     )
