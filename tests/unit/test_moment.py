@@ -183,7 +183,7 @@ def test_dump_continues_after_a_new_primary(monkeypatch, tmp_path):
 
 
 def test_check_that_never_ends_reports_the_reason(monkeypatch):
-    monkeypatch.setattr("nvpool.sdk.admin.snapshot_barrier.ANEW_MAX", 2)
+    monkeypatch.setattr("nvpool.sdk.admin.snapshot_barrier.RESTARTS_MAX", 2)
 
     async def main(names: Names) -> None:
         ask = AdminCalls.shard

@@ -147,14 +147,14 @@ async def test_fsck_finds_and_repairs_volume_damage(shard):
     for plant, word in (
         (lambda: shard.put(volume_key(USE, root), volumes.encode_use(VolumeUse(7, 9))), "are counted"),
         (lambda: shard.put(volume_key(USE, root), b"?"), "use of a volume"),
-        (lambda: shard.put(volume_key(USE, root), None), "nothing tells the use"),
+        (lambda: shard.put(volume_key(USE, root), None), "has no usage record"),
         (
             lambda: shard.put(volume_key(ATTACHED, root + 1, b"me"), volumes.encode_attached(T)),
             "attached to volume",
         ),
         (lambda: shard.put(volume_key(ATTACHED, root, b"me"), b"?"), "an attachment"),
         (lambda: shard.put(volume_key(VOLUME, file), record), "has no directory"),
-        (lambda: shard.put(volume_key(USE, file), use), "use is told of volume"),
+        (lambda: shard.put(volume_key(USE, file), use), "a usage record names volume"),
         (
             lambda: shard.put(trash_key(root, file), volumes.encode_trashed(Trashed(T, T, root, b"x"))),
             "not in it",
