@@ -185,9 +185,9 @@ def test_each_shard_gets_the_desired_standbys_on_own_drives(drives, wanted, data
     there = after_all_steps(a_map(*drives, racks=racks, wanted=wanted))
     for number in data.draw(st.lists(st.integers(1, len(drives)), max_size=3)):
         request = data.draw(st.sampled_from(["drain", "share"]))
-        with_desired_state = shard_placement.with_node(there, number, desired_state=request)
-        if any(node.desired_state == "share" for node in with_desired_state.nodes):
-            there = after_all_steps(with_desired_state)
+        requested = shard_placement.with_node(there, number, desired_state=request)
+        if any(node.desired_state == "share" for node in requested.nodes):
+            there = after_all_steps(requested)
     shard, places = there.shards[0], [ShardLocation(*place) for place in where(there)]
     free = shard_placement.good_places(there)
     assert len(set(places)) == len(places)
