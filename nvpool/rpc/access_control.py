@@ -211,7 +211,10 @@ class Callers:
         if self._admit_unauthenticated and not peer.member:
             return CallerRights(Role.UNAUTHENTICATED, "", _REFUSED[Role.UNAUTHENTICATED, peer.local])
         role, user = role_of(peer, self.operators), acts_as(peer, self.operators)
-        owner = "" if role == Role.NODE else peer.member or f"uid/{peer.credentials.uid}"
+        owner = "" if role == Role.NODE else peer.member
+        if role != Role.NODE and not owner:
+            assert peer.credentials is not None  # a peer with neither member nor credentials is a node
+            owner = f"uid/{peer.credentials.uid}"
         refused = _REFUSED[role, peer.local]
         return CallerRights(role, owner, refused if user is None else refused | _REFUSED_METADATA, user)
 
@@ -229,7 +232,7 @@ def _refusal(method: int, caller: CallerRights, peer: Peer) -> str:
     if caller.role == Role.UNAUTHENTICATED:
         return "a peer without a certificate may only ask how to join; show a certificate of this pool"
     name = wire.Method.Name(method)
-    if caller.role == Role.USER:
+    if caller.role == Role.USER and caller.user is not None:
         return (
             f"user {caller.user.uid} has not the rights of a node, which {name} needs; ask root, or a member of the "
             "operator group (access.operators)"

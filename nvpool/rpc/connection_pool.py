@@ -169,7 +169,15 @@ class Dialer:
             return connection.call(method, message, payload, deadline_s=deadline_s, into=into)
         return self._connect_and_call(endpoints, method, message, payload, deadline_s, into)
 
-    async def _connect_and_call(self, endpoints, method, message, payload, deadline_s, into) -> Reply:
+    async def _connect_and_call(
+        self,
+        endpoints: Endpoints,
+        method: int,
+        message: Buffer,
+        payload: Sequence[Buffer],
+        deadline_s: float,
+        into: memoryview | None,
+    ) -> Reply:
         connection = await self.connect(endpoints, deadline_s)
         return await connection.call(method, message, payload, deadline_s=deadline_s, into=into)
 
@@ -226,10 +234,9 @@ class Dialer:
         if former is not None:
             former.cancel()
         if not self._closed and self._better(endpoints):
-            self._returning[endpoints] = task = asyncio.get_running_loop().create_task(
-                self._return(endpoints)
-            )
-            task.add_done_callback(lambda done: self._returned(endpoints, done))
+            returning = asyncio.get_running_loop().create_task(self._return(endpoints))
+            self._returning[endpoints] = returning
+            returning.add_done_callback(lambda done: self._returned(endpoints, done))
 
     async def _make(self, endpoints: Endpoints, attempt: _Attempt) -> tuple[Connection, int]:
         self._refresh_identity()

@@ -14,6 +14,7 @@ import logging
 from google.protobuf.message import DecodeError
 
 from nvpool.core.errors import BY_WIRE_CODE, Bug, Cancelled, NvpoolError
+from nvpool.rpc.api import Buffer
 from nvpool.rpc.v1 import wire_pb2
 
 _log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ def encode_error(error: BaseException) -> tuple[int, bytes]:
     return code, message.SerializeToString()
 
 
-def decode_error(code: int, raw) -> NvpoolError:
+def decode_error(code: int, raw: Buffer) -> NvpoolError:
     """The error that the other side sent. Never raises: an unreadable error keeps at least its family."""
     error_class = BY_WIRE_CODE.get(code) or BY_WIRE_CODE.get(code // 100 * 100) or Bug
     message = wire_pb2.Error()

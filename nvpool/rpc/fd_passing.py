@@ -23,7 +23,7 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from nvpool.core import errors
 from nvpool.core.errors import (
@@ -90,13 +90,16 @@ class Handover:
         self._sock = sock
         self._loop.add_reader(sock.fileno(), self._accept)
 
-    def allows(self, uid: int, groups: set[int]) -> bool:
+    def allows(self, uid: int, groups: Container[int]) -> bool:
         return uid in (0, os.geteuid()) or (self._group is not None and self._group in groups)
 
     def _accept(self) -> None:
+        listening = self._sock
+        if listening is None:
+            return
         for _ in range(_ACCEPTS_A_TURN):
             try:
-                sock, _ = self._sock.accept()
+                sock, _ = listening.accept()
             except OSError:  # no more clients; or no free descriptor: served when there is one
                 return
             with sock:
@@ -162,8 +165,8 @@ async def _received(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> tup
             )
             break
         except BlockingIOError:
-            ready = loop.create_future()
-            loop.add_reader(sock.fileno(), lambda waiting=ready: waiting.done() or waiting.set_result(None))
+            ready: asyncio.Future[None] = loop.create_future()
+            loop.add_reader(sock.fileno(), _set_ready, ready)
             try:
                 await ready
             finally:
@@ -188,3 +191,8 @@ async def _received(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> tup
             os.close(descriptor)
         raise
     return said[_HEAD.size :], descriptors
+
+
+def _set_ready(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 
 from nvpool.core.errors import CorruptFrame, ProtocolMismatch
 from nvpool.core.version import VERSION
-from nvpool.rpc.api import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Greeting
+from nvpool.rpc.api import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Buffer, Greeting
 from nvpool.rpc.v1 import wire_pb2
 
 SOFTWARE = f"nvpool {VERSION}"
@@ -39,7 +39,7 @@ def encode_hello(greeting: Greeting, offers: Iterable[str] = ()) -> bytes:
     ).SerializeToString()
 
 
-def check_hello(raw, greeting: Greeting) -> wire_pb2.Hello:
+def check_hello(raw: Buffer, greeting: Greeting) -> wire_pb2.Hello:
     """Decode the other side's Hello and check that both sides can communicate.
 
     ProtocolMismatch   no common version, or another pool; the text names both sides

@@ -31,11 +31,12 @@ import logging
 import os
 import resource
 from collections import deque
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 from nvpool.core.clock import SYSTEM_CLOCK, Clock, stopwatch_s
 from nvpool.core.errors import Busy
-from nvpool.rpc.api import Peer
+from nvpool.rpc.api import Buffer, Peer
 from nvpool.rpc.peer_roles import Role, role_of
 from nvpool.rpc.stats import RPC_STATS
 
@@ -568,19 +569,19 @@ class Metered:
 
     __slots__ = ("sent", "_transport")
 
-    def __init__(self, transport) -> None:
+    def __init__(self, transport: asyncio.Transport) -> None:
         self.sent = 0
         self._transport = transport
 
-    def write(self, raw) -> None:
+    def write(self, raw: Buffer) -> None:
         self.sent += len(raw)
         self._transport.write(raw)
 
-    def writelines(self, pieces) -> None:
+    def writelines(self, pieces: Sequence[Buffer]) -> None:
         self.sent += sum(map(len, pieces))
         self._transport.writelines(pieces)
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
 

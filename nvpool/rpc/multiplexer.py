@@ -48,6 +48,10 @@ TICK_S = 0.001
 
 _NUMBER_MASK = 0xFFFFFFFF
 OnDone = Callable[[Reply | None, BaseException | None], Any]
+_InFlight = tuple[OnDone, memoryview | None, float, int, int, float]
+"""A sent request: on_done, into, deadline_s, room, method, send time."""
+_Waiting = tuple[OnDone, memoryview | None, float, int, int, Buffer, Sequence[Buffer], int]
+"""A request before it is sent: on_done, into, deadline_s, room, method, message, payload, bytes of the payload."""
 
 
 class Asker:
@@ -64,9 +68,8 @@ class Asker:
         self._loop = loop
         self._now_s = clock.boottime_s
         self._calls = RPC_STATS.calls
-        self._in_flight: dict[int, tuple[OnDone, memoryview | None, float, int, int, float]] = {}
-        """Request number -> (on_done, into, deadline_s, room, method, send time)."""
-        self._waiting: OrderedDict[int, tuple] = OrderedDict()
+        self._in_flight: dict[int, _InFlight] = {}
+        self._waiting: OrderedDict[int, _Waiting] = OrderedDict()
         self._number = 0
         self._writable = True
         self._timer: asyncio.TimerHandle | None = None
@@ -100,7 +103,7 @@ class Asker:
         deadline_s: float,
         into: memoryview | None = None,
     ) -> Reply:
-        future = self._loop.create_future()
+        future: asyncio.Future[Reply] = self._loop.create_future()
         number = self._begin(method, message, payload, deadline_s, into, partial(_settle, future))
         try:
             return await future
@@ -132,7 +135,16 @@ class Asker:
 
     # -- request table
 
-    def _begin(self, method, message, payload, deadline_s, into, on_done, room=0) -> int:
+    def _begin(
+        self,
+        method: int,
+        message: Buffer,
+        payload: Sequence[Buffer],
+        deadline_s: float,
+        into: memoryview | None,
+        on_done: OnDone,
+        room: int = 0,
+    ) -> int:
         payload_bytes = sum(map(len, payload)) if payload else 0
         if self.closed:
             return self._refuse(on_done, Disconnected(self._end_reason, may_be_applied=False))
@@ -164,7 +176,7 @@ class Asker:
             return self._refuse(on_done, Busy(f"{WAITING_MAX} requests wait for {self.peer.name} already"))
         return number
 
-    def _refuse(self, on_done, error: NvpoolError) -> int:
+    def _refuse(self, on_done: OnDone, error: NvpoolError) -> int:
         # Through the loop, because a caller of submit does not expect on_done before submit returns.
         self._loop.call_soon(on_done, None, error)
         return 0
@@ -172,8 +184,8 @@ class Asker:
     def _pump(self) -> None:
         """Send waiting requests while the connection is writable and has free slots."""
         while self._waiting and self._writable and len(self._in_flight) < IN_FLIGHT_MAX:
-            number, (on_done, into, deadline_s, room, *request) = self._waiting.popitem(last=False)
-            method, message, payload, payload_bytes = request
+            number, entry = self._waiting.popitem(last=False)
+            on_done, into, deadline_s, room, method, message, payload, payload_bytes = entry
             now_s = self._now_s()
             left_ms = max(1, int((deadline_s - now_s) * 1000))
             self._in_flight[number] = (on_done, into, deadline_s, room, method, now_s)
@@ -205,7 +217,7 @@ class Asker:
 
     def _give_up(self, number: int, error: NvpoolError | None) -> None:
         """End a request from this side. Without an error the caller has cancelled it and is not called."""
-        entry = self._in_flight.pop(number, None)
+        entry: _InFlight | _Waiting | None = self._in_flight.pop(number, None)
         if entry is not None:
             if not self.closed:
                 self._send_cancel(number)
@@ -222,7 +234,7 @@ class Asker:
         if self._waiting:
             self._pump()
 
-    def _complete_with_error(self, on_done, error: NvpoolError) -> None:
+    def _complete_with_error(self, on_done: OnDone, error: NvpoolError) -> None:
         try:
             on_done(None, error)
         except Exception as raised:
@@ -268,11 +280,11 @@ class Asker:
         for entry in in_flight.values():
             self._calls.failed(entry[4], Disconnected.wire_code)
             self._complete_with_error(entry[0], Disconnected(reason))
-        for entry in waiting.values():
-            self._complete_with_error(entry[0], Disconnected(reason, may_be_applied=False))
+        for unsent in waiting.values():
+            self._complete_with_error(unsent[0], Disconnected(reason, may_be_applied=False))
 
 
-def _settle(future: asyncio.Future, reply: Reply | None, error: BaseException | None) -> None:
+def _settle(future: asyncio.Future[Any], reply: Reply | None, error: BaseException | None) -> None:
     if future.done():
         return
     if error is None:
@@ -486,7 +498,12 @@ class Answerer:
         self.draining = True
         if not self._in_work or timeout_s <= 0:
             return
-        idle = asyncio.get_running_loop().create_future()
-        self._on_idle = lambda: idle.done() or idle.set_result(None)
+        idle: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def on_idle() -> None:
+            if not idle.done():
+                idle.set_result(None)
+
+        self._on_idle = on_idle
         await asyncio.wait([idle], timeout=timeout_s)
         self._on_idle = None

@@ -34,7 +34,8 @@ def transport(scheme: str) -> Transport | None:
     if where is None:
         return None
     module, _, name = where.partition(":")
-    return getattr(import_module(module), name)()
+    made: Transport = getattr(import_module(module), name)()
+    return made
 
 
 @lru_cache(maxsize=1)
@@ -70,13 +71,17 @@ def only(scheme: str) -> dict[str, Transport] | None:
     if found is None:
         return None
     if scheme in ("rdma", "rdma+unix"):
-        return {stream: upgrading(stream) for stream in ("stream", "stream+unix")}
+        return {
+            stream: ours for stream in ("stream", "stream+unix") if (ours := upgrading(stream)) is not None
+        }
     return {scheme: found}
 
 
 def transports() -> dict[str, Transport]:
     """All transports by scheme, highest rank first. Loads all of them."""
-    found = {scheme: transport(scheme) for scheme in OURS.keys() | _installed().keys()}
+    found = {
+        scheme: one for scheme in OURS.keys() | _installed().keys() if (one := transport(scheme)) is not None
+    }
     return dict(sorted(found.items(), key=lambda item: -item[1].rank))
 
 

@@ -8,25 +8,26 @@ Requests are not retried here.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol
 
 from nvpool.core.errors import Unreachable, WrongTarget
 from nvpool.core.futures import abandon
 from nvpool.poolmap.model import PoolMap
-from nvpool.rpc.api import Reply
+from nvpool.rpc.api import Buffer, Reply
 
 
 class TargetDialer(Protocol):
-    async def call(
+    def call(
         self,
         endpoints: tuple[str, ...],
         method: int,
         message: bytes,
-        payload=(),
+        payload: Sequence[Buffer] = (),
         *,
         deadline_s: float,
         into: memoryview | None = None,
-    ) -> Any: ...
+    ) -> Awaitable[Reply]: ...
 
 
 class TargetCalls:
@@ -61,9 +62,11 @@ class TargetCalls:
             self._dialer.call(known.endpoints, method, message, deadline_s=deadline_s)
         )
         try:
-            await asyncio.wait([asked, gone], return_when=asyncio.FIRST_COMPLETED)
+            both: list[asyncio.Future[Any]] = [asked, gone]
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if asked.done():
                 return asked.result()
+            assert self.map is not None  # it was, and `use_map` only replaces it
             raise Unreachable(f"target {target} does not serve any more, by the map {self.map.epoch}")
         finally:
             abandon(asked)

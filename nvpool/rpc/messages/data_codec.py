@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from struct import Struct
+from typing import Any, TypeVar
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from nvpool.core.errors import CorruptFrame, InvalidRequest, TooBig
 from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX
@@ -59,6 +60,8 @@ LOCATE_BYTES_MAX = 2 << 20
 """Most bytes of runs and checksums in one reply; entries beyond it are left unanswered."""
 
 _BLOCK_MASK = BLOCK_BYTES - 1
+
+_Reply = TypeVar("_Reply", bound=Message)
 
 
 # -- the most common messages without protobuf: the same bytes, a quarter of the time ------------------------
@@ -205,6 +208,7 @@ def encode_write_reply(epoch: int, results: bytes | bytearray) -> bytes:
 
 def decode_write_reply(message: Buffer) -> bytes:
     """Return the packed results. CorruptFrame: not a WriteReply. The field is not checked."""
+    results: bytes
     if len(message) == _WRITE_REPLY_BYTES:
         one, _, two, results_bytes, results = _WRITE_REPLY.unpack(message)
         if one == 0x09 and two == 0x12 and results_bytes == 16:
@@ -212,7 +216,7 @@ def decode_write_reply(message: Buffer) -> bytes:
     return decoded(WriteReply, message).results
 
 
-def decoded(reply_type, raw: Buffer):
+def decoded(reply_type: type[_Reply], raw: Buffer) -> _Reply:
     """Decode a reply of another process.
 
     CorruptFrame: not of that type. Never raises a protobuf exception.
@@ -250,7 +254,7 @@ def pack_reads(entries: Iterable[tuple[int, int, int, int, int, int]]) -> bytes:
     return b"".join([pack(*entry) for entry in entries])
 
 
-def unpack_reads(raw, grant_count: int) -> list[tuple[int, int, int, int, int, int]]:
+def unpack_reads(raw: Buffer, grant_count: int) -> list[tuple[int, int, int, int, int, int]]:
     """Return (inode, index, offset, length, grant, flags) of each read of a request.
 
     Each read covers whole blocks inside the largest chunk and names a grant of the request. InvalidRequest:
@@ -277,7 +281,7 @@ def pack_read_results(results: Iterable[tuple[int, int, int, int]]) -> bytes:
 
 
 def unpack_read_results(
-    raw, lengths: Iterable[int], payload_bytes: int, checksums
+    raw: Buffer, lengths: Iterable[int], payload_bytes: int, checksums: Buffer
 ) -> list[tuple[int, int, int, int]]:
     """Return (status, flags, length, version) of each read that was requested with `lengths`.
 
@@ -306,7 +310,7 @@ def pack_writes(entries: Iterable[tuple[int, int, int, int, int, int, int, int]]
 
 
 def unpack_writes(
-    raw, grant_count: int, payload_bytes: int, checksums
+    raw: Buffer, grant_count: int, payload_bytes: int, checksums: Buffer
 ) -> list[tuple[int, int, int, int, int, int, int, int]]:
     """Return the fields of each write, as in WRITE_ENTRY.
 
@@ -341,7 +345,7 @@ def pack_write_results(results: Iterable[tuple[int, int, int, int]]) -> bytes:
     return b"".join([pack(*result) for result in results])
 
 
-def unpack_write_results(raw, count: int) -> list[tuple[int, int, int, int]]:
+def unpack_write_results(raw: Buffer, count: int) -> list[tuple[int, int, int, int]]:
     """Return (status, flags, reserved, version) of each of `count` writes.
 
     CorruptFrame: there are more or fewer.
@@ -357,14 +361,16 @@ def pack_inodes(inodes: Iterable[int]) -> bytes:
     return b"".join([pack(inode) for inode in inodes])
 
 
-def unpack_inodes(raw) -> list[int]:
+def unpack_inodes(raw: Buffer) -> list[int]:
     """Return the inode numbers (u64). InvalidRequest: the length is not a multiple of 8 bytes."""
     if len(raw) % 8:
         raise InvalidRequest(f"{len(raw)} bytes are not whole inode numbers")
     return [number for (number,) in INODE.iter_unpack(raw)]
 
 
-def _unpack(entry: Struct, raw, error: type[InvalidRequest] | type[CorruptFrame]) -> list[tuple]:
+def _unpack(
+    entry: Struct, raw: Buffer, error: type[InvalidRequest] | type[CorruptFrame]
+) -> list[tuple[Any, ...]]:
     count, rest = divmod(len(raw), entry.size)
     if rest or not 0 < count <= BATCH_ENTRIES_MAX:
         raise error(

@@ -72,7 +72,7 @@ class DirectoryPage:
     def __init__(self, packed: bytes) -> None:
         """Decode packed entries. CorruptFrame: the bytes are not complete entries."""
         self.names: list[bytes] = []
-        self.words: list[tuple] = []
+        self.words: list[tuple[int, ...]] = []
         self.records: list[bytes] = []
         names, words, records = self.names, self.words, self.records
         unpack, at, end = ENTRY.unpack, 0, len(packed)
@@ -187,7 +187,8 @@ def attr_of(record: bytes) -> Attr:
 
 
 def change_of(record: bytes) -> int:
-    return _CHANGE_WORD.unpack_from(record, _CHANGE_AT)[0]
+    change: int = _CHANGE_WORD.unpack_from(record, _CHANGE_AT)[0]
+    return change
 
 
 NOTHING_LISTED = DirectoryPage(b"")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nvpool.core.errors import CorruptFrame
 from nvpool.core.units import PARTITION_COUNT
@@ -76,9 +76,9 @@ def unpack_sums(raw: bytes) -> list[Sum]:
     found, at = [], 0
     try:
         while at < len(raw):
-            *numbers, length = _SUM.unpack_from(raw, at)
+            inode, names, subdirs, entries, parents, length = _SUM.unpack_from(raw, at)
             at += _SUM.size + length
-            found.append(Sum(*numbers, raw[at - length : at]))
+            found.append(Sum(inode, names, subdirs, entries, parents, raw[at - length : at]))
     except struct.error:
         raise CorruptFrame("the sums of a check are cut off") from None
     if at != len(raw):
@@ -124,7 +124,7 @@ def unpack_bits(raw: bytes) -> list[int]:
     return [place for place in range(8 * len(raw)) if raw[place >> 3] >> (place & 7) & 1]
 
 
-def _unpack(form: struct.Struct, raw: bytes) -> Iterable[tuple]:
+def _unpack(form: struct.Struct, raw: bytes) -> Iterable[tuple[Any, ...]]:
     if len(raw) % form.size:
         raise CorruptFrame(f"{len(raw)} bytes are no row of {form.size} each")
     return form.iter_unpack(raw)

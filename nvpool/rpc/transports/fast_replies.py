@@ -8,12 +8,42 @@ does not answer, the bytes take the slow path. See Handler in rpc/api.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from nvpool.core.compiled import load_compiled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nvpool.rpc.api import Buffer
+    from nvpool.rpc.multiplexer import Answerer, Asker, InboundCall
+    from nvpool.rpc.stats import ReplyStats
+    from nvpool.rpc.transports.stream import StreamServed, _End
+
+    FastPath = Callable[
+        [bytearray, int, dict[int, InboundCall], ReplyStats, list[Buffer], StreamServed | None], int
+    ]
+    """Handler.fast_path of rpc/api."""
+
+    class _ClientEnd(_End, Asker):
+        """Classes that ReplyFastPath is mixed into."""
+
+    class _ServerEnd(_End, Answerer):
+        """Classes that RequestFastPath is mixed into."""
+
+        _fast_path: FastPath | None
+        _later: StreamServed | None
+        _greeted: bool
+
+        @property
+        def _may_read(self) -> bool: ...
+else:
+    _ClientEnd = _ServerEnd = object
 
 _frame = load_compiled("nvpool.rpc.transports._frame")
 
 
-class ReplyFastPath:
+class ReplyFastPath(_ClientEnd):
     """Mixin for client connections: dispatches successful replies in one compiled step (`_frame.hear`).
 
     List it before _End and Asker of rpc/transports/stream in the bases. Without the compiled module it has no
@@ -31,7 +61,7 @@ class ReplyFastPath:
         super().buffer_updated(count)
 
 
-class RequestFastPath:
+class RequestFastPath(_ServerEnd):
     """Mixin for server connections: lets the handler answer received frames on its fast path.
 
     List it before _End and Answerer of rpc/transports/stream in the bases. Connections of a peer that is not

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from struct import Struct
+from typing import Any
 
 from nvpool.core.checksum import crc32c
 from nvpool.core.compiled import load_compiled
@@ -32,7 +33,8 @@ from nvpool.core.errors import CorruptFrame
 from nvpool.rpc.api import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX, Buffer
 from nvpool.rpc.v1 import wire_pb2
 
-_frame = load_compiled("nvpool.rpc.transports._frame")
+# None in a process without compiled modules.
+_frame: Any = load_compiled("nvpool.rpc.transports._frame")
 
 MAGIC = 0x504E
 HELLO, REQUEST, REPLY, CANCEL = (
@@ -70,6 +72,12 @@ A wide buffer would receive parts of such payloads, which must then be copied.""
 
 EMPTY = memoryview(b"")
 
+Frame = tuple[int, int, int, int, bytes, memoryview]
+"""A received frame: kind, code, number, deadline_ms, message, payload."""
+Head = tuple[int, int, int, int, bytes, int]
+"""The same with the number of the payload's bytes."""
+_NO_FRAME = (0, 0, 0, 0, b"")
+
 
 def pack_head_plain(
     kind: int, code: int, number: int, deadline_ms: int, message: Buffer, payload_bytes: int
@@ -78,12 +86,10 @@ def pack_head_plain(
     checked = _CHECKED.pack(
         MAGIC, kind, 0, code, 0, number, deadline_ms, len(message), payload_bytes, crc32c(message)
     )
-    return b"%b%b%b" % (checked, crc32c(checked).to_bytes(4, "little"), message)
+    return b"".join((checked, crc32c(checked).to_bytes(4, "little"), message))
 
 
-def read_head_plain(
-    buffer: bytearray, begin: int, end: int, whole_max: int
-) -> tuple[int, int, int, int, bytes, int] | int:
+def read_head_plain(buffer: bytearray, begin: int, end: int, whole_max: int) -> Head | int:
     """Return (kind, code, number, deadline_ms, message, payload bytes) of the frame at `begin`.
 
     If the frame is not complete before `end`, the result is the number of bytes needed instead: header,
@@ -109,7 +115,7 @@ def read_head_plain(
         raise CorruptFrame(f"a frame of unknown kind {kind} (flags {flags:#x}, reserved {reserved})")
     if message_bytes > MESSAGE_BYTES_MAX or payload_bytes > PAYLOAD_BYTES_MAX:
         raise CorruptFrame(f"a frame of {message_bytes} + {payload_bytes} bytes is too long")
-    needed = HEADER_BYTES + message_bytes + (payload_bytes if payload_bytes <= whole_max else 0)
+    needed: int = HEADER_BYTES + message_bytes + (payload_bytes if payload_bytes <= whole_max else 0)
     if len(view) < needed:
         return needed
     message = bytes(view[HEADER_BYTES : HEADER_BYTES + message_bytes])
@@ -118,16 +124,18 @@ def read_head_plain(
     return kind, code, number, deadline_ms, message, payload_bytes
 
 
-def _read_head_compiled(
-    buffer: bytearray, begin: int, end: int, whole_max: int
-) -> tuple[int, int, int, int, bytes, int] | int:
-    found = _frame.read_head(buffer, begin, end, whole_max)
+def _read_head_compiled(buffer: bytearray, begin: int, end: int, whole_max: int) -> Head | int:
+    found: Head | int | None = _frame.read_head(buffer, begin, end, whole_max)
     # For an invalid frame the plain version raises the exact error.
     return found if found is not None else read_head_plain(buffer, begin, end, whole_max)
 
 
-pack_head = pack_head_plain if _frame is None else _frame.pack_head
-read_head = read_head_plain if _frame is None else _read_head_compiled
+pack_head: Callable[[int, int, int, int, Buffer, int], bytes] = (
+    pack_head_plain if _frame is None else _frame.pack_head
+)
+read_head: Callable[[bytearray, int, int, int], Head | int] = (
+    read_head_plain if _frame is None else _read_head_compiled
+)
 
 
 class FrameReader:
@@ -142,7 +150,7 @@ class FrameReader:
 
     def __init__(
         self,
-        deliver: Callable,
+        deliver: Callable[[int, int, int, int, bytes, memoryview], None],
         place: Callable[[int, int, int], memoryview | None],
         admit: Callable[[int, int], bool] | None = None,
     ) -> None:
@@ -165,9 +173,9 @@ class FrameReader:
         self._parsing = False
         self._sink: memoryview | None = None  # receives the rest of a large payload
         self._sink_at = 0
-        self._sink_frame: tuple = ()
+        self._sink_frame: tuple[int, int, int, int, bytes] = _NO_FRAME
 
-    def get_buffer(self, hint: int) -> memoryview:
+    def get_buffer(self, sizehint: int) -> memoryview:
         if self._sink is not None:
             return self._sink[self._sink_at :]
         if self._end == len(self._buffer):
@@ -184,7 +192,7 @@ class FrameReader:
             if self._sink_at < len(self._sink):
                 return
             payload, self._sink = self._sink, None
-            frame, self._sink_frame = self._sink_frame, ()
+            frame, self._sink_frame = self._sink_frame, _NO_FRAME
             self._deliver(*frame, payload)
         self.parse()
 
@@ -214,7 +222,7 @@ class FrameReader:
         """Skip the first `count` of the bytes received next into `empty`. The caller has processed them."""
         self._begin = count
 
-    def only(self, count: int) -> tuple | None:
+    def only(self, count: int) -> Frame | None:
         """Return the frame in `count` received bytes if they are exactly one frame.
 
         `deliver` is not called for it. None: pass the bytes to `buffer_updated` instead. CorruptFrame: the
@@ -223,7 +231,7 @@ class FrameReader:
         if self._end or self.stalled or self._sink is not None or count < HEADER_BYTES:
             return None
         found = read_head(self._buffer, 0, count, SMALL_PAYLOAD_BYTES)
-        if type(found) is int:
+        if not isinstance(found, tuple):
             return None
         at = HEADER_BYTES + len(found[4])
         if at + found[5] != count:
@@ -253,7 +261,7 @@ class FrameReader:
         """
         begin = self._begin
         found = read_head(self._buffer, begin, self._end, self._whole_max)
-        if type(found) is int:
+        if not isinstance(found, tuple):
             self._make_room(found)
             return False
         kind, code, number, deadline_ms, message, payload_bytes = found
@@ -304,7 +312,9 @@ class FrameReader:
 
         A reference cycle would keep them until a collection.
         """
-        self._buffer = self._view = self._sink = self._deliver = self._place = self.admit = None
+        # Nothing is received after this; what else may still be called compares with None first.
+        self._buffer = self._view = self._sink = None  # type: ignore[assignment]  # see above
+        self._deliver = self._place = self.admit = None  # type: ignore[assignment]  # see above
 
     def unfinished(self) -> tuple[bytes, int] | None:
         """Return the start and the length, as far as known, of an incomplete frame.

@@ -14,6 +14,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 from urllib.parse import unquote
 
 import grpc
@@ -106,7 +107,7 @@ _PAYLOAD_TAG = b"\x3a"
 
 
 def encode_frame(
-    kind: int,
+    kind: wire_pb2.Frame.Kind,
     number: int,
     message: Buffer,
     payload: Sequence[Buffer] = (),
@@ -173,7 +174,7 @@ class _Sending:
     def _full(self) -> bool:
         return self._queued_bytes > QUEUE_BYTES
 
-    async def _write_all(self, stream) -> None:
+    async def _write_all(self, stream: Any) -> None:
         """Write the queued frames until `_stop`; then return when everything is written."""
         while True:
             while self._queue:
@@ -216,6 +217,7 @@ class GrpcConnection(_Sending, Asker):
             self._channel = grpc.aio.insecure_channel(target, options=_CLIENT_OPTIONS)
         else:
             shown = identity.shown
+            assert shown is not None  # else `security` would have returned no identity
             self._channel = grpc.aio.secure_channel(
                 target,
                 grpc.ssl_channel_credentials(shown.authority, shown.key, shown.certificate),
@@ -225,9 +227,9 @@ class GrpcConnection(_Sending, Asker):
                 ),
             )
             identity.watch(self, member)
-        self._stream = None
-        self._tasks: list[asyncio.Task] = []
-        self._ending: asyncio.Task | None = None
+        self._stream: Any = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ending: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         self._stream = stream = self._channel.stream_stream(
@@ -278,7 +280,15 @@ class GrpcConnection(_Sending, Asker):
         except (grpc.RpcError, asyncio.InvalidStateError):
             self._end("the connection was lost")
 
-    def _send_request(self, number, method, deadline_ms, message, payload, payload_bytes) -> None:
+    def _send_request(
+        self,
+        number: int,
+        method: int,
+        deadline_ms: int,
+        message: Buffer,
+        payload: Sequence[Buffer],
+        payload_bytes: int,
+    ) -> None:
         self._put(
             encode_frame(
                 REQUEST, number, message, payload, payload_bytes, method=method, deadline_ms=deadline_ms
@@ -286,17 +296,19 @@ class GrpcConnection(_Sending, Asker):
         )
         self._writable = not self._full
 
-    def _send_cancel(self, number) -> None:
+    def _send_cancel(self, number: int) -> None:
         self._put(encode_frame(CANCEL, number, b""))
 
     def _has_room(self) -> None:
         self._writable = True
         self._pump()
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str) -> asyncio.Task[None]:
+        """End the connection once; the task is done when all is closed."""
         self._lost(f"{self.peer.name}: {reason}")
         if self._ending is None:
             self._ending = self._loop.create_task(self._tear_down())
+        return self._ending
 
     async def _tear_down(self) -> None:
         self._stop()
@@ -313,14 +325,13 @@ class GrpcConnection(_Sending, Asker):
         self._end(str(error))
 
     async def close(self) -> None:
-        self._end("closed here")
-        await asyncio.shield(self._ending)
+        await asyncio.shield(self._end("closed here"))
 
 
 class _GrpcServed(_Sending, Answerer):
     """Server end of one stream; lives as long as its coroutine in the gRPC server."""
 
-    def __init__(self, listener: GrpcListener, context) -> None:
+    def __init__(self, listener: GrpcListener, context: Any) -> None:
         Answerer.__init__(
             self,
             listener.handler,
@@ -333,8 +344,8 @@ class _GrpcServed(_Sending, Answerer):
         self._context = context
         self._flowing = asyncio.Event()
         self._flowing.set()
-        self._serving: asyncio.Task | None = None
-        self._reading: asyncio.Task | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[None] | None = None
         self._entered: Share | None = None
         self._held_back = False
         self._ended = False
@@ -421,6 +432,9 @@ class _GrpcServed(_Sending, Answerer):
         self._held_back = False
         self._room()
 
+    def take_turn(self) -> None:
+        """Do nothing: this transport processes frames one at a time and never asks for a turn."""
+
     def cut_off(self, reason: str) -> None:
         self._queue.clear()
         if self._reading is not None:
@@ -468,7 +482,9 @@ class _GrpcServed(_Sending, Answerer):
     def _complain(self, reason: str) -> None:
         _log.warning("connection with %s at %s ended: %s", self.peer.name, self.peer.address, reason)
 
-    def _send_answer(self, number, status, message, payload, payload_bytes) -> None:
+    def _send_answer(
+        self, number: int, status: int, message: Buffer, payload: Sequence[Buffer], payload_bytes: int
+    ) -> None:
         if not self._ended:
             self._put(encode_frame(REPLY, number, message, payload, payload_bytes, status=status))
 
@@ -512,7 +528,7 @@ class GrpcListener:
             )
         )
 
-    async def _frames(self, _requests, context) -> None:
+    async def _frames(self, _requests: Any, context: Any) -> None:
         await _GrpcServed(self, context).serve()
 
     async def start(self, endpoint: str) -> None:
@@ -608,6 +624,7 @@ def _credentials(identity: TlsIdentity) -> grpc.ServerCredentials:
 
     def shown() -> grpc.ServerCertificateConfiguration:
         now = identity.shown
+        assert now is not None  # else `security` would have returned no identity
         return grpc.ssl_server_certificate_configuration([(now.key, now.certificate)], now.authority)
 
     return grpc.dynamic_ssl_server_credentials(shown(), shown, require_client_authentication=True)

@@ -8,13 +8,14 @@ work alike. `faults` may delay or drop each frame. The pool may run on simulated
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
+from typing import Any, TypeVarTuple
 
 from nvpool.core.clock import SYSTEM_CLOCK, Clock
 from nvpool.core.endpoint import parse_endpoint
 from nvpool.core.errors import CorruptFrame, InUse, Unreachable
-from nvpool.rpc.api import Connection, Greeting, Handler, Listener, Peer
+from nvpool.rpc.api import Buffer, Connection, Greeting, Handler, Listener, Peer
 from nvpool.rpc.handshake import check_hello, encode_hello
 from nvpool.rpc.multiplexer import Answerer, Asker
 from nvpool.rpc.transports.frame import CANCEL, EMPTY, HELLO, REPLY, REQUEST
@@ -25,6 +26,7 @@ Faults = Callable[[str, int, int], float | None]
 Kinds are those of rpc/transports/frame."""
 
 _unnamed = count(1)
+_Frame = TypeVarTuple("_Frame")
 
 
 class InprocTransport:
@@ -66,7 +68,9 @@ class InprocTransport:
         self.listeners[name] = listener = InprocListener(self, name, greeting, handler)
         return listener
 
-    def carry(self, endpoint: str, kind: int, code: int, deliver: Callable, *frame) -> None:
+    def carry(
+        self, endpoint: str, kind: int, code: int, deliver: Callable[[*_Frame], Any], *frame: *_Frame
+    ) -> None:
         loop = asyncio.get_running_loop()
         delay_s = self.faults(endpoint, kind, code) if self.faults else 0.0
         if delay_s is None:
@@ -84,7 +88,15 @@ class InprocConnection(Asker):
         """Carries frames to the other end; simulations replace it."""
         self.server_side: _InprocServed
 
-    def _send_request(self, number, method, deadline_ms, message, payload, payload_bytes) -> None:
+    def _send_request(
+        self,
+        number: int,
+        method: int,
+        deadline_ms: int,
+        message: Buffer,
+        payload: Sequence[Buffer],
+        payload_bytes: int,
+    ) -> None:
         self.carry(
             self.peer.address,
             REQUEST,
@@ -97,10 +109,10 @@ class InprocConnection(Asker):
             memoryview(b"".join(payload)) if payload_bytes else EMPTY,
         )
 
-    def _send_cancel(self, number) -> None:
+    def _send_cancel(self, number: int) -> None:
         self.carry(self.peer.address, CANCEL, 0, self.server_side.cancel_request, number)
 
-    def take(self, number, status, message, payload) -> None:
+    def take(self, number: int, status: int, message: bytes, payload: memoryview) -> None:
         if self.closed:
             return
         into = self._into(number, len(payload)) if payload else None
@@ -126,7 +138,7 @@ class _InprocServed(Answerer):
         self._listener = listener
         self.carry = listener.transport.carry
 
-    def take(self, number, method, deadline_ms, message, payload) -> None:
+    def take(self, number: int, method: int, deadline_ms: int, message: bytes, payload: memoryview) -> None:
         if self.client_side.closed:
             return
         try:
@@ -134,7 +146,9 @@ class _InprocServed(Answerer):
         except CorruptFrame as error:
             self.client_side.lose(str(error))
 
-    def _send_answer(self, number, status, message, payload, payload_bytes) -> None:
+    def _send_answer(
+        self, number: int, status: int, message: Buffer, payload: Sequence[Buffer], payload_bytes: int
+    ) -> None:
         self.carry(
             self.client_side.peer.address,
             REPLY,

@@ -48,10 +48,10 @@ import os
 import struct
 from collections.abc import Callable, Sequence
 from ipaddress import IPv4Network, IPv6Network, ip_address
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from nvpool.core.errors import Cancelled, CorruptFrame, NotSupported, NvpoolError, Unavailable, Unreachable
-from nvpool.rpc.api import MESSAGE_BYTES_MAX, Buffer, Connection, Greeting
+from nvpool.rpc.api import MESSAGE_BYTES_MAX, Buffer, Greeting, Handler
 from nvpool.rpc.error_codec import encode_error
 from nvpool.rpc.transports import ucx
 from nvpool.rpc.transports.frame import CANCEL, HELLO, REPLY, REQUEST, pack_head
@@ -64,6 +64,16 @@ from nvpool.rpc.transports.stream import (
     StreamTransport,
     UnixStreamTransport,
 )
+
+if TYPE_CHECKING:
+    import socket
+
+    from nvpool.rpc.limits import Metered
+    from nvpool.security.tls import TlsIdentity
+
+    _StreamBase = StreamTransport
+else:
+    _StreamBase = object
 
 _log = logging.getLogger(__name__)
 
@@ -187,7 +197,7 @@ class RdmaConnection(StreamConnection):
 
     placed_bytes_min = PLACED_BYTES_MIN
 
-    def __init__(self, *arguments) -> None:
+    def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.upgraded = False
         self.why_not = ""
@@ -268,13 +278,25 @@ class RdmaConnection(StreamConnection):
         if not self._ended:
             self._say(FORGET, _NUMBER.pack(number))
 
-    def _send_request(self, number, method, deadline_ms, message, payload, payload_bytes) -> None:
+    def _send_request(
+        self,
+        number: int,
+        method: int,
+        deadline_ms: int,
+        message: Buffer,
+        payload: Sequence[Buffer],
+        payload_bytes: int,
+    ) -> None:
         if self.upgraded:
             _, into, _, room, *_ = self._in_flight[number]
             wanted = min(room if into is None else len(into), PLACE_BYTES_MAX)
-            place = None
-            if wanted >= self.placed_bytes_min and len(message) <= MESSAGE_BYTES_MAX - _PLACE.size:
-                place = self._rooms.take(wanted)
+            rooms, place = self._rooms, None
+            if (
+                wanted >= self.placed_bytes_min
+                and rooms is not None
+                and len(message) <= MESSAGE_BYTES_MAX - _PLACE.size
+            ):
+                place = rooms.take(wanted)
             if place is not None:
                 self._places[number] = place
                 method, message = (
@@ -285,7 +307,9 @@ class RdmaConnection(StreamConnection):
                 message = _PLACE.pack(0, 0, 0, method) + bytes(message)
         super()._send_request(number, method, deadline_ms, message, payload, payload_bytes)
 
-    def _deliver(self, kind, code, number, deadline_ms, message, payload) -> None:
+    def _deliver(
+        self, kind: int, code: int, number: int, deadline_ms: int, message: bytes, payload: memoryview
+    ) -> None:
         if kind == REPLY:
             place = self._places.pop(number, None)
             if deadline_ms:
@@ -315,7 +339,7 @@ class RdmaConnection(StreamConnection):
             payload = into
         self._answered(number, code, message, payload)
 
-    def _send_cancel(self, number) -> None:
+    def _send_cancel(self, number: int) -> None:
         if number in self._places:
             self._quarantined[number] = self._now_s() + QUARANTINE_S
             if self._quarantine_timer is None:
@@ -338,8 +362,10 @@ class RdmaConnection(StreamConnection):
         Pending requests with such a buffer fail with Unavailable at the server; later requests get new
         memory.
         """
-        for number in list(self._rooms.numbers()):
-            self._rooms.revoke(number)
+        rooms = self._rooms
+        if rooms is not None:
+            for number in list(rooms.numbers()):
+                rooms.revoke(number)
 
     def _on_end(self, reason: str) -> None:
         self._unlink()
@@ -351,9 +377,13 @@ class RdmaConnection(StreamConnection):
 class RdmaServed(StreamServed):
     """Server end of one connection. It is a plain `stream` connection unless the client asks for RDMA."""
 
+    _listener: RdmaListener
+
     def __init__(self, listener: RdmaListener) -> None:
         super().__init__(listener)
         self._endpoint: Any = None
+        self._turning: _Turning
+        """The listener's worker, from the client's BEGIN on."""
         self._keys: dict[int, Any] = {}
         self._places: dict[int, Sequence[int]] = {}
         self._filled: dict[int, memoryview] = {}  # buffers that the handler fills itself
@@ -364,7 +394,9 @@ class RdmaServed(StreamServed):
         transports = self._listener.offered(self._transport)
         return (OFFER + transports,) if transports else ()
 
-    def _deliver(self, kind, code, number, deadline_ms, message, payload) -> None:
+    def _deliver(
+        self, kind: int, code: int, number: int, deadline_ms: int, message: bytes, payload: memoryview
+    ) -> None:
         if kind == REQUEST and code == PLACED and self._endpoint is not None:
             if len(message) < _PLACE.size or number in self._places:
                 raise CorruptFrame(f"request {number} has no proper place")
@@ -390,16 +422,15 @@ class RdmaServed(StreamServed):
     def _word(self, word: int, said: bytes) -> None:
         try:
             if word == BEGIN and self._endpoint is None:
-                if not self._offers():
+                turning = self._listener.turning
+                if turning is None or not self._offers():
                     raise NotSupported("it was not offered")
+                self._turning = turning
                 if said:
-                    self._endpoint = reach(self._listener.turning.worker, said, self._listener.transports)
+                    self._endpoint = reach(turning.worker, said, self._listener.transports)
                 else:
                     self._send(
-                        pack_head(HELLO, BEGIN, 0, 0, self._listener.turning.worker.address(), 0),
-                        (),
-                        0,
-                        gather=False,
+                        pack_head(HELLO, BEGIN, 0, 0, turning.worker.address(), 0), (), 0, gather=False
                     )
             elif word == KEY and self._endpoint is not None:
                 number, _, base, length = _KEY.unpack_from(said)
@@ -408,9 +439,7 @@ class RdmaServed(StreamServed):
                 self._keys[number] = ucx.Key(self._endpoint, bytes(said[_KEY.size :]), base, length)
             elif word == TRY and self._endpoint is not None:
                 number, offset, content = _TRY.unpack(said)
-                self._listener.turning.wait(
-                    self._endpoint.put(self._keys[number], offset, (content,)), self._tried
-                )
+                self._turning.wait(self._endpoint.put(self._keys[number], offset, (content,)), self._tried)
             elif word == FORGET:
                 key = self._keys.pop(_NUMBER.unpack(said)[0], None)
                 if key is not None:
@@ -454,8 +483,10 @@ class RdmaServed(StreamServed):
 
     def answer_room(self, number: int, byte_count: int) -> memoryview | None:
         place = self._places.get(number)
-        key = self._keys.get(place[0]) if place is not None and 0 < byte_count <= place[2] else None
-        window = key.window(place[1], byte_count) if key is not None else None
+        if place is None or not 0 < byte_count <= place[2]:
+            return None
+        key = self._keys.get(place[0])
+        window: memoryview | None = key.window(place[1], byte_count) if key is not None else None
         if window is not None:
             self._filled[number] = window
         return window
@@ -492,7 +523,7 @@ class RdmaServed(StreamServed):
         self._writing_bytes += payload_bytes
         if self._writing_bytes > WRITING_BYTES_MAX and not flush.ended():
             self.pause_writing()
-        self._listener.turning.wait(flush, lambda flush: self._written(flush, number, message, payload_bytes))
+        self._turning.wait(flush, lambda flush: self._written(flush, number, message, payload_bytes))
 
     def _end_turn(self, byte_count: int) -> None:
         self._turn_bytes += byte_count
@@ -529,7 +560,7 @@ class RdmaServed(StreamServed):
 class RdmaListener(StreamListener):
     """Listener with one UCX worker for all its connections."""
 
-    def __init__(self, settings: RdmaSettings, *arguments) -> None:
+    def __init__(self, settings: RdmaSettings, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._settings = settings
         self.transports = (
@@ -540,7 +571,7 @@ class RdmaListener(StreamListener):
     def _serve(self) -> StreamServed:
         return RdmaServed(self)
 
-    async def start(self, sock, endpoint: str, path: str = "") -> None:
+    async def start(self, sock: socket.socket, endpoint: str, path: str = "") -> None:
         if self._settings.local if self.local else self._settings.networks:
             try:
                 self.turning = _Turning(
@@ -555,7 +586,7 @@ class RdmaListener(StreamListener):
                 self.turning.close()
             raise
 
-    def offered(self, transport) -> str:
+    def offered(self, transport: asyncio.BaseTransport | Metered) -> str:
         """UCX transports to offer on this connection. "" if there is no device or the peer's network is not
         allowed."""
         if self.turning is None or self.turning.closed:
@@ -575,10 +606,11 @@ class RdmaListener(StreamListener):
             self.turning.close()
 
 
-class _Rdma:
+class _Rdma(_StreamBase):
     """Additions of both RDMA transports to those of `stream`. `strict`: fail if RDMA does not work."""
 
-    _asking = RdmaConnection
+    _asking: ClassVar[type[StreamConnection]] = RdmaConnection
+    stream_scheme: str
 
     def __init__(self, settings: RdmaSettings = OFF, *, strict: bool = True) -> None:
         super().__init__()
@@ -586,15 +618,17 @@ class _Rdma:
         self._strict = strict
         self._logged: set[tuple[str, str]] = set()
 
-    def _listening(self, greeting, handler, identity) -> StreamListener:
+    def _listening(
+        self, greeting: Greeting, handler: Handler, identity: TlsIdentity | None
+    ) -> StreamListener:
         return RdmaListener(self._settings, greeting, handler, self.local, self._clock, identity)
 
-    async def connect(self, endpoint: str, greeting: Greeting, *, deadline_s: float) -> Connection:
+    async def connect(self, endpoint: str, greeting: Greeting, *, deadline_s: float) -> RdmaConnection:
         """Connect as StreamTransport does, then upgrade.
 
         Unreachable, too, if `strict` and RDMA does not work.
         """
-        connection = await super().connect(endpoint, greeting, deadline_s=deadline_s)
+        connection = cast("RdmaConnection", await super().connect(endpoint, greeting, deadline_s=deadline_s))
         try:
             await connection.upgrade(deadline_s)
         except BaseException:

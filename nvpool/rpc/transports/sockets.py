@@ -10,6 +10,7 @@ import errno
 import os
 import socket
 import stat
+from typing import TYPE_CHECKING, TypedDict
 
 from nvpool.core.errors import (
     AccessDenied,
@@ -24,6 +25,9 @@ from nvpool.core.errors import (
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.handshake import HELLO_S
 from nvpool.security.tls import TlsIdentity, refusal_of
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
 
 SOCKET_BUFFER_BYTES = 1 << 20
 """Buffer size of unix sockets: with their default of 208 KiB a 1 MiB reply stops four times for its reader.
@@ -47,6 +51,14 @@ GOODBYE_S = 5.0
 """Time for unsent data and the TLS close message on a connection that is closed."""
 
 
+class TlsOptions(TypedDict, total=False):
+    """TLS arguments for the loop's methods that make connections and servers."""
+
+    ssl: SSLContext
+    ssl_handshake_timeout: float
+    ssl_shutdown_timeout: float
+
+
 def is_socket(path: str) -> bool:
     try:
         return stat.S_ISSOCK(os.stat(path).st_mode)
@@ -54,7 +66,7 @@ def is_socket(path: str) -> bool:
         return False
 
 
-def set_socket_options(sock) -> None:
+def set_socket_options(sock: socket.socket) -> None:
     if sock.family == socket.AF_UNIX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
@@ -69,7 +81,7 @@ def set_socket_options(sock) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, RESENT_S * 1000)
 
 
-def tls_options(identity: TlsIdentity | None, greeting: Greeting, *, serving: bool) -> dict:
+def tls_options(identity: TlsIdentity | None, greeting: Greeting, *, serving: bool) -> TlsOptions:
     """TLS arguments for the loop's create_connection and create_server; empty without an identity."""
     if identity is None:
         return {}

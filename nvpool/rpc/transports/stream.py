@@ -22,7 +22,8 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ClassVar, cast
 
 from nvpool.core.clock import SYSTEM_CLOCK, Clock
 from nvpool.core.endpoint import Endpoint, host_port_url, parse_endpoint
@@ -35,7 +36,7 @@ from nvpool.core.errors import (
     ProtocolMismatch,
     Unreachable,
 )
-from nvpool.rpc.api import Buffer, Connection, Greeting, Handler, Listener, Peer
+from nvpool.rpc.api import Buffer, Greeting, Handler, Listener, Peer
 from nvpool.rpc.error_codec import decode_error, encode_error
 from nvpool.rpc.handshake import HELLO_S, check_hello, encode_hello
 from nvpool.rpc.limits import Limits, Metered, Share
@@ -45,6 +46,7 @@ from nvpool.rpc.transports.fast_replies import ReplyFastPath, RequestFastPath
 from nvpool.rpc.transports.frame import CANCEL, HELLO, REPLY, REQUEST, FrameReader, pack_head
 from nvpool.rpc.transports.sockets import (
     GOODBYE_S,
+    TlsOptions,
     connect_error,
     is_socket,
     listen_error,
@@ -80,20 +82,21 @@ class _End(asyncio.BufferedProtocol):
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._stream_loop = loop
-        self._transport: asyncio.Transport | None = None
+        # None until `connection_made`, which the loop calls before anything else.
+        self._transport: asyncio.Transport | Metered = None  # type: ignore[assignment]  # see above
         self._reader = FrameReader(self._deliver, self._place)
-        self.get_buffer = self._reader.get_buffer
+        self.get_buffer = self._reader.get_buffer  # type: ignore[method-assign]  # saves a call per receive
         self._out: list[Buffer] = []
         self._out_bytes = 0
         self._out_scheduled = False
         self._reading = False
         self._ended = ""
-        self._gone = loop.create_future()
+        self._gone: asyncio.Future[None] = loop.create_future()
 
-    def connection_made(self, transport) -> None:
-        self._transport = transport
-        transport.set_write_buffer_limits(WRITE_HIGH_BYTES, WRITE_LOW_BYTES)
-        set_socket_options(transport.get_extra_info("socket"))
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = stream = cast("asyncio.Transport", transport)
+        stream.set_write_buffer_limits(WRITE_HIGH_BYTES, WRITE_LOW_BYTES)
+        set_socket_options(stream.get_extra_info("socket"))
 
     def buffer_updated(self, count: int) -> None:
         self._reading = True
@@ -250,9 +253,9 @@ class StreamConnection(ReplyFastPath, _End, Asker):
         self._identity = identity
         self.offers: tuple[str, ...] = ()
         """Upgrades that the server offers; see rpc/transports/rdma."""
-        self.greeted = loop.create_future()
+        self.greeted: asyncio.Future[None] = loop.create_future()
 
-    def connection_made(self, transport) -> None:
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._linger(False)
         if self._identity is not None:
@@ -263,7 +266,9 @@ class StreamConnection(ReplyFastPath, _End, Asker):
                 return
         self._send(pack_head(HELLO, 0, 0, 0, encode_hello(self._greeting), 0), (), 0, gather=False)
 
-    def _deliver(self, kind, code, number, deadline_ms, message, payload) -> None:
+    def _deliver(
+        self, kind: int, code: int, number: int, deadline_ms: int, message: bytes, payload: memoryview
+    ) -> None:
         if kind == REPLY and self.greeted.done():
             self._answered(number, code, message, payload)
         elif kind == HELLO and not self.greeted.done():
@@ -288,10 +293,18 @@ class StreamConnection(ReplyFastPath, _End, Asker):
 
     _turned_away = _refused
 
-    def _place(self, kind, number, payload_bytes):
+    def _place(self, kind: int, number: int, payload_bytes: int) -> memoryview | None:
         return self._into(number, payload_bytes)
 
-    def _send_request(self, number, method, deadline_ms, message, payload, payload_bytes) -> None:
+    def _send_request(
+        self,
+        number: int,
+        method: int,
+        deadline_ms: int,
+        message: Buffer,
+        payload: Sequence[Buffer],
+        payload_bytes: int,
+    ) -> None:
         self._send(
             pack_head(REQUEST, method, number, deadline_ms, message, payload_bytes),
             payload,
@@ -299,7 +312,7 @@ class StreamConnection(ReplyFastPath, _End, Asker):
             len(self._in_flight) >= GATHER_IN_FLIGHT,
         )
 
-    def _send_cancel(self, number) -> None:
+    def _send_cancel(self, number: int) -> None:
         self._reader.abandon(number)
         self._send(pack_head(CANCEL, 0, number, 0, b"", 0), (), 0, gather=True)
 
@@ -365,7 +378,7 @@ class StreamServed(RequestFastPath, _End, Answerer):
         self._entered: Share | None = None
         self._held_back = False
 
-    def connection_made(self, transport) -> None:
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self.peer = with_address(self.peer, transport)
         connections = self._listener.connections
@@ -381,7 +394,7 @@ class StreamServed(RequestFastPath, _End, Answerer):
         if share.limited:
             self._share = share
             self._reader.admit = self._admit
-            self._transport = Metered(transport)
+            self._transport = Metered(cast("asyncio.Transport", transport))
 
     def _refuse(self, error: NvpoolError) -> None:
         code, message = encode_error(error)
@@ -389,15 +402,14 @@ class StreamServed(RequestFastPath, _End, Answerer):
         # The limits module logs Busy, at a bounded rate.
         self._end(str(error), logged=not isinstance(error, Busy))
 
-    def _place(self, kind, number, payload_bytes):
+    def _place(self, kind: int, number: int, payload_bytes: int) -> None:
         if kind != REQUEST:
             raise CorruptFrame(f"a frame of kind {kind} with a payload")
-        return
 
     def _admit(self, kind: int, count: int) -> bool:
         if kind != REQUEST or not self._greeted:
             raise CorruptFrame(f"a frame of kind {kind} with {count} bytes out of place")
-        return self._share.admit(count)
+        return self._share is None or self._share.admit(count)
 
     # -- interface that limits need of a connection: rpc/limits.Limited
 
@@ -405,7 +417,9 @@ class StreamServed(RequestFastPath, _End, Answerer):
         return self._reader.unfinished() if self._greeted else None
 
     def unsent(self) -> tuple[int, int]:
-        return self._transport.get_write_buffer_size(), self._transport.sent
+        transport = self._transport
+        sent = transport.sent if isinstance(transport, Metered) else 0
+        return transport.get_write_buffer_size(), sent
 
     def hold_back(self) -> None:
         self._held_back = True
@@ -419,7 +433,9 @@ class StreamServed(RequestFastPath, _End, Answerer):
         self._end(reason)
         self._transport.abort()
 
-    def _deliver(self, kind, code, number, deadline_ms, message, payload) -> None:
+    def _deliver(
+        self, kind: int, code: int, number: int, deadline_ms: int, message: bytes, payload: memoryview
+    ) -> None:
         if kind == REQUEST and self._greeted:
             self._arrived(number, code, deadline_ms, message, payload)
             if self._overfull or (self._share is not None and not self._share.takes_turn()):
@@ -434,7 +450,8 @@ class StreamServed(RequestFastPath, _End, Answerer):
                 self._refuse(error)
                 return
             self._greeted = True
-            self._hello_timer.cancel()
+            if self._hello_timer is not None:
+                self._hello_timer.cancel()
             self.peer = self.peer._replace(name=hello.name)
             self._send(
                 pack_head(HELLO, 0, 0, 0, encode_hello(greeting, self._offers()), 0), (), 0, gather=False
@@ -445,7 +462,9 @@ class StreamServed(RequestFastPath, _End, Answerer):
     def _offers(self) -> Sequence[str]:
         return ()
 
-    def _send_answer(self, number, status, message, payload, payload_bytes) -> None:
+    def _send_answer(
+        self, number: int, status: int, message: Buffer, payload: Sequence[Buffer], payload_bytes: int
+    ) -> None:
         if not self._ended:
             self._send(
                 pack_head(REPLY, status, number, 0, message, payload_bytes),
@@ -478,7 +497,8 @@ class StreamServed(RequestFastPath, _End, Answerer):
         return f"{self.peer.name} at {self.peer.address}"
 
     def _on_end(self, reason: str) -> None:
-        self._hello_timer.cancel()
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
         self._listener.connections.discard(self)
         self._asker_gone()
         if self._entered is not None:
@@ -553,7 +573,7 @@ class StreamTransport:
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
 
-    async def connect(self, endpoint: str, greeting: Greeting, *, deadline_s: float) -> Connection:
+    async def connect(self, endpoint: str, greeting: Greeting, *, deadline_s: float) -> StreamConnection:
         where = parse_endpoint(endpoint)
         loop = asyncio.get_running_loop()
         made: list[StreamConnection] = []
@@ -580,14 +600,20 @@ class StreamTransport:
                     made[0].greeted.exception()
         return made[0]
 
-    _asking: type[StreamConnection] = StreamConnection
+    _asking: ClassVar[type[StreamConnection]] = StreamConnection
 
     def _listening(
         self, greeting: Greeting, handler: Handler, identity: TlsIdentity | None
     ) -> StreamListener:
         return StreamListener(greeting, handler, self.local, self._clock, identity)
 
-    async def _open(self, loop, protocol, where: Endpoint, tls: dict) -> None:
+    async def _open(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        protocol: Callable[[], StreamConnection],
+        where: Endpoint,
+        tls: TlsOptions,
+    ) -> None:
         await loop.create_connection(protocol, where.host, where.port, **tls)
 
     async def listen(self, endpoint: str, greeting: Greeting, handler: Handler) -> Listener:
@@ -623,7 +649,13 @@ class UnixStreamTransport(StreamTransport):
     rank = 40
     local = True
 
-    async def _open(self, loop, protocol, where: Endpoint, tls: dict) -> None:
+    async def _open(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        protocol: Callable[[], StreamConnection],
+        where: Endpoint,
+        tls: TlsOptions,
+    ) -> None:
         await loop.create_unix_connection(protocol, where.path)
 
     async def listen(self, endpoint: str, greeting: Greeting, handler: Handler) -> Listener:

@@ -17,7 +17,7 @@ from nvpool.core.errors import CorruptFrame, DeadlineExceeded, Disconnected, Inv
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.error_codec import decode_error
 from nvpool.rpc.handshake import check_hello, encode_hello
-from nvpool.rpc.transports.frame import HELLO, REPLY, REQUEST, FrameReader, pack_head
+from nvpool.rpc.transports.frame import HELLO, REPLY, REQUEST, Frame, FrameReader, pack_head
 from nvpool.rpc.transports.sockets import set_socket_options
 from nvpool.security.tls import security
 
@@ -37,10 +37,8 @@ class BlockingConnection:
         self.closed = False
         self._patience_s = patience_s
         self._number = 0
-        self._frames: list[tuple] = []
-        self._reader = FrameReader(
-            lambda *frame: self._frames.append(frame), lambda kind, number, count: None
-        )
+        self._frames: list[Frame] = []
+        self._reader = FrameReader(self._deliver, lambda kind, number, count: None)
         try:
             where = parse_endpoint(endpoint)
             if security(greeting.identity, where, endpoint) is not None:
@@ -113,7 +111,12 @@ class BlockingConnection:
             raise decode_error(code, found)
         return found, payload
 
-    def _exchange(self, frame: bytes) -> tuple:
+    def _deliver(
+        self, kind: int, code: int, number: int, deadline_ms: int, message: bytes, payload: memoryview
+    ) -> None:
+        self._frames.append((kind, code, number, deadline_ms, message, payload))
+
+    def _exchange(self, frame: bytes) -> Frame:
         reader, frames, receive = self._reader, self._frames, self._socket.recv_into
         self._socket.sendall(frame)
         until_s = 0.0

@@ -12,8 +12,12 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from nvpool.rpc.limits import Limits
+
+if TYPE_CHECKING:
+    from nvpool.rpc.transports.sockets import TlsOptions
 
 _log = logging.getLogger(__name__)
 
@@ -29,14 +33,18 @@ class TlsServer:
     """
 
     def __init__(
-        self, factory: Callable[[], asyncio.BaseProtocol], sock: socket.socket, options: dict, limits: Limits
+        self,
+        factory: Callable[[], asyncio.BaseProtocol],
+        sock: socket.socket,
+        options: TlsOptions,
+        limits: Limits,
     ) -> None:
         self._factory = factory
         self._sock = sock
         self._options = options
         self._limits = limits
         self._loop = asyncio.get_running_loop()
-        self._handshakes: set[asyncio.Task] = set()
+        self._handshakes: set[asyncio.Task[None]] = set()
         self._pause: asyncio.TimerHandle | None = None
         self._listen()
 

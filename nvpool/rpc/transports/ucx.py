@@ -21,7 +21,8 @@ from typing import Any
 from nvpool.core.compiled import load_compiled
 from nvpool.core.errors import BadConfiguration, NotSupported
 
-_ucx = load_compiled("nvpool.rpc.transports._ucx")
+# None in a process without compiled modules.
+_ucx: Any = load_compiled("nvpool.rpc.transports._ucx")
 
 log = logging.getLogger(__name__)
 
@@ -98,9 +99,10 @@ def missing() -> str:
 
 def _load() -> None:
     global _loaded_by
-    if reason := missing():
+    reason, found = missing(), library()
+    if reason or found is None:
         raise NotSupported(reason)
-    place, _ = library()
+    place, _ = found
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -113,7 +115,8 @@ def _load() -> None:
 def version() -> str:
     """Version of the library that is or would be used. NotSupported: there is none."""
     _load()
-    return _ucx.version()
+    found: str = _ucx.version()
+    return found
 
 
 def context(transports: str, devices: str = "all") -> Any:
@@ -131,7 +134,8 @@ def context(transports: str, devices: str = "all") -> Any:
         settings = {"TLS": transports, "NET_DEVICES": devices}
         if any(name.startswith(_VERBS) for name in transports.split(",")):
             # UCX ignores transports that it does not have, and would report that to the first peer only.
-            if not library()[1]:
+            found = library()
+            if found is None or not found[1]:
                 raise NotSupported("this UCX was built without verbs")
             if not os.path.isdir("/sys/class/infiniband") or not os.listdir("/sys/class/infiniband"):
                 raise NotSupported("this host has no InfiniBand or RoCE device")
