@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     class _ServerEnd(_End, Answerer):
         """Classes that RequestFastPath is mixed into."""
 
-        _fast_path: FastPath | None
+        fast_path: FastPath | None
         _later: StreamServed | None
         _greeted: bool
 

@@ -42,7 +42,7 @@ class CommandServer:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._lock = threading.Lock()
-        self._process: subprocess.Popen | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     def call(self, *words: str, timeout_s: float) -> Called:
         """Run `nvpool WORDS` and return what it printed.
@@ -65,7 +65,7 @@ class CommandServer:
         with self._lock:
             self._stop()
 
-    def _started(self) -> subprocess.Popen:
+    def _started(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "nvpool.testing.env.command_server"]
         return subprocess.Popen(
             self._machine.command(*command),
@@ -122,6 +122,7 @@ def _run(words: list[str], to: int) -> None:
 def _serve() -> None:
     """Answer each line of stdin, a list of words, with a line [exit code, stdout, stderr]."""
     known = set(sys.modules)
+    line: bytes
     for line in sys.stdin.buffer:
         read, write = os.pipe()
         child = os.fork()
