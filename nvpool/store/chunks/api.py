@@ -48,6 +48,7 @@ from nvpool.core.ids import RequestId
 from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX, MIB
 from nvpool.poolmap.chains.chain_set import ChainSet
 from nvpool.security.xts import BlockCipher
+from nvpool.store.disk.bad_blocks import BadBlock
 from nvpool.store.disk.superblock import Superblock, decode_superblock, encode_superblock
 
 if TYPE_CHECKING:
@@ -299,13 +300,6 @@ def check_copy(copy: ChunkCopy) -> None:
             ):
                 raise ChecksumMismatch(f"chunk {copy.index} of inode {copy.inode} was changed on its way")
             at += length
-
-
-class BadBlock(NamedTuple):
-    inode: int
-    index: int
-    block: int
-    text: str
 
 
 class ScrubStep(NamedTuple):

@@ -57,7 +57,6 @@ from nvpool.security.xts import BlockCipher
 from nvpool.store.chunks import copy_range, staged_writes, store_status
 from nvpool.store.chunks import truncate as store_truncate
 from nvpool.store.chunks.api import (
-    BadBlock,
     ChunkDescription,
     HeldChunk,
     MustWait,
@@ -77,7 +76,7 @@ from nvpool.store.chunks.transfer import WholeChunks
 from nvpool.store.chunks.verify import Scrub
 from nvpool.store.disk import write_verifier
 from nvpool.store.disk.allocator import Allocator, SpacePending, Transaction
-from nvpool.store.disk.bad_blocks import Quarantine
+from nvpool.store.disk.bad_blocks import BadBlock, Quarantine
 from nvpool.store.disk.device import Device, FileDevice
 from nvpool.store.disk.index_records import (
     FLUSHED_KEY,
