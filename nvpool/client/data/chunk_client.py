@@ -35,12 +35,12 @@ from nvpool.client.data.target_queue import (
     results_struct,
     submit_into,
 )
+from nvpool.client.data.write_call import BeginsWrites, Writing
 from nvpool.client.rpc.backoff import pause, until_known
 from nvpool.client.rpc.reply_errors import at_the_deadline, reason_of
 from nvpool.client.state.attr_cache import OpenInode
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.pool_view import PoolView
-from nvpool.client.write.write_call import BeginsWrites, Writing
 from nvpool.core import errors
 from nvpool.core.checksum import block_checksums, crc32c
 from nvpool.core.clock import Clock

@@ -148,7 +148,7 @@ cdef bint is_stored(message) except -1:
 
 
 cdef class SentWrite:
-    """As write_call.Writing, for a file's first bytes."""
+    """As client/data/write_call.Writing, for a file's first bytes."""
     cdef readonly object slot, sequence, cut, error
     cdef FastWrites writes
     cdef object written, segment, connection, number, place, index

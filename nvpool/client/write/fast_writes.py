@@ -5,8 +5,8 @@ when the write returns. The store's reply triggers the report if a close waits f
 completes the close.
 
 Available where a compiler was at hand (`_fast_writes.pyx`). The reference implementation is the path of every
-write: client/write/writeback, sender and write_call, and client/rpc/fast_changes. Bytes on the wire, the data
-in the mount state and its order, and all bookkeeping are the same.
+write: client/write/writeback and sender, client/data/write_call and client/rpc/fast_changes. Bytes on the
+wire, the data in the mount state and its order, and all bookkeeping are the same.
 
 Conditions of a write: 4 to 32 KiB at the start of an empty file outside volumes, in one unit, to a chunk with
 one target that is connected, within all bounds, in a client with mount state. Condition of its reply: the
