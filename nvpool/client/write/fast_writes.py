@@ -18,16 +18,22 @@ TCP or unix sockets are used as always.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from nvpool.client.write.crash_journal import Keeping
 from nvpool.core.compiled import load_compiled
 
 _fast_writes = load_compiled("nvpool.client.write._fast_writes")
 
-if TYPE_CHECKING:
-    from nvpool.client.vfs.client import Core
+
+class JournaledClient(Protocol):
+    """A client (vfs/client) that may have a crash journal; the compiled module reads its other parts."""
+
+    @property
+    def keeping(self) -> Keeping | None:
+        """The crash journal. None without mount state."""
 
 
-def plain_writes(vfs: Core) -> Any:
+def plain_writes(vfs: JournaledClient) -> Any:
     """The value of Writer.plain for this client. None without a compiled module or without mount state."""
     return _fast_writes.FastWrites(vfs) if _fast_writes is not None and vfs.keeping is not None else None
