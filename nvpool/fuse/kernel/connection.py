@@ -30,7 +30,6 @@ from typing import Any
 from nvpool.core.clock import stopwatch_s
 from nvpool.core.errors import NvpoolError, Unavailable
 from nvpool.core.futures import BlocksFuture
-from nvpool.fuse.engines import MountOptions
 from nvpool.fuse.fast_path.cached_replies import KnownAnswers
 from nvpool.fuse.fast_path.creates import CreatesAtOnce
 from nvpool.fuse.fast_path.local_reads import BURST_MAX
@@ -38,7 +37,7 @@ from nvpool.fuse.fast_path.small_writes import WritesAtOnce
 from nvpool.fuse.kernel.attach import attach
 from nvpool.fuse.kernel.dispatch import FIRST
 from nvpool.fuse.kernel.worker_channel import Passing
-from nvpool.fuse.mount_point import OUR_TYPE, Mount, mount_at, unmount
+from nvpool.fuse.mount_point import OUR_TYPE, Mount, MountOptions, mount_at, unmount
 from nvpool.fuse.ops.eager_coroutine import EagerCoroutine
 from nvpool.fuse.ops.operations import FuseOps
 from nvpool.fuse.protocol import replies, requests
