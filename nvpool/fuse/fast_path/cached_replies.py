@@ -4,7 +4,7 @@ Creating or reading a file takes half a dozen requests. Most only repeat what is
 the directory after each change of it, a name that exists or not, file capabilities before each write, a close
 with nothing to flush. In Python such a reply (decode, call `ops`, call the client, encode) takes some 10 µs,
 of which 3 are the system calls. Here the loop that reads requests answers them, if the compiled module was
-built (`_known`). The reference implementation is the slow path of every request (kernel/dispatch to
+built (`_known`). The reference implementation is the slow path of every request (fuse/dispatch to
 client/state/attr_cache), which gives the same replies.
 
 The fast path covers:
@@ -37,8 +37,8 @@ from collections.abc import Callable
 from typing import Any
 
 from nvpool.core.compiled import load_compiled
+from nvpool.fuse.dispatch import KernelRequests
 from nvpool.fuse.fast_path.small_files import SmallReading
-from nvpool.fuse.kernel.dispatch import KernelRequests
 
 _cached_replies = load_compiled("nvpool.fuse.fast_path._cached_replies")
 
