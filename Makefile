@@ -18,7 +18,7 @@ TESTS ?= tests
 SPREAD := --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart demo-docker test test-all coverage soak soak-failures sim fuzz bench bench-peers bench-floors bench-questions bench-scale bench-nodes lint docs install clean csi-report
+.PHONY: help setup quickstart demo-docker test test-all coverage soak soak-failures sim fuzz bench bench-peers bench-floors bench-questions bench-scale bench-nodes lint docs wheel install clean csi-report
 
 help:
 	@echo 'nvpool: one fast, shared file system from the NVMe drives of ordinary servers'
@@ -42,6 +42,7 @@ help:
 	@echo '  make bench-scale            a metadata shard with 1, 10 and 100 million files (KEEP=DIR; 60 GB, an hour)'
 	@echo '  make lint                   ruff, mypy, import contracts, spelling, words'
 	@echo '  make docs                   the documentation site, into build/docs; warnings are errors'
+	@echo '  make wheel                  source distribution and manylinux wheel, into dist'
 	@echo '  make setup                  Debian packages and .venv alone'
 	@echo '  make install                nvpool in /opt/nvpool, commands on the PATH, units for systemd (root; sh tools/install.sh --remove)'
 	@echo '  make clean                  stop and unmount what quickstart started, and remove all that these commands made'
@@ -106,6 +107,9 @@ bench-nodes: setup
 # Databases of an earlier run are measured again.
 bench-scale: setup
 	@$(PYTHON_IN_VENV) bench/scale.py --keep "$(KEEP)" --results bench/results --write
+
+wheel:
+	@sh tools/build_wheel.sh
 
 install:
 	@sh tools/install.sh

@@ -1,10 +1,11 @@
 """The speed of the client layer alone: reads in batches and one by one, from a store in a second process, beside the floor.
 
     python bench/client_layer.py [--transport stream|stream+unix|grpc] [--seconds 3]
-    python bench/client_layer.py --short-cut [--seconds 3]
+    python bench/client_layer.py --short-circuit [--seconds 3]
 
-With --short-cut the store is one of blocks in a data file, and the same 4 KiB reads are measured as a plain preadv loop over
-the data file (the floor), by the short cut and through the store's unix socket, warm and cold, in turns.
+With --short-circuit the store is one of blocks in a data file. The same 4 KiB reads are measured as a plain preadv
+loop over the data file (the floor), with short-circuit reads and through the store's unix socket, warm and cold, in
+turns.
 
 One process holds a shard and one store in memory and serves; this one is a client on one core. The floor is an echo on the
 same transport: as many messages with as many bytes as the reads need, answered without looking at them.
@@ -120,7 +121,7 @@ async def measure(transport: str, port: int, pool_map, seconds: float) -> None:
     print(f"{transport}: echo, one 4 KiB answer    {floor_one:8.0f} /s    (floor)")
     alone = await rate(seconds, one)
     print(f"{transport}: one 4 KiB read            {alone:8.0f} /s    {alone / floor_one:5.0%} of the floor")
-    print(f"{transport}: 16 reads at once          {await rate(seconds, crowd) * 16:8.0f} /s")
+    print(f"{transport}: 16 reads in parallel      {await rate(seconds, crowd) * 16:8.0f} /s")
     print(f"{transport}: echo of 1 MiB, as reads   {floor_batch:8.0f} /s    (floor)")
     batched = await rate(seconds, many)
     print(
@@ -150,9 +151,9 @@ async def measure(transport: str, port: int, pool_map, seconds: float) -> None:
     await client.close()
 
 
-async def measure_short_cut(pool_map, seconds: float, directory: str) -> None:
-    by_ours = await Client.open(pool_map, "short cut", ClientOptions(short_cut=True))
-    by_socket = await Client.open(pool_map, "socket", ClientOptions(short_cut=False))
+async def measure_short_circuit(pool_map, seconds: float, directory: str) -> None:
+    by_ours = await Client.open(pool_map, "short-circuit", ClientOptions(short_circuit=True))
+    by_socket = await Client.open(pool_map, "socket", ClientOptions(short_circuit=False))
     _, handle = await by_ours.vfs.create(1, b"file", 0o644, os.O_RDWR, ME)
     for at in range(0, FILE_BYTES, MIB):
         await by_ours.vfs.write(handle, at, os.urandom(MIB))
@@ -170,7 +171,7 @@ async def measure_short_cut(pool_map, seconds: float, directory: str) -> None:
     async def preadv() -> None:
         os.preadv(data, (buffer,), choose.randrange(blocks) << 12)
 
-    async def at_once() -> None:
+    async def cached_or_read() -> None:
         offset = choose.randrange(blocks) << 12
         if read_now(ours, offset, 4096) is None:
             await read(ours, offset, 4096)
@@ -188,9 +189,9 @@ async def measure_short_cut(pool_map, seconds: float, directory: str) -> None:
 
     rows = [
         ("plain preadv", preadv, 1),
-        ("read_now, else read", at_once, 1),
+        ("read_now, else read", cached_or_read, 1),
         ("read", awaited, 1),
-        ("16 reads at once", lambda: asyncio.gather(*[awaited() for _ in range(16)]), 16),
+        ("16 reads in parallel", lambda: asyncio.gather(*[awaited() for _ in range(16)]), 16),
         ("through the socket", socket, 1),
         ("16 through the socket", lambda: asyncio.gather(*[socket() for _ in range(16)]), 16),
         ("read_many", lambda: many(by_ours.vfs, ours), BATCH),
@@ -251,18 +252,18 @@ async def measure_small(transport: str, pool_map) -> None:
     async def look(client: Client, name: bytes) -> None:
         await client.vfs.lookup(parent, name)
 
-    async def over(names: list[bytes], at_once: int, step) -> list[float]:
+    async def over(names: list[bytes], in_parallel: int, step) -> list[float]:
         client = await Client.open(pool_map, "cold")
         await client.vfs.getattr(parent)
         found = []
         for _ in range(2):
             gc.collect()
             began = time.perf_counter()
-            for first in range(0, len(names), at_once):
-                if at_once == 1:
+            for first in range(0, len(names), in_parallel):
+                if in_parallel == 1:
                     await step(client, names[first])
                 else:
-                    await asyncio.gather(*[step(client, name) for name in names[first : first + at_once]])
+                    await asyncio.gather(*[step(client, name) for name in names[first : first + in_parallel]])
             found.append(len(names) / (time.perf_counter() - began))
         await client.close()
         return found
@@ -283,7 +284,7 @@ async def measure_small(transport: str, pool_map) -> None:
 
     for what, figures in (
         ("open, read, close 4 KiB", await over(at_random, 1, whole)),
-        ("the same, 16 at once", await over(at_random, 16, whole)),
+        ("the same, 16 in parallel", await over(at_random, 16, whole)),
         ("read_many of 500 paths", await by_path()),
         ("stat, order of a listing", await over(in_order, 1, look)),
         ("stat at random", await over(at_random, 1, look)),
@@ -295,14 +296,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--transport", default="stream")
     parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--short-cut", action="store_true")
+    parser.add_argument("--short-circuit", action="store_true")
     parser.add_argument("--directory", help=argparse.SUPPRESS)
     parser.add_argument("--serve", type=int, default=0, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.serve:
         uvloop.run(serve(chosen.transport, chosen.serve, chosen.directory))
         return
-    if chosen.short_cut:
+    if chosen.short_circuit:
         chosen.transport, chosen.directory = "stream+unix", tempfile.mkdtemp(prefix="nvpool-bench-")
     port = random.randrange(20000, 30000)
     server = subprocess.Popen(
@@ -320,8 +321,8 @@ def main() -> None:
     )
     try:
         pool_map = decode_map(server.stdout.readline())
-        if chosen.short_cut:
-            uvloop.run(measure_short_cut(pool_map, chosen.seconds, chosen.directory))
+        if chosen.short_circuit:
+            uvloop.run(measure_short_circuit(pool_map, chosen.seconds, chosen.directory))
         else:
             uvloop.run(measure(chosen.transport, port, pool_map, chosen.seconds))
     finally:

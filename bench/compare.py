@@ -5,7 +5,7 @@
     python bench/compare.py --subjects 'plain|nvpool$' --only 'read4k|stat'                              a part of it
     python bench/compare.py --list                                                                       what there is
 
-Subjects (bench/subjects) all run at once, each with its own files on the drive of --directory, and take turns load by load
+Subjects (bench/subjects) all run, each with its own files on the drive of --directory, and take turns load by load
 within a round, another one first each time: what the drive does meanwhile hits all of them. A figure is the median of the
 rounds. Floors and drive are measured with /dev/cpu_dma_latency held at 0, as nvpool's own daemons hold it while they have
 requests; peers twice, without and with it, and the better of the two counts. A peer that is not installed (make bench-peers) or
@@ -99,7 +99,7 @@ class Comparison:
         self._planned = rounds * sum(
             len(self.ways(subject)) for load in loads for subject in subjects if load.suits(subject)
         )
-        # most loads of many files end sooner; mounting anew and dropping caches takes about a second
+        # most loads of many files end sooner; mounting again and dropping caches takes about a second
         return (
             sum(START_S[subject.offers[0]] for subject in subjects)
             + self._planned * (0.65 * self.sizes.seconds + 1.0)

@@ -133,8 +133,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--only", default="", help="only works with this in their name")
     parser.add_argument("--results", type=Path)
-    wish = parser.parse_args()
-    top = Path(tempfile.mkdtemp(prefix="nvpool-bench-encryption-", dir=wish.directory))
+    arguments = parser.parse_args()
+    top = Path(tempfile.mkdtemp(prefix="nvpool-bench-encryption-", dir=arguments.directory))
     mounted = []
     try:
         nvpool("encryption", "key", top / "pool.key")
@@ -145,7 +145,7 @@ def main() -> None:
             pool.start()
             nvpool("volume", "create", pool.path, "plain")
             nvpool("volume", "create", pool.path, "encrypted", "--encrypt")
-            for place, options in ((top / "near", ()), (top / "far", ("--no-short-cut",))):
+            for place, options in ((top / "near", ()), (top / "far", ("--no-short-circuit",))):
                 place.mkdir()
                 nvpool("mount", pool.path, place, *options)
                 mounted.append(place)
@@ -154,7 +154,7 @@ def main() -> None:
                     "processors": os.cpu_count(),
                     "block": 4 * KIB,
                     "load": round(os.getloadavg()[0], 1),
-                    "works": measure(pool, top, wish.rounds, wish.seconds, wish.only),
+                    "works": measure(pool, top, arguments.rounds, arguments.seconds, arguments.only),
                 }
             finally:
                 for place in mounted:
@@ -163,8 +163,8 @@ def main() -> None:
         shutil.rmtree(top, ignore_errors=True)
     text = json.dumps(found, indent=1)
     print(text)
-    if wish.results:
-        wish.results.write_text(text + "\n")
+    if arguments.results:
+        arguments.results.write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python bench/failure_soak.py --rounds 1000 --results bench/results        (root; about an hour and a half on two cores)
     python bench/failure_soak.py --rounds 20 --seed 7 --keep-going            a first look
     python bench/failure_soak.py --first 312 --rounds 1 --seed 7              round 312 of seed 7 again
+    python bench/failure_soak.py --rounds 500 --continue bench/results/failure-soak.json   the next 500 rounds, in one table
 
 Three nodes in network namespaces with TLS between them, two drives each, two replicas of each chunk, a standby of the
 metadata; a client with a mount on a fourth. A checking load writes, truncates, renames and reads on the mount all the time, and
@@ -56,6 +57,7 @@ from nvpool.core.errors import NvpoolError
 from nvpool.host.pool_directory import SOCKET_PATH_BYTES_MAX, PoolDirectory
 from nvpool.testing.env import etcd as real_etcd
 from nvpool.testing.env import namespaces
+from nvpool.testing.env.command_server import CommandServer
 from nvpool.testing.env.namespaces import Machines
 from nvpool.testing.env.nodes import NVPOOL, NodeMachine
 from nvpool.testing.env.service_manager import ServiceManager
@@ -77,6 +79,8 @@ PLACES = HERE.parent / "build", Path("/var/tmp")
 CHANGE_S, WHOLE_S, DRAIN_S = 5.0, 60.0, 60.0
 NOTICED_S = 5.0
 """After it `status` has to know of what the map says."""
+STATUS_S = 240.0
+"""After it a command that does not end is killed."""
 NEWER_S = 1.0
 """Until a map that a node knows is on its disk."""
 EPOCHS_KEPT = 100
@@ -182,8 +186,8 @@ class Truth:
 class Watch:
     """`nvpool status --check` of one node, again and again, compared with the truth."""
 
-    def __init__(self, truth: Truth, node: NodeMachine, noticed_s: float) -> None:
-        self._truth, self._node, self._noticed_s = truth, node, noticed_s
+    def __init__(self, truth: Truth, node: NodeMachine, commands: CommandServer, noticed_s: float) -> None:
+        self._truth, self._node, self._commands, self._noticed_s = truth, node, commands, noticed_s
         self.wrong: list[str] = []
         self.words: set[str] = set()
         self.codes: set[int] = set()
@@ -200,7 +204,7 @@ class Watch:
 
     def _look(self) -> None:
         began, since = time.monotonic(), self._truth.missing_since
-        code, seen, said = asked(self._node)
+        code, seen, said = asked(self._node, self._commands)
         if not seen:
             self.unanswered_s = max(self.unanswered_s, time.monotonic() - self._answered_s)
             self.words.add(f"no answer: {said[-200:]}")
@@ -230,10 +234,10 @@ def last_line(path: Path) -> str:
     return next(iter(path.read_text(errors="replace").splitlines()[::-1]), "")[-300:]
 
 
-def asked(node: NodeMachine) -> tuple[int, dict, str]:
+def asked(node: NodeMachine, commands: CommandServer) -> tuple[int, dict, str]:
     """Exit code and answer of `nvpool status --check` there; an empty answer where there is none."""
     try:
-        done = node.nvpool("status", str(node.path), "--json", "--check", check=False)
+        done = commands.call("status", str(node.path), "--json", "--check", timeout_s=STATUS_S)
     except subprocess.TimeoutExpired as error:
         return -1, {}, str(error)
     with contextlib.suppress(ValueError):
@@ -330,6 +334,10 @@ class Soak:
         with switch as hosts:
             self._pool = PoolInUse(switch, hosts)
             managers = self._managers = [ServiceManager(node) for node in self._pool.nodes[:3]]
+            # One for each node that is watched; the last asks a node whether all is whole, while it is watched too.
+            asking = self._commands = [
+                CommandServer(node.machine) for node in (*self._pool.nodes[:3], self._pool.nodes[1])
+            ]
             try:
                 first, second, third, _ = self._pool.nodes
                 self._pool.join(second, self._pool.found("--chunk-size", "256KiB"))
@@ -347,6 +355,8 @@ class Soak:
                     finally:
                         self._load.kill()
             finally:
+                for server in asking:
+                    server.stop()
                 for manager in managers:
                     manager.stop()
                 self._pool.end()
@@ -402,7 +412,10 @@ class Soak:
                     watched = self._pool.nodes[
                         chance.choice(sorted({1, 2, 3} - faults.touched) or [1, 2, 3]) - 1
                     ]
-                    watch = watching.enter_context(Watch(self._truth, watched, NOTICED_S * self._patience))
+                    commands = self._commands[self._pool.nodes.index(watched)]
+                    watch = watching.enter_context(
+                        Watch(self._truth, watched, commands, NOTICED_S * self._patience)
+                    )
                     if victim != "nobody":
                         time.sleep(chance.uniform(0.0, held * 0.6) if lasts else 0.0)
                         moments.append(time.monotonic())
@@ -425,7 +438,7 @@ class Soak:
             missed += [f"status: {text}" for text in watch.wrong[:3]]
             if watch.unanswered_s > UNANSWERED_S * self._patience:
                 missed.append(
-                    f"status: no answer for {watch.unanswered_s:.1f} s on node {watched.directory.node}"
+                    f"status: no answer for {watch.unanswered_s:.1f} s on node {watched.machine.name}"
                 )
         change = self._change(began, moments)
         row["change_s"], row["changed"] = round(change[0], 2), change[1]
@@ -455,7 +468,7 @@ class Soak:
         """Seconds from `since` until all is whole and `status` says so; None where it is not within GIVEN_UP_S."""
         while time.monotonic() - since < GIVEN_UP_S:
             if self._truth.settled and not self._truth.missing:
-                code, seen, said = asked(self._pool.nodes[1])
+                code, seen, said = asked(self._pool.nodes[1], self._commands[3])
                 leads = next((one["node"] for one in seen.get("nodes", ()) if one["leads"]), 0)
                 if not code and seen and not seen["problems"] and leads:
                     self._leads = leads
@@ -562,8 +575,18 @@ def spread(values: list[float]) -> str:
     return " · ".join(f"{value:.1f}" for value in (*picked, ordered[-1]))
 
 
-def markdown(results: dict) -> str:
-    rounds = [one for one in results["each"] if "skipped" not in one]
+def runs_in(path: Path) -> list[dict]:
+    """The runs of a failure-soak.json. SystemExit: it can not be read."""
+    try:
+        found = json.loads(path.read_text())
+        return found.get("runs", [found])
+    except (OSError, ValueError, TypeError) as error:
+        raise SystemExit(f"{path} holds no results of earlier rounds: {error}") from None
+
+
+def markdown(runs: list[dict]) -> str:
+    """The table of all rounds of `runs`, which came one after the other."""
+    rounds = [one for run in runs for one in run["each"] if "skipped" not in one]
     head = (
         "| killed | meanwhile | rounds | change, s: median · 95 % · longest | whole again, s | missed a bound |\n"
         "|---|---|---:|---:|---:|---:|"
@@ -591,10 +614,14 @@ def markdown(results: dict) -> str:
             f"{spread([one['drain_s'] for one in drains if 'drain_s' in one])} s, filled again after "
             f"{spread([one['undrain_s'] for one in drains if 'undrain_s' in one])} s (median · 95 % · longest)."
         )
-    failed = sum(bool(one["missed"]) for one in results["each"])
+    failed = sum(bool(one["missed"]) for run in runs for one in run["each"])
+    measured_on = "; then ".join(
+        f"{run['date']}, {run['machine']}; nvpool {run['commit']}; seed {run['seed']}, {len(run['each'])} rounds on "
+        f"{run['pools']} pool{'s' if run['pools'] > 1 else ''} in {minutes(run['took_s'])}"
+        for run in runs
+    )
     return (
-        f"{results['date']}, {results['machine']}; nvpool {results['commit']}; seed {results['seed']}, {len(rounds)} "
-        f"rounds on {results['pools']} pool{'s' if results['pools'] > 1 else ''} in {minutes(results['took_s'])}; {failed} "
+        f"{measured_on}. {failed} of {len(rounds)} rounds "
         f"missed a bound (change {CHANGE_S:.0f} s, whole and drains {WHOLE_S:.0f} s, status, data).\n\n"
         + "\n".join(lines)
         + "\n"
@@ -714,7 +741,8 @@ def broken(number: int, why: str) -> dict:
     }
 
 
-def told(row: dict) -> str:
+def summary_of(row: dict) -> str:
+    """One line for a round."""
     whole = "never" if row["whole_s"] is None else f"{row['whole_s']:.1f} s"
     figures = f"change {row.get('change_s', 0):.1f} s, whole {whole}"
     drained = (
@@ -807,6 +835,13 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument(
         "--write", action="store_true", help="and put the table into bench/README.md and results/"
     )
+    parser.add_argument(
+        "--continue",
+        type=Path,
+        dest="earlier",
+        metavar="JSON",
+        help="failure-soak.json of an earlier run: go on after its last round, and count its rounds in the table",
+    )
     parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     words = sys.argv[1:] if words is None else words
@@ -818,6 +853,10 @@ def main(words: list[str] | None = None) -> int:
         options.directory = place_of_pools(options.directory, options.pools)
     if missing := namespaces.missing() or real_etcd.missing():
         raise SystemExit(f"this can not run here: {missing}")
+    earlier = runs_in(options.earlier) if options.earlier and options.share is None else []
+    if earlier:
+        options.first = 1 + max(one["round"] for run in earlier for one in run["each"])
+        words = [*words, "--first", str(options.first)]  # of the processes with a pool each
     options.results.mkdir(parents=True, exist_ok=True)
     results: dict = {
         "date": time.strftime("%Y-%m-%d"),
@@ -845,20 +884,22 @@ def main(words: list[str] | None = None) -> int:
                     print(json.dumps(row), flush=True)
                 else:
                     print(json.dumps(row), file=file, flush=True)
-                    say(told(row))
+                    say(summary_of(row))
                 results["each"].append(row)
                 if row["missed"] and not options.keep_going:
                     break
             whole = True
     results["took_s"] = round(time.monotonic() - began)
-    if not worker and results["each"]:
-        print(markdown(results))
+    results["each"] = list(map(measured, results["each"]))
+    runs = [*earlier, *([results] if results["each"] else [])]
+    if not worker and runs:
+        table = markdown(runs)
+        print(table)
         for place in (options.results, *([HERE / "results"] if options.write else [])):
-            (place / "failure-soak.md").write_text(markdown(results))
-            slim = results | {"each": list(map(measured, results["each"]))}
-            (place / "failure-soak.json").write_text(json.dumps(slim) + "\n")
+            (place / "failure-soak.md").write_text(table)
+            (place / "failure-soak.json").write_text(json.dumps({"runs": runs}) + "\n")
         if options.write:
-            put_into_readme("failure-soak", markdown(results))
+            put_into_readme("failure-soak", table)
     return 0 if whole and not any(row["missed"] for row in results["each"]) else 1
 
 

@@ -3,9 +3,10 @@
     python bench/flood.py                          three rounds of each kind, in a directory below /tmp that is removed
     python bench/flood.py --kinds requests,slow --rounds 5 --seconds 10
 
-A pool of one node is started as processes. One client (root, or whoever runs this, by unix socket) reads 4 KiB at random places
-of a file past the short cut, and asks for names that are not there, one request at a time. Another process floods the store
-and the shard from an address without a certificate, or where those do not listen on TCP as the user `nobody`, by kind:
+A pool of one node is started as processes. One client (root, or the user of this program, by unix socket) reads 4 KiB
+at random places of a file without short-circuit reads, and asks for missing names, one request at a time. Another
+process floods the store and the shard from an address without a certificate, or where those do not listen on TCP as
+the user `nobody`, by kind:
 
     requests      8 connections with 256 small requests in flight each
     connections   as many connections as it is given, and more all the time
@@ -177,7 +178,7 @@ async def measure(
     pool: str, places: list[tuple[str, int]], kinds: list[str], rounds: int, seconds: float
 ) -> dict:
     file_bytes = 64 * MIB
-    options = ClientOptions(short_cut=False, read_ahead_bytes=0)
+    options = ClientOptions(short_circuit=False, read_ahead_bytes=0)
     found: dict = {}
     async with await AsyncFileSystem.connect(pool, options=options) as fs:
         await fs.write_bytes("/file", random.Random(2).randbytes(file_bytes))
@@ -235,17 +236,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--results", type=Path)
     parser.add_argument("--flood", help=argparse.SUPPRESS)
-    wish = parser.parse_args()
-    if wish.flood:
+    arguments = parser.parse_args()
+    if arguments.flood:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         be_nobody()
-        asyncio.run(flood(*json.loads(wish.flood)))
+        asyncio.run(flood(*json.loads(arguments.flood)))
         return
-    kinds = wish.kinds.split(",")
+    kinds = arguments.kinds.split(",")
     if unknown := set(kinds) - set(KINDS):
         parser.error(f"there is no kind {', '.join(sorted(unknown))}; write some of {', '.join(KINDS)}")
-    place = Path(tempfile.mkdtemp(prefix="nvpool-bench-flood-", dir=wish.directory))
+    place = Path(tempfile.mkdtemp(prefix="nvpool-bench-flood-", dir=arguments.directory))
     place.chmod(0o755)
     try:
         with RealPool(place / "pool", sizes=(512 * MIB,)) as pool:
@@ -255,15 +256,15 @@ def main() -> None:
                 "processors": os.cpu_count(),
                 "block": 4 * KIB,
                 **asyncio.run(
-                    measure(str(place / "pool"), places_of(pool), kinds, wish.rounds, wish.seconds)
+                    measure(str(place / "pool"), places_of(pool), kinds, arguments.rounds, arguments.seconds)
                 ),
             }
     finally:
         shutil.rmtree(place, ignore_errors=True)
     text = json.dumps(found, indent=1)
     print(text)
-    if wish.results:
-        wish.results.write_text(text + "\n")
+    if arguments.results:
+        arguments.results.write_text(text + "\n")
 
 
 if __name__ == "__main__":

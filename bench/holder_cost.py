@@ -2,7 +2,7 @@
 
     python bench/holder_cost.py [--rounds 8] [--count 2000] [DIRECTORY]
 
-A pool of its own below DIRECTORY (the current one), mounted twice at once. Printed for each load: the least processor time of
+A pool of its own below DIRECTORY (the current one), mounted twice. Printed for each load: the least processor time of
 the mount's processes per operation in any round, which others on the machine disturb least; and operations per second, medians
 of the rounds, which mean something only when it is quiet; and what the holder adds.
 """

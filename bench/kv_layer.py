@@ -115,7 +115,7 @@ async def measure(directory: Path, count: int) -> None:
     floor = raw_journal(directory, few, sync=True)
     row("floor: pwrite + fdatasync, one at a time", floor)
     row("apply + sync, one at a time", await synced_by(kv, changes(len(few), 2), 1), floor)
-    row("apply + sync, 16 at once", await synced_by(kv, changes(count // 4, 3), 16), floor)
+    row("apply + sync, 16 in parallel", await synced_by(kv, changes(count // 4, 3), 16), floor)
     row("floor: LMDB alone, a synced transaction a change", raw_lmdb(directory, few, 1))
     await kv.checkpoint()
     keys = [effects[0][0] for effects in random.Random(4).sample(made, len(made))]

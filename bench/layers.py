@@ -10,7 +10,7 @@
 
 kernel = bare, engine = floor - bare, store = raw - wire - drive, and the client is what is left of the whole: of a mount all
 that its own process does besides, be it compiled in one step with the engine (then it may take less than nothing) or not, and
-what the parts do to one another (processor caches, wake-ups). By the short cut there is neither wire nor store.
+what the parts do to one another (processor caches, wake-ups). With short-circuit reads there is neither wire nor store.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python -m bench.meta_layer [--files 20000] [--dir DIR]
 
 Floors: `kv.apply` of what a create writes, and a handler that decodes the message and answers without deciding anything.
-`At once`: the same from the frame of a request to the frame of its answer (meta/server/fast_path), in a directory of its own.
+`Fast path`: the same from the frame of a request to the frame of its answer (meta/server/fast_path), in a directory of its own.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Side:
     peer = PEER
 
 
-async def spend_at_once(
+async def measure_fast_path(
     service: MetaService, kv: LmdbKv, method: int, made: list
 ) -> tuple[float, list[bytes]]:
     """Microseconds of CPU of this thread a request, and the messages of the answers."""
-    spent, answers, tally = 0.0, [], ReplyStats()
+    spent, answers, reply_stats = 0.0, [], ReplyStats()
     for at in range(0, len(made), 500):
         frames = [
             bytearray(pack_head(REQUEST, method, number, 1000, request.SerializeToString(), 0))
@@ -71,22 +71,22 @@ async def spend_at_once(
                 await kv.room()
             began, before = time.thread_time(), len(out)
             for number, frame in enumerate(frames[before:], before + 1):
-                service.at_once.answer(frame, len(frame), {}, tally, out, Side)
+                service.fast_path.answer(frame, len(frame), {}, reply_stats, out, Side)
                 if len(out) != number:
                     break
             spent += time.thread_time() - began
             if len(out) == before:
                 break
-        assert len(out) == len(frames), "a request was left to the ordinary way"
+        assert len(out) == len(frames), "a request was left to the slow path"
         answers += [frame[HEADER_BYTES:] for frame in out]
         await asyncio.sleep(0)
     return spent / len(made) * 1e6, answers
 
 
-async def at_once(
+async def compare_fast_path(
     service: MetaService, kv: LmdbKv, client: ShardClient, change, names: list[bytes], rows: list
 ) -> None:
-    home = (await client.mkdir(ROOT_INODE, b"at once")).inode
+    home = (await client.mkdir(ROOT_INODE, b"fast path")).inode
     for slot in range(32):
         service._sessions.slot(
             service._sessions.get(client.session), slot
@@ -94,8 +94,8 @@ async def at_once(
     session, rounds = client.session, []
 
     async def ask(name: str, method: int, made) -> list[bytes]:
-        micros, answers = await spend_at_once(service, kv, method, list(made))
-        rounds.append((f"at once: {name}", micros))
+        micros, answers = await measure_fast_path(service, kv, method, list(made))
+        rounds.append((f"fast path: {name}", micros))
         return answers
 
     born = [
@@ -312,8 +312,8 @@ async def run(files: int, directory: str) -> None:
         handle,
         rows,
     )
-    if service.at_once is not None:
-        await at_once(service, kv, client, change, names, rows)
+    if service.fast_path is not None:
+        await compare_fast_path(service, kv, client, change, names, rows)
     for name, micros in rows:
         print(f"{name:40} {micros:8.1f} us")
     for key in ("used_bytes", "entries"):

@@ -2,11 +2,11 @@
 
     .venv/bin/python bench/metrics.py [--rounds 8] [--seconds 3] [DIRECTORY]
 
-"Without" is a copy of this checkout from which every statement that counts was taken out (see `UNCOUNTED`), so that nothing
-else differs. Each has a pool of its own below DIRECTORY (the current one) and two mounts: by the short cut, and over `stream`
-without it. Rounds alternate which comes first. Printed: reads per second, medians of the rounds and the median of the rounds'
-ratios, which mean something only when the machine is quiet; and the least processor time per read of all of nvpool's processes
-in any round, which others disturb least. Needs root and fio.
+"Without" is a copy of this checkout from which every statement that counts was taken out (see `UNCOUNTED`), so that
+nothing else differs. Each has a pool of its own below DIRECTORY (the current one) and two mounts: with short-circuit
+reads, and over `stream`. Rounds alternate which comes first. Printed: reads per second, medians of the rounds and the
+median of the rounds' ratios, which mean something only when the machine is quiet; and the least processor time per
+read of all of nvpool's processes in any round, which others disturb least. Needs root and fio.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from nvpool.testing.env.pool import PLAIN_TCP
 
 ROOT = Path(__file__).resolve().parents[1]
 UNCOUNTED = {
-    "rpc/multiplexer.py": {"_tally", "_calls"},
+    "rpc/multiplexer.py": {"_reply_stats", "_calls"},
     "fuse/kernel/connection.py": {"spent", "_begin_run", "_end_run", "_kept", "run", "now_s"},
     "fuse/dispatch.py": {"read_bytes", "written_bytes"},
     "fuse/kernel/worker.py": {"_kept"},
@@ -45,7 +45,7 @@ UNCOUNTED = {
     "store/server/service.py": {"use"},
 }
 """File -> names: statements that use one of them count, and nothing else."""
-MOUNTS = {"short cut": (), "stream": ("--no-short-cut", "--transport", "stream")}
+MOUNTS = {"short cut": (), "stream": ("--no-short-circuit", "--transport", "stream")}
 FILE_BYTES = 64 << 20
 SCRAPE_S = 5.0
 """Prometheus asks each 15 to 60 seconds."""

@@ -490,7 +490,7 @@ def markdown(results: dict) -> str:
         ]
         rows += [
             f"| {row['nodes']} | {row['mib_s']:,.1f} | {judged(row['of_linear'], 0.95)} | {row['floor_mib_s']:,.1f} | "
-            f"{row['mib_s'] / row['floor_mib_s']:.0%} | {told_busy(row['busy'])} |"
+            f"{row['mib_s'] / row['floor_mib_s']:.0%} | {busy_text(row['busy'])} |"
             for row in found["rows"]
         ]
         parts.append("\n".join(rows))
@@ -533,13 +533,13 @@ def markdown(results: dict) -> str:
             grown = row["after"] / row["before"] - 1
             rows.append(
                 f"| {row['what']} | {row['before']:,.1f} | {row['after']:,.1f} | {grown:.0%} of {row['share']:.0%} | "
-                f"{judged(grown / row['share'], GROWN)} | {told_busy(row['busy'])} |"
+                f"{judged(grown / row['share'], GROWN)} | {busy_text(row['busy'])} |"
             )
         parts.append("\n".join(rows))
     return "\n\n".join(parts) + "\n"
 
 
-def told_busy(share: float) -> str:
+def busy_text(share: float) -> str:
     return f"{share:.0%}" + (" (they were the limit)" if share > BUSY_MAX else "")
 
 

@@ -5,7 +5,7 @@ targets and more client processes bring.
     python bench/questions.py --rounds 1 --seconds 0.5             a first look
     python bench/questions.py --only layers                        one of: concurrency, layers, throughput
 
-4 KiB random reads (throughput: 128 KiB too) of a file that fits into memory; floors and pools are there at once on the drive of
+4 KiB random reads (throughput: 128 KiB too) of a file that fits into memory; floors and pools are on the drive of
 --directory and take turns, and the processors are kept awake for all of them (/dev/cpu_dma_latency). For what is "cold" the
 page cache of the machine is dropped before. A figure is the median of the rounds. concurrency.py, layers.py and throughput.py
 say what is measured and why. Needs root: it mounts, and drops the page cache. Ends and removes all it started, also when
@@ -71,7 +71,7 @@ class Asked:
         self.comparison.stop()
 
     def mounted(self, subject, threads: int, direct: bool = True) -> dict:
-        """fio's threads for so many seconds, on bytes that whoever serves them has in memory."""
+        """fio's threads for so many seconds, on bytes that the server has in memory."""
         run(
             "dd",
             f"if={subject.mount / 'large'}",
@@ -286,7 +286,7 @@ def numbers(text: str) -> list[int]:
 
 
 def expected_s(options: argparse.Namespace, wanted: list[str]) -> float:
-    """A step takes its seconds and about one more: for a process to start, or a mount to be made anew."""
+    """A step takes its seconds and about one more: for a process to start, or a mount to be created again."""
     steps = {
         "concurrency": 4 * len(options.in_flight),
         "layers": 15,

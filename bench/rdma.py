@@ -4,7 +4,7 @@
 
 One process reads with one client for each transport, in turns, from the same store processes, so that what else happens on the
 machine happens to both. A round's figure is the ratio of the two neighbors; reported are medians over the rounds, with the
-processor time of reader and stores beside them. The short cut is off. `--profile`: where the reader's time goes, per transport.
+processor time of reader and stores beside them. Short-circuit reads are off. `--profile`: where the time goes, per transport.
 No RDMA hardware is needed, and nothing is said about any.
 """
 
@@ -70,7 +70,9 @@ async def calls(pool, batches, into, seconds: float, stores: list[int]) -> tuple
 
 async def measure(directory: str, options: argparse.Namespace, stores: list[int]) -> dict:
     pools = {
-        name: await AsyncFileSystem.connect(directory, options=ClientOptions(transport=name, short_cut=False))
+        name: await AsyncFileSystem.connect(
+            directory, options=ClientOptions(transport=name, short_circuit=False)
+        )
         for name in TRANSPORTS
     }
     async with await pools["rdma"].open("/bench", "w+b") as file:

@@ -295,9 +295,11 @@ def _everything(results: dict) -> str:
 
 
 def _rounds(way: dict) -> str:
-    told = number(way["median"])
+    median = number(way["median"])
     return (
-        f"{told} ({number(way['least'])}–{number(way['most'])})" if way["most"] > 2 * way["least"] else told
+        f"{median} ({number(way['least'])}–{number(way['most'])})"
+        if way["most"] > 2 * way["least"]
+        else median
     )
 
 

@@ -1,6 +1,6 @@
 """Loads on the SDK, each one process that is a client of its own: 4 KiB reads one at a time, many in flight, read_many.
 
-    python bench/sdk_loads.py [--transport SCHEME] [--no-short-cut] VERB POOL PATH [options]
+    python bench/sdk_loads.py [--transport SCHEME] [--no-short-circuit] VERB POOL PATH [options]
 
     one         AsyncFile.read at random places, each after the one before
     one-thread  File.pread, the same from an ordinary thread
@@ -128,7 +128,7 @@ async def flight(read: Callable, options: argparse.Namespace, seconds: float) ->
             if many:
                 await asyncio.sleep(
                     0
-                )  # what is there at once must not keep the others from asking: it waits its turn
+                )  # what is there immediately must not keep the others from asking: it waits its turn
             if len(await read(places.next(), block)) != block:
                 raise SystemExit("a read brought less than was asked for")
             now = time.perf_counter()
@@ -228,13 +228,13 @@ def warm(file, options: argparse.Namespace) -> None:
 
 
 def client(options: argparse.Namespace) -> ClientOptions:
-    return ClientOptions(transport=options.transport, short_cut=not options.no_short_cut)
+    return ClientOptions(transport=options.transport, short_circuit=not options.no_short_circuit)
 
 
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--transport", default="auto")
-    parser.add_argument("--no-short-cut", action="store_true")
+    parser.add_argument("--no-short-circuit", action="store_true")
     parser.add_argument("verb", choices=("one", "one-thread", "flight", "raw", "many", "files"))
     parser.add_argument("pool")
     parser.add_argument("path")

@@ -40,7 +40,7 @@ def together(commands: list[list[str]], environment: dict[str, str], seconds: fl
             process.stdin.flush()
         said = [process.communicate(timeout=seconds + WAIT_S) for process in running]
         if any(process.returncode for process in running):
-            raise Failed(f"a client failed: {' '.join(told for _, told in said)[-300:]}")
+            raise Failed(f"a client failed: {' '.join(errors for _, errors in said)[-300:]}")
     except (subprocess.TimeoutExpired, OSError) as error:
         raise Failed(f"clients do not end: {error}") from None
     finally:

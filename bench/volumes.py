@@ -28,11 +28,11 @@ from nvpool.core.units import GIB, KIB, MIB
 from nvpool.sdk.aio import AsyncFileSystem
 from nvpool.testing.env.pool import RealPool
 
-VOLUMES_AT_ONCE, FILES_AT_ONCE = 8, 16
+VOLUMES_IN_PARALLEL, FILES_IN_PARALLEL = 8, 16
 PLACES = ("plain directory", "volume", "volume with quotas")
 
 
-async def rate(work: Callable[[int], Awaitable], numbers: Iterable[int], at_once: int) -> float:
+async def rate(work: Callable[[int], Awaitable], numbers: Iterable[int], in_parallel: int) -> float:
     """Calls of `work` per second."""
     waiting = iter(list(numbers))
     count = 0
@@ -44,21 +44,25 @@ async def rate(work: Callable[[int], Awaitable], numbers: Iterable[int], at_once
             count += 1
 
     begun_s = time.perf_counter()
-    await asyncio.gather(*(one() for _ in range(at_once)))
+    await asyncio.gather(*(one() for _ in range(in_parallel)))
     return count / (time.perf_counter() - begun_s)
 
 
 async def thousand(fs: AsyncFileSystem, count: int) -> dict[str, float]:
     volumes, found = fs.volumes, {}
     found["create per s"] = await rate(
-        lambda n: volumes.create(f"many-{n}", bytes_max=GIB, files_max=1000), range(count), VOLUMES_AT_ONCE
+        lambda n: volumes.create(f"many-{n}", bytes_max=GIB, files_max=1000),
+        range(count),
+        VOLUMES_IN_PARALLEL,
     )
     begun_s = time.perf_counter()
     listed = await volumes.list()
     found["list s"] = time.perf_counter() - begun_s
     assert len(listed) >= count
-    found["show per s"] = await rate(lambda n: volumes.show(f"many-{n}"), range(count), VOLUMES_AT_ONCE)
-    found["remove per s"] = await rate(lambda n: volumes.remove(f"many-{n}"), range(count), VOLUMES_AT_ONCE)
+    found["show per s"] = await rate(lambda n: volumes.show(f"many-{n}"), range(count), VOLUMES_IN_PARALLEL)
+    found["remove per s"] = await rate(
+        lambda n: volumes.remove(f"many-{n}"), range(count), VOLUMES_IN_PARALLEL
+    )
     return found
 
 
@@ -75,9 +79,9 @@ async def small_files(fs: AsyncFileSystem, files: int, turn: int) -> dict[str, f
         top = f"{tops[place]}/round-{turn}"
         await fs.mkdir(top, parents=True)
         found[place] = await rate(
-            lambda n, top=top: fs.write_bytes(f"{top}/{n}", content), range(files), FILES_AT_ONCE
+            lambda n, top=top: fs.write_bytes(f"{top}/{n}", content), range(files), FILES_IN_PARALLEL
         )
-        await asyncio.sleep(0.5)  # what is closed is told
+        await asyncio.sleep(0.5)  # closes are reported within that time
     return found
 
 
@@ -109,19 +113,21 @@ def main() -> None:
     parser.add_argument("--volumes", type=int, default=1000)
     parser.add_argument("--files", type=int, default=3000)
     parser.add_argument("--results", type=Path)
-    wish = parser.parse_args()
-    place = Path(tempfile.mkdtemp(prefix="nvpool-bench-volumes-", dir=wish.directory))
+    arguments = parser.parse_args()
+    place = Path(tempfile.mkdtemp(prefix="nvpool-bench-volumes-", dir=arguments.directory))
     try:
         with RealPool(place / "pool", sizes=(2048 * MIB, 2048 * MIB)) as pool:
             pool.make()
             pool.start()
-            found = asyncio.run(measure(str(place / "pool"), wish.rounds, wish.volumes, wish.files))
+            found = asyncio.run(
+                measure(str(place / "pool"), arguments.rounds, arguments.volumes, arguments.files)
+            )
     finally:
         shutil.rmtree(place, ignore_errors=True)
     text = json.dumps(found, indent=1)
     print(text)
-    if wish.results:
-        wish.results.write_text(text + "\n")
+    if arguments.results:
+        arguments.results.write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -4,11 +4,12 @@ fio reads and writes the large file, `files_load` (bench/files_load.c) everythin
 measured by sdk_loads.py, beside `socket_floor` (bench/socket_floor.c). Every subject that mounts holds, before
 the first round: `large`, a file of random bytes, and `files`, one directory of 4 KiB files.
 
-Cold: `Subject.forget` was called right before, and nothing is asked for twice: each thread of a random read has a region of
-its own and reads each block of it at most once; each name is looked at once. Random reads use O_DIRECT, so that neither the
-kernel's page cache nor its read-ahead stands between the load and the subject; sequential ones do not, as `cp` does not. Warm
-means: read whole WARM_PASSES times just before, and again by another process. The kernel moves pages between its lists at the
-first of them, and who is measured twice (with the processors awake, and not) would have more of that behind him.
+Cold: `Subject.forget` was called right before, and nothing is asked for twice: each thread of a random read has a
+region of its own and reads each block of it at most once; each name is looked up only once. Random reads use
+O_DIRECT, so that neither the kernel's page cache nor its read-ahead stands between the load and the subject;
+sequential ones do not, as `cp` does not. Warm means: read whole WARM_PASSES times just before, and again by another
+process. The kernel moves pages between its lists at the first of them, and who is measured twice (with the processors
+awake, and not) would have more of that behind him.
 
 Order: loads of `last` run when all rounds of the others are over. ext4 creates files five to ten times slower after many were
 unlinked, and what one subject unlinks all of them would pay for. Each create has a new directory, each write a new file.

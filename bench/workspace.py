@@ -89,7 +89,7 @@ def can_keep_awake() -> bool:
 
 @contextlib.contextmanager
 def processors_awake(wanted: bool) -> Iterator[None]:
-    """The wish holds until the descriptor is closed (Documentation/power/pm_qos_interface.rst of Linux)."""
+    """Keep processors out of deep idle states until the descriptor is closed (Linux: power/pm_qos_interface.rst)."""
     if not wanted:
         yield
         return

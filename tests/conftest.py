@@ -44,6 +44,7 @@ TIERS = {
     "fuse": "t2",
     "cluster": "t3",
     "bridge": "t3",
+    "packaging": "t3",
 }
 """Folder of tests -> tier of its tests, where neither the test nor its module has a tier's marker."""
 TESTS = Path(__file__).parent

@@ -34,8 +34,11 @@ class Shown:
 
     def __call__(self, *words: str, refused: str = "") -> str:
         """What it said. `refused`: it must fail, and say that."""
-        told = " ".join(f"'{word}'" if re.search(r"[ ;$]", word) else word for word in words)
-        print(f"  $ docker {told.replace(self._driver, 'nvpool').replace(' --network=none', '')}", flush=True)
+        arguments = " ".join(f"'{word}'" if re.search(r"[ ;$]", word) else word for word in words)
+        print(
+            f"  $ docker {arguments.replace(self._driver, 'nvpool').replace(' --network=none', '')}",
+            flush=True,
+        )
         done = self._docker.run(*words, check=False)
         said = "\n".join(filter(None, (done.stdout, done.stderr))).replace(self._driver, "nvpool")
         for line in said.splitlines():

@@ -2,8 +2,8 @@
 
 Each service (metadata shard, standby, chunk store, supervisor) is asked in memory by each kind of caller, over the frames of
 the stream transport and without: messages from their descriptors with numbers at their bounds, valid ones that were changed,
-and bytes that are no messages. Wrong are: an answer or a log that tells of a bug, a request without an answer, a process that
-grows or stands still, and anything changed without a right to. Then the case is told with its seed, and the exit status is 1.
+and bytes that are no messages. Failures are: a reply or a log that names a bug, a request without a reply, a process that grows
+or hangs, and any change without the right to it. Then the case is printed with its seed, and the exit code is 1.
 """
 
 from __future__ import annotations

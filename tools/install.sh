@@ -16,7 +16,7 @@ units=/usr/local/lib/systemd/system
 
 say() { printf 'install: %s\n' "$*" >&2; }
 
-tell_systemd() {
+reload_systemd() {
     [ -d /run/systemd/system ] || return 0
     systemctl daemon-reload
 }
@@ -31,7 +31,7 @@ if [ "${1:-}" = --remove ]; then
         "/usr/local/lib/tmpfiles.d/nvpool.conf" "/etc/udev/rules.d/60-nvpool.rules" \
         "/usr/local/bin/nvpool" "/usr/local/bin/nvpoold" "/sbin/mount.nvpool" "/sbin/mount.fuse.nvpool"
     rm -rf "${prefix:?}"
-    tell_systemd
+    reload_systemd
     say "removed; pools, /etc/nvpool and the user nvpool are left"
     exit 0
 fi
@@ -39,14 +39,14 @@ fi
 python=$(sh tools/setup.sh --print-python)
 [ -x "$prefix/bin/python" ] || "$python" -m venv "$prefix"
 say "installing nvpool and what it needs from PyPI into $prefix"
-"$prefix/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade .
+"$prefix/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade '.[pyfuse3]'
 
 mkdir -p "$units" "/usr/local/lib/sysusers.d" "/usr/local/lib/tmpfiles.d" "/etc/udev/rules.d" "/usr/local/bin" \
     "/sbin" "/etc/nvpool/mounts"
 for command in nvpool nvpoold; do
     ln -sfn "$prefix/bin/$command" "/usr/local/bin/$command"
 done
-# mount(8) looks for the second where something mounted is mounted anew, since that is its type then.
+# mount(8) looks for the second where something mounted is remounted, since that is its type then.
 for command in mount.nvpool mount.fuse.nvpool; do
     ln -sfn "$prefix/bin/mount.nvpool" "/sbin/$command"
 done
@@ -62,5 +62,5 @@ if command -v systemd-sysusers >/dev/null 2>&1; then
     systemd-sysusers nvpool.conf
     systemd-tmpfiles --create nvpool.conf
 fi
-tell_systemd
+reload_systemd
 say 'done. A pool: runuser -u nvpool -- nvpool pool create /var/lib/nvpool/pool --drive /mnt/nvme0   then: systemctl enable --now nvpoold'

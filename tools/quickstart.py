@@ -41,7 +41,7 @@ FILES_MEASURED = 256
 """Few enough to keep open, enough that their contents are spread over all targets."""
 INSTALLED_LATER = ("site-packages", "dist-packages")
 """Folders of the standard library's directory that are not of it, and may be of any size."""
-COMPARED_AT_ONCE = 8
+COMPARISONS_IN_PARALLEL = 8
 KEPT_FREE_BYTES = 512 * MIB
 CAP_SYS_ADMIN = 21
 
@@ -142,7 +142,7 @@ class Quickstart:
                 for path in regular_files(self.source, self.exclude)
             ]
             counted.total = sum(path.lstat().st_size for path, _ in pairs)
-            with ThreadPoolExecutor(COMPARED_AT_ONCE) as threads:
+            with ThreadPoolExecutor(COMPARISONS_IN_PARALLEL) as threads:
                 for (path, there), (here, in_pool) in zip(
                     pairs, threads.map(lambda pair: tuple(map(checksum, pair)), pairs), strict=True
                 ):

@@ -44,14 +44,14 @@ if [ "${1:-}" = --print-python ]; then
     exit 0
 fi
 
-# Two set-ups at once would undo one another; the second waits and then finds nothing to do.
+# Two set-ups at the same time would undo one another; the second waits and then finds nothing to do.
 exec 9<Makefile
 flock 9
 
 # -- packages of the machine -----------------------------------------------------------------------------------------
 
 # What building and mounting needs, and what the tests run on the mount.
-packages='fuse3 libfuse3-dev pkg-config gcc libc6-dev liburing-dev git rsync tar fio sqlite3 xfsprogs iproute2 etcd-server strace docker.io podman busybox-static prometheus systemd acl'
+packages='fuse3 libfuse3-dev pkg-config gcc libc6-dev liburing-dev git rsync tar fio sqlite3 xfsprogs iproute2 etcd-server strace docker.io podman busybox-static prometheus systemd acl debootstrap ubuntu-keyring'
 if [ "$(id -u)" = 0 ] || ! find_python whole >/dev/null; then
     packages="$packages python3 python3-dev python3-venv"
 fi
@@ -113,7 +113,7 @@ if [ "$(cat $stamp 2>/dev/null)" = "$wanted" ] && $venv/bin/python -c 'import nv
     exit 0
 fi
 
-# An environment that was moved, or made by another Python, is made anew: its programs name the old place.
+# An environment that was moved, or made by another Python, is created again: its programs name the old place.
 if ! grep -qs "^command = .* $PWD/$venv\$" $venv/pyvenv.cfg ||
         [ "$($venv/bin/python -c 'import os, pip, sys; print(os.path.realpath(sys._base_executable))' 2>/dev/null)" != "$python" ]; then
     say "making $venv with $("$python" --version) from $python"
@@ -123,7 +123,7 @@ rm -f $stamp
 say 'installing nvpool and what it needs from PyPI into .venv'
 groups=$venv/nvpool-setup-groups.txt
 $venv/bin/python tools/dependency_groups.py dev >$groups
-if ! $venv/bin/python -m pip install --disable-pip-version-check --no-input --editable '.[rdma]' -r $groups >$log 2>&1; then
+if ! $venv/bin/python -m pip install --disable-pip-version-check --no-input --editable '.[rdma,pyfuse3]' -r $groups >$log 2>&1; then
     tail -n 30 $log >&2
     fail "pip could not install; the whole log is in $log"
 fi

@@ -41,7 +41,7 @@ ENGINE_BYTES = 200 << 20
 _PAIR_BYTES = 64
 
 Progress = Callable[[float], None]
-"""Told a share of the work that is done, from 0 to 1."""
+"""Called with the share of the work that is done, from 0 to 1."""
 
 
 async def begun(shard: Path) -> tuple[bytes, records.Inode]:

@@ -1,6 +1,6 @@
 """What is asked of a shard: names looked up, files made, a directory listed; many requests in flight on one connection.
 
-One process asks, so a figure is what one client reaches; how much of the shard's processor a request takes is told beside it.
+One process asks, so a figure is what one client reaches; the shard's processor time for each request is reported beside it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .tree import DIRECTORY_MODE, FILE_MODE, HOME, OWNER, Tree, directory_name, 
 
 IN_FLIGHT = 32
 TOGETHER, TOGETHER_IN_FLIGHT = 100, 4
-"""Names in a LOOKUP_MANY, and such requests at once."""
+"""Names in a LOOKUP_MANY, and such requests in parallel."""
 LIST_LIMIT = 1000
 WRITE = 2
 ANSWER_S = 60.0
@@ -94,7 +94,7 @@ class Client:
     # -- looking up ------------------------------------------------------------------------------------------------------
 
     async def look_up(self, parents: Parents, numbers: Iterator[int]) -> int:
-        """Each file by itself, IN_FLIGHT at once; how many."""
+        """Each file by itself, IN_FLIGHT in parallel; how many."""
 
         def messages() -> Iterator[bytes]:
             for number in numbers:
@@ -140,7 +140,7 @@ class Client:
         self, parents: Parents, numbers: Iterator[int], on_made: Callable[[int], None] = lambda number: None
     ) -> int:
         """Each is created with a write grant, and its size reported when that is answered, as a mount does at close; IN_FLIGHT
-        files at once. How many were; `on_made` is told each when it is acknowledged."""
+        files in parallel. How many were; `on_made` is called with each when it is acknowledged."""
         made = 0
 
         async def lane(slot: int) -> None:

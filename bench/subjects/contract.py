@@ -44,7 +44,7 @@ class Subject:
     offers: tuple[str, ...] = ("mount",)
     in_part: bool = False
     notes: str = ""
-    cold: str = "mounted anew, page cache dropped"
+    cold: str = "mounted again, page cache dropped"
     file_bytes_max: int | None = None
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ def run(
     except OSError as error:
         raise Failed(f"{words[0]}: {error.strerror}") from None
     try:
-        said, told = process.communicate(text, timeout_s)
+        said, errors = process.communicate(text, timeout_s)
     except BaseException as error:
         process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -160,7 +160,7 @@ def run(
             raise Failed(f"`{' '.join(words[:4])} …` took more than {timeout_s:.0f} s") from None
         raise
     if process.returncode:
-        reason = " ".join((told.strip() or said.strip()).split())
+        reason = " ".join((errors.strip() or said.strip()).split())
         raise Failed(f"`{' '.join(words[:4])} …` ended with {process.returncode}: {reason[-300:]}")
     return said
 

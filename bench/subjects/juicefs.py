@@ -19,7 +19,7 @@ class JuiceFS(Subject):
         "SQLite and local files, no network between; its fsync does not reach the drive; its cache of blocks is a "
         "directory of the same drive"
     )
-    cold = "mounted anew, its cache directory removed, page cache dropped"
+    cold = "mounted again, its cache directory removed, page cache dropped"
     _client: subprocess.Popen | None = None
 
     def missing(self) -> str | None:

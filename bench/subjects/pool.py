@@ -22,19 +22,19 @@ NEEDS = {"pyfuse3": "pyfuse3", "grpc": "grpc"}
 
 class Variant(NamedTuple):
     """`column`: which column of the goals it stands in, "same host" or "tcp"; without one it is asked for the loads that are
-    for all variants. `transport`, `short_cut` and `engine` as `nvpool mount` knows them; "" is what it does by itself."""
+    for all variants. `transport`, `short_circuit` and `engine` as `nvpool mount` knows them; "" is what it does by itself."""
 
     name: str
     column: str | None = None
     transport: str = ""
-    short_cut: bool = True
+    short_circuit: bool = True
     engine: str = ""
     notes: str = ""
 
     def words(self) -> list[str]:
-        """Of transport and short cut, for `nvpool mount` and sdk_loads.py."""
-        return [f"--transport={self.transport}"] * bool(self.transport) + ["--no-short-cut"] * (
-            not self.short_cut
+        """Of transport and short-circuit reads, for `nvpool mount` and sdk_loads.py."""
+        return [f"--transport={self.transport}"] * bool(self.transport) + ["--no-short-circuit"] * (
+            not self.short_circuit
         )
 
 
@@ -42,7 +42,7 @@ VARIANTS = (
     Variant(
         "nvpool",
         "same host",
-        notes="as it comes: the direct engine, and the short cut to the drives of its own host",
+        notes="as it comes: the direct engine, and short-circuit reads from the drives of its own host",
     ),
     Variant(
         "nvpool-tcp",
@@ -51,9 +51,23 @@ VARIANTS = (
         False,
         notes="the direct engine; `stream`, TCP on loopback as the peers",
     ),
-    Variant("nvpool-unix", None, "stream+unix", False, notes="the direct engine; unix sockets, no short cut"),
-    Variant("nvpool-grpc", None, "grpc", False, notes="the direct engine; gRPC on loopback, no short cut"),
-    Variant("nvpool-pyfuse3", None, "", True, "pyfuse3", notes="libfuse through pyfuse3; the short cut"),
+    Variant(
+        "nvpool-unix",
+        None,
+        "stream+unix",
+        False,
+        notes="the direct engine; unix sockets, no short-circuit reads",
+    ),
+    Variant(
+        "nvpool-grpc",
+        None,
+        "grpc",
+        False,
+        notes="the direct engine; gRPC on loopback, no short-circuit reads",
+    ),
+    Variant(
+        "nvpool-pyfuse3", None, "", True, "pyfuse3", notes="libfuse through pyfuse3; short-circuit reads"
+    ),
 )
 """The first two are what the goals are compared with: what `nvpool mount` does by itself, and the same over TCP."""
 

@@ -12,7 +12,7 @@
 #include <unistd.h>
 
 /* Reads the cached part of a range, without waiting; returns -1 with EAGAIN if nothing is cached. */
-static inline ssize_t read_at_once(int fd, void *into, size_t length, uint64_t offset)
+static inline ssize_t read_cached(int fd, void *into, size_t length, uint64_t offset)
 {
     struct iovec vector = {into, length};
     return preadv2(fd, &vector, 1, (off_t)offset, RWF_NOWAIT);

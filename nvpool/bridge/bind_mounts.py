@@ -22,7 +22,7 @@ from nvpool.host.mountinfo import mounts_below
 
 BIND_S = 20.0
 """Below the deadline of a request, and enough for the restart of a store or shard."""
-AT_ONCE = 8
+BINDS_IN_PARALLEL = 8
 """Helper processes at a time; further requests wait until their own deadlines."""
 
 
@@ -31,7 +31,7 @@ class Binds:
 
     def __init__(self, root: Path, places: Path) -> None:
         self.root, self.places = root, places
-        self._turns = asyncio.Semaphore(AT_ONCE)
+        self._turns = asyncio.Semaphore(BINDS_IN_PARALLEL)
 
     def place(self, name: str, read_only: bool, subpath: str) -> Path:
         """Return the bind's place. All holders with the same mode and subpath share one place."""

@@ -109,7 +109,7 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
         _size(given.get("size", "")),
         _count("files", given.get("files", ""), 1 << 62),
         _count("replicas", given.get("replicas", ""), 3) or None,
-        _truth("sealed", given["sealed"]) if "sealed" in given else None,
+        _parse_bool("sealed", given["sealed"]) if "sealed" in given else None,
         checked_subpath(given.get("subpath", "")),
     )
 
@@ -136,7 +136,7 @@ def _count(name: str, text: str, most: int) -> int:
     return int(text)
 
 
-def _truth(name: str, text: str) -> bool:
+def _parse_bool(name: str, text: str) -> bool:
     if text.lower() not in (*_YES, *_NO):
         raise InvalidRequest(f"the option {name} is {shown(text)}, and shall be true or false")
     return text.lower() in _YES

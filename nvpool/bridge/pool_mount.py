@@ -59,7 +59,7 @@ class PoolMount:
                         f"the mount of {self._name} at {self.place} does not answer; see: nvpool status"
                     )
                 log.warning(
-                    "the mount at %s is dead; it is made anew, and containers that saw it have to be started again",
+                    "the mount at %s is dead; it is mounted again; restart the containers that use it",
                     self.place,
                 )
             if not self._make:

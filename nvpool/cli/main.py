@@ -199,8 +199,8 @@ def main(arguments: list[str] | None = None) -> int:
             _print_error("interrupted", "interrupted", 130)
         click.echo("interrupted", err=True)
         return 130
-    except click.exceptions.Exit as wish:
-        return wish.exit_code
+    except click.exceptions.Exit as requested:
+        return requested.exit_code
     except click.ClickException as error:
         if as_json:
             context = getattr(error, "ctx", None)

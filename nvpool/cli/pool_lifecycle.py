@@ -110,7 +110,7 @@ def start(directory: PoolDirectory, wait_s: float = START_S) -> dict[str, Any]:
                         if supervisor
                         else Unavailable
                     )
-                    raise family(f"the supervisor ended at once:{_last_errors(directory, 'nvpoold.log')}")
+                    raise family(f"the supervisor ended immediately:{_last_errors(directory, 'nvpoold.log')}")
                 with _interrupted_later():
                     supervisor = _spawn_supervisor(directory)
                 started += 1

@@ -27,7 +27,7 @@ from nvpool.rpc.v1 import meta_pb2, wire_pb2
 log = logging.getLogger(__name__)
 
 INODES_A_QUESTION = 512
-SEARCHES_AT_ONCE = 4
+SEARCHES_IN_PARALLEL = 4
 """Partitions searched at the same time, so that one with very many names does not delay the others."""
 STEP_S = 10.0
 LOOK_S = 2.0
@@ -82,7 +82,7 @@ class PathFinder:
         births: dict[int, list[int]] = {}
         for inode in inodes:
             births.setdefault(partition_of(inode), []).append(inode)
-        turns = asyncio.Semaphore(SEARCHES_AT_ONCE)
+        turns = asyncio.Semaphore(SEARCHES_IN_PARALLEL)
 
         async def search(some: list[int], elsewhere: bool = False) -> None:
             async with turns:

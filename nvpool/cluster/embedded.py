@@ -65,7 +65,7 @@ class EmbeddedCoordinator:
         self._kv = kv
         self._publish = publish
         self._turn = asyncio.Lock()
-        self._told = MapWatchers(pool_map)
+        self._watchers = MapWatchers(pool_map)
         self._announced: dict[str, _EmbeddedLease] = {}
         self._leading: _EmbeddedLease | None = None
 
@@ -102,7 +102,7 @@ class EmbeddedCoordinator:
 
     @property
     def pool_map(self) -> PoolMap:
-        return self._told.pool_map
+        return self._watchers.pool_map
 
     async def newest(self) -> PoolMap:
         return self.pool_map
@@ -127,57 +127,59 @@ class EmbeddedCoordinator:
                 reclaims=True,
             )
             await self._kv.sync(sequence)
-            self._told.pool_map = new  # durable: no way back from here, even if the copy cannot be written
+            self._watchers.pool_map = (
+                new  # durable: no way back from here, even if the copy cannot be written
+            )
             try:
                 self._publish(raw)
             except OSError as error:
                 raise from_os_error(error, "write the copy of the pool map") from error
             finally:
-                self._told.tell()
+                self._watchers.notify()
 
     async def watch(self, newer_than: int, wait_s: float) -> PoolMap | None:
-        return await self._told.watch(newer_than, wait_s)
+        return await self._watchers.watch(newer_than, wait_s)
 
     async def announce(self, name: str, value: bytes, lease_s: float) -> CoordinatorLease:
         before = self._announced.get(name)
         lease = self._announced[name] = _EmbeddedLease(lambda ended: self._gone(name, ended))
         if before is not None:
             before.end()
-        self._told.present = {**self._told.present, name: value}
-        self._told.tell()
+        self._watchers.present = {**self._watchers.present, name: value}
+        self._watchers.notify()
         return lease
 
     def _gone(self, name: str, lease: _EmbeddedLease) -> None:
         if self._announced.get(name) is lease:
             del self._announced[name]
-            self._told.present = {
-                other: value for other, value in self._told.present.items() if other != name
+            self._watchers.present = {
+                other: value for other, value in self._watchers.present.items() if other != name
             }
-            self._told.tell()
+            self._watchers.notify()
 
     def present(self) -> Mapping[str, bytes]:
-        return self._told.present
+        return self._watchers.present
 
     async def watch_present(self, known: Mapping[str, bytes], wait_s: float) -> Mapping[str, bytes]:
-        return await self._told.watch_present(known, wait_s)
+        return await self._watchers.watch_present(known, wait_s)
 
     async def lead(self, name: str, lease_s: float, wait_s: float) -> CoordinatorLease | None:
-        if not await self._told.wait(lambda: self._leading is None, wait_s):
+        if not await self._watchers.wait(lambda: self._leading is None, wait_s):
             return None
-        self._leading, self._told.leader = _EmbeddedLease(self._resigned), name
-        self._told.tell()
+        self._leading, self._watchers.leader = _EmbeddedLease(self._resigned), name
+        self._watchers.notify()
         return self._leading
 
     def _resigned(self, lease: _EmbeddedLease) -> None:
-        self._leading = self._told.leader = None
-        self._told.tell()
+        self._leading = self._watchers.leader = None
+        self._watchers.notify()
 
     def leader(self) -> str | None:
-        return self._told.leader
+        return self._watchers.leader
 
     async def close(self) -> None:
-        if not self._told.closed:
+        if not self._watchers.closed:
             for lease in [*self._announced.values(), *([self._leading] if self._leading else [])]:
                 lease.end()
-            self._told.close()
+            self._watchers.close()
             await self._kv.close()

@@ -42,7 +42,7 @@ LEASE_S = 2.7
 """Lease of a target.
 
 A silent target is out of its chains within 3 s; a target that busy processors delay for 2 s is not."""
-LENT_S = LEASE_S * 0.95
+SENT_LEASE_S = LEASE_S * 0.95
 """Lease time that is sent to a target: its clock may be slower than ours by the difference."""
 BEAT_S = 0.4
 """Interval of heartbeats: five may be lost."""
@@ -176,7 +176,7 @@ class Manager:
         target = pool_map.target_by_id.get(request.target)
         if target is None or target.state == "gone":
             raise WrongTarget(f"the pool has no target {request.target}")
-        if self._dead.get(request.target) == request.pid or target.wish == "lost":
+        if self._dead.get(request.target) == request.pid or target.desired_state == "lost":
             raise Fenced(f"process {request.pid} of target {request.target} is not listened to any more")
         self._dead.pop(request.target, None)
         heard = self._heard.setdefault(request.target, _Heard(0.0))
@@ -211,14 +211,18 @@ class Manager:
             request.target in self._cut_off and is_replaceable(pool_map, request.target)
         )
         return AliveReply(
-            lease_s=0.0 if without else self._lent_s(),
+            lease_s=0.0 if without else self._lease_to_send_s(),
             epoch=pool_map.epoch,
             epoch_min=self._epoch_min.get(request.target, self._began_epoch),
             left_out=BROKEN if request.target in self._cut_off else "",
         )
 
-    def _lent_s(self) -> float:
-        return LENT_S if self._leader is None else min(LENT_S, self._leader.left_s + OUTLIVES_S * 0.95)
+    def _lease_to_send_s(self) -> float:
+        return (
+            SENT_LEASE_S
+            if self._leader is None
+            else min(SENT_LEASE_S, self._leader.left_s + OUTLIVES_S * 0.95)
+        )
 
     @staticmethod
     def _waits_for_knowledge(pool_map: PoolMap) -> bool:
@@ -431,7 +435,7 @@ class Manager:
             target.id
             for target in pool_map.targets
             if target.state == "down"
-            and target.wish == "share"
+            and target.desired_state == "share"
             and now_s - self._last_s(target.id) > self._replace_after_s
         }
 

@@ -23,19 +23,19 @@ class HeldMap:
     """
 
     def __init__(self, pool_map: PoolMap, reason: str) -> None:
-        self._told = MapWatchers(pool_map)
+        self._watchers = MapWatchers(pool_map)
         self._reason = reason
 
     @property
     def pool_map(self) -> PoolMap:
-        return self._told.pool_map
+        return self._watchers.pool_map
 
     def take(self, pool_map: PoolMap) -> bool:
         """Use this map if it is newer; return whether it is."""
         if pool_map.epoch <= self.pool_map.epoch:
             return False
-        self._told.pool_map = pool_map
-        self._told.tell()
+        self._watchers.pool_map = pool_map
+        self._watchers.notify()
         return True
 
     async def newest(self) -> PoolMap:
@@ -45,7 +45,7 @@ class HeldMap:
         raise Unavailable(self._reason, retry_after_s=1.0)
 
     async def watch(self, newer_than: int, wait_s: float) -> PoolMap | None:
-        return await self._told.watch(newer_than, wait_s)
+        return await self._watchers.watch(newer_than, wait_s)
 
     async def announce(self, name: str, value: bytes, lease_s: float) -> CoordinatorLease:
         raise Unavailable(self._reason, retry_after_s=1.0)
@@ -54,7 +54,7 @@ class HeldMap:
         return {}
 
     async def watch_present(self, known: Mapping[str, bytes], wait_s: float) -> Mapping[str, bytes]:
-        return await self._told.watch_present(known, wait_s)
+        return await self._watchers.watch_present(known, wait_s)
 
     async def lead(self, name: str, lease_s: float, wait_s: float) -> CoordinatorLease | None:
         raise Unavailable(self._reason, retry_after_s=1.0)
@@ -63,7 +63,7 @@ class HeldMap:
         return None
 
     async def close(self) -> None:
-        self._told.close()
+        self._watchers.close()
 
 
 class Relay:

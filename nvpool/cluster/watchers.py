@@ -22,11 +22,11 @@ class MapWatchers:
         self.closed = False
         self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Wake the waiting callers after a change; each checks its condition again."""
-        told, self._next = self._next, asyncio.get_running_loop().create_future()
-        if not told.done():
-            told.set_result(None)
+        waiting, self._next = self._next, asyncio.get_running_loop().create_future()
+        if not waiting.done():
+            waiting.set_result(None)
 
     async def wait(self, is_so: Callable[[], bool], wait_s: float) -> bool:
         """Return True if the condition holds now, or within `wait_s` and before `close`.
@@ -52,4 +52,4 @@ class MapWatchers:
 
     def close(self) -> None:
         self.closed = True
-        self.tell()
+        self.notify()

@@ -39,7 +39,7 @@ class SystemClock:
     def random(self) -> random.Random:
         return self._random
 
-    def begin_anew(self) -> None:
+    def reseed(self) -> None:
         """Seed the random numbers again; a forked child must not repeat the numbers of its parent."""
         self._random.seed(os.urandom(16))
 
@@ -82,4 +82,4 @@ class ManualClock:
 
 
 SYSTEM_CLOCK = SystemClock()
-os.register_at_fork(after_in_child=SYSTEM_CLOCK.begin_anew)
+os.register_at_fork(after_in_child=SYSTEM_CLOCK.reseed)

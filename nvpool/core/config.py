@@ -10,6 +10,7 @@ replaces an unreadable value by a default.
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import re
 import tomllib
@@ -24,7 +25,16 @@ from msgspec import Meta
 from nvpool.core.errors import BadConfiguration, InvalidRequest
 from nvpool.core.units import GIB, KIB, MIB, TIB, format_bytes, parse_bytes
 
+log = logging.getLogger("nvpool.core.config")
+
 _BYTES = {"unit": "bytes"}
+
+RENAMED_KEYS = {
+    ("store", "short_cut"): "short_circuit",
+    ("store", "short_cut_group"): "short_circuit_group",
+    ("client", "short_cut"): "short_circuit",
+}
+"""(section, old key) -> present key. Old keys are accepted for one release, with a warning."""
 
 
 class Log(msgspec.Struct, frozen=True):
@@ -116,8 +126,8 @@ class Metrics(msgspec.Struct, frozen=True):
     listen: Annotated[
         str,
         Meta(
-            description="PORT at which http://127.0.0.1:PORT/metrics tells of all processes of this node to programs of this "
-            "machine; unix:/PATH for a socket of root and the operators; HOST:PORT opens it to whoever reaches HOST, "
+            description="PORT at which http://127.0.0.1:PORT/metrics shows all processes of this node to programs of this "
+            "machine; unix:/PATH for a socket of root and the operators; HOST:PORT opens it to all who reach HOST, "
             "without a password; empty: nowhere"
         ),
     ] = ""
@@ -218,13 +228,13 @@ class StoreSection(msgspec.Struct, frozen=True):
             description="bytes a second of such a round; less while requests wait",
         ),
     ] = 32 * MIB
-    short_cut: Annotated[
+    short_circuit: Annotated[
         bool,
         Meta(
             description="let mounts and programs of this node read the drives themselves; never with direct"
         ),
     ] = True
-    short_cut_group: Annotated[
+    short_circuit_group: Annotated[
         str,
         Meta(
             description="group, by name or number, whose programs may; empty: root's and the daemon's own user's only"
@@ -400,7 +410,7 @@ class ClientSection(msgspec.Struct, frozen=True):
     entry_timeout_s: Annotated[
         float, Meta(ge=0, le=3600, description="how long the kernel may keep names")
     ] = 1.0
-    short_cut: Annotated[
+    short_circuit: Annotated[
         bool,
         Meta(
             description="read drives of this node without asking their daemon for each byte, where that allows it"
@@ -540,18 +550,25 @@ def _contradictions(config: Config) -> list[tuple[str, str, str]]:
     return found
 
 
-@lru_cache(maxsize=1)
 def parse(text: str, where: str = "the configuration") -> Config:
     """Return the configuration in `text`; a repeated call with the same text returns the cached result.
 
-    BadConfiguration: names `where` and lists every problem with its line and reason.
+    Old names of keys are accepted silently. BadConfiguration: names `where` and lists every problem with its
+    line and reason.
     """
+    return _parsed(text, where)[0]
+
+
+@lru_cache(maxsize=1)
+def _parsed(text: str, where: str) -> tuple[Config, tuple[str, ...]]:
+    """Return the configuration in `text`, and a warning for each key that has an old name."""
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise BadConfiguration(f"{where} is not TOML: {error}") from None
     lines = _lines_of(text)
     problems: list[tuple[int, str]] = []
+    warnings: list[str] = []
     sections: dict[str, Any] = {}
     for name, kind in _sections():
         table = raw.pop(name, {})
@@ -567,13 +584,27 @@ def parse(text: str, where: str = "the configuration") -> Config:
         fields = {field.name: field for field in msgspec.structs.fields(kind)}
         for key, value in table.items():
             line = lines.get((name, key), lines.get((name, ""), 0))
-            if key not in fields:
+            present = RENAMED_KEYS.get((name, key), key)
+            if present not in fields:
                 problems.append((line, f"{name}.{key} is not known here{_nearest(key, fields)}"))
                 continue
+            if present != key:
+                if present in table:
+                    problems.append(
+                        (
+                            line,
+                            f"{name}.{key} is the old name of {name}.{present}, which is there too; remove {key}",
+                        )
+                    )
+                    continue
+                warnings.append(
+                    f"{where}, line {line}: {name}.{key} is now named {name}.{present}; rename the key: "
+                    f"the next release refuses the old name"
+                )
             try:
-                values[key] = _convert(value, fields[key].type)
+                values[present] = _convert(value, fields[present].type)
             except (msgspec.ValidationError, ValueError) as error:
-                wanted = _expected(fields[key].type) if isinstance(error, msgspec.ValidationError) else ""
+                wanted = _expected(fields[present].type) if isinstance(error, msgspec.ValidationError) else ""
                 problems.append((line, f"{name}.{key} = {_toml(value)}: {wanted or _plain(error)}"))
         sections[name] = kind(**values)
     for key in raw:
@@ -583,15 +614,18 @@ def parse(text: str, where: str = "the configuration") -> Config:
     for section, key, reason in _contradictions(config):
         problems.append((lines.get((section, key), lines.get((section, ""), 0)), f"{section}.{key} {reason}"))
     if problems:
-        told = "\n".join(
+        details = "\n".join(
             f"  line {line}: {reason}" if line else f"  {reason}" for line, reason in sorted(problems)
         )
-        raise BadConfiguration(f"{where} is wrong:\n{told}")
-    return config
+        raise BadConfiguration(f"{where} is wrong:\n{details}")
+    return config, tuple(warnings)
 
 
 def load(path: str | os.PathLike[str]) -> Config:
-    """Return the configuration in the file at `path`; BadConfiguration if the file is unreadable or wrong."""
+    """Return the configuration in the file at `path`; BadConfiguration if the file is unreadable or wrong.
+
+    Logs a warning for each key with an old name; without a log, as in the commands, the warning is on stderr.
+    """
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(MIB)
@@ -603,7 +637,10 @@ def load(path: str | os.PathLike[str]) -> Config:
         raise BadConfiguration(f"{path} is not UTF-8: {error}") from None
     except OSError as error:
         raise BadConfiguration(f"{path} can not be read: {error.strerror}") from None
-    return parse(text, str(path))
+    config, warnings = _parsed(text, str(path))
+    for warning in warnings:
+        log.warning("%s", warning)
+    return config
 
 
 def sample(config: Config | None = None) -> str:

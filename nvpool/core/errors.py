@@ -301,7 +301,7 @@ class TooManyLocks(Refused):
 
 
 class LockLost(Refused):
-    """The locks on this file ended with the client's session, so the file may have been changed by others: open it anew."""
+    """The locks on this file ended with the client's session, so the file may have been changed by others: open it again."""
 
     errno = errno.EIO
     wire_code = 131
@@ -315,7 +315,7 @@ class BeyondData(Refused):
 
 
 class DirectoryGone(NotFound):
-    """The directory was removed, and whoever knows it has to look for its name again."""
+    """The directory was removed; its name must be looked up again."""
 
     errno = errno.ENOENT
     wire_code = 133
@@ -408,7 +408,7 @@ class StaleTenure(Stale):
 
 
 class StaleIdentity(Stale):
-    """Who shows this certificate is not in the pool, by the map known here: wait for a newer one, or join the pool anew."""
+    """Who shows this certificate is not in the pool, by the map known here: wait for a newer one, or join the pool again."""
 
     errno = errno.EACCES
     wire_code = 225
@@ -527,7 +527,7 @@ class WritesLost(Damaged):
 
 
 class BytesLost(Damaged):
-    """What was stored here was given up with the drives that held it; write it anew, or remove the file."""
+    """What was stored here was given up with the drives that held it; rewrite it, or remove the file."""
 
     wire_code = 406
 

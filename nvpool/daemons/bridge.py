@@ -81,7 +81,10 @@ def parse_words(words: list[str]) -> argparse.Namespace:
         "--csi-pool", default="", help="how nodes are labeled that have the pool (the pool's name)"
     )
     parser.add_argument(
-        "--metrics", metavar="HOST:PORT", default="", help="tell Prometheus at http://HOST:PORT/metrics"
+        "--metrics",
+        metavar="HOST:PORT",
+        default="",
+        help="serve metrics for Prometheus at http://HOST:PORT/metrics",
     )
     parser.add_argument(
         "--settled-s",
@@ -100,8 +103,8 @@ def parse_words(words: list[str]) -> argparse.Namespace:
 
 def mount_words(arguments: argparse.Namespace) -> tuple[str, ...]:
     """Arguments of the mount that the bridge makes: it uses the log settings of the bridge."""
-    told = (("--log-level", arguments.log_level), ("--log-format", arguments.log_format))
-    return tuple(f"{word}={value}" for word, value in told if value)
+    options = (("--log-level", arguments.log_level), ("--log-format", arguments.log_format))
+    return tuple(f"{word}={value}" for word, value in options if value)
 
 
 def _check_words(arguments: argparse.Namespace) -> None:
@@ -170,7 +173,7 @@ async def _serve(arguments: argparse.Namespace, config: Config, place: Path, sto
         pool = await AsyncFileSystem.connect(
             arguments.pool,
             name=f"bridge {node}",
-            options=configured(config.client)._replace(deadline_s=CLIENT_DEADLINE_S, short_cut=False),
+            options=configured(config.client)._replace(deadline_s=CLIENT_DEADLINE_S, short_circuit=False),
         )
     try:
         name = pool.client.pool_map.name

@@ -60,7 +60,7 @@ class Beating:
 
     async def run(self) -> None:
         """Send heartbeats until cancelled. No answer, and no missing answer, ends this."""
-        self._service.tenure.changed = self._news.set
+        self._service.serving_lease.changed = self._news.set
         async with asyncio.TaskGroup() as parts:
             parts.create_task(self._beat_on())
             if self._reach is not None:
@@ -79,20 +79,20 @@ class Beating:
 
     async def beat(self) -> None:
         """Send one heartbeat and apply the answer."""
-        service, tenure = self._service, self._service.tenure
+        service, serving_lease = self._service, self._service.serving_lease
         if self._count % _USED_EVERY == 0:
             self._used_bytes = service.store.status()["used_bytes"]
         self._count += 1
         upkeep = getattr(service, "upkeep", None)
         equal = upkeep.resync.equal if upkeep is not None else {}
         request = AliveRequest(
-            target=tenure.target,
+            target=serving_lease.target,
             pid=os.getpid(),
-            epoch=tenure.epoch,
+            epoch=serving_lease.epoch,
             used_bytes=self._used_bytes,
             equal=b"".join([EQUAL.pack(*chain, epoch) for chain, epoch in equal.items()]),
             copied_bytes=upkeep.resync.progress.bytes_copied if upkeep is not None else 0,
-            verifier=tenure.verifier,
+            verifier=serving_lease.verifier,
             unreachable=sorted(self._reach.unreachable) if self._reach is not None else (),
         )
         sent_s = self._clock.boottime_s()
@@ -103,11 +103,11 @@ class Beating:
             answer = AliveReply.FromString(bytes(reply.message))
         except (NvpoolError, struct.error) as error:
             if not self._silent:
-                log.warning("target %d: no answer to its sign of life: %s", tenure.target, error)
-            self._silent, tenure.refused = True, str(error)
+                log.warning("target %d: no answer to its heartbeat: %s", serving_lease.target, error)
+            self._silent, serving_lease.refused = True, str(error)
             return
-        self._silent, tenure.refused = (
+        self._silent, serving_lease.refused = (
             False,
             answer.left_out or ("" if answer.lease_s else "the leader gives no lease"),
         )
-        tenure.renewed(sent_s, answer.lease_s, answer.epoch_min, answer.epoch)
+        serving_lease.renewed(sent_s, answer.lease_s, answer.epoch_min, answer.epoch)

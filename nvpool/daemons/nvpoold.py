@@ -178,7 +178,7 @@ async def _serve(directory: PoolDirectory, config, stop) -> None:
             secured = identity is not None and identity.covers(where)
             listeners += await listen_on(
                 (endpoint,),
-                greeting._replace(strangers=secured, local_users=True),
+                greeting._replace(admit_unauthenticated=secured, local_users=True),
                 supervisor.handle_secured if secured else supervisor.handle,
             )
         directory.show_socket([path for endpoint in endpoints if (path := parse_endpoint(endpoint).path)])

@@ -22,10 +22,10 @@ from nvpool.host.file_modes import group_number
 from nvpool.host.pool_directory import write_whole
 from nvpool.rpc.fd_passing import path_beside
 from nvpool.runtime.service import ServiceContext, main, read_map
-from nvpool.store.chunks.api import LEND_S, StoreOptions, open_chunk_store
+from nvpool.store.chunks.api import LOCATION_LEASE_S, StoreOptions, open_chunk_store
 from nvpool.store.chunks.location_leases import KeptTable
 from nvpool.store.server.service import StoreService
-from nvpool.store.server.serving_lease import Tenure
+from nvpool.store.server.serving_lease import ServingLease
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class _Store(StoreService):
         self.beating = asyncio.ensure_future(self._beats.run())
         self.beating.add_done_callback(
             lambda ended: (
-                ended.cancelled() or self._opened.fail(f"the signs of life have stopped: {ended.exception()}")
+                ended.cancelled() or self._opened.fail(f"the heartbeats have stopped: {ended.exception()}")
             )
         )
 
@@ -61,7 +61,7 @@ class _Store(StoreService):
             self.beating.cancel()
         await super().close(drain_s)
         if self.ended_equal:
-            write_whole(self._opened.directory.ended(self.target), b"%d" % self.tenure.epoch)
+            write_whole(self._opened.directory.ended(self.target), b"%d" % self.serving_lease.epoch)
 
 
 async def _open(kept_table: KeptTable | None, opened: ServiceContext) -> StoreService:
@@ -83,7 +83,7 @@ async def _open(kept_table: KeptTable | None, opened: ServiceContext) -> StoreSe
         uring=configured.reads == "auto",
         reserve_share=configured.reserve_share,
         give_back=configured.give_back,
-        lend_s=LEND_S if configured.short_cut else 0.0,
+        location_lease_s=LOCATION_LEASE_S if configured.short_circuit else 0.0,
         kept_table=kept_table,
         sync_interval_s=journal.sync_interval_s,
         index_bytes_max=journal.map_bytes_max,
@@ -109,7 +109,7 @@ async def _open(kept_table: KeptTable | None, opened: ServiceContext) -> StoreSe
         clock=SYSTEM_CLOCK,
         refresh_map=lambda: service.update_map(read_map(opened.directory)),
         handover_path=path_beside(paths[0]) if paths else "",
-        handover_group=group_number(configured.short_cut_group, "store.short_cut_group"),
+        handover_group=group_number(configured.short_circuit_group, "store.short_circuit_group"),
         dialer=opened.dialer,
         resync_bytes_per_s=configured.resync_bytes_s,
         scrub_interval_s=configured.scrub_interval_s,
@@ -117,7 +117,9 @@ async def _open(kept_table: KeptTable | None, opened: ServiceContext) -> StoreSe
         on_fail=opened.fail,
         callers=opened.callers,
         pool_keys=opened.pool_keys,
-        tenure=Tenure(opened.number, SYSTEM_CLOCK, store.lender, verifier=store.verifier),
+        serving_lease=ServingLease(
+            opened.number, SYSTEM_CLOCK, store.location_leases, verifier=store.verifier
+        ),
     )
     service.follow(opened)
     return service

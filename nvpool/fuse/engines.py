@@ -7,6 +7,7 @@ that engine is chosen.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from collections.abc import Callable
@@ -65,6 +66,11 @@ def engine_of(wanted: str, *, writeback: bool = False) -> str:
     if writeback and name != "kernel":
         raise InvalidRequest(
             "pages are written back by engine kernel only; mount without --writeback, or with --engine kernel"
+        )
+    if name == "pyfuse3" and importlib.util.find_spec("pyfuse3") is None:
+        raise InvalidRequest(
+            "engine pyfuse3 needs the library pyfuse3, which is not installed: pip install 'nvpool[pyfuse3]' (a compiler, "
+            f"libfuse3-dev), or mount with --engine kernel (Linux {KERNEL_MIN[0]}.{KERNEL_MIN[1]} or newer)"
         )
     return name
 

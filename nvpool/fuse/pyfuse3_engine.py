@@ -114,7 +114,7 @@ class _TrioLoop:
         self._burst = 0
         self._credit = SPIN_CREDIT_MAX
         self._turn = 0
-        self._at_once: asyncio.Future
+        self._ready: asyncio.Future
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task] = set()
         self._ended = asyncio.Event()
@@ -138,8 +138,8 @@ class _TrioLoop:
             poll = select.poll()
             poll.register(fd, select.POLLIN)
             self._poll = poll.poll
-            self._at_once = self._loop.create_future()
-            self._at_once.set_result(None)
+            self._ready = self._loop.create_future()
+            self._ready.set_result(None)
         elif len(self._tasks) - len(self.idle) == 1 and self._burst:
             self._turn += 1
             if self._credit or not self._turn & 31:
@@ -148,7 +148,7 @@ class _TrioLoop:
                 for _ in range(SPIN_LOOKS):
                     if look(0):
                         self._credit = min(self._credit + 2, SPIN_CREDIT_MAX)
-                        return self._at_once
+                        return self._ready
                 self._credit = max(self._credit - 1, 0)
         future = self._loop.create_future()
         if self.closing:
@@ -478,7 +478,7 @@ class Pyfuse3Engine:
         Pyfuse3Engine._taken = True
         self._mount = mount_at(self._mount_point)
         if self._mount is None:
-            raise Unavailable(f"{self._mount_point} was unmounted at once by somebody else")
+            raise Unavailable(f"{self._mount_point} was unmounted immediately by somebody else")
         return self._mount
 
     async def serve(self) -> None:

@@ -14,21 +14,21 @@ import asyncio
 from nvpool.core.errors import Busy, CorruptRecord, InvalidRequest
 from nvpool.kv.api import Kv
 
-NUMBERS_AT_ONCE = 65_536
+NUMBERS_PER_BATCH = 65_536
 
 
 class NumberBounds:
     """One sequence of numbers: call `open`, then `take`."""
 
-    def __init__(self, kv: Kv, key: bytes, first: int = 1, at_once: int = NUMBERS_AT_ONCE) -> None:
-        if at_once < 2:
+    def __init__(self, kv: Kv, key: bytes, first: int = 1, batch_size: int = NUMBERS_PER_BATCH) -> None:
+        if batch_size < 2:
             raise InvalidRequest(
                 "numbers are reserved by two at least, since the second half is given while the next is made"
             )
         self._kv = kv
         self._key = key
         self._first = first
-        self._at_once = at_once
+        self._batch_size = batch_size
         self._next = self._bound = 0
         self._reserving: asyncio.Task[None] | None = None
 
@@ -51,7 +51,7 @@ class NumberBounds:
         if number >= self._bound:
             raise Busy("the next numbers are being reserved")
         self._next = number + 1
-        if self._bound - number < self._at_once // 2 and self._reserving is None:
+        if self._bound - number < self._batch_size // 2 and self._reserving is None:
             self._begin()
         return number
 
@@ -60,7 +60,7 @@ class NumberBounds:
 
         NoSpace, Fenced, Busy: the Kv refused the reservation; repeat later.
         """
-        while self._bound - self._next < self._at_once // 2:
+        while self._bound - self._next < self._batch_size // 2:
             task = self._reserving or self._begin()
             await asyncio.wait((task,))
             if (error := task.exception()) is not None:
@@ -72,7 +72,7 @@ class NumberBounds:
         return self._reserving
 
     async def _reserve(self) -> None:
-        bound = self._bound + self._at_once
+        bound = self._bound + self._batch_size
         await self._kv.room()
         # The change reclaims no space. But without numbers nothing could be removed: removals need sessions
         # too.

@@ -31,7 +31,7 @@ SPILLED_MAX = 20_000_000
 """Old values in a file, about 4 GB: a quarter of an hour of 20,000 changed keys a second, all ahead of the
 reader."""
 
-SPILL_AT_ONCE = 2000
+SPILLED_PER_BATCH = 2000
 """Old values moved to the file in one batch: blocks the event loop for a few milliseconds."""
 
 SNAPSHOTS_MAX = 4
@@ -154,7 +154,7 @@ class EngineSnapshot:
             raise Busy("too much changed while it was read; begin again at a quieter time")
         if self._scratch is None:
             self._scratch = SpillFile(self._owner.directory)
-        last = list(islice(self._old_keys.descend(b"", KEY_END), SPILL_AT_ONCE))
+        last = list(islice(self._old_keys.descend(b"", KEY_END), SPILLED_PER_BATCH))
         self._scratch.put([(key, self._old[key]) for key in last])
         for key in last:
             del self._old[key]

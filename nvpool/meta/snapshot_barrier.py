@@ -34,7 +34,7 @@ QUIET_S = 1.0
 unreachable."""
 MOMENT_S = 2.0
 """Limit for the whole barrier, counted from the first request: several round trips."""
-_NO_NUMBER = "a moment has a number, which is not 0: whoever begins one draws it"
+_NO_NUMBER = "a moment has a number, which is not 0 and is drawn when it begins"
 
 
 class Moment:

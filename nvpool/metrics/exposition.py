@@ -109,7 +109,7 @@ class Page:
             page._put(name, tuple((label, text) for label, text in labels), value)
         return page
 
-    def told(self) -> list[dict[str, Any]]:
+    def json_samples(self) -> list[dict[str, Any]]:
         """Return the samples for JSON: name, labels, and the value, or count and sum of a histogram."""
         return [
             {"name": name, "labels": dict(labels)}

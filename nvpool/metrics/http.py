@@ -45,11 +45,11 @@ async def serve_metrics(address: str, make_page: MakePage, group: int | None = N
     host, port = parse_address(address)
     if is_open(address):
         log.warning(
-            "metrics are told to whoever reaches %s, without a password: keep it on the loopback address, or put a "
+            "everybody who reaches %s can read the metrics, without a password: keep it on the loopback address, or put a "
             "proxy before it",
             address,
         )
-    told = False
+    is_logged = False
     asked: set[asyncio.StreamWriter] = set()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -75,13 +75,13 @@ async def serve_metrics(address: str, make_page: MakePage, group: int | None = N
                 else _at_socket(host, answer, group)
             )
         except OSError as error:
-            if not told:
+            if not is_logged:
                 log.warning(
                     "metrics can not be served at %s, which is tried again: %s",
                     address,
                     error.strerror or error,
                 )
-                told = True
+                is_logged = True
             await asyncio.sleep(AGAIN_S)
             continue
         log.info(
@@ -131,8 +131,8 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ma
         try:
             body = (await make_page(_patience(lines))).text().encode()
         except Exception:  # border of the subsystem: the next scrape may succeed
-            log.exception("metrics could not be told")
-            status, kind, body = "500 Internal Server Error", "text/plain", b"the log tells why\n"
+            log.exception("metrics could not be collected")
+            status, kind, body = "500 Internal Server Error", "text/plain", b"the log has the reason\n"
     writer.write(
         f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
         f"Connection: close\r\n\r\n".encode()

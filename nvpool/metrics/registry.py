@@ -106,11 +106,11 @@ STORE_READS_WAITED = _counter(
 )
 STORE_WRITES = _counter("store_writes_total", "Writes made by the store, each of a batch.")
 STORE_FLUSHES = _counter("store_flushes_total", "Flushes of the drive that were asked for.")
-STORE_SHORT_CUT_READS = _counter(
+STORE_SHORT_CIRCUIT_READS = _counter(
     "store_short_cut_reads_total",
-    "Reads that clients of this host made past the store, as they told when they asked for locations.",
+    "Reads that clients of this host made past the store, as they reported when they asked for locations.",
 )
-STORE_SHORT_CUT_BYTES = _counter("store_short_cut_bytes_total", "Bytes of these reads.")
+STORE_SHORT_CIRCUIT_BYTES = _counter("store_short_cut_bytes_total", "Bytes of these reads.")
 STORE_WAITING = _gauge(
     "store_waiting_requests", "Requests that wait in the store for the drive, another target, or their turn."
 )
@@ -120,15 +120,15 @@ STORE_BAD_BLOCKS = _gauge(
     "store_bad_blocks", "Blocks that do not fit their checksum and are not repaired yet."
 )
 STORE_REPAIRED = _counter(
-    "store_repaired_blocks_total", "Bad blocks that were written anew from another replica."
+    "store_repaired_blocks_total", "Bad blocks that were rewritten from another replica."
 )
 STORE_REBUILT = _counter(
     "store_rebuilt_chunks_total", "Chunks that were copied whole from another replica after damage."
 )
-STORE_STRAYS = _counter(
+STORE_ORPHAN_CHUNKS_REMOVED = _counter(
     "store_strays_removed_chunks_total", "Chunks given up because their chains are others' now."
 )
-STORE_STRAYS_LEFT = _gauge(
+STORE_ORPHAN_CHUNKS_LEFT = _gauge(
     "store_strays_left_chunks",
     "Chunks of chains that are others' now and could not be "
     "removed yet: a drain waits for them, and nvpool status says why.",
@@ -138,7 +138,7 @@ STORE_FENCED = _gauge(
 )
 STORE_LEASE = _gauge(
     "store_lease_left_seconds",
-    "For how long the target may serve what others hold too; not told where it "
+    "For how long the target may serve what others hold too; absent where it "
     "holds nothing together with others.",
 )
 RESYNC_CHAINS = _gauge("resync_chains", "Chains that the target catches up with, by how far it is.", "state")
@@ -167,7 +167,7 @@ META_OPEN = _gauge("meta_open_inodes", "Inodes that some session has open.", "sh
 META_SESSIONS = _gauge("meta_sessions", "Sessions of clients.", "shard")
 META_LEASES = _gauge(
     "meta_watching_sessions",
-    "Sessions that are told of changes, and may keep attributes until then.",
+    "Sessions that are notified of changes, and may keep attributes until then.",
     "shard",
 )
 META_RECALLS = _counter(
@@ -185,7 +185,7 @@ META_CHANGES = _counter("meta_changes_total", "Changes that were made.", "shard"
 META_REPEATED = _counter(
     "meta_repeated_total", "Changes that were asked for again and answered from their record.", "shard"
 )
-META_REFUSED = _counter("meta_refused_total", "Requests refused for a reason that the user is told.", "shard")
+META_REFUSED = _counter("meta_refused_total", "Requests refused for a reason that the user sees.", "shard")
 META_SPANS = _counter("meta_spans_total", "Changes that needed other shards too.", "shard")
 META_ORPHANS = _gauge(
     "meta_orphans",
@@ -210,7 +210,7 @@ POOL_LEADS = _gauge("pool_leads", "1 on the node that decides changes of the map
 POOL_CHAINS = _gauge(
     "pool_chains",
     "Chains of all replica counts, by state: full; fewer copies than they shall have; none "
-    "that serves. Each node tells the same: use max().",
+    "that serves. Each node reports the same: use max().",
     "state",
 )
 POOL_COPIES_LEFT = _gauge(
@@ -274,8 +274,8 @@ FUSE_WRITTEN_BYTES = _counter(
 FUSE_IN_WORK = _gauge("fuse_in_work", "Requests of the kernel that are not answered yet. Engine kernel.")
 CLIENT_READS = _counter(
     "client_reads_total",
-    "Pieces of reads by the way they came: the store's answer, the short cut past "
-    "it (from the kernel's memory or from the drive), small files kept whole, read-ahead.",
+    "Pieces of reads by the way they came: the store's answer, short-circuit reads "
+    "(from the kernel's memory or from the drive), small files kept whole, read-ahead.",
     "way",
 )
 CLIENT_MESSAGES = _counter("client_messages_total", "Messages to stores that carried them.")
@@ -316,7 +316,7 @@ BRIDGE_ERRORS = _counter(
 )
 BRIDGE_USES = _gauge("bridge_volume_uses", "Containers, pods and their like that use a volume on this host.")
 BRIDGE_UNTOLD = _gauge(
-    "bridge_ended_uses", "Uses that have ended here and of which the pool has not been told yet."
+    "bridge_ended_uses", "Uses that have ended here and have not been reported to the pool yet."
 )
 
 

@@ -7,6 +7,7 @@ the configuration in the pool's directory. Used by the programs in this package.
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
 
 from nvpool.client.state.options import ClientOptions, configured
@@ -18,6 +19,8 @@ from nvpool.fuse.engines import ENGINES, RESEND_MIN, kernel_version
 from nvpool.host.mountinfo import options_in
 from nvpool.host.pool_directory import PoolDirectory
 from nvpool.runtime.logging_setup import start_log
+
+log = logging.getLogger("nvpool.mountd.arguments")
 
 DESCRIPTION = "Show a pool at a mount point."
 
@@ -70,8 +73,10 @@ def parse_words(words: list[str]) -> argparse.Namespace:
         "--transport", metavar="SCHEME", help="the only one to use: stream+unix, stream, grpc, … (auto)"
     )
     parser.add_argument(
-        "--no-short-cut", action="store_true", help="read through the stores also on their own node"
+        "--no-short-circuit", action="store_true", help="read through the stores also on their own node"
     )
+    # the old name, for one release: an upgrade passes on the arguments with which the mount was started
+    parser.add_argument("--no-short-cut", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
         "--no-acl", action="store_true", help="without access control lists: the kernel does not ask for them"
     )
@@ -184,6 +189,8 @@ def start_mount_log(name: str, arguments: argparse.Namespace) -> None:
         form=arguments.log_format or config.log.format,
         node_toml=directory.node_toml if directory is not None and arguments.log_level is None else None,
     )
+    if arguments.no_short_cut:
+        log.warning("--no-short-cut is now named --no-short-circuit; the next release refuses the old name")
 
 
 def keeps_requests(arguments: argparse.Namespace) -> bool:
@@ -209,7 +216,7 @@ def client_options(arguments: argparse.Namespace, section: ClientSection) -> Cli
         deadline_s=given(arguments.deadline_s, section.deadline_s),
         transport=arguments.transport or section.transport,
         direct_reads=True,
-        short_cut=section.short_cut and not arguments.no_short_cut,
+        short_circuit=section.short_circuit and not (arguments.no_short_circuit or arguments.no_short_cut),
         attr_s=min(options.attr_s, kept_s),
         fresh_s=min(options.fresh_s, kept_s),
     )

@@ -263,10 +263,10 @@ def last_error(log_file: Path, pid: int) -> str:
     try:
         with open(log_file, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
-            told = re.findall(rf" ERROR +\S+\[{pid}\] (.*)".encode(), file.read())
+            errors = re.findall(rf" ERROR +\S+\[{pid}\] (.*)".encode(), file.read())
     except OSError:
         return ""
-    return told[-1].decode(errors="replace") if told else ""
+    return errors[-1].decode(errors="replace") if errors else ""
 
 
 async def _either(event: asyncio.Event, wait_s: float) -> None:

@@ -36,7 +36,7 @@ def draining(pool_map: PoolMap) -> dict[int, int]:
     drives = {
         target.id: target.drive
         for target in pool_map.targets
-        if target.wish in ("drain", "remove") and target.state != "gone"
+        if target.desired_state in ("drain", "remove") and target.state != "gone"
     }
     if not drives:
         return {}

@@ -115,7 +115,7 @@ def measure_pool(
     missing = missing_copies(pool_map)
     for target in targets:
         page.set(metrics.TARGET_CHAINS_MISSING, missing[target.id], target=target.id)
-        if target.wish in ("drain", "remove"):
+        if target.desired_state in ("drain", "remove"):
             page.set(metrics.DRAIN_STALLED, (stalled_s or {}).get(target.drive, 0.0), target=target.id)
     for state, counts in (
         ("holds", held(pool_map)),

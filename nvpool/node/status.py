@@ -21,11 +21,11 @@ from nvpool.core.remedies import with_pool
 from nvpool.core.version import VERSION
 from nvpool.host.pool_directory import PoolDirectory
 from nvpool.node.admin.certificate_store import CertificateStore
-from nvpool.node.admin.drives import MoveProgress, drives_told
+from nvpool.node.admin.drives import MoveProgress, drives_status
 from nvpool.node.admin.lost_files import Losses
-from nvpool.node.admin.nodes import told_of
-from nvpool.node.admin.scrub import told as scrub_told
-from nvpool.node.admin.shards import shards_told
+from nvpool.node.admin.nodes import node_map_status
+from nvpool.node.admin.scrub import scrub_status
+from nvpool.node.admin.shards import shards_status
 from nvpool.node.child_process import Child
 from nvpool.node.coordination.etcd_members import EtcdKeeper
 from nvpool.node.coordination.leadership import Leading
@@ -106,7 +106,7 @@ class PoolStatus:
             *(self._target_status(target) for target in remaining(self._coordinator.pool_map))
         )
 
-    async def told(self, until_s: float, issued: bool = False) -> dict:
+    async def report(self, until_s: float, issued: bool = False) -> dict:
         """Content of `nvpool status --json`: pool, processes, drives, problems.
 
         With `issued` it includes the certificates that this node has signed. The paths of damaged files are
@@ -166,8 +166,8 @@ class PoolStatus:
         ]
         serving = frozenset(store["target"] for store in stores if store["state"] in ("serving", "draining"))
         used = {store["target"]: store["used_bytes"] for store in stores if store["used_bytes"] is not None}
-        chains = self._progress.told(pool_map, serving, used)
-        drives = drives_told(pool_map, {store["target"]: store for store in stores})
+        chains = self._progress.status(pool_map, serving, used)
+        drives = drives_status(pool_map, {store["target"]: store for store in stores})
         found = Health(
             pool_map,
             nodes,
@@ -190,9 +190,9 @@ class PoolStatus:
                 )
                 if "; `nvpool fsck POOL`" in text
                 else HealthProblem("data-lost", text, severity="damaged")
-                for text in await self._losses.told(pool_map)
+                for text in await self._losses.problems(pool_map)
             ]
-        certificates, now_s = self.certificates.told(), SYSTEM_CLOCK.wall_ns() / 1e9
+        certificates, now_s = self.certificates.status(), SYSTEM_CLOCK.wall_ns() / 1e9
         expiring = expiring_problems(
             certificates,
             now_s,
@@ -220,7 +220,7 @@ class PoolStatus:
             found.append(
                 HealthProblem(
                     "plain-text",
-                    f"node {self._node} speaks plain text over TCP: whoever reaches its ports may "
+                    f"node {self._node} speaks plain text over TCP: all who reach its ports may "
                     f"read and change everything",
                     "where the network is not the pool's alone, set network.plain_text = false in node.toml of "
                     "all nodes and clients",
@@ -252,11 +252,11 @@ class PoolStatus:
             },
             "processes": [{"node": self._node} | process for process in processes],
             "drives": drives,
-            "shards": shards_told(pool_map, metas),
+            "shards": shards_status(pool_map, metas),
             "chains": chains,
             "problems": problems,
-            "health": {"exit_code": exit_code(found), "problems": list(map(_told, found))},
-        } | ({"issued": self.certificates.issued_told()} if issued else {})
+            "health": {"exit_code": exit_code(found), "problems": list(map(_problem_status, found))},
+        } | ({"issued": self.certificates.issued_status()} if issued else {})
 
     def _can_change(self) -> bool:
         """Whether the pool map can be changed, as far as this node knows."""
@@ -339,7 +339,7 @@ class PoolStatus:
             "member": node.member,
             "state": "serving",
             "endpoints": node.endpoints,
-        } | told_of(pool_map, node, self._leading.leader())
+        } | node_map_status(pool_map, node, self._leading.leader())
         if node.id != self._node:
             await self._ask(
                 seen, wire_pb2.POOL_MAP, pool_pb2.MapRequest(newer_than=pool_map.epoch), pool_pb2.MapReply
@@ -403,7 +403,7 @@ class PoolStatus:
                 "resync_wait": reply.resync_wait,
                 "strays_wait": reply.strays_wait,
                 "counters": dict(reply.counters),
-                "scrub": scrub_told(reply.scrubbing),
+                "scrub": scrub_status(reply.scrubbing),
                 "serving_pid": reply.pid,
                 "refused": reply.refused,
                 "bad_blocks": [
@@ -442,7 +442,7 @@ def _completed(problem: HealthProblem, pool: str) -> HealthProblem:
     )
 
 
-def _told(problem: HealthProblem) -> dict:
+def _problem_status(problem: HealthProblem) -> dict:
     return {name: getattr(problem, name) for name in _PROBLEM_FIELDS}
 
 

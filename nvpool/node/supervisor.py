@@ -80,7 +80,7 @@ _ANSWERS_PER_PEER = 512
 
 Enough for one poll for each mount of a host, with space left for other peers."""
 _LOOK_S = 5.0
-_TOLD_S = 10.0
+_NOTIFY_S = 10.0
 """Interval of messages to systemd that the start continues."""
 _START_S = 15.0
 """Time for a store to appear when all processes start. Only then it counts as missing."""
@@ -103,7 +103,10 @@ class Supervisor:
     ):
         """`failed` receives an error when this process cannot continue; `run` then raises it."""
         self._operators = operators = operators_of(config)
-        self._callers, self._secured_callers = Callers(operators), Callers(operators, strangers=True)
+        self._callers, self._secured_callers = (
+            Callers(operators),
+            Callers(operators, admit_unauthenticated=True),
+        )
         self._directory = directory
         self._config = config
         self._coordinator = coordinator
@@ -151,7 +154,7 @@ class Supervisor:
             self.leading.change_as_leader,
             SYSTEM_CLOCK,
             lambda: read_grant_key(directory),
-            lambda: self.leading.reign,
+            lambda: self.leading.leadership,
             change_anywhere=self.leading.change,
             has_records=partial(has_records, self._dialer, SYSTEM_CLOCK),
             unaware=self.leading.unaware,
@@ -209,7 +212,7 @@ class Supervisor:
         managing = asyncio.ensure_future(self.leading.run())
         asked = asyncio.ensure_future(self._stop.asked.wait())
         following = asyncio.ensure_future(self._follow_map())
-        ready = asyncio.ensure_future(self._tell_when_ready())
+        ready = asyncio.ensure_future(self._notify_when_ready())
         alive = asyncio.ensure_future(keep_alive())
         lastings = [
             following,
@@ -444,13 +447,13 @@ class Supervisor:
             if not name.startswith("etcd-"):  # etcd ends on a SIGHUP
                 child.signal(number)
 
-    async def _tell_when_ready(self) -> None:
-        told_s = -math.inf
+    async def _notify_when_ready(self) -> None:
+        notified_s = -math.inf
         while waiting := [name for name, child in self._children.items() if child.state != "serving"]:
-            if SYSTEM_CLOCK.boottime_s() > told_s + _TOLD_S:
-                told_s = SYSTEM_CLOCK.boottime_s()
+            if SYSTEM_CLOCK.boottime_s() > notified_s + _NOTIFY_S:
+                notified_s = SYSTEM_CLOCK.boottime_s()
                 notify_ready(
-                    f"EXTEND_TIMEOUT_USEC={round(6 * _TOLD_S * 1e6)}\nSTATUS=waiting for {', '.join(waiting)}"
+                    f"EXTEND_TIMEOUT_USEC={round(6 * _NOTIFY_S * 1e6)}\nSTATUS=waiting for {', '.join(waiting)}"
                 )
             await asyncio.sleep(0.05)
         log.info("all %d processes serve", len(self._children))
@@ -577,8 +580,8 @@ class Supervisor:
 
     async def _answer_status(self, call: Call) -> bytes:
         issued = _read(pool_pb2.PoolStatusRequest, call).issued
-        told = await self._status.told(call.deadline_s - _ANSWER_S, issued)
-        status = json.dumps(told)  # msgspec does not accept names that are not UTF-8
+        report = await self._status.report(call.deadline_s - _ANSWER_S, issued)
+        status = json.dumps(report)  # msgspec does not accept names that are not UTF-8
         return pool_pb2.PoolStatusReply(status=status.encode()).SerializeToString()
 
     async def _answer_metrics(self, call: Call) -> bytes:
@@ -670,7 +673,7 @@ class Supervisor:
                 new_key=bool(arguments.get("new_key", False)),
             )
         self._certificates.trouble = ""
-        return {"certificates": self._certificates.told()}
+        return {"certificates": self._certificates.status()}
 
 
 def _without_descriptors() -> Busy:

@@ -186,7 +186,7 @@ class Health:
                         f"{self._restart(store)}; where its drive is broken: {self._new_drive(target)}",
                         **about,
                     )
-            elif store["state"] == "serving" and target.state == "down" and target.wish != "lost":
+            elif store["state"] == "serving" and target.state == "down" and target.desired_state != "lost":
                 how = (
                     f"not accepted: {store['refused']}"
                     if store.get("refused")
@@ -200,7 +200,7 @@ class Health:
                     how = BROKEN
                     remedy = f"mend the network between them (on each: nvpool doctor --pool {self._pool}); it returns by itself"
                 else:
-                    how = f"its signs of life are {how}"
+                    how = f"its heartbeats are {how}"
                 yield HealthProblem(
                     "target-left-out",
                     f"{name} says that it serves, and the pool map leaves it out: {how}",
@@ -294,8 +294,8 @@ class Health:
                 "by itself nobody makes them elsewhere (supervisor.replace_after_s is 0)",
                 self._lost_drive(target),
             )
-        if target.wish in ("lost", "away", "remove") or target.state == "gone":
-            why, remedy = f"it is {target.wish}, and others are being filled", ""
+        if target.desired_state in ("lost", "away", "remove") or target.state == "gone":
+            why, remedy = f"it is {target.desired_state}, and others are being filled", ""
         elif target.node in self._silent and not self._serves(target.id):
             why = f"its node does not answer; {replaced}"
             remedy = self._start_node(target.node)
@@ -466,7 +466,7 @@ class Health:
                 coming.update(target for target in chain.goal if target not in chain.targets)
         for target in self._map.targets:
             if (
-                target.wish not in ("drain", "remove")
+                target.desired_state not in ("drain", "remove")
                 or target.state == "gone"
                 or target.drive not in self._stalled_s
             ):
@@ -504,9 +504,9 @@ class Health:
         return why, with_pool(remedy, self._pool) or self._log(f"target-{target.id}", target.node)
 
     def _why_stalled(self, target: Target, coming: Collection[int] | Counter[int]) -> tuple[str, str]:
-        takers = [one for one in self._map.targets if coming[one.id]]
-        down = [one for one in takers if one.state == "down" or not self._serves(one.id)]
-        full = [one for one in takers if self._stores.get(one.id, {}).get("lacks_room")]
+        destinations = [one for one in self._map.targets if coming[one.id]]
+        down = [one for one in destinations if one.state == "down" or not self._serves(one.id)]
+        full = [one for one in destinations if self._stores.get(one.id, {}).get("lacks_room")]
         cancel = f"nvpool drive drain {self._pool} {target.drive} --cancel"
         if self._map.moving.paused:
             return "moving is paused", f"nvpool pool rebalance {self._pool} --resume"
@@ -524,7 +524,7 @@ class Health:
                 "its own process does not serve",
                 f"{self._log(f'target-{target.id}', target.node)}; if it is lost for good: {self._lost_drive(target)}",
             )
-        for one in takers:
+        for one in destinations:
             if wait := self._stores.get(one.id, {}).get("resync_wait"):
                 return (
                     f"{self._name(one)}, which shall take some, waits for {wait}",
@@ -548,7 +548,7 @@ class Health:
                 "target": target.id,
                 "drive": target.drive,
             }
-            if target.wish == "away" and target.state != "gone":
+            if target.desired_state == "away" and target.state != "gone":
                 yield HealthProblem(
                     "drive-away",
                     f"drive {target.drive}{self._on(target.node)} has been away for long: what it held "

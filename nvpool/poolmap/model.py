@@ -3,7 +3,8 @@
 The map is one immutable value with an ever-growing epoch.
 
 A change creates a new value with the next epoch (functions here and in the other modules of poolmap); values
-are never edited in place. The map is sent and stored as JSON, so that an operator can read it.
+are never edited in place. The map is sent and stored as JSON, so that an operator can read it. The key of
+`desired_state` in JSON is "wish", as all stored maps have it.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ MAP_FORMAT = 2
 _FORMATS_READ = (1, 2)
 
 TargetState = Literal["up", "down", "syncing", "draining", "gone"]
-TargetWish = Literal["share", "drain", "remove", "lost", "away"]
+TargetDesiredState = Literal["share", "drain", "remove", "lost", "away"]
 ShardState = Literal["up", "down"]
-ShardWish = Literal["share", "remove"]
+ShardDesiredState = Literal["share", "remove"]
 StandbyState = Literal["syncing", "up"]
 EtcdState = Literal["wanted", "ready", "added", "up", "leaving", "lost"]
-NodeWish = Literal["share", "drain", "stop", "lost"]
+NodeDesiredState = Literal["share", "drain", "stop", "lost"]
 
 
 class PoolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,7 +52,7 @@ class Node(msgspec.Struct, frozen=True):
     rack: str = ""
     member: str = ""
     """Member named by its certificate."""
-    wish: NodeWish = "share"
+    desired_state: NodeDesiredState = msgspec.field(default="share", name="wish")
     """Desired state. share: hold its share. drain: hold nothing. stop: hold nothing, then stop its processes.
     lost: the node will not return, and its copies are recreated elsewhere; the node leaves the pool when
     nothing refers to it any more."""
@@ -115,7 +116,7 @@ class Target(msgspec.Struct, frozen=True):
     Endpoints are URLs, e.g. stream+unix:///run/t1.sock, stream://10.0.0.1:7711, grpc://10.0.0.1:7712.
 
     `state`: down while the target does not respond and others hold its chains; gone for ever once it is
-    removed (numbers are not reused). `wish` is the desired state: share: hold its share of the chains. drain:
+    removed (numbers are not reused). `desired_state`: share: hold its share of the chains. drain:
     hold none. remove: hold none, then leave the pool. lost: its data is lost and is recreated from other
     copies. The operator sets these. The pool itself sets away: the target was absent for so long that others
     recreate its copies; it gets its share again when it returns. `verifier`: see store/disk/write_verifier; 0
@@ -128,13 +129,13 @@ class Target(msgspec.Struct, frozen=True):
     capacity_bytes: int
     endpoints: tuple[str, ...]
     state: TargetState = "up"
-    wish: TargetWish = "share"
+    desired_state: TargetDesiredState = msgspec.field(default="share", name="wish")
     verifier: int = 0
 
     @property
     def is_over(self) -> bool:
         """Whether the target is decommissioned or lost: it must not serve, and nothing waits for it."""
-        return self.state == "gone" or self.wish == "lost"
+        return self.state == "gone" or self.desired_state == "lost"
 
 
 class Chain(msgspec.Struct, frozen=True, array_like=True):
@@ -197,7 +198,7 @@ class Shard(msgspec.Struct, frozen=True):
 
     node, endpoints, member and path are those of the primary. `term` counts the primaries; journal records
     carry it. `path` is the location of a member's records on its node; empty: the pool directory. `epoch`
-    grows with every change of term or standbys (poolmap/shards/members). `wish` is the desired state: to hold
+    grows with every change of term or standbys (poolmap/shards/members). `desired_state`: to hold
     its share of the partitions, or to migrate all of them away and leave the pool
     (poolmap/shards/partition_moves).
     """
@@ -211,7 +212,7 @@ class Shard(msgspec.Struct, frozen=True):
     path: str = ""
     epoch: int = 1
     standbys: tuple[StandbyMember, ...] = ()
-    wish: ShardWish = "share"
+    desired_state: ShardDesiredState = msgspec.field(default="share", name="wish")
     standbys_wanted: int | None = None
     """Desired number of standbys in good places (poolmap/shards/placement); None: the current number."""
 

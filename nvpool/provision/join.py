@@ -50,7 +50,7 @@ from nvpool.security.tls import (
     ETCD_SECRET,
     KEY_FILE,
     PLAIN_TEXT,
-    Stranger,
+    JoiningIdentity,
     TlsIdentity,
 )
 
@@ -127,9 +127,9 @@ async def _ask(address: str, token: Token, asked: pool_pb2.JoinRequest, plain_te
 
     AccessDenied: the server's CA is not the one in the token; the token was not sent.
     """
-    stranger: TlsIdentity = PLAIN_TEXT if plain_text else Stranger()
+    identity: TlsIdentity = PLAIN_TEXT if plain_text else JoiningIdentity()
     found = await _call(
-        address, stranger, wire_pb2.POOL_AUTHORITY, pool_pb2.AuthorityRequest(), pool_pb2.AuthorityReply
+        address, identity, wire_pb2.POOL_AUTHORITY, pool_pb2.AuthorityRequest(), pool_pb2.AuthorityReply
     )
     if fingerprint_of(found.certificate) != token.fingerprint:
         raise AccessDenied(
@@ -137,8 +137,8 @@ async def _ask(address: str, token: Token, asked: pool_pb2.JoinRequest, plain_te
             f"sent there"
         )
     if not plain_text:
-        stranger = Stranger(found.pool_id, found.certificate)
-    reply = await _call(address, stranger, wire_pb2.POOL_JOIN, asked, pool_pb2.JoinReply)
+        identity = JoiningIdentity(found.pool_id, found.certificate)
+    reply = await _call(address, identity, wire_pb2.POOL_JOIN, asked, pool_pb2.JoinReply)
     return json.loads(reply.answer)
 
 

@@ -21,7 +21,7 @@ from nvpool.rpc.v1 import wire_pb2 as wire
 class Who(enum.Enum):
     """Least right of a caller."""
 
-    STRANGER = "anybody who can connect"
+    UNAUTHENTICATED = "anybody who can connect"
     USER = "each local user, client and node of the pool"
     VOLUME = "who has a right to the volume that the request is about"
     MEMBER = "each client and node of the pool"
@@ -121,7 +121,7 @@ RIGHTS: dict[int, Right] = {
     wire.META_VOLUMES: Right(Who.MEMBER, _SESSION),
     wire.META_VOLUME: Right(
         Who.USER,
-        f"{_SESSION}; the wish: clients with the right to write, rights by nodes, a local user only looks",
+        f"{_SESSION}; the action: clients with the right to write, rights by nodes, a local user only looks",
     ),
     wire.META_VOLUME_ROOM: Right(Who.VOLUME, _CHANGE),
     wire.META_TRASH: Right(Who.VOLUME_OF_CLIENT, f"{_SEE}, and write in it to change the trash"),
@@ -130,14 +130,14 @@ RIGHTS: dict[int, Right] = {
     wire.POOL_CHANGE: Right(Who.OPERATOR, "the arguments of the verb"),
     wire.POOL_STOP: Right(Who.OPERATOR, _NOTHING),
     wire.POOL_ALIVE: Right(Who.NODE, "the caller is the node that it speaks of"),
-    wire.POOL_AUTHORITY: Right(Who.STRANGER, _NOTHING),
-    wire.POOL_JOIN: Right(Who.STRANGER, "a token that was not used yet"),
+    wire.POOL_AUTHORITY: Right(Who.UNAUTHENTICATED, _NOTHING),
+    wire.POOL_JOIN: Right(Who.UNAUTHENTICATED, "a token that was not used yet"),
     wire.POOL_RENEW: Right(Who.MEMBER, "the caller shows the certificate that is renewed"),
     wire.POOL_KEYS: Right(Who.NODE, f"{_SIGNED}; the node keeps the pool map"),
     wire.PROCESS_METRICS: Right(Who.MEMBER, _NOTHING),
 }
 _LEAST = {
-    Who.STRANGER: Role.STRANGER,
+    Who.UNAUTHENTICATED: Role.UNAUTHENTICATED,
     Who.USER: Role.USER,
     Who.VOLUME: Role.USER,
     Who.MEMBER: Role.CLIENT,
@@ -188,13 +188,13 @@ class CallerRights(NamedTuple):
 class Callers:
     """Callers of one service. Each connection is examined once: it has one `Peer` for its lifetime."""
 
-    def __init__(self, operators: int | None = None, *, strangers: bool = False) -> None:
+    def __init__(self, operators: int | None = None, *, admit_unauthenticated: bool = False) -> None:
         """`operators`: id of the operator group.
 
-        `strangers`: peers without a certificate are accepted, with `Role.STRANGER`.
+        `admit_unauthenticated`: peers without a certificate are accepted, with `Role.UNAUTHENTICATED`.
         """
         self.operators = operators
-        self._strangers = strangers
+        self._admit_unauthenticated = admit_unauthenticated
         self._known: dict[int, tuple[Peer, CallerRights]] = {}
 
     def of(self, peer: Peer) -> CallerRights:
@@ -208,8 +208,8 @@ class Callers:
         return caller
 
     def _look_at(self, peer: Peer) -> CallerRights:
-        if self._strangers and not peer.member:
-            return CallerRights(Role.STRANGER, "", _REFUSED[Role.STRANGER, peer.local])
+        if self._admit_unauthenticated and not peer.member:
+            return CallerRights(Role.UNAUTHENTICATED, "", _REFUSED[Role.UNAUTHENTICATED, peer.local])
         role, user = role_of(peer, self.operators), acts_as(peer, self.operators)
         owner = "" if role == Role.NODE else peer.member or f"uid/{peer.credentials.uid}"
         refused = _REFUSED[role, peer.local]
@@ -226,8 +226,8 @@ class Callers:
 
 
 def _refusal(method: int, caller: CallerRights, peer: Peer) -> str:
-    if caller.role == Role.STRANGER:
-        return "nothing is told to strangers but how to join; show a certificate of this pool"
+    if caller.role == Role.UNAUTHENTICATED:
+        return "a peer without a certificate may only ask how to join; show a certificate of this pool"
     name = wire.Method.Name(method)
     if caller.role == Role.USER:
         return (

@@ -129,8 +129,8 @@ Handler = Callable[[Call], None]
 The handler must not block: it answers immediately, or it keeps the call and hands the work to a task that it
 owns. An exception that the handler raises is answered as `fail` would answer it.
 
-The handler may have an attribute `at_once(buffer, end, in_work, tally, out, side)`, a fast path: a listener
-of the stream transports lets it answer frames that arrived complete, without a Call; store/server/fast_reads
+The handler may have an attribute `fast_path(buffer, end, in_work, reply_stats, out, side)`: a listener of the
+stream transports lets it answer frames that arrived complete, without a Call; store/server/fast_reads
 states its contract. The other transports ignore the attribute."""
 
 
@@ -234,7 +234,7 @@ class Greeting(NamedTuple):
     The certificate is presented in TLS and is not part of the message. Without an identity no connection
     leaves this host.
     """
-    strangers: bool = False
+    admit_unauthenticated: bool = False
     """For a listener: also serve peers that present no certificate; such a peer has no `member`.
 
     The handler decides which requests such a peer may make.

@@ -37,7 +37,7 @@ from nvpool.core.clock import SYSTEM_CLOCK, Clock, stopwatch_s
 from nvpool.core.errors import Busy
 from nvpool.rpc.api import Peer
 from nvpool.rpc.peer_roles import Role, role_of
-from nvpool.rpc.stats import TALLY
+from nvpool.rpc.stats import RPC_STATS
 
 _log = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class PeerAccount:
         self.name = name
         self.trusted = trusted
         self.shares: dict[Share, None] = {}
-        self.strangers = 0
+        self.handshakes = 0
         """Connections in the TLS handshake, which are not in `shares` yet."""
         self.bytes = 0
         self.unsent = 0
@@ -224,13 +224,13 @@ class Limits:
             self._check_connections(account, "this port")
         except Busy:
             return None
-        account.strangers += 1
+        account.handshakes += 1
         self._add(account, 1)
         return name
 
     def has_shaken_hands(self, name: str) -> None:
         account = self._accounts[name]
-        account.strangers -= 1
+        account.handshakes -= 1
         self._add(account, -1)
 
     def _check_connections(self, account: PeerAccount, daemon: str, ends_handshake: bool = False) -> None:
@@ -238,7 +238,7 @@ class Limits:
 
         With `ends_handshake` the connection may still be counted among the handshakes.
         """
-        count = len(account.shares) + max(0, account.strangers - ends_handshake)
+        count = len(account.shares) + max(0, account.handshakes - ends_handshake)
         if account.trusted:
             if self._trusted + self._others >= self.connections_max:
                 self._refuse(
@@ -268,7 +268,7 @@ class Limits:
             self._trusted += count
         else:
             self._others += count
-        if account.shares or account.strangers:
+        if account.shares or account.handshakes:
             self._accounts[account.name] = account
         else:
             self._accounts.pop(account.name, None)
@@ -290,7 +290,7 @@ class Limits:
 
     def note(self, limit: str, reason: str) -> None:
         """Count that a limit was reached, and log it at most once in LOG_S."""
-        TALLY.limit_met(limit)
+        RPC_STATS.limit_met(limit)
         now_s = self.now_s()
         since_s, more = self._logged.get(limit, (-LOG_S, 0))
         if now_s - since_s < LOG_S:
@@ -338,7 +338,7 @@ class Limits:
             share = max(account.shares, key=lambda share: share.total + share.unsent)
             reason = (
                 f"{account.name} holds most of the memory for messages, {self.bytes + self.unsent >> 20} MiB in "
-                f"all; send less at once, {raise_it('memory_bytes')}"
+                f"all; send less in parallel, {raise_it('memory_bytes')}"
             )
             self.cut_off(share, "memory_bytes", reason)
 
@@ -396,7 +396,7 @@ class Limits:
                 self.note(
                     limit,
                     f"{account.name} has {requests} requests with {byte_count >> 20} MiB in flight and is not "
-                    f"read from until there are fewer; ask for less at once, {raise_it(limit)}",
+                    f"read from until there are fewer; ask for less in parallel, {raise_it(limit)}",
                 )
             account.held_back = True
             fair, fair_bytes = most // len(account.shares), bytes_most // len(account.shares)
@@ -485,7 +485,7 @@ class Share:
             self.limits.note(
                 "memory_bytes_per_peer",
                 f"requests of {account.name} hold {account.bytes >> 20} MiB, and more "
-                f"are not read until some have ended; send less at once, {raise_it('memory_bytes_per_peer')}",
+                f"are not read until some have ended; send less in parallel, {raise_it('memory_bytes_per_peer')}",
             )
             self.waits = True
             account.waiting.append(self)

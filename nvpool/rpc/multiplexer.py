@@ -30,7 +30,7 @@ from nvpool.core.errors import (
 from nvpool.rpc.api import IN_FLIGHT_MAX, MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX, Buffer, Handler, Peer, Reply
 from nvpool.rpc.error_codec import decode_error, encode_error
 from nvpool.rpc.limits import LARGE_BYTES, Share
-from nvpool.rpc.stats import TALLY
+from nvpool.rpc.stats import RPC_STATS
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Asker:
         self.closed = False
         self._loop = loop
         self._now_s = clock.boottime_s
-        self._calls = TALLY.calls
+        self._calls = RPC_STATS.calls
         self._in_flight: dict[int, tuple[OnDone, memoryview | None, float, int, int, float]] = {}
         """Request number -> (on_done, into, deadline_s, room, method, send time)."""
         self._waiting: OrderedDict[int, tuple] = OrderedDict()
@@ -218,11 +218,11 @@ class Asker:
         self._calls.ended += 1
         if error is not None:
             self._calls.failed(entry[4], error.wire_code)
-            self._tell(entry[0], error)
+            self._complete_with_error(entry[0], error)
         if self._waiting:
             self._pump()
 
-    def _tell(self, on_done, error: NvpoolError) -> None:
+    def _complete_with_error(self, on_done, error: NvpoolError) -> None:
         try:
             on_done(None, error)
         except Exception as raised:
@@ -267,9 +267,9 @@ class Asker:
         self._calls.ended += len(in_flight) + len(waiting)
         for entry in in_flight.values():
             self._calls.failed(entry[4], Disconnected.wire_code)
-            self._tell(entry[0], Disconnected(reason))
+            self._complete_with_error(entry[0], Disconnected(reason))
         for entry in waiting.values():
-            self._tell(entry[0], Disconnected(reason, may_be_applied=False))
+            self._complete_with_error(entry[0], Disconnected(reason, may_be_applied=False))
 
 
 def _settle(future: asyncio.Future, reply: Reply | None, error: BaseException | None) -> None:
@@ -376,7 +376,7 @@ class Answerer:
         self, handler: Handler, peer: Peer, clock: Clock = SYSTEM_CLOCK, *, transport: str = ""
     ) -> None:
         self.peer = peer
-        self._tally = TALLY.over(transport)
+        self._reply_stats = RPC_STATS.over(transport)
         self.draining = False
         self._handler = handler
         self._now_s = clock.boottime_s
@@ -393,9 +393,9 @@ class Answerer:
     def _carried_by(self, transport: str) -> None:
         """Count the requests for that transport from now on, including those in progress."""
         count = len(self._in_work)
-        self._tally.begun -= count
-        self._tally = TALLY.over(transport)
-        self._tally.begun += count
+        self._reply_stats.begun -= count
+        self._reply_stats = RPC_STATS.over(transport)
+        self._reply_stats.begun += count
 
     def _send_answer(
         self, number: int, status: int, message: Buffer, payload: Sequence[Buffer], payload_bytes: int
@@ -419,11 +419,11 @@ class Answerer:
         if number in self._in_work:
             raise CorruptFrame(f"request {number} was sent twice")
         if len(self._in_work) >= IN_FLIGHT_MAX:
-            raise CorruptFrame(f"more than {IN_FLIGHT_MAX} requests at once")
+            raise CorruptFrame(f"more than {IN_FLIGHT_MAX} requests in flight")
         now_s = self._now_s()
         call = InboundCall(self, number, method, message, payload, now_s, now_s + deadline_ms / 1000)
         self._in_work[number] = call
-        self._tally.begun += 1
+        self._reply_stats.begun += 1
         self._work_bytes += call._bytes
         if call._bytes > LARGE_BYTES and self._share is not None:
             self._share.arrived(call._bytes)
@@ -440,7 +440,7 @@ class Answerer:
         call = self._forget(number)
         self._send_answer(number, status, message, payload, payload_bytes)
         if call is not None:
-            self._tally.answered(
+            self._reply_stats.answered(
                 call.method, self._now_s() - call.since_s, status, call._payload_bytes, payload_bytes
             )
         if self._on_idle is not None and not self._in_work:
@@ -460,7 +460,7 @@ class Answerer:
     def _cancelled(self, number: int) -> None:
         call = self._forget(number)
         if call is not None:  # else the cancellation crossed the response on the wire
-            self._tally.given_up += 1
+            self._reply_stats.given_up += 1
             call._cancel()
             if self._on_idle is not None and not self._in_work:
                 self._on_idle()
@@ -472,7 +472,7 @@ class Answerer:
     def _asker_gone(self) -> None:
         in_work, self._in_work = self._in_work, {}
         self._work_bytes = 0
-        self._tally.given_up += len(in_work)
+        self._reply_stats.given_up += len(in_work)
         for call in in_work.values():
             call._cancel()
         if self._on_idle is not None:

@@ -27,7 +27,7 @@ _SO_PEERGROUPS = getattr(socket, "SO_PEERGROUPS", 59)
 class Role(enum.IntEnum):
     """Role of a peer, ordered by rights."""
 
-    STRANGER = 0
+    UNAUTHENTICATED = 0
     """A peer without a certificate where one is required: may only request how to join."""
     USER = 1
     """A local user without the rights of a node: acts as its own uid and groups."""

@@ -126,7 +126,7 @@ class RpcStats:
         page.set(metrics.CALLS_IN_FLIGHT, self.calls.begun - self.calls.ended)
 
 
-TALLY = RpcStats()
+RPC_STATS = RpcStats()
 
 
 @lru_cache(maxsize=1024)

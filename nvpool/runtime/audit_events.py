@@ -22,7 +22,7 @@ from nvpool.rpc.v1 import wire_pb2 as wire
 from nvpool.runtime.audit_log import Actor, AuditLog
 from nvpool.security.audit_format import FILE
 
-_VOLUME_WISHES = {"SET", "SEAL", "GRANT", "REVOKE", "REMOVE"}
+_VOLUME_ACTIONS = {"SET", "SEAL", "GRANT", "REVOKE", "REMOVE"}
 _NEW_VOLUME = bytes((pb.CreateRequest.DESCRIPTOR.fields_by_name["volume"].number << 3 | 2,))
 """First byte of a new volume's field in a message (protobuf: number and wire type); few others contain it."""
 
@@ -82,8 +82,8 @@ class MetaAudit:
         self._log = log
         self._events: dict[int, Callable[[Buffer], Event | None]] = {
             wire.META_CREATE: _created,
-            wire.META_VOLUME: _volume_wish,
-            wire.META_TRASH: _trash_wish,
+            wire.META_VOLUME: _volume_action,
+            wire.META_TRASH: _trash_action,
             wire.META_DUMP: lambda message: ("dump", {}),
             wire.META_LOAD: lambda message: ("load", {}),
         }
@@ -137,32 +137,32 @@ def _created(message: Buffer) -> Event | None:
     return "volume-create", {"volume": request.name.decode(errors="replace")} | _fields(request.volume)
 
 
-def _volume_wish(message: Buffer) -> Event | None:
+def _volume_action(message: Buffer) -> Event | None:
     request = pb.VolumeRequest.FromString(bytes(message))
-    if request.wish not in pb.VolumeRequest.Wish.values():
+    if request.action not in pb.VolumeRequest.Action.values():
         return None
-    wish = pb.VolumeRequest.Wish.Name(request.wish)
-    if wish not in _VOLUME_WISHES:
+    action = pb.VolumeRequest.Action.Name(request.action)
+    if action not in _VOLUME_ACTIONS:
         return None
     what: dict[str, Any] = {"inode": request.inode}
-    if wish in ("GRANT", "REVOKE"):
+    if action in ("GRANT", "REVOKE"):
         what["client"] = request.grant.client
-    if wish == "GRANT":
+    if action == "GRANT":
         what["right"] = "rw" if request.grant.write else "ro"
-    if wish == "SET":
+    if action == "SET":
         what |= {
             name: value
             for name, value in _fields(request).items()
-            if name not in ("session", "inode", "wish")
+            if name not in ("session", "inode", "action")
         }
-    return f"volume-{wish.lower()}", what
+    return f"volume-{action.lower()}", what
 
 
-def _trash_wish(message: Buffer) -> Event | None:
+def _trash_action(message: Buffer) -> Event | None:
     request = pb.TrashRequest.FromString(bytes(message))
-    if request.wish == pb.TrashRequest.LIST:
+    if request.action == pb.TrashRequest.LIST:
         return None
-    return f"trash-{'restore' if request.wish == pb.TrashRequest.RESTORE else 'purge'}", {
+    return f"trash-{'restore' if request.action == pb.TrashRequest.RESTORE else 'purge'}", {
         "inode": request.inode,
         "entry": request.entry,
     }

@@ -140,7 +140,7 @@ class AuditLog:
                     log.error("the audit log %s can not be written: %s", self._path, error.strerror or error)
             text = line.decode()
             log.info("%s", text)
-            _tell_journal(record, text)
+            _send_to_journal(record, text)
 
     def _write(self, line: bytes) -> None:
         descriptor = log_opener(os.fspath(self._path), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -217,7 +217,7 @@ def _user(uid: int) -> str:
         return str(uid)
 
 
-def _tell_journal(record: dict[str, Any], text: str) -> None:
+def _send_to_journal(record: dict[str, Any], text: str) -> None:
     """Send the record to systemd's journal by its native protocol (systemd.journal-fields(7)).
 
     Does nothing outside of a systemd service.

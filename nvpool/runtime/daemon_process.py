@@ -125,7 +125,7 @@ def notify_ready(text: str = "READY=1", wait_s: float = 1.0) -> None:
             channel.settimeout(wait_s)
             channel.sendto(text.encode(), address)
     except OSError as error:
-        log.warning("systemd could not be told %s: %s", text, error)
+        log.warning("systemd could not be notified of %s: %s", text, error)
 
 
 async def keep_alive() -> None:

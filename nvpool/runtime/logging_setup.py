@@ -53,7 +53,7 @@ class _Objects(logging.Formatter):
         time = datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(
             timespec="milliseconds"
         )
-        told = {
+        entry = {
             "time": time.replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "process": self._name,
@@ -62,8 +62,8 @@ class _Objects(logging.Formatter):
             "message": record.getMessage(),
         }
         if record.exc_info:
-            told["error"] = self.formatException(record.exc_info)
-        return json.dumps(told, ensure_ascii=False)
+            entry["error"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
 
 
 def start_log(

@@ -20,7 +20,7 @@ from nvpool.core.version import VERSION
 from nvpool.metrics import registry as metrics
 from nvpool.metrics.exposition import Page
 from nvpool.rpc.api import Call
-from nvpool.rpc.stats import TALLY
+from nvpool.rpc.stats import RPC_STATS
 from nvpool.rpc.v1.pool_pb2 import MetricsReply, MetricsRequest
 
 Measure = Callable[[Page], None]
@@ -40,7 +40,7 @@ def own_page(measure: Measure = lambda page: None) -> Page:
         page.set(metrics.PROCESS_DESCRIPTORS, len(os.listdir("/proc/self/fd")) - 1)
     except (OSError, ValueError, IndexError):
         pass  # no free descriptor to read /proc with
-    TALLY.measure(page)
+    RPC_STATS.measure(page)
     measure(page)
     return page
 

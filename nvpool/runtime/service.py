@@ -125,8 +125,8 @@ class Handling:
         self._callers = callers
         self._audit = audit
         self._awake = awake
-        self._answer = getattr(service, "at_once", None) and service.at_once.answer
-        self.at_once = self._answer_at_once if self._answer is not None else None
+        self._answer = getattr(service, "fast_path", None) and service.fast_path.answer
+        self.fast_path = self._answer_fast if self._answer is not None else None
 
     def __call__(self, call: Call) -> None:
         if call.method == PROCESS_METRICS:
@@ -143,10 +143,10 @@ class Handling:
         except Exception as error:
             watched.fail(error)
 
-    def _answer_at_once(
-        self, buffer: bytearray, end: int, in_work: dict, tally: ReplyStats, out: list, side
+    def _answer_fast(
+        self, buffer: bytearray, end: int, in_work: dict, reply_stats: ReplyStats, out: list, side
     ) -> int:
-        taken = self._answer(buffer, end, in_work, tally, out, side)
+        taken = self._answer(buffer, end, in_work, reply_stats, out, side)
         if taken:
             self._awake.touch()
         return taken
@@ -396,7 +396,7 @@ async def _watch_map(
     The map comes from this node's supervisor or, while there is none, from poolmap.json. No error ends this:
     the service continues with the map that it has, as long as its leases last.
     """
-    node, told = directory.node, ""
+    node, logged = directory.node, ""
     while True:
         newer = None
         show_renewed(identity)
@@ -410,7 +410,7 @@ async def _watch_map(
                 deadline_s=SYSTEM_CLOCK.boottime_s() + _MAP_WAIT_S + 10,
             )
             raw = decoded(MapReply, reply.message).map
-            newer, told = decode_map(raw) if raw else None, ""
+            newer, logged = decode_map(raw) if raw else None, ""
         except NvpoolError as error:
             await asyncio.sleep(_MAP_RETRY_S)
             why = "" if isinstance(error, Unavailable) else f"the supervisor gives no pool map: {error}"
@@ -418,9 +418,9 @@ async def _watch_map(
                 newer = read_map(directory)
             except NvpoolError as unread:
                 why = f"there is no pool map to read: {unread}"
-            if why and why != told:
+            if why and why != logged:
                 log.error("%s", why)
-            told = why
+            logged = why
         if newer is not None and newer.epoch > pool_map.epoch:
             log.info("the pool map has epoch %d now", newer.epoch)
             pool_map = newer

@@ -15,7 +15,7 @@ from nvpool.core.errors import NotADirectory, NvpoolError, TooManySymlinks
 from nvpool.core.ids import ROOT_INODE
 from nvpool.sdk.paths import SYMLINKS_MAX, names_of
 
-_LINKS_AT_ONCE = 64
+_LINKS_PER_BATCH = 64
 
 
 class PathWalk:
@@ -114,7 +114,7 @@ async def read_links(vfs: Vfs, inodes: Iterable[int]) -> dict[int, bytes | Nvpoo
 
     found: dict[int, bytes | NvpoolError] = {}
     left = list(inodes)
-    for first in range(0, len(left), _LINKS_AT_ONCE):
-        some = left[first : first + _LINKS_AT_ONCE]
+    for first in range(0, len(left), _LINKS_PER_BATCH):
+        some = left[first : first + _LINKS_PER_BATCH]
         found.update(zip(some, await asyncio.gather(*map(read, some)), strict=True))
     return found

@@ -129,14 +129,14 @@ async def dump(client: Client, path: str, on_records: Callable[[int], None] = la
         nonlocal count
         count = await _write(client, begun, file, on_records)
 
-    def anew(reason: str) -> None:
+    def on_restart(reason: str) -> None:
         on_records(0)
         file.seek(0)
         file.truncate()
 
     try:
         with open(part, "xb") as file:  # noqa: ASYNC230 - this process does nothing else
-            await walk_at_all(client, write, anew, dump=True)
+            await walk_at_all(client, write, on_restart, dump=True)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)

@@ -20,7 +20,7 @@ from nvpool.sdk.admin.calls import AdminCalls
 if TYPE_CHECKING:
     from nvpool.client.session import Client
 
-CHUNKS_AT_ONCE = 1000
+CHUNKS_PER_REQUEST = 1000
 KINDS = {
     stat.S_IFREG: "file",
     stat.S_IFDIR: "directory",
@@ -42,7 +42,7 @@ async def chunks_on(
     more = True
     while more:
         request = data_pb2.DescribeRequest(
-            target=target, inode=inode, first=first, limit=CHUNKS_AT_ONCE, grant=grant
+            target=target, inode=inode, first=first, limit=CHUNKS_PER_REQUEST, grant=grant
         )
         reply = await asking.target(target, wire_pb2.DATA_DESCRIBE, request, data_pb2.DescribeReply)
         for chunk in reply.chunks:

@@ -27,7 +27,7 @@ KEPT_OPEN = 1024
 """Number of files kept open. Each one costs 2 KiB in this process and a number at the shard."""
 READ_BYTES_MAX = (1 << 63) - 1
 """Largest size of a Python buffer, in bytes."""
-_READS_AT_ONCE = 64
+_READS_PER_BATCH = 64
 """Parallel reads, when a part of the batch failed and its reads are repeated separately."""
 
 _Piece = tuple[FileHandle, int, int]
@@ -345,8 +345,8 @@ async def _some(
     read: Callable[..., Awaitable[bool]], runs: Sequence[tuple[int, int, int, int]]
 ) -> list[bool]:
     found: list[bool] = []
-    for first in range(0, len(runs), _READS_AT_ONCE):
-        found += await asyncio.gather(*[read(*run) for run in runs[first : first + _READS_AT_ONCE]])
+    for first in range(0, len(runs), _READS_PER_BATCH):
+        found += await asyncio.gather(*[read(*run) for run in runs[first : first + _READS_PER_BATCH]])
     return found
 
 
@@ -355,7 +355,7 @@ def _buffer_of(total: int, count: int) -> memoryview:
         return memoryview(bytearray(total))
     except MemoryError:
         raise MemoryError(
-            f"the reads ({count}) need {total} bytes of memory together; ask for less at once"
+            f"the reads ({count}) need {total} bytes of memory together; ask for less in one call"
         ) from None
 
 

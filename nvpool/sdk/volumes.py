@@ -40,7 +40,7 @@ _ROOT_MODE, _MODE = 0o755, 0o777
 _KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "link"}
 _FIND_S, _DEPTH_MAX = 5.0, 100
 _TRIES = 3
-_Wish = pb.VolumeRequest
+_Request = pb.VolumeRequest
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -184,7 +184,7 @@ class AsyncVolumes:
     ) -> tuple[Volume, bool]:
         """Create a volume as `create` does; return it, and whether this call created it."""
         with as_detailed_os_error(path_of(name) if _is_name(name) else None):
-            wanted = _wish(name, bytes_max, files_max, replicas, chunk_bytes, trash_s, encrypted)
+            wanted = _policy(name, bytes_max, files_max, replicas, chunk_bytes, trash_s, encrypted)
             if mode is not None and not 0 <= integer("mode", mode) <= 0o7777:
                 raise InvalidRequest(f"{mode!r} is no mode of a directory; it is from 0 to 0o7777")
             if wanted.table and wanted.table not in self._vfs.view.map.table_by_id:
@@ -248,7 +248,7 @@ class AsyncVolumes:
             _check_trash(0 if trash_s is None else trash_s)
             return await self._change(
                 name,
-                _Wish.SET,
+                _Request.SET,
                 trash_s=trash_s,
                 bytes_max=bytes_max,
                 files_max=files_max,
@@ -259,13 +259,13 @@ class AsyncVolumes:
         """Protect the key of an encrypted volume with a pool key again. The first pool key of the node
         that answers is used. The data does not change."""
         with as_detailed_os_error(path_of(name) if _is_name(name) else None):
-            return await self._change(name, _Wish.REWRAP)
+            return await self._change(name, _Request.REWRAP)
 
     async def seal(self, name: str) -> Volume:
         """Make the contents of a volume read-only for ever. EBUSY: files of the volume are open."""
         with as_detailed_os_error(_place(name)):
             await self._vfs.meta.release_now((await self._attr(name)).inode)
-            return await self._change(name, _Wish.SEAL)
+            return await self._change(name, _Request.SEAL)
 
     async def grant(self, name: str, client: str, rights: str) -> Volume:
         """Give a client the right to read ("ro") or write ("rw"). The volume becomes "listed", so clients
@@ -275,7 +275,7 @@ class AsyncVolumes:
                 raise InvalidRequest(f"a right to a volume is 'ro' or 'rw', not {rights!r}")
             member = member_named(text("client", client))
             return await self._change(
-                name, _Wish.GRANT, grant=pb.VolumeGrant(client=member, write=_RIGHTS[rights])
+                name, _Request.GRANT, grant=pb.VolumeGrant(client=member, write=_RIGHTS[rights])
             )
 
     async def revoke(self, name: str, client: str) -> Volume:
@@ -284,7 +284,7 @@ class AsyncVolumes:
         access tokens."""
         with as_detailed_os_error(_place(name)):
             return await self._change(
-                name, _Wish.REVOKE, grant=pb.VolumeGrant(client=member_named(text("client", client)))
+                name, _Request.REVOKE, grant=pb.VolumeGrant(client=member_named(text("client", client)))
             )
 
     async def attach(self, name: str, holder: str) -> Volume:
@@ -292,13 +292,13 @@ class AsyncVolumes:
         holder is detached."""
         with as_detailed_os_error(_place(name)):
             check_holder(holder)
-            return await self._change(name, _Wish.ATTACH, holder=holder)
+            return await self._change(name, _Request.ATTACH, holder=holder)
 
     async def detach(self, name: str, holder: str) -> Volume:
         """Record that `holder` does not use the volume. A holder that never did is no error."""
         with as_detailed_os_error(_place(name)):
             check_holder(holder)
-            return await self._change(name, _Wish.DETACH, holder=holder)
+            return await self._change(name, _Request.DETACH, holder=holder)
 
     async def remove(self, name: str, *, force: bool = False) -> Volume | None:
         """Remove a volume. On return its name is free; its contents are deleted in the background.
@@ -312,7 +312,7 @@ class AsyncVolumes:
         with as_detailed_os_error(_place(name)):
             async with self._named(name) as inode:
                 await self._vfs.meta.release_now(inode)
-                reply = await self._ask(inode, _Wish.REMOVE, force=bool(force))
+                reply = await self._ask(inode, _Request.REMOVE, force=bool(force))
             directory = await self._home()
             self._vfs.forget_name(directory, name.encode(), inode)
             return volume_of(reply.volume) if reply.HasField("volume") else None
@@ -380,7 +380,7 @@ class AsyncVolumes:
                     directory=place.parent if place else 0,
                     name=place.name if place else b"",
                 )
-            self._vfs.cache.begin_anew(lambda inode: True)
+            self._vfs.cache.reset_inodes(lambda inode: True)
 
     async def purge(self, name: str, inode: int = 0) -> int:
         """Delete an entry of the trash for good; 0 deletes all entries. The result is the number of
@@ -395,8 +395,8 @@ class AsyncVolumes:
                     if inode or not reply.next:
                         return purged
 
-    async def _ask_trash(self, volume: int, wish: pb.TrashRequest.Wish, **fields: Any) -> pb.TrashReply:
-        request = pb.TrashRequest(inode=volume, wish=wish, **fields)
+    async def _ask_trash(self, volume: int, action: pb.TrashRequest.Action, **fields: Any) -> pb.TrashReply:
+        request = pb.TrashRequest(inode=volume, action=action, **fields)
         reply: pb.TrashReply = await self._vfs.meta.ask(volume, wire_pb2.META_TRASH, request, pb.TrashReply)
         return reply
 
@@ -489,16 +489,16 @@ class AsyncVolumes:
             return await self._shown(inode)
 
     async def _shown(self, inode: int) -> Volume:
-        return volume_of((await self._ask(inode, _Wish.SHOW)).volume)
+        return volume_of((await self._ask(inode, _Request.SHOW)).volume)
 
-    async def _change(self, name: str, wish: pb.VolumeRequest.Wish, **fields: Any) -> Volume:
+    async def _change(self, name: str, action: pb.VolumeRequest.Action, **fields: Any) -> Volume:
         async with self._named(name) as inode:
-            reply = await self._ask(inode, wish, **fields)
+            reply = await self._ask(inode, action, **fields)
             return replace(volume_of(reply.volume), revoked_in_s=reply.revoked_in_s)
 
-    async def _ask(self, inode: int, wish: pb.VolumeRequest.Wish, **fields: Any) -> pb.VolumeReply:
-        request = _Wish(
-            inode=inode, wish=wish, **{name: value for name, value in fields.items() if value is not None}
+    async def _ask(self, inode: int, action: pb.VolumeRequest.Action, **fields: Any) -> pb.VolumeReply:
+        request = _Request(
+            inode=inode, action=action, **{name: value for name, value in fields.items() if value is not None}
         )
         reply: pb.VolumeReply = await self._vfs.meta.ask(inode, wire_pb2.META_VOLUME, request, pb.VolumeReply)
         return reply
@@ -632,7 +632,7 @@ def _check_entry(inode: int, least: int) -> None:
         )
 
 
-def _wish(
+def _policy(
     name: str,
     bytes_max: int,
     files_max: int,
@@ -640,22 +640,22 @@ def _wish(
     chunk_bytes: int | None,
     trash_s: int,
     encrypted: bool,
-) -> pb.VolumeWish:
+) -> pb.VolumePolicy:
     check_volume_name(name)
     _check_size("bytes_max", bytes_max)
     _check_size("files_max", files_max)
     _check_trash(trash_s)
-    wish = pb.VolumeWish(bytes_max=bytes_max, files_max=files_max, trash_s=trash_s, encrypted=encrypted)
+    policy = pb.VolumePolicy(bytes_max=bytes_max, files_max=files_max, trash_s=trash_s, encrypted=encrypted)
     if replicas is not None:
         if not 1 <= integer("replicas", replicas) <= 3:
             raise InvalidRequest(f"a volume has 1 to 3 replicas, not {replicas}")
-        wish.table = replicas
+        policy.table = replicas
     if chunk_bytes is not None:
-        wish.chunk_bits = layout_of(integer("chunk_bytes", chunk_bytes)).chunk_bits
-    return wish
+        policy.chunk_bits = layout_of(integer("chunk_bytes", chunk_bytes)).chunk_bits
+    return policy
 
 
-def _check_same(found: Volume, wanted: pb.VolumeWish, mode: int | None, found_mode: int) -> None:
+def _check_same(found: Volume, wanted: pb.VolumePolicy, mode: int | None, found_mode: int) -> None:
     """Raise AlreadyExists if an existing volume differs from the requested one."""
     given = stat.S_IMODE(found_mode) if mode is None else mode
     rows: tuple[tuple[str, object, object, Callable[[Any], str]], ...] = (
@@ -672,7 +672,7 @@ def _check_same(found: Volume, wanted: pb.VolumeWish, mode: int | None, found_mo
             _exact_bytes,
         ),
     )
-    differs = [f"{what} {show(is_)}, not {show(wish)}" for what, is_, wish, show in rows if is_ != wish]
+    differs = [f"{what} {show(is_)}, not {show(asked)}" for what, is_, asked, show in rows if is_ != asked]
     if differs:
         ways = _changing(found, wanted)
         remedy = (
@@ -686,10 +686,10 @@ def _check_same(found: Volume, wanted: pb.VolumeWish, mode: int | None, found_mo
         )
 
 
-def _changing(found: Volume, wanted: pb.VolumeWish) -> list[str]:
+def _changing(found: Volume, wanted: pb.VolumePolicy) -> list[str]:
     """Commands that change the volume as requested, as far as possible."""
     sizes = (("size", found.bytes_max, wanted.bytes_max), ("files", found.files_max, wanted.files_max))
-    quotas = [f"--{word} {wish}" for word, is_, wish in sizes if is_ != wish]
+    quotas = [f"--{word} {asked}" for word, is_, asked in sizes if is_ != asked]
     ways = [f"nvpool volume resize POOL {found.name} {' '.join(quotas)}"] if quotas else []
     if found.trash_s != wanted.trash_s:
         ways.append(f"nvpool volume set POOL {found.name} --trash {wanted.trash_s}s")

@@ -139,7 +139,7 @@ class TlsIdentity:
         except FileNotFoundError as error:
             raise BadConfiguration(
                 f"{error.filename} is missing: this directory has no certificate of its pool; join it "
-                f"anew, or set network.plain_text = true in node.toml"
+                f"again, or set network.plain_text = true in node.toml"
             ) from None
         except OSError as error:
             raise from_os_error(error, f"read {error.filename}") from error
@@ -220,14 +220,14 @@ class TlsIdentity:
         endpoints."""
         return self.secured and bool(where.host)
 
-    def context(self, *, serving: bool, strangers: bool = False) -> ssl.SSLContext:
+    def context(self, *, serving: bool, admit_unauthenticated: bool = False) -> ssl.SSLContext:
         """Return the TLS context.
 
-        With `strangers`, the context accepts peers without a certificate; they are not authenticated.
+        With `admit_unauthenticated`, the context accepts peers without a certificate; they are not authenticated.
         """
         if not serving:
             return self._asking
-        return self._joining if strangers else self._serving
+        return self._joining if admit_unauthenticated else self._serving
 
     def admit(self, member: str, *, as_server: bool = False) -> None:
         """Verify that `member` may connect.
@@ -239,7 +239,7 @@ class TlsIdentity:
             raise AccessDenied(f"{member} serves here, which only nodes of a pool may")
         if self.members is not None and member not in self.members:
             raise StaleIdentity(
-                f"{member} is not in the pool (any more); it has to join it anew, with another directory"
+                f"{member} is not in the pool (any more); it has to join it again, with another directory"
             )
 
     def watch(self, connection: Revocable, member: str) -> None:
@@ -260,7 +260,7 @@ class TlsIdentity:
                 connection.revoked(StaleIdentity(f"{member} is not in the pool any more"))
 
 
-class Stranger(TlsIdentity):
+class JoiningIdentity(TlsIdentity):
     """Identity of a joining machine: no certificate, and either the CA certificate or only its
     fingerprint."""
 
@@ -340,10 +340,10 @@ def member_of_uris(uris: list[str], pool_id: str) -> str:
 
 _REASONS = {
     "CERTIFICATE_VERIFY_FAILED": "its certificate is not signed by this pool's authority",
-    "TLSV1_ALERT_UNKNOWN_CA": "our certificate is not signed by its pool's authority: another pool, or we have to join anew",
-    "TLSV1_ALERT_DECRYPT_ERROR": "our certificate is not signed by its pool's authority: another pool, or we have to join anew",
-    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "our certificate has ended: join the pool anew",
-    "SSLV3_ALERT_CERTIFICATE_REVOKED": "our certificate was revoked: join the pool anew",
+    "TLSV1_ALERT_UNKNOWN_CA": "our certificate is not signed by its pool's authority: another pool, or we have to join again",
+    "TLSV1_ALERT_DECRYPT_ERROR": "our certificate is not signed by its pool's authority: another pool, or join again",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "our certificate has ended: join the pool again",
+    "SSLV3_ALERT_CERTIFICATE_REVOKED": "our certificate was revoked: join the pool again",
     "SSLV3_ALERT_BAD_CERTIFICATE": "our certificate is not accepted",
     "SSLV3_ALERT_CERTIFICATE_UNKNOWN": "our certificate is not accepted",
     "TLSV13_ALERT_CERTIFICATE_REQUIRED": "it lets nobody in without a certificate of its pool: join it first",

@@ -81,7 +81,7 @@ class Word(IntEnum):
     """INIT was answered, with the values in the words below."""
     INIT_FLAGS = 2
     PAGES = 3
-    UNFLUSHED = 4
+    UNSTABLE = 4
     """Stores may have unstable writes."""
     SHARDS = 5
     """This word and the next four: number of records of each table that were ever used; used records come

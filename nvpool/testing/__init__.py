@@ -1,4 +1,4 @@
-"""Test support that is part of the package: fakes, fault injection, whole pools on this host, the simulator, contract tests.
+"""Test support in the package: fakes, fault injection, whole pools on this host, simulator, contract tests.
 
-Nothing outside of this package imports it. Test suites and benchmarks do.
+No other package imports it. Test suites and benchmarks do.
 """

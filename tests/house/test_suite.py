@@ -52,6 +52,7 @@ LONG = {
     "test_delayed_node",
     "test_shards_come_and_go",
     "test_lock_holders",
+    "test_wheel",
 }
 """Files whose shortest test takes more than 30 s: `make test-all` runs them, or `make soak` the last one. Smoke tests of other
 files start nodes, shards with standbys and systemd services too."""

@@ -1,4 +1,4 @@
-"""POSIX access control lists: their form and rules, how the metadata service keeps them; files without names; birth times."""
+"""POSIX access control lists: encoding, rules and storage; files without names; birth times."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ NAMED = (
 )
 
 
-def written(*entries, version=2):
+def encoded(*entries, version=2):
     return version.to_bytes(4, "little") + b"".join(
         tag.to_bytes(2, "little") + bits.to_bytes(2, "little") + number.to_bytes(4, "little")
         for tag, bits, number in entries
     )
 
 
-# -- form and rules ----------------------------------------------------------------------------------------------------
+# -- encoding and rules ----------------------------------------------------------------------------------------------------
 
 
-def test_acl_has_the_form_of_the_kernel():
+def test_acl_encoding_is_that_of_the_kernel():
     nobody = 0xFFFFFFFF
-    value = written(
+    value = encoded(
         (1, 7, nobody), (2, 7, 2001), (4, 5, nobody), (8, 6, 3001), (16, 7, nobody), (32, 0, nobody)
     )
     assert acl.encode_acl(NAMED) == value and acl.decode_acl(value) == NAMED
-    assert acl.decode_acl(written()) == ()
-    assert acl.decode_acl(written((1, 6, 7), (4, 4, 8), (32, 4, 9))) == MINIMAL
+    assert acl.decode_acl(encoded()) == ()
+    assert acl.decode_acl(encoded((1, 6, 7), (4, 4, 8), (32, 4, 9))) == MINIMAL
 
 
 @pytest.mark.parametrize(
@@ -63,34 +63,34 @@ def test_acl_has_the_form_of_the_kernel():
     [
         b"",
         b"\2\0\0",
-        written((1, 6, 0), (4, 4, 0), (32, 4, 0), version=1),
-        written((1, 6, 0), (4, 4, 0), (32, 4, 0))[:-1],
-        written((1, 6, 0), (4, 4, 0)),
-        written((4, 4, 0), (1, 6, 0), (32, 4, 0)),
-        written((1, 8, 0), (4, 4, 0), (32, 4, 0)),
-        written((1, 6, 0), (1, 6, 0), (4, 4, 0), (32, 4, 0)),
-        written((1, 6, 0), (4, 4, 0), (32, 4, 0), (32, 4, 0)),
-        written((1, 6, 0), (2, 7, 5), (4, 4, 0), (32, 4, 0)),
-        written((1, 6, 0), (4, 4, 0), (8, 7, 5), (32, 4, 0)),
-        written((1, 6, 0), (2, 7, 0xFFFFFFFF), (4, 4, 0), (16, 7, 0), (32, 4, 0)),
-        written((1, 6, 0), (4, 4, 0), (16, 7, 0), (16, 7, 0), (32, 4, 0)),
-        written((1, 6, 0), (4, 4, 0), (3, 7, 0), (32, 4, 0)),
-        written((1, 6, 0), (4, 4, 0), (2, 7, 5), (16, 7, 0), (32, 4, 0)),
+        encoded((1, 6, 0), (4, 4, 0), (32, 4, 0), version=1),
+        encoded((1, 6, 0), (4, 4, 0), (32, 4, 0))[:-1],
+        encoded((1, 6, 0), (4, 4, 0)),
+        encoded((4, 4, 0), (1, 6, 0), (32, 4, 0)),
+        encoded((1, 8, 0), (4, 4, 0), (32, 4, 0)),
+        encoded((1, 6, 0), (1, 6, 0), (4, 4, 0), (32, 4, 0)),
+        encoded((1, 6, 0), (4, 4, 0), (32, 4, 0), (32, 4, 0)),
+        encoded((1, 6, 0), (2, 7, 5), (4, 4, 0), (32, 4, 0)),
+        encoded((1, 6, 0), (4, 4, 0), (8, 7, 5), (32, 4, 0)),
+        encoded((1, 6, 0), (2, 7, 0xFFFFFFFF), (4, 4, 0), (16, 7, 0), (32, 4, 0)),
+        encoded((1, 6, 0), (4, 4, 0), (16, 7, 0), (16, 7, 0), (32, 4, 0)),
+        encoded((1, 6, 0), (4, 4, 0), (3, 7, 0), (32, 4, 0)),
+        encoded((1, 6, 0), (4, 4, 0), (2, 7, 5), (16, 7, 0), (32, 4, 0)),
     ],
 )
-def test_acl_that_is_not_valid_is_refused(value):
+def test_invalid_acl_is_refused(value):
     with pytest.raises(errors.InvalidRequest):
         acl.decode_acl(value)
 
 
-def test_acl_beyond_a_page_is_refused():
+def test_acl_larger_than_a_page_is_refused():
     entries = [(1, 7, 0), *[(2, 7, number) for number in range(508)], (4, 5, 0), (16, 7, 0), (32, 0, 0)]
     with pytest.raises(errors.TooBig):
-        acl.decode_acl(written(*entries))
-    assert len(acl.decode_acl(written(*entries[:-4], *entries[-3:]))) == 511
+        acl.decode_acl(encoded(*entries))
+    assert len(acl.decode_acl(encoded(*entries[:-4], *entries[-3:]))) == 511
 
 
-def test_mode_and_acl_follow_one_another():
+def test_mode_and_acl_are_converted_both_ways():
     assert acl.mode_of(MINIMAL) == 0o644 and acl.is_minimal(MINIMAL)
     assert acl.mode_of(NAMED) == 0o770 and not acl.is_minimal(NAMED)
     assert acl.changed_by_mode(NAMED, 0o640) == (
@@ -106,7 +106,7 @@ def test_mode_and_acl_follow_one_another():
     )
 
 
-def test_inherited_acl_has_the_rights_of_both():
+def test_inherited_acl_is_limited_by_the_mode():
     assert acl.inherited(NAMED, 0o100664) == (
         0o100660,
         (AclEntry(USER_OBJ, 6), *NAMED[1:4], AclEntry(MASK, 6), AclEntry(OTHER, 0)),
@@ -117,7 +117,7 @@ def test_inherited_acl_has_the_rights_of_both():
 
 
 @given(st.integers(0, 0o777), st.permutations([2, 8]), st.integers(0, 0o777))
-def test_acl_after_chmod_stands_for_that_mode(mode, _, bits):
+def test_acl_after_chmod_has_that_mode(mode, _, bits):
     for one in (NAMED, MINIMAL):
         assert acl.mode_of(acl.changed_by_mode(one, mode)) == mode
         kept, access = acl.inherited(one, bits)
@@ -131,7 +131,7 @@ def test_acl_after_chmod_stands_for_that_mode(mode, _, bits):
 
 
 def in_a_pool(main, **options):
-    """main(pool, vfs, directory inode): afterwards a check finds nothing wrong."""
+    """Run main(pool, vfs, directory inode), then check that the metadata has no problems."""
 
     async def whole():
         async with LocalPool(**options) as pool:
@@ -184,7 +184,7 @@ def test_access_acl_sets_the_mode_and_follows_chmod():
         assert stat.S_IMODE((await vfs.getattr(inode)).mode) == 0o2770
         await put(vfs, inode, NAMED, flags=4)
         assert stat.S_IMODE((await vfs.getattr(inode)).mode) == 0o770
-        await put(vfs, inode, MINIMAL)  # the mode says it all
+        await put(vfs, inode, MINIMAL)  # the mode expresses it completely
         found = await vfs.getattr(inode)
         assert stat.S_IMODE(found.mode) == 0o644 and not found.flags & (records.HAS_ACL | records.HAS_XATTRS)
         await put(vfs, inode, NAMED)
@@ -198,7 +198,7 @@ def test_access_acl_sets_the_mode_and_follows_chmod():
     in_a_pool(main)
 
 
-def test_acl_is_refused_where_there_can_be_none():
+def test_acl_is_refused_on_objects_without_acls():
     async def main(pool, vfs, top):
         file, link, valid = (
             await make(vfs, top, b"f"),
@@ -220,7 +220,7 @@ def test_acl_is_refused_where_there_can_be_none():
     in_a_pool(main)
 
 
-def test_default_acl_is_inherited_and_the_umask_is_not():
+def test_default_acl_replaces_the_umask():
     async def main(pool, vfs, top):
         await put(vfs, top, NAMED, acl.DEFAULT)
         assert stat.S_IMODE((await vfs.getattr(top)).mode) == 0o755
@@ -257,11 +257,11 @@ def test_default_acl_is_inherited_and_the_umask_is_not():
     in_a_pool(main)
 
 
-def test_default_acl_is_inherited_over_shards(tmp_path):
+def test_default_acl_is_inherited_across_shards(tmp_path):
     async def main(pool, vfs, top):
         await put(vfs, top, NAMED, acl.DEFAULT)
         shards = set()
-        for number in range(12):  # directories go to any shard
+        for number in range(12):  # directories are placed on any shard
             below = await vfs.mkdir(top, b"d%d" % number, 0o777, MASKED)
             shards.add(vfs.meta.shard_of(below.inode))
             assert await get(vfs, below.inode) == NAMED and await get(vfs, below.inode, acl.DEFAULT) == NAMED
@@ -286,26 +286,26 @@ def test_default_acl_is_inherited_over_shards(tmp_path):
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_wide_directory_hands_down_its_default_acl(shards):
+def test_striped_directory_passes_on_its_default_acl(shards):
     async def main(pool, vfs, top):
-        wide = (await vfs.mkdir(top, b"wide", 0o777, ME, wide=True)).inode
+        striped = (await vfs.mkdir(top, b"wide", 0o777, ME, wide=True)).inode
         for number in range(12):
-            await make(vfs, wide, b"before%d" % number)
-        await put(vfs, wide, NAMED, acl.DEFAULT)
+            await make(vfs, striped, b"before%d" % number)
+        await put(vfs, striped, NAMED, acl.DEFAULT)
         for number in range(12):
-            assert stat.S_IMODE((await make(vfs, wide, b"with%d" % number)).mode) == 0o660
-        await put(vfs, wide, NAMED)
-        await vfs.setattr(wide, mode=0o700, caller=ME)
-        assert acl.mode_of(await get(vfs, wide)) == 0o700
-        await vfs.removexattr(wide, acl.DEFAULT, ME)
+            assert stat.S_IMODE((await make(vfs, striped, b"with%d" % number)).mode) == 0o660
+        await put(vfs, striped, NAMED)
+        await vfs.setattr(striped, mode=0o700, caller=ME)
+        assert acl.mode_of(await get(vfs, striped)) == 0o700
+        await vfs.removexattr(striped, acl.DEFAULT, ME)
         for number in range(12):
-            assert stat.S_IMODE((await make(vfs, wide, b"after%d" % number)).mode) == 0o600
-        assert (await vfs.getattr(wide)).size == 36
+            assert stat.S_IMODE((await make(vfs, striped, b"after%d" % number)).mode) == 0o600
+        assert (await vfs.getattr(striped)).size == 36
 
     in_a_pool(main, shards=shards)
 
 
-def test_acl_of_a_directory_is_seen_by_other_clients():
+def test_acl_change_reaches_other_clients():
     async def main(pool, vfs, top):
         other = (await pool.client("other", OPTIONS)).vfs
         for value, mode in ((NAMED, 0o660), (MINIMAL, 0o644)):
@@ -316,7 +316,7 @@ def test_acl_of_a_directory_is_seen_by_other_clients():
     in_a_pool(main)
 
 
-def test_check_mends_lists_and_their_marks():
+def test_check_repairs_acls_and_their_flags():
     async def main(pool, vfs, top):
         inodes = [(await make(vfs, top, b"f%d" % number)).inode for number in range(4)]
         for inode in inodes:
@@ -351,7 +351,7 @@ def test_check_mends_lists_and_their_marks():
     in_a_pool(main, shards=1)
 
 
-# -- files without names, times of birth -------------------------------------------------------------------------------------
+# -- files without names, birth times ---------------------------------------------------------------------------------------
 
 
 async def names(vfs, directory):
@@ -360,7 +360,7 @@ async def names(vfs, directory):
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_unnamed_file_gets_a_name_by_link(shards):
+def test_link_gives_an_unnamed_file_a_name(shards):
     async def main(pool, vfs, top):
         await put(vfs, top, NAMED, acl.DEFAULT)
         other = (await vfs.mkdir(top, b"elsewhere", 0o755, ME)).inode
@@ -385,7 +385,7 @@ def test_unnamed_file_gets_a_name_by_link(shards):
     in_a_pool(main, shards=shards)
 
 
-def test_unnamed_file_goes_when_it_is_closed():
+def test_unnamed_file_is_deleted_when_closed():
     async def main(pool, vfs, top):
         attr, handle = await vfs.create_unnamed(top, 0o600, os.O_RDWR | os.O_EXCL, ME)
         await vfs.write(handle, 0, b"x" * 5000)
@@ -405,7 +405,7 @@ def test_unnamed_file_goes_when_it_is_closed():
     in_a_pool(main, shards=1)
 
 
-def test_unnamed_file_counts_in_its_volume():
+def test_unnamed_file_counts_against_its_quota():
     async def main(pool, vfs, top):
         from nvpool.sdk.aio import AsyncFileSystem
 
@@ -432,7 +432,7 @@ def test_unnamed_file_counts_in_its_volume():
     in_a_pool(main, shards=1)
 
 
-def test_birth_time_is_kept_while_all_else_changes():
+def test_birth_time_survives_other_changes():
     async def main(pool, vfs, top):
         attr = await make(vfs, top, b"f")
         born = await vfs.birth_ns(attr.inode)
@@ -454,7 +454,7 @@ def test_birth_time_is_kept_while_all_else_changes():
 # -- import and export -----------------------------------------------------------------------------------------------------
 
 
-def test_import_and_export_carry_the_lists_of_the_source(tmp_path):
+def test_import_and_export_preserve_acls(tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
     (source / "d").mkdir(parents=True)
     (source / "f").write_bytes(b"x")
@@ -468,9 +468,9 @@ def test_import_and_export_carry_the_lists_of_the_source(tmp_path):
 
     async def main(pool, vfs, top):
         await put(vfs, top, NAMED, acl.DEFAULT)
-        tally = TransferProgress()
-        await import_tree(vfs, source, b"/top/there", tally=tally, options=TransferOptions())
-        assert not tally.failures and not tally.attributes_not_kept
+        progress = TransferProgress()
+        await import_tree(vfs, source, b"/top/there", tally=progress, options=TransferOptions())
+        assert not progress.failures and not progress.attributes_not_kept
         there = (await vfs.lookup(top, b"there")).inode
         found = {name: await vfs.lookup(there, name) for name in (b"f", b"d", b"plain")}
         assert (
@@ -480,8 +480,8 @@ def test_import_and_export_carry_the_lists_of_the_source(tmp_path):
         assert await vfs.listxattr(there) == await vfs.listxattr(found[b"plain"].inode) == []
         assert stat.S_IMODE(found[b"plain"].mode) == 0o640
         assert await vfs.listxattr(top) == [acl.DEFAULT]
-        await export_tree(vfs, b"/top/there", out, tally=tally, options=TransferOptions())
-        assert not tally.failures and not tally.attributes_not_kept
+        await export_tree(vfs, b"/top/there", out, tally=progress, options=TransferOptions())
+        assert not progress.failures and not progress.attributes_not_kept
         assert (
             os.getxattr(out / "f", acl.ACCESS) == os.getxattr(out / "d", acl.DEFAULT) == acl.encode_acl(NAMED)
         )

@@ -1,4 +1,4 @@
-"""The audit log: what a line holds, that it is bounded and has no secrets, and which requests are events."""
+"""The audit log: content of a record, bounds, redacted secrets, and which requests are recorded."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ from nvpool.security import audit_format
 from nvpool.security.audit_format import read_audit
 
 US = Actor(uid=os.geteuid(), pid=os.getpid())
-STRANGER = Actor(address="10.0.0.9:4711")
+UNKNOWN_PEER = Actor(address="10.0.0.9:4711")
 
 
 @pytest.fixture
@@ -38,17 +38,17 @@ def log(path, tmp_path):
     made.close()
 
 
-def written(log, path):
+def close_and_read(log, path):
     log.close()
     return list(read_audit(path))
 
 
-def test_audit_line_says_who_what_and_result(log, path):
+def test_audit_record_has_actor_event_and_result(log, path):
     log.note("drive-add", US, {"path": "/mnt/nvme0", "force": False})
     client = Actor(member="client/ws1.0a1b2c3d", address="10.0.0.9:4711")
     log.note("volume-grant", client, {"inode": 7}, AccessDenied("not you"), refused=True)
-    log.note("join", STRANGER, {"kind": "node"}, InUse("x"))
-    first, second, third = written(log, path)
+    log.note("join", UNKNOWN_PEER, {"kind": "node"}, InUse("x"))
+    first, second, third = close_and_read(log, path)
     assert (
         first["who"]["uid"] == os.geteuid() and first["who"]["pid"] == os.getpid() and first["who"]["command"]
     )
@@ -64,13 +64,13 @@ def test_audit_line_says_who_what_and_result(log, path):
     assert third["who"] == {"unknown": True} and third["result"] == "failed"
 
 
-def test_audit_log_is_not_for_other_users(log, path):
+def test_audit_log_is_unreadable_for_other_users(log, path):
     log.note("token", US, {})
     log.close()
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
-def test_audit_line_has_no_secrets(log, path):
+def test_audit_record_redacts_secrets(log, path):
     log.note(
         "x",
         US,
@@ -81,7 +81,7 @@ def test_audit_line_has_no_secrets(log, path):
             "new_key": True,
         },
     )
-    (record,) = written(log, path)
+    (record,) = close_and_read(log, path)
     assert record["what"] == {
         "token": "...",
         "etcd": {"client_key": "...", "urls": ["http://a"]},
@@ -90,11 +90,13 @@ def test_audit_line_has_no_secrets(log, path):
     }
 
 
-def test_audit_line_is_bounded_and_plain_ascii(log, path):
+def test_audit_record_is_bounded_printable_ascii(log, path):
     log.note(
-        "join", STRANGER, {"name": "\x1b[2J\n" + "ü" * 10_000, "more": {str(n): "x" * 300 for n in range(50)}}
+        "join",
+        UNKNOWN_PEER,
+        {"name": "\x1b[2J\n" + "ü" * 10_000, "more": {str(n): "x" * 300 for n in range(50)}},
     )
-    (record,) = written(log, path)
+    (record,) = close_and_read(log, path)
     raw = path.read_bytes()
     assert (
         raw.isascii() and raw.count(b"\n") == 1 and len(raw) <= audit_format.LINE_MAX and b"\x1b" not in raw
@@ -119,17 +121,17 @@ def test_audit_log_is_rotated_and_bounded(path, tmp_path, monkeypatch):
         assert mine == sorted(mine), "the oldest first"
 
 
-def test_refusals_do_not_push_out_other_lines(path, tmp_path):
+def test_refusals_are_rate_limited(path, tmp_path):
     log = AuditLog(path, tmp_path / "audit.lock", "nvpoold", ManualClock())
     for _ in range(500):
-        log.note("join", STRANGER, {}, AccessDenied("no"), refused=True)
+        log.note("join", UNKNOWN_PEER, {}, AccessDenied("no"), refused=True)
     log.note("token", US, {})
-    records = written(log, path)
+    records = close_and_read(log, path)
     assert len(records) == audit_log.REFUSED_MAX + 1
     assert records[-1]["event"] == "token" and records[-1]["left_out"] == 500 - audit_log.REFUSED_MAX
 
 
-def test_audit_log_that_can_not_be_written_harms_nobody(tmp_path, caplog):
+def test_unwritable_audit_log_warns_once(tmp_path, caplog):
     log = AuditLog(tmp_path / "none" / "audit.log", tmp_path / "audit.lock", "nvpoold")
     for _ in range(3):
         log.note("token", US, {})
@@ -137,12 +139,12 @@ def test_audit_log_that_can_not_be_written_harms_nobody(tmp_path, caplog):
     assert caplog.text.count("can not be written") == 1
 
 
-def test_read_audit_leaves_broken_lines_out(path):
+def test_read_audit_skips_broken_lines(path):
     path.write_text('{"event": "a"}\nnonsense\n[1]\n{"event": "b"')
     assert [record["event"] for record in read_audit(path)] == ["a"]
 
 
-def test_audited_work_is_noted_with_its_end(log, path):
+def test_audited_operation_records_its_result(log, path):
     async def work(error=None):
         if error is not None:
             raise error
@@ -152,7 +154,7 @@ def test_audited_work_is_noted_with_its_end(log, path):
     for error in (AccessDenied("no"), InUse("busy")):
         with pytest.raises(type(error)):
             asyncio.run(audited(log, "drive-add", US, {}, work(error)))
-    assert [record["result"] for record in written(log, path)] == ["done", "refused", "failed"]
+    assert [record["result"] for record in close_and_read(log, path)] == ["done", "refused", "failed"]
 
 
 def test_actor_is_the_certificate_or_the_local_user():
@@ -164,14 +166,14 @@ def test_actor_is_the_certificate_or_the_local_user():
     assert actor_of(Peer("x", "10.0.0.9:1", False)) == Actor(address="10.0.0.9:1")
 
 
-def test_settings_that_differ_are_audited():
+def test_changed_settings_are_recorded():
     assert settings_of(parse('[network]\nhost = "10.0.0.1"\n[log]\nlevel = "info"\n')) == {
         "network": {"host": "10.0.0.1"}
     }
 
 
-class Asked:
-    """A call as a handler sees it."""
+class FakeCall:
+    """A fake call, as a handler receives it."""
 
     def __init__(self, method, message):
         self.method, self.message = method, message.SerializeToString()
@@ -185,7 +187,7 @@ class Asked:
         self.answered.append(error)
 
 
-WISH = pb.VolumeRequest
+REQUEST = pb.VolumeRequest
 EVENTS = [
     (
         wire.META_CREATE,
@@ -195,19 +197,24 @@ EVENTS = [
     ),
     (
         wire.META_VOLUME,
-        WISH(inode=5, wish=WISH.GRANT, grant=pb.VolumeGrant(client="client/b.2", write=True)),
+        REQUEST(inode=5, wish=REQUEST.GRANT, grant=pb.VolumeGrant(client="client/b.2", write=True)),
         "volume-grant",
         {"inode": 5, "client": "client/b.2", "right": "rw"},
     ),
     (
         wire.META_VOLUME,
-        WISH(inode=5, wish=WISH.REVOKE, grant=pb.VolumeGrant(client="client/b.2")),
+        REQUEST(inode=5, wish=REQUEST.REVOKE, grant=pb.VolumeGrant(client="client/b.2")),
         "volume-revoke",
         {"inode": 5, "client": "client/b.2"},
     ),
-    (wire.META_VOLUME, WISH(inode=5, wish=WISH.SEAL), "volume-seal", {"inode": 5}),
-    (wire.META_VOLUME, WISH(inode=5, wish=WISH.REMOVE), "volume-remove", {"inode": 5}),
-    (wire.META_VOLUME, WISH(inode=5, wish=WISH.SET, bytes_max=3), "volume-set", {"inode": 5, "bytes_max": 3}),
+    (wire.META_VOLUME, REQUEST(inode=5, wish=REQUEST.SEAL), "volume-seal", {"inode": 5}),
+    (wire.META_VOLUME, REQUEST(inode=5, wish=REQUEST.REMOVE), "volume-remove", {"inode": 5}),
+    (
+        wire.META_VOLUME,
+        REQUEST(inode=5, wish=REQUEST.SET, bytes_max=3),
+        "volume-set",
+        {"inode": 5, "bytes_max": 3},
+    ),
     (
         wire.META_TRASH,
         pb.TrashRequest(inode=5, wish=pb.TrashRequest.PURGE),
@@ -219,10 +226,10 @@ EVENTS = [
 
 
 @pytest.mark.parametrize("method, message, event, what", EVENTS, ids=[event for _, _, event, _ in EVENTS])
-def test_change_of_a_volume_is_an_event(log, path, method, message, event, what):
-    call = Asked(method, message)
+def test_volume_change_is_recorded(log, path, method, message, event, what):
+    call = FakeCall(method, message)
     MetaAudit(log).watched(call).reply(b"")
-    (record,) = written(log, path)
+    (record,) = close_and_read(log, path)
     assert (record["event"], record["what"], record["who"]) == (event, what, {"member": "client/a.1"})
     assert call.answered == [b""]
 
@@ -231,32 +238,32 @@ def test_change_of_a_volume_is_an_event(log, path, method, message, event, what)
     "method, message",
     [
         (wire.META_CREATE, pb.CreateRequest(name=b"jjj")),
-        (wire.META_VOLUME, WISH(inode=5)),
-        (wire.META_VOLUME, WISH(inode=5, wish=WISH.ATTACH)),
+        (wire.META_VOLUME, REQUEST(inode=5)),
+        (wire.META_VOLUME, REQUEST(inode=5, wish=REQUEST.ATTACH)),
         (wire.META_TRASH, pb.TrashRequest(inode=5)),
         (wire.META_GETATTR, pb.GetAttrRequest(inode=5)),
     ],
 )
-def test_ordinary_request_is_no_event(log, method, message):
-    call = Asked(method, message)
+def test_ordinary_request_is_not_recorded(log, method, message):
+    call = FakeCall(method, message)
     assert MetaAudit(log).watched(call) is call
 
 
-def test_volume_of_an_answer_is_named(log, path):
-    call = MetaAudit(log).watched(Asked(wire.META_VOLUME, WISH(inode=5, wish=WISH.SEAL)))
+def test_record_names_the_volume_of_the_reply(log, path):
+    call = MetaAudit(log).watched(FakeCall(wire.META_VOLUME, REQUEST(inode=5, wish=REQUEST.SEAL)))
     call.reply(pb.VolumeReply(volume=pb.VolumeState(inode=5, name="data")).SerializeToString())
-    assert written(log, path)[0]["what"] == {"inode": 5, "volume": "data"}
+    assert close_and_read(log, path)[0]["what"] == {"inode": 5, "volume": "data"}
 
 
 @pytest.mark.parametrize(
     "error, results",
     [(AccessDenied("no"), ["refused"]), (AlreadyExists("there"), ["failed"]), (WrongShard("elsewhere"), [])],
 )
-def test_refused_change_of_a_volume_is_an_event(log, path, error, results):
-    call = Asked(wire.META_VOLUME, WISH(inode=5, wish=WISH.SEAL))
+def test_failed_volume_change_is_recorded(log, path, error, results):
+    call = FakeCall(wire.META_VOLUME, REQUEST(inode=5, wish=REQUEST.SEAL))
     MetaAudit(log).watched(call).fail(error)
     assert call.answered == [error]
-    assert [record["result"] for record in written(log, path)] == results
+    assert [record["result"] for record in close_and_read(log, path)] == results
 
 
 def test_audit_command_prints_the_log(tmp_path):

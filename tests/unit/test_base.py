@@ -1,4 +1,4 @@
-"""Vocabulary: ids, sizes, grants, checksums."""
+"""Basic types: ids, sizes, grants (access tokens), checksums."""
 
 import asyncio
 import gc
@@ -16,7 +16,7 @@ SECRET = bytes(range(32))
 
 
 @given(st.integers(0, 4095), st.integers(1, ids.COUNTER_MASK))
-def test_an_inode_number_keeps_partition_and_counter_and_sorts_by_them(partition, counter):
+def test_inode_number_orders_by_partition_and_counter(partition, counter):
     inode = ids.inode_number(partition, counter)
     assert (ids.partition_of(inode), ids.counter_of(inode)) == (partition, counter)
     assert 0 < inode < 1 << 63
@@ -24,19 +24,19 @@ def test_an_inode_number_keeps_partition_and_counter_and_sorts_by_them(partition
 
 
 @pytest.mark.parametrize(("partition", "counter"), [(-1, 1), (4096, 1), (0, 0), (0, 1 << 51)])
-def test_an_inode_number_that_can_not_be_is_refused(partition, counter):
+def test_invalid_inode_number_is_refused(partition, counter):
     with pytest.raises(ValueError, match="no inode number"):
         ids.inode_number(partition, counter)
 
 
-def test_the_root_is_inode_one():
+def test_root_is_inode_one():
     assert ids.inode_number(0, 1) == ids.ROOT_INODE == 1
 
 
 @given(
     st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)
 )
-def test_versions_order_by_epoch_and_then_by_counter(epoch, counter, other_epoch, other_counter):
+def test_version_orders_by_epoch_then_counter(epoch, counter, other_epoch, other_counter):
     rises = (epoch, counter) < (other_epoch, other_counter)
     assert (ids.version(epoch, counter) < ids.version(other_epoch, other_counter)) == rises
 
@@ -45,7 +45,7 @@ GOLDEN_GRANT = "01030200efcdab8967452301010000000000000005000000000000000068e5cf
 GOLDEN_MAC = "2487fac154de2a4cb7bb7ffeaeede6cc"
 
 
-def test_a_grant_has_the_bytes_that_it_always_had():
+def test_grant_encoding_is_stable():
     grant = grants.Grant(
         rights=3, key=2, session=0x0123456789ABCDEF, inode=1, cut=5, ends_ms=1_700_000_000_000
     )
@@ -56,14 +56,14 @@ def test_a_grant_has_the_bytes_that_it_always_had():
 
 
 @given(st.integers(0, grants.GRANT_BYTES - 1), st.integers(1, 255))
-def test_a_grant_with_any_byte_changed_is_refused(place, flip):
+def test_grant_with_a_changed_byte_is_refused(place, flip):
     raw = bytearray(grants.sign(grants.Grant(1, 1, 7, 9, 0, 10_000), SECRET))
     raw[place] ^= flip
     with pytest.raises(StaleGrant):
         grants.verify(bytes(raw), SECRET, 5_000)
 
 
-def test_a_grant_ends_and_is_bound_to_its_key():
+def test_grant_expires_and_is_bound_to_its_key():
     raw = grants.sign(grants.Grant(1, 1, 7, 9, 0, 10_000), SECRET)
     grants.verify(raw, SECRET, 10_000 + int(grants.CLOCK_SKEW_S * 1000))
     with pytest.raises(StaleGrant, match="ended"):
@@ -75,13 +75,13 @@ def test_a_grant_ends_and_is_bound_to_its_key():
             grants.verify(wrong, SECRET, 5_000)
 
 
-def test_checksums_are_crc32c():
-    assert checksum.crc32c(b"123456789") == 0xE3069283  # RFC 3720 B.4, the check value of the catalogue
+def test_checksum_is_crc32c():
+    assert checksum.crc32c(b"123456789") == 0xE3069283  # check value of RFC 3720, B.4
     assert checksum.ZERO_BLOCK_CHECKSUM == 0x98F94189
 
 
 @given(st.integers(0, 11), st.integers(0, 9), st.integers())
-def test_compiled_checksums_are_those_of_the_plain_ones(count, skip, seed):
+def test_compiled_checksums_equal_the_python_ones(count, skip, seed):
     whole = bytearray(random.Random(seed).randbytes(skip + count * 4096))
     for buffer in (memoryview(whole)[skip:], bytes(whole[skip:]), whole[skip:]):
         assert checksum.block_checksums(buffer) == checksum.block_checksums_plain(buffer)
@@ -92,7 +92,7 @@ def test_compiled_checksums_are_those_of_the_plain_ones(count, skip, seed):
 
 
 @given(st.integers(1, 5), st.integers(0, 4), st.integers(0, 4095))
-def test_the_first_bad_block_is_named(count, block, byte):
+def test_first_bad_block_is_found(count, block, byte):
     buffer = bytearray(bytes(range(256)) * (16 * count))
     sums = checksum.block_checksums(buffer)
     assert checksum.first_bad_block(buffer, sums) == -1
@@ -102,7 +102,7 @@ def test_the_first_bad_block_is_named(count, block, byte):
 
 
 @given(st.integers(0, 20000), st.integers(1, 20000))
-def test_pieces_are_cut_at_the_borders_of_blocks(offset, length):
+def test_pieces_are_split_at_block_boundaries(offset, length):
     buffer = bytes(i * 7 & 255 for i in range(length))
     sums = checksum.piece_checksums(buffer, offset)
     expected, at = b"", 0
@@ -128,7 +128,7 @@ def test_pieces_are_cut_at_the_borders_of_blocks(offset, length):
         ("9223372036854775807", (1 << 63) - 1),
     ],
 )
-def test_sizes_are_read_as_people_write_them(text, count):
+def test_size_is_parsed(text, count):
     assert units.parse_bytes(text) == count
 
 
@@ -151,13 +151,13 @@ def test_sizes_are_read_as_people_write_them(text, count):
         "9223372036854775808",
     ],
 )
-def test_a_size_that_makes_no_sense_is_refused(text):
+def test_invalid_size_is_refused(text):
     with pytest.raises(ValueError, match="size|range") as said:
         units.parse_bytes(text)
     assert len(str(said.value)) < 200
 
 
-def test_sizes_are_shown_short():
+def test_size_is_formatted():
     shown = [units.format_bytes(n) for n in (0, 1023, 1024, 150 << 20, 3 << 40)]
     assert shown == ["0 B", "1023 B", "1.00 KiB", "150 MiB", "3.00 TiB"]
 

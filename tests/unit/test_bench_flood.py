@@ -1,4 +1,4 @@
-"""The benchmark of a flood: it measures with and without one, and leaves nothing behind."""
+"""The benchmark `bench/flood.py`: it measures with and without a flood of requests, and removes its files."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.t3
 BENCH = Path(__file__).resolve().parents[2] / "bench" / "flood.py"
 
 
-def test_a_flood_is_measured_and_ends(tmp_path):
+def test_flood_is_measured_and_stopped(tmp_path):
     done = subprocess.run(
         [
             sys.executable,
@@ -40,6 +40,6 @@ def test_a_flood_is_measured_and_ends(tmp_path):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("words", [("--kinds", "rain")])
-def test_an_unknown_kind_of_flood_is_refused(words):
+def test_unknown_flood_kind_is_refused(words):
     done = subprocess.run([sys.executable, BENCH, *words], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "requests, connections, slow, unread, busy" in done.stderr

@@ -1,4 +1,4 @@
-"""The benchmark of very large shards: what it says fits together, what it keeps stays as it is, and nothing else is left."""
+"""The benchmark of very large shards: consistent results, unchanged kept databases, no other files left."""
 
 import hashlib
 import importlib
@@ -31,9 +31,9 @@ def start(place, *words):
 
 
 def finished(bench):
-    said, told = bench.communicate(timeout=240)
-    assert bench.returncode == 0, told
-    return said
+    stdout, stderr = bench.communicate(timeout=240)
+    assert bench.returncode == 0, stderr
+    return stdout
 
 
 def assert_nothing_is_left(place):
@@ -45,30 +45,30 @@ def digests(keep):
     return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in keep.rglob("data.mdb")}
 
 
-def test_databases_are_made_measured_kept_and_measured_again_as_they_were(tmp_path):
+def test_databases_are_kept_and_measured_again_unchanged(tmp_path):
     keep, place, results = tmp_path / "keep", tmp_path / "place", tmp_path / "results"
     finished(start(place, "--sizes", f"{SMALL},{LARGE}", "--check", SMALL, "--keep", keep, "--make-only"))
     made = digests(keep)
     assert len(made) == len(CASES)
-    said = finished(
+    stdout = finished(
         start(place, "--sizes", f"{SMALL},{LARGE}", "--keep", keep, "--reuse", "--results", results)
     )
     assert digests(keep) == made
     assert_nothing_is_left(place)
 
     found = json.loads((results / "scale.json").read_text())
-    assert (results / "scale.md").read_text() == said.removesuffix("\n")
+    assert (results / "scale.md").read_text() == stdout.removesuffix("\n")
     assert [(case["files"], case["shape"]) for case in found["cases"]] == CASES
     for case in found["cases"]:
         assert_fits(case)
-        assert report.title(case) in said
+        assert report.title(case) in stdout
     assert found["empty"]["memory"]["started"]["anonymous_bytes"] > 0
 
 
 def assert_fits(case):
     files, made, figures = case["files"], case["made"], case["figures"]
     directories = -(-files // 1000) if case["shape"] == "many" else 0
-    # root, `data` and its entry, identity, counts, bounds; an inode and an entry for all else
+    # root, `data` and its entry, identity, counts, bounds; an inode and an entry for each file and directory
     assert made["entries"] == 2 * (files + directories) + 6
     assert made["dense_bytes"] < made["used_bytes"] <= made["file_bytes"]
     assert made["used_bytes"] < 170 * files
@@ -100,11 +100,11 @@ def assert_fits(case):
 
 
 @pytest.mark.smoke
-def test_an_interrupted_run_leaves_nothing_and_one_without_room_is_refused(tmp_path):
+def test_interrupted_run_leaves_no_files_and_checks_free_space(tmp_path):
     place, keep = tmp_path / "place", tmp_path / "keep"
     bench = start(place, "--sizes", "1e7", "--shape", "one", "--keep", keep)
     while "making" not in (line := bench.stderr.readline()):
-        assert line, "it ended before it had begun"
+        assert line, "the benchmark ended before it made a database"
     bench.send_signal(signal.SIGINT)
     assert "interrupted" in bench.communicate(timeout=60)[1]
     assert bench.returncode == 130
@@ -116,8 +116,8 @@ def test_an_interrupted_run_leaves_nothing_and_one_without_room_is_refused(tmp_p
     if space.f_bavail * space.f_frsize > 800 << 30:
         bench.kill()
         pytest.skip("this drive has room for four billion files")
-    told = bench.communicate(timeout=60)[1]
+    stderr = bench.communicate(timeout=60)[1]
     assert bench.returncode == 1
-    assert "GiB free" in told and "--sizes" in told
+    assert "GiB free" in stderr and "--sizes" in stderr
     assert_nothing_is_left(place)
     assert list(keep.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Certificates of a pool as operators see them: what ends when, why it was not renewed, and who has which."""
+"""The pool's certificates as operators see them: expiry, failed renewals, and which member has which certificate."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ def authority(clock):
 
 @pytest.fixture
 def directory(tmp_path, authority, clock):
-    """With the pool's authority and a certificate of 90 days."""
+    """A pool directory with the pool's CA certificate and a member certificate valid for 90 days."""
     found = PoolDirectory(tmp_path)
     found.secret.mkdir()
     (found.secret / "authority.crt").write_bytes(authority.certificate)
@@ -76,7 +76,7 @@ def test_certificate_is_described(authority, clock):
         ("etcd-authority", -1, "ended"),
     ],
 )
-def test_certificate_that_ends_soon_is_a_problem(kind, left_days, state):
+def test_certificate_that_expires_soon_is_a_problem(kind, left_days, state):
     ends_s = NOW_S + left_days * DAY_S
     begins_s = ends_s - (90 if kind.endswith("member") else 20 * 365) * DAY_S - SKEW_S
     assert state_of(kind, begins_s, ends_s, NOW_S) == state
@@ -98,12 +98,12 @@ def test_certificate_that_ends_soon_is_a_problem(kind, left_days, state):
         assert ("no answer" in one.reason) == kind.endswith("member")
 
 
-def test_certificate_of_a_short_life_is_no_problem_until_its_last_third():
+def test_short_lived_certificate_warns_in_its_last_third():
     for left_s, state in ((100, "well"), (35, "well"), (25, "notice"), (9, "risk")):
         assert state_of("member", NOW_S + left_s - 120 - SKEW_S, NOW_S + left_s, NOW_S) == state
 
 
-def test_own_certificates_are_told_and_seen_anew_when_replaced(directory, authority, clock):
+def test_own_certificates_are_listed_and_reread(directory, authority, clock):
     certificates = CertificateStore(directory, clock)
     assert [one["kind"] for one in certificates.told()] == ["authority", "member"]
     before = certificates.own()["member"]
@@ -116,7 +116,7 @@ def test_own_certificates_are_told_and_seen_anew_when_replaced(directory, author
     assert set(certificates.own()) == {"authority"}
 
 
-def test_issued_certificates_are_remembered_until_long_after_their_end(directory, authority, clock):
+def test_issued_certificates_are_kept_past_their_expiry(directory, authority, clock):
     certificates = CertificateStore(directory, clock)
     for member in ("client/a.1", "client/b.2", "client/a.1"):
         certificates.note_issued(
@@ -133,7 +133,7 @@ def test_issued_certificates_are_remembered_until_long_after_their_end(directory
     assert certificates.issued() == {}
 
 
-def test_renewal_that_fails_leaves_its_reason(directory, clock, monkeypatch):
+def test_failed_renewal_leaves_its_reason(directory, clock, monkeypatch):
     certificates, answers, noted = CertificateStore(directory, clock), [Unavailable("nobody signs"), True], []
 
     async def renew_once(*_):
@@ -155,7 +155,7 @@ def test_renewal_that_fails_leaves_its_reason(directory, clock, monkeypatch):
     assert certificates.trouble == "" and noted == [("certificate-renew", {"member": "node/alpha.1"})]
 
 
-def test_seconds_until_a_certificate_ends_are_a_metric(directory, clock):
+def test_seconds_to_expiry_are_a_metric(directory, clock):
     page = Page()
     measure_certificates(page, CertificateStore(directory, clock).own(), clock.wall_ns() / 1e9 + 91 * DAY_S)
     lines = [line for line in page.text().splitlines() if line.startswith(metrics.CERTIFICATE_LEFT.name)]
@@ -166,17 +166,17 @@ def test_seconds_until_a_certificate_ends_are_a_metric(directory, clock):
 
 @pytest.fixture
 def rotating(tmp_path):
-    """A directory with keys and certificates of the pool and of etcd, and its identity."""
+    """Directory with keys and certificates of the pool and of etcd, and its identity."""
     directory = PoolDirectory(tmp_path)
     directory.secret.mkdir()
     etcd = directory.secret / ETCD_SECRET
     etcd.mkdir()
-    authority, asked = Authority.make(POOL), request_certificate()
+    authority, requested = Authority.make(POOL), request_certificate()
     for place in (directory.secret, etcd):
         (place / "authority.crt").write_bytes(authority.certificate)
         (place / "authority.key").write_bytes(authority.key)
-        (place / "member.key").write_bytes(asked.key)
-        (place / "member.crt").write_bytes(authority.sign(asked.request, POOL, "node/alpha.1"))
+        (place / "member.key").write_bytes(requested.key)
+        (place / "member.crt").write_bytes(authority.sign(requested.request, POOL, "node/alpha.1"))
     return directory, TlsIdentity.load(directory.secret, POOL)
 
 
@@ -204,7 +204,7 @@ def rotated(directory, identity):
     return asyncio.run(node_renewal.renew_once(directory, identity, first, None, new_key=True))
 
 
-def test_new_key_takes_the_place_of_the_former_one(rotating):
+def test_new_key_replaces_the_old_one(rotating):
     directory, identity = rotating
     before = secrets_of(directory)
     assert rotated(directory, identity)
@@ -219,8 +219,8 @@ def test_new_key_takes_the_place_of_the_former_one(rotating):
 
 
 @pytest.mark.parametrize("step", range(10))
-def test_interrupted_change_of_a_key_leaves_a_pair_that_fits(rotating, monkeypatch, step):
-    """The power goes before each of the writes and renames in turn."""
+def test_interrupted_key_change_leaves_a_matching_pair(rotating, monkeypatch, step):
+    """Power is lost before each of the writes and renames in turn."""
     directory, identity = rotating
     left = [step]
 
@@ -244,7 +244,7 @@ def test_interrupted_change_of_a_key_leaves_a_pair_that_fits(rotating, monkeypat
         except PowerLoss:
             pass
     found = TlsIdentity.load(directory.secret, POOL)
-    assert found.own_member() == "node/alpha.1", "before the supervisor has put it in order"
+    assert found.own_member() == "node/alpha.1", "before the supervisor repaired it"
     node_renewal.settle_keys(directory)
     certificate, key, etcd_certificate, etcd_key = secrets_of(directory)
     assert is_key_of(certificate, key) and is_key_of(etcd_certificate, etcd_key)
@@ -304,8 +304,8 @@ def test_certificates_of_all_nodes_are_listed_once():
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    """Changes that were asked for."""
+def requested(monkeypatch):
+    """Admin requests that were sent."""
     changes = []
 
     async def change(pool, verb, arguments):
@@ -328,11 +328,11 @@ def asked(monkeypatch):
         ("node/b.2", ("node-remove", {"node": 2, "lost": False, "give_up": False})),
     ],
 )
-def test_revoked_certificate_is_that_of_a_removed_member(asked, member, change):
+def test_revoke_removes_the_member(requested, member, change):
     done = CliRunner().invoke(cert.revoke, ["/srv/p", member, "--json"])
-    assert json.loads(done.output) == {"member": member, "epoch": 7} and asked == [change]
+    assert json.loads(done.output) == {"member": member, "epoch": 7} and requested == [change]
 
 
-def test_revocation_of_nobody_is_refused(asked):
+def test_revoking_an_unknown_member_is_refused(requested):
     assert isinstance(CliRunner().invoke(cert.revoke, ["/srv/p", "node/none.7"]).exception, NotFound)
-    assert asked == []
+    assert requested == []

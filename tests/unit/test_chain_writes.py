@@ -1,5 +1,7 @@
-"""Chains of several targets in one process, over real transports and stores: what is written is with every member, what was
-acknowledged or read outlives all but one of them, and nobody sees what is not decided."""
+"""Chain replication over real transports and stores, in one process.
+
+Written data is on every member of its chain; acknowledged or read data survives the loss of all members but one;
+uncommitted data is never visible."""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ FAST = ClientOptions(deadline_s=60.0, fresh_s=0.0, attr_s=0.0, release_s=0.01, s
 
 
 def in_loop(test):
-    """The test, an async function, run on a loop of its own."""
+    """Decorator: runs an async test in an event loop of its own."""
 
     @functools.wraps(test)
     def run(*arguments, **named):
@@ -43,7 +45,7 @@ def in_loop(test):
 
 
 def without(pool_map: PoolMap, dead: int) -> PoolMap:
-    """The map after a target's death: it has left each chain that has another member."""
+    """The map after a target's death: the target is removed from each chain that has another member."""
 
     def left(chain):
         members = tuple(t for t in chain.targets if t != dead)
@@ -97,8 +99,8 @@ def held_by(pool: LocalPool, inode: int) -> dict[int, dict[int, tuple]]:
 
 @pytest.mark.parametrize("raised", ["floor", "cut"])
 @in_loop
-async def test_a_raised_inode_does_not_refuse_a_decided_write(tmp_path, raised):
-    """Between a write's version and its commit at the head a resync of another chain of the file lifts what is known of it."""
+async def test_raised_cut_does_not_refuse_a_decided_write(tmp_path, raised):
+    """A resync of another chain of the file raises the known cut between a write's version and its commit at the head."""
     async with made(tmp_path) as (pool, vfs):
         handle = await written(vfs, b"file", bytes(300_000))
         inode = handle.file.inode
@@ -122,14 +124,14 @@ async def test_a_raised_inode_does_not_refuse_a_decided_write(tmp_path, raised):
         store.prepare = prepare
         chain = pool.pool_map.chain(2, chain_of(inode, 0))
         await vfs.write(handle, 0, b"y")
-        if raised == "floor":  # of a cut that was made nowhere the client learns nothing
+        if raised == "floor":  # the client never learns of a cut that was not made
             await vfs.fsync(handle, False)
             assert version_parts(store.held(inode, 0).version)[0] == chain.epoch
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @in_loop
-async def test_chunks_after_a_truncation_have_their_chains_epoch(tmp_path, replicas):
+async def test_chunks_after_truncation_have_their_chains_epoch(tmp_path, replicas):
     async with made(tmp_path, replicas=replicas) as (pool, vfs):
         handle = await written(vfs, b"file", bytes(2 * MIB))
         inode = handle.file.inode
@@ -178,7 +180,7 @@ def check_replicas(pool: LocalPool, inode: int, chunks: range, replicas: int) ->
 @pytest.mark.parametrize("memory", [False, True], ids=["drives", "memory"])
 @pytest.mark.parametrize("replicas", [2, 3])
 @in_loop
-async def test_what_is_written_is_with_every_member_of_its_chain(tmp_path, replicas, memory):
+async def test_write_reaches_every_member_of_its_chain(tmp_path, replicas, memory):
     async with made(tmp_path, replicas, memory=memory) as (pool, vfs):
         content = random.Random(1).randbytes(2 * MIB + 5000)
         handle = await written(vfs, b"file", content)
@@ -196,7 +198,7 @@ async def test_what_is_written_is_with_every_member_of_its_chain(tmp_path, repli
 
 
 async def kill(pool: LocalPool, dead: int, after_s: float = 0.05) -> None:
-    """As a process dies; somewhat later the map says so."""
+    """Stop a store as if its process died; the map changes `after_s` later."""
     await pool.stop_store(dead)
     await asyncio.sleep(after_s)
     await pool.change_map(lambda pool_map: without(pool_map, dead))
@@ -205,9 +207,7 @@ async def kill(pool: LocalPool, dead: int, after_s: float = 0.05) -> None:
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("victim", ["head", "last"])
 @in_loop
-async def test_a_member_that_dies_under_writes_costs_no_error_and_no_acknowledged_byte(
-    tmp_path, replicas, victim
-):
+async def test_member_that_dies_during_writes_loses_nothing(tmp_path, replicas, victim):
     async with made(tmp_path, replicas) as (pool, vfs):
         handle = await written(vfs, b"file", bytes(MIB))
         inode, chance = handle.file.inode, random.Random(2)
@@ -261,7 +261,7 @@ def content_of(seed: int, length: int) -> bytes:
 
 
 @in_loop
-async def test_reads_of_a_silent_target_are_answered_by_the_other_one(tmp_path):
+async def test_reads_of_a_silent_target_use_another_replica(tmp_path):
     async with made(tmp_path) as (pool, vfs):
         content = content_of(3, 3 * MIB)
         handle = await written(vfs, b"file", content)
@@ -269,7 +269,7 @@ async def test_reads_of_a_silent_target_are_answered_by_the_other_one(tmp_path):
         for silent in (1, 2, 3):
             pool.hold(silent, Method.DATA_READ)
             client = await pool.client(f"of {silent}", FAST)
-            # the whole file in pieces, single blocks gathered in one turn, and a batch: none of them waits for that target
+            # the whole file in pieces, single blocks gathered in one turn, and a batch: no read waits for the silent target
             assert await read_all(client.vfs, inode, len(content)) == content
             opened = await client.vfs.open(inode, 0, ME)
             places = [number * 40_000 for number in range(60)]
@@ -284,7 +284,7 @@ async def test_reads_of_a_silent_target_are_answered_by_the_other_one(tmp_path):
 
 
 @in_loop
-async def test_a_target_that_takes_much_longer_than_the_other_is_asked_for_few_reads(tmp_path):
+async def test_slow_target_gets_few_reads(tmp_path):
     async with made(tmp_path, targets=2) as (pool, vfs):
         content = content_of(5, 4 * MIB)
         handle = await written(vfs, b"file", content)
@@ -300,7 +300,7 @@ async def test_a_target_that_takes_much_longer_than_the_other_is_asked_for_few_r
 
 
 @in_loop
-async def test_of_many_reads_only_some_are_asked_twice(tmp_path):
+async def test_hedged_reads_are_limited(tmp_path):
     async with made(tmp_path) as (pool, vfs):
         content = content_of(4, 2 * MIB)
         handle = await written(vfs, b"file", content)
@@ -320,7 +320,7 @@ async def test_of_many_reads_only_some_are_asked_twice(tmp_path):
 
 
 @in_loop
-async def test_a_read_at_the_head_waits_for_a_write_that_the_last_one_has_not_answered(tmp_path):
+async def test_read_at_the_head_waits_for_an_unacknowledged_write(tmp_path):
     async with made(tmp_path) as (pool, vfs):
         handle = await written(vfs, b"file", b"old" * 4000)
         inode = handle.file.inode
@@ -330,7 +330,7 @@ async def test_a_read_at_the_head_waits_for_a_write_that_the_last_one_has_not_an
         storing = asyncio.create_task(vfs.fsync(handle, False))
         await pool.until(lambda: pool.held[last])
         assert pool.stores[head].replica.is_pending([(inode, 0)])
-        # the last one has not committed: who asks there reads the old bytes, the head says nothing
+        # the last member has not committed: a read there returns the old bytes, the head does not reply
         other = await pool.client("other", FAST._replace(deadline_s=0.3))
         reading = pool.stores[head].replica.decided([(inode, 0)], other._clock.boottime_s() + 0.2)
         with pytest.raises(Busy):
@@ -344,7 +344,7 @@ async def test_a_read_at_the_head_waits_for_a_write_that_the_last_one_has_not_an
 
 
 @in_loop
-async def test_a_read_that_waited_for_a_write_is_not_answered_by_who_has_left_the_chain_meanwhile(tmp_path):
+async def test_waiting_read_fails_when_its_target_leaves_the_chain(tmp_path):
     async with made(tmp_path, memory=True) as (pool, vfs):
         handle = await written(vfs, b"file", b"old" * 4000)
         inode, file = handle.file.inode, handle.file
@@ -367,7 +367,7 @@ async def test_a_read_that_waited_for_a_write_is_not_answered_by_who_has_left_th
         await pool.until(lambda: pool.asked[head, Method.DATA_READ])
         await pool.change_map(
             lambda pool_map: without(pool_map, head)
-        )  # what was written since is not known there
+        )  # the target does not know what was written since
         with pytest.raises(StaleEpoch):
             await reading
         pool.let_go(last)
@@ -375,14 +375,14 @@ async def test_a_read_that_waited_for_a_write_is_not_answered_by_who_has_left_th
 
 
 @in_loop
-async def test_what_the_last_one_committed_and_somebody_read_is_committed_by_the_head_when_it_is_gone(
+async def test_head_commits_what_the_lost_last_member_committed(
     tmp_path,
 ):
     async with made(tmp_path) as (pool, vfs):
         handle = await written(vfs, b"file", b"old" * 4000)
         inode = handle.file.inode
         head, last = pool.pool_map.chain(2, chain_of(inode, 0)).targets
-        pool.mute(last, Method.DATA_PEER_WRITE)  # it does what it is told, and nobody hears of it
+        pool.mute(last, Method.DATA_PEER_WRITE)  # it does the write, but its reply is dropped
         await vfs.write(handle, 0, b"new")
         storing = asyncio.create_task(vfs.fsync(handle, False))
         stores = [pool.stores[number].store for number in (head, last)]
@@ -394,7 +394,7 @@ async def test_what_the_last_one_committed_and_somebody_read_is_committed_by_the
 
 
 @in_loop
-async def test_a_truncation_while_a_write_is_pending_leaves_replicas_equal(tmp_path):
+async def test_truncation_during_a_write_leaves_replicas_equal(tmp_path):
     async with made(tmp_path) as (pool, vfs):
         chance = random.Random(6)
         handle = await written(vfs, b"file", bytes(400_000))
@@ -415,7 +415,7 @@ async def test_a_truncation_while_a_write_is_pending_leaves_replicas_equal(tmp_p
 
 
 @in_loop
-async def test_writes_of_two_clients_to_one_chunk_end_in_the_same_order_everywhere(tmp_path):
+async def test_concurrent_writes_have_one_order_on_all_replicas(tmp_path):
     async with made(tmp_path, replicas=3) as (pool, vfs):
         handle = await written(vfs, b"file", bytes(64 * KIB))
         inode = handle.file.inode
@@ -437,7 +437,7 @@ async def test_writes_of_two_clients_to_one_chunk_end_in_the_same_order_everywhe
 
 
 @in_loop
-async def test_a_full_member_refuses_for_all_and_nothing_is_left_of_the_write(tmp_path):
+async def test_full_member_refuses_the_write_on_all_replicas(tmp_path):
     pool = HoldingPool(tmp_path, capacities=(64 * MIB, 64 * MIB), replicas=2, chunk_bytes=MIB)
     async with pool:
         client = await pool.client("first", FAST)
@@ -459,7 +459,7 @@ async def test_a_full_member_refuses_for_all_and_nothing_is_left_of_the_write(tm
 
 
 def spoil(pool: LocalPool, target: int, inode: int, index: int, block: int) -> None:
-    """A byte of a block is another on the drive."""
+    """Change a byte of a block on the drive."""
     store = pool.stores[target].store
     (place,) = store.index.places(store.index.chunk(inode, index), block, 1)
     with open(pool._path("targets", str(target), "data"), "r+b") as data:
@@ -471,7 +471,7 @@ def spoil(pool: LocalPool, target: int, inode: int, index: int, block: int) -> N
 
 @pytest.mark.parametrize("where", ["first", "last", "all but one"])
 @in_loop
-async def test_a_part_of_a_damaged_block_is_written_when_another_member_has_given_the_rest(tmp_path, where):
+async def test_partial_write_repairs_a_damaged_block(tmp_path, where):
     async with made(tmp_path, 3) as (pool, vfs):
         content = bytearray(random.Random(3).randbytes(100_000))
         handle = await written(vfs, b"file", content)
@@ -494,7 +494,7 @@ async def test_a_part_of_a_damaged_block_is_written_when_another_member_has_give
 
 
 @in_loop
-async def test_a_part_of_a_block_that_is_damaged_everywhere_is_not_written(tmp_path):
+async def test_partial_write_to_an_unrepairable_block_fails(tmp_path):
     async with made(tmp_path, 2, targets=2) as (pool, vfs):
         handle = await written(vfs, b"file", b"x" * 20_000)
         inode = handle.file.inode
@@ -510,7 +510,7 @@ async def test_a_part_of_a_block_that_is_damaged_everywhere_is_not_written(tmp_p
 
 @pytest.mark.parametrize("where", ["first", "last", "all but one"])
 @in_loop
-async def test_a_damaged_block_that_is_cut_is_made_anew_as_the_others_cut_it(tmp_path, where):
+async def test_damaged_truncated_block_is_repaired(tmp_path, where):
     async with made(tmp_path, 3) as (pool, vfs):
         content = bytearray(random.Random(3).randbytes(100_000))
         handle = await written(vfs, b"file", content)
@@ -519,7 +519,7 @@ async def test_a_damaged_block_that_is_cut_is_made_anew_as_the_others_cut_it(tmp
         for target in {"first": chain[:1], "last": chain[2:], "all but one": chain[:2]}[where]:
             spoil(pool, target, inode, 0, 5)
         await vfs.setattr(inode, caller=ME, size=21_000, handle=handle)
-        await vfs.write(handle, 22_000, b"!")  # a part of the same block, whoever has mended it
+        await vfs.write(handle, 22_000, b"!")  # a part of the same block, whichever target repaired it
         await vfs.fsync(handle, False)
         content[21_000:] = bytes(1000) + b"!"
         assert await read_all(vfs, inode, len(content)) == content
@@ -530,7 +530,7 @@ async def test_a_damaged_block_that_is_cut_is_made_anew_as_the_others_cut_it(tmp
 
 
 def lose_record(pool: LocalPool, target: int, inode: int, index: int) -> None:
-    """The record of a chunk can not be read any more: it has no head."""
+    """Make the record of a chunk unreadable: it has no head."""
     store = pool.stores[target].store
     segment = store.index.segment(store.index.chunk(inode, index), 0)
     store.kv.apply([(segment_key(inode, index, 0), encode_segment(segment, None, 0, 0))])
@@ -540,7 +540,7 @@ def lose_record(pool: LocalPool, target: int, inode: int, index: int) -> None:
 @pytest.mark.parametrize("who", ["head", "last"])
 @pytest.mark.parametrize("found_by", ["read", "scrub", "write"])
 @in_loop
-async def test_a_chunk_whose_record_can_not_be_read_is_made_anew_from_another_member(tmp_path, who, found_by):
+async def test_chunk_with_unreadable_record_is_rebuilt(tmp_path, who, found_by):
     async with made(tmp_path, 2) as (pool, vfs):
         content = random.Random(4).randbytes(200_000)
         handle = await written(vfs, b"file", content)
@@ -569,7 +569,7 @@ async def test_a_chunk_whose_record_can_not_be_read_is_made_anew_from_another_me
 
 
 @in_loop
-async def test_a_chunk_whose_record_can_not_be_read_stays_so_where_nobody_else_has_it(tmp_path):
+async def test_unreadable_record_without_another_copy_stays(tmp_path):
     async with made(tmp_path, 2, targets=2) as (pool, vfs):
         handle = await written(vfs, b"file", b"x" * 9000)
         inode = handle.file.inode

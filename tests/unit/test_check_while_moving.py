@@ -1,5 +1,4 @@
-"""Checks of a pool whose partitions move between shards, under a load of names: nothing is found that is not there, and what is
-there is found, and mended."""
+"""Checks of a pool while partitions migrate under a load of name changes: no false problems, real damage found and repaired."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ WAIT_S = 120.0
 
 @pytest.fixture(autouse=True)
 def many_steps(monkeypatch):
-    """A check of a small pool takes as many steps as one of a large one, so that partitions move under it."""
+    """A check of a small pool takes as many steps as one of a large pool, so that partitions migrate during it."""
     monkeypatch.setattr("nvpool.sdk.fsck.metadata.RECORDS_A_STEP", 15)
 
 
@@ -35,14 +34,14 @@ def given(moving: Moving) -> int:
 
 
 async def to_and_fro(moving: Moving) -> None:
-    """A third of the partitions moves to the third shard, and back."""
-    for wish in ("share", "remove"):
-        await moving.wish(3, wish)
+    """Move a third of the partitions to the third shard, and back."""
+    for request in ("share", "remove"):
+        await moving.wish(3, request)
         await moving.settled()
 
 
 async def while_moving(moving: Moving, look: Callable[[], Awaitable[None]], times: int = 3) -> None:
-    """Look so often while they move: some are handed over in the middle of each look."""
+    """Call `look` while partitions migrate, until `times` calls had a migration in their middle."""
     looked = 0
     if 3 not in moving.pool.metas:
         await moving.add()
@@ -60,7 +59,7 @@ async def while_moving(moving: Moving, look: Callable[[], Awaitable[None]], time
 
 
 class Load:
-    """Creates, renames, links and unlinks over all directories, until `stop`."""
+    """Creates, renames, links and unlinks in all directories, until `stop`."""
 
     def __init__(self, moving: Moving, vfs, number: int) -> None:
         self.moving, self.vfs, self.number = moving, vfs, number
@@ -83,7 +82,7 @@ class Load:
             await vfs.rmdir(there, b"to-" + name, ME)
 
 
-def test_a_check_under_load_while_partitions_move_finds_nothing():
+def test_check_under_load_during_migration_finds_nothing():
     async def main(moving: Moving) -> None:
         await moving.fill()
         loads = [Load(moving, (await moving.pool.client(f"client {n}", OPTIONS)).vfs, n) for n in range(3)]
@@ -106,7 +105,7 @@ def test_a_check_under_load_while_partitions_move_finds_nothing():
 
 
 class Damage:
-    """In many partitions of a pool, each kind several times; what is wrong is told by the same texts wherever it lies."""
+    """Damage in many partitions of a pool, several of each kind; the problem's text does not depend on the shard."""
 
     def __init__(self, moving: Moving) -> None:
         self.moving = moving
@@ -147,7 +146,7 @@ class Damage:
             meta._view.inode_count -= 1
 
 
-def test_damage_is_found_and_mended_while_partitions_move():
+def test_damage_is_found_and_repaired_during_migration():
     async def main(moving: Moving) -> None:
         await moving.fill(20)
         await Damage(moving).plant()

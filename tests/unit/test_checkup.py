@@ -1,4 +1,4 @@
-"""fsck of metadata against stores: what belongs to nobody is found, and removed only when that is wanted."""
+"""fsck of metadata against stores: unreferenced data is found, and removed only on request."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ async def checked(client, **more):
 
 
 async def plant(client, secret, *, inode, index=0, cut=0, target=None):
-    """Write a block of chunk `index` of `inode`, as a client with a grant for it would; on its own target or another."""
+    """Write a block of chunk `index` of `inode`, as a client with a grant for it does; on the chunk's target or another."""
     pool_map = client.pool_map
     target = target or pool_map.table_by_id[1].chains[chain_of(inode, index)].targets[0]
     block = b"y" * 4096
@@ -52,7 +52,7 @@ async def plant(client, secret, *, inode, index=0, cut=0, target=None):
     return struct.unpack_from("<H", data_pb2.WriteReply.FromString(bytes(reply.message)).results)[0]
 
 
-def test_a_sound_pool_has_no_problem_and_removed_files_leave_none():
+def test_healthy_pool_has_no_problem_after_removals():
     async def main(pool):
         client = await pool.client()
         attr, handle = await client.vfs.create(1, b"file", 0o644, os.O_RDWR, ROOT)
@@ -67,7 +67,7 @@ def test_a_sound_pool_has_no_problem_and_removed_files_leave_none():
     run(main)
 
 
-def test_records_are_counted_once_however_many_steps_it_takes(monkeypatch, tmp_path):
+def test_records_are_counted_once_in_any_number_of_steps(monkeypatch, tmp_path):
     monkeypatch.setattr("nvpool.sdk.fsck.metadata.RECORDS_A_STEP", 3)
     monkeypatch.setattr("nvpool.sdk.dump.RECORDS_A_STEP", 3)
     path = str(tmp_path / "dump")
@@ -88,7 +88,7 @@ def test_records_are_counted_once_however_many_steps_it_takes(monkeypatch, tmp_p
     run(loaded)
 
 
-def test_blocks_that_nobody_names_are_given_back_only_when_that_is_wanted(tmp_path):
+def test_leaked_blocks_are_freed_only_on_repair(tmp_path):
     async def main():
         async with LocalPool(tmp_path) as pool:
             client = await pool.client()
@@ -106,7 +106,7 @@ def test_blocks_that_nobody_names_are_given_back_only_when_that_is_wanted(tmp_pa
     asyncio.run(main())
 
 
-def test_chunks_of_a_file_that_never_was_are_found_and_removed_on_request():
+def test_chunks_without_inode_are_removed_only_on_repair():
     async def main(pool):
         client = await pool.client()
         assert await plant(client, pool.grant_secret, inode=GHOST) == 0
@@ -121,7 +121,7 @@ def test_chunks_of_a_file_that_never_was_are_found_and_removed_on_request():
     run(main)
 
 
-def test_a_chunk_that_knows_a_later_cut_than_its_inode_is_found():
+def test_chunk_with_a_later_cut_than_its_inode_is_found():
     async def main(pool):
         client = await pool.client()
         attr, handle = await client.vfs.create(1, b"file", 0o644, os.O_RDWR, ROOT)
@@ -139,7 +139,7 @@ def quick_looks(monkeypatch):
 
 
 def of_two_replicas(test):
-    """The test, on a pool in memory in which every chunk has two copies, with a file of three chunks that is open."""
+    """Decorator: runs the test on an in-memory pool with two replicas and an open file of three chunks."""
 
     def run_it(quick_looks):
         async def main():
@@ -176,7 +176,7 @@ async def found_and_repaired(pool, client):
 
 
 @of_two_replicas
-async def test_a_chunk_that_a_member_of_its_chain_lacks_is_found_and_fetched_again(pool, client, handle):
+async def test_chunk_missing_on_a_replica_is_copied(pool, client, handle):
     for member in (0, 1):
         target = pool.pool_map.chain(2, chain_of(handle.inode, 1)).targets[member]
         await pool.stores[target].store.discard(handle.inode, 1)
@@ -184,9 +184,7 @@ async def test_a_chunk_that_a_member_of_its_chain_lacks_is_found_and_fetched_aga
 
 
 @of_two_replicas
-async def test_a_chunk_that_is_older_at_a_member_of_its_chain_is_found_and_fetched_again(
-    pool, client, handle
-):
+async def test_older_chunk_on_a_replica_is_copied(pool, client, handle):
     for member in (0, 1):
         store = pool.stores[pool.pool_map.chain(2, chain_of(handle.inode, 2)).targets[member]].store
         old = await store.fetch(handle.inode, 2)
@@ -197,7 +195,7 @@ async def test_a_chunk_that_is_older_at_a_member_of_its_chain_is_found_and_fetch
 
 
 @of_two_replicas
-async def test_chunks_that_are_written_while_copies_are_compared_are_no_problem(pool, client, handle):
+async def test_concurrent_writes_are_not_reported_as_differences(pool, client, handle):
     over = asyncio.Event()
 
     async def write():
@@ -216,7 +214,7 @@ async def test_chunks_that_are_written_while_copies_are_compared_are_no_problem(
     assert await writing
 
 
-def test_what_was_cut_where_it_is_missing_is_not_fetched_from_who_has_not_heard_of_the_cut():
+def test_chunk_is_not_copied_from_a_replica_without_the_cut():
     async def main():
         async with LocalPool(replicas=2) as pool:
             client = await pool.client()
@@ -235,7 +233,7 @@ def test_what_was_cut_where_it_is_missing_is_not_fetched_from_who_has_not_heard_
     asyncio.run(main())
 
 
-def test_what_a_target_has_of_a_chain_that_moved_is_a_problem_only_when_it_stays(monkeypatch):
+def test_misplaced_chunk_is_reported_only_when_it_stays(monkeypatch):
     async def main():
         async with LocalPool(replicas=2, capacities=(64 << 20,) * 3) as pool:
             client = await pool.client()

@@ -1,4 +1,4 @@
-"""One kept process: started, adopted, started again, ended. The programs here are three lines of Python."""
+"""One supervised process: started, adopted, restarted, stopped. The programs here are three lines of Python."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ def directory(tmp_path):
     found = PoolDirectory(tmp_path)
     found.run.mkdir()
     yield found
-    for pid in starts(found):  # a failed test leaves none
+    for pid in starts(found):  # a failed test leaves no processes
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -61,13 +61,13 @@ def child_of(directory: PoolDirectory, program: str = SERVES + "    signal.pause
 
 async def until(holds, what: str) -> None:
     async with asyncio.timeout(120):
-        while not holds():  # noqa: ASYNC110  (files and processes make no event)
+        while not holds():  # noqa: ASYNC110  (files and processes emit no event)
             await asyncio.sleep(0.01)
     assert holds(), what
 
 
 def scenario(run):
-    """Run `run(stopping, hurry)` in a loop; a keeper that died on the way fails the test."""
+    """Run `run(stopping, hurry)` in a loop; a supervising task that failed meanwhile fails the test."""
 
     async def whole():
         await run(asyncio.Event(), asyncio.Event())
@@ -75,7 +75,7 @@ def scenario(run):
     asyncio.run(whole())
 
 
-def test_a_process_that_dies_is_started_again_and_ends_when_asked(directory):
+def test_dead_process_is_restarted_and_stops_on_request(directory):
     async def run(stopping, hurry):
         child = child_of(directory)
         keeper = asyncio.ensure_future(child.keep(stopping))
@@ -93,7 +93,7 @@ def test_a_process_that_dies_is_started_again_and_ends_when_asked(directory):
     scenario(run)
 
 
-def test_a_process_that_always_dies_is_started_with_a_rising_delay(directory):
+def test_restart_delay_rises_with_each_death(directory):
     async def run(stopping, hurry):
         child = child_of(directory, "import sys; sys.exit(3)")
         keeper = asyncio.ensure_future(child.keep(stopping))
@@ -106,9 +106,7 @@ def test_a_process_that_always_dies_is_started_with_a_rising_delay(directory):
     scenario(run)
 
 
-def test_the_wait_before_a_start_rises_with_deaths_but_not_with_those_of_who_has_served_for_a_while(
-    directory, monkeypatch
-):
+def test_restart_delay_is_reset_after_healthy_service(directory, monkeypatch):
     waits = []
 
     async def no_wait(event, wait_s):
@@ -132,7 +130,7 @@ def test_the_wait_before_a_start_rises_with_deaths_but_not_with_those_of_who_has
             killed = child.pid
             os.kill(killed, signal.SIGKILL)
             await until(lambda: child.pid not in (0, killed), "another one is started")  # noqa: B023
-            clock.advance(100)  # a slow start says nothing
+            clock.advance(100)  # a slow start does not count as service
         assert waits == [1, 2, 4, 1, 2, 1]
         stopping.set()
         await keeper
@@ -141,7 +139,7 @@ def test_the_wait_before_a_start_rises_with_deaths_but_not_with_those_of_who_has
     scenario(run)
 
 
-def test_processes_that_are_started_one_after_the_other_have_memory_in_common_and_an_adopted_one_has_not(
+def test_restarted_process_inherits_memory_unless_adopted(
     directory,
 ):
     program = (
@@ -210,7 +208,7 @@ def test_processes_that_are_started_one_after_the_other_have_memory_in_common_an
     scenario(run)
 
 
-def test_what_a_process_said_of_its_end_is_known_until_one_serves(directory):
+def test_reason_of_an_exit_is_kept_until_it_serves(directory):
     directory.log.mkdir()
     says = f"""if True:
         import os, sys
@@ -238,7 +236,7 @@ def test_what_a_process_said_of_its_end_is_known_until_one_serves(directory):
     scenario(run)
 
 
-def test_a_line_of_the_log_is_kept_whatever_is_in_it(tmp_path):
+def test_log_line_is_kept_with_any_bytes(tmp_path):
     path = tmp_path / "meta-1.log"
     code = f"""if True:
         import os, sys
@@ -249,13 +247,13 @@ def test_a_line_of_the_log_is_kept_whatever_is_in_it(tmp_path):
     """
     for form in ("text", "json"):
         subprocess.run([sys.executable, "-c", code, form], check=True, env={**os.environ, "LC_ALL": "C"})
-    text, told = path.read_text().splitlines()[0], json.loads(path.read_text().splitlines()[-1])
-    assert "of the drive /mnt/\\udcff" in text and told["message"] == "of the drive " + os.fsdecode(
+    text, record = path.read_text().splitlines()[0], json.loads(path.read_text().splitlines()[-1])
+    assert "of the drive /mnt/\\udcff" in text and record["message"] == "of the drive " + os.fsdecode(
         b"/mnt/\xff\n"
     )
 
 
-def test_a_process_that_runs_is_adopted_and_not_started_a_second_time(directory):
+def test_running_process_is_adopted(directory):
     async def run(stopping, hurry):
         running = started(SERVES + "    signal.pause()", str(directory.path))
         await until(lambda: directory.state_of("meta-1") is not None, "it announced itself")
@@ -263,7 +261,7 @@ def test_a_process_that_runs_is_adopted_and_not_started_a_second_time(directory)
         keeper = asyncio.ensure_future(child.keep(stopping))
         await until(lambda: child.state == "serving", "it serves")
         assert child.adopted and child.pid == running.pid and starts(directory) == [running.pid]
-        running.kill()  # an adopted one that dies is started like any other
+        running.kill()  # an adopted process that dies is restarted like any other
         running.wait()
         await until(
             lambda: child.state == "serving" and child.pid not in (0, running.pid), "another one serves"
@@ -276,13 +274,13 @@ def test_a_process_that_runs_is_adopted_and_not_started_a_second_time(directory)
     scenario(run)
 
 
-def test_of_two_that_start_at_once_one_serves_and_is_adopted(directory):
+def test_of_two_concurrent_starts_one_serves(directory):
     async def run(stopping, hurry):
         children = [child_of(directory) for _ in range(2)]
         keepers = [asyncio.ensure_future(child.keep(stopping)) for child in children]
         await until(lambda: all(child.state == "serving" for child in children), "both keep the same")
         assert len({child.pid for child in children}) == 1
-        assert sum(child.restarts for child in children) == 0, "finding the place taken is no death"
+        assert sum(child.restarts for child in children) == 0, "a lock that is held is not a death"
         stopping.set()
         await asyncio.gather(*keepers)
         for child in children:
@@ -291,25 +289,25 @@ def test_of_two_that_start_at_once_one_serves_and_is_adopted(directory):
     scenario(run)
 
 
-def test_a_lock_file_with_the_number_of_another_process_is_not_believed(directory):
+def test_stale_pid_in_a_lock_file_is_ignored(directory):
     async def run(stopping, hurry):
-        stranger = started("input()")
-        identity = identity_of(stranger.pid)
-        (directory.run / "meta-1.lock").write_text(f"{stranger.pid} {identity.start - 1} {identity.boot}\n")
+        unrelated = started("input()")
+        identity = identity_of(unrelated.pid)
+        (directory.run / "meta-1.lock").write_text(f"{unrelated.pid} {identity.start - 1} {identity.boot}\n")
         child = child_of(directory)
         keeper = asyncio.ensure_future(child.keep(stopping))
         await until(lambda: child.state == "serving", "it serves")
-        assert child.pid != stranger.pid
+        assert child.pid != unrelated.pid
         stopping.set()
         await keeper
         await child.end(5, hurry)
-        assert runs(identity), "a stranger is never signalled"
-        stranger.communicate(b"\n", timeout=10)
+        assert runs(identity), "an unrelated process is never signalled"
+        unrelated.communicate(b"\n", timeout=10)
 
     scenario(run)
 
 
-def test_a_process_that_does_not_end_is_killed_after_its_time_or_in_a_hurry(directory):
+def test_process_that_ignores_sigterm_is_killed(directory):
     deaf = SERVES + "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    while True: signal.pause()"
 
     async def run(stopping, hurry):
@@ -330,7 +328,7 @@ def test_a_process_that_does_not_end_is_killed_after_its_time_or_in_a_hurry(dire
     scenario(run)
 
 
-def test_a_stopped_process_can_be_ended_too(directory):
+def test_suspended_process_can_be_stopped(directory):
     async def run(stopping, hurry):
         child = child_of(directory)
         keeper = asyncio.ensure_future(child.keep(stopping))
@@ -346,7 +344,7 @@ def test_a_stopped_process_can_be_ended_too(directory):
     scenario(run)
 
 
-def test_a_started_process_has_no_descriptor_of_ours_and_a_session_of_its_own(directory):
+def test_started_process_inherits_no_descriptor_or_session(directory):
     async def run(stopping, hurry):
         inherited = os.open(directory.path, os.O_RDONLY)
         os.set_inheritable(inherited, True)

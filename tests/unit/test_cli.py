@@ -1,4 +1,4 @@
-"""The command line without a pool: it starts at once, says what is wrong, and its exit codes mean something."""
+"""The command line without a pool: fast start, clear errors, meaningful exit codes."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def run(capfd, *arguments: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["version"], ["pool", "--help"], ["status", "--help"]])
-def test_what_needs_no_pool_loads_nothing_heavy(arguments):
+def test_command_without_pool_loads_no_heavy_module(arguments):
     code = (
         "import sys; from nvpool.cli.main import main; main(sys.argv[1:]); "
         "sys.stderr.write(' '.join(sorted(m.partition('.')[0] for m in sys.modules if '.' not in m)))"
@@ -56,7 +56,7 @@ def test_what_needs_no_pool_loads_nothing_heavy(arguments):
     assert not {"rich", "grpc", "lmdb", "uvloop", "google", "pyfuse3", "crc32c"} & set(done.stderr.split())
 
 
-def test_every_command_that_exists_has_help_with_an_example_or_verbs():
+def test_every_command_has_help_and_an_example():
     context = click.Context(cli_main.cli)
     for name, (where, text) in cli_main.COMMANDS.items():
         module = where.partition(":")[0]
@@ -71,7 +71,7 @@ def test_every_command_that_exists_has_help_with_an_example_or_verbs():
                 assert "nvpool" in (one.epilog or ""), f"{name} {one.name} has no example"
 
 
-def test_help_lists_every_command_and_the_exit_codes(capfd):
+def test_help_lists_commands_and_exit_codes(capfd):
     code, out, _ = run(capfd, "--help")
     assert code == 0
     assert all(name in out for name in cli_main.COMMANDS)
@@ -90,19 +90,19 @@ def test_help_lists_every_command_and_the_exit_codes(capfd):
         (["completion", "tcsh"], "tcsh"),
     ],
 )
-def test_a_wrong_command_line_has_exit_code_2(capfd, arguments, said):
+def test_wrong_command_line_has_exit_code_2(capfd, arguments, said):
     code, out, err = run(capfd, *arguments)
     assert (code, out) == (2, "") and said in err
 
 
-def test_the_version_is_that_of_the_package(capfd):
+def test_version_is_that_of_the_package(capfd):
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == VERSION
     assert run(capfd, "version")[:2] == (0, f"nvpool {VERSION}\n")
     assert json.loads(run(capfd, "version", "--json")[1])["nvpool"] == VERSION
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_completion_script_of_each_shell_calls_us_back(capfd, shell):
+def test_completion_script_of_each_shell_calls_nvpool(capfd, shell):
     code, out, _ = run(capfd, "completion", shell)
     assert code == 0 and "_NVPOOL_COMPLETE" in out
 
@@ -158,7 +158,7 @@ def failing(monkeypatch, error: BaseException) -> None:
         (KeyboardInterrupt(), 130, "\ninterrupted\n"),
     ],
 )
-def test_an_error_is_one_line_on_stderr(capfd, monkeypatch, error, code, said):
+def test_error_is_one_line_on_stderr(capfd, monkeypatch, error, code, said):
     failing(monkeypatch, error)
     assert run(capfd, "version") == (code, "", said)
 
@@ -170,7 +170,7 @@ def test_only_a_bug_shows_a_traceback(capfd, monkeypatch):
 
 
 @pytest.mark.parametrize("pool", ["host", "host:", ":1", "host:0", "host:99999", "host:x"])
-def test_what_is_no_address_is_refused(pool, tmp_path, monkeypatch):
+def test_invalid_address_is_refused(pool, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(NvpoolError):
         endpoints_of(pool)
@@ -178,16 +178,16 @@ def test_what_is_no_address_is_refused(pool, tmp_path, monkeypatch):
     assert endpoints_of("grpc://host:1") == ("grpc://host:1",)
 
 
-def test_nobody_at_an_address_is_unavailable_within_the_wait(capfd):
+def test_unreachable_address_is_unavailable(capfd):
     code, out, err = run(capfd, "status", "127.0.0.1:1", "--wait", "5")
     assert (code, out) == (3, "") and "nobody answers" in err
 
 
-def test_dev_down_of_nothing_is_nothing_to_do(capfd, tmp_path):
+def test_dev_down_without_a_pool_succeeds(capfd, tmp_path):
     assert run(capfd, "dev", "down", str(tmp_path / "nowhere"))[0] == 0
 
 
-def test_dev_down_touches_nothing_that_is_not_a_throw_away_pool(capfd, tmp_path):
+def test_dev_down_refuses_other_directories(capfd, tmp_path):
     (tmp_path / "mine").write_text("precious")
     assert run(capfd, "dev", "down", str(tmp_path))[0] == 1
     (tmp_path / "FORMAT").write_text("nvpool pool 1\n")
@@ -196,7 +196,7 @@ def test_dev_down_touches_nothing_that_is_not_a_throw_away_pool(capfd, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["FORMAT", "mine"]
 
 
-def test_the_configuration_commands_agree(capfd, tmp_path):
+def test_configuration_commands_agree(capfd, tmp_path):
     file = tmp_path / "node.toml"
     code, sample, _ = run(capfd, "config", "sample")
     file.write_text(sample)
@@ -210,12 +210,12 @@ def test_the_configuration_commands_agree(capfd, tmp_path):
     assert (code, out) == (2, "") and "line 2: log.levl" in err
 
 
-def test_a_table_in_a_pipe_is_plain_lines(capfd):
+def test_table_in_a_pipe_is_plain_lines(capfd):
     print_table(("name", "what"), [("one", None), ("two\tb", True), ("three", 5)])
     assert capfd.readouterr().out == "NAME\tWHAT\none\t-\ntwo b\tyes\nthree\t5\n"
 
 
-def test_a_drive_is_a_path_and_perhaps_a_size(tmp_path):
+def test_drive_argument_is_a_path_with_optional_size(tmp_path):
     assert drive_of("/mnt/a") == {"path": "/mnt/a", "capacity_bytes": 0}
     assert drive_of("/mnt/a:1G") == {"path": "/mnt/a", "capacity_bytes": 1 << 30}
     (tmp_path / "pci:0").mkdir()
@@ -224,48 +224,48 @@ def test_a_drive_is_a_path_and_perhaps_a_size(tmp_path):
         drive_of("/mnt/a:big")
 
 
-def test_default_sizes_differ_and_fit_into_what_is_free():
+def test_default_sizes_differ_and_fit_into_free_space():
     assert default_sizes(2, 1 << 40) == [8 << 30, 16 << 30]
     small = default_sizes(3, 4 << 30)
     assert sum(small) <= 0.8 * (4 << 30) and len(set(small)) == 2
 
 
-def test_a_pool_gets_the_name_of_its_directory():
+def test_pool_is_named_after_its_directory():
     assert name_of("/srv/my pool") == "mypool"
     assert name_of("/") == "pool"
 
 
-def test_times_are_told_in_two_units():
+def test_time_ago_has_two_units():
     assert [ago(0, seconds * 1000) for seconds in (5, 65, 3700, 90000)] == ["5s", "1m 5s", "1h 1m", "1d 1h"]
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"), [("0", 0), ("90", 90), ("1.5m", 90), ("7d", 604_800), ("0s", 0), ("2 w", 1_209_600)]
 )
-def test_times_are_read_as_people_write_them(text, seconds):
+def test_duration_is_parsed(text, seconds):
     assert Duration().convert(text, None, None) == seconds
 
 
 @pytest.mark.parametrize("text", ["0.5s", "0.001m", "d", "", "soon", "1e999d", "nand", "1.5"])
-def test_a_time_that_makes_no_sense_is_refused_and_none_becomes_not_at_all(text):
+def test_invalid_duration_is_refused(text):
     with pytest.raises(click.BadParameter, match="time|second"):
         Duration().convert(text, None, None)
 
 
 @pytest.mark.parametrize("mode", ["-1", "10000", "777777777777", "rwx"])
-def test_a_mode_that_no_directory_has_is_refused_before_the_pool_is_asked(mode):
+def test_invalid_mode_is_refused_before_the_request(mode):
     done = CliRunner().invoke(create, ["127.0.0.1:9", "v", f"--mode={mode}"])
     assert done.exit_code == 2 and "octal" in done.output
 
 
 @pytest.mark.parametrize("limit", ["99999999999999999999999", "1048577", "inf"])
-def test_a_rate_that_no_drive_takes_is_refused_before_the_pool_is_asked(limit):
+def test_invalid_rate_is_refused_before_the_request(limit):
     done = CliRunner().invoke(rebalance, ["127.0.0.1:9", "--limit", limit])
     assert done.exit_code == 2 and "range" in done.output
 
 
 def numbers(command, words=()):
-    """Every option within bounds, behind the words of its command."""
+    """Each option with bounds, after the words of its command."""
     for parameter in command.params:
         if isinstance(parameter.type, click.FloatRange):
             yield *words, parameter
@@ -273,7 +273,7 @@ def numbers(command, words=()):
         yield from numbers(one, (*words, name))
 
 
-def test_what_is_no_number_is_within_no_bounds():
+def test_nan_is_out_of_every_bound():
     context = click.Context(cli_main.cli)
     found = [
         one for name in cli_main.COMMANDS for one in numbers(cli_main.cli.get_command(context, name), (name,))

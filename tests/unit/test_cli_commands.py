@@ -1,4 +1,4 @@
-"""Every command of the CLI: its help, what it says to wrong words and to a pool that is none, and errors as JSON."""
+"""Every command of the CLI: help, errors for wrong arguments and for paths without a pool, and errors as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nvpool.host.pool_directory import FORMAT_TEXT
 
 
 def leaves(command: click.Command, words: tuple[str, ...] = ()):
-    """Each command that does something: its words, and itself."""
+    """Yield the words and the command object of each command that is not a group."""
     if isinstance(command, click.Group):
         if command.invoke_without_command:
             yield words, command
@@ -57,7 +57,7 @@ OF_POOLS = [words for words in COMMANDS if words not in ELSEWHERE]
 
 
 def words_for(command: click.Command, pool: str, existing: str) -> list[str]:
-    """Arguments that are right but for the pool."""
+    """Arguments that are correct except for the pool."""
     words = []
     for parameter in command.params:
         if isinstance(parameter, click.Argument) and parameter.name == "pool":
@@ -88,7 +88,7 @@ def run(capfd, *arguments: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_command_says_what_it_is_for_with_an_example(words):
+def test_help_has_an_example(words):
     command = COMMANDS[words]
     assert command.help and len(command.help.split("\n")[0]) > 10
     assert re.search(r"examples?:", command.epilog or ""), f"nvpool {words} --help has no example"
@@ -96,7 +96,7 @@ def test_command_says_what_it_is_for_with_an_example(words):
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_unknown_option_is_a_usage_error_in_json_too(capfd, words):
+def test_unknown_option_is_a_usage_error_also_in_json(capfd, words):
     if words == "help":
         return
     code, out, err = run(capfd, *words.split(), "--no-such-option", "--json")
@@ -107,7 +107,7 @@ def test_unknown_option_is_a_usage_error_in_json_too(capfd, words):
 
 
 @pytest.mark.parametrize("words", OF_POOLS)
-def test_command_without_words_says_what_is_missing(capfd, words, tmp_path, monkeypatch):
+def test_missing_argument_is_named(capfd, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("NVPOOL_POOL", raising=False)
     code, out, err = run(capfd, *words.split())
@@ -119,7 +119,7 @@ def test_command_without_words_says_what_is_missing(capfd, words, tmp_path, monk
 
 
 @pytest.mark.parametrize("words", [*OF_POOLS, "serve", "pool destroy"])
-def test_mistyped_pool_is_never_offered_to_be_made(capfd, words, tmp_path):
+def test_mistyped_pool_gets_no_offer_to_create_it(capfd, words, tmp_path):
     existing = tmp_path / "existing"
     existing.write_text("")
     if words in ("mount", "bench"):
@@ -136,7 +136,7 @@ def test_mistyped_pool_is_never_offered_to_be_made(capfd, words, tmp_path):
     assert code == 1, err
     assert f"{wrong} does not exist" in err and f"did you mean {there}?" in err
     assert "pool create" not in err and "dev up" not in err
-    assert len(err.strip().splitlines()) == 1, "something was said before it was refused"
+    assert len(err.strip().splitlines()) == 1, "there was output before the refusal"
     if with_json:
         error = json.loads(out)["error"]
         assert (
@@ -150,7 +150,7 @@ def test_mistyped_pool_is_never_offered_to_be_made(capfd, words, tmp_path):
 
 
 @pytest.mark.parametrize("words", OF_POOLS)
-def test_stopped_pool_names_the_command_that_starts_it(capfd, words, tmp_path, stopped, monkeypatch):
+def test_stopped_pool_error_names_the_start_command(capfd, words, tmp_path, stopped, monkeypatch):
     from nvpool.cli import pool_connection
     from nvpool.cli import pool_path as place
 
@@ -159,7 +159,7 @@ def test_stopped_pool_names_the_command_that_starts_it(capfd, words, tmp_path, s
     existing = tmp_path / "existing"
     existing.write_text("")
     if words in ("mount", "bridge", "top", "trash purge", "audit"):
-        return  # they wait for it, as they are to; the audit log is read without it
+        return  # these wait for the pool, as designed; the audit log is read without a running pool
     arguments = words_for(COMMANDS[words], str(stopped), str(tmp_path if words == "bench" else existing))
     waits = {"status": ["--wait", "0.3"], "metrics": ["--wait", "0.1"]}.get(words, [])
     code, out, err = run(capfd, *words.split(), *arguments, *waits, "--json")
@@ -172,14 +172,14 @@ def test_stopped_pool_names_the_command_that_starts_it(capfd, words, tmp_path, s
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-    """The directory of a pool that does not run."""
+    """The directory of a pool that is not running."""
     place = tmp_path_factory.mktemp("stopped")
     (place / "drive").mkdir()
     assert cli_main.main(["pool", "create", str(place / "pool"), "--drive", f"{place / 'drive'}:64M"]) == 0
     return place / "pool"
 
 
-def test_pools_that_run_are_offered(monkeypatch, tmp_path):
+def test_running_pools_are_suggested(monkeypatch, tmp_path):
     monkeypatch.setattr(known_pools, "running", lambda: ["/srv/models", "10.0.0.1:17512"])
     assert known_pools.remedy_for(str(tmp_path / "x")) == "pools on this machine: /srv/models, 10.0.0.1:17512"
     assert known_pools.remedy_for("/srv/model").startswith("did you mean /srv/models?")
@@ -188,7 +188,7 @@ def test_pools_that_run_are_offered(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("words", ["config show", "config check"])
-def test_config_of_no_pool_is_never_offered_to_be_made(capfd, tmp_path, words):
+def test_config_error_names_the_pools_of_the_machine(capfd, tmp_path, words):
     for path in (tmp_path / "mistyped", tmp_path):
         code, out, err = run(capfd, *words.split(), str(path))
         assert code in (1, 2) and not out
@@ -196,12 +196,12 @@ def test_config_of_no_pool_is_never_offered_to_be_made(capfd, tmp_path, words):
         assert re.search(r"pools? (on|runs on) this machine", err), "pools, or that there is none, are named"
 
 
-def test_doctor_with_a_pool_names_the_option_for_it(capfd):
+def test_doctor_with_a_pool_argument_names_the_option(capfd):
     code, _, err = run(capfd, "doctor", "/srv/pool")
     assert code == 2 and "'/srv/pool'" in err and "nvpool doctor --pool POOL" in err
 
 
-def test_error_object_keeps_message_and_remedy_apart(capfd, monkeypatch):
+def test_error_object_separates_message_and_remedy(capfd, monkeypatch):
     def refuse(*_, **__):
         raise NotFound("there is no x", remedy="use y")
 
@@ -246,7 +246,7 @@ def test_remedy_names_the_pool_of_the_call(capfd, monkeypatch, words, said):
         }
 
 
-def test_command_without_a_pool_keeps_the_word_for_it(capfd, monkeypatch):
+def test_remedy_keeps_the_placeholder_without_a_pool(capfd, monkeypatch):
     def refuse(*_, **__):
         raise AccessDenied("this token was used already; make a new one with: nvpool client token POOL")
 
@@ -256,7 +256,7 @@ def test_command_without_a_pool_keeps_the_word_for_it(capfd, monkeypatch):
     assert found["remedy"] == "make a new one with: nvpool client token POOL"
 
 
-def test_pool_is_filled_into_commands_alone():
+def test_pool_replaces_the_placeholder_only_in_commands():
     assert (
         with_pool(
             "POOL is nvpool volume rm POOL v; nvpool dir set POOL:/x --wide, nvpool load NEW_POOL f", "/p"
@@ -276,7 +276,7 @@ def test_pool_is_filled_into_commands_alone():
         ((), False, 3, ""),
     ],
 )
-def test_rebalance_says_whether_moving_goes_on(capfd, monkeypatch, words, paused, to_copy, said):
+def test_rebalance_says_whether_migration_continues(capfd, monkeypatch, words, paused, to_copy, said):
     async def change(*_, **__):
         return {}
 
@@ -312,7 +312,7 @@ def test_rebalance_says_whether_moving_goes_on(capfd, monkeypatch, words, paused
         (click.Abort(), 130, "interrupted"),
     ],
 )
-def test_every_error_is_json_where_json_was_asked_for(capfd, monkeypatch, error, code, name):
+def test_every_error_is_json_with_the_json_option(capfd, monkeypatch, error, code, name):
     def fail(*_, **__):
         raise error
 
@@ -324,7 +324,7 @@ def test_every_error_is_json_where_json_was_asked_for(capfd, monkeypatch, error,
         and json.loads(out)["error"]["exit_code"] == code
     )
     assert run(capfd, "version")[1] == ""
-    assert run(capfd, "version", "--", "--json")[1] == "", "behind -- it is no option"
+    assert run(capfd, "version", "--", "--json")[1] == "", "after -- it is not an option"
 
 
 def test_version_and_help_are_commands_and_options(capfd):
@@ -342,7 +342,7 @@ def test_version_and_help_are_commands_and_options(capfd):
 @pytest.mark.parametrize(
     "answer, said", [("", "say --yes"), ("n\n", "nothing was destroyed"), ("\n", "nothing was destroyed")]
 )
-def test_destroy_without_a_yes_is_refused(stopped, answer, said):
+def test_destroy_without_confirmation_is_refused(stopped, answer, said):
     done = subprocess.run(
         command(Program.CLI, "pool", "destroy", stopped),
         input=answer,
@@ -371,7 +371,7 @@ def test_interrupted_dev_up_leaves_nothing(tmp_path, number, after_s):
     if " serves in " in out and "removing" not in said:  # before the signal
         assert cli_main.main(["dev", "down", str(place)]) == 0
         return
-    assert making.returncode in (130, -number), said  # a signal before the program had begun
+    assert making.returncode in (130, -number), said  # a signal before the program installed its handler
     assert not place.exists(), said
     assert not [entry for entry in os.listdir("/proc") if entry.isdigit() and _names(entry, str(place))]
 
@@ -384,7 +384,7 @@ def _names(pid: str, place: str) -> bool:
         return False
 
 
-def test_interrupted_dev_up_keeps_a_pool_that_was_there(tmp_path, capfd):
+def test_interrupted_dev_up_keeps_an_existing_pool(tmp_path, capfd):
     from nvpool.cli.dev_rollback import Undoing
     from nvpool.host.pool_directory import PoolDirectory
 
@@ -396,8 +396,8 @@ def test_interrupted_dev_up_keeps_a_pool_that_was_there(tmp_path, capfd):
     assert (place / "FORMAT").exists() and "was there before and stays" in capfd.readouterr().err
 
 
-def test_interrupted_start_ends_a_supervisor_without_its_lock(tmp_path, monkeypatch):
-    """The signal comes while the process is being started: its number is not known to anybody yet."""
+def test_interrupted_start_kills_an_unlocked_supervisor(tmp_path, monkeypatch):
+    """The signal arrives while the process is being started: no variable has its number yet."""
     from nvpool.cli import pool_lifecycle
     from nvpool.host.pool_directory import PoolDirectory
 
@@ -442,7 +442,7 @@ def test_dev_up_checks_the_mount_point_first(tmp_path, capfd, kind, said):
     assert not place.exists() and error.count("\n") == 1
 
 
-def test_failed_dev_up_says_what_stays(tmp_path, capfd):
+def test_failed_dev_up_names_what_remains(tmp_path, capfd):
     from nvpool.cli.dev_rollback import Undoing
     from nvpool.host.pool_directory import PoolDirectory
 

@@ -1,4 +1,4 @@
-"""Places on the command line, dump files that are not as they were written, and percentiles that are right."""
+"""Pool paths of the command line, damaged dump files, percentiles, and progress of drains and migrations."""
 
 import asyncio
 import io
@@ -28,12 +28,12 @@ from nvpool.sdk.bench.random_reads import Latencies, Places, read_local
         (".:/a:/b", PoolPath(".", b"/a:/b")),
     ],
 )
-def test_a_place_is_divided_where_its_path_begins(text, place):
+def test_pool_path_is_split_where_its_path_begins(text, place):
     assert PlaceType().convert(text, None, None) == place and str(place) == text
 
 
 @pytest.mark.parametrize("text", ["", "/srv/pool", "pool:data", ":/x", "stream://host:1"])
-def test_what_is_no_place_is_refused_with_an_example(text):
+def test_invalid_pool_path_is_refused_with_an_example(text):
     with pytest.raises(click.BadParameter, match="POOL:/path"):
         PlaceType().convert(text, None, None)
 
@@ -46,7 +46,7 @@ def dump_file(*frames):
     return content + sdk_dump._FRAME.pack(sdk_dump.END_OF_FRAMES, len(end), crc32c(end)) + end
 
 
-def test_the_frames_of_a_dump_come_back_and_none_that_is_not_as_it_was_written():
+def test_dump_frames_are_read_back_and_damage_is_found():
     whole = dump_file((1, b"abc"), (1, b"d" * 1000), (2, b""))
     assert list(sdk_dump.frames(io.BytesIO(whole))) == [(1, b"abc"), (1, b"d" * 1000), (2, b"")]
     for cut in range(len(whole)):
@@ -59,7 +59,7 @@ def test_the_frames_of_a_dump_come_back_and_none_that_is_not_as_it_was_written()
             list(sdk_dump.frames(io.BytesIO(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])))
 
 
-def test_a_file_that_is_no_dump_is_refused_by_its_first_bytes():
+def test_file_that_is_not_a_dump_is_refused():
     for content, error in (
         (b"", WrongFormat),
         (b"nvpool dump 2\n{}\n", WrongFormat),
@@ -72,7 +72,7 @@ def test_a_file_that_is_no_dump_is_refused_by_its_first_bytes():
             sdk_dump.read_header(file)
 
 
-def test_percentiles_are_those_of_all_that_was_counted():
+def test_percentiles_of_merged_latencies():
     one, other = Latencies(), Latencies()
     for step in range(1, 100):
         (one if step % 2 else other).add(step * 1e-6 + 1e-9)
@@ -83,10 +83,10 @@ def test_percentiles_are_those_of_all_that_was_counted():
         and one.percentile(0.5) == pytest.approx(50)
         and one.percentile(0.99) == pytest.approx(99)
     )
-    assert one.percentile(1.0) == pytest.approx(0.2 * 1e6), "longer than what is counted singly"
+    assert one.percentile(1.0) == pytest.approx(0.2 * 1e6), "longer than the finest buckets"
 
 
-def test_places_cover_all_whole_pieces_and_no_other(tmp_path):
+def test_places_are_all_complete_pieces(tmp_path):
     places = Places([10_000, 100, 4096], 4096)
     assert {places.next() for _ in range(400)} == {(0, 0), (0, 4096), (2, 0)}
     (tmp_path / "small").write_bytes(b"x")
@@ -97,7 +97,7 @@ def test_places_cover_all_whole_pieces_and_no_other(tmp_path):
     assert found.reads and found.bytes == found.reads * 4096 and found.p50_us <= found.p99_us
 
 
-def test_who_waits_for_moving_is_told_what_keeps_it():
+def test_waiting_for_migration_names_what_blocks_it():
     chains = {"paused": False, "filling": 0, "to_copy": 3, "bytes_left": 4096, "seconds_left": 75.0}
     drives = [
         {"drive": 1, "node": 1, "chains_to_come": 0, "chains_to_go": 0, "wish": "", "state": "silent"},
@@ -118,10 +118,10 @@ def test_who_waits_for_moving_is_told_what_keeps_it():
     assert moving_on(seen, [2]) == "about 4.00 KiB left, 1 min 15 s to go"
     drives[0] |= {"chains_to_go": 3, "wish": "draining"}
     assert moving_on(seen).startswith("waits for drive 1 to serve again, about"), (
-        "nobody else may have what it is to give"
+        "no other target may have what it is to copy"
     )
     drives[0]["wish"] = "lost"
-    assert moving_on(seen).startswith("about"), "what it had is made of the other copies"
+    assert moving_on(seen).startswith("about"), "its data is rebuilt from the other copies"
     drives.append(
         {"drive": 3, "node": 2, "chains_to_come": 3, "chains_to_go": 0, "wish": "", "state": "silent"}
     )
@@ -132,7 +132,7 @@ def test_who_waits_for_moving_is_told_what_keeps_it():
     drives.pop()
     assert moving_on(seen, [1, 3]) == moving_on(seen) == "about 4.00 KiB left, 1 min 15 s to go"
     assert moving_on(seen, [2]).startswith(waits), (
-        "it has a member of the shard of which another one is to be moved"
+        "it has a member of the shard of which another member is to be moved"
     )
     nodes[1]["wish"] = "lost"
     assert moving_on(seen, [2]).startswith("about")
@@ -140,7 +140,7 @@ def test_who_waits_for_moving_is_told_what_keeps_it():
     assert moving_on(seen).startswith("drive 2 has no room; make some: nvpool drive add POOL PATH, about")
 
 
-def test_a_drain_says_which_target_waits_and_why():
+def test_drain_names_the_waiting_target_and_the_reason():
     chains = {"paused": False, "filling": 0, "to_copy": 3, "bytes_left": 4096, "seconds_left": None}
     drives = [
         {
@@ -177,7 +177,7 @@ def test_a_drain_says_which_target_waits_and_why():
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_a_command_that_waits_reports_a_stall(monkeypatch, capsys, quiet):
+def test_waiting_command_reports_a_stall(monkeypatch, capsys, quiet):
     drive = {
         "drive": 1,
         "target": 4,
@@ -215,7 +215,7 @@ def test_a_command_that_waits_reports_a_stall(monkeypatch, capsys, quiet):
 
 
 @pytest.mark.parametrize("noun", ["drive", "node"])
-def test_an_interrupted_wait_says_that_the_drain_goes_on(monkeypatch, capsys, noun):
+def test_interrupted_wait_says_that_the_drain_continues(monkeypatch, capsys, noun):
     async def change(pool, verb, arguments):
         return {
             "drive": 2,
@@ -239,9 +239,9 @@ def test_an_interrupted_wait_says_that_the_drain_goes_on(monkeypatch, capsys, no
     monkeypatch.setattr(pool_connection, "statuses", statuses)
     monkeypatch.setattr("nvpool.cli.commands.node.ended_drained", lambda pool, number: None)
     assert cli_main.main([noun, "drain", "/nowhere", "2", "--wait"]) == 130
-    told = capsys.readouterr().err
-    assert f"draining {noun} 2 goes on; look with: nvpool {noun} ls /nowhere" in told
-    assert f"end it with: nvpool {noun} drain /nowhere 2 --cancel" in told
+    shown_text = capsys.readouterr().err
+    assert f"draining {noun} 2 goes on; look with: nvpool {noun} ls /nowhere" in shown_text
+    assert f"end it with: nvpool {noun} drain /nowhere 2 --cancel" in shown_text
 
 
 @pytest.mark.parametrize(
@@ -251,8 +251,8 @@ def test_an_interrupted_wait_says_that_the_drain_goes_on(monkeypatch, capsys, no
         (True, "7 partitions left, paused; go on with: nvpool pool rebalance POOL --resume"),
     ],
 )
-def test_who_waits_for_partitions_is_told_that_moving_is_paused(monkeypatch, paused, expected):
-    told, gate = [], asyncio.Event()
+def test_waiting_for_partitions_says_that_migration_is_paused(monkeypatch, paused, expected):
+    shown_text, gate = [], asyncio.Event()
 
     async def statuses(pool):
         for left in (7, 0):
@@ -265,11 +265,11 @@ def test_who_waits_for_partitions_is_told_that_moving_is_paused(monkeypatch, pau
     async def shown(title, work, look, *, quiet):
         waits = asyncio.ensure_future(work)
         await asyncio.sleep(0)  # to the first status
-        told.append(look().text)
+        shown_text.append(look().text)
         gate.set()
         return await waits
 
     monkeypatch.setattr(pool_connection, "statuses", statuses)
     monkeypatch.setattr(progress, "shown", shown)
     asyncio.run(wait_until_moved("p", "filling", True, None))
-    assert told == [expected]
+    assert shown_text == [expected]

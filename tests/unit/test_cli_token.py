@@ -1,4 +1,4 @@
-"""Ways in which a token comes to `node join` and `client join`, and what other users see of it."""
+"""Sources of the token for `node join` and `client join`, and what other users can see of it."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ print(seen[0][1].split(b"\\0")[-3:])
 
 @pytest.fixture
 def joined(monkeypatch):
-    """Tokens that `client join` was given; nothing is joined."""
+    """Tokens that `client join` received; nothing joins."""
     tokens = []
 
     def entered(kind, address, directory, token, config, name):
@@ -47,30 +47,30 @@ def join(*words, **how):
 
 
 @pytest.mark.parametrize("text", [TOKEN, TOKEN + "\n", f"  {TOKEN}\nmore\n"])
-def test_token_comes_from_standard_input(joined, text):
+def test_token_is_read_from_standard_input(joined, text):
     assert join("--token", "-", input=text).exit_code == 0
     assert joined == [TOKEN]
 
 
-def test_token_comes_from_a_file(joined, tmp_path):
+def test_token_is_read_from_a_file(joined, tmp_path):
     (tmp_path / "token").write_text(TOKEN + "\n")
     assert join("--token-file", str(tmp_path / "token")).exit_code == 0
     assert joined == [TOKEN]
 
 
-def test_token_comes_from_the_environment(joined):
+def test_token_is_read_from_the_environment(joined):
     assert join(env={VARIABLE: TOKEN}).exit_code == 0
     assert joined == [TOKEN]
 
 
-def test_token_is_asked_for_without_echo(joined, monkeypatch):
-    asked = []
+def test_token_prompt_has_no_echo(joined, monkeypatch):
+    prompts = []
     monkeypatch.setattr(
         "nvpool.cli.token_input.sys.stdin", type("Terminal", (), {"isatty": staticmethod(lambda: True)})
     )
-    monkeypatch.setattr(click, "prompt", lambda text, **how: asked.append((text, how)) or TOKEN)
+    monkeypatch.setattr(click, "prompt", lambda text, **how: prompts.append((text, how)) or TOKEN)
     assert token_from(None, None) == TOKEN
-    assert asked == [("token", {"hide_input": True, "err": True})]
+    assert prompts == [("token", {"hide_input": True, "err": True})]
 
 
 @pytest.mark.parametrize(
@@ -81,12 +81,12 @@ def test_token_is_asked_for_without_echo(joined, monkeypatch):
         (("--token", "-", "--token-file", "x"), {"input": TOKEN}, "exclude each other"),
     ],
 )
-def test_token_that_is_missing_is_a_usage_error(joined, words, how, said):
+def test_missing_token_is_a_usage_error(joined, words, how, said):
     done = join(*words, **how)
     assert done.exit_code == 2 and said in done.output and joined == []
 
 
-def test_token_file_that_is_missing_is_named(joined, tmp_path):
+def test_missing_token_file_is_named(joined, tmp_path):
     with pytest.raises(NotFound, match="nowhere"):
         token_from(None, str(tmp_path / "nowhere"))
 
@@ -105,7 +105,7 @@ def test_token_as_an_argument_warns(joined):
         ([f"--token={TOKEN}"], [b"there", b"--token=" + b"x" * len(TOKEN), b""]),
     ],
 )
-def test_token_as_an_argument_leaves_the_process_list(words, shown):
+def test_token_argument_is_hidden_in_the_process_list(words, shown):
     done = subprocess.run(
         [sys.executable, "-c", HIDES, "client", "join", "10.0.0.1:17512", "there", *words],
         capture_output=True,
@@ -115,7 +115,7 @@ def test_token_as_an_argument_leaves_the_process_list(words, shown):
     assert done.stdout.splitlines() == [words[-1].removeprefix("--token="), str(shown)]
 
 
-def test_token_is_not_handed_on_to_programs(joined):
+def test_token_is_removed_from_the_environment(joined):
     done = subprocess.run(
         [
             sys.executable,
@@ -132,7 +132,7 @@ def test_token_is_not_handed_on_to_programs(joined):
 
 
 @pytest.mark.parametrize("kind", ["node", "client"])
-def test_join_command_has_no_token_among_arguments(kind):
+def test_join_command_has_no_token_among_its_arguments(kind):
     line = join_command({"address": "stream://10.0.0.1:17512", "token": TOKEN}, Config(), kind)
     variable, *words = line.split()
     assert variable == f"{VARIABLE}={TOKEN}" and words[:4] == ["nvpool", kind, "join", "10.0.0.1:17512"]

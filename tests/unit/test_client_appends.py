@@ -1,4 +1,4 @@
-"""Appends of two clients against a real shard: a reader sees a record late or whole, and nothing of one that was refused."""
+"""Appends of two clients against a real shard: a reader sees a record completely or not at all, and none that failed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAST = ClientOptions(deadline_s=20.0, fresh_s=0.0, attr_s=0.0, release_s=0.01)
 
 
 class Case:
-    """Clients `one` and `two` of a pool with plain stores, and a file that both have open for appending."""
+    """Clients `one` and `two` of a pool with in-memory stores, and a file that both have open for appending."""
 
     async def __aenter__(self) -> Case:
         self.chunks: dict[int, dict] = {}
@@ -43,7 +43,7 @@ class Case:
         await self.pool.__aexit__(*failure)
 
     def fault_writes(self, fault) -> None:
-        """What stores do with writes: an error, or seconds until they are answered; None: nothing."""
+        """Set what stores do with writes: raise an error, or wait so many seconds before the reply; None: neither."""
 
         def act(call):
             if call.method != wire_pb2.DATA_WRITE or fault is None:
@@ -56,7 +56,7 @@ class Case:
             store.fault = act
 
     async def content(self, vfs) -> bytes:
-        """What a process that opens the file now reads."""
+        """What a process reads that opens the file now."""
         handle = await vfs.open(self.inode, os.O_RDONLY, ME)
         try:
             return bytes(await vfs.read(handle, 0, 8 * MIB))
@@ -68,7 +68,7 @@ def run(work) -> None:
     asyncio.run(asyncio.wait_for(work, 120))
 
 
-def test_append_is_seen_whole_when_its_bytes_are_stored():
+def test_append_is_visible_only_completely():
     async def main() -> None:
         async with Case() as case:
             case.fault_writes(0.3)
@@ -86,7 +86,7 @@ def test_append_is_seen_whole_when_its_bytes_are_stored():
 
 
 @pytest.mark.parametrize("length", [40, 5000, MIB + 9000])
-def test_readers_see_a_prefix_while_two_clients_append(length):
+def test_readers_see_a_prefix_during_concurrent_appends(length):
     async def main() -> None:
         async with Case() as case:
             records = 20 if length < MIB else 3
@@ -113,7 +113,7 @@ def test_readers_see_a_prefix_while_two_clients_append(length):
     run(main())
 
 
-def test_refused_append_leaves_the_file_as_it_was():
+def test_refused_append_leaves_the_file_unchanged():
     async def main() -> None:
         async with Case() as case:
             await case.one.write(case.first, 0, b"kept\n")
@@ -134,8 +134,8 @@ def test_refused_append_leaves_the_file_as_it_was():
     run(main())
 
 
-def test_append_after_a_refused_one_of_several_pieces():
-    """A piece that was stored behind one that was refused is not content when the file grows over it."""
+def test_append_after_a_partly_refused_append():
+    """A piece that was stored after a refused piece does not become content when the file grows over it."""
 
     async def main() -> None:
         async with Case() as case:
@@ -160,7 +160,7 @@ def test_append_after_a_refused_one_of_several_pieces():
     run(main())
 
 
-def test_interrupted_append_gives_its_place_back():
+def test_interrupted_append_releases_its_reservation():
     async def main() -> None:
         async with Case() as case:
             await case.one.write(case.first, 0, b"one\n")
@@ -189,8 +189,8 @@ def test_interrupted_append_gives_its_place_back():
     run(main())
 
 
-def test_bytes_behind_a_withdrawn_append_are_told_lost():
-    """What another descriptor has written behind a place while it was asked for is cut when that is given back."""
+def test_bytes_after_a_withdrawn_append_report_writes_lost():
+    """Bytes that another descriptor wrote after a reserved place are truncated when the reservation is released."""
 
     async def main() -> None:
         async with Case() as case:
@@ -206,8 +206,8 @@ def test_bytes_behind_a_withdrawn_append_are_told_lost():
     run(main())
 
 
-def test_truncation_elsewhere_takes_an_append_on_its_way():
-    """As by logrotate with copytruncate: what was appended before is gone with the rest, and no hole stays in its place."""
+def test_remote_truncation_discards_an_append_in_flight():
+    """As by logrotate with copytruncate: earlier appends are discarded with the rest, and no hole remains in their place."""
 
     async def main() -> None:
         async with Case() as case:
@@ -224,7 +224,7 @@ def test_truncation_elsewhere_takes_an_append_on_its_way():
     run(main())
 
 
-def test_own_truncation_cuts_an_append_on_its_way():
+def test_own_truncation_cuts_an_append_in_flight():
     async def main() -> None:
         async with Case() as case:
             await case.one.write(case.first, 0, b"0123456789")
@@ -236,8 +236,8 @@ def test_own_truncation_cuts_an_append_on_its_way():
     run(main())
 
 
-def test_reported_end_never_covers_older_bytes_that_are_missing():
-    """A sequential writer whose second piece is stored before the first."""
+def test_reported_end_never_covers_missing_bytes():
+    """A sequential writer whose second piece is stored before its first."""
 
     async def main() -> None:
         async with Case() as case:
@@ -259,7 +259,7 @@ def test_reported_end_never_covers_older_bytes_that_are_missing():
     run(main())
 
 
-def test_bytes_written_behind_the_end_come_before_an_append():
+def test_bytes_written_past_the_end_precede_an_append():
     async def main() -> None:
         async with Case() as case:
             handle = await case.one.open(case.inode, os.O_WRONLY, ME)
@@ -271,7 +271,7 @@ def test_bytes_written_behind_the_end_come_before_an_append():
     run(main())
 
 
-def test_cleared_append_flag_writes_where_it_is_told():
+def test_cleared_append_flag_writes_at_the_given_offset():
     async def main() -> None:
         async with Case() as case:
             await case.one.write(case.first, 0, b"0123456789")
@@ -283,7 +283,7 @@ def test_cleared_append_flag_writes_where_it_is_told():
     run(main())
 
 
-def test_appends_of_many_tasks_of_one_client_are_whole():
+def test_appends_of_many_tasks_are_not_mixed():
     async def main() -> None:
         async with Case() as case:
 

@@ -1,4 +1,4 @@
-"""Changes and writes that are begun without a task: they end as what is asked for does, and are told before books are kept."""
+"""Fast path of metadata changes and writes, without a task: same results as the slow path, and callbacks in order."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ UNIQUE = 1000
 
 @pytest.fixture(params=("compiled", "ordinary"), autouse=True)
 def way(request, monkeypatch):
-    """First writes and closes of small files by client/write/fast_writes, where that is compiled, and without it."""
+    """First writes and closes of small files by the compiled client/write/fast_writes, and without it."""
     if request.param == "ordinary":
         monkeypatch.setattr(fast_writes, "_fast_writes", None)
     elif fast_writes._fast_writes is None:
@@ -46,19 +46,19 @@ def way(request, monkeypatch):
     return request.param
 
 
-class Told:
-    """Who has begun something, as the engine of a mount is: what it was told, and when."""
+class Completion:
+    """Callbacks of a change, as a mount's engine has them: records the events and their order."""
 
     def __init__(self) -> None:
         self.events: list = []
         self.end: asyncio.Future = asyncio.get_running_loop().create_future()
         self.begun = None
-        self.on_told = lambda: None
+        self.on_event = lambda: None
 
-    def _tell(self, event, result, error=None) -> None:
+    def _complete(self, event, result, error=None) -> None:
         self.events.append(event)
-        self.on_told()
-        assert not self.end.done(), "told twice"
+        self.on_event()
+        assert not self.end.done(), "completed twice"
         if error is None:
             self.end.set_result(result)
         else:
@@ -67,22 +67,22 @@ class Told:
     def made(self, attr) -> None:
         self.attr = attr
         self.events.append("made")
-        self.on_told()
+        self.on_event()
 
     def opened(self, handle) -> None:
-        self._tell("opened", (self.attr, handle))
+        self._complete("opened", (self.attr, handle))
 
     def found(self, attr, handle) -> None:
-        self._tell("found", (attr, handle))
+        self._complete("found", (attr, handle))
 
     def go_on(self, opening) -> None:
         raise AssertionError("there is one shard")
 
     def failed(self, error) -> None:
-        self._tell("failed", None, error)
+        self._complete("failed", None, error)
 
     def ended(self, _, error) -> None:
-        self._tell("ended", None, error)
+        self._complete("ended", None, error)
 
 
 class Case:
@@ -93,25 +93,25 @@ class Case:
     def state(self):
         return self.vfs.meta._shards[1]
 
-    def create(self, name: bytes, flags: int = MAKE, unique: int = UNIQUE) -> Told:
-        told = Told()
-        told.begun = self.vfs.begin_create(ROOT_INODE, name, 0o640, flags, ME, unique, told)
-        return told
+    def create(self, name: bytes, flags: int = MAKE, unique: int = UNIQUE) -> Completion:
+        completion = Completion()
+        completion.begun = self.vfs.begin_create(ROOT_INODE, name, 0o640, flags, ME, unique, completion)
+        return completion
 
-    def unlink(self, name: bytes, unique: int = UNIQUE) -> Told:
-        told = Told()
-        told.begun = self.vfs.begin_unlink(ROOT_INODE, name, ME, unique, told.ended)
-        return told
+    def unlink(self, name: bytes, unique: int = UNIQUE) -> Completion:
+        completion = Completion()
+        completion.begun = self.vfs.begin_unlink(ROOT_INODE, name, ME, unique, completion.ended)
+        return completion
 
-    def flush(self, handle) -> Told:
-        told = Told()
-        told.begun = self.vfs.begin_flush(handle, told.ended)
-        if told.begun is True:
-            told.ended(None, None)
-        return told
+    def flush(self, handle) -> Completion:
+        completion = Completion()
+        completion.begun = self.vfs.begin_flush(handle, completion.ended)
+        if completion.begun is True:
+            completion.ended(None, None)
+        return completion
 
     def answered(self) -> None:
-        """The engine has written the answer."""
+        """The engine has written the reply to the kernel."""
         self.vfs.meta.once.answered(UNIQUE)
 
     def noted(self) -> list:
@@ -123,7 +123,7 @@ class Case:
             self.answers_instead(*said, sent=sent, endpoints=target.endpoints)
 
     def answers_instead(self, *said: NvpoolError | None, sent: bool, endpoints=None) -> None:
-        """The next requests over that connection are answered so, or not at all; `sent`: after they were carried out."""
+        """Answer the next requests over the connection with `said` instead, None: not at all; `sent`: after execution."""
         connection = self.vfs.meta._dialer.live(endpoints or self.pool.pool_map.shards[0].endpoints)
         submit, left = connection.submit, list(said)
 
@@ -167,20 +167,22 @@ def scene(work, **options):
 # -- changes of names --------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_that_is_begun_is_as_one_that_is_asked_for_and_is_told_of_before_books_are_kept():
+def test_fast_create_equals_slow_create_and_notifies_first():
     async def work(here: Case) -> None:
         slots = len(here.state.slots)
-        told = here.create(b"begun")
+        completion = here.create(b"begun")
         assert here.noted() == [UNIQUE], "before it is sent"
 
         def look() -> None:
-            if told.events == ["made"]:
-                assert told.attr.inode not in here.vfs.cache.open and here.noted() == [UNIQUE]
+            if completion.events == ["made"]:
+                assert completion.attr.inode not in here.vfs.cache.open and here.noted() == [UNIQUE]
                 assert len(here.state.slots) == slots - 1, "the kernel is not answered yet"
 
-        told.on_told = look
-        attr, handle = await told.end
-        assert told.events == ["made", "opened"] and here.noted() == [] and len(here.state.slots) == slots
+        completion.on_event = look
+        attr, handle = await completion.end
+        assert (
+            completion.events == ["made", "opened"] and here.noted() == [] and len(here.state.slots) == slots
+        )
         other = (await here.pool.client("other")).vfs
         seen = await other.lookup(ROOT_INODE, b"begun")
         assert (seen.inode, seen.mode, seen.uid, seen.gid) == (attr.inode, 0o100640, 5, 6)
@@ -199,42 +201,42 @@ def test_a_file_that_is_begun_is_as_one_that_is_asked_for_and_is_told_of_before_
     scene(work)
 
 
-def test_a_file_that_can_not_be_kept_open_is_closed_and_its_maker_is_told():
+def test_file_that_cannot_stay_open_is_closed():
     async def work(here: Case) -> None:
-        told = here.create(b"f")
+        completion = here.create(b"f")
 
         def refuse() -> None:
-            if told.events == ["made"]:
+            if completion.events == ["made"]:
                 raise errors.TooManyOpen()
 
-        told.on_told = refuse
+        completion.on_event = refuse
         with pytest.raises(errors.TooManyOpen):
-            await told.end
+            await completion.end
         assert (
-            told.events == ["made", "failed"] and here.noted() == [] and not here.vfs.is_open(told.attr.inode)
+            completion.events == ["made", "failed"]
+            and here.noted() == []
+            and not here.vfs.is_open(completion.attr.inode)
         )
-        assert told.attr.inode not in here.state.open and await _listed(here) == [b"f"]
+        assert completion.attr.inode not in here.state.open and await _listed(here) == [b"f"]
 
     scene(work)
 
 
-def test_an_unlink_that_is_begun_is_as_one_that_is_asked_for():
+def test_fast_unlink_equals_slow_unlink():
     async def work(here: Case) -> None:
         _, handle = await here.create(b"f").end
         await here.vfs.release(handle)
-        told = here.unlink(b"f")
+        completion = here.unlink(b"f")
         assert here.noted() == [UNIQUE]
-        assert await told.end is None and told.events == ["ended"] and here.noted() == []
+        assert await completion.end is None and completion.events == ["ended"] and here.noted() == []
         with pytest.raises(NotFound):
             await here.vfs.lookup(ROOT_INODE, b"f")
-        assert here.vfs.getattr_now(ROOT_INODE) is not None, (
-            "the answer has brought the directory's attributes"
-        )
+        assert here.vfs.getattr_now(ROOT_INODE) is not None, "the reply contained the directory's attributes"
 
     scene(work)
 
 
-def test_what_is_refused_is_told_and_its_slot_is_free():
+def test_refused_change_frees_its_slot():
     async def work(here: Case) -> None:
         await here.create(b"f").end
         slots = len(here.state.slots)
@@ -247,20 +249,20 @@ def test_what_is_refused_is_told_and_its_slot_is_free():
     scene(work)
 
 
-def test_a_file_that_is_there_is_opened_and_its_attributes_are_told_with_what_was_written_here():
+def test_existing_file_is_opened_with_unstored_size():
     async def work(here: Case) -> None:
         _, handle = await here.create(b"f").end
         await here.vfs.write(handle, 0, b"abc")
-        told = here.create(b"f", os.O_WRONLY | os.O_CREAT)
-        attr, again = await told.end
+        completion = here.create(b"f", os.O_WRONLY | os.O_CREAT)
+        attr, again = await completion.end
         assert (
-            told.events == ["found"]
+            completion.events == ["found"]
             and again.file is handle.file
             and attr.size == 3
             and handle.file.handles == 2
         )
         assert here.create(b"f", os.O_WRONLY | os.O_CREAT | os.O_TRUNC).begun is None, (
-            "what is written to it has to be stopped"
+            "writes to it must be stopped first"
         )
         new = here.create(b"new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         assert (new.begun is None) == (here.vfs.cache.entry(ROOT_INODE, b"new", 0.05) != 0)
@@ -272,16 +274,16 @@ def test_a_file_that_is_there_is_opened_and_its_attributes_are_told_with_what_wa
 @pytest.mark.parametrize(
     "lost", (Disconnected("lost"), errors.Busy(), StaleEpoch()), ids=lambda error: type(error).__name__
 )
-def test_a_change_whose_answer_is_lost_goes_on_under_its_name_and_is_made_once(sent, lost):
+def test_change_with_a_lost_reply_is_retried_exactly_once(sent, lost):
     async def work(here: Case) -> None:
         here.answers_instead(lost, sent=sent)
         attr, handle = await here.create(b"f").end
-        assert here.noted() == [UNIQUE], "it may be asked for again"
+        assert here.noted() == [UNIQUE], "the kernel may repeat the request"
         here.answered()
         assert await _listed(here) == [b"f"] and handle.inode == attr.inode and here.noted() == []
         assert here.state.open[attr.inode] == 1
         here.answers_instead(lost, sent=sent)
-        await here.unlink(b"f").end  # once: the second time it would not be there
+        await here.unlink(b"f").end  # exactly once: a second unlink would not find it
         here.answered()
         assert await _listed(here) == [] and here.noted() == []
 
@@ -293,8 +295,8 @@ async def _listed(here: Case) -> list[bytes]:
 
 
 @pytest.mark.parametrize("asked", ("begun", "asked", "submitted"))
-def test_what_a_silent_primary_was_sent_is_sent_to_the_one_that_takes_its_place(asked):
-    """The map that the client knows may be older than the standby: it shows a shard without any."""
+def test_requests_of_a_silent_primary_go_to_its_successor(asked):
+    """The client's map may be older than the standby: it shows a shard without one."""
 
     async def whole() -> None:
         async with case(LocalPool(tells_map=True)) as here:
@@ -302,9 +304,9 @@ def test_what_a_silent_primary_was_sent_is_sent_to_the_one_that_takes_its_place(
             for served in pool._listeners["meta", 1].connections:
                 served._handler = lambda call: None
             if asked == "begun":
-                told = here.create(b"f")
-                assert told.begun
-                answer = told.end
+                completion = here.create(b"f")
+                assert completion.begun
+                answer = completion.end
             elif asked == "asked":
                 answer = asyncio.ensure_future(here.vfs.lookup(ROOT_INODE, b"f"))
                 await asyncio.sleep(0)
@@ -324,20 +326,20 @@ def test_what_a_silent_primary_was_sent_is_sent_to_the_one_that_takes_its_place(
                     shards=(replace(old.shards[0], endpoints=pool.new_shard(9).endpoints), *old.shards[1:]),
                 )
             )
-            async with asyncio.timeout(30):  # half of what it has
+            async with asyncio.timeout(30):  # half of the deadline
                 if asked == "asked":
                     with pytest.raises(NotFound):
                         await answer
                 elif asked == "begun":
                     assert (await answer)[0].inode and here.noted() == [UNIQUE]
                 else:
-                    assert isinstance((await answer)[1], Disconnected)  # who submits asks then
+                    assert isinstance((await answer)[1], Disconnected)  # the submitter retries then
 
     asyncio.run(whole())
 
 
-def test_who_asks_nothing_finds_the_primary_that_follows_later_than_one_look_for_it_takes():
-    """Else the session ends there, and the locks with it."""
+def test_idle_client_finds_the_new_primary_later():
+    """Otherwise the session ends there, and with it the locks."""
 
     async def whole() -> None:
         async with case(LocalPool(tells_map=True)) as here:
@@ -356,12 +358,12 @@ def test_who_asks_nothing_finds_the_primary_that_follows_later_than_one_look_for
             async with asyncio.timeout(20):
                 while view.map.epoch < new.epoch:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
-            await pool._listen("meta", 1, service.handle)  # for who ends the pool
+            await pool._listen("meta", 1, service.handle)  # for the end of the pool
 
     asyncio.run(whole())
 
 
-def test_a_session_that_has_ended_is_followed_by_another_one_where_nothing_was_sent():
+def test_ended_session_is_replaced_when_nothing_was_sent():
     async def work(here: Case) -> None:
         session = here.state.session
         here.answers_instead(StaleSession(), sent=False)
@@ -372,10 +374,10 @@ def test_a_session_that_has_ended_is_followed_by_another_one_where_nothing_was_s
     scene(work)
 
 
-def test_a_change_that_may_have_been_made_is_not_repeated_in_another_session():
+def test_change_is_not_repeated_in_another_session():
     async def work(here: Case) -> None:
         here.answers_instead(Disconnected("lost"), sent=True)
-        told = here.create(b"f")
+        completion = here.create(b"f")
         send = here.vfs.meta._send
 
         async def ended(state, method, request, deadline_s):
@@ -384,9 +386,9 @@ def test_a_change_that_may_have_been_made_is_not_repeated_in_another_session():
 
         here.vfs.meta._send = ended
         with pytest.raises(Disconnected):
-            await told.end
+            await completion.end
         here.answered()
-        await here.unlink(b"f").end  # it was
+        await here.unlink(b"f").end  # the change was made
 
     scene(work)
 
@@ -395,19 +397,19 @@ def test_a_change_that_may_have_been_made_is_not_repeated_in_another_session():
     "error", (errors.WrongShard(), Disconnected("lost")), ids=lambda error: type(error).__name__
 )
 @pytest.mark.parametrize("unique", (UNIQUE, 0), ids=("of-the-kernel", "of-nobody"))
-def test_a_slot_is_given_back_once_where_more_is_to_be_done_for_what_went_on(error, unique):
-    """As where the name turns out to stand for an inode of another shard."""
+def test_slot_of_a_continued_change_is_released_once(error, unique):
+    """For example when the name turns out to belong to an inode of another shard."""
 
     async def work(here: Case) -> None:
         slots = sorted(slot for slot, _ in here.state.slots)
         here.answers_instead(error, sent=False)
-        told = here.create(b"f", unique=unique)
-        told.on_told = lambda: told.events == ["made"] and told.begun.leave()
-        await told.end
+        completion = here.create(b"f", unique=unique)
+        completion.on_event = lambda: completion.events == ["made"] and completion.begun.leave()
+        await completion.end
         here.answered()
         assert sorted(slot for slot, _ in here.state.slots) == slots and here.noted() == []
         names = [b"%d" % number for number in range(len(slots) + 9)]
-        for name in names:  # a name that was used would bring the answer of then
+        for name in names:  # a slot with a used number would return that reply
             attr, handle = await here.create(name).end
             await here.vfs.release(handle)
         assert sorted(await _listed(here)) == sorted([b"f", *names])
@@ -415,34 +417,34 @@ def test_a_slot_is_given_back_once_where_more_is_to_be_done_for_what_went_on(err
     scene(work)
 
 
-def test_who_gives_up_is_told_once_and_the_slot_goes_on_behind_what_was_sent():
+def test_cancelled_change_completes_once():
     async def work(here: Case) -> None:
         slots = len(here.state.slots)
-        told = here.create(b"f")
-        assert told.begun.cancel() and not told.begun.cancel()
+        completion = here.create(b"f")
+        assert completion.begun.cancel() and not completion.begun.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await told.end
-        assert told.events == ["failed"] and here.noted() == [] and len(here.state.slots) == slots
+            await completion.end
+        assert completion.events == ["failed"] and here.noted() == [] and len(here.state.slots) == slots
         for number in range(2 * slots):
             await here.vfs.release((await here.create(b"%d" % number).end)[1])
-        assert told.events == ["failed"]
+        assert completion.events == ["failed"]
 
     scene(work)
 
 
-def test_who_gives_up_what_goes_on_is_told_when_that_has_ended():
+def test_cancelled_retry_keeps_its_slot_until_the_reply():
     async def work(here: Case) -> None:
         slots = len(here.state.slots)
         here.answers_instead(Disconnected("lost"), sent=False)
         for steps in range(3):  # before its first step, and after
-            told = here.create(b"f")
-            while told.begun._task is None:  # noqa: ASYNC110
+            completion = here.create(b"f")
+            while completion.begun._task is None:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             for _ in range(steps):
                 await asyncio.sleep(0)
-            assert told.begun.cancel()
+            assert completion.begun.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await told.end
+                await completion.end
             assert len(here.state.slots) == slots - 1 and here.noted() == [UNIQUE], (
                 "until the kernel is answered"
             )
@@ -453,7 +455,7 @@ def test_who_gives_up_what_goes_on_is_told_when_that_has_ended():
     scene(work)
 
 
-def test_what_would_have_to_wait_is_not_begun_and_nothing_has_happened():
+def test_fast_path_declines_when_it_would_wait():
     async def work(here: Case) -> None:
         vfs, meta, state = here.vfs, here.vfs.meta, here.state
         before = dict(meta.counters)
@@ -494,21 +496,21 @@ def test_what_would_have_to_wait_is_not_begun_and_nothing_has_happened():
 # -- bytes -------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_small_file_is_written_and_closed_without_a_task():
+def test_small_file_is_written_and_closed_without_a_task():
     async def work(here: Case) -> None:
         _, handle = await here.create(b"f").end
         content = os.urandom(4096)
         await here.stores_answer()
         tasks = asyncio.all_tasks()
         assert here.vfs.write_now(handle, 0, content)
-        told = here.flush(handle)
-        assert asyncio.all_tasks() == tasks and told.begun not in (None, True)
-        await told.end
+        completion = here.flush(handle)
+        assert asyncio.all_tasks() == tasks and completion.begun not in (None, True)
+        await completion.end
         assert (
             handle.file.written.clean and not handle.file.written.unsettled and handle.file.attr.size == 4096
         )
         assert not here.kept.writes.valid() and here.vfs.writer.held_bytes() == 0
-        assert here.flush(handle).begun is True, "there is nothing more to tell"
+        assert here.flush(handle).begun is True, "there is nothing more to report"
         other = (await here.pool.client("other")).vfs
         found = await other.lookup(ROOT_INODE, b"f")
         reader = await other.open(found.inode, os.O_RDONLY, ME)
@@ -517,19 +519,19 @@ def test_a_small_file_is_written_and_closed_without_a_task():
     scene(work)
 
 
-def test_that_there_is_something_to_flush_outlives_us_before_the_bytes_here_go():
+def test_unstable_mark_is_set_before_bytes_are_dropped():
     async def work(here: Case) -> None:
         _, handle = await here.create(b"f").end
         await here.stores_answer()
-        unflushed, told = here.vfs.writer._unflushed, []
-        note = unflushed._changed
-        unflushed._changed = lambda there_is: (
+        unstable, seen = here.vfs.writer._unflushed, []
+        note = unstable._changed
+        unstable._changed = lambda there_is: (
             note(there_is),
-            told.append((there_is, len(here.kept.writes.valid()))),
+            seen.append((there_is, len(here.kept.writes.valid()))),
         )
         assert here.vfs.write_now(handle, 0, bytes(4096))
         await here.flush(handle).end
-        assert told == [(True, 1)] and here.kept.word(Word.UNFLUSHED) and not here.kept.writes.valid()
+        assert seen == [(True, 1)] and here.kept.word(Word.UNFLUSHED) and not here.kept.writes.valid()
 
     scene(work)
 
@@ -540,7 +542,7 @@ def test_that_there_is_something_to_flush_outlives_us_before_the_bytes_here_go()
     ids=lambda error: type(error).__name__,
 )
 @pytest.mark.parametrize("sent", (True, False), ids=("stored", "not-sent"))
-def test_a_write_whose_answer_is_lost_goes_on_under_its_name(error, sent):
+def test_write_with_a_lost_reply_is_retried(error, sent):
     async def work(here: Case) -> None:
         _, handle = await here.create(b"f").end
         content = os.urandom(5000)
@@ -555,15 +557,15 @@ def test_a_write_whose_answer_is_lost_goes_on_under_its_name(error, sent):
     scene(work)
 
 
-def test_what_can_not_be_stored_is_told_by_the_close_once():
+def test_failed_write_is_reported_by_one_close():
     async def work(here: Case) -> None:
         _, handle = await here.create(b"f").end
         await here.stores_answer(NoSpace(), sent=False)
         assert here.vfs.write_now(handle, 0, bytes(4096))
         with pytest.raises(NoSpace):
             await here.flush(handle).end
-        told = here.flush(handle)
-        assert told.begun is True or await told.end is None
+        completion = here.flush(handle)
+        assert completion.begun is True or await completion.end is None
         assert not here.kept.writes.valid() and here.vfs.writer.held_bytes() == 0
 
     scene(work)
@@ -572,7 +574,7 @@ def test_what_can_not_be_stored_is_told_by_the_close_once():
 @pytest.mark.parametrize(
     "error", (Disconnected("lost"), errors.Busy(), StaleSession()), ids=lambda error: type(error).__name__
 )
-def test_a_report_that_meets_an_error_goes_on(error):
+def test_report_that_meets_an_error_is_retried(error):
     async def work(here: Case) -> None:
         _, handle = await here.create(b"f").end
         assert here.vfs.write_now(handle, 0, bytes(4096))
@@ -584,7 +586,7 @@ def test_a_report_that_meets_an_error_goes_on(error):
     scene(work)
 
 
-def test_a_report_to_a_file_that_others_cut_is_made_again_under_the_new_cut():
+def test_report_is_repeated_after_a_remote_truncation():
     async def work(here: Case) -> None:
         _, handle = await here.create(b"f").end
         assert here.vfs.write_now(handle, 0, bytes(4096))
@@ -597,7 +599,7 @@ def test_a_report_to_a_file_that_others_cut_is_made_again_under_the_new_cut():
     scene(work)
 
 
-def test_a_report_that_is_refused_is_told_and_made_again():
+def test_refused_report_is_repeated_by_the_next_close():
     async def work(here: Case) -> None:
         _, handle = await here.create(b"f").end
         assert here.vfs.write_now(handle, 0, bytes(4096))
@@ -617,15 +619,15 @@ def test_a_report_that_is_refused_is_told_and_made_again():
     scene(work)
 
 
-def test_a_close_that_is_given_up_leaves_what_is_on_its_way_to_the_next():
+def test_cancelled_close_leaves_its_report_to_the_next():
     async def work(here: Case) -> None:
         _, handle = await here.create(b"f").end
         for _ in range(3):
             assert here.vfs.write_now(handle, 0, bytes(4096))
-            told = here.flush(handle)
-            assert told.begun.cancel() and not told.begun.cancel()
+            completion = here.flush(handle)
+            assert completion.begun.cancel() and not completion.begun.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await told.end
+                await completion.end
             second = here.flush(handle)
             while second.begun._report is None:  # noqa: ASYNC110
                 await asyncio.sleep(0)
@@ -634,30 +636,30 @@ def test_a_close_that_is_given_up_leaves_what_is_on_its_way_to_the_next():
                 await second.end
             assert handle.file.written.unsettled and not handle.file.written.reporting.taken
         await here.flush(handle).end
-        assert handle.file.attr.size == 4096 and told.events == ["ended"]
+        assert handle.file.attr.size == 4096 and completion.events == ["ended"]
 
     scene(work)
 
 
-def test_a_close_ends_where_what_it_waits_for_is_cut_away_or_the_client_is_closed():
+def test_close_ends_on_truncation_or_client_close():
     async def work(here: Case) -> None:
         _, handle = await here.create(b"f").end
         assert here.vfs.write_now(handle, 0, bytes(4096))
-        told = here.flush(handle)
-        await asyncio.gather(told.end, here.vfs.setattr(handle.inode, size=0, caller=ME))
+        completion = here.flush(handle)
+        await asyncio.gather(completion.end, here.vfs.setattr(handle.inode, size=0, caller=ME))
         await here.vfs.flush(handle)
         assert (await here.vfs.getattr(handle.inode)).size == 0
         await here.stores_answer(None)
         assert here.vfs.write_now(handle, 0, bytes(4096))
-        told = here.flush(handle)
+        completion = here.flush(handle)
         await here.vfs.writer.close(0.0)
         with pytest.raises(NvpoolError):
-            await told.end
+            await completion.end
 
     scene(work)
 
 
-def test_a_file_with_locks_or_an_error_that_was_not_told_is_closed_the_ordinary_way():
+def test_file_with_locks_or_an_error_takes_the_slow_path():
     async def work(here: Case) -> None:
         _, handle = await here.create(b"f", os.O_RDWR | os.O_CREAT).end
         await here.vfs.setlk(handle, 7, 0, 10, 2)
@@ -673,7 +675,7 @@ def test_a_file_with_locks_or_an_error_that_was_not_told_is_closed_the_ordinary_
     scene(work)
 
 
-def test_turns_are_one_at_a_time_also_where_who_waits_goes_away():
+def test_turn_is_exclusive_also_with_cancelled_waiters():
     async def whole() -> None:
         turn, order = Turn(), []
 
@@ -688,7 +690,7 @@ def test_turns_are_one_at_a_time_also_where_who_waits_goes_away():
         await asyncio.sleep(0)
         tasks[1].cancel()
         turn.release()
-        tasks[0].cancel()  # woken, and away
+        tasks[0].cancel()  # woken, and cancelled
         await asyncio.gather(*tasks, return_exceptions=True)
         assert sorted(order) == [2, 3, 4] and turn.take()
 

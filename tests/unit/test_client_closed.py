@@ -1,4 +1,4 @@
-"""Closing, and giving room back, when messages about it are lost or late: nothing stays open or promised that is not."""
+"""Closed files and released quota reservations when messages are lost or late: nothing stays open or reserved."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ from nvpool.testing.fakes.local_pool import LocalPool
 
 ME = Caller(0, 0)
 LEASE_S = 1.5
-"""Renewed twice a second."""
+"""Sessions are renewed twice a second."""
 
 
 def run(work) -> None:
@@ -28,7 +28,7 @@ def run(work) -> None:
 
 async def until(holds) -> None:
     async with asyncio.timeout(30):
-        while not (await holds() if asyncio.iscoroutinefunction(holds) else holds()):  # noqa: ASYNC110  (nothing tells of it)
+        while not (await holds() if asyncio.iscoroutinefunction(holds) else holds()):  # noqa: ASYNC110  (no event exists)
             await asyncio.sleep(0.02)
 
 
@@ -42,7 +42,7 @@ async def pool_and_client():
 
 
 def on_the_way(client, method: int, what) -> None:
-    """`what(send)` sends messages of that method, and returns the answer, from now on."""
+    """From now on `what(send)` sends the messages of that method and returns the reply."""
     before = client.vfs.meta._send
 
     async def send(state, asked, request, deadline_s):
@@ -70,7 +70,7 @@ def session_of(pool):
 
 
 @pytest.mark.parametrize("sent", [True, False])
-def test_a_file_whose_closing_was_lost_is_closed_at_a_renewal_and_its_bytes_go(sent):
+def test_file_with_a_lost_close_is_closed_at_the_renewal(sent):
     async def main() -> None:
         async with pool_and_client() as (pool, client):
             vfs = client.vfs
@@ -86,7 +86,7 @@ def test_a_file_whose_closing_was_lost_is_closed_at_a_renewal_and_its_bytes_go(s
     run(main())
 
 
-def test_what_is_open_again_stays_open_when_its_first_closing_was_lost():
+def test_reopened_file_stays_open_after_a_lost_close():
     async def main() -> None:
         async with pool_and_client() as (pool, client):
             vfs = client.vfs
@@ -98,7 +98,7 @@ def test_what_is_open_again_stays_open_when_its_first_closing_was_lost():
             await vfs.release(handle)
             await until(lambda: lost)
             again = await vfs.open(attr.inode, os.O_RDWR, ME)
-            await vfs.write(again, 0, b"s")  # the service is told of what was opened by a lease
+            await vfs.write(again, 0, b"s")  # notifies the service of the open that a lease allowed
             await vfs.fsync(again, True)
             await vfs.unlink(ROOT_INODE, b"f", ME)
             await asyncio.sleep(2 * LEASE_S)
@@ -110,7 +110,7 @@ def test_what_is_open_again_stays_open_when_its_first_closing_was_lost():
     run(main())
 
 
-def test_what_an_answer_on_its_way_has_opened_is_not_given_up():
+def test_file_opened_by_a_late_reply_is_not_given_up():
     async def main() -> None:
         async with pool_and_client() as (pool, client):
             vfs, arrive = client.vfs, asyncio.Event()
@@ -141,7 +141,7 @@ def test_what_an_answer_on_its_way_has_opened_is_not_given_up():
     run(main())
 
 
-def test_only_what_was_told_with_the_same_number_is_given_up():
+def test_only_opens_with_the_same_count_are_given_up():
     sessions = Sessions(None, 60.0)
     session = Session(1, SessionRecord(b"s" * 16, 0, "client", False, 0), 60.0)
     freed = []
@@ -160,15 +160,15 @@ def test_only_what_was_told_with_the_same_number_is_given_up():
         sessions.open(session, inode)
     assert not sessions.held(session, ()) and len(session.opens) > HELD_ALL_MAX
     assert handles_of(sessions.held(session, (7, 8, 101))) == {7: 1, 101: 1}
-    told = sessions.held(session, range(100, 100 + 2 * HELD_MAX))
-    assert len(handles_of(told)) == HELD_MAX
-    for wrong in (told + b"x", told + told[:12]):
+    held_bytes = sessions.held(session, range(100, 100 + 2 * HELD_MAX))
+    assert len(handles_of(held_bytes)) == HELD_MAX
+    for wrong in (held_bytes + b"x", held_bytes + held_bytes[:12]):
         with pytest.raises(InvalidRequest):
             handles_of(wrong)
     assert inodes_of(b"") == ()
 
 
-# -- room in a volume ---------------------------------------------------------------------------------------------------
+# -- quota reservations in a volume -------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
@@ -177,15 +177,15 @@ async def volume():
         fs = AsyncFileSystem(client, ME)
         made = await fs.volumes.create("v", bytes_max=1 << 20)
 
-        async def all_is_given_back() -> bool:
+        async def all_is_released() -> bool:
             return not (await fs.volumes.show("v")).bytes_reserved
 
-        yield pool, client, made.inode, all_is_given_back
+        yield pool, client, made.inode, all_is_released
 
 
-def test_room_that_was_promised_to_a_write_that_was_interrupted_is_given_back():
+def test_reservation_of_an_interrupted_write_is_released():
     async def main() -> None:
-        async with volume() as (pool, client, directory, all_is_given_back):
+        async with volume() as (pool, client, directory, all_is_released):
             vfs, asked = client.vfs, []
 
             async def stuck(send):
@@ -199,23 +199,23 @@ def test_room_that_was_promised_to_a_write_that_was_interrupted_is_given_back():
             _, handle = await vfs.create(directory, b"f", 0o644, os.O_RDWR, ME)
             writing = asyncio.ensure_future(vfs.write(handle, 0, b"x" * 1000))
             await until(lambda: asked)
-            assert not await all_is_given_back()
+            assert not await all_is_released()
             writing.cancel()
             await asyncio.wait([writing])
-            await until(all_is_given_back)
+            await until(all_is_released)
             assert await vfs.write(handle, 0, b"x" * 1000) == 1000
             await vfs.release(handle)
-            await until(all_is_given_back)
+            await until(all_is_released)
 
     run(main())
 
 
 @pytest.mark.parametrize("late_method", ["META_VOLUME_ROOM", "META_REPORT"])
-def test_room_is_given_back_though_answers_are_late(late_method):
-    """Of reports, so that what was counted is promised once more; of giving back, which a writer comes into."""
+def test_reservations_are_released_despite_late_replies(late_method):
+    """Late replies to reports reserve counted bytes once more; a writer comes during a late release."""
 
     async def main() -> None:
-        async with volume() as (pool, client, directory, all_is_given_back):
+        async with volume() as (pool, client, directory, all_is_released):
             vfs = client.vfs
 
             async def late(send):
@@ -231,7 +231,7 @@ def test_room_is_given_back_though_answers_are_late(late_method):
                     await vfs.fsync(handle, True)
                 await vfs.release(handle)
                 await asyncio.sleep(0.2)
-            await until(all_is_given_back)
+            await until(all_is_released)
             await until(lambda: not vfs.rooms._rooms)
 
     run(main())

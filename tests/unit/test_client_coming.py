@@ -1,36 +1,36 @@
-"""Reads that are told of without a turn of the loop."""
+"""Reads that complete without an event-loop iteration."""
 
 import asyncio
 
 from nvpool.core.futures import BlocksFuture
 
 
-def test_the_listener_is_told_once_and_at_once():
-    told = []
+def test_listener_is_called_once_and_immediately():
+    results = []
     coming = BlocksFuture(10, 20)
-    coming.on_end = lambda found, error: told.append((bytes(found), error))
+    coming.on_end = lambda found, error: results.append((bytes(found), error))
     assert not coming.done()
     coming.set_result(memoryview(bytes(range(64))))
-    assert told == [(bytes(range(10, 30)), None)]
-    assert coming.done() and not coming.cancel() and len(told) == 1
+    assert results == [(bytes(range(10, 30)), None)]
+    assert coming.done() and not coming.cancel() and len(results) == 1
 
 
-def test_whole_blocks_are_not_cut():
+def test_complete_blocks_are_not_copied():
     blocks = memoryview(bytes(4096))
     coming = BlocksFuture(0, 4096)
     coming.set_result(blocks)
-    assert coming.outcome[0] is blocks and coming.outcome[1] is None  # came before anybody listened
+    assert coming.outcome[0] is blocks and coming.outcome[1] is None  # the result came before a listener
 
 
-def test_who_gives_up_is_told_so_and_nothing_later():
-    told = []
+def test_cancelled_read_reports_only_its_cancellation():
+    results = []
     coming = BlocksFuture(0, 4096)
-    coming.on_end = lambda found, error: told.append((found, type(error)))
+    coming.on_end = lambda found, error: results.append((found, type(error)))
     assert coming.cancel()
-    assert told == [(None, asyncio.CancelledError)] and coming.done()
+    assert results == [(None, asyncio.CancelledError)] and coming.done()
 
 
-def test_an_error_is_told():
+def test_error_is_the_outcome():
     coming = BlocksFuture(0, 4096)
     error = OSError("no")
     coming.set_exception(error)

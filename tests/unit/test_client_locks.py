@@ -1,4 +1,4 @@
-"""Locks as two clients of one pool see them: who has them, who waits, what is seen under them, what is left of failures."""
+"""Locks as two clients of one pool see them: ownership, waiting, visibility of data, and failures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ALL = (0, LAST_BYTE)
 
 
 class Case:
-    """A pool in memory with a file that two clients have open, each twice."""
+    """An in-memory pool with a file that two clients have open, each with two descriptors."""
 
     def __init__(self, **pool_options):
         self.pool = LocalPool(**pool_options)
@@ -54,7 +54,7 @@ class Case:
         await self.pool.__aexit__(*failure)
 
     async def held(self) -> list[tuple[int, int, int]]:
-        """(start, end, mode) of all that the shard has, kinds and owners aside."""
+        """(start, end, mode) of all locks of the shard, of any kind and owner."""
         return sorted(
             (one.span.start, one.span.end, one.span.mode)
             for one in self.pool.meta._view.locks.locks_on(self.inode)
@@ -72,10 +72,10 @@ class Case:
             if self.pool.meta._view.locks.waiting >= count:
                 return
             await asyncio.sleep(0.001)
-        raise AssertionError(f"there are not {count} that wait")
+        raise AssertionError(f"there are fewer than {count} waiters")
 
     def end_session(self, vfs) -> None:
-        """As when the shard has not heard of the client for a lease."""
+        """End the client's session, as if the shard had not heard of the client for a lease."""
         meta = self.pool.meta
         meta._end_session(meta._sessions.get(vfs.meta.session_of(self.inode)), meta._options.grant_s)
 
@@ -85,7 +85,7 @@ def run(work) -> None:
 
 
 def case(**pool_options):
-    """A test with a Case as its argument."""
+    """Decorator: a test with a Case as its argument."""
 
     def wrap(function):
         def test():
@@ -110,7 +110,7 @@ async def _fsck(made):
 
 
 @case()
-async def test_a_record_lock_is_in_the_way_of_the_other_client_and_only_ones_own_processes_are_named(c):
+async def test_record_lock_conflicts_and_names_only_own_processes(c):
     assert await c.here.setlk(c.mine, 1, 10, 19, EXCLUSIVE, 4711) is False
     with pytest.raises(WouldBlock):
         await c.there.setlk(c.theirs, 1, 15, 15, SHARED)
@@ -126,7 +126,7 @@ async def test_a_record_lock_is_in_the_way_of_the_other_client_and_only_ones_own
 
 
 @case()
-async def test_a_flock_holds_between_clients_and_knows_nothing_of_record_locks(c):
+async def test_flock_conflicts_between_clients_not_with_record_locks(c):
     await c.here.flock(c.mine, 1, EXCLUSIVE)
     await c.there.setlk(c.theirs, 1, *ALL, EXCLUSIVE)
     with pytest.raises(WouldBlock):
@@ -139,7 +139,7 @@ async def test_a_flock_holds_between_clients_and_knows_nothing_of_record_locks(c
 
 
 @case()
-async def test_who_waits_gets_the_lock_in_order(c):
+async def test_waiters_get_the_lock_in_order(c):
     await c.here.setlk(c.mine, 1, *ALL, EXCLUSIVE)
     order = []
 
@@ -162,7 +162,7 @@ async def test_who_waits_gets_the_lock_in_order(c):
 
 
 @case()
-async def test_hundreds_that_wait_leave_room_for_the_release_that_they_wait_for(c):
+async def test_hundreds_of_waiters_leave_room_for_the_release(c):
     await c.here.setlk(c.mine, 1, *ALL, EXCLUSIVE)
     done = []
 
@@ -179,7 +179,7 @@ async def test_hundreds_that_wait_leave_room_for_the_release_that_they_wait_for(
 
 
 @case()
-async def test_a_waiting_call_that_is_interrupted_goes_at_once_and_the_next_one_has_its_turn(c):
+async def test_interrupted_waiter_leaves_the_queue_immediately(c):
     await c.here.setlk(c.mine, 1, *ALL, EXCLUSIVE)
     first = asyncio.create_task(c.there.setlk(c.theirs, 1, *ALL, EXCLUSIVE, wait=True))
     await c.until_waiting(1)
@@ -196,7 +196,7 @@ async def test_a_waiting_call_that_is_interrupted_goes_at_once_and_the_next_one_
 
 
 async def slow_answers(vfs, seconds: float) -> None:
-    """Answers to requests for locks come late: the shard has carried them out by then."""
+    """Delay replies to lock requests; the shard has carried them out by then."""
     send = vfs.meta._send
 
     async def slow(state, method, request, deadline_s):
@@ -209,7 +209,7 @@ async def slow_answers(vfs, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("before", [[], [(0, 4, SHARED)], [(3, 3, EXCLUSIVE), (7, 20, SHARED)]])
-def test_an_answer_that_crosses_with_an_interrupt_leaves_the_locks_as_they_were(before):
+def test_grant_that_crosses_an_interrupt_is_undone(before):
     async def main() -> None:
         async with Case() as c:
             for start, end, mode in before:
@@ -230,7 +230,7 @@ def test_an_answer_that_crosses_with_an_interrupt_leaves_the_locks_as_they_were(
 
 
 @case()
-async def test_the_same_owner_asks_again_only_when_what_was_cut_short_is_taken_back(c):
+async def test_same_owner_waits_until_the_interrupted_lock_is_undone(c):
     await slow_answers(c.here, 0.05)
     taking = asyncio.create_task(c.here.setlk(c.mine, 1, *ALL, EXCLUSIVE, wait=True))
     await c.until_held([(*ALL, EXCLUSIVE)])
@@ -240,7 +240,7 @@ async def test_the_same_owner_asks_again_only_when_what_was_cut_short_is_taken_b
 
 
 @case()
-async def test_a_lock_whose_answer_was_lost_is_given_back(c):
+async def test_lock_with_a_lost_reply_is_released(c):
     send = c.here.meta._send
 
     async def losing(state, method, request, deadline_s):
@@ -259,7 +259,7 @@ async def test_a_lock_whose_answer_was_lost_is_given_back(c):
 
 
 @case()
-async def test_closing_any_descriptor_of_a_process_ends_its_record_locks_and_those_of_no_other(c):
+async def test_close_ends_record_locks_of_its_process_only(c):
     await c.here.setlk(c.mine, 1, 0, 9, EXCLUSIVE)
     await c.here.setlk(c.mine, 2, 20, 29, EXCLUSIVE)
     await c.here.flock(c.mine, 1, SHARED)
@@ -271,7 +271,7 @@ async def test_closing_any_descriptor_of_a_process_ends_its_record_locks_and_tho
 
 
 @case()
-async def test_the_last_close_of_an_open_file_ends_what_was_locked_through_it(c):
+async def test_last_close_ends_locks_of_the_open_file(c):
     await c.here.flock(c.mine, 77, EXCLUSIVE)
     await c.here.setlk(c.mine, 78, 0, 9, EXCLUSIVE)  # an open file description as owner: F_OFD_SETLK
     await c.here.setlk(c.mine_too, 79, 20, 29, EXCLUSIVE)
@@ -282,7 +282,7 @@ async def test_the_last_close_of_an_open_file_ends_what_was_locked_through_it(c)
 
 
 @case()
-async def test_a_late_release_ends_no_lock_that_was_taken_after_the_close(c):
+async def test_late_release_ends_no_newer_lock(c):
     await c.here.setlk(c.mine, 1, 0, 9, EXCLUSIVE)
     await c.here.flush(c.mine, 1)
     await c.here.setlk(c.mine_too, 1, 0, 9, EXCLUSIVE)
@@ -291,7 +291,7 @@ async def test_a_late_release_ends_no_lock_that_was_taken_after_the_close(c):
 
 
 @case()
-async def test_what_was_written_under_a_lock_is_seen_under_the_next_one_with_its_size_and_its_names(c):
+async def test_data_size_and_names_are_visible_under_the_next_lock(c):
     for number in range(1, 21):
         vfs, handle, who = ((c.here, c.mine, b"x"), (c.there, c.theirs, b"y"))[number % 2]
         other, its = ((c.there, c.theirs), (c.here, c.mine))[number % 2]
@@ -310,7 +310,7 @@ async def test_what_was_written_under_a_lock_is_seen_under_the_next_one_with_its
 
 
 @case()
-async def test_a_lock_says_nothing_new_where_only_this_client_wrote(c):
+async def test_lock_reports_no_change_when_only_this_client_wrote(c):
     for number in range(5):
         assert await c.here.setlk(c.mine, 1, *ALL, EXCLUSIVE) is False
         await c.here.write(c.mine, number * 100, b"x" * 100)
@@ -320,7 +320,7 @@ async def test_a_lock_says_nothing_new_where_only_this_client_wrote(c):
 
 
 @case()
-async def test_bytes_read_ahead_before_a_lock_are_not_handed_out_under_it(c):
+async def test_lock_invalidates_bytes_that_were_read_ahead(c):
     await c.here.write(c.mine, 0, b"old!" * 768 * KIB)
     await c.here.flush(c.mine)
     theirs = await c.there.open(c.inode, os.O_RDWR, ME)
@@ -335,7 +335,7 @@ async def test_bytes_read_ahead_before_a_lock_are_not_handed_out_under_it(c):
 
 
 @case()
-async def test_a_deadlock_between_the_clients_is_told(c):
+async def test_deadlock_between_clients_is_reported(c):
     await c.here.setlk(c.mine, 1, 0, 0, EXCLUSIVE)
     await c.there.setlk(c.theirs, 1, 1, 1, EXCLUSIVE)
     waiting = asyncio.create_task(c.here.setlk(c.mine, 1, 1, 1, EXCLUSIVE, wait=True))
@@ -347,7 +347,7 @@ async def test_a_deadlock_between_the_clients_is_told(c):
 
 
 @case()
-async def test_a_lock_wants_a_descriptor_that_allows_it_and_bytes_that_are_some(c):
+async def test_lock_needs_a_suitable_descriptor_and_range(c):
     reader = await c.here.open(c.inode, os.O_RDONLY, ME)
     with pytest.raises(BadHandle):
         await c.here.setlk(reader, 1, *ALL, EXCLUSIVE)
@@ -359,7 +359,7 @@ async def test_a_lock_wants_a_descriptor_that_allows_it_and_bytes_that_are_some(
 
 
 @case()
-async def test_locks_and_those_that_wait_outlive_the_death_of_the_shard(c):
+async def test_locks_and_waiters_survive_a_restart_of_the_shard(c):
     await c.here.setlk(c.mine, 1, *ALL, EXCLUSIVE)
     waiting = asyncio.create_task(c.there.setlk(c.theirs, 1, *ALL, EXCLUSIVE, wait=True))
     for _ in range(2):
@@ -375,7 +375,7 @@ async def test_locks_and_those_that_wait_outlive_the_death_of_the_shard(c):
 
 
 @case()
-async def test_a_release_that_nobody_heard_is_told_when_the_shard_is_back(c):
+async def test_unlock_is_sent_when_the_shard_is_back(c):
     await c.here.setlk(c.mine, 1, *ALL, EXCLUSIVE)
     c.here.meta._options = OPTIONS._replace(deadline_s=0.2)
     await c.pool.stop_shard()
@@ -385,8 +385,8 @@ async def test_a_release_that_nobody_heard_is_told_when_the_shard_is_back(c):
 
 
 @case()
-async def test_a_counter_under_a_lock_counts_whatever_dies(c):
-    """Two clients add to a number in a file, under a lock, while the shard dies; every sum is there."""
+async def test_counter_under_a_lock_survives_shard_restarts(c):
+    """Two clients increment a number in a file under a lock while the shard is restarted; no increment is lost."""
 
     async def add(vfs, handle, owner, count):
         for _ in range(count):
@@ -409,7 +409,7 @@ async def test_a_counter_under_a_lock_counts_whatever_dies(c):
 
 
 @case(meta_options=MetaOptions(session_lease_s=60, grant_s=0.5))
-async def test_who_loses_his_locks_with_the_session_hears_of_it_and_his_writes_are_not_stored(c):
+async def test_lost_locks_are_reported_and_writes_discarded(c):
     await c.here.write(c.mine, 0, b"before")
     await c.here.fsync(c.mine, False)
     await c.here.setlk(c.mine, 1, 0, 9, EXCLUSIVE)
@@ -420,7 +420,7 @@ async def test_who_loses_his_locks_with_the_session_hears_of_it_and_his_writes_a
     lost = []
     c.here.on_lost = lost.append
     c.end_session(c.here)
-    await c.here.lookup(ROOT_INODE, b"file")  # finds out
+    await c.here.lookup(ROOT_INODE, b"file")  # detects the end of the session
     assert lost == [c.inode]
     for handle in (c.mine, c.mine_too):
         for refused in (
@@ -441,20 +441,20 @@ async def test_who_loses_his_locks_with_the_session_hears_of_it_and_his_writes_a
     with pytest.raises(LockLost):
         await c.here.flush(c.mine, 1)
     await c.here.flush(c.mine, 1)
-    anew = await c.here.open(c.inode, os.O_RDWR, ME)
-    assert bytes(await c.here.read(anew, 0, 10)) == b"before"
+    reopened = await c.here.open(c.inode, os.O_RDWR, ME)
+    assert bytes(await c.here.read(reopened, 0, 10)) == b"before"
     await c.here.release(c.mine)
     await c.here.release(c.mine_too)
     with pytest.raises(WouldBlock):
         await c.there.setlk(c.theirs, 1, 0, 9, EXCLUSIVE)
     await c.there.setlk(c.theirs, 1, 20, 29, EXCLUSIVE)
-    await c.here.write(anew, 0, b"anew")
-    await c.here.release(anew)
-    assert bytes(await c.there.read(c.theirs, 0, 10)) == b"anewre"
+    await c.here.write(reopened, 0, b"next")
+    await c.here.release(reopened)
+    assert bytes(await c.there.read(c.theirs, 0, 10)) == b"nextre"
 
 
 @case(meta_options=MetaOptions(session_lease_s=60, grant_s=0.5))
-async def test_files_without_locks_go_on_when_a_session_ends(c):
+async def test_files_without_locks_survive_the_end_of_a_session(c):
     await c.here.setlk(c.mine, 1, 0, 9, EXCLUSIVE)
     await c.here.setlk(c.mine, 1, 0, 9, UNLOCKED)
     await c.here.write(c.mine, 0, b"goes on")
@@ -464,7 +464,7 @@ async def test_files_without_locks_go_on_when_a_session_ends(c):
     await c.here.setlk(c.mine, 1, 0, 9, EXCLUSIVE)
 
 
-def test_a_lock_of_a_client_that_vanished_is_given_on_after_its_grants(monkeypatch):
+def test_lock_of_a_vanished_client_is_free_after_its_grants(monkeypatch):
     monkeypatch.setattr(meta_service, "HOLD_BEYOND_GRANTS_S", 0.5)
 
     async def main() -> None:
@@ -483,7 +483,7 @@ def test_a_lock_of_a_client_that_vanished_is_given_on_after_its_grants(monkeypat
 
 
 @case()
-async def test_a_client_that_closes_gives_its_locks_back_at_once_and_its_writes_first(c):
+async def test_closing_client_stores_writes_and_releases_locks(c):
     await c.here.setlk(c.mine, 1, *ALL, EXCLUSIVE)
     await c.here.write(c.mine, 0, b"last words")
     waiting = asyncio.create_task(c.there.setlk(c.theirs, 1, *ALL, EXCLUSIVE, wait=True))
@@ -497,7 +497,7 @@ async def test_a_client_that_closes_gives_its_locks_back_at_once_and_its_writes_
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_is_asked_interrupted_and_killed_the_clients_know_what_the_shard_has(seed):
+def test_clients_agree_with_the_shard_on_locks(seed):
     chance = random.Random(seed)
 
     async def owner(vfs, handle, number):
@@ -529,7 +529,7 @@ def test_whatever_is_asked_interrupted_and_killed_the_clients_know_what_the_shar
             await asyncio.gather(*working)
             for vfs in (c.here, c.there):
                 for key in list(vfs._owned):
-                    vfs._end(key, await vfs._begin(key))  # what was cut short has been taken back
+                    vfs._end(key, await vfs._begin(key))  # interrupted requests have been undone
                 for _ in range(1000):
                     if not any(owned.doubtful or owned.asking.locked() for owned in vfs._owned.values()):
                         break
@@ -556,7 +556,7 @@ def test_whatever_is_asked_interrupted_and_killed_the_clients_know_what_the_shar
 
 
 @case()
-async def test_places_of_data_that_were_told_before_a_lock_was_taken_are_asked_for_again(c):
+async def test_data_ranges_are_read_again_under_a_lock(c):
     _, other = await c.there.create(ROOT_INODE, b"other", 0o644, os.O_RDWR, ME)
     await c.there.setattr(other.inode, size=1 << 20, caller=ME)
     ours = await c.here.open(other.inode, os.O_RDWR, ME)

@@ -1,4 +1,4 @@
-"""How a client behaves comes from [client] of node.toml, where it is given a pool's directory."""
+"""Client options of section [client] of node.toml, when a client opens a pool's directory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def opened(where, **given) -> ClientOptions:
     return asyncio.run(main())
 
 
-def test_every_key_of_the_section_is_an_option_with_the_same_default_or_the_mounts():
+def test_every_configuration_key_is_an_option():
     keys = set(ClientSection.__struct_fields__)
     assert keys - set(ClientOptions._fields) == OF_THE_MOUNT
     assert keys - OF_THE_MOUNT == set(CHANGED)
@@ -44,7 +44,7 @@ def test_every_key_of_the_section_is_an_option_with_the_same_default_or_the_moun
     assert configured(ClientSection(**CHANGED)) == ClientOptions(**CHANGED)
 
 
-def test_a_client_that_is_given_a_directory_behaves_as_its_configuration_says(tmp_path):
+def test_client_of_a_directory_uses_its_configuration(tmp_path):
     (tmp_path / "poolmap.json").write_bytes(encode_map(LocalPool().pool_map))
     lines = [f"{key} = {json.dumps(value)}\n" for key, value in CHANGED.items()]
     (tmp_path / "node.toml").write_text("[client]\n" + "".join(lines))

@@ -1,4 +1,4 @@
-"""How long a client goes on asking a target that does not let it in."""
+"""Retries of a client that a target refuses."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from nvpool.client.rpc.backoff import IDENTITY_TRIES, until_known
 from nvpool.core.errors import AccessDenied, StaleIdentity
 
 
-def test_client_that_is_not_let_in_gives_up_with_the_reason(monkeypatch):
+def test_refused_client_gives_up_with_the_reason(monkeypatch):
     monkeypatch.setattr(backoff, "IDENTITY_S", 0.0)
 
     async def main():

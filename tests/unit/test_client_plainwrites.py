@@ -1,5 +1,7 @@
-"""First writes and closes of small files over frames: the same bytes on the wire and the same books with the compiled steps and
-without, whatever the answers are. What they do over any connection has tests/unit/test_client_begun.py."""
+"""First writes and closes of small files over frames.
+
+The compiled code and the Python code send the same bytes and keep the same accounting, whatever the replies are.
+tests/unit/test_client_begun.py tests the same over any connection."""
 
 from __future__ import annotations
 
@@ -35,18 +37,18 @@ packing = fast_writes._fast_writes
 compiled = pytest.mark.skipif(packing is None, reason="it is not compiled here")
 
 
-# -- what is packed by hand ----------------------------------------------------------------------------------------------------
+# -- messages that are encoded by hand -----------------------------------------------------------------------------------------
 
 
 @compiled
-def test_chains_of_first_chunks_are_those_of_the_layout():
+def test_compiled_chain_of_first_chunk_equals_the_layout():
     numbers = random.Random(3)
     for inode in [0, 1, 2, (1 << 63) - 1, *(numbers.getrandbits(63) for _ in range(2000))]:
         assert packing.chain(inode) == chain_of(inode, 0)
 
 
 @compiled
-def test_a_write_is_packed_as_protobuf_has_it():
+def test_write_is_encoded_as_by_protobuf():
     numbers = random.Random(4)
     for length in (4096, 4097, 8191, 8192, 12345, 32767, 32768):
         content = numbers.randbytes(length)
@@ -62,7 +64,7 @@ def test_a_write_is_packed_as_protobuf_has_it():
 
 
 @compiled
-def test_a_report_is_packed_as_protobuf_has_it():
+def test_report_is_encoded_as_by_protobuf():
     numbers = random.Random(5)
     choices = [0, 1, 127, 128, 16383, 16384, (1 << 32) + 1, (1 << 63) - 1]
     for _ in range(3000):
@@ -96,7 +98,7 @@ def way(request, monkeypatch):
 
 
 class Wire:
-    """What a connection sends from now on; `hold`: and does not."""
+    """Records what a connection sends from now on; with `hold` it does not send."""
 
     def __init__(self, connection) -> None:
         self.connection = connection
@@ -114,7 +116,7 @@ class Wire:
         return getattr(self._transport, name)
 
     def answer(self, message: bytes, status: int = 0) -> None:
-        """To the newest request."""
+        """Answer the newest request."""
         self.connection._answered(max(self.connection._in_flight), status, message, EMPTY)
 
 
@@ -123,7 +125,7 @@ class Case:
         self.pool, self.vfs, self.kept = pool, vfs, kept
 
     async def begin(self, name: bytes = b"f"):
-        """A new file, open, and the connection to the store that gets its first bytes."""
+        """A new open file, and the connection to the store that gets its first bytes."""
         _, handle = await self.vfs.create(ROOT_INODE, name, 0o640, os.O_RDWR | os.O_CREAT | os.O_EXCL, ME)
         target = self.pool.pool_map.tables[0].chains[chain_of(handle.inode, 0)].targets[0]
         endpoints = self.pool.pool_map.target_by_id[target].endpoints
@@ -134,22 +136,22 @@ class Case:
         return self.vfs.meta._dialer.live(self.pool.pool_map.shards[0].endpoints)
 
     def flush(self, handle) -> asyncio.Future:
-        told = asyncio.get_running_loop().create_future()
+        flushed = asyncio.get_running_loop().create_future()
 
         def ended(_, error) -> None:
             if error is None:
-                told.set_result(None)
+                flushed.set_result(None)
             else:
-                told.set_exception(error)
+                flushed.set_exception(error)
 
-        told.begun = self.vfs.begin_flush(handle, ended)
-        assert told.begun is not None
-        if told.begun is True:
+        flushed.begun = self.vfs.begin_flush(handle, ended)
+        assert flushed.begun is not None
+        if flushed.begun is True:
             ended(None, None)
-        return told
+        return flushed
 
-    def books(self, handle) -> dict:
-        """All that a write and a close are noted in."""
+    def accounting(self, handle) -> dict:
+        """All state that a write and a close change."""
         vfs, file = self.vfs, handle.file
         writer, written = vfs.writer, file.written
         found = {
@@ -157,7 +159,7 @@ class Case:
             "in flight": writer._in_flight,
             "number": writer._number,
             "sent": len(writer._begun),
-            "unflushed": dict(writer._unflushed._recent.get(file.inode, {})),
+            "unstable": dict(writer._unflushed._recent.get(file.inode, {})),
             "word": self.kept.word(Word.UNFLUSHED),
             "writes": self.kept.writes.valid(),
             "files": self.kept.files.valid(),
@@ -172,7 +174,7 @@ class Case:
             "size": file.attr.size,
             "change": file.attr.change,
             "grant used": file.grant_used,
-            "located anew": file.changes,
+            "file changes": file.changes,
         }
         if written is not None:
             found |= {
@@ -222,7 +224,7 @@ def scene(work, **options):
     return asyncio.run(whole())
 
 
-def _told(frame: bytes) -> tuple:
+def _decoded(frame: bytes) -> tuple:
     kind, code, number, deadline_ms, message, payload_bytes = read_head(
         bytearray(frame), 0, len(frame), 1 << 20
     )
@@ -230,18 +232,18 @@ def _told(frame: bytes) -> tuple:
 
 
 @pytest.mark.parametrize("length", (4096, 5000, 20000, 32768))
-def test_a_write_and_its_report_are_the_same_frames_and_leave_the_same_books(length, way):
+def test_write_and_report_frames_and_accounting(length, way):
     async def work(here: Case) -> None:
         content = random.Random(length).randbytes(length)
         handle, wire = await here.begin()
         file, chunks = handle.file, here.vfs.chunks
         meta = Wire(here.meta)
         slot, sequence, number = chunks._slots[-1], chunks.sequence + 1, wire.connection._number + 1
-        before = here.books(handle)
+        before = here.accounting(handle)
         assert here.vfs.write_now(handle, 0, content, 77)
-        # what the kernel may be told now
+        # the kernel may be answered now
         (frame,) = wire.sent
-        kind, code, its_number, deadline_ms, message, payload = _told(frame)
+        kind, code, its_number, deadline_ms, message, payload = _decoded(frame)
         header = WRITE_ENTRY.pack(file.inode, file.cut, sequence, 0, 0, length, 0, 0)
         target = here.pool.pool_map.tables[0].chains[chain_of(file.inode, 0)].targets[0]
         wanted = encode_write_request(
@@ -250,25 +252,33 @@ def test_a_write_and_its_report_are_the_same_frames_and_leave_the_same_books(len
         assert (kind, code, its_number, message, payload) == (REQUEST, DATA_WRITE, number, wanted, content)
         assert 59_000 < deadline_ms <= 60_000
         assert frame == pack_head(REQUEST, DATA_WRITE, number, deadline_ms, wanted, length) + content
-        books = here.books(handle)
-        ((index, inode, offset, place, unique, size, taken, kept_number),) = books["writes"]
+        accounting = here.accounting(handle)
+        ((index, inode, offset, place, unique, size, taken, kept_number),) = accounting["writes"]
         assert (inode, offset, unique, size, taken) == (file.inode, 0, 77, length, length << 1 | 1)
         assert bytes(here.kept.payloads[place : place + length]) == content
-        assert books["segments"] == [(0, length, content, before["number"] + 1, True, [(kept_number, index)])]
-        assert books["files"] == [(books["entry"], 0, 0, file.cut, 0, 0, file.inode)]
-        assert books["held"] == books["of the file"] == books["in flight"] == books["end"] == length
-        assert books["begun"] and books["sent"] == 1 and books["wrote"]
+        assert accounting["segments"] == [
+            (0, length, content, before["number"] + 1, True, [(kept_number, index)])
+        ]
+        assert accounting["files"] == [(accounting["entry"], 0, 0, file.cut, 0, 0, file.inode)]
+        assert (
+            accounting["held"]
+            == accounting["of the file"]
+            == accounting["in flight"]
+            == accounting["end"]
+            == length
+        )
+        assert accounting["begun"] and accounting["sent"] == 1 and accounting["wrote"]
         assert (type(next(iter(here.vfs.writer._begun))).__name__ == "SentWrite") == (way == "compiled")
-        assert books["changes"] == before["changes"] and books["slots"] == sorted(
+        assert accounting["changes"] == before["changes"] and accounting["slots"] == sorted(
             set(before["slots"]) - {slot}
         )
         assert file.size == length and here.vfs.writer.overlay(file, 10, 20) == [(10, 20, content[10:20])]
-        told = here.flush(handle)
+        flushed = here.flush(handle)
         assert not meta.sent
         slot, sequence = here.vfs.meta._shards[1].slots[0]
-        await told
+        await flushed
         (frame,) = meta.sent
-        kind, code, _, _, message, payload = _told(frame)
+        kind, code, _, _, message, payload = _decoded(frame)
         request = meta_pb2.ReportRequest(
             inode=file.inode, cut=0, end=length, wrote=True, blocks_delta=(length + 511) // 512
         )
@@ -280,9 +290,9 @@ def test_a_write_and_its_report_are_the_same_frames_and_leave_the_same_books(len
             1,
         )
         assert (kind, code, message, payload) == (REQUEST, META_REPORT, request.SerializeToString(), b"")
-        after = here.books(handle)
-        assert after["size"] == length and not after["writes"] and after["files"] == books["files"]
-        assert after["unflushed"] == {(1, chain_of(file.inode, 0)): (1, 1)} and after["word"] == 1
+        after = here.accounting(handle)
+        assert after["size"] == length and not after["writes"] and after["files"] == accounting["files"]
+        assert after["unstable"] == {(1, chain_of(file.inode, 0)): (1, 1)} and after["word"] == 1
         for name in (
             "held",
             "in flight",
@@ -298,7 +308,7 @@ def test_a_write_and_its_report_are_the_same_frames_and_leave_the_same_books(len
         assert not after["reporting"]
         assert after["slots"] == before["slots"] and len(after["meta slots"]) == len(before["meta slots"])
         assert after["changes"] == before["changes"] + 1 and after["counted"] == before["counted"] + 1
-        assert after["located anew"] == before["located anew"] + 2  # the write, and its attributes
+        assert after["file changes"] == before["file changes"] + 2  # the write, and its attributes
         assert bytes(await here.vfs.read(handle, 0, 1 << 16)) == content
         assert not wire.connection._in_flight
         await here.vfs.release(handle)
@@ -306,7 +316,7 @@ def test_a_write_and_its_report_are_the_same_frames_and_leave_the_same_books(len
     scene(work)
 
 
-def test_what_is_left_to_the_ordinary_way_is_written_as_ever():
+def test_slow_path_writes_the_same_bytes():
     async def work(here: Case) -> None:
         numbers = random.Random(1)
         for number, (offset, length) in enumerate(
@@ -317,10 +327,10 @@ def test_what_is_left_to_the_ordinary_way_is_written_as_ever():
             assert here.vfs.write_now(handle, offset, content)
             assert here.vfs.write_now(
                 handle, offset + length, content[:50]
-            )  # more, while the first is on its way
+            )  # more, while the first write is in flight
             await here.flush(handle)
             assert bytes(await here.vfs.read(handle, 0, 1 << 20)) == bytes(offset) + content + content[:50]
-            assert here.vfs.write_now(handle, 0, content[:4096])  # it is not empty any more
+            assert here.vfs.write_now(handle, 0, content[:4096])  # the file is not empty any more
             await here.flush(handle)
             assert bytes(await here.vfs.read(handle, 0, 1 << 20))[: len(content[:4096])] == content[:4096]
             await here.vfs.release(handle)
@@ -331,15 +341,15 @@ def test_what_is_left_to_the_ordinary_way_is_written_as_ever():
     scene(work)
 
 
-def test_where_bounds_are_reached_a_write_is_not_taken_and_nothing_has_happened():
+def test_write_beyond_the_buffer_bound_changes_nothing():
     async def work(here: Case) -> None:
         first, wire = await here.begin(b"first")
         second, _ = await here.begin(b"second")
         wire.hold = True
         assert here.vfs.write_now(first, 0, bytes(30_000))
-        before = here.books(second)
+        before = here.accounting(second)
         assert not here.vfs.write_now(second, 0, bytes(20_000))
-        after = here.books(second)
+        after = here.accounting(second)
         assert all(after[name] == before[name] for name in before if name != "files")
         assert second.file.written is None or not list(second.file.written.segments())
         wire.answer(encode_write_reply(1, bytes(16)))
@@ -349,7 +359,7 @@ def test_where_bounds_are_reached_a_write_is_not_taken_and_nothing_has_happened(
     scene(work, write_buffer_bytes=40_000)
 
 
-def test_what_is_on_its_way_to_the_stores_at_once_is_bounded():
+def test_bytes_in_flight_to_stores_are_bounded():
     async def work(here: Case) -> None:
         handles = [await here.begin(b"%d" % number) for number in range(4)]
         for _, wire in handles:
@@ -374,18 +384,18 @@ GOOD = encode_write_reply(1, bytes(16))
 @pytest.mark.parametrize(
     "message", (GOOD[:-1], b"", GOOD[:10] + b"\0", b"\xff" * 29), ids=("short", "nothing", "cut", "nonsense")
 )
-def test_an_answer_that_is_none_is_asked_for_again_under_the_name_of_the_write(message):
+def test_invalid_reply_makes_the_write_a_replay(message):
     async def work(here: Case) -> None:
         handle, wire = await here.begin()
         slots = len(here.vfs.chunks._slots)
         wire.hold = True
         content = os.urandom(4096)
         assert here.vfs.write_now(handle, 0, content)
-        told = here.flush(handle)
+        flushed = here.flush(handle)
         wire.hold = False
         wire.answer(message)
-        await told
-        first, second = (_told(frame) for frame in wire.sent)
+        await flushed
+        first, second = (_decoded(frame) for frame in wire.sent)
         assert first[4] == second[4] and first[5] == second[5] and first[2] != second[2]
         assert len(here.vfs.chunks._slots) == slots
         assert bytes(await here.vfs.read(handle, 0, 8192)) == content and not here.kept.writes.valid()
@@ -393,12 +403,12 @@ def test_an_answer_that_is_none_is_asked_for_again_under_the_name_of_the_write(m
     scene(work)
 
 
-def test_answers_with_more_than_we_know_are_good():
+def test_reply_with_unknown_fields_is_accepted():
     async def work(here: Case) -> None:
         handle, wire = await here.begin()
         wire.hold = True
         assert here.vfs.write_now(handle, 0, bytes(4096))
-        told = here.flush(handle)
+        flushed = here.flush(handle)
         meta = Wire(here.meta)
         meta.hold = True
         wire.answer(GOOD + b"\xf8\x07\x01")
@@ -407,27 +417,27 @@ def test_answers_with_more_than_we_know_are_good():
         attr.CopyFrom(handle.file.attr)
         attr.size, attr.change = 4096, attr.change + 1
         meta.answer(meta_pb2.AttrReply(attr=attr).SerializeToString() + b"\xf8\x07\x01")
-        await told
+        await flushed
         assert handle.file.attr.size == 4096 and not handle.file.written.unsettled
         meta.hold = False
 
     scene(work)
 
 
-def test_what_a_store_refuses_is_told_by_the_close_once():
+def test_refused_write_is_reported_by_one_close():
     async def work(here: Case) -> None:
         for number, status in enumerate((False, True)):
             handle, wire = await here.begin(b"%d" % number)
             wire.hold = True
             assert here.vfs.write_now(handle, 0, bytes(4096))
-            told = here.flush(handle)
+            flushed = here.flush(handle)
             wire.hold = False
-            if status:  # of the message as a whole
+            if status:  # of the complete message
                 wire.answer(b"", NoSpace.wire_code)
             else:
                 wire.answer(encode_write_reply(1, NoSpace.wire_code.to_bytes(2, "little") + bytes(14)))
             with pytest.raises(NoSpace):
-                await told
+                await flushed
             assert not here.kept.writes.valid() and here.vfs.writer.held_bytes() == 0
             await here.flush(handle)
             assert here.kept.files.valid()[-1][4] == 0
@@ -435,34 +445,34 @@ def test_what_a_store_refuses_is_told_by_the_close_once():
     scene(work)
 
 
-def test_a_connection_that_is_lost_is_followed_by_another_and_the_write_has_its_name():
+def test_lost_connection_is_replaced_and_the_write_replayed():
     async def work(here: Case) -> None:
         handle, wire = await here.begin()
         wire.hold = True
         content = os.urandom(4096)
         assert here.vfs.write_now(handle, 0, content)
-        told = here.flush(handle)
+        flushed = here.flush(handle)
         assert len(here.kept.writes.valid()) == 1
         wire.connection._end("lost")
-        await told
+        await flushed
         assert bytes(await here.vfs.read(handle, 0, 8192)) == content and not here.kept.writes.valid()
-        # and of a report
+        # and for a report
         handle, wire = await here.begin(b"g")
         meta = Wire(here.meta)
         meta.hold = True
         changes = here.vfs.meta.counters["changes"]
         assert here.vfs.write_now(handle, 0, content)
-        told = here.flush(handle)
+        flushed = here.flush(handle)
         while not meta.sent:  # noqa: ASYNC110
             await asyncio.sleep(0)
         meta.connection._end("lost")
-        await told
+        await flushed
         assert handle.file.attr.size == 4096 and here.vfs.meta.counters["changes"] == changes + 1
 
     scene(work)
 
 
-def test_what_is_read_while_it_is_on_its_way_is_what_was_written():
+def test_read_of_a_write_in_flight_returns_its_bytes():
     async def work(here: Case) -> None:
         handle, wire = await here.begin()
         wire.hold = True
@@ -476,62 +486,62 @@ def test_what_is_read_while_it_is_on_its_way_is_what_was_written():
         ]
         assert here.vfs.write_now(handle, 100, b"later")  # waits for the first
         assert here.vfs.writer.overlay(handle.file, 0, 4096)[-1] == (100, 105, b"later")
-        told = here.flush(handle)
+        flushed = here.flush(handle)
         wire._transport.write(wire.sent[0])
         wire.hold = False
-        await told
+        await flushed
         assert bytes(await here.vfs.read(handle, 0, 8192)) == wanted[:100] + b"later" + wanted[105:]
 
     scene(work)
 
 
 @pytest.mark.parametrize("offset", (8192, 1 << 21))
-def test_first_bytes_stored_last_report_the_whole_size(offset):
+def test_first_bytes_stored_last_report_the_complete_size(offset):
     async def work(here: Case) -> None:
         handle, wire = await here.begin()
         content, wire.hold = os.urandom(4096), True
         assert here.vfs.write_now(handle, 0, content)
         wire.hold = False
         assert here.vfs.write_now(handle, offset, content)  # another piece, which is stored before the first
-        told = here.flush(handle)
+        flushed = here.flush(handle)
         async with asyncio.timeout(10.0):
             while len(list(handle.file.written.segments())) > 1:  # noqa: ASYNC110
                 await asyncio.sleep(0)
-        assert not told.done() and handle.file.attr.size == 0
+        assert not flushed.done() and handle.file.attr.size == 0
         wire._transport.write(wire.sent[0])
-        await told
+        await flushed
         assert handle.file.attr.size == offset + 4096 and not handle.file.written.ahead
         await here.vfs.release(handle)
 
     scene(work)
 
 
-def test_locks_that_are_lost_meanwhile_are_told():
+def test_locks_lost_during_a_write_are_reported():
     async def work(here: Case) -> None:
         handle, wire = await here.begin()
         wire.hold = True
         assert here.vfs.write_now(handle, 0, bytes(4096))
-        told = here.flush(handle)
+        flushed = here.flush(handle)
         handle.file.lost = True
         wire.answer(GOOD)
         with pytest.raises(LockLost):
-            await told
+            await flushed
         assert not here.kept.writes.valid() and here.vfs.writer.held_bytes() == 0
         handle.file.lost = False
 
     scene(work)
 
 
-def test_who_closes_the_client_is_told_and_nothing_waits():
+def test_client_close_fails_the_pending_flush():
     async def work(here: Case) -> None:
         handle, wire = await here.begin()
         wire.hold = True
         assert here.vfs.write_now(handle, 0, bytes(4096))
-        told = here.flush(handle)
+        flushed = here.flush(handle)
         slots = len(here.vfs.chunks._slots)
         assert not await here.vfs.writer.close(0.0)
         with pytest.raises(Exception, match="closed"):
-            await told
+            await flushed
         assert (
             not wire.connection._in_flight
             and not here.vfs.writer._begun
@@ -541,22 +551,22 @@ def test_who_closes_the_client_is_told_and_nothing_waits():
     scene(work)
 
 
-def test_a_write_that_nobody_answers_ends_by_its_deadline():
+def test_unanswered_write_ends_at_its_deadline():
     async def work(here: Case) -> None:
         handle, wire = await here.begin()
         wire.hold = True
         assert here.vfs.write_now(handle, 0, bytes(4096))
         begun_s = SYSTEM_CLOCK.boottime_s()
-        told = here.flush(handle)
+        flushed = here.flush(handle)
         with pytest.raises(Exception, match="deadline|answer"):
-            await told
+            await flushed
         assert 0.2 < SYSTEM_CLOCK.boottime_s() - begun_s < 5
         assert not here.kept.writes.valid() and here.vfs.writer.held_bytes() == 0
 
     scene(work, deadline_s=0.3)
 
 
-def test_what_a_socket_does_not_take_at_once_follows_in_its_order():
+def test_bytes_that_the_socket_queues_are_sent_in_order():
     async def work(here: Case) -> None:
         numbers, made = random.Random(8), []
         for number in range(12):
@@ -579,7 +589,7 @@ def test_what_a_socket_does_not_take_at_once_follows_in_its_order():
     scene(work)
 
 
-def test_many_at_once_are_each_stored_and_told_of():
+def test_many_concurrent_writes_are_stored():
     async def work(here: Case) -> None:
         numbers = random.Random(9)
         handles = [(await here.begin(b"%d" % number))[0] for number in range(60)]
@@ -603,8 +613,8 @@ def test_many_at_once_are_each_stored_and_told_of():
     scene(work)
 
 
-def test_what_the_process_before_left_is_what_was_written():
-    """Killed while it is on its way: the next one finds all of it."""
+def test_crash_journal_has_the_written_bytes():
+    """The process is killed during the write: the next process finds all bytes."""
 
     async def work(here: Case) -> None:
         handle, wire = await here.begin()

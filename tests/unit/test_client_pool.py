@@ -1,4 +1,4 @@
-"""A client against a real shard and stores that fail when told to: batches, repetitions, grants, sessions, two clients."""
+"""A client against a real shard and fault-injecting stores: batches, retries, grants, sessions, a second client."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FAST = ClientOptions(deadline_s=5.0, fresh_s=0.0, attr_s=0.0, release_s=0.01)
 
 
 class Case:
-    """A pool with plain stores whose chunks outlive them, and a first client."""
+    """A pool with in-memory stores whose chunks survive a restart, and a first client."""
 
     def __init__(self, options: ClientOptions = FAST, **pool_options):
         self.chunks: dict[int, dict] = {}
@@ -77,7 +77,7 @@ def run(work) -> None:
     asyncio.run(asyncio.wait_for(work, 120))
 
 
-def test_reads_of_one_turn_for_one_target_travel_in_one_message():
+def test_concurrent_reads_of_a_target_share_one_message():
     async def main() -> None:
         async with Case() as case:
             content = os.urandom(256 * KIB)
@@ -97,9 +97,7 @@ def test_reads_of_one_turn_for_one_target_travel_in_one_message():
     ("count", "each", "messages"),
     [(7, 4 * KIB, [7]), (64, 4 * KIB, [32, 32]), (7, 128 * KIB, [4, 3]), (16, 64 * KIB, [8, 8])],
 )
-def test_reads_that_are_held_travel_in_a_few_messages_for_each_target_when_they_are_let_go(
-    count, each, messages
-):
+def test_held_reads_are_batched_when_they_are_sent(count, each, messages):
     async def main() -> None:
         async with Case() as case:
             content = os.urandom(MIB)
@@ -109,7 +107,7 @@ def test_reads_that_are_held_travel_in_a_few_messages_for_each_target_when_they_
             places = [number * MIB // count // each * each for number in range(count - 1, -1, -1)]
             case.vfs.hold_reads()
             steps = [case.vfs.read(handle, place, each) for place in places]
-            futures = [step.send(None) for step in steps]  # as an engine drives them
+            futures = [step.send(None) for step in steps]  # as a FUSE engine drives them
             for future in futures:
                 future._asyncio_future_blocking = False
             assert not case.chunks_in_flight()
@@ -123,7 +121,7 @@ def test_reads_that_are_held_travel_in_a_few_messages_for_each_target_when_they_
     run(main())
 
 
-def test_read_many_is_one_message_for_each_target_and_knows_where_files_end():
+def test_read_many_is_one_message_for_each_target():
     async def main() -> None:
         async with Case() as case:
             content = os.urandom(8 * MIB + 100)
@@ -145,7 +143,7 @@ def test_read_many_is_one_message_for_each_target_and_knows_where_files_end():
     run(main())
 
 
-def test_a_spoiled_block_is_asked_for_again_and_never_handed_out():
+def test_damaged_block_is_read_again_and_never_returned():
     async def main() -> None:
         async with Case() as case:
             handle = await case.file(b"good" * 3000)
@@ -173,7 +171,7 @@ def test_a_spoiled_block_is_asked_for_again_and_never_handed_out():
     run(main())
 
 
-def test_a_write_whose_answer_is_lost_is_repeated_under_its_name():
+def test_write_with_a_lost_reply_is_replayed():
     async def main() -> None:
         async with Case() as case:
             handle = await case.file()
@@ -188,7 +186,7 @@ def test_a_write_whose_answer_is_lost_is_repeated_under_its_name():
     run(main())
 
 
-def test_a_store_that_is_started_again_is_only_a_pause():
+def test_restart_of_a_store_only_delays_calls():
     async def main() -> None:
         async with Case() as case:
             handle = await case.file(os.urandom(5 * MIB))
@@ -212,7 +210,7 @@ def test_a_store_that_is_started_again_is_only_a_pause():
     run(main())
 
 
-def test_a_store_that_stays_away_ends_calls_at_the_deadline_and_errors_are_told_once():
+def test_unavailable_store_fails_calls_at_the_deadline():
     async def main() -> None:
         async with Case(FAST._replace(deadline_s=0.3)) as case:
             handle = await case.file(b"stored")
@@ -234,7 +232,7 @@ def test_a_store_that_stays_away_ends_calls_at_the_deadline_and_errors_are_told_
 
 
 @pytest.mark.parametrize("question", [False, True])
-def test_what_a_shard_refused_until_the_deadline_is_in_the_last_error(question):
+def test_last_refusal_of_a_shard_is_in_the_error(question):
     async def main() -> None:
         async with Case(FAST._replace(deadline_s=0.5)) as case:
             await case.vfs.mkdir(ROOT_INODE, b"before", 0o755, ME)
@@ -261,7 +259,7 @@ def test_what_a_shard_refused_until_the_deadline_is_in_the_last_error(question):
     run(main())
 
 
-def test_the_size_is_told_of_a_write_that_was_sent_again_after_another_client_had_cut_the_file():
+def test_size_is_reported_for_a_write_after_a_truncation():
     async def main() -> None:
         async with Case() as case:
             handle = await case.file(b"x" * 10_000)
@@ -272,7 +270,7 @@ def test_the_size_is_told_of_a_write_that_was_sent_again_after_another_client_ha
             def refuse(call):
                 if call.method == wire_pb2.DATA_WRITE and not refused:
                     refused.append(call)
-                    raise StaleGrant  # and with the new grant the client learns of the cut
+                    raise StaleGrant  # with the new grant the client learns of the truncation
 
             for store in case.stores:
                 store.fault = refuse
@@ -284,7 +282,7 @@ def test_the_size_is_told_of_a_write_that_was_sent_again_after_another_client_ha
     run(main())
 
 
-def test_a_change_is_made_though_nobody_knows_whether_the_session_before_it_was_opened():
+def test_uncertain_session_open_is_repeated():
     async def main() -> None:
         async with Case() as case:
             asked = []
@@ -308,7 +306,7 @@ def test_a_change_is_made_though_nobody_knows_whether_the_session_before_it_was_
     run(main())
 
 
-def test_what_a_store_refused_until_the_deadline_is_in_the_last_error():
+def test_last_refusal_of_a_store_is_in_the_error():
     async def main() -> None:
         async with Case(FAST._replace(deadline_s=0.5)) as case:
             handle = await case.file(b"stored")
@@ -329,7 +327,7 @@ def test_what_a_store_refused_until_the_deadline_is_in_the_last_error():
     run(main())
 
 
-def test_the_deadline_of_a_request_that_may_have_been_carried_out_says_so_and_why_it_was_repeated():
+def test_deadline_error_has_the_reason_of_the_retries():
     lost, late = (
         Disconnected("lost on the way"),
         DeadlineExceeded("no connection within the deadline", may_be_applied=False),
@@ -348,7 +346,7 @@ def test_the_deadline_of_a_request_that_may_have_been_carried_out_says_so_and_wh
     assert reason_of(late, None) is late
 
 
-def test_closing_a_client_takes_no_longer_than_it_may():
+def test_closing_a_client_is_bounded_in_time():
     async def main() -> None:
         async with Case() as case:
             handle = await case.file(b"stored")
@@ -363,7 +361,7 @@ def test_closing_a_client_takes_no_longer_than_it_may():
 
 
 @pytest.mark.parametrize("error", [StaleGrant, StaleEpoch])
-def test_what_is_stale_is_refreshed_and_asked_again(error):
+def test_stale_grant_or_map_is_refreshed_and_retried(error):
     async def main() -> None:
         async with Case() as case:
             handle = await case.file(b"x" * 5000)
@@ -390,11 +388,11 @@ def test_what_is_stale_is_refreshed_and_asked_again(error):
 
 async def until(holds) -> None:
     async with asyncio.timeout(60):
-        while not holds():  # noqa: ASYNC110 - of renewals there is no event
+        while not holds():  # noqa: ASYNC110 - renewals have no event
             await asyncio.sleep(0.01)
 
 
-def test_grants_are_renewed_before_they_end():
+def test_grants_are_renewed_before_they_expire():
     async def main() -> None:
         async with Case(meta_options=MetaOptions(grant_s=0.2)) as case:
             handle = await case.file(b"x" * 100)
@@ -407,7 +405,7 @@ def test_grants_are_renewed_before_they_end():
     run(main())
 
 
-def test_a_shard_that_is_started_again_is_only_a_pause_and_learns_what_is_open():
+def test_restart_of_a_shard_only_delays_and_reopens_files():
     async def main() -> None:
         async with Case(meta_options=MetaOptions(session_lease_s=3.0, linger_s=0.0)) as case:
             handle = await case.file(b"still here")
@@ -418,7 +416,9 @@ def test_a_shard_that_is_started_again_is_only_a_pause_and_learns_what_is_open()
             assert not making.done()
             await case.pool.start_shard()
             await making
-            await asyncio.sleep(3.5)  # longer than the lease: what nobody had named again would be collected
+            await asyncio.sleep(
+                3.5
+            )  # longer than the lease: an orphan that no session names would be collected
             await case.pool.meta.run_once()
             assert (await case.vfs.getattr(handle.inode)).links == 0
             assert bytes(await case.vfs.read(handle, 0, 20)) == b"still here"
@@ -428,7 +428,7 @@ def test_a_shard_that_is_started_again_is_only_a_pause_and_learns_what_is_open()
     run(main())
 
 
-def test_a_change_whose_answer_is_lost_is_made_once():
+def test_change_with_a_lost_reply_is_made_once():
     async def main() -> None:
         async with Case() as case:
             await case.vfs.mkdir(ROOT_INODE, b"before", 0o755, ME)
@@ -462,7 +462,7 @@ def test_a_change_whose_answer_is_lost_is_made_once():
     run(main())
 
 
-def test_a_client_whose_session_has_ended_opens_a_new_one_and_its_files_go_on():
+def test_ended_session_is_replaced_and_files_stay_usable():
     async def main() -> None:
         async with Case() as case:
             handle = await case.file(b"hello")
@@ -484,7 +484,7 @@ def test_a_client_whose_session_has_ended_opens_a_new_one_and_its_files_go_on():
 @pytest.mark.parametrize(
     "pieces", [[(0, 8 * MIB)], [(0, 64 * KIB), (64 * KIB, 64 * KIB)], [(100, 50), (4 * MIB, 10)]]
 )
-def test_memory_is_not_written_to_any_more_when_the_read_into_it_was_given_up(pieces):
+def test_cancelled_read_does_not_write_to_its_buffer(pieces):
     async def main() -> None:
         async with Case() as case:
             handle = await case.file(os.urandom(8 * MIB))
@@ -506,7 +506,7 @@ def test_memory_is_not_written_to_any_more_when_the_read_into_it_was_given_up(pi
     run(main())
 
 
-def test_reads_that_wait_for_a_store_end_when_the_client_is_closed():
+def test_pending_reads_end_when_the_client_is_closed():
     async def main() -> None:
         async with Case(FAST._replace(deadline_s=60.0)) as case:
             handle = await case.file(os.urandom(3 * MIB))
@@ -525,7 +525,7 @@ def test_reads_that_wait_for_a_store_end_when_the_client_is_closed():
     run(main())
 
 
-def test_what_is_open_is_named_until_the_shard_has_answered_to_it():
+def test_open_files_are_named_until_the_shard_replies():
     async def main() -> None:
         async with Case(meta_options=MetaOptions(session_lease_s=3.0)) as case:
             handle = await case.file(b"still here")
@@ -561,7 +561,7 @@ def test_what_is_open_is_named_until_the_shard_has_answered_to_it():
 
 
 @pytest.mark.parametrize("asked", [wire_pb2.META_RENEW_SESSION, wire_pb2.META_OPEN_SESSION])
-def test_who_waits_for_what_another_asks_a_shard_waits_no_longer_than_he_may(asked):
+def test_waiting_for_a_shared_request_respects_the_deadline(asked):
     async def main() -> None:
         async with Case() as case:
             await case.vfs.mkdir(ROOT_INODE, b"d", 0o755, ME)
@@ -592,7 +592,7 @@ def test_who_waits_for_what_another_asks_a_shard_waits_no_longer_than_he_may(ask
     run(main())
 
 
-def test_a_question_to_a_shard_finds_it_where_it_has_moved_without_a_watch():
+def test_request_finds_a_moved_shard_without_a_watch():
     async def main() -> None:
         async with Case(FAST._replace(leases=False), tells_map=True) as case:
             pool = case.pool
@@ -617,7 +617,7 @@ def test_a_question_to_a_shard_finds_it_where_it_has_moved_without_a_watch():
     run(main())
 
 
-def test_a_late_refusal_of_an_old_session_does_not_end_the_new_one():
+def test_late_refusal_of_an_old_session_is_ignored():
     async def main() -> None:
         async with Case() as case:
             await case.vfs.mkdir(ROOT_INODE, b"d", 0o755, ME)
@@ -648,7 +648,7 @@ def test_a_late_refusal_of_an_old_session_does_not_end_the_new_one():
     run(main())
 
 
-def test_the_end_of_a_growing_file_is_read_as_it_is_and_not_as_it_was_read_ahead():
+def test_end_of_a_growing_file_is_not_served_from_read_ahead():
     async def main() -> None:
         async with Case() as case:
             content = os.urandom(MIB + 256 * KIB + 1000)
@@ -680,7 +680,7 @@ def test_closed_handles_are_released_in_batches():
     run(main())
 
 
-def test_after_a_close_another_client_sees_the_bytes():
+def test_another_client_sees_the_bytes_after_a_close():
     async def main() -> None:
         async with Case() as case:
             other = (await case.pool.client("second", FAST)).vfs
@@ -721,7 +721,7 @@ def test_appends_of_two_clients_never_overlap():
     run(main())
 
 
-def test_attributes_that_are_known_to_be_missing_are_asked_for_nowhere():
+def test_attributes_known_to_be_missing_need_no_request():
     async def main() -> None:
         async with Case(FAST._replace(attr_s=60.0)) as case:
             handle = await case.file(b"x")
@@ -736,7 +736,7 @@ def test_attributes_that_are_known_to_be_missing_are_asked_for_nowhere():
     run(main())
 
 
-def test_a_time_that_was_set_is_not_changed_by_the_close_after_it():
+def test_explicit_mtime_survives_the_close():
     async def main() -> None:
         async with Case() as case:
             handle = await case.file()
@@ -749,7 +749,7 @@ def test_a_time_that_was_set_is_not_changed_by_the_close_after_it():
     run(main())
 
 
-def test_stat_before_a_close_shows_what_stat_after_it_shows():
+def test_stat_is_the_same_before_and_after_the_close():
     async def main() -> None:
         async with Case() as case:
             handle = await case.file()
@@ -762,7 +762,7 @@ def test_stat_before_a_close_shows_what_stat_after_it_shows():
     run(main())
 
 
-def test_a_replaced_file_is_flushed_before_its_name_changes():
+def test_file_is_flushed_before_it_replaces_another():
     async def main() -> None:
         async with Case() as case:
             await case.file(b"old", b"target")
@@ -777,7 +777,7 @@ def test_a_replaced_file_is_flushed_before_its_name_changes():
     run(main())
 
 
-def test_reading_ahead_never_shows_what_was_there_before_a_write():
+def test_read_ahead_never_returns_bytes_from_before_a_write():
     async def main() -> None:
         async with Case(FAST._replace(read_ahead_bytes=4 * MIB)) as case:
             content = bytearray(os.urandom(6 * MIB))
@@ -799,7 +799,7 @@ def test_reading_ahead_never_shows_what_was_there_before_a_write():
     run(main())
 
 
-def test_a_sequential_reader_is_served_from_what_was_read_ahead():
+def test_sequential_reader_is_served_from_read_ahead():
     async def main() -> None:
         async with Case() as case:
             content = os.urandom(9 * MIB + 77)
@@ -816,25 +816,25 @@ def test_a_sequential_reader_is_served_from_what_was_read_ahead():
     run(main())
 
 
-def test_a_newer_map_is_taken_and_an_older_one_is_not(tmp_path):
+def test_newer_map_is_taken_and_older_is_not(tmp_path):
     async def main() -> None:
         async with Case() as case:
             first = case.pool.pool_map
             newer = changed(first, name="renamed")
             (tmp_path / "poolmap.json").write_bytes(encode_map(newer))
             view = PoolView(first, directory=str(tmp_path), dialer=None, clock=case.pool.clock)
-            told = []
-            view.changed.append(told.append)
-            assert await view.refresh() and view.map.epoch == newer.epoch and len(told) == 1
+            published = []
+            view.changed.append(published.append)
+            assert await view.refresh() and view.map.epoch == newer.epoch and len(published) == 1
             assert not await view.refresh()
             assert not view.offer(first)
 
     run(main())
 
 
-def test_a_node_that_is_silent_or_hears_of_nothing_keeps_no_newer_map_from_us():
+def test_silent_or_outdated_node_does_not_block_a_newer_map():
     class Answers:
-        """Two nodes: what they answer, or for ever nothing."""
+        """Replies of two nodes; None: never a reply."""
 
         def __init__(self):
             self.of = {}
@@ -863,7 +863,7 @@ def test_a_node_that_is_silent_or_hears_of_nothing_keeps_no_newer_map_from_us():
     run(check())
 
 
-def test_who_waits_for_the_next_map_has_it_when_any_node_has():
+def test_next_map_comes_from_any_node():
     async def check():
         async with Case() as case:
             node = case.pool.pool_map.nodes[0]
@@ -872,11 +872,11 @@ def test_who_waits_for_the_next_map_has_it_when_any_node_has():
             )
             first = changed(case.pool.pool_map, nodes=nodes)
             second = changed(first)
-            told = asyncio.get_running_loop().create_future()
+            published = asyncio.get_running_loop().create_future()
             asked = []
 
             class Answers:
-                """One is silent, one knows nothing and does not wait, one refuses, one waits until there is something."""
+                """One node is silent, one knows nothing and does not wait, one refuses, one waits for the next map."""
 
                 async def call(self, endpoints, method, message, deadline_s):
                     number = int(endpoints[0][len("stream://h") : -len(":1")])
@@ -886,7 +886,7 @@ def test_who_waits_for_the_next_map_has_it_when_any_node_has():
                     if number == 1:
                         await asyncio.get_running_loop().create_future()
                     return Reply(
-                        pool_pb2.MapReply(map=await told if number == 4 else b"").SerializeToString(), ()
+                        pool_pb2.MapReply(map=await published if number == 4 else b"").SerializeToString(), ()
                     )
 
             view = PoolView(first, directory=None, dialer=Answers(), clock=case.pool.clock)
@@ -894,14 +894,14 @@ def test_who_waits_for_the_next_map_has_it_when_any_node_has():
             waiting = [asyncio.create_task(view.newer(60.0)) for _ in range(100)]
             await until(lambda: {1, 2, 3, 4} <= {number for number, _ in asked})
             assert all(wait_s > 0 for _, wait_s in asked) and not any(one.done() for one in waiting)
-            told.set_result(encode_map(second))
+            published.set_result(encode_map(second))
             assert all(await asyncio.gather(*waiting)) and view.map.epoch == second.epoch
             await view.close()
 
     run(check())
 
 
-def test_who_waits_for_the_next_map_has_it_when_it_is_in_the_directory(tmp_path):
+def test_next_map_comes_from_the_directory(tmp_path):
     async def main() -> None:
         async with Case() as case:
             first = case.pool.pool_map
@@ -909,7 +909,7 @@ def test_who_waits_for_the_next_map_has_it_when_it_is_in_the_directory(tmp_path)
             view = PoolView(first, directory=str(tmp_path), dialer=None, clock=case.pool.clock)
             assert not await view.newer(0.1)
             waiting = asyncio.create_task(view.newer(60.0))
-            await asyncio.sleep(0)  # it waits
+            await asyncio.sleep(0)  # let it start to wait
             (tmp_path / "next").write_bytes(encode_map(changed(first)))
             (tmp_path / "next").rename(tmp_path / "poolmap.json")
             assert await waiting and view.map.epoch == first.epoch + 1
@@ -918,7 +918,7 @@ def test_who_waits_for_the_next_map_has_it_when_it_is_in_the_directory(tmp_path)
     run(main())
 
 
-def test_df_shows_what_fits_before_the_first_target_is_full():
+def test_df_shows_what_fits_until_the_first_target_is_full():
     async def main() -> None:
         async with LocalPool(capacities=(64 * MIB, 192 * MIB)) as pool:
             vfs = (await pool.client()).vfs
@@ -931,7 +931,7 @@ def test_df_shows_what_fits_before_the_first_target_is_full():
     run(main())
 
 
-def test_df_keeps_what_a_silent_target_told_for_a_time_and_is_refused_where_it_told_nothing(monkeypatch):
+def test_df_keeps_the_last_report_of_a_silent_target(monkeypatch):
     def silent(call):
         return 60.0
 
@@ -955,7 +955,7 @@ def test_df_keeps_what_a_silent_target_told_for_a_time_and_is_refused_where_it_t
     run(main())
 
 
-def test_a_file_that_is_open_can_be_read_and_looked_at_while_its_shard_is_silent():
+def test_open_file_is_readable_while_its_shard_is_silent():
     async def main() -> None:
         async with Case(FAST._replace(deadline_s=20.0)) as case:
             content = os.urandom(2 * MIB + 100)
@@ -966,14 +966,14 @@ def test_a_file_that_is_open_can_be_read_and_looked_at_while_its_shard_is_silent
             async with asyncio.timeout(120):
                 assert await case.vfs.read(handle, MIB, 4096) == content[MIB : MIB + 4096]
                 assert await case.vfs.read(handle, 2 * MIB, 4096) == content[2 * MIB :], (
-                    "across the end that is known"
+                    "across the known end"
                 )
                 assert (await case.vfs.getattr(handle.inode)).size == len(content)
                 into = bytearray(4096)
                 assert await case.vfs.read_many([(handle, 2 * MIB, 4096)], memoryview(into)) == [100]
-            while case.vfs.leases.held(other.inode):  # noqa: ASYNC110 (it ends by the clock; until then nobody can change it)
+            while case.vfs.leases.held(other.inode):  # noqa: ASYNC110 (it ends by the clock)
                 await asyncio.sleep(0.1)
-            with pytest.raises(TimeoutError):  # one that is not open waits
+            with pytest.raises(TimeoutError):  # a file that is not open waits
                 await asyncio.wait_for(case.vfs.getattr(other.inode), 2)
             await case.pool.start_shard()
             assert (await case.vfs.getattr(other.inode)).size == 5

@@ -1,4 +1,4 @@
-"""Connections of a client to the primaries of shards, also those that the dialer has replaced and on which requests wait."""
+"""Connections of a client to the primaries of shards, also replaced connections on which requests wait."""
 
 import asyncio
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ def a_map():
 
 
 def with_silent_primary(check):
-    """`check(view, connection, waiting)`: a request waits for a silent primary on a connection that was replaced since."""
+    """Run `check(view, connection, waiting)`: a request waits for a silent primary on a connection that was replaced."""
 
     async def main():
         transport, kept = InprocTransport(), RecordingHandler()
@@ -65,18 +65,18 @@ def test_silence_on_a_replaced_connection_is_noticed(monkeypatch):
     with_silent_primary(check)
 
 
-def test_replaced_connection_to_a_former_primary_is_closed():
+def test_replaced_connection_to_an_old_primary_is_closed():
     async def check(view, connection, waiting):
         new = changed(view.map, shards=(replace(view.map.shards[0], endpoints=("inproc://second",)),))
-        for told in view.changed:
-            told(new)
+        for callback in view.changed:
+            callback(new)
         await refused(Disconnected, waiting)
         assert connection.closed
 
     with_silent_primary(check)
 
 
-def test_question_of_a_check_ends_when_the_primary_is_followed(monkeypatch):
+def test_admin_request_ends_when_the_primary_changes(monkeypatch):
     monkeypatch.setattr(primary_connections, "SILENT_S", 0.1)
     monkeypatch.setattr(primary_connections, "LOOK_S", 0.02)
 
@@ -102,8 +102,8 @@ def test_question_of_a_check_ends_when_the_primary_is_followed(monkeypatch):
             async with asyncio.timeout(30):
                 await view.followed.wait()
                 new = changed(view.map, shards=(replace(view.map.shards[0], endpoints=("inproc://second",)),))
-                for told in view.changed:
-                    told(new)
+                for callback in view.changed:
+                    callback(new)
                 await refused(Disconnected, asking)
         finally:
             asked.close()

@@ -1,4 +1,4 @@
-"""Many at once on one file: neighbours within a block, slow stores, lost answers, cuts between; nobody loses a byte."""
+"""Concurrent writers of one file: neighbours within a block, slow stores, lost replies, truncations; no byte is lost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nvpool.testing.fakes.store import PlainStore
 
 ME = Caller(0, 0)
 WRITERS = 6
-SLOT = 700  # bytes; several writers share each block
+SLOT = 700  # bytes; a block is shared by several writers
 ROUND = WRITERS * SLOT
 
 
@@ -69,7 +69,7 @@ async def neighbours(seed: int, steps: int, real: bool) -> None:
             await vfs.release(handle)
 
         async def disturb() -> None:
-            """Another client cuts and restores what lies behind all writers, so that every grant and cut number grows old."""
+            """Another client extends and truncates the file behind all writers: every grant and cut number becomes stale."""
             handle = await clients[1].open(first.inode, os.O_RDWR, ME)
             while not done:
                 await clients[1].setattr(handle.inode, size=len(expected) + 5000, caller=ME)
@@ -97,18 +97,18 @@ async def neighbours(seed: int, steps: int, real: bool) -> None:
 
 
 @pytest.mark.parametrize(("seed", "real"), [(1, False), (2, False), (3, True)])
-def test_writers_of_neighbouring_bytes_lose_nothing_while_another_client_cuts_behind_them(seed, real):
+def test_neighbouring_writers_lose_nothing_during_truncations(seed, real):
     asyncio.run(asyncio.wait_for(neighbours(seed, 40, real), 120))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(10, 60))
-def test_writers_of_neighbouring_bytes_lose_nothing_for_long(seed):
+def test_neighbouring_writers_lose_nothing_in_a_long_run(seed):
     asyncio.run(asyncio.wait_for(neighbours(seed, 400, seed % 2 == 0), 280))
 
 
 @pytest.mark.parametrize("opened_again", [False, True])
-def test_a_listing_that_the_end_of_a_write_has_overtaken_does_not_show_the_file_shorter(opened_again):
+def test_listing_overtaken_by_a_flush_shows_the_new_size(opened_again):
     async def scene() -> None:
         async with LocalPool() as pool:
             vfs = (await pool.client("one")).vfs

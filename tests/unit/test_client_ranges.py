@@ -1,5 +1,4 @@
-"""Holes, places in files and copies through clients: what others know and do at the same time, deaths in the middle, and what
-travels."""
+"""Holes, seeks for data and copies through clients: concurrent clients, restarts of daemons, and the number of messages."""
 
 from __future__ import annotations
 
@@ -58,13 +57,11 @@ def some_bytes(count, seed=1):
     return random.Random(seed).randbytes(count)
 
 
-# -- holes and what others do -----------------------------------------------------------------------------------------------
+# -- holes and other clients ------------------------------------------------------------------------------------------------
 
 
 @in_a_pool(clients=2)
-async def test_bytes_that_are_stored_and_not_reported_are_not_lost_when_another_client_makes_a_hole(
-    pool, one, other
-):
+async def test_unreported_bytes_survive_a_hole_of_another_client(pool, one, other):
     handle = await new_file(one)
     await one.write(handle, 0, some_bytes(MIB))
     await one.writer.store(handle.file)
@@ -80,7 +77,7 @@ async def test_bytes_that_are_stored_and_not_reported_are_not_lost_when_another_
 
 
 @in_a_pool(clients=2)
-async def test_bytes_that_no_store_has_come_after_a_hole_of_another_client(pool, one, other):
+async def test_unstored_bytes_come_after_a_hole_of_another_client(pool, one, other):
     handle = await new_file(one, content=b"old" * 4096)
     await one.write(handle, 0, b"new")
     await other.fallocate(await other.open(handle.inode, os.O_RDWR, ME), 0, 8192, HOLE)
@@ -89,7 +86,7 @@ async def test_bytes_that_no_store_has_come_after_a_hole_of_another_client(pool,
 
 
 @in_a_pool()
-async def test_what_was_written_before_a_hole_is_gone_and_what_comes_after_it_stays(pool, vfs):
+async def test_hole_removes_earlier_bytes_and_keeps_later_ones(pool, vfs):
     handle = await new_file(vfs)
     for at in range(0, 3 * MIB, 100_000):
         await vfs.write(handle, at, b"x" * 100_000)
@@ -105,7 +102,7 @@ async def test_what_was_written_before_a_hole_is_gone_and_what_comes_after_it_st
 
 
 @in_a_pool()
-async def test_what_was_read_ahead_of_a_hole_is_forgotten(pool, vfs):
+async def test_hole_invalidates_read_ahead(pool, vfs):
     handle = await new_file(vfs, content=some_bytes(8 * MIB))
     for at in range(0, MIB, 128 * KIB):
         await vfs.read(handle, at, 128 * KIB)
@@ -119,7 +116,7 @@ async def test_what_was_read_ahead_of_a_hole_is_forgotten(pool, vfs):
 
 
 @in_a_pool()
-async def test_du_sees_what_a_hole_gives_back(pool, vfs):
+async def test_hole_reduces_blocks_of_stat(pool, vfs):
     handle = await new_file(vfs, content=some_bytes(4 * MIB))
     assert (await vfs.getattr(handle.inode)).blocks == 4 * MIB // 512
     await vfs.fallocate(handle, MIB, 2 * MIB, HOLE)
@@ -128,7 +125,7 @@ async def test_du_sees_what_a_hole_gives_back(pool, vfs):
 
 
 @in_a_pool()
-async def test_modes_and_handles_that_can_not_be_are_refused(pool, vfs):
+async def test_invalid_modes_and_handles_are_refused(pool, vfs):
     handle = await new_file(vfs, content=b"x" * 10)
     for mode in (PUNCH_HOLE, PUNCH_HOLE | ZERO_RANGE | KEEP_SIZE, 8, 0x20, 0x40, 0x48):
         with pytest.raises(errors.NotSupported):
@@ -156,7 +153,7 @@ async def test_modes_and_handles_that_can_not_be_are_refused(pool, vfs):
 
 
 @in_a_pool()
-async def test_nothing_is_set_aside_and_what_does_not_fit_is_refused(pool, vfs):
+async def test_fallocate_reserves_nothing_and_checks_free_space(pool, vfs):
     handle = await new_file(vfs, content=some_bytes(MIB))
     available = (await vfs.statfs()).blocks_available * BLOCK
     change = (await vfs.getattr(handle.inode)).change
@@ -173,16 +170,16 @@ async def test_nothing_is_set_aside_and_what_does_not_fit_is_refused(pool, vfs):
     assert (await vfs.getattr(handle.inode)).size == available // 2
     await vfs.fallocate(
         handle, 0, available + MIB - 32 * KIB, KEEP_SIZE
-    )  # what is there already needs no room
+    )  # bytes that exist already need no space
     await vfs.fallocate(handle, 0, 1 << 40, ZERO_RANGE)
     assert (await vfs.getattr(handle.inode)).size == 1 << 40
 
 
-# -- deaths -----------------------------------------------------------------------------------------------------------------
+# -- restarts ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dies", ["stores", "shard", "both"])
-def test_a_hole_is_made_once_over_the_deaths_of_daemons(tmp_path, dies):
+def test_hole_is_made_once_across_restarts(tmp_path, dies):
     @in_a_pool(directory=True)
     async def made(pool, vfs):
         content = some_bytes(3 * MIB)
@@ -215,8 +212,8 @@ def test_a_hole_is_made_once_over_the_deaths_of_daemons(tmp_path, dies):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_writes_that_were_answered_late_or_twice_bring_nothing_back_into_holes(tmp_path, seed):
-    """Slow stores that lose answers; holes and writes of one client take turns over the same blocks."""
+def test_late_and_repeated_writes_do_not_fill_holes(tmp_path, seed):
+    """Slow stores lose replies; holes and writes of one client alternate on the same blocks."""
     dice = random.Random(seed)
     chunks: dict[int, dict] = {}
 
@@ -255,7 +252,7 @@ def test_writes_that_were_answered_late_or_twice_bring_nothing_back_into_holes(t
 
 
 @in_a_pool(capacities=(256 * MIB,))
-async def test_whole_blocks_on_one_target_do_not_travel(pool, vfs):
+async def test_copy_of_complete_blocks_stays_on_the_target(pool, vfs):
     content = some_bytes(40 * MIB + 5000)
     source = await new_file(vfs, b"a", content)
     target = await new_file(vfs, b"b", b"before")
@@ -275,7 +272,7 @@ async def test_whole_blocks_on_one_target_do_not_travel(pool, vfs):
 
 
 @in_a_pool()
-async def test_a_copy_goes_through_the_client_where_the_targets_or_the_places_within_blocks_differ(pool, vfs):
+async def test_copy_between_targets_goes_through_the_client(pool, vfs):
     content = some_bytes(10 * MIB)
     source = await new_file(vfs, b"a", content)
     target = await new_file(vfs, b"b")
@@ -288,7 +285,7 @@ async def test_a_copy_goes_through_the_client_where_the_targets_or_the_places_wi
 
 
 @in_a_pool(clients=2)
-async def test_a_copy_has_what_was_written_before_it_and_others_see_it_after_the_close(pool, one, other):
+async def test_copy_includes_earlier_writes_and_is_seen_after_close(pool, one, other):
     source, target = await new_file(one, b"a"), await new_file(one, b"b")
     await one.write(source, 0, b"source" * 3000)
     await one.write(target, 0, b"target" * 3000)
@@ -303,7 +300,7 @@ async def test_a_copy_has_what_was_written_before_it_and_others_see_it_after_the
 
 
 @in_a_pool()
-async def test_a_copy_is_short_at_the_end_of_the_source_and_in_what_one_call_does(pool, vfs):
+async def test_copy_is_short_at_the_end_and_bounded_per_call(pool, vfs):
     source, target = await new_file(vfs, b"a", b"x" * 100), await new_file(vfs, b"b")
     assert await vfs.copy_range(source, 90, target, 1000, 100) == 10
     assert (
@@ -324,7 +321,7 @@ async def test_a_copy_is_short_at_the_end_of_the_source_and_in_what_one_call_doe
 
 
 @in_a_pool(capacities=(256 * MIB,))
-async def test_files_with_chunks_of_different_sizes_are_copied_by_their_store(pool, vfs):
+async def test_copy_between_chunk_sizes_stays_on_the_store(pool, vfs):
     request = meta_pb2.SetAttrRequest(inode=ROOT_INODE, valid=512, chunk_bits=24)
     await vfs.meta.change(ROOT_INODE, wire_pb2.META_SETATTR, request, meta_pb2.Entry)
     content = some_bytes(20 * MIB)
@@ -350,14 +347,14 @@ async def test_damage_is_not_copied(pool, vfs):
         await new_file(vfs, b"b", some_bytes(2 * MIB, 2)),
     )
     pool.stores[1].store.flip(source.inode, 1, 7)
-    assert await vfs.copy_range(source, 0, target, 0, 2 * MIB) == MIB, "as far as it went"
+    assert await vfs.copy_range(source, 0, target, 0, 2 * MIB) == MIB, "up to the damaged chunk"
     with pytest.raises(errors.ChecksumMismatch):
         await vfs.copy_range(source, MIB, target, MIB, MIB)
     assert await content_of(vfs, target) == some_bytes(2 * MIB)[:MIB] + some_bytes(2 * MIB, 2)[MIB:]
 
 
 @in_a_pool(clients=2, capacities=(256 * MIB,))
-async def test_a_copy_that_meets_a_cut_or_an_old_grant_is_asked_for_again(pool, one, other):
+async def test_copy_is_retried_after_a_truncation_or_stale_grant(pool, one, other):
     source, target = await new_file(one, b"a", some_bytes(MIB)), await new_file(one, b"b", b"x" * MIB)
     theirs = await other.open(target.inode, os.O_RDWR, ME)
     await other.setattr(target.inode, size=0, caller=ME, handle=theirs)
@@ -371,7 +368,7 @@ async def test_a_copy_that_meets_a_cut_or_an_old_grant_is_asked_for_again(pool, 
 
 
 @in_a_pool(directory=True, capacities=(256 * MIB,))
-async def test_a_copy_goes_on_over_the_death_of_its_store_and_is_durable_after_fsync(pool, vfs):
+async def test_copy_survives_a_restart_and_is_durable_after_fsync(pool, vfs):
     source, target = await new_file(vfs, b"a", some_bytes(20 * MIB)), await new_file(vfs, b"b")
     await pool.stop_store(1)
     copying = asyncio.create_task(vfs.copy_range(source, 0, target, 0, 20 * MIB))
@@ -388,11 +385,11 @@ async def test_a_copy_goes_on_over_the_death_of_its_store_and_is_durable_after_f
     assert not vfs.writer.unflushed(target.inode)
 
 
-# -- places -----------------------------------------------------------------------------------------------------------------
+# -- seeking data and holes -------------------------------------------------------------------------------------------------
 
 
 @in_a_pool()
-async def test_many_places_are_told_in_few_messages_and_a_petabyte_is_no_walk(pool, vfs):
+async def test_many_extents_need_few_messages(pool, vfs):
     handle = await new_file(vfs)
     for number in range(300):
         await vfs.write(handle, number * 3 * BLOCK, b"x")
@@ -422,7 +419,7 @@ async def test_many_places_are_told_in_few_messages_and_a_petabyte_is_no_walk(po
 
 
 @in_a_pool()
-async def test_places_are_those_of_the_last_write(pool, vfs):
+async def test_seek_sees_the_last_write(pool, vfs):
     handle = await new_file(vfs)
     with pytest.raises(errors.BeyondData):
         await vfs.seek(handle, 0, os.SEEK_HOLE)
@@ -436,11 +433,11 @@ async def test_places_are_those_of_the_last_write(pool, vfs):
     assert await vfs.seek(handle, 0, os.SEEK_HOLE) == 0
 
 
-# -- as a kernel asks -------------------------------------------------------------------------------------------------------
+# -- FUSE operations --------------------------------------------------------------------------------------------------------
 
 
 @in_a_pool()
-async def test_a_kernel_is_answered_with_numbers(pool, vfs):
+async def test_fuse_operations_return_errno_values(pool, vfs):
     ops = FuseOps(vfs)
     attr, opened = await ops.create(ROOT_INODE, b"f", 0o644, os.O_RDWR, ME)
     await ops.write(opened.handle, 0, some_bytes(3 * BLOCK))

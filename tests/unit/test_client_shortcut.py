@@ -1,4 +1,4 @@
-"""The short cut with real block stores behind unix sockets: right bytes or none, whatever others do to the file meanwhile."""
+"""Short-circuit reads with real stores behind unix sockets: correct bytes or none, with concurrent changes of the file."""
 
 import asyncio
 import grp
@@ -32,7 +32,7 @@ QUICK = ClientOptions(deadline_s=10.0)
 
 
 class Host:
-    """A pool whose daemons listen at unix sockets, with clients that are on their host."""
+    """A pool whose daemons listen at unix sockets, with clients on the same host."""
 
     def __init__(self, **pool_options):
         self.directory = tempfile.mkdtemp(prefix="shortcut-", dir="/tmp")
@@ -73,8 +73,8 @@ class Host:
                     await self.vfs.read(handle, index * MIB + 8, 100)
                 await asyncio.sleep(0.01)
 
-    async def at_once(self, handle, offset, length):
-        """The bytes by the short cut, in the kernel's memory by then."""
+    async def read_cached(self, handle, offset, length):
+        """The bytes by a short-circuit read, once they are in the page cache."""
         async with asyncio.timeout(120):
             while (found := self.vfs.read_now(handle, offset, length)) is None:
                 await self.vfs.read(handle, offset, length)
@@ -88,7 +88,7 @@ class Host:
 
 
 def run_whole(work, wait_s):
-    """It ends in time and leaves no descriptor."""
+    """Run `work`; it must end in time and leave no descriptor open."""
     before = set(os.listdir("/proc/self/fd"))
     asyncio.run(asyncio.wait_for(work, wait_s))
     assert len(set(os.listdir("/proc/self/fd")) - before) <= 1, "descriptors are left"
@@ -114,7 +114,7 @@ def some(count, seed=1):
 
 
 def evict(path):
-    """Nothing of it is in memory any more. The kernel leaves pages that it is busy with: ask again."""
+    """Drop the file from the page cache. The kernel keeps pages that it is using: try again until none is left."""
     fd = os.open(path, os.O_RDWR)
     for _ in range(1000):
         os.fsync(fd)
@@ -126,7 +126,7 @@ def evict(path):
 
 
 @hosted()
-async def test_bytes_come_at_once_from_memory_and_are_right_at_every_border(host):
+async def test_cached_bytes_are_correct_at_every_boundary(host):
     content = some(3 * MIB + 1234)
     handle = await host.file(content)
     await host.located(handle, 4)
@@ -134,7 +134,7 @@ async def test_bytes_come_at_once_from_memory_and_are_right_at_every_border(host
     for _ in range(300):
         offset = chance.randrange(len(content))
         length = chance.choice([1, 4096, 10_000, 131072, MIB])
-        assert await host.at_once(handle, offset, length) == content[offset : offset + length]
+        assert await host.read_cached(handle, offset, length) == content[offset : offset + length]
     for offset, length in (
         (0, 4096),
         (MIB - 1, 2),
@@ -143,14 +143,14 @@ async def test_bytes_come_at_once_from_memory_and_are_right_at_every_border(host
         (3 * MIB, 4096),
         (len(content) - 1, 99),
     ):
-        assert await host.at_once(handle, offset, length) == content[offset : offset + length]
+        assert await host.read_cached(handle, offset, length) == content[offset : offset + length]
     assert host.vfs.read_now(handle, len(content), 10) in (None, b"")
     assert host.vfs.read_now(handle, 0, 0) is None
     assert host.short.counters["hits"] > 300 and not host.short.counters["mismatches"]
     places = list(range(0, MIB, BLOCK))
     chance.shuffle(places)
     for at in places:
-        await host.at_once(handle, at, BLOCK)
+        await host.read_cached(handle, at, BLOCK)
     sent = host.vfs.chunks.counters["messages"]
     for at in places:
         assert host.vfs.read_now(handle, at, BLOCK) == content[at : at + BLOCK]
@@ -158,7 +158,7 @@ async def test_bytes_come_at_once_from_memory_and_are_right_at_every_border(host
 
 
 @hosted()
-async def test_what_is_not_in_memory_is_read_from_the_drive_without_the_store(host):
+async def test_uncached_bytes_are_read_from_the_drive_directly(host):
     content = some(4 * MIB)
     handle = await host.file(content)
     await host.vfs.fsync(handle, False)
@@ -173,7 +173,7 @@ async def test_what_is_not_in_memory_is_read_from_the_drive_without_the_store(ho
         assert bytes(part) == content[offset : offset + 5000]
     assert host.vfs.chunks.counters["messages"] == sent
     assert host.short.counters["cold"] > cold, (
-        "tmpfs has no drive below it" if host.directory.startswith("/dev/shm") else ""
+        "a tmpfs has no drive below it" if host.directory.startswith("/dev/shm") else ""
     )
     into = memoryview(bytearray(64 * BLOCK))
     evict(next(iter(host.pool.stores.values())).store.path)
@@ -184,28 +184,30 @@ async def test_what_is_not_in_memory_is_read_from_the_drive_without_the_store(ho
 
 
 @hosted(capacities=(64 * MIB,))
-async def test_all_chunks_of_a_file_are_located_by_the_first_reads_of_one_of_them(host):
+async def test_first_reads_locate_all_chunks_of_a_file(host):
     content = some(8 * MIB)
     handle = await host.file(content)
     await host.located(handle)
     assert len(handle.file.located) == 8
     for index in range(8):
-        assert await host.at_once(handle, index * MIB + 4096, 4096) == content[index * MIB + 4096 :][:4096]
+        assert (
+            await host.read_cached(handle, index * MIB + 4096, 4096) == content[index * MIB + 4096 :][:4096]
+        )
 
 
 @hosted()
-async def test_while_cold_reads_wait_memory_is_looked_at_for_some_only_and_all_bytes_are_right(host):
+async def test_cold_reads_reduce_probes_of_the_page_cache(host):
     content = some(2 * MIB)
     handle = await host.file(content)
     await host.located(handle, 2)
     short = host.short
-    assert await host.at_once(handle, 0, 4096) == content[:4096]
+    assert await host.read_cached(handle, 0, 4096) == content[:4096]
     short._cold_reads = short_circuit.COLD
-    short.waiting[0] = float("inf"), lambda found: None  # somebody waits for the drive
+    short.waiting[0] = float("inf"), lambda found: None  # a read waits for the drive
     found = [host.vfs.read_now(handle, 0, 4096) for _ in range(short_circuit.PROBE)]
     del short.waiting[0]
     assert found.count(None) == short_circuit.PROBE - short_circuit.COLD - 1, (
-        "then one looked, and found it: so did all behind it"
+        "then one probed, and hit: so did all reads after it"
     )
     places = random.Random(5).sample(range(4096, 2 * MIB - 4096, 8192), 40)
     ended = asyncio.Event()
@@ -218,7 +220,7 @@ async def test_while_cold_reads_wait_memory_is_looked_at_for_some_only_and_all_b
 
 
 @hosted()
-async def test_read_many_takes_what_is_in_memory_and_asks_for_the_rest(host):
+async def test_read_many_reads_cached_parts_and_requests_the_rest(host):
     content = some(4 * MIB + 100)
     handle = await host.file(content)
     _, unknown = None, await host.file(content[: BLOCK * 3], name=b"unknown")
@@ -243,7 +245,7 @@ async def test_read_many_takes_what_is_in_memory_and_asks_for_the_rest(host):
 
 
 @hosted()
-async def test_a_write_of_another_client_is_seen_by_the_next_read_without_opening_anew(host):
+async def test_write_of_another_client_is_seen_without_reopening(host):
     other = await host.writer()
     content = some(2 * MIB)
     handle = await host.file(content)
@@ -251,7 +253,7 @@ async def test_a_write_of_another_client_is_seen_by_the_next_read_without_openin
     await host.located(handle, 2)
     for round_number in range(50):
         offset = random.Random(round_number).randrange(2 * MIB - 6000)
-        await host.at_once(handle, offset, 3000)
+        await host.read_cached(handle, offset, 3000)
         new = some(3000, 100 + round_number)
         await other.write(theirs, offset, new)
         await other.flush(theirs)
@@ -262,7 +264,7 @@ async def test_a_write_of_another_client_is_seen_by_the_next_read_without_openin
 
 
 @hosted()
-async def test_own_writes_are_read_whether_they_are_stored_or_not(host):
+async def test_own_writes_are_read_stored_or_not(host):
     content = bytearray(some(2 * MIB))
     handle = await host.file(bytes(content))
     await host.located(handle, 2)
@@ -283,13 +285,13 @@ async def test_own_writes_are_read_whether_they_are_stored_or_not(host):
 
 
 @hosted()
-async def test_cut_bytes_are_never_seen_again_though_the_reader_knows_an_old_size(host):
+async def test_truncated_bytes_are_never_read_again(host):
     other = await host.writer()
     for round_number in range(12):
         content = some(2 * MIB, round_number)
         handle = await host.file(content, name=b"cut-%d" % round_number)
         await host.located(handle, 2)
-        await host.at_once(handle, MIB, BLOCK)
+        await host.read_cached(handle, MIB, BLOCK)
         size = random.Random(round_number).choice([0, 10, BLOCK, MIB, MIB + 50])
         await other.setattr(handle.inode, size=size, caller=ME)
         for offset in (0, BLOCK, MIB - BLOCK, MIB, MIB + BLOCK):
@@ -304,7 +306,7 @@ async def test_cut_bytes_are_never_seen_again_though_the_reader_knows_an_old_siz
 
 
 @hosted()
-async def test_holes_and_copies_of_another_client_are_seen_by_the_next_read_without_opening_anew(host):
+async def test_holes_and_copies_are_seen_without_reopening(host):
     content = bytearray(some(2 * MIB))
     theirs = await host.file(bytes(content), await host.writer())
     writer = await host.writer()
@@ -319,7 +321,7 @@ async def test_holes_and_copies_of_another_client_are_seen_by_the_next_read_with
     ):
         await host.located(mine, 2)
         for place in range(offset - offset % BLOCK, offset + length, BLOCK):
-            assert await host.at_once(mine, place, BLOCK) == content[place : place + BLOCK]
+            assert await host.read_cached(mine, place, BLOCK) == content[place : place + BLOCK]
         if mode is None:
             assert await writer.copy_range(source, 0, target, offset, length) == length
             await writer.flush(target)
@@ -337,7 +339,7 @@ async def test_holes_and_copies_of_another_client_are_seen_by_the_next_read_with
 
 
 @hosted()
-async def test_an_unlinked_file_that_is_open_is_read_on_and_its_places_are_not_used_by_others_meanwhile(host):
+async def test_open_unlinked_file_keeps_its_blocks(host):
     other = await host.writer()
     content = some(2 * MIB)
     handle = await host.file(content)
@@ -345,7 +347,7 @@ async def test_an_unlinked_file_that_is_open_is_read_on_and_its_places_are_not_u
     await other.unlink(1, b"file", ME)
     filler = await host.file(some(4 * MIB, 9), other, b"filler")
     for at in range(0, 2 * MIB, 64 * BLOCK):
-        assert await host.at_once(handle, at, BLOCK) == content[at : at + BLOCK]
+        assert await host.read_cached(handle, at, BLOCK) == content[at : at + BLOCK]
     await host.vfs.release(handle)
     assert (
         not handle.file.located
@@ -354,12 +356,12 @@ async def test_an_unlinked_file_that_is_open_is_read_on_and_its_places_are_not_u
 
 
 @hosted()
-async def test_a_flipped_byte_is_an_error_and_known_to_the_store_and_never_the_wrong_byte(host):
+async def test_flipped_byte_is_an_error_and_reported_to_the_store(host):
     content = some(MIB)
     handle = await host.file(content)
     await host.vfs.fsync(handle, False)
     await host.located(handle)
-    assert await host.at_once(handle, 5 * BLOCK, BLOCK) == content[5 * BLOCK : 6 * BLOCK]
+    assert await host.read_cached(handle, 5 * BLOCK, BLOCK) == content[5 * BLOCK : 6 * BLOCK]
     store, place = host.place_of(handle, 5)
     fd = os.open(store.path, os.O_RDWR)
     os.pwrite(fd, bytes([os.pread(fd, 1, place * BLOCK + 9)[0] ^ 1]), place * BLOCK + 9)
@@ -372,22 +374,22 @@ async def test_a_flipped_byte_is_an_error_and_known_to_the_store_and_never_the_w
             await host.vfs.read_many([(handle, 5 * BLOCK, BLOCK)], memoryview(bytearray(BLOCK)))
     assert [(bad.inode, bad.block) for bad in store.bad_blocks()] == [(handle.inode, 5)]
     assert bytes(await host.vfs.read(handle, 6 * BLOCK, BLOCK)) == content[6 * BLOCK : 7 * BLOCK]
-    assert not handle.file.located, "a chunk with a bad block is not lent"
+    assert not handle.file.located, "a chunk with a bad block has no location lease"
     await host.vfs.write(handle, 5 * BLOCK, content[:BLOCK])
     await host.vfs.flush(handle)
     assert bytes(await host.vfs.read(handle, 5 * BLOCK, BLOCK)) == content[:BLOCK]
 
 
 @hosted()
-async def test_what_is_read_when_the_lifetime_has_ended_is_thrown_away(host):
+async def test_bytes_read_after_the_lease_are_discarded(host):
     content = some(MIB)
     handle = await host.file(content)
     await host.located(handle)
-    await host.at_once(handle, 0, BLOCK)
+    await host.read_cached(handle, 0, BLOCK)
     located = handle.file.located[0]
     real, ended = host.short._now_s, located.until
 
-    def stopped_in_between():  # SIGSTOP, suspend: the read was in time, what comes after it is not
+    def stopped_in_between():  # SIGSTOP, suspend: the read was in time, its check is not
         return ended + 0.001
 
     host.short._now_s = stopped_in_between
@@ -399,13 +401,13 @@ async def test_what_is_read_when_the_lifetime_has_ended_is_thrown_away(host):
 
 
 @hosted()
-async def test_what_is_used_is_renewed_in_time_and_what_is_not_is_forgotten(host):
+async def test_used_locations_are_renewed_and_others_are_dropped(host):
     content = some(2 * MIB)
     handle = await host.file(content)
     await host.located(handle, 2)
     deadline = host.short._now_s() + store_api.LEND_S + 1.5
     while host.short._now_s() < deadline or 1 in handle.file.located:
-        assert await host.at_once(handle, 0, BLOCK) == content[:BLOCK]
+        assert await host.read_cached(handle, 0, BLOCK) == content[:BLOCK]
         await asyncio.sleep(0.1)
     assert host.short.counters["late"] == 0
     assert 1 not in handle.file.located and 0 in handle.file.located
@@ -413,7 +415,7 @@ async def test_what_is_used_is_renewed_in_time_and_what_is_not_is_forgotten(host
 
 
 @hosted()
-async def test_a_store_that_dies_and_comes_back_is_read_through_and_then_lends_again(host):
+async def test_restarted_store_grants_locations_again(host):
     content = bytearray(some(2 * MIB))
     handle = await host.file(bytes(content))
     await host.located(handle, 2)
@@ -423,7 +425,7 @@ async def test_a_store_that_dies_and_comes_back_is_read_through_and_then_lends_a
             await host.pool._hang_up("target", target, 0.0)
             service._tending.cancel()
             service._handover.close()
-            await service.store.abandon()  # as kill -9 leaves it
+            await service.store.abandon()  # the state that kill -9 leaves
             await host.pool.start_store(target)
         new = some(5000, round_number + 50)
         other = await host.writer()
@@ -441,7 +443,7 @@ async def test_a_store_that_dies_and_comes_back_is_read_through_and_then_lends_a
 
 
 @hosted()
-async def test_locations_keep_to_their_memory(host):
+async def test_locations_are_bounded_in_memory(host):
     content = some(8 * MIB)
     handle = await host.file(content)
     host.short._bytes_max = 5000
@@ -453,7 +455,7 @@ async def test_locations_keep_to_their_memory(host):
 
 
 @hosted()
-async def test_a_sequential_reader_finds_the_next_chunks_located(host):
+async def test_sequential_reader_finds_the_next_chunks_located(host):
     content = some(12 * MIB)
     handle = await host.file(content)
     for _ in range(2):
@@ -467,7 +469,7 @@ async def test_a_sequential_reader_finds_the_next_chunks_located(host):
 
 
 @hosted(chunk_bytes=64 * KIB, capacities=(96 * MIB,))
-async def test_places_come_in_time_for_a_sequential_reader_also_behind_the_reads_under_way(host):
+async def test_locations_arrive_in_time_for_a_sequential_reader(host):
     chunks = 512
     content = some(chunks * 64 * KIB)
     inode = (await host.file(content)).inode
@@ -483,7 +485,7 @@ async def test_places_come_in_time_for_a_sequential_reader_also_behind_the_reads
 
 
 def answer_in_turn(service):
-    """The store takes its time for each request, and takes one at a time."""
+    """Make the store process one request at a time, 3 ms each."""
     kinds = {method: service._methods[method] for method in (Method.DATA_LOCATE, Method.DATA_READ)}
     waiting = deque()
 
@@ -505,7 +507,7 @@ DIRECT = QUICK._replace(direct_reads=True)
 
 
 async def opened_direct(host, inode):
-    """The file at a client that reads past the page cache, and all of its chunks located."""
+    """Open the file at a client that bypasses the page cache, with all its chunks located."""
     vfs = (await host.pool.client("past", DIRECT)).vfs
     handle = await vfs.open(inode, os.O_RDONLY, ME)
     async with asyncio.timeout(120):
@@ -520,7 +522,7 @@ async def opened_direct(host, inode):
 
 
 def in_memory(host):
-    """Pages of all stores' data files that the kernel has."""
+    """Number of pages of all stores' data files in the page cache."""
     found = 0
     for service in host.pool.stores.values():
         descriptor = os.open(service.store.path, os.O_RDONLY)
@@ -530,7 +532,7 @@ def in_memory(host):
 
 
 @hosted()
-async def test_large_reads_of_who_has_a_cache_leave_the_kernels_cache_of_the_drive_alone(host):
+async def test_large_direct_reads_leave_the_page_cache_alone(host):
     content = some(8 * MIB)
     inode = (await host.file(content)).inode
     vfs, handle = await opened_direct(host, inode)
@@ -545,22 +547,22 @@ async def test_large_reads_of_who_has_a_cache_leave_the_kernels_cache_of_the_dri
         (5 * MIB, 2 * MIB),
     ):
         assert bytes(await vfs.read(handle, offset, length)) == content[offset : offset + length]
-    assert in_memory(host) < before + 32, "but for what small reads have asked the kernel for"
+    assert in_memory(host) < before + 32, "except for pages of small reads"
     assert vfs.chunks.counters["messages"] == sent
     other = await host.vfs.open(inode, os.O_RDONLY, ME)
     for at in range(0, 8 * MIB, MIB):
         assert bytes(await host.vfs.read(other, at, MIB)) == content[at : at + MIB]
-    assert in_memory(host) > before + 1000, "who has no cache leaves it in the kernel's"
-    for _ in range(10):  # somebody may want the memory back
+    assert in_memory(host) > before + 1000, "a client without a cache fills the page cache"
+    for _ in range(10):  # the kernel may reclaim the memory
         await host.vfs.read(other, 4 * MIB, MIB)
         found = vfs.read_now(handle, 4 * MIB, MIB)
         if found is not None:
             break
-    assert bytes(found) == content[4 * MIB : 5 * MIB], "what is in memory is taken from there"
+    assert bytes(found) == content[4 * MIB : 5 * MIB], "cached pages are used"
 
 
 @hosted()
-async def test_a_read_past_the_cache_has_what_was_written_into_it(host):
+async def test_direct_read_returns_what_was_written_to_the_cache(host):
     chance = random.Random(5)
     content = bytearray(some(2 * MIB))
     theirs = await host.file(bytes(content))
@@ -575,7 +577,7 @@ async def test_a_read_past_the_cache_has_what_was_written_into_it(host):
 
 
 @hosted()
-async def test_a_drive_that_refuses_reads_past_the_cache_is_read_through_it(host):
+async def test_drive_without_direct_reads_is_read_through_the_cache(host):
     content = some(3 * MIB)
     vfs, handle = await opened_direct(host, (await host.file(content)).inode)
     for source in {id(located.source): located.source for located in handle.file.located.values()}.values():
@@ -591,7 +593,7 @@ async def test_a_drive_that_refuses_reads_past_the_cache_is_read_through_it(host
 
 
 @hosted()
-async def test_holes_and_what_is_behind_what_was_known_are_asked_for(host):
+async def test_holes_and_bytes_past_the_known_end_are_requested(host):
     other = await host.writer()
     handle = await host.file(some(3 * BLOCK))
     await host.vfs.write(handle, 10 * BLOCK, b"end" * 2000)
@@ -607,7 +609,7 @@ async def test_holes_and_what_is_behind_what_was_known_are_asked_for(host):
 
 
 @pytest.mark.parametrize("how", ["client", "store", "direct"])
-def test_each_side_can_switch_it_off(how, monkeypatch):
+def test_each_side_can_switch_short_circuit_reads_off(how, monkeypatch):
     options = {"store": {"lend_s": 0.0}, "direct": {"direct": True}}.get(how, {})
     if options:
         opened = store_api.open_chunk_store
@@ -632,9 +634,9 @@ def test_each_side_can_switch_it_off(how, monkeypatch):
     asyncio.run(asyncio.wait_for(main(), 120))
 
 
-def test_a_checking_load_of_two_clients_never_sees_the_past_or_a_mixture():
-    """Every block says which it is and how often it was written. What is read is not older than what was acknowledged when the
-    read began."""
+def test_concurrent_reads_never_see_old_or_mixed_blocks():
+    """Each block contains its number and how often it was written. A read returns nothing older than what was acknowledged
+    when it began."""
 
     async def main():
         async with Host(capacities=(24 * MIB,)) as host:
@@ -684,11 +686,11 @@ def test_a_checking_load_of_two_clients_never_sees_the_past_or_a_mixture():
     asyncio.run(asyncio.wait_for(main(), 120))
 
 
-# -- who may ----------------------------------------------------------------------------------------------------------------
+# -- access to descriptors --------------------------------------------------------------------------------------------------
 
 
 def asker(path: str, uid: int = 0, gid: int = 0, groups: tuple[int, ...] = ()) -> str:
-    """What a process of another user gets at `path`."""
+    """What a process of another user receives at `path`."""
     program = (
         "import asyncio, os, sys; from nvpool.rpc.fd_passing import take\n"
         f"asyncio; os.setgroups({list(groups)}); os.setgid({gid}); os.setuid({uid})\n"
@@ -700,8 +702,8 @@ def asker(path: str, uid: int = 0, gid: int = 0, groups: tuple[int, ...] = ()) -
     ).stdout.strip()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
-def test_descriptors_are_for_root_and_the_group_that_the_pool_names_and_for_nobody_else():
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change its user")
+def test_descriptors_are_for_root_and_the_configured_group():
     group = grp.getgrnam("daemon").gr_gid
 
     async def main(directory):
@@ -716,7 +718,7 @@ def test_descriptors_are_for_root_and_the_group_that_the_pool_names_and_for_nobo
                 "by the mode of the socket"
             )
             os.chmod(path, 0o666)
-            assert await asyncio.to_thread(asker, path, 65534, 65534) == "AccessDenied", "by who it is"
+            assert await asyncio.to_thread(asker, path, 65534, 65534) == "AccessDenied", "by its credentials"
             assert await asyncio.to_thread(asker, path, 65534, 65534, (group,)) == "given hello 1"
             assert await asyncio.to_thread(asker, path, 65534, group) == "given hello 1"
         finally:
@@ -727,7 +729,7 @@ def test_descriptors_are_for_root_and_the_group_that_the_pool_names_and_for_nobo
         asyncio.run(asyncio.wait_for(main(directory), 120))
 
 
-def test_nobody_there_somebody_who_says_nothing_and_somebody_else_are_told_apart(tmp_path):
+def test_missing_silent_and_refusing_handovers_differ(tmp_path):
     async def main():
         with pytest.raises(NotSupported):
             await take(str(tmp_path / "none.fd"), 1.0)
@@ -740,7 +742,7 @@ def test_nobody_there_somebody_who_says_nothing_and_somebody_else_are_told_apart
             await take(str(tmp_path / "silent.fd"), 1.0)
 
         def refuse():
-            raise NotSupported("nothing is lent here")
+            raise NotSupported("short-circuit reads are off here")
 
         handover = Handover(str(tmp_path / "refusing.fd"), refuse)
         handover.start()
@@ -762,7 +764,7 @@ def test_nobody_there_somebody_who_says_nothing_and_somebody_else_are_told_apart
     asyncio.run(asyncio.wait_for(main(), 120))
 
 
-def test_what_is_given_can_only_be_read():
+def test_descriptors_are_read_only():
     async def main():
         async with Host() as host:
             said, (data, table) = await take(f"{host.directory}/target1.fd", 2.0)
@@ -772,7 +774,7 @@ def test_what_is_given_can_only_be_read():
                     os.pwrite(fd, b"x", 0)
             with pytest.raises(OSError):
                 os.ftruncate(table, 0)
-            again = os.open(f"/proc/self/fd/{table}", os.O_RDWR)  # root may, and the seal stands all the same
+            again = os.open(f"/proc/self/fd/{table}", os.O_RDWR)  # root may open it; the seal still holds
             with pytest.raises(OSError):
                 os.pwrite(again, b"x", 0)
             for fd in (data, table, again):

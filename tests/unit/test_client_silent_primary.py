@@ -1,4 +1,4 @@
-"""What a client tells of a primary that does not answer it, on counted time."""
+"""Reports of a client about a primary that does not answer, on manual time."""
 
 import asyncio
 from math import inf
@@ -49,13 +49,13 @@ def test_silent_primary_is_logged_once(caplog):
     assert bench.looked(SILENT_S) == 0 and bench.looked(1.0) == SILENT_S + 1.0 and not caplog.messages
     for _ in range(5):
         bench.looked(TOLD_S)
-    (told,) = caplog.messages
-    assert "shard 1, meta-1 on node 2 (stream://10.0.0.2:7)" in told and "nvpool status" in told
+    (message,) = caplog.messages
+    assert "shard 1, meta-1 on node 2 (stream://10.0.0.2:7)" in message and "nvpool status" in message
     bench.unanswered_s = inf
     assert bench.looked(1.0) == 0 and "answers this client again" in caplog.messages[-1]
 
 
-def test_a_primary_that_can_not_be_connected_is_silent():
+def test_unreachable_primary_is_silent():
     bench = Bench()
     bench.connection = None
 

@@ -1,4 +1,4 @@
-"""The writer with stores that do what the test says: order, errors, memory, cuts."""
+"""The writer against scripted stores: order, errors, memory, truncations."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ CHUNK_BITS = 16
 
 
 class Stores:
-    """Takes writes as chunkclient does; each waits until the test lets it go."""
+    """Receives writes as the chunk client does; each waits until the test releases it."""
 
     def __init__(self) -> None:
         self.content = bytearray()
         self.waiting: list[tuple[int, int, asyncio.Future]] = []
-        self.at_once = True
+        self.immediate = True
         self.errors: list[Exception] = []
         self.flushed: list[int] = []
         self.lost: set[tuple[int, int]] = set()
         self.pieces: list[tuple[int, int]] = []
 
     def way_to_write(self, file, index) -> None:
-        """There is something to wait for."""
+        """Every file has a target."""
 
     async def write(self, file, index, offset, length, parts, checksums, deadline_s) -> Stored:
         start = (index << CHUNK_BITS) + offset
         self.pieces.append((start, length))
         data = b"".join(parts)
         assert len(data) == length
-        if not self.at_once:
+        if not self.immediate:
             future = asyncio.get_running_loop().create_future()
             for first, count, _ in self.waiting:
                 assert (
@@ -101,7 +101,7 @@ def run(work) -> None:
     asyncio.run(asyncio.wait_for(work, 120))
 
 
-def test_a_small_file_is_one_write_and_one_report():
+def test_small_file_is_one_write_and_one_report():
     async def main() -> None:
         case = Case()
         await case.writer.write(case.file, 0, b"a" * 3000)
@@ -117,7 +117,7 @@ def test_a_small_file_is_one_write_and_one_report():
     run(main())
 
 
-def test_sequential_writes_leave_in_whole_chunks_without_being_asked():
+def test_sequential_writes_are_sent_in_complete_chunks():
     async def main() -> None:
         case = Case()
         for at in range(0, 4 << CHUNK_BITS, 4096):
@@ -125,17 +125,17 @@ def test_sequential_writes_leave_in_whole_chunks_without_being_asked():
         for _ in range(3):
             await asyncio.sleep(0)
         first, *others = case.stores.pieces
-        assert first == (0, 4096), "what begins a new file does not wait"
+        assert first == (0, 4096), "the first bytes of a new file do not wait"
         assert others[0] == (4096, (1 << CHUNK_BITS) - 4096)
         assert others[1:] == [(n << CHUNK_BITS, 1 << CHUNK_BITS) for n in range(1, 4)]
 
     run(main())
 
 
-def test_two_writes_to_one_block_are_never_on_the_way_together():
+def test_writes_to_one_block_are_never_concurrent():
     async def main() -> None:
         case = Case()
-        case.stores.at_once = False
+        case.stores.immediate = False
         await case.writer.write(case.file, 0, b"a" * 100)
         first = asyncio.create_task(case.writer.store(case.file))
         await asyncio.sleep(0.01)
@@ -157,7 +157,7 @@ def test_random_writes_end_as_the_last_of_each_byte():
     async def main() -> None:
         dice = random.Random(11)
         case = Case(write_buffer_bytes=300 * KIB, write_flight_bytes=100 * KIB)
-        case.stores.at_once = False
+        case.stores.immediate = False
         expected = bytearray()
 
         async def serve() -> None:
@@ -193,7 +193,7 @@ def test_random_writes_end_as_the_last_of_each_byte():
     run(main())
 
 
-def test_an_error_is_told_once_at_the_next_write_and_not_forgotten_before():
+def test_error_is_reported_once_at_the_next_write():
     async def main() -> None:
         case = Case()
         case.stores.errors = [NoSpace()]
@@ -211,10 +211,10 @@ def test_an_error_is_told_once_at_the_next_write_and_not_forgotten_before():
     run(main())
 
 
-def test_writers_wait_for_room_and_are_refused_when_none_comes():
+def test_full_buffer_makes_writers_wait_until_the_deadline():
     async def main() -> None:
         case = Case(write_buffer_bytes=64 * KIB, deadline_s=0.1)
-        case.stores.at_once = False
+        case.stores.immediate = False
         await case.writer.write(case.file, 0, bytes(60 * KIB))
         with pytest.raises(DeadlineExceeded):
             await case.writer.write(case.file, 60 * KIB, bytes(60 * KIB))
@@ -227,10 +227,10 @@ def test_writers_wait_for_room_and_are_refused_when_none_comes():
     run(main())
 
 
-def test_flight_is_bounded_and_all_files_get_their_turn():
+def test_bytes_in_flight_are_bounded_and_files_take_turns():
     async def main() -> None:
         case = Case(write_flight_bytes=128 * KIB)
-        case.stores.at_once = False
+        case.stores.immediate = False
         for number in range(8):
             await case.writer.write(case.file, number << CHUNK_BITS, bytes(1 << CHUNK_BITS))
         await asyncio.sleep(0.01)
@@ -244,7 +244,7 @@ def test_flight_is_bounded_and_all_files_get_their_turn():
     run(main())
 
 
-def test_a_write_that_meets_a_cut_is_sent_again_under_the_new_one():
+def test_write_that_meets_a_truncation_is_sent_again():
     async def main() -> None:
         case = Case()
         case.stores.errors = [StaleCut(), StaleCut()]
@@ -257,7 +257,7 @@ def test_a_write_that_meets_a_cut_is_sent_again_under_the_new_one():
     run(main())
 
 
-def test_a_size_that_was_cut_before_it_was_reported_is_not_reported():
+def test_size_truncated_before_its_report_is_not_reported():
     async def main() -> None:
         case = Case()
         await case.writer.write(case.file, 0, bytes(5000))
@@ -270,10 +270,10 @@ def test_a_size_that_was_cut_before_it_was_reported_is_not_reported():
     run(main())
 
 
-def test_a_cut_forgets_what_lies_behind_it_and_sends_the_rest_after_it():
+def test_truncation_drops_bytes_behind_it_and_keeps_the_rest():
     async def main() -> None:
         case = Case()
-        case.stores.at_once = False
+        case.stores.immediate = False
         await case.writer.write(case.file, 0, b"a" * (1 << CHUNK_BITS))
         await case.writer.write(case.file, 1 << CHUNK_BITS, b"b" * 100)
         cut = asyncio.create_task(case.writer.begin_cut(case.file, (1 << CHUNK_BITS) + 50))
@@ -283,7 +283,7 @@ def test_a_cut_forgets_what_lies_behind_it_and_sends_the_rest_after_it():
         await cut
         assert case.file.written.end == (1 << CHUNK_BITS) + 50
         await case.writer.write(case.file, 1 << CHUNK_BITS, b"c" * 10)
-        case.stores.at_once = True
+        case.stores.immediate = True
         stored = asyncio.create_task(case.writer.store(case.file))
         await asyncio.sleep(0.01)
         assert not stored.done()
@@ -294,7 +294,7 @@ def test_a_cut_forgets_what_lies_behind_it_and_sends_the_rest_after_it():
     run(main())
 
 
-def test_what_is_old_is_sent_and_reported_without_anybody_asking():
+def test_old_bytes_are_sent_and_reported_in_the_background():
     async def main() -> None:
         case = Case(write_age_s=0.0)
         await case.writer.write(case.file, 0, b"log line")
@@ -307,7 +307,7 @@ def test_what_is_old_is_sent_and_reported_without_anybody_asking():
     run(main())
 
 
-def test_a_flush_asks_the_targets_that_have_new_bytes_and_those_once():
+def test_flush_goes_once_to_each_target_with_new_bytes():
     async def main() -> None:
         case = Case()
         await case.writer.write(case.file, 0, bytes(3 << CHUNK_BITS))
@@ -320,7 +320,7 @@ def test_a_flush_asks_the_targets_that_have_new_bytes_and_those_once():
     run(main())
 
 
-def test_two_flushes_of_one_file_at_once_both_wait_for_the_stores():
+def test_two_concurrent_flushes_both_wait_for_the_stores():
     async def main() -> None:
         case = Case()
         await case.writer.write(case.file, 0, bytes(100))
@@ -338,7 +338,7 @@ def test_two_flushes_of_one_file_at_once_both_wait_for_the_stores():
         assert not both[0].done() and not both[1].done()
         assert case.writer.unflushed(5)
         await case.writer.write(case.file, 0, bytes(100))
-        await case.flush()  # not of these flushes: it may have come to the store behind them
+        await case.flush()  # not covered by these flushes: it may reach the store after them
         gate.set()
         await asyncio.gather(*both)
         assert case.writer.unflushed(5)
@@ -348,10 +348,10 @@ def test_two_flushes_of_one_file_at_once_both_wait_for_the_stores():
     run(main())
 
 
-def test_who_waits_for_bytes_that_a_cut_drops_is_woken():
+def test_waiter_for_truncated_bytes_is_woken():
     async def main() -> None:
         case = Case()
-        await case.writer.begin_cut(case.file, 0)  # nothing is written yet
+        await case.writer.begin_cut(case.file, 0)  # nothing has been written
         await case.writer.write(case.file, 0, b"kept")
         await case.writer.begin_cut(case.file, 1000)
         await case.writer.write(case.file, 2000, b"dropped")
@@ -363,23 +363,23 @@ def test_who_waits_for_bytes_that_a_cut_drops_is_woken():
     run(main())
 
 
-def test_bytes_that_are_stored_after_their_time_was_told_have_it_told_again():
+def test_bytes_stored_after_their_report_are_reported_again():
     async def main() -> None:
         case = Case(write_age_s=0.0)
         case.file.attr = Attr(inode=5, size=100, table=1, chunk_bits=CHUNK_BITS)
-        case.stores.at_once = False
+        case.stores.immediate = False
         await case.writer.write(case.file, 0, b"new")
         await case.writer.run_once()
         await asyncio.sleep(0.01)
         assert case.reports == [(0, True, False)] and len(case.stores.waiting) == 1
         case.stores.release()
         await case.flush()
-        assert case.reports[1:] == [(3, True, False)], "who opened the file between the two has the old bytes"
+        assert case.reports[1:] == [(3, True, False)], "a reader that opened in between has old bytes"
 
     run(main())
 
 
-def test_a_large_write_of_bytes_is_kept_without_copying_and_others_are_copied():
+def test_large_bytes_are_kept_without_a_copy():
     async def main() -> None:
         case = Case()
         content = os.urandom(40 * KIB)

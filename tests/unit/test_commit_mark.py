@@ -20,25 +20,25 @@ def path(tmp_path):
     return tmp_path / "mark"
 
 
-def test_commit_mark_never_falls(path, records):
+def test_commit_mark_never_decreases(path, records):
     mark = CommitMark.begin(path, records, 7, 40)
     mark.raise_to(39)
     assert read_mark(path, records) == Marked(7, 40)
     mark.raise_to(41)
     assert read_mark(path, records) == Marked(7, 41)
     CommitMark.begin(path, records, 8, 12).raise_to(13)
-    mark.raise_to(99)  # of a term that is over
+    mark.raise_to(99)  # of an old term
     assert read_mark(path, records) == Marked(8, 13)
     remove_mark(path)
     remove_mark(path)
     assert read_mark(path, records) is None
 
 
-def test_commit_mark_rises_before_a_change_is_committed(path, records):
+def test_commit_mark_is_raised_before_the_commit(path, records):
     history, seen = ReplicationHistory(Position(3, 1)), []
     history.mark_commits(CommitMark.begin(path, records, 1, 3))
     history.note(4, 1, b"x")
-    assert history.committed == 4 and read_mark(path, records).sequence == 4, "alone"
+    assert history.committed == 4 and read_mark(path, records).sequence == 4, "without standbys"
     history.alone = False
     history.note(5, 1, b"x")
     history.note(6, 1, b"x")
@@ -75,15 +75,15 @@ def as_pipe(path):
         as_symlink,
         as_pipe,
     ],
-    ids=["writable", "short", "strange", "linked", "symlink", "pipe"],
+    ids=["writable", "short", "invalid", "linked", "symlink", "pipe"],
 )
-def test_commit_mark_in_doubt_proves_nothing(path, records, spoil):
+def test_doubtful_commit_mark_proves_nothing(path, records, spoil):
     CommitMark.begin(path, records, 7, 40)
     spoil(path)
     assert read_mark(path, records) is None
 
 
-def test_commit_mark_that_can_not_be_made_is_none(path, records, caplog):
+def test_commit_mark_that_cannot_be_made_is_none(path, records, caplog):
     path.mkdir()
     assert CommitMark.begin(path, records, 7, 40) is None and "no commit mark" in caplog.text
     assert read_mark(path, records) is None

@@ -1,4 +1,4 @@
-"""The configuration of a node is checked as a whole, and what is wrong is said with line and reason."""
+"""The node configuration is checked as a whole; each error names its line and reason."""
 
 import msgspec
 import pytest
@@ -10,22 +10,22 @@ from nvpool.core.errors import BadConfiguration
 from nvpool.core.units import MIB
 
 
-def told(text: str) -> str:
+def error_of(text: str) -> str:
     with pytest.raises(BadConfiguration) as caught:
         config.parse(text, "node.toml")
     return str(caught.value)
 
 
-def test_the_sample_is_the_default_configuration():
+def test_sample_is_the_default_configuration():
     assert config.parse(config.sample()) == config.Config()
 
 
-def test_the_sample_with_every_line_taken_in_is_the_default_configuration():
+def test_uncommented_sample_is_the_default_configuration():
     lines = [line.removeprefix("# ") if " = " in line else line for line in config.sample().splitlines()]
     assert config.parse("\n".join(lines)) == config.Config()
 
 
-def test_the_sample_explains_every_key():
+def test_sample_explains_every_key():
     lines = config.sample().splitlines()
     for name, section in config.as_dict(config.Config()).items():
         assert f"[{name}]" in lines
@@ -34,11 +34,11 @@ def test_the_sample_explains_every_key():
             assert lines[at - 1].startswith("# ") and len(lines[at - 1]) > 10, key
 
 
-def test_an_empty_file_is_the_default():
+def test_empty_file_is_the_default():
     assert config.parse("") == config.Config()
 
 
-def test_values_given_are_kept_and_written_back():
+def test_given_values_are_kept_and_written_back():
     given_config = config.parse(
         '[log]\nlevel = "debug"\n[journal]\nmap_bytes_max = "64MiB"\nsync_interval_s = 1\n'
     )
@@ -70,13 +70,13 @@ def test_values_given_are_kept_and_written_back():
         ("supervisor.drain_s = 'long'", 1, 'supervisor.drain_s = "long": write a number from 0 to 3600'),
     ],
 )
-def test_what_is_wrong_is_said_with_its_line(text, line, reason):
-    said = told(text)
+def test_error_names_line_and_reason(text, line, reason):
+    said = error_of(text)
     assert f"line {line}: " in said and reason in said, said
 
 
-def test_all_that_is_wrong_is_said_at_once():
-    said = told("[log]\nlevel = 1\nto = 2\n[store]\nspeed = 'high'\n[meta]\ngrant_s = 1\n")
+def test_all_errors_are_reported_together():
+    said = error_of("[log]\nlevel = 1\nto = 2\n[store]\nspeed = 'high'\n[meta]\ngrant_s = 1\n")
     assert [line.split(":")[0].strip() for line in said.splitlines()[1:]] == [
         "line 2",
         "line 3",
@@ -86,14 +86,14 @@ def test_all_that_is_wrong_is_said_at_once():
 
 
 def test_text_that_is_not_toml_is_refused_with_its_line():
-    assert "line 2" in told("[log]\nlevel = \n")
+    assert "line 2" in error_of("[log]\nlevel = \n")
 
 
 @pytest.mark.parametrize(
     "content, reason",
     [(None, "does not exist"), (b"\xff\xfe", "not UTF-8"), ("directory", "can not be read")],
 )
-def test_a_file_that_can_not_be_read_is_refused(tmp_path, content, reason):
+def test_unreadable_file_is_refused(tmp_path, content, reason):
     place = tmp_path / "node.toml"
     if content == "directory":
         place.mkdir()
@@ -144,7 +144,7 @@ def test_any_text_is_a_configuration_or_refused(text):
         'enabled = "on"',
     ],
 )
-def test_networks_devices_and_transports_for_rdma_are_named_properly_or_refused(text):
+def test_invalid_rdma_settings_are_refused(text):
     with pytest.raises(BadConfiguration, match="rdma"):
         config.parse(f"[rdma]\n{text}\n")
     good = config.parse(

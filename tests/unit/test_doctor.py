@@ -1,4 +1,4 @@
-"""`nvpool doctor`: each check says what is bad where it is made so, and nothing where all is well."""
+"""`nvpool doctor`: each check finds the fault that the test makes, and reports ok without it."""
 
 import errno
 import json
@@ -22,7 +22,7 @@ from nvpool.security.ca import Authority, Described
 
 @pytest.fixture
 def root(tmp_path):
-    """Writes files of a tree that stands for /."""
+    """Function that writes files of a tree that stands for /."""
 
     def write(**files):
         for path, text in files.items():
@@ -42,7 +42,7 @@ def put(root, path, text):
 
 
 def state(found, remedies=()):
-    """Of one Check, which has a remedy exactly where it is not ok."""
+    """State of a Check, which has a remedy exactly when it is not ok."""
     assert (found.state == OK) == (not found.remedy), found
     assert found.seen and all(word in found.remedy for word in remedies), found
     return found.state
@@ -58,20 +58,20 @@ def states(found):
 @pytest.mark.parametrize(
     "release, wanted", [("6.9.1", OK), ("6.1.0-18-amd64", WARN), ("4.19.0", WARN), ("strange", WARN)]
 )
-def test_kernels(release, wanted):
+def test_kernel_version(release, wanted):
     assert state(doctor_machine.kernel(release)) == wanted
 
 
-def test_a_machine_without_fuse(tmp_path):
+def test_missing_fuse_device_is_bad(tmp_path):
     assert state(doctor_machine.fuse_device(tmp_path), ["modprobe fuse"]) == BAD
     put(tmp_path, "dev/fuse", "")
     assert state(doctor_machine.fuse_device(tmp_path)) == OK
     (tmp_path / "dev/fuse").unlink()
-    (tmp_path / "dev/fuse").mkdir()  # what no one can open to write
+    (tmp_path / "dev/fuse").mkdir()  # a directory can not be opened for writing
     assert state(doctor_machine.fuse_device(tmp_path)) == BAD
 
 
-def test_what_fuse_allows(tmp_path):
+def test_fuse_settings(tmp_path):
     assert state(doctor_machine.request_pages(tmp_path)) == OK
     assert (
         state(doctor_machine.request_pages(put(tmp_path, "proc/sys/fs/fuse/max_pages_limit", "32\n"))) == WARN
@@ -83,7 +83,7 @@ def test_what_fuse_allows(tmp_path):
     )
 
 
-def test_limits():
+def test_process_limits():
     for check, few, many in (
         (doctor_machine.open_files, 1024, 1 << 20),
         (doctor_machine.locked_memory, 64 << 10, -1),
@@ -98,7 +98,7 @@ def test_limits():
     assert state(doctor_machine.open_files((1024, -1))) == OK
 
 
-def test_io_uring_that_is_forbidden(tmp_path):
+def test_forbidden_io_uring_is_a_warning(tmp_path):
     assert state(doctor_machine.io_uring(tmp_path, errno.EFAULT)) == OK
     assert (state(doctor_machine.compiled_modules(False)), state(doctor_machine.compiled_modules(True))) == (
         OK,
@@ -114,7 +114,7 @@ def test_io_uring_that_is_forbidden(tmp_path):
     )
 
 
-def test_clocks_of_a_machine(tmp_path):
+def test_machine_clocks(tmp_path):
     assert state(doctor_machine.clock_synchronized(0x2001)) == OK
     assert state(doctor_machine.clock_synchronized(0x41), ["chrony"]) == WARN
     place = "sys/devices/system/clocksource/clocksource0/current_clocksource"
@@ -122,7 +122,7 @@ def test_clocks_of_a_machine(tmp_path):
     assert state(doctor_machine.clock_source(put(tmp_path, place, "hpet\n"))) == WARN
 
 
-def test_memory(tmp_path):
+def test_memory_and_swap(tmp_path):
     put(tmp_path, "proc/meminfo", "MemTotal:       16384000 kB\n")
     put(tmp_path, "proc/self/cgroup", "0::/a/b\n")
     assert state(doctor_machine.memory(tmp_path)) == OK
@@ -139,7 +139,7 @@ def test_memory(tmp_path):
     assert state(doctor_machine.overcommit(put(tmp_path, "proc/sys/vm/overcommit_memory", "2\n"))) == WARN
 
 
-def test_processors_that_save_power(tmp_path):
+def test_power_saving_governor_is_a_warning(tmp_path):
     assert state(doctor_machine.governor(tmp_path)) == OK
     put(tmp_path, "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", "powersave\n")
     assert state(doctor_machine.governor(tmp_path), ["performance"]) == WARN
@@ -147,7 +147,7 @@ def test_processors_that_save_power(tmp_path):
     assert state(doctor_machine.governor(tmp_path)) == OK
 
 
-def test_the_network(tmp_path):
+def test_network_ports(tmp_path):
     def port(name, mtu, speed, up="up"):
         place = tmp_path / "sys/class/net" / name
         (place / "device").mkdir(parents=True, exist_ok=True)
@@ -168,7 +168,7 @@ def test_the_network(tmp_path):
         assert state(doctor_machine.retransmits(tmp_path)) == wanted
 
 
-def test_devices_for_rdma_are_named_and_what_stands_in_their_way(tmp_path):
+def test_rdma_devices_and_their_problems_are_named(tmp_path):
     bare = doctor_machine.rdma_devices(tmp_path)
     assert state(bare) == OK and "no InfiniBand or RoCE device" in bare.seen
     put(tmp_path, "sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN\n")
@@ -182,12 +182,12 @@ def test_devices_for_rdma_are_named_and_what_stands_in_their_way(tmp_path):
     assert any(one.name == "rdma" for one in doctor_machine.machine(tmp_path))
 
 
-def test_names_of_a_machine():
+def test_machine_names():
     assert state(doctor_machine.own_name("localhost")) == OK
     assert state(doctor_machine.own_name("no-such-name.invalid"), ["/etc/hosts"]) == WARN
 
 
-def test_all_checks_run_here_and_one_that_can_not_look_says_so():
+def test_all_checks_run_and_report_when_they_cannot_look():
     found = list(doctor_machine.machine())
     assert len(found) >= 19 and len({one.name for one in found}) == len(found)
     for one in found:
@@ -218,18 +218,18 @@ def test_all_checks_run_here_and_one_that_can_not_look_says_so():
         ("xfs", "rw,sync", WARN),
     ],
 )
-def test_file_systems(kind, options, wanted):
+def test_file_system_types_and_options(kind, options, wanted):
     assert state(doctor_drive.file_system(Path("/d"), Mount("8:1", Path("/d"), kind, "x", options))) == wanted
 
 
-def test_the_mount_of_a_drive_is_the_deepest():
+def test_mount_of_a_drive_is_the_deepest():
     all_mounts = [
         Mount("8:1", Path(place), "ext4", place, "rw") for place in ("/", "/mnt", "/mnt/a", "/mnt/ab")
     ]
     assert doctor_drive.mount_of(Path("/mnt/a/b"), all_mounts).source == "/mnt/a"
 
 
-def test_devices(tmp_path):
+def test_block_devices(tmp_path):
     queue = tmp_path / "sys/dev/block/8:1/queue"
     for file, text in (("rotational", "0"), ("write_cache", "write back"), ("logical_block_size", "512")):
         put(tmp_path, queue / file, text + "\n")
@@ -251,7 +251,7 @@ def test_direct_reads_are_tried(tmp_path):
     assert doctor_drive.direct(place).state in (OK, WARN) and set(os.listdir(place)) == before
 
 
-def test_what_can_be_no_drive_is_said_to_be_none_and_ends_no_doctor(tmp_path):
+def test_invalid_drive_is_reported_without_a_crash(tmp_path):
     class Broken(type(tmp_path)):
         def stat(self, **_):
             number = errno.EACCES if self.name == "others" else errno.EIO
@@ -308,8 +308,8 @@ def test_chains_nodes_and_problems():
         assert state(doctor_pool.chains(seen)) == wanted
     assert state(doctor_pool.nodes({"nodes": [node(1), node(2)]})) == OK
     assert state(doctor_pool.nodes({"nodes": [node(1), node(2, "silent")]})) == BAD
-    told = ["3 chains have fewer copies than they shall", "the mount at /m is dead", "store 1 is fenced"]
-    assert states(doctor_pool.problems({"problems": told})) == [("pool", BAD)]
+    problems = ["3 chains have fewer copies than they shall", "the mount at /m is dead", "store 1 is fenced"]
+    assert states(doctor_pool.problems({"problems": problems})) == [("pool", BAD)]
     fields = [
         {"kind": kind, "reason": f"reason {kind}", "remedy": remedy}
         for kind, remedy in (
@@ -318,18 +318,18 @@ def test_chains_nodes_and_problems():
             ("bad-block", ""),
         )
     ]
-    shown = list(doctor_pool.problems({"problems": told, "health": {"problems": fields}}))
+    shown = list(doctor_pool.problems({"problems": problems, "health": {"problems": fields}}))
     assert [(one.seen, one.remedy) for one in shown] == [
         ("reason shard-no-standby", "nvpool shard standbys POOL 1 1"),
         ("reason bad-block", "see nvpool status"),
     ]
     noticed = {"kind": "plain-text", "severity": "notice", "reason": "plain text", "remedy": "TLS"}
-    assert states(doctor_pool.problems({"problems": told, "health": {"problems": [noticed]}})) == [
+    assert states(doctor_pool.problems({"problems": problems, "health": {"problems": [noticed]}})) == [
         ("pool", WARN)
     ]
 
 
-def test_who_keeps_the_map():
+def test_etcd_members_and_leader():
     three = [node(1), node(2), node(3)]
     assert state(doctor_pool.etcd({"nodes": three})) == OK == state(doctor_pool.etcd({"nodes": three[:1]}))
     assert state(doctor_pool.etcd({"nodes": [*three[:2], node(3, "silent")]})) == WARN
@@ -358,7 +358,7 @@ def test_mounts_of_this_machine():
     assert states(doctor_pool.mounts(status, False))[1] == ("mount /b", OK)
 
 
-def test_versions_and_clocks_that_differ():
+def test_different_versions_and_clocks_are_warned_about():
     assert (
         state(doctor_pool.versions({"a": "1", "b": "1"})) == OK
         and state(doctor_pool.versions({"a": "1", "b": "2"})) == WARN
@@ -367,7 +367,7 @@ def test_versions_and_clocks_that_differ():
         assert state(doctor_pool.skews({"a": 0.0, "b": seconds})) == wanted
 
 
-def test_certificates_that_end(tmp_path):
+def test_certificates_that_expire(tmp_path):
     now_s = 1_000_000.0
     ends = {
         "a.crt": 29.5,
@@ -398,7 +398,7 @@ def test_certificates_that_end(tmp_path):
     assert read["authority.crt"].ends_s > SYSTEM_CLOCK.wall_ns() / 1e9
 
 
-def test_metrics_that_others_may_read():
+def test_public_metrics_are_a_warning():
     for listen, wanted in (("", OK), ("9477", OK), ("unix:/run/m.sock", OK), ("0.0.0.0:9477", WARN)):
         assert state(doctor_pool.metrics(listen)) == wanted
 
@@ -421,20 +421,24 @@ def test_addresses():
     assert dict(states(doctor_pool.names(["stream://192.0.2.7:1"], []))) == {"address 192.0.2.7": OK}
 
 
-def test_ports_that_are_closed_and_ports_of_strangers():
-    with socket.create_server(("127.0.0.1", 0)) as stranger:
-        port = stranger.getsockname()[1]
+def test_closed_ports_and_ports_of_other_programs():
+    with socket.create_server(("127.0.0.1", 0)) as unrelated:
+        port = unrelated.getsockname()[1]
         with socket.create_server(("127.0.0.1", 0)) as gone:
             closed = gone.getsockname()[1]
         there, away = f"stream://127.0.0.1:{port}", f"stream://127.0.0.1:{closed}"
         assert states(doctor_pool.ports({there: "serving"}, [there])) == [("ports", OK)]
         assert states(doctor_pool.ports({there: "stopped"}, [there]))[0] == (f"port 127.0.0.1:{port}", BAD)
-        assert states(doctor_pool.ports({there: "stopped"}, [])) == [("ports", OK)]  # somebody else's to tell
+        assert states(doctor_pool.ports({there: "stopped"}, [])) == [
+            ("ports", OK)
+        ]  # the port of another node
         assert states(doctor_pool.ports({away: "serving", "stream+unix:///x": "serving"}, []))[0] == (
             f"port 127.0.0.1:{closed}",
             BAD,
         )
-        assert states(doctor_pool.ports({away: "silent"}, [])) == [("ports", OK)]  # told as a process that is
+        assert states(doctor_pool.ports({away: "silent"}, [])) == [
+            ("ports", OK)
+        ]  # reported with the processes
 
 
 @pytest.mark.parametrize(
@@ -448,13 +452,13 @@ def test_ports_that_are_closed_and_ports_of_strangers():
         (1500, 1500, False, False, OK),
     ],
 )
-def test_packets_that_do_not_arrive(interface, agreed, answers, arrives, wanted):
+def test_lost_large_packets_are_reported(interface, agreed, answers, arrives, wanted):
     found = network_mtu.judge(network_mtu.Path("h", interface, agreed, answers, arrives))
     assert state(found, ["MTU"] if wanted != OK else []) == wanted
     assert ("not known" in found.seen) == (wanted == OK and not answers)
 
 
-def test_paths_lead_to_other_machines_only():
+def test_paths_lead_only_to_other_machines():
     node = {"state": "serving", "endpoints": ["stream://127.0.0.1:9", "stream://no-such-name.invalid:9"]}
     assert list(doctor_pool.paths({"nodes": [node]})) == []
 
@@ -474,7 +478,7 @@ def nvpool(*words):
     )
 
 
-def test_the_command_tells_all_and_fails_where_something_is_bad(tmp_path):
+def test_command_reports_all_and_fails_if_something_is_bad(tmp_path):
     done = nvpool("doctor", "--drive", tmp_path / "none", "--json")
     found = json.loads(done.stdout)
     assert done.returncode == 1 and {"name", "state", "seen", "remedy"} == set(found[0])
@@ -484,7 +488,7 @@ def test_the_command_tells_all_and_fails_where_something_is_bad(tmp_path):
     assert all(one["state"] != "ok" for one in json.loads(quiet.stdout)) and quiet.returncode == 1
 
 
-def test_a_pool_that_runs_is_looked_at_and_one_that_does_not_is_bad(tmp_path):
+def test_running_pool_is_checked_and_a_stopped_one_is_bad(tmp_path):
     pool = tmp_path / "pool"
     try:
         assert nvpool("dev", "up", pool, "--size", "1G").returncode == 0

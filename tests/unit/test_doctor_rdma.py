@@ -1,4 +1,4 @@
-"""nvpool doctor rdma: what it says of machines with and without devices for RDMA, and how it says it."""
+"""`nvpool doctor rdma`: its checks on machines with and without RDMA devices, and its output."""
 
 import json
 import resource
@@ -40,14 +40,14 @@ def of(root):
     return {check.name: check for check in doctor_rdma.checks(root)}
 
 
-def test_a_machine_without_devices_needs_nothing(tmp_path):
+def test_machine_without_devices_needs_nothing(tmp_path):
     found = of(tmp_path)
     assert found["devices"].state == found["kernel"].state == "ok"
     assert not [check for check in found.values() if check.state == "bad"]
     assert "can be used" not in found["UCX over the network"].seen
 
 
-def test_a_machine_with_a_device_is_told_what_its_pool_would_miss(tmp_path, monkeypatch):
+def test_machine_with_a_device_gets_remedies(tmp_path, monkeypatch):
     monkeypatch.setattr(ucx, "library", lambda: ("/somewhere", False))
     monkeypatch.setattr(ucx, "version", lambda: "1.22.0")
     monkeypatch.setattr(ucx, "missing", lambda: "")
@@ -59,7 +59,7 @@ def test_a_machine_with_a_device_is_told_what_its_pool_would_miss(tmp_path, monk
     assert found["UCX"].state == "bad" and "libucx0" in found["UCX"].remedy
 
 
-def test_links_that_are_down_and_kernels_without_modules_are_bad(tmp_path):
+def test_inactive_link_and_missing_kernel_modules_are_bad(tmp_path):
     down = of(machine(tmp_path / "down", state="1: DOWN"))["link mlx5_0:1"]
     assert down.state == "bad" and "DOWN" in down.seen and down.remedy
     old = of(machine(tmp_path / "old", gids=("IB/RoCE v1",)))["link mlx5_0:1"]
@@ -69,14 +69,19 @@ def test_links_that_are_down_and_kernels_without_modules_are_bad(tmp_path):
     assert bare.state == "bad" and "modprobe ib_core ib_uverbs" in bare.remedy
 
 
-def test_the_command_ends_with_one_when_something_is_bad(monkeypatch):
+def test_exit_code_is_one_if_something_is_bad(monkeypatch):
     monkeypatch.setattr(
         doctor_rdma, "checks", lambda: [Check("a", OK, "fine"), Check("b", BAD, "broken", "mend it")]
     )
     shown = CliRunner().invoke(doctor, ["rdma"])
     assert shown.exit_code == 1 and "mend it" in shown.output
-    told = CliRunner().invoke(doctor, ["rdma", "--json"])
-    assert json.loads(told.stdout)[1] == {"name": "b", "state": "bad", "seen": "broken", "remedy": "mend it"}
+    in_json = CliRunner().invoke(doctor, ["rdma", "--json"])
+    assert json.loads(in_json.stdout)[1] == {
+        "name": "b",
+        "state": "bad",
+        "seen": "broken",
+        "remedy": "mend it",
+    }
     before = CliRunner().invoke(doctor, ["--json", "-q", "rdma"])
     assert [one["name"] for one in json.loads(before.stdout)] == ["b"]
     for words in (["--pool", "/srv/pool", "rdma"], ["--drive", "/mnt", "rdma"], ["--drive", ""]):

@@ -1,4 +1,4 @@
-"""`nvpool node drain --stop` on the node that is drained: its daemons end, and with them who could say that it is done."""
+"""`nvpool node drain --stop` on the drained node itself: its daemons stop, and with them the source of its status."""
 
 import asyncio
 import json
@@ -18,12 +18,12 @@ from nvpool.poolmap.model import Drive, Node, Target, encode_map
 from nvpool.testing.contracts.coordinator import first_map
 
 
-def write(directory: PoolDirectory, wish: str, chains: bool) -> None:
-    """The map of a pool whose second node is to hold nothing, and perhaps still does."""
+def write(directory: PoolDirectory, requested: str, chains: bool) -> None:
+    """Write the map of a pool whose second node is draining; `chains`: it still has chains."""
     first = first_map()
     now = replace(
         first,
-        nodes=(*first.nodes, Node(2, "b", "h", ("stream://10.0.0.2:1",), wish=wish)),
+        nodes=(*first.nodes, Node(2, "b", "h", ("stream://10.0.0.2:1",), wish=requested)),
         drives=(*first.drives, Drive(9, 2, "/mnt/b", 1 << 30)),
         targets=(*first.targets, Target(9, 9, 2, 1 << 30, (), wish="drain")),
     )
@@ -37,7 +37,7 @@ def write(directory: PoolDirectory, wish: str, chains: bool) -> None:
 
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
-    """Of node 2, where nobody answers."""
+    """Pool directory of node 2, where no daemon replies."""
     one = PoolDirectory(tmp_path)
     one.format.write_text("nvpool pool 1\n")
     one.node_json.write_bytes(msgspec.json.encode({"node": 2, "member": "node/beta.2"}))
@@ -68,20 +68,20 @@ def drained(directory, *words):
     return CliRunner().invoke(node, ["drain", str(directory.path), "2", *words])
 
 
-def test_who_waits_is_told_that_it_is_done_when_the_daemons_have_ended(directory):
+def test_waiting_drain_is_done_when_the_daemons_stop(directory):
     write(directory, "share", chains=True)
     done = drained(directory, "--stop", "--wait", "--json")
     assert done.exit_code == 0, done.output
-    assert (told := json.loads(done.stdout))["wish"] == "drained" and told["state"] == "stopped"
+    assert (shown := json.loads(done.stdout))["wish"] == "drained" and shown["state"] == "stopped"
 
 
-def test_asked_again_it_is_done_and_what_is_not_known_to_be_is_asked_for(directory):
+def test_repeated_drain_is_done_only_if_the_map_says_so(directory):
     write(directory, "stop", chains=False)
     assert "its processes have ended" in drained(directory, "--stop", "--wait").stdout
-    for wish, chains in (("share", False), ("drain", False), ("stop", True)):
-        write(directory, wish, chains)
+    for requested, chains in (("share", False), ("drain", False), ("stop", True)):
+        write(directory, requested, chains)
         assert "3 chains to go" in drained(directory, "--stop").stdout
     write(directory, "stop", chains=False)
     me = identity_of(os.getpid())
     directory.lock.write_text(f"{me.pid} {me.start} {me.boot}\n")
-    assert "3 chains to go" in drained(directory, "--stop").stdout, "its supervisor runs"
+    assert "3 chains to go" in drained(directory, "--stop").stdout, "the supervisor is running"

@@ -1,4 +1,4 @@
-"""The newest map that other nodes hold, asked over real connections in one process."""
+"""The newest map that other nodes have, requested over real connections in one process."""
 
 import asyncio
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ OWN = 1
 
 @pytest.fixture
 def ask(monkeypatch, request):
-    """Result of `newest_elsewhere` where the other nodes answer: a map, None (nothing newer), an error; or are "silent"."""
+    """Result of `newest_elsewhere` for replies of the other nodes: a map, None (not newer), an error, or "silent"."""
     monkeypatch.setattr(peer_maps, "ASK_S", 3600.0)
     monkeypatch.setattr(peer_maps, "MORE_S", 0.01)
 
@@ -68,11 +68,11 @@ def newer(epochs):
     return msgspec.structs.replace(first_map(), epoch=first_map().epoch + epochs)
 
 
-def test_newest_map_is_found_beside_a_silent_node(ask):
+def test_newest_map_is_found_despite_a_silent_node(ask):
     assert ask("silent", newer(2)) == newer(2)
 
 
-def test_nothing_newer_is_an_answer_beside_a_silent_node(ask):
+def test_nothing_newer_is_a_result_despite_a_silent_node(ask):
     assert ask(None, "silent") is None
 
 
@@ -80,10 +80,10 @@ def test_newest_map_of_several_nodes_is_taken(ask):
     assert ask(newer(1), newer(3)) == newer(3)
 
 
-def test_refusal_counts_where_no_node_gives_a_map(ask):
+def test_refusal_is_raised_if_no_node_has_a_newer_map(ask):
     with pytest.raises(StaleIdentity):
         ask(StaleIdentity("node 1 is not in the pool"))
 
 
-def test_refusal_of_one_node_yields_to_a_map(ask):
+def test_refusal_of_one_node_is_ignored_with_a_newer_map(ask):
     assert ask(StaleIdentity("node 1 is not in the pool"), newer(1)) == newer(1)

@@ -83,7 +83,7 @@ def test_cipher_keeps_holes(compiled, monkeypatch):
     )
 
 
-def test_cipher_refuses_what_is_no_block():
+def test_cipher_refuses_incomplete_blocks():
     cipher = BlockCipher(os.urandom(64))
     with pytest.raises(ValueError):
         cipher.encrypt(1, 0, 0, b"x" * 100)
@@ -114,7 +114,7 @@ def test_pool_key_wraps_and_is_replaced(tmp_path):
         last.unwrap(wrapped)
 
 
-def test_wrapped_key_damage_is_noticed(tmp_path):
+def test_damaged_wrapped_key_is_detected(tmp_path):
     keys = PoolKeys(key_file=key_file(tmp_path))
     wrapped = keys.new()
     for at in (0, 20, 60, WRAPPED_BYTES - 1):
@@ -126,7 +126,7 @@ def test_wrapped_key_damage_is_noticed(tmp_path):
         keys.unwrap(wrapped[:-1])
 
 
-def test_key_file_is_looked_at_closely(tmp_path):
+def test_key_file_mode_and_content_are_checked(tmp_path):
     path = Path(key_file(tmp_path))
     path.chmod(0o640)
     with pytest.raises(BadConfiguration, match="chmod 600"):
@@ -181,7 +181,7 @@ async def the_store(kind: str, directory: Path):
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
 def test_store_encrypts_writes_and_cuts(kind, tmp_path):
-    """Writes of any place and length, cuts and holes: what a reader decrypts is what was written."""
+    """Writes at any offset and of any length, truncations and holes: the decrypted content is what was written."""
 
     async def main():
         store, cipher, chance = await the_store(kind, tmp_path), BlockCipher(os.urandom(64)), random.Random(7)
@@ -320,14 +320,14 @@ def test_copy_within_and_out_of_an_encrypted_volume(tmp_path):
     asyncio.run(main())
 
 
-def test_no_pool_key_no_encrypted_volume(tmp_path):
+def test_encrypted_volume_needs_a_pool_key(tmp_path):
     async def main():
         async with pool_and_client(None) as (_, fs):
             with pytest.raises(OSError, match="encryption.key_file") as caught:
                 await fs.volumes.create("secret", encrypted=True)
             assert caught.value.errno == errno.ENOKEY
             assert await fs.volumes.list() == []
-            await fs.volumes.create("open")  # others are as always
+            await fs.volumes.create("open")  # volumes without encryption work
 
     asyncio.run(main())
 
@@ -366,7 +366,7 @@ def test_rewrap_while_clients_work(tmp_path):
                 await pool.stop_store(1)
                 await pool.start_store(1)
                 async with await fs.open("/volumes/secret/file", "r+") as file:
-                    await file.write(5, b"once more")  # a client that knows the key by its old wrapping
+                    await file.write(5, b"once more")  # by a client that has the key with its old wrapping
                     await file.flush()
             other = AsyncFileSystem(await pool.client("other"), ROOT)
             assert bytes(await other.read_bytes("/volumes/secret/file"))[5:14] == b"once more"
@@ -375,7 +375,7 @@ def test_rewrap_while_clients_work(tmp_path):
 
 
 def test_write_without_the_key_is_refused(tmp_path):
-    """A client that sends plain bytes to a file of an encrypted volume, or a key to one of no such volume."""
+    """A client sends plain bytes to a file of an encrypted volume, or a key to a file outside of any."""
 
     async def main():
         async with pool_and_client(None, key_file=key_file(tmp_path), capacities=(64 * MIB,)) as (_, fs):

@@ -1,4 +1,4 @@
-"""Who is a member of the pool's own etcd: each step, steps in any order with deaths between them, and what never happens."""
+"""Membership of the pool's own etcd: each step, random steps with failures between them, and invariants."""
 
 from types import SimpleNamespace
 
@@ -61,7 +61,7 @@ def entry(node: int, state="up", generation: int = 0) -> EtcdMember:
 
 
 class Etcd:
-    """As etcd keeps its members: one learns at a time, and none goes without whom the others could not decide."""
+    """A model of etcd's membership: one learner at a time; a removal never costs the others their quorum."""
 
     def __init__(self, *found: Found, here: set[int]):
         self.found = {one.id: one for one in found}
@@ -85,11 +85,11 @@ class Etcd:
             voters = {nodes_of.get(each.peers[0]) for each in self.found.values() if not each.learns}
             if not one.learns and len(voters & self.here) <= len(voters) // 2:
                 self.found[step.id] = one
-                raise AssertionError("one is removed without whom the others can not decide")
+                raise AssertionError("a removal costs the other members their quorum")
 
 
 def act(pool_map: PoolMap, node: int) -> PoolMap:
-    """What a node does about its own entry."""
+    """What a node does about its own entry of the map."""
     one = of_node(pool_map, node)
     if one is not None and one.state == "wanted":
         return put(
@@ -118,7 +118,7 @@ def settle(pool_map: PoolMap, etcd: Etcd, here: set[int], away: set[int]) -> Poo
             pool_map = step.decide(pool_map)
         elif step is not None:
             etcd.do(step, {e.peer: e.node for e in pool_map.etcd})
-    raise AssertionError(f"it never ends: {pool_map.etcd}, {etcd.found}")
+    raise AssertionError(f"no end: {pool_map.etcd}, {etcd.found}")
 
 
 def voters(pool_map: PoolMap) -> set[int]:
@@ -130,7 +130,7 @@ def of_one() -> Etcd:
 
 
 @pytest.mark.parametrize(("nodes", "expected"), [(1, {1}), (2, {1}), (3, {1, 2, 3}), (6, {1, 2, 3})])
-def test_three_nodes_or_more_have_three_members_and_fewer_have_one(nodes, expected):
+def test_pool_has_three_etcd_members_or_one(nodes, expected):
     here = set(range(1, nodes + 1))
     etcd = of_one()
     etcd.here = here
@@ -140,11 +140,11 @@ def test_three_nodes_or_more_have_three_members_and_fewer_have_one(nodes, expect
     assert decode_map(encode_map(after)) == after and len(clients(after)) == len(expected)
 
 
-def test_nobody_comes_while_three_can_not_be_had():
+def test_no_member_is_added_until_three_are_possible():
     assert settle(a_map(3, entry(1)), of_one(), {1, 2}, set()).etcd == (entry(1),)
 
 
-def test_members_are_in_different_racks_where_there_are():
+def test_members_are_in_different_racks_if_possible():
     racks = {1: "a", 2: "a", 3: "b", 4: "", 5: "c"}
     etcd = of_one()
     etcd.here = {1, 2, 3, 4, 5}
@@ -155,7 +155,7 @@ def of_three(here: set[int]) -> Etcd:
     return Etcd(*(Found(f"{n}", (f"p{n}",), False, True) for n in (1, 2, 3)), here=here)
 
 
-def test_one_that_is_away_for_long_is_followed_by_another_and_not_before():
+def test_long_absent_member_is_replaced():
     pool_map = a_map(4, entry(1), entry(2), entry(3))
     assert settle(pool_map, of_three({2, 3, 4}), {2, 3, 4}, set()) is pool_map
     assert voters(settle(pool_map, of_three({2, 3, 4}), {2, 3, 4}, {1})) == {2, 3, 4}
@@ -169,15 +169,17 @@ def draining(pool_map: PoolMap, *numbers: int) -> PoolMap:
 @pytest.mark.parametrize(
     ("nodes", "drained", "expected"), [(4, 1, {2, 3, 4}), (3, 1, 1), (3, 3, 1), (5, 2, {1, 3, 4})]
 )
-def test_one_whose_node_is_drained_gives_its_place_away(nodes, drained, expected):
+def test_member_on_a_draining_node_is_replaced(nodes, drained, expected):
     here = set(range(1, nodes + 1))
     after = settle(draining(a_map(nodes, entry(1), entry(2), entry(3)), drained), of_three(here), here, set())
     assert drained not in voters(after) and len(voters(after)) == (1 if expected == 1 else 3)
     assert expected == 1 or voters(after) == expected
-    assert len(voters(after)) == members_wanted(after), "what is told of as missing is what nobody makes"
+    assert len(voters(after)) == members_wanted(after), (
+        "no member is reported missing that no node will become"
+    )
 
 
-def test_the_only_one_goes_when_another_has_come():
+def test_only_member_of_a_draining_node_leaves_after_another():
     etcd = of_one()
     etcd.here = {1, 2}
     assert voters(settle(draining(a_map(2, entry(1)), 1), etcd, {1, 2}, set())) == {2}
@@ -185,19 +187,19 @@ def test_the_only_one_goes_when_another_has_come():
     assert settle(alone, of_one(), {1}, set()) is alone
 
 
-def test_one_that_is_away_stays_where_nobody_can_follow():
+def test_absent_member_stays_if_none_can_replace_it():
     pool_map = a_map(3, entry(1), entry(2), entry(3))
     assert settle(pool_map, of_three({2, 3}), {2, 3}, {1}) is pool_map
 
 
-def test_without_most_of_them_nobody_is_removed():
+def test_no_member_is_removed_without_a_quorum():
     pool_map = a_map(4, entry(1), entry(2), entry(3))
     assert settle(pool_map, of_three({3, 4}), {3, 4}, {1, 2}) is pool_map
     gone = leaving(pool_map, 3)
     assert not isinstance(next_step(gone, of_three(set()).found.values(), {3, 4}, {1, 2}), Remove)
 
 
-def test_one_that_has_lost_its_data_comes_again_as_another():
+def test_member_with_lost_data_joins_as_a_new_member():
     pool_map = put(a_map(3, entry(1), entry(2), entry(3)), 2, 0, state="lost")
     after = settle(pool_map, of_three({1, 2, 3}), {1, 2, 3}, set())
     assert (
@@ -207,20 +209,20 @@ def test_one_that_has_lost_its_data_comes_again_as_another():
     )
 
 
-def test_the_only_member_leaves_after_another_has_come():
+def test_leaving_only_member_waits_for_another():
     etcd = of_one()
     etcd.here = {1, 2}
     after = settle(leaving(a_map(2, entry(1)), 1), etcd, {1, 2}, set())
     assert voters(after) == {2} and of_node(after, 1) is None
 
 
-def test_with_the_third_node_gone_one_member_is_left():
+def test_removal_of_the_third_node_leaves_one_member():
     pool_map = replace(a_map(3, entry(1), entry(2), entry(3)), nodes=a_map(2).nodes)
     after = settle(pool_map, of_three({1, 2, 3}), {1, 2}, set())
     assert len(voters(after)) == 1 and voters(after) < {1, 2}
 
 
-def test_a_newcomer_that_goes_away_is_given_up():
+def test_absent_candidate_is_given_up():
     for state in ("wanted", "ready", "added"):
         found = Found("3", ("p3",), True, False)
         etcd = Etcd(*(Found(f"{n}", (f"p{n}",), False, True) for n in (1, 2)), here={1, 2, 4})
@@ -230,15 +232,15 @@ def test_a_newcomer_that_goes_away_is_given_up():
         assert voters(after) == {1, 2, 4}
 
 
-def test_a_member_that_the_map_does_not_know_is_removed_and_an_etcd_of_the_operators_own_left_alone():
-    stranger = Found("9", ("p9",), False, True)
-    assert next_step(a_map(1, entry(1)), [Found("1", ("p1",), False, True), stranger], {1}, set()) == Remove(
+def test_unknown_member_is_removed_from_the_pools_own_etcd():
+    unknown = Found("9", ("p9",), False, True)
+    assert next_step(a_map(1, entry(1)), [Found("1", ("p1",), False, True), unknown], {1}, set()) == Remove(
         "9"
     )
-    assert next_step(a_map(3), [stranger], {1, 2, 3}, set()) is None
+    assert next_step(a_map(3), [unknown], {1, 2, 3}, set()) is None
 
 
-def test_what_is_said_of_another_generation_changes_nothing():
+def test_change_for_another_generation_is_ignored():
     pool_map = wanted(a_map(3, entry(1)), 2)
     assert put(pool_map, 2, 7, state="ready") is pool_map and put(pool_map, 3, 0, state="up") is pool_map
     assert without(pool_map, 2, 7) is pool_map and wanted(pool_map, 2) is pool_map
@@ -254,7 +256,7 @@ def test_what_is_said_of_another_generation_changes_nothing():
         max_size=60,
     )
 )
-def test_whatever_happens_most_voters_are_there_to_decide_and_all_ends_well(events):
+def test_random_steps_keep_a_quorum_and_end_with_three(events):
     here, pool_map = {1, 2, 3, 4, 5}, a_map(5, EtcdMember(1, "c1", "p1"))
     etcd = of_one()
 
@@ -298,7 +300,7 @@ def test_whatever_happens_most_voters_are_there_to_decide_and_all_ends_well(even
 
 
 @pytest.mark.parametrize(
-    ("drained", "here", "told"),
+    ("drained", "here", "expected"),
     [
         ((), {1, 2, 3}, ["the pool map is kept by 1 of 3 members of etcd"]),
         (
@@ -312,7 +314,7 @@ def test_whatever_happens_most_voters_are_there_to_decide_and_all_ends_well(even
         ((3,), {1}, []),
     ],
 )
-def test_too_few_members_are_told_of_where_more_are_to_come(tmp_path, monkeypatch, drained, here, told):
+def test_missing_etcd_members_are_reported(tmp_path, monkeypatch, drained, here, expected):
     pool_map = draining(a_map(3, entry(1)), *drained)
     present = {f"etcd/{node}": '{"able": true, "answers": true}' for node in here}
     keeper = SimpleNamespace(
@@ -325,5 +327,5 @@ def test_too_few_members_are_told_of_where_more_are_to_come(tmp_path, monkeypatc
     monkeypatch.setattr(EtcdKeeper, "_etcd", SimpleNamespace(is_silent=False))
     assert (
         EtcdKeeper(PoolDirectory(tmp_path), Config(), keeper, SimpleNamespace(node=1), None).problems()
-        == told
+        == expected
     )

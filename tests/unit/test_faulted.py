@@ -1,4 +1,4 @@
-"""Memory that is all there: what was in it is in it, and no page is left to be found later."""
+"""Prefaulted memory: its content is unchanged, and each page is mapped."""
 
 import mmap
 import os
@@ -16,7 +16,7 @@ def resident(name):
         return int(re.search(r"Rss:\s+(\d+) kB", file.read().partition(name)[2])[1]) << 10
 
 
-def test_each_page_is_mapped_and_as_it_was():
+def test_each_page_is_mapped_and_unchanged():
     descriptor = make_sealed("nvpool faulted", SIZE, b"head")
     try:
         os.pwrite(descriptor, b"tail", SIZE - 4)
@@ -31,6 +31,6 @@ def test_each_page_is_mapped_and_as_it_was():
         os.close(descriptor)
 
 
-def test_a_length_that_is_no_whole_page():
+def test_length_that_is_not_a_multiple_of_the_page_size():
     assert fault_in(bytearray(b"abc")) == b"abc"
     assert fault_in(bytearray(b"x" * (PAGE + 1))) == b"x" * (PAGE + 1)

@@ -1,4 +1,4 @@
-"""The faults themselves: what was synced is always there, what was not is sometimes there and sometimes not."""
+"""The fault injection itself: synced data always survives, other data in some states only."""
 
 import errno
 import os
@@ -44,7 +44,7 @@ def states(faults, count=40):
         yield into
 
 
-def test_what_was_synced_is_in_every_state_and_what_was_not_in_some(faults):
+def test_synced_data_is_in_every_state_other_data_in_some(faults):
     run(
         faults,
         """
@@ -62,7 +62,7 @@ def test_what_was_synced_is_in_every_state_and_what_was_not_in_some(faults):
     assert {(b"", b""), (b"b", b"c"), (b"\0", b"c")} <= seen, seen
 
 
-def test_an_unsynced_overwrite_leaves_the_old_or_the_new_page(faults):
+def test_unsynced_overwrite_leaves_the_old_or_the_new_page(faults):
     run(
         faults,
         """
@@ -79,7 +79,7 @@ def test_an_unsynced_overwrite_leaves_the_old_or_the_new_page(faults):
     assert len(seen) >= 4, seen
 
 
-def test_a_rename_without_a_sync_of_the_directory_may_not_have_happened(faults):
+def test_rename_without_a_directory_sync_may_be_lost(faults):
     run(
         faults,
         """
@@ -92,18 +92,18 @@ def test_a_rename_without_a_sync_of_the_directory_may_not_have_happened(faults):
     assert all((s / "old").read_bytes() == b"x" for s in states(faults, 10))
 
 
-def test_a_write_through_o_dsync_is_there(faults):
+def test_write_with_o_dsync_survives(faults):
     run(faults, 'f = os.open("old", os.O_RDWR | os.O_DSYNC); os.pwrite(f, b"d" * 4096, 4096)')
     assert all((s / "old").read_bytes()[4096:8192] == b"d" * 4096 for s in states(faults, 10))
 
 
-def test_a_lying_sync_covers_nothing(faults):
+def test_lying_sync_makes_nothing_durable(faults):
     faults.arm(on=SYNC, action=LIE)
     run(faults, 'f = os.open("old", os.O_RDWR); os.pwrite(f, b"n" * 4096, 0); os.fsync(f)')
     assert {(s / "old").read_bytes()[:1] for s in states(faults)} == {b"o", b"n"}
 
 
-def test_writes_fail_or_come_short_on_request_and_only_on_the_named_file(faults):
+def test_writes_fail_or_are_short_on_the_named_file(faults):
     faults.arm(on=WRITE, action=FAIL, error=errno.ENOSPC, path="bad", skip=1, count=1)
     faults.arm(on=WRITE, action=SHORT, path="short", slot=1)
     out = run(
@@ -121,7 +121,7 @@ def test_writes_fail_or_come_short_on_request_and_only_on_the_named_file(faults)
     assert out.split() == ["4", "ENOSPC", "4", "2", "4"]
 
 
-def test_direct_writes_of_whole_blocks_pass_come_short_and_fail_between_blocks(faults):
+def test_direct_writes_are_short_or_fail_at_block_borders(faults):
     out = run(
         faults,
         """
@@ -151,7 +151,7 @@ def test_direct_writes_of_whole_blocks_pass_come_short_and_fail_between_blocks(f
     assert out.split() == ["65536", "ENOSPC"]
 
 
-def test_lmdb_survives_power_loss_at_any_moment_of_its_commits(faults):
+def test_lmdb_survives_power_loss_during_commits(faults):
     run(
         faults,
         """

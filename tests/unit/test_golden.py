@@ -1,7 +1,6 @@
-"""What later versions can not change and has no golden file beside its own tests: numbers, grants, data messages, the pool map.
+"""Golden values without a golden file beside their own tests: numbers, grants, data messages, the pool map.
 
-A golden file is never made anew to please this test: a different byte is a new format with a new version.
-"""
+Never regenerate a golden file to make a test pass: a different byte is a new format with a new version."""
 
 import json
 from pathlib import Path
@@ -51,10 +50,10 @@ NAMED_WITHOUT_EPOCH = {
     "UseRequest",
     "UseReply",
 }
-"""Parts of messages; and the status and the figures of a process, which have none of the pool in them."""
+"""Parts of messages, and status and statistics of a process, which contain nothing of the pool."""
 
 OF_OLDER_BUILDS = {"FetchReply"}
-"""Golden messages that this build reads and does not send."""
+"""Golden messages that this build decodes but does not send."""
 
 
 def numbers() -> dict[str, int | list[int]]:
@@ -357,17 +356,17 @@ def a_map() -> PoolMap:
     )
 
 
-def test_numbers_are_those_of_the_golden_file():
+def test_numbers_match_the_golden_file():
     assert numbers() == json.loads((GOLDEN / "numbers.json").read_text())
 
 
-def test_grants_and_data_messages_have_the_bytes_of_the_golden_file():
+def test_grants_and_data_messages_match_the_golden_file():
     golden = json.loads((GOLDEN / "messages.json").read_text())
     assert {name: golden.pop(name) for name in OF_OLDER_BUILDS}.keys() == OF_OLDER_BUILDS
     assert messages() == golden
 
 
-def test_a_fetched_chunk_of_an_older_build_is_read():
+def test_fetched_chunk_of_an_older_build_is_decoded():
     raw = bytes.fromhex(json.loads((GOLDEN / "messages.json").read_text())["FetchReply"])
     reply = data_pb2.FetchReply.FromString(raw)
     copy = decode_copy(reply.chunks[0], memoryview(bytes(3 * 4096)))
@@ -376,37 +375,37 @@ def test_a_fetched_chunk_of_an_older_build_is_read():
     )
 
 
-def test_the_pool_map_is_the_one_of_the_golden_file_and_places_chunks_as_ever():
+def test_pool_map_matches_its_golden_files():
     raw = (GOLDEN / "poolmap.json").read_bytes().strip()
     assert decode_map(raw) == a_map() and encode_map(a_map()) == raw
     assert a_map().fingerprint == "f5373a35705e9c89"
     assert (
         decode_map((GOLDEN / "poolmap-1.json").read_bytes().strip()) == a_map()
-    )  # as maps were before chains had a goal
+    )  # maps before chains had a goal
     assert (
         decode_map((GOLDEN / "poolmap-2.json").read_bytes().strip()) == a_map()
-    )  # and before it was told what they may lose
+    )  # maps before losses could be accepted
     assert (
         decode_map((GOLDEN / "poolmap-3.json").read_bytes().strip()) == a_map()
-    )  # and before nodes were revoked
+    )  # maps before nodes were revoked
     assert (
         decode_map((GOLDEN / "poolmap-4.json").read_bytes().strip()) == a_map()
-    )  # and before it had targets' verifiers
+    )  # maps before targets had verifiers
     assert (
         decode_map((GOLDEN / "poolmap-5.json").read_bytes().strip()) == a_map()
-    )  # and before chains began anew
+    )  # maps before chains could be reset
     assert (
         decode_map((GOLDEN / "poolmap-6.json").read_bytes().strip()) == a_map()
-    )  # and before moves had an epoch
+    )  # maps before moves had an epoch
     assert (
         decode_map((GOLDEN / "poolmap-7.json").read_bytes().strip()) == a_map()
-    )  # and before rights were taken back
+    )  # maps before rights were revoked
     taking = taken(a_map(), INODE, "client/one.0a1b2c3d", grants.READ, 1_700_000_000_000, 130_000)
     assert encode_map(taking) == (GOLDEN / "poolmap-taken.json").read_bytes().strip()
     assert decode_map(encode_map(taking)) == taking
 
 
-def test_every_data_message_carries_the_epoch_of_the_map():
+def test_every_data_message_has_the_map_epoch():
     without = {
         name
         for name, message in data_pb2.DESCRIPTOR.message_types_by_name.items()

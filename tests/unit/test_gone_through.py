@@ -1,4 +1,4 @@
-"""Directories of which much was looked up by name, in no order: all of it is asked for, and nothing is missed for that."""
+"""Directories of which many names were looked up in no order: the client lists them, and misses no change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ META = MetaOptions(watch_s=30.0)
 
 @pytest.fixture(autouse=True)
 def only_by_name(monkeypatch):
-    """Nothing is asked for because names follow one another: what is looked at here is what no order tells."""
+    """Disable prefetching of successive names: these tests are about look-ups in no order."""
     monkeypatch.setattr(prefetch_policy, "MISSES_MIN", 1 << 30)
 
 
@@ -53,7 +53,7 @@ async def settled(vfs) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_when_an_eighth_was_asked_for_by_name_the_rest_comes_together_and_opens_without_a_question():
+def test_listing_follows_look_ups_of_an_eighth_of_the_names():
     async def main() -> None:
         async with Case(EXACT, META) as case:
             there, names = await filled(case.other, 400)
@@ -83,7 +83,7 @@ def test_when_an_eighth_was_asked_for_by_name_the_rest_comes_together_and_opens_
     run(main())
 
 
-def test_what_was_listed_without_the_right_to_read_it_gets_that_with_the_rest():
+def test_listed_files_without_a_grant_get_one():
     async def main() -> None:
         async with Case(EXACT, META) as case:
             there, names = await filled(case.other, 400)
@@ -116,14 +116,14 @@ def test_what_was_listed_without_the_right_to_read_it_gets_that_with_the_rest():
     run(main())
 
 
-def test_what_others_change_is_seen_by_who_has_gone_through():
+def test_changes_of_others_are_seen_after_a_listing():
     async def main() -> None:
         async with Case(EXACT, META) as case:
             there, names = await filled(case.other, 200)
             await case.one.getattr(there)
             for name in names[:64]:
                 await find(case.one, there, name)
-            while not case.pool.sent["META_LIST"]:  # noqa: ASYNC110 - while it is under way, too
+            while not case.pool.sent["META_LIST"]:  # noqa: ASYNC110 - changes also come during the listing
                 await asyncio.sleep(0)
             changes = {name: b"another" * (at % 3) for at, name in enumerate(names[50:80])}
             for name, content in changes.items():
@@ -147,7 +147,7 @@ def test_what_others_change_is_seen_by_who_has_gone_through():
     run(main())
 
 
-def test_what_is_open_or_written_here_stays_as_it_is():
+def test_open_and_dirty_files_are_not_changed_by_a_listing():
     async def main() -> None:
         async with Case(EXACT, META) as case:
             there, names = await filled(case.other, 200)
@@ -166,7 +166,7 @@ def test_what_is_open_or_written_here_stays_as_it_is():
     run(main())
 
 
-def test_directories_that_can_not_be_remembered_or_are_small_are_not_gone_through():
+def test_small_or_uncacheable_directory_is_not_listed():
     async def main() -> None:
         for options, count in ((EXACT._replace(cached_entries=400), 200), (EXACT, 60)):
             async with Case(options, META) as case:
@@ -181,11 +181,11 @@ def test_directories_that_can_not_be_remembered_or_are_small_are_not_gone_throug
     run(main())
 
 
-def test_where_no_rights_come_with_the_names_each_is_asked_for():
+def test_files_without_grants_in_the_listing_are_looked_up():
     async def main() -> None:
         async with Case(EXACT, META) as case:
             there, names = await filled(case.other, 200)
-            # a volume with rights of its own
+            # a volume with its own rights
             case.pool.meta._view.access.restricted[1 << 40] = VolumeRecord("other", flags=LISTED)
             await case.one.getattr(there)
             case.pool.sent.clear()
@@ -197,7 +197,7 @@ def test_where_no_rights_come_with_the_names_each_is_asked_for():
     run(main())
 
 
-def test_names_that_are_not_there_do_not_bring_the_directory_again_and_again():
+def test_missing_names_do_not_list_a_directory_repeatedly():
     async def main() -> None:
         async with Case(ClientOptions(leases=True, fresh_s=0.0, attr_s=0.0), META) as case:
             there, _ = await filled(case.other, 100)
@@ -212,7 +212,7 @@ def test_names_that_are_not_there_do_not_bring_the_directory_again_and_again():
     run(main())
 
 
-def test_several_directories_in_turns_are_each_gone_through():
+def test_several_directories_are_each_listed():
     async def main() -> None:
         async with Case(EXACT, META) as case:
             places = []
@@ -232,7 +232,7 @@ def test_several_directories_in_turns_are_each_gone_through():
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_a_wide_directory_is_gone_through_at_all_its_shards(shards):
+def test_striped_directory_is_listed_at_all_its_shards(shards):
     async def main() -> None:
         async with LocalPool(shards=shards, meta_options=META) as pool:
             other, one = (await pool.client()).vfs, (await pool.client()).vfs
@@ -250,7 +250,7 @@ def test_a_wide_directory_is_gone_through_at_all_its_shards(shards):
     run(main())
 
 
-def test_a_shard_that_is_gone_leaves_no_error_behind():
+def test_stopped_shard_leaves_no_error():
     async def main() -> None:
         async with Case(EXACT._replace(deadline_s=0.2), META) as case:
             there, names = await filled(case.other, 200)
@@ -267,7 +267,7 @@ def test_a_shard_that_is_gone_leaves_no_error_behind():
     run(main())
 
 
-def test_a_larger_share_counts_where_it_was_of_no_use():
+def test_share_rises_after_a_useless_listing():
     class Clock:
         @staticmethod
         def boottime_s() -> float:
@@ -285,12 +285,12 @@ def test_a_larger_share_counts_where_it_was_of_no_use():
     missed(1)
     assert known.is_to_be_known(1, 800) and not known.is_to_be_known(1, 800)
     missed(800)
-    assert not known.is_to_be_known(1, 800)  # it is under way
+    assert not known.is_to_be_known(1, 800)  # the listing is in progress
     known.went_through(1, 800)
     for _ in range(400):
         known.hit(1, b"x")
     missed(100)
-    assert known.is_to_be_known(1, 800)  # half of it was of use
+    assert known.is_to_be_known(1, 800)  # half of the listing was used
     known.went_through(1, 800)
     missed(100)
     assert not known.is_to_be_known(1, 800)
@@ -298,7 +298,7 @@ def test_a_larger_share_counts_where_it_was_of_no_use():
     assert known.is_to_be_known(1, 800) and known._directories[1].share == SHARE / 4
 
 
-def test_the_grants_of_a_listing_belong_to_its_promised_files():
+def test_grants_of_a_listing_belong_to_its_leased_files():
     entries = [
         (Attr(inode=1, mode=0o100644), True),
         (Attr(inode=2, mode=0o040755), True),

@@ -1,4 +1,4 @@
-"""What status says of a pool: problems, reasons and remedies, decided from a map and what processes said."""
+"""Health report of a pool: problems, reasons and remedies, derived from a map and the processes' reports."""
 
 import asyncio
 
@@ -23,7 +23,7 @@ from nvpool.poolmap.model import (
 
 
 def a_map(nodes=2, replicas=2, **fields) -> PoolMap:
-    """A drive on each node; all hold the two chains of the table."""
+    """A pool map with a drive on each node; all drives have the two chains of the table."""
     targets = tuple(Target(n, n, n, 1 << 30, (f"stream://n{n}:{n}",)) for n in range(1, nodes + 1))
     holders = tuple(range(1, nodes + 1))[:replicas]
     standby = StandbyMember(1, 2, ("stream://n2:2",), "up", "/d2/nvpool-pool-meta-1.1")
@@ -43,7 +43,7 @@ def a_map(nodes=2, replicas=2, **fields) -> PoolMap:
 
 
 def seen(pool_map, *, silent=(), stores=None, metas=None, **named):
-    """Problems of the map, where all processes serve but for what is said of them."""
+    """Problems of the map if all processes serve, except for what the arguments say."""
     stores, metas = stores or {}, metas or {}
     shard = pool_map.shards[0]
     states = {shard.member: ("primary", shard.node)} | {
@@ -105,11 +105,11 @@ def without_copy(pool_map, number, joining=()):
     return replace(pool_map, tables=(ChainTable(len(holders), (short, short)),))
 
 
-def test_a_healthy_pool_has_no_problem_and_code_0():
+def test_healthy_pool_has_no_problem_and_code_0():
     assert seen(a_map()) == [] and exit_code([]) == 0
 
 
-def test_a_dead_node_is_named_once_with_its_processes():
+def test_dead_node_is_named_once_with_its_processes():
     pool_map = without_copy(with_target(a_map(), 2, state="down"), 2)
     found = kinds(seen(pool_map, silent={2}))
     assert (
@@ -133,7 +133,7 @@ def test_missing_copies_name_the_cause_and_the_command():
     down = kinds(seen(pool_map, stores={3: {"state": "restarting", "reason": "no chunk store"}}))
     again = kinds(seen(pool_map, stores={3: {"state": "starting", "reason": "no chunk store"}}))
     assert down["copies-missing"].reason == again["copies-missing"].reason, (
-        "steady between two tries to start it"
+        "unchanged between two attempts to start it"
     )
     assert (
         "no chunk store" in down["copies-missing"].reason
@@ -149,7 +149,7 @@ def test_missing_copies_name_the_cause_and_the_command():
     assert "no room" in full["copies-missing"].reason and "nvpool drive add" in full["copies-missing"].remedy
 
 
-def test_store_that_serves_but_is_left_out_is_reported():
+def test_serving_store_left_out_of_the_map_is_reported():
     pool_map = without_copy(with_target(a_map(), 2, state="down"), 2)
     found = kinds(
         seen(pool_map, stores={2: {"refused": "this node does not lead the pool", "serving_pid": 99}})
@@ -175,13 +175,13 @@ def test_chains_without_a_target_are_unavailable():
         ("restarting", "/srv/pool/meta/shard-1 is missing", "load a dump"),
     ],
 )
-def test_a_shard_without_a_serving_primary_is_unavailable(state, reason, words):
+def test_shard_without_a_serving_primary_is_unavailable(state, reason, words):
     problem = kinds(seen(a_map(), metas={0: {"state": state, "reason": reason}}))["shard-no-primary"]
     assert problem.severity == "unavailable" and (problem.shard, problem.member, problem.node) == (1, 0, 1)
     assert reason in problem.reason and words in problem.text
 
 
-def test_a_primary_that_waits_for_a_standby_says_for_which():
+def test_primary_that_waits_for_a_standby_names_it():
     problem = kinds(seen(a_map(), silent={2}, metas={0: {"state": "starting"}}))["shard-no-primary"]
     assert "waits for meta-1.1 on node 2" in problem.reason
     assert "nvpool shard standbys /srv/pool 1 0" in problem.remedy
@@ -224,7 +224,7 @@ def syncing(pool_map, state="syncing"):
         ),
     ],
 )
-def test_a_missing_standby_says_why_and_what_to_do(said, words, remedy):
+def test_missing_standby_has_a_reason_and_a_remedy(said, words, remedy):
     problem = kinds(seen(syncing(a_map()), metas={1: said}))["shard-no-standby"]
     assert (
         words in problem.reason
@@ -249,14 +249,14 @@ def drained(**fields):
     return replace(pool_map, tables=(ChainTable(2, (moving, moving)),), **fields)
 
 
-def test_a_drain_is_a_problem_only_when_it_stands_still():
+def test_drain_is_a_problem_only_when_it_stalls():
     assert "drain-stalled" not in kinds(seen(drained()))
     problem = kinds(seen(drained(), stalled_s={1: 75.0}))["drain-stalled"]
     assert (problem.node, problem.target, problem.drive, problem.count) == (1, 1, 1, 2)
     assert "nothing has moved for 1 min 15 s" in problem.reason and "--cancel" in problem.remedy
 
 
-def test_a_drain_that_stands_still_says_what_it_waits_for():
+def test_stalled_drain_names_what_it_waits_for():
     paused = kinds(seen(drained(moving=RebalanceSettings(paused=True)), stalled_s={1: 0.0}))["drain-stalled"]
     assert "paused" in paused.reason and paused.remedy == "nvpool pool rebalance /srv/pool --resume"
     down = kinds(seen(with_target(drained(), 3, state="down"), silent={3}, stalled_s={1: 99.0}))[
@@ -267,7 +267,7 @@ def test_a_drain_that_stands_still_says_what_it_waits_for():
     assert "no room" in full.reason and "nvpool drive add /srv/pool" in full.remedy
 
 
-def test_a_drive_that_is_almost_full_is_a_problem():
+def test_almost_full_drive_is_a_problem():
     room = {"capacity_bytes": 1000}
     assert "drive-full" not in kinds(
         seen(a_map(), stores={2: room | {"used_bytes": 949}, 1: room | {"used_bytes": None}})
@@ -281,7 +281,7 @@ def emptied():
     return replace(drained(), tables=(ChainTable(2, (full, full)),))
 
 
-def test_a_drain_that_removes_nothing_says_what_keeps_chunks():
+def test_drain_that_removes_nothing_names_what_keeps_chunks():
     kept = {"strays_wait": "7 chunks are kept until this target has heard from the node that leads the pool"}
     problem = kinds(seen(emptied(), stores={1: kept}, stalled_s={1: 99.0}))["drain-stalled"]
     assert problem.reason.endswith(kept["strays_wait"]) and "does not become empty" in problem.reason
@@ -299,7 +299,7 @@ def test_a_drain_that_removes_nothing_says_what_keeps_chunks():
     )
 
 
-def test_a_drain_stands_still_while_the_drive_is_not_emptied():
+def test_drain_stalls_while_the_drive_is_not_emptied():
     clock, used = ManualClock(), [100]
 
     async def stores():
@@ -316,10 +316,10 @@ def test_a_drain_stands_still_while_the_drive_is_not_emptied():
     used[0] = 50
     assert looked(1) == {}
     used[0] = 0
-    assert looked(1) == {} and looked(2 * STALLED_S) == {}, "it is empty"
+    assert looked(1) == {} and looked(2 * STALLED_S) == {}, "the drive is empty"
 
 
-def test_exit_codes_put_what_is_missing_before_damage():
+def test_exit_codes_put_unavailability_before_damage():
     damaged, notice, degraded = (
         HealthProblem("x", "y", severity=one) for one in ("damaged", "notice", "degraded")
     )
@@ -328,14 +328,14 @@ def test_exit_codes_put_what_is_missing_before_damage():
     )
 
 
-def test_a_problem_keeps_the_time_since_when_it_is_known():
+def test_problem_keeps_its_first_time():
     (first,) = with_since([HealthProblem("x", "one way", target=1)], {}, 1000)
     later = [HealthProblem("x", "another way", target=1), HealthProblem("x", "one way", target=2)]
     again, other = with_since(later, {first.key: 1000}, 5000)
     assert (first.since_ms, again.since_ms, other.since_ms) == (1000, 1000, 5000)
 
 
-def test_a_drain_stands_still_when_nothing_is_copied():
+def test_drain_stalls_when_nothing_is_copied():
     clock, maps, copied = ManualClock(), [drained()], [0]
 
     async def stores():
@@ -350,15 +350,15 @@ def test_a_drain_stands_still_when_nothing_is_copied():
 
     assert looked(0) == {} and looked(STALLED_S - 1) == {}
     copied[0] = 1 << 20
-    assert looked(1) == {}, "bytes are copied of a chain that has not left yet"
+    assert looked(1) == {}, "bytes of a chain that has not moved yet are copied"
     assert looked(STALLED_S - 1) == {} and looked(1) == {1: STALLED_S}
     maps[0] = replace(maps[0], tables=(ChainTable(2, (Chain(4, (2, 3)), maps[0].tables[0].chains[1])),))
     assert looked(1) == {}
     maps[0] = replace(maps[0], moving=RebalanceSettings(paused=True))
-    assert 1 in looked(1), "a pause is told of at once"
+    assert 1 in looked(1), "a pause is reported immediately"
 
 
-def test_since_is_the_time_of_the_map_change():
+def test_problem_begins_at_the_time_of_the_map_change():
     clock, maps = ManualClock(), [a_map()]
 
     async def stores():

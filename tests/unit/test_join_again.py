@@ -1,4 +1,4 @@
-"""`nvpool node join` at a directory that is a node's already: one that is in the pool, one that was removed from it."""
+"""`nvpool node join` in a directory that belongs to a node already: a member of the pool, or a removed one."""
 
 import asyncio
 
@@ -25,7 +25,7 @@ def directory(tmp_path):
 
 @pytest.fixture
 def answers(monkeypatch):
-    """What the pool answers at the address."""
+    """Replies of the pool at the address."""
     given, asked = [], []
 
     async def ask(pool, method, request, reply_type, *, wait_s, endpoints):
@@ -41,7 +41,7 @@ def answers(monkeypatch):
 
 
 def pool_of(*members):
-    """A pool of these nodes, numbered from two on."""
+    """A pool with these nodes, numbered from 2."""
     first = first_map()
     return replace(
         first,
@@ -58,9 +58,9 @@ def pool_of(*members):
 @pytest.mark.parametrize(
     "answer",
     [StaleIdentity("node/beta.2 is not in the pool"), pool_of(), pool_of("node/another.2")],
-    ids=["refused", "gone", "its number is another's"],
+    ids=["refused", "gone", "its number belongs to another node"],
 )
-def test_a_node_that_was_removed_is_told_how_to_begin_anew_and_keeps_its_token(directory, answers, answer):
+def test_removed_node_gets_the_remedy_and_keeps_its_token(directory, answers, answer):
     answers.append(answer)
     with pytest.raises(
         InvalidRequest, match=f"(?s)removed from this pool.*nvpool pool destroy {directory.path}.*not used"
@@ -68,7 +68,7 @@ def test_a_node_that_was_removed_is_told_how_to_begin_anew_and_keeps_its_token(d
         _check_member(directory, "10.0.0.1:17512")
 
 
-def test_a_clients_directory_becomes_no_node_and_is_not_said_to_be_of_one(tmp_path):
+def test_client_directory_is_refused_as_a_node(tmp_path):
     client = PoolDirectory(tmp_path)
     client.node_json.write_bytes(msgspec.json.encode({"node": 0, "member": "client/beta"}))
     with pytest.raises(
@@ -78,14 +78,14 @@ def test_a_clients_directory_becomes_no_node_and_is_not_said_to_be_of_one(tmp_pa
 
 
 @pytest.mark.parametrize(
-    "answer", [pool_of("node/beta.2"), Unreachable("nobody")], ids=["in", "nobody answers"]
+    "answer", [pool_of("node/beta.2"), Unreachable("nobody")], ids=["member", "unreachable"]
 )
-def test_a_node_that_is_in_the_pool_or_may_be_goes_on(directory, answers, answer):
+def test_member_or_possible_member_continues(directory, answers, answer):
     answers.append(answer)
     _check_member(directory, "stream://10.0.0.1:17512")
 
 
-def test_what_can_be_no_drive_is_refused_before_the_token_is_used(tmp_path):
+def test_invalid_drive_is_refused_before_the_token_is_used(tmp_path):
     file = tmp_path / "file"
     file.touch()
     done = CliRunner().invoke(

@@ -1,4 +1,4 @@
-"""Tokens and members in the map, certificates renewed, and the move of the map into etcd, step by step with deaths between."""
+"""Join tokens and members in the pool map, and renewal of certificates."""
 
 import asyncio
 import os
@@ -34,30 +34,30 @@ def node(number: int) -> Node:
 
 
 @given(st.binary(min_size=16, max_size=16), st.binary(min_size=32, max_size=32))
-def test_a_token_is_read_as_it_was_written(secret, fingerprint):
+def test_token_is_decoded_as_it_was_encoded(secret, fingerprint):
     assert read_token(f"  {Token(secret, fingerprint).text()}\n") == Token(secret, fingerprint)
 
 
 @given(st.text(max_size=90))
 @settings(max_examples=200)
-def test_nothing_else_is_a_token(text):
+def test_other_text_is_not_a_token(text):
     with pytest.raises(InvalidRequest):
         read_token(text)
 
 
 @pytest.mark.parametrize("cut", range(1, 70, 7))
-def test_a_part_of_a_token_is_none(cut):
+def test_part_of_a_token_is_refused(cut):
     with pytest.raises(InvalidRequest):
         read_token(Token(bytes(range(16)), bytes(range(32))).text()[:-cut])
 
 
-def test_a_token_lets_in_once_until_it_ends_and_the_same_key_again():
+def test_token_admits_one_key_until_it_expires():
     pool_map = token_given(first_map(), JoinToken("h", "node", 1000), 0)
     assert decode_map(encode_map(pool_map)) == pool_map
     for wrong, kind, now_ms in (("x", "node", 0), ("h", "client", 0), ("h", "node", 1000)):
         with pytest.raises(
             AccessDenied, match=f"nvpool {kind} token"
-        ):  # never one that gives more than was asked for
+        ):  # never the command for a token with more rights than were requested
             joined(pool_map, wrong, kind, "key-a", "node/beta.2", now_ms, node)
     after = joined(pool_map, "h", "node", "key-a", "node/beta.2", 500, node)
     assert after.epoch == pool_map.epoch + 1 and after.members == (*pool_map.members, "node/beta.2")
@@ -69,7 +69,7 @@ def test_a_token_lets_in_once_until_it_ends_and_the_same_key_again():
     assert token_given(after, JoinToken("i", "node", 9000), 1001).tokens == (JoinToken("i", "node", 9000),)
 
 
-def test_a_node_leaves_when_nothing_is_on_it_and_takes_its_name_along():
+def test_node_without_data_is_removed_with_its_name():
     pool_map = token_given(first_map(), JoinToken("h", "node", 1000), 0)
     after = joined(pool_map, "h", "node", "k", "node/beta.2", 0, node)
     gone = node_removed(after, 2, 5)
@@ -89,7 +89,7 @@ def test_a_node_leaves_when_nothing_is_on_it_and_takes_its_name_along():
             node_removed(after, number, 5)
 
 
-def test_the_number_of_a_node_that_had_drives_is_not_given_again():
+def test_number_of_a_node_with_drives_is_never_reused():
     pool_map = token_given(
         token_given(first_map(), JoinToken("h", "node", 1000), 0), JoinToken("i", "node", 1000), 0
     )
@@ -104,7 +104,7 @@ def test_the_number_of_a_node_that_had_drives_is_not_given_again():
 
 @settings(max_examples=40, deadline=None)
 @given(st.floats(0, MEMBER_S), st.floats(0, 1))
-def test_who_was_removed_has_no_certificate_that_is_not_on_the_list(age_s, hour):
+def test_removed_member_has_no_unrevoked_certificate(age_s, hour):
     clock = ManualClock(start_s=1e9 + hour * 86400)
     authority, asked = Authority.make(POOL, clock), request_certificate()
     mine, other = (
@@ -119,7 +119,7 @@ def test_who_was_removed_has_no_certificate_that_is_not_on_the_list(age_s, hour)
     assert listed.get_revoked_certificate_by_serial_number(other.serial_number) is None
 
 
-def test_no_name_is_given_twice_and_each_is_one_a_certificate_takes():
+def test_member_names_are_unique_and_valid_in_certificates():
     made = request_certificate()
     authority = Authority.make(POOL)
     names = {
@@ -133,7 +133,7 @@ def test_no_name_is_given_twice_and_each_is_one_a_certificate_takes():
 
 @pytest.fixture
 def secret(tmp_path):
-    """A pool directory's certificates, which end in a minute."""
+    """A pool directory with certificates that expire in a minute."""
     place = tmp_path / "pool"
     for below in ("", "etcd"):
         (place / "secret" / below).mkdir(parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ def secret(tmp_path):
     return PoolDirectory(place)
 
 
-def test_a_certificate_is_renewed_before_it_ends_under_the_same_key_and_name(secret):
+def test_certificate_is_renewed_with_the_same_key_and_name(secret):
     identity = TlsIdentity.load(secret.secret, POOL)
     key, before = (secret.secret / KEY_FILE).read_bytes(), (secret.secret / CERTIFICATE_FILE).read_bytes()
     pool_map = replace(first_map(), pool_id=POOL)
@@ -161,14 +161,14 @@ def test_a_certificate_is_renewed_before_it_ends_under_the_same_key_and_name(sec
     assert not asyncio.run(renew_once(secret, identity, pool_map, None))
 
 
-def test_who_has_not_the_authoritys_key_and_reaches_nobody_says_so(secret):
+def test_renewal_without_ca_key_and_nodes_is_unavailable(secret):
     os.unlink(secret.secret / AUTHORITY_KEY_FILE)
     identity = TlsIdentity.load(secret.secret, POOL)
     with pytest.raises(Unavailable, match="no node"):
         asyncio.run(renew_once(secret, identity, replace(first_map(), pool_id=POOL, nodes=()), None))
 
 
-def test_an_answer_that_is_no_certificate_is_told_and_ends_nothing(secret):
+def test_invalid_renewal_reply_is_reported(secret):
     os.unlink(secret.secret / AUTHORITY_KEY_FILE)
     identity = TlsIdentity.load(secret.secret, POOL)
 
@@ -189,7 +189,7 @@ def test_an_answer_that_is_no_certificate_is_told_and_ends_nothing(secret):
     asyncio.run(run())
 
 
-def test_a_process_shows_what_another_has_renewed(secret):
+def test_process_uses_the_certificate_another_renewed(secret):
     ours, theirs = (TlsIdentity.load(secret.secret, POOL) for _ in range(2))
     pool_map = replace(first_map(), pool_id=POOL)
     assert asyncio.run(renew_once(secret, theirs, pool_map, None))
@@ -198,11 +198,11 @@ def test_a_process_shows_what_another_has_renewed(secret):
     assert ours.shown == theirs.shown
 
 
-def test_the_hash_of_a_token_is_not_its_secret():
+def test_hash_of_a_token_is_not_its_secret():
     assert hash_of(bytes(16)) != bytes(16).hex() and len(hash_of(bytes(16))) == 64
 
 
-def test_token_that_squashes_root_is_a_clients():
+def test_squash_root_token_is_for_clients():
     pool_map = token_given(first_map(), JoinToken("h", "client.squash-root", 1000), 0)
     found = token_for(pool_map, "h", "client", "key", 500)
     assert found.kind == "client.squash-root" and acts_as_of(found.kind) is None
@@ -210,7 +210,7 @@ def test_token_that_squashes_root_is_a_clients():
         token_for(pool_map, "h", "node", "key", 500)
 
 
-def test_token_that_binds_its_client_is_a_clients():
+def test_token_bound_to_a_user_is_for_clients():
     pool_map = token_given(first_map(), JoinToken("h", "client.u1000-50", 1000), 0)
     assert acts_as_of(token_for(pool_map, "h", "client", "key", 500).kind) == (1000, 50)
     assert acts_as_of("client") is None
@@ -218,7 +218,7 @@ def test_token_that_binds_its_client_is_a_clients():
         token_for(pool_map, "h", "node", "key", 500)
 
 
-def test_root_is_squashed_of_unbound_clients_of_one_shard():
+def test_squash_root_needs_an_unbound_client_and_one_shard():
     async def main() -> None:
         node = Node(1, "alpha", "host-a", ("stream://10.0.0.1:1",), member="node/alpha.1")
         one = replace(first_map(), nodes=(node,))

@@ -1,4 +1,4 @@
-"""The journal's records: what is written is read back, and nothing else ever is."""
+"""The journal's records: they are read back as written, and nothing else is ever read."""
 
 import errno
 import os
@@ -37,7 +37,7 @@ def golden_bytes():
     return bytes.fromhex("".join(lines))
 
 
-def test_a_record_has_the_bytes_of_the_golden_file():
+def test_record_matches_the_golden_file():
     assert encode(*GOLDEN_RECORD) == golden_bytes()
     term, generation, sequence, effects = GOLDEN_RECORD
     raw = golden_bytes()
@@ -53,14 +53,14 @@ def test_a_record_has_the_bytes_of_the_golden_file():
     st.integers(0, 2**64 - 1),
     st.binary(max_size=50),
 )
-def test_a_record_is_read_back_whatever_stands_around_it(effects, term, generation, sequence, around):
+def test_record_is_decoded_with_any_bytes_around_it(effects, term, generation, sequence, around):
     raw = encode(term, generation, sequence, effects)
     record = decode(memoryview(around + raw + around), len(around))
     assert record == JournalRecord(term, generation, sequence, list(effects.items()), len(raw))
 
 
 @given(EFFECTS, st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
-def test_compiled_and_plain_write_the_same_record(effects, term, generation, sequence):
+def test_compiled_and_python_encode_the_same_record(effects, term, generation, sequence):
     assert encode(term, generation, sequence, effects) == encode_plain(term, generation, sequence, effects)
     pairs = list(effects.items())
     changed = checked_effects(pairs)
@@ -87,25 +87,25 @@ def test_compiled_and_plain_write_the_same_record(effects, term, generation, seq
         ([b"ab"], InvalidRequest),
     ],
 )
-def test_effects_that_can_not_be_are_refused_in_both_ways_alike(effects, error):
+def test_invalid_effects_are_refused_by_both_checks(effects, error):
     for check in (checked_effects, checked_effects_plain):
         with pytest.raises(error):
             check(effects)
 
 
-def test_effects_that_can_just_be_are_taken():
+def test_effects_at_their_limits_are_accepted():
     effects = [(KEY_END[:-1], bytes(VALUE_BYTES_MAX)), (b"\0", b""), (KEY_END[:-1] + b"\xfe", None)]
     assert checked_effects(effects) == checked_effects_plain(effects) == dict(effects)
 
 
-def test_a_page_is_begun_whole_so_that_nobody_waits_for_the_drive_to_read_it(tmp_path, monkeypatch):
+def test_first_write_to_a_page_covers_it_completely(tmp_path, monkeypatch):
     capacity = 3 * 4096 + 2000
     journal, writes = Journal(tmp_path, capacity), []
     write = os.pwrite
     monkeypatch.setattr(
         os, "pwrite", lambda file, some, at: writes.append((at, at + len(some))) or write(file, some, at)
     )
-    for generation in (2, 4):  # over what the first one has left
+    for generation in (2, 4):  # the second one over records of the first
         journal.begin(generation)
         sequence, begun = 0, set()
         while journal.offset < capacity - 700:
@@ -115,7 +115,7 @@ def test_a_page_is_begun_whole_so_that_nobody_waits_for_the_drive_to_read_it(tmp
             writes.clear()
             for page in range(first // 4096, (end - 1) // 4096 + 1):
                 if page not in begun and page < 3:
-                    assert end >= 4096 * (page + 1), "a page is begun by a part"
+                    assert end >= 4096 * (page + 1), "the first write to a page is partial"
                 begun.add(page)
             assert end <= max(capacity, journal.offset)
         assert begun == {0, 1, 2, 3}
@@ -126,18 +126,18 @@ def test_a_page_is_begun_whole_so_that_nobody_waits_for_the_drive_to_read_it(tmp
 
 @pytest.mark.skipif(_record is None, reason="nvpool.kv._journal_record is not compiled")
 @given(st.binary(max_size=300), st.booleans())
-def test_checksums_of_records_are_those_of_the_library(some, by_table):
+def test_compiled_record_checksum_equals_crc32c(some, by_table):
     assert _record.crc32c(some, by_table) == crc32c(some)
 
 
 @given(st.binary(max_size=200), st.integers(0, 10))
-def test_bytes_that_are_no_record_are_none(raw, offset):
+def test_other_bytes_are_not_a_record(raw, offset):
     assert decode(memoryview(raw), offset) is None
 
 
 @given(EFFECTS, st.data())
 @settings(max_examples=200)
-def test_a_record_with_a_flipped_bit_or_cut_short_is_none(effects, data):
+def test_record_with_a_flipped_bit_or_truncated_is_invalid(effects, data):
     raw = bytearray(encode(1, 1, 1, effects))
     cut = data.draw(st.integers(0, len(raw) - 1))
     assert decode(memoryview(raw)[:cut], 0) is None
@@ -153,7 +153,7 @@ def fill(journal, count, first=1, generation=1):
     return ends
 
 
-def test_a_last_record_that_is_torn_at_any_byte_is_dropped_and_no_other(journal, tmp_path):
+def test_only_the_torn_last_record_is_dropped(journal, tmp_path):
     *_, start, end = fill(journal, 5)
     path = tmp_path / "journal-1"
     whole = path.read_bytes()
@@ -168,7 +168,7 @@ def test_a_last_record_that_is_torn_at_any_byte_is_dropped_and_no_other(journal,
     assert replayed(journal) == all_five
 
 
-def test_replay_ends_at_a_hole_although_sound_records_follow(journal, tmp_path):
+def test_replay_ends_at_a_gap(journal, tmp_path):
     ends = fill(journal, 5)
     with (tmp_path / "journal-1").open("r+b") as file:
         file.seek(ends[1])
@@ -176,7 +176,7 @@ def test_replay_ends_at_a_hole_although_sound_records_follow(journal, tmp_path):
     assert [sequence for sequence, _ in replayed(journal)] == [1, 2]
 
 
-def test_only_records_of_the_generation_asked_for_and_of_following_numbers_are_replayed(journal):
+def test_replay_needs_the_generation_and_following_numbers(journal):
     fill(journal, 5)
     journal.begin(2)
     fill(journal, 2, first=6, generation=2)
@@ -188,7 +188,7 @@ def test_only_records_of_the_generation_asked_for_and_of_following_numbers_are_r
     assert replayed(journal, 3, 6) == [] == replayed(journal, 3, 8)
 
 
-def test_a_journal_is_preallocated_and_may_be_opened_again(journal, tmp_path):
+def test_journal_is_preallocated_and_can_be_reopened(journal, tmp_path):
     assert {path.name: path.stat().st_size for path in tmp_path.iterdir()} == {
         "journal-0": 1 << 16,
         "journal-1": 1 << 16,
@@ -199,7 +199,7 @@ def test_a_journal_is_preallocated_and_may_be_opened_again(journal, tmp_path):
     again.close()
 
 
-def test_both_files_are_synced_after_a_change_of_generation_and_none_twice(journal):
+def test_both_files_are_synced_once_after_a_new_generation(journal):
     fill(journal, 1)
     journal.begin(2)
     fill(journal, 1, first=2, generation=2)
@@ -211,7 +211,7 @@ def test_both_files_are_synced_after_a_change_of_generation_and_none_twice(journ
 
 @pytest.mark.parametrize("code, error", [(errno.ENOSPC, NoSpace), (errno.EIO, DriveFailed)])
 @pytest.mark.parametrize("written", [0, 3, 20, "all"])
-def test_a_failed_append_leaves_nothing_that_replay_could_find(journal, monkeypatch, code, error, written):
+def test_failed_append_leaves_nothing_to_replay(journal, monkeypatch, code, error, written):
     fill(journal, 2)
     real = os.pwrite
     calls = []
@@ -237,14 +237,14 @@ def test_a_failed_append_leaves_nothing_that_replay_could_find(journal, monkeypa
     assert [sequence for sequence, _ in replayed(journal)] == [1, 2, 3]
 
 
-def test_a_short_write_is_continued(journal, monkeypatch):
+def test_short_write_is_continued(journal, monkeypatch):
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda descriptor, buffer, offset: real(descriptor, buffer[:7], offset))
     fill(journal, 3)
     assert len(replayed(journal)) == 3
 
 
-def test_an_append_that_can_not_be_wiped_says_fenced(journal, monkeypatch):
+def test_append_that_cannot_be_erased_is_fenced(journal, monkeypatch):
     real = os.pwrite
 
     def pwrite(descriptor, buffer, offset):
@@ -258,7 +258,7 @@ def test_an_append_that_can_not_be_wiped_says_fenced(journal, monkeypatch):
     assert replayed(journal) == []
 
 
-def test_a_drive_without_room_for_the_journal_is_no_space(tmp_path, monkeypatch):
+def test_full_drive_is_no_space_for_the_journal(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -1,4 +1,4 @@
-"""The memory that outlives a mount's process: its bytes, what is half written, what makes no sense, and places for bytes."""
+"""Mount state in shared memory: format, incomplete and invalid records, and the allocator for payloads."""
 
 import os
 import random
@@ -24,7 +24,7 @@ def descriptor():
     os.close(made)
 
 
-def test_its_bytes_are_what_the_format_says(descriptor):
+def test_layout_matches_the_format(descriptor):
     """A change here is a change of format: raise VERSION, or running mounts can not be upgraded."""
     memory = KeptMemory(descriptor)
     memory.set_word(Word.INIT_FLAGS, 0x0102030405060708)
@@ -53,7 +53,7 @@ def test_its_bytes_are_what_the_format_says(descriptor):
     assert at(arena, 7) == b"payload"
 
 
-def test_a_successor_finds_what_is_valid_and_nothing_else(descriptor):
+def test_successor_finds_valid_records_only(descriptor):
     memory = KeptMemory(descriptor)
     number = memory.add_shard()
     memory.keep_session(number, 1, 5, b"s")
@@ -65,7 +65,7 @@ def test_a_successor_finds_what_is_valid_and_nothing_else(descriptor):
     memory.drop_write(gone)
     memory.shorten_write(index, 50)
     half = memory.writes.take()
-    memory.writes.put(half, 10, 500, 0, 3, 10, 21, 0)  # killed before the mark
+    memory.writes.put(half, 10, 500, 0, 3, 10, 21, 0)  # killed before the mark was set
 
     after = KeptMemory(descriptor)
     assert after.shards() == {1: (0, 5, b"s")} and after.slots(0) == [(3, 9, 40, 1234)]
@@ -73,14 +73,14 @@ def test_a_successor_finds_what_is_valid_and_nothing_else(descriptor):
     assert (found, inode, offset, unique, length, taken, mark) == (index, 10, 0, 1, 50, 401, 1)
     assert after.payloads[place : place + length] == bytes(range(50))
     assert [record[4] for record in after.writes.all()] == [1, 2, 3], (
-        "what was stored a moment ago is known by its request"
+        "a recently stored write is known by its request number"
     )
     other, _ = after.keep_write(11, 0, b"x" * 200, 4, True, 3)
     assert after.payloads[place : place + length] == bytes(range(50)) and other not in (index,)
 
 
-def test_a_write_of_which_only_the_mark_is_missing_is_not_told_as_done(descriptor, monkeypatch):
-    """Killed there, its bytes are nowhere, and the kernel asks for it again."""
+def test_write_without_its_mark_is_not_finished(descriptor, monkeypatch):
+    """The process is killed there: its bytes are lost, and the kernel sends the request again."""
     memory = KeptMemory(descriptor)
     put = memory.writes.put
 
@@ -97,7 +97,7 @@ def test_a_write_of_which_only_the_mark_is_missing_is_not_told_as_done(descripto
     assert Keeping(KeptMemory(descriptor)).finished() == {99: 200}
 
 
-def test_it_can_not_be_cut_and_another_version_is_refused(descriptor):
+def test_memory_cannot_be_truncated_and_other_version_fails(descriptor):
     with pytest.raises(PermissionError):
         os.ftruncate(descriptor, 4096)
     os.pwrite(descriptor, struct.pack("<I", mount_state.VERSION + 1), 8)
@@ -108,7 +108,7 @@ def test_it_can_not_be_cut_and_another_version_is_refused(descriptor):
         KeptMemory(descriptor)
 
 
-def test_what_makes_no_sense_is_refused_and_nothing_else_is_raised(descriptor):
+def test_invalid_bytes_raise_only_nvpool_errors(descriptor):
     memory = KeptMemory(descriptor)
     memory.keep_session(memory.add_shard(), 1, 5, b"s")
     for number in range(20):
@@ -137,7 +137,7 @@ def test_what_makes_no_sense_is_refused_and_nothing_else_is_raised(descriptor):
     assert refused > 10 and os.pread(descriptor, 8192, 0) == whole
 
 
-def test_a_table_that_is_full_says_so(descriptor, monkeypatch):
+def test_full_table_raises_too_many_open(descriptor, monkeypatch):
     memory = KeptMemory(descriptor)
     table = mount_state.Table(
         memory._memory, mount_state._places(16 * MIB)[2], mount_state.LOCK, 3, Word.LOCKS
@@ -154,7 +154,7 @@ def test_a_table_that_is_full_says_so(descriptor, monkeypatch):
 @given(
     st.lists(st.tuples(st.booleans(), st.integers(1, MIB)), max_size=80), st.randoms(use_true_random=False)
 )
-def test_places_never_overlap_and_are_found_again(steps, chance):
+def test_allocations_never_overlap_and_are_restored(steps, chance):
     arena = Arena(8 * MIB)
     held: dict[int, int] = {}
     for takes, length in steps:
@@ -176,7 +176,7 @@ def test_places_never_overlap_and_are_found_again(steps, chance):
     assert again.has_room(6 * MIB)
 
 
-def test_places_that_can_not_be_are_refused():
+def test_invalid_allocations_are_refused():
     for held in (
         [(8 * MIB, 1)],
         [(1, 64)],

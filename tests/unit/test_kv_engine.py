@@ -1,4 +1,4 @@
-"""The LMDB engine where the contract does not reach: deaths between two steps, full drives, damage, two owners."""
+"""The LMDB engine beyond its contract tests: crashes between two steps, full drives, damage, two owners."""
 
 import asyncio
 import errno
@@ -56,22 +56,20 @@ def run(coroutine):
 
 
 def copy(path, to):
-    """The directory as a successor would find it if the process were killed now."""
+    """Copy the directory as a successor would find it if the process were killed now."""
     shutil.copytree(path, to, ignore=shutil.ignore_patterns("lock", "lock.mdb"))
 
 
 # -- crashes ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_death_between_any_two_steps_of_a_checkpoint_loses_nothing_however_often_replay_is_repeated(
-    path, tmp_path
-):
+def test_crash_between_steps_of_a_checkpoint_loses_nothing(path, tmp_path):
     found = {}
 
     async def expect(copied, state):
         again = []
 
-        def step(name):  # die once more, at each step of the checkpoint that ends the replay
+        def step(name):  # crash once more, at each step of the checkpoint that ends the replay
             again.append(tmp_path / f"{copied.name}-{name}")
             copy(copied, again[-1])
 
@@ -94,14 +92,14 @@ def test_a_death_between_any_two_steps_of_a_checkpoint_loses_nothing_however_oft
 
         def step(name):
             if kv is not None:
-                if name in ("frozen", "data synced", "stored", "dropped"):  # those on the loop's thread
+                if name in ("frozen", "data synced", "stored", "dropped"):  # the steps on the loop's thread
                     change(kv, {b"at " + name.encode(): b"%d" % len(found), b"%d" % len(found): None})
                 to = tmp_path / f"died{len(found)} {name}"
                 copy(path, to)
                 found[to] = (dict(state[0]), state[1])
 
         kv = None
-        async with opened(path, step=step) as kv:  # noqa: F811 - what step sees before it is open
+        async with opened(path, step=step) as kv:  # noqa: F811 - the value that `step` sees before the engine is open
             for round_ in range(3):
                 change(kv, {b"%d" % number: b"%d" % round_ * 50 for number in range(40)})
                 change(kv, {b"%d" % number: None for number in range(round_, 40, 7)})
@@ -114,7 +112,7 @@ def test_a_death_between_any_two_steps_of_a_checkpoint_loses_nothing_however_oft
     run(main())
 
 
-def test_a_journal_whose_last_record_is_torn_or_garbled_at_any_byte_opens_without_it(path, tmp_path):
+def test_torn_last_record_is_dropped(path, tmp_path):
     async def main():
         async with opened(path) as kv:
             kv.apply([(b"kept", b"1")])
@@ -147,7 +145,7 @@ def punch(file, first, end):
 
 
 @pytest.mark.parametrize("hole", range(5))
-def test_what_stands_behind_a_lost_record_never_comes_back(path, hole):
+def test_records_behind_a_lost_record_never_return(path, hole):
     async def main():
         async with opened(path) as kv:
             half, ends = kv._journal.generation & 1, [0]
@@ -168,7 +166,7 @@ def test_what_stands_behind_a_lost_record_never_comes_back(path, hole):
 
 
 @pytest.mark.parametrize("hole", range(3))
-def test_nor_does_it_when_two_generations_were_in_the_journal(path, tmp_path, hole):
+def test_records_behind_a_gap_never_return_in_two_generations(path, tmp_path, hole):
     ends, copied = [0], tmp_path / "copied"
 
     def step(name):
@@ -177,7 +175,7 @@ def test_nor_does_it_when_two_generations_were_in_the_journal(path, tmp_path, ho
                 kv.apply([(b"%d" % number, b"old")])
                 ends.append(kv._journal.offset)
         if name == "begun" and len(ends) > 1:
-            copy(path, copied)  # died between a freeze and its commit
+            copy(path, copied)  # crashed between a freeze and its commit
 
     async def main():
         nonlocal kv
@@ -220,7 +218,7 @@ asyncio.run(main())
 
 
 def state_after(count):
-    """What the writer's first `count` changes leave."""
+    """State after the writer's first `count` changes."""
     values = {b"x%d" % n: b"" for n in range(1, count + 1)}
     for n in range(max(1, count - 500), count + 1):  # the other keys return within 97 changes
         values |= {b"n": b"%d" % n, b"k%d" % (n % 97): b"%d" % n}
@@ -235,7 +233,7 @@ def kill_writers(path, kills, seed=0):
         wanted = (number * 7919 + seed) % 1500 + 1
         while wanted > 0 and (piece := os.read(writer.stdout.fileno(), min(wanted, 4096))):
             acknowledged, wanted = acknowledged + len(piece), wanted - len(piece)
-        assert wanted == 0, "the writer ended by itself"
+        assert wanted == 0, "the writer ended on its own"
         writer.kill()
         acknowledged += len(writer.stdout.read())
         writer.stdout.close()
@@ -251,16 +249,16 @@ async def check_killed(path, acknowledged):
         return kv.sequence
 
 
-def test_no_acknowledged_change_is_lost_when_the_writer_is_killed(path):
+def test_killed_writer_loses_no_acknowledged_change(path):
     kill_writers(path, 5)
 
 
 @pytest.mark.soak
-def test_no_acknowledged_change_is_lost_in_hundreds_of_kills(path):
+def test_hundreds_of_kills_lose_no_acknowledged_change(path):
     kill_writers(path, 300, seed=4711)
 
 
-def test_the_background_syncs_and_checkpoints_without_being_asked(path):
+def test_background_task_syncs_and_checkpoints(path):
     async def main():
         done = asyncio.Event()
         steps = []
@@ -282,7 +280,7 @@ def test_the_background_syncs_and_checkpoints_without_being_asked(path):
     run(main())
 
 
-def test_a_checkpoint_covers_what_was_applied_while_another_was_under_way(path):
+def test_checkpoint_covers_changes_made_during_another(path):
     async def main():
         frozen = asyncio.Event()
         async with opened(path, step=lambda name: name == "data synced" and frozen.set()) as kv:
@@ -301,7 +299,7 @@ def test_a_checkpoint_covers_what_was_applied_while_another_was_under_way(path):
 # -- replay -----------------------------------------------------------------------------------------------------------
 
 
-def test_replay_asks_which_effects_stand(path):
+def test_replay_filters_effects_by_the_callback(path):
     async def main():
         async with opened(path) as kv:
             kv.apply([(b"stored", b"0"), (b"a", b"old")])
@@ -328,7 +326,7 @@ def test_replay_asks_which_effects_stand(path):
     run(main())
 
 
-def test_data_is_synced_before_the_layer_that_names_it_is_stored(path):
+def test_data_is_synced_before_the_memtable_is_stored(path):
     order = []
 
     async def before_checkpoint():
@@ -337,7 +335,7 @@ def test_data_is_synced_before_the_layer_that_names_it_is_stored(path):
 
     async def main():
         async with opened(path, before_checkpoint=before_checkpoint, step=order.append) as kv:
-            assert "data" not in order  # nothing was replayed, so nothing names any
+            assert "data" not in order  # nothing was replayed, so no record names data
             order.clear()
             kv.apply([(b"a", b"1")])
             await kv.checkpoint()
@@ -353,7 +351,7 @@ def test_data_is_synced_before_the_layer_that_names_it_is_stored(path):
 # -- fences -----------------------------------------------------------------------------------------------------------
 
 
-def test_data_that_can_not_be_synced_fences_the_engine_and_nothing_is_stored(path):
+def test_failed_data_sync_fences_the_engine(path):
     fenced = []
 
     async def before_checkpoint():
@@ -375,7 +373,7 @@ def test_data_that_can_not_be_synced_fences_the_engine_and_nothing_is_stored(pat
     run(main())
 
 
-def test_a_failed_append_changes_nothing_and_fences_unless_the_drive_is_only_full(path, monkeypatch):
+def test_failed_append_fences_unless_the_drive_is_full(path, monkeypatch):
     def failing(code):
         def pwrite(*_):
             raise OSError(code, os.strerror(code))
@@ -406,7 +404,7 @@ def test_a_failed_append_changes_nothing_and_fences_unless_the_drive_is_only_ful
 # -- full -------------------------------------------------------------------------------------------------------------
 
 
-def test_at_its_maximum_what_adds_is_refused_and_what_removes_works(path):
+def test_full_engine_refuses_additions_and_allows_removals(path):
     async def main():
         async with opened(
             path, LmdbOptions(journal_bytes=1 << 20, map_bytes=1 << 16, map_bytes_max=1 << 20, **QUIET)
@@ -435,7 +433,7 @@ def test_at_its_maximum_what_adds_is_refused_and_what_removes_works(path):
     run(main())
 
 
-def test_a_map_that_proves_too_small_grows_and_no_change_is_lost(path, monkeypatch):
+def test_too_small_map_grows_without_losing_a_change(path, monkeypatch):
     monkeypatch.setattr("nvpool.kv.lmdb_env.LmdbTree.prepare", lambda self, change_bytes: None)
 
     async def main():
@@ -450,7 +448,7 @@ def test_a_map_that_proves_too_small_grows_and_no_change_is_lost(path, monkeypat
     run(main())
 
 
-def test_a_full_drive_refuses_what_adds_keeps_what_was_taken_and_works_again(path):
+def test_full_drive_refuses_additions_and_recovers(path):
     async def main():
         async with opened(path, LmdbOptions(journal_bytes=1 << 20, map_bytes=1 << 24, **QUIET)) as kv:
             kv.apply([(b"first", b"1")])
@@ -484,7 +482,7 @@ def test_a_full_drive_refuses_what_adds_keeps_what_was_taken_and_works_again(pat
     run(main())
 
 
-def test_who_is_refused_on_a_full_drive_finds_out_when_there_is_room_again(path):
+def test_full_drive_is_detected_as_free_again(path):
     async def main():
         async with opened(
             path, LmdbOptions(journal_bytes=1 << 20, map_bytes=1 << 24, checkpoint_interval_s=0.01)
@@ -510,7 +508,7 @@ def test_who_is_refused_on_a_full_drive_finds_out_when_there_is_room_again(path)
     run(main())
 
 
-def test_a_layer_that_is_full_makes_changes_wait_and_not_fail(path):
+def test_full_memtable_delays_changes(path):
     async def main():
         options = LmdbOptions(journal_bytes=1 << 16, map_bytes=1 << 16, layer_entries_max=10, **QUIET)
         async with opened(path, options) as kv:
@@ -537,7 +535,7 @@ def test_a_layer_that_is_full_makes_changes_wait_and_not_fail(path):
     run(main())
 
 
-def test_a_layer_that_fills_at_the_very_end_of_a_checkpoint_gets_one_of_its_own(path):
+def test_memtable_filled_at_the_end_of_a_checkpoint_is_stored(path):
     async def main():
         done = asyncio.Event()
         dropped = []
@@ -563,7 +561,7 @@ def test_a_layer_that_fills_at_the_very_end_of_a_checkpoint_gets_one_of_its_own(
     run(main())
 
 
-def test_reads_beside_checkpoints_and_a_growing_map_see_every_change(path):
+def test_reads_during_checkpoints_and_map_growth_are_current(path):
     async def main():
         options = LmdbOptions(journal_bytes=1 << 20, map_bytes=1 << 16, layer_entries_max=200, **QUIET)
         async with opened(path, options) as kv:
@@ -584,7 +582,7 @@ def test_reads_beside_checkpoints_and_a_growing_map_see_every_change(path):
 # -- owners, formats, damage ------------------------------------------------------------------------------------------
 
 
-def test_two_owners_of_one_directory_are_refused(path):
+def test_second_owner_of_a_directory_is_refused(path):
     async def main():
         async with opened(path):
             with pytest.raises(InUse):
@@ -601,7 +599,7 @@ def test_two_owners_of_one_directory_are_refused(path):
 
 
 def free_descriptors(count):
-    """The smallest numbers that the next files would have: others may have left holes."""
+    """The smallest numbers that the next opened files get; other tests may have left gaps."""
     taken = {
         number
         for number in map(int, os.listdir("/proc/self/fd"))
@@ -610,7 +608,7 @@ def free_descriptors(count):
     return [number for number in range(len(taken) + count) if number not in taken][:count]
 
 
-def test_without_file_descriptors_it_is_refused_and_nothing_is_lost(path):
+def test_missing_file_descriptors_lose_nothing(path):
     async def main():
         async with opened(path) as kv:
             kv.apply([(b"a", b"1")])
@@ -631,7 +629,7 @@ def test_without_file_descriptors_it_is_refused_and_nothing_is_lost(path):
     run(main())
 
 
-def test_a_directory_of_another_version_or_another_program_is_refused_and_left_alone(path, tmp_path):
+def test_directory_of_another_version_or_program_is_refused(path, tmp_path):
     async def refused(error, options=SMALL):
         before = (path / "data.mdb").read_bytes() if (path / "data.mdb").exists() else None
         with pytest.raises(error):
@@ -667,7 +665,7 @@ def test_a_directory_of_another_version_or_another_program_is_refused_and_left_a
     run(main())
 
 
-def test_a_directory_whose_making_was_interrupted_is_made_again(path, tmp_path):
+def test_interrupted_creation_is_repeated(path, tmp_path):
     async def main():
         copies = []
 
@@ -688,7 +686,7 @@ def test_a_directory_whose_making_was_interrupted_is_made_again(path, tmp_path):
 
 
 @pytest.mark.parametrize("what", [b"key-50", b"value-50"])
-def test_a_flipped_bit_in_a_stored_key_or_value_is_never_taken_for_the_truth(path, what):
+def test_flipped_bit_in_a_stored_record_is_detected(path, what):
     async def main():
         async with opened(path) as kv:
             kv.apply([(b"key-%d" % number, b"value-%d" % number) for number in range(10, 90)])
@@ -707,14 +705,14 @@ def test_a_flipped_bit_in_a_stored_key_or_value_is_never_taken_for_the_truth(pat
                 kv.get_many([b"key-10", b"key-50"])
             assert kv.get_many([b"key-10", b"key-11"]) == [b"value-10", b"value-11"]
             assert len(kv.scan(b"key-10", b"key-48", 100)) == 38, (
-                "what is damaged behind the end is not asked for"
+                "damage behind the end of the scan is not read"
             )
-            kv.apply([(b"key-50" if what[:1] == b"v" else b"other", b"written anew")])
+            kv.apply([(b"key-50" if what[:1] == b"v" else b"other", b"written again")])
 
     run(main())
 
 
-def test_options_that_make_no_sense_are_refused():
+def test_invalid_options_are_refused():
     for wrong in (
         {"durability": "never"},
         {"map_bytes": 0},
@@ -729,7 +727,7 @@ def test_options_that_make_no_sense_are_refused():
     assert LmdbOptions(durability="always").durability == "always"
 
 
-def test_stored_records_have_the_bytes_of_the_golden_file(path):
+def test_stored_records_match_the_golden_file(path):
     golden = Path(__file__).parents[1] / "golden" / "kv-stored-record.hex"
     lines = [line.split("#")[0] for line in golden.read_text().splitlines()]
     key, stored, mark = (bytes.fromhex(line) for line in lines if line.strip())
@@ -746,11 +744,11 @@ def test_stored_records_have_the_bytes_of_the_golden_file(path):
     run(main())
 
 
-# -- room ----------------------------------------------------------------------------------------------------------------
+# -- space ---------------------------------------------------------------------------------------------------------------
 
 
-def test_groups_of_keys_that_are_filled_one_after_the_other_leave_no_half_empty_pages(path):
-    """As the names of new directories, which come in no order within theirs: a checkpoint must not sort them."""
+def test_checkpoint_leaves_no_half_empty_pages(path):
+    """Keys like names of new directories, which come in no order within a directory: a checkpoint must not sort them."""
 
     async def fill():
         chance, kept = random.Random(1), 0
@@ -759,7 +757,7 @@ def test_groups_of_keys_that_are_filled_one_after_the_other_leave_no_half_empty_
                 for _ in range(300):
                     key = group.to_bytes(8, "big") + chance.randbytes(24)
                     kv.apply([(key, bytes(12))])
-                    kept += 8 + 2 + len(key) + 12 + 4  # LMDB's node with its place in the page, the CRC
+                    kept += 8 + 2 + len(key) + 12 + 4  # LMDB's node with its offset in the page, the CRC
                 await kv.checkpoint()
             return kept / kv.statistics()["used_bytes"]
 

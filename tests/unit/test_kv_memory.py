@@ -1,4 +1,4 @@
-"""What the engine holds in memory does not grow with its records: pages of a commit, a replay's, changes kept for standbys."""
+"""Memory of the engine does not grow with its records: pages of a commit, replay, and changes kept for standbys."""
 
 import asyncio
 import os
@@ -76,8 +76,8 @@ def pages_of(tree):
         (1 << 40, 1 << 33),
     ],
 )
-def test_how_many_keys_change_so_many_pages(leaves, branches):
-    """As many as the pages allow where each is on its own, no more than pages by all levels; rising with what is allowed."""
+def test_keys_within_a_number_of_changed_pages(leaves, branches):
+    """At least as if each key were on its own page, at most as many as the pages of all levels allow, and monotonic."""
     found = [keys_within(pages, leaves, branches) for pages in (1, 10, 1000, 16_384)]
     assert found == sorted(found)
     for pages, keys in zip((1, 10, 1000, 16_384), found, strict=True):
@@ -91,7 +91,7 @@ def test_how_many_keys_change_so_many_pages(leaves, branches):
 
 
 @pytest.mark.parametrize("count, pages_max", [(3000, 40), (30_000, 100), (30_000, 400), (30_000, 3000)])
-def test_a_write_of_so_many_keys_changes_no_more_pages_than_it_may(tmp_path, monkeypatch, count, pages_max):
+def test_write_changes_at_most_the_allowed_pages(tmp_path, monkeypatch, count, pages_max):
     monkeypatch.setattr(lmdb_env, "WRITE_PAGES_MAX", pages_max)
     tree = filled(tmp_path / "kv", count)
     try:
@@ -106,13 +106,13 @@ def test_a_write_of_so_many_keys_changes_no_more_pages_than_it_may(tmp_path, mon
         assert tree.write(changes, Mark(2, 2, 1), no_step)
         after = pages_of(tree)
         changed = sum(page != before[at] if at < len(before) else any(page) for at, page in enumerate(after))
-        assert changed <= pages_max + 8  # the head, the mark's and the list of free pages
+        assert changed <= pages_max + 8  # the head page, the page of the mark, and the list of free pages
     finally:
         tree.close()
 
 
-def test_a_layer_is_large_by_the_pages_that_it_will_change(tmp_path, monkeypatch):
-    """Nothing frozen has more keys than a write may change, however fast changes come; none is lost by that."""
+def test_memtable_size_is_limited_by_the_pages_it_changes(tmp_path, monkeypatch):
+    """No frozen memtable has more keys than a write may change, at any rate of changes, and no change is lost."""
     monkeypatch.setattr(lmdb_env, "WRITE_PAGES_MAX", 300)
 
     async def main():
@@ -136,7 +136,7 @@ def test_a_layer_is_large_by_the_pages_that_it_will_change(tmp_path, monkeypatch
                 allowed = max(kv._tree.write_keys_max, 1)
             await kv.checkpoint()
             assert len(layers) > 10 and 60 < kv._entries_max < 300
-            # A layer may be frozen under the figure of the tree before the last write.
+            # A memtable may be frozen by the limit that held before the last write to the tree.
             assert all(
                 size <= max(before, now) for (size, now), (_, before) in zip(layers[1:], layers, strict=False)
             )
@@ -147,7 +147,7 @@ def test_a_layer_is_large_by_the_pages_that_it_will_change(tmp_path, monkeypatch
     run(main())
 
 
-def test_small_records_in_a_small_tree_are_limited_by_the_option_alone(tmp_path):
+def test_small_tree_is_limited_by_the_option_alone(tmp_path):
     async def main():
         async with opened(tmp_path / "kv") as kv:
             kv.apply(scattered(3000, 1).items())
@@ -157,7 +157,7 @@ def test_small_records_in_a_small_tree_are_limited_by_the_option_alone(tmp_path)
     run(main())
 
 
-def test_a_tree_that_was_opened_anew_goes_on(tmp_path):
+def test_reopened_tree_can_be_written(tmp_path):
     tree = filled(tmp_path / "kv", 3000)
     try:
         tree.double_map()
@@ -185,8 +185,8 @@ asyncio.run(main())
 """
 
 
-def test_a_replay_gives_back_the_memory_that_it_took(tmp_path):
-    """Records over all of a tree of 8,000 pages: 30 MiB are copied to write them."""
+def test_replay_releases_its_memory(tmp_path):
+    """Records in all of a tree of 8,000 pages: 30 MiB are copied to write them."""
 
     async def main():
         options = replace(OPTIONS, layer_entries_max=1_000_000, journal_bytes=1 << 25)
@@ -201,19 +201,19 @@ def test_a_replay_gives_back_the_memory_that_it_took(tmp_path):
                 kv.apply([(key, b"new"), (b"last", b"%d" % number)])
 
     run(main())
-    said = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", REPLAYING, os.fspath(tmp_path / "kv")],
         capture_output=True,
         text=True,
         check=True,
         timeout=60,
     )
-    grown, replayed, last = said.stdout.split()
+    grown, replayed, last = done.stdout.split()
     assert (float(replayed), last) == (20_000, "b'19999'")
     assert float(grown) < 20
 
 
-def test_replayed_changes_are_not_kept_for_standbys_that_are_not_there(tmp_path):
+def test_replayed_changes_are_dropped_without_standbys(tmp_path):
     async def main():
         kv = await MemberKv.open_member(tmp_path / "kv", OPTIONS)
         for number in range(100):

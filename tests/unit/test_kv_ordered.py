@@ -1,4 +1,4 @@
-"""Ordered keys are a sorted set, and a layer is a dict that can be scanned."""
+"""OrderedKeys is a sorted set, and a memtable is a dict that can be scanned."""
 
 import pytest
 from hypothesis import given
@@ -24,8 +24,8 @@ def same(keys, expected, first, end):
 
 
 @given(st.sets(KEY), st.lists(st.tuples(st.booleans(), KEY)), KEY, KEY)
-def test_keys_that_come_and_go_are_always_in_order(begun, changes, first, end):
-    keys, expected = OrderedKeys(begun), set(begun)
+def test_keys_stay_in_order_when_added_and_removed(initial, changes, first, end):
+    keys, expected = OrderedKeys(initial), set(initial)
     for add, key in changes:
         if add and key not in expected:
             keys.add(key)
@@ -38,7 +38,7 @@ def test_keys_that_come_and_go_are_always_in_order(begun, changes, first, end):
 
 
 @given(st.lists(st.dictionaries(KEY, st.none() | st.binary(max_size=1), max_size=90), max_size=5), KEY, KEY)
-def test_a_layer_shows_all_its_keys_in_order_after_every_change(changes, first, end):
+def test_memtable_scans_all_keys_in_order_after_changes(changes, first, end):
     layer = Layer()
     for change in changes:
         layer.values.update(change)

@@ -1,4 +1,4 @@
-"""The engine on a drive that loses power: what was synced is there, and of the rest a beginning, in order."""
+"""The engine on a drive that loses power: synced changes survive, and of the others a prefix."""
 
 import asyncio
 import errno
@@ -91,7 +91,7 @@ def run(faults, how):
 
 
 async def check(into, at_least, at_most):
-    """The directory opens, holds a beginning of the history, and can be written on and opened again."""
+    """The directory opens, contains a prefix of the history, and can be written and opened again."""
     kv = await LmdbKv.open(into / "kv", OPTIONS)
     count = kv.sequence
     assert at_least <= count <= at_most, (at_least, count, at_most)
@@ -117,7 +117,7 @@ def lose_power(faults, reports, moments, seed):
     return counts
 
 
-def test_a_synced_change_survives_the_loss_of_power_at_any_moment(faults):
+def test_synced_change_survives_power_loss_at_any_moment(faults):
     done, reports = run(faults, "close")
     assert not done.returncode, done.stderr
     assert reports[-1][1] == 300
@@ -126,12 +126,12 @@ def test_a_synced_change_survives_the_loss_of_power_at_any_moment(faults):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(20))
-def test_a_synced_change_survives_the_loss_of_power_at_hundreds_of_moments(faults, seed):
+def test_synced_change_survives_power_loss_at_many_moments(faults, seed):
     _, reports = run(faults, "close")
     lose_power(faults, reports, 300, seed)
 
 
-def test_a_sync_that_the_drive_refuses_fences_and_what_was_synced_before_is_there(faults):
+def test_failed_sync_fences_and_keeps_synced_changes(faults):
     faults.arm(on=SYNC, action=FAIL, error=5, path="journal", skip=12)
     done, reports = run(faults, "stay")
     assert done.returncode and "Fenced" in done.stderr
@@ -143,7 +143,7 @@ def test_a_sync_that_the_drive_refuses_fences_and_what_was_synced_before_is_ther
     "on, path, skip", [(WRITE, "data.mdb", 12), (SYNC, "data.mdb", 6), (WRITE, "journal", 60)]
 )
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-def test_a_drive_that_begins_to_fail_costs_nothing_that_was_synced(faults, on, path, skip, code):
+def test_failing_drive_loses_no_synced_change(faults, on, path, skip, code):
     faults.arm(on=on, action=FAIL, error=code, path=path, skip=skip)
     done, reports = run(faults, "stay")
     assert done.returncode and reports, done.stderr
@@ -155,14 +155,14 @@ def test_a_drive_that_begins_to_fail_costs_nothing_that_was_synced(faults, on, p
     lose_power(faults, [*reports, ("limit", 300, 1 << 63)], 5, seed=4)
 
 
-def test_a_write_that_comes_short_is_continued(faults):
+def test_short_write_is_continued(faults):
     faults.arm(on=WRITE, action=SHORT, path="journal", skip=20)
     done, reports = run(faults, "close")
     assert not done.returncode, done.stderr
     lose_power(faults, reports, 10, seed=5)
 
 
-def test_the_checker_sees_a_drive_that_lies_about_its_syncs(faults):
+def test_checker_detects_a_drive_with_lying_syncs(faults):
     faults.arm(on=SYNC, action=LIE)
     _, reports = run(faults, "stay")
     with pytest.raises((AssertionError, NvpoolError)):

@@ -1,4 +1,4 @@
-"""A primary and its standbys, real engines in one process: cut off, killed, promoted in all orders, filled, brought back."""
+"""A primary and its standbys, real engines in one process: partitions, kills, promotions, snapshots and rejoins."""
 
 import asyncio
 import logging
@@ -28,7 +28,7 @@ from nvpool.testing.contracts.kv import everything
 from nvpool.testing.fakes.shard_members import OPTIONS, QUICK, Members
 
 PATIENT = replace(QUICK, silent_s=30.0)
-"""For what does not hold when a busy machine makes a standby silent for a moment."""
+"""For tests that must not fail when a busy machine makes a standby silent for a moment."""
 
 
 def run(coroutine):
@@ -46,7 +46,7 @@ def history(base, *terms, retain_bytes=1 << 20):
     return made
 
 
-def test_a_member_without_records_is_not_promoted(tmp_path):
+def test_member_without_records_is_not_promoted(tmp_path):
     async def main():
         path = tmp_path / "empty"
         path.mkdir()
@@ -54,12 +54,12 @@ def test_a_member_without_records_is_not_promoted(tmp_path):
         assert standby.state() == ("empty", "")
         with pytest.raises(CorruptRecord, match="holds no whole records"):
             await standby.promote(2)
-        assert os.listdir(path) == [], "nothing is made in their place"
+        assert os.listdir(path) == [], "no records are created instead"
 
     run(main())
 
 
-def test_damaged_records_of_a_standby_are_filled_anew(tmp_path):
+def test_damaged_standby_is_filled_again(tmp_path):
     async def main():
         path = tmp_path / "damaged"
         kv = await MemberKv.open_member(path, OPTIONS)
@@ -88,7 +88,7 @@ def test_damaged_records_of_a_standby_are_filled_anew(tmp_path):
         (Tail(Position(0, 0)), 0),
         (Tail(Position(3, 1)), 3),
         (Tail(Position(1, 1), (TermRun(1, 2, 3), TermRun(2, 4, 4))), 4),
-        (Tail(Position(1, 1), (TermRun(1, 2, 9),)), 3),  # a former primary with changes nobody else got
+        (Tail(Position(1, 1), (TermRun(1, 2, 9),)), 3),  # a former primary with changes of its own
         (Tail(Position(4, 1), (TermRun(1, 5, 9),)), None),  # … of which LMDB has some
         (Tail(Position(2, 1), (TermRun(1, 3, 3), TermRun(2, 4, 4), TermRun(3, 5, 7))), 4),
         (Tail(Position(6, 4)), 6),
@@ -96,11 +96,11 @@ def test_damaged_records_of_a_standby_are_filled_anew(tmp_path):
         (Tail(Position(2, 1), (TermRun(1, 3, 3), TermRun(2, 4, 5), TermRun(4, 6, 8))), 6),
     ],
 )
-def test_where_two_histories_part(tail, common):
+def test_last_common_position_of_two_histories(tail, common):
     assert history((0, 0), 1, 1, 1, 2, 2, 4).common(tail) == common
 
 
-def test_where_two_histories_part_is_not_known_below_what_is_kept():
+def test_common_position_is_unknown_below_what_is_kept():
     kept = history((4, 2), 2, 4)
     assert kept.common(Tail(Position(4, 2))) == 4
     assert kept.common(Tail(Position(2, 1), (TermRun(1, 3, 3), TermRun(2, 4, 4)))) == 4
@@ -108,7 +108,7 @@ def test_where_two_histories_part_is_not_known_below_what_is_kept():
         assert kept.common(tail) is None
 
 
-def test_a_history_keeps_what_is_not_committed_and_of_the_rest_what_it_may():
+def test_history_keeps_uncommitted_and_some_committed_changes():
     kept = history((0, 0), *[1] * 100, retain_bytes=200)
     assert (
         kept.base == Position(80, 1) and len(kept.records(80, 1 << 20)) == 20 and kept.records(79, 100) == []
@@ -118,18 +118,18 @@ def test_a_history_keeps_what_is_not_committed_and_of_the_rest_what_it_may():
     for sequence in range(101, 201):
         kept.note(sequence, 2, b"y" * 10)
     assert kept.base == Position(100, 1) and kept.committed == 100
-    told = []
-    kept.when(150, lambda known: told.append((150, known)))
-    kept.when(200, lambda known: told.append((200, known)))
+    results = []
+    kept.when(150, lambda known: results.append((150, known)))
+    kept.when(200, lambda known: results.append((200, known)))
     kept.advance(180)
     kept.advance(10)
-    assert told == [(150, True)] and kept.committed == 180
+    assert results == [(150, True)] and kept.committed == 180
     kept.end()
-    kept.when(200, lambda known: told.append((0, known)))
-    assert told == [(150, True), (200, False), (0, False)]
+    kept.when(200, lambda known: results.append((0, known)))
+    assert results == [(150, True), (200, False), (0, False)]
 
 
-def test_positions_as_runs():
+def test_positions_are_grouped_into_runs():
     assert runs_of([]) == ()
     assert runs_of([Position(3, 1), Position(4, 1), Position(5, 7)]) == (TermRun(1, 3, 4), TermRun(7, 5, 5))
 
@@ -148,30 +148,30 @@ def group(term, first, count, committed=0, generation=1):
     )
 
 
-def test_what_a_standby_takes_and_what_not(tmp_path):
+def test_standby_accepts_only_consecutive_valid_groups(tmp_path):
     async def check():
         standby = StandbyKv(tmp_path / "kv", OPTIONS)
-        told = []
+        results = []
 
         def done(sequence, error):
-            told.append(sequence if error is None else type(error))
+            results.append(sequence if error is None else type(error))
 
-        standby.ship(group(1, 1, 2), done)  # nobody has said where to go on
+        standby.ship(group(1, 1, 2), done)  # refused: no start position was agreed
         assert await standby.begin(1) == Tail(Position(0, 0))
         standby.ship(group(1, 1, 2), done)
         await standby.keep(1, 0)
         standby.ship(group(1, 1, 2), done)
-        standby.ship(group(1, 1, 4), done)  # two of them once more
-        assert told == [Unavailable, Unavailable, 2, 4]
-        standby.ship(group(1, 6, 1), done)  # one is missing: begin anew
+        standby.ship(group(1, 1, 4), done)  # two of the records are repeated
+        assert results == [Unavailable, Unavailable, 2, 4]
+        standby.ship(group(1, 6, 1), done)  # one record is missing: a new start position is needed
         standby.ship(group(1, 5, 1), done)
-        assert told[4:] == [InvalidRequest, Unavailable]
+        assert results[4:] == [InvalidRequest, Unavailable]
         assert (await standby.begin(1)).last == Position(4, 1)
         await standby.keep(1, 4)
         damaged = bytearray(group(1, 5, 3).records)
         damaged[-1] ^= 1
         standby.ship(Group(1, bytes(damaged), 0), done)
-        assert told[6:] == [CorruptRecord] and standby.last == Position(4, 1)
+        assert results[6:] == [CorruptRecord] and standby.last == Position(4, 1)
         assert await standby.begin(3) == Tail(Position(0, 0), (TermRun(1, 1, 4),))
         for call in (
             standby.begin(2),
@@ -184,11 +184,11 @@ def test_what_a_standby_takes_and_what_not(tmp_path):
                 await call
         await standby.keep(3, 3)
         standby.ship(group(3, 4, 1), done)
-        assert told[7:] == [4] and everything(standby.kv)[b"4"] == b"4 of 3"
+        assert results[7:] == [4] and everything(standby.kv)[b"4"] == b"4 of 3"
         assert await standby.sync(3) == 4 and standby.kv.synced_sequence == 4
         await standby.close()
         assert peek(tmp_path / "kv").last == Position(4, 3)
-        again = StandbyKv(tmp_path / "kv", OPTIONS)  # forgot what it had heard, but not what it has
+        again = StandbyKv(tmp_path / "kv", OPTIONS)  # a restart forgets messages, but not records
         with pytest.raises(StaleTerm):
             await again.begin(2)
         with pytest.raises(InvalidRequest):
@@ -202,56 +202,56 @@ def test_what_a_standby_takes_and_what_not(tmp_path):
     run(check())
 
 
-def test_an_empty_standby_takes_changes_of_terms_before_the_one_it_begins_in(tmp_path):
+def test_empty_standby_accepts_changes_of_earlier_terms(tmp_path):
     async def check():
         standby = StandbyKv(tmp_path / "kv", OPTIONS)
         await standby.begin(4)
         await standby.keep(4, 0)
-        told = []
+        results = []
         records = encode(2, 1, 1, {b"a": b"1"}) + encode(3, 1, 2, {b"b": b"2"})
-        standby.ship(Group(4, records, 0), lambda *answer: told.append(answer))
-        assert told == [(2, None)] and standby.last == Position(2, 3)
+        standby.ship(Group(4, records, 0), lambda *answer: results.append(answer))
+        assert results == [(2, None)] and standby.last == Position(2, 3)
         await standby.close()
 
     run(check())
 
 
-def test_a_standby_writes_nothing_to_lmdb_that_is_not_committed(tmp_path):
+def test_standby_stores_only_committed_changes_in_lmdb(tmp_path):
     async def check():
         standby = StandbyKv(tmp_path / "kv", OPTIONS)
         await standby.begin(1)
         await standby.keep(1, 0)
-        told = []
-        standby.ship(group(1, 1, 100), lambda *answer: told.append(answer))
-        assert told == [(100, None)]
+        results = []
+        standby.ship(group(1, 1, 100), lambda *answer: results.append(answer))
+        assert results == [(100, None)]
         checkpoint = asyncio.ensure_future(standby.kv.checkpoint())
         await asyncio.wait([checkpoint], timeout=0.2)
         assert not checkpoint.done()
-        standby.ship(Group(1, b"", 100), lambda *answer: told.append(answer))
+        standby.ship(Group(1, b"", 100), lambda *answer: results.append(answer))
         await checkpoint
-        standby.ship(group(1, 101, 5, committed=100), lambda *answer: told.append(answer))
+        standby.ship(group(1, 101, 5, committed=100), lambda *answer: results.append(answer))
         await standby.close()
         assert peek(tmp_path / "kv") == Tail(Position(100, 1), (TermRun(1, 101, 105),))
 
     run(check())
 
 
-def test_groups_wait_for_room_in_their_order_and_a_bounded_number(tmp_path):
+def test_groups_wait_for_space_in_order_up_to_a_bound(tmp_path):
     async def check():
         standby = StandbyKv(tmp_path / "kv", OPTIONS)
         await standby.begin(1)
         await standby.keep(1, 0)
-        told = []
+        results = []
         big = b"v" * 50_000
-        for sequence in range(1, 110):  # of a journal of 1 MiB
+        for sequence in range(1, 110):  # more than the journal of 1 MiB
             standby.ship(
                 Group(1, encode(1, 1, sequence, {b"k%d" % sequence: big}), sequence - 1),
-                lambda *answer: told.append(answer),
+                lambda *answer: results.append(answer),
             )
-        refused = [error for _, error in told if error is not None]
-        assert refused and isinstance(refused[0], Busy), told
-        await until(lambda: len(told) == 109)
-        taken = [sequence for sequence, error in told if error is None]
+        refused = [error for _, error in results if error is not None]
+        assert refused and isinstance(refused[0], Busy), results
+        await until(lambda: len(results) == 109)
+        taken = [sequence for sequence, error in results if error is None]
         assert taken == sorted(taken) and standby.last.sequence == (taken[-1] if taken else 0)
         await standby.close()
 
@@ -259,7 +259,7 @@ def test_groups_wait_for_room_in_their_order_and_a_bounded_number(tmp_path):
 
 
 async def until(true):
-    while not true():  # noqa: ASYNC110  (real engines and links, no event for everything; run() bounds it)
+    while not true():  # noqa: ASYNC110  (real engines and links have no event for everything; run() bounds it)
         await asyncio.sleep(0.002)
 
 
@@ -290,7 +290,7 @@ def with_members(tmp_path, check, count=2, **kwargs):
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_what_is_acknowledged_is_on_all_and_the_standby_goes_on(tmp_path, count):
+def test_acknowledged_change_survives_a_failover(tmp_path, count):
     async def check(members):
         await members.quiet()
         assert members.up == set(range(1, count))
@@ -310,16 +310,16 @@ def test_what_is_acknowledged_is_on_all_and_the_standby_goes_on(tmp_path, count)
     with_members(tmp_path, check, count, shipping=PATIENT)
 
 
-def test_killed_primary_goes_on_without_its_standby(tmp_path):
+def test_restarted_primary_continues_without_its_standby(tmp_path):
     async def check(members):
         await members.quiet()
         members.manager_away = True
         await members.acknowledged(of(1))
         members.cuts.add((0, 1))
-        told = []
-        members.apply(of(2), told.append)
+        results = []
+        members.apply(of(2), results.append)
         await members.kill(0)
-        assert told == [False] and members.up == {1}
+        assert results == [False] and members.up == {1}
         members.manager_away = False
         await members.start(0, alone=True)
         assert members.primary.number == 0 and members.up == set() and members.primary.kv.get(b"last") == b"2"
@@ -333,7 +333,7 @@ def test_killed_primary_goes_on_without_its_standby(tmp_path):
 
 @pytest.mark.parametrize("lost", ["changes", "mark"])
 def test_primary_without_proof_waits_for_its_standby(tmp_path, lost):
-    """Its machine has lost power, or its drive went away and came back with less."""
+    """The primary's machine lost power, or its drive was replaced by an older state."""
 
     async def check(members):
         await members.quiet()
@@ -353,23 +353,23 @@ def test_primary_without_proof_waits_for_its_standby(tmp_path, lost):
     with_members(tmp_path, check, shipping=PATIENT)
 
 
-def test_a_change_waits_for_a_standby_and_decisions_do_not(tmp_path):
+def test_change_waits_for_a_standby_unless_the_map_drops_it(tmp_path):
     async def check(members):
         await members.quiet()
         members.manager_away = True
         members.cuts.add((0, 1))
-        told = []
+        results = []
         for number in range(50):
-            members.apply(of(number), told.append)
+            members.apply(of(number), results.append)
         for _ in range(50):
             await asyncio.sleep(0.01)
         assert (
-            members.primary.kv.sequence == 50 and told == []
-        )  # the map says that it is up: nothing may be acknowledged
+            members.primary.kv.sequence == 50 and results == []
+        )  # the standby is up in the map: no change may be acknowledged
         assert members.primary.kv.get(b"last") == b"49"
         members.manager_away = False
-        await until(lambda: len(told) == 50)
-        assert told == [True] * 50 and members.up == set()
+        await until(lambda: len(results) == 50)
+        assert results == [True] * 50 and members.up == set()
         members.cuts.clear()
         await members.quiet()
         assert members.members[1].standby.kv.get(b"last") == b"49"
@@ -377,17 +377,17 @@ def test_a_change_waits_for_a_standby_and_decisions_do_not(tmp_path):
     with_members(tmp_path, check)
 
 
-def test_a_former_primary_drops_what_nobody_else_has(tmp_path):
+def test_former_primary_drops_unreplicated_changes(tmp_path):
     async def check(members):
         await members.quiet()
         await members.acknowledged(of(1))
         members.cuts.add((0, 1))
-        told = []
+        results = []
         for number in range(2, 30):
-            members.apply([(b"lost %d" % number, b"x")], told.append)
+            members.apply([(b"lost %d" % number, b"x")], results.append)
         await members.kill(0)
         members.cuts.clear()
-        assert await members.fail_over() and told == [False] * 28
+        assert await members.fail_over() and results == [False] * 28
         for number in range(30, 60):
             await members.acknowledged(of(number))
         await members.start(0)
@@ -399,7 +399,7 @@ def test_a_former_primary_drops_what_nobody_else_has(tmp_path):
     with_members(tmp_path, check)
 
 
-def test_a_former_primary_that_lives_on_can_acknowledge_nothing(tmp_path):
+def test_deposed_primary_acknowledges_nothing(tmp_path):
     async def check(members):
         await members.quiet()
         old = members.members[0]
@@ -407,15 +407,15 @@ def test_a_former_primary_that_lives_on_can_acknowledge_nothing(tmp_path):
         old.shipping._on_deposed = lambda: deposed.append(True)
         await members.fail_over()
         assert members.primary.number == 1
-        told = []
+        results = []
         old.kv.apply([(b"mine", b"1")])
-        old.kv.history.when(old.kv.sequence, told.append)
+        old.kv.history.when(old.kv.sequence, results.append)
         syncing = asyncio.ensure_future(old.kv.sync())
         await members.acknowledged(of(1))
         await until(lambda: deposed)
-        assert not told and not syncing.done()
+        assert not results and not syncing.done()
         await members.kill(0)
-        assert told == [False]
+        assert results == [False]
         with pytest.raises(Unavailable):
             await syncing
         await members.start(0)
@@ -425,7 +425,7 @@ def test_a_former_primary_that_lives_on_can_acknowledge_nothing(tmp_path):
     with_members(tmp_path, check, 2)
 
 
-def test_a_standby_that_was_away_long_is_filled_while_changes_go_on(tmp_path):
+def test_long_absent_standby_is_filled_during_changes(tmp_path):
     async def check(members):
         await members.quiet()
         await members.kill(1)
@@ -443,7 +443,7 @@ def test_a_standby_that_was_away_long_is_filled_while_changes_go_on(tmp_path):
         expected = everything(members.primary.kv)
         assert everything(members.members[1].standby.kv) == expected
         await members.kill(0)
-        await members.kill(1)  # what it was filled with is on its drive
+        await members.kill(1)  # what it received is on its drive
         members.pool_map = shard_members.primary_lost(members.pool_map, 1)
         await members.start(1)
         assert members.primary.number == 1 and everything(members.primary.kv) == expected
@@ -451,7 +451,7 @@ def test_a_standby_that_was_away_long_is_filled_while_changes_go_on(tmp_path):
     with_members(tmp_path, check, retain_bytes=5000)
 
 
-def test_a_member_that_died_while_it_was_filled_is_filled_again_and_never_promoted(tmp_path):
+def test_partly_filled_member_is_never_promoted(tmp_path):
     async def check(members):
         await members.quiet()
         await members.kill(1)
@@ -479,7 +479,7 @@ def test_a_member_that_died_while_it_was_filled_is_filled_again_and_never_promot
     with_members(tmp_path, check, retain_bytes=2000)
 
 
-def test_a_standby_without_room_is_taken_out_and_nobody_waits_for_it(tmp_path):
+def test_standby_without_space_is_taken_out(tmp_path):
     async def check(members):
         await members.quiet()
         standby = members.members[1].standby
@@ -508,8 +508,8 @@ def test_a_standby_without_room_is_taken_out_and_nobody_waits_for_it(tmp_path):
         (DeadlineExceeded(), False),
     ],
 )
-def test_standby_that_could_not_be_called_up_is_taken_out(tmp_path, error, is_certain):
-    """Where certainly nobody was asked who could have changed the map, nobody has to be asked to change it back."""
+def test_standby_that_could_not_be_reinstated_is_taken_out(tmp_path, error, is_certain):
+    """If the request certainly did not change the map, no request is needed to undo it."""
 
     async def check(members):
         await members.quiet()
@@ -519,15 +519,15 @@ def test_standby_that_could_not_be_called_up_is_taken_out(tmp_path, error, is_ce
         shipping = members.primary.shipping
         members.manager_away, members.cuts = error, set()
         async with asyncio.timeout(20):
-            while not any("not called up" in line for line in logged):  # noqa: ASYNC110 - it has no event
+            while not any("not called up" in line for line in logged):  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0.002)
         assert shipping.may_be_replaced != is_certain
-        members.cuts = {(0, 1)}  # it dies before it could be called up
+        members.cuts = {(0, 1)}  # the standby is lost before it could be reinstated
         change = asyncio.ensure_future(members.acknowledged(of(2)))
         await asyncio.wait([change], timeout=0.5)
         assert (
             change.done() or not is_certain
-        )  # else its answer may have been lost, and the map may call it up
+        )  # otherwise the reply may be lost, and the map may reinstate the standby
         members.manager_away = False
         await change
         members.cuts = set()
@@ -548,8 +548,8 @@ def test_standby_that_could_not_be_called_up_is_taken_out(tmp_path, error, is_ce
         log.setLevel(level)
 
 
-def test_standby_that_others_demoted_is_called_up_again(tmp_path):
-    """As the supervisor that leads does with one that has lost its records."""
+def test_demoted_standby_is_reinstated(tmp_path):
+    """The leading supervisor demotes a standby that has lost its records."""
 
     async def check(members):
         await members.quiet()
@@ -559,7 +559,7 @@ def test_standby_that_others_demoted_is_called_up_again(tmp_path):
         assert members.up == set()
         shipping.use({1: (lambda: None, False)})
         async with asyncio.timeout(20):
-            while members.up != {1}:  # noqa: ASYNC110 - it has no event
+            while members.up != {1}:  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0.002)
         assert shipping.taken_out == 1
         await members.acknowledged(of(1))
@@ -567,7 +567,7 @@ def test_standby_that_others_demoted_is_called_up_again(tmp_path):
     with_members(tmp_path, check)
 
 
-def test_a_sync_covers_the_standbys(tmp_path):
+def test_sync_covers_the_standbys(tmp_path):
     async def check(members):
         await members.quiet()
         kv = members.primary.kv
@@ -582,7 +582,7 @@ def test_a_sync_covers_the_standbys(tmp_path):
     with_members(tmp_path, check, 3, shipping=PATIENT)
 
 
-def test_the_primary_writes_nothing_to_lmdb_that_a_standby_does_not_have(tmp_path):
+def test_primary_stores_only_replicated_changes_in_lmdb(tmp_path):
     async def check(members):
         await members.quiet()
         members.manager_away = True
@@ -609,7 +609,7 @@ def test_the_primary_writes_nothing_to_lmdb_that_a_standby_does_not_have(tmp_pat
     with_members(tmp_path, check)
 
 
-def test_a_member_opened_without_the_end_of_its_journal_forgets_it_for_good(tmp_path):
+def test_dropped_end_of_a_journal_stays_dropped(tmp_path):
     async def check():
         kv = await MemberKv.open_member(tmp_path / "kv", OPTIONS)
         for number in range(1, 11):
@@ -628,7 +628,7 @@ def test_a_member_opened_without_the_end_of_its_journal_forgets_it_for_good(tmp_
     run(check())
 
 
-def test_records_travel_as_they_are_in_the_journal():
+def test_shipped_records_equal_the_journals():
     records = [encode(7, 3, sequence, {b"a": b"1", b"b": None}) for sequence in (5, 6)]
     found = records_of(memoryview(b"".join(records)))
     assert [(record.term, record.sequence, record.effects) for record in found] == [

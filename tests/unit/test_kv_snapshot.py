@@ -1,4 +1,4 @@
-"""Snapshots under many changes: what memory does not hold is spilled, and given up before it hurts."""
+"""Snapshots during many changes: old values are spilled to disk, and a snapshot ends before it needs too much."""
 
 import asyncio
 import random
@@ -35,7 +35,7 @@ async def change_much(kv, chance, count):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_snapshot_is_of_one_moment_also_when_nearly_everything_changes_in_front_of_it(tmp_path, seed):
+def test_snapshot_is_consistent_during_many_changes(tmp_path, seed):
     async def main():
         chance = random.Random(seed)
         kv = await LmdbKv.open(tmp_path / "kv", OPTIONS)
@@ -61,7 +61,7 @@ def test_a_snapshot_is_of_one_moment_also_when_nearly_everything_changes_in_fron
     asyncio.run(main())
 
 
-def test_what_a_dead_process_spilled_is_thrown_away(tmp_path):
+def test_spill_of_a_dead_process_is_removed(tmp_path):
     async def main():
         kv = await LmdbKv.open(tmp_path / "kv", OPTIONS)
         await kv.close()
@@ -74,7 +74,7 @@ def test_what_a_dead_process_spilled_is_thrown_away(tmp_path):
 
 
 @pytest.mark.parametrize("spilled_max", [0, 200])
-def test_a_snapshot_that_needs_too_much_ends_and_changes_go_on(tmp_path, monkeypatch, spilled_max):
+def test_snapshot_that_needs_too_much_space_ends(tmp_path, monkeypatch, spilled_max):
     monkeypatch.setattr(snapshot_module, "SPILLED_MAX", spilled_max)
 
     async def main():

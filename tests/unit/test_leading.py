@@ -1,4 +1,4 @@
-"""Whom a node asks that does not lead, while the lead passes on."""
+"""Requests to the leader from a node that does not lead, during a change of leadership."""
 
 import asyncio
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from tests.unit.test_placement import a_pool
 
 
 class Others:
-    """The coordinator and the other nodes: those in `silent` never answer."""
+    """A fake of the coordinator and the other nodes: those in `silent` never reply."""
 
     def __init__(self):
         found = a_pool((4, 4, 4), 2, nodes=3)
@@ -64,7 +64,7 @@ def asking(check):
         call = DirectCall(META_ALIVE, b"", deadline_s=SYSTEM_CLOCK.boottime_s() + 600)
         call.peer = call.peer._replace(member="")
         question = asyncio.ensure_future(leading.ask_leader(call))
-        while not others.asked:  # noqa: ASYNC110 - it has no event
+        while not others.asked:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0)
         try:
             await asyncio.wait_for(check(others, leading, question), 120)
@@ -74,7 +74,7 @@ def asking(check):
     asyncio.run(main())
 
 
-def test_who_waits_for_a_leader_that_is_silent_asks_the_next_one():
+def test_request_to_a_silent_leader_goes_to_the_next_one():
     async def check(others, leading, question):
         others.leads = "3"
         assert await question == b"from 3" and others.asked == [2, 3]
@@ -82,7 +82,7 @@ def test_who_waits_for_a_leader_that_is_silent_asks_the_next_one():
     asking(check)
 
 
-def test_who_waits_for_a_leader_that_is_silent_hears_that_nobody_leads():
+def test_request_fails_when_the_silent_leader_has_no_successor():
     async def check(others, leading, question):
         others.leads = None
         with pytest.raises(Unavailable):
@@ -91,7 +91,7 @@ def test_who_waits_for_a_leader_that_is_silent_hears_that_nobody_leads():
     asking(check)
 
 
-def test_who_waits_for_a_leader_that_is_silent_and_leads_itself_answers_itself():
+def test_request_is_answered_here_when_this_node_leads():
     async def check(others, leading, question):
         leading.manager = object()
         others.leads = "1"
@@ -101,12 +101,12 @@ def test_who_waits_for_a_leader_that_is_silent_and_leads_itself_answers_itself()
 
 
 @pytest.mark.parametrize("serves_again", [False, True])
-def test_a_death_that_is_told_late_is_not_that_of_the_process_that_followed(serves_again):
-    """Who leads gives that one leases, and would not know for a moment that others go on without it."""
+def test_late_death_report_does_not_hit_the_next_process(serves_again):
+    """The leader gives the new process leases: for a moment it would not know that other targets continue without it."""
 
     class Coordinator(Others):
         async def replace(self, new, leader=None):
-            if self.pool_map.epoch == before:  # another one was first
+            if self.pool_map.epoch == before:  # another change came first
                 self.pool_map = changed(self.pool_map)
                 pids[1] = 8 if serves_again else 7
                 raise StaleEpoch
@@ -125,7 +125,7 @@ def test_a_death_that_is_told_late_is_not_that_of_the_process_that_followed(serv
 
 
 def passing(check, *, silent=(), member="", method=META_ALIVE, request=None):
-    """`check(others, leading, call)` on node 1, where `member` asks for `request`; its target 1 is served by process 7."""
+    """Run `check(others, leading, call)` on node 1, for a `request` of `member`; process 7 serves target 1."""
 
     async def main():
         others = Others()
@@ -143,7 +143,7 @@ def passing(check, *, silent=(), member="", method=META_ALIVE, request=None):
 
 
 @pytest.mark.parametrize("member", ["", "node/n1"])
-def test_own_process_is_passed_on_whatever_certificate_it_shows(member):
+def test_request_of_an_own_shard_process_is_forwarded(member):
     async def check(others, leading, call):
         assert await leading.ask_leader(call) == b"from 2" and others.asked == [2]
         passed_on = ShardAliveRequest.FromString(others.messages[0])
@@ -154,7 +154,7 @@ def test_own_process_is_passed_on_whatever_certificate_it_shows(member):
 
 
 @pytest.mark.parametrize("member", ["", "node/n1"])
-def test_own_target_is_passed_on_whatever_certificate_it_shows(member):
+def test_request_of_an_own_target_is_forwarded(member):
     async def check(others, leading, call):
         leading.alive(call)
         await asyncio.gather(*leading._passing)
@@ -175,10 +175,10 @@ def test_own_target_is_passed_on_whatever_certificate_it_shows(member):
     [
         ("node/n3", Forwarded(node=3, hops=1)),
         ("", Forwarded(node=3, hops=1)),  # plain text shows no certificate
-        ("node/n3", Forwarded()),  # a supervisor that does not say so yet
+        ("node/n3", Forwarded()),  # a supervisor of a version without this field
     ],
 )
-def test_forwarded_request_is_not_passed_on_again(member, forwarded):
+def test_forwarded_request_is_not_forwarded_again(member, forwarded):
     async def check(others, leading, call):
         with pytest.raises(NotLeader) as caught:
             await leading.ask_leader(call)
@@ -187,16 +187,16 @@ def test_forwarded_request_is_not_passed_on_again(member, forwarded):
     passing(check, member=member, request=ShardAliveRequest(shard=1, forwarded=forwarded))
 
 
-def test_leader_that_this_node_does_not_reach_is_asked_through_another():
+def test_unreachable_leader_is_asked_through_another_node():
     async def check(others, leading, call):
         assert await leading.ask_leader(call) == b"from 3" and others.asked == [2, 3]
         direct, relayed = (ShardAliveRequest.FromString(message) for message in others.messages)
         assert direct.forwarded == Forwarded(node=1, hops=1)
         assert relayed.forwarded == Forwarded(node=1, hops=1, relay=True) and relayed.term == 3
         others.silent = {3}
-        assert await leading.ask_leader(call) == b"from 2" and others.asked == [2, 3, 2, 3], "both at once"
+        assert await leading.ask_leader(call) == b"from 2" and others.asked == [2, 3, 2, 3], "in parallel"
         assert await leading.ask_leader(call) == b"from 2" and others.asked == [2, 3, 2, 3, 2], (
-            "it is reached again"
+            "the leader is reachable again"
         )
 
     passing(check, silent=(2,))
@@ -211,7 +211,7 @@ def test_leader_that_this_node_does_not_reach_is_asked_through_another():
         (NotLeader("nor do I reach it"), NotLeader),
     ],
 )
-def test_refusals_of_a_leader_come_through_another(leader, relay, raised):
+def test_refusal_of_the_leader_comes_through_the_relay(leader, relay, raised):
     async def check(others, leading, call):
         async def answer(endpoints, method, message, *, deadline_s):
             if endpoints == others.pool_map.node_by_id[3].endpoints:
@@ -231,9 +231,9 @@ def test_refusals_of_a_leader_come_through_another(leader, relay, raised):
 
 
 @pytest.mark.parametrize("relays", [True, False])
-def test_relayed_request_goes_to_the_leader_alone(relays):
+def test_relayed_request_goes_only_to_the_leader(relays):
     async def check(others, leading, call):
-        if not relays:  # it was relayed already
+        if not relays:  # the request was relayed already
             with pytest.raises(NotLeader):
                 await leading.ask_leader(call)
             assert not others.asked
@@ -250,13 +250,13 @@ def test_relayed_request_goes_to_the_leader_alone(relays):
     "member, forwarded",
     [
         ("client/c", Forwarded()),
-        ("bridge/b", Forwarded(node=1, hops=1)),  # no node
-        ("node/n3", Forwarded(node=2, hops=1)),  # in another node's name
-        ("node/n3", Forwarded(node=9, hops=1)),  # in the name of none of the pool
+        ("bridge/b", Forwarded(node=1, hops=1)),  # not a node
+        ("node/n3", Forwarded(node=2, hops=1)),  # as another node
+        ("node/n3", Forwarded(node=9, hops=1)),  # as a node that is not in the pool
     ],
 )
 @pytest.mark.parametrize("leads", [False, True])
-def test_forwarding_in_the_name_of_others_is_denied(member, forwarded, leads):
+def test_forwarding_as_another_node_is_denied(member, forwarded, leads):
     async def check(others, leading, call):
         leading.manager = object() if leads else None
         with pytest.raises(AccessDenied):
@@ -270,8 +270,8 @@ def test_forwarding_in_the_name_of_others_is_denied(member, forwarded, leads):
 
 
 @pytest.mark.parametrize("forwarded", [Forwarded(), Forwarded(node=3, hops=1)], ids=["older", "today"])
-def test_leader_hears_targets_whose_supervisor_passes_them_on(forwarded):
-    """A supervisor of an older version, which does not say that it has passed the sign on, is understood."""
+def test_leader_accepts_heartbeats_that_supervisors_forward(forwarded):
+    """Heartbeats of a supervisor of an older version, without the field `forwarded`, are accepted."""
 
     async def check(others, leading, call):
         leading.manager = SimpleNamespace(alive=lambda request: AliveReply(epoch=request.target))
@@ -279,7 +279,7 @@ def test_leader_hears_targets_whose_supervisor_passes_them_on(forwarded):
         assert AliveReply.FromString(call.answer[0]).epoch == target
         shard = DirectCall(META_ALIVE, ShardAliveRequest(shard=1, forwarded=forwarded).SerializeToString())
         shard.peer = call.peer
-        assert await leading.ask_leader(shard) is None  # to be answered here
+        assert await leading.ask_leader(shard) is None  # answer it here
 
     target = next(target.id for target in Others().pool_map.targets if target.node == 3)
     passing(
@@ -290,7 +290,7 @@ def test_leader_hears_targets_whose_supervisor_passes_them_on(forwarded):
     )
 
 
-def test_node_speaks_for_its_own_targets_only():
+def test_node_forwards_only_for_its_own_targets():
     async def check(others, leading, call):
         assert others.pool_map.target_by_id[1].node == 1
         leading.manager = object()
@@ -319,10 +319,10 @@ def test_forwarded_requests_share_one_field_number():
     for kind in (*kinds.values(), AliveRequest):
         made = kind(forwarded=Forwarded(node=4, hops=2)).SerializeToString()
         assert Forwardable.FromString(made).forwarded == Forwarded(node=4, hops=2)
-        assert made == bytes.fromhex("a2060408041002")  # as other versions of nvpool read it
+        assert made == bytes.fromhex("a2060408041002")  # the bytes that other versions of nvpool read
 
 
-def test_answer_after_a_change_of_leader_may_have_been_applied():
+def test_reply_after_a_leader_change_may_be_applied():
     class Refusing(Others):
         async def call(self, endpoints, method, message, *, deadline_s):
             reply = await super().call(endpoints, method, message, deadline_s=deadline_s)
@@ -334,12 +334,12 @@ def test_answer_after_a_change_of_leader_may_have_been_applied():
         seeing = asyncio.ensure_future(leading._see())
         call = DirectCall(META_ALIVE, b"", deadline_s=SYSTEM_CLOCK.boottime_s() + 600)
         question = asyncio.ensure_future(leading.ask_leader(call))
-        while not others.asked:  # noqa: ASYNC110 - it has no event
+        while not others.asked:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0)
         others.leads = "3"
         with pytest.raises(NotLeader) as caught:
             await question
-        assert others.asked == [2, 3, 2] and caught.value.may_be_applied  # node 2 may have done it
+        assert others.asked == [2, 3, 2] and caught.value.may_be_applied  # node 2 may have executed it
         seeing.cancel()
 
     asyncio.run(main())
@@ -349,12 +349,12 @@ def test_answer_after_a_change_of_leader_may_have_been_applied():
     "former, led_s, bounded",
     [("2", LEASE_S + 0.1, True), ("2", LEASE_S, False), ("2", 0.0, False), (None, 9.0, False)],
 )
-def test_rights_have_ended_where_the_former_leader_says_so(former, led_s, bounded):
-    """Also for a supervisor that has just been started: it has seen no other node lead for long."""
+def test_rights_of_the_former_leader_have_expired(former, led_s, bounded):
+    """Also for a supervisor that was started just now: it has not seen how long another node led."""
 
     async def main():
         leading = Leading(Others(), 1, Others(), {}.get)
-        reign = leading._begun(SimpleNamespace(former=former, former_led_s=led_s, left_s=2.0, holds=True))
-        assert (reign.bounded, reign.gone) == (bounded, 2 if bounded else None)
+        term = leading._begun(SimpleNamespace(former=former, former_led_s=led_s, left_s=2.0, holds=True))
+        assert (term.bounded, term.gone) == (bounded, 2 if bounded else None)
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""The suite notices what a test leaves behind."""
+"""The test suite detects processes that a test leaves behind."""
 
 import contextlib
 import subprocess
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 
-def test_a_process_that_outlives_its_test_is_named_ended_and_fails_the_run(tmp_path):
+def test_leaked_process_is_named_killed_and_fails_the_run(tmp_path):
     (tmp_path / "conftest.py").write_text(
         (Path(__file__).parents[1] / "conftest.py").read_text().replace("15.0", "0.5")
     )
@@ -27,5 +27,5 @@ def test_it():
     pid = int((tmp_path / "pid").read_text())
     assert done.returncode == 1 and f"LEFT BEHIND process {pid}" in done.stdout, done.stdout
     assert done.stdout.splitlines()[-1].startswith("1 passed")
-    with contextlib.suppress(FileNotFoundError):  # or it is a zombie that its new parent has not waited for
+    with contextlib.suppress(FileNotFoundError):  # or it is a zombie that its new parent has not reaped
         assert Path(f"/proc/{pid}/cmdline").read_bytes() == b""

@@ -1,4 +1,4 @@
-"""The judges of simulated histories say what a search over all orders says."""
+"""The checkers of simulated histories agree with a search of all orders."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nvpool.testing.sim.workloads.file_data import AppendedRecord, records_probl
 
 
 def explained(accesses: list[RegisterOperation]) -> bool:
-    """By trying all orders that respect time; writes of unknown outcome may be left out."""
+    """Try all orders that respect time; writes of unknown outcome may be left out."""
     unknown = [a for a in accesses if a.kind == "write" and a.end == inf]
     for chosen in range(1 << len(unknown)):
         left_out = [a for place, a in enumerate(unknown) if chosen >> place & 1]
@@ -62,11 +62,11 @@ def histories(draw):
 
 @settings(max_examples=600, deadline=None)
 @given(histories())
-def test_registers_are_judged_as_by_trying_all_orders(history):
+def test_register_checker_equals_a_search_of_all_orders(history):
     assert (not register_problems(history)) == explained(history)
 
 
-def test_a_register_that_forgets_what_was_acknowledged_is_found():
+def test_lost_acknowledged_write_is_found():
     history = [
         RegisterOperation("write", 1, 0, 1),
         RegisterOperation("read", 1, 2, 3),
@@ -80,7 +80,7 @@ def call(kind, name, outcome, begin, end, other=b"", inode=7, links=1) -> NameCa
     return NameCall(kind, name, other, outcome, begin, end, "", inode, links)
 
 
-def test_two_creates_of_a_name_that_both_succeed_are_found():
+def test_two_successful_creates_of_a_name_are_found():
     both = [call("create", b"a", "ok", 0, 5), call("create", b"a", "ok", 1, 4)]
     assert names_problems(both)
     between = [*both, call("unlink", b"a", "ok", 2, 3)]
@@ -88,7 +88,7 @@ def test_two_creates_of_a_name_that_both_succeed_are_found():
     assert names_problems([*both, call("unlink", b"a", "ok", 6, 7)])
 
 
-def test_a_rename_never_shows_both_names_or_none():
+def test_rename_never_shows_both_names_or_none():
     history = [call("create", b"a", "ok", 0, 1), call("rename", b"a", "ok", 2, 9, b"b")]
     for seen_a, seen_b, fine in (
         ("ok", "missing", True),
@@ -101,7 +101,7 @@ def test_a_rename_never_shows_both_names_or_none():
     assert names_problems([*history, *backwards])
 
 
-def test_what_nobody_knows_the_outcome_of_may_have_happened_or_not_and_the_end_says():
+def test_unknown_outcome_may_have_happened_or_not():
     history = [call("create", b"a", "ok", 0, 1), call("unlink", b"a", None, 2, inf)]
     assert not names_problems(history, frozenset())
     assert not names_problems(history, frozenset([(b"a", 7)]))
@@ -109,7 +109,7 @@ def test_what_nobody_knows_the_outcome_of_may_have_happened_or_not_and_the_end_s
     assert names_problems(history[:1], frozenset())
 
 
-def test_links_are_counted_and_a_rename_over_another_name_of_the_file_does_nothing():
+def test_links_are_counted_and_rename_onto_a_link_is_a_no_op():
     made = [call("create", b"a", "ok", 0, 1), call("link", b"b", "ok", 2, 3)]
     assert not names_problems([*made, call("lookup", b"a", "ok", 4, 5, links=2)])
     assert names_problems([*made, call("lookup", b"a", "ok", 4, 5, links=1)])
@@ -131,7 +131,7 @@ def test_links_are_counted_and_a_rename_over_another_name_of_the_file_does_nothi
     assert names_problems(gone) and not names_problems([*gone[:2], call("link", b"b", "missing", 4, 5)])
 
 
-def test_the_inode_of_a_create_that_nobody_answered_is_what_is_found_later():
+def test_unanswered_create_gets_the_inode_found_later():
     made = call("create", b"a", None, 0, inf, inode=0)
     seen = [call("lookup", b"a", "ok", 1, 2, inode=9), call("lookup", b"a", "ok", 3, 4, inode=9)]
     assert not names_problems([made, *seen], frozenset([(b"a", 9)]))
@@ -139,7 +139,7 @@ def test_the_inode_of_a_create_that_nobody_answered_is_what_is_found_later():
     assert not names_problems([made], frozenset([(b"a", 9)])) and not names_problems([made], frozenset())
 
 
-def test_a_register_that_was_cut_is_judged_too():
+def test_truncated_register_is_checked():
     history = [
         RegisterOperation("write", 1, 0, 1),
         RegisterOperation("write", INITIAL, 2, 3),
@@ -152,7 +152,7 @@ def test_a_register_that_was_cut_is_judged_too():
     )
 
 
-def test_sizes_are_the_largest_that_was_written_since_the_last_cut():
+def test_size_is_the_largest_write_since_the_truncation():
     history = [SizeCall("write", 50, 0, 1), SizeCall("cut", 20, 2, 3), SizeCall("write", 10, 4, 5)]
     assert not sizes_problems([*history, SizeCall("look", 20, 6, 7)])
     assert sizes_problems([*history, SizeCall("look", 50, 6, 7)]) and sizes_problems(
@@ -160,7 +160,7 @@ def test_sizes_are_the_largest_that_was_written_since_the_last_cut():
     )
 
 
-def test_records_lie_apart_and_in_their_order():
+def test_records_do_not_overlap_and_keep_their_order():
     first, second = AppendedRecord(b"<one>", 0, 1, "a"), AppendedRecord(b"<two>", 2, 3, "b")
     assert not records_problems(b"<one><two>", [first, second])
     assert records_problems(b"<one>\0\0\0<two>", [first, second])
@@ -173,7 +173,7 @@ def test_records_lie_apart_and_in_their_order():
     assert not records_problems(b"<one>", [first, AppendedRecord(b"<two>", 2, inf, "b")])
 
 
-def test_what_was_seen_before_a_loss_of_power_and_answered_behind_it_counts_for_nothing():
+def test_read_overtaken_by_power_loss_is_ignored():
     write, seen, later = (
         RegisterOperation("write", 1, 0, 9),
         RegisterOperation("read", 1, 1, 2),
@@ -187,7 +187,7 @@ def test_what_was_seen_before_a_loss_of_power_and_answered_behind_it_counts_for_
     )
 
 
-def test_a_look_at_a_cut_that_is_not_answered_does_not_put_the_writes_of_others_behind_it():
+def test_look_at_an_unanswered_truncation_orders_no_writes():
     cut, look = SizeCall("cut", 10, 1, 9, "one"), SizeCall("look", 10, 3, 4, "three")
     written, seen = SizeCall("write", 50, 5, 9.1, "two"), SizeCall("look", 10, 20, 21, "judge")
     calls = [SizeCall("write", 20, 0, 0.5, "two"), cut, look, written, seen]

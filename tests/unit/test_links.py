@@ -1,4 +1,4 @@
-"""Which targets give way where links between nodes are broken."""
+"""Targets that are taken out when links between nodes are broken."""
 
 import pytest
 from msgspec.structs import replace
@@ -18,16 +18,16 @@ POOL = replace(
     "reports, before, expected",
     [
         ({}, (), ()),
-        ({3: (5,)}, (), (5,)),  # the one that is reported
+        ({3: (5,)}, (), (5,)),  # the reported target
         ({5: (3,), 6: (3, 4)}, (), (3, 4)),
-        ({3: (5,), 5: (3,)}, (), (5,)),  # both: the node with the higher number
-        ({3: (5,), 5: (3,)}, (3,), (3,)),  # and the same one as before
+        ({3: (5,), 5: (3,)}, (), (5,)),  # both reported: the node with the higher number
+        ({3: (5,), 5: (3,)}, (3,), (3,)),  # the same target as before
         ({1: (5,), 3: (5,), 5: (1, 3)}, (), (5,)),  # the node with more broken links
         ({1: (3,), 3: (1,), 5: (3,)}, (), (3,)),
-        ({1: (2,), 3: (99,)}, (), ()),  # no link: one node, and a target that is not there
+        ({1: (2,), 3: (99,)}, (), ()),  # no link: the same node, and a target that does not exist
     ],
 )
-def test_targets_of_one_node_give_way(reports, before, expected):
+def test_targets_of_one_node_are_cut_off(reports, before, expected):
     assert cut_off(POOL, reports, before) == frozenset(expected)
 
 

@@ -1,4 +1,4 @@
-"""Entries of listings on their way: packed, believed by the client in batches as one by one, told to the kernel."""
+"""Directory entries: encoding, batches in the client's caches, and what the kernel is given."""
 
 import asyncio
 
@@ -51,12 +51,12 @@ ENTRIES = st.lists(
 )
 
 
-# -- packed --------------------------------------------------------------------------------------------------------------
+# -- encoding ------------------------------------------------------------------------------------------------------------
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(ENTRIES)
-def test_entries_come_out_as_they_went_in(entries):
+def test_entries_are_decoded_as_encoded(entries):
     listed = DirectoryPage(packed(entries))
     assert [(one.name, one.cursor, one.inode, one.kind, one.attr) for one in listed] == [
         (one.name, one.cursor, one.attr.inode, one.attr.mode >> 12, one.attr) for one in entries
@@ -71,7 +71,7 @@ def test_entries_come_out_as_they_went_in(entries):
     assert [listed.is_promised(at) for at in range(len(listed))] == [entry.promised for entry in entries]
 
 
-def test_other_attributes_can_be_put_in_an_entry():
+def test_attributes_of_an_entry_can_be_replaced():
     listed = DirectoryPage(
         pack_entry(7, Attr(inode=1, size=2), True, b"a") + pack_entry(8, Attr(inode=3), False, b"b")
     )
@@ -80,7 +80,7 @@ def test_other_attributes_can_be_put_in_an_entry():
     assert (listed[0].name, listed[0].cursor, listed.is_promised(0), listed[1].inode) == (b"a", 7, True, 3)
 
 
-def test_entries_that_are_cut_off_are_none():
+def test_truncated_entries_are_refused():
     whole = pack_entry(7, Attr(inode=1), True, b"name") * 2
     for length in range(1, len(whole)):
         if length != len(whole) // 2:
@@ -88,10 +88,10 @@ def test_entries_that_are_cut_off_are_none():
                 DirectoryPage(whole[:length])
 
 
-# -- what the client believes ------------------------------------------------------------------------------------------
+# -- caches of the client ----------------------------------------------------------------------------------------------
 
 
-class Books:
+class Caches:
     def __init__(self, cached_entries=1000):
         self.clock, self.watch = ManualClock(), ShardWatch()
         self.watch.until_s = float("inf")
@@ -112,85 +112,85 @@ def listed_of(*inodes, change=5):
     )
 
 
-def test_leases_that_came_together_end_one_by_one():
-    books = Books()
-    sent_s = books.now()
-    leases = books.leases.take_all([1, 2, 3], 60_000, sent_s)
-    assert all(leases) and all(books.leases.held(inode) for inode in (1, 2, 3))
-    books.leases.keep_grant(2, b"grant")
-    assert [books.leases.held(inode).grant for inode in (1, 2, 3)] == [b"", b"grant", b""]
-    books.now()
-    books.leases.end(books.watch, [1])
-    assert not books.leases.held(1) and books.leases.held(2) and books.leases.held(3)
-    assert books.leases.outdated([1, 2, 3], sent_s) == {1}
-    assert books.leases.take_all([1, 2, 3], 60_000, sent_s)[0] is None, (
-        "what was asked before its end begins no lease"
+def test_leases_taken_together_end_separately():
+    caches = Caches()
+    sent_s = caches.now()
+    leases = caches.leases.take_all([1, 2, 3], 60_000, sent_s)
+    assert all(leases) and all(caches.leases.held(inode) for inode in (1, 2, 3))
+    caches.leases.keep_grant(2, b"grant")
+    assert [caches.leases.held(inode).grant for inode in (1, 2, 3)] == [b"", b"grant", b""]
+    caches.now()
+    caches.leases.end(caches.watch, [1])
+    assert not caches.leases.held(1) and caches.leases.held(2) and caches.leases.held(3)
+    assert caches.leases.outdated([1, 2, 3], sent_s) == {1}
+    assert caches.leases.take_all([1, 2, 3], 60_000, sent_s)[0] is None, (
+        "a request sent before the end begins no lease"
     )
-    books.now()
-    again = books.leases.take_all([1, 2, 3], 60_000, books.now())
+    caches.now()
+    again = caches.leases.take_all([1, 2, 3], 60_000, caches.now())
     assert again[0].number != leases[0].number and again[1].number == leases[1].number
 
 
-def test_a_lease_that_is_gone_on_with_is_still_that_of_the_names_learned_with_it():
-    books = Books()
-    sent_s = books.now()
-    leases = books.leases.take_all([1, 2], 60_000, sent_s)
-    books.now()
-    books.cache.put_entries(ROOT, [b"1", b"2"], [1, 2], sent_s, leases)
-    books.now()
-    assert books.leases.take(1, 60_000, books.now(), b"grant").number == leases[0].number
-    assert books.cache.entry(ROOT, b"1", 0.0) == 1
-    books.leases.end(books.watch, [1])
-    assert books.cache.entry(ROOT, b"1", 0.0) is None and books.cache.entry(ROOT, b"2", 0.0) == 2
-    books.now()
-    assert books.leases.take(1, 60_000, books.now()) and books.cache.entry(ROOT, b"1", 0.0) is None
+def test_renewed_lease_still_covers_its_names():
+    caches = Caches()
+    sent_s = caches.now()
+    leases = caches.leases.take_all([1, 2], 60_000, sent_s)
+    caches.now()
+    caches.cache.put_entries(ROOT, [b"1", b"2"], [1, 2], sent_s, leases)
+    caches.now()
+    assert caches.leases.take(1, 60_000, caches.now(), b"grant").number == leases[0].number
+    assert caches.cache.entry(ROOT, b"1", 0.0) == 1
+    caches.leases.end(caches.watch, [1])
+    assert caches.cache.entry(ROOT, b"1", 0.0) is None and caches.cache.entry(ROOT, b"2", 0.0) == 2
+    caches.now()
+    assert caches.leases.take(1, 60_000, caches.now()) and caches.cache.entry(ROOT, b"1", 0.0) is None
 
 
-def test_without_a_promise_there_is_no_lease():
-    books = Books()
-    assert books.leases.take_all([1, 2], 0, books.now()) == [None, None] and books.leases.held(1) is None
-    assert books.leases.take_all([], 60_000, books.now()) == []
+def test_no_lease_without_a_promise():
+    caches = Caches()
+    assert caches.leases.take_all([1, 2], 0, caches.now()) == [None, None] and caches.leases.held(1) is None
+    assert caches.leases.take_all([], 60_000, caches.now()) == []
 
 
-def test_listed_attributes_are_believed_unless_one_is_newer_or_open_here():
-    books = Books()
-    assert books.cache.put_attrs(listed_of(1, 2, change=5))
-    assert books.cache.attr(1, 10.0).size == 5 and books.cache.attr(2, 10.0).change == 5
-    assert books.cache.put_attrs(listed_of(1, 2, 3, change=6)) and books.cache.attr(1, 10.0).change == 6
-    assert not books.cache.put_attrs(listed_of(1, 2, 9, change=5)), "an answer that was overtaken"
-    assert books.cache.attr(1, 10.0).change == 6 and books.cache.attr(9, 10.0) is None
-    books.cache.put_attr(Attr(inode=1, change=5))
-    assert books.cache.attr(1, 10.0).change == 6, "also against a record that was never looked at"
-    books.cache.hold(Attr(inode=3, change=6))
-    assert not books.cache.put_attrs(listed_of(3, change=7))
-    books.now()
-    assert books.cache.attr(1, 0.5) is None
+def test_listed_attributes_are_cached_unless_newer_or_open():
+    caches = Caches()
+    assert caches.cache.put_attrs(listed_of(1, 2, change=5))
+    assert caches.cache.attr(1, 10.0).size == 5 and caches.cache.attr(2, 10.0).change == 5
+    assert caches.cache.put_attrs(listed_of(1, 2, 3, change=6)) and caches.cache.attr(1, 10.0).change == 6
+    assert not caches.cache.put_attrs(listed_of(1, 2, 9, change=5)), "a reply that was overtaken"
+    assert caches.cache.attr(1, 10.0).change == 6 and caches.cache.attr(9, 10.0) is None
+    caches.cache.put_attr(Attr(inode=1, change=5))
+    assert caches.cache.attr(1, 10.0).change == 6, "also against a record that was never read"
+    caches.cache.hold(Attr(inode=3, change=6))
+    assert not caches.cache.put_attrs(listed_of(3, change=7))
+    caches.now()
+    assert caches.cache.attr(1, 0.5) is None
 
 
-def test_what_is_known_of_listings_is_bounded():
-    books = Books(cached_entries=100)
+def test_caches_of_listings_are_bounded():
+    caches = Caches(cached_entries=100)
     for first in range(1, 1000, 50):
         inodes = list(range(first, first + 50))
-        listed, sent_s = listed_of(*inodes), books.now()
-        assert books.cache.put_attrs(listed)
-        books.cache.put_entries(
-            ROOT, listed.names, inodes, sent_s, books.leases.take_all(inodes, 1 << 30, sent_s)
+        listed, sent_s = listed_of(*inodes), caches.now()
+        assert caches.cache.put_attrs(listed)
+        caches.cache.put_entries(
+            ROOT, listed.names, inodes, sent_s, caches.leases.take_all(inodes, 1 << 30, sent_s)
         )
-    assert books.cache.attr(1, 1e9) is None and books.cache.attr(999, 1e9)
-    assert books.cache.entry(ROOT, b"1", 1e9) is None and books.cache.entry(ROOT, b"999", 1e9) == 999
-    assert books.leases.held(1) is None and books.leases.held(999)
+    assert caches.cache.attr(1, 1e9) is None and caches.cache.attr(999, 1e9)
+    assert caches.cache.entry(ROOT, b"1", 1e9) is None and caches.cache.entry(ROOT, b"999", 1e9) == 999
+    assert caches.leases.held(1) is None and caches.leases.held(999)
     assert (
-        len(books.cache._attrs) <= 100
-        and len(books.cache._entries) <= 100
-        and len(books.leases._leases) <= 100
+        len(caches.cache._attrs) <= 100
+        and len(caches.cache._entries) <= 100
+        and len(caches.leases._leases) <= 100
     )
 
 
-# -- what the kernel is told -------------------------------------------------------------------------------------------
+# -- what the kernel is given ------------------------------------------------------------------------------------------
 
 
 class OutdatedVfs(MemoryVfs):
-    """Where others change some inodes while entries wait to be told."""
+    """A file system of which other clients change some inodes while entries wait for the kernel."""
 
     def __init__(self):
         super().__init__()
@@ -200,14 +200,14 @@ class OutdatedVfs(MemoryVfs):
         return self.changed & set(inodes)
 
 
-def test_of_what_others_have_changed_since_it_was_listed_the_kernel_is_told_the_name_only():
+def test_changed_entry_is_given_to_the_kernel_as_a_name_only():
     async def run():
         vfs = OutdatedVfs()
         ops = FuseOps(vfs, clock=ManualClock())
-        told = []
+        kernel_entries = []
 
         def add_all(listed, first, unknown):
-            told.extend((entry.name, entry.inode in unknown) for entry in list(listed)[first:])
+            kernel_entries.extend((entry.name, entry.inode in unknown) for entry in list(listed)[first:])
             return len(listed)
 
         attrs = [await vfs.mknod(ROOT, b"f%d" % number, 0o100644, 0, ME) for number in range(3)]
@@ -215,12 +215,12 @@ def test_of_what_others_have_changed_since_it_was_listed_the_kernel_is_told_the_
         handle = await ops.opendir(ROOT)
         await ops.readdir(handle, 2, lambda *_: True, add_all)
         await ops.releasedir(handle)
-        assert told == [(b"f0", False), (b"f1", True), (b"f2", False)]
+        assert kernel_entries == [(b"f0", False), (b"f1", True), (b"f2", False)]
 
     asyncio.run(run())
 
 
-def test_names_that_were_listed_are_taken_back_until_the_kernel_has_forgotten_them_by_itself():
+def test_listed_names_are_invalidated_until_they_expire():
     async def run():
         vfs, clock = MemoryVfs(), ManualClock()
         ops = FuseOps(vfs, clock=clock)
@@ -242,19 +242,19 @@ def test_names_that_were_listed_are_taken_back_until_the_kernel_has_forgotten_th
         taken_back.clear()
         await ops._recalled([attrs[0].inode])
         assert taken_back == [(ROOT, b"again")], (
-            "once, however often it was told; the other one is not kept any more"
+            "once, though the kernel looked it up twice; the other name has expired"
         )
         clock.advance(10.0)
         await ops.lookup(ROOT, b"f2")
         taken_back.clear()
         await ops._recalled([attr.inode for attr in attrs])
-        assert taken_back == [(ROOT, b"f2")], "of the others the kernel asks by itself"
+        assert taken_back == [(ROOT, b"f2")], "the kernel asks for the other names itself"
         await ops.releasedir(handle)
 
     asyncio.run(run())
 
 
-def test_names_that_the_kernel_was_told_of_are_remembered_up_to_a_bound(monkeypatch):
+def test_names_given_to_the_kernel_are_remembered_boundedly(monkeypatch):
     async def run():
         monkeypatch.setattr(kernel_cache, "NAMED_MAX", 100)
         monkeypatch.setattr(kernel_cache, "NAMED_TOGETHER", 10)

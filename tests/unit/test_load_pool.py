@@ -1,4 +1,4 @@
-"""A load into a pool says what it mended in the records, and of how many files the contents are not there."""
+"""Loading a dump into a pool reports repaired records and the number of files without contents."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ FULL = 5
 
 
 async def fill(client):
-    """FULL files with contents, and some that have none anywhere: empty, only a size, removed but open."""
+    """Create FULL files with contents, and files that have none: empty, only a size, removed but open."""
     vfs = client.vfs
     for number in range(FULL):
         _, handle = await vfs.create(ROOT_INODE, b"full %d" % number, 0o644, os.O_RDWR, ROOT)
@@ -35,7 +35,7 @@ async def fill(client):
 
 
 def dumped(path):
-    """The stores of a pool that was filled and dumped to `path`."""
+    """Fill a pool, dump it to `path`, and return its stores."""
     stores = {}
 
     async def main(pool):
@@ -66,7 +66,7 @@ def loaded(path, stores=(), look=None):
 
 
 def rewritten(path, change):
-    """The dump at `path` with its lines as `change` gives them, whole and with right checksums."""
+    """Replace the lines of the dump at `path` by those that `change` returns, with correct checksums."""
     with open(path, "rb") as file:
         sdk_dump.read_header(file)
         head = file.tell()
@@ -82,7 +82,7 @@ def rewritten(path, change):
         file.write(content + sdk_dump._FRAME.pack(sdk_dump.END_OF_FRAMES, len(end), crc32c(end)) + end)
 
 
-def test_files_whose_contents_are_on_no_target_are_counted(tmp_path):
+def test_files_without_contents_on_any_target_are_counted(tmp_path):
     path = str(tmp_path / "dump")
     stores = dumped(path)
     found = loaded(path)
@@ -92,7 +92,7 @@ def test_files_whose_contents_are_on_no_target_are_counted(tmp_path):
     assert not found.problems and not found.left
 
 
-def test_targets_that_do_not_answer_are_said_and_the_load_is_good(tmp_path):
+def test_silent_targets_are_reported_and_the_load_succeeds(tmp_path):
     path = str(tmp_path / "dump")
     dumped(path)
 
@@ -106,7 +106,7 @@ def test_targets_that_do_not_answer_are_said_and_the_load_is_good(tmp_path):
     run(main)
 
 
-def test_records_that_contradict_one_another_are_mended_and_told(tmp_path):
+def test_contradicting_records_are_repaired_and_reported(tmp_path):
     path = str(tmp_path / "dump")
     stores = dumped(path)
 
@@ -126,7 +126,7 @@ def test_records_that_contradict_one_another_are_mended_and_told(tmp_path):
     assert all(problem.repaired for problem in found.problems)
 
 
-def test_a_sample_is_spread_over_all_files_with_contents():
+def test_sample_is_spread_over_all_files_with_contents():
     sample, made = _Sample(), 10_000
     rows = [
         {

@@ -1,4 +1,4 @@
-"""LocalPool: what it keeps when its services are stopped and started again, in memory and in a directory."""
+"""LocalPool: what survives a restart of its services, in memory and in a directory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ME = Caller(0, 0)
 
 
 @pytest.mark.parametrize("kept", ["memory", "directory"])
-def test_services_that_are_killed_and_started_again_have_what_they_answered(tmp_path, kept):
+def test_restarted_services_have_all_acknowledged_data(tmp_path, kept):
     async def main() -> None:
         content = os.urandom(3_000_000)
         async with LocalPool(tmp_path if kept == "directory" else None) as pool:

@@ -1,4 +1,4 @@
-"""The metadata service asked by a local user without the rights of a node: what it may, and what it may not by any request."""
+"""Requests of a local user without a node's rights to the metadata service: what is allowed, and what is not."""
 
 import asyncio
 import random
@@ -52,11 +52,11 @@ REQUESTS = {
     wire.META_VOLUME: pb.VolumeRequest,
     wire.META_VOLUME_ROOM: pb.VolumeRoomRequest,
 }
-del REQUESTS[wire.META_RESERVE]  # waits for the last one
+del REQUESTS[wire.META_RESERVE]  # it waits for the reservation before
 
 
 class Place:
-    """A shard in memory with a session of root's (`root`), of ours (`us`) and of another user's (`another`)."""
+    """A shard in memory with sessions of root (`root`), of the test's user (`us`) and of another user (`another`)."""
 
     async def start(self):
         self.kv, self.clock = MemoryKv(), ManualClock()
@@ -104,13 +104,13 @@ async def refused(error, work):
 
 
 async def shown(client, parent, name, rights=grants.READ):
-    """The rights that come with a look-up."""
+    """The rights in the grant that a look-up returns."""
     entry = await client.lookup(parent, name, rights)
     return grants.read(entry.grant).rights if entry.grant else 0
 
 
 async def private(place):
-    """A directory of root's that nobody else may search, and a file in it that all may read and write."""
+    """A directory of root that no other user may search, and in it a file that all may read and write."""
     home = (await place.root.create(ROOT, b"home", stat.S_IFDIR | 0o700, exclusive=True)).entry.attr
     below = (await place.root.create(home.inode, b"below", stat.S_IFDIR | 0o777, exclusive=True)).entry.attr
     return home, below, await place.root.file(home.inode, b"f", mode=stat.S_IFREG | 0o666)
@@ -137,7 +137,7 @@ async def test_grants_follow_the_mode(place):
 
 
 @scenario
-async def test_write_only_file_is_written_and_not_read(place):
+async def test_write_only_file_cannot_be_read(place):
     inode = (await place.root.file(ROOT, b"box", mode=stat.S_IFREG | 0o622)).inode
     asked = pb.OpenRequest(change=place.us.change(), inode=inode, rights=3, wanted=grants.WRITE)
     assert grants.read((await place.us.ask("OPEN", asked)).grant).rights == grants.WRITE
@@ -146,11 +146,11 @@ async def test_write_only_file_is_written_and_not_read(place):
 
 
 @scenario
-async def test_guessed_inodes_are_not_reached(place):
-    """Their own mode allows everything; the path does not."""
+async def test_guessed_inodes_are_refused(place):
+    """The mode of the inodes allows everything; the path does not."""
     home, below, file = await private(place)
     us = place.us
-    await us.getattr(home.inode)  # its name is in a directory that is everybody's
+    await us.getattr(home.inode)  # its name is in a directory that every user may search
     for ask in (
         lambda: us.open(file.inode),
         lambda: us.getattr(file.inode),
@@ -192,7 +192,7 @@ async def test_guessed_inodes_are_not_reached(place):
 
 
 @scenario
-async def test_path_that_is_closed_ends_what_was_met(place):
+async def test_closed_path_revokes_access_to_known_inodes(place):
     home = (await place.root.create(ROOT, b"home", stat.S_IFDIR | 0o755, exclusive=True)).entry.attr
     await place.root.file(home.inode, b"f")
     await place.root.file(home.inode, b"g")
@@ -201,31 +201,29 @@ async def test_path_that_is_closed_ends_what_was_met(place):
     await place.root.setattr(home.inode, valid.MODE, mode=0o700)
     await refused(AccessDenied, place.us.open(met))
     await refused(AccessDenied, place.us.getattr(other))
-    assert (await place.us.getattr(met, grants.READ)).grant, (
-        "what is open stays so, as a file descriptor does"
-    )
+    assert (await place.us.getattr(met, grants.READ)).grant, "an open file stays open, like a file descriptor"
     assert opened.grant
 
 
 @scenario
 async def test_name_in_another_directory_is_found_after_a_restart(place):
     home, _, file = await private(place)
-    await place.root.link(file.inode, ROOT, b"door")
+    await place.root.link(file.inode, ROOT, b"link")
     near = await place.root.file(ROOT, b"near")
-    assert (await place.us.open((await place.us.lookup(ROOT, b"door")).attr.inode)).grant
+    assert (await place.us.open((await place.us.lookup(ROOT, b"link")).attr.inode)).grant
     await place.restart()
     await refused(NotFound, place.us.open(file.inode))
-    await place.us.lookup(ROOT, b"door")
+    await place.us.lookup(ROOT, b"link")
     assert (await place.us.open(file.inode)).grant
-    await place.root.unlink(ROOT, b"door")
+    await place.root.unlink(ROOT, b"link")
     await place.us.lookup(ROOT, b"near")
     assert (await place.us.open(near.inode)).grant
     await refused(AccessDenied, place.us.open(file.inode))
 
 
 @scenario
-async def test_what_is_made_belongs_to_who_makes_it(place):
-    place.us.uid, place.us.gid = 0, 0  # as its requests claim
+async def test_new_file_belongs_to_its_creator(place):
+    place.us.uid, place.us.gid = 0, 0  # what its requests claim
     tmp = (await place.root.create(ROOT, b"tmp", stat.S_IFDIR | 0o1777, exclusive=True)).entry.attr
     await place.root.setattr(tmp.inode, valid.MODE, mode=0o1777)
     made = await place.us.file(tmp.inode, b"mine", mode=stat.S_IFREG | 0o6755)
@@ -246,7 +244,7 @@ async def test_what_is_made_belongs_to_who_makes_it(place):
 
 
 @scenario
-async def test_owner_alone_changes_mode_owner_and_times(place):
+async def test_only_the_owner_changes_mode_owner_and_times(place):
     tmp = (await place.root.create(ROOT, b"tmp", stat.S_IFDIR | 0o777, exclusive=True)).entry.attr
     await place.root.setattr(tmp.inode, valid.MODE, mode=0o777)
     mine = (await place.us.file(tmp.inode, b"mine", mode=stat.S_IFREG | 0o664)).inode
@@ -267,13 +265,13 @@ async def test_owner_alone_changes_mode_owner_and_times(place):
     assert (await place.us.setattr(mine, valid.MODE, mode=0o2775)).attr.mode & 0o7777 == 0o2775
     await place.root.setattr(mine, valid.GID, gid=7)
     assert (await place.us.setattr(mine, valid.MODE, mode=0o6775)).attr.mode & 0o7777 == 0o4775, (
-        "not of that group"
+        "the user is not in that group"
     )
 
 
 @scenario
-async def test_read_only_file_of_ours_is_written_while_it_is_open(place):
-    """As `git` and `cp` make theirs: the descriptor may write what the mode does not allow."""
+async def test_own_read_only_file_is_written_while_it_is_open(place):
+    """`git` and `cp` create files like this: the descriptor may write what the mode does not allow."""
     tmp = (await place.root.create(ROOT, b"tmp", stat.S_IFDIR | 0o777, exclusive=True)).entry.attr
     await place.root.setattr(tmp.inode, valid.MODE, mode=0o777)
     made = await place.us.create(
@@ -283,7 +281,7 @@ async def test_read_only_file_of_ours_is_written_while_it_is_open(place):
     assert grants.read(made.entry.grant).rights == 3
     await place.us.report(inode, 100)
     assert grants.read((await place.us.getattr(inode, 3)).grant).rights == 3, (
-        "a right that ends is given anew"
+        "an expired right is granted again"
     )
     await refused(AccessDenied, place.us.open(inode, grants.WRITE))
     await refused(
@@ -292,7 +290,7 @@ async def test_read_only_file_of_ours_is_written_while_it_is_open(place):
 
 
 @scenario
-async def test_set_uid_ends_where_another_user_writes(place):
+async def test_set_uid_bit_ends_when_another_user_writes(place):
     inode = (await place.root.file(ROOT, b"tool", mode=stat.S_IFREG | 0o777)).inode
     await place.root.setattr(inode, valid.MODE, mode=0o6777)
     opened = await place.us.open((await place.us.lookup(ROOT, b"tool")).attr.inode, grants.WRITE)
@@ -311,7 +309,7 @@ async def test_set_uid_ends_where_another_user_writes(place):
 
 
 @scenario
-async def test_listing_tells_attributes_to_who_may_search(place):
+async def test_listing_has_attributes_only_with_search_permission(place):
     home = (await place.root.create(ROOT, b"names", stat.S_IFDIR | 0o744, exclusive=True)).entry.attr
     file = await place.root.file(home.inode, b"f")
     asked = pb.ListDirRequest(
@@ -334,7 +332,7 @@ async def test_listing_tells_attributes_to_who_may_search(place):
 
 
 @scenario
-async def test_client_bound_to_one_user_acts_as_that_alone(place):
+async def test_client_bound_to_a_user_acts_only_as_that_user(place):
     bound = await ShardClient(
         place.service, 0, 0, Peer("c", "10.0.0.1:1", False, f"client/a.0a1b2c3d.u{US}-50")
     ).begin()
@@ -350,7 +348,7 @@ async def test_client_bound_to_one_user_acts_as_that_alone(place):
 
 
 @scenario
-async def test_access_list_counts(place):
+async def test_access_acl_is_applied(place):
     inode = (await place.root.file(ROOT, b"f", mode=stat.S_IFREG | 0o600)).inode
     value = encode_acl(
         (
@@ -401,44 +399,44 @@ async def test_methods_of_nodes_are_refused_to_users(place):
     await call.wait()
 
 
-def test_each_decision_for_users_has_its_check():
+def test_each_user_method_has_a_guard():
     asked = {method for method in (CHANGES | QUERIES) if RIGHTS[method].who in (Who.USER, Who.VOLUME)}
     assert set(local_users._GUARDS) == asked
 
 
 @scenario
-async def test_users_are_refused_where_shards_are_several(place):
+async def test_users_are_refused_in_pools_of_several_shards(place):
     place.service._view.owners = (1, 2)
     await refused(AccessDenied, place.us.getattr(ROOT))
 
 
 @scenario
-async def test_volume_with_a_list_is_closed_to_users(place):
+async def test_volume_with_an_access_list_is_closed_to_users(place):
     made = (
         await place.root.create(ROOT, b"v", stat.S_IFDIR | 0o777, exclusive=True, volume=pb.VolumeWish())
     ).entry.attr
     await place.root.setattr(made.inode, valid.MODE, mode=0o777)
     inside = await place.us.file(made.inode, b"f", mode=stat.S_IFREG | 0o666)
-    wish = pb.VolumeRequest(
+    action = pb.VolumeRequest(
         session=place.root.session,
         inode=made.inode,
         wish=pb.VolumeRequest.GRANT,
         grant=pb.VolumeGrant(client="client/a.1", write=True),
     )
-    await place.root.ask("VOLUME", wish)
+    await place.root.ask("VOLUME", action)
     await refused(AccessDenied, place.us.open(inside.inode))
     await refused(AccessDenied, place.us.file(made.inode, b"g"))
-    for wish in (
+    for action in (
         pb.VolumeRequest.SET,
         pb.VolumeRequest.SEAL,
         pb.VolumeRequest.GRANT,
         pb.VolumeRequest.REMOVE,
     ):
-        asked = pb.VolumeRequest(session=place.us.session, inode=made.inode, wish=wish)
+        asked = pb.VolumeRequest(session=place.us.session, inode=made.inode, wish=action)
         await refused(AccessDenied, place.us.ask("VOLUME", asked))
 
 
-def test_what_is_remembered_is_bounded(monkeypatch):
+def test_remembered_entries_are_bounded(monkeypatch):
     monkeypatch.setattr(local_users, "KNOWN_MAX", 3)
     table = {}
     for key in (1, 2, 1, 3, 4):
@@ -451,7 +449,7 @@ NAMES = ("name", "new_name")
 
 
 def any_request(kind, chance, known, session, sequence):
-    """A request of that kind with fields as they may come, of inodes and names that are there."""
+    """A request of that type with random fields, inodes and names that exist."""
     request = kind()
     for field in kind.DESCRIPTOR.fields:
         if chance.random() < 0.3 and field.name not in (
@@ -516,8 +514,8 @@ VALUE = encode_acl(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_no_request_changes_what_is_roots(seed):
-    """A closed directory with files that all may write, a file of root's, and a directory that all may write beside them."""
+def test_no_request_changes_files_of_root(seed):
+    """A closed directory with files that all may write, a file of root, and beside them a directory that all may write."""
 
     async def body():
         place = await Place().start()
@@ -569,7 +567,7 @@ def test_no_request_changes_what_is_roots(seed):
 
 
 def grants_in(message):
-    """Signed rights anywhere in a message."""
+    """Yield the signed grants anywhere in a message."""
     for at in range(len(message) - grants.GRANT_BYTES + 1):
         try:
             yield grants.verify(message[at : at + grants.GRANT_BYTES], b"s" * 32, 0)

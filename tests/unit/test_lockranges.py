@@ -1,4 +1,4 @@
-"""Ranges of one owner against a map of bytes."""
+"""Lock ranges of one owner, compared with an array of bytes."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,7 +38,7 @@ def bytes_of(spans):
 
 
 @given(LOCKS)
-def test_each_byte_has_the_mode_that_was_laid_over_it_last_in_as_few_ranges_as_can_be(locks):
+def test_each_byte_has_its_last_mode_in_the_fewest_ranges(locks):
     spans, model = made(locks)
     assert bytes_of(spans) == model
     assert spans == sorted(spans)
@@ -49,7 +49,7 @@ def test_each_byte_has_the_mode_that_was_laid_over_it_last_in_as_few_ranges_as_c
 
 
 @given(LOCKS, RANGES)
-def test_what_overlaps_a_range_is_found(locks, where):
+def test_overlapping_ranges_are_found(locks, where):
     spans, model = made(locks)
     found = overlapping(spans, *where)
     assert found == [span for span in spans if span.end >= where[0] and span.start <= where[1]]
@@ -59,13 +59,13 @@ def test_what_overlaps_a_range_is_found(locks, where):
 
 
 @given(LOCKS, LOCKS, RANGES)
-def test_the_weaker_of_two_is_the_weaker_byte_by_byte(one, other, where):
+def test_weaker_of_two_is_computed_for_each_byte(one, other, where):
     (spans, model), (its, others) = made(one), made(other)
     found = [mode for start, end, mode in weaker(spans, its, *where) for _ in range(start, end + 1)]
     assert found == [min(pair) for pair in zip(model, others, strict=True)][where[0] : where[1] + 1]
 
 
-def test_a_lock_to_the_last_byte_is_split_and_joined_like_any_other():
+def test_lock_to_the_last_byte_is_split_and_merged():
     spans = []
     laid(spans, 0, LAST_BYTE, EXCLUSIVE, 7).apply(spans)
     laid(spans, 100, 199, UNLOCKED).apply(spans)

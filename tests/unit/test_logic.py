@@ -1,4 +1,4 @@
-"""Layout, placement and the pool map: pure functions of values."""
+"""Layout, placement and the pool map: pure functions."""
 
 import json
 from collections import Counter
@@ -36,12 +36,12 @@ def a_map(capacities=(100, 200)):
     )
 
 
-def test_the_chunk_hash_has_the_values_that_it_always_had():
+def test_chunk_hash_is_stable():
     for inode, index, value in json.loads((GOLDEN / "chunk_hash.json").read_text()):
         assert layout.chunk_hash(int(inode), index) == int(value, 16)
 
 
-def test_the_chunk_hash_spreads_files_and_chunks_evenly():
+def test_chunk_hash_spreads_files_and_chunks_evenly():
     for names in ([(i, 0) for i in range(1, 65537)], [(1, i) for i in range(65536)]):
         counts = Counter(layout.chain_of(*name) for name in names)
         assert len(counts) == 1024
@@ -50,7 +50,7 @@ def test_the_chunk_hash_spreads_files_and_chunks_evenly():
 
 
 @given(st.integers(16, 24), st.integers(0, 1 << 40), st.integers(0, 1 << 26))
-def test_pieces_cover_the_range_once_in_order_and_stay_in_their_chunk(bits, offset, length):
+def test_pieces_cover_the_range_once_in_order(bits, offset, length):
     lay, at = layout.Layout(1, bits), 0
     for piece in layout.pieces(lay, offset, length):
         assert piece.at == at
@@ -60,7 +60,7 @@ def test_pieces_cover_the_range_once_in_order_and_stay_in_their_chunk(bits, offs
     assert at == length
 
 
-def test_ranges_and_chunk_sizes_that_make_no_sense_are_refused():
+def test_invalid_ranges_and_chunk_sizes_are_refused():
     lay = layout.layout_of(1 << 20)
     for offset, length in ((-1, 1), (0, -1)):
         with pytest.raises(InvalidRequest):
@@ -75,7 +75,7 @@ def test_ranges_and_chunk_sizes_that_make_no_sense_are_refused():
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=9), st.integers(1, 3))
-def test_chains_follow_capacity_and_never_hold_a_target_twice(capacities, replicas):
+def test_chains_follow_capacity_without_repeated_targets(capacities, replicas):
     targets = [Target(i, i, 1, c << 30, ()) for i, c in enumerate(capacities, 1)]
     if len(targets) < replicas:
         with pytest.raises(InvalidRequest):
@@ -92,14 +92,14 @@ def test_chains_follow_capacity_and_never_hold_a_target_twice(capacities, replic
             ) <= len(targets)
 
 
-def test_nodes_are_the_failure_domain_when_there_are_enough():
+def test_nodes_are_the_failure_domain_if_there_are_enough():
     targets = [Target(i, i, i % 3, 1 << 30, ()) for i in range(1, 10)]
     node_of = {t.id: t.node for t in targets}
     for chain in placement.build_table(targets, 2).chains:
         assert len({node_of[t] for t in chain.targets}) == 2
 
 
-def test_unchanged_chains_keep_their_epoch_and_changed_ones_get_the_next():
+def test_only_changed_chains_get_the_next_epoch():
     targets = [Target(i, i, 1, 1 << 30, ()) for i in range(1, 4)]
     before = placement.build_table(targets[:2], 1)
     after = placement.build_table(targets, 1, before)
@@ -109,7 +109,7 @@ def test_unchanged_chains_keep_their_epoch_and_changed_ones_get_the_next():
     assert 0 < moved < 500
 
 
-def test_a_map_is_the_same_after_its_journey():
+def test_map_is_equal_after_encoding_and_decoding():
     pool_map = a_map()
     again = poolmap_model.decode_map(poolmap_model.encode_map(pool_map))
     assert again == pool_map
@@ -117,7 +117,7 @@ def test_a_map_is_the_same_after_its_journey():
     assert set(again.shard_of_partition) == {1}
 
 
-def test_a_map_that_contradicts_itself_is_refused():
+def test_inconsistent_map_is_refused():
     pool_map = a_map()
     with pytest.raises(InvalidRequest, match="target"):
         poolmap_model.changed(pool_map, targets=pool_map.targets[:1])
@@ -134,5 +134,5 @@ def test_a_map_that_contradicts_itself_is_refused():
             poolmap_model.decode_map(wrong)
 
 
-def test_a_change_gets_the_next_epoch():
+def test_change_gets_the_next_epoch():
     assert poolmap_model.changed(a_map(), name="other").epoch == 2

@@ -1,4 +1,4 @@
-"""Which partitions move between shards, and what that does to the map (poolmap/shards/partition_moves)."""
+"""Plans of partition migration between shards, and the resulting maps (poolmap/shards/partition_moves)."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def held(pool_map: PoolMap) -> Counter[int]:
     return Counter(pool_map.shard_of_partition)
 
 
-def step(pool_map: PoolMap, giver: int, count_max: int = partition_moves.BATCH_MAX) -> PoolMap | None:
-    taker, partitions = partition_moves.next_batch(pool_map, giver, count_max=count_max)
-    if not taker:
+def step(pool_map: PoolMap, source: int, count_max: int = partition_moves.BATCH_MAX) -> PoolMap | None:
+    destination, partitions = partition_moves.next_batch(pool_map, source, count_max=count_max)
+    if not destination:
         return None
-    return partition_moves.moved(pool_map, giver, pool_map.shard_by_id[giver].term, taker, partitions)
+    return partition_moves.moved(pool_map, source, pool_map.shard_by_id[source].term, destination, partitions)
 
 
 def finished(pool_map: PoolMap) -> PoolMap:
@@ -59,7 +59,7 @@ def finished(pool_map: PoolMap) -> PoolMap:
 
 
 def least(pool_map: PoolMap) -> int:
-    """Partitions that have to move at least, reckoned another way: what lies above the largest fitting shares."""
+    """Minimal number of partitions to move, computed another way: what exceeds the largest possible shares."""
     staying = [one.id for one in pool_map.shards if one.wish == "share"]
     counts = held(pool_map)
     each, over = divmod(PARTITION_COUNT, len(staying))
@@ -69,7 +69,7 @@ def least(pool_map: PoolMap) -> int:
 
 @st.composite
 def histories(draw):
-    """A map after wishes of all kinds, each followed by some of the moves that it leads to."""
+    """A map after random operator requests, each followed by some of the moves that it causes."""
     pool_map = small_map()
     for _ in range(draw(st.integers(1, 7))):
         ids = sorted(pool_map.shard_by_id)
@@ -99,10 +99,10 @@ def histories(draw):
 
 @settings(max_examples=150, deadline=None)
 @given(histories())
-def test_a_plan_is_even_moves_the_fewest_and_stands_when_it_is_made_again(pool_map):
+def test_plan_is_even_minimal_and_stable(pool_map):
     planned = partition_moves.planned(pool_map)
     assert check_map(planned) == []
-    assert planned.partitions == pool_map.partitions, "a goal alone changes no holder"
+    assert planned.partitions == pool_map.partitions, "a goal alone moves no partition"
     assert partition_moves.planned(planned) == planned
     assert partition_moves.left(planned) == least(pool_map)
     done = finished(planned)
@@ -119,7 +119,7 @@ def test_a_plan_is_even_moves_the_fewest_and_stands_when_it_is_made_again(pool_m
 
 @settings(max_examples=100, deadline=None)
 @given(histories(), st.data())
-def test_what_is_under_way_goes_on_when_another_wish_comes(pool_map, data):
+def test_moves_under_way_survive_another_request(pool_map, data):
     pool_map = partition_moves.planned(pool_map)
     new = partition_moves.shard_added(pool_map, shard(partition_moves.shards_given(pool_map) + 1))
     assert partition_moves.left(new) == least(new)
@@ -133,17 +133,17 @@ def test_what_is_under_way_goes_on_when_another_wish_comes(pool_map, data):
     for p in range(PARTITION_COUNT):
         holder = pool_map.shard_of_partition[p]
         if before[p] != holder and p not in kept:
-            # Another goal only where its first taker has got enough by the new plan, or its holder keeps it.
+            # Another goal only if the first destination has enough by the new plan, or if the present shard keeps it.
             assert after[p] == holder or quota[before[p]] >= PARTITION_COUNT // len(new.shards)
 
 
 @settings(max_examples=60, deadline=None)
 @given(histories())
-def test_maps_with_moves_survive_being_stored(pool_map):
+def test_map_with_moves_is_equal_after_encoding(pool_map):
     assert decode_map(encode_map(pool_map)) == pool_map
 
 
-def test_a_second_shard_gets_half_in_sixteen_changes():
+def test_second_shard_gets_half_in_sixteen_changes():
     pool_map = partition_moves.shard_added(small_map(), shard(2))
     assert partition_moves.left(pool_map) == partition_moves.left(pool_map, 2) == 2048
     changes = 0
@@ -153,7 +153,7 @@ def test_a_second_shard_gets_half_in_sixteen_changes():
     assert pool_map.partitions == (PartitionRange(0, 2048, 1), PartitionRange(2048, 2048, 2))
 
 
-def test_the_root_leaves_its_shard_only_when_that_is_removed():
+def test_root_leaves_its_shard_only_when_that_is_removed():
     pool_map = pool_of(5)
     assert pool_map.shard_of_partition[0] == 1
     gone = finished(partition_moves.wished(pool_map, 1, "remove"))
@@ -162,7 +162,7 @@ def test_the_root_leaves_its_shard_only_when_that_is_removed():
     assert 1 not in without.shard_by_id and partition_moves.shards_given(without) == 5
 
 
-def test_a_shard_that_holds_something_is_not_removed_and_the_last_one_never():
+def test_shard_with_partitions_and_last_shard_are_not_removed():
     pool_map = pool_of(2)
     with pytest.raises(InUse):
         partition_moves.shard_removed(pool_map, 2)
@@ -177,56 +177,59 @@ def test_a_shard_that_holds_something_is_not_removed_and_the_last_one_never():
     ).shard_by_id.keys() == {1}
 
 
-def test_a_number_of_a_removed_shard_is_not_given_again():
+def test_number_of_a_removed_shard_is_never_reused():
     pool_map = partition_moves.shard_removed(finished(partition_moves.wished(pool_of(3), 3, "remove")), 3)
     assert partition_moves.shards_given(pool_map) == 3
     pool_map = partition_moves.shard_added(pool_map, shard(4))
     assert partition_moves.shards_given(pool_map) == 4
 
 
-def test_a_hand_over_of_an_older_term_or_an_older_goal_changes_nothing():
+def test_handover_of_an_old_term_or_goal_is_refused():
     pool_map = partition_moves.shard_added(small_map(), shard(2))
-    taker, batch = partition_moves.next_batch(pool_map, 1)
+    destination, batch = partition_moves.next_batch(pool_map, 1)
     later = replace(pool_map, shards=tuple(replace(one, term=one.term + 1) for one in pool_map.shards))
     with pytest.raises(StaleTerm):
-        partition_moves.moved(later, 1, 1, taker, batch)
+        partition_moves.moved(later, 1, 1, destination, batch)
     with pytest.raises(StaleEpoch):
-        partition_moves.moved(partition_moves.wished(pool_map, 2, "remove"), 1, 1, taker, batch)
+        partition_moves.moved(partition_moves.wished(pool_map, 2, "remove"), 1, 1, destination, batch)
     with pytest.raises(StaleEpoch):
         partition_moves.moved(pool_map, 1, 1, 3, batch)
     with pytest.raises(StaleEpoch):
-        partition_moves.moved(pool_map, 2, 1, taker, batch)
-    done = partition_moves.moved(pool_map, 1, 1, taker, batch)
-    assert partition_moves.moved(done, 1, 1, taker, batch) is done, "the same word may come twice"
+        partition_moves.moved(pool_map, 2, 1, destination, batch)
+    done = partition_moves.moved(pool_map, 1, 1, destination, batch)
+    assert partition_moves.moved(done, 1, 1, destination, batch) is done, "the same request may come twice"
     assert sealed(pool_map, done).epoch == pool_map.epoch + 1
     back = partition_moves.wished(done, 2, "remove")
     with pytest.raises(StaleEpoch):
-        partition_moves.moved(back, 1, 1, taker, batch)
+        partition_moves.moved(back, 1, 1, destination, batch)
 
 
-def test_a_goal_that_went_and_came_back_is_another_one():
+def test_withdrawn_and_renewed_goal_is_another_goal():
     pool_map = sealed(small_map(), partition_moves.shard_added(small_map(), shard(2)))
-    taker, batch = partition_moves.next_batch(pool_map, 1)
+    destination, batch = partition_moves.next_batch(pool_map, 1)
     gone = sealed(pool_map, partition_moves.wished(pool_map, 2, "remove"))
     back = sealed(gone, partition_moves.wished(gone, 2, "share"))
-    assert partition_moves.next_batch(back, 1) == (taker, batch)
-    with pytest.raises(StaleEpoch):  # when it was gone the taker may have removed what had come
-        partition_moves.moved(back, 1, 1, taker, batch, pool_map.epoch)
-    assert partition_moves.moved(back, 1, 1, taker, batch, back.epoch).shard_of_partition[batch[0]] == taker
-    some = sealed(pool_map, partition_moves.moved(pool_map, 1, 1, taker, batch[:1], pool_map.epoch))
-    assert partition_moves.moved(some, 1, 1, taker, batch[1:], pool_map.epoch) is not some, (
-        "a batch that has gone changes no goal"
+    assert partition_moves.next_batch(back, 1) == (destination, batch)
+    with pytest.raises(StaleEpoch):  # meanwhile the destination may have removed what it had received
+        partition_moves.moved(back, 1, 1, destination, batch, pool_map.epoch)
+    assert (
+        partition_moves.moved(back, 1, 1, destination, batch, back.epoch).shard_of_partition[batch[0]]
+        == destination
+    )
+    some = sealed(pool_map, partition_moves.moved(pool_map, 1, 1, destination, batch[:1], pool_map.epoch))
+    assert partition_moves.moved(some, 1, 1, destination, batch[1:], pool_map.epoch) is not some, (
+        "a batch that was moved changes no goal"
     )
 
 
-def test_what_has_to_wait_is_not_in_the_next_batch():
+def test_batch_omits_partitions_that_must_wait():
     pool_map = partition_moves.shard_added(small_map(), shard(2))
     _, batch = partition_moves.next_batch(pool_map, 1, not_yet={2048, 2050}, count_max=3)
     assert batch == (2049, 2051, 2052)
 
 
 def nodes_and_shards(*primaries: int, nodes: int = 3) -> PoolMap:
-    """Shards with their primaries on these nodes, each of which has a drive."""
+    """Shards with their primaries on these nodes; each node has a drive."""
     return replace(
         small_map(),
         nodes=tuple(Node(number, f"n{number}", "", ()) for number in range(1, nodes + 1)),
@@ -236,26 +239,26 @@ def nodes_and_shards(*primaries: int, nodes: int = 3) -> PoolMap:
     )
 
 
-def test_a_new_shard_is_best_where_there_are_fewest():
+def test_new_shard_goes_to_the_node_with_the_fewest():
     assert (
         partition_moves.node_for_shard(nodes_and_shards(1), 1) == 2
         and partition_moves.node_for_shard(nodes_and_shards(1), 3) == 3
     )
     assert partition_moves.node_for_shard(nodes_and_shards(1, 2, 3), 3) == 3, (
-        "of equals the one that is asked"
+        "of equal nodes the requested one"
     )
     busy = nodes_and_shards(1, 1)
     busy = replace(
         busy, shards=(replace(busy.shards[0], standbys=(StandbyMember(1, 2, ()),)), busy.shards[1])
     )
-    assert partition_moves.node_for_shard(busy, 1) == 3, "no primary, and no standby either"
+    assert partition_moves.node_for_shard(busy, 1) == 3, "the node without a primary or a standby"
     drained = replace(busy, nodes=(*busy.nodes[:2], replace(busy.nodes[2], wish="drain")))
     assert partition_moves.node_for_shard(drained, 1) == 2
     down = replace(busy, targets=(*busy.targets[:2], replace(busy.targets[2], state="down")))
     assert partition_moves.node_for_shard(down, 1) == 2
 
 
-def test_a_shard_that_another_node_is_to_make_has_its_number_from_the_beginning():
+def test_shard_wanted_on_another_node_gets_its_number_early():
     pool_map = partition_moves.shard_wanted(nodes_and_shards(1), ShardWanted(2, 2))
     assert (
         partition_moves.node_for_shard(pool_map, 1) == 3

@@ -1,4 +1,4 @@
-"""Whole nodes drained, removed, lost and put into racks, as maps."""
+"""Maps of nodes that are drained, removed, lost and assigned to racks."""
 
 import pytest
 from msgspec.structs import replace
@@ -32,7 +32,7 @@ BIG = 1 << 30
 
 
 def a_map(count=3, replicas=2, standbys=((1, 2),)):
-    """One drive a node; shard 1 on node 1, its standbys (member, node) beside drives."""
+    """One drive per node; shard 1 on node 1, its standbys as (member, node) on drives."""
     numbers = range(1, count + 1)
     targets = tuple(Target(n, n, n, BIG, ()) for n in numbers)
     shard = Shard(
@@ -59,7 +59,7 @@ def a_map(count=3, replicas=2, standbys=((1, 2),)):
 
 
 def moved(pool_map):
-    """The map after everything that is wished has been done by those who do it, all alive."""
+    """The map after all operator requests have been carried out, with all nodes alive."""
     serving = frozenset(target.id for target in pool_map.targets if not target.is_over)
     for _ in range(10_000):
         before = pool_map
@@ -99,14 +99,14 @@ def nodes_step(pool_map, serving):
     return node_lifecycle.settled(shard_placement.next_step(pool_map, serving), 1000)
 
 
-def test_a_drained_node_holds_nothing_and_can_be_removed_and_its_numbers_are_not_given_again():
+def test_drained_node_is_removed_and_its_numbers_not_reused():
     there = a_map()
-    wished = node_lifecycle.drained(there, 1, {})
-    assert [target.wish for target in wished.targets] == ["drain", "share", "share"]
-    assert node_lifecycle.drained(wished, 1, {}) == wished
+    requested = node_lifecycle.drained(there, 1, {})
+    assert [target.wish for target in requested.targets] == ["drain", "share", "share"]
+    assert node_lifecycle.drained(requested, 1, {}) == requested
     with pytest.raises(InUse, match="nvpool node drain POOL 1 --wait"):
-        node_lifecycle.removed(wished, 1, 1000)
-    done = moved(wished)
+        node_lifecycle.removed(requested, 1, 1000)
+    done = moved(requested)
     assert node_lifecycle.left_on(done, 1).nothing and {1} == {
         node.id for node in done.nodes if node.wish == "drain"
     }
@@ -117,28 +117,28 @@ def test_a_drained_node_holds_nothing_and_can_be_removed_and_its_numbers_are_not
     assert [node_lifecycle.has_left(gone, number) for number in (1, 2, 4)] == [True, False, False]
 
 
-def test_draining_can_be_taken_back():
-    wished = node_lifecycle.drained(a_map(), 2, {}, stop=True)
-    assert wished.node_by_id[2].wish == "stop"
-    again = node_lifecycle.shares_again(wished, 2)
+def test_drain_can_be_cancelled():
+    requested = node_lifecycle.drained(a_map(), 2, {}, stop=True)
+    assert requested.node_by_id[2].wish == "stop"
+    again = node_lifecycle.shares_again(requested, 2)
     assert [target.wish for target in again.targets] == ["share"] * 3 and again.node_by_id[2].wish == "share"
     assert not any(chain.goal for table in moved(again).tables for chain in table.chains)
 
 
-def test_a_drive_that_is_away_does_not_fill_a_node_that_is_drained_when_it_returns():
+def test_returning_drive_does_not_fill_a_draining_node():
     away = given_up(transitions.died(a_map(4), {2}), {2}, {})
     assert away.target_by_id[2].wish == "away"
     back = taken_back(transitions.returned(node_lifecycle.drained(away, 2, {}), {2}), {2})
     assert back.target_by_id[2].wish == "drain" and not node_lifecycle.left_on(moved(back), 2).chains
 
 
-def test_a_shard_that_a_removed_node_was_to_begin_is_not_wanted_any_more():
+def test_removed_node_cancels_its_wanted_shard():
     wanted = replace(a_map(), shards_wanted=(ShardWanted(2, 2), ShardWanted(3, 3)))
     gone = node_lifecycle.removed(moved(node_lifecycle.drained(wanted, 2, {})), 2, 1000)
     assert gone.shards_wanted == (ShardWanted(3, 3),) and gone.shards_given == 3 and check_map(gone) == []
 
 
-def test_what_has_no_room_elsewhere_is_refused_with_the_remedy():
+def test_drain_without_enough_space_is_refused_with_a_remedy():
     with pytest.raises(InvalidRequest, match="add a drive first"):
         node_lifecycle.drained(a_map(2), 2, {})
     with pytest.raises(InvalidRequest, match="have room for"):
@@ -146,18 +146,18 @@ def test_what_has_no_room_elsewhere_is_refused_with_the_remedy():
     with pytest.raises(InvalidRequest, match="no other node"):
         node_lifecycle.drained(a_map(1, 1, ()), 1, {})
     with pytest.raises(InvalidRequest, match="nvpool shard standbys POOL 1 1"):
-        node_lifecycle.drained(a_map(3, standbys=((1, 2), (2, 3))), 1, {})  # one member a drive
+        node_lifecycle.drained(a_map(3, standbys=((1, 2), (2, 3))), 1, {})  # one member per drive
     with pytest.raises(InvalidRequest, match="no node 7"):
         node_lifecycle.drained(a_map(), 7, {})
 
 
-def test_a_drain_that_waits_for_a_drive_that_is_down_says_so():
+def test_drain_names_the_drive_it_waits_for():
     assert waits_for(node_lifecycle.drained(a_map(), 3, {})) == []
     down = transitions.died(a_map(), {2})
     assert waits_for(node_lifecycle.drained(down, 3, {})) == [2]
 
 
-def test_a_lost_node_is_out_when_what_it_held_is_made_again():
+def test_lost_node_is_removed_when_its_data_is_restored():
     there = a_map()
     lost = node_lifecycle.lost(there, 2, {}, 1000)
     assert lost.members == ("node/1", "node/3") and lost.node_by_id[2].wish == "lost"
@@ -167,7 +167,7 @@ def test_a_lost_node_is_out_when_what_it_held_is_made_again():
     assert all(set(chain.targets) == {1, 3} for chain in done.table_by_id[2].chains)
 
 
-def test_a_lost_node_with_the_only_copy_of_anything_is_refused():
+def test_losing_a_node_with_the_only_copy_is_refused():
     there = a_map(3, 1)
     with pytest.raises(InvalidRequest, match="--give-up"):
         node_lifecycle.lost(there, 2, {}, 1000)
@@ -179,7 +179,7 @@ def test_a_lost_node_with_the_only_copy_of_anything_is_refused():
         node_lifecycle.lost(a_map(standbys=()), 1, {}, 1000)
 
 
-def test_a_rack_moves_chains_so_that_no_chain_is_on_one_rack_alone():
+def test_chains_are_spread_over_racks():
     there = replace(
         a_map(4), nodes=tuple(replace(node, rack="a" if node.id < 3 else "b") for node in a_map(4).nodes)
     )
@@ -194,7 +194,7 @@ def test_a_rack_moves_chains_so_that_no_chain_is_on_one_rack_alone():
         node_lifecycle.in_rack(there, 2, "x" * 65)
 
 
-def test_a_node_on_another_host_changes_nothing_of_other_nodes():
+def test_new_host_of_a_node_changes_no_other_node():
     before = node_lifecycle.in_rack(a_map(), 2, "left")
     after = node_lifecycle.on_host(before, 1, "there")
     assert [(node.id, node.host_id, node.rack) for node in after.nodes] == [
@@ -202,7 +202,7 @@ def test_a_node_on_another_host_changes_nothing_of_other_nodes():
     ]
 
 
-def test_a_lost_node_is_counted_on_until_it_keeps_no_map_and_no_chain_of_others_names_it():
+def test_lost_node_counts_until_etcd_and_chains_drop_it():
     before = replace(a_map(), etcd=tuple(EtcdMember(n, f"h{n}:1", f"h{n}:2") for n in (1, 2, 3)))
     assert not node_lifecycle.still_counted_on(before)
     lost = node_lifecycle.lost(before, 3, {}, 1000)
@@ -213,12 +213,12 @@ def test_a_lost_node_is_counted_on_until_it_keeps_no_map_and_no_chain_of_others_
     assert not node_lifecycle.still_counted_on(died) and node_lifecycle.still_counted_on(
         replace(died, etcd=lost.etcd)
     )
-    assert died.node_by_id[3].wish == "lost", "it is listed still"
+    assert died.node_by_id[3].wish == "lost", "the node is still listed"
     alone = transitions.died(node_lifecycle.lost(a_map(replicas=1), 3, {}, 1000, give_up=True), {3})
-    assert not node_lifecycle.still_counted_on(alone), "what nobody else has may wait for ever"
+    assert not node_lifecycle.still_counted_on(alone), "chains without another copy may wait for ever"
 
 
-def test_endpoints_that_are_left_go_from_one_node():
+def test_removed_endpoints_belong_to_one_node():
     def at(name):
         return f"stream+unix:///{name}.sock", f"stream://127.0.0.1:{name}"
 

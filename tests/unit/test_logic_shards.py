@@ -1,4 +1,4 @@
-"""How the members of a shard change in the map."""
+"""Changes of a shard's members in the pool map."""
 
 import msgspec
 import pytest
@@ -30,7 +30,7 @@ def a_map(*states):
     )
 
 
-def test_a_shard_with_standbys_travels_as_json():
+def test_shard_with_standbys_is_encoded_as_json():
     there = a_map("up", "syncing")
     assert decode_map(encode_map(there)) == there
     assert msgspec.json.encode(there.shards[0]) == (
@@ -40,7 +40,7 @@ def test_a_shard_with_standbys_travels_as_json():
     )
 
 
-def test_a_primary_that_is_lost_is_followed_by_the_first_that_is_up():
+def test_lost_primary_is_followed_by_the_first_up_standby():
     new = shard_members.primary_lost(a_map("syncing", "up", "up"), 1).shard_by_id[1]
     assert (new.member, new.endpoints, new.path, new.term, new.epoch) == (2, ("stream://h:2",), "/d2", 8, 21)
     assert [(other.member, other.state) for other in new.standbys] == [
@@ -55,7 +55,7 @@ def test_a_primary_that_is_lost_is_followed_by_the_first_that_is_up():
     )
 
 
-def test_a_primary_that_begins_anew_leaves_it_to_one_that_is_up():
+def test_restarting_primary_yields_to_an_up_standby():
     assert shard_members.primary_began(a_map("up"), 1, 0).shard_by_id[1].member == 1
     alone = shard_members.primary_began(a_map("syncing"), 1, 0).shard_by_id[1]
     assert (alone.member, alone.term, alone.epoch) == (0, 8, 21)
@@ -63,8 +63,8 @@ def test_a_primary_that_begins_anew_leaves_it_to_one_that_is_up():
         shard_members.primary_began(a_map("up"), 1, 1)
 
 
-def test_proven_primary_waits_for_no_silent_standby():
-    """One that answers follows it all the same; a proof of another term is none."""
+def test_proven_primary_does_not_wait_for_a_silent_standby():
+    """A standby that replies still succeeds it; a proof of another term does not count."""
     there = a_map("up", "syncing")
     for term in (0, 6, 8):
         with pytest.raises(Unavailable, match="may have changes"):
@@ -74,7 +74,7 @@ def test_proven_primary_waits_for_no_silent_standby():
     assert shard_members.primary_began(there, 1, 0, (1,), whole_term=7).shard_by_id[1].member == 1
 
 
-def test_a_question_that_a_standby_be_up_comes_too_late_once_it_was_taken_out():
+def test_late_request_to_reinstate_a_standby_is_refused():
     there = a_map("syncing")
     out = shard_members.standby_out(there, 1, 1, 7)
     assert (
@@ -98,7 +98,7 @@ def test_a_question_that_a_standby_be_up_comes_too_late_once_it_was_taken_out():
             make()
 
 
-def test_members_come_and_go():
+def test_members_are_added_and_removed():
     there = shard_members.standby_added(a_map(), 1, StandbyMember(3, 1, ("x",), "up"))
     assert there.shard_by_id[1].standbys == (StandbyMember(3, 1, ("x",), "syncing"),) and there.epoch == 2
     assert shard_members.members(there.shard_by_id[1]) == (0, 3) and shard_members.endpoints_of(
@@ -114,7 +114,7 @@ def test_members_come_and_go():
         st.tuples(st.sampled_from(["up", "late up", "out", "lost", "began"]), st.integers(0, 3)), max_size=30
     )
 )
-def test_terms_and_epochs_only_grow_and_nobody_is_promoted_who_is_not_up(steps):
+def test_terms_and_epochs_grow_and_only_up_standbys_promote(steps):
     there, before = a_map("syncing", "syncing", "syncing"), 20
     for step, member in steps:
         was = there.shard_by_id[1]

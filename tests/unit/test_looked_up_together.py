@@ -1,4 +1,4 @@
-"""Look-ups and reads of small files that are begun without a task: as those that wait, with the same answers and errors."""
+"""Look-ups and reads of small files without a task (fast path): same results and errors as with one (slow path)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.unit.test_small_files import EXACT, ME, Case, put, run, state_of
 
 
 async def outcome_of(later):
-    """What it brings, or raises."""
+    """Wait for a look-up or read; return its result, or raise its error."""
     if not later.done():
         ended = asyncio.get_running_loop().create_future()
         later.on_end = lambda found, error: ended.set_result(None)
@@ -35,7 +35,7 @@ async def outcome_of(later):
 
 
 async def begun(vfs, names: list[bytes], parent: int = ROOT_INODE) -> list:
-    """Look-ups begun in one burst, to their ends: attributes, or the errors."""
+    """Start look-ups in one batch and wait for them: attributes, or the errors."""
     vfs.hold_reads()
     asked = [vfs.begin_lookup(parent, name) for name in names]
     vfs.send_reads()
@@ -43,7 +43,7 @@ async def begun(vfs, names: list[bytes], parent: int = ROOT_INODE) -> list:
     return await asyncio.gather(*map(outcome_of, asked), return_exceptions=True)
 
 
-def test_the_names_of_a_burst_are_one_message_and_known_afterwards():
+def test_names_of_a_batch_are_one_message_and_are_cached():
     async def main() -> None:
         async with Case() as case:
             there = (await case.other.mkdir(ROOT_INODE, b"there", 0o755, ME)).inode
@@ -61,7 +61,7 @@ def test_the_names_of_a_burst_are_one_message_and_known_afterwards():
                 case.one.begin_lookup(there, b"there"),
             ]
             _, sent = await case.counted(asyncio.to_thread(lambda: None))
-            assert not sent  # before the end of the burst
+            assert not sent  # before the end of the batch
             case.one.send_reads()
             answers = await asyncio.gather(*map(outcome_of, several), return_exceptions=True)
             assert [type(answer) for answer in answers[::2]] == [NotFound] * 2 and answers[1].inode
@@ -72,13 +72,13 @@ def test_the_names_of_a_burst_are_one_message_and_known_afterwards():
                 handle = case.one.open_now(attr.inode, os.O_RDONLY)  # with a grant
                 assert handle is not None
                 await case.one.release(handle)
-            with pytest.raises(NotFound):  # under the lease of nobody: it is asked for
+            with pytest.raises(NotFound):  # no lease covers a missing name: it is looked up again
                 await case.one.lookup(ROOT_INODE, b"no such name")
 
     run(main())
 
 
-def test_outside_of_a_burst_they_go_at_the_end_of_the_turn():
+def test_look_ups_outside_a_batch_are_sent_in_the_next_turn():
     async def main() -> None:
         async with Case() as case:
             await put(case.other, b"a", b"1")
@@ -91,7 +91,7 @@ def test_outside_of_a_burst_they_go_at_the_end_of_the_turn():
     run(main())
 
 
-def test_one_of_several_in_a_row_asks_for_those_behind_it():
+def test_successive_look_ups_prefetch_the_next_names():
     async def main() -> None:
         async with Case(meta=MetaOptions()) as case:
             for number in range(10):
@@ -112,7 +112,7 @@ def test_one_of_several_in_a_row_asks_for_those_behind_it():
     run(main())
 
 
-def test_what_is_written_here_is_seen_by_who_looks():
+def test_look_up_sees_the_size_of_unstored_writes():
     async def main() -> None:
         async with Case() as case:
             attr, handle = await case.one.create(ROOT_INODE, b"file", 0o644, os.O_RDWR, ME)
@@ -125,7 +125,7 @@ def test_what_is_written_here_is_seen_by_who_looks():
     run(main())
 
 
-def test_who_gives_up_hears_of_it_at_once_and_the_others_get_their_answers():
+def test_cancelled_look_up_does_not_affect_the_others():
     async def main() -> None:
         async with Case() as case:
             for name in (b"a", b"b", b"c"):
@@ -150,7 +150,7 @@ def test_who_gives_up_hears_of_it_at_once_and_the_others_get_their_answers():
 
 
 class Refusing(Case):
-    """The shard's answers to look-ups of many are what `answer(call)` says first: False, and it is asked in earnest."""
+    """`answer(call)` may answer a batch of look-ups; False: the shard answers."""
 
     def __init__(self, *arguments, **named) -> None:
         super().__init__(*arguments, **named)
@@ -177,7 +177,7 @@ class Refusing(Case):
     ],
     ids=["lost", "stale", "too few", "none at all"],
 )
-def test_what_is_answered_out_of_the_ordinary_is_asked_again_one_by_one(answer):
+def test_unusual_reply_makes_each_look_up_a_request(answer):
     async def main() -> None:
         async with Refusing() as case:
             for name in (b"a", b"b"):
@@ -190,7 +190,7 @@ def test_what_is_answered_out_of_the_ordinary_is_asked_again_one_by_one(answer):
     run(main())
 
 
-def test_without_a_session_or_a_watch_they_are_asked_the_ordinary_way():
+def test_no_fast_path_without_a_session_or_a_watch():
     async def main() -> None:
         async with Case() as case:
             await put(case.other, b"a", b"1")
@@ -210,20 +210,20 @@ def test_without_a_session_or_a_watch_they_are_asked_the_ordinary_way():
 
 
 @pytest.mark.parametrize("shards", [2, 3])
-def test_names_at_several_shards_and_inodes_of_others(shards):
+def test_names_and_inodes_of_several_shards(shards):
     async def main() -> None:
         async with LocalPool(shards=shards) as pool:
             other, one = (await pool.client()).vfs, (await pool.client()).vfs
-            wide = (await other.mkdir(ROOT_INODE, b"wide", 0o755, ME, wide=True)).inode
+            striped = (await other.mkdir(ROOT_INODE, b"wide", 0o755, ME, wide=True)).inode
             parents = [
                 (await other.mkdir(ROOT_INODE, b"d%d" % number, 0o755, ME)).inode for number in range(6)
-            ] + [wide]
+            ] + [striped]
             places = []
             for number in range(60):
                 parent = parents[number % len(parents)]
                 await put(other, b"%d" % number, b"x" * number, parent)
                 places.append((parent, b"%d" % number))
-            for number in range(6):  # names of inodes that other shards have
+            for number in range(6):  # names of inodes of other shards
                 await other.link(
                     (await other.lookup(*places[number])).inode, parents[(number + 1) % 6], b"link", ME
                 )
@@ -242,11 +242,11 @@ def test_names_at_several_shards_and_inodes_of_others(shards):
     run(main())
 
 
-def test_a_shard_says_of_many_names_what_it_says_of_each():
+def test_batch_of_names_equals_single_look_ups():
     async def main() -> None:
         async with Case() as case:
             vfs, meta = case.other, case.pool.meta
-            wide = (await vfs.mkdir(ROOT_INODE, b"wide", 0o755, ME, wide=True)).inode
+            striped = (await vfs.mkdir(ROOT_INODE, b"wide", 0o755, ME, wide=True)).inode
             await put(vfs, b"file", b"content")
             await vfs.link((await vfs.lookup(ROOT_INODE, b"file")).inode, ROOT_INODE, b"second", ME)
             await vfs.symlink(ROOT_INODE, b"link", b"file", ME)
@@ -258,7 +258,7 @@ def test_a_shard_says_of_many_names_what_it_says_of_each():
             await vfs.setxattr(cut, b"user.x", b"1", 0, ME)
             await vfs.fallocate(handle, 0, 10, 3)
             await vfs.release(handle)
-            await put(vfs, b"in wide", b"1", wide)
+            await put(vfs, b"in wide", b"1", striped)
             session = state_of(case.one).session
             names = [b"file", b"second", b"nothing", b"link", b"node", b"below", b"wide", b"cut"]
 
@@ -274,7 +274,9 @@ def test_a_shard_says_of_many_names_what_it_says_of_each():
 
             for rights in (0, 1):
                 assert many(ROOT_INODE, names, rights) == each(ROOT_INODE, names, rights)
-                assert many(wide, [b"in wide", b"no"], rights) == each(wide, [b"in wide", b"no"], rights)
+                assert many(striped, [b"in wide", b"no"], rights) == each(
+                    striped, [b"in wide", b"no"], rights
+                )
                 assert many(ROOT_INODE, [b"file", b"", b"a/b"], rights) == each(
                     ROOT_INODE, [b"file", b"", b"a/b"], rights
                 )
@@ -313,7 +315,7 @@ def test_a_shard_says_of_many_names_what_it_says_of_each():
     run(main())
 
 
-def test_a_shard_says_of_names_in_many_directories_what_it_says_of_each():
+def test_batch_of_many_directories_equals_single_look_ups():
     async def main() -> None:
         async with Case() as case:
             vfs, meta = case.other, case.pool.meta
@@ -323,8 +325,8 @@ def test_a_shard_says_of_names_in_many_directories_what_it_says_of_each():
                 for name in (b"f", b"g")[: number % 3]:
                     await put(vfs, name, b"%d" % number, parents[-1])
             file = await put(vfs, b"file", b"1")
-            wide = (await vfs.mkdir(ROOT_INODE, b"wide", 0o755, ME, wide=True)).inode
-            await put(vfs, b"f", b"1", wide)
+            striped = (await vfs.mkdir(ROOT_INODE, b"wide", 0o755, ME, wide=True)).inode
+            await put(vfs, b"f", b"1", striped)
             gone = (await vfs.mkdir(ROOT_INODE, b"gone", 0o755, ME)).inode
             held = await case.one.opendir(gone)
             await vfs.rmdir(ROOT_INODE, b"gone", ME)
@@ -354,7 +356,7 @@ def test_a_shard_says_of_names_in_many_directories_what_it_says_of_each():
                 [(file, [b"x"])],
                 [(1 << 40, [b"f", b"g"])],
                 [(gone, [b"f"])],
-                [(wide, [b"f", b"no"])],
+                [(striped, [b"f", b"no"])],
                 [(parents[2], [b"", b"f"])],
                 [(parents[5], [b"f"] * 300)],
                 [(parents[7], [])],
@@ -382,7 +384,7 @@ async def opened(case: Case, name: bytes):
     return handle
 
 
-def test_reads_of_a_small_file_are_one_read_of_all_of_it():
+def test_reads_of_a_small_file_share_one_complete_read():
     async def main() -> None:
         async with Case() as case:
             content = os.urandom(10_000)
@@ -416,7 +418,7 @@ def test_reads_of_a_small_file_are_one_read_of_all_of_it():
     run(main())
 
 
-def test_what_was_changed_while_it_was_read_is_not_kept():
+def test_bytes_changed_during_a_read_are_not_cached():
     async def main() -> None:
         async with Case() as case:
             await put(case.other, b"file", b"first")
@@ -431,7 +433,7 @@ def test_what_was_changed_while_it_was_read_is_not_kept():
             await outcome_of(part)
             assert case.one.read_now(handle, 0, 100) is None and case.one.begin_read(handle, 0, 100) is None
             assert bytes(await case.one.read(handle, 0, 100)) == b"other"
-            assert case.one.release_now(writer)  # the last handle stores what is left
+            assert case.one.release_now(writer)  # the last handle stores the rest
             assert not case.one.release_now(handle)
             await case.one.release(handle)
             assert not case.one.cache.open
@@ -439,7 +441,7 @@ def test_what_was_changed_while_it_was_read_is_not_kept():
     run(main())
 
 
-def test_an_error_is_told_to_all_who_wait_and_the_next_read_asks_again():
+def test_error_reaches_all_waiting_reads_and_is_not_cached():
     async def main() -> None:
         async with Case(ClientOptions(deadline_s=0.3, release_s=0.01)) as case:
             await put(case.other, b"file", b"content")
@@ -458,15 +460,15 @@ def test_an_error_is_told_to_all_who_wait_and_the_next_read_asks_again():
     run(main())
 
 
-def test_bytes_that_came_when_no_lease_holds_any_more_are_handed_out_after_the_service_was_asked():
+def test_bytes_read_without_a_lease_are_validated():
     async def main() -> None:
         async with Case(EXACT._replace(tell_s=60.0), meta=MetaOptions(watch_s=1.0, linger_s=0.0)) as case:
             for name in (b"kept", b"gone"):
                 await put(case.other, name, b"content")
-            while case.pool.meta._sessions.holders:  # noqa: ASYNC110 - until it has heard of what was closed
+            while case.pool.meta._sessions.holders:  # noqa: ASYNC110 - until the service knows what was closed
                 await asyncio.sleep(0.01)
             kept, gone = await opened(case, b"kept"), await opened(case, b"gone")
-            case.one.meta._shards[1].untold.pop(gone.inode)  # as if the message about it were lost
+            case.one.meta._shards[1].untold.pop(gone.inode)  # as if the report of it were lost
             part = case.one.begin_read(kept, 0, 7)
             assert kept.file.untold
             case.one.leases.forget(kept.inode)
@@ -483,7 +485,7 @@ def test_bytes_that_came_when_no_lease_holds_any_more_are_handed_out_after_the_s
     run(main())
 
 
-def test_a_handle_with_locks_is_not_released_on_the_spot():
+def test_handle_with_locks_is_not_released_immediately():
     async def main() -> None:
         async with Case() as case:
             await put(case.other, b"file", b"content")
@@ -498,7 +500,7 @@ def test_a_handle_with_locks_is_not_released_on_the_spot():
     run(main())
 
 
-def test_a_large_file_is_not_read_as_a_whole():
+def test_large_file_is_not_read_completely():
     async def main() -> None:
         async with Case() as case:
             content = os.urandom(200 * KIB)

@@ -1,4 +1,4 @@
-"""Chains that were given up begin anew: what was lost is an error and never zeros, all else works."""
+"""Chains whose only copies were given up are reset: lost data is an error and never zeros, all else works."""
 
 import asyncio
 from functools import partial
@@ -27,7 +27,7 @@ def given_up(pool_map, target):
     return retired(with_goals(wished(pool_map, target, "lost")))
 
 
-def test_only_what_nobody_holds_begins_anew_and_the_map_tells_what_was_lost():
+def test_only_ownerless_chains_are_reset_and_losses_recorded():
     pool_map = replace(
         a_pool((4, 4, 4), 1),
         partitions=(PartitionRange(0, 2048, 1), PartitionRange(2048, 2048, 2)),
@@ -39,7 +39,7 @@ def test_only_what_nobody_holds_begins_anew_and_the_map_tells_what_was_lost():
         1
     ].state == "up"
     loss = births_of(lost, {1: 10, 2: 500})
-    assert begun_anew(lost, ownerless(lost), loss, {1}) is lost, "nobody who serves"
+    assert begun_anew(lost, ownerless(lost), loss, {1}) is lost, "no target that serves"
     new = begun_anew(lost, ownerless(lost), loss, {2, 3})
     assert (
         not ownerless(new)
@@ -58,7 +58,7 @@ def test_only_what_nobody_holds_begins_anew_and_the_map_tells_what_was_lost():
     assert decode_map(encode_map(new)) == new
 
 
-def test_the_other_copies_of_a_chain_that_began_anew_join_it():
+def test_reset_chain_is_joined_by_its_other_copies():
     pool_map = a_pool((4, 4, 4, 4), 2)
     lost = given_up(given_up(pool_map, 1), 2)
     names = [name for name in ownerless(lost) if name[0] == 2]
@@ -72,7 +72,7 @@ def test_the_other_copies_of_a_chain_that_began_anew_join_it():
         assert {*joined.targets, *joined.joining} == {3, 4}
 
 
-def test_chain_begun_anew_is_above_epochs_of_all_chains():
+def test_reset_chain_has_the_highest_epoch():
     pool_map = a_pool((4, 4, 4), 1)
     table = pool_map.tables[0]
     others = next(number for number, chain in enumerate(table.chains) if chain.targets == (2,))
@@ -84,10 +84,10 @@ def test_chain_begun_anew_is_above_epochs_of_all_chains():
     assert {(chain.epoch, chain.begun, chain.intact) for chain in new.tables[0].chains if chain.loss} == {
         (71, 71, 71)
     }
-    assert new.tables[0].chains[others].epoch == 70, "the others stay as they are"
+    assert new.tables[0].chains[others].epoch == 70, "other chains are unchanged"
 
 
-def test_a_map_that_names_a_loss_that_it_does_not_tell_contradicts_itself():
+def test_map_with_an_unrecorded_loss_is_inconsistent():
     pool_map = a_pool((4, 4), 1)
     table = pool_map.tables[0]
     for fields in ({"loss": 1, "begun": 1}, {"begun": 1}):
@@ -103,7 +103,7 @@ def test_a_map_that_names_a_loss_that_it_does_not_tell_contradicts_itself():
 
 
 class Scene:
-    """A pool of two targets of which the first is given up; files with chunks of 1 MiB."""
+    """A pool of three targets of which the first is given up; files with chunks of 1 MiB."""
 
     def __init__(self, pool, client):
         self.pool, self.vfs = pool, client.vfs
@@ -117,16 +117,16 @@ class Scene:
         return handle
 
     def lost(self, handle, count):
-        """Which of the first chunks were on the target that is given up."""
+        """Indexes of the first `count` chunks that were on the target that is given up."""
         chains = self.pool.pool_map.table_by_id[1].chains
         return [index for index in range(count) if chains[chain_of(handle.file.inode, index)].targets == (1,)]
 
     async def give_up(self):
         await self.pool.stop_store(1)
         await self.pool.change_map(lambda now: given_up(now, 1))
-        await self.begin_anew()
+        await self.reset_chains()
 
-    async def begin_anew(self):
+    async def reset_chains(self):
         counters = {shard: meta._view.next_number for shard, meta in self.pool.metas.items()}
         await self.pool.change_map(
             lambda now: begun_anew(now, ownerless(now), births_of(now, counters), {2, 3})
@@ -150,7 +150,7 @@ def scene(work):
     asyncio.run(run())
 
 
-def test_what_was_lost_is_an_error_and_is_whole_when_it_was_written_anew():
+def test_lost_bytes_are_an_error_until_rewritten():
     async def work(s):
         old = await s.file(b"old", 12 * MIB)
         lost = s.lost(old, 12)
@@ -181,7 +181,7 @@ def test_what_was_lost_is_an_error_and_is_whole_when_it_was_written_anew():
     scene(work)
 
 
-def test_files_that_are_born_later_are_as_everywhere():
+def test_files_created_after_a_loss_are_not_affected():
     async def work(s):
         await s.give_up()
         new = await s.file(b"new", 100)
@@ -194,7 +194,7 @@ def test_files_that_are_born_later_are_as_everywhere():
     scene(work)
 
 
-def test_an_old_file_is_appended_to_and_replaced_by_a_shorter_one():
+def test_old_file_can_be_appended_to_and_replaced():
     async def work(s):
         files = [await s.file(b"old %d" % number, 5000) for number in range(12)]
         short = [handle for handle in files if s.lost(handle, 1)]
@@ -224,7 +224,7 @@ def test_an_old_file_is_appended_to_and_replaced_by_a_shorter_one():
     scene(work)
 
 
-def test_lost_chunks_are_no_holes_to_who_looks_for_data():
+def test_lost_chunks_are_not_reported_as_holes():
     async def work(s):
         old = await s.file(b"old", 12 * MIB)
         lost = s.lost(old, 12)
@@ -235,8 +235,8 @@ def test_lost_chunks_are_no_holes_to_who_looks_for_data():
     scene(work)
 
 
-def test_what_a_new_member_has_from_earlier_days_counts_for_nothing():
-    """It held the chain before the one that was given up did, and has not removed its chunks yet."""
+def test_stale_chunks_of_a_new_member_are_ignored():
+    """It had the chain before the target that was given up, and has not removed its chunks yet."""
 
     async def work(s):
         old = await s.file(b"old", 12 * MIB)
@@ -264,7 +264,7 @@ def test_what_a_new_member_has_from_earlier_days_counts_for_nothing():
         await s.pool.change_map(moved)
         await s.pool.stop_store(1)
         await s.pool.change_map(lambda now: retired(wished(now, 1, "lost")))
-        await s.begin_anew()
+        await s.reset_chains()
         assert stale and all(s.pool.pool_map.chain(1, number).targets == (2,) for number in numbers)
         for index in stale:
             with pytest.raises(BytesLost):
@@ -278,18 +278,18 @@ def test_what_a_new_member_has_from_earlier_days_counts_for_nothing():
     scene(work)
 
 
-def test_a_new_member_that_does_not_know_it_yet_tells_nobody_that_there_is_a_hole():
+def test_member_with_an_old_map_reports_no_hole():
     async def work(s):
         old = await s.file(b"old", 12 * MIB)
         lost = s.lost(old, 12)
         asked = []
 
-        def told_late(give):
+        def update_later(give):
             asked.append(1)
             asyncio.get_running_loop().call_later(0.05, lambda: give(s.pool.pool_map))
 
         for store in s.pool.stores.values():
-            store._refresh_map = partial(told_late, store.update_map)
+            store._refresh_map = partial(update_later, store.update_map)
             store.update_map = lambda pool_map: None
         await s.give_up()
         assert not asked

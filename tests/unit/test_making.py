@@ -1,4 +1,4 @@
-"""What is refused before anything of a pool is made."""
+"""Checks before anything of a pool is created."""
 
 import json
 import os
@@ -12,16 +12,14 @@ from nvpool.provision.create import capacity_for, store_path
 
 
 @pytest.mark.parametrize(("wanted", "refusal"), [(1 << 62, NoSpace), (4096, InvalidRequest)])
-def test_a_size_that_makes_no_sense_is_refused_by_the_name_of_the_drive_that_is_there(
-    tmp_path, wanted, refusal
-):
+def test_invalid_size_is_refused_with_the_drives_path(tmp_path, wanted, refusal):
     place = store_path(str(tmp_path), "", 0, None)
-    with pytest.raises(refusal) as told:
+    with pytest.raises(refusal) as refused:
         capacity_for(place, wanted)
-    assert f"drive {tmp_path}:" in str(told.value)
+    assert f"drive {tmp_path}:" in str(refused.value)
 
 
-def test_who_asked_and_is_gone_leaves_no_traceback():
+def test_vanished_caller_causes_no_traceback():
     reads, writes = os.pipe()
     os.close(reads)
     request = {"verb": "check", "path": "/nowhere", "directory": "/nowhere", "pool_id": "", "target": 0}

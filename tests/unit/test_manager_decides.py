@@ -1,4 +1,4 @@
-"""The manager and a target's tenure on a counted clock."""
+"""The manager and a target's serving lease, with a manual clock."""
 
 import asyncio
 import math
@@ -52,7 +52,7 @@ def holds(pool_map, target):
     return sum(target in chain.targets for chain in pool_map.table_by_id[2].chains)
 
 
-def test_a_silent_target_is_replaced_after_its_lease_and_gets_none_before_it_knows_that():
+def test_silent_target_is_replaced_after_its_lease():
     async def run(coordinator, manager, clock):
         for _ in range(4):
             clock.advance(1.0)
@@ -69,7 +69,7 @@ def test_a_silent_target_is_replaced_after_its_lease_and_gets_none_before_it_kno
     with_manager(run)
 
 
-def test_target_behind_broken_link_leaves_after_its_lease():
+def test_target_behind_a_broken_link_leaves_after_its_lease():
     async def run(coordinator, manager, clock):
         async def beats(seconds, unreachable):
             answers = []
@@ -87,7 +87,7 @@ def test_target_behind_broken_link_leaves_after_its_lease():
         assert [answer.lease_s for answer in await beats(1.0, ())] == [LENT_S] * 3
         await beats(0.5, (3,))
         assert [answer.lease_s for answer in await beats(LEASE_S - 0.6, (3,))] == [LENT_S, LENT_S, 0.0]
-        assert holds(coordinator.pool_map, 3)  # it may serve by the lease that it was given before
+        assert holds(coordinator.pool_map, 3)  # its earlier lease still allows it to serve
         answers = await beats(2.0, (3,))
         now = coordinator.pool_map
         assert not holds(now, 3) and now.target_by_id[3].state == "down"
@@ -101,12 +101,12 @@ def test_target_behind_broken_link_leaves_after_its_lease():
 
 
 @pytest.mark.parametrize("turns", range(6))
-def test_manager_cancelled_while_news_come_ends(turns):
+def test_manager_cancelled_during_news_ends(turns):
     async def run(coordinator, manager, clock):
         deciding = asyncio.ensure_future(manager.run())
         await asyncio.sleep(0.01)
         manager.look()
-        for _ in range(turns):  # of the loop, between the news and the end of the reign
+        for _ in range(turns):  # of the loop, between the news and the cancellation
             await asyncio.sleep(0)
         deciding.cancel()
         await asyncio.wait([deciding], timeout=5)
@@ -115,7 +115,7 @@ def test_manager_cancelled_while_news_come_ends(turns):
     with_manager(run)
 
 
-def test_a_dead_process_is_not_listened_to_and_another_one_of_the_target_is():
+def test_dead_process_is_ignored_and_its_successor_is_not():
     async def run(coordinator, manager, clock):
         for target in (1, 2, 3):
             beat(manager, target)
@@ -131,7 +131,7 @@ def test_a_dead_process_is_not_listened_to_and_another_one_of_the_target_is():
     with_manager(run)
 
 
-def test_who_has_caught_up_is_taken_in_when_the_others_know_that_it_joins_and_who_leaves_goes_when_he_knows():
+def test_target_joins_or_leaves_when_others_know_the_map():
     def changed(pool_map):
         chain = Chain(5, (1, 2), (3,), (2, 3))
         table = replace(pool_map.table_by_id[2], chains=(chain, *pool_map.table_by_id[2].chains[1:]))
@@ -159,7 +159,7 @@ def test_who_has_caught_up_is_taken_in_when_the_others_know_that_it_joins_and_wh
     with_manager(run, changed(a_pool((4, 4, 4), 2)))
 
 
-def test_what_the_last_target_of_a_chain_lost_is_in_the_map_before_anybody_joins_it():
+def test_loss_of_a_sole_copy_is_recorded_before_a_join():
     def sole(pool_map):
         chain = Chain(5, (1,), (3,), (1, 3))
         return replace(
@@ -187,7 +187,7 @@ def test_what_the_last_target_of_a_chain_lost_is_in_the_map_before_anybody_joins
             chain.intact == (chain.epoch if 1 in chain.targets else 0)
             for chain in now.table_by_id[2].chains[1:]
         )
-        beat(manager, 1, pid=9)  # of an older version
+        beat(manager, 1, pid=9)  # a store of an older version, without a verifier
         assert not await manager.run_once()
 
     with_manager(run, sole(a_pool((4, 4, 4), 2)))
@@ -202,7 +202,7 @@ def three_nodes():
 
 
 class Bounded:
-    """The lease of who leads, of which so much is left."""
+    """A leadership lease with `left_s` left."""
 
     former = "3"
 
@@ -211,7 +211,7 @@ class Bounded:
         self.holds = True
 
 
-def test_no_lease_outlives_the_leaders_by_more_than_the_next_one_waits_for_the_node_that_led():
+def test_leases_end_soon_after_the_leaders():
     async def run(coordinator, manager, clock):
         lease = Bounded(5.0)
         manager = Manager(coordinator, clock=clock, leader=lease)
@@ -220,11 +220,11 @@ def test_no_lease_outlives_the_leaders_by_more_than_the_next_one_waits_for_the_n
         assert 0.3 < beat(manager, 1).lease_s < 0.3 + OUTLIVES_S
         manager = Manager(coordinator, clock=clock, gone=3)
         clock.advance(OUTLIVES_S)
-        assert not await manager.run_once(), "what it was given may be left to it"
+        assert not await manager.run_once(), "leases of its targets may not have ended"
         clock.advance(0.01)
         assert await manager.run_once() and not holds(coordinator.pool_map, 3)
         assert holds(coordinator.pool_map, 1) and holds(coordinator.pool_map, 2), (
-            "they have a whole lease to be heard"
+            "their leases run for the full time"
         )
         clock.advance(LEASE_S - OUTLIVES_S)
         assert await manager.run_once() and coordinator.pool_map.target_by_id[2].state == "down"
@@ -232,7 +232,7 @@ def test_no_lease_outlives_the_leaders_by_more_than_the_next_one_waits_for_the_n
     with_manager(run, three_nodes())
 
 
-def test_a_target_of_the_node_that_led_which_is_heard_keeps_its_chains():
+def test_heard_target_of_the_former_leader_keeps_its_chains():
     async def run(coordinator, manager, clock):
         manager = Manager(coordinator, clock=clock, gone=3)
         beat(manager, 3)
@@ -244,9 +244,9 @@ def test_a_target_of_the_node_that_led_which_is_heard_keeps_its_chains():
     with_manager(run)
 
 
-def test_what_is_so_already_by_an_old_map_is_changed_where_that_is_to_be_certain():
+def test_certain_change_is_made_against_the_newest_map():
     class Behind(EmbeddedCoordinator):
-        """Knows the first map until it looks, as one that etcd has not told yet."""
+        """Has the first map until `newest` is called, like a coordinator that etcd has not notified yet."""
 
         looked = False
 
@@ -278,7 +278,7 @@ def test_what_is_so_already_by_an_old_map_is_changed_where_that_is_to_be_certain
     asyncio.run(main())
 
 
-def test_who_does_not_lead_any_more_gives_no_lease():
+def test_former_leader_gives_no_lease():
     async def run(coordinator, manager, clock, lease):
         assert beat(manager, 1).lease_s == LENT_S
         await lease.release()
@@ -288,8 +288,8 @@ def test_who_does_not_lead_any_more_gives_no_lease():
     with_manager(run, leader=True)
 
 
-class Told:
-    """What a store tells the clients of its host."""
+class FakeReaders:
+    """A fake of the short-circuit readers that a store notifies."""
 
     def __init__(self):
         self.until_s, self.changed = None, 0
@@ -301,21 +301,23 @@ class Told:
         self.changed += 1
 
 
-def test_a_tenure_counts_from_the_sending_needs_the_map_and_is_told_to_readers_of_the_drive():
-    clock, told = ManualClock(), Told()
-    tenure = Tenure(1, clock, told)
+def test_serving_lease_starts_at_sending_and_needs_the_map():
+    clock, readers = ManualClock(), FakeReaders()
+    serving = Tenure(1, clock, readers)
     pool_map = a_pool((4, 4, 4), 2)
     alone = replace(pool_map, tables=pool_map.tables[:1])
-    tenure.update_map(alone)
-    assert tenure.holds() and told.until_s == math.inf, "whoever holds its chains alone needs none"
-    tenure.update_map(replace(pool_map, epoch=2))
-    assert not tenure.holds()
+    serving.update_map(alone)
+    assert serving.holds() and readers.until_s == math.inf, (
+        "a target that holds its chains alone needs no lease"
+    )
+    serving.update_map(replace(pool_map, epoch=2))
+    assert not serving.holds()
     sent_s = clock.boottime_s()
     clock.advance(1.0)
-    tenure.renewed(sent_s, LEASE_S, 2)
-    assert tenure.holds() and told.until_s == sent_s + LEASE_S
-    tenure.renewed(sent_s, LEASE_S, 3)
-    assert not tenure.holds() and told.until_s == 0.0, "it was taken out by a map that it does not know"
+    serving.renewed(sent_s, LEASE_S, 2)
+    assert serving.holds() and readers.until_s == sent_s + LEASE_S
+    serving.renewed(sent_s, LEASE_S, 3)
+    assert not serving.holds() and readers.until_s == 0.0, "a map that it does not have has taken it out"
     gone = replace(
         pool_map,
         epoch=3,
@@ -330,14 +332,14 @@ def test_a_tenure_counts_from_the_sending_needs_the_map_and_is_told_to_readers_o
             ),
         ),
     )
-    before = told.changed
-    tenure.update_map(gone)
-    assert told.changed == before + 1 and not tenure.shared and tenure.holds()
-    tenure.update_map(replace(pool_map, epoch=4))
-    assert tenure.holds()
+    before = readers.changed
+    serving.update_map(gone)
+    assert readers.changed == before + 1 and not serving.shared and serving.holds()
+    serving.update_map(replace(pool_map, epoch=4))
+    assert serving.holds()
     clock.advance(LEASE_S)
     with pytest.raises(StaleTenure):
-        tenure.check()
+        serving.check()
 
 
 def given_up_after(run, capacities=(4, 4, 4, 4), replicas=2, replace_after_s=60.0):
@@ -363,7 +365,7 @@ async def seconds(manager, clock, count, *targets):
         await manager.run_once()
 
 
-def test_a_target_that_is_away_for_long_is_given_up_and_gets_its_share_when_it_is_back():
+def test_absent_target_is_given_up_and_refilled_later():
     async def run(coordinator, manager, clock):
         await seconds(manager, clock, 55, 1, 2, 3)
         away = coordinator.pool_map.target_by_id[4]
@@ -374,7 +376,7 @@ def test_a_target_that_is_away_for_long_is_given_up_and_gets_its_share_when_it_i
         assert not any(4 in chain.goal for chain in now.table_by_id[2].chains)
         assert (
             sum(bool(chain.joining) for chain in now.table_by_id[2].chains) == 256
-        )  # as many as begin at a time
+        )  # the number of chains that start at a time
         await seconds(manager, clock, 2, 1, 2, 3, 4)
         back = coordinator.pool_map
         assert (back.target_by_id[4].state, back.target_by_id[4].wish) == ("up", "share")
@@ -385,7 +387,7 @@ def test_a_target_that_is_away_for_long_is_given_up_and_gets_its_share_when_it_i
     given_up_after(run)
 
 
-def test_nothing_is_given_up_where_the_others_are_too_few_or_nobody_wants_it():
+def test_target_is_not_given_up_without_enough_others():
     async def refused(coordinator, manager, clock):
         await seconds(manager, clock, 200, 1, 2)
         assert [target.wish for target in coordinator.pool_map.targets] == ["share"] * 3
@@ -416,7 +418,7 @@ def test_manager_knows_which_targets_lack_a_map():
     with_manager(run)
 
 
-def test_manager_drops_taken_rights_after_their_time():
+def test_manager_drops_revocations_after_their_time():
     async def run(coordinator, manager, clock):
         now_ms = clock.wall_ns() // 1_000_000
         await change(coordinator, lambda now: taken(now, 7, "", 1, now_ms, 5000))

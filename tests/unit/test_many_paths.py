@@ -1,5 +1,4 @@
-"""Paths read together: how many messages they cost, however many directories they lead through, and that each path's end, good
-or bad, is what it is for that path alone."""
+"""Batch reads of many paths: number of messages, and for each path the same result or error as alone."""
 
 from __future__ import annotations
 
@@ -22,12 +21,12 @@ from tests.unit.test_small_files import ME, Case, Standing, put, run
 
 OPTIONS = ClientOptions(deadline_s=10.0, release_s=0.01)
 DIRECTORIES = 200
-STRANGER = "client/other.0a1b2c3d"
+OTHER_CLIENT = "client/other.0a1b2c3d"
 TARGETS = "..", "../a", ".", "f1", "../f2", "a/b", "l", "/"
 
 
 async def planted(case: Case, levels: int = 1, count: int = DIRECTORIES) -> dict[str, bytes]:
-    """Files, each in a directory of its own: path -> content."""
+    """Create files, each in its own directory; return path -> content."""
     top = (await case.other.mkdir(ROOT_INODE, b"top", 0o755, ME)).inode
     contents = {}
     for number in range(count):
@@ -48,37 +47,37 @@ def questions(sent: dict[str, int]) -> dict[str, int]:
     return {name: count for name, count in sent.items() if not name.startswith("DATA_")}
 
 
-async def lent_again(pool: AsyncFileSystem) -> None:
-    """After a jump of its clock: until the shard has heard of it, nothing that it says is promised."""
+async def leases_again(pool: AsyncFileSystem) -> None:
+    """After a jump of the client's clock: wait until the shard has heard of the client and gives leases again."""
     while not pool.client.vfs.lease_until_s(ROOT_INODE):
         await asyncio.sleep(0.01)
         pool.client.vfs.cache.grow_old(ROOT_INODE)
         await pool.client.vfs.getattr(ROOT_INODE)
 
 
-class Told(Case):
-    """`about(call)` may answer in a shard's place, or change who asks."""
+class Intercepting(Case):
+    """`about(call)` may answer in place of a shard, or change the caller."""
 
     def __init__(self, *arguments, **named) -> None:
         super().__init__(*arguments, **named)
         self.about = lambda call, shard: False
         listen = self.pool._listen
 
-        async def telling(role: str, number: int, handler) -> None:
+        async def intercepting(role: str, number: int, handler) -> None:
             def handle(call) -> None:
                 if role != "meta" or not self.about(call, number):
                     handler(call)
 
             await listen(role, number, handle)
 
-        self.pool._listen = telling
+        self.pool._listen = intercepting
 
 
-# -- how many messages -----------------------------------------------------------------------------------------------------
+# -- number of messages ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("levels", [1, 3])
-def test_many_directories_cost_one_message_for_each_level_and_nothing_the_next_time(levels):
+def test_many_directories_cost_one_message_per_level(levels):
     async def main() -> None:
         async with Case(OPTIONS, shards=1) as case:
             contents = await planted(case, levels)
@@ -88,12 +87,12 @@ def test_many_directories_cost_one_message_for_each_level_and_nothing_the_next_t
             assert sent.pop("DATA_READ") <= 2 and sent == {"META_LOOKUP": 1, "META_LOOKUP_MANY": levels + 1}
             _, sent = await case.counted(read(pool, contents))
             assert not questions(sent)
-            clock.ahead_s += 2.0  # names are old, leases may hold
-            await lent_again(pool)
+            clock.ahead_s += 2.0  # cached names are old, leases may hold
+            await leases_again(pool)
             _, sent = await case.counted(read(pool, contents))
             assert sum(questions(sent).values()) <= levels + 2
-            clock.ahead_s += 1000.0  # nothing holds any more
-            await lent_again(pool)
+            clock.ahead_s += 1000.0  # no lease holds any more
+            await leases_again(pool)
             _, sent = await case.counted(read(pool, contents))
             assert sum(questions(sent).values()) <= levels + 2
 
@@ -101,7 +100,7 @@ def test_many_directories_cost_one_message_for_each_level_and_nothing_the_next_t
 
 
 @pytest.mark.parametrize("levels", [1, 3])
-def test_of_several_shards_each_is_asked_once_for_each_level(levels):
+def test_each_shard_gets_one_message_per_level(levels):
     async def main() -> None:
         async with Case(OPTIONS, shards=2) as case:
             contents = await planted(case, levels)
@@ -110,17 +109,17 @@ def test_of_several_shards_each_is_asked_once_for_each_level(levels):
             assert sent.pop("DATA_READ") <= 2
             assert sent.pop("META_LOOKUP_MANY") <= 2 * (levels + 1) and sent.pop("META_GETATTR_MANY") <= 2
             assert sum(sent.values()) <= 2  # "top"
-            for _ in range(2):  # what was asked before there was a session at its shard is asked again
+            for _ in range(2):  # look-ups made before there was a session at a shard are repeated
                 _, sent = await case.counted(read(pool, contents))
                 assert sum(questions(sent).values()) <= 2 * (levels + 2)
                 await asyncio.sleep(1.1)
             _, sent = await case.counted(read(pool, contents))
-            assert not questions(sent)  # by leases, though all names are old
+            assert not questions(sent)  # leases cover it, though all names are old
 
     run(main())
 
 
-def test_without_leases_what_is_old_is_asked_anew_together():
+def test_old_names_without_leases_are_looked_up_together():
     async def main() -> None:
         async with Case(OPTIONS._replace(leases=False, attr_s=0.0), shards=1) as case:
             contents = await planted(case, 2, 50)
@@ -137,7 +136,7 @@ def test_without_leases_what_is_old_is_asked_anew_together():
     run(main())
 
 
-def test_more_names_than_one_message_holds_go_in_several():
+def test_more_names_than_a_message_holds_need_several():
     async def main() -> None:
         async with Case(OPTIONS, shards=1) as case:
             top = (await case.other.mkdir(ROOT_INODE, b"top", 0o755, ME)).inode
@@ -153,7 +152,7 @@ def test_more_names_than_one_message_holds_go_in_several():
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_pieces_of_many_files_are_opened_together_too_and_kept_open_for_a_second(shards):
+def test_files_of_pieces_are_opened_together_and_kept_open(shards):
     async def main() -> None:
         async with Case(OPTIONS, shards=shards) as case:
             contents = await planted(case, 1, 100)
@@ -162,7 +161,7 @@ def test_pieces_of_many_files_are_opened_together_too_and_kept_open_for_a_second
             for ahead_s, most in ((0.0, 3 * shards + 1), (0.0, 0), (2.0, 3 * shards + 1), (0.0, 0)):
                 clock.ahead_s += ahead_s
                 if ahead_s:
-                    await lent_again(pool)
+                    await leases_again(pool)
                 found, sent = await case.counted(pool.read_many(pieces))
                 assert [bytes(one) for one in found] == [content[1:51] for content in contents.values()]
                 assert sum(questions(sent).values()) <= most
@@ -176,7 +175,7 @@ def test_pieces_of_many_files_are_opened_together_too_and_kept_open_for_a_second
     run(main())
 
 
-def test_files_that_several_batches_open_at_once_are_read_by_all_and_closed_by_the_end():
+def test_files_shared_by_batches_are_read_and_closed():
     async def main() -> None:
         async with Case(OPTIONS._replace(attr_s=0.0), shards=1) as case:
             contents = await planted(case, 1, 20)
@@ -195,7 +194,7 @@ def test_files_that_several_batches_open_at_once_are_read_by_all_and_closed_by_t
     run(main())
 
 
-def test_what_was_opened_anew_is_closed_though_some_batch_is_always_being_read():
+def test_replaced_handles_are_closed_during_other_batches():
     async def main() -> None:
         async with Case(OPTIONS._replace(attr_s=0.0), shards=1) as case:
             contents = await planted(case, 1, 5)
@@ -225,13 +224,13 @@ def test_what_was_opened_anew_is_closed_though_some_batch_is_always_being_read()
             for _ in range(10):
                 await read()
             assert sum(file.handles for file in vfs.cache.open.values()) == 55, (
-                "the first one may be reading by any of them"
+                "the first batch may use any of them"
             )
             second, second_gate = await begun()
             first_gate.set()
             await first
             assert sum(file.handles for file in vfs.cache.open.values()) == 10, (
-                "the second one's, and what it has replaced"
+                "the handles of the second batch, and those that it replaced"
             )
             second_gate.set()
             await second
@@ -241,7 +240,7 @@ def test_what_was_opened_anew_is_closed_though_some_batch_is_always_being_read()
     run(main())
 
 
-def test_wide_directories_over_several_shards_are_walked_as_others():
+def test_striped_directories_are_walked_over_several_shards():
     async def main() -> None:
         async with Case(OPTIONS, shards=3) as case:
             top = (await case.other.mkdir(ROOT_INODE, b"top", 0o755, ME, wide=True)).inode
@@ -262,9 +261,9 @@ def test_wide_directories_over_several_shards_are_walked_as_others():
 
 
 @pytest.mark.parametrize("older", [False, True])
-def test_files_whose_inodes_another_shard_has_are_asked_for_together_and_by_themselves_at_an_older_one(older):
+def test_inodes_of_another_shard_are_requested_together(older):
     async def main() -> None:
-        async with Told(OPTIONS, shards=2) as case:
+        async with Intercepting(OPTIONS, shards=2) as case:
             vfs = case.other
             at = [(await vfs.mkdir(ROOT_INODE, b"d%d" % number, 0o755, ME)).inode for number in range(8)]
             made = next(one for one in at if vfs.meta.shard_of(one) == 1)
@@ -291,9 +290,7 @@ def test_files_whose_inodes_another_shard_has_are_asked_for_together_and_by_them
             _, sent = await case.counted(read(pool, contents))
             sent.pop("DATA_READ")
             assert sent.pop("META_GETATTR", 0) <= (42 if older else 2) and sum(sent.values()) <= 5
-            await read(
-                pool, contents
-            )  # names that were asked for before there was a lease on what they stand for
+            await read(pool, contents)  # look-ups made before there was a lease on their inodes
             _, sent = await case.counted(read(pool, contents))
             assert not questions(sent)
             expected = [contents[path.replace("/l", "/f")] for path in links]
@@ -309,11 +306,11 @@ def test_files_whose_inodes_another_shard_has_are_asked_for_together_and_by_them
     run(main())
 
 
-# -- each path's end is its own ------------------------------------------------------------------------------------------------
+# -- errors of single paths ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_what_is_wrong_with_one_path_is_told_of_that_path(shards):
+def test_error_names_its_path(shards):
     async def main() -> None:
         async with Case(OPTIONS, shards=shards) as case:
             contents = await planted(case, 1, 20)
@@ -370,9 +367,9 @@ def test_what_is_wrong_with_one_path_is_told_of_that_path(shards):
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_a_volume_that_one_has_no_right_to_is_refused_and_the_others_are_read(shards):
+def test_forbidden_volume_fails_only_its_paths(shards):
     async def main() -> None:
-        async with Told(OPTIONS, shards=shards) as case:
+        async with Intercepting(OPTIONS, shards=shards) as case:
             owner = AsyncFileSystem(await case.client(), Caller(0, 0))
             for name in ("open", "secret"):
                 await owner.volumes.create(name)
@@ -381,12 +378,12 @@ def test_a_volume_that_one_has_no_right_to_is_refused_and_the_others_are_read(sh
                     await owner.write_bytes(f"/volumes/{name}/d{number}/f", name.encode())
             await owner.volumes.grant("secret", "client/reader.0a1b2c3d", "ro")
 
-            def stranger(call, shard) -> bool:
-                call.peer = call.peer._replace(member=STRANGER)
+            def as_other_client(call, shard) -> bool:
+                call.peer = call.peer._replace(member=OTHER_CLIENT)
                 return False
 
             pool = AsyncFileSystem(await case.client(), ME)
-            case.about = stranger
+            case.about = as_other_client
             good = [f"volumes/open/d{number}/f" for number in range(5)]
             with pytest.raises(PermissionError) as raised:
                 await pool.read_many([*good, "volumes/secret/d1/f", "volumes/secret/d2/f"])
@@ -399,9 +396,9 @@ def test_a_volume_that_one_has_no_right_to_is_refused_and_the_others_are_read(sh
     run(main())
 
 
-def test_a_shard_that_is_silent_fails_the_paths_through_it():
+def test_silent_shard_fails_only_its_paths():
     async def main() -> None:
-        async with Told(OPTIONS._replace(deadline_s=0.5), shards=2) as case:
+        async with Intercepting(OPTIONS._replace(deadline_s=0.5), shards=2) as case:
             contents = await planted(case, 1, 20)
             vfs = (await case.client()).vfs
             top = (await vfs.lookup(ROOT_INODE, b"top")).inode
@@ -427,9 +424,9 @@ def test_a_shard_that_is_silent_fails_the_paths_through_it():
 
 
 @pytest.mark.parametrize("answer", [b"", b"\xff\xff\xff"])
-def test_an_answer_that_does_not_fit_is_an_error_of_the_paths_that_it_was_for(answer):
+def test_invalid_reply_fails_its_paths(answer):
     async def main() -> None:
-        async with Told(OPTIONS, shards=1) as case:
+        async with Intercepting(OPTIONS, shards=1) as case:
             contents = await planted(case, 1, 5)
             pool = AsyncFileSystem(await case.client(), ME)
             case.about = lambda call, shard: (
@@ -444,11 +441,11 @@ def test_an_answer_that_does_not_fit_is_an_error_of_the_paths_that_it_was_for(an
     run(main())
 
 
-# -- what changes meanwhile --------------------------------------------------------------------------------------------
+# -- concurrent changes ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_directories_that_others_move_and_replace_are_found_where_they_are(shards):
+def test_moved_and_replaced_directories_are_found(shards):
     async def main() -> None:
         async with Case(OPTIONS, meta=MetaOptions(watch_s=1.0), shards=shards) as case:
             contents = await planted(case, 2, 30)
@@ -464,9 +461,7 @@ def test_directories_that_others_move_and_replace_are_found_where_they_are(shard
             await other.rename(third, b"e", top, b"e", 0, ME)
             await put(other, b"f", b"new", (await other.mkdir(third, b"e", 0o755, ME)).inode)
             if shards == 2:
-                await asyncio.sleep(
-                    1.1
-                )  # of what another shard has than its name that is believed for so long
+                await asyncio.sleep(1.1)  # an inode of another shard than its name may be cached for so long
             with pytest.raises(FileNotFoundError) as raised:
                 await pool.read_many(list(contents))
             assert raised.value.filename == "top/d2/e/f"
@@ -477,7 +472,7 @@ def test_directories_that_others_move_and_replace_are_found_where_they_are(shard
     run(main())
 
 
-def test_partitions_that_move_to_another_shard_meanwhile():
+def test_partitions_migrate_during_reads():
     async def main() -> None:
         async with Case(OPTIONS._replace(attr_s=0.0, leases=False), shards=2, tells_map=True) as case:
             contents = await planted(case, 2, 40)
@@ -492,11 +487,11 @@ def test_partitions_that_move_to_another_shard_meanwhile():
     run(main())
 
 
-# -- the same as by itself ---------------------------------------------------------------------------------------------
+# -- same results as single reads --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
-def test_a_tree_with_links_upward_names_and_wide_directories_is_read_as_path_by_path(shards):
+def test_random_tree_is_read_like_single_paths(shards):
     async def main() -> None:
         chance = random.Random(shards)
         async with Case(OPTIONS, shards=shards) as case:

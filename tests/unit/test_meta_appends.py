@@ -1,4 +1,4 @@
-"""Reservations of appends at the metadata service: the size moves with the report, one client at a time has places open."""
+"""Append reservations at the metadata service: the size changes with the report, one client at a time reserves."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ from nvpool.testing.fakes.meta_shard import ShardClient, StoreRecorder, small_ma
 
 
 class Shard:
-    """A shard in memory whose clock is moved by hand, with two clients `one` and `two` and a file."""
+    """A shard in memory with a manual clock, two clients `one` and `two`, and a file."""
 
     async def __aenter__(self):
         self.kv, self.clock, self.stores = MemoryKv(), ManualClock(), StoreRecorder()
@@ -83,7 +83,7 @@ async def test_reservation_leaves_the_size_until_the_report(shard):
     second = await shard.reserve(shard.one, 50, own=100)
     assert (first.offset, second.offset, first.attr.size, second.attr.size) == (0, 100, 0, 0)
     seen = (await shard.two.getattr(shard.inode)).attr
-    assert (seen.size, seen.change) == (0, change), "nobody has to be told of what is not there yet"
+    assert (seen.size, seen.change) == (0, change), "no notification of bytes that do not exist yet"
     assert (await shard.report(shard.one, 100)).size == 100
     third = await shard.reserve(shard.one, 7, own=150)
     assert third.offset == 150 and await shard.size() == 100
@@ -91,13 +91,13 @@ async def test_reservation_leaves_the_size_until_the_report(shard):
 
 
 @scenario
-async def test_other_clients_append_when_the_report_has_come(shard):
+async def test_other_clients_append_after_the_report(shard):
     await shard.reserve(shard.one, 100)
     waiting = shard.sending(shard.two, 10)
     extending = shard.sending(shard.one, 5, own=100, slot=1)
     await asyncio.sleep(0.01)
     assert waiting.answer is None and extending.answer is None, (
-        "one client after the other, also the one that has the turn"
+        "one client after the other, also the one whose turn it is"
     )
     await shard.report(shard.one, 100)
     reply = pb.ReserveReply.FromString((await waiting.wait())[0])
@@ -108,7 +108,7 @@ async def test_other_clients_append_when_the_report_has_come(shard):
 
 
 @scenario
-async def test_silent_client_loses_its_turn_and_not_its_place(shard):
+async def test_silent_client_loses_its_turn_but_not_its_place(shard):
     await shard.reserve(shard.one, 100)
     waiting = shard.sending(shard.two, 10)
     await asyncio.sleep(0.01)
@@ -116,7 +116,7 @@ async def test_silent_client_loses_its_turn_and_not_its_place(shard):
     shard.clock.advance(APPEND_S + 1)
     again = shard.sending(shard.two, 10, slot=2)
     reply = pb.ReserveReply.FromString((await again.wait())[0])
-    assert reply.offset == 100, "behind the place of the other, which may still be written"
+    assert reply.offset == 100, "behind the other reservation, which may still be written"
     await shard.report(shard.one, 100)
     assert await shard.size() == 100
     await shard.report(shard.two, 110)
@@ -124,7 +124,7 @@ async def test_silent_client_loses_its_turn_and_not_its_place(shard):
 
 
 @scenario
-async def test_restart_keeps_places_and_the_owner_goes_on(shard):
+async def test_restart_keeps_reservations_and_their_owner(shard):
     await shard.reserve(shard.one, 100)
     await shard.service.close()
     shard.service = shard.one.service = shard.two.service = await shard.start()
@@ -137,19 +137,19 @@ async def test_restart_keeps_places_and_the_owner_goes_on(shard):
 
 
 @scenario
-async def test_withdrawn_places_leave_nothing_behind(shard):
+async def test_withdrawn_reservation_leaves_no_bytes(shard):
     await shard.report(shard.one, 40)
     await shard.reserve(shard.one, 100)
     attr = await shard.report(shard.one, 90, withdrawn=140)
     assert attr.size == 90 and attr.cut == 1
     assert {(cut.size, cut.cut) for cut in shard.stores.cuts} == {(90, 1)}, (
-        "bytes behind the end may be at stores"
+        "stores may have bytes behind the end"
     )
     assert (await shard.reserve(shard.two, 5, cut=1)).offset == 90
 
 
 @scenario
-async def test_withdrawal_of_what_another_has_taken_over_is_ignored(shard):
+async def test_withdrawal_of_a_reassigned_turn_is_ignored(shard):
     await shard.reserve(shard.one, 100)
     shard.clock.advance(APPEND_S + 1)
     assert (await shard.reserve(shard.two, 10)).offset == 100
@@ -159,7 +159,7 @@ async def test_withdrawal_of_what_another_has_taken_over_is_ignored(shard):
 
 
 @scenario
-async def test_client_withdraws_a_place_it_was_not_told_of(shard):
+async def test_client_withdraws_an_unknown_reservation(shard):
     shard.sending(shard.one, 100)
     assert (await shard.report(shard.one, 0, withdrawn=WITHDRAW_ANY)).size == 0
     assert (await shard.reserve(shard.two, 10, cut=1)).offset == 0
@@ -179,7 +179,7 @@ async def test_truncation_ends_open_reservations(shard):
 
 
 @scenario
-async def test_growth_over_open_places_ends_them(shard):
+async def test_growth_over_open_reservations_ends_them(shard):
     await shard.reserve(shard.one, 100)
     waiting = shard.sending(shard.two, 10)
     await asyncio.sleep(0)
@@ -194,7 +194,7 @@ async def test_older_client_appends_as_before(shard):
     assert (reply.offset, reply.attr.size) == (0, 100) and await shard.size() == 100
 
 
-def test_record_of_a_file_without_open_places_is_as_before():
+def test_record_without_reservations_is_unchanged():
     inode = records.Inode(5, 0o100644, size=100, atime_ns=1, mtime_ns=1, ctime_ns=1)
     before = records.encode_inode(inode)
     inode.reserved = 100
@@ -204,7 +204,7 @@ def test_record_of_a_file_without_open_places_is_as_before():
 
 
 @scenario
-async def test_append_that_waits_is_refused_by_a_drain(shard):
+async def test_waiting_append_is_refused_by_a_drain(shard):
     await shard.reserve(shard.one, 100)
     waiting = shard.sending(shard.two, 10)
     await asyncio.sleep(0)
@@ -214,4 +214,4 @@ async def test_append_that_waits_is_refused_by_a_drain(shard):
     assert not caught.value.may_be_applied
     with pytest.raises(errors.Draining):
         await shard.reserve(shard.two, 10)
-    assert (await shard.report(shard.one, 100)).size == 100, "requests in work are not touched"
+    assert (await shard.report(shard.one, 100)).size == 100, "requests in progress are not affected"

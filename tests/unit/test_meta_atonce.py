@@ -1,4 +1,4 @@
-"""Requests that a shard answers where they arrive: the bytes, records and counts of the ordinary way, or left to that."""
+"""Fast path of a shard's requests: same bytes, records and counters as the slow path, or left to that."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ from nvpool.core.grants import EPOCH_MASK, read, volume_tag
 from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.kv.memory import MemoryKv
 from nvpool.meta.server import fast_path as meta_fast_path
-from nvpool.meta.server.member import _AtOnce as member_at_once
+from nvpool.meta.server.member import _AtOnce as member_fast_path
 from nvpool.meta.server.service import MetaOptions, MetaService
 from nvpool.meta.state import records
 from nvpool.meta.state.records import Inode
@@ -53,7 +53,7 @@ MESSAGES = {
 
 
 class Ordinary(Answerer):
-    """What the service says to a frame, the ordinary way."""
+    """Replies of the service to a frame by the slow path."""
 
     def __init__(self, service):
         super().__init__(service.handle, Peer("test", "", True), service._clock)
@@ -74,11 +74,11 @@ class Ordinary(Answerer):
 
 
 class Bench:
-    """A shard that is asked at once as far as it can (`quick`), or never; each with the same clock and the same secrets."""
+    """A shard that uses the fast path where it can (`quick`), or never; all have the same clock and secrets."""
 
     def __init__(self, kv, service, quick):
         self.kv, self.service, self.quick = kv, service, quick
-        self.ordinary, self.tally = Ordinary(service), ReplyStats()
+        self.ordinary, self.stats = Ordinary(service), ReplyStats()
         self.taken = 0
 
     async def begin(self, watch=True):
@@ -88,18 +88,18 @@ class Bench:
             self.service._sessions.slot(self.service._sessions.get(self.client.session), slot)
         return self
 
-    def at_once(self, frame, in_work=None):
+    def ask_fast(self, frame, in_work=None):
         out = []
         taken = self.service.at_once.answer(
-            bytearray(frame), len(frame), in_work or {}, self.tally, out, self.ordinary
+            bytearray(frame), len(frame), in_work or {}, self.stats, out, self.ordinary
         )
         return taken, out
 
     async def ask(self, method, request, number=7):
-        """(status, message) of the answer."""
+        """(status, message) of the reply."""
         message = request if type(request) is bytes else request.SerializeToString()
         frame = pack_head(REQUEST, method, number, 1000, message, 0)
-        taken, out = self.at_once(frame) if self.quick else (0, [])
+        taken, out = self.ask_fast(frame) if self.quick else (0, [])
         if taken:
             assert taken == len(frame) and len(out) == 1
             self.taken += 1
@@ -114,7 +114,7 @@ class Bench:
         return await ShardClient(self.service).begin()
 
     async def make(self, name, **fields):
-        """A file, opened; its inode."""
+        """Create and open a file; return its inode number."""
         request = pb.CreateRequest(
             change=self.client.change(),
             parent=self.home,
@@ -130,7 +130,7 @@ class Bench:
         return pb.CreateReply.FromString(message).entry.attr.inode
 
     def state(self):
-        """All that it has, on the drive and in memory."""
+        """All state of the shard, on the drive and in memory."""
         service, journal = self.service, self.kv._journal
         sessions = [
             (
@@ -189,7 +189,7 @@ async def a_shard(path, quick, clock=None, watch=True, options=None):
 
 
 def with_shard(test):
-    """Run it with one shard that answers at once."""
+    """Decorator: run the test with one shard that uses the fast path."""
 
     def run(tmp_path):
         async def served():
@@ -203,34 +203,34 @@ def with_shard(test):
 
 
 def with_both(test):
-    """Run it twice, at once and the ordinary way, and compare what it gives and what is left."""
+    """Decorator: run the test with and without the fast path, and compare results and state."""
 
     def run(tmp_path):
         async def served(quick):
             async with a_shard(tmp_path / f"kv-{quick}", quick) as bench:
-                told = await test(bench)
-                return told, bench.state(), bench.taken
+                replies = await test(bench)
+                return replies, bench.state(), bench.taken
 
-        told, state, taken = asyncio.run(served(True))
-        ordinarily_told, ordinary_state, _ = asyncio.run(served(False))
-        assert told == ordinarily_told and state == ordinary_state
+        replies, state, taken = asyncio.run(served(True))
+        slow_replies, slow_state, _ = asyncio.run(served(False))
+        assert replies == slow_replies and state == slow_state
         assert taken
 
     run.__name__, run.__doc__ = test.__name__, test.__doc__
     return run
 
 
-# -- the same ----------------------------------------------------------------------------------------------------------
+# -- same results ------------------------------------------------------------------------------------------------------
 
 
 @with_both
-async def test_a_file_is_made_written_looked_up_and_removed_with_the_bytes_of_the_ordinary_way(bench):
-    client, told = bench.client, []
+async def test_file_operations_give_the_same_bytes(bench):
+    client, replies = bench.client, []
 
     async def ask(method, **fields):
-        told.append(await bench.ask(method, MESSAGES[method](**fields)))
-        assert not told[-1][0], decode_error(*told[-1])
-        return told[-1][1]
+        replies.append(await bench.ask(method, MESSAGES[method](**fields)))
+        assert not replies[-1][0], decode_error(*replies[-1])
+        return replies[-1][1]
 
     for number, (opened, rights, mode) in enumerate(
         (
@@ -266,32 +266,32 @@ async def test_a_file_is_made_written_looked_up_and_removed_with_the_bytes_of_th
             await ask(LOOKUP, session=client.session, parent=bench.home, name=name, rights=wanted)
             await ask(GETATTR, session=client.session, inode=inode, rights=wanted)
         await ask(GETATTR, session=client.session, inode=bench.home)
-    assert bench.taken == len(told) or not bench.quick
+    assert bench.taken == len(replies) or not bench.quick
     for number in range(6):
         await ask(UNLINK, change=client.change(63), parent=bench.home, name=b"%d" % number)
-    assert bench.taken == len(told) or not bench.quick
-    return told
+    assert bench.taken == len(replies) or not bench.quick
+    return replies
 
 
 @with_both
-async def test_who_has_too_much_open_makes_no_open_file(bench):
+async def test_open_file_limit_is_enforced(bench):
     async def make(name, opened):
         request = pb.CreateRequest(
             change=bench.client.change(), parent=bench.home, name=name, mode=FILE, open=opened, rights=1
         )
         return await bench.ask(CREATE, request)
 
-    told = [await make(b"a", True)]
+    replies = [await make(b"a", True)]
     (session,) = bench.service._sessions.by_number.values()
     session.peer, session.opens_max = "uid 1000", 0
-    told += [await make(b"b", True), await make(b"c", False)]
-    assert [bool(status) for status, _ in told] == [False, True, False]
-    assert isinstance(decode_error(*told[1]), TooManyOpen) and list(session.opens.values()) == [1]
-    return told
+    replies += [await make(b"b", True), await make(b"c", False)]
+    assert [bool(status) for status, _ in replies] == [False, True, False]
+    assert isinstance(decode_error(*replies[1]), TooManyOpen) and list(session.opens.values()) == [1]
+    return replies
 
 
 @with_both
-async def test_requests_that_come_together_are_answered_together_in_their_order(bench):
+async def test_requests_of_one_buffer_are_answered_in_order(bench):
     frames = []
     for number in range(20):
         request = pb.CreateRequest(
@@ -300,7 +300,7 @@ async def test_requests_that_come_together_are_answered_together_in_their_order(
         frames.append(pack_head(REQUEST, CREATE, number, 1000, request.SerializeToString(), 0))
     cut_off = frames[0][:-1]
     if bench.quick:
-        taken, out = bench.at_once(b"".join(frames) + cut_off)
+        taken, out = bench.ask_fast(b"".join(frames) + cut_off)
         assert taken == sum(map(len, frames))
         bench.taken += len(out)
     else:
@@ -309,39 +309,41 @@ async def test_requests_that_come_together_are_answered_together_in_their_order(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_is_asked_both_ways_give_the_same_answers_and_leave_the_same(tmp_path, seed):
+def test_random_requests_give_the_same_replies_and_state(tmp_path, seed):
     async def served(quick):
         clock = ManualClock(3)
         async with a_shard(tmp_path / f"kv-{quick}", quick, clock, watch=seed != 1) as bench:
-            draw, told = random.Random(seed), []
-            if seed == 2:  # somebody else has leases, and takes and gives them
+            draw, replies = random.Random(seed), []
+            if seed == 2:  # another client takes and releases leases
                 other = await ShardClient(bench.service, 7, 7).begin(watch=True)
             for step in range(1500):
                 method, request = some_request(draw, bench)
-                told.append(await bench.ask(method, request, number=step))
-                if method == CREATE and not told[-1][0]:
-                    bench.inodes.append(pb.CreateReply.FromString(told[-1][1]).entry.attr.inode)
+                replies.append(await bench.ask(method, request, number=step))
+                if method == CREATE and not replies[-1][0]:
+                    bench.inodes.append(pb.CreateReply.FromString(replies[-1][1]).entry.attr.inode)
                 if seed == 2 and not draw.randrange(10):
                     await other.getattr(draw.choice(bench.inodes[:3]))
-                    bench.service._watches._watches[other.session].until_s = 0  # it never holds anything up
+                    bench.service._watches._watches[
+                        other.session
+                    ].until_s = 0  # the other client never delays a change
                 clock.advance(draw.choice((0.0, 0.001, 1.0)))
                 if not draw.randrange(200):
                     await bench.kv.checkpoint()
             problems = await bench.client.fsck()
-            return told, bench.state(), bench.taken, problems
+            return replies, bench.state(), bench.taken, problems
 
-    told, state, taken, problems = asyncio.run(served(True))
-    ordinarily_told, ordinary_state, _, _ = asyncio.run(served(False))
-    for number, (one, other) in enumerate(zip(told, ordinarily_told, strict=True)):
+    replies, state, taken, problems = asyncio.run(served(True))
+    slow_replies, slow_state, _, _ = asyncio.run(served(False))
+    for number, (one, other) in enumerate(zip(replies, slow_replies, strict=True)):
         assert one == other, number
 
-    assert state == ordinary_state
+    assert state == slow_state
     assert taken > 100 and not problems
-    assert len({status for status, _ in told}) > 4  # refused in several ways, too
+    assert len({status for status, _ in replies}) > 4  # with several kinds of refusals
 
 
 def some_request(draw, bench):
-    """One of what is answered at once, in many shapes, some of them wrong; or something else."""
+    """A request of the fast path, in many forms, some of them invalid; or another request."""
     client = bench.client
     if not hasattr(bench, "inodes"):
         bench.inodes = [bench.home, 1]
@@ -428,7 +430,7 @@ def some_request(draw, bench):
 
 
 @with_both
-async def test_a_request_that_comes_again_gets_its_kept_answer_and_is_not_made_twice(bench):
+async def test_replayed_request_gets_its_kept_reply(bench):
     request = pb.CreateRequest(
         change=bench.client.change(5), parent=bench.home, name=b"a", mode=FILE, open=True, rights=3
     )
@@ -440,7 +442,7 @@ async def test_a_request_that_comes_again_gets_its_kept_answer_and_is_not_made_t
     return first, again, await bench.ask(CREATE, request)
 
 
-def test_what_was_answered_is_there_after_the_death_of_the_process(tmp_path):
+def test_answered_changes_survive_a_crash(tmp_path):
     async def check():
         clock = ManualClock(3)
         async with a_shard(tmp_path / "kv", True, clock) as bench:
@@ -466,7 +468,7 @@ def test_what_was_answered_is_there_after_the_death_of_the_process(tmp_path):
 
 
 @with_shard
-async def test_what_was_loaded_is_found_and_changed_by_the_name_key_of_the_dump(bench):
+async def test_loaded_names_are_found_with_the_dumps_name_key(bench):
     there = await bench.make(b"there")
     reply = await bench.client.ask("DUMP", pb.DumpRequest())
     lines = bench.client.payload
@@ -491,13 +493,13 @@ async def test_what_was_loaded_is_found_and_changed_by_the_name_key_of_the_dump(
     await service.close()
 
 
-# -- left to the ordinary way --------------------------------------------------------------------------------------------
+# -- left to the slow path ------------------------------------------------------------------------------------------------
 
 
 def is_left(bench, method, request, in_work=None):
-    """Whether nothing of it is answered, and nothing changed."""
+    """Whether the request gets no reply by the fast path, and nothing is changed."""
     before = bench.state()
-    taken, out = bench.at_once(pack_head(REQUEST, method, 7, 1000, request.SerializeToString(), 0), in_work)
+    taken, out = bench.ask_fast(pack_head(REQUEST, method, 7, 1000, request.SerializeToString(), 0), in_work)
     if not taken:
         assert not out and bench.state() == before
     return not taken
@@ -510,7 +512,7 @@ def a_create(bench, name=b"new", **fields):
 
 
 @with_shard
-async def test_what_is_no_plain_sailing_is_left_before_anything_has_happened(bench):
+async def test_special_requests_are_left_without_side_effects(bench):
     client, service, home = bench.client, bench.service, bench.home
     there = await bench.make(b"there")
     await client.create(home, b"link", stat.S_IFLNK | 0o777, target=b"there")
@@ -554,7 +556,7 @@ async def test_what_is_no_plain_sailing_is_left_before_anything_has_happened(ben
     assert not is_left(
         bench, GETATTR, pb.GetAttrRequest(session=client.session, inode=never_written, rights=1)
     )
-    # who asks, and in which place
+    # the session and the request slot
     assert is_left(bench, LOOKUP, pb.LookupRequest(session=client.session + 1, parent=home, name=b"there"))
     for strange in (
         {"session": client.session + 1},
@@ -576,7 +578,7 @@ async def test_what_is_no_plain_sailing_is_left_before_anything_has_happened(ben
 
 
 @with_shard
-async def test_a_shard_that_is_not_at_ease_leaves_everything(bench):
+async def test_shard_in_a_special_state_leaves_requests(bench):
     service = bench.service
     there = await bench.make(b"there")
 
@@ -623,13 +625,13 @@ async def test_a_shard_that_is_not_at_ease_leaves_everything(bench):
     assert all_left() == [True, True, False]
     service._view.next_number = before
     service._view.cutting[there] = asyncio.get_running_loop().create_future()
-    assert all_left() == [False, False, True]  # its size grows by a report all the same
+    assert all_left() == [False, False, True]  # a report still changes the size
     service._view.cutting.clear()
-    assert all_left() == [True, False, False]  # the name is there by now
+    assert all_left() == [True, False, False]  # the name exists by now
 
 
 @with_shard
-async def test_volumes_and_their_quotas_are_left(bench):
+async def test_volumes_with_quotas_are_left(bench):
     client = bench.client
     volume = await client.create(bench.home, b"v", stat.S_IFDIR | 0o755, volume=pb.VolumeWish())
     root = volume.entry.attr.inode
@@ -642,7 +644,7 @@ async def test_volumes_and_their_quotas_are_left(bench):
 
 
 @with_shard
-async def test_grant_in_a_volume_is_that_of_the_ordinary_way(bench):
+async def test_grant_in_a_volume_equals_the_slow_paths(bench):
     client = bench.client
     volume = await client.create(bench.home, b"v", stat.S_IFDIR | 0o755, volume=pb.VolumeWish())
     root = volume.entry.attr.inode
@@ -653,7 +655,7 @@ async def test_grant_in_a_volume_is_that_of_the_ordinary_way(bench):
             session=client.session, parent=root, name=b"inside", rights=1
         ).SerializeToString()
         frame = pack_head(REQUEST, LOOKUP, 7, 1000, request, 0)
-        taken, out = bench.at_once(frame)
+        taken, out = bench.ask_fast(frame)
         assert taken and out == [await bench.ordinary.ask(frame)]
         _, _, _, _, message, _ = read_head(bytearray(out[0]), 0, len(out[0]), 0)
         grant = read(pb.Entry.FromString(message).grant)
@@ -665,10 +667,10 @@ async def test_grant_in_a_volume_is_that_of_the_ordinary_way(bench):
 
 
 @with_shard
-async def test_others_who_may_have_leases_are_told_the_ordinary_way(bench):
+async def test_change_with_leases_of_others_is_left(bench):
     there = await bench.make(b"there")
     other = await ShardClient(bench.service).begin(watch=True)
-    assert not is_left(bench, CREATE, a_create(bench, b"unshared"))  # he is there, and has none
+    assert not is_left(bench, CREATE, a_create(bench, b"unshared"))  # the other client has no lease yet
     assert (await other.lookup(bench.home, b"there")).lease_ms
     change = bench.client.change(5)
     assert is_left(bench, REPORT, pb.ReportRequest(change=change, inode=there, end=9, wrote=True))
@@ -681,7 +683,7 @@ async def test_others_who_may_have_leases_are_told_the_ordinary_way(bench):
 
 
 @with_shard
-async def test_records_that_are_damaged_are_left_to_who_says_so(bench):
+async def test_damaged_records_are_left(bench):
     there = await bench.make(b"there")
     get = bench.kv.get
 
@@ -707,7 +709,7 @@ async def test_records_that_are_damaged_are_left_to_who_says_so(bench):
 
 
 @with_shard
-async def test_a_bug_on_the_way_ends_no_connection_and_is_said_the_ordinary_way(bench):
+async def test_bug_is_reported_by_the_slow_path(bench):
     there = await bench.make(b"there")
     get = bench.kv.get
 
@@ -729,7 +731,7 @@ async def test_a_bug_on_the_way_ends_no_connection_and_is_said_the_ordinary_way(
 
 
 @with_shard
-async def test_a_change_behind_which_something_fails_is_made_once_and_answered_with_what_is_kept(bench):
+async def test_failure_after_a_change_returns_the_kept_reply(bench):
     there = await bench.make(b"there")
     before = bench.kv.sequence
 
@@ -745,19 +747,19 @@ async def test_a_change_behind_which_something_fails_is_made_once_and_answered_w
 
 
 @with_shard
-async def test_frames_that_are_none_of_ours_or_were_changed_on_their_way_are_left(bench):
+async def test_other_or_damaged_frames_are_left(bench):
     await bench.make(b"there")
     message = pb.LookupRequest(
         session=bench.client.session, parent=bench.home, name=b"there"
     ).SerializeToString()
     frame = pack_head(REQUEST, LOOKUP, 7, 1000, message, 0)
-    assert bench.at_once(frame)[0] == len(frame)
+    assert bench.ask_fast(frame)[0] == len(frame)
     for bit in range(8 * len(frame)):
         changed = bytearray(frame)
         changed[bit >> 3] ^= 1 << (bit & 7)
-        assert bench.at_once(bytes(changed)) == (0, []), bit
+        assert bench.ask_fast(bytes(changed)) == (0, []), bit
     for short in range(len(frame)):
-        assert bench.at_once(frame[:short]) == (0, [])
+        assert bench.ask_fast(frame[:short]) == (0, [])
     for other in (
         pack_head(HELLO, 0, 7, 0, message, 0),
         pack_head(REPLY, 0, 7, 0, message, 0),
@@ -765,13 +767,13 @@ async def test_frames_that_are_none_of_ours_or_were_changed_on_their_way_are_lef
         pack_head(REQUEST, wire.META_STATUS, 7, 1000, b"", 0),
         pack_head(REQUEST, LOOKUP, 7, 1000, message + b"\x0a" * 2000, 0),
     ):
-        assert bench.at_once(other) == (0, [])
+        assert bench.ask_fast(other) == (0, [])
     with pytest.raises(ValueError, match="outside"):
-        bench.service.at_once.answer(bytearray(frame), len(frame) + 1, {}, bench.tally, [], bench.ordinary)
+        bench.service.at_once.answer(bytearray(frame), len(frame) + 1, {}, bench.stats, [], bench.ordinary)
 
 
 @with_shard
-async def test_the_listener_asks_it_first_and_reads_what_it_leaves_as_always(bench):
+async def test_listener_uses_the_fast_path_first(bench):
     asked = []
 
     def handle(call):
@@ -782,11 +784,11 @@ async def test_the_listener_asks_it_first_and_reads_what_it_leaves_as_always(ben
         __call__ = staticmethod(handle)
         at_once = staticmethod(bench.service.at_once.answer)
 
-    door = transport("stream")
+    stream = transport("stream")
     greeting = Greeting("test", "f")
-    listener = await door.listen("stream://127.0.0.1:0", greeting, Handling())
+    listener = await stream.listen("stream://127.0.0.1:0", greeting, Handling())
     deadline_s = SYSTEM_CLOCK.boottime_s() + 20
-    connection = await door.connect(listener.endpoint, greeting, deadline_s=deadline_s)
+    connection = await stream.connect(listener.endpoint, greeting, deadline_s=deadline_s)
 
     async def ask(method, request):
         return (await connection.call(method, request.SerializeToString(), deadline_s=deadline_s)).message
@@ -810,7 +812,7 @@ async def test_the_listener_asks_it_first_and_reads_what_it_leaves_as_always(ben
 
 
 @with_shard
-async def test_session_of_another_is_not_answered_at_once(bench):
+async def test_session_of_another_peer_is_left(bench):
     inode = await bench.make(b"f")
     change = bench.client.change()
     frames = [
@@ -828,21 +830,21 @@ async def test_session_of_another_is_not_answered_at_once(bench):
     session.owner = "client/alice.1"
     bench.ordinary.peer = bench.ordinary.peer._replace(member="client/mallory.1")
     for frame in frames:
-        assert bench.at_once(frame) == (0, [])
-    session.owner = None  # of a record that does not say: bound the ordinary way
-    assert bench.at_once(frames[0]) == (0, [])
+        assert bench.ask_fast(frame) == (0, [])
+    session.owner = None  # a record without an owner: the slow path binds it
+    assert bench.ask_fast(frames[0]) == (0, [])
     assert (
-        bench.service.at_once.answer(bytearray(frames[0]), len(frames[0]), {}, bench.tally, []) == 0
-    )  # by nobody known
+        bench.service.at_once.answer(bytearray(frames[0]), len(frames[0]), {}, bench.stats, []) == 0
+    )  # without a known peer
     assert bench.state() == before
     for owner, member in (("client/alice.1", "client/alice.1"), ("", ""), ("client/alice.1", "node/alpha")):
         session.owner = owner
         bench.ordinary.peer = bench.ordinary.peer._replace(member=member)
-        assert bench.at_once(frames[0])[0] == len(frames[0])
+        assert bench.ask_fast(frames[0])[0] == len(frames[0])
 
 
 @with_shard
-async def test_who_acts_as_one_user_is_not_answered_at_once(bench):
+async def test_session_bound_to_a_user_is_left(bench):
     look = pb.LookupRequest(session=bench.client.session, parent=1, name=b"home").SerializeToString()
     frame = pack_head(REQUEST, LOOKUP, 7, 1000, look, 0)
     session, ours = bench.service._sessions.by_number[bench.client.session], bench.ordinary.peer
@@ -853,11 +855,11 @@ async def test_who_acts_as_one_user_is_not_answered_at_once(bench):
         *((ours._replace(member=name), name) for name in ("client/a.0a1b2c3d.u1000-50", "client/a.0a1b2c3d")),
     ):
         bench.ordinary.peer, session.owner = peer, owner
-        assert (bench.at_once(frame) == (0, [])) is (owner != "client/a.0a1b2c3d"), owner
+        assert (bench.ask_fast(frame) == (0, [])) is (owner != "client/a.0a1b2c3d"), owner
 
 
 @with_shard
-async def test_a_member_answers_at_once_only_while_it_is_a_primary_without_a_gate(bench):
+async def test_member_uses_the_fast_path_only_as_ungated_primary(bench):
     class Member:
         _service, handle = None, None
 
@@ -866,18 +868,18 @@ async def test_a_member_answers_at_once_only_while_it_is_a_primary_without_a_gat
     frame = pack_head(REQUEST, LOOKUP, 7, 1000, look, 0)
 
     def taken():
-        return member_at_once(member).answer(
-            bytearray(frame), len(frame), {}, bench.tally, [], bench.ordinary
+        return member_fast_path(member).answer(
+            bytearray(frame), len(frame), {}, bench.stats, [], bench.ordinary
         )
 
     assert not taken()
-    member._service, member.handle = bench.service, lambda call: None  # behind a gate; or deposed
+    member._service, member.handle = bench.service, lambda call: None  # behind a commit gate, or deposed
     assert not taken()
     member.handle = bench.service.handle
     assert taken() == len(frame)
 
 
-# -- what the engine does not take ---------------------------------------------------------------------------------------
+# -- refusals of the engine ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -891,7 +893,7 @@ async def test_a_member_answers_at_once_only_while_it_is_a_primary_without_a_gat
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_what_the_engine_refuses_is_answered_and_kept_as_ever(tmp_path, error):
+def test_refusal_of_the_engine_is_answered_and_kept(tmp_path, error):
     async def served(quick):
         async with a_shard(tmp_path / f"kv-{quick}", quick) as bench:
             apply, calls = bench.kv.apply, []
@@ -902,17 +904,17 @@ def test_what_the_engine_refuses_is_answered_and_kept_as_ever(tmp_path, error):
 
             bench.kv.apply = refuse
             request = a_create(bench, open=True, rights=2)
-            told = [await bench.ask(CREATE, request)]
+            replies = [await bench.ask(CREATE, request)]
             assert len(calls) == 1
             bench.kv.apply = apply
-            told += [await bench.ask(CREATE, request), await bench.ask(CREATE, a_create(bench, b"other"))]
+            replies += [await bench.ask(CREATE, request), await bench.ask(CREATE, a_create(bench, b"other"))]
             if bench.service.died.done():
                 bench.service.died.exception()
             return (
-                told,
+                replies,
                 calls,
                 bench.state(),
-                dict(bench.tally.errors) if quick else dict(bench.ordinary._tally.errors),
+                dict(bench.stats.errors) if quick else dict(bench.ordinary._tally.errors),
             )
 
     quick, ordinary = asyncio.run(served(True)), asyncio.run(served(False))
@@ -923,7 +925,7 @@ def test_what_the_engine_refuses_is_answered_and_kept_as_ever(tmp_path, error):
 
 
 @with_shard
-async def test_a_full_engine_makes_changes_wait_and_look_ups_not(bench):
+async def test_full_engine_delays_changes_but_not_look_ups(bench):
     await bench.make(b"there")
     kind = type(bench.kv)
 
@@ -938,7 +940,7 @@ async def test_a_full_engine_makes_changes_wait_and_look_ups_not(bench):
     bench.kv.__class__ = kind
 
 
-# -- its parts -----------------------------------------------------------------------------------------------------------
+# -- decoding and encoding -----------------------------------------------------------------------------------------------
 
 
 def inodes():
@@ -980,7 +982,7 @@ def inodes():
 
 
 @given(inodes())
-def test_inodes_are_read_and_written_as_records_does(inode):
+def test_inode_codec_equals_the_python_one(inode):
     raw = records.encode_inode(inode)
     record, attr = meta_fast_path._fast_path.recoded(inode.number, raw)
     assert record == raw
@@ -1013,7 +1015,7 @@ def test_inodes_are_read_and_written_as_records_does(inode):
         ),
     )
 )
-def test_records_that_make_no_sense_are_not_read(raw):
+def test_invalid_inode_records_are_refused(raw):
     found = meta_fast_path._fast_path.recoded(5, raw)
     try:
         inode = records.decode_inode(5, raw)
@@ -1025,7 +1027,7 @@ def test_records_that_make_no_sense_are_not_read(raw):
 
 
 @given(st.integers(0, 4095), st.binary(max_size=10))
-def test_entries_are_read_as_records_does(partition, raw):
+def test_entry_decoder_equals_the_python_one(partition, raw):
     for value in (raw, b"\x18" + raw, b"\x14" + raw):
         try:
             inode, _ = records.decode_dentry(partition, value)
@@ -1086,7 +1088,7 @@ def requests():
 
 
 def fields_of(method, request):
-    """As request_of names them."""
+    """Fields of a request under the names of request_of."""
     change = request.change if hasattr(request, "change") else request
     of = lambda what, name: getattr(what, name, b"" if name == "name" else 0)  # noqa: E731
     found = {name: of(change, name) for name in ("session", "slot", "sequence", "uid", "gid")}
@@ -1109,7 +1111,7 @@ def fields_of(method, request):
 
 
 @given(requests())
-def test_requests_are_read_as_protobuf_does(asked):
+def test_request_decoder_equals_protobuf(asked):
     method, request = asked
     found = meta_fast_path._fast_path.request_of(method, request.SerializeToString())
     numbers = [fields_of(method, request)[name] for name in ("sequence", "cut", "end", "blocks_delta")]
@@ -1129,7 +1131,7 @@ def test_requests_are_read_as_protobuf_does(asked):
         max_size=4,
     ),
 )
-def test_what_is_read_of_a_broken_request_is_what_protobuf_reads(asked, faults):
+def test_broken_request_is_decoded_like_protobuf_or_refused(asked, faults):
     method, request = asked
     raw = bytearray(request.SerializeToString())
     for at, byte, what in faults:
@@ -1144,8 +1146,8 @@ def test_what_is_read_of_a_broken_request_is_what_protobuf_reads(asked, faults):
             raw[at:at] = raw[at : at + byte % 12]
     found = meta_fast_path._fast_path.request_of(method, bytes(raw))
     if found is not None:
-        read = MESSAGES[method].FromString(bytes(raw))  # raises where it can not be read
+        read = MESSAGES[method].FromString(bytes(raw))  # raises if it can not be decoded
         assert found == fields_of(method, read)
-        for field, value in read.ListFields():  # and nothing else was in it
+        for field, value in read.ListFields():  # and no other field was in it
             known = ("change", "map_epoch", "exclusive", "truncate", "masked", "parent", *found)
             assert field.name in known, (field.name, value)

@@ -1,4 +1,4 @@
-"""Whom a cut is told, and how often, while chains change."""
+"""Targets that a truncation is sent to, and how often, while chains change."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def pool_map(epoch: int, chain: Chain) -> PoolMap:
     )
 
 
-class Told:
-    """Targets that note in which order they are told; `meanwhile` is called with each, before it answers."""
+class FakeTargets:
+    """Fake targets that record their order; `meanwhile` is called with each before it replies."""
 
     def __init__(self, first: PoolMap) -> None:
         self.order: list[int] = []
@@ -67,37 +67,37 @@ class Told:
         return self.order
 
 
-def test_each_target_is_told_once_where_nobody_catches_up():
-    assert sorted(asyncio.run(Told(pool_map(7, Chain(1, (1, 2)))).cut())) == [1, 2]
+def test_each_target_is_cut_once_without_resync():
+    assert sorted(asyncio.run(FakeTargets(pool_map(7, Chain(1, (1, 2)))).cut())) == [1, 2]
 
 
-def test_who_catches_up_is_told_once_more_after_all_others():
-    order = asyncio.run(Told(pool_map(7, Chain(1, (1, 2), joining=(3,)))).cut())
+def test_joining_target_is_cut_again_after_all_others():
+    order = asyncio.run(FakeTargets(pool_map(7, Chain(1, (1, 2), joining=(3,)))).cut())
     assert sorted(order[:3]) == [1, 2, 3] and order[3:] == [3]
 
 
-def test_who_left_and_came_back_after_it_was_told_is_told_again():
+def test_returning_target_is_cut_again():
     async def main() -> list[int]:
-        told = Told(pool_map(7, Chain(1, (1, 2))))
+        fakes = FakeTargets(pool_map(7, Chain(1, (1, 2))))
 
         def meanwhile(target: int) -> None:
-            if target == 1 and told.epoch == 7:
-                told.use(
+            if target == 1 and fakes.epoch == 7:
+                fakes.use(
                     pool_map(9, Chain(3, (1,), joining=(2,)))
-                )  # it may copy now what target 1 is still to cut
+                )  # it may copy now what target 1 still has to cut
 
-        told.meanwhile = meanwhile
-        return await told.cut()
+        fakes.meanwhile = meanwhile
+        return await fakes.cut()
 
     order = asyncio.run(main())
     assert set(order[:2]) == {1, 2} and order[-1] == 2 and order.count(2) >= 2
 
 
-def test_a_hole_ends_also_in_what_is_closed_for_a_hand_over_or_held_for_another_change():
-    """A hand-over waits for it. What the view refuses is no failure of the service."""
+def test_hole_ends_in_closed_partitions_and_locked_records():
+    """A hand-over waits for the hole. A refusal of the view is no failure of the service."""
 
     async def main() -> int:
-        clock, kv, told = ManualClock(), MemoryKv(), Told(pool_map(7, Chain(1, (1, 2))))
+        clock, kv, fakes = ManualClock(), MemoryKv(), FakeTargets(pool_map(7, Chain(1, (1, 2))))
         view = View(kv, ShardIdentity(1, bytes(16)), bytes(32), 60.0, LockTable(clock, 60.0))
         kv.apply([(inode_key(5), encode_inode(Inode(5, 0o100644, size=1 << 20, blocks=8)))])
         ranges = PartitionOwnership(kv, view)
@@ -105,7 +105,7 @@ def test_a_hole_ends_also_in_what_is_closed_for_a_hand_over_or_held_for_another_
         ranges.changed = holds.look_through
         ranges.close((0,))
         holds.take(SpanId(2, 1, 1), 1, [inode_key(5)])
-        cuts = Cuts(kv, view, told.targets, asyncio.ensure_future)
+        cuts = Cuts(kv, view, fakes.targets, asyncio.ensure_future)
         await asyncio.wait_for(cuts.begin(5, Intent(size=0, cut=1, chunk_bits=20, end=1 << 20, table=1)), 60)
         assert not view.cutting
         return decode_inode(5, kv.get(inode_key(5))).blocks
@@ -113,10 +113,10 @@ def test_a_hole_ends_also_in_what_is_closed_for_a_hand_over_or_held_for_another_
     assert asyncio.run(main()) < 8
 
 
-def test_a_target_that_is_silent_is_waited_for_until_the_map_calls_it_down():
+def test_silent_target_is_waited_for_until_it_is_down():
     async def main() -> list[int]:
-        told, silent = Told(pool_map(7, Chain(1, (1, 2)))), asyncio.Event()
-        answered = told.call
+        fakes, silent = FakeTargets(pool_map(7, Chain(1, (1, 2)))), asyncio.Event()
+        answered = fakes.call
 
         async def call(endpoints, *message, **options):
             if endpoints == ("inproc://2",):
@@ -124,12 +124,12 @@ def test_a_target_that_is_silent_is_waited_for_until_the_map_calls_it_down():
                 await asyncio.get_running_loop().create_future()
             return await answered(endpoints, *message, **options)
 
-        told.call = call
-        cutting = asyncio.ensure_future(told.cut())
+        fakes.call = call
+        cutting = asyncio.ensure_future(fakes.cut())
         await silent.wait()
-        told.use(pool_map(8, Chain(1, (1, 2))))
+        fakes.use(pool_map(8, Chain(1, (1, 2))))
         without = pool_map(9, Chain(2, (1,)))
-        told.use(
+        fakes.use(
             replace(
                 without,
                 targets=tuple(

@@ -1,4 +1,4 @@
-"""Fsck finds planted damage of every kind, repairs it, and finds nothing any more; and all else is left as it was."""
+"""fsck finds damage of every kind, repairs it, then finds nothing, and leaves everything else unchanged."""
 
 import asyncio
 import functools
@@ -46,7 +46,7 @@ class Planted:
         return self
 
     def name(self, directory, name):
-        """Key of a name."""
+        """Key of a directory entry."""
         return self.view.place(self.view.directory(directory), name)[2]
 
     def put(self, key, value):
@@ -59,7 +59,7 @@ class Planted:
         self.put(records.inode_key(number), records.encode_inode(inode))
 
     async def tree(self):
-        """Every path with its inode."""
+        """Each path with its inode and link count."""
         found = {}
         waiting = [(b"", ROOT)]
         while waiting:
@@ -353,7 +353,7 @@ def test_planted_damage_is_found_and_repaired(plant):
 
 
 @on_a_shard
-async def test_a_tree_without_its_root_of_two_directories_is_found_whole_in_lost_and_found(shard):
+async def test_unnamed_tree_is_moved_to_lost_and_found(shard):
     plant_directory_without_dentry(shard)
     await shard.client.fsck(repair=True)
     tree = await shard.tree()
@@ -364,7 +364,7 @@ async def test_a_tree_without_its_root_of_two_directories_is_found_whole_in_lost
 
 
 @on_a_shard
-async def test_changes_during_a_check_are_no_damage(shard):
+async def test_changes_during_a_check_are_not_reported(shard):
     client, cursor, number = shard.client, b"", 0
     while True:
         reply = await client.ask("FSCK", pb.FsckRequest(cursor=cursor, limit=3, repair=True))
@@ -385,7 +385,7 @@ async def test_changes_during_a_check_are_no_damage(shard):
 
 
 @on_a_shard
-async def test_damage_is_mended_while_the_same_inodes_change(shard):
+async def test_damage_is_repaired_while_the_inodes_change(shard):
     client, cursor, step = shard.client, b"", 0
     plant_wrong_link_count(shard)
     plant_wrong_directory_counts(shard)
@@ -402,7 +402,7 @@ async def test_damage_is_mended_while_the_same_inodes_change(shard):
 
 
 @on_a_shard
-async def test_a_step_can_be_asked_for_again_and_a_strange_cursor_is_refused(shard):
+async def test_step_can_be_repeated_and_a_wrong_cursor_is_refused(shard):
     plant_wrong_count(shard)
     first = await shard.client.ask("FSCK", pb.FsckRequest(limit=10))
     second = await shard.client.ask("FSCK", pb.FsckRequest(cursor=first.cursor, limit=10))
@@ -414,7 +414,7 @@ async def test_a_step_can_be_asked_for_again_and_a_strange_cursor_is_refused(sha
 
 
 @on_a_shard
-async def test_only_a_few_checks_run_at_once(shard):
+async def test_number_of_concurrent_checks_is_limited(shard):
     for _ in range(3):
         await shard.client.ask("FSCK", pb.FsckRequest(limit=1))
     with pytest.raises(InUse):
@@ -432,7 +432,7 @@ async def dump_all(client, limit=7):
 
 
 def stored(kv):
-    """All records but sessions, slots and bounds."""
+    """All records except sessions, slots and bounds."""
     return {
         key: raw
         for key, raw in kv.scan(b"\0", b"\xff" * 8, 10**6)
@@ -450,7 +450,7 @@ async def load_all(client, lines, parts=3):
 
 
 @on_a_shard
-async def test_a_dump_of_one_moment_loads_into_an_empty_shard(shard):
+async def test_dump_is_consistent_and_loads_into_an_empty_shard(shard):
     client = shard.client
     await client.file(shard.dir, b"bad \xff\xfe name")
     shard.put(records.prefix(4, records.OTHER) + b"x", b"y")
@@ -481,7 +481,7 @@ async def test_a_dump_of_one_moment_loads_into_an_empty_shard(shard):
 
 
 @on_a_shard
-async def test_a_load_wants_an_empty_shard_and_a_whole_dump(shard):
+async def test_load_needs_an_empty_shard_and_a_complete_dump(shard):
     client = shard.client
     lines = await dump_all(client)
     with pytest.raises(InUse):
@@ -506,8 +506,8 @@ async def test_a_load_wants_an_empty_shard_and_a_whole_dump(shard):
 
 
 @on_a_shard
-async def test_volume_that_is_being_removed_is_no_damage(shard):
-    """What is left in it goes by itself; a repair would have it come back in /lost+found."""
+async def test_volume_being_removed_is_not_damage(shard):
+    """Its files are removed in the background; a repair would move them to /lost+found."""
     c = shard.client
     made = (
         await c.create(ROOT, b"v", stat.S_IFDIR | 0o755, exclusive=True, volume=pb.VolumeWish())

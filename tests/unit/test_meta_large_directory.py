@@ -1,7 +1,6 @@
-"""One directory with very many names: listed completely, each name once, in memory that does not grow with it.
+"""One directory with very many names: listed completely, each name once, in bounded memory.
 
-The entries are written by an offline loader, as records of files that were born in the directory; listing goes
-through the service.
+An offline loader writes the entries, as records of files that were created in the directory; the service lists them.
 """
 
 import asyncio
@@ -22,11 +21,11 @@ from nvpool.testing.fakes.meta_shard import ShardClient
 
 BATCH = 500
 FIRST_COUNTER = 1 << 40
-"""Far above what the service gives out here."""
+"""Far above the numbers that the service issues here."""
 
 
 def anonymous_mib() -> float:
-    """Memory of this process without the pages of mapped files, which the kernel takes back when it likes."""
+    """Memory of this process without pages of mapped files, which the kernel can reclaim."""
     return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 
 
@@ -66,7 +65,7 @@ async def list_all(path: Path, count: int) -> None:
     client = await ShardClient(service).begin()
     directory = (await client.mkdir(ROOT_INODE, b"many")).inode
     await load_names(kv, directory, count)
-    client = await ShardClient(service).begin()  # loading can take longer than the first one's lease
+    client = await ShardClient(service).begin()  # loading can take longer than the first session's lease
     seen = bytearray(count)
     cursor, found, begun = 0, 0, time.monotonic()
     before = 0.0
@@ -95,10 +94,10 @@ async def list_all(path: Path, count: int) -> None:
     await kv.close()
 
 
-def test_a_large_directory_is_listed_whole_in_bounded_memory(tmp_path):
+def test_large_directory_is_listed_in_bounded_memory(tmp_path):
     asyncio.run(list_all(tmp_path / "kv", 20_000))
 
 
 @pytest.mark.soak
-def test_ten_million_names_in_one_directory_are_listed_whole_in_bounded_memory(tmp_path):
+def test_ten_million_names_are_listed_in_bounded_memory(tmp_path):
     asyncio.run(list_all(tmp_path / "kv", 10_000_000))

@@ -64,7 +64,7 @@ async def begin(service, *peers):
 
 
 @on_a_loop
-async def test_a_peer_has_no_more_sessions_than_its_share():
+async def test_sessions_of_a_peer_are_limited():
     async with a_service() as service:
         first, *_ = await begin(service, *[ALICE] * 4)
         before = TALLY.limits_met.get("sessions_per_peer", 0)
@@ -79,7 +79,7 @@ async def test_a_peer_has_no_more_sessions_than_its_share():
 
 
 @on_a_loop
-async def test_a_tenth_of_the_sessions_is_kept_for_the_trusted():
+async def test_a_tenth_of_the_sessions_is_reserved_for_trusted_peers():
     async with a_service() as service:
         await begin(service, *[user(1000 + n // 4) for n in range(18)])
         with pytest.raises(TooManyOpen, match=r"limits\.sessions in node\.toml"):
@@ -90,7 +90,7 @@ async def test_a_tenth_of_the_sessions_is_kept_for_the_trusted():
 
 
 @on_a_loop
-async def test_sessions_count_again_once_they_are_renewed():
+async def test_renewed_sessions_count_after_a_restart():
     kv = MemoryKv()
     async with a_service(kv) as service:
         before = await begin(service, *[ALICE] * 4)
@@ -103,17 +103,17 @@ async def test_sessions_count_again_once_they_are_renewed():
 
 
 @on_a_loop
-async def test_open_files_of_all_sessions_of_a_peer_are_bounded():
+async def test_open_files_of_all_sessions_of_a_peer_are_limited():
     async with a_service() as service:
         await open_root_to_all(service)
-        one, other, stranger = await begin(service, ALICE, ALICE, BOB)
+        one, other, bob = await begin(service, ALICE, ALICE, BOB)
         opened = [
             (await one.create(ROOT_INODE, b"%d" % n, open=True, rights=1)).entry.attr.inode for n in range(6)
         ]
         await service.end_leases()
         with pytest.raises(TooManyOpen, match=r"uid 1000 has .* limits\.open_files_per_peer in node\.toml"):
             await other.create(ROOT_INODE, b"more", open=True, rights=1)
-        await stranger.create(ROOT_INODE, b"stranger", open=True, rights=1)
+        await bob.create(ROOT_INODE, b"of bob", open=True, rights=1)
         for inode in opened[:3]:
             await one.ask(
                 "RELEASE", pb.ReleaseRequest(session=one.session, inodes=inode.to_bytes(8, "little"))
@@ -123,17 +123,17 @@ async def test_open_files_of_all_sessions_of_a_peer_are_bounded():
 
 
 @on_a_loop
-async def test_locks_of_all_sessions_of_a_peer_are_bounded():
+async def test_locks_of_all_sessions_of_a_peer_are_limited():
     async with a_service() as service:
         await open_root_to_all(service)
-        one, other, stranger = await begin(service, ALICE, ALICE, BOB)
+        one, other, bob = await begin(service, ALICE, ALICE, BOB)
         inode = (await one.file(ROOT_INODE, b"file", mode=0o100666)).inode
         for n in range(6):
             await one.lock(inode, EXCLUSIVE, n * 10, n * 10)
         await service.end_leases()
         with pytest.raises(TooManyLocks, match=r"limits\.locks_per_peer in node\.toml"):
             await other.lock(inode, EXCLUSIVE, 100, 100)
-        await stranger.lock(inode, EXCLUSIVE, 200, 200)
+        await bob.lock(inode, EXCLUSIVE, 200, 200)
         await one.lock(inode, 0, 0, 30)
         await service.end_leases()
         await other.lock(inode, EXCLUSIVE, 100, 100)

@@ -1,4 +1,4 @@
-"""A load takes what a dump can hold and nothing else; what its records say of one another is settled by the fsck after it."""
+"""Loading accepts only records that a dump can contain; the fsck after it repairs contradictions between them."""
 
 import random
 
@@ -16,7 +16,7 @@ from nvpool.testing.fakes.meta_shard import ShardClient, StoreRecorder, small_ma
 
 
 class Empty:
-    """An empty shard; a second one on the same records is what a start finds."""
+    """An empty shard that can be started again on the same records."""
 
     def __init__(self):
         self.kv = MemoryKv()
@@ -49,7 +49,7 @@ def raw(key, value):
 
 
 @on_a_shard
-async def test_a_record_that_no_dump_holds_is_refused_and_the_shard_waits_for_a_whole_load(shard):
+async def test_record_that_no_dump_contains_is_refused(shard):
     rows = rows_of(await dump_all(shard.client))
     session = session_records.encode_session(session_records.SessionRecord(b"s" * 16, 0, "me"))
     for bad, error in (
@@ -98,7 +98,7 @@ def with_noise(rows, chance):
 
 
 async def walk(client):
-    """Look at all that has a name; there is no way round."""
+    """Read everything that has a name; no directory is reached twice."""
     seen, waiting = {ROOT}, [ROOT]
     while waiting:
         inode = waiting.pop()
@@ -111,7 +111,7 @@ async def walk(client):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_contradicts_itself_is_settled_by_checks(seed):
+def test_contradictory_dump_is_repaired_by_fsck(seed):
     chance = random.Random(seed)
 
     async def main(shard):

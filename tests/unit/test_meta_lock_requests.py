@@ -1,4 +1,4 @@
-"""Locks as a shard's clients ask for them: kept over deaths and losses of power, ended with sessions, waited for in order."""
+"""Lock requests to a shard: durable over crashes, released with sessions, granted in order."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ HOLD_S = OPTIONS.grant_s + HOLD_BEYOND_GRANTS_S
 
 
 class Shard:
-    """A shard in memory, on a clock that is moved by hand, with a file and two clients of it."""
+    """A shard in memory with a manual clock, a file and two clients."""
 
     def __init__(self):
         self.kv = MemoryKv()
@@ -47,7 +47,7 @@ class Shard:
             client.service = self.service
 
     async def pass_time(self, seconds, *living):
-        """With the sessions of `living` renewed."""
+        """Advance the clock, and renew the sessions of `living` meanwhile."""
         while seconds > 0:
             self.clock.advance(min(5, seconds))
             seconds -= 5
@@ -56,11 +56,11 @@ class Shard:
             await self.service.run_once()
 
     async def fsck(self, client, repair=False):
-        self.clock.advance(1)  # a check that has ended makes place for another after a moment
+        self.clock.advance(1)  # an ended check makes room for another after a moment
         return await client.fsck(repair)
 
     def wait(self, client, *tickets, given_up=()):
-        """A question of who waits, as a call."""
+        """Send a query of waiting clients; return the call."""
         request = pb.LockWaitRequest(session=client.session, tickets=pack(tickets), given_up=pack(given_up))
         call = DirectCall(
             wire.META_LOCK_WAIT, request.SerializeToString(), deadline_s=self.clock.boottime_s() + 60
@@ -109,7 +109,7 @@ def records_of(shard):
 
 
 @scenario
-async def test_a_lock_of_one_client_is_in_the_way_of_another_and_says_whose_it_is(shard, one, two, file):
+async def test_lock_conflicts_with_another_client_and_names_it(shard, one, two, file):
     reply = await one.lock(file, EXCLUSIVE, 10, 19, owner=7, pid=4711)
     assert reply.granted and reply.attr.inode == file
     assert not (await two.lock(file, SHARED, 19, 30)).granted
@@ -130,13 +130,11 @@ async def test_a_lock_of_one_client_is_in_the_way_of_another_and_says_whose_it_i
     assert len(await two.locks(file)) == 2
     assert (await one.lock(file, UNLOCKED, owner=7)).granted
     assert (await two.lock(file, EXCLUSIVE)).granted
-    assert (await one.lock(file, EXCLUSIVE, kind=WHOLE)).granted, "flock and fcntl do not know of one another"
+    assert (await one.lock(file, EXCLUSIVE, kind=WHOLE)).granted, "flock and fcntl locks are independent"
 
 
 @scenario
-async def test_a_lock_that_was_given_survives_kill_and_loss_of_power_and_so_does_its_release(
-    shard, one, two, file
-):
+async def test_lock_and_its_release_survive_crash_and_power_loss(shard, one, two, file):
     for power_lost in (False, True):
         assert (await one.lock(file, EXCLUSIVE, 0, 9)).granted
         await shard.restart(power_lost)
@@ -153,9 +151,7 @@ async def test_a_lock_that_was_given_survives_kill_and_loss_of_power_and_so_does
 
 
 @scenario
-async def test_a_request_that_is_repeated_gets_its_first_answer_and_takes_nothing_twice(
-    shard, one, two, file
-):
+async def test_replayed_request_gets_its_first_reply(shard, one, two, file):
     request = pb.LockRequest(
         change=one.change(), inode=file, kind=RECORD, owner=1, end=LAST_BYTE, mode=EXCLUSIVE
     )
@@ -165,14 +161,14 @@ async def test_a_request_that_is_repeated_gets_its_first_answer_and_takes_nothin
     release = pb.LockRequest(change=one.change(), inode=file, kind=RECORD, owner=1, end=LAST_BYTE)
     assert (await one.ask("LOCK", release)).granted
     assert (await two.lock(file, EXCLUSIVE)).granted
-    assert (await one.ask("LOCK", release)).granted, "it gave back what it had, not what another has now"
+    assert (await one.ask("LOCK", release)).granted, "the replay releases no lock of another client"
     with pytest.raises(errors.StaleSequence):
         await one.ask("LOCK", request)
     assert len(records_of(shard)) == 1 and (await two.locks(file))[0].session == two.session
 
 
 @scenario
-async def test_the_answer_to_a_repetition_waits_for_the_sync_as_the_first_did(shard, one, two, file):
+async def test_replayed_reply_waits_for_the_sync(shard, one, two, file):
     request = pb.LockRequest(
         change=one.change(), inode=file, kind=RECORD, owner=1, end=LAST_BYTE, mode=EXCLUSIVE
     )
@@ -183,7 +179,7 @@ async def test_the_answer_to_a_repetition_waits_for_the_sync_as_the_first_did(sh
 
 
 @scenario
-async def test_a_session_that_says_goodbye_gives_its_locks_back_at_once(shard, one, two, file):
+async def test_closed_session_releases_its_locks_immediately(shard, one, two, file):
     await one.lock(file, EXCLUSIVE)
     ticket = (await two.lock(file, EXCLUSIVE, wait=True)).ticket
     call = shard.wait(two, ticket)
@@ -193,9 +189,7 @@ async def test_a_session_that_says_goodbye_gives_its_locks_back_at_once(shard, o
 
 
 @scenario
-async def test_a_dead_sessions_locks_are_given_on_when_its_grants_have_ended_and_not_before(
-    shard, one, two, file
-):
+async def test_locks_of_a_dead_session_are_freed_after_its_grants(shard, one, two, file):
     await one.lock(file, EXCLUSIVE)
     await one.lock(file, SHARED, kind=WHOLE)
     await shard.pass_time(OPTIONS.session_lease_s + 1, two)
@@ -210,7 +204,7 @@ async def test_a_dead_sessions_locks_are_given_on_when_its_grants_have_ended_and
 
 
 @scenario
-async def test_after_a_restart_the_time_of_a_dead_session_begins_anew(shard, one, two, file):
+async def test_restart_resets_the_time_of_a_dead_session(shard, one, two, file):
     await one.lock(file, EXCLUSIVE)
     await shard.pass_time(OPTIONS.session_lease_s + 1, two)
     await shard.pass_time(HOLD_S - 5, two)
@@ -223,7 +217,7 @@ async def test_after_a_restart_the_time_of_a_dead_session_begins_anew(shard, one
 
 
 @scenario
-async def test_a_restart_takes_no_lock_from_a_session_that_lives(shard, one, two, file):
+async def test_restart_keeps_locks_of_a_living_session(shard, one, two, file):
     await one.lock(file, EXCLUSIVE)
     await shard.restart()
     await shard.pass_time(3 * HOLD_S, one, two)
@@ -231,7 +225,7 @@ async def test_a_restart_takes_no_lock_from_a_session_that_lives(shard, one, two
 
 
 @scenario
-async def test_a_locked_file_that_loses_its_name_is_not_collected_before_the_lock(shard, one, two, file):
+async def test_locked_unlinked_file_is_collected_after_the_lock(shard, one, two, file):
     await one.open(file, 3)
     await one.lock(file, EXCLUSIVE)
     await two.unlink(ROOT, b"file")
@@ -245,7 +239,7 @@ async def test_a_locked_file_that_loses_its_name_is_not_collected_before_the_loc
 
 
 @scenario
-async def test_who_waits_is_told_and_comes_for_the_lock_with_its_ticket(shard, one, two, file):
+async def test_waiter_is_notified_and_gets_the_lock_with_its_ticket(shard, one, two, file):
     await one.lock(file, EXCLUSIVE)
     waiting = await two.lock(file, SHARED, wait=True)
     assert not waiting.granted and waiting.ticket
@@ -253,15 +247,13 @@ async def test_who_waits_is_told_and_comes_for_the_lock_with_its_ticket(shard, o
     assert call.answer is None
     await one.lock(file, UNLOCKED)
     assert await turns(call) == [waiting.ticket]
-    assert not (await one.lock(file, EXCLUSIVE)).granted, "it is the other's turn"
+    assert not (await one.lock(file, EXCLUSIVE)).granted, "it is the other client's turn"
     assert (await two.lock(file, SHARED, wait=True, ticket=waiting.ticket)).granted
-    assert await turns(shard.wait(two, waiting.ticket)) == [waiting.ticket], "no place any more"
+    assert await turns(shard.wait(two, waiting.ticket)) == [waiting.ticket], "the ticket is used"
 
 
 @scenario
-async def test_a_second_question_of_a_session_ends_the_first_and_one_that_gives_up_frees_the_place(
-    shard, one, two, file
-):
+async def test_second_query_of_a_session_replaces_the_first(shard, one, two, file):
     await one.lock(file, EXCLUSIVE)
     first = (await two.lock(file, EXCLUSIVE, wait=True)).ticket
     second = (await two.lock(file, EXCLUSIVE, owner=2, wait=True)).ticket
@@ -275,9 +267,7 @@ async def test_a_second_question_of_a_session_ends_the_first_and_one_that_gives_
 
 
 @scenario
-async def test_an_interrupted_question_is_forgotten_and_its_places_with_it_after_a_while(
-    shard, one, two, file
-):
+async def test_cancelled_query_and_its_tickets_expire(shard, one, two, file):
     await one.lock(file, EXCLUSIVE)
     ticket = (await two.lock(file, EXCLUSIVE, wait=True)).ticket
     request = pb.LockWaitRequest(session=two.session, tickets=pack([ticket]))
@@ -290,7 +280,7 @@ async def test_an_interrupted_question_is_forgotten_and_its_places_with_it_after
 
 
 @scenario
-async def test_question_for_a_lock_is_answered_by_a_drain(shard, one, two, file):
+async def test_lock_query_is_answered_by_a_drain(shard, one, two, file):
     await one.lock(file, EXCLUSIVE)
     ticket = (await two.lock(file, EXCLUSIVE, wait=True)).ticket
     question = shard.wait(two, ticket)
@@ -305,7 +295,7 @@ class CancellableCall(DirectCall):
 
 
 @scenario
-async def test_places_are_unknown_after_a_restart_so_that_clients_ask_anew(shard, one, two, file):
+async def test_tickets_are_unknown_after_a_restart(shard, one, two, file):
     await one.lock(file, EXCLUSIVE)
     ticket = (await two.lock(file, EXCLUSIVE, wait=True)).ticket
     await shard.restart()
@@ -315,7 +305,7 @@ async def test_places_are_unknown_after_a_restart_so_that_clients_ask_anew(shard
 
 
 @scenario
-async def test_a_deadlock_between_clients_is_refused(shard, one, two, file):
+async def test_deadlock_between_clients_is_refused(shard, one, two, file):
     other = (await one.file(ROOT, b"other")).inode
     await one.lock(file, EXCLUSIVE)
     await two.lock(other, EXCLUSIVE)
@@ -325,7 +315,7 @@ async def test_a_deadlock_between_clients_is_refused(shard, one, two, file):
 
 
 @scenario
-async def test_what_makes_no_sense_is_refused(shard, one, two, file):
+async def test_invalid_requests_are_refused(shard, one, two, file):
     directory = (await one.mkdir(ROOT, b"dir")).inode
     for inode, fields in (
         (directory, {}),
@@ -344,11 +334,11 @@ async def test_what_makes_no_sense_is_refused(shard, one, two, file):
         await one.ask("LOCK_WAIT", pb.LockWaitRequest(session=one.session, tickets=b"123"))
     with pytest.raises(errors.StaleSession):
         await one.ask("LOCK_WAIT", pb.LockWaitRequest(session=99))
-    assert (await one.lock(file, UNLOCKED)).granted, "nothing to release is no error"
+    assert (await one.lock(file, UNLOCKED)).granted, "releasing nothing is no error"
 
 
 @scenario
-async def test_releasing_works_on_a_full_shard_and_so_does_locking_for_it(shard, one, two, file):
+async def test_full_shard_can_release_locks_and_lock_for_it(shard, one, two, file):
     await one.lock(file, EXCLUSIVE, 0, 99)
     apply = shard.kv.apply
 
@@ -409,7 +399,7 @@ def test_dangling_locks_are_found_and_repaired():
     asyncio.run(body())
 
 
-def test_two_locks_that_contradict_each_other_are_found_after_a_restart():
+def test_conflicting_locks_are_found_after_a_restart():
     async def body():
         shard = await Shard().start()
         shard.one, shard.two = (

@@ -435,7 +435,7 @@ def remove(pool: str, drive: str, lost: bool, give_up: bool, wait: bool, as_json
         click.echo(f"drive {result['drive']} is {result['state']}")
         if give_up and result["chains"]:
             say(
-                f"note: {result['chains']} chains begin anew with nothing, when nobody has a right any more to ask this drive "
+                f"note: {result['chains']} chains are reset to empty when nobody has a right any more to ask this drive "
                 f"(grant_s, two minutes at most by default); until then what is written to them waits"
             )
         say(

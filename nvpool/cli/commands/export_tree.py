@@ -31,7 +31,7 @@ examples:
 @verify_option
 @exclude_option
 @json_option
-def export_tree(place: PoolPath, destination: str, as_json: bool, **wishes: Any) -> int:
+def export_tree(place: PoolPath, destination: str, as_json: bool, **options: Any) -> int:
     """Copy a tree or file of a pool to the local path DST.
 
     The contents of the directory /path become the contents of DST, which is created if it is missing. Preserves the same
@@ -43,6 +43,6 @@ def export_tree(place: PoolPath, destination: str, as_json: bool, **wishes: Any)
         "export",
         place,
         as_json,
-        wishes,
+        options,
         lambda vfs, **more: export_tree(vfs, place.path, destination, **more),
     )

@@ -60,7 +60,7 @@ def fsck(pool: str, repair: bool, scrub: bool, as_json: bool) -> int:
     if as_json:
         print_json(checkup.summary())
     else:
-        for reason in checkup.begun_anew:
+        for reason in checkup.restarts:
             say(
                 f"note: a shard got another primary, or left the pool ({reason}); its metadata was checked from the beginning"
             )

@@ -54,7 +54,7 @@ examples:
 )
 @exclude_option
 @json_option
-def import_tree(source: str, place: PoolPath, as_json: bool, **wishes: Any) -> int:
+def import_tree(source: str, place: PoolPath, as_json: bool, **options: Any) -> int:
     """Copy the tree or file SRC into a pool.
 
     The contents of the directory SRC become the contents of /path, which is created if it is missing. Preserves modes, owners
@@ -63,12 +63,12 @@ def import_tree(source: str, place: PoolPath, as_json: bool, **wishes: Any) -> i
     from nvpool.sdk.transfer.import_tree import import_tree
 
     return transfer(
-        "import", place, as_json, wishes, lambda vfs, **more: import_tree(vfs, source, place.path, **more)
+        "import", place, as_json, options, lambda vfs, **more: import_tree(vfs, source, place.path, **more)
     )
 
 
 def transfer(
-    verb: str, place: PoolPath, as_json: bool, wishes: dict[str, Any], move: Callable[..., Awaitable[None]]
+    verb: str, place: PoolPath, as_json: bool, options: dict[str, Any], move: Callable[..., Awaitable[None]]
 ) -> int:
     """Run `move` in a session of the pool, show its progress and result, and return the exit code."""
     from nvpool.cli.output import print_json, say
@@ -78,43 +78,48 @@ def transfer(
     from nvpool.core.units import format_bytes
     from nvpool.sdk.transfer.progress import TransferOptions, TransferProgress
 
-    tally = TransferProgress()
-    options = TransferOptions()._replace(**wishes)
+    progress = TransferProgress()
+    transfer_options = TransferOptions()._replace(**options)
 
     def look() -> Look:
-        return Look(tally.bytes, tally.bytes_total if tally.counted else None, f"{tally.files:,} files")
+        return Look(
+            progress.bytes, progress.bytes_total if progress.counted else None, f"{progress.files:,} files"
+        )
 
     async def run() -> None:
         async with session(place.pool, verb) as client:
-            await shown(verb, move(client.vfs, tally=tally, options=options), look, quiet=as_json)
+            await shown(
+                verb, move(client.vfs, progress=progress, options=transfer_options), look, quiet=as_json
+            )
 
     began_s = SYSTEM_CLOCK.boottime_s()
     try:
         asyncio.run(run())
     except (KeyboardInterrupt, Exception):
-        if tally.files and not as_json:
+        if progress.files and not as_json:
             say(
-                f"stopped after {tally.files:,} files ({format_bytes(tally.bytes)}); the same command goes on from there"
+                f"stopped after {progress.files:,} files ({format_bytes(progress.bytes)}); "
+                "the same command goes on from there"
             )
         raise
     seconds = SYSTEM_CLOCK.boottime_s() - began_s
     if as_json:
-        print_json(tally.summary() | {"seconds": seconds})
+        print_json(progress.summary() | {"seconds": seconds})
     else:
-        moved = tally.bytes - tally.skipped_bytes
+        moved = progress.bytes - progress.skipped_bytes
         click.echo(
-            f"{tally.files:,} files ({format_bytes(tally.bytes)}), {tally.directories:,} directories, "
-            f"{tally.symlinks:,} symbolic and {tally.hard_links:,} hard links in {seconds:.1f} s"
+            f"{progress.files:,} files ({format_bytes(progress.bytes)}), {progress.directories:,} directories, "
+            f"{progress.symlinks:,} symbolic and {progress.hard_links:,} hard links in {seconds:.1f} s"
             + (f" ({format_bytes(moved / seconds)}/s)" if moved else "")
         )
-        if tally.skipped_files:
+        if progress.skipped_files:
             say(
-                f"{tally.skipped_files:,} of the files ({format_bytes(tally.skipped_bytes)}) were there already"
+                f"{progress.skipped_files:,} of the files ({format_bytes(progress.skipped_bytes)}) were there already"
             )
-        if tally.attributes_not_kept:
-            say(f"note: {tally.attributes_not_kept:,} extended attributes could not be kept")
-        for failure in tally.failures[:20]:
+        if progress.attributes_not_kept:
+            say(f"note: {progress.attributes_not_kept:,} extended attributes could not be kept")
+        for failure in progress.failures[:20]:
             say(f"failed: {failure.path}: {failure.text}")
-        if tally.failed > 20:
-            say(f"failed: and {tally.failed - 20:,} more; --json lists them")
-    return 1 if tally.failed else 0
+        if progress.failed > 20:
+            say(f"failed: and {progress.failed - 20:,} more; --json lists them")
+    return 1 if progress.failed else 0

@@ -65,6 +65,6 @@ def metrics(pool: str | None, wait_s: float, describe: bool, as_json: bool) -> N
     )
     page = Page.unpack(reply.page)
     if as_json:
-        print_json(page.told())
+        print_json(page.json_samples())
     else:
         click.echo(page.text(), nl=False)

@@ -471,7 +471,7 @@ def ended_drained(pool: str, number: int) -> dict[str, Any] | None:
         return None
     pool_map = decode_map(directory.poolmap.read_bytes())
     one = pool_map.node_by_id.get(number)
-    if one is None or one.wish != "stop" or not left_on(pool_map, number).nothing:
+    if one is None or one.desired_state != "stop" or not left_on(pool_map, number).nothing:
         return None
     return {
         "nodes": [

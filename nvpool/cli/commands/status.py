@@ -24,7 +24,7 @@ from nvpool.core.units import format_bytes
               drive, path, used_bytes, read_path, direct, writes (how large ones go: direct, or cached where the drive takes
               no direct ones), host_full (a sentence when the file system below is full), and bad_blocks: inode, index (of the
               chunk), block, text, path (null: not found soon, `nvpool fsck` finds it; empty: the file has no name any more);
-              refused (why its signs of life are not answered; empty: they are), serving_pid; scrub (see nvpool scrub status
+              refused (why its heartbeats are not answered; empty: they are), serving_pid; scrub (see nvpool scrub status
               --json); of a mount mountpoint, engine (kernel, pyfuse3)
   nodes, drives, shards    as `nvpool node ls --json`, `nvpool drive ls --json`, `nvpool shard ls --json`
   members     who has a certificate of the pool

@@ -164,7 +164,7 @@ def certificates(found: dict[str, Described], now_s: float) -> Iterator[Check]:
             yield bad(
                 f"certificate {name}",
                 seen,
-                "see that the clock is right; else take the node out and let it join anew",
+                "see that the clock is right; else take the node out and let it join again",
             )
         else:
             yield (warn if state == "notice" else bad)(
@@ -239,7 +239,7 @@ def ports(
             yield bad(
                 name,
                 f"our process there is {state}, and somebody listens",
-                f"a stranger has the port: ss -ltnp 'sport = :{place.port}'",
+                f"another program has the port: ss -ltnp 'sport = :{place.port}'",
             )
         elif wrong and state == "serving":
             yield bad(
@@ -292,7 +292,7 @@ def metrics(listen: str) -> Check:
     if listen and is_open(listen):
         return warn(
             "metrics",
-            f"whoever reaches {listen} may read them, without a password",
+            f"all who reach {listen} may read them, without a password",
             "listen on a port of this machine alone (a number), or at unix:/PATH, and put a proxy with TLS before it",
         )
     return ok("metrics", f"served at {listen}, to this machine alone" if listen else "not served by HTTP")

@@ -137,7 +137,7 @@ def _ucx(wanted: bool) -> Iterator[Check]:
     try:
         version = ucx.version()
     except NvpoolError as error:
-        yield Check("UCX", BAD, str(error), "install it anew: pip install --force-reinstall 'nvpool[rdma]'")
+        yield Check("UCX", BAD, str(error), "reinstall it: pip install --force-reinstall 'nvpool[rdma]'")
         return
     seen = f"{version} in {place}, {'with' if verbs else 'without'} verbs"
     if wanted and not verbs:

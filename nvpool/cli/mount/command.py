@@ -125,9 +125,15 @@ examples:
     "node.toml, else the best that both ends have]",
 )
 @click.option(
-    "--no-short-cut",
+    "--no-short-circuit",
     is_flag=True,
     help="No short-circuit reads: read through the stores even if their drives are in this node.",
+)
+@click.option(
+    "--no-short-cut",
+    is_flag=True,
+    hidden=True,
+    help="Old name of --no-short-circuit, accepted for one release.",
 )
 @click.option("--no-acl", is_flag=True, help="Ignore access control lists on this mount.")
 @click.option(
@@ -162,6 +168,7 @@ def mount(
     workers: int | None,
     metrics: str | None,
     transport: str | None,
+    no_short_circuit: bool,
     no_short_cut: bool,
     no_acl: bool,
     options: tuple[str, ...],
@@ -185,6 +192,8 @@ def mount(
     from nvpool.cli.pool_path import divided
     from nvpool.host.mountinfo import place_of
 
+    if no_short_cut:
+        say("--no-short-cut is now named --no-short-circuit; the next release refuses the old name")
     shown = pool
     pool, subtree = divided(pool)
     remember_pool(click.get_current_context(), None, pool)
@@ -199,7 +208,7 @@ def mount(
             (read_only, "--read-only"),
             (force, "--force"),
             (writeback, "--writeback"),
-            (no_short_cut, "--no-short-cut"),
+            (no_short_circuit or no_short_cut, "--no-short-circuit"),
             (no_acl, "--no-acl"),
             (holder, "--holder"),
             (holder is False, "--no-holder"),

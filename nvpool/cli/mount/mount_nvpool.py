@@ -63,7 +63,9 @@ def _address(value: str) -> str:
     return value
 
 
-WORDS = ("force", "writeback", "holder", "no-holder", "no-short-cut", "no-acl")
+WORDS = ("force", "writeback", "holder", "no-holder", "no-short-circuit", "no-acl")
+RENAMED_WORDS = {"no-short-cut": "no-short-circuit"}
+"""Old word -> present word. Old words are accepted for one release, with a warning."""
 VALUES: dict[str, Callable[[str], str | float]] = {
     "engine": _one_of("auto", "kernel", "pyfuse3"),
     "transport": str,
@@ -141,6 +143,8 @@ class Wanted(NamedTuple):
     remount: bool
     fake: bool
     verbose: bool
+    warnings: tuple[str, ...]
+    """Warnings for the user: options with old names."""
 
 
 def known() -> str:
@@ -168,11 +172,17 @@ def parse(arguments: list[str]) -> Wanted:
     options = [word for letter, value in given if letter == "-o" for word in options_in(value)]
     remount = "remount" in options
     words: list[str] = []
+    warnings: list[str] = []
     here: dict[str, Any] = {}
     flags = _NOSUID | _NODEV
     for option in options:
         name, is_valued, value = option.partition("=")
         name = name if option.startswith(PASSED_VALUES) or name in PASSED else name.replace("_", "-")
+        if name in RENAMED_WORDS and not is_valued:
+            warnings.append(
+                f"the option {name} is now named {RENAMED_WORDS[name]}; the next release refuses the old name"
+            )
+            name = RENAMED_WORDS[name]
         if option in FLAGS:
             bit, on = FLAGS[option]
             flags = flags | bit if on else flags & ~bit
@@ -211,6 +221,7 @@ def parse(arguments: list[str]) -> Wanted:
         remount,
         "-f" in letters,
         "-v" in letters,
+        tuple(warnings),
     )
 
 
@@ -252,7 +263,7 @@ def remount(wanted: Wanted) -> None:
 
     there = mount_at(wanted.place)
     if there is None or not there.ours:
-        raise Refused(f"nothing of nvpool is mounted at {wanted.place}, so it can not be mounted anew")
+        raise Refused(f"nothing of nvpool is mounted at {wanted.place}, so it can not be remounted")
     if not wanted.flags & _RDONLY and _was_read_only(words_of(wanted.place)):
         raise Refused(
             f"{wanted.place} was mounted read-only, and its process has no right to write; unmount it, and mount it "
@@ -265,7 +276,7 @@ def remount(wanted: Wanted) -> None:
             raise InUse(
                 f"{wanted.place} has files open for writing; close them (fuser -vm {wanted.place} lists who has)"
             )
-        raise Refused(f"{wanted.place} could not be mounted anew: {os.strerror(number)}")
+        raise Refused(f"{wanted.place} could not be remounted: {os.strerror(number)}")
 
 
 def _was_read_only(words: list[str]) -> bool:
@@ -319,6 +330,8 @@ def main(arguments: list[str] | None = None) -> int:
     except NvpoolError as error:
         print(f"mount.nvpool: {error}", file=sys.stderr)
         return EXIT_USAGE
+    for warning in wanted.warnings:
+        print(f"mount.nvpool: {warning}", file=sys.stderr)
     try:
         if not wanted.remount:
             run(wanted)

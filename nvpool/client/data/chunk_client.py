@@ -25,7 +25,7 @@ from nvpool.client.data.hedged_reads import SecondReads, settle
 from nvpool.client.data.hedging import LATE_S, Hedging, SentRead
 from nvpool.client.data.key_cache import VolumeKeys
 from nvpool.client.data.replica_choice import Replicas
-from nvpool.client.data.short_circuit import ShortCut
+from nvpool.client.data.short_circuit import ShortCircuitReads
 from nvpool.client.data.target_queue import (
     Lane,
     Read,
@@ -135,7 +135,9 @@ class ChunkClient:
         self.hedging = Hedging(clock, self._is_late, self._look_for_slow)
         self._seconds = SecondReads(self, view, clock, pause=self._pause, renew=renew)
         self._flushing = StoreCommit(view, clock, call=self._call, pause=self._pause)
-        self.short = ShortCut(dialer, options, clock, epoch=lambda: self.epoch, find_lane=self.find_lane)
+        self.short = ShortCircuitReads(
+            dialer, options, clock, epoch=lambda: self.epoch, find_lane=self.find_lane
+        )
         self.map_changed_files: Callable[[], None] = lambda: None
         self.path_text: Callable[[int], str] = lambda inode: ""
         """The log text about the path of a damaged file, printed behind its inode. See KnownPaths.log_text."""
@@ -233,7 +235,13 @@ class ChunkClient:
             if index not in file.located:
                 self.short.want(file, index, lane)
             elif self.short.try_read(
-                file, index, offset, length, lane, partial(self._by_short_cut, lane, job), missed=missed
+                file,
+                index,
+                offset,
+                length,
+                lane,
+                partial(self._complete_short_circuit, lane, job),
+                missed=missed,
             ):
                 return
         if (
@@ -275,7 +283,7 @@ class ChunkClient:
         for lane in held or ():
             self._turn_over(lane)
 
-    def _by_short_cut(self, lane: Lane, job: Read, found: memoryview | None) -> None:
+    def _complete_short_circuit(self, lane: Lane, job: Read, found: memoryview | None) -> None:
         if found is not None:
             settle(job, found)
         elif not job.future.done():

@@ -48,7 +48,7 @@ class VolumeKeys:
         file.key = known
 
     async def _ask(self, volume: int) -> VolumeKey:
-        request = meta_pb2.VolumeRequest(inode=volume, wish=meta_pb2.VolumeRequest.KEY)
+        request = meta_pb2.VolumeRequest(inode=volume, action=meta_pb2.VolumeRequest.KEY)
         reply = await self._meta.ask(volume, wire_pb2.META_VOLUME, request, meta_pb2.VolumeReply)
         if len(reply.key) != KEY_BYTES:
             raise CorruptRecord(f"volume {volume} is encrypted, and its shard has no key of it")

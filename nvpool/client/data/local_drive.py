@@ -11,7 +11,7 @@ import struct
 
 from nvpool.blockio.reader import DIRECT_READ_BYTES, cached_pages, open_direct
 from nvpool.core.errors import NotSupported
-from nvpool.rpc.messages.data_codec import LENT
+from nvpool.rpc.messages.data_codec import HANDOVER
 
 
 class Source:
@@ -39,7 +39,7 @@ class Source:
         NotSupported: they make no sense here.
         """
         try:
-            its_target, slots, self.token, its_now_s = LENT.unpack(said)
+            its_target, slots, self.token, its_now_s = HANDOVER.unpack(said)
             if its_target != target or len(descriptors) != 2:
                 raise NotSupported(f"descriptors of target {its_target} came for target {target}")
             self.memory = mmap.mmap(descriptors[1], 4 * slots + 8, prot=mmap.PROT_READ)

@@ -137,7 +137,7 @@ class BlockLocations:
         """Reads since the location was fetched or renewed; unreported bytes; reads that were reported."""
 
 
-class ShortCut:
+class ShortCircuitReads:
     """The short-circuit reads of a client: locations, and the targets whose drives it may read."""
 
     def __init__(
@@ -151,7 +151,7 @@ class ShortCut:
         self._bytes_max = options.locations_bytes
         self._bytes = 0
         self._loop = asyncio.get_running_loop()
-        self.on = options.short_cut and options.locations_bytes > 0
+        self.on = options.short_circuit and options.locations_bytes > 0
         self._direct_reads = options.direct_reads
         self._sources: dict[int, Source] = {}
         self._left: list[Source] = []

@@ -23,7 +23,7 @@ Noted = tuple[int, int]
 """The number of the last write to a chain, and the chain's epoch before the first one."""
 
 
-class Unflushed:
+class UnstableWrites:
     """The table of unstable writes.
 
     `changed` is called with whether there are any; `lost` is called with inodes that have lost some.

@@ -80,7 +80,7 @@ class ThreadReads:
         self._dialer = dialer
         self._ways: dict[int, _TargetConnections] = {}
         self._closed = False
-        self.counters = {"short_cut": 0, "lanes": 0}
+        self.counters = {"short_circuit": 0, "lanes": 0}
 
     def read(self, handle: FileHandle, offset: int, length: int) -> memoryview | None:
         """As Vfs.read, or None: then the caller uses Vfs.read. Waits for a store for at most PATIENCE_S.
@@ -132,7 +132,7 @@ class ThreadReads:
         if type(found) is not memoryview:
             return None
         self._short.hit(located, span)
-        self.counters["short_cut"] += 1
+        self.counters["short_circuit"] += 1
         return found
 
     def _ask(self, file: OpenInode, index: int, within: int, span: int) -> memoryview | None:

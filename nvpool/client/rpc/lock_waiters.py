@@ -42,7 +42,7 @@ class LockTurns:
         waiting = self._at(inode)
         notified = asyncio.get_running_loop().create_future()
         waiting.turns[ticket] = inode, notified
-        self._ask_anew(waiting)
+        self._query_again(waiting)
         try:
             await notified
         finally:
@@ -52,12 +52,12 @@ class LockTurns:
         """Give up a ticket, so that the next waiter can have its turn."""
         waiting = self._at(inode)
         waiting.given_up[ticket] = inode
-        self._ask_anew(waiting)
+        self._query_again(waiting)
 
     def _at(self, inode: int) -> _Waiting:
         return self._shards.setdefault(self._meta.shard_of(inode), _Waiting())
 
-    def _ask_anew(self, waiting: _Waiting) -> None:
+    def _query_again(self, waiting: _Waiting) -> None:
         waiting.changed.set()
         if waiting.asking is None or waiting.asking.done():
             waiting.asking = asyncio.create_task(self._ask(waiting))

@@ -347,7 +347,7 @@ class Cache:
             del attrs[old]
         return True
 
-    def begin_anew(self, concerns: Callable[[int], bool]) -> None:
+    def reset_inodes(self, concerns: Callable[[int], bool]) -> None:
         """Accept the next attributes of these inodes, whatever their change number.
 
         Called when a shard's change numbers may have run backwards.
@@ -572,7 +572,7 @@ class Cache:
         self.put_attr(attr)
         return opened
 
-    def hold_lent(self, inode: int) -> OpenInode | None:
+    def hold_leased(self, inode: int) -> OpenInode | None:
         """As `hold`, for a file that is not open, with the cached attributes.
 
         The caller has a lease on the inode, so the attributes are current. None: no attributes are cached, or

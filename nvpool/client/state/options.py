@@ -45,7 +45,7 @@ class ClientOptions(NamedTuple):
 
     Short-circuit reads are not a transport.
     """
-    short_cut: bool = True
+    short_circuit: bool = True
     """Read from drives of this host without their daemon (short-circuit reads), if the daemon allows this."""
     direct_reads: bool = False
     """Let larger short-circuit reads that miss the kernel's page cache of the drive bypass that cache.

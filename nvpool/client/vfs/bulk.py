@@ -1,4 +1,4 @@
-"""Operations on many files at once: walk, look up, open and read whole files.
+"""Operations on many files together: walk, look up, open and read whole files.
 
 Requests are batched: one message for each shard and directory level, and one for each target. A bulk look-up
 (LOOKUP_MANY) goes to each shard once, whatever directories the names are in; its results are cached like
@@ -29,7 +29,7 @@ from nvpool.rpc.v1.meta_pb2 import Attr
 
 NAMES_MAX = 1000
 """Names in one message."""
-_AT_ONCE = 64
+_OPERATIONS_PER_BATCH = 64
 """Concurrent operations where each name needs its own."""
 _ELSEWHERE_MAX = 65536
 _spares = Spares()
@@ -39,7 +39,7 @@ Place = tuple[int, bytes]
 
 
 class Many(Files):
-    """The operations on many files at once."""
+    """The operations on many files together."""
 
     def __init__(self, *arguments, **named) -> None:
         super().__init__(*arguments, **named)
@@ -372,6 +372,6 @@ async def _all(works: list) -> None:
 
 
 async def _some(numbers: Sequence, work) -> None:
-    """Await `work` of each number, _AT_ONCE at a time."""
-    for first in range(0, len(numbers), _AT_ONCE):
-        await _all([work(number) for number in numbers[first : first + _AT_ONCE]])
+    """Await `work` of each number, _OPERATIONS_PER_BATCH at a time."""
+    for first in range(0, len(numbers), _OPERATIONS_PER_BATCH):
+        await _all([work(number) for number in numbers[first : first + _OPERATIONS_PER_BATCH]])

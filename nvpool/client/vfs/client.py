@@ -13,7 +13,7 @@ from functools import partial
 from nvpool.client.data.chunk_client import ChunkClient
 from nvpool.client.data.extents import ExtentClient
 from nvpool.client.data.key_cache import VolumeKeys
-from nvpool.client.data.short_circuit import ShortCut
+from nvpool.client.data.short_circuit import ShortCircuitReads
 from nvpool.client.read.batch import ReadBatcher
 from nvpool.client.read.reader import Reader
 from nvpool.client.reverse_paths import KnownPaths
@@ -135,11 +135,11 @@ class Core:
         self.leases.on_end_all = callback
 
     def _shard_restarted(self, shard: int) -> None:
-        self.cache.begin_anew(lambda inode: self.meta.shard_of(inode) == shard)
+        self.cache.reset_inodes(lambda inode: self.meta.shard_of(inode) == shard)
         self.rooms.shard_restarted(shard)
 
     @property
-    def short_cut(self) -> ShortCut:
+    def short_circuit(self) -> ShortCircuitReads:
         return self.chunks.short
 
     def hold_reads(self) -> None:

@@ -32,7 +32,7 @@ DIRECTORIES_MAX = 256
 STEP_NAMES = 1024
 
 
-class Wholes(Names):
+class CompleteDirectories(Names):
     """Learns the names of directories in which this client creates names."""
 
     def __init__(self, *arguments, **named) -> None:

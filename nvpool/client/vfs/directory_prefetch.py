@@ -38,7 +38,7 @@ class Through(Names):
         if (
             ENTRIES_MIN <= entries <= self.options.cached_entries // CACHED_SHARE
             and self.options.leases
-            and self.siblings.is_to_be_known(parent, entries)
+            and self.lookup_prefetch.is_to_be_known(parent, entries)
         ):
             task = asyncio.get_running_loop().create_task(self._go_through(parent, 2 * entries))
             self._renewals.add(task)
@@ -63,7 +63,7 @@ class Through(Names):
         except NvpoolError:
             pass
         finally:
-            self.siblings.went_through(parent, learned)
+            self.lookup_prefetch.went_through(parent, learned)
 
     def _learn(self, parent: int, listed: DirectoryPage, reply: meta_pb2.ListDirReply, sent_s: float) -> int:
         """Cache the entries of which nothing is known here; return how many there were."""

@@ -30,7 +30,7 @@ from nvpool.rpc.v1 import meta_pb2, wire_pb2
 
 COPY_BYTES_MAX = 64 * MIB
 """Bytes copied by one call, in a tenth of a second. Then the calling program may do something else."""
-_COPIES_AT_ONCE = 8
+_COPIES_IN_PARALLEL = 8
 _PIECE_BYTES = 4 * MIB
 """Bytes copied by a store in one request. Meanwhile the store does nothing else for some milliseconds."""
 EXTENTS_S = 1.0
@@ -304,7 +304,7 @@ class RangeOperations(Files, Attributes):
 
         Only `runs` of the source are not holes.
         """
-        gate = asyncio.Semaphore(_COPIES_AT_ONCE)
+        gate = asyncio.Semaphore(_COPIES_IN_PARALLEL)
 
         async def one(piece: _Piece) -> None:
             async with gate:

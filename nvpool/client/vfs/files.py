@@ -137,7 +137,7 @@ class Files(LookupBatcher, FileLocks):
                 return None
             file.handles += 1
             return FileHandle(file, flags)
-        file = self.cache.hold_lent(inode) if lease.grant else None
+        file = self.cache.hold_leased(inode) if lease.grant else None
         if file is None:
             return None
         file.adopt_grant(lease.grant, self.clock.wall_ns() // 1_000_000)

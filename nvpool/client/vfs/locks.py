@@ -185,7 +185,7 @@ class FileLocks(Core):
                 reply = await self._ask_lock(handle, key, request)
                 request.ticket = reply.ticket
                 if reply.granted:
-                    return bool(mode) and self._look_anew(file, reply.attr)
+                    return bool(mode) and self._revalidate(file, reply.attr)
                 if not wait:
                     raise WouldBlock()
                 await self.turns.turn(key.inode, reply.ticket)
@@ -274,7 +274,7 @@ class FileLocks(Core):
         if not self._owners[key.inode]:
             del self._owners[key.inode]
 
-    def _look_anew(self, file: OpenInode, attr) -> bool:
+    def _revalidate(self, file: OpenInode, attr) -> bool:
         self.cache.distrust()
         self.leases.forget(file.inode)
         self.cache.put_attr(attr)
@@ -421,7 +421,7 @@ class FileLocks(Core):
             log.error(
                 "the session has ended, and with it the locks on inode %d: %s",
                 inode,
-                "who has it open must open it anew" if file is not None else "nobody has it open",
+                "programs that have it open must open it again" if file is not None else "nobody has it open",
             )
             if file is not None:
                 file.lost = True

@@ -68,7 +68,7 @@ class LookupBatcher(Through):
         """
         if (
             len(name) > NAME_BYTES_MAX
-            or self.siblings.coming(parent) is not None
+            or self.lookup_prefetch.coming(parent) is not None
             or self.cache.is_missed(parent, name)
         ):
             return None
@@ -78,11 +78,11 @@ class LookupBatcher(Through):
         place, spread = found
         shard = self.meta.shard_of(place)
         gathered = self._gathered.get(shard)
-        if (gathered is None and not self.meta.is_ready(shard)) or not self.siblings.missed_alone(
+        if (gathered is None and not self.meta.is_ready(shard)) or not self.lookup_prefetch.missed_alone(
             parent, name
         ):
             return None
-        if self.siblings.is_time_to_look(parent):
+        if self.lookup_prefetch.is_time_to_look(parent):
             self.look_through(parent)
         asked = PendingLookup(parent, name)
         if gathered is None:

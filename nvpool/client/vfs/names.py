@@ -12,7 +12,7 @@ from functools import partial
 from nvpool.client.rpc.fast_changes import OnEnd, SubmittedChange
 from nvpool.client.state.attr_cache import DIVIDED_FLAG
 from nvpool.client.state.types import RENAME_EXCHANGE, RENAME_NOREPLACE, Caller
-from nvpool.client.vfs.prefetch_policy import Siblings
+from nvpool.client.vfs.prefetch_policy import LookupPrefetch
 from nvpool.client.vfs.striped_dirs import Wide
 from nvpool.core.errors import (
     AccessDenied,
@@ -63,7 +63,7 @@ class Names(Wide):
 
     def __init__(self, *arguments, **named) -> None:
         super().__init__(*arguments, **named)
-        self.siblings = Siblings(self.clock, self._look_on)
+        self.lookup_prefetch = LookupPrefetch(self.clock, self._look_on)
         # With leases the client is notified before a directory changes, so it knows which names are absent;
         # without leases an absent name is trusted for `fresh_s`.
         self._name_s = self._absent_s = 0.0 if self.options.leases else self.options.fresh_s
@@ -89,7 +89,7 @@ class Names(Wide):
             raise NotFound
         attr = self.getattr_now(inode) if inode is not None else None
         if attr is not None:
-            self.siblings.hit(parent, name)
+            self.lookup_prefetch.hit(parent, name)
         return attr
 
     def name_cover(self, parent: int, name: bytes, inode: int) -> int:
@@ -125,13 +125,13 @@ class Names(Wide):
         if len(name) > NAME_BYTES_MAX:
             raise NameTooLong
         attr = await self._found_here(parent, name, name_s, age_s)
-        if attr is None and (coming := self.siblings.coming(parent)) is not None:
+        if attr is None and (coming := self.lookup_prefetch.coming(parent)) is not None:
             await asyncio.wait((coming,), timeout=COMING_S)
             attr = await self._found_here(parent, name, name_s, age_s)
         if attr is not None:
-            self.siblings.hit(parent, name)
+            self.lookup_prefetch.hit(parent, name)
             return self._merged(attr)
-        count = self.siblings.missed(parent, name)
+        count = self.lookup_prefetch.missed(parent, name)
         attr = await (self._look_up(parent, name) if count == 1 else self._look_ahead(parent, name, count))
         file = self.cache.open.get(attr.inode)
         if file is not None and file.written is not None:
@@ -196,7 +196,7 @@ class Names(Wide):
             # look up this name alone.
             pass
         finally:
-            self.siblings.asked(parent, listed, more)
+            self.lookup_prefetch.asked(parent, listed, more)
         return await self._look_up(parent, name)
 
     def _look_on(self, parent: int, cursor: int, count: int) -> asyncio.Task:
@@ -213,7 +213,7 @@ class Names(Wide):
             except NvpoolError:
                 pass  # a look-up of these names gets the error
             finally:
-                self.siblings.asked(parent, listed, more)
+                self.lookup_prefetch.asked(parent, listed, more)
 
         task = asyncio.get_running_loop().create_task(ask())
         self._renewals.add(task)
@@ -306,9 +306,9 @@ class Names(Wide):
         """
         return await self._birth(parent, name, stat.S_IFDIR | stat.S_IMODE(mode), caller, wide=wide)
 
-    async def make_volume(self, parent: int, name: bytes, mode: int, wish: meta_pb2.VolumeWish) -> Attr:
+    async def make_volume(self, parent: int, name: bytes, mode: int, policy: meta_pb2.VolumePolicy) -> Attr:
         """Create the directory of a new volume, owned by root. AlreadyExists."""
-        return await self._birth(parent, name, stat.S_IFDIR | stat.S_IMODE(mode), Caller(0, 0), volume=wish)
+        return await self._birth(parent, name, stat.S_IFDIR | stat.S_IMODE(mode), Caller(0, 0), volume=policy)
 
     def forget_name(self, parent: int, name: bytes, inode: int) -> None:
         """Drop a name and its inode from the cache.
@@ -361,7 +361,7 @@ class Names(Wide):
     def _made_in(self, parent: int, entries: int) -> None:
         """Hook: a name was created in a directory that is not cached completely. `entries`: its new size.
 
-        See Wholes.
+        See CompleteDirectories.
         """
 
     async def link(self, inode: int, parent: int, name: bytes, caller: Caller) -> Attr:
@@ -472,7 +472,9 @@ class Names(Wide):
             except NotFound:
                 return  # the service will say so, or this very request has already been executed
         file = self.cache.open.get(moved)
-        if not self.writer.unflushed(moved) and (file is None or file.written is None or file.written.clean):
+        if not self.writer.has_unstable_writes(moved) and (
+            file is None or file.written is None or file.written.clean
+        ):
             return
         try:
             await self._find(new_parent, new_name, self._name_s, self.options.fresh_s)

@@ -80,7 +80,7 @@ class _Directory:
         self.learned = self.used = 0
 
 
-class Siblings:
+class LookupPrefetch:
     """Prefetch state of the directories of a client.
 
     `ask_on(directory, cursor, count)` requests the names behind the cursor; `asked` must be called at its

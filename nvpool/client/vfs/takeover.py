@@ -24,7 +24,7 @@ from nvpool.shm.mount_state import Word
 
 log = logging.getLogger(__name__)
 
-_ASKED_AT_ONCE = 64
+_QUERIES_IN_PARALLEL = 64
 _LOST_CHUNK_BITS = 20
 
 
@@ -53,7 +53,7 @@ class TakeOver(Files):
         # Greater than the numbers of earlier processes, whose session continues: otherwise stores would take
         # our requests for replays.
         self.chunks.sequence = life << LIFE_BITS
-        self.writer.flushes_all(bool(memory.word(Word.UNFLUSHED)))
+        self.writer.flushes_all(bool(memory.word(Word.UNSTABLE)))
         left = self.keeping.left()
         rights: dict[int, int] = {}
         for before in opened:
@@ -61,7 +61,7 @@ class TakeOver(Files):
         for inode in left:
             rights.setdefault(inode, 3)
         self.meta.take_over(list(rights))
-        gate = asyncio.Semaphore(_ASKED_AT_ONCE)
+        gate = asyncio.Semaphore(_QUERIES_IN_PARALLEL)
         found = dict(
             await asyncio.gather(*(self._hold_again(gate, inode, wanted) for inode, wanted in rights.items()))
         )

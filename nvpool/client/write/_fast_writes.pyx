@@ -254,7 +254,7 @@ cdef class Closing:
         return True
 
     cdef bint submit_report(self) except -1:
-        """As Begins.begin for the report; return False if it cannot be submitted at once."""
+        """As Begins.begin for the report; return False if it cannot be submitted immediately."""
         cdef uint8_t message[MESSAGE_MAX]
         cdef Py_ssize_t message_bytes
         cdef double now_s
@@ -647,7 +647,7 @@ cdef class FastWrites:
             self.chunks.short.forget_chunk(file, 0)
         else:
             file.changes += 1
-        writer._unflushed.note_at(file.inode, sent.place, sent.epoch)
+        writer._unstable.note_at(file.inode, sent.place, sent.epoch)
         (<list>segment.records).clear()
         index = sent.index
         at = self.base + self.pieces_at + <Py_ssize_t>index * WRITE_BYTES
@@ -671,7 +671,7 @@ def write_message(uint64_t epoch, uint64_t target, bytes grant, uint64_t inode, 
                   uint64_t session, uint64_t slot):
     cdef uint8_t message[MESSAGE_MAX]
     if len(grant) != GRANT_BYTES or not BLOCK_BYTES_MIN <= len(content) <= BYTES_MAX:
-        raise ValueError("that is left to the ordinary way")
+        raise ValueError("this write takes the slow path")
     cdef Py_ssize_t count = put_write(message, epoch, target, PyBytes_AS_STRING(grant), inode, cut, sequence,
                                       <const uint8_t *>PyBytes_AS_STRING(content), <uint32_t>len(content), session, slot)
     return PyBytes_FromStringAndSize(<const char *>message, count)

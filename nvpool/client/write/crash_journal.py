@@ -41,7 +41,7 @@ class Keeping:
     def __init__(self, memory: KeptMemory) -> None:
         self.memory = memory
         self._number = max((record[-1] for record in memory.writes.all()), default=0)
-        self._unflushed = bool(memory.word(Word.UNFLUSHED))
+        self._unstable = bool(memory.word(Word.UNSTABLE))
 
     def has_room(self, length: int) -> bool:
         return self.memory.has_room(length)
@@ -101,10 +101,10 @@ class Keeping:
             self.memory.files.give_back(written.entry)
             written.entry = -1
 
-    def note_unflushed(self, there_is: bool) -> None:
-        if there_is != self._unflushed:
-            self._unflushed = there_is
-            self.memory.set_word(Word.UNFLUSHED, there_is)
+    def note_unstable(self, there_is: bool) -> None:
+        if there_is != self._unstable:
+            self._unstable = there_is
+            self.memory.set_word(Word.UNSTABLE, there_is)
 
     def left(self) -> dict[int, KeptFile]:
         """The files that the previous process left, by inode; pieces are in write order."""

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, NamedTuple
 
-from nvpool.client.data.unstable_writes import Unflushed
+from nvpool.client.data.unstable_writes import UnstableWrites
 from nvpool.client.data.write_call import Writing
 from nvpool.client.rpc.fast_changes import OnEnd, SubmittedChange
 from nvpool.client.state.attr_cache import OpenInode
@@ -65,7 +65,7 @@ class WriteSender:
     _stalled: OrderedDict[int, WrittenFile]
     _tasks: set[asyncio.Task]
     _begun: set[Writing]
-    _unflushed: Unflushed
+    _unstable: UnstableWrites
     plain: Any
     _hold: Callable[[WrittenFile, int], None]
     _clip: Callable[[WrittenFile, int], None]
@@ -210,7 +210,7 @@ class WriteSender:
             if file.lost:
                 raise LockLost()
             self._has_stored(written, segment, stored.cut)
-            self._unflushed.note(file.inode, stored)
+            self._unstable.note(file.inode, stored)
         except NvpoolError as error:
             self._dropped(written, segment, error)
         except asyncio.CancelledError:
@@ -263,7 +263,7 @@ class WriteSender:
             written.flushing.look()  # first, so the service works on the report while we continue
         # before the pieces are dropped: a successor process must know that the bytes are unstable
         if stored is not None:
-            self._unflushed.note(written.file.inode, stored.stored())
+            self._unstable.note(written.file.inode, stored.stored())
         if self._keeping is not None:
             self._keeping.drop(segment.records)
         self._hold(written, -length)

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from nvpool.client.data.commit import Stored
-from nvpool.client.data.unstable_writes import Unflushed
+from nvpool.client.data.unstable_writes import UnstableWrites
 from nvpool.client.data.write_call import Writing
 from nvpool.client.rpc.exactly_once import asking
 from nvpool.client.state.attr_cache import OpenInode
@@ -83,8 +83,8 @@ class Writer(WriteSender):
 
         It accepts the first bytes of small new files, and makes the `CloseFlush` objects.
         """
-        self._unflushed = Unflushed(
-            chunks, keeping.note_unflushed if keeping is not None else lambda there_is: None, self._was_lost
+        self._unstable = UnstableWrites(
+            chunks, keeping.note_unstable if keeping is not None else lambda there_is: None, self._was_lost
         )
 
     # -- writing -------------------------------------------------------------------------------------------------------
@@ -166,9 +166,9 @@ class Writer(WriteSender):
         self._all_due(written)
         self._pump(written)
 
-    def flushes_all(self, unflushed: bool) -> None:
+    def flushes_all(self, is_unknown: bool) -> None:
         """Record whether stores may have unstable writes of any inode from the previous process."""
-        self._unflushed.unknown = unflushed
+        self._unstable.unknown = is_unknown
 
     def meet(self, file: OpenInode, error: NvpoolError) -> WrittenFile:
         """Record that bytes written to this open file are lost.
@@ -412,15 +412,15 @@ class Writer(WriteSender):
     @property
     def busy(self) -> bool:
         """Whether there are any written files here, or unstable writes at stores."""
-        return bool(self._files or self._unflushed)
+        return bool(self._files or self._unstable)
 
-    def unflushed(self, inode: int) -> bool:
+    def has_unstable_writes(self, inode: int) -> bool:
         """Whether stores have unstable writes of the inode that this client has sent."""
-        return inode in self._unflushed
+        return inode in self._unstable
 
     async def make_durable(self, inode: int) -> None:
         """Make the inode's stored bytes durable: on return they survive a power loss. WritesLost, once."""
-        await self._unflushed.flush(inode)
+        await self._unstable.flush(inode)
 
     # -- truncation ----------------------------------------------------------------------------------------------------
 
@@ -578,7 +578,7 @@ class Writer(WriteSender):
             written.find_end()
         self._note(written)
         if stored is not None:
-            self._unflushed.note(file.inode, stored)
+            self._unstable.note(file.inode, stored)
 
     # -- reads of local bytes ------------------------------------------------------------------------------------------
 

@@ -144,11 +144,11 @@ class EtcdCalls:
         """Return the answer of the first member that has one. That member is tried first the next time."""
         until_s = self._clock.boottime_s() + wait_s
         asked: dict[asyncio.Future[_Answer], _Member] = {}
-        at, told = self._at, ""
+        at, reason = self._at, ""
         try:
             while True:
                 left_s = until_s - self._clock.boottime_s()
-                if left_s > PAUSE_S or not (told or asked):
+                if left_s > PAUSE_S or not (reason or asked):
                     member = self._members[at % len(self._members)]
                     trying = asyncio.ensure_future(_answer(ask, member, max(0.05, min(CALL_S, left_s))))
                     # Retrieved, even if late.
@@ -157,13 +157,13 @@ class EtcdCalls:
                     at += 1
                 elif not asked:
                     raise Unavailable(
-                        f"etcd does not answer ({told}); are most of its members up?", may_be_applied=True
+                        f"etcd does not answer ({reason}); are most of its members up?", may_be_applied=True
                     )
                 done, _ = await asyncio.wait(asked, timeout=NEXT_S, return_when=asyncio.FIRST_COMPLETED)
                 for one in done:
                     member = asked.pop(one)
                     if one.cancelled():
-                        told = "its channel was closed"
+                        reason = "its channel was closed"
                         continue
                     try:
                         answer = one.result()
@@ -172,13 +172,13 @@ class EtcdCalls:
                             raise Unavailable(
                                 "our connections to etcd are closed", may_be_applied=True
                             ) from None
-                        told = "its channel was closed"
+                        reason = "its channel was closed"
                     except grpc.aio.AioRpcError as error:
                         if error.code() in _NOT_LET_IN:
                             raise AccessDenied(f"etcd does not let us in: {error.details()}") from None
                         if error.code() not in _ELSEWHERE:
                             raise
-                        told = error.details()
+                        reason = error.details()
                     else:
                         if member in self._members:
                             self._at = self._members.index(member)

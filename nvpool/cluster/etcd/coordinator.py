@@ -24,8 +24,8 @@ from aetcd import rpc
 
 from nvpool.cluster.api import CoordinatorLease
 from nvpool.cluster.etcd.client import END_OF_STREAM, STREAM_ERRORS, EtcdCalls, EtcdCertificates
-from nvpool.cluster.etcd.election import LEADER, SIGN, EtcdReign, follows, read_sign
-from nvpool.cluster.etcd.election_timing import Succession
+from nvpool.cluster.etcd.election import LEADER, SIGN, EtcdLeadershipLease, follows, read_sign
+from nvpool.cluster.etcd.election_timing import ElectionTiming
 from nvpool.cluster.etcd.leases import EtcdLease, give_up
 from nvpool.cluster.watchers import MapWatchers
 from nvpool.core.clock import SYSTEM_CLOCK, Clock
@@ -57,7 +57,7 @@ SILENCE_S = 5.0
 AGAIN_S = 0.2
 
 
-_AnyLease = TypeVar("_AnyLease", EtcdLease, EtcdReign)
+_AnyLease = TypeVar("_AnyLease", EtcdLease, EtcdLeadershipLease)
 
 
 class EtcdCoordinator:
@@ -76,10 +76,10 @@ class EtcdCoordinator:
         self._clock = clock
         self._root = _root(pool_id)
         self._publish = publish
-        self._told = MapWatchers(pool_map)
+        self._watchers = MapWatchers(pool_map)
         self._map_revision = 0
-        self._leases: set[EtcdLease | EtcdReign] = set()
-        self._succession = Succession(only)
+        self._leases: set[EtcdLease | EtcdLeadershipLease] = set()
+        self._election = ElectionTiming(only)
         self._about_leader: dict[bytes, rpc.KeyValue] = {}
         self._turn = asyncio.Lock()
         self._following: asyncio.Task | None = None
@@ -263,19 +263,19 @@ class EtcdCoordinator:
 
     @property
     def pool_map(self) -> PoolMap:
-        return self._told.pool_map
+        return self._watchers.pool_map
 
     async def watch(self, newer_than: int, wait_s: float) -> PoolMap | None:
-        return await self._told.watch(newer_than, wait_s)
+        return await self._watchers.watch(newer_than, wait_s)
 
     def present(self) -> Mapping[str, bytes]:
-        return self._told.present
+        return self._watchers.present
 
     async def watch_present(self, known: Mapping[str, bytes], wait_s: float) -> Mapping[str, bytes]:
-        return await self._told.watch_present(known, wait_s)
+        return await self._watchers.watch_present(known, wait_s)
 
     def leader(self) -> str | None:
-        return self._succession.leader(self._clock.boottime_s())
+        return self._election.leader(self._clock.boottime_s())
 
     @property
     def is_silent(self) -> bool:
@@ -294,9 +294,9 @@ class EtcdCoordinator:
             try:
                 await self._follow_stream(await self._look() + 1, at)
             except STREAM_ERRORS as error:
-                log.debug("what etcd tells is begun anew: %s", error)
+                log.debug("the watch of etcd restarts: %s", error)
             except NvpoolError as error:
-                log.error("what etcd tells can not be used: %s", error)
+                log.error("data from etcd can not be used: %s", error)
                 pause_s = SILENCE_S
             at = at + 1 if self._clock.boottime_s() - began_s < SILENCE_S else 0
             await asyncio.sleep(pause_s)
@@ -352,7 +352,7 @@ class EtcdCoordinator:
             stream.cancel()
 
     def _take_events(self, events: Sequence[rpc.Event]) -> None:
-        present, about_leader = dict(self._told.present), dict(self._about_leader)
+        present, about_leader = dict(self._watchers.present), dict(self._about_leader)
         for event in events:
             kv, gone = event.kv, event.type == rpc.Event.EventType.DELETE
             name = kv.key[len(self._root) :]
@@ -371,10 +371,10 @@ class EtcdCoordinator:
     def _take_rest(self, present: dict[str, bytes], about_leader: dict[bytes, rpc.KeyValue]) -> None:
         self._about_leader = about_leader
         sign = read_sign(about_leader.get(LEADER), about_leader.get(SIGN))
-        another = self._succession.see(sign, self._clock.boottime_s())
-        if present != self._told.present or another:
-            self._told.present = present
-            self._told.tell()
+        another = self._election.see(sign, self._clock.boottime_s())
+        if present != self._watchers.present or another:
+            self._watchers.present = present
+            self._watchers.notify()
 
     def _take_map(self, kv: rpc.KeyValue) -> None:
         """Apply the newest map and its revision."""
@@ -389,13 +389,13 @@ class EtcdCoordinator:
             )
         self._map_revision = kv.mod_revision
         if new.epoch > self.pool_map.epoch:
-            self._told.pool_map = new
+            self._watchers.pool_map = new
             try:
                 self._publish(kv.value)
             except OSError as error:
                 raise from_os_error(error, "write the copy of the pool map") from error
             finally:
-                self._told.tell()
+                self._watchers.notify()
 
     # -- changes -------------------------------------------------------------------------------------------------------
 
@@ -465,25 +465,27 @@ class EtcdCoordinator:
 
     async def lead(self, name: str, lease_s: float, wait_s: float) -> CoordinatorLease | None:
         until_s = self._clock.boottime_s() + wait_s
-        while not self._told.closed:
-            free_s = self._succession.free_in_s(self._clock.boottime_s())
+        while not self._watchers.closed:
+            free_s = self._election.free_in_s(self._clock.boottime_s())
             if free_s <= 0:
                 try:
-                    reign = await EtcdReign.take(
-                        self._calls, self._clock, self._root, name, lease_s, self._succession
+                    lease = await EtcdLeadershipLease.take(
+                        self._calls, self._clock, self._root, name, lease_s, self._election
                     )
                 except Unavailable:
                     if self._clock.boottime_s() > until_s:
                         raise
-                    reign = None
-                if reign is not None:
-                    return self._kept(reign)
+                    lease = None
+                if lease is not None:
+                    return self._kept(lease)
                 await asyncio.sleep(AGAIN_S)  # the stream may not yet show what etcd has just processed
             left_s = until_s - self._clock.boottime_s()
             if left_s <= 0:
                 return None
             if free_s > 0:
-                await self._told.wait(lambda: not self._succession.seen.reign, min(free_s, left_s))
+                await self._watchers.wait(
+                    lambda: not self._election.seen.leader_revision, min(free_s, left_s)
+                )
         return None
 
     def _kept(self, lease: _AnyLease) -> _AnyLease:
@@ -517,9 +519,9 @@ class EtcdCoordinator:
             await self._calls.remove_member(int(step.id, 16), CHANGE_S)
 
     async def close(self) -> None:
-        if self._told.closed:
+        if self._watchers.closed:
             return
-        self._told.close()
+        self._watchers.close()
         if self._following is not None:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from aetcd import rpc
 
 from nvpool.cluster.etcd.client import EtcdCalls
-from nvpool.cluster.etcd.election_timing import Sign, Succession
+from nvpool.cluster.etcd.election_timing import ElectionTiming, Sign
 from nvpool.cluster.etcd.leases import CLOCKS_DIFFER, Renewed
 from nvpool.core.clock import Clock
 from nvpool.core.errors import CorruptRecord, Unavailable
@@ -44,7 +44,7 @@ def read_sign(leader: rpc.KeyValue | None, sign: rpc.KeyValue | None) -> Sign:
         return Sign(name, leader.mod_revision, sign.mod_revision, float(lease_s), token, float(led_s or 0))
     except ValueError:
         raise CorruptRecord(
-            f"the sign of life of node {name}, which leads the pool, can not be read: {sign.value!r}"
+            f"the heartbeat of node {name}, which leads the pool, can not be read: {sign.value!r}"
         ) from None
 
 
@@ -62,7 +62,7 @@ def _put(key: bytes, value: bytes) -> rpc.RequestOp:
     return rpc.RequestOp(request_put=rpc.PutRequest(key=key, value=value))
 
 
-class EtcdReign(Renewed):
+class EtcdLeadershipLease(Renewed):
     """The pool's only leadership lease."""
 
     def __init__(
@@ -93,27 +93,27 @@ class EtcdReign(Renewed):
 
     @classmethod
     async def take(
-        cls, calls: EtcdCalls, clock: Clock, root: bytes, name: str, lease_s: float, succession: Succession
-    ) -> EtcdReign | None:
+        cls, calls: EtcdCalls, clock: Clock, root: bytes, name: str, lease_s: float, election: ElectionTiming
+    ) -> EtcdLeadershipLease | None:
         """Acquire the leadership, or return None.
 
-        None: another node has it, or has written a heartbeat that `succession` has not seen. Unavailable.
+        None: another node has it, or has written a heartbeat that `election` has not seen. Unavailable.
         """
         seen, former, token, sent_s = (
-            succession.seen,
-            succession.former(),
+            election.seen,
+            election.former(),
             clock.secret(8).hex(),
             clock.boottime_s(),
         )
-        former_led_s = succession.led_s(sent_s)
-        succession.begins(token)
+        former_led_s = election.led_s(sent_s)
+        election.begins(token)
         sign = f"{lease_s} {token}".encode()
         looks = [rpc.RequestOp(request_range=rpc.RangeRequest(key=root + key)) for key in (LEADER, SIGN)]
         done = None
         try:
             done = await calls.transact(
                 rpc.TxnRequest(
-                    compare=[follows(root, seen.reign), follows(root, seen.renewed, SIGN)],
+                    compare=[follows(root, seen.leader_revision), follows(root, seen.renewed, SIGN)],
                     success=[_put(root + LEADER, name.encode()), _put(root + SIGN, sign)],
                     failure=looks,
                 ),
@@ -121,7 +121,7 @@ class EtcdReign(Renewed):
             )
         finally:
             if done is None:
-                succession.has_ended(token, former)
+                election.has_ended(token, former)
         revision = done.header.revision
         if not done.succeeded:
             # perhaps our own first attempt succeeded, and its answer was lost
@@ -139,7 +139,7 @@ class EtcdReign(Renewed):
             sent_s,
             former,
             former_led_s,
-            lambda: succession.has_ended(token, name),
+            lambda: election.has_ended(token, name),
         )
 
     @property

@@ -23,7 +23,7 @@ class Sign:
     """The leader's last heartbeat; an empty one: there is no leader. Revisions are etcd's."""
 
     name: str = ""
-    reign: int = 0
+    leader_revision: int = 0
     """Revision at which the leadership began."""
     renewed: int = 0
     """Revision of this heartbeat."""
@@ -37,7 +37,7 @@ class Sign:
     """Seconds since the leadership began, as the leader reports."""
 
 
-class Succession:
+class ElectionTiming:
     def __init__(self, only: str = "") -> None:
         """`only`: a leader name that only this process, and its predecessors that have ended, use."""
         self.seen = Sign()
@@ -51,7 +51,7 @@ class Succession:
         if sign == self.seen:
             return False
         before, self.seen, self._since_s = self.seen, sign, now_s
-        return before.reign != sign.reign
+        return before.leader_revision != sign.leader_revision
 
     def begins(self, token: str) -> None:
         """Record this process's attempt with that token; its earlier attempts have ended."""
@@ -79,7 +79,7 @@ class Succession:
 
     def free_in_s(self, now_s: float) -> float:
         """Seconds until another candidate may acquire the leadership; 0: now."""
-        if not self.seen.reign or self.seen.token in self._ended or self._is_of_the_dead():
+        if not self.seen.leader_revision or self.seen.token in self._ended or self._is_of_the_dead():
             return 0.0
         return max(0.0, self._since_s + self.seen.lease_s - now_s)
 
@@ -89,7 +89,7 @@ class Succession:
         The result is a name if that leader's whole lease has expired. None if that leader released its
         leadership, so that leases under it may still be valid.
         """
-        if not self.seen.reign or self._is_of_the_dead():
+        if not self.seen.leader_revision or self._is_of_the_dead():
             return None
         return self._ended.get(self.seen.token, self.seen.name)
 

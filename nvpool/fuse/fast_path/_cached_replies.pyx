@@ -259,12 +259,12 @@ cdef class CachedReplies:
 
     `engine` has the buffer, and the list of closed files that are released late.
     """
-    cdef object _engine, _ops, _cache, _leases, _siblings, _clock, _spent
+    cdef object _engine, _ops, _cache, _leases, _lookup_prefetch, _clock, _spent
     cdef object _owners, _cover
     cdef object _vfs, _meta, _writer, _published
     cdef set _refused
     cdef dict _withdrawn
-    cdef dict _files, _sent_changes, _seen, _paged, _open, _attrs, _entries, _whole, _lent, _directories
+    cdef dict _files, _sent_changes, _seen, _paged, _open, _attrs, _entries, _whole, _leases_by_inode, _directories
     cdef bytearray _buffer
     cdef int _fd
     cdef bint _is_system, _is_subtree, _opens, _squashes_root, _has_entry_timeout, _has_negative_timeout
@@ -290,7 +290,7 @@ cdef class CachedReplies:
         Each gets the length of the request, and returns whether it has started it.
         """
         cache = vfs.cache
-        self._engine, self._ops, self._cache, self._leases, self._siblings = engine, ops, cache, vfs.leases, vfs.siblings
+        self._engine, self._ops, self._cache, self._leases, self._lookup_prefetch = engine, ops, cache, vfs.leases, vfs.lookup_prefetch
         self._vfs, self._meta, self._writer, self._published = vfs, vfs.meta, vfs.writer, ops.published
         self._refused = ops.pages.refused
         self._paged, self._withdrawn = ops._paged, ops._withdrawn
@@ -298,7 +298,7 @@ cdef class CachedReplies:
         self._fd, self._buffer, self._spent = engine._fd, engine._buffer, engine.spent
         self._files, self._sent_changes, self._seen, self._owners = ops._files, ops._sent_changes, ops._seen, vfs._owners
         self._open, self._attrs, self._entries, self._whole = cache.open, cache._attrs, cache._entries, cache._whole
-        self._lent, self._directories = vfs.leases._leases, vfs.siblings._directories
+        self._leases_by_inode, self._directories = vfs.leases._leases, vfs.lookup_prefetch._directories
         self._clock = vfs.clock
         self._is_system = type(vfs.clock) is SystemClock
         self._is_subtree = is_subtree
@@ -442,7 +442,7 @@ cdef class CachedReplies:
     # -- the caches ----------------------------------------------------------------------------------------------------------
 
     cdef object lease(self, object inode, double now_s):
-        return held_lease(self._lent, inode, now_s, ShardWatch, watch_until_s, watch_used)
+        return held_lease(self._leases_by_inode, inode, now_s, ShardWatch, watch_until_s, watch_used)
 
     cdef bint is_believed(self, double born_s, double age_s, double now_s) except -1:
         cdef double from_s
@@ -567,7 +567,7 @@ cdef class CachedReplies:
         if self._has_entry_timeout:
             names = ops._naming.names
             if now_s >= ops._naming_until_s or len(names) >= named_together:
-                ops._name_anew()
+                ops._start_name_group()
                 names = ops._naming.names
             names.append((self._cover, parent, name, inode))
         if PyDict_Size(self._withdrawn):
@@ -584,13 +584,13 @@ cdef class CachedReplies:
         return True
 
     cdef int hit(self, object parent, bytes name) except -1:
-        """Compiled `Siblings.hit`."""
+        """Compiled `LookupPrefetch.hit`."""
         cdef PyObject *found = PyDict_GetItem(self._directories, parent)
         if found is NULL:
             return 0
         known = <object>found
         if type(known) is not _Directory or name == get(known, looked_in_middle):
-            self._siblings.hit(parent, name)
+            self._lookup_prefetch.hit(parent, name)
             return 0
         assign(known, looked_in_hits, <long>get(known, looked_in_hits) + 1)
         assign(known, looked_in_used, <long>get(known, looked_in_used) + 1)
@@ -623,7 +623,7 @@ cdef class CachedReplies:
                 return False
             file.handles += 1
         else:
-            file = self.hold_lent(inode, (<tuple>lease)[2], now_s)
+            file = self.hold_leased(inode, (<tuple>lease)[2], now_s)
             if file is None:
                 return False
             attr = get(file, file_attr)
@@ -670,8 +670,8 @@ cdef class CachedReplies:
         self.send(unique, out, OPEN_OUT_BYTES, 0)
         return True
 
-    cdef object hold_lent(self, object inode, bytes grant, double now_s):
-        """Compiled `Cache.hold_lent`, for a file under a lease with that grant.
+    cdef object hold_leased(self, object inode, bytes grant, double now_s):
+        """Compiled `Cache.hold_leased`, for a file under a lease with that grant.
 
         None: it can not be opened so, and nothing has happened.
         """
@@ -685,7 +685,7 @@ cdef class CachedReplies:
             return None
         attr = (<tuple>found)[0]
         if type(attr) is not bytes:
-            file = self._cache.hold_lent(inode)
+            file = self._cache.hold_leased(inode)
             if file is None:
                 return None
             file.adopt_grant(grant, self._clock.wall_ns() // 1000000)
@@ -926,7 +926,7 @@ cdef class CachedReplies:
                     self._attrs[inode] = attr, get(file, file_attr_born_s)
             assign(file, file_fetching, None)
             if <long>get(file, file_grant_rights) & right_to_read:
-                found = PyDict_GetItem(self._lent, inode)
+                found = PyDict_GetItem(self._leases_by_inode, inode)
                 if found is not NULL and (<tuple><object>found)[2] is not get(file, file_grant):
                     self._leases.keep_grant(inode, get(file, file_grant))
             if written is not None:

@@ -100,7 +100,7 @@ assert HANDLE.size == HANDLE_BYTES and SLOT.size == SLOT_BYTES and PARTITION_COU
 
 # -- messages --------------------------------------------------------------------------------------------------------------
 
-cdef struct Wish:
+cdef struct CreateFields:
     uint64_t session, sequence, epoch, parent
     uint32_t slot, uid, gid, mode, rights, masked
     bint exclusive, truncate
@@ -108,25 +108,25 @@ cdef struct Wish:
     uint32_t name_bytes
 
 
-cdef Py_ssize_t pack_request(uint8_t *message, const Wish *w) noexcept nogil:
+cdef Py_ssize_t pack_request(uint8_t *message, const CreateFields *create) noexcept nogil:
     """Encode a CreateRequest as protobuf does; returns its length. The shard decodes it in one step."""
     cdef uint8_t *at = message + 2
-    at = put_fixed(at, 0x09, w.session)
-    at = put_number(at, 0x10, w.slot)
-    at = put_number(at, 0x18, w.sequence)
-    at = put_fixed(at, 0x21, w.epoch)
-    at = put_number(at, 0x28, w.uid)
-    at = put_number(at, 0x30, w.gid)
+    at = put_fixed(at, 0x09, create.session)
+    at = put_number(at, 0x10, create.slot)
+    at = put_number(at, 0x18, create.sequence)
+    at = put_fixed(at, 0x21, create.epoch)
+    at = put_number(at, 0x28, create.uid)
+    at = put_number(at, 0x30, create.gid)
     message[0], message[1] = 0x0A, <uint8_t>(at - message - 2)
-    at = put_fixed(at, 0x11, w.parent)
-    at = put_number(at, 0x1A, w.name_bytes)
-    memcpy(at, w.name, w.name_bytes)
-    at = put_number(at + w.name_bytes, 0x20, w.mode)
+    at = put_fixed(at, 0x11, create.parent)
+    at = put_number(at, 0x1A, create.name_bytes)
+    memcpy(at, create.name, create.name_bytes)
+    at = put_number(at + create.name_bytes, 0x20, create.mode)
     at = put_number(at, 0x38, 1)
-    at = put_number(at, 0x40, w.rights)
-    at = put_number(at, 0x48, w.exclusive)
-    at = put_number(at, 0x58, w.truncate)
-    at = put_number(at, 0x70, w.masked)
+    at = put_number(at, 0x40, create.rights)
+    at = put_number(at, 0x48, create.exclusive)
+    at = put_number(at, 0x58, create.truncate)
+    at = put_number(at, 0x70, create.masked)
     return at - message
 
 
@@ -346,7 +346,7 @@ cdef class CreateConnection:
 
 
 cdef class Creates(PendingReply):
-    """Compiled part of CreatesAtOnce; see creates.py.
+    """Compiled part of CreateFastPath; see creates.py.
 
     `engine` has read the request into its buffer, and keeps pending ones in its table.
     """
@@ -354,7 +354,7 @@ cdef class Creates(PendingReply):
     cdef readonly uint64_t made     # files
     cdef object ops, vfs, meta, view, dialer, cache, leases, handles, published, known_map, _clock, table
     cdef object partition_shards, writer
-    cdef dict shards, files, work, held, early, opened, attrs, entries, renamed, wholes, lent, seen, ways, endpoints
+    cdef dict shards, files, work, held, early, opened, attrs, entries, renamed, complete_dirs, leases_by_inode, seen, ways, endpoints
     cdef dict appending, barred, counters, sent_changes
     cdef bytearray buffer
     cdef list waiting
@@ -376,8 +376,8 @@ cdef class Creates(PendingReply):
         self.view, self.dialer, self.shards = meta._view, meta._dialer, meta._shards
         self.counters, self.held, self.early = meta.counters, meta.once.held, meta.once._early
         self.cache, self.opened, self.attrs, self.entries = cache, cache.open, cache._attrs, cache._entries
-        self.renamed, self.wholes, self.cached_max = cache._renamed_s, cache._whole, cache._options.cached_entries
-        self.leases, self.lent, self.writer = vfs.leases, vfs.leases._leases, vfs.writer
+        self.renamed, self.complete_dirs, self.cached_max = cache._renamed_s, cache._whole, cache._options.cached_entries
+        self.leases, self.leases_by_inode, self.writer = vfs.leases, vfs.leases._leases, vfs.writer
         self.handles, self.table, self.published, self.barred = ops._handles, memory.handles, ops.published, ops.published._barred
         self.files, self.appending, self.sent_changes, self.seen = ops._files, ops._appending, ops._sent_changes, ops._seen
         self._clock = meta._clock
@@ -407,7 +407,7 @@ cdef class Creates(PendingReply):
         True: the request is in the engine's table. False: nothing has happened.
         """
         cdef const uint8_t *at = <const uint8_t *>PyByteArray_AS_STRING(self.buffer)
-        cdef Wish w
+        cdef CreateFields create
         cdef uint64_t unique
         cdef uint32_t flags, mode, pid, umask
         cdef PyObject *found
@@ -415,20 +415,20 @@ cdef class Creates(PendingReply):
         if count < REQUEST_BYTES + 2 or count > REQUEST_BYTES + NAME_MAX + 1 or count > PyByteArray_GET_SIZE(self.buffer):
             return False
         memcpy(&unique, at + 8, 8)
-        memcpy(&w.parent, at + 16, 8)
-        memcpy(&w.uid, at + 24, 4)
-        memcpy(&w.gid, at + 28, 4)
+        memcpy(&create.parent, at + 16, 8)
+        memcpy(&create.uid, at + 24, 4)
+        memcpy(&create.gid, at + 28, 4)
         memcpy(&pid, at + 32, 4)
         memcpy(&flags, at + 40, 4)
         memcpy(&mode, at + 44, 4)
         memcpy(&umask, at + 48, 4)
-        w.name, w.name_bytes = at + REQUEST_BYTES, <uint32_t>(count - REQUEST_BYTES - 1)
+        create.name, create.name_bytes = at + REQUEST_BYTES, <uint32_t>(count - REQUEST_BYTES - 1)
         if (get32(at) != count or get32(at + 4) != opcode_of_creates or not unique or unique > FIRST or get16(at + 36)
-                or w.name[w.name_bytes] or memchr(w.name, 0, w.name_bytes) is not NULL
-                or memchr(w.name, 47, w.name_bytes) is not NULL
-                or w.name[0] == 46 and (w.name_bytes == 1 or w.name_bytes == 2 and w.name[1] == 46)):
+                or create.name[create.name_bytes] or memchr(create.name, 0, create.name_bytes) is not NULL
+                or memchr(create.name, 47, create.name_bytes) is not NULL
+                or create.name[0] == 46 and (create.name_bytes == 1 or create.name_bytes == 2 and create.name[1] == 46)):
             return False
-        if flags & ACCESS == ACCESS or w.parent >> 63:
+        if flags & ACCESS == ACCESS or create.parent >> 63:
             return False
         if self.writeback:  # as CachedOps.flags_below
             flags &= ~APPEND
@@ -437,13 +437,13 @@ cdef class Creates(PendingReply):
         engine = self.engine
         if engine._from or engine._stopped or engine._leaving or len(self.work) + 1 >= self.in_work_max:
             return False
-        w.rights = 3 if flags & ACCESS else READ_RIGHT
-        w.exclusive, w.truncate = (flags & EXCLUSIVE) != 0, (flags & TRUNCATE) != 0
+        create.rights = 3 if flags & ACCESS else READ_RIGHT
+        create.exclusive, create.truncate = (flags & EXCLUSIVE) != 0, (flags & TRUNCATE) != 0
         # The shard, its session and its connection.
         pool_map = self.view.map
         if pool_map is not self.known_map:
             self.use_map(pool_map)
-        found = PyDict_GetItem(self.shards, (<tuple>self.partition_shards)[<Py_ssize_t>(w.parent >> counter_bits)])
+        found = PyDict_GetItem(self.shards, (<tuple>self.partition_shards)[<Py_ssize_t>(create.parent >> counter_bits)])
         if found is NULL:
             return False
         state = <object>found
@@ -471,11 +471,11 @@ cdef class Creates(PendingReply):
         free, used = len(self.table._free), self.table.used
         if free + handles_max - used <= 4096:
             return False
-        cdef bytes name = PyBytes_FromStringAndSize(<const char *>w.name, w.name_bytes)
-        parent_key = w.parent
+        cdef bytes name = PyBytes_FromStringAndSize(<const char *>create.name, create.name_bytes)
+        parent_key = create.parent
         if not self.is_single and not self.vfs._is_together(parent_key):
             return False
-        if w.truncate and not w.exclusive and self.writer.busy and self.vfs.may_be_written(parent_key, name):
+        if create.truncate and not create.exclusive and self.writer.busy and self.vfs.may_be_written(parent_key, name):
             return False
         cdef double now_s = self.now_s(), deadline_s = now_s + self.patience_s
         cdef double left = self.patience_s * 1000
@@ -487,23 +487,23 @@ cdef class Creates(PendingReply):
             way.send()
         # The request starts here: the rest can not fail.
         slot, sequence = slots.popleft()
-        w.session, w.slot, w.sequence, w.epoch = session, slot, <uint64_t>sequence + 1, self.epoch
-        w.masked = mode & umask & 0o777  # as Caller.masked
-        w.mode = S_IFREG | mode & 0o7777 ^ w.masked
+        create.session, create.slot, create.sequence, create.epoch = session, slot, <uint64_t>sequence + 1, self.epoch
+        create.masked = mode & umask & 0o777  # as Caller.masked
+        create.mode = S_IFREG | mode & 0o7777 ^ create.masked
         cdef PendingCreate one = PendingCreate.__new__(PendingCreate)
         one.creates, one.connection, one.state, one.name = self, connection, state, name
-        one.parent, one.unique = w.parent, unique
-        one.mode, one.flags, one.uid, one.gid, one.pid, one.umask = mode, flags, w.uid, w.gid, pid, umask
-        one.slot, one.slot_sequence, one.generation = slot, w.sequence, state.generation
+        one.parent, one.unique = create.parent, unique
+        one.mode, one.flags, one.uid, one.gid, one.pid, one.umask = mode, flags, create.uid, create.gid, pid, umask
+        one.slot, one.slot_sequence, one.generation = slot, create.sequence, state.generation
         one.since_s, one.sent_s, one.deadline_s, one.is_done = engine._since_s, now_s, deadline_s, False
         self.counters["changes"] += 1
         # Before the request is sent: a successor of this process sends it again under this name.
-        cdef uint8_t *record = self.slot_of(state.record, w.slot)
-        put64(record, w.sequence)
+        cdef uint8_t *record = self.slot_of(state.record, create.slot)
+        put64(record, create.sequence)
         put64(record + 8, method_of_creates)
         put_mark(record + 16, unique)
         cdef uint8_t *frame = way.frames + way.filled
-        cdef Py_ssize_t length = pack_request(frame + HEADER_BYTES, &w)
+        cdef Py_ssize_t length = pack_request(frame + HEADER_BYTES, &create)
         one.message = PyBytes_FromStringAndSize(<const char *>frame + HEADER_BYTES, length)
         cdef uint32_t number = note(connection, in_flight, one, deadline_s, 0, method_key, now_s)
         one.number = number
@@ -668,7 +668,7 @@ cdef class Creates(PendingReply):
         registered[inode] = 1 if found is NULL else <object>found + 1
         if born.lease_ms:
             watch = state.watch
-            if (inode in self.lent or one.sent_s <= watch.floor_s
+            if (inode in self.leases_by_inode or one.sent_s <= watch.floor_s
                     or watch.ended and one.sent_s <= watch.ended.get(inode, NEVER_S)):
                 lease = self.leases.take(inode, born.lease_ms, one.sent_s, grant if born.grant[1] & READ_RIGHT else b"")
             else:
@@ -676,9 +676,9 @@ cdef class Creates(PendingReply):
                 self.leases._number += 1
                 lease = tuple.__new__(InodeLease, (until_s, now, grant if born.grant[1] & READ_RIGHT else b"", watch,
                                               self.leases._number))
-                self.lent[inode] = lease
-                if len(self.lent) > self.leases._count_max:
-                    trim(self.lent, self.leases._count_max)
+                self.leases_by_inode[inode] = lease
+                if len(self.leases_by_inode) > self.leases._count_max:
+                    trim(self.leases_by_inode, self.leases._count_max)
                 if now_s >= until_s or now_s >= watch.until_s:
                     lease = None
                 else:
@@ -693,10 +693,10 @@ cdef class Creates(PendingReply):
         if len(self.entries) > self.cached_max:
             trim(self.entries, self.cached_max)
         shown = attr_from(PyBytes_FromStringAndSize(<const char *>directory.begin, directory.length))
-        found = PyDict_GetItem(self.wholes, parent)
+        found = PyDict_GetItem(self.complete_dirs, parent)
         if found is not NULL:
             cache.named_in_whole(shown, parent, name, True)
-        found = PyDict_GetItem(self.wholes, parent)
+        found = PyDict_GetItem(self.complete_dirs, parent)
         if found is not NULL and shown.change > (<object>found).change:
             cache.forget_whole(parent)
             found = NULL
@@ -714,7 +714,7 @@ cdef class Creates(PendingReply):
         if self.names_count:
             naming = ops._naming
             if now_s >= <double>ops._naming_until_s or len(naming.names) >= named_together:
-                ops._name_anew()
+                ops._start_name_group()
                 naming = ops._naming
             (<list?>naming.names).append((inode, parent, name, inode))
         self.sent_changes[inode] = change
@@ -770,11 +770,12 @@ cdef class Creates(PendingReply):
 
 def request_of(session, slot, sequence, epoch, uid, gid, parent, bytes name, mode, rights, exclusive, truncate, masked=0):
     cdef uint8_t[FRAME_MAX] message
-    cdef Wish w
-    w.session, w.slot, w.sequence, w.epoch, w.uid, w.gid, w.parent = session, slot, sequence, epoch, uid, gid, parent
-    w.name, w.name_bytes = <const uint8_t *>PyBytes_AS_STRING(name), <uint32_t>min(len(name), NAME_MAX)
-    w.mode, w.rights, w.exclusive, w.truncate, w.masked = mode, rights, exclusive, truncate, masked
-    return PyBytes_FromStringAndSize(<const char *>message, pack_request(message, &w))
+    cdef CreateFields create
+    create.session, create.slot, create.sequence, create.epoch = session, slot, sequence, epoch
+    create.uid, create.gid, create.parent = uid, gid, parent
+    create.name, create.name_bytes = <const uint8_t *>PyBytes_AS_STRING(name), <uint32_t>min(len(name), NAME_MAX)
+    create.mode, create.rights, create.exclusive, create.truncate, create.masked = mode, rights, exclusive, truncate, masked
+    return PyBytes_FromStringAndSize(<const char *>message, pack_request(message, &create))
 
 
 def answer_of(bytes message, unique, keep_entry, keep_attr, handle, flags):

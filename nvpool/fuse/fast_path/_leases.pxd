@@ -7,11 +7,11 @@ from cpython.ref cimport PyObject
 from nvpool.fuse.fast_path._slots cimport assign, get
 
 
-cdef inline object held_lease(dict lent, object inode, double now_s, object watch_type, Py_ssize_t until_place,
+cdef inline object held_lease(dict leases_by_inode, object inode, double now_s, object watch_type, Py_ssize_t until_place,
                               Py_ssize_t used_place):
     """Compiled `Leases.held`. `watch_type`: leases.ShardWatch, with the places of its slots until_s and
     used."""
-    cdef PyObject *found = PyDict_GetItem(lent, inode)
+    cdef PyObject *found = PyDict_GetItem(leases_by_inode, inode)
     cdef double until_s
     if found is NULL:
         return None

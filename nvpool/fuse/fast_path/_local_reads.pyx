@@ -15,7 +15,7 @@ import asyncio
 
 from nvpool.security._xts cimport decrypting
 from nvpool.core.clock import SystemClock, stopwatch_s
-from nvpool.client.data import short_circuit as shortcut
+from nvpool.client.data import short_circuit as short_circuit_module
 from nvpool.blockio._uring cimport Ring
 from nvpool.blockio.reader import DIRECT_READ_BYTES
 from nvpool.blockio.uring import AGAIN_S
@@ -33,7 +33,7 @@ cdef extern from "_kernel.h":
     ssize_t answer(int fd, uint64_t unique, const void *bytes, size_t length) nogil
 
 cdef extern from "_page_cache.h":
-    ssize_t read_at_once(int fd, void *into, size_t length, uint64_t offset) nogil
+    ssize_t read_cached(int fd, void *into, size_t length, uint64_t offset) nogil
     uint64_t pages_in_memory(int fd, uint64_t offset, uint64_t length) nogil
 
 cdef extern from "<stdlib.h>":
@@ -44,7 +44,7 @@ cdef enum:
     RING_ENTRIES = 512
     SEEN_BITS = 16
 
-cdef int LATE = shortcut.LATE, WRONG = shortcut.WRONG
+cdef int LATE = short_circuit_module.LATE, WRONG = short_circuit_module.WRONG
 cdef int opcode_of_reads = Op.READ
 cdef uint32_t direct_bytes = DIRECT_READ_BYTES
 cdef object opcode_key = int(Op.READ)
@@ -78,7 +78,7 @@ cdef class PendingLocalRead:
         if entry is None or entry[0] is not self:
             return False
         self.is_done = True  # may be set already: then the slow path was about to start
-        self.reads.short_cut.waiting.pop(self, None)
+        self.reads.short_circuit.waiting.pop(self, None)
         self.reads.engine.read_ended(self.unique, asyncio.CancelledError())
         return True
 
@@ -86,7 +86,7 @@ cdef class PendingLocalRead:
         """Handle a read that takes too long: request the data from its store."""
         if not self.is_done:
             self.is_done = True
-            self.reads.short_cut.note(self.located, LATE)
+            self.reads.short_circuit.note(self.located, LATE)
             self.reads.engine.read_otherwise(self.unique, self.handle, self.offset, self.size)
 
 
@@ -95,7 +95,7 @@ cdef class LocalReads:
 
     `engine` has read the request into its buffer, and keeps pending ones in its table.
     """
-    cdef readonly object engine, short_cut
+    cdef readonly object engine, short_circuit
     cdef readonly uint64_t read_bytes
     cdef object _ops, _paged, _clock
     cdef dict _files, scratches
@@ -107,12 +107,12 @@ cdef class LocalReads:
     cdef list small_spares, large_spares
     cdef uint32_t[1 << SEEN_BITS] seen
 
-    def __init__(self, engine, ops, short_cut):
-        self.engine, self.short_cut = engine, short_cut
+    def __init__(self, engine, ops, short_circuit):
+        self.engine, self.short_circuit = engine, short_circuit
         self._fd, self._buffer = engine._fd, engine._buffer
         self._ops, self._files, self._paged = ops, ops._files, ops._paged
-        self._clock = short_cut.clock
-        self._is_system = type(short_cut.clock) is SystemClock
+        self._clock = short_circuit.clock
+        self._is_system = type(short_circuit.clock) is SystemClock
         self.ring = Ring(RING_ENTRIES)
         self.scratches = {}
         self.small_spares, self.large_spares = [], []
@@ -138,7 +138,7 @@ cdef class LocalReads:
         cdef Wanted wanted
         cdef object opened, file, ahead, located, source
         if (not is_read(self._buffer, count, &wanted) or self.inside >= RING_ENTRIES or self.engine._from
-                or not self.short_cut.on):
+                or not self.short_circuit.on):
             return False
         opened = read_at_random(self._files, self._ops, self._paged, &wanted)
         if opened is None:
@@ -181,11 +181,11 @@ cdef class LocalReads:
             direct = (pages * 2 < blocks and source.takes_direct
                       and (span >= direct_bytes or not self.was_read(<uint64_t>source.target << 48 ^ place)))
         if not is_cold:
-            if read_at_once(drive, one.memory, span, place << 12) == <ssize_t>span:
+            if read_cached(drive, one.memory, span, place << 12) == <ssize_t>span:
                 self._is_cold = False
                 wrong = self.judge(one)
                 if wrong:
-                    self.short_cut.note(located, wrong)
+                    self.short_circuit.note(located, wrong)
                     self.give_back(one)
                     return False
                 self.followed(opened, ahead, file, end)
@@ -205,8 +205,8 @@ cdef class LocalReads:
             self.submit()
         file.grant_used = True
         self.followed(opened, ahead, file, end)
-        self.short_cut.counters["cold"] += 1
-        self.short_cut.waiting[one] = self.now_s(), one
+        self.short_circuit.counters["cold"] += 1
+        self.short_circuit.waiting[one] = self.now_s(), one
         self.engine._work[unique] = one, wanted.pid, opcode_key, one.since_s
         self.engine._kept += 1
         return True
@@ -256,7 +256,7 @@ cdef class LocalReads:
             PyBuffer_Release(&view)
 
     cdef int judge(self, PendingLocalRead one) except -1:
-        """Check the bytes that were read, as ShortCut does; returns the reason to refuse them, or 0.
+        """Check the bytes that were read, as ShortCircuitReads does; returns the reason to refuse them, or 0.
 
         Good bytes are then decrypted if necessary. The clock and the counter are checked after the read.
         """
@@ -282,14 +282,14 @@ cdef class LocalReads:
         return 0
 
     cdef int hit(self, PendingLocalRead one) except -1:
-        """Count a hit, as ShortCut.hit does."""
+        """Count a hit, as ShortCircuitReads.hit does."""
         cdef object located = one.located, file
         located.used += 1
         located.read_bytes += one.span
         file = located.file
         if file.owes > 0:
             file.owes -= 1
-        self.short_cut.counters["hits"] += 1
+        self.short_circuit.counters["hits"] += 1
         return 0
 
     cdef int send_reply(self, PendingLocalRead one) except -1:
@@ -353,11 +353,11 @@ cdef class LocalReads:
         if one.is_done:
             return 0  # not reused: the engine's table may still contain it
         one.is_done = True
-        self.short_cut.waiting.pop(one, None)
+        self.short_circuit.waiting.pop(one, None)
         if result == <int>one.span:
             wrong = self.judge(one)
             if wrong:
-                self.short_cut.note(one.located, wrong)
+                self.short_circuit.note(one.located, wrong)
         elif one.direct:
             one.source.takes_direct = False  # perhaps the drive only requires larger blocks
         if wrong:

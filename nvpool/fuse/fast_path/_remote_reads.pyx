@@ -141,7 +141,7 @@ cdef class RemoteReads(PendingReply):
     """
     cdef readonly object engine
     cdef readonly uint64_t read_bytes
-    cdef object _ops, _paged, chunks, short_cut, dialer, replicas, _counters, _clock
+    cdef object _ops, _paged, chunks, short_circuit, dialer, replicas, _counters, _clock
     cdef dict _files, _work, ways, scratches
     cdef bytearray _buffer
     cdef int _fd
@@ -156,7 +156,7 @@ cdef class RemoteReads(PendingReply):
         self.engine, self.chunks, self.in_work_max = engine, chunks, in_work_max
         self._fd, self._buffer, self._work = engine._fd, engine._buffer, engine._work
         self._ops, self._files, self._paged = ops, ops._files, ops._paged
-        self.short_cut, self.dialer, self.replicas = chunks.short, chunks._dialer, chunks.replicas
+        self.short_circuit, self.dialer, self.replicas = chunks.short, chunks._dialer, chunks.replicas
         self._counters, self._clock = chunks.counters, chunks._clock
         self.is_system = type(chunks._clock) is SystemClock
         self.patience_s, self.flags = chunks._options.deadline_s, chunks._read_flags
@@ -215,7 +215,7 @@ cdef class RemoteReads(PendingReply):
         cdef uint64_t epoch = self.chunks.epoch
         if not 0 < target < 128 or PyBytes_GET_SIZE(grant) != 60 or not epoch:
             return False
-        if self.short_cut.on and self.short_cut.may_serve(target):
+        if self.short_circuit.on and self.short_circuit.may_serve(target):
             return False
         found = PyDict_GetItem(self.dialer._live, lane.endpoints)
         if found is NULL:

@@ -70,7 +70,7 @@ cdef enum:
     READ_BYTES = 24             # data_codec.READ_ENTRY
     RESULT_BYTES = 16
     TOGETHER_MAX = 64           # reads that wait for the end of a burst
-    BLOCKS_AT_ONCE = 48         # whose checksums are computed together
+    BLOCKS_PER_BATCH = 48         # whose checksums are computed together
     LANES_MAX = 4096
 
 cdef uint32_t opcode_of_reads = Op.READ
@@ -179,7 +179,7 @@ cdef class SmallReadBatch(ReplyTaker):
         cdef const uint8_t *results
         cdef const uint8_t *expected
         cdef Py_ssize_t length = 0, at, count = len(self.asked), blocks, some
-        cdef uint32_t sums[BLOCKS_AT_ONCE]
+        cdef uint32_t sums[BLOCKS_PER_BATCH]
         if message_bytes < 9 or message[0] != 0x09 or payload_bytes != self.bytes:
             return False
         results = take_length(message + 9, end, 0x12, &length)
@@ -194,7 +194,7 @@ cdef class SmallReadBatch(ReplyTaker):
                 return False
         at = 0
         while at < blocks:
-            some = min(blocks - at, <Py_ssize_t>BLOCKS_AT_ONCE)
+            some = min(blocks - at, <Py_ssize_t>BLOCKS_PER_BATCH)
             sum_blocks(payload + (at << 12), some, sums)
             if memcmp(sums, expected + at * 4, some * 4):
                 return False
@@ -209,8 +209,8 @@ cdef class SmallFileReads(PendingReply):
     """
     cdef readonly object engine
     cdef readonly uint64_t read_bytes, taken    # number of reads
-    cdef object _ops, _reader, _chunks, _contents, _short_cut, _dialer, _replicas, _view, _known_map, _clock, _spent
-    cdef dict _files, _work, _paged, _lent, _lanes, _pending, _counters, _contents_counters, scratches
+    cdef object _ops, _reader, _chunks, _contents, _short_circuit, _dialer, _replicas, _view, _known_map, _clock, _spent
+    cdef dict _files, _work, _paged, _leases_by_inode, _lanes, _pending, _counters, _contents_counters, scratches
     cdef object _kept
     cdef bytearray _buffer
     cdef int _fd
@@ -223,8 +223,8 @@ cdef class SmallFileReads(PendingReply):
         chunks = vfs.chunks
         self.engine, self._ops, self._in_work_max = engine, ops, in_work_max
         self._fd, self._buffer, self._work, self._spent = engine._fd, engine._buffer, engine._work, engine.spent
-        self._files, self._paged, self._lent = ops._files, ops._paged, vfs.leases._leases
-        self._reader, self._chunks, self._contents, self._short_cut = vfs.reader, chunks, vfs.reader._contents, chunks.short
+        self._files, self._paged, self._leases_by_inode = ops._files, ops._paged, vfs.leases._leases
+        self._reader, self._chunks, self._contents, self._short_circuit = vfs.reader, chunks, vfs.reader._contents, chunks.short
         self._kept, self._contents_counters = self._contents._kept, self._contents.counters
         self._dialer, self._replicas, self._view = chunks._dialer, chunks.replicas, chunks._view
         self._counters, self._clock = chunks.counters, chunks._clock
@@ -278,8 +278,8 @@ cdef class SmallFileReads(PendingReply):
             if born_s + self._attr_s <= now_s and self.lease(inode, now_s) is None:
                 return False  # another client may have made it longer
             end = file_bytes
-        cdef bint is_short = self._short_cut.on
-        # as ShortCut.want for a file of which nothing was read before
+        cdef bint is_short = self._short_circuit.on
+        # as ShortCircuitReads.want for a file of which nothing was read before
         if is_short and get(file, file_missed):
             return False
         lane = self.lane_of(file, inode)
@@ -322,11 +322,11 @@ cdef class SmallFileReads(PendingReply):
         return True
 
     cdef object lease(self, object inode, double now_s):
-        return held_lease(self._lent, inode, now_s, ShardWatch, watch_until_s, watch_used)
+        return held_lease(self._leases_by_inode, inode, now_s, ShardWatch, watch_until_s, watch_used)
 
     cdef bint keeps_bytes(self, object inode, double now_s) except -1:
         """Compiled `Leases.keeps_bytes`."""
-        cdef PyObject *found = PyDict_GetItem(self._lent, inode)
+        cdef PyObject *found = PyDict_GetItem(self._leases_by_inode, inode)
         cdef double until_s, watched_s
         if found is NULL:
             return False

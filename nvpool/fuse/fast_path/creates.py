@@ -13,7 +13,7 @@ and not open here. Any other outcome (an error, a file that existed, a file of a
 that ends, a deadline, a caller that dies) is passed to the slow path, as the outcome of a change that was
 started there. Only the slow path handles errors.
 
-CreatesAtOnce is the part of fuse/kernel/connection that uses this, on its loop, above
+CreateFastPath is the part of fuse/kernel/connection that uses this, on its loop, above
 fuse/fast_path/local_reads.
 """
 
@@ -33,7 +33,7 @@ from nvpool.fuse.ops.operations import FuseOps
 _creates = load_compiled("nvpool.fuse.fast_path._creates")
 
 
-class CreatesAtOnce(PlainReading):
+class CreateFastPath(PlainReading):
     """Adds `_creates`, which takes a CREATE in `_buffer` if it can.
 
     `_creates` is None without the compiled module, without a mount state, and if there are no shards below.

@@ -64,11 +64,16 @@ class PlainReading(FarReading):
 
     def _begin_plain_reads(self) -> None:
         super()._begin_plain_reads()
-        short_cut = self._ops.short_cut
-        if _local_reads is None or not _local_reads.is_of_use() or short_cut is None or not short_cut.on:
+        short_circuit = self._ops.short_circuit
+        if (
+            _local_reads is None
+            or not _local_reads.is_of_use()
+            or short_circuit is None
+            or not short_circuit.on
+        ):
             return
         try:
-            self._plain = _local_reads.LocalReads(self, self._ops, short_cut)
+            self._plain = _local_reads.LocalReads(self, self._ops, short_circuit)
         except OSError:  # no io_uring here
             return
         self._loop.add_reader(self._plain.fileno, self._reap)

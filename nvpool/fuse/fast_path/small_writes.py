@@ -8,7 +8,7 @@ The fast path covers a request that is not resent, of this process, by a caller 
 a FLUSH of a file without locks here, which starts as `Files.begin_flush` says. All other requests are left to
 the slow path without side effects; errors are reported by it.
 
-WritesAtOnce is the part of fuse/kernel/connection that uses this, on its loop.
+WriteFastPath is the part of fuse/kernel/connection that uses this, on its loop.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nvpool.fuse.dispatch import KernelRequests
 _small_writes = load_compiled("nvpool.fuse.fast_path._small_writes")
 
 
-class WritesAtOnce(KernelRequests):
+class WriteFastPath(KernelRequests):
     """Adds `_writes`, which takes a WRITE or FLUSH in `_buffer` if it can.
 
     `_writes` is None without the compiled module, and if the layer below keeps no written data.

@@ -32,9 +32,9 @@ from nvpool.core.errors import NvpoolError, Unavailable
 from nvpool.core.futures import BlocksFuture
 from nvpool.fuse.dispatch import FIRST
 from nvpool.fuse.fast_path.cached_replies import KnownAnswers
-from nvpool.fuse.fast_path.creates import CreatesAtOnce
+from nvpool.fuse.fast_path.creates import CreateFastPath
 from nvpool.fuse.fast_path.local_reads import BURST_MAX
-from nvpool.fuse.fast_path.small_writes import WritesAtOnce
+from nvpool.fuse.fast_path.small_writes import WriteFastPath
 from nvpool.fuse.kernel.attach import attach
 from nvpool.fuse.kernel.worker_channel import Passing
 from nvpool.fuse.mount_point import OUR_TYPE, Mount, MountOptions, mount_at, unmount
@@ -166,7 +166,7 @@ def is_dying(pid: int, *, exiting: bool = False) -> bool:
     return False
 
 
-class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
+class KernelEngine(CreateFastPath, WriteFastPath, KnownAnswers):
     """See engines.Engine and the module."""
 
     name = "kernel"
@@ -225,7 +225,7 @@ class KernelEngine(CreatesAtOnce, WritesAtOnce, KnownAnswers):
         self._mount = mount_at(self._mount_point)
         if self._mount is None:
             os.close(self._fd)
-            raise Unavailable(f"{self._mount_point} was unmounted at once by somebody else")
+            raise Unavailable(f"{self._mount_point} was unmounted immediately by somebody else")
         if self._ops.kept is not None:
             self._ops.kept.device = self._mount.device
         return self._mount

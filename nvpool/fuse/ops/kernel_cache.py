@@ -245,7 +245,7 @@ class CachedOps:
 
     def _keep_name(self, cover: int, parent: int, name: bytes, inode: int) -> None:
         if self._clock.boottime_s() >= self._naming_until_s or len(self._naming.names) >= NAMED_TOGETHER:
-            self._name_anew()
+            self._start_name_group()
         self._naming.names.append((cover, parent, name, inode))
 
     def _moving_name(self, inode: int, parent: int, name: bytes) -> None:
@@ -264,7 +264,7 @@ class CachedOps:
         inodes = entries.inodes[first:until]
         if self.options.entry_timeout_s:
             if self._clock.boottime_s() >= self._naming_until_s or len(self._naming.names) >= NAMED_TOGETHER:
-                self._name_anew()
+                self._start_name_group()
             added = zip(inodes, repeat(parent), entries.names[first:until], inodes, strict=False)
             self._naming.names += [one for one in added if one[0] not in untrue] if untrue else added
         if self._withdrawn:
@@ -276,7 +276,7 @@ class CachedOps:
         for old in too_old(self._sent_changes, SENT_CHANGES_MAX):
             del self._sent_changes[old]
 
-    def _name_anew(self) -> None:
+    def _start_name_group(self) -> None:
         """Start a new group of names, and drop the groups that the kernel no longer uses."""
         now_s, all_named = self._clock.boottime_s(), self._named
         self._named_count += len(self._naming.names)

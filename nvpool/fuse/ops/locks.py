@@ -57,14 +57,14 @@ class LockOps(CachedOps):
         changed = await self._vfs.setlk(file, owner, start, end, _mode(kind), pid, wait=wait)
         if kind != fcntl.F_UNLCK:
             self.published.take_back(file.inode)
-            await self._to_the_end(self._look_anew(file, changed))
+            await self._to_the_end(self._revalidate(file, changed))
 
     async def flock(self, handle: int, owner: int, kind: int, pid: int, wait: bool) -> None:
         file = self._files[handle]
         changed = await self._vfs.flock(file, owner, _mode(kind), pid, wait=wait)
         if kind != fcntl.F_UNLCK:
             self.published.take_back(file.inode)
-            await self._to_the_end(self._look_anew(file, changed))
+            await self._to_the_end(self._revalidate(file, changed))
 
     async def _to_the_end(self, looking: Coroutine) -> None:
         """Complete `looking` even if the caller is interrupted.
@@ -80,7 +80,7 @@ class LockOps(CachedOps):
                     raise
         task.result()
 
-    async def _look_anew(self, file, changed: bool) -> None:
+    async def _revalidate(self, file, changed: bool) -> None:
         if self._sent_changes.get(file.inode) != file.attr.change:
             self.invalidate_attributes(file.inode)
         wait_s = self._inherited_until_s - self._clock.boottime_s()

@@ -321,7 +321,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         ):
             await self._vfs.release(file)
             raise NotFound(f"inode {inode:#x} has no name any more")
-        return self._opened_anew(file, flags, caller, asking())
+        return self._opened_existing(file, flags, caller, asking())
 
     def open_now(self, inode: int, flags: int, caller: Caller, unique: int = 0) -> OpenReply | None:
         """The result of `open` if no server must be queried, else None.
@@ -331,9 +331,9 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         if inode in self._withdrawn or (not caller.uid and self._vfs.squashes_root):
             return None
         file = self._vfs.open_now(inode, flags)
-        return None if file is None else self._opened_anew(file, flags, caller, unique)
+        return None if file is None else self._opened_existing(file, flags, caller, unique)
 
-    def _opened_anew(self, file, flags: int, caller: Caller, unique: int) -> OpenReply:
+    def _opened_existing(self, file, flags: int, caller: Caller, unique: int) -> OpenReply:
         if self._sent_changes.get(file.inode) != file.attr.change:
             self.invalidate_attributes(file.inode)
         return self._opened(file, flags, caller, unique)
@@ -484,12 +484,12 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         return getattr(self._vfs, "chunks", None)
 
     @property
-    def short_cut(self):
+    def short_circuit(self):
         """The client's short-circuit reads from drives of this host.
 
         None: the layer below answers from memory.
         """
-        return getattr(self._vfs, "short_cut", None)
+        return getattr(self._vfs, "short_circuit", None)
 
     def read(self, handle: int, offset: int, size: int):
         """Awaitable of up to `size` bytes as one buffer, short only at the end of the file.

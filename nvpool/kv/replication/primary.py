@@ -282,7 +282,7 @@ class Shipping:
         else:
             begin = history.last
             log.info(
-                "member %d is filled anew: it has %s, here are changes behind %s",
+                "member %d is filled again from nothing: it has %s, here are changes behind %s",
                 peer.number,
                 tail.last,
                 history.base,
@@ -323,7 +323,10 @@ class Shipping:
             records = history.records(peer.sent, options.group_bytes)
             if not records:
                 self._break(
-                    peer, Unavailable("the member is further behind than what is kept; it is begun anew")
+                    peer,
+                    Unavailable(
+                        "the member is further behind than what is kept; it starts again from nothing"
+                    ),
                 )
                 return
             peer.sent += len(records)
@@ -479,7 +482,7 @@ class Shipping:
             self.taken_out += 1
             peer.counts = False
             if peer.streaming:
-                self._break(peer, Unavailable("the member was taken out; it is begun anew"))
+                self._break(peer, Unavailable("the member was taken out; it starts again from nothing"))
             self._settle()
 
     # -- durability on all members ---------------------------------------------------------------------------

@@ -273,7 +273,7 @@ class StandbyKv:
     def _check(self, term: int) -> None:
         self.hear(term)
         if not self._ready or self.kv is None:
-            raise Unavailable("begin anew: this member does not know yet where the log continues")
+            raise Unavailable("begin again: this member does not know yet where the log continues")
 
     def _take(self, group: Group) -> bool:
         """Apply a group; return False if the rest of the group has to wait for space."""
@@ -312,7 +312,7 @@ class StandbyKv:
         finally:
             self._working = None
             while self._waiting:
-                self._waiting.popleft()[1](None, Unavailable("this member began anew"))
+                self._waiting.popleft()[1](None, Unavailable("this member started again"))
 
     async def _quiet(self) -> None:
         """Cancel the waiting groups, and return when none is left."""

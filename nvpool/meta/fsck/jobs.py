@@ -34,7 +34,7 @@ from nvpool.rpc.messages.fsck_sums import (
 from nvpool.rpc.v1 import meta_pb2 as pb
 
 RUNS_MAX = 3
-"""Limit of concurrent runs: the engine reads at most four snapshots at once."""
+"""Limit of concurrent runs: the engine reads at most four snapshots at the same time."""
 IDLE_S = 120.0
 """Time without a request after which a run may be replaced by another."""
 LOAD_BATCH = 500

@@ -103,7 +103,7 @@ class OtherRecords:
 
     def _orphan(self, key: bytes, raw: bytes) -> None:
         number = records.inode_of_key(key)
-        self._tally_orphan(number, raw)
+        self._count_orphan(number, raw)
         if (now := self._kv.get(key)) is None:
             return
         inode = self._current(number)
@@ -253,7 +253,7 @@ class OtherRecords:
                 "undecodable", f"{error} (session {records.session_of_key(key):#x})", lambda: [(key, None)]
             )
 
-    def _spanning(self, key: bytes, raw: bytes) -> None:
+    def _cross_shard_record(self, key: bytes, raw: bytes) -> None:
         """Check a lock or a decision of a transaction.
 
         A valid one ends by itself as soon as the shards concerned can be reached.

@@ -1,4 +1,4 @@
-"""Repairs that change several records at once, in one shard or several, like any other change.
+"""Repairs that change several records together, in one shard or several, like any other change.
 
 Each repair checks the problem again, and changes nothing if it no longer exists. Called for
 `meta/fsck/walker`.

@@ -129,7 +129,7 @@ async def climb(
         return pb.FsckClimbReply(loosened=key is not None)
     numbers = unpack_numbers(request.inodes)
     if len(numbers) > (1 if request.trace else CLIMBS_MAX) or (request.trace and not numbers):
-        raise InvalidRequest(f"{CLIMBS_MAX} climbs at most at once, or one that is traced")
+        raise InvalidRequest(f"{CLIMBS_MAX} climbs at most at the same time, or one that is traced")
     if not request.trace:
         return pb.FsckClimbReply(above=pack_numbers([tree.above(number) for number in numbers]))
     way: list[Inode] = []

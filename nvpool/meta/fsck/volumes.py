@@ -34,9 +34,9 @@ NAMES, PARENTS = 0, 3
 class VolumeChecks:
     """Part of `Fsck` for volume records."""
 
-    def _tally_volume(self, inode: Inode) -> None:
+    def _count_volume(self, inode: Inode) -> None:
         """Count an inode of the walk's snapshot."""
-        if inode.volume == inode.number or not self._tallies:
+        if inode.volume == inode.number or not self._keeps_sums:
             return
         size = inode.size if inode.is_file else 0
         if inode.links:
@@ -46,7 +46,7 @@ class VolumeChecks:
         else:
             self._nameless[inode.number] = inode.volume, size  # its orphan record says whether it counts
 
-    def _tally_orphan(self, number: int, raw: bytes) -> None:
+    def _count_orphan(self, number: int, raw: bytes) -> None:
         volume, size = self._nameless.pop(number, (0, 0))
         if volume and raw == records.ORPHAN_COUNTED:
             use = self._uses.setdefault(volume, VolumeUse())
@@ -63,8 +63,8 @@ class VolumeChecks:
 
             # the walk did not count it as an inode with a name; after the repair it is one
             if before.flags & records.TRASHED:
-                self._tally(now.number, NAMES, -1)
-                self._tally(now.number, PARENTS, -before.parent)
+                self._add_to_sum(now.number, NAMES, -1)
+                self._add_to_sum(now.number, PARENTS, -before.parent)
             self._found(
                 "trash",
                 f"inode {now.number} is marked as in the trash of a volume, which does not have it",
@@ -105,7 +105,7 @@ class VolumeChecks:
 
             self._found("volume", f"volume {record.name} has no directory {number}", drop)
             return
-        if self._kv.get(volume_key(USE, number)) is None and self._tallies and not self._unread:
+        if self._kv.get(volume_key(USE, number)) is None and self._keeps_sums and not self._unread:
             self._found(
                 "volume",
                 f"volume {record.name} has no usage record",
@@ -121,7 +121,7 @@ class VolumeChecks:
                 "volume", f"a usage record names volume {number}, which does not exist", lambda: [(key, None)]
             )
             return
-        if not self._tallies or self._unread:
+        if not self._keeps_sums or self._unread:
             return
         try:
             recorded = decode_use(raw)

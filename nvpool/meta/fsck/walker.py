@@ -64,7 +64,7 @@ class ShardProblem(NamedTuple):
     inode: int = 0
 
 
-class _Anew:
+class _CurrentRecords:
     """Present records of some partitions, read in steps in place of a snapshot."""
 
     def __init__(
@@ -145,9 +145,11 @@ class Fsck(OtherRecords, VolumeChecks):
         elsewhere."""
         self.copies: list[DirectoryCopy] = []
         """Copies of attributes found in this step."""
-        self._tallies = partitions is None
+        self._keeps_sums = partitions is None
         self._walk = (
-            view.snapshot() if partitions is None else _Anew(kv, partitions, self.is_here, self.passed)
+            view.snapshot()
+            if partitions is None
+            else _CurrentRecords(kv, partitions, self.is_here, self.passed)
         )
         self.tree = Tree(self._current, self.is_here)
         # inode of another shard -> key of a name that it has here
@@ -158,7 +160,7 @@ class Fsck(OtherRecords, VolumeChecks):
         """Sums of this step that one shard of several can not settle alone."""
         self._problems: list[ShardProblem] = []
         self._sums: dict[int, list[int]] = {}
-        self._strays: dict[int, bytes] = {}
+        self._misplaced: dict[int, bytes] = {}
         self._uses: dict[int, VolumeUse] = {}
         self._nameless: dict[int, tuple[int, int]] = {}
         self._inodes = 0
@@ -187,7 +189,7 @@ class Fsck(OtherRecords, VolumeChecks):
             records.BOUNDS: self._bounds,
             records.PART: self._part,
             records.DAMAGED: lambda key, raw: None,
-            **dict.fromkeys((records.HELD, records.DECIDED), self._spanning),
+            **dict.fromkeys((records.HELD, records.DECIDED), self._cross_shard_record),
         }
 
     def step(self, limit: int) -> list[ShardProblem]:
@@ -208,7 +210,7 @@ class Fsck(OtherRecords, VolumeChecks):
                 kind = records.kind_of(key) if len(key) > 1 else -1
                 if not kind & records.SHARD and not self.is_here(partition := records.partition_of_key(key)):
                     self.passed.add(partition)
-                    self._tally_only(kind, key, raw)
+                    self._count_only(kind, key, raw)
                     continue
                 check = self._checks.get(kind)
                 if check is None or (kind in _NUMBERED and not records.is_numbered(kind, key)):
@@ -234,7 +236,9 @@ class Fsck(OtherRecords, VolumeChecks):
                     )
                 else:
                     self._left = sorted(
-                        number for number, sums in self._sums.items() if any(sums) or number in self._strays
+                        number
+                        for number, sums in self._sums.items()
+                        if any(sums) or number in self._misplaced
                     )
         elif self._left:
             part = self._left[:limit]
@@ -249,13 +253,13 @@ class Fsck(OtherRecords, VolumeChecks):
                             subdirs,
                             entries,
                             parents & MASK,
-                            self._strays.get(number) or self._names_of_others.get(number, b""),
+                            self._misplaced.get(number) or self._names_of_others.get(number, b""),
                         )
                     )
                 else:
                     self._settle(number)
         else:
-            if self._tallies and not self._unread:
+            if self._keeps_sums and not self._unread:
                 self._settle_count()
             self.done = True
         return self._problems
@@ -279,7 +283,7 @@ class Fsck(OtherRecords, VolumeChecks):
         """
         self._begin_step()
         if len(sums) + len(uneven) > SUMS_MAX:
-            raise InvalidRequest(f"{SUMS_MAX} inodes at most are looked at once")
+            raise InvalidRequest(f"{SUMS_MAX} inodes at most are summed in one request")
         for one in sums:
             if not self.is_here(partition_of(one.inode)):
                 self.passed.add(partition_of(one.inode))
@@ -312,7 +316,7 @@ class Fsck(OtherRecords, VolumeChecks):
                 )
             return
         if key and inode.is_directory and inode.links and inode.parent != records.directory_of_key(key):
-            self._strays[number] = key
+            self._misplaced[number] = key
         self._sums[number] = [names, subdirs, entries, parents]
         self._settle(number)
 
@@ -376,46 +380,46 @@ class Fsck(OtherRecords, VolumeChecks):
         if sums is None:
             sums = self._sums[number] = [0, 0, 0, 0]
         sums[which] += amount
-        if not any(sums) and number not in self._strays:
+        if not any(sums) and number not in self._misplaced:
             del self._sums[number]
 
     # -- one record --------------------------------------------------------------------------------------------------
 
-    def _tally(self, number: int, which: int, amount: int) -> None:
-        if self._tallies:
+    def _add_to_sum(self, number: int, which: int, amount: int) -> None:
+        if self._keeps_sums:
             self._sum(number, which, amount)
 
-    def _tally_only(self, kind: int, key: bytes, raw: bytes) -> None:
+    def _count_only(self, kind: int, key: bytes, raw: bytes) -> None:
         """Count a record of the walk's snapshot whose partition is not here.
 
         The new owner makes the other checks.
         """
         try:
-            if not self._tallies or (kind in _NUMBERED and not records.is_numbered(kind, key)):
+            if not self._keeps_sums or (kind in _NUMBERED and not records.is_numbered(kind, key)):
                 return
             if kind == records.INODE:
                 self._inodes += 1
-                self._tally_inode(records.decode_inode(records.inode_of_key(key), raw))
+                self._count_inode(records.decode_inode(records.inode_of_key(key), raw))
             elif kind == records.DENTRY:
                 number, child = records.decode_dentry(records.partition_of_key(key), raw)
-                self._tally_dentry(key, number, child)
+                self._count_dentry(key, number, child)
                 self._names_of_others[number] = key
         except CorruptRecord:
             pass  # reported by the shard that has it
 
-    def _tally_inode(self, inode: Inode) -> None:
+    def _count_inode(self, inode: Inode) -> None:
         # the one name of a trashed inode is an entry of a volume's trash
         number, trashed = inode.number, bool(inode.flags & records.TRASHED)
         if not inode.is_directory:
-            self._tally(number, NAMES, trashed - inode.links)
+            self._add_to_sum(number, NAMES, trashed - inode.links)
             return
-        self._tally(number, ENTRIES, -inode.size)
+        self._add_to_sum(number, ENTRIES, -inode.size)
         if inode.links:
-            self._tally(number, SUBDIRS, 2 - inode.links)
+            self._add_to_sum(number, SUBDIRS, 2 - inode.links)
             if number != ROOT_INODE and not trashed:
-                self._tally(number, NAMES, -1)
-                self._tally(number, PARENTS, -inode.parent)
-        if self._tallies and inode.flags & records.WIDE:
+                self._add_to_sum(number, NAMES, -1)
+                self._add_to_sum(number, PARENTS, -inode.parent)
+        if self._keeps_sums and inode.flags & records.WIDE:
             self._copy(inode, 0)
 
     def _copy(self, inode: Inode, shard: int) -> None:
@@ -432,13 +436,13 @@ class Fsck(OtherRecords, VolumeChecks):
             )
         )
 
-    def _tally_dentry(self, key: bytes, number: int, kind: int) -> None:
+    def _count_dentry(self, key: bytes, number: int, kind: int) -> None:
         directory = records.directory_of_key(key)
-        self._tally(directory, ENTRIES, 1)
-        self._tally(number, NAMES, 1)
+        self._add_to_sum(directory, ENTRIES, 1)
+        self._add_to_sum(number, NAMES, 1)
         if kind == 4:
-            self._tally(directory, SUBDIRS, 1)
-            self._tally(number, PARENTS, directory)
+            self._add_to_sum(directory, SUBDIRS, 1)
+            self._add_to_sum(number, PARENTS, directory)
 
     def _inode(self, key: bytes, raw: bytes) -> None:
         self._inodes += 1
@@ -449,9 +453,9 @@ class Fsck(OtherRecords, VolumeChecks):
             self._inodes -= 1
             self._lay_aside(key, raw, str(error))
             return
-        self._tally_inode(inode)
+        self._count_inode(inode)
         if inode.volume:
-            self._tally_volume(inode)
+            self._count_volume(inode)
         if inode.is_directory and inode.links and self.tree.is_loop(number):
             self._found("loop", f"directory {number} is below itself", lambda: self._cut_loop(number))
         if counter_of(number) >= self._view.next_number:
@@ -493,8 +497,8 @@ class Fsck(OtherRecords, VolumeChecks):
         """Count a stripe: its counts belong to the directory's record, whichever shard has that."""
         try:
             part = part_here(key, raw, self._view.shard)
-            self._tally(part.number, SUBDIRS, -part.counts.subdirectories)
-            self._tally(part.number, ENTRIES, -part.counts.entries)
+            self._add_to_sum(part.number, SUBDIRS, -part.counts.subdirectories)
+            self._add_to_sum(part.number, ENTRIES, -part.counts.entries)
             self._copy(part, part.shard)
         except CorruptRecord as error:
             self._lay_aside(key, raw, str(error))
@@ -504,7 +508,7 @@ class Fsck(OtherRecords, VolumeChecks):
         try:
             number, kind = records.decode_dentry(records.partition_of_key(key), raw)
         except CorruptRecord as error:
-            self._tally(directory, ENTRIES, 1)
+            self._add_to_sum(directory, ENTRIES, 1)
             self._lay_aside(
                 key,
                 raw,
@@ -518,13 +522,13 @@ class Fsck(OtherRecords, VolumeChecks):
             kind = inode.kind
         if elsewhere:
             self._names_of_others[number] = key
-        self._tally_dentry(key, number, kind)
+        self._count_dentry(key, number, kind)
         if self._kv.get(key) != raw or elsewhere or not self.is_here(partition_of(directory)):
             return  # the sums of all shards show what is wrong with it
         here = f"entry {name!r} of directory {directory}"
         if inode is None or number == ROOT_INODE:
-            self._tally(number, NAMES, -1)  # reported here
-            self._tally(number, PARENTS, -directory if kind == 4 else 0)
+            self._add_to_sum(number, NAMES, -1)  # reported here
+            self._add_to_sum(number, PARENTS, -directory if kind == 4 else 0)
             self._found(
                 "dentry",
                 f"{here} names inode {number}, which is {'not there' if inode is None else 'the root'}",
@@ -566,7 +570,7 @@ class Fsck(OtherRecords, VolumeChecks):
                 lambda: [(key, records.encode_dentry(partition, number, inode.kind))],
             )
         if inode.is_directory and inode.parent != directory:
-            self._strays[number] = key
+            self._misplaced[number] = key
             self._sums.setdefault(number, [0, 0, 0, 0])
 
     def _is_going(self, directory: Inode) -> bool:
@@ -600,7 +604,7 @@ class Fsck(OtherRecords, VolumeChecks):
                 "counts",
                 lambda: self._decided(partial(recounted, number=number, subdirs=subdirs, entries=entries)),
             )
-        stray = self._strays.pop(number, None)
+        misplaced = self._misplaced.pop(number, None)
         if names < 0:
             self._found(
                 "inode", f"directory {number} has no name", lambda: self._to_lost(self._current(number), None)
@@ -610,23 +614,23 @@ class Fsck(OtherRecords, VolumeChecks):
                 "links", f"directory {number} is removed and has a name", lambda: self._mend_links(inode, 2)
             )
         elif names > 0:
-            here = stray is not None and self.is_here(records.partition_of_key(stray))
+            here = misplaced is not None and self.is_here(records.partition_of_key(misplaced))
             self._found(
                 "dentry",
                 f"directory {number} has {names + 1} names",
                 None
                 if not here
-                else lambda: [(stray, None), *self._less(records.directory_of_key(stray), True)],
+                else lambda: [(misplaced, None), *self._less(records.directory_of_key(misplaced), True)],
             )
-        elif stray is not None and (
-            inode.parent + parents - records.directory_of_key(stray) & MASK == 0
+        elif misplaced is not None and (
+            inode.parent + parents - records.directory_of_key(misplaced) & MASK == 0
             if parents
-            else self._kv.get(stray) is not None
+            else self._kv.get(misplaced) is not None
         ):
 
             def adopt() -> list:
                 now = self._current(number)
-                now.parent = records.directory_of_key(stray)
+                now.parent = records.directory_of_key(misplaced)
                 return [self._put(now)]
 
             self._found("parent", f"directory {number} does not know its parent", adopt)

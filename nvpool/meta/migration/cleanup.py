@@ -77,7 +77,7 @@ class Leaving:
         }
         self._gone = marked - set(kept)
         self._unmarked = there - marked
-        self._inside.ranges.set_strange(self._gone | self._unmarked, True)
+        self._inside.ranges.set_foreign(self._gone | self._unmarked, True)
 
     def forget(self, pool_map: PoolMap, partitions: Collection[int]) -> None:
         """Forget partitions that this map gives to another shard.
@@ -85,7 +85,7 @@ class Leaving:
         On return no state in memory refers to them.
         """
         inside = self._inside
-        inside.ranges.set_strange(partitions, True)
+        inside.ranges.set_foreign(partitions, True)
         self._unmarked.update(partitions)
         self._epoch = max(self._epoch, pool_map.epoch)
         gone = frozenset(partitions)
@@ -144,7 +144,7 @@ class Leaving:
             removed += len(pairs)
             if len(pairs) < STEP_KEYS:
                 self._gone.discard(partition)
-                inside.ranges.set_strange((partition,), False)
+                inside.ranges.set_foreign((partition,), False)
             else:
                 await asyncio.sleep(PAUSE_S)
         return removed

@@ -36,14 +36,14 @@ from nvpool.meta.state.migration_records import (
     coming_key,
     decode_coming,
     encode_coming,
-    giver_of_key,
+    source_of_key,
 )
 from nvpool.meta.state.session_records import decode_session, encode_session
 from nvpool.poolmap.model import PoolMap, decode_map
 from nvpool.poolmap.shards.partition_moves import goals
 from nvpool.rpc.v1.moving_pb2 import MoveReply, MoveRequest
 
-GIVERS_MAX = 1000
+SOURCES_MAX = 1000
 STEP_KEYS = 500
 SESSIONS_MAX = 100_000
 RETRY_S = 0.05
@@ -73,10 +73,10 @@ class MigrationDestination:
 
     def begin(self) -> set[int]:
         """Load the state of migrations at a start; return the partitions that are arriving."""
-        for key, raw in self._inside.kv.scan(*COMING_RANGE, GIVERS_MAX):
-            self._coming[giver_of_key(key)] = decode_coming(raw)
+        for key, raw in self._inside.kv.scan(*COMING_RANGE, SOURCES_MAX):
+            self._coming[source_of_key(key)] = decode_coming(raw)
         coming = {partition for one in self._coming.values() for partition in one.partitions}
-        self._inside.ranges.set_strange(coming, True)
+        self._inside.ranges.set_foreign(coming, True)
         return coming
 
     def use_map(self, pool_map: PoolMap) -> None:
@@ -99,16 +99,16 @@ class MigrationDestination:
 
     async def run_once(self) -> None:
         """Act on the newest map for all migrations to this shard. Waits for the engine only. Busy: repeat."""
-        for giver in list(self._coming):
-            async with self._lock(giver):
-                if giver in self._coming and (
-                    self._is_ours(self._coming[giver]) or not self._is_wanted(giver)
+        for source in list(self._coming):
+            async with self._lock(source):
+                if source in self._coming and (
+                    self._is_ours(self._coming[source]) or not self._is_wanted(source)
                 ):
-                    await self._settle(giver)
+                    await self._settle(source)
         bring_all(self._inside)
 
-    def _lock(self, giver: int) -> asyncio.Lock:
-        return self._at_work.setdefault(giver, asyncio.Lock())
+    def _lock(self, source: int) -> asyncio.Lock:
+        return self._at_work.setdefault(source, asyncio.Lock())
 
     def _is_ours(self, coming: IncomingMigration) -> bool:
         owners, shard = self._map.shard_of_partition, self._inside.shard
@@ -117,23 +117,23 @@ class MigrationDestination:
             raise Bug(f"the map gives shard {shard} partitions that have not come")
         return all(ours)
 
-    def _is_wanted(self, giver: int) -> bool:
+    def _is_wanted(self, source: int) -> bool:
         """Whether the partitions that come from this source may still become ours."""
         owners, wanted = self._map.shard_of_partition, goals(self._map)
         return all(
-            owners[partition] == giver and wanted[partition] == self._inside.shard
-            for partition in self._coming[giver].partitions
+            owners[partition] == source and wanted[partition] == self._inside.shard
+            for partition in self._coming[source].partitions
         )
 
-    async def _settle(self, giver: int) -> None:
+    async def _settle(self, source: int) -> None:
         """End an earlier attempt: take its partitions up if the map makes them ours, else remove them."""
         while self._inside.kv.full:
             await self._inside.kv.room()
-        coming = self._coming.get(giver)
+        coming = self._coming.get(source)
         if coming is not None and self._is_ours(coming):
-            self._take_up(giver, coming)
+            self._take_up(source, coming)
         elif coming is not None:
-            await self._remove(giver)
+            await self._remove(source)
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -145,12 +145,12 @@ class MigrationDestination:
                                attempt
         NoSpace, Fenced        as raised by the engine
         """
-        if request.taker != self._inside.shard:
-            raise StaleEpoch(f"this is shard {self._inside.shard}, not {request.taker}")
-        async with self._lock(request.giver):
+        if request.destination != self._inside.shard:
+            raise StaleEpoch(f"this is shard {self._inside.shard}, not {request.destination}")
+        async with self._lock(request.source):
             if request.step == MoveRequest.BEGIN:
                 return await self._begin(request)
-            coming = self._coming.get(request.giver)
+            coming = self._coming.get(request.source)
             if coming is None or (coming.term, coming.attempt) != (request.term, request.attempt):
                 raise StaleEpoch("there was another attempt, or this one is over")
             if request.number not in (coming.number, coming.number + 1) or (
@@ -162,7 +162,7 @@ class MigrationDestination:
             if request.step == MoveRequest.END:
                 await self._begin_numbers_at(request.inode_bound)
                 await self._inside.kv.sync()
-            return MoveReply(inodes=self._coming[request.giver].inodes)
+            return MoveReply(inodes=self._coming[request.source].inodes)
 
     async def _begin_numbers_at(self, bound: int) -> None:
         """Skip the inode numbers below `bound`, which the source may have given.
@@ -180,11 +180,11 @@ class MigrationDestination:
         if self._map is None or received.epoch > self._map.epoch:
             self._inside.use_map(received)
         now = self._map
-        giver, wanted = now.shard_by_id.get(request.giver), goals(now)
-        if giver is None or giver.term != request.term:
-            raise StaleTerm(f"shard {request.giver} is not in term {request.term}")
+        source, wanted = now.shard_by_id.get(request.source), goals(now)
+        if source is None or source.term != request.term:
+            raise StaleTerm(f"shard {request.source} is not in term {request.term}")
         if not partitions or any(
-            now.shard_of_partition[p] != giver.id or wanted[p] != self._inside.shard for p in partitions
+            now.shard_of_partition[p] != source.id or wanted[p] != self._inside.shard for p in partitions
         ):
             raise StaleEpoch("these partitions are not to move here from there")
 
@@ -195,20 +195,20 @@ class MigrationDestination:
         if any(partition >> 12 for partition in partitions) or len(set(partitions)) != len(partitions):
             raise InvalidRequest("a partition that does not exist, or one twice")
         self._check_map(request, partitions)
-        giver, before = request.giver, self._coming.get(request.giver)
+        source, before = request.source, self._coming.get(request.source)
         if before is not None and (before.term, before.attempt) >= (request.term, request.attempt):
             raise StaleEpoch(f"attempt {before.attempt} of term {before.term} was begun already")
         if before is not None:  # the source knows its outcome, so it shows in the source's map, and in ours
-            await self._settle(giver)
+            await self._settle(source)
         for other, one in list(self._coming.items()):  # from sources that have given them up
             if not set(one.partitions).isdisjoint(partitions):
                 await self._settle(other)
         for partition in partitions:
             await self._leaving.remove(partition)
-        self._inside.ranges.set_strange(partitions, True)
+        self._inside.ranges.set_foreign(partitions, True)
         coming = IncomingMigration(request.term, request.attempt, 0, 0, False, partitions)
-        await self._apply([(coming_key(giver), encode_coming(coming))])
-        self._coming[giver], self._opened[giver] = coming, {}
+        await self._apply([(coming_key(source), encode_coming(coming))])
+        self._coming[source], self._opened[source] = coming, {}
         return MoveReply()
 
     async def _apply(self, effects: list[Effect], reclaims: bool = False) -> None:
@@ -220,7 +220,7 @@ class MigrationDestination:
     async def _lay(
         self, request: MoveRequest, coming: IncomingMigration, payload: bytes | memoryview
     ) -> None:
-        kv, giver, effects, inodes = self._inside.kv, request.giver, [], coming.inodes
+        kv, source, effects, inodes = self._inside.kv, request.source, [], coming.inodes
         if len(payload):
             record = decode(memoryview(payload), 0)
             if record is None or record.length != len(payload):
@@ -234,26 +234,26 @@ class MigrationDestination:
                 effects.append((key, value))
         for session in request.sessions:
             decode_session(session.record)
-            effects.append((arrived_key(giver, session.session), session.record))
+            effects.append((arrived_key(source, session.session), session.record))
         for key, value in effects:
             if value is not None and len(key) < 2:
                 raise InvalidRequest("a key without a kind")
         coming = coming._replace(number=request.number, inodes=inodes, whole=request.step == MoveRequest.END)
-        effects.append((coming_key(giver), encode_coming(coming)))
+        effects.append((coming_key(source), encode_coming(coming)))
         await self._apply(list(dict(effects).items()), reclaims=coming.whole)
-        self._coming[giver] = coming
-        opened = self._opened.setdefault(giver, {})
+        self._coming[source] = coming
+        opened = self._opened.setdefault(source, {})
         for session in request.sessions:
             opened.setdefault(session.session, []).extend(inodes_of(session.opened))
-        self._waits_s[giver] = request.orphans_wait_ms / 1000
+        self._waits_s[source] = request.orphans_wait_ms / 1000
 
     # -- the end ---------------------------------------------------------------------------------------------------------
 
-    def _take_up(self, giver: int, coming: IncomingMigration) -> None:
+    def _take_up(self, source: int, coming: IncomingMigration) -> None:
         """Take up the partitions, which are ours now, in one step: nothing here waits."""
         inside, kv = self._inside, self._inside.kv
-        arrived = kv.scan(*arrived_range(giver), SESSIONS_MAX)
-        effects: list[Effect] = [(coming_key(giver), None), *((key, None) for key, _ in arrived)]
+        arrived = kv.scan(*arrived_range(source), SESSIONS_MAX)
+        effects: list[Effect] = [(coming_key(source), None), *((key, None) for key, _ in arrived)]
         if coming.inodes:
             effects.append(
                 (records.COUNTS_KEY, records.encode_counts(inside.view.inode_count + coming.inodes))
@@ -269,21 +269,21 @@ class MigrationDestination:
         inside.view.inode_count += coming.inodes
         # If an earlier process received the open files and the orphans' delay, clients have a lease time to
         # report again.
-        opened, wait_s = self._opened.pop(giver, {}), self._waits_s.pop(giver, inside.sessions.lease_s)
+        opened, wait_s = self._opened.pop(source, {}), self._waits_s.pop(source, inside.sessions.lease_s)
         for number, record in sessions.items():
             inside.sessions.arrive(number, record, opened.get(number, ()), inside.clock.boottime_s())
         inside.collector.take(coming.partitions, wait_s)
         inside.take_volumes(coming.partitions, True)
         inside.cuts.resume(list(coming.partitions))
         inside.locks.load(coming.partitions, inside.sessions.by_number)
-        del self._coming[giver]
-        inside.ranges.set_strange(coming.partitions, False)
+        del self._coming[source]
+        inside.ranges.set_foreign(coming.partitions, False)
         self.taken += len(coming.partitions)
         log.info(
             "%d partitions from %d on have come from shard %d, with %d inodes and %d sessions",
             len(coming.partitions),
             coming.partitions[0],
-            giver,
+            source,
             coming.inodes,
             len(sessions),
         )
@@ -292,22 +292,22 @@ class MigrationDestination:
         except Busy:
             self._woken.set()
 
-    async def _remove(self, giver: int) -> None:
+    async def _remove(self, source: int) -> None:
         """Remove arrived records that are not to stay.
 
         The migration's own record goes last, so a crash does not stop this.
         """
-        coming = self._coming.get(giver)
+        coming = self._coming.get(source)
         if coming is None:
             return
-        for first, end in (*_ranges(coming.partitions), arrived_range(giver)):
+        for first, end in (*_ranges(coming.partitions), arrived_range(source)):
             while pairs := self._inside.kv.scan(first, end, STEP_KEYS):
                 await self._apply([(key, None) for key, _ in pairs], reclaims=True)
                 await asyncio.sleep(0)
-        await self._apply([(coming_key(giver), None)], reclaims=True)
-        self._coming.pop(giver, None)
-        self._opened.pop(giver, None)
-        self._inside.ranges.set_strange(coming.partitions, False)
+        await self._apply([(coming_key(source), None)], reclaims=True)
+        self._coming.pop(source, None)
+        self._opened.pop(source, None)
+        self._inside.ranges.set_foreign(coming.partitions, False)
 
 
 def _ranges(partitions: Iterable[int]) -> Iterable[tuple[bytes, bytes]]:

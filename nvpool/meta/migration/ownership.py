@@ -44,10 +44,10 @@ class PartitionOwnership:
         self._kv = kv
         self._view = view
         self._closed: dict[int, _ClosedPartitions] = {}
-        self.strange: set[int] = set()
+        self.foreign: set[int] = set()
         """Partitions whose records are here but not ours: arriving, or left."""
         self.gone: Callable[[], Collection[int]] = tuple
-        """Those of `strange` whose inodes are counted as ours until they are removed."""
+        """Those of `foreign` whose inodes are counted as ours until they are removed."""
         self.get, self.get_many, self.scan = kv.get, kv.get_many, kv.scan
         self.changed: Callable[[], None] = lambda: None
         view.serves, view.snapshot, view.check_partition = self.serves, self.snapshot, self.check_partition
@@ -65,7 +65,7 @@ class PartitionOwnership:
         closed = self._closed.get(partition)
         if closed is not None:
             raise LockedRecord(closed)
-        if partition in self.strange:
+        if partition in self.foreign:
             owners = self._view.owners
             if owners and owners[partition] == self._view.shard:
                 raise Unavailable(
@@ -78,18 +78,18 @@ class PartitionOwnership:
 
     def serves(self, partition: int) -> bool:
         """Whether background work may change records of the partition."""
-        return partition not in self._closed and partition not in self.strange
+        return partition not in self._closed and partition not in self.foreign
 
     def ours(self) -> list[int]:
         """Partitions that this shard owns now, including those that are being migrated away."""
         return [
             partition
             for partition in range(PARTITION_COUNT)
-            if not self._view.is_elsewhere(partition) and partition not in self.strange
+            if not self._view.is_elsewhere(partition) and partition not in self.foreign
         ]
 
     def snapshot(self) -> OurSnapshot:
-        return OurSnapshot(self._kv.snapshot(), frozenset(self.strange), frozenset(self.gone()))
+        return OurSnapshot(self._kv.snapshot(), frozenset(self.foreign), frozenset(self.gone()))
 
     def close(self, partitions: Collection[int]) -> None:
         """Stop all reads and changes of the partitions until `open`."""
@@ -104,16 +104,16 @@ class PartitionOwnership:
         for closed in waiting:
             closed.done.set_result(None)
 
-    def set_strange(self, partitions: Iterable[int], strange: bool) -> None:
-        if strange:
-            self.strange.update(partitions)
+    def set_foreign(self, partitions: Iterable[int], foreign: bool) -> None:
+        if foreign:
+            self.foreign.update(partitions)
         else:
-            self.strange.difference_update(partitions)
+            self.foreign.difference_update(partitions)
         self._look_through()
 
     def _look_through(self) -> None:
         kv = self._kv
-        if self._closed or self.strange:
+        if self._closed or self.foreign:
             self.get, self.get_many, self.scan = self._get, self._get_many, self._scan
         else:
             self.get, self.get_many, self.scan = kv.get, kv.get_many, kv.scan
@@ -137,9 +137,9 @@ class OurSnapshot:
     """Snapshot (kv/api) without partitions that were not ours when it was taken, and without migration
     records."""
 
-    def __init__(self, snapshot: EngineSnapshot, strange: frozenset[int], gone: frozenset[int]) -> None:
+    def __init__(self, snapshot: EngineSnapshot, foreign: frozenset[int], gone: frozenset[int]) -> None:
         self._snapshot = snapshot
-        self._strange = strange
+        self._foreign = foreign
         self._gone = gone
         self.inodes_gone = 0
         """Inodes skipped so far that were counted as this shard's."""
@@ -157,7 +157,7 @@ class OurSnapshot:
         head = key[0] << 8 | key[1] if len(key) > 1 else SHARD
         if head & SHARD:
             return not COMING <= head <= SEEN
-        if not self._strange or head >> 3 not in self._strange:
+        if not self._foreign or head >> 3 not in self._foreign:
             return True
         self.inodes_gone += kind_of(key) == INODE and head >> 3 in self._gone
         return False

@@ -16,7 +16,7 @@ from nvpool.meta.migration.cleanup import Leaving
 from nvpool.meta.migration.destination import MigrationDestination
 from nvpool.meta.migration.sessions import bring_all
 from nvpool.meta.migration.shard_context import Inside
-from nvpool.meta.migration.source import Giver, packed
+from nvpool.meta.migration.source import MigrationSource, packed
 from nvpool.meta.service_auth import AuthorityCheck, ServiceRight
 from nvpool.poolmap.model import PoolMap, decode_map
 from nvpool.rpc.api import Call
@@ -54,8 +54,10 @@ class MigrationService:
         self._map: PoolMap | None = None
         self._leaving = Leaving(inside)
         inside.ranges.gone = self._leaving.partitions
-        self.taker = MigrationDestination(inside, self._leaving)
-        self.giver = Giver(inside, self._leaving, send=self._send, ask_moved=self._ask_moved, term=term)
+        self.destination = MigrationDestination(inside, self._leaving)
+        self.source = MigrationSource(
+            inside, self._leaving, send=self._send, ask_moved=self._ask_moved, term=term
+        )
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -64,14 +66,14 @@ class MigrationService:
 
         StaleEpoch: see Leaving.begin.
         """
-        coming = self.taker.begin()
+        coming = self.destination.begin()
         if pool_map is not None and pool_map.partitions:
             self._leaving.begin(pool_map, coming)
             self._take(pool_map)
 
     def run(self) -> tuple[Coroutine[Any, Any, None], ...]:
         """Background tasks of source and destination."""
-        return self.taker.run(), self.giver.run()
+        return self.destination.run(), self.source.run()
 
     def bring_sessions(self) -> None:
         """Merge migrated sessions into sessions that clients have opened here: see `sessions.bring_all`."""
@@ -98,8 +100,8 @@ class MigrationService:
 
     def _take(self, pool_map: PoolMap) -> None:
         self._map = pool_map
-        self.taker.use_map(pool_map)
-        self.giver.use_map(pool_map)
+        self.destination.use_map(pool_map)
+        self.source.use_map(pool_map)
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -108,20 +110,24 @@ class MigrationService:
         self._check(request.authority)
 
         async def run() -> None:
-            call.reply((await self.taker.take(request, call.payload)).SerializeToString())
+            call.reply((await self.destination.take(request, call.payload)).SerializeToString())
 
         self._waits.add(call, run, lambda: None, may_be_applied=True)
 
-    async def _send(self, taker: int, request: pb.MoveRequest, payload: bytes) -> pb.MoveReply:
-        known = self._map.shard_by_id.get(taker)
+    async def _send(self, destination: int, request: pb.MoveRequest, payload: bytes) -> pb.MoveReply:
+        known = self._map.shard_by_id.get(destination)
         if known is None:
-            raise WrongShard(f"the pool map has no shard {taker}")
+            raise WrongShard(f"the pool map has no shard {destination}")
         return await self._call(known.endpoints, wire.META_MOVE, request, pb.MoveReply, SEND_S, payload)
 
-    async def _ask_moved(self, taker: int, partitions: Sequence[int], epoch: int) -> PoolMap:
+    async def _ask_moved(self, destination: int, partitions: Sequence[int], epoch: int) -> PoolMap:
         shard = self._map.shard_by_id[self._inside.shard]
         request = pb.MovedRequest(
-            giver=shard.id, taker=taker, term=self.giver.term, partitions=packed(partitions), map_epoch=epoch
+            source=shard.id,
+            destination=destination,
+            term=self.source.term,
+            partitions=packed(partitions),
+            map_epoch=epoch,
         )
         keeper = self._map.node_by_id[shard.node].endpoints
         reply = await self._call(keeper, wire.META_MOVED, request, pb.MovedReply, ASK_S)
@@ -150,8 +156,8 @@ class MigrationService:
 
     def counters(self) -> dict[str, float]:
         return {
-            "partitions_given": self.giver.given,
-            "partitions_taken": self.taker.taken,
-            "partitions_coming": self.taker.coming,
+            "partitions_given": self.source.given,
+            "partitions_taken": self.destination.taken,
+            "partitions_coming": self.destination.coming,
             "partitions_leaving": self._leaving.waiting,
         }

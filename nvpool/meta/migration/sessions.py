@@ -46,7 +46,7 @@ def bring_all(inside: Inside) -> None:
 
     Busy: the engine is full, and some sessions are not merged yet; repeat.
     """
-    for arrived, session in inside.sessions.strangers():
+    for arrived, session in inside.sessions.migrated_duplicates():
         effects = inside.locks.bringing(arrived.number, session.number)
         inside.kv.apply([*effects, *inside.sessions.ending(arrived)], reclaims=True)
         inside.locks.bring(arrived.number, session.number)

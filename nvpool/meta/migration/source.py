@@ -60,15 +60,15 @@ Send = Callable[[int, MoveRequest, bytes], Awaitable[MoveReply]]
 AskMoved = Callable[[int, Sequence[int], int], Awaitable[PoolMap]]
 
 
-class Giver:
+class MigrationSource:
     """Source side of migrations; one runs at a time."""
 
     def __init__(
         self, inside: Inside, leaving: Leaving, *, send: Send, ask_moved: AskMoved, term: int
     ) -> None:
-        """`send(taker, request, payload)` returns the destination's reply.
+        """`send(destination, request, payload)` returns the destination's reply.
 
-        `ask_moved(taker, partitions, epoch)` asks for the partitions to become the destination's, in a
+        `ask_moved(destination, partitions, epoch)` asks for the partitions to become the destination's, in a
         migration that started in that epoch. It returns the newest map, whether that agrees or not.
         StaleTerm: we are not the shard's primary any more.
         """
@@ -117,17 +117,17 @@ class Giver:
         pool_map = self._map
         if pool_map is None or pool_map.moving.paused:
             return False
-        taker, partitions = next_batch(pool_map, self._inside.shard)
-        if not taker:
+        destination, partitions = next_batch(pool_map, self._inside.shard)
+        if not destination:
             return False
-        await self._give(pool_map, taker, partitions)
+        await self._give(pool_map, destination, partitions)
         return True
 
-    async def _give(self, pool_map: PoolMap, taker: int, partitions: tuple[int, ...]) -> None:
+    async def _give(self, pool_map: PoolMap, destination: int, partitions: tuple[int, ...]) -> None:
         inside = self._inside
         self._attempt += 1
         self._moving, self._dirty = frozenset(partitions), {}
-        message = _Messages(taker, inside.shard, self.term, self._attempt, self._send)
+        message = _Messages(destination, inside.shard, self.term, self._attempt, self._send)
         inside.kv.on_apply = self._note
         asked = moved = False
         try:
@@ -136,7 +136,7 @@ class Giver:
                 size = await self._fill(message, pairs)
                 if pool_map.moving.limit_bytes_s:
                     await asyncio.sleep(size / pool_map.moving.limit_bytes_s)
-                self._check_goal(taker, partitions)
+                self._check_goal(destination, partitions)
             await inside.watches.withdraw(partitions)
             await self._catch_up(message)
             inside.ranges.close(partitions)
@@ -149,11 +149,11 @@ class Giver:
                     await self._fill(message, [])
                 await self._send_rest(message)
             asked = True
-            moved = await self._until_known(taker, partitions, pool_map.epoch)
+            moved = await self._until_known(destination, partitions, pool_map.epoch)
             asked = False
         except TimeoutError:
             raise Busy(
-                "the partitions do not come to rest, or the taker is slow", retry_after_s=1.0
+                "the partitions do not come to rest, or the destination is slow", retry_after_s=1.0
             ) from None
         finally:
             inside.kv.on_apply = None
@@ -167,7 +167,7 @@ class Giver:
                 "%d partitions from %d on were handed over to shard %d, closed for %.0f ms",
                 len(partitions),
                 partitions[0],
-                taker,
+                destination,
                 1000 * (inside.clock.boottime_s() - closed_s),
             )
         else:
@@ -218,11 +218,14 @@ class Giver:
                 raise Busy("the partitions are changed faster than they can be copied", retry_after_s=5.0)
             await self._fill(message, [])
 
-    def _check_goal(self, taker: int, partitions: tuple[int, ...]) -> None:
+    def _check_goal(self, destination: int, partitions: tuple[int, ...]) -> None:
         now = self._map
         if len(self._dirty) > DIRTY_MAX:
             raise Busy("the partitions are changed faster than they can be copied", retry_after_s=5.0)
-        if now.moving.paused or next_batch(now, self._inside.shard, count_max=1) != (taker, partitions[:1]):
+        if now.moving.paused or next_batch(now, self._inside.shard, count_max=1) != (
+            destination,
+            partitions[:1],
+        ):
             raise StaleEpoch("the partitions are not to be handed over any more")
 
     # -- handing over --------------------------------------------------------------------------------------------------
@@ -243,19 +246,22 @@ class Giver:
             orphans_wait_ms=int(1000 * inside.collector.waits_s(self._moving)),
         )
 
-    async def _until_known(self, taker: int, partitions: tuple[int, ...], epoch: int) -> bool:
+    async def _until_known(self, destination: int, partitions: tuple[int, ...], epoch: int) -> bool:
         """Whether the destination owns the partitions now. Fenced: this can not be known in this term."""
         tries = 0
         while True:
             try:
-                new = await self._ask_moved(taker, partitions, epoch)
+                new = await self._ask_moved(destination, partitions, epoch)
                 break
             except StaleTerm as error:
                 raise Fenced(f"the partitions may be another shard's by now: {error}") from None
             except NvpoolError as error:
                 tries += 1
                 log.info(
-                    "whether %d partitions are shard %d's now is not known: %s", len(partitions), taker, error
+                    "whether %d partitions are shard %d's now is not known: %s",
+                    len(partitions),
+                    destination,
+                    error,
                 )
                 await asyncio.sleep(min(RETRY_S_MAX, RETRY_S * 2 ** min(tries, 8)))
         self._inside.use_map(new)
@@ -271,10 +277,10 @@ class Giver:
 class _Messages:
     """Numbered messages of one migration attempt."""
 
-    def __init__(self, taker: int, giver: int, term: int, attempt: int, send: Send) -> None:
-        self._taker = taker
+    def __init__(self, destination: int, source: int, term: int, attempt: int, send: Send) -> None:
+        self._destination = destination
         self._send = send
-        self._giver, self._term, self._attempt, self._number = giver, term, attempt, 0
+        self._source, self._term, self._attempt, self._number = source, term, attempt, 0
 
     async def send(
         self,
@@ -286,8 +292,8 @@ class _Messages:
         **fields,
     ) -> MoveReply:
         request = MoveRequest(
-            giver=self._giver,
-            taker=self._taker,
+            source=self._source,
+            destination=self._destination,
             term=self._term,
             attempt=self._attempt,
             number=self._number,
@@ -297,7 +303,7 @@ class _Messages:
         )
         if map_ is not None:
             request.map = encode_map(map_)
-        reply = await self._send(self._taker, request, payload)
+        reply = await self._send(self._destination, request, payload)
         self._number += 1
         return reply
 

@@ -112,7 +112,7 @@ def _listed(
     from_hash: bytes,
     leave_out: int,
     limit: int,
-    lends: bool,
+    issues_leases: bool,
     now_ns: Callable[[], int],
     names_alone: bool,
 ) -> tuple[meta_pb2.ListDirReply, int]:
@@ -154,30 +154,30 @@ def _listed(
             ]
         places = [place for place, fields in zip(places, found_inodes, strict=True) if fields is not None]
         inodes = [fields for fields in found_inodes if fields is not None]
-        lent = view.lend_all(request.session, inodes) if lends and places else ()
-        if lent:
+        leased = view.issue_leases(request.session, inodes) if issues_leases and places else ()
+        if leased:
             reply.lease_ms = view.lease_ms
         if request.packed:
-            reply.packed = _packed(places, inodes, lent)
+            reply.packed = _packed(places, inodes, leased)
             # in restricted volumes each grant needs its own request, so that it is checked
-            if request.rights & READ and lent and not view.access.restricted:
-                reply.grants = _grants(view, request.session, inodes, lent, now_ns())
+            if request.rights & READ and leased and not view.access.restricted:
+                reply.grants = _grants(view, request.session, inodes, leased, now_ns())
             return reply, behind
     for at, (name, cursor, number, kind) in enumerate(places):
         entry = reply.entries.add(name=name, cursor=cursor, inode=number, kind=kind)
         if request.attrs and inodes[at][_CHANGE]:
             fill_attr(entry.attr, records.Inode(*inodes[at]))
-            entry.promised = number in lent
+            entry.promised = number in leased
     return reply, behind
 
 
-def _grants(view: View, session: int, inodes: list[tuple], lent: Collection[int], now_ns: int) -> bytes:
+def _grants(view: View, session: int, inodes: list[tuple], leased: Collection[int], now_ns: int) -> bytes:
     """Read grants for the regular files that have a lease, in order."""
     return b"".join(
         [
             view.signed(READ, session, fields[0], fields[_CUT], fields[_TABLE], fields[_VOLUME], now_ns)
             for fields in inodes
-            if fields[0] in lent and fields[1] & S_IFMT == S_IFREG
+            if fields[0] in leased and fields[1] & S_IFMT == S_IFREG
         ]
     )
 
@@ -189,7 +189,9 @@ def attributes(view: View, request: meta_pb2.GetAttrManyRequest, now_ns: int) ->
     """
     numbers = data_codec.unpack_inodes(request.inodes)
     if len(numbers) > LIST_LIMIT_MAX or not all(0 < number < 1 << 63 for number in numbers):
-        raise InvalidRequest(f"the attributes of {LIST_LIMIT_MAX} inodes at most can be asked for at once")
+        raise InvalidRequest(
+            f"the attributes of {LIST_LIMIT_MAX} inodes at most can be asked for in one request"
+        )
     for number in numbers:
         if view.is_elsewhere(partition_of(number)):
             raise WrongShard(f"inode {number} belongs to another shard")
@@ -200,13 +202,13 @@ def attributes(view: View, request: meta_pb2.GetAttrManyRequest, now_ns: int) ->
         # the root directory of a volume is visible to all by its name
         if fields is not None and (fields[_VOLUME] == fields[0] or may_see(fields[_VOLUME]))
     ]
-    lent = view.lend_all(request.session, inodes) if inodes else ()
+    leased = view.issue_leases(request.session, inodes) if inodes else ()
     places = [(b"", 0, 0, 0)] * len(inodes)
     reply = meta_pb2.GetAttrManyReply(
-        packed=_packed(places, inodes, lent), lease_ms=view.lease_ms if lent else 0
+        packed=_packed(places, inodes, leased), lease_ms=view.lease_ms if leased else 0
     )
-    if request.rights & READ and lent and not view.access.restricted:  # as in a listing
-        reply.grants = _grants(view, request.session, inodes, lent, now_ns)
+    if request.rights & READ and leased and not view.access.restricted:  # as in a listing
+        reply.grants = _grants(view, request.session, inodes, leased, now_ns)
     return reply
 
 
@@ -218,7 +220,7 @@ def _elsewhere(number: int, kind: int) -> tuple:
     return tuple(fields)
 
 
-def _packed(places: list[tuple[bytes, int, int, int]], inodes: list[tuple], lent: Collection[int]) -> bytes:
+def _packed(places: list[tuple[bytes, int, int, int]], inodes: list[tuple], leased: Collection[int]) -> bytes:
     pack, shown = ENTRY.pack, records.SHOWN_FLAGS
     parts = []
     for (name, cursor, _, _), (
@@ -264,7 +266,7 @@ def _packed(places: list[tuple[bytes, int, int, int]], inodes: list[tuple], lent
                 flags & shown,
                 parent,
                 punches,
-                number in lent,
+                number in leased,
                 len(name),
             )
         )

@@ -89,7 +89,7 @@ def lookup_many(
     Yields one reply at the end, and None wherever other requests should get their turn.
     """
     if sum(len(directory.names) for directory in request.directories) > LIST_LIMIT_MAX:
-        raise InvalidRequest(f"{LIST_LIMIT_MAX} names at most can be looked up at once")
+        raise InvalidRequest(f"{LIST_LIMIT_MAX} names at most can be looked up in one request")
     reply = meta_pb2.LookupManyReply()
     one = meta_pb2.LookupRequest(session=request.session)
     rights = request.rights & READ  # a write grant would mark the inode, which is a change
@@ -168,7 +168,7 @@ def _look_up_together(
         or any([fields[_FLAGS] & _MORE_TO_SAY for fields in inodes])
     ):
         return False
-    lent = view.lend_all(session, inodes)
+    leased = view.issue_leases(session, inodes)
     not_found, lease_ms = NotFound.wire_code, view.lease_ms
     found, remaining = reply.found, iter(inodes)
     for number in numbers:
@@ -214,7 +214,7 @@ def _look_up_together(
             attr.volume = volume
         if rights and attr.mode & _TYPE == _REGULAR:
             entry.grant = view.signed(rights, session, number, cut, attr.table, volume, now_ns)
-        if number in lent:
+        if number in leased:
             entry.lease_ms = lease_ms
     return True
 
@@ -223,7 +223,9 @@ def parts(view: View, request: meta_pb2.PartsRequest) -> meta_pb2.PartsReply:
     """Counts of this shard's stripes of wide directories."""
     numbers = data_codec.unpack_inodes(request.inodes)
     if len(numbers) > LIST_LIMIT_MAX:
-        raise InvalidRequest(f"the parts of {LIST_LIMIT_MAX} directories at most can be asked for at once")
+        raise InvalidRequest(
+            f"the parts of {LIST_LIMIT_MAX} directories at most can be asked for in one request"
+        )
     reply = meta_pb2.PartsReply()
     for number in numbers:
         counts = view.counts_of_part(number)
@@ -253,7 +255,7 @@ def _entry(view: View, number: int, request, now_ns: int) -> Draft:
     if request.rights:
         reply.grant = draft.grant(inode, request.rights, request.session)
     fill_attr(reply.attr, inode)
-    reply.lease_ms = view.lend(request.session, inode)
+    reply.lease_ms = view.issue_lease(request.session, inode)
     return draft
 
 

@@ -45,7 +45,7 @@ def begin_volume(draft: Draft, root: Inode, request: pb.CreateRequest) -> None:
 
     The service checks that the name is valid for a volume. InvalidRequest.
     """
-    wish = request.volume
+    policy = request.volume
     try:
         name = check_volume_name(request.name.decode("ascii"))
     except UnicodeDecodeError:
@@ -55,23 +55,23 @@ def begin_volume(draft: Draft, root: Inode, request: pb.CreateRequest) -> None:
         raise InvalidRequest("there are no volumes in volumes")
     if request.wide:
         raise InvalidRequest("a volume is no wide directory: its names are the work of one shard")
-    check_limits(wish.bytes_max, wish.files_max)
-    if wish.table:
-        if wish.table not in draft.view.tables:
+    check_limits(policy.bytes_max, policy.files_max)
+    if policy.table:
+        if policy.table not in draft.view.tables:
             if request.change.map_epoch > draft.view.map_epoch:
                 raise Busy("this shard does not know the newest pool map yet", retry_after_s=0.1)
             raise InvalidRequest(
-                f"the pool has no chains of {wish.table} replicas; make them on one of its "
-                f"nodes: nvpool volume create POOL {name} --replicas {wish.table}"
+                f"the pool has no chains of {policy.table} replicas; make them on one of its "
+                f"nodes: nvpool volume create POOL {name} --replicas {policy.table}"
             )
-        root.table = wish.table
-    if wish.chunk_bits:
-        if not CHUNK_BYTES_MIN <= 1 << min(wish.chunk_bits, 63) <= CHUNK_BYTES_MAX:
-            raise InvalidRequest(f"a chunk has 64 KiB to 16 MiB, not 2**{wish.chunk_bits} bytes")
-        root.chunk_bits = wish.chunk_bits
+        root.table = policy.table
+    if policy.chunk_bits:
+        if not CHUNK_BYTES_MIN <= 1 << min(policy.chunk_bits, 63) <= CHUNK_BYTES_MAX:
+            raise InvalidRequest(f"a chunk has 64 KiB to 16 MiB, not 2**{policy.chunk_bits} bytes")
+        root.chunk_bits = policy.chunk_bits
     root.volume = root.number
-    record = VolumeRecord(name, wish.bytes_max, wish.files_max, wish.trash_s, draft.now_ns)
-    if wish.encrypted:
+    record = VolumeRecord(name, policy.bytes_max, policy.files_max, policy.trash_s, draft.now_ns)
+    if policy.encrypted:
         record = record._replace(flags=ENCRYPTED, wrapped_key=draft.view.pool_keys.new())
         draft.then = partial(draft.view.access.note, root.number, record)
     draft.effects[volume_key(VOLUME, root.number)] = encode_volume(record)

@@ -634,7 +634,7 @@ cdef inline void stamp(Inode *i, int64_t now, bint content) noexcept nogil:
 
 # -- answers -----------------------------------------------------------------------------------------------------------
 
-cdef class AtOnce:
+cdef class FastPath:
     """Fast path as described in fast_path.py, bound to the state that `service` has now."""
 
     cdef object _service, _kv, _view, _sessions, _numbers, _moment, _watches, _collector, _clock, _failed, _raw, _leases_of, _grants
@@ -667,7 +667,7 @@ cdef class AtOnce:
     cdef long long _now_ns(self) except -1:
         return wall_ns() if self._is_system else self._clock.wall_ns()
 
-    def answer(self, bytearray buffer, Py_ssize_t end, dict in_work, tally, list out, side=None):
+    def answer(self, bytearray buffer, Py_ssize_t end, dict in_work, reply_stats, list out, side=None):
         """Answer as many request frames at the beginning of `buffer` as the fast path can.
 
         `end` is the number of bytes received. One reply frame per request is appended to `out`; the return
@@ -719,7 +719,7 @@ cdef class AtOnce:
                     reply = self._entry(&request, number, method == LOOKUP)
             except Exception as error:
                 if not isinstance(error, NvpoolError):
-                    _log.error("method %d could not be answered at once", method, exc_info=error)
+                    _log.error("method %d could not be answered on the fast path", method, exc_info=error)
                 # the slow path reports the error; if the change was made, it returns the kept answer
                 reply = None
             if reply is None:
@@ -727,15 +727,15 @@ cdef class AtOnce:
             at += HEADER_BYTES + message_bytes
             out.append(reply)
             total += PyBytes_GET_SIZE(reply)
-            tally.begun += 1
+            reply_stats.begun += 1
             took_s = self._now_s() - since_s
             status = get16(<const uint8_t *>PyBytes_AS_STRING(reply) + 4)
-            tallied = tally.by_method.get(method)
-            if tallied is None or status:
-                tally.answered(method, took_s, status, 0, 0)
+            method_stats = reply_stats.by_method.get(method)
+            if method_stats is None or status:
+                reply_stats.answered(method, took_s, status, 0, 0)
                 continue
-            tally.ended += 1
-            times = tallied.times
+            reply_stats.ended += 1
+            times = method_stats.times
             counts = times.counts
             counts[slot_of(took_s)] += 1
             times.sum_s += took_s
@@ -805,14 +805,14 @@ cdef class AtOnce:
             return False
         return not self._watches.is_free(session.number, numbers)
 
-    cdef uint32_t _lend(self, session, Inode *i) except? 0xFFFFFFFF:
-        """As View.lend, for an inode that is in no sealed volume and not divided."""
+    cdef uint32_t _issue_lease(self, session, Inode *i) except? 0xFFFFFFFF:
+        """As View.issue_lease, for an inode that is in no sealed volume and not divided."""
         if not i.links or self._cutting and i.number in self._cutting:
             return 0
         return self._view.lease_ms if self._promised(session.number, i.number) else 0
 
     cdef bint _promised(self, session, uint64_t number) except -1:
-        """As Watches.lend, for one inode."""
+        """As Watches.issue_leases, for one inode."""
         cdef PyObject *found = PyDict_GetItem(<dict?>self._watches._watches, session)
         if found is NULL:
             return False
@@ -822,7 +822,7 @@ cdef class AtOnce:
             return False
         if (self._watches._withheld or self._watches._recalls or now_s >= <double>table._turn_s
                 or self._watches._cool and number in self._watches._cool):
-            return bool(self._watches.lend(session, (number,)))
+            return bool(self._watches.issue_leases(session, (number,)))
         if table._new is not self._leases_of:
             self._leases_of = self._leases = table._new
             if self._leases.shape[0] != 1 << LEASE_SLOT_BITS:
@@ -937,7 +937,7 @@ cdef class AtOnce:
         if r.opens:
             slot.opened = born.number
             self._open(session, born.number)
-        lease_ms = self._lend(session, &born)
+        lease_ms = self._issue_lease(session, &born)
         at[0], at[1] = 1 << 3 | 2, 0  # not in the kept answer: a CreateReply with the lease and the directory
         if lease_ms:
             at[1] = <uint8_t>(put_number(at + 2, 3 << 3, lease_ms) - at - 2)
@@ -1081,7 +1081,7 @@ cdef class AtOnce:
             if now_ns < 0:
                 return None
             at = self._put_grant(at, &i, r.rights, r.session, now_ns)
-        lease_ms = self._lend(session, &i)
+        lease_ms = self._issue_lease(session, &i)
         self._counters["requests"] += 1
         return self._reply(number, put_number(at, 3 << 3, lease_ms))
 

@@ -31,7 +31,7 @@ from nvpool.rpc.api import Call
 from nvpool.rpc.messages.fsck_sums import pack_bits
 from nvpool.rpc.v1 import meta_pb2 as pb
 
-PARTS_AT_ONCE, PARTS_COUNTED_MAX = 100, 1000
+PARTS_PER_BATCH, PARTS_COUNTED_MAX = 100, 1000
 _log = logging.getLogger(__name__)
 
 
@@ -88,7 +88,7 @@ class AdminHandlers:
             await asyncio.sleep(self._options.tick_s)
             if self._state != "serving" or not self._view.owners or self._shard in self._view.owners:
                 continue
-            for key, _ in self._kv.scan(*records.part_range(), PARTS_AT_ONCE):
+            for key, _ in self._kv.scan(*records.part_range(), PARTS_PER_BATCH):
                 try:
                     await self._mend(partial(undivided, number=records.part_of_key(key)[0]))
                 except NvpoolError as error:
@@ -131,7 +131,7 @@ class AdminHandlers:
         With a `session`, the leases of all other sessions on the changed inodes are recalled first, as for a
         change of that session.
         """
-        coordinator = self._spanning.coordinator
+        coordinator = self._cross_shard.coordinator
         span = coordinator.begin(0)
         try:
             while True:
@@ -314,7 +314,7 @@ class AdminHandlers:
             waited=self._waits.waited,
             **self._locks.counters(),
             **self._watches.counters(),
-            **self._spanning.counters(),
+            **self._cross_shard.counters(),
             **self._moving.counters(),
             walks=self._runs.under_way(),
             parts=len(self._kv.scan(*records.part_range(), PARTS_COUNTED_MAX)),

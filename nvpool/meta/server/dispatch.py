@@ -38,7 +38,7 @@ CHANGES: dict[int, tuple[Any, Decision]] = {
     wire.META_SETXATTR: (pb.SetXattrRequest, setxattr),
     wire.META_REMOVEXATTR: (pb.RemoveXattrRequest, removexattr),
 }
-SPANNING: dict[int, Callable[[Any], int]] = {
+CROSS_SHARD_CHANGES: dict[int, Callable[[Any], int]] = {
     **dict.fromkeys(
         (wire.META_CREATE, wire.META_UNLINK, wire.META_RMDIR, wire.META_RENAME), attrgetter("parent")
     ),

@@ -21,7 +21,7 @@ slot record before it is answered, and an error of the engine is answered in the
 
 There is no Python implementation of the fast path: without a compiler every request takes the slow path, as
 do the tests that call `handle`. Created by `service`; the listener of a stream transport calls it through the
-handler's `at_once` (rpc/api).
+handler's `fast_path` (rpc/api).
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _fast_path = load_compiled("nvpool.meta.server._fast_path")
 IS_COMPILED = _fast_path is not None
 
 
-def answers_at_once(service: MetaService) -> Any | None:
+def open_fast_path(service: MetaService) -> Any | None:
     """Fast path of the service, bound to the state that the service has now; None: not compiled."""
     if _fast_path is None:
         return None
-    return _fast_path.AtOnce(service, _failed)
+    return _fast_path.FastPath(service, _failed)
 
 
 def _failed(

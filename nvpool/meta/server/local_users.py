@@ -90,7 +90,7 @@ class LocalUsers:
         self, view: View, credentials: Credentials, request: pb.VolumeRequest | pb.VolumeRoomRequest
     ) -> None:
         """AccessDenied: the user can not reach the volume, or the request would change it."""
-        if isinstance(request, pb.VolumeRequest) and request.wish not in (
+        if isinstance(request, pb.VolumeRequest) and request.action not in (
             pb.VolumeRequest.SHOW,
             pb.VolumeRequest.KEY,
         ):
@@ -152,7 +152,7 @@ class LocalUsers:
     ) -> Iterator[pb.LookupManyReply | None]:
         """As `operations.lookup.lookup_many`, but with the user's checks for each name."""
         if sum(len(directory.names) for directory in request.directories) > LIST_LIMIT_MAX:
-            raise InvalidRequest(f"{LIST_LIMIT_MAX} names at most can be looked up at once")
+            raise InvalidRequest(f"{LIST_LIMIT_MAX} names at most can be looked up in one request")
         reply = pb.LookupManyReply()
         decide = self.decision(wire.META_LOOKUP, credentials, lookup)
         count = 0

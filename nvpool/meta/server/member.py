@@ -43,7 +43,7 @@ from nvpool.kv.replication.primary import Shipping, ShippingOptions
 from nvpool.kv.replication.standby import StandbyKv
 from nvpool.meta.server.commit_gate import Gate
 from nvpool.meta.server.fast_path import IS_COMPILED
-from nvpool.meta.server.replication_rpc import PrimaryDoor, StandbyDoor, WireStandby
+from nvpool.meta.server.replication_rpc import PrimaryService, StandbyService, WireStandby
 from nvpool.meta.server.service import MetaService
 from nvpool.meta.service_auth import ServiceRight
 from nvpool.metrics import registry as metrics
@@ -93,19 +93,19 @@ class MemberOptions:
     callers: Callers = field(default_factory=Callers)
 
 
-class _AtOnce:
+class _MemberFastPath:
     """Fast path of a primary whose answers need no commit gate: see meta/server/fast_path."""
 
     def __init__(self, member: ShardMember) -> None:
         self._member = member
 
     def answer(
-        self, buffer: bytearray, end: int, in_work: dict, tally: ReplyStats, out: list, side: Any = None
+        self, buffer: bytearray, end: int, in_work: dict, reply_stats: ReplyStats, out: list, side: Any = None
     ) -> int:
         service = self._member._service
         if service is None or self._member.handle != service.handle:
             return 0
-        return service.at_once.answer(buffer, end, in_work, tally, out, side)
+        return service.fast_path.answer(buffer, end, in_work, reply_stats, out, side)
 
 
 class ShardMember:
@@ -135,7 +135,7 @@ class ShardMember:
         self._shipping: Shipping | None = None
         self._gate: Gate | None = None
         self._standby: StandbyKv | None = None
-        self._door: StandbyDoor | None = None
+        self._standby_service: StandbyService | None = None
         self._tasks: set[asyncio.Task] = set()
         self._promoting = False
         self._closed = self._left = False
@@ -146,7 +146,7 @@ class ShardMember:
         self._removed = ""
         """Reason why the next process will not find the records of this one."""
         self.handle: Callable[[Call], None] = self._not_yet
-        self.at_once = _AtOnce(self) if IS_COMPILED else None
+        self.fast_path = _MemberFastPath(self) if IS_COMPILED else None
 
     @property
     def _shard(self) -> Shard:
@@ -175,7 +175,9 @@ class ShardMember:
             await self._ask_to_begin()
         if self._is_primary:
             if not path.is_dir():
-                raise NotFound(f"{path} is missing: is its file system mounted? It is never made anew here")
+                raise NotFound(
+                    f"{path} is missing: is its file system mounted? It is never created again here"
+                )
             if not (path / "FORMAT").exists():
                 raise CorruptRecord(
                     f"{path} holds no whole records; restore it, or another member of the shard"
@@ -276,8 +278,8 @@ class ShardMember:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._door is not None:
-            await self._door.close()
+        if self._standby_service is not None:
+            await self._standby_service.close()
         if self._standby is not None:
             await self._standby.close()
         if self._service is not None:
@@ -365,7 +367,7 @@ class ShardMember:
         if options.mark is not None:
             remove_mark(options.mark)  # left from a time as the primary
         self._standby = StandbyKv(options.path, options.engine, term=self._shard.term, on_fence=self._fail)
-        self._door = StandbyDoor(
+        self._standby_service = StandbyService(
             self._standby,
             shard=options.shard,
             member=options.member,
@@ -380,7 +382,7 @@ class ShardMember:
         if call.method == wire.META_STATUS:
             self._report_status(call)
         else:
-            self._door.handle(call)
+            self._standby_service.handle(call)
 
     async def _promote(self) -> None:
         """Turn this standby into the primary that the map names."""
@@ -393,8 +395,8 @@ class ShardMember:
         )
         self.handle = self._not_yet
         kv = await self._standby.promote(term)
-        await self._door.close()
-        self._standby = self._door = None
+        await self._standby_service.close()
+        self._standby = self._standby_service = None
         await self._serve(kv)
         self._promoting = False
         log.warning(
@@ -460,7 +462,7 @@ class ShardMember:
             self._report_primary_status(call)
         elif call.method in (wire.META_SHIP, wire.META_FOLLOW):
             self._options.callers.check(call)
-            PrimaryDoor(
+            PrimaryService(
                 shard=self._options.shard,
                 member=self._options.member,
                 term=self._term,

@@ -1,7 +1,7 @@
 """Replication over the wire: the primary's client of a standby, and the standby's service.
 
 `WireStandby` implements the Standby interface of kv/replication/primary: groups are sent in the order of the
-calls, on one connection. `StandbyDoor` passes arriving groups to a kv/replication/standby in the order of
+calls, on one connection. `StandbyService` passes arriving groups to a kv/replication/standby in the order of
 arrival. Every message carries the service's grant (authority). Used by `meta/server/member`.
 """
 
@@ -137,7 +137,7 @@ class WireStandby:
             done(None, error)
 
 
-class StandbyDoor:
+class StandbyService:
     """Request handler of a member that is not the primary.
 
     It serves META_SHIP and META_FOLLOW. Every other request fails with StaleEpoch: another member is the
@@ -230,7 +230,7 @@ class StandbyDoor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-class PrimaryDoor:
+class PrimaryService:
     """Handler of META_SHIP and META_FOLLOW at a member that considers itself the primary.
 
     If two members consider themselves the primary, the one of the later term is. `on_later` is called if that

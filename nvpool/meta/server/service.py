@@ -43,8 +43,8 @@ from nvpool.meta.migration.service import MigrationService
 from nvpool.meta.migration.shard_context import Inside
 from nvpool.meta.options import MetaOptions
 from nvpool.meta.server.admin_handlers import AdminHandlers
-from nvpool.meta.server.dispatch import CHANGES, QUERIES, SPANNING
-from nvpool.meta.server.fast_path import answers_at_once
+from nvpool.meta.server.dispatch import CHANGES, CROSS_SHARD_CHANGES, QUERIES
+from nvpool.meta.server.fast_path import open_fast_path
 from nvpool.meta.server.local_users import LocalUsers, check_shards
 from nvpool.meta.sessions.handlers import SessionAnswers
 from nvpool.meta.sessions.lease_table import Watches
@@ -62,7 +62,7 @@ from nvpool.meta.state.shard_identity import take_identity
 from nvpool.meta.state.striped_dirs import StripeView
 from nvpool.meta.state.transaction import CutInProgress, Decision, Draft, View, fill_attr
 from nvpool.meta.store_client import Targets
-from nvpool.meta.transactions.service import Spanning
+from nvpool.meta.transactions.service import CrossShardTransactions
 from nvpool.meta.volumes.handlers import VolumeAnswers
 from nvpool.meta.volumes.removal import Removal
 from nvpool.meta.volumes.revocation import Revocations, TakeRight
@@ -188,10 +188,10 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
             self._options.lease_s,
         )
         self._watches.map_epoch = lambda: self._map.epoch if self._map is not None else 0
-        self._view.promise, self._view.lease_ms = self._watches.lend, self._watches.lease_ms
+        self._view.promise, self._view.lease_ms = self._watches.issue_leases, self._watches.lease_ms
         self._ranges = PartitionOwnership(self._kv, self._view)
         self._locks.serves = self._ranges.serves
-        self._spanning = Spanning(
+        self._cross_shard = CrossShardTransactions(
             self._shard,
             self._incarnation,
             self._kv,
@@ -206,10 +206,10 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
             self._recall,
             self._collector.add,
         )
-        self._ranges.changed = self._spanning.holds.look_through
-        self._moment = Moment(self._spanning.coordinator.wait_settled)
+        self._ranges.changed = self._cross_shard.holds.look_through
+        self._moment = Moment(self._cross_shard.coordinator.wait_settled)
         if self._map is not None:
-            self._spanning.use_map(self._map)
+            self._cross_shard.use_map(self._map)
         self._moving = MigrationService(
             Inside(
                 self._shard,
@@ -226,7 +226,7 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
                 self.update_map,
                 self.take_volumes,
                 self.forget_volumes,
-                self._spanning.holds.quiet,
+                self._cross_shard.holds.quiet,
             ),
             self._targets.dialer,
             self._clock,
@@ -235,7 +235,7 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
             self._waits,
             self._term,
         )
-        self.at_once = answers_at_once(self)
+        self.fast_path = open_fast_path(self)
         return identity
 
     async def _take_up(self) -> None:
@@ -262,8 +262,8 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
         self._collector.load(remains)
         self._cuts.resume(remains)
         self._locks.load(remains, self._sessions.by_number)
-        self._spanning.load()
-        await self._moving.taker.run_once()
+        self._cross_shard.load()
+        await self._moving.destination.run_once()
         for work in self._moving.run():
             self._own(work)
         self._state = "serving"
@@ -275,10 +275,10 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
         self._map = pool_map
         self._targets.use_map(pool_map)
         if pool_map.members:
-            self._sessions.end_strangers(pool_map.members)
+            self._sessions.expire_removed_members(pool_map.members)
         if self._incarnation:
             self._view.use_map(pool_map)
-            self._spanning.use_map(pool_map)
+            self._cross_shard.use_map(pool_map)
             self._moving.use_map(pool_map)
 
     async def close(self, drain_s: float = 0.0) -> None:
@@ -337,7 +337,7 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
         while True:
             await asyncio.sleep(self._options.tick_s)
             if self._state == "serving":
-                await self._spanning.run_once()
+                await self._cross_shard.run_once()
 
     async def _run_collector(self) -> None:
         while True:
@@ -427,11 +427,12 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
             wire.META_TRASH: self._trash,
             wire.META_DUMP: self._dump,
             wire.META_LOAD: self._load,
-            **dict.fromkeys(Spanning.METHODS, lambda call: self._spanning.handle(call)),
+            **dict.fromkeys(CrossShardTransactions.METHODS, lambda call: self._cross_shard.handle(call)),
             **dict.fromkeys(MigrationService.METHODS, lambda call: self._moving.handle(call)),
         }
         routes.update(
-            (method, self._change_route(*route, SPANNING.get(method))) for method, route in CHANGES.items()
+            (method, self._change_route(*route, CROSS_SHARD_CHANGES.get(method)))
+            for method, route in CHANGES.items()
         )
         routes.update((method, self._query_route(*route)) for method, route in QUERIES.items())
         return routes
@@ -536,13 +537,13 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
 
         Each slot has at most one: a replay waits for the first to end.
         """
-        under_way = self._spanning.under_way.get((session.number, index))
+        under_way = self._cross_shard.under_way.get((session.number, index))
         if under_way is not None:
             self._later(call, lambda: asyncio.wait([under_way]))
             return
 
         async def carry_out() -> None:
-            coordinator, access = self._spanning.coordinator, self._view.access
+            coordinator, access = self._cross_shard.coordinator, self._view.access
             span = coordinator.begin(session.identity)
 
             def decide_for(*known: Any) -> Draft:
@@ -582,7 +583,7 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
                 access.asker = None
                 coordinator.end(span)
 
-        self._spanning.begin(call, (session.number, index), carry_out)
+        self._cross_shard.begin(call, (session.number, index), carry_out)
 
     def _recall(self, identity: int, inodes: list[int]) -> Callable[[], Awaitable] | None:
         """`Watches.recall` for a change that another shard decides on behalf of this client."""
@@ -647,10 +648,10 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
             beside = type(draft.reply)()
             if draft.parent is not None and not isinstance(draft.parent, StripeView):
                 fill_attr(beside.parent, draft.parent)
-            lent = draft.opened or draft.linked or (draft.born and draft.reply.entry.attr.inode)
-            if lent:
+            leased = draft.opened or draft.linked or (draft.born and draft.reply.entry.attr.inode)
+            if leased:
                 entry = beside.entry if isinstance(beside, pb.CreateReply) else beside
-                entry.lease_ms = self._view.lend(session.number, draft.inodes[lent])
+                entry.lease_ms = self._view.issue_lease(session.number, draft.inodes[leased])
             # concatenated protobuf messages decode as one merged message
             answer += beside.SerializeToString()
         if draft.intent is not None:

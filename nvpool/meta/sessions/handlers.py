@@ -193,7 +193,7 @@ class SessionAnswers:
     def _owners(self, call: Call) -> None:
         request = pb.SessionsRequest.FromString(call.message)
         if len(request.sessions) > 8 * OWNERS_MAX:
-            raise InvalidRequest(f"at most {OWNERS_MAX} sessions are looked for at once")
+            raise InvalidRequest(f"at most {OWNERS_MAX} sessions are looked for in one request")
         found = [self._sessions.by_number.get(number) for number in inodes_of(request.sessions)]
         call.reply(
             pb.SessionsReply(

@@ -174,7 +174,7 @@ class Watches:
         if watch is None:
             watch = self._begin(session)
         else:
-            self._begin_anew(watch)
+            self._restart(watch)
         watch.until_s = self._clock.boottime_s() + self._watch_s
         return watch.number, self._watch_ms
 
@@ -219,7 +219,7 @@ class Watches:
 
     # -- giving leases ---------------------------------------------------------------------------------------
 
-    def lend(self, session: int, numbers: Iterable[int]) -> Collection[int]:
+    def issue_leases(self, session: int, numbers: Iterable[int]) -> Collection[int]:
         """Give leases to a session. Return the inodes on which it may rely for `lease_ms` from now.
 
         All `numbers` must be inodes that have names.
@@ -230,15 +230,17 @@ class Watches:
         now_s = self._clock.boottime_s()
         if watch.until_s <= now_s:
             return ()
-        lent = set(numbers)
+        leased = set(numbers)
         if self._withheld:
-            lent = {number for number in lent if partition_of(number) not in self._withheld}
+            leased = {number for number in leased if partition_of(number) not in self._withheld}
         if self._recalls:
-            lent -= self._recalls.keys()
+            leased -= self._recalls.keys()
         if self._cool:
-            lent -= {number for number in self._cool.keys() & lent if self._is_cool(number, session, now_s)}
-        self._table.add(lent, watch.index, now_s)
-        return lent
+            leased -= {
+                number for number in self._cool.keys() & leased if self._is_cool(number, session, now_s)
+            }
+        self._table.add(leased, watch.index, now_s)
+        return leased
 
     def _is_cool(self, number: int, session: int, now_s: float) -> bool:
         until_s, only, _ = self._cool[number]
@@ -345,7 +347,7 @@ class Watches:
         now_s = self._clock.boottime_s()
         left = {watch: watch.until_s for watch in self._watches.values() if watch.until_s > now_s}
         for watch in left:
-            self._begin_anew(watch)
+            self._restart(watch)
             self._answer_soon(watch)
         if self._unheard and now_s < self._unheard_until_s:
             await self._until_heard_all()
@@ -378,17 +380,17 @@ class Watches:
         Clients are notified; nothing waits for them.
         """
         for watch in self._watches.values():
-            self._begin_anew(watch)
+            self._restart(watch)
             self._answer_soon(watch)
 
-    def _begin_anew(self, watch: _Watch) -> None:
+    def _restart(self, watch: _Watch) -> None:
         watch.number, watch.begins = self._number(), True
         watch.pending.clear()
         watch.sent.clear()
 
     def _notify(self, watch: _Watch, number: int) -> None:
         if len(watch.pending) >= PENDING_MAX:
-            self._begin_anew(watch)
+            self._restart(watch)
         if not watch.begins or watch.call is None:
             watch.pending[number] = None
         self._answer_soon(watch)
@@ -463,7 +465,7 @@ class Watches:
 
     def _leave(self, watch: _Watch) -> None:
         """End all leases of a session at its own request. No change waits for it until it watches again."""
-        self._begin_anew(watch)
+        self._restart(watch)
         watch.until_s = 0.0
         self._has_come(watch.session)
         self._heeded.set()

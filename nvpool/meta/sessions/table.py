@@ -26,7 +26,7 @@ from nvpool.meta.state import records, session_records
 from nvpool.meta.state.lock_table import LockTable
 from nvpool.meta.state.session_records import SessionRecord
 from nvpool.rpc.limits import raise_it
-from nvpool.rpc.stats import TALLY
+from nvpool.rpc.stats import RPC_STATS
 from nvpool.rpc.v1 import meta_pb2
 from nvpool.rpc.v1 import wire_pb2 as wire
 
@@ -188,7 +188,7 @@ class Sessions:
                 self.add(Session(number, record, now_s + self.lease_s))
             first = pairs[-1][0] + b"\0"
 
-    def end_strangers(self, members: Container[str]) -> None:
+    def expire_removed_members(self, members: Container[str]) -> None:
         """Expire the sessions of clients and bridges that are no longer members of the pool.
 
         The next check of leases ends them.
@@ -263,13 +263,13 @@ class Sessions:
         """
         most, mine = self._options.sessions, self._of_peers.get(peer, 0)
         if peer and mine >= self._options.sessions_per_peer:
-            TALLY.limit_met("sessions_per_peer")
+            RPC_STATS.limit_met("sessions_per_peer")
             raise TooManyOpen(
                 f"the shard has {mine} sessions of {peer} already; end some mounts or programs, "
                 f"{raise_it('sessions_per_peer')}"
             )
         if len(self.by_number) >= (most - most // RESERVED_SHARE if peer else most):
-            TALLY.limit_met("sessions")
+            RPC_STATS.limit_met("sessions")
             raise TooManyOpen(
                 f"the shard has {len(self.by_number)} sessions already; end some clients, {raise_it('sessions')}"
             )
@@ -320,7 +320,7 @@ class Sessions:
             ):
                 self._by_identity[session.identity] = session.number
 
-    def strangers(self) -> list[tuple[Session, Session]]:
+    def migrated_duplicates(self) -> list[tuple[Session, Session]]:
         """Pairs of a migrated session and the session that the same client has opened at this shard."""
         return [
             (session, self.by_number[heir])
@@ -503,7 +503,7 @@ class Sessions:
 
     def check_room(self, session: Session) -> None:
         if not session.opens_max:
-            TALLY.limit_met("open_files_per_peer")
+            RPC_STATS.limit_met("open_files_per_peer")
             raise TooManyOpen(
                 f"{session.peer} has {self._options.open_files_per_peer} files open in all its sessions; close "
                 f"some, {raise_it('open_files_per_peer')}"

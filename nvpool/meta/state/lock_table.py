@@ -38,7 +38,7 @@ from nvpool.core.posix.byte_ranges import (
 )
 from nvpool.meta.state import records
 from nvpool.rpc.limits import raise_it
-from nvpool.rpc.stats import TALLY
+from nvpool.rpc.stats import RPC_STATS
 
 LOCKS_PER_SESSION_MAX = 65_536
 WAITERS_PER_SESSION_MAX = 4096
@@ -190,7 +190,7 @@ class LockTable:
         if mode and len(new) > len(old) and self.counts.get(owner.session, 0) >= LOCKS_PER_SESSION_MAX:
             raise TooManyLocks(f"a client holds {LOCKS_PER_SESSION_MAX} locks at most")
         if mode and len(new) > len(old) and owner.session in self.full:
-            TALLY.limit_met("locks_per_peer")
+            RPC_STATS.limit_met("locks_per_peer")
             raise TooManyLocks(
                 f"{self.client_of(owner.session)} and others of its host or user hold too many locks; give some "
                 f"back, {raise_it('locks_per_peer')}"

@@ -1,15 +1,15 @@
 """Stored records about partitions that migrate (golden values in tests/golden/moving_records.json).
 
-    0x8010 coming    giver u32 BE                   version u8 · term u64 · attempt u64 · number u64 ·
+    0x8010 coming    source u32 BE                  version u8 · term u64 · attempt u64 · number u64 ·
                                                     inodes u64 · whole u8 · partitions u16 each: their
                                                     records here are not ours yet
-    0x8011 arrived   giver u32 BE · session u64 BE  a session that came with them, as a session's value
+    0x8011 arrived   source u32 BE · session u64 BE a session that came with them, as a session's value
     0x8012 gone      partition u16 BE               version u8: the records here belong to another shard, and
                                                     are being removed
     0x8013 seen      -                              version u8 · epoch u64 of the newest map by which
                                                     partitions came or went
 
-They are among the shard's own records. Values are little-endian; "giver" is the source shard. Used by
+They are among the shard's own records. Values are little-endian; "source" is the number of the source shard. Used by
 `meta/migration` only.
 """
 
@@ -24,7 +24,7 @@ from nvpool.meta.state.records import SHARD
 COMING, ARRIVED, GONE, SEEN = range(SHARD + 0x10, SHARD + 0x14)
 _VERSION = 1
 _PREFIX = struct.Struct(">H")
-_GIVER_KEY = struct.Struct(">HI")
+_SOURCE_KEY = struct.Struct(">HI")
 _ARRIVED_KEY = struct.Struct(">HIQ")
 _GONE_KEY = struct.Struct(">HH")
 _COMING = struct.Struct("<BQQQQ?")
@@ -50,14 +50,14 @@ class IncomingMigration(NamedTuple):
     partitions: tuple[int, ...]
 
 
-def coming_key(giver: int) -> bytes:
-    return _GIVER_KEY.pack(COMING, giver)
+def coming_key(source: int) -> bytes:
+    return _SOURCE_KEY.pack(COMING, source)
 
 
-def giver_of_key(key: bytes) -> int:
-    if len(key) != _GIVER_KEY.size:
+def source_of_key(key: bytes) -> int:
+    if len(key) != _SOURCE_KEY.size:
         raise CorruptRecord(f"the key of a hand-over has {len(key)} bytes")
-    return _GIVER_KEY.unpack(key)[1]
+    return _SOURCE_KEY.unpack(key)[1]
 
 
 def encode_coming(coming: IncomingMigration) -> bytes:
@@ -76,12 +76,12 @@ def decode_coming(raw: bytes) -> IncomingMigration:
     )
 
 
-def arrived_key(giver: int, session: int) -> bytes:
-    return _ARRIVED_KEY.pack(ARRIVED, giver, session)
+def arrived_key(source: int, session: int) -> bytes:
+    return _ARRIVED_KEY.pack(ARRIVED, source, session)
 
 
-def arrived_range(giver: int) -> tuple[bytes, bytes]:
-    return _GIVER_KEY.pack(ARRIVED, giver), _GIVER_KEY.pack(ARRIVED, giver + 1)
+def arrived_range(source: int) -> tuple[bytes, bytes]:
+    return _SOURCE_KEY.pack(ARRIVED, source), _SOURCE_KEY.pack(ARRIVED, source + 1)
 
 
 def arrived_session_of_key(key: bytes) -> int:

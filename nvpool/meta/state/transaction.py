@@ -93,7 +93,7 @@ class View:
         self.map_epoch = 0
         self.lease_ms = 0
         self.promise: Callable[[int, Iterable[int]], Collection[int]] = lambda session, numbers: ()
-        """Gives leases: `Watches.lend`."""
+        """Gives leases: `Watches.issue_leases`."""
         self.rooms: QuotaLedger | None = None
         self.appends: AppendOrder | None = None
         self.access = VolumeAccess()
@@ -102,7 +102,7 @@ class View:
         self.is_open: Callable[[int], bool] = lambda inode: False
         """Whether a session is known to have the inode open."""
 
-    def lend(self, session: int, inode: Inode) -> int:
+    def issue_lease(self, session: int, inode: Inode) -> int:
         """Give the session a lease on the inode; return its milliseconds, 0 for none.
 
         There is no lease while the targets truncate the inode.
@@ -117,8 +117,8 @@ class View:
             return SEALED_LEASE_MS
         return self.lease_ms
 
-    def lend_all(self, session: int, inodes: list[tuple]) -> Collection[int]:
-        """As `lend`, for many inodes given by their `inode_fields`.
+    def issue_leases(self, session: int, inodes: list[tuple]) -> Collection[int]:
+        """As `issue_lease`, for many inodes given by their `inode_fields`.
 
         Return the inodes with a lease of `lease_ms`.
         """

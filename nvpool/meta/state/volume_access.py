@@ -28,23 +28,23 @@ from nvpool.rpc.v1 import meta_pb2 as pb
 _FOR_READERS = (pb.VolumeRequest.ATTACH, pb.VolumeRequest.DETACH, pb.VolumeRequest.KEY)
 
 
-def check_wish(asker: str, record: VolumeRecord, request: pb.VolumeRequest) -> None:
+def check_action(asker: str, record: VolumeRecord, request: pb.VolumeRequest) -> None:
     """AccessDenied: the asker may not send this admin command.
 
     Rights are granted and revoked on nodes of the pool. In a listed volume only clients that may write there
     change anything else, and clients that may read report that they use the volume.
     """
-    wish = request.wish
+    action = request.action
     if not asker:
         return
-    if wish == pb.VolumeRequest.REWRAP:
-        raise AccessDenied(f"{asker} is a client: keys of volumes are wrapped anew on a node of the pool")
-    if wish in (pb.VolumeRequest.GRANT, pb.VolumeRequest.REVOKE) or request.HasField("listed"):
+    if action == pb.VolumeRequest.REWRAP:
+        raise AccessDenied(f"{asker} is a client: keys of volumes are rewrapped on a node of the pool")
+    if action in (pb.VolumeRequest.GRANT, pb.VolumeRequest.REVOKE) or request.HasField("listed"):
         raise AccessDenied(
             f"{asker} is a client: rights to volumes are given and taken on a node of the pool"
         )
     right = dict(record.grants).get(asker) if record.flags & LISTED else True
-    if right is None or (not right and wish not in _FOR_READERS):
+    if right is None or (not right and action not in _FOR_READERS):
         raise AccessDenied(
             f"{asker} has no right to do that with volume {record.name}; an operator gives one"
         )

@@ -113,7 +113,7 @@ class Participant:
         """
         span, keys = id_of(request.id), list(request.keys)
         if len(keys) + len(request.births) > KEYS_MAX:
-            raise InvalidRequest(f"{KEYS_MAX} records at most are held at once")
+            raise InvalidRequest(f"{KEYS_MAX} records at most are held at the same time")
         if any(partition >= PARTITION_COUNT for partition in request.births):
             raise InvalidRequest(f"there are {PARTITION_COUNT} partitions in which an inode can be born")
         if any(

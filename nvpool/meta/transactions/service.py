@@ -28,7 +28,7 @@ from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
 
 
-class Spanning:
+class CrossShardTransactions:
     """Cross-shard transactions of one shard, as coordinator and as participant."""
 
     METHODS = (wire.META_HOLD, wire.META_SETTLE, wire.META_OUTCOME)

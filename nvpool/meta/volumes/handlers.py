@@ -27,7 +27,7 @@ from nvpool.core.names import check_holder
 from nvpool.core.units import MIB, PARTITION_COUNT
 from nvpool.meta.operations import trash, volume_policy
 from nvpool.meta.state.record_locks import LockedRecord, when_free
-from nvpool.meta.state.volume_access import check_trash, check_wish
+from nvpool.meta.state.volume_access import check_action, check_trash
 from nvpool.meta.state.volume_records import (
     ATTACHMENTS_MAX,
     LISTED,
@@ -57,9 +57,9 @@ AHEAD_BYTES, AHEAD_SHARE = 64 * MIB, 16
 CLOSES_S, CLOSES_LOOK_S = 1.0, 0.05
 """A client reports closes some tenths of a second late. A volume counts as in use only if files are still
 open after CLOSES_S; they are checked every CLOSES_LOOK_S."""
-TRASH_LISTED, TRASH_LOOKED_AT, PURGED_AT_ONCE = 500, 1000, 10_000
+TRASH_LISTED, TRASH_LOOKED_AT, PURGED_PER_REQUEST = 500, 1000, 10_000
 _log = logging.getLogger(__name__)
-_Wish = pb.VolumeRequest
+_Request = pb.VolumeRequest
 
 
 class VolumeAnswers:
@@ -156,19 +156,19 @@ class VolumeAnswers:
 
     def _volume(self, call: Call) -> None:
         self._counters["requests"] += 1
-        request = _Wish.FromString(call.message)
+        request = _Request.FromString(call.message)
         self._sessions.of(request.session, self._owner(call))
         if (user := self._user(call)) is not None:
             self._users.check_volume(self._view, user, request)
         self._check_here(request.inode)
         record, use = volume_policy.read_volume(self._view, request.inode)
-        if request.wish == _Wish.SHOW:
+        if request.action == _Request.SHOW:
             self._reply_volume(call, request.inode)
             return
-        if request.wish == _Wish.KEY:
+        if request.action == _Request.KEY:
             self._reply_key(call, request, record)
             return
-        check_wish(self._owner(call), record, request)
+        check_action(self._owner(call), record, request)
         if self._kv.full:
             self._later(call, self._kv.room)
             return
@@ -176,16 +176,16 @@ class VolumeAnswers:
             self._later(call, self._moment.over)
             return
         if (
-            request.wish in (_Wish.SEAL, _Wish.REMOVE)
+            request.action in (_Request.SEAL, _Request.REMOVE)
             and self._clock.boottime_s() < call.since_s + CLOSES_S
             and (
                 self._opened_in(request.inode)
-                or (request.wish == _Wish.SEAL and self._view.rooms.promised(request.inode))
+                or (request.action == _Request.SEAL and self._view.rooms.promised(request.inode))
             )
         ):
             self._later(call, lambda: asyncio.sleep(CLOSES_LOOK_S))
             return
-        if request.wish == _Wish.REMOVE:
+        if request.action == _Request.REMOVE:
             self._waits.add(
                 call, lambda: self._remove_volume(request), lambda: self._reply_removed(call, request.inode)
             )
@@ -201,9 +201,9 @@ class VolumeAnswers:
             may_be_applied=True,
         )
 
-    def _reply_key(self, call: Call, request: _Wish, record: VolumeRecord) -> None:
+    def _reply_key(self, call: Call, request: _Request, record: VolumeRecord) -> None:
         """Reply with the volume's key if the caller may read in the volume. AccessDenied; KeyMissing."""
-        check_wish(self._owner(call), record, request)
+        check_action(self._owner(call), record, request)
         reply = pb.VolumeReply()
         if record.wrapped_key:
             reply.key, reply.wrapped_key = self._view.pool_keys.unwrap(record.wrapped_key), record.wrapped_key
@@ -222,32 +222,34 @@ class VolumeAnswers:
         )
         call.reply(reply.SerializeToString())
 
-    def _carry_out(self, request: _Wish, record: VolumeRecord, use: volume_policy.VolumeUse) -> None:
+    def _carry_out(self, request: _Request, record: VolumeRecord, use: volume_policy.VolumeUse) -> None:
         """Apply the command. Nothing waits in here."""
-        number, wish, access = request.inode, request.wish, self._view.access
-        if wish in (_Wish.ATTACH, _Wish.DETACH):
+        number, action, access = request.inode, request.action, self._view.access
+        if action in (_Request.ATTACH, _Request.DETACH):
             self._attach(request, record)
             return
-        if wish == _Wish.SET:
+        if action == _Request.SET:
             new = volume_policy.limited(record, use, self._view.rooms.promised(number), request)
-        elif wish == _Wish.SEAL:
+        elif action == _Request.SEAL:
             self._check_no_writers(record, number)
             new = record._replace(flags=record.flags | SEALED)
-        elif wish == _Wish.REWRAP:
+        elif action == _Request.REWRAP:
             new = (
                 record._replace(wrapped_key=self._view.pool_keys.rewrap(record.wrapped_key))
                 if record.wrapped_key
                 else record
             )
-        elif wish == _Wish.GRANT:
+        elif action == _Request.GRANT:
             new = volume_policy.granted(record, request.grant)
-        elif wish == _Wish.REVOKE:
+        elif action == _Request.REVOKE:
             new = volume_policy.revoked(record, request.grant.client)
             if record.flags & LISTED:
                 # again, in case a process died before finishing it
                 self._revocations.owe(number, {request.grant.client: ALL})
         else:
-            raise InvalidRequest(f"nothing is known that could be done with a volume under the number {wish}")
+            raise InvalidRequest(
+                f"nothing is known that could be done with a volume under the number {action}"
+            )
         if new == record:
             return
         self._kv.apply([(volume_key(VOLUME, number), encode_volume(new))], reclaims=True)
@@ -256,10 +258,10 @@ class VolumeAnswers:
         if (new.flags, new.grants) != (record.flags, record.grants):
             self._watches.end_all()  # a client that lost its right must not rely on cached state
 
-    def _attach(self, request: _Wish, record: VolumeRecord) -> None:
+    def _attach(self, request: _Request, record: VolumeRecord) -> None:
         key = volume_policy.attached_key(request.inode, check_holder(request.holder))
         there = self._view.get(key) is not None
-        if request.wish == _Wish.DETACH:
+        if request.action == _Request.DETACH:
             if there:
                 self._kv.apply([(key, None)], reclaims=True)
         elif not there:
@@ -332,7 +334,7 @@ class VolumeAnswers:
 
     # -- removal -------------------------------------------------------------------------------------------------------
 
-    async def _remove_volume(self, request: _Wish) -> None:
+    async def _remove_volume(self, request: _Request) -> None:
         """Remove the volume's name, durably; its contents are removed in the background.
 
         InUse: the volume is attached or has open files; the error names the holders.
@@ -381,10 +383,10 @@ class VolumeAnswers:
         number = request.inode
         self._check_here(number)
         record, _ = volume_policy.read_volume(self._view, number)
-        check_trash(self._owner(call), record, request.wish != pb.TrashRequest.LIST)
-        if request.wish == pb.TrashRequest.LIST:
+        check_trash(self._owner(call), record, request.action != pb.TrashRequest.LIST)
+        if request.action == pb.TrashRequest.LIST:
             call.reply(trash.listed(self._view, request, TRASH_LISTED).SerializeToString())
-        elif request.wish == pb.TrashRequest.RESTORE:
+        elif request.action == pb.TrashRequest.RESTORE:
             self._waits.add(call, lambda: self._restore(request, session), lambda: call.reply(b""))
         else:
             reply = pb.TrashReply()
@@ -415,7 +417,7 @@ class VolumeAnswers:
                 raise NotFound(f"inode {request.entry} is not in the trash of the volume")
             reply.purged = await self._purge(request.inode, [request.entry], session)
         else:
-            while reply.purged < PURGED_AT_ONCE:
+            while reply.purged < PURGED_PER_REQUEST:
                 pairs = self._view.scan(*trash.trash_range(request.inode), STEP)
                 if not pairs:
                     break

@@ -69,9 +69,9 @@ class CertificateStore:
             found[kind] = self._seen[kind][1]
         return found
 
-    def told(self) -> list[dict[str, Any]]:
+    def status(self) -> list[dict[str, Any]]:
         """This node's certificates, in the form of `nvpool status --json`."""
-        return [{"kind": kind} | _told(one) for kind, one in self.own().items()]
+        return [{"kind": kind} | _certificate_status(one) for kind, one in self.own().items()]
 
     # -- certificates that this node has signed --------------------------------------------------------------
 
@@ -95,12 +95,12 @@ class CertificateStore:
         except (OSError, msgspec.MsgspecError):
             return {}
 
-    def issued_told(self) -> list[dict[str, Any]]:
+    def issued_status(self) -> list[dict[str, Any]]:
         return [
             {"member": member, "serial": one.serial, "begins_s": one.begins_s, "ends_s": one.ends_s}
             for member, one in sorted(self.issued().items())
         ]
 
 
-def _told(one: Described) -> dict[str, Any]:
+def _certificate_status(one: Described) -> dict[str, Any]:
     return {"member": one.member, "serial": one.serial, "begins_s": one.begins_s, "ends_s": one.ends_s}

@@ -27,7 +27,7 @@ from nvpool.node.coordination.leadership import Leading
 from nvpool.node.coordination.map_backend import used_ports
 from nvpool.poolmap.chains.rebalance import check_room, standing, with_goals
 from nvpool.poolmap.chains.tables import with_table
-from nvpool.poolmap.chains.transitions import died, named, only_copies, retired, wished
+from nvpool.poolmap.chains.transitions import died, named, only_copies, retired, with_desired_state
 from nvpool.poolmap.model import Drive, PoolMap, Target
 from nvpool.poolmap.shards.placement import beside, check_places, only_beside
 from nvpool.provision.create import endpoints_for, free_ports
@@ -94,10 +94,10 @@ class Drives:
             if (
                 target.node == self._node
                 and target.state != "gone"
-                and target.wish in ("share", "drain")
+                and target.desired_state in ("share", "drain")
                 and place in map(os.path.realpath, _places(paths[target.drive]))
             ):
-                if target.wish == "drain":
+                if target.desired_state == "drain":
                     _check_stays(pool_map, self._node)
                     raise AlreadyExists(
                         f"drive {target.drive} is in the pool already, and was drained; it gets its share "
@@ -199,21 +199,21 @@ class Drives:
 
         def decide(newest: PoolMap) -> PoolMap:
             target = find(newest, arguments, self._node)
-            if target.wish == "lost":
+            if target.desired_state == "lost":
                 raise InvalidRequest(f"drive {target.drive} is lost; it is being taken out of the pool")
             if cancel:
-                if target.wish == "share":
+                if target.desired_state == "share":
                     return newest
                 _check_stays(newest, target.node)
-                return with_goals(wished(newest, target.id, "share"))
-            if target.wish in ("drain", "remove"):
+                return with_goals(with_desired_state(newest, target.id, "share"))
+            if target.desired_state in ("drain", "remove"):
                 return newest
-            wanted = wished(newest, target.id, "drain")
+            wanted = with_desired_state(newest, target.id, "drain")
             check_room(wanted, used)
             check_places(wanted)
             return with_goals(wanted)
 
-        return self._told(await self._leading.change(decide), arguments)
+        return self._drive_status(await self._leading.change(decide), arguments)
 
     async def _remove(self, arguments: dict) -> dict:
         if bool(arguments.get("lost", False)):
@@ -234,9 +234,9 @@ class Drives:
                     f"metadata (shard {', '.join(map(str, there))}) lies on drive {target.drive}; it goes when "
                     f"the drive is drained and another has it: nvpool drive drain POOL {target.drive} --wait"
                 )
-            return retired(wished(newest, target.id, "remove"))
+            return retired(with_desired_state(newest, target.id, "remove"))
 
-        return self._told(await self._leading.change(decide), arguments)
+        return self._drive_status(await self._leading.change(decide), arguments)
 
     async def _lose(self, arguments: dict) -> dict:
         """Remove a lost drive. Its target ends first, so that it serves nobody while others replace it."""
@@ -246,7 +246,7 @@ class Drives:
             target = find(newest, arguments, self._node, gone=True)
             return (
                 newest
-                if target.state == "gone" or target.wish == "lost"
+                if target.state == "gone" or target.desired_state == "lost"
                 else self._without(newest, target, used, give_up)
             )
 
@@ -255,7 +255,7 @@ class Drives:
         if target.node == self._node and target.state != "gone":
             await self._end(target.id)
         try:
-            return self._told(await self._leading.change(decide), arguments)
+            return self._drive_status(await self._leading.change(decide), arguments)
         finally:
             self._start()  # in case the command was refused after all
 
@@ -269,7 +269,7 @@ class Drives:
         left = died(newest, {target.id}) if target.node == self._node else newest
         if not give_up:
             self._check_copies(newest, target)
-        wanted = wished(left, target.id, "lost")
+        wanted = with_desired_state(left, target.id, "lost")
         check_room(wanted, {one: count for one, count in used.items() if one != target.id})
         return retired(with_goals(wanted))
 
@@ -289,12 +289,12 @@ class Drives:
             table.id: count for table in after.tables if (count := only_copies(after, target.id, table.id))
         }
         if only:
-            told = " and ".join(
+            chains = " and ".join(
                 f"{count} chains of {replicas} replica{'s' if replicas > 1 else ''}"
                 for replicas, count in only.items()
             )
             raise InvalidRequest(
-                f"drive {target.drive} has the only copy of {told}; without it their chunks are lost. "
+                f"drive {target.drive} has the only copy of {chains}; without it their chunks are lost. "
                 f"Bring it back, wait until other drives have them, or drain it while it can be read; to do "
                 f"without them for ever: nvpool drive remove POOL {target.drive} --lost --give-up"
             )
@@ -303,7 +303,7 @@ class Drives:
         lost = bool(arguments.get("lost", False))
         new_drive = _drive_of(arguments, "drive-replace")
         old = find(self._leading.pool_map, arguments, self._node, gone=True)
-        if old.state == "gone" or old.wish in ("remove", "lost"):
+        if old.state == "gone" or old.desired_state in ("remove", "lost"):
             if (there := self._taken_in(new_drive[0])) is not None:
                 return there | {"replaces": old.drive}
             find(self._leading.pool_map, arguments, self._node)
@@ -321,7 +321,7 @@ class Drives:
             target = find(newest, {"drive": str(old.drive)}, self._node)
             if lost and target.node == self._node:
                 newest = died(newest, {target.id})
-            return wished(newest, target.id, "lost" if lost else "remove")
+            return with_desired_state(newest, target.id, "lost" if lost else "remove")
 
         try:
             async with self._adding:
@@ -335,7 +335,7 @@ class Drives:
             self._start()
         return made | {"replaces": old.drive}
 
-    def _told(self, pool_map: PoolMap, arguments: dict) -> dict:
+    def _drive_status(self, pool_map: PoolMap, arguments: dict) -> dict:
         target = find(pool_map, arguments, self._node, gone=True)
         drive = next(drive for drive in pool_map.drives if drive.id == target.drive)
         return {
@@ -399,7 +399,7 @@ class MoveProgress:
         self._clock = clock
         self._samples: deque[tuple[float, int]] = deque(maxlen=_SAMPLES)
 
-    def told(self, pool_map: PoolMap, serving: frozenset[int], used: Mapping[int, int]) -> dict:
+    def status(self, pool_map: PoolMap, serving: frozenset[int], used: Mapping[int, int]) -> dict:
         """Status of the chains of all replica counts.
 
         The remaining bytes are an estimate: used bytes of a target that holds the chain, divided by its
@@ -482,26 +482,26 @@ def state_of(pool_map: PoolMap, target: Target) -> str:
     """State of a drive in admin terms; empty if no command applies to it."""
     if target.state == "gone":
         return "removed"
-    if target.wish == "share":
+    if target.desired_state == "share":
         return ""
-    if target.wish in ("lost", "away"):
-        return target.wish
+    if target.desired_state in ("lost", "away"):
+        return target.desired_state
     if target.id in named(pool_map) or beside(pool_map, target.drive):
-        return "draining" if target.wish == "drain" else "removing"
+        return "draining" if target.desired_state == "drain" else "removing"
     return "drained"
 
 
-def drives_told(pool_map: PoolMap, stores: Mapping[int, dict]) -> list[dict]:
+def drives_status(pool_map: PoolMap, stores: Mapping[int, dict]) -> list[dict]:
     """Status of each drive. `stores`: status of the targets by target id."""
     holds, come, go = held(pool_map), coming(pool_map), going(pool_map)
     all_chains = max(1, sum(holds.values()))
-    told = []
+    drives = []
     for target in pool_map.targets:
         if target.state == "gone":
             continue
         drive = next(drive for drive in pool_map.drives if drive.id == target.drive)
         store = stores.get(target.id, {})
-        told.append(
+        drives.append(
             {
                 "drive": drive.id,
                 "target": target.id,
@@ -509,7 +509,7 @@ def drives_told(pool_map: PoolMap, stores: Mapping[int, dict]) -> list[dict]:
                 "path": drive.path,
                 "capacity_bytes": drive.capacity_bytes,
                 "used_bytes": store.get("used_bytes"),
-                "state": store.get("state", "stopped" if target.wish == "lost" else "unknown"),
+                "state": store.get("state", "stopped" if target.desired_state == "lost" else "unknown"),
                 "in_use": holds[target.id] > 0,
                 "wish": state_of(pool_map, target),
                 "chains": holds[target.id],
@@ -518,11 +518,11 @@ def drives_told(pool_map: PoolMap, stores: Mapping[int, dict]) -> list[dict]:
                 "chains_to_go": go[target.id],
                 "lacks_room": bool(come[target.id] and store.get("lacks_room")),
                 "moving_wait": store.get("resync_wait", "")
-                or (store.get("strays_wait", "") if target.wish != "share" else ""),
+                or (store.get("strays_wait", "") if target.desired_state != "share" else ""),
                 "metadata": beside(pool_map, drive.id),
             }
         )
-    return told
+    return drives
 
 
 _NAMED_MAX = 12
@@ -580,7 +580,7 @@ def _places(path: str) -> tuple[str, ...]:
 
 def _check_stays(pool_map: PoolMap, node: int) -> None:
     """Raise InvalidRequest if the node is being drained: new data on it would have to leave again."""
-    if node in pool_map.node_by_id and pool_map.node_by_id[node].wish != "share":
+    if node in pool_map.node_by_id and pool_map.node_by_id[node].desired_state != "share":
         raise InvalidRequest(f"node {node} is being drained; first: nvpool node drain POOL {node} --cancel")
 
 
@@ -599,7 +599,14 @@ def _check_count(pool_map: PoolMap) -> None:
     """Raise InvalidRequest if the targets are too few even with one more."""
     most = max((table.id for table in pool_map.tables), default=1)
     if (
-        len([target for target in pool_map.targets if target.state != "gone" and target.wish == "share"]) + 1
+        len(
+            [
+                target
+                for target in pool_map.targets
+                if target.state != "gone" and target.desired_state == "share"
+            ]
+        )
+        + 1
         < most
     ):
         with_goals(pool_map)

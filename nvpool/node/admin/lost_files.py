@@ -28,7 +28,7 @@ class Losses:
         self._of_epoch = -1
         self._until_s = 0.0
 
-    async def told(self, pool_map: PoolMap) -> list[str]:
+    async def problems(self, pool_map: PoolMap) -> list[str]:
         """Sentences about lost data. Empty if nothing is lost, or if no file that has lost data is left."""
         chains = losing(pool_map)
         if not chains:
@@ -45,18 +45,18 @@ class Losses:
                     pass  # keep what was found in time
                 self._of_epoch, self._until_s = pool_map.epoch, SYSTEM_CLOCK.boottime_s() + KEPT_S
             waiting = ownerless(pool_map)
-            told = (
+            sentences = (
                 [
-                    f"{len(waiting)} chains are to begin anew with nothing: what is written to them waits until nobody has a "
+                    f"{len(waiting)} chains wait to be reset to empty: what is written to them waits until nobody has a "
                     f"right any more to ask those that were given up"
                 ]
                 if waiting
                 else []
             )
             if self._whole and not self._found:
-                return told
+                return sentences
             return [
-                *told,
+                *sentences,
                 f"{count} chains were on lost drives only: what files had in them is gone; `nvpool fsck POOL` names "
                 "all",
                 *self._found,

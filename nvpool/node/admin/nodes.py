@@ -42,7 +42,7 @@ async def look_after(*parts: Callable[[], Awaitable[None]]) -> None:
                 said[at] = ""
             except (NvpoolError, OSError) as error:
                 if str(error) != said[at]:
-                    log.warning("what the map wishes is not done yet: %s", error)
+                    log.warning("a state that the pool map asks for is not reached yet: %s", error)
                 said[at] = str(error)
         await asyncio.sleep(LOOK_S)
 
@@ -84,7 +84,7 @@ class Nodes:
         own = pool_map.node_by_id.get(self._node)
         if (
             own is not None
-            and own.wish == "stop"
+            and own.desired_state == "stop"
             and self._leading.manager is None
             and node_lifecycle.left_on(pool_map, self._node).nothing
         ):
@@ -119,12 +119,12 @@ class Nodes:
     async def _remove(self, arguments: dict) -> dict:
         number, give_up = _number(arguments, "node-remove"), bool(arguments.get("give_up", False))
         if node_lifecycle.has_left(self._leading.pool_map, number):
-            return self._told(self._leading.pool_map, number)
+            return self._node_status(self._leading.pool_map, number)
         if not arguments.get("lost", False):
             node_lifecycle.check_empty(self._leading.pool_map, number)
             if self._etcd is not None:
                 await self._etcd.leave(number)  # first: without its certificate etcd may lose the quorum
-            return self._told(
+            return self._node_status(
                 await self._leading.change(lambda newest: node_lifecycle.removed(newest, number, now_ms())),
                 number,
             )
@@ -139,16 +139,16 @@ class Nodes:
         wanted = partial(
             node_lifecycle.lost, number=number, used_bytes=used, now_ms=now_ms(), give_up=give_up
         )
-        return self._told(await self._leading.change(wanted), number)
+        return self._node_status(await self._leading.change(wanted), number)
 
     async def _drain(self, arguments: dict) -> dict:
         number, stop = _number(arguments, "node-drain"), bool(arguments.get("stop", False))
         if arguments.get("cancel", False):
-            return self._told(
+            return self._node_status(
                 await self._leading.change(lambda newest: node_lifecycle.shares_again(newest, number)), number
             )
         used = await self._used()
-        return self._told(
+        return self._node_status(
             await self._leading.change(
                 lambda newest: node_lifecycle.drained(newest, number, used, stop=stop)
             ),
@@ -157,25 +157,25 @@ class Nodes:
 
     async def _rack(self, arguments: dict) -> dict:
         number, rack = _number(arguments, "node-rack"), str(arguments.get("rack", ""))
-        return self._told(
+        return self._node_status(
             await self._leading.change(lambda newest: node_lifecycle.in_rack(newest, number, rack)), number
         )
 
-    def _told(self, pool_map: PoolMap, number: int) -> dict:
+    def _node_status(self, pool_map: PoolMap, number: int) -> dict:
         node = pool_map.node_by_id.get(number)
         if node is None:
             return {"node": number, "wish": "removed", "epoch": pool_map.epoch}
-        told = {"node": number, "epoch": pool_map.epoch, "waits_for": waits_for(pool_map)}
-        return told | told_of(pool_map, node, self._leading.leader())
+        status = {"node": number, "epoch": pool_map.epoch, "waits_for": waits_for(pool_map)}
+        return status | node_map_status(pool_map, node, self._leading.leader())
 
 
-def told_of(pool_map: PoolMap, node: Node, leader: int | None) -> dict:
+def node_map_status(pool_map: PoolMap, node: Node, leader: int | None) -> dict:
     """Status of a node that the map alone gives."""
     left = node_lifecycle.left_on(pool_map, node.id)
     leads = leader == node.id
-    wish = {"share": "", "drain": "draining", "stop": "draining", "lost": "lost"}[node.wish]
-    if wish == "draining" and left.nothing and not leads:
-        wish = "drained"
+    admin_state = {"share": "", "drain": "draining", "stop": "draining", "lost": "lost"}[node.desired_state]
+    if admin_state == "draining" and left.nothing and not leads:
+        admin_state = "drained"
     places = [
         (shard.id, member == shard.member)
         for shard in pool_map.shards
@@ -183,7 +183,7 @@ def told_of(pool_map: PoolMap, node: Node, leader: int | None) -> dict:
         if node_and_path(shard, member)[0] == node.id
     ]
     return {
-        "wish": wish,
+        "wish": admin_state,
         "rack": node.rack,
         "leads": leads,
         "etcd": left.etcd,

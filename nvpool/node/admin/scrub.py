@@ -48,17 +48,19 @@ class Scrubbing:
                 )
         ends_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000 + _RIGHT_MS
         right = sign(Grant(SERVICE, 0, 0, 0, 0, ends_ms), self._secret())
-        told = await asyncio.gather(
-            *(self._tell(pool_map, target, str(arguments.get("order")), right) for target in targets)
+        failures = await asyncio.gather(
+            *(self._send_command(pool_map, target, str(arguments.get("order")), right) for target in targets)
         )
         return {
-            "targets": sorted(target.id for target, reason in zip(targets, told, strict=True) if not reason),
+            "targets": sorted(
+                target.id for target, reason in zip(targets, failures, strict=True) if not reason
+            ),
             "silent": {
-                str(target.id): reason for target, reason in zip(targets, told, strict=True) if reason
+                str(target.id): reason for target, reason in zip(targets, failures, strict=True) if reason
             },
         }
 
-    async def _tell(self, pool_map: PoolMap, target: Target, order: str, right: bytes) -> str:
+    async def _send_command(self, pool_map: PoolMap, target: Target, order: str, right: bytes) -> str:
         """Send the command to a target. Return the reason if it was not received, else ""."""
         request = data_pb2.ScrubOrderRequest(
             map_epoch=pool_map.epoch, target=target.id, authority=right, order=order
@@ -77,6 +79,6 @@ class Scrubbing:
         return ""
 
 
-def told(scrubbing: data_pb2.Scrubbing) -> dict:
+def scrub_status(scrubbing: data_pb2.Scrubbing) -> dict:
     """Scrub status of a target, for `nvpool status`."""
     return {field.name: getattr(scrubbing, field.name) for field in scrubbing.DESCRIPTOR.fields}

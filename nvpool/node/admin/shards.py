@@ -23,7 +23,7 @@ from nvpool.host.pool_directory import PoolDirectory, holder_of, sync_directory
 from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.node.coordination.leadership import Leading
 from nvpool.node.coordination.map_backend import used_ports
-from nvpool.node.coordination.shard_members import members_told
+from nvpool.node.coordination.shard_members import members_status
 from nvpool.poolmap.model import PoolMap, Shard, ShardWanted, StandbyMember
 from nvpool.poolmap.shards import partition_moves
 from nvpool.poolmap.shards.members import SHARDS_MAX, STANDBYS_MAX, process_name
@@ -85,7 +85,7 @@ class MetaShards:
             pool_map = self._leading.pool_map
             known = {*pool_map.shard_by_id, *(one.id for one in pool_map.shards_wanted)}
             if number is not None and number in known:
-                return self._told(pool_map, number)
+                return self._shard_status(pool_map, number)
             given = partition_moves.shards_given(pool_map)
             if number is not None and number != given + 1:
                 raise InvalidRequest(
@@ -97,11 +97,11 @@ class MetaShards:
                 given + 1, node or partition_moves.node_for_shard(pool_map, self._node), standbys
             )
             if wanted.node != self._node:
-                return self._told(
+                return self._shard_status(
                     await self._leading.change(lambda newest: partition_moves.shard_wanted(newest, wanted)),
                     wanted.id,
                 )
-            return self._told(await self._add_here(wanted), wanted.id)
+            return self._shard_status(await self._add_here(wanted), wanted.id)
 
     async def _add_here(self, wanted: ShardWanted) -> PoolMap:
         pool_map = self._leading.pool_map
@@ -182,21 +182,21 @@ class MetaShards:
         number = _number(arguments, "shard")
         if number is None:
             raise InvalidRequest("shard-remove wants a shard")
-        wish = "share" if arguments.get("cancel") else "remove"
+        desired_state = "share" if arguments.get("cancel") else "remove"
 
         def decide(newest: PoolMap) -> PoolMap:
             if any(one.id == number for one in newest.shards_wanted):
-                return partition_moves.not_wanted(newest, number) if wish == "remove" else newest
+                return partition_moves.not_wanted(newest, number) if desired_state == "remove" else newest
             if number not in newest.shard_by_id:
-                if wish == "remove" and 0 < number <= partition_moves.shards_given(newest):
+                if desired_state == "remove" and 0 < number <= partition_moves.shards_given(newest):
                     return newest
                 raise NotFound(f"the pool has no shard {number}; `nvpool shard ls POOL` lists them")
-            return partition_moves.wished(newest, number, wish)
+            return partition_moves.with_desired_state(newest, number, desired_state)
 
-        return self._told(await self._leading.change(decide), number)
+        return self._shard_status(await self._leading.change(decide), number)
 
     @staticmethod
-    def _told(pool_map: PoolMap, number: int) -> dict:
+    def _shard_status(pool_map: PoolMap, number: int) -> dict:
         shard = pool_map.shard_by_id.get(number)
         wanted = next((one for one in pool_map.shards_wanted if one.id == number), None)
         state = state_of(shard) if shard is not None else "removed" if wanted is None else "wanted"
@@ -233,7 +233,7 @@ class MetaShards:
         empty = {
             shard.id: shard
             for shard in pool_map.shards
-            if shard.wish == "remove" and partition_moves.is_empty(pool_map, shard.id)
+            if shard.desired_state == "remove" and partition_moves.is_empty(pool_map, shard.id)
         }
         self._empty_since_s = {number: self._empty_since_s.get(number, now_s) for number in empty}
         for number, shard in empty.items():
@@ -314,10 +314,10 @@ def _number(arguments: dict, name: str) -> int | None:
 
 def state_of(shard: Shard) -> str:
     """State of a shard in admin terms; empty if no command applies to it."""
-    return "leaving" if shard.wish == "remove" else ""
+    return "leaving" if shard.desired_state == "remove" else ""
 
 
-def shards_told(pool_map: PoolMap, processes: list[dict]) -> list[dict]:
+def shards_status(pool_map: PoolMap, processes: list[dict]) -> list[dict]:
     """Status of each shard. `processes`: status of their members."""
     held = Counter(pool_map.shard_of_partition)
     come = Counter({shard.id: 0 for shard in pool_map.shards})
@@ -327,11 +327,11 @@ def shards_told(pool_map: PoolMap, processes: list[dict]) -> list[dict]:
         for partition in range(part.first, part.first + part.count):
             come[part.shard] += 1
             go[owners[partition]] += 1
-    told = []
+    shards = []
     for shard in pool_map.shards:
         seen = {process["member"]: process for process in processes if process.get("shard") == shard.id}
         primary = seen.get(shard.member, {})
-        told.append(
+        shards.append(
             {
                 "shard": shard.id,
                 "node": shard.node,
@@ -343,9 +343,9 @@ def shards_told(pool_map: PoolMap, processes: list[dict]) -> list[dict]:
                 "inodes": primary.get("inodes"),
                 "sessions": primary.get("sessions"),
             }
-            | members_told(pool_map, shard)
+            | members_status(pool_map, shard)
         )
-    return told + [
+    return shards + [
         {
             "shard": one.id,
             "node": one.node,

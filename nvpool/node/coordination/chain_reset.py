@@ -17,15 +17,15 @@ from nvpool.core.clock import SYSTEM_CLOCK, Clock
 from nvpool.core.errors import NvpoolError, StaleEpoch, Unavailable
 from nvpool.core.grants import CLOCK_SKEW_S
 from nvpool.node.coordination.leadership import Leading
-from nvpool.poolmap.chains.data_loss import begun_anew, births_of, ownerless
+from nvpool.poolmap.chains.data_loss import births_of, ownerless, with_reset_chains
 from nvpool.poolmap.model import Loss, PoolMap
 from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.messages.data_codec import decoded
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
-from nvpool.store.chunks.api import LEND_S
+from nvpool.store.chunks.api import LOCATION_LEASE_S
 
 LOOK_S = 0.5
-LOCATIONS_S = LEND_S + 1.0
+LOCATIONS_S = LOCATION_LEASE_S + 1.0
 """How long clients of this host may read the drive of an ended process: until their location leases
 expire."""
 ASK_S = 2.0
@@ -66,7 +66,7 @@ class NewChains:
             try:
                 await self.run_once()
             except NvpoolError as error:
-                log.info("chains can not begin anew yet: %s", error)
+                log.info("chains can not be reset yet: %s", error)
 
     async def run_once(self) -> int:
         """Reset the chains that can be reset; return their number.
@@ -88,17 +88,17 @@ class NewChains:
             return 0
         loss = await self._births(pool_map)
         serving = manager.serving()
-        before = _givers(pool_map)
+        before = _inode_allocators(pool_map)
 
         def decide(newest: PoolMap) -> PoolMap:
-            if _givers(newest) != before:
+            if _inode_allocators(newest) != before:
                 raise StaleEpoch("the shards have changed meanwhile")
-            return begun_anew(newest, names, loss, serving)
+            return with_reset_chains(newest, names, loss, serving)
 
         after = await self._leading.change_as_leader(decide)
         begun = len(names) - len(ownerless(after).keys() & set(names))
         if begun:
-            log.warning("%d chains have begun anew with nothing: their drives were given up", begun)
+            log.warning("%d chains were reset to empty: their drives were given up", begun)
         return begun
 
     async def _births(self, pool_map: PoolMap) -> Loss:
@@ -121,6 +121,6 @@ class NewChains:
         return status.next_counter
 
 
-def _givers(pool_map: PoolMap) -> Iterable:
+def _inode_allocators(pool_map: PoolMap) -> Iterable:
     """Which primary allocates numbers for which inodes."""
     return pool_map.partitions, [(shard.id, shard.member, shard.term) for shard in pool_map.shards]

@@ -66,7 +66,7 @@ class EtcdKeeper:
         self._silent_since: dict[int, float] = {}
         """Nodes whose etcd member should answer and does not -> since when (boot time, seconds)."""
         self._answers = False
-        self._told = ""
+        self._last_reason = ""
         self._revoked = 0
         """Last removal that our member's revocation list contains."""
         self._turned_away = False
@@ -110,7 +110,7 @@ class EtcdKeeper:
                     if before is not None:
                         await before.release()
             except NvpoolError as error:
-                log.debug("others can not be told that this node is there: %s", error)
+                log.debug("the presence of this node can not be announced: %s", error)
             self.look()
             await asyncio.sleep(_LOOK_S)
 
@@ -126,10 +126,10 @@ class EtcdKeeper:
         for name, says in self._keeper.relay.present().items():
             if name.startswith(_PRESENT):
                 try:
-                    node, told = int(name.removeprefix(_PRESENT)), json.loads(says)
+                    node, presence = int(name.removeprefix(_PRESENT)), json.loads(says)
                     entry = of_node(pool_map, node)
                     has_member = entry is not None and entry.state in ("added", "up", "leaving")
-                    if told["answers"] if has_member else told["able"]:
+                    if presence["answers"] if has_member else presence["able"]:
                         found.add(node)
                 except (ValueError, KeyError, TypeError):
                     continue
@@ -150,8 +150,8 @@ class EtcdKeeper:
 
     def _say(self, text: str, error: Exception) -> None:
         """Log each reason once."""
-        if str(error) != self._told:
-            self._told = str(error)
+        if str(error) != self._last_reason:
+            self._last_reason = str(error)
             log.warning(text, error)
 
     async def act_here(self, pool_map: PoolMap) -> None:
@@ -179,7 +179,9 @@ class EtcdKeeper:
             own = await keeper.take_place(entry.generation)
             await self._put(entry, state="ready", client=own.client, peer=own.peer)
         elif own is None or own.generation != entry.generation or keeper.own_data_is_lost:
-            log.error("what this node's member of etcd held is lost; it begins anew, as another one")
+            log.error(
+                "the data of this node's member of etcd is lost; the node joins etcd again as another member"
+            )
             await self._put(entry, state="lost")
         elif entry.state != "ready":
             if entry.state != "leaving":
@@ -240,7 +242,7 @@ class EtcdKeeper:
             return
         right = ServiceRight(SYSTEM_CLOCK, read_grant_key(self._directory), self._node)()
         request = pool_pb2.KeysRequest(right=right, node=self._node).SerializeToString()
-        told = "no other node has them"
+        reason = "no other node has them"
         for node in [
             pool_map.node_by_id[number] for number in sorted(etcd_membership.lets_in(pool_map) - {self._node})
         ]:
@@ -253,13 +255,13 @@ class EtcdKeeper:
                 )
                 keys = decoded(pool_pb2.KeysReply, reply.message)
             except NvpoolError as error:
-                told = str(error)
+                reason = str(error)
                 continue
             for path, key in zip(self._key_files(), (keys.authority, keys.etcd_authority), strict=True):
                 write_whole(path, key, 0o600)
             log.info("this node has the keys of the pool's authorities now, and lets others in")
             return
-        raise Unavailable(f"the keys of the pool's authorities can not be had: {told}")
+        raise Unavailable(f"the keys of the pool's authorities can not be had: {reason}")
 
     async def _learn(self) -> None:
         """While etcd is unreachable, ask the other nodes for the map.
@@ -346,7 +348,7 @@ class EtcdKeeper:
         while of_node(self._keeper.relay.pool_map, node) is not None:
             if SYSTEM_CLOCK.boottime_s() > until_s:
                 raise Unavailable(
-                    f"node {node} has not left etcd yet: {self._told or 'another has to come first'}; the same "
+                    f"node {node} has not left etcd yet: {self._last_reason or 'another has to come first'}; the same "
                     f"command goes on"
                 )
             newest = await self._keeper.relay.watch(epoch, min(_LOOK_S, WATCH_S_MAX))
@@ -390,8 +392,8 @@ class EtcdKeeper:
         ]
         return [
             node.id
-            for node, told in zip(known, await asyncio.gather(*map(answers, known)), strict=True)
-            if told
+            for node, answered in zip(known, await asyncio.gather(*map(answers, known)), strict=True)
+            if answered
         ]
 
     # -- status ----------------------------------------------------------------------------------------------
@@ -421,7 +423,7 @@ class EtcdKeeper:
             return []
         up, here = [one.node for one in pool_map.etcd if one.state == "up"], self._here(pool_map)
         since_s = SYSTEM_CLOCK.boottime_s() - SILENT_S
-        told = [
+        found = [
             f"etcd on node {node} does not answer"
             for node in up
             if node not in here and self._silent_since.get(node, inf) <= since_s
@@ -429,8 +431,8 @@ class EtcdKeeper:
         wanted = etcd_membership.members_wanted(pool_map)
         if up and len(up) < wanted:
             able = len(here | set(up))
-            told.append(
+            found.append(
                 f"the pool map is kept by {len(up)} of {wanted} members of etcd"
                 + (": install etcd (Debian: etcd-server) on more nodes" if able < wanted else "")
             )
-        return told
+        return found

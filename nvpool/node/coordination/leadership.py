@@ -62,7 +62,7 @@ log = logging.getLogger("nvpool.node.coordination.leadership")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reign:
+class Leadership:
     """Uninterrupted leadership of one node."""
 
     lease: CoordinatorLease
@@ -103,7 +103,7 @@ class Leading:
         self._pid_of = pid_of
         self._passing: set[asyncio.Task[None]] = set()
         self.manager: Manager | None = None
-        self._reign: Reign | None = None
+        self._leadership: Leadership | None = None
         self._since_s: dict[str, float] = {}
         """Leader -> since when it was last seen to lead."""
         self._another: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -131,30 +131,30 @@ class Leading:
                 self._since_s[leader] = self._clock.boottime_s()
             if leader != known:
                 known = leader
-                self._tell_of_another()
+                self._notify_leader_change()
             await asyncio.sleep(_SEEN_S)
 
-    def _tell_of_another(self) -> None:
-        told, self._another = self._another, asyncio.get_running_loop().create_future()
-        told.set_result(None)
+    def _notify_leader_change(self) -> None:
+        waiting, self._another = self._another, asyncio.get_running_loop().create_future()
+        waiting.set_result(None)
 
-    def _begun(self, lease: CoordinatorLease) -> Reign:
+    def _begun(self, lease: CoordinatorLease) -> Leadership:
         former, now_s = lease.former, self._clock.boottime_s()
         seen_s = now_s - self._since_s.get(former, now_s) if former is not None else 0.0
         bounded = not self._unbounded and former is not None and max(seen_s, lease.former_led_s) > LEASE_S
         self._unbounded = isinf(lease.left_s)
-        return Reign(lease, bounded, int(former) if bounded and former != str(self._node) else None)
+        return Leadership(lease, bounded, int(former) if bounded and former != str(self._node) else None)
 
     @property
-    def reign(self) -> Reign | None:
+    def leadership(self) -> Leadership | None:
         """Present leadership if this node certainly leads, else None."""
-        return self._reign if self._reign is not None and self._reign.lease.holds else None
+        return self._leadership if self._leadership is not None and self._leadership.lease.holds else None
 
     def _stands_back(self) -> bool:
         """Whether this node is being removed, and another one can lead."""
         nodes = self._coordinator.pool_map.nodes
-        return any(node.id == self._node and node.wish != "share" for node in nodes) and any(
-            node.id != self._node and node.wish == "share" for node in nodes
+        return any(node.id == self._node and node.desired_state != "share" for node in nodes) and any(
+            node.id != self._node and node.desired_state == "share" for node in nodes
         )
 
     async def _lead(self) -> None:
@@ -169,8 +169,8 @@ class Leading:
                 await asyncio.sleep(_RETRY_S)
             if lease is None:
                 continue
-            self._reign = self._begun(lease)
-            gone = self._reign.gone
+            self._leadership = self._begun(lease)
+            gone = self._leadership.gone
             log.info(
                 "this node leads the pool%s",
                 f"; node {gone} did before, and is silent" if gone is not None else "",
@@ -184,7 +184,7 @@ class Leading:
                 replace_after_s=self._replace_after_s,
             )
             self.grace_s = LEASE_S
-            self._tell_of_another()
+            self._notify_leader_change()
             deciding = asyncio.ensure_future(manager.run())
             following = asyncio.ensure_future(self._follow(manager))
             try:
@@ -202,7 +202,7 @@ class Leading:
                     await lease.release()
                 log.warning("this node does not lead the pool any more")
             finally:
-                self.manager = self._reign = None
+                self.manager = self._leadership = None
                 deciding.cancel()
                 following.cancel()
 
@@ -236,9 +236,9 @@ class Leading:
 
         Unavailable: this node does not lead. StaleLease: it has lost the leadership.
         """
-        if self._reign is None:
+        if self._leadership is None:
             raise Unavailable("this node does not lead the pool", retry_after_s=0.1)
-        return await change(self._coordinator, decide, self._reign.lease)
+        return await change(self._coordinator, decide, self._leadership.lease)
 
     def unaware(self, epoch: int) -> list[int]:
         """Targets that serve and do not know the map of this epoch yet.
@@ -257,9 +257,9 @@ class Leading:
         if self.manager is not None:
             self.manager.died({target: pid})
         else:
-            self._own(self._tell_death(target, pid))
+            self._own(self._report_death(target, pid))
 
-    async def _tell_death(self, target: int, pid: int) -> None:
+    async def _report_death(self, target: int, pid: int) -> None:
         def decide(newest: PoolMap) -> PoolMap:
             # No change if a new process serves the target.
             return died(newest, {target}) if self._pid_of(target) in (0, pid) else newest
@@ -301,7 +301,7 @@ class Leading:
         elif len(self._passing) < _PASSED_ON_MAX:
             self._own(self._pass_on(call, request))
         else:
-            raise Unavailable("too many signs of life are on their way to the node that leads the pool")
+            raise Unavailable("too many heartbeats are on their way to the node that leads the pool")
 
     async def _pass_on(self, call: Call, request: AliveRequest) -> None:
         try:

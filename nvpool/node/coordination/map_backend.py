@@ -387,10 +387,10 @@ class MapKeeper:
         keeping = sorted(one.node for one in known.etcd)
         if self._location.kind != "etcd" or self._location.external or not keeping:
             raise Refused("this node has no member of etcd; nodes that have: none")
-        told = ", ".join(map(str, keeping))
+        member_nodes = ", ".join(map(str, keeping))
         if {*lost} != {*keeping}:
             raise Refused(
-                f"this node has no member of etcd; nodes that have: {told}. Where all of them are lost for good, "
+                f"this node has no member of etcd; nodes that have: {member_nodes}. Where all of them are lost for good, "
                 f"name each with --lost. One that is alive and merely cut off goes on deciding the map alone: then "
                 f"there are two pools of one name, and what is written to either is lost with one of them. So "
                 f"switch it off first, and never start it again with its pool directory as it was"
@@ -399,10 +399,10 @@ class MapKeeper:
             (self._directory.secret / below / AUTHORITY_KEY_FILE).exists() for below in ("", ETCD_SECRET)
         ):
             raise Refused(
-                f"this node does not have the keys of the pool's authorities, which only node {told} had: without "
+                f"this node does not have the keys of the pool's authorities, which only node {member_nodes} had: without "
                 f"them nobody could join and no certificate be renewed. Copy secret/{AUTHORITY_KEY_FILE} and "
-                f"secret/{ETCD_SECRET}/{AUTHORITY_KEY_FILE} from a backup of its pool directory, or make the pool "
-                f"anew and import the files"
+                f"secret/{ETCD_SECRET}/{AUTHORITY_KEY_FILE} from a backup of its pool directory, or create the "
+                f"pool again and import the files"
             )
 
     async def _be_alone(self) -> None:

@@ -31,7 +31,7 @@ from nvpool.core.clock import Clock
 from nvpool.core.errors import InvalidRequest, NvpoolError, StaleEpoch, StaleTerm
 from nvpool.core.units import PARTITION_COUNT
 from nvpool.meta.service_auth import AuthorityCheck
-from nvpool.node.coordination.leadership import Reign
+from nvpool.node.coordination.leadership import Leadership
 from nvpool.poolmap import grant_revocation
 from nvpool.poolmap.model import PoolMap, Shard, encode_map
 from nvpool.poolmap.shards import members as shard_members
@@ -67,7 +67,7 @@ class ShardKeeper:
         change: Change,
         clock: Clock,
         secret: Callable[[], bytes],
-        leads: Callable[[], Reign | None],
+        leads: Callable[[], Leadership | None],
         lease_s: float = LEASE_S,
         *,
         change_anywhere: Change | None = None,
@@ -94,7 +94,7 @@ class ShardKeeper:
         self._has_records = has_records
         self._lease_s = lease_s
         self._unaware = unaware
-        self._reign: Reign | None = None
+        self._leadership: Leadership | None = None
         self._replacing: dict[int, tuple[int, int]] = {}
         """Shard -> term in which its primary is being replaced, and epoch of that map."""
         self._heard: dict[int, tuple[int, float]] = {}  # shard -> term and time of the last heartbeat
@@ -174,7 +174,7 @@ class ShardKeeper:
         try:
             new = await self._change(
                 lambda newest: partition_moves.moved(
-                    newest, request.giver, request.term, request.taker, partitions, request.map_epoch
+                    newest, request.source, request.term, request.destination, partitions, request.map_epoch
                 )
             )
         except StaleEpoch as error:
@@ -216,11 +216,11 @@ class ShardKeeper:
                 f"member {shard.member} is the primary of shard {shard.id} in term {shard.term}, not member "
                 f"{request.member} in term {request.term}"
             )
-        reign, withheld = self._leads(), self._is_withheld(shard)
+        leadership, withheld = self._leads(), self._is_withheld(shard)
         if request.term and not withheld:
             self._heard[shard.id] = shard.term, self._clock.boottime_s()
             self._ended.pop(shard.id, None)
-        lease_s = 0.0 if withheld or reign is None else min(self._lease_s, reign.left_s())
+        lease_s = 0.0 if withheld or leadership is None else min(self._lease_s, leadership.left_s())
         reply = pb.ShardAliveReply(
             lease_ms=int(lease_s * 1000),
             map=encode_map(pool_map) if pool_map.epoch > request.map_epoch else b"",
@@ -259,24 +259,24 @@ class ShardKeeper:
             except NvpoolError as error:
                 log.warning("no primary could be named: %s", error)
 
-    def _begin(self, reign: Reign, now_s: float) -> None:
+    def _begin(self, leadership: Leadership, now_s: float) -> None:
         """Start a new leadership: no primary has sent a heartbeat in it."""
         self._heard.clear()
         for shard in self._newest().shards:
             waits_s = self._lease_s
-            if reign.bounded:
-                waits_s = 0.0 if shard.node == reign.gone else HEARD_S
+            if leadership.bounded:
+                waits_s = 0.0 if shard.node == leadership.gone else HEARD_S
             self._heard[shard.id] = shard.term, now_s - self._lease_s + waits_s
 
     async def run_once(self) -> None:
         """Promote a standby of each shard whose primary is lost."""
         now_s = self._clock.boottime_s()
-        reign = self._leads()
-        if reign is None:
+        leadership = self._leads()
+        if leadership is None:
             self._heard.clear()
-        elif reign is not self._reign:
-            self._begin(reign, now_s)
-        self._reign = reign
+        elif leadership is not self._leadership:
+            self._begin(leadership, now_s)
+        self._leadership = leadership
         lost = []
         for shard in self._newest().shards:
             if not shard.standbys:
@@ -284,7 +284,7 @@ class ShardKeeper:
             ended = self._ended.get(shard.id) == shard.term
             heard = self._heard.get(shard.id, (0, 0.0))
             if not ended:
-                if reign is None:
+                if leadership is None:
                     continue
                 if heard[0] != shard.term:
                     # A new primary: it has a whole lease to report.
@@ -296,7 +296,7 @@ class ShardKeeper:
         found = await asyncio.gather(*(self._look_at_standbys(one.shard) for one in lost))
         for one, (heirs, without) in zip(lost, found, strict=True):
             if heirs or without:
-                await self._replace(one, reign, heirs, without)
+                await self._replace(one, leadership, heirs, without)
             elif self._said.get(one.shard.id) != one.shard.term:
                 self._said[one.shard.id] = one.shard.term
                 log.warning(
@@ -317,7 +317,7 @@ class ShardKeeper:
         )
 
     async def _replace(
-        self, lost: _Lost, reign: Reign | None, heirs: frozenset[int], without: frozenset[int]
+        self, lost: _Lost, leadership: Leadership | None, heirs: frozenset[int], without: frozenset[int]
     ) -> None:
         """Promote one of the heirs; demote standbys without records."""
         shard = lost.shard
@@ -340,7 +340,7 @@ class ShardKeeper:
             return new
 
         try:
-            new = await (self._change_anywhere if reign is None else self._change)(decide)
+            new = await (self._change_anywhere if leadership is None else self._change)(decide)
         except StaleTerm:
             if lost.ended and self._newest().shard_by_id.get(shard.id, shard).term != shard.term:
                 self._ended.pop(shard.id, None)

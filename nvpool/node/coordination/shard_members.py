@@ -77,7 +77,7 @@ class ShardPlaces:
         self._stuck = stuck
         self._missing_since_s: dict[tuple[int, int], float] = {}
         """(shard, member) -> since when the directory of a standby here has been missing."""
-        self.verbs = {"shard-standbys": self._wish_standbys}
+        self.verbs = {"shard-standbys": self._set_standbys}
 
     async def run_once(self) -> None:
         """Do what can be done now; called periodically.
@@ -212,7 +212,7 @@ class ShardPlaces:
 
     # -- admin commands --------------------------------------------------------------------------------------
 
-    async def _wish_standbys(self, arguments: dict) -> dict:
+    async def _set_standbys(self, arguments: dict) -> dict:
         try:
             number, count = int(arguments["shard"]), int(arguments["count"])
         except (KeyError, TypeError, ValueError):
@@ -242,7 +242,7 @@ def _make_directory(place: Path) -> None:
         raise from_os_error(error, f"make {place}") from error
 
 
-def members_told(pool_map: PoolMap, shard: Shard) -> dict:
+def members_status(pool_map: PoolMap, shard: Shard) -> dict:
     """Status of a shard's members: their places and states."""
     states = {standby.member: standby.state for standby in shard.standbys}
     leaving = shard_placement.misplaced(pool_map, shard)

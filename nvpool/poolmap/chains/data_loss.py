@@ -59,7 +59,7 @@ def births_of(pool_map: PoolMap, next_counters: Mapping[int, int]) -> Loss:
     )
 
 
-def begun_anew(
+def with_reset_chains(
     pool_map: PoolMap, names: Collection[ChainName], loss: Loss, serving: Collection[int]
 ) -> PoolMap:
     """Return the map in which the lost chains among `names` are reset.

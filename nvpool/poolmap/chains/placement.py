@@ -72,7 +72,7 @@ def usable(targets: Sequence[Target]) -> list[Target]:
     return [
         target
         for target in targets
-        if target.state != "gone" and target.wish == "share" and target.capacity_bytes > 0
+        if target.state != "gone" and target.desired_state == "share" and target.capacity_bytes > 0
     ]
 
 
@@ -205,10 +205,10 @@ class Placing:
             for enough in (self._too_many, lambda target: self._over(target) > 0):
                 for receiver in sorted(self._ids, key=self._over):
                     self._take(receiver, enough)
-            for giver in sorted(self._ids, key=lambda t: -self._over(t)):
-                self._give(giver)
-            for giver in self._ids:
-                self._give_by_way_of_another(giver)
+            for source in sorted(self._ids, key=lambda t: -self._over(t)):
+                self._give(source)
+            for source in self._ids:
+                self._give_by_way_of_another(source)
             if before == [tuple(chain) for chain in self.wanted]:
                 break
         return [tuple(chain) for chain in self.wanted]
@@ -281,76 +281,80 @@ class Placing:
                 chain.append(chosen)
                 self.held[chosen] += 1
 
-    def _move(self, number: int, giver: int, receiver: int) -> None:
+    def _move(self, number: int, source: int, receiver: int) -> None:
         chain = self.wanted[number]
-        chain.remove(giver)
+        chain.remove(source)
         chain.append(receiver)
-        self.held[giver] -= 1
+        self.held[source] -= 1
         self.held[receiver] += 1
 
-    def _can(self, number: int, giver: int, receiver: int) -> bool:
+    def _can(self, number: int, source: int, receiver: int) -> bool:
         chain = self.wanted[number]
-        return giver in chain and self._spread.fits(receiver, [t for t in chain if t != giver])
+        return source in chain and self._spread.fits(receiver, [t for t in chain if t != source])
 
     def _take(self, receiver: int, enough: Callable[[int], bool]) -> None:
         """Fill `receiver` up to its quota from targets that have `enough`, preferring the largest excess."""
         if not self._too_few(receiver):
             return
         able = {
-            number: givers
+            number: sources
             for number, chain in enumerate(self.wanted)
-            if (givers := [t for t in chain if enough(t) and self._can(number, t, receiver)])
+            if (sources := [t for t in chain if enough(t) and self._can(number, t, receiver)])
         }
         score = {number: _score(number, self._weights[receiver]) for number in able}
         for number in sorted(
             able, key=lambda n: (self._new(n, receiver) - any(self._new(n, t) for t in able[n]), score[n])
         ):
-            givers = [t for t in able[number] if enough(t)]
-            if givers:
-                self._move(number, max(givers, key=lambda t: (self._new(number, t), self._over(t))), receiver)
+            sources = [t for t in able[number] if enough(t)]
+            if sources:
+                self._move(
+                    number, max(sources, key=lambda t: (self._new(number, t), self._over(t))), receiver
+                )
                 if not self._too_few(receiver):
                     return
 
-    def _give(self, giver: int) -> None:
+    def _give(self, source: int) -> None:
         """Move the source's excess above its quota to targets below theirs."""
-        if not self._too_many(giver):
+        if not self._too_many(source):
             return
-        for number in self._chains_of(giver):
-            takers = [t for t in self._ids if self._over(t) < 0 and self._can(number, giver, t)]
-            if takers:
-                self._move(number, giver, min(takers, key=lambda t: (self._new(number, t), self._over(t))))
-                if not self._too_many(giver):
+        for number in self._chains_of(source):
+            receivers = [t for t in self._ids if self._over(t) < 0 and self._can(number, source, t)]
+            if receivers:
+                self._move(
+                    number, source, min(receivers, key=lambda t: (self._new(number, t), self._over(t)))
+                )
+                if not self._too_many(source):
                     return
 
-    def _give_by_way_of_another(self, giver: int) -> None:
+    def _give_by_way_of_another(self, source: int) -> None:
         """Move excess through a third target.
 
         Used if no chain of the source may move directly to a target below quota. The third target takes a
         chain of the source and moves one of its own chains on.
         """
-        if not self._too_many(giver):
+        if not self._too_many(source):
             return
-        onward = {between: self._onward(between) for between in self._ids if between != giver}
-        for number in self._chains_of(giver):
+        onward = {between: self._onward(between) for between in self._ids if between != source}
+        for number in self._chains_of(source):
             for between, found in onward.items():
-                if found is None or not self._can(number, giver, between):
+                if found is None or not self._can(number, source, between):
                     continue
                 if not self._can(found[0], between, found[1]) or self._over(found[1]) >= 0:
                     found = onward[between] = self._onward(between)  # the earlier result is outdated
                 if found is not None and found[0] != number:
-                    other, taker = found
-                    self._move(number, giver, between)
-                    self._move(other, between, taker)
+                    other, receiver = found
+                    self._move(number, source, between)
+                    self._move(other, between, receiver)
                     onward[between] = self._onward(between)
                     break
-            if not self._too_many(giver):
+            if not self._too_many(source):
                 return
 
     def _onward(self, between: int) -> tuple[int, int] | None:
         """Return a chain that `between` can move to a target below its quota, and that destination."""
-        takers = sorted((t for t in self._ids if self._over(t) < 0), key=self._over)
+        receivers = sorted((t for t in self._ids if self._over(t) < 0), key=self._over)
         for number in self._chains_of(between):
-            for taker in takers:
-                if self._can(number, between, taker):
-                    return number, taker
+            for receiver in receivers:
+                if self._can(number, between, receiver):
+                    return number, receiver
         return None

@@ -143,19 +143,19 @@ def given_up(pool_map: PoolMap, ids: Collection[int], used_bytes: Mapping[int, i
     away = {
         target.id
         for target in pool_map.targets
-        if target.id in ids and target.state == "down" and target.wish == "share"
+        if target.id in ids and target.state == "down" and target.desired_state == "share"
     }
     if not away:
         return pool_map
-    wanted = with_targets(pool_map, away, wish="away")
+    wanted = with_targets(pool_map, away, desired_state="away")
     check_room(wanted, dict(used_bytes))
     return with_goals(wanted)
 
 
 def taken_back(pool_map: PoolMap, ids: Collection[int]) -> PoolMap:
     """Give a share, as for new targets, to targets that were given up and serve again."""
-    back = {target.id for target in pool_map.targets if target.id in ids and target.wish == "away"}
-    return with_goals(with_targets(pool_map, back, wish="share")) if back else pool_map
+    back = {target.id for target in pool_map.targets if target.id in ids and target.desired_state == "away"}
+    return with_goals(with_targets(pool_map, back, desired_state="share")) if back else pool_map
 
 
 class Standing(NamedTuple):

@@ -184,7 +184,7 @@ def returned(pool_map: PoolMap, ids: Collection[int]) -> PoolMap:
     back = {
         target.id
         for target in pool_map.targets
-        if target.id in ids and target.state == "down" and target.wish != "lost"
+        if target.id in ids and target.state == "down" and target.desired_state != "lost"
     }
     if not back:
         return pool_map
@@ -252,12 +252,12 @@ def departed(pool_map: PoolMap, left: Callable[[ChainName, int], bool]) -> PoolM
 # -- desired states ---------------------------------------------------------------------------------------
 
 
-def wished(pool_map: PoolMap, target: int, wish: str) -> PoolMap:
+def with_desired_state(pool_map: PoolMap, target: int, desired_state: str) -> PoolMap:
     """Set the desired state of a target; the caller then recomputes the goals.
 
     A lost target leaves its chains when it has failed or is silent: it gets no lease any more.
     """
-    return with_targets(pool_map, {target}, wish=wish)
+    return with_targets(pool_map, {target}, desired_state=desired_state)
 
 
 def named(pool_map: PoolMap) -> frozenset[int]:
@@ -279,7 +279,10 @@ def retired(pool_map: PoolMap) -> PoolMap:
         target.id
         for target in pool_map.targets
         if target.state != "gone"
-        and (target.wish == "lost" or (target.wish == "remove" and not beside(pool_map, target.drive)))
+        and (
+            target.desired_state == "lost"
+            or (target.desired_state == "remove" and not beside(pool_map, target.drive))
+        )
     }
     return with_targets(pool_map, wanted - named(pool_map), state="gone") if wanted else pool_map
 

@@ -72,7 +72,9 @@ def lets_in(pool_map: PoolMap) -> frozenset[int]:
     if not pool_map.etcd:
         return frozenset(sorted(pool_map.node_by_id)[:MEMBERS])
     others = sorted(
-        node.id for node in pool_map.nodes if node.wish == "share" and node.id != pool_map.etcd[0].node
+        node.id
+        for node in pool_map.nodes
+        if node.desired_state == "share" and node.id != pool_map.etcd[0].node
     )
     keeping = {one.node for one in pool_map.etcd if one.state in ("added", "up")}
     return frozenset(
@@ -90,7 +92,7 @@ def last_revoked(pool_map: PoolMap) -> int:
 
 def members_wanted(pool_map: PoolMap, going: Collection[int] = ()) -> int:
     """Return the desired number of members on staying nodes, without nodes whose member is `going`."""
-    willing = {node.id for node in pool_map.nodes if node.wish == "share"}
+    willing = {node.id for node in pool_map.nodes if node.desired_state == "share"}
     return MEMBERS if len(willing.difference(going)) >= MEMBERS else 1
 
 
@@ -215,7 +217,7 @@ def _who_else(
 ) -> Step | None:
     staying = [entry.node for entry in entries if entry.state == "up" and entry.node in pool_map.node_by_id]
     going = {entry.node for entry in entries} - set(staying)
-    willing = {node.id for node in pool_map.nodes if node.wish == "share" and node.id not in going}
+    willing = {node.id for node in pool_map.nodes if node.desired_state == "share" and node.id not in going}
     count = members_wanted(pool_map, going)
     # A member that has lost its data may be filled again on the same node; by then it is not in the list any
     # more.

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from nvpool.core.errors import InUse, InvalidRequest
 from nvpool.poolmap.chains import transitions
 from nvpool.poolmap.chains.rebalance import check_room, with_goals
-from nvpool.poolmap.model import Node, NodeWish, PoolMap, Shard, StandbyMember, Target
+from nvpool.poolmap.model import Node, NodeDesiredState, PoolMap, Shard, StandbyMember, Target
 from nvpool.poolmap.nodes.membership import node_removed, node_revoked
 from nvpool.poolmap.shards.members import members, node_and_path
 from nvpool.poolmap.shards.placement import check_places
@@ -83,9 +83,9 @@ def _with(pool_map: PoolMap, number: int, **fields: Any) -> PoolMap:
     )
 
 
-def _wished(pool_map: PoolMap, targets: list[Target], wish: str) -> PoolMap:
+def _with_desired_state(pool_map: PoolMap, targets: list[Target], desired_state: str) -> PoolMap:
     for target in targets:
-        pool_map = transitions.wished(pool_map, target.id, wish)
+        pool_map = transitions.with_desired_state(pool_map, target.id, desired_state)
     return pool_map
 
 
@@ -95,17 +95,17 @@ def drained(pool_map: PoolMap, number: int, used_bytes: dict[int, int], *, stop:
     InvalidRequest: the other nodes have no capacity for its data; the text has the remedy. May be repeated.
     """
     node = node_of(pool_map, number)
-    if node.wish == "lost":
+    if node.desired_state == "lost":
         raise InvalidRequest(f"node {number} is given up for lost; it is being taken out of the pool")
-    if not any(other.id != number and other.wish == "share" for other in pool_map.nodes):
+    if not any(other.id != number and other.desired_state == "share" for other in pool_map.nodes):
         raise InvalidRequest(
             f"there is no other node that could take what node {number} has; let one join first: nvpool node "
             f"token POOL"
         )
-    wish: NodeWish = "stop" if stop else "drain"
-    wanted = _with(pool_map, number, wish=wish)
-    sharing = [target for target in targets_of(pool_map, number) if target.wish in ("share", "away")]
-    wanted = _wished(wanted, sharing, "drain")
+    desired_state: NodeDesiredState = "stop" if stop else "drain"
+    wanted = _with(pool_map, number, desired_state=desired_state)
+    sharing = [target for target in targets_of(pool_map, number) if target.desired_state in ("share", "away")]
+    wanted = _with_desired_state(wanted, sharing, "drain")
     if sharing:
         check_room(wanted, used_bytes)
         wanted = with_goals(wanted)
@@ -119,14 +119,14 @@ def shares_again(pool_map: PoolMap, number: int) -> PoolMap:
     InvalidRequest: the node is lost.
     """
     node = node_of(pool_map, number)
-    if node.wish == "lost":
+    if node.desired_state == "lost":
         raise InvalidRequest(
             f"node {number} is given up for lost, and has no certificate any more; it may join as a new one"
         )
-    draining = [target for target in targets_of(pool_map, number) if target.wish == "drain"]
-    if node.wish == "share" and not draining:
+    draining = [target for target in targets_of(pool_map, number) if target.desired_state == "drain"]
+    if node.desired_state == "share" and not draining:
         return pool_map
-    return with_goals(_wished(_with(pool_map, number, wish="share"), draining, "share"))
+    return with_goals(_with_desired_state(_with(pool_map, number, desired_state="share"), draining, "share"))
 
 
 def check_empty(pool_map: PoolMap, number: int) -> None:
@@ -148,7 +148,7 @@ def check_empty(pool_map: PoolMap, number: int) -> None:
 def removed(pool_map: PoolMap, number: int, now_ms: int) -> PoolMap:
     """Remove a node with empty drives; InUse or InvalidRequest while data of the pool is on it."""
     check_empty(pool_map, number)
-    empty = _wished(pool_map, targets_of(pool_map, number), "remove")
+    empty = _with_desired_state(pool_map, targets_of(pool_map, number), "remove")
     return node_removed(transitions.retired(empty), number, now_ms)
 
 
@@ -182,7 +182,7 @@ def lost(
             f"node {number} has the only copy of {only} chains; without it what they hold can not be read. "
             f"Bring it back, or say --give-up"
         )
-    wanted = _wished(_with(pool_map, number, wish="lost"), here, "lost")
+    wanted = _with_desired_state(_with(pool_map, number, desired_state="lost"), here, "lost")
     check_room(
         wanted,
         {target: count for target, count in used_bytes.items() if target not in {one.id for one in here}},
@@ -197,7 +197,7 @@ def settled(pool_map: PoolMap, now_ms: int) -> PoolMap:
     A chain whose only target was on the node still refers to that target.
     """
     for node in pool_map.nodes:
-        if node.wish == "lost":
+        if node.desired_state == "lost":
             left = left_on(pool_map, node.id)
             here = {target.id for target in targets_of(pool_map, node.id)}
             if (
@@ -249,7 +249,7 @@ def still_counted_on(pool_map: PoolMap) -> bool:
     This state lasts seconds, as long as etcd has a majority.
     """
     for node in pool_map.nodes:
-        if node.wish == "lost":
+        if node.desired_state == "lost":
             here = {target.id for target in targets_of(pool_map, node.id)}
             if any(one.node == node.id for one in pool_map.etcd) or any(
                 here & {*chain.targets, *chain.joining} and not here >= set(chain.targets)

@@ -163,7 +163,9 @@ def primary_lost(pool_map: PoolMap, shard_id: int, heirs: Collection[int] | None
         for standby in shard.standbys
         if standby.state == "up" and (heirs is None or standby.member in heirs)
     ]
-    heir = min(up, key=lambda standby: pool_map.node_by_id[standby.node].wish != "share", default=None)
+    heir = min(
+        up, key=lambda standby: pool_map.node_by_id[standby.node].desired_state != "share", default=None
+    )
     if heir is None:
         return None
     former = StandbyMember(shard.member, shard.node, shard.endpoints, "syncing", shard.path)

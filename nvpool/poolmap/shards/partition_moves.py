@@ -56,7 +56,7 @@ def planned(pool_map: PoolMap) -> PoolMap:
 
     InvalidRequest: no shard stays.
     """
-    staying = [shard.id for shard in pool_map.shards if shard.wish == "share"]
+    staying = [shard.id for shard in pool_map.shards if shard.desired_state == "share"]
     if not staying:
         raise InvalidRequest("the last shard of a pool can not leave it")
     holders = pool_map.shard_of_partition
@@ -76,17 +76,17 @@ def planned(pool_map: PoolMap) -> PoolMap:
             wanted[partition] = goal
             surplus[holder] -= 1
             room[goal] -= 1
-    takers = [shard for shard in sorted(room) if room[shard]]
+    destinations = [shard for shard in sorted(room) if room[shard]]
     # From the end, so that the root's partition migrates only if necessary.
     for partition in range(PARTITION_COUNT - 1, -1, -1):
         holder = holders[partition]
         if wanted[partition] == holder and surplus.get(holder, 0):
-            taker = takers[-1]
-            wanted[partition] = taker
+            destination = destinations[-1]
+            wanted[partition] = destination
             surplus[holder] -= 1
-            room[taker] -= 1
-            if not room[taker]:
-                takers.pop()
+            room[destination] -= 1
+            if not room[destination]:
+                destinations.pop()
     moves = ranges_of(goal if goal != holder else 0 for goal, holder in zip(wanted, holders, strict=True))
     return (
         pool_map
@@ -119,7 +119,7 @@ def node_for_shard(pool_map: PoolMap, own: int) -> int:
         node_and_path(shard, member)[0] for shard in pool_map.shards for member in members(shard)
     )
     up = {target.node for target in pool_map.targets if target.state == "up" and not target.is_over}
-    can = [node.id for node in pool_map.nodes if node.wish == "share" and node.id in up]
+    can = [node.id for node in pool_map.nodes if node.desired_state == "share" and node.id in up]
     return min(can, key=lambda node: (primaries[node], everyone[node], node != own, node), default=own)
 
 
@@ -129,7 +129,7 @@ def shard_wanted(pool_map: PoolMap, wanted: ShardWanted) -> PoolMap:
     InvalidRequest: the node does not exist or should hold nothing, or the shard number was used before.
     """
     node = pool_map.node_by_id.get(wanted.node)
-    if node is None or node.wish != "share":
+    if node is None or node.desired_state != "share":
         raise InvalidRequest(
             f"node {wanted.node} {'is not in the pool' if node is None else 'is to hold nothing'}; "
             f"`nvpool node ls POOL` lists them"
@@ -145,15 +145,17 @@ def not_wanted(pool_map: PoolMap, shard_id: int) -> PoolMap:
     return replace(pool_map, shards_wanted=wanted, shards_given=shards_given(pool_map))
 
 
-def wished(pool_map: PoolMap, shard_id: int, wish: str) -> PoolMap:
+def with_desired_state(pool_map: PoolMap, shard_id: int, desired_state: str) -> PoolMap:
     """Set whether the shard leaves the pool, and set the goals.
 
     InvalidRequest: the shard is unknown or the last one.
     """
     shard = shard_of(pool_map, shard_id)
-    if shard.wish == wish:
+    if shard.desired_state == desired_state:
         return pool_map
-    shards = tuple(replace(one, wish=wish) if one.id == shard_id else one for one in pool_map.shards)
+    shards = tuple(
+        replace(one, desired_state=desired_state) if one.id == shard_id else one for one in pool_map.shards
+    )
     return planned(replace(pool_map, shards=shards))
 
 
@@ -165,7 +167,7 @@ def shard_removed(pool_map: PoolMap, shard_id: int) -> PoolMap:
     shard = pool_map.shard_by_id.get(shard_id)
     if shard is None:
         return pool_map
-    if shard.wish != "remove" or not is_empty(pool_map, shard_id):
+    if shard.desired_state != "remove" or not is_empty(pool_map, shard_id):
         raise InUse(f"shard {shard_id} holds partitions, or is not to leave the pool")
     return replace(
         pool_map,
@@ -186,7 +188,7 @@ def is_empty(pool_map: PoolMap, shard_id: int) -> bool:
 
 
 def next_batch(
-    pool_map: PoolMap, giver: int, not_yet: Collection[int] = (), count_max: int = BATCH_MAX
+    pool_map: PoolMap, source: int, not_yet: Collection[int] = (), count_max: int = BATCH_MAX
 ) -> tuple[int, tuple[int, ...]]:
     """Return (destination, partitions) that the source hands over next, all to one destination.
 
@@ -197,7 +199,7 @@ def next_batch(
         found = [
             partition
             for partition in range(part.first, part.first + part.count)
-            if holders[partition] == giver and partition not in not_yet
+            if holders[partition] == source and partition not in not_yet
         ]
         if found:
             return part.shard, tuple(found[:count_max])
@@ -215,7 +217,7 @@ def left(pool_map: PoolMap, shard_id: int = 0) -> int:
 
 
 def moved(
-    pool_map: PoolMap, giver: int, term: int, taker: int, partitions: Collection[int], epoch: int = 0
+    pool_map: PoolMap, source: int, term: int, destination: int, partitions: Collection[int], epoch: int = 0
 ) -> PoolMap:
     """Make the destination the owner of these partitions, of which it has all records durably.
 
@@ -228,20 +230,22 @@ def moved(
     the map.
     """
     holders, wanted = list(pool_map.shard_of_partition), goals(pool_map)
-    if taker in pool_map.shard_by_id and all(holders[p] == wanted[p] == taker for p in partitions):
-        return pool_map
-    shard = shard_of(pool_map, giver)
-    check_term(shard, term)
-    if taker not in pool_map.shard_by_id or any(
-        holders[p] != giver or wanted[p] != taker for p in partitions
+    if destination in pool_map.shard_by_id and all(
+        holders[p] == wanted[p] == destination for p in partitions
     ):
-        raise StaleEpoch(f"the partitions are not to move from shard {giver} to shard {taker}")
+        return pool_map
+    shard = shard_of(pool_map, source)
+    check_term(shard, term)
+    if destination not in pool_map.shard_by_id or any(
+        holders[p] != source or wanted[p] != destination for p in partitions
+    ):
+        raise StaleEpoch(f"the partitions are not to move from shard {source} to shard {destination}")
     if epoch and epoch < pool_map.moves_since:
         raise StaleEpoch(
             f"what was begun by map {epoch} may have been given up: moves are those of {pool_map.moves_since}"
         )
     for partition in partitions:
-        holders[partition] = taker
+        holders[partition] = destination
     return replace(
         pool_map,
         partitions=ranges_of(holders),

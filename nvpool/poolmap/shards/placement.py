@@ -83,12 +83,12 @@ def good_places(pool_map: PoolMap, serving: Collection[int] | None = None) -> li
 
     Their nodes stay, and their targets are up and, if `serving` is given, serving.
     """
-    stays = {node.id for node in pool_map.nodes if node.wish == "share"}
+    stays = {node.id for node in pool_map.nodes if node.desired_state == "share"}
     return [
         ShardLocation(target.node, target.drive)
         for target in pool_map.targets
         if target.node in stays
-        and target.wish == "share"
+        and target.desired_state == "share"
         and target.state == "up"
         and (serving is None or target.id in serving)
     ]
@@ -100,12 +100,12 @@ def misplaced(pool_map: PoolMap, shard: Shard) -> list[int]:
 
 
 def _stays(pool_map: PoolMap, place: ShardLocation) -> bool:
-    if pool_map.node_by_id[place.node].wish != "share":
+    if pool_map.node_by_id[place.node].desired_state != "share":
         return False
     targets = [target for target in pool_map.targets if target.node == place.node and target.state != "gone"]
     if place.drive:
-        return any(target.drive == place.drive and target.wish == "share" for target in targets)
-    return not targets or not all(target.is_over or target.wish == "away" for target in targets)
+        return any(target.drive == place.drive and target.desired_state == "share" for target in targets)
+    return not targets or not all(target.is_over or target.desired_state == "away" for target in targets)
 
 
 def wanted(shard: Shard) -> int:

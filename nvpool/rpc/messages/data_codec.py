@@ -32,7 +32,7 @@ LOCATE_RESULT = Struct("<HHIIIIIQ")
 """status, flags, runs, blocks, lease time in milliseconds, slot, stamp, version"""
 PAST_READS = Struct("<QQQ")
 """inode, short-circuit reads (which bypass the store), their bytes"""
-LENT = Struct("<QI4x16sd")
+HANDOVER = Struct("<QI4x16sd")
 """Message that a store sends with its descriptors (rpc/fd_passing).
 
 Its fields: target, slots of the store's table, token, CLOCK_BOOTTIME of the store."""

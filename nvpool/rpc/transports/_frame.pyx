@@ -90,7 +90,7 @@ def hear(connection, reader, Py_ssize_t count):
 
     Starts with the bytes that were kept before and stops at the first frame that is no successful reply. The
     replies complete requests as multiplexer.Asker does. A reply with a payload or a long message is
-    dispatched only to a Taker. Returns -1 if all bytes were consumed; otherwise the caller passes the
+    dispatched only to a ReplyTaker. Returns -1 if all bytes were consumed; otherwise the caller passes the
     returned count to FrameReader.buffer_updated.
     """
     cdef bytearray buffer
@@ -141,7 +141,7 @@ def hear(connection, reader, Py_ssize_t count):
                 if takes:
                     asking = (<ReplyTaker>who).take(message, message_bytes, message + message_bytes, payload_bytes)
                 if asking is None:
-                    tell(who, message, message_bytes, payload_bytes)
+                    complete(who, message, message_bytes, payload_bytes)
             except Exception as error:
                 connection._loop.call_exception_handler({"message": "on_done of a request raised", "exception": error})
             answered(calls, entry[4], took_s)
@@ -201,7 +201,7 @@ cdef object note(connection, dict in_flight, on_done, double deadline_s, room, m
     return key
 
 
-cdef int tell(who, const uint8_t *message, Py_ssize_t message_bytes, Py_ssize_t payload_bytes) except -1:
+cdef int complete(who, const uint8_t *message, Py_ssize_t message_bytes, Py_ssize_t payload_bytes) except -1:
     payload = nothing
     if payload_bytes:
         payload = memoryview(PyBytes_FromStringAndSize(<const char *>message + message_bytes, payload_bytes))

@@ -13,7 +13,7 @@ from nvpool.core.compiled import load_compiled
 _frame = load_compiled("nvpool.rpc.transports._frame")
 
 
-class HearsAtOnce:
+class ReplyFastPath:
     """Mixin for client connections: dispatches successful replies in one compiled step (`_frame.hear`).
 
     List it before _End and Asker of rpc/transports/stream in the bases. Without the compiled module it has no
@@ -31,7 +31,7 @@ class HearsAtOnce:
         super().buffer_updated(count)
 
 
-class AnswersAtOnce:
+class RequestFastPath:
     """Mixin for server connections: lets the handler answer received frames on its fast path.
 
     List it before _End and Answerer of rpc/transports/stream in the bases. Connections of a peer that is not
@@ -43,12 +43,12 @@ class AnswersAtOnce:
             self._stop_reading()
             super().buffer_updated(count)  # which keeps the bytes
             return
-        at_once = self._at_once
-        if at_once is not None and count and not self._out:
+        fast_path = self._fast_path
+        if fast_path is not None and count and not self._out:
             buffer = self._reader.empty
             if buffer is not None and self._greeted and not self.draining:
                 out = self._out
-                taken = at_once(buffer, count, self._in_work, self._tally, out, self._later)
+                taken = fast_path(buffer, count, self._in_work, self._reply_stats, out, self._later)
                 if taken:
                     if taken == count and len(out) < 2:
                         if out:

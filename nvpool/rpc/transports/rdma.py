@@ -211,7 +211,7 @@ class RdmaConnection(StreamConnection):
         try:
             context = ucx.context(offers[0])
             self._turning = _Turning(context)
-            self._rooms = RegisteredBuffers(context, self._tell_key, self._forget_key)
+            self._rooms = RegisteredBuffers(context, self._send_key, self._forget_key)
             async with asyncio.timeout(min(UPGRADE_S, max(0.0, deadline_s - self._now_s()))):
                 self._say(BEGIN, b"")
                 self._endpoint = reach(self._turning.worker, await self._works, offers[0])
@@ -261,7 +261,7 @@ class RdmaConnection(StreamConnection):
     def _say(self, word: int, said: bytes) -> None:
         self._send(pack_head(HELLO, word, 0, 0, said, 0), (), 0, gather=False)
 
-    def _tell_key(self, number: int, slab: Any) -> None:
+    def _send_key(self, number: int, slab: Any) -> None:
         self._say(KEY, _KEY.pack(number, 0, slab.address, slab.length) + slab.key())
 
     def _forget_key(self, number: int) -> None:
@@ -584,7 +584,7 @@ class _Rdma:
         super().__init__()
         self._settings = settings
         self._strict = strict
-        self._told: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
 
     def _listening(self, greeting, handler, identity) -> StreamListener:
         return RdmaListener(self._settings, greeting, handler, self.local, self._clock, identity)
@@ -604,8 +604,8 @@ class _Rdma:
             if self._strict or connection.closed:
                 await connection.close()
                 raise Unreachable(f"no RDMA with {endpoint}: {connection.why_not}")
-            if connection.offers and (endpoint, connection.why_not) not in self._told:
-                self._told = {*list(self._told)[-63:], (endpoint, connection.why_not)}
+            if connection.offers and (endpoint, connection.why_not) not in self._logged:
+                self._logged = {*list(self._logged)[-63:], (endpoint, connection.why_not)}
                 _log.info(
                     "no RDMA with %s, so it is %s: %s", endpoint, self.stream_scheme, connection.why_not
                 )

@@ -30,20 +30,20 @@ _in_process = [0]
 class RegisteredBuffers:
     """Registered buffers of one connection.
 
-    `tell_key(number, slab)` and `forget_key(number)` send the key, or its end, to the server, before any
+    `send_key(number, slab)` and `forget_key(number)` send the key, or its end, to the server, before any
     other message.
     """
 
     def __init__(
         self,
         context: Any,
-        tell_key: Callable[[int, Any], None],
+        send_key: Callable[[int, Any], None],
         forget_key: Callable[[int], None],
         *,
         bytes_max: int = ROOM_BYTES_MAX,
     ) -> None:
         self._context = context
-        self._tell_key = tell_key
+        self._send_key = send_key
         self._forget_key = forget_key
         self._bytes_max = bytes_max
         self._free: dict[int, list[tuple[int, Any, int]]] = {}  # by size of the buffers
@@ -88,7 +88,7 @@ class RegisteredBuffers:
         self._slabs[self._number] = slab, size
         self._bytes += length
         _in_process[0] += length
-        self._tell_key(self._number, slab)
+        self._send_key(self._number, slab)
         self._free.setdefault(size, []).extend(
             (self._number, slab, offset) for offset in range(length - size, -1, -size)
         )

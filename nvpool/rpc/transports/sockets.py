@@ -74,7 +74,7 @@ def tls_options(identity: TlsIdentity | None, greeting: Greeting, *, serving: bo
     if identity is None:
         return {}
     return {
-        "ssl": identity.context(serving=serving, strangers=greeting.strangers),
+        "ssl": identity.context(serving=serving, admit_unauthenticated=greeting.admit_unauthenticated),
         "ssl_handshake_timeout": HELLO_S,
         "ssl_shutdown_timeout": GOODBYE_S,
     }

@@ -41,7 +41,7 @@ from nvpool.rpc.handshake import HELLO_S, check_hello, encode_hello
 from nvpool.rpc.limits import Limits, Metered, Share
 from nvpool.rpc.multiplexer import Answerer, Asker
 from nvpool.rpc.peer_roles import with_address
-from nvpool.rpc.transports.fast_replies import AnswersAtOnce, HearsAtOnce
+from nvpool.rpc.transports.fast_replies import ReplyFastPath, RequestFastPath
 from nvpool.rpc.transports.frame import CANCEL, HELLO, REPLY, REQUEST, FrameReader, pack_head
 from nvpool.rpc.transports.sockets import (
     GOODBYE_S,
@@ -226,7 +226,7 @@ class _End(asyncio.BufferedProtocol):
         raise NotImplementedError
 
 
-class StreamConnection(HearsAtOnce, _End, Asker):
+class StreamConnection(ReplyFastPath, _End, Asker):
     """Client end, made by the transports' `connect`."""
 
     def __init__(
@@ -339,7 +339,7 @@ class StreamConnection(HearsAtOnce, _End, Asker):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", not wanted, 0))
 
 
-class StreamServed(AnswersAtOnce, _End, Answerer):
+class StreamServed(RequestFastPath, _End, Answerer):
     """Server end of one connection."""
 
     def __init__(self, listener: StreamListener) -> None:
@@ -352,7 +352,7 @@ class StreamServed(AnswersAtOnce, _End, Answerer):
         )
         _End.__init__(self, listener.loop)
         self._listener = listener
-        self._at_once = getattr(listener.handler, "at_once", None)
+        self._fast_path = getattr(listener.handler, "fast_path", None)
         # A derived class may send replies by another path.
         self._later = self if type(self) is StreamServed else None
         self._hello_timer: asyncio.TimerHandle | None = None

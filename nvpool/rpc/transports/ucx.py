@@ -88,7 +88,7 @@ def library() -> tuple[str, bool] | None:
 def missing() -> str:
     """Reason why this process cannot use UCX, with the remedy; "" if it can. Loads nothing."""
     if _ucx is None:
-        return "nvpool's module for UCX was not compiled; install a C compiler and nvpool anew"
+        return "nvpool's module for UCX was not compiled; install a C compiler and reinstall nvpool"
     if _loaded_by not in (0, os.getpid()):
         return "this process was forked from one that uses UCX"
     if library() is None:

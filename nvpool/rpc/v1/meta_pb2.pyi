@@ -405,10 +405,10 @@ class CreateRequest(_message.Message):
     wide: bool
     truncate: bool
     spread: bool
-    volume: VolumeWish
+    volume: VolumePolicy
     masked: int
     unnamed: bool
-    def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., parent: _Optional[int] = ..., name: _Optional[bytes] = ..., mode: _Optional[int] = ..., rdev: _Optional[int] = ..., target: _Optional[bytes] = ..., open: _Optional[bool] = ..., rights: _Optional[int] = ..., exclusive: _Optional[bool] = ..., wide: _Optional[bool] = ..., truncate: _Optional[bool] = ..., spread: _Optional[bool] = ..., volume: _Optional[_Union[VolumeWish, _Mapping]] = ..., masked: _Optional[int] = ..., unnamed: _Optional[bool] = ...) -> None: ...
+    def __init__(self, change: _Optional[_Union[Change, _Mapping]] = ..., parent: _Optional[int] = ..., name: _Optional[bytes] = ..., mode: _Optional[int] = ..., rdev: _Optional[int] = ..., target: _Optional[bytes] = ..., open: _Optional[bool] = ..., rights: _Optional[int] = ..., exclusive: _Optional[bool] = ..., wide: _Optional[bool] = ..., truncate: _Optional[bool] = ..., spread: _Optional[bool] = ..., volume: _Optional[_Union[VolumePolicy, _Mapping]] = ..., masked: _Optional[int] = ..., unnamed: _Optional[bool] = ...) -> None: ...
 
 class CreateReply(_message.Message):
     __slots__ = ("entry", "created", "parent")
@@ -1307,7 +1307,7 @@ class OutcomeReply(_message.Message):
     effects: _containers.RepeatedCompositeFieldContainer[SpanRecord]
     def __init__(self, outcome: _Optional[_Union[OutcomeReply.Outcome, str]] = ..., effects: _Optional[_Iterable[_Union[SpanRecord, _Mapping]]] = ...) -> None: ...
 
-class VolumeWish(_message.Message):
+class VolumePolicy(_message.Message):
     __slots__ = ("bytes_max", "files_max", "trash_s", "table", "chunk_bits", "encrypted")
     BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
     FILES_MAX_FIELD_NUMBER: _ClassVar[int]
@@ -1386,33 +1386,33 @@ class VolumesReply(_message.Message):
     def __init__(self, volumes: _Optional[_Iterable[_Union[VolumeState, _Mapping]]] = ...) -> None: ...
 
 class VolumeRequest(_message.Message):
-    __slots__ = ("session", "map_epoch", "inode", "wish", "bytes_max", "files_max", "trash_s", "listed", "grant", "holder", "force")
-    class Wish(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ("session", "map_epoch", "inode", "action", "bytes_max", "files_max", "trash_s", "listed", "grant", "holder", "force")
+    class Action(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
-        SHOW: _ClassVar[VolumeRequest.Wish]
-        SET: _ClassVar[VolumeRequest.Wish]
-        SEAL: _ClassVar[VolumeRequest.Wish]
-        GRANT: _ClassVar[VolumeRequest.Wish]
-        REVOKE: _ClassVar[VolumeRequest.Wish]
-        ATTACH: _ClassVar[VolumeRequest.Wish]
-        DETACH: _ClassVar[VolumeRequest.Wish]
-        REMOVE: _ClassVar[VolumeRequest.Wish]
-        KEY: _ClassVar[VolumeRequest.Wish]
-        REWRAP: _ClassVar[VolumeRequest.Wish]
-    SHOW: VolumeRequest.Wish
-    SET: VolumeRequest.Wish
-    SEAL: VolumeRequest.Wish
-    GRANT: VolumeRequest.Wish
-    REVOKE: VolumeRequest.Wish
-    ATTACH: VolumeRequest.Wish
-    DETACH: VolumeRequest.Wish
-    REMOVE: VolumeRequest.Wish
-    KEY: VolumeRequest.Wish
-    REWRAP: VolumeRequest.Wish
+        SHOW: _ClassVar[VolumeRequest.Action]
+        SET: _ClassVar[VolumeRequest.Action]
+        SEAL: _ClassVar[VolumeRequest.Action]
+        GRANT: _ClassVar[VolumeRequest.Action]
+        REVOKE: _ClassVar[VolumeRequest.Action]
+        ATTACH: _ClassVar[VolumeRequest.Action]
+        DETACH: _ClassVar[VolumeRequest.Action]
+        REMOVE: _ClassVar[VolumeRequest.Action]
+        KEY: _ClassVar[VolumeRequest.Action]
+        REWRAP: _ClassVar[VolumeRequest.Action]
+    SHOW: VolumeRequest.Action
+    SET: VolumeRequest.Action
+    SEAL: VolumeRequest.Action
+    GRANT: VolumeRequest.Action
+    REVOKE: VolumeRequest.Action
+    ATTACH: VolumeRequest.Action
+    DETACH: VolumeRequest.Action
+    REMOVE: VolumeRequest.Action
+    KEY: VolumeRequest.Action
+    REWRAP: VolumeRequest.Action
     SESSION_FIELD_NUMBER: _ClassVar[int]
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     INODE_FIELD_NUMBER: _ClassVar[int]
-    WISH_FIELD_NUMBER: _ClassVar[int]
+    ACTION_FIELD_NUMBER: _ClassVar[int]
     BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
     FILES_MAX_FIELD_NUMBER: _ClassVar[int]
     TRASH_S_FIELD_NUMBER: _ClassVar[int]
@@ -1423,7 +1423,7 @@ class VolumeRequest(_message.Message):
     session: int
     map_epoch: int
     inode: int
-    wish: VolumeRequest.Wish
+    action: VolumeRequest.Action
     bytes_max: int
     files_max: int
     trash_s: int
@@ -1431,7 +1431,7 @@ class VolumeRequest(_message.Message):
     grant: VolumeGrant
     holder: str
     force: bool
-    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inode: _Optional[int] = ..., wish: _Optional[_Union[VolumeRequest.Wish, str]] = ..., bytes_max: _Optional[int] = ..., files_max: _Optional[int] = ..., trash_s: _Optional[int] = ..., listed: _Optional[bool] = ..., grant: _Optional[_Union[VolumeGrant, _Mapping]] = ..., holder: _Optional[str] = ..., force: _Optional[bool] = ...) -> None: ...
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inode: _Optional[int] = ..., action: _Optional[_Union[VolumeRequest.Action, str]] = ..., bytes_max: _Optional[int] = ..., files_max: _Optional[int] = ..., trash_s: _Optional[int] = ..., listed: _Optional[bool] = ..., grant: _Optional[_Union[VolumeGrant, _Mapping]] = ..., holder: _Optional[str] = ..., force: _Optional[bool] = ...) -> None: ...
 
 class VolumeReply(_message.Message):
     __slots__ = ("volume", "revoked_in_s", "key", "wrapped_key")
@@ -1474,30 +1474,30 @@ class VolumeRoomReply(_message.Message):
     def __init__(self, bytes: _Optional[int] = ..., unlimited: _Optional[bool] = ..., life_ms: _Optional[int] = ..., bytes_max: _Optional[int] = ...) -> None: ...
 
 class TrashRequest(_message.Message):
-    __slots__ = ("session", "map_epoch", "inode", "wish", "entry", "directory", "name")
-    class Wish(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ("session", "map_epoch", "inode", "action", "entry", "directory", "name")
+    class Action(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
-        LIST: _ClassVar[TrashRequest.Wish]
-        RESTORE: _ClassVar[TrashRequest.Wish]
-        PURGE: _ClassVar[TrashRequest.Wish]
-    LIST: TrashRequest.Wish
-    RESTORE: TrashRequest.Wish
-    PURGE: TrashRequest.Wish
+        LIST: _ClassVar[TrashRequest.Action]
+        RESTORE: _ClassVar[TrashRequest.Action]
+        PURGE: _ClassVar[TrashRequest.Action]
+    LIST: TrashRequest.Action
+    RESTORE: TrashRequest.Action
+    PURGE: TrashRequest.Action
     SESSION_FIELD_NUMBER: _ClassVar[int]
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     INODE_FIELD_NUMBER: _ClassVar[int]
-    WISH_FIELD_NUMBER: _ClassVar[int]
+    ACTION_FIELD_NUMBER: _ClassVar[int]
     ENTRY_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     session: int
     map_epoch: int
     inode: int
-    wish: TrashRequest.Wish
+    action: TrashRequest.Action
     entry: int
     directory: int
     name: bytes
-    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inode: _Optional[int] = ..., wish: _Optional[_Union[TrashRequest.Wish, str]] = ..., entry: _Optional[int] = ..., directory: _Optional[int] = ..., name: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, session: _Optional[int] = ..., map_epoch: _Optional[int] = ..., inode: _Optional[int] = ..., action: _Optional[_Union[TrashRequest.Action, str]] = ..., entry: _Optional[int] = ..., directory: _Optional[int] = ..., name: _Optional[bytes] = ...) -> None: ...
 
 class TrashEntry(_message.Message):
     __slots__ = ("inode", "directory", "name", "removed_ns", "expires_ns", "mode", "size")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from nvpool.rpc.v1 import pool_pb2 as nvpool_dot_v1_dot_pool__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16nvpool/v1/moving.proto\x12\tnvpool.v1\x1a\x14nvpool/v1/pool.proto\"\xc2\x02\n\x0bMoveRequest\x12\x11\n\tauthority\x18\x01 \x01(\x0c\x12\r\n\x05giver\x18\x02 \x01(\r\x12\r\n\x05taker\x18\x03 \x01(\r\x12\x0c\n\x04term\x18\x04 \x01(\x06\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\x06\x12\x0e\n\x06number\x18\x06 \x01(\x06\x12)\n\x04step\x18\x07 \x01(\x0e\x32\x1b.nvpool.v1.MoveRequest.Step\x12\x0b\n\x03map\x18\x08 \x01(\x0c\x12\x12\n\npartitions\x18\t \x01(\x0c\x12\x13\n\x0binode_bound\x18\n \x01(\x06\x12\x17\n\x0forphans_wait_ms\x18\x0b \x01(\r\x12)\n\x08sessions\x18\x0c \x03(\x0b\x32\x17.nvpool.v1.MovedSession\".\n\x04Step\x12\x08\n\x04NONE\x10\x00\x12\t\n\x05\x42\x45GIN\x10\x01\x12\x08\n\x04\x46ILL\x10\x02\x12\x07\n\x03\x45ND\x10\x03\"?\n\x0cMovedSession\x12\x0f\n\x07session\x18\x01 \x01(\x06\x12\x0e\n\x06record\x18\x02 \x01(\x0c\x12\x0e\n\x06opened\x18\x03 \x01(\x0c\"\x1b\n\tMoveReply\x12\x0e\n\x06inodes\x18\x01 \x01(\x06\"\x9d\x01\n\x0cMovedRequest\x12\x11\n\tauthority\x18\x01 \x01(\x0c\x12\r\n\x05giver\x18\x02 \x01(\r\x12\r\n\x05taker\x18\x03 \x01(\r\x12\x0c\n\x04term\x18\x04 \x01(\x06\x12\x12\n\npartitions\x18\x05 \x01(\x0c\x12\x11\n\tmap_epoch\x18\x06 \x01(\x06\x12\'\n\tforwarded\x18\x64 \x01(\x0b\x32\x14.nvpool.v1.Forwarded\"\x19\n\nMovedReply\x12\x0b\n\x03map\x18\x01 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16nvpool/v1/moving.proto\x12\tnvpool.v1\x1a\x14nvpool/v1/pool.proto\"\xc9\x02\n\x0bMoveRequest\x12\x11\n\tauthority\x18\x01 \x01(\x0c\x12\x0e\n\x06source\x18\x02 \x01(\r\x12\x13\n\x0b\x64\x65stination\x18\x03 \x01(\r\x12\x0c\n\x04term\x18\x04 \x01(\x06\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\x06\x12\x0e\n\x06number\x18\x06 \x01(\x06\x12)\n\x04step\x18\x07 \x01(\x0e\x32\x1b.nvpool.v1.MoveRequest.Step\x12\x0b\n\x03map\x18\x08 \x01(\x0c\x12\x12\n\npartitions\x18\t \x01(\x0c\x12\x13\n\x0binode_bound\x18\n \x01(\x06\x12\x17\n\x0forphans_wait_ms\x18\x0b \x01(\r\x12)\n\x08sessions\x18\x0c \x03(\x0b\x32\x17.nvpool.v1.MovedSession\".\n\x04Step\x12\x08\n\x04NONE\x10\x00\x12\t\n\x05\x42\x45GIN\x10\x01\x12\x08\n\x04\x46ILL\x10\x02\x12\x07\n\x03\x45ND\x10\x03\"?\n\x0cMovedSession\x12\x0f\n\x07session\x18\x01 \x01(\x06\x12\x0e\n\x06record\x18\x02 \x01(\x0c\x12\x0e\n\x06opened\x18\x03 \x01(\x0c\"\x1b\n\tMoveReply\x12\x0e\n\x06inodes\x18\x01 \x01(\x06\"\xa4\x01\n\x0cMovedRequest\x12\x11\n\tauthority\x18\x01 \x01(\x0c\x12\x0e\n\x06source\x18\x02 \x01(\r\x12\x13\n\x0b\x64\x65stination\x18\x03 \x01(\r\x12\x0c\n\x04term\x18\x04 \x01(\x06\x12\x12\n\npartitions\x18\x05 \x01(\x0c\x12\x11\n\tmap_epoch\x18\x06 \x01(\x06\x12\'\n\tforwarded\x18\x64 \x01(\x0b\x32\x14.nvpool.v1.Forwarded\"\x19\n\nMovedReply\x12\x0b\n\x03map\x18\x01 \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,15 +33,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'nvpool.v1.moving_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_MOVEREQUEST']._serialized_start=60
-  _globals['_MOVEREQUEST']._serialized_end=382
-  _globals['_MOVEREQUEST_STEP']._serialized_start=336
-  _globals['_MOVEREQUEST_STEP']._serialized_end=382
-  _globals['_MOVEDSESSION']._serialized_start=384
-  _globals['_MOVEDSESSION']._serialized_end=447
-  _globals['_MOVEREPLY']._serialized_start=449
-  _globals['_MOVEREPLY']._serialized_end=476
-  _globals['_MOVEDREQUEST']._serialized_start=479
-  _globals['_MOVEDREQUEST']._serialized_end=636
-  _globals['_MOVEDREPLY']._serialized_start=638
-  _globals['_MOVEDREPLY']._serialized_end=663
+  _globals['_MOVEREQUEST']._serialized_end=389
+  _globals['_MOVEREQUEST_STEP']._serialized_start=343
+  _globals['_MOVEREQUEST_STEP']._serialized_end=389
+  _globals['_MOVEDSESSION']._serialized_start=391
+  _globals['_MOVEDSESSION']._serialized_end=454
+  _globals['_MOVEREPLY']._serialized_start=456
+  _globals['_MOVEREPLY']._serialized_end=483
+  _globals['_MOVEDREQUEST']._serialized_start=486
+  _globals['_MOVEDREQUEST']._serialized_end=650
+  _globals['_MOVEDREPLY']._serialized_start=652
+  _globals['_MOVEDREPLY']._serialized_end=677
 # @@protoc_insertion_point(module_scope)

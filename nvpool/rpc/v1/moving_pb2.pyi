@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class MoveRequest(_message.Message):
-    __slots__ = ("authority", "giver", "taker", "term", "attempt", "number", "step", "map", "partitions", "inode_bound", "orphans_wait_ms", "sessions")
+    __slots__ = ("authority", "source", "destination", "term", "attempt", "number", "step", "map", "partitions", "inode_bound", "orphans_wait_ms", "sessions")
     class Step(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         NONE: _ClassVar[MoveRequest.Step]
@@ -21,8 +21,8 @@ class MoveRequest(_message.Message):
     FILL: MoveRequest.Step
     END: MoveRequest.Step
     AUTHORITY_FIELD_NUMBER: _ClassVar[int]
-    GIVER_FIELD_NUMBER: _ClassVar[int]
-    TAKER_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -33,8 +33,8 @@ class MoveRequest(_message.Message):
     ORPHANS_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     authority: bytes
-    giver: int
-    taker: int
+    source: int
+    destination: int
     term: int
     attempt: int
     number: int
@@ -44,7 +44,7 @@ class MoveRequest(_message.Message):
     inode_bound: int
     orphans_wait_ms: int
     sessions: _containers.RepeatedCompositeFieldContainer[MovedSession]
-    def __init__(self, authority: _Optional[bytes] = ..., giver: _Optional[int] = ..., taker: _Optional[int] = ..., term: _Optional[int] = ..., attempt: _Optional[int] = ..., number: _Optional[int] = ..., step: _Optional[_Union[MoveRequest.Step, str]] = ..., map: _Optional[bytes] = ..., partitions: _Optional[bytes] = ..., inode_bound: _Optional[int] = ..., orphans_wait_ms: _Optional[int] = ..., sessions: _Optional[_Iterable[_Union[MovedSession, _Mapping]]] = ...) -> None: ...
+    def __init__(self, authority: _Optional[bytes] = ..., source: _Optional[int] = ..., destination: _Optional[int] = ..., term: _Optional[int] = ..., attempt: _Optional[int] = ..., number: _Optional[int] = ..., step: _Optional[_Union[MoveRequest.Step, str]] = ..., map: _Optional[bytes] = ..., partitions: _Optional[bytes] = ..., inode_bound: _Optional[int] = ..., orphans_wait_ms: _Optional[int] = ..., sessions: _Optional[_Iterable[_Union[MovedSession, _Mapping]]] = ...) -> None: ...
 
 class MovedSession(_message.Message):
     __slots__ = ("session", "record", "opened")
@@ -63,22 +63,22 @@ class MoveReply(_message.Message):
     def __init__(self, inodes: _Optional[int] = ...) -> None: ...
 
 class MovedRequest(_message.Message):
-    __slots__ = ("authority", "giver", "taker", "term", "partitions", "map_epoch", "forwarded")
+    __slots__ = ("authority", "source", "destination", "term", "partitions", "map_epoch", "forwarded")
     AUTHORITY_FIELD_NUMBER: _ClassVar[int]
-    GIVER_FIELD_NUMBER: _ClassVar[int]
-    TAKER_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     PARTITIONS_FIELD_NUMBER: _ClassVar[int]
     MAP_EPOCH_FIELD_NUMBER: _ClassVar[int]
     FORWARDED_FIELD_NUMBER: _ClassVar[int]
     authority: bytes
-    giver: int
-    taker: int
+    source: int
+    destination: int
     term: int
     partitions: bytes
     map_epoch: int
     forwarded: _pool_pb2.Forwarded
-    def __init__(self, authority: _Optional[bytes] = ..., giver: _Optional[int] = ..., taker: _Optional[int] = ..., term: _Optional[int] = ..., partitions: _Optional[bytes] = ..., map_epoch: _Optional[int] = ..., forwarded: _Optional[_Union[_pool_pb2.Forwarded, _Mapping]] = ...) -> None: ...
+    def __init__(self, authority: _Optional[bytes] = ..., source: _Optional[int] = ..., destination: _Optional[int] = ..., term: _Optional[int] = ..., partitions: _Optional[bytes] = ..., map_epoch: _Optional[int] = ..., forwarded: _Optional[_Union[_pool_pb2.Forwarded, _Mapping]] = ...) -> None: ...
 
 class MovedReply(_message.Message):
     __slots__ = ("map",)

@@ -26,7 +26,7 @@ _Reply = TypeVar("_Reply", bound="Message")
 
 STEP_S = 60.0
 """Time limit of one step. The longest step reads 64 MiB from a drive that also serves clients."""
-TENURE_S = 15.0
+SERVING_LEASE_WAIT_S = 15.0
 """Several lease periods. A target without a lease for that long is out of its chains, or offline."""
 AGAIN_S = 0.2
 AWAY_S = 15.0
@@ -81,7 +81,7 @@ class AdminCalls:
     async def target(self, target: int, method: int, request: Message, reply_type: type[_Reply]) -> _Reply:
         """Send a request to a target; return its reply. Errors: those of the target; Unreachable,
         DeadlineExceeded, Disconnected."""
-        until_s = self._client.clock.boottime_s() + TENURE_S
+        until_s = self._client.clock.boottime_s() + SERVING_LEASE_WAIT_S
         while True:
             if hasattr(request, "map_epoch"):
                 request.map_epoch = self.pool_map.epoch

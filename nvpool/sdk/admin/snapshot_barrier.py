@@ -29,7 +29,7 @@ TRY_S = 60.0
 and busy shards. One attempt takes milliseconds."""
 PAUSE_S = 0.05
 FORGET_S = 2.0
-ANEW_MAX = 10
+RESTARTS_MAX = 10
 """Restarts of one walk. A pool whose shards change more often during a walk needs an operator first."""
 
 
@@ -43,7 +43,7 @@ class BarrierCursors(NamedTuple):
 async def walk_at_all(
     client: Client,
     walk: Callable[[BarrierCursors], Awaitable[None]],
-    anew: Callable[[str], None],
+    on_restart: Callable[[str], None],
     *,
     dump: bool = False,
     repair: bool = False,
@@ -51,18 +51,18 @@ async def walk_at_all(
     """Start a check or a dump on all shards, and run `walk` on it.
 
     If a shard gets another process meanwhile, or leaves the pool, its part is lost, and another barrier does
-    not fit to the parts of the other shards. Then everything starts again, up to ANEW_MAX times; `anew` is
+    not fit to the parts of the other shards. Then everything starts again, up to RESTARTS_MAX times; `on_restart` is
     called before with the reason. Errors: those of `begin_at_all`, and the error that ended the last walk.
     """
-    for times in range(ANEW_MAX + 1):
+    for times in range(RESTARTS_MAX + 1):
         begun = await begin_at_all(client, dump=dump, repair=repair)
         try:
             return await walk(begun)
         except BaseException as error:
             await _forget(AdminCalls(client), begun)
-            if times == ANEW_MAX or not isinstance(error, Unavailable | Stale | NotFound):
+            if times == RESTARTS_MAX or not isinstance(error, Unavailable | Stale | NotFound):
                 raise
-            anew(str(error) or type(error).__name__)
+            on_restart(str(error) or type(error).__name__)
 
 
 async def _forget(asking: AdminCalls, begun: BarrierCursors) -> None:

@@ -34,7 +34,7 @@ from nvpool.poolmap.layout import chain_of
 from nvpool.poolmap.model import Chain
 from nvpool.rpc.v1 import data_pb2, meta_pb2, wire_pb2
 from nvpool.sdk.admin.calls import AdminCalls
-from nvpool.sdk.file_layout import CHUNKS_AT_ONCE, chunks_on
+from nvpool.sdk.file_layout import CHUNKS_PER_REQUEST, chunks_on
 from nvpool.sdk.fsck.lost_files import lost_files
 from nvpool.sdk.fsck.metadata import check_names
 from nvpool.sdk.fsck.replicas import Copies, service_right
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 INODES_A_STEP = 1000
 BLOCKS_A_STEP = 4096
 """Blocks per step: 16 MiB. A store can answer that between two requests of other clients."""
-ASKED_AT_ONCE = 32
+INODES_PER_BATCH = 32
 COLLECTIONS_MAX = 100
 
 
@@ -64,7 +64,7 @@ async def check(
     reported and not repaired.
 
     A shard that changes its primary or leaves the pool does not stop the check: the metadata pass starts
-    again (`checkup.begun_anew`). Unreachable, DeadlineExceeded, Disconnected: a daemon did not answer; the
+    again (`checkup.restarts`). Unreachable, DeadlineExceeded, Disconnected: a daemon did not answer; the
     problems recorded so far are valid. The check may be repeated.
     """
     await _Check(client, checkup, repair, grant_secret).run(scrub)
@@ -121,11 +121,11 @@ class _Check:
                 data_pb2.ListReply,
             )
             inodes = struct.unpack(f"<{len(reply.inodes) // 8}Q", reply.inodes)
-            for begin in range(0, len(inodes), ASKED_AT_ONCE):
+            for begin in range(0, len(inodes), INODES_PER_BATCH):
                 gone += filter(
                     None,
                     await asyncio.gather(
-                        *(self._inode(target, inode) for inode in inodes[begin : begin + ASKED_AT_ONCE])
+                        *(self._inode(target, inode) for inode in inodes[begin : begin + INODES_PER_BATCH])
                     ),
                 )
             self._checkup.inodes_on_stores += len(inodes)
@@ -156,7 +156,7 @@ class _Check:
         table = self._map.table_by_id.get(attr.table)
         held: list[data_pb2.ChunkDescription] = []
         async for chunk in chunks_on(self._asking, target, inode):
-            if len(held) >= CHUNKS_AT_ONCE:
+            if len(held) >= CHUNKS_PER_REQUEST:
                 await self._copies.look(target, inode, attr.table, held)
                 held = []
             self._checkup.chunks += 1

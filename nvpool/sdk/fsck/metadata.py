@@ -45,7 +45,7 @@ _Item = TypeVar("_Item")
 
 RECORDS_A_STEP = 5000
 INODES_A_STEP = 1000
-CLIMBS_AT_ONCE = 10_000
+CLIMBS_PER_BATCH = 10_000
 TURNS_MAX = 1000
 """Queries in a row without progress before a moving partition is given up: some minutes."""
 AGAIN_S, AGAIN_S_MAX = 0.02, 0.5
@@ -71,14 +71,14 @@ class _Names:
         self._climbs = Climbs(client, self._asking)
 
     async def run(self) -> None:
-        await walk_at_all(self._client, self._walk_all, self._anew, repair=self._repair)
+        await walk_at_all(self._client, self._walk_all, self._on_restart, repair=self._repair)
         if self._is_whole:  # otherwise the sums are incomplete
             await self._settle([one for one in self._sums.values() if not one.is_even], self._uneven())
 
-    def _anew(self, reason: str) -> None:
+    def _on_restart(self, reason: str) -> None:
         """Start the walk again. Problems stay reported, each one once. Sums are dropped, because sums of
         two snapshot barriers do not add up."""
-        self._checkup.begun_anew.append(reason)
+        self._checkup.restarts.append(reason)
         self._checkup.records, self._is_whole = 0, True
         self._sums, self._copies, self._climbs = {}, {}, Climbs(self._client, self._asking)
 
@@ -117,7 +117,7 @@ class _Names:
                 self._note(PoolProblem(problem.kind, f"shard {shard}", problem.text, problem.repaired))
             passed.update(unpack_partitions(reply.passed))
             self._climbs.add(unpack_numbers(reply.above))
-            if self._climbs.waiting >= CLIMBS_AT_ONCE:
+            if self._climbs.waiting >= CLIMBS_PER_BATCH:
                 await self._climb()
             request.cursor, done = reply.cursor, reply.done
         return passed

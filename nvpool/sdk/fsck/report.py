@@ -28,7 +28,7 @@ class Checkup:
     blocks: int = 0
     blocks_total: int = 0
     """Blocks of all targets at the start of the check."""
-    begun_anew: list[str] = field(default_factory=list)
+    restarts: list[str] = field(default_factory=list)
     """Reasons of the restarts of the metadata pass: a new primary, or a removed shard."""
     problems: list[PoolProblem] = field(default_factory=list)
     found: int = 0
@@ -41,7 +41,8 @@ class Checkup:
             self.problems.append(problem)
 
     def summary(self) -> dict[str, Any]:
-        found = asdict(self)
+        # "begun_anew" is a key of `nvpool fsck --json`.
+        found = {"begun_anew" if name == "restarts" else name: value for name, value in asdict(self).items()}
         del found["stage"], found["blocks_total"]
         found["problems"] = [problem._asdict() for problem in self.problems]
         return found

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from nvpool.rpc.messages.direntries import DirectoryPage
     from nvpool.rpc.v1.meta_pb2 import Attr
 
-LISTED_AT_ONCE = 1000
+ENTRIES_PER_BATCH = 1000
 _ZEROS = bytes(64 * KIB)
 """Aligned runs of zeros of this size become holes."""
 
@@ -41,7 +41,7 @@ async def export_tree(
     source: bytes,
     destination: str | bytes | os.PathLike[str],
     *,
-    tally: TransferProgress,
+    progress: TransferProgress,
     options: TransferOptions | None = None,
 ) -> None:
     """Copy `source`, a path in the pool, to the local `destination`; missing parents are created.
@@ -57,7 +57,7 @@ async def export_tree(
 
     After Unavailable or NoSpace, repeat the export when the cause is removed.
     """
-    await _Export(vfs, tally, options or TransferOptions()).run(source, os.fsencode(destination))
+    await _Export(vfs, progress, options or TransferOptions()).run(source, os.fsencode(destination))
 
 
 class _Follow(TypedDict, total=False):
@@ -65,12 +65,12 @@ class _Follow(TypedDict, total=False):
 
 
 class _Export:
-    def __init__(self, vfs: Vfs, tally: TransferProgress, options: TransferOptions) -> None:
+    def __init__(self, vfs: Vfs, progress: TransferProgress, options: TransferOptions) -> None:
         self._vfs = vfs
-        self._tally = tally
+        self._progress = progress
         self._options = options
         self._caller = Caller(os.geteuid(), os.getegid())
-        self._crew: Crew[bytes, Attr] = Crew(tally, options.parallel, self._finish_folder)
+        self._crew: Crew[bytes, Attr] = Crew(progress, options.parallel, self._finish_folder)
         self._linked: dict[int, tuple[asyncio.Future[bytes | None], list[int]]] = {}
         self._folders: list[Folder[bytes, Attr]] = []
 
@@ -87,7 +87,8 @@ class _Export:
         if not stat.S_ISDIR(attr.mode):
             if await self._crew.blocking(os.path.isdir, destination):
                 destination = os.path.join(destination, names[-1])
-            self._tally.files_total, self._tally.bytes_total, self._tally.counted = 1, attr.size, True
+            self._progress.files_total, self._progress.bytes_total = 1, attr.size
+            self._progress.counted = True
             os.makedirs(os.path.dirname(destination) or b".", exist_ok=True)
             await self._crew.run(self._crew.add(None, source, partial(self._one, destination, attr)))
             return
@@ -101,7 +102,7 @@ class _Export:
             await self._crew.run(self._list_folders())
         finally:
             counting.cancel()
-        self._tally.counted = True
+        self._progress.counted = True
 
     async def _count(self, inode: int) -> None:
         """Add up the totals while the export runs."""
@@ -114,9 +115,9 @@ class _Export:
                     if stat.S_ISDIR(entry.attr.mode):
                         waiting.append(entry.inode)
                     elif stat.S_ISREG(entry.attr.mode):
-                        self._tally.files_total += 1
-                        self._tally.bytes_total += entry.attr.size
-        self._tally.counted = True
+                        self._progress.files_total += 1
+                        self._progress.bytes_total += entry.attr.size
+        self._progress.counted = True
 
     async def _entries(self, inode: int) -> AsyncIterator[DirectoryPage]:
         """Iterate over batches of the directory's entries with their attributes."""
@@ -124,7 +125,7 @@ class _Export:
         try:
             cursor, more = 0, True
             while more:
-                entries, more = await self._vfs.readdir(handle, cursor, LISTED_AT_ONCE)
+                entries, more = await self._vfs.readdir(handle, cursor, ENTRIES_PER_BATCH)
                 if not entries:
                     return
                 cursor = entries[-1].cursor
@@ -184,12 +185,12 @@ class _Export:
         if made is None:
             raise NotFound("the file that this is another name of could not be exported")
         there = await self._crew.blocking(_link, made, place)
-        self._tally.hard_links += 1
+        self._progress.hard_links += 1
         if stat.S_ISREG(attr.mode):
-            self._tally.files += 1
-            self._tally.bytes += attr.size
-            self._tally.skipped_files += there
-            self._tally.skipped_bytes += there * attr.size
+            self._progress.files += 1
+            self._progress.bytes += attr.size
+            self._progress.skipped_files += there
+            self._progress.skipped_bytes += there * attr.size
 
     async def _one(self, place: bytes, attr: Attr) -> None:
         if stat.S_ISREG(attr.mode):
@@ -198,16 +199,16 @@ class _Export:
         await self._crew.blocking(_make_special, place, attr, target)
         await self._crew.blocking(self._finish, place, attr, [])
         if target is None:
-            self._tally.special += 1
+            self._progress.special += 1
         else:
-            self._tally.symlinks += 1
+            self._progress.symlinks += 1
 
     async def _file(self, place: bytes, attr: Attr) -> None:
         if await self._crew.blocking(_is_there, place, attr):
-            self._tally.files += 1
-            self._tally.bytes += attr.size
-            self._tally.skipped_files += 1
-            self._tally.skipped_bytes += attr.size
+            self._progress.files += 1
+            self._progress.bytes += attr.size
+            self._progress.skipped_files += 1
+            self._progress.skipped_bytes += attr.size
             return
         handle = await self._vfs.open(attr.inode, os.O_RDONLY, self._caller)
         opened, writing = -1, None
@@ -228,7 +229,7 @@ class _Export:
                 checksums.append((at, len(buffer), crc32c(buffer)))
                 writing = asyncio.ensure_future(self._crew.blocking(_write_sparse, opened, at, buffer))
                 at += len(buffer)
-                self._tally.bytes += len(buffer)
+                self._progress.bytes += len(buffer)
             if writing is not None:
                 await writing
             await self._crew.blocking(self._finish_file, opened, now, checksums, xattrs)
@@ -238,7 +239,7 @@ class _Export:
                 await asyncio.gather(writing, return_exceptions=True)  # a thread may still use the descriptor
             if opened >= 0:
                 os.close(opened)
-        self._tally.files += 1
+        self._progress.files += 1
 
     def _finish_file(
         self,
@@ -279,7 +280,7 @@ class _Export:
             try:
                 os.setxattr(place, name, value, **follow)
             except OSError:
-                self._tally.attributes_not_kept += 1
+                self._progress.attributes_not_kept += 1
         if self._options.owners:
             os.chown(place, attr.uid, attr.gid, **follow)
         if not link:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from nvpool.client.vfs.filesystem import Vfs
     from nvpool.rpc.v1.meta_pb2 import Attr
 
-LISTED_AT_ONCE = 1000
+ENTRIES_PER_BATCH = 1000
 
 
 async def import_tree(
@@ -50,14 +50,14 @@ async def import_tree(
     source: str | bytes | os.PathLike[str],
     destination: bytes,
     *,
-    tally: TransferProgress,
+    progress: TransferProgress,
     options: TransferOptions | None = None,
 ) -> None:
     """Copy the local `source` to `destination`, a path in the pool; missing parents are created.
 
     The contents of a folder become the contents of `destination`. A file becomes the file `destination`, or
     if that is a folder a file of the same name in it. On return everything is synced, except the failures
-    that `tally` lists. If this raises, the entries that `tally` counts are in the pool, and a repeated import
+    that `progress` lists. If this raises, the entries that `progress` counts are in the pool, and a repeated import
     continues after them.
 
     NotFound  the source does not exist
@@ -65,7 +65,7 @@ async def import_tree(
     Unavailable, NoSpace, QuotaExceeded  the pool did not answer in time, or is full: repeat the import when
         the cause is removed
     """
-    await _Import(vfs, tally, options or TransferOptions()).run(os.fsencode(source), destination)
+    await _Import(vfs, progress, options or TransferOptions()).run(os.fsencode(source), destination)
 
 
 class _Owner(TypedDict, total=False):
@@ -74,12 +74,12 @@ class _Owner(TypedDict, total=False):
 
 
 class _Import:
-    def __init__(self, vfs: Vfs, tally: TransferProgress, options: TransferOptions) -> None:
+    def __init__(self, vfs: Vfs, progress: TransferProgress, options: TransferOptions) -> None:
         self._vfs = vfs
-        self._tally = tally
+        self._progress = progress
         self._options = options
         self._caller = Caller(os.geteuid(), os.getegid())
-        self._crew: Crew[int, os.stat_result] = Crew(tally, options.parallel, self._finish_folder)
+        self._crew: Crew[int, os.stat_result] = Crew(progress, options.parallel, self._finish_folder)
         self._linked: dict[tuple[int, int], tuple[asyncio.Future[int | None], list[int]]] = {}
         self._folders: list[Folder[int, os.stat_result]] = []
 
@@ -90,7 +90,8 @@ class _Import:
             raise NotFound(f"{os.fsdecode(source)}: {error.strerror}") from None
         names = [name for name in destination.split(b"/") if name]
         if not stat.S_ISDIR(found.st_mode):
-            self._tally.files_total, self._tally.bytes_total, self._tally.counted = 1, found.st_size, True
+            self._progress.files_total, self._progress.bytes_total = 1, found.st_size
+            self._progress.counted = True
             parent, name = await self._place_of_file(names, os.path.basename(source))
             await self._crew.run(
                 self._crew.add(None, source, partial(self._file, source, name, parent, found, False))
@@ -103,7 +104,7 @@ class _Import:
             inode, fresh = await self._folder(inode, name)
         root = Folder(None, source, inode, found, fresh)
         self._folders.append(root)
-        counting = asyncio.create_task(asyncio.to_thread(count_local, source, self._tally, self._options))
+        counting = asyncio.create_task(asyncio.to_thread(count_local, source, self._progress, self._options))
         await self._crew.run(self._list_folders())
         await counting
         await self._vfs.fsyncdir(inode)
@@ -148,7 +149,7 @@ class _Import:
                     if self._options.leaves_out(name):
                         continue
                     if isinstance(found, OSError):
-                        self._tally.fail(path, found)
+                        self._progress.fail(path, found)
                     elif stat.S_ISDIR(found.st_mode):
                         made = await self._crew.guarded(path, self._folder(folder.place, name))
                         if made is not None:
@@ -185,7 +186,7 @@ class _Import:
         elif stat.S_IFMT(there.mode) != stat.S_IFMT(found.st_mode) or there.rdev != found.st_rdev:
             raise AlreadyExists("exists in the pool and is something else")
         await self._finish(there.inode, found)
-        self._tally.special += 1
+        self._progress.special += 1
         return there.inode
 
     async def _hard_linked(
@@ -216,13 +217,13 @@ class _Import:
             if there is not None:
                 await self._vfs.unlink(folder.place, name, self._caller)
             await self._vfs.link(inode, folder.place, name, self._caller)
-        self._tally.hard_links += 1
+        self._progress.hard_links += 1
         if stat.S_ISREG(found.st_mode):
-            self._tally.files += 1
-            self._tally.bytes += found.st_size
+            self._progress.files += 1
+            self._progress.bytes += found.st_size
             if there is not None and there.inode == inode:
-                self._tally.skipped_files += 1
-                self._tally.skipped_bytes += found.st_size
+                self._progress.skipped_files += 1
+                self._progress.skipped_bytes += found.st_size
 
     async def _symlink(self, path: bytes, name: bytes, parent: int, found: os.stat_result) -> int:
         target = os.readlink(path)
@@ -237,7 +238,7 @@ class _Import:
         if there is None:
             there = await self._vfs.symlink(parent, name, target, self._caller)
         await self._finish(there.inode, found, mode=False)
-        self._tally.symlinks += 1
+        self._progress.symlinks += 1
         return there.inode
 
     async def _file(self, path: bytes, name: bytes, parent: int, found: os.stat_result, fresh: bool) -> int:
@@ -250,10 +251,10 @@ class _Import:
                 and there.mtime_ns == clamp_time_ns(found.st_mtime_ns)
                 and not self._options.compare
             ):
-                self._tally.files += 1
-                self._tally.bytes += found.st_size
-                self._tally.skipped_files += 1
-                self._tally.skipped_bytes += found.st_size
+                self._progress.files += 1
+                self._progress.bytes += found.st_size
+                self._progress.skipped_files += 1
+                self._progress.skipped_bytes += found.st_size
                 return there.inode
         descriptor, now, piece, xattrs = await self._crew.blocking(_open_source, path)
         fresh = there is None
@@ -273,7 +274,7 @@ class _Import:
             await self._finish(there.inode, now)
         finally:
             os.close(descriptor)
-        self._tally.files += 1
+        self._progress.files += 1
         return there.inode
 
     async def _contents(
@@ -304,9 +305,9 @@ class _Import:
                     checksums.append(crc32c(buffer))
             finally:
                 piece = await ahead if ahead is not None else None
-            self._tally.bytes += behind - end
+            self._progress.bytes += behind - end
             end, size = behind, max(size, behind)
-        self._tally.bytes += max(0, now.st_size - end)
+        self._progress.bytes += max(0, now.st_size - end)
         after = os.fstat(descriptor)
         if (after.st_size, after.st_mtime_ns) != (now.st_size, now.st_mtime_ns) or end > now.st_size:
             raise Refused("changed while it was read; import it again")
@@ -337,7 +338,7 @@ class _Import:
             except Unavailable:
                 raise
             except NvpoolError:
-                self._tally.attributes_not_kept += 1
+                self._progress.attributes_not_kept += 1
 
     async def _finish(self, inode: int, found: os.stat_result, *, mode: bool = True) -> None:
         """Set owner, mode and times in one change, as the last step."""
@@ -375,7 +376,7 @@ class _Entries:
                     found.append((entry.name, entry.stat(follow_symlinks=False)))
                 except OSError as error:
                     found.append((entry.name, error))
-                if len(found) == LISTED_AT_ONCE:
+                if len(found) == ENTRIES_PER_BATCH:
                     break
         return found
 

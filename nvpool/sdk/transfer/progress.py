@@ -1,6 +1,6 @@
 """Progress and options of a transfer.
 
-The transfer writes a Tally on its event loop. Any thread may read it at any time to show progress; its
+The transfer updates a TransferProgress on its event loop. Any thread may read it at any time to show progress; its
 numbers only grow.
 """
 
@@ -82,7 +82,7 @@ class TransferProgress:
         return found
 
 
-def count_local(path: bytes, tally: TransferProgress, options: TransferOptions) -> None:
+def count_local(path: bytes, progress: TransferProgress, options: TransferOptions) -> None:
     """Add all regular files at and below `path` to the totals. Runs in a thread. Unreadable entries are
     not counted."""
     waiting = [path]
@@ -96,13 +96,13 @@ def count_local(path: bytes, tally: TransferProgress, options: TransferOptions) 
                         if entry.is_dir(follow_symlinks=False):
                             waiting.append(entry.path)
                         elif entry.is_file(follow_symlinks=False):
-                            tally.bytes_total += entry.stat(follow_symlinks=False).st_size
-                            tally.files_total += 1
+                            progress.bytes_total += entry.stat(follow_symlinks=False).st_size
+                            progress.files_total += 1
                     except OSError:
                         continue
         except OSError:
             continue
-    tally.counted = True
+    progress.counted = True
 
 
 def xattrs_of(place: bytes | int) -> list[tuple[bytes, bytes]]:

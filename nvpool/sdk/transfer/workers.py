@@ -55,11 +55,11 @@ class Folder(Generic[_Place, _Found]):
 class Crew(Generic[_Place, _Found]):
     def __init__(
         self,
-        tally: TransferProgress,
+        progress: TransferProgress,
         parallel: int,
         finish_folder: Callable[[Folder[_Place, _Found]], Awaitable[None]],
     ) -> None:
-        self.tally = tally
+        self.progress = progress
         self._parallel = parallel
         self._finish_folder = finish_folder
         self._jobs: asyncio.Queue[tuple[Folder[_Place, _Found] | None, bytes, _Job]] = asyncio.Queue(
@@ -102,7 +102,7 @@ class Crew(Generic[_Place, _Found]):
     async def _work(self) -> None:
         while True:
             folder, path, job = await self._jobs.get()
-            self.tally.current = os.fsdecode(path)
+            self.progress.current = os.fsdecode(path)
             await self.guarded(path, job())
             await self.leave(folder)
             self._jobs.task_done()
@@ -115,7 +115,7 @@ class Crew(Generic[_Place, _Found]):
         except (Unavailable, NoSpace, QuotaExceeded, Bug):
             raise
         except (NvpoolError, OSError) as error:
-            self.tally.fail(path, error)
+            self.progress.fail(path, error)
             return None
 
     async def leave(self, folder: Folder[_Place, _Found] | None) -> None:
@@ -125,6 +125,6 @@ class Crew(Generic[_Place, _Found]):
             folder.left -= 1
             if folder.left:
                 return
-            self.tally.directories += 1
+            self.progress.directories += 1
             await self.guarded(folder.path, self._finish_folder(folder))
             folder = folder.parent

@@ -1,6 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""Where the blocks of many reads lie, without Python in between. See read_batch.py, whose own loop is the twin and says the
-same."""
+"""Find the blocks of many reads without Python in between. The loop in read_batch.py is the reference implementation."""
 
 from cpython cimport array
 import array
@@ -18,7 +17,7 @@ cdef extern from *:
     """
     #include <stdint.h>
     #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-    #error "headers of reads are little-endian: the twin does"
+    #error "headers of reads are little-endian; use the Python implementation"
     #endif
     struct read_entry { uint64_t inode; uint32_t chunk, offset, length; uint16_t grant, flags; };
     struct read_result { uint16_t status, flags; uint32_t length; uint64_t version; };

@@ -52,7 +52,7 @@ from nvpool.store.disk.bad_blocks import BadBlock
 from nvpool.store.disk.superblock import Superblock, decode_superblock, encode_superblock
 
 if TYPE_CHECKING:
-    from nvpool.store.chunks.location_leases import KeptTable, Lender
+    from nvpool.store.chunks.location_leases import KeptTable, LocationLeases
 
 FORMAT_TEXT = "nvpool chunk store 1\n"
 CAPACITY_BYTES_MIN = MIB
@@ -76,7 +76,7 @@ UNCHECKED = 1
 """Flag of a read result: the store has not compared the block with its checksum."""
 
 
-LEND_S = 5.0
+LOCATION_LEASE_S = 5.0
 """Lifetime of a location lease in seconds.
 
 The lifetime is long enough that renewals cost little compared with the reads. The lifetime is short enough
@@ -108,7 +108,7 @@ class StoreOptions:
 
     The bound limits the data that a replay must check.
     """
-    lend_s: float = LEND_S
+    location_lease_s: float = LOCATION_LEASE_S
     """Lifetime of location leases for clients on this host. 0 disables them; `direct` also disables them."""
     kept_table: KeptTable | None = None
     """Persistent lease table; see store/chunks/location_leases."""
@@ -329,7 +329,7 @@ class ChunkStore(Protocol):
         InvalidRequest: the batch is malformed or asks for more than 32 MiB.
         """
 
-    lender: Lender | None
+    location_leases: LocationLeases | None
     """The issuer of location leases, or None if this store can issue none."""
 
     def locate(
@@ -462,7 +462,7 @@ class ChunkStore(Protocol):
         """Call `write_now` and repeat it after each wait."""
 
     verifier: int
-    """Write verifier, not 0. It changes at open if acknowledged but unflushed writes may have been lost."""
+    """Write verifier, not 0. It changes at open if acknowledged but unstable writes may have been lost."""
 
     async def flush(self) -> None:
         """Make every write that was acknowledged before the call survive the loss of power.

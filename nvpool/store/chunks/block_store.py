@@ -68,7 +68,7 @@ from nvpool.store.chunks.api import (
     check_table,
 )
 from nvpool.store.chunks.index import Chunk, Index
-from nvpool.store.chunks.location_leases import Lender, LocatedBlocks, located
+from nvpool.store.chunks.location_leases import LocatedBlocks, LocationLeases, located
 from nvpool.store.chunks.partial_writes import Merger
 from nvpool.store.chunks.read_batch import BlockBatchReader, Readings
 from nvpool.store.chunks.recovery import ReplayCheck, settle_rejected
@@ -94,7 +94,7 @@ from nvpool.store.disk.index_records import (
     segment_key,
     with_request,
 )
-from nvpool.store.disk.reserve_file import HostRoom
+from nvpool.store.disk.reserve_file import SpaceReserve
 from nvpool.store.disk.superblock import Superblock
 
 log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ async def open_block_store(
     store.lock = lock
     store.kind = "block" if device.is_block else "directory"
     if not device.is_block:
-        store.room = HostRoom(path / "reserve", f"target {store.target}")
+        store.room = SpaceReserve(path / "reserve", f"target {store.target}")
         try:
             store.room.keep()
         except NoSpace:
@@ -162,7 +162,7 @@ class BlockChunkStore(WholeChunks):
         self.path = self.boot = ""
         self.kind = "memory"
         self.verifier = 0
-        self.room = HostRoom(None, f"target {target}")
+        self.room = SpaceReserve(None, f"target {target}")
         self.fenced_because = ""
         self.on_fence: Callable[[str], None] | None = None
         self._closed = False
@@ -183,7 +183,9 @@ class BlockChunkStore(WholeChunks):
         self.readings = Readings(kv)
         # O_DIRECT bypasses the page cache, so a client could not read anything fast
         direct = self.device.direct
-        self.lender = Lender(kv, self.clock, 0.0 if direct else self.options.lend_s, self.options.kept_table)
+        self.location_leases = LocationLeases(
+            kv, self.clock, 0.0 if direct else self.options.location_lease_s, self.options.kept_table
+        )
         known = kv.get(IDENTITY_KEY)
         if known is None:
             kv.apply([(IDENTITY_KEY, identity)])
@@ -194,14 +196,14 @@ class BlockChunkStore(WholeChunks):
         self.quarantine = Quarantine(kv, f"target {self.target} ({self.path})")
         self.reader = BlockBatchReader(self.index, self.device, self.readings, self.quarantine)
         self.merger = Merger(self.index, self.device, self.readings, self.quarantine.note)
-        settled = settle_rejected(kv, self.allocator, self.lender.until(0))
+        settled = settle_rejected(kv, self.allocator, self.location_leases.until(0))
         if settled:
             log.warning(
                 "target %d: %d index records named blocks that did not reach the drive; the old blocks stand",
                 self.target,
                 settled,
             )
-        self._forget_held(self.allocator.rest(self.clock.boottime_s(), self.lender.dead_until_s))
+        self._forget_held(self.allocator.rest(self.clock.boottime_s(), self.location_leases.dead_until_s))
         self.scrubber = Scrub(self)
         self.verifier = write_verifier.opened(
             kv, self.clock, self.boot, lost=settled > 0 or self.options.doubted
@@ -232,8 +234,8 @@ class BlockChunkStore(WholeChunks):
         )
         if not found.blocks:
             return None
-        life_s = self.lender.lend(inode, life_s)
-        return (life_s, *self.lender.stamp(inode, index), found) if life_s else None
+        life_s = self.location_leases.issue(inode, life_s)
+        return (life_s, *self.location_leases.stamp(inode, index), found) if life_s else None
 
     async def finish_read(self, batch: ReadBatch) -> None:
         done = asyncio.get_running_loop().create_future()
@@ -278,7 +280,7 @@ class BlockChunkStore(WholeChunks):
         return HeldChunk(chunk.version, record.floor, record.cut, chunk.requests)
 
     def changing(self, inode: int, index: int) -> None:
-        self.lender.changing(inode, (index,))
+        self.location_leases.changing(inode, (index,))
 
     def write_now(
         self,
@@ -528,9 +530,9 @@ class BlockChunkStore(WholeChunks):
         drops the transaction.
         """
         # Before the change: a client that reads the old locations from now on asks again for the locations.
-        self.lender.changing(inode, indexes)
+        self.location_leases.changing(inode, indexes)
         if transaction.freed:
-            transaction.until = self.lender.until(inode)
+            transaction.until = self.location_leases.until(inode)
         effects += self.allocator.effects(transaction)
         sequence = self.kv.apply(effects, reclaims=reclaims)
         self.allocator.commit(transaction, sequence)
@@ -658,7 +660,7 @@ class BlockChunkStore(WholeChunks):
     ) -> int:
         self.refuse_when_fenced()
         freed = await store_truncate.cut(self, inode, size, cut, chunk_bits, end, cipher)
-        await self.lender.clients_of_the_dead()
+        await self.location_leases.clients_of_the_dead()
         return freed
 
     async def remove(self, inodes: Sequence[int]) -> tuple[int, int]:
@@ -713,7 +715,7 @@ class BlockChunkStore(WholeChunks):
         try:
             if not self.fenced_because:
                 await self.flush()
-                self.lender.end()
+                self.location_leases.end()
                 await write_verifier.closed(self.kv, self.verifier)
         except NvpoolError as error:
             log.error("target %d: the last flush failed: %s", self.target, error)
@@ -741,7 +743,7 @@ class BlockChunkStore(WholeChunks):
         await self._let_go()
 
     async def _let_go(self) -> None:
-        self.lender.close()
+        self.location_leases.close()
         await self.device.close()
         if self.lock >= 0:
             os.close(self.lock)

@@ -47,7 +47,7 @@ from nvpool.core.clock import Clock
 from nvpool.core.errors import CorruptRecord, NotSupported, from_os_error
 from nvpool.host.processes import boot_id
 from nvpool.kv.api import Kv
-from nvpool.rpc.messages.data_codec import LENT
+from nvpool.rpc.messages.data_codec import HANDOVER
 from nvpool.store.chunks.api import LocatedBlocks
 from nvpool.store.chunks.index import Chunk, Index
 from nvpool.store.chunks.read_batch import extend_runs
@@ -61,7 +61,7 @@ INODES_MAX = 200_000
 
 Beyond this number every inode counts as leased, until the set is forgotten.
 """
-LENT_KEY = b"L"
+LEASES_KEY = b"L"
 ENDED_KEY = b"E"
 TOKEN_BYTES = 16
 _LIFE = struct.Struct("<I")
@@ -81,7 +81,7 @@ def slot_of(inode: int, index: int) -> int:
 
 def encode_said(target: int, token: bytes, now_s: float) -> bytes:
     """Encode the message that accompanies the descriptors of a target, at `now_s` on CLOCK_BOOTTIME."""
-    return LENT.pack(target, 1 << SLOT_BITS, token, now_s)
+    return HANDOVER.pack(target, 1 << SLOT_BITS, token, now_s)
 
 
 class KeptTable(NamedTuple):
@@ -94,7 +94,7 @@ class KeptTable(NamedTuple):
     since_s: float
 
 
-class Lender:
+class LocationLeases:
     """Issuer of location leases. `life_s` 0: no leases are issued, and all calls cost nothing."""
 
     def __init__(self, kv: Kv, clock: Clock, life_s: float, kept: KeptTable | None = None) -> None:
@@ -117,7 +117,7 @@ class Lender:
         """End of the leases that a previous process issued."""
         self.unseen_until_s = now_s
         """End of those of these leases whose table is not ours."""
-        raw = kv.get(LENT_KEY)
+        raw = kv.get(LEASES_KEY)
         if raw is not None:
             if len(raw) < _LIFE.size:
                 raise CorruptRecord("the index record of lifetimes is too short")
@@ -193,7 +193,7 @@ class Lender:
         NotSupported, DriveFailed: no descriptor.
         """
         if not self.life_s:
-            raise NotSupported("nothing is lent here")
+            raise NotSupported("this store issues no location leases")
         try:
             return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -201,7 +201,7 @@ class Lender:
 
     # -- issuing ---------------------------------------------------------------------------------------------------------
 
-    def lend(self, inode: int, life_s: float) -> float:
+    def issue(self, inode: int, life_s: float) -> float:
         """Record that locations of the inode are leased now, for at most `life_s`; return the lifetime."""
         life_s = min(life_s, self.life_s)
         if life_s <= 0.0:
@@ -210,8 +210,8 @@ class Lender:
             if self._kv.full:
                 return 0.0
             record = boot_id().encode() + _LIFE.pack(math.ceil(self.life_s * 1000))
-            if self._kv.get(LENT_KEY) != record or self._kv.get(ENDED_KEY) is not None:
-                self._kv.apply([(LENT_KEY, record), (ENDED_KEY, None)])
+            if self._kv.get(LEASES_KEY) != record or self._kv.get(ENDED_KEY) is not None:
+                self._kv.apply([(LEASES_KEY, record), (ENDED_KEY, None)])
             self._recorded = True
         now_s = self._turn()
         if len(self._young) >= INODES_MAX:
@@ -278,8 +278,8 @@ class Lender:
         """
         if self.life_s:
             now_s = self._turn()
-            any_lent = not inode and (self._young or self._old)
-            if any_lent or inode in self._young or inode in self._old or now_s <= self._all_until_s:
+            any_leased = not inode and (self._young or self._old)
+            if any_leased or inode in self._young or inode in self._old or now_s <= self._all_until_s:
                 return max(now_s + self.life_s, self.dead_until_s)
             return self.dead_until_s if now_s < self.dead_until_s else 0.0
         return self.dead_until_s if self._clock.boottime_s() < self.dead_until_s else 0.0

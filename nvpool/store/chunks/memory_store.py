@@ -66,7 +66,7 @@ class _Chunk(NamedTuple):
 
 
 class MemoryChunkStore:
-    lender = None
+    location_leases = None
     on_bad = None
 
     def __init__(self, capacity_bytes: int = 1 << 40, *, reserve_share: float = 0.02):
@@ -702,7 +702,7 @@ class MemoryChunkStore:
     # -- for tests ---------------------------------------------------------------------------------------------------
 
     def crash(self) -> None:
-        """Simulate a loss of power: unflushed changes are lost."""
+        """Simulate a loss of power: changes that are not synced are lost."""
         self._chunks, self._inodes = dict(self._flushed[0]), dict(self._flushed[1])
         self._used = sum(len(chunk.blocks) for chunk in self._chunks.values())
         self.fenced_because = ""

@@ -21,7 +21,7 @@ def status(store: BlockChunkStore) -> dict:
         "flushes": store.flush_count,
         "held_blocks": allocator.held_blocks,
         "bad_blocks": len(store.quarantine),
-        "lent": store.lender.given,
+        "lent": store.location_leases.given,
         "resting_changes": allocator.resting_changes,
     }
     counters |= {f"index_{name}": value for name, value in store.kv.statistics().items()}

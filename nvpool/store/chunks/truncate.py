@@ -238,7 +238,7 @@ def _drop_damaged(store: BlockChunkStore, inode: int, first: int, error: Corrupt
         except CorruptRecord:
             high = middle
     log.error("target %d: chunk %d of inode %d is removed unread: %s", store.target, low >> 8, inode, error)
-    store.lender.changing(inode, (low >> 8,))
+    store.location_leases.changing(inode, (low >> 8,))
     store.kv.apply([(_key(inode, low), None)], reclaims=True)
     store.index.forget(inode, low >> 8)
 

@@ -116,7 +116,7 @@ class Device(Protocol):
         NoSpace, DriveFailed: any part of the range may have been written.
         """
 
-    def lend(self) -> int:
+    def open_for_reader(self) -> int:
         """Return a new descriptor for reads through the page cache by another process.
 
         The caller closes the descriptor. NotSupported: this device has none.
@@ -311,9 +311,9 @@ class FileDevice:
             ctypes.c_uint(_SYNC_FILE_RANGE_WRITE),
         )
 
-    def lend(self) -> int:
+    def open_for_reader(self) -> int:
         if self.direct:
-            raise NotSupported("a drive that is read past the page cache is not lent")
+            raise NotSupported("a drive that is read with O_DIRECT gives no descriptor to clients")
         try:  # a new open file description of this very file: no flags are shared with ours
             return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -448,7 +448,7 @@ class MemoryDevice:
         self._fill(offset, length, 0, into)
         return into
 
-    def lend(self) -> int:
+    def open_for_reader(self) -> int:
         raise NotSupported("memory has no descriptor")
 
     def write(self, buffers: list, offset: int) -> None:

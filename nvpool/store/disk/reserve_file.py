@@ -41,7 +41,7 @@ enough space to end the full state, and the next write would be refused too.
 log = logging.getLogger(__name__)
 
 
-class HostRoom:
+class SpaceReserve:
     def __init__(self, path: Path | None, what: str):
         """Create the reserve.
 

@@ -14,7 +14,7 @@ from nvpool.core.clock import Clock
 from nvpool.core.units import MIB
 from nvpool.poolmap.model import PoolMap
 from nvpool.store.chunks.api import ChunkStore
-from nvpool.store.maintenance.orphan_chunks import Strays
+from nvpool.store.maintenance.orphan_chunks import OrphanChunks
 from nvpool.store.maintenance.repair import Repair
 from nvpool.store.maintenance.scrub import INTERVAL_S, SCRUB_BYTES_PER_S, Rounds
 from nvpool.store.replication.peer_connections import PeerDialer
@@ -48,13 +48,15 @@ class Upkeep:
         """Create the background work.
 
         `busy` returns whether client requests wait here. `on_fail` is called with a reason when a part of the
-        work died of a bug. `is_caught_up`: see Strays.
+        work died of a bug. `is_caught_up`: see OrphanChunks.
         """
         self.others = OtherTargets(dialer, secret, clock)
         self._bytes_per_s = bytes_per_s
         self.throttle = Throttle(bytes_per_s, clock, busy)
         self.resync = Resync(store, target, self.others, clock, self.throttle, on_fail=on_fail)
-        self.strays = Strays(store, target, clock, self.throttle, on_fail, is_caught_up=is_caught_up)
+        self.orphan_chunks = OrphanChunks(
+            store, target, clock, self.throttle, on_fail, is_caught_up=is_caught_up
+        )
         self.repair = Repair(store, target, self.others, clock, self.throttle, on_fail)
         self.rounds = Rounds(
             store,
@@ -71,7 +73,7 @@ class Upkeep:
         self.others.update_map(pool_map)
         self.throttle.bytes_per_s = pool_map.moving.limit_bytes_s or self._bytes_per_s
         self.resync.update_map(pool_map)
-        self.strays.update_map(pool_map)
+        self.orphan_chunks.update_map(pool_map)
         self.repair.update_map(pool_map)
         self.rounds.start()
 
@@ -81,7 +83,7 @@ class Upkeep:
         found = {
             "repaired_blocks": self.repair.repaired_blocks,
             "rebuilt_chunks": self.repair.rebuilt_chunks,
-            "strays_removed": self.strays.removed_chunks,
+            "strays_removed": self.orphan_chunks.removed_chunks,
         }
         if progress.chains:
             found |= {
@@ -93,6 +95,6 @@ class Upkeep:
 
     async def close(self) -> None:
         await self.resync.close()
-        await self.strays.close()
+        await self.orphan_chunks.close()
         await self.rounds.close()
         await self.repair.close()

@@ -9,7 +9,7 @@ A chunk may have a version from a later epoch of the chain than our map knows. A
 target may have known a newer map that assigns the chunk to this target; then the chunk must stay. Or the
 epoch is that of another chain of the file, as older builds gave it after truncations; then the chunk must go.
 The version does not say which. So such a chunk is removed only once our map is known to be at least as new as
-every map that this target ever followed (Tenure.is_caught_up).
+every map that this target ever followed (serving lease, is_caught_up).
 
 The chunk itself records its chain table, from the grant under which it was written. A chunk with a table that
 the map does not have stays. An unreadable chunk goes if the target is in no chain of its number in any table.
@@ -58,7 +58,7 @@ _STEP = 256
 _RETRY_S = 5.0
 
 
-class Strays:
+class OrphanChunks:
     def __init__(
         self,
         store: ChunkStore,
@@ -104,7 +104,7 @@ class Strays:
     def update_map(self, pool_map: PoolMap) -> None:
         now_s = self._clock.boottime_s()
         own = pool_map.target_by_id.get(self._target)
-        self._draining = own is not None and own.wish != "share"
+        self._draining = own is not None and own.desired_state != "share"
         self._looked_again = self._looked_again and self._draining
         for table in pool_map.tables:
             for number, chain in enumerate(table.chains):
@@ -128,8 +128,8 @@ class Strays:
 
     def _ended(self, task: asyncio.Task) -> None:
         if not task.cancelled() and task.exception() is not None:
-            log.critical("target %d: removing strays failed", self._target, exc_info=task.exception())
-            self._on_fail(f"removing strays failed: {task.exception()!r}")
+            log.critical("target %d: removing orphan chunks failed", self._target, exc_info=task.exception())
+            self._on_fail(f"removing orphan chunks failed: {task.exception()!r}")
 
     async def _run(self) -> None:
         while True:
@@ -145,7 +145,7 @@ class Strays:
                     except Fenced:
                         return
                     except NvpoolError as error:
-                        log.warning("target %d: strays are left for now: %s", self._target, error)
+                        log.warning("target %d: orphan chunks are left for now: %s", self._target, error)
                         self._failed = f"removing chunks failed: {error or type(error).__name__}"
                         wait_s = _RETRY_S
             if wait_s is None and self._draining and self._holds_none and self._store.status()["used_bytes"]:

@@ -212,7 +212,7 @@ class Rounds:
             self.kept.now, self.kept.last, self.kept.cursor, self._speed = None, now, "", None
             log.log(
                 logging.WARNING if now.bad else logging.INFO,
-                "target %d: a round of scrubbing has ended: %d blocks, %d bad, %d of them written anew",
+                "target %d: a round of scrubbing has ended: %d blocks, %d bad, %d of them rewritten",
                 self._target,
                 now.blocks,
                 now.bad,

@@ -43,9 +43,9 @@ log = logging.getLogger(__name__)
 
 DIFFERING_MAX = 20_000
 """Chunks that may be known to differ before copying starts and the comparison pauses: some MiB of memory."""
-BATCHES_AT_ONCE = 2
+BATCHES_IN_PARALLEL = 2
 """One batch is fetched while another is written."""
-SOURCES_AT_ONCE = 2
+SOURCES_IN_PARALLEL = 2
 AGAIN_S, RETRY_S, RETRY_S_MAX = 0.05, 0.1, 10.0
 CHUNK_COST_BYTES = 4096
 """Cost of a chunk besides its bytes, for the throttle."""
@@ -144,7 +144,7 @@ class Resync:
         self._joining: dict[Chain, tuple[int, int]] = {}  # epoch, source
         self._passes: dict[int, _Pass] = {}
         self._tasks: dict[int, asyncio.Task] = {}
-        self._turns = asyncio.Semaphore(SOURCES_AT_ONCE)
+        self._turns = asyncio.Semaphore(SOURCES_IN_PARALLEL)
         self._changed = asyncio.Event()
         self._began_s = 0.0
         self._began_bytes = 0
@@ -325,7 +325,7 @@ class Resync:
 
     async def _settle_some(self, one: _Pass) -> None:
         batches = []
-        while one.differing and len(batches) < BATCHES_AT_ONCE:
+        while one.differing and len(batches) < BATCHES_IN_PARALLEL:
             batches.append(self._batch(one.differing))
         outcome = await asyncio.gather(
             *[self._settle(one, batch) for batch in batches], return_exceptions=True

@@ -229,7 +229,7 @@ cdef bytes delta_record(array.array deltas, Py_ssize_t count, bint is_longer, ui
 
 
 cdef class NewWrites:
-    cdef object _store, _index, _kv, _allocator, _quarantine, _lender, _device, _replica, _tenure, _clock, _signing
+    cdef object _store, _index, _kv, _allocator, _quarantine, _location_leases, _device, _replica, _serving_lease, _clock, _signing
     cdef readonly Unknown unknown
     cdef dict _grants
     cdef uint8_t _target
@@ -237,11 +237,12 @@ cdef class NewWrites:
     cdef bint _is_system
     cdef uint8_t[BLOCK] _block
 
-    def __init__(self, target, grants, secret, store, replica, tenure, clock):
+    def __init__(self, target, grants, secret, store, replica, serving_lease, clock):
         """Create the fast path; see fast_first_writes.py."""
-        self._target, self._grants, self._store, self._replica, self._tenure = target, grants, store, replica, tenure
+        self._target, self._grants, self._store, self._replica = target, grants, store, replica
+        self._serving_lease = serving_lease
         self._index, self._kv, self._allocator, self._quarantine = store.index, store.kv, store.allocator, store.quarantine
-        self._lender, self._device, self._fd = store.lender, store.device, store.device.fd
+        self._location_leases, self._device, self._fd = store.location_leases, store.device, store.device.fd
         self._clock, self._is_system = clock, type(clock) is SystemClock
         self._signing = blake2b(key=secret, digest_size=MAC_BYTES)
         self.unknown = Unknown(store.kv)
@@ -250,7 +251,7 @@ cdef class NewWrites:
     cdef double _now_s(self) except -1:
         return boottime_s() if self._is_system else self._clock.boottime_s()
 
-    def answer(self, bytearray buffer, Py_ssize_t begin, Py_ssize_t end, uint64_t epoch, dict in_work, tally, list out):
+    def answer(self, bytearray buffer, Py_ssize_t begin, Py_ssize_t end, uint64_t epoch, dict in_work, reply_stats, list out):
         """Answer the frame at `begin` of the buffer, which has `end` valid bytes.
 
         `epoch` is that of the served map. Appends the reply to `out` and returns the number of bytes that the
@@ -294,7 +295,7 @@ cdef class NewWrites:
             r.checksum = crc_of(content, BLOCK)
         if pwrite(self._fd, content, BLOCK, <long long>(place << 12)) != BLOCK:
             return 0  # the slow path writes there again, or reports the error
-        tally.begun += 1
+        reply_stats.begun += 1
         cdef int status = 0, code = 0
         cdef bytes text
         try:
@@ -306,7 +307,7 @@ cdef class NewWrites:
             out.append(pack_head(REPLY, code, r.number, 0, text, 0))
         if not code:
             out.append(self._reply(&r, epoch, status))
-        self._count(tally, r.length, self._now_s() - since_s, code)
+        self._count(reply_stats, r.length, self._now_s() - since_s, code)
         return FRAME_BYTES + r.length
 
     cdef bint _taken(self, const uint8_t *at, Py_ssize_t count, uint64_t epoch, Request *r) except -1:
@@ -361,7 +362,7 @@ cdef class NewWrites:
         cdef uint64_t chain_epoch = 1
         store, kv, replica = self._store, self._kv, self._replica
         if (store.fenced_because or store._closed or kv._frozen is not None and kv.full or replica.shares or replica.pending
-                or self._tenure.shared or 0 < <Py_ssize_t>self._device.direct_write_bytes <= r.length):
+                or self._serving_lease.shared or 0 < <Py_ssize_t>self._device.direct_write_bytes <= r.length):
             return False
         epochs = replica._chain_epochs
         if epochs is not None:
@@ -377,7 +378,7 @@ cdef class NewWrites:
 
         If the engine refuses the change, only counters have changed.
         """
-        cdef object store = self._store, index = self._index, allocator = self._allocator, lender = self._lender
+        cdef object store = self._store, index = self._index, allocator = self._allocator, location_leases = self._location_leases
         cdef object device = self._device, table
         cdef uint64_t offset = place << 12
         used = used | bit
@@ -393,9 +394,9 @@ cdef class NewWrites:
         effects.append((delta, delta_record(deltas, 0 if is_folded else count, not is_folded, place, used.bit_count())))
         # Before the change: a client that reads the old locations from now on asks again for the locations.
         cdef uint64_t slot
-        if lender.life_s:
+        if location_leases.life_s:
             slot = (r.inode * <uint64_t>0x9E3779B97F4A7C15 + r.index * <uint64_t>0xC2B2AE3D27D4EB4F) >> 64 - SLOT_BITS
-            table = lender._table
+            table = location_leases._table
             table[slot] = <uint32_t>(<uint32_t>table[slot] + 1)
         self._kv.apply(effects)
         # Like Allocator.commit.
@@ -444,15 +445,15 @@ cdef class NewWrites:
         put_head(to, REPLY, 0, r.number, 0, REPLY_BYTES, 0, crc_of(said, REPLY_BYTES))
         return frame
 
-    cdef int _count(self, tally, Py_ssize_t length, double took_s, int code) except -1:
-        cdef object times, counts, tallied = tally.by_method.get(method_key)
-        if tallied is None or code:
-            tally.answered(method_key, took_s, code, length, 0)
+    cdef int _count(self, reply_stats, Py_ssize_t length, double took_s, int code) except -1:
+        cdef object times, counts, method_stats = reply_stats.by_method.get(method_key)
+        if method_stats is None or code:
+            reply_stats.answered(method_key, took_s, code, length, 0)
             return 0
-        tally.ended += 1
-        times = tallied.times
+        reply_stats.ended += 1
+        times = method_stats.times
         counts = times.counts
         counts[slot_of(took_s)] += 1
         times.sum_s += took_s
-        tallied.bytes_in += length
+        method_stats.bytes_in += length
         return 0

@@ -63,7 +63,7 @@ cdef extern from *:
     uint8_t *huge_page() nogil
 
 cdef extern from "_page_cache.h":
-    ssize_t read_at_once(int fd, void *into, size_t length, uint64_t offset) nogil
+    ssize_t read_cached(int fd, void *into, size_t length, uint64_t offset) nogil
     uint64_t pages_in_memory(int fd, uint64_t offset, uint64_t length) nogil
 
 crc_begin(0)
@@ -176,7 +176,7 @@ cdef class FastReads:
     cdef uint8_t _target
     cdef int _fd
     cdef bint _is_system
-    cdef object _direct_reads, _clock, _store, _index, _quarantine, _reader, _tenure, _use
+    cdef object _direct_reads, _clock, _store, _index, _quarantine, _reader, _serving_lease, _use
     cdef dict _grants, _pending
     cdef Ring _ring
     cdef object _loop, _readings
@@ -184,13 +184,13 @@ cdef class FastReads:
     cdef bint _is_sent_again, _has_ring, _is_cold
     cdef dict _waits  # Cold -> None: reads still to be answered
 
-    def __init__(self, target, grants, store, pending, tenure, use, clock):
+    def __init__(self, target, grants, store, pending, serving_lease, use, clock):
         self.epoch = 0
         self.open = True
         self._target = target
         self._grants, self._pending = grants, pending
         self._store, self._index, self._quarantine, self._reader = store, store.index, store.quarantine, store.reader
-        self._tenure, self._use, self._clock = tenure, use, clock
+        self._serving_lease, self._use, self._clock = serving_lease, use, clock
         self._fd = store.device.fd
         self._is_system = type(clock) is SystemClock
         self._readings = store.readings
@@ -209,7 +209,7 @@ cdef class FastReads:
     cdef long long _now_ms(self) except -1:
         return wall_ns() // 1_000_000 if self._is_system else self._clock.wall_ns() // 1_000_000
 
-    def answer(self, bytearray buffer, Py_ssize_t end, dict in_work, tally, list out, side=None):
+    def answer(self, bytearray buffer, Py_ssize_t end, dict in_work, reply_stats, list out, side=None):
         """Like PlainReads.answer.
 
         With `side`, blocks that are not in memory are read from the drive and answered there.
@@ -221,12 +221,12 @@ cdef class FastReads:
         cdef object found
         cdef double since_s
         if (not self.open or not self.epoch or end < FRAME_BYTES or len(in_work) >= in_flight_max
-                or self._store.fenced_because or self._store._closed or not self._tenure.vouched or self._use.on):
+                or self._store.fenced_because or self._store._closed or not self._serving_lease.vouched or self._use.on):
             return 0
         while end - at >= FRAME_BYTES and total < OUT_BYTES_MAX:
             frame = <const uint8_t *>PyByteArray_AS_STRING(buffer) + at
             if self.writes is not None and (frame[4] | frame[5] << 8) == method_of_writes:
-                length = self.writes.answer(buffer, at, end, self.epoch, in_work, tally, out)
+                length = self.writes.answer(buffer, at, end, self.epoch, in_work, reply_stats, out)
                 if not length:
                     break
                 at += length
@@ -237,7 +237,7 @@ cdef class FastReads:
             if found is None:
                 break
             at += FRAME_BYTES
-            tally.begun += 1
+            reply_stats.begun += 1
             if type(found) is Cold:
                 (<Cold>found).since_s = since_s
                 continue
@@ -249,24 +249,24 @@ cdef class FastReads:
                 length = get32(<const uint8_t *>PyBytes_AS_STRING(found) + 20)
                 out.append(found)
                 total += PyBytes_GET_SIZE(found)
-            self._count(tally, length, self._now_s() - since_s)
+            self._count(reply_stats, length, self._now_s() - since_s)
         if self._prepared:
             self.submit()
         return at
 
-    cdef int _count(self, tally, Py_ssize_t length, double took_s) except -1:
-        cdef object times, counts, tallied = tally.by_method.get(method_key)
+    cdef int _count(self, reply_stats, Py_ssize_t length, double took_s) except -1:
+        cdef object times, counts, method_stats = reply_stats.by_method.get(method_key)
         self._reader.read_count += 1
         self._reader.read_bytes += length
-        if tallied is None:
-            tally.answered(method_key, took_s, 0, 0, length)
+        if method_stats is None:
+            reply_stats.answered(method_key, took_s, 0, 0, length)
             return 0
-        tally.ended += 1
-        times = tallied.times
+        reply_stats.ended += 1
+        times = method_stats.times
         counts = times.counts
         counts[slot_of(took_s)] += 1
         times.sum_s += took_s
-        tallied.bytes_out += length
+        method_stats.bytes_out += length
         return 0
 
     cdef object _reply(self, const uint8_t *at, dict in_work, side):
@@ -359,11 +359,11 @@ cdef class FastReads:
         cdef bint is_cold = fd >= 0 or (self._is_cold and side is not None and self._has_ring
                                         and pages_in_memory(self._fd, place << 12, length) < <uint64_t>count)
         if not is_cold:
-            is_cold = read_at_once(self._fd, said + message_bytes, length, <long long>(place << 12)) != <ssize_t>length
+            is_cold = read_cached(self._fd, said + message_bytes, length, <long long>(place << 12)) != <ssize_t>length
         self._is_cold = is_cold
         if is_cold and (side is None or self._inside >= RING_ENTRIES or not self._has_ring or not self._opened()):
             return None
-        if not is_cold and self._tenure.shared and not self._tenure.holds():
+        if not is_cold and self._serving_lease.shared and not self._serving_lease.holds():
             return None
         said[0] = 0x09
         put64(said + 1, self.epoch)
@@ -468,13 +468,13 @@ cdef class FastReads:
         if side not in sides:
             sides.append(side)
         if (result != <int>one.length or one.epoch != self.epoch or self._store.fenced_because or self._store._closed
-                or self._use.on or self._tenure.shared and not self._tenure.holds()):
+                or self._use.on or self._serving_lease.shared and not self._serving_lease.holds()):
             if result != <int>one.length and one.is_direct:
                 self._direct_reads.refused()
             self._otherwise(one)
             return 0
         self._reader.missed_count += 1
-        self._count(side._tally, one.length, self._now_s() - one.since_s)
+        self._count(side._reply_stats, one.length, self._now_s() - one.since_s)
         if type(one.reply) is Large:
             side._out.append(memoryview(one.reply))
             side._out_bytes += (<Large>one.reply).length
@@ -490,7 +490,7 @@ cdef class FastReads:
     cdef int _otherwise(self, Cold one) except -1:
         """Pass the read to the slow path as if it arrived now; the slow path reports any error."""
         cdef double left_s = one.since_s + one.deadline_ms / 1000.0 - self._now_s()
-        one.side._tally.begun -= 1
+        one.side._reply_stats.begun -= 1
         one.side._arrived(one.number, method_key, max(0, int(left_s * 1000)),
                           PyBytes_FromStringAndSize(<const char *>one.message, REQUEST_BYTES), EMPTY)
         return 0

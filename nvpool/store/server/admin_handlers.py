@@ -45,7 +45,7 @@ class Orders:
                 mended=[
                     *step.mended,
                     *[
-                        f"block {one.block} of chunk {one.index} of inode {one.inode} {one.text}; it is written anew"
+                        f"block {one.block} of chunk {one.index} of inode {one.inode} {one.text}; it is rewritten"
                         for one in good
                     ],
                 ],

@@ -41,7 +41,7 @@ def answer_new_writes(service: StoreService, secret: bytes) -> None:
 
     Does nothing unless both are compiled and the store is on a drive.
     """
-    reads, store = service.at_once, service.store
+    reads, store = service.fast_path, service.store
     if (
         _fast_first_writes is None
         or fast_reads._fast_reads is None
@@ -51,5 +51,11 @@ def answer_new_writes(service: StoreService, secret: bytes) -> None:
     # `on_apply` reports each change, so it must be free
     if type(store.kv) is LmdbKv and store.kv.on_apply is None:
         reads.writes = _fast_first_writes.NewWrites(
-            service.target, service._grants, secret, store, service.replica, service.tenure, service.clock
+            service.target,
+            service._grants,
+            secret,
+            store,
+            service.replica,
+            service.serving_lease,
+            service.clock,
         )

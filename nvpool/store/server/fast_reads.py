@@ -23,7 +23,7 @@ in the connection's table, like a read that a Call represents. If the map, the s
 of statistics has changed by then, or the drive has failed, the request takes the slow path.
 
 `store/server/service` creates this path for a store on a file or a drive. A listener of the stream transports
-calls it through the handler's `at_once` (rpc/api).
+calls it through the handler's `fast_path` (rpc/api).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from nvpool.core.clock import Clock
     from nvpool.rpc.stats import ReplyStats
     from nvpool.store.server.io_stats import IoStats
-    from nvpool.store.server.serving_lease import Tenure
+    from nvpool.store.server.serving_lease import ServingLease
 
 _fast_reads = load_compiled("nvpool.store.server._fast_reads")
 
@@ -80,7 +80,7 @@ class PlainReads:
         grants: dict[bytes, grants.Grant],
         store: BlockChunkStore,
         pending: dict,
-        tenure: Tenure,
+        serving_lease: ServingLease,
         use: IoStats,
         clock: Clock,
     ) -> None:
@@ -95,12 +95,12 @@ class PlainReads:
         self._grants = grants
         self._store = store
         self._pending = pending
-        self._tenure = tenure
+        self._serving_lease = serving_lease
         self._use = use
         self._clock = clock
 
     def answer(
-        self, buffer: bytearray, end: int, in_work: dict, tally: ReplyStats, out: list, side: Any = None
+        self, buffer: bytearray, end: int, in_work: dict, reply_stats: ReplyStats, out: list, side: Any = None
     ) -> int:
         """Answer the frames at the beginning of `buffer`, as far as this is possible immediately.
 
@@ -116,7 +116,7 @@ class PlainReads:
             or len(in_work) >= IN_FLIGHT_MAX
             or store.fenced_because
             or store._closed
-            or not self._tenure.vouched
+            or not self._serving_lease.vouched
             or self._use.on
         ):
             return 0
@@ -131,8 +131,8 @@ class PlainReads:
             total += len(reply)
             store.reader.read_count += 1
             store.reader.read_bytes += length
-            tally.begun += 1
-            tally.answered(DATA_READ, self._clock.boottime_s() - since_s, 0, 0, length)
+            reply_stats.begun += 1
+            reply_stats.answered(DATA_READ, self._clock.boottime_s() - since_s, 0, 0, length)
         return at
 
     def _reply(self, buffer: bytearray, at: int, in_work: dict) -> tuple[bytes, int] | None:
@@ -188,7 +188,7 @@ class PlainReads:
                 return None
         except OSError:  # EAGAIN: not in the page cache
             return None
-        if self._tenure.shared and not self._tenure.holds():
+        if self._serving_lease.shared and not self._serving_lease.holds():
             return None
         said = encode_read_reply(
             self.epoch,
@@ -226,12 +226,12 @@ async def close(reads: Any, drain_s: float) -> None:
 Reads = PlainReads if _fast_reads is None else _fast_reads.FastReads
 
 
-def reads_at_once(
+def open_fast_reads(
     target: int,
     grants: dict[bytes, grants.Grant],
     store: ChunkStore,
     pending: dict,
-    tenure: Tenure,
+    serving_lease: ServingLease,
     use: IoStats,
     clock: Clock,
 ) -> Any | None:
@@ -246,4 +246,4 @@ def reads_at_once(
         or not 0 < target < 128
     ):
         return None
-    return Reads(target, grants, store, pending, tenure, use, clock)
+    return Reads(target, grants, store, pending, serving_lease, use, clock)

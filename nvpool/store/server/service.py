@@ -70,10 +70,10 @@ from nvpool.store.replication.role import Replica
 from nvpool.store.replication.transfer_server import Giving
 from nvpool.store.server.admin_handlers import Orders
 from nvpool.store.server.fast_first_writes import answer_new_writes
-from nvpool.store.server.fast_reads import close as close_at_once
-from nvpool.store.server.fast_reads import reads_at_once
+from nvpool.store.server.fast_reads import close as close_fast_reads
+from nvpool.store.server.fast_reads import open_fast_reads
 from nvpool.store.server.io_stats import IoStats
-from nvpool.store.server.serving_lease import Tenure
+from nvpool.store.server.serving_lease import ServingLease
 from nvpool.store.server.single_write import WritesOne
 from nvpool.store.server.status import StatusHandlers
 from nvpool.store.server.verified_grants import Rights
@@ -103,7 +103,7 @@ class StoreService(WritesOne, StatusHandlers):
         scrub_interval_s: float = INTERVAL_S,
         scrub_bytes_per_s: float = SCRUB_BYTES_PER_S,
         on_fail: Callable[[str], None] = lambda reason: None,
-        tenure: Tenure | None = None,
+        serving_lease: ServingLease | None = None,
         callers: Callers | None = None,
         pool_keys: PoolKeys | None = None,
     ):
@@ -152,7 +152,9 @@ class StoreService(WritesOne, StatusHandlers):
             later=self._later,
             busy=lambda: self.waiting,
         )
-        self.tenure = tenure or Tenure(target, clock, store.lender, until_s=math.inf)
+        self.serving_lease = serving_lease or ServingLease(
+            target, clock, store.location_leases, until_s=math.inf
+        )
         self.upkeep = (
             None
             if dialer is None
@@ -167,7 +169,7 @@ class StoreService(WritesOne, StatusHandlers):
                 scrub_interval_s=scrub_interval_s,
                 scrub_bytes_per_s=scrub_bytes_per_s,
                 busy=lambda: self.waiting,
-                is_caught_up=lambda: self.tenure.is_caught_up,
+                is_caught_up=lambda: self.serving_lease.is_caught_up,
             )
         )
         if self.upkeep is not None and self.replica.writes is not None:
@@ -181,12 +183,12 @@ class StoreService(WritesOne, StatusHandlers):
             later=self._later,
             epoch=lambda: self._epoch,
         )
-        self.at_once = reads_at_once(
-            target, self._grants, store, self.replica.pending, self.tenure, self.use, clock
+        self.fast_path = open_fast_reads(
+            target, self._grants, store, self.replica.pending, self.serving_lease, self.use, clock
         )
         """Fast path that a listener tries first; None if every request takes the slow path."""
         answer_new_writes(self, grant_secret)
-        self._new_writes = getattr(self.at_once, "writes", None)
+        self._new_writes = getattr(self.fast_path, "writes", None)
         self._methods: dict[int, Callable[[Call], None]] = {
             Method.DATA_READ: self._read,
             Method.DATA_WRITE: self._write,
@@ -213,20 +215,29 @@ class StoreService(WritesOne, StatusHandlers):
     async def start(self) -> None:
         """Start the background work. Call once."""
         self._tending = asyncio.get_running_loop().create_task(self._tend())
-        if self._handover_path and self.store.lender is not None and self.store.lender.life_s:
-            handover = Handover(self._handover_path, self._lent, group=self._handover_group)
+        if (
+            self._handover_path
+            and self.store.location_leases is not None
+            and self.store.location_leases.life_s
+        ):
+            handover = Handover(self._handover_path, self._handover_message, group=self._handover_group)
             try:
                 handover.start()
                 self._handover = handover
             except NvpoolError as error:
-                log.warning("target %d: no short cut for clients of this host: %s", self.target, error)
+                log.warning(
+                    "target %d: no short-circuit reads for clients of this host: %s", self.target, error
+                )
 
-    def _lent(self) -> tuple[bytes, list[int]]:
+    def _handover_message(self) -> tuple[bytes, list[int]]:
         """Return descriptors of the data and of the lease table; called by `rpc/fd_passing`."""
-        lender = self.store.lender
-        data = self.store.device.lend()
+        location_leases = self.store.location_leases
+        data = self.store.device.open_for_reader()
         try:
-            return encode_said(self.target, lender.token, self.clock.boottime_s()), [data, lender.table()]
+            return encode_said(self.target, location_leases.token, self.clock.boottime_s()), [
+                data,
+                location_leases.table(),
+            ]
         except BaseException:
             os.close(data)
             raise
@@ -246,8 +257,8 @@ class StoreService(WritesOne, StatusHandlers):
         The wait is at most `drain_s`.
         """
         self._draining = True
-        if self.at_once is not None:
-            await close_at_once(self.at_once, drain_s)
+        if self.fast_path is not None:
+            await close_fast_reads(self.fast_path, drain_s)
         if self._handover is not None:
             self._handover.close()
         waiting: set[asyncio.Future] = set(self._tasks)
@@ -286,9 +297,9 @@ class StoreService(WritesOne, StatusHandlers):
         self._giving.update_map(pool_map)
         if self.upkeep is not None:
             self.upkeep.update_map(pool_map)
-        self.tenure.update_map(pool_map)
-        if self.at_once is not None:
-            self.at_once.epoch = 0 if self.replica.losing else pool_map.epoch
+        self.serving_lease.update_map(pool_map)
+        if self.fast_path is not None:
+            self.fast_path.epoch = 0 if self.replica.losing else pool_map.epoch
 
     # -- every request -----------------------------------------------------------------------------------------------
 
@@ -300,7 +311,7 @@ class StoreService(WritesOne, StatusHandlers):
         method = self._methods.get(call.method)
         if method is None:
             raise InvalidRequest(f"a chunk store does not know the method {call.method}")
-        if not self.tenure.vouched and call.method != Method.DATA_STATUS:
+        if not self.serving_lease.vouched and call.method != Method.DATA_STATUS:
             raise Busy("the pool map does not say yet what this target may have lost", retry_after_s=0.05)
         if call.deadline_s < self.clock.boottime_s():
             raise DeadlineExceeded(may_be_applied=False)
@@ -368,7 +379,11 @@ class StoreService(WritesOne, StatusHandlers):
 
     @property
     def waiting_count(self) -> int:
-        return len(self._tasks) + len(self._reads) + (self.at_once.waiting if self.at_once is not None else 0)
+        return (
+            len(self._tasks)
+            + len(self._reads)
+            + (self.fast_path.waiting if self.fast_path is not None else 0)
+        )
 
     @property
     def waiting(self) -> bool:
@@ -384,9 +399,9 @@ class StoreService(WritesOne, StatusHandlers):
         invalidate all location leases.
         """
         if self._new_writes is not None:
-            self.at_once.writes = None if any_left else self._new_writes
-        if any_left and self.store.lender is not None:
-            self.store.lender.changing_all()
+            self.fast_path.writes = None if any_left else self._new_writes
+        if any_left and self.store.location_leases is not None:
+            self.store.location_leases.changing_all()
 
     def volume_key(self, wrapped: bytes) -> VolumeKey | None:
         """Return the volume key for a request's wrapped key, None if it is empty.
@@ -464,18 +479,18 @@ class StoreService(WritesOne, StatusHandlers):
         # While the read waited for a write or the drive, chains may have continued without this target.
         if epoch != self._epoch:
             self._check_epoch(epoch, lambda: (fields[:2] for fields in READ.iter_unpack(reads)))
-        if self.tenure.shared:
-            self.tenure.check()
+        if self.serving_lease.shared:
+            self.serving_lease.check()
         if self.use.on:
             self.use.read(call, batch)
         call.reply(encode_read_reply(self._epoch, batch.results, batch.checksums), batch.payload)
 
     def _locate(self, call: Call) -> None:
         request = self._parse(pb.LocateRequest, call)
-        lender = self.store.lender
-        if lender is None or not lender.life_s:
-            raise NotSupported("this store lends nothing")
-        if not hmac.compare_digest(request.token, lender.token):
+        location_leases = self.store.location_leases
+        if location_leases is None or not location_leases.life_s:
+            raise NotSupported("this store issues no location leases")
+        if not hmac.compare_digest(request.token, location_leases.token):
             raise AccessDenied("locations are for whom this process has given its descriptors")
         entries = request.entries
         if len(entries) % LOCATE_ENTRY.size or len(entries) > LOCATE_ENTRIES_MAX * LOCATE_ENTRY.size:
@@ -517,8 +532,8 @@ class StoreService(WritesOne, StatusHandlers):
             runs.append(where.runs.tobytes())
             checksums.append(where.checksums)
             total += len(runs[-1]) + len(where.checksums)
-        if self.tenure.shared:
-            self.tenure.check()
+        if self.serving_lease.shared:
+            self.serving_lease.check()
         call.reply(
             pb.LocateReply(
                 map_epoch=self._epoch,
@@ -566,8 +581,8 @@ class StoreService(WritesOne, StatusHandlers):
         self._answer_write(call, work)
 
     def _answer_write(self, call: Call, work: WriteBatch) -> None:
-        if self.tenure.shared:
-            self.tenure.check()
+        if self.serving_lease.shared:
+            self.serving_lease.check()
         if self.use.on:
             self.use.wrote(call, work)
         call.reply(encode_write_reply(self._epoch, work.results))
@@ -655,7 +670,7 @@ class StoreService(WritesOne, StatusHandlers):
         until = min(request.until, 1 << 32)
         found, goes_on = self.store.extents(request.inode, request.first, until)
         extents = b"".join([EXTENT.pack(*extent) for extent in found])
-        self.tenure.check()  # holes of an old state may be data now
+        self.serving_lease.check()  # holes of an old state may be data now
         call.reply(
             pb.ExtentsReply(
                 map_epoch=self._epoch, extents=extents, more=goes_on < until, next=goes_on
@@ -714,5 +729,5 @@ class StoreService(WritesOne, StatusHandlers):
         )
         if request.map_epoch != self._epoch:  # during the copy the source may have continued without us
             self._check_epoch(request.map_epoch, lambda: (source[:2], (request.inode, request.index)))
-        self.tenure.check()
+        self.serving_lease.check()
         call.reply(pb.CopyReply(map_epoch=self._epoch, version=version, bytes=copied).SerializeToString())

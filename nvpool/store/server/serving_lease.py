@@ -23,10 +23,10 @@ from nvpool.core.clock import SYSTEM_CLOCK, Clock
 from nvpool.core.errors import StaleTenure
 from nvpool.poolmap.chains.transitions import shared
 from nvpool.poolmap.model import PoolMap
-from nvpool.store.chunks.location_leases import Lender
+from nvpool.store.chunks.location_leases import LocationLeases
 
 
-class Tenure:
+class ServingLease:
     """Serving lease of one target.
 
     `shared` says whether any chain of the target has another member, so that the lease matters. `shared` is
@@ -37,16 +37,16 @@ class Tenure:
         self,
         target: int,
         clock: Clock = SYSTEM_CLOCK,
-        lender: Lender | None = None,
+        location_leases: LocationLeases | None = None,
         *,
         until_s: float = -math.inf,
         verifier: int = 0,
     ):
         """Create the lease of `target`.
 
-        The table of `lender` has the same end time for clients that read the drive directly. `until_s` inf is
-        for a pool without replacement of targets. `verifier` is the store's write verifier; 0: the map does
-        not record it.
+        The table of `location_leases` has the same end time for clients that read the drive directly.
+        `until_s` inf is for a pool without replacement of targets. `verifier` is the store's write verifier;
+        0: the map does not record it.
         """
         self.target = target
         self.verifier = verifier
@@ -59,7 +59,7 @@ class Tenure:
         self.changed: Callable[[], None] = lambda: None
         """Callback after a new map, so that waiting callers are notified soon."""
         self._clock = clock
-        self._lender = lender
+        self._location_leases = location_leases
         self._epoch = self._epoch_min = 0
         self._epoch_reported: int | None = None
         self._readable: frozenset[tuple[int, int]] = frozenset()
@@ -76,8 +76,8 @@ class Tenure:
             for number, chain in enumerate(table.chains)
             if self.target in chain.readable
         )
-        if self._lender is not None and self._readable - readable:
-            self._lender.changing_all()
+        if self._location_leases is not None and self._readable - readable:
+            self._location_leases.changing_all()
         self._readable = readable
         self._epoch = pool_map.epoch
         known = pool_map.target_by_id.get(self.target)
@@ -109,8 +109,8 @@ class Tenure:
         self._update_location_leases()
 
     def _update_location_leases(self) -> None:
-        if self._lender is not None:
-            self._lender.serve_until(
+        if self._location_leases is not None:
+            self._location_leases.serve_until(
                 math.inf if not self.shared else self.until_s if self._epoch >= self._epoch_min else 0.0
             )
 

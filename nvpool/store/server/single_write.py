@@ -73,7 +73,7 @@ class WritesOne:
             return False
         except NvpoolError as error:
             status = error.wire_code
-        if self.tenure.shared:
-            self.tenure.check()
+        if self.serving_lease.shared:
+            self.serving_lease.check()
         call.reply(encode_write_reply(epoch, RESULT.pack(status, 0, 0, version)))
         return True

@@ -42,14 +42,14 @@ class StatusHandlers:
         if self._draining:
             status["state"] = "draining"
         status["chunks"] = max(0, status["chunks"])
-        status["refused"] = self.tenure.refused
+        status["refused"] = self.serving_lease.refused
         if self.upkeep is not None:
             status["counters"] |= self.upkeep.counters()
             status["scrubbing"] = self.upkeep.rounds.status()
             status["lacks_room"] = self.upkeep.resync.progress.lacks_room
             status["resync_wait"] = self.upkeep.resync.progress.waits_for
-            strays = self.upkeep.strays
-            status["strays_left"], status["strays_wait"] = strays.left_chunks, strays.waits_for
+            orphan_chunks = self.upkeep.orphan_chunks
+            status["strays_left"], status["strays_wait"] = orphan_chunks.left_chunks, orphan_chunks.waits_for
         reply = pb.DataStatusReply(
             target=self.target,
             pid=os.getpid(),
@@ -75,12 +75,12 @@ class StatusHandlers:
             pb.ChunkDescription(leaving=self._leaves(request.inode, one.index), **one._asdict())
             for one in found
         ]
-        self.tenure.check()
+        self.serving_lease.check()
         call.reply(pb.DescribeReply(chunks=chunks, more=more, map_epoch=self._epoch).SerializeToString())
 
     def _leaves(self, inode: int, index: int) -> bool:
         chain = self.store.table_of(inode, index), chain_of(inode, index)
-        return self.upkeep is not None and self.upkeep.strays.leaves(chain)
+        return self.upkeep is not None and self.upkeep.orphan_chunks.leaves(chain)
 
     def _list(self, call: Call) -> None:
         request = self._parse(pb.ListRequest, call)
@@ -111,11 +111,11 @@ def _measure(service, page: Page) -> None:
     page.set(metrics.STORE_USED, status["used_bytes"])
     page.set(metrics.STORE_FENCED, status["state"] == "fenced")
     page.set(metrics.STORE_WAITING, service.waiting_count)
-    page.set(metrics.STORE_SHORT_CUT_READS, service.use.past_reads)
-    page.set(metrics.STORE_SHORT_CUT_BYTES, service.use.past_bytes)
-    tenure = service.tenure
-    if tenure.shared and math.isfinite(tenure.until_s):
-        page.set(metrics.STORE_LEASE, max(0.0, tenure.until_s - service.clock.boottime_s()))
+    page.set(metrics.STORE_SHORT_CIRCUIT_READS, service.use.past_reads)
+    page.set(metrics.STORE_SHORT_CIRCUIT_BYTES, service.use.past_bytes)
+    serving_lease = service.serving_lease
+    if serving_lease.shared and math.isfinite(serving_lease.until_s):
+        page.set(metrics.STORE_LEASE, max(0.0, serving_lease.until_s - service.clock.boottime_s()))
     measure_engine(
         {name.removeprefix("index_"): value for name, value in counters.items() if name.startswith("index_")},
         page,
@@ -125,8 +125,8 @@ def _measure(service, page: Page) -> None:
         return
     page.set(metrics.STORE_REPAIRED, upkeep.repair.repaired_blocks)
     page.set(metrics.STORE_REBUILT, upkeep.repair.rebuilt_chunks)
-    page.set(metrics.STORE_STRAYS, upkeep.strays.removed_chunks)
-    page.set(metrics.STORE_STRAYS_LEFT, upkeep.strays.left_chunks)
+    page.set(metrics.STORE_ORPHAN_CHUNKS_REMOVED, upkeep.orphan_chunks.removed_chunks)
+    page.set(metrics.STORE_ORPHAN_CHUNKS_LEFT, upkeep.orphan_chunks.left_chunks)
     progress = upkeep.resync.progress
     page.set(metrics.RESYNC_CHAINS, progress.chains_equal, state="equal")
     page.set(metrics.RESYNC_CHAINS, progress.chains - progress.chains_equal, state="behind")

@@ -1,4 +1,5 @@
-"""What every ChunkStore does with ranges: holes, extents, copies. The second part of the suite in `contracts/chunk_store`."""
+"""Contract of a ChunkStore for ranges: holes, extents, copies. Second part of the suite in
+`contracts/chunk_store`."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def check(function: Check) -> Check:
 
 
 async def holds(subject: ChunkStoreSubject, expected: dict[int, bytes | bytearray]) -> None:
-    """Chunks of inode 1 hold these bytes and behind them zeros, also after a death."""
+    """Assert that chunks of inode 1 hold these bytes and zeros behind them, also after a restart."""
     for _ in range(2):
         for index, data in expected.items():
             assert await content(subject.store, 1, index) == bytes(data).ljust(MIB, b"\0"), index
@@ -37,7 +38,7 @@ async def holds(subject: ChunkStoreSubject, expected: dict[int, bytes | bytearra
 
 
 async def fill(store) -> None:
-    """Inode 1 gets chunks until there is no room for one more."""
+    """Write chunks of inode 1 until the store is full."""
     index = 0
     with contextlib.suppress(errors.NoSpace):
         while True:
@@ -102,9 +103,9 @@ async def a_write_from_before_a_hole_does_not_bring_bytes_back(subject: ChunkSto
     await put(store, 1, 0, 0, data, request=request)
     await store.cut(1, 4096, 1, 20, 8192)
     await refused(errors.StaleCut, put(store, 1, 0, 4096, data[:4096], cut=0, request=RequestId(7, 2, 2)))
-    await put(store, 1, 0, 0, data, request=request)  # a repetition: done already
+    await put(store, 1, 0, 0, data, request=request)  # a repeated request: already executed
     await put(store, 1, 0, 5000, b"new", cut=1)
-    await store.cut(1, 4096, 1, 20, 8192)  # comes again, or late
+    await store.cut(1, 4096, 1, 20, 8192)  # repeated, or out of order
     expected = bytearray(data)
     expected[4096:8192] = bytes(4096)
     expected[5000:5003] = b"new"
@@ -178,7 +179,7 @@ async def extents_name_what_is_no_hole(subject: ChunkStoreSubject) -> None:
 
 
 @check
-async def many_extents_are_told_in_steps(subject: ChunkStoreSubject) -> None:
+async def many_extents_are_listed_in_steps(subject: ChunkStoreSubject) -> None:
     store = subject.store
     for index in range(1100):
         await put(store, 1, index, 0, b"x")
@@ -205,7 +206,7 @@ async def what_is_copied_is_there_twice_and_neither_follows_the_other(subject: C
     expected[12288 : 12288 + 4096 * 70] = data[8192 : 8192 + 4096 * 70]
     await put(store, 1, 3, 0, some_bytes(MIB, 2))
     assert await content(store, 2, 0) == expected
-    await store.copy((2, 0, 0), 2, 0, 4096, 8192)  # of itself, over itself
+    await store.copy((2, 0, 0), 2, 0, 4096, 8192)  # source and destination are the same chunk and overlap
     expected[4096:12288] = expected[:8192]
     await subject.restart()
     assert await content(subject.store, 2, 0) == expected

@@ -1,7 +1,8 @@
-"""The suite every ChunkStore passes: for each `check` of CHECKS, `await check(subject)` with a `ChunkStoreSubject` of its own.
+"""Contract of a ChunkStore: for each `check` of CHECKS, run `await check(subject)` with a new
+`ChunkStoreSubject`.
 
-A subject makes the store under test and knows how it dies. Called by tests/contract/test_chunkstore.py and by authors of other
-stores. Checks raise AssertionError; they never wait for time to pass.
+A subject makes the store under test and can simulate its crashes. Used by tests/contract/test_chunkstore.py
+and by authors of other stores. Checks raise AssertionError; they never wait for time to pass.
 """
 
 from __future__ import annotations
@@ -20,26 +21,26 @@ from nvpool.store.chunks.api import ALL_INODES, NO_INODE, TABLE_MAX, UNCHECKED, 
 READ = struct.Struct("<QIIIHH")
 RESULT = struct.Struct("<HHIQ")
 CAPACITY_BYTES = 40 * MIB
-"""Of a subject's store."""
+"""Capacity of a subject's store."""
 
 
 class ChunkStoreSubject(Protocol):
     store: ChunkStore
-    """An empty one of CAPACITY_BYTES at first."""
+    """At first an empty store of CAPACITY_BYTES."""
 
     async def restart(self) -> None:
-        """Let the process that owns `store` die (kill -9), and open it anew as `store`."""
+        """Kill the process that owns `store` (kill -9) and open the data again as `store`."""
 
     async def lose_power(self) -> None:
-        """As restart; what was not synced is lost where this subject can lose it."""
+        """Restart, and lose what was not synced if this subject can lose it."""
 
     def fail_next_sync(self) -> None: ...
 
     def fail_next_write(self) -> None:
-        """The next write to the drive ends with EIO, after a part of it was done."""
+        """Let the next write to the drive fail with EIO after a part of it was written."""
 
     def flip(self, inode: int, index: int, block: int) -> None:
-        """Change a bit of the block where it is stored."""
+        """Change a bit of the block on the drive."""
 
 
 class Outcome(NamedTuple):
@@ -77,7 +78,7 @@ async def put(store: ChunkStore, inode: int, index: int, offset: int, data: byte
 async def get_many(
     store: ChunkStore, reads: list[tuple[int, int, int, int]], verify: bool = False
 ) -> list[Outcome]:
-    """Reads with the right of all; each answered block is compared with its checksum."""
+    """Read with a grant for all inodes; compare each returned block with its checksum."""
     batch = store.read_now(b"".join(READ.pack(*read, 0, 0) for read in reads), [ALL_INODES], verify)
     if batch.missed:
         await store.finish_read(batch)
@@ -103,7 +104,7 @@ async def get(
 
 
 async def content(store: ChunkStore, inode: int, index: int, length: int = MIB) -> bytes:
-    """The chunk's first `length` bytes, holes as zeros."""
+    """Return the first `length` bytes of the chunk, holes as zeros."""
     found = await get(store, inode, index, 0, -(-length // BLOCK_BYTES) * BLOCK_BYTES)
     assert not found.status, found.status
     return found.data.ljust(length, b"\0")[:length]
@@ -122,7 +123,7 @@ async def scrubbed(store: ChunkStore, blocks: int = 1 << 14) -> tuple[int, list,
 
 
 async def is_sound(store: ChunkStore) -> None:
-    """No bad block, and index and free map agree."""
+    """Assert that no block is bad and that index and free map agree."""
     _, bad, problems = await scrubbed(store)
     assert not bad and not problems, (bad, problems)
 
@@ -205,7 +206,7 @@ async def a_batch_that_is_none_is_refused(subject: ChunkStoreSubject) -> None:
             subject.store.read_now(reads, [ALL_INODES])
         except errors.InvalidRequest:
             continue
-        assert len(reads) % 24 == 0  # nothing is there, so nothing is too much
+        assert len(reads) % 24 == 0  # nothing was allocated, so nothing is counted
 
 
 @check
@@ -344,7 +345,7 @@ async def versions_grow_with_the_epoch_and_never_return(subject: ChunkStoreSubje
 
 @check
 async def a_version_has_the_epoch_of_its_own_chain(subject: ChunkStoreSubject) -> None:
-    """Chunks of one inode belong to chains with different epochs, also after a cut."""
+    """Chunks of one inode belong to chains with different epochs, also after a truncation."""
     for _ in range(5):
         await put(subject.store, 1, 0, 0, b"old", epoch=3)
     await put(subject.store, 1, 1, 0, b"young", epoch=9)

@@ -1,4 +1,4 @@
-"""What every ChunkStore does with whole chunks: list their versions, give them out, take them in. Checks as in `chunkstore`."""
+"""Contract of a ChunkStore for whole chunks: list versions, export, import. Checks as in `chunk_store`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def installed(store: ChunkStore, copy: ChunkCopy) -> bool:
 
 
 async def everything(store: ChunkStore) -> dict[tuple[int, int], ChunkCopy]:
-    """What makes the store, in a form that can be compared: runs one block each."""
+    """Return the content of the store in a form that can be compared: runs of one block each."""
     found = {}
     for one in listed(store)[0]:
         copy = await store.fetch(one.inode, one.index)
@@ -194,7 +194,7 @@ async def what_is_fetched_in_parts_is_the_whole(subject: ChunkStoreSubject) -> N
 
 @check
 async def a_copy_replaces_whatever_is_there(subject: ChunkStoreSubject) -> None:
-    """Also what has a higher version, and blocks where the copy has none."""
+    """It also replaces a higher version, and removes blocks that the copy does not have."""
     store = subject.store
     old = some_bytes(900 * KIB, 5)
     await put(store, 1, 0, 0, old, epoch=9)
@@ -382,7 +382,7 @@ async def cuts_are_raised_and_never_lowered(subject: ChunkStoreSubject) -> None:
 
 @check
 async def a_decided_write_is_carried_out_whatever_was_raised(subject: ChunkStoreSubject) -> None:
-    """Other members of the chain have it; and the cut, when it comes here, takes it away."""
+    """Other members of the chain have the write. A later truncation request removes it."""
     store = subject.store
     await put(store, 1, 0, 0, b"first", version=version(12, 1))
     await store.raise_cuts([InodeCut(1, 5, version(14, 120), 20)])
@@ -391,7 +391,7 @@ async def a_decided_write_is_carried_out_whatever_was_raised(subject: ChunkStore
     await refused(errors.StaleEpoch, put(store, 1, 0, 0, b"again", version=version(12, 2)))
     await store.cut(1, 0, 5, 20)
     assert await content(store, 1, 0, 7) == bytes(7)
-    assert await put(store, 1, 0, 0, b"anew", cut=5, epoch=12) == version(12, 121)
+    assert await put(store, 1, 0, 0, b"next", cut=5, epoch=12) == version(12, 121)
 
 
 @check
@@ -418,10 +418,10 @@ async def a_bad_block_is_mended_by_bytes_that_fit_its_checksum_and_by_no_others(
     await put(store, 1, 0, 0, data, request=request, table=2, epoch=4)
     await store.flush()
     subject.flip(1, 0, 3)
-    told: list[int] = []
-    store.on_bad = lambda: told.append(1)
+    reported: list[int] = []
+    store.on_bad = lambda: reported.append(1)
     assert (await get(store, 1, 0, verify=True)).status == errors.ChecksumMismatch.wire_code
-    assert told and store.table_of(1, 0) == 2 and store.table_of(1, 1) == 0
+    assert reported and store.table_of(1, 0) == 2 and store.table_of(1, 1) == 0
     block = data[3 * BLOCK_BYTES : 4 * BLOCK_BYTES]
     assert not await store.mend(1, 0, 3, data[:BLOCK_BYTES])
     assert not await store.mend(1, 0, 3, block[1:]) and not await store.mend(1, 0, 77, block)
@@ -445,7 +445,7 @@ async def a_bad_block_is_mended_by_bytes_that_fit_its_checksum_and_by_no_others(
 async def two_replicas(
     subject: ChunkStoreSubject, data: bytes, bad: tuple[int, ...], before: tuple[int, ...] = (1, 2)
 ) -> None:
-    """Chunks of two inodes, as if of two stores; of the first one some blocks are bad."""
+    """Make chunks of two inodes, as if on two stores; some blocks of the first one are bad."""
     for inode in before:
         await put(subject.store, inode, 0, 0, data, epoch=4)
     await subject.store.flush()

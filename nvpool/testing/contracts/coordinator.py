@@ -1,6 +1,7 @@
-"""The suite every Coordinator passes: `check_all(make)`; `make` is async and gives a coordinator over `first_map()`.
+"""Contract of a Coordinator: `check_all(make)`; the async `make` returns a coordinator of `first_map()`.
 
-Called by tests/contract/test_coordinator.py and by authors of other coordinators. Each check gets a coordinator of its own.
+Used by tests/contract/test_coordinator.py and by authors of other coordinators. Each check gets a new
+coordinator.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ async def a_map_that_is_not_the_next_is_stale_and_changes_nothing(coordinator: M
     assert coordinator.pool_map == before
 
 
-async def of_two_changes_at_once_one_is_stale(coordinator: MapCoordinator) -> None:
+async def one_of_two_concurrent_changes_is_stale(coordinator: MapCoordinator) -> None:
     one, other = (changed(coordinator.pool_map, name=name) for name in ("one", "other"))
     results = await asyncio.gather(
         coordinator.replace(one), coordinator.replace(other), return_exceptions=True
@@ -93,7 +94,7 @@ async def a_map_that_contradicts_itself_or_is_another_pools_is_refused(coordinat
     assert coordinator.pool_map == before
 
 
-async def a_watch_for_an_older_epoch_answers_at_once(coordinator: MapCoordinator) -> None:
+async def watch_for_older_epoch_returns_immediately(coordinator: MapCoordinator) -> None:
     assert await asyncio.wait_for(coordinator.watch(0, 30), 5) == coordinator.pool_map
 
 
@@ -221,9 +222,9 @@ CHECKS: tuple[Callable[[MapCoordinator], Awaitable[None]], ...] = (
     a_new_coordinator_has_the_first_map,
     the_next_map_replaces_the_newest,
     a_map_that_is_not_the_next_is_stale_and_changes_nothing,
-    of_two_changes_at_once_one_is_stale,
+    one_of_two_concurrent_changes_is_stale,
     a_map_that_contradicts_itself_or_is_another_pools_is_refused,
-    a_watch_for_an_older_epoch_answers_at_once,
+    watch_for_older_epoch_returns_immediately,
     a_watch_wakes_with_the_next_map_all_who_wait,
     a_watch_in_vain_ends_with_nothing,
     a_cancelled_watch_harms_nobody,

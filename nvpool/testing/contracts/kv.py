@@ -1,7 +1,7 @@
-"""The suite every Kv passes: for each `check` of CHECKS, `await check(subject)` with a `KvSubject` of its own.
+"""Contract of a Kv: for each `check` of CHECKS, run `await check(subject)` with a new `KvSubject`.
 
-A subject makes the Kv under test and knows how it dies. Called by tests/contract/test_kv.py and by authors of other
-engines. Checks raise AssertionError; they never wait for time to pass.
+A subject makes the Kv under test and can simulate its crashes. Used by tests/contract/test_kv.py and by
+authors of other engines. Checks raise AssertionError; they never wait for time to pass.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class KvSubject(Protocol):
     """An empty one at first."""
 
     async def restart(self) -> None:
-        """Let the process that owns `kv` die (kill -9), and open it anew as `kv`."""
+        """Kill the process that owns `kv` (kill -9) and open the data again as `kv`."""
 
     async def fail_next_sync(self) -> None:
         """Let the next fdatasync of the journal fail."""
@@ -56,14 +56,14 @@ def everything(kv: Kv) -> dict[bytes, bytes]:
 
 
 @check
-async def each_change_is_told_to_who_wants_to_know_and_nothing_that_was_refused(subject: KvSubject) -> None:
-    kv, told = subject.kv, []
-    kv.on_apply = told.append
+async def each_applied_change_reaches_on_apply_and_no_refused_one(subject: KvSubject) -> None:
+    kv, applied = subject.kv, []
+    kv.on_apply = applied.append
     kv.apply([(b"a", b"1"), (b"b", None)])
     refused(InvalidRequest, lambda: kv.apply([(b"", b"1")]))
     kv.on_apply = None
     kv.apply([(b"c", b"1")])
-    assert told == [{b"a": b"1", b"b": None}]
+    assert applied == [{b"a": b"1", b"b": None}]
 
 
 @check
@@ -76,7 +76,7 @@ async def a_new_one_is_empty(subject: KvSubject) -> None:
 
 
 @check
-async def a_change_is_seen_at_once_and_numbered_without_a_gap(subject: KvSubject) -> None:
+async def change_is_visible_immediately_with_next_number(subject: KvSubject) -> None:
     kv = subject.kv
     assert kv.apply([(b"a", b"1"), (b"b", b"")]) == 1
     assert kv.get(b"a") == b"1" and kv.get(b"b") == b"" and kv.get(b"c") is None
@@ -255,7 +255,7 @@ async def snapshots_are_bounded_and_end_with_the_store(subject: KvSubject) -> No
 async def numbers_are_never_given_twice(subject: KvSubject) -> None:
     given: set[int] = set()
     for round_ in range(4):
-        numbers = NumberBounds(subject.kv, b"bound", first=5, at_once=10)
+        numbers = NumberBounds(subject.kv, b"bound", first=5, batch_size=10)
         await numbers.open()
         for _ in range(round_ * 9):
             try:
@@ -275,7 +275,7 @@ async def numbers_are_never_given_twice(subject: KvSubject) -> None:
 
 @check
 async def without_a_synced_bound_no_number_is_given(subject: KvSubject) -> None:
-    numbers = NumberBounds(subject.kv, b"bound", at_once=4)
+    numbers = NumberBounds(subject.kv, b"bound", batch_size=4)
     await numbers.open()
     await subject.fail_next_sync()
     given = 0

@@ -1,7 +1,8 @@
-"""The suite every Transport passes: `check_all(transport, endpoint)`, on the running loop; `endpoint()` gives a free one.
+"""Contract of a Transport: `check_all(transport, endpoint)` on the running loop; `endpoint()` returns a free
+endpoint.
 
-Called by tests/contract/test_transport.py and by authors of plug-ins. Each check listens at an endpoint of its own and leaves
-nothing behind. None sleeps for longer than it must; all together take a few seconds.
+Used by tests/contract/test_transport.py and by authors of plug-ins. Each check listens at its own endpoint
+and leaves nothing behind. Together they take a few seconds.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from nvpool.rpc.api import (
 )
 
 PATIENCE_S = 20.0
-"""Longer than anything here takes on a busy machine; a check that needs it has failed."""
+"""Longer than any step takes on a busy machine; a check that reaches it has failed."""
 
 SERVER = Greeting("the server", "pool-a")
 CLIENT = Greeting("the client", "pool-a")
@@ -54,7 +55,7 @@ def echo(call: Call) -> None:
 
 
 class RecordingHandler:
-    """A handler that keeps every call for the check to answer."""
+    """Handler that records every call, so that the check can answer it."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -65,7 +66,7 @@ class RecordingHandler:
         self._more.set()
 
     async def count(self, count: int) -> list[Call]:
-        """The calls, when there are `count` of them."""
+        """Wait for `count` calls and return them."""
         async with asyncio.timeout(PATIENCE_S):
             while len(self.calls) < count:
                 self._more.clear()
@@ -74,7 +75,7 @@ class RecordingHandler:
 
 
 class TransportSubject:
-    """A transport and a place to listen at."""
+    """A transport and an endpoint to listen at."""
 
     def __init__(self, transport: Transport, endpoint: str) -> None:
         self.transport = transport
@@ -97,7 +98,7 @@ class TransportSubject:
 
 
 async def refused(error: type[NvpoolError], awaitable: Awaitable) -> NvpoolError:
-    """The error that `awaitable` raises, which must be one of `error`."""
+    """Return the error that `awaitable` raises; it must be an instance of `error`."""
     try:
         async with asyncio.timeout(PATIENCE_S):
             await awaitable
@@ -108,11 +109,11 @@ async def refused(error: type[NvpoolError], awaitable: Awaitable) -> NvpoolError
 
 async def until(true: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while not true():  # noqa: ASYNC110 - what is awaited has no event
+        while not true():  # noqa: ASYNC110 - the condition has no event
             await asyncio.sleep(0.001)
 
 
-# -- what is carried
+# -- content of requests and replies
 
 
 async def a_request_and_its_answer_arrive_whole(subject: TransportSubject) -> None:
@@ -317,51 +318,53 @@ async def a_cancelled_task_stops_the_work_at_the_other_side(subject: TransportSu
     async with subject.pair(kept) as (connection, _):
         task = asyncio.ensure_future(connection.call(1, b"", [bytes(100_000)], deadline_s=soon()))
         (call,) = await kept.count(1)
-        told: list[bool] = []
-        call.on_cancel(lambda: told.append(call.cancelled))
+        cancelled: list[bool] = []
+        call.on_cancel(lambda: cancelled.append(call.cancelled))
         task.cancel()
         await asyncio.wait([task])
         assert task.cancelled()
-        await until(lambda: bool(told))
-        assert told == [True]
+        await until(lambda: bool(cancelled))
+        assert cancelled == [True]
         call.reply(b"nobody wants it")
-        call.on_cancel(lambda: told.append(True))
-        assert told == [True, True]  # too late to wait for it: told at once
+        call.on_cancel(lambda: cancelled.append(True))
+        assert cancelled == [True, True]  # registered after the cancellation: called immediately
 
 
-async def submit_tells_once_and_never_before_it_returned(subject: TransportSubject) -> None:
+async def submit_completes_once_and_never_before_it_returned(subject: TransportSubject) -> None:
     def handler(call: Call) -> None:
         call.fail(NotFound()) if call.method == 2 else echo(call)
 
     async with subject.pair(handler) as (connection, _):
-        told: list[tuple] = []
+        completions: list[tuple] = []
 
         def done(reply, error) -> None:
-            told.append((reply and bytes(reply.message), type(error)))
+            completions.append((reply and bytes(reply.message), type(error)))
 
         connection.submit(1, b"a", deadline_s=soon(), on_done=done)
         connection.submit(2, b"b", deadline_s=soon(), on_done=done)
         connection.submit(1, b"c", deadline_s=SYSTEM_CLOCK.boottime_s() - 1, on_done=done)
         connection.submit(1, bytes(MESSAGE_BYTES_MAX + 1), deadline_s=soon(), on_done=done)
-        assert not told
-        await until(lambda: len(told) == 4)
-        assert sorted(told, key=str) == sorted(
+        assert not completions
+        await until(lambda: len(completions) == 4)
+        assert sorted(completions, key=str) == sorted(
             [(b"a", type(None)), (None, NotFound), (None, DeadlineExceeded), (None, TooBig)], key=str
         )
         await connection.close()
         connection.submit(1, b"d", deadline_s=soon(), on_done=done)
-        assert len(told) == 4
-        await until(lambda: len(told) == 5)
-        assert told[4] == (None, Disconnected)
+        assert len(completions) == 4
+        await until(lambda: len(completions) == 5)
+        assert completions[4] == (None, Disconnected)
 
 
-async def a_submitted_request_that_is_given_up_tells_the_other_side_and_nobody_here(
+async def a_submitted_request_that_is_given_up_notifies_only_the_other_side(
     subject: TransportSubject,
 ) -> None:
     kept = RecordingHandler()
     async with subject.pair(kept) as (connection, _):
-        told: list = []
-        request = connection.submit(1, b"", deadline_s=soon(), on_done=lambda *outcome: told.append(outcome))
+        completions: list = []
+        request = connection.submit(
+            1, b"", deadline_s=soon(), on_done=lambda *outcome: completions.append(outcome)
+        )
         (call,) = await kept.count(1)
         connection.give_up(request)
         await until(lambda: call.cancelled)
@@ -369,7 +372,7 @@ async def a_submitted_request_that_is_given_up_tells_the_other_side_and_nobody_h
         (await kept.count(2))[1].reply()
         await task
         connection.give_up(request)
-        assert not told
+        assert not completions
 
 
 # -- bounds
@@ -386,8 +389,8 @@ async def only_so_many_are_in_flight_and_the_others_wait_for_their_turn(subject:
         await kept.count(IN_FLIGHT_MAX)
         await asyncio.sleep(0.02)
         assert len(kept.calls) == IN_FLIGHT_MAX
-        tasks[-1].cancel()  # one that waits: never sent
-        tasks[0].cancel()  # one in flight: makes room
+        tasks[-1].cancel()  # still queued: never sent
+        tasks[0].cancel()  # in flight: frees a place
         await asyncio.wait([tasks[-1], tasks[0]])
         for call in list(kept.calls):
             call.reply(bytes(call.message))
@@ -417,10 +420,10 @@ async def what_waits_also_ends_with_its_deadline_and_was_not_applied(subject: Tr
         assert all(call.method == 1 for call in kept.calls)
 
 
-# -- ends
+# -- end of connections
 
 
-async def closing_fails_what_is_in_flight_and_tells_the_other_side(subject: TransportSubject) -> None:
+async def closing_fails_what_is_in_flight_and_notifies_the_other_side(subject: TransportSubject) -> None:
     kept = RecordingHandler()
     async with subject.pair(kept) as (connection, _):
         task = asyncio.ensure_future(connection.call(1, b"", deadline_s=soon()))
@@ -476,16 +479,16 @@ async def draining_ends_after_its_time(subject: TransportSubject) -> None:
         await refused(Disconnected, task)
 
 
-# -- greetings and places
+# -- handshakes and endpoints
 
 
 async def another_pool_is_refused_by_name(subject: TransportSubject) -> None:
     listener = await subject.listen()
-    stranger = Greeting("the stranger", "pool-b")
+    other = Greeting("the other client", "pool-b")
     error = await refused(
-        ProtocolMismatch, subject.transport.connect(listener.endpoint, stranger, deadline_s=soon())
+        ProtocolMismatch, subject.transport.connect(listener.endpoint, other, deadline_s=soon())
     )
-    for word in ("the stranger", "the server", "pool-a", "pool-b"):
+    for word in ("the other client", "the server", "pool-a", "pool-b"):
         assert word in str(error)
     newcomer = await subject.transport.connect(listener.endpoint, Greeting("the newcomer"), deadline_s=soon())
     assert (await newcomer.call(1, b"hello", deadline_s=soon())).message == b"hello"
@@ -547,11 +550,11 @@ CHECKS: tuple[Callable[[TransportSubject], Awaitable[None]], ...] = (
     each_of_many_deadlines_is_kept,
     a_deadline_in_the_past_sends_nothing,
     a_cancelled_task_stops_the_work_at_the_other_side,
-    submit_tells_once_and_never_before_it_returned,
-    a_submitted_request_that_is_given_up_tells_the_other_side_and_nobody_here,
+    submit_completes_once_and_never_before_it_returned,
+    a_submitted_request_that_is_given_up_notifies_only_the_other_side,
     only_so_many_are_in_flight_and_the_others_wait_for_their_turn,
     what_waits_also_ends_with_its_deadline_and_was_not_applied,
-    closing_fails_what_is_in_flight_and_tells_the_other_side,
+    closing_fails_what_is_in_flight_and_notifies_the_other_side,
     a_listener_that_closes_ends_its_connections,
     a_draining_listener_answers_what_is_in_work_and_takes_nothing_new,
     draining_ends_after_its_time,

@@ -1,7 +1,7 @@
-"""RealBridge: a bridge of a test's own, as a process that may be killed, with its mount of a RealPool.
+"""RealBridge: a bridge of one test, as a process that may be killed, with its mount of a RealPool.
 
-Leaving the `with` block ends it, takes away its binds and its mount, and waits until the mount's processes have ended. Called
-by tests, by the demonstration and by the bench; never by the product.
+Leaving the `with` block ends it, removes its bind mounts and its mount, and waits until the mount's processes
+have ended. Used by tests, the demonstration and benchmarks; never by the product.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ SERVING, HOLDING = Program.MOUNT, Program.MOUNT_HOLDER
 
 
 class RealBridge:
-    """Over the pool in the directory `pool`; `place` is its own. `driver` is what Docker calls it."""
+    """A bridge process for the pool in the directory `pool`.
+
+    `place` is a directory for its files. `driver` is its name for Docker.
+    """
 
     def __init__(
         self, pool: Path, place: Path, *, node: str = "test-host", driver: str = "", settled_s: float = 60.0
@@ -72,10 +75,10 @@ class RealBridge:
             for pid in self.mount_processes():
                 end_process(pid, number)
 
-    # -- life ------------------------------------------------------------------------------------------------------------
+    # -- start and stop --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """On return it answers."""
+        """Start the bridge. On return it answers."""
         words = command(
             Program.BRIDGE,
             str(self.pool),
@@ -105,16 +108,16 @@ class RealBridge:
             return False
 
     def kill(self) -> None:
-        """-9."""
+        """Kill the bridge (kill -9)."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(30)
             self._process = None
 
-    # -- use -------------------------------------------------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------------------------------
 
     def ask(self, verb: str, **fields: Any) -> tuple[int, dict[str, Any]]:
-        """As an engine asks: (status, answer). OSError."""
+        """Send a request as an engine does: (status, reply). OSError."""
         connection = http.client.HTTPConnection("localhost", timeout=70)
         connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -129,11 +132,12 @@ class RealBridge:
             connection.close()
 
     def mount_processes(self, *programs: Program) -> list[int]:
-        """Of its mount of the pool: pids of those that run one of these, or any of them."""
+        """Return the pids of its mount's processes that run one of these programs, or any of them."""
         return sorted(pid for pid, _ in processes(*programs, naming=self.mountpoint))
 
     def kill_mount(self, program: Program = SERVING) -> int:
-        """Kill -9 the process that serves the mount (or another one of it) and wait for the next; its pid."""
+        """Kill the process that serves the mount, or another one of it (kill -9). Wait for its successor and
+        return its pid."""
         self.until(lambda: self.mount_processes(program), "a process serves the mount")
         pid = self.mount_processes(program)[0]
         os.kill(pid, signal.SIGKILL)

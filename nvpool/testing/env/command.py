@@ -1,6 +1,6 @@
-"""The command `nvpool`, as an operator gives it, and a pool with a mount that it makes.
+"""The command `nvpool`, called as an operator calls it, and a pool with a mount that it makes.
 
-Called by tests; never by the product.
+Used by tests; never by the product.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NVPOOL = str(Path(sys.executable).with_name("nvpool"))
 
 
 def nvpool(*words: object, check: bool = True, timeout_s: float = 400.0) -> subprocess.CompletedProcess[str]:
-    """What the command prints and how it ends; AssertionError where it fails, with `check`."""
+    """Run the command and return its output and exit code. AssertionError if it fails and `check` is set."""
     done = subprocess.run([NVPOOL, *map(str, words)], capture_output=True, text=True, timeout=timeout_s)
     assert not check or done.returncode == 0, (
         f"nvpool {words}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -27,7 +27,7 @@ def nvpool(*words: object, check: bool = True, timeout_s: float = 400.0) -> subp
 
 
 class CommandPool:
-    """`path` of the pool, `mountpoint` of its mount."""
+    """A pool at `path`, mounted at `mountpoint`."""
 
     def __init__(self, top: Path) -> None:
         self.path, self.mountpoint = top / "p", top / "m"
@@ -39,7 +39,8 @@ class CommandPool:
 
     @contextmanager
     def up(self, *words: object) -> Iterator[None]:
-        """Made, with what `words` add to the command, served and mounted; all of it ends with the block."""
+        """Make, serve and mount the pool; end all of it with the block. `words` are further arguments of the
+        command."""
         nvpool("dev", "up", self.path, "--drives", 2, "--mount", self.mountpoint, *words)
         try:
             yield
@@ -47,6 +48,6 @@ class CommandPool:
             nvpool("dev", "down", self.path)
 
     def check(self, *options: str) -> None:
-        """fsck finds nothing."""
+        """Assert that fsck finds nothing."""
         found = nvpool("fsck", self.path, *options, check=False)
         assert found.returncode == 0, found.stdout + found.stderr

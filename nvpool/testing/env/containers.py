@@ -1,7 +1,7 @@
-"""What tests do with containers, whichever engine has them, and the image that they run.
+"""Container operations for tests, for every engine, and the image of their containers.
 
-The image is made of Debian's busybox-static. An engine has a directory of its own, by which its processes are known: nothing of
-the machine's own engine is touched. Called by `real_docker` and `real_podman`.
+The image is made of Debian's busybox-static. An engine has its own directory, which also identifies its
+processes: nothing of the machine's own engine is touched. Used by `docker` and `podman`.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _PROGRAMS = (
 
 
 def why_no_image() -> str:
-    """Empty where `root_file_system` can be packed here."""
+    """Reason why `root_file_system` cannot be packed here; empty if it can."""
     if not BUSYBOX.exists() or b"/ld-linux" in BUSYBOX.read_bytes()[:4096]:
         return "/bin/busybox is not there, or not static (Debian: busybox-static; make setup installs it)"
     return ""
 
 
 def root_file_system() -> bytes:
-    """What an image is made of: a shell and some programs, packed by tar, with an empty /data."""
+    """Pack the files of an image by tar: a shell, some programs and an empty /data."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for name in ("bin", "data", "tmp", "etc"):
@@ -73,7 +73,7 @@ def root_file_system() -> bytes:
 
 
 class Containers:
-    """An engine with `place`, a directory of its own below /tmp: sockets have short paths."""
+    """An engine with its own directory `place` below /tmp, because paths of sockets must be short."""
 
     def __init__(self, prefix: str) -> None:
         self.place = Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))
@@ -81,17 +81,18 @@ class Containers:
     def run(
         self, *words: str, check: bool = True, stdin: bytes | None = None, timeout_s: float = 150.0
     ) -> subprocess.CompletedProcess[str]:
-        """The engine's program with these words; AssertionError with what it said where it fails and `check` is set."""
+        """Run the engine's program with these arguments. AssertionError with its output if it fails and
+        `check` is set."""
         raise NotImplementedError
 
     def sh(self, script: str, *options: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """A container that runs the script, and is gone on return."""
+        """Run the script in a container that is removed before the return."""
         return self.run(
             "run", "--rm", "--network=none", *options, IMAGE, "/bin/sh", "-c", script, check=check
         )
 
     def begin(self, script: str, *options: str) -> str:
-        """A container that goes on; its id."""
+        """Start a container that keeps running, and return its id."""
         return self.run("run", "--detach", "--network=none", *options, IMAGE, "/bin/sh", "-c", script).stdout
 
     def inside(self, container: str, script: str, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -104,11 +105,11 @@ class Containers:
             select.select([], [], [], 0.1)
 
     def said(self, _lines: int = 15) -> str:
-        """The last lines of the engine's log, where it has one."""
+        """Return the last lines of the engine's log, if it has one."""
         return ""
 
     def processes(self, programs: Iterable[str]) -> list[int]:
-        """Those of ours: our place is in their command line."""
+        """Return the processes of this engine: those with `place` in their command line."""
         found = []
         for entry in os.listdir("/proc"):
             try:
@@ -124,7 +125,10 @@ class Containers:
         return found
 
     def end_with_children(self, programs: Iterable[str]) -> None:
-        """What is in a container ends with its first process, which is the child of its shim or monitor."""
+        """End processes and what runs in their containers.
+
+        A container ends with its first process, which is the child of its shim or monitor.
+        """
         for pid in self.processes(programs):
             for child in _children(pid):
                 end_process(child)

@@ -1,9 +1,9 @@
-"""RealDocker: a throw-away Docker Engine of its own, beside any that is there.
+"""RealDocker: a temporary Docker Engine next to any other on the machine.
 
-Data, state, socket and pid file are in a directory of its own below /tmp, containers have no network and need none, and nothing
-of the machine's is changed but two empty directories below /run. However it ends, leaving the `with` block ends its containers,
-shims and daemons, each by its pid, and takes mounts away. Needs root, dockerd and runc (Debian: docker.io). Called by tests,
-by the demonstration and by the bench; never by the product.
+Data, state, socket and pid file are in its own directory below /tmp. Containers have no network and need
+none. Of the machine only two empty directories below /run are changed. Leaving the `with` block ends its
+containers, shims and daemons, each by its pid, and removes mounts, however the test ended. It needs root,
+dockerd and runc (Debian: docker.io). Used by tests, the demonstration and benchmarks; never by the product.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from nvpool.testing.env.containers import IMAGE, PATH, Containers, root_file_sys
 from nvpool.testing.env.pool import end_process
 
 PLUGINS = Path("/run/docker/plugins")
-"""Where every engine looks for plugins."""
+"""Directory in which every engine looks for plugins."""
 _SHIMS = Path("/run/containerd/s")
-"""Where shims of every containerd have their sockets."""
+"""Directory of the sockets of every containerd's shims."""
 _START_S = 60.0
 _DRIVERS = ("overlay2", "vfs")
-"""For images; the second one works on any file system."""
+"""Storage drivers for images; the second one works on any file system."""
 
 
 def why_no_docker() -> str:
-    """Empty where an engine can be started here."""
+    """Reason why no engine can be started here; empty if one can."""
     if os.geteuid():
         return "only root can start a Docker Engine"
     for program in ("dockerd", "containerd", "runc", "docker"):
@@ -68,18 +68,18 @@ class RealDocker(Containers):
             self._end_all()
             self.remove_place()
             for path in _SHIMS.glob("*") if _SHIMS.exists() else ():
-                if not _listens(path):  # a shim that was killed has left it
+                if not _listens(path):  # left by a shim that was killed
                     path.unlink(missing_ok=True)
             for path in reversed(self._made):
                 try:
                     path.rmdir()
                 except OSError:
-                    pass  # somebody else uses it by now
+                    pass  # somebody else uses it now
 
-    # -- life ------------------------------------------------------------------------------------------------------------
+    # -- start and stop --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """On return the engine answers. With the first way of keeping images that works here."""
+        """Start the engine with the first storage driver that works here. On return it answers."""
         for path in (PLUGINS.parent, PLUGINS, _SHIMS.parent, _SHIMS):
             if not path.exists():
                 path.mkdir()
@@ -125,7 +125,7 @@ class RealDocker(Containers):
             )
 
     def stop(self) -> None:
-        """In order: containers end."""
+        """Stop the engine in order: its containers end."""
         if self._daemon is None:
             return
         self._daemon.terminate()
@@ -137,14 +137,14 @@ class RealDocker(Containers):
         self._daemon = None
 
     def kill(self) -> None:
-        """-9: the engine and its containerd; containers and their shims live on."""
+        """Kill the engine and its containerd (kill -9); containers and their shims survive."""
         assert self._daemon is not None
         self._daemon.kill()
         self._daemon.wait(60)
         self._daemon = None
-        for pid in self.processes(("containerd",)):  # not before: it would be started again
+        for pid in self.processes(("containerd",)):  # not earlier: the engine would start it again
             end_process(pid)
-        for name in ("containerd.pid", "containerd.sock"):  # one that nobody has reaped would pass for alive
+        for name in ("containerd.pid", "containerd.sock"):  # a process that nobody has reaped looks alive
             (self.place / "x/containerd" / name).unlink(missing_ok=True)
 
     def _ended(self) -> bool:
@@ -154,16 +154,16 @@ class RealDocker(Containers):
         return self.run("version", check=False).returncode == 0
 
     def _end_all(self) -> None:
-        """What an engine that was killed has left."""
+        """End the processes that a killed engine has left."""
         for programs in (("dockerd",), ("containerd-shim-runc-v2", "containerd-shim"), ("containerd",)):
             self.end_with_children(programs)
 
-    # -- use -------------------------------------------------------------------------------------------------------------
+    # -- commands --------------------------------------------------------------------------------------------------------
 
     def run(
         self, *words: str, check: bool = True, stdin: bytes | None = None, timeout_s: float = 150.0
     ) -> subprocess.CompletedProcess[str]:
-        """`docker WORDS`; AssertionError with what it said where it fails and `check` is set."""
+        """Run `docker WORDS`. AssertionError with the output if it fails and `check` is set."""
         done = subprocess.run(
             [str(_program("docker")), *words],
             input=stdin,
@@ -173,16 +173,16 @@ class RealDocker(Containers):
             check=False,
             **({} if stdin is not None else {"stdin": subprocess.DEVNULL}),
         )
-        told = subprocess.CompletedProcess(
+        result = subprocess.CompletedProcess(
             done.args,
             done.returncode,
             done.stdout.decode(errors="replace").strip(),
             done.stderr.decode(errors="replace").strip(),
         )
-        assert not check or not told.returncode, (
-            f"docker {' '.join(words)}: {told.stdout} {told.stderr}\n{self.said()}"
+        assert not check or not result.returncode, (
+            f"docker {' '.join(words)}: {result.stdout} {result.stderr}\n{self.said()}"
         )
-        return told
+        return result
 
     def said(self, lines: int = 15) -> str:
         try:

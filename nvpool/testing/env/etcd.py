@@ -1,4 +1,4 @@
-"""Members of a real etcd on loopback, for tests: started, killed, stopped for a while, and removed with all they wrote."""
+"""Members of a real etcd on loopback, for tests: start, kill, stop for a while, and remove with all files."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ START_S = 30.0
 
 
 def missing() -> str | None:
-    """Why there can be none here."""
+    """Reason why no etcd can run here; None if it can."""
     return None if shutil.which("etcd") else "etcd is not installed (Debian: etcd-server)"
 
 
 class RealEtcd:
-    """`count` members in one cluster, `secured` by an authority of its own: then `files` are authority, certificate and key of
-    who may use it. A context manager."""
+    """One cluster of `count` members, as a context manager.
+
+    `secured`: it has its own CA, and `files` are CA certificate, certificate and key of a client.
+    """
 
     def __init__(self, count: int = 1, *, secured: bool = False) -> None:
         self._place = Path(tempfile.mkdtemp(prefix="nvpool-etcd-"))
@@ -67,7 +69,7 @@ class RealEtcd:
         shutil.rmtree(self._place)
 
     def start(self, number: int) -> None:
-        """Begin, or go on with what it has on disk."""
+        """Start the member, with the data that it has on disk."""
         command = [
             "etcd",
             "--name",
@@ -109,7 +111,7 @@ class RealEtcd:
             )
 
     def wait(self, number: int) -> None:
-        """Until the member serves, which takes most of them."""
+        """Wait until the member serves, which needs a majority."""
         until_s = time.monotonic() + START_S
         while True:
             if self.files:
@@ -130,14 +132,14 @@ class RealEtcd:
         return (self._place / f"m{number}.log").read_text()[-2000:]
 
     def kill(self, number: int) -> None:
-        """As SIGKILL does; what it has synced stays."""
+        """Kill the member (SIGKILL); what it has synced stays."""
         process, self._running[number] = self._running[number], None
         if process is not None:
             process.kill()
             process.wait()
 
     def stop(self, number: int) -> None:
-        """It stands still, with its connections open."""
+        """Stop the member with its connections open (SIGSTOP)."""
         os.kill(self._running[number].pid, signal.SIGSTOP)
 
     def go_on(self, number: int) -> None:

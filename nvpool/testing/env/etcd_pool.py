@@ -1,4 +1,4 @@
-"""What tests of several nodes ask about the members of the pool's own etcd, and pools that have three. Called by tests."""
+"""Queries of tests about the members of the pool's own etcd, and pools with three members. Used by tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nvpool.testing.env.nodes import NodeMachine, Pool
 
 
 def until(holds, what: str, node: NodeMachine, wait_s: float = 240.0):
-    """What `holds` answers once that is true; AssertionError, with the logs of `node`, after wait_s."""
+    """Return the value of `holds` once it is true. AssertionError, with the logs of `node`, after `wait_s`."""
     deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
     while not (found := holds()):
         assert SYSTEM_CLOCK.boottime_s() < deadline_s, (
@@ -22,13 +22,15 @@ def until(holds, what: str, node: NodeMachine, wait_s: float = 240.0):
 
 
 def members(node: NodeMachine) -> set[int]:
-    """Of etcd that vote, as this node knows it."""
+    """Return the voting members of etcd, as this node knows them."""
     return {one.node for one in node.map().etcd if one.state == "up"}
 
 
 def has_keys(node: NodeMachine) -> bool:
-    """Whether it can let others in: it has the keys of the pool's authorities. AssertionError where others than it may read
-    them."""
+    """Whether the node can admit members: it has the keys of the pool's CAs.
+
+    AssertionError: other users may read the keys.
+    """
     keys = [node.path / "secret" / below / "authority.key" for below in (".", "etcd")]
     try:
         modes = [stat.S_IMODE(key.stat().st_mode) for key in keys]
@@ -39,18 +41,18 @@ def has_keys(node: NodeMachine) -> bool:
 
 
 def token_of(node: NodeMachine):
-    """A change of the map, asked of this node."""
+    """Make a join token on this node, which changes the map."""
     return node.nvpool("node", "token", str(node.path), check=False)
 
 
-def told(node: NodeMachine) -> str:
-    """The problems that its status names."""
+def status_problems(node: NodeMachine) -> str:
+    """Return the problems in the status of the node."""
     done = node.nvpool("status", str(node.path), "--json", check=False)
     return "; ".join(json.loads(done.stdout).get("problems", ())) if done.stdout.startswith("{") else ""
 
 
 def of_three(pool: Pool) -> None:
-    """Three nodes that keep the map; the drive is the first one's."""
+    """Let three nodes keep the map; the first one has the drive."""
     first, *others = pool.nodes[:3]
     address = pool.found()["address"].removeprefix("stream://")
     for node in others:

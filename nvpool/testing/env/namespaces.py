@@ -1,7 +1,8 @@
-"""Machines for tests on one: network namespaces that a switch joins, each with an address and a host identity of its own.
+"""Machines for tests on one host: network namespaces at one switch, each with its own address and host
+identity.
 
-Real kernel, real sockets: what one sends to the other crosses a veth pair and a bridge; what listens on loopback or a unix
-socket of one is still found by path, but its machine-id says that it is another host's. Called by tests; needs root.
+Kernel and sockets are real: packets cross a veth pair and a bridge. Paths reach what listens on loopback or
+at a unix socket of another machine, but its machine-id shows another host. Used by tests; needs root.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from pathlib import Path
 from nvpool.core.clock import SYSTEM_CLOCK
 
 PREFIX = "nvpool-machines-"
-"""Of the directory of all machines of a test."""
+"""Name prefix of the directory with the files of all machines of a test."""
 NOBODY = "02:00:00:00:00:01"
-"""An Ethernet address of no machine."""
+"""An Ethernet address that no machine has."""
 
 
 def missing() -> str | None:
-    """Why there can be none here."""
+    """Reason why no machines can be made here; None if they can."""
     if os.geteuid():
         return "network namespaces need root"
     for program in ("ip", "nsenter", "unshare"):
@@ -40,13 +41,13 @@ def missing() -> str | None:
 
 
 class Machine:
-    """One namespace of the network and of mounts, kept by a process that sleeps."""
+    """One network and mount namespace, kept by a process that sleeps."""
 
     def __init__(self, name: str, address: str, place: Path) -> None:
         self.name = name
         self.address = address
         self.place = place
-        """For its files: each machine has its own."""
+        """Directory for the files of this machine."""
         place.mkdir()
         self._holder = subprocess.Popen(
             ["unshare", "-n", "-m", "--propagation", "private", "sleep", "infinity"], stdin=subprocess.DEVNULL
@@ -59,7 +60,7 @@ class Machine:
             assert SYSTEM_CLOCK.boottime_s() < deadline_s, "unshare takes for ever"
         self.run("ip", "link", "set", "lo", "up")
         self.run("mount", "--bind", str(identity), "/etc/machine-id")
-        self.run("mount", "-t", "tmpfs", "none", "/dev/shm")  # memory of its own, which ends with it
+        self.run("mount", "-t", "tmpfs", "none", "/dev/shm")  # its own memory, freed with it
 
     def command(self, *words: str) -> list[str]:
         return ["nsenter", "-t", str(self.pid), "-n", "-m", "--", *words]
@@ -89,11 +90,13 @@ class Machine:
 
 
 class Machines:
-    """`count` machines, 10.77.0.1 and on, joined by a switch. A context manager; leaves nothing behind but what was mounted or
-    started inside and not ended."""
+    """`count` machines at one switch, from 10.77.0.1 on, as a context manager.
+
+    It leaves nothing behind but what was mounted or started inside and not ended.
+    """
 
     def __init__(self, count: int, parent: Path | None = None) -> None:
-        """Their files lie in a directory below `parent`, which goes with them."""
+        """Put their files in a directory below `parent`, which is removed with them."""
         self._count = count
         self._place = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         self._machines: list[Machine] = []
@@ -128,7 +131,7 @@ class Machines:
                 for other in self._machines:
                     if (
                         other is not machine
-                    ):  # no machine sees the files of another, its unix sockets above all
+                    ):  # no machine sees the files of another, above all its unix sockets
                         machine.run("mount", "-t", "tmpfs", "none", str(other.place))
         except BaseException:
             self.__exit__()
@@ -136,12 +139,15 @@ class Machines:
         return self._machines
 
     def cut(self, number: int, *, restore: bool = False) -> None:
-        """Take the machine's cable out, or put it in again; from 1."""
+        """Cut the machine's link, or restore it. Machines count from 1."""
         self._switch.run("ip", "link", "set", f"to{number}", "up" if restore else "down")
 
     def lose(self, number: int, to: int, *, restore: bool = False) -> None:
-        """Lose every IP packet that machine `number` sends to machine `to`, from 1; the sender is not told. The other direction
-        and all other machines are as before. Packets go to an Ethernet address that no machine has, so iproute2 is enough."""
+        """Drop every IP packet that machine `number` sends to machine `to`, without an error for the sender.
+
+        The other direction and all other machines are not affected. The packets go to an Ethernet address
+        that no machine has, so iproute2 is enough. Machines count from 1.
+        """
         sender, address = self._machines[number - 1], self._machines[to - 1].address
         if restore:
             sender.run("ip", "neigh", "del", address, "dev", "eth0")
@@ -149,7 +155,8 @@ class Machines:
             sender.run("ip", "neigh", "replace", address, "lladdr", NOBODY, "dev", "eth0", "nud", "permanent")
 
     def limit(self, number: int, mib_s: float) -> None:
-        """Let the machine's cable carry so much in each direction and no more; 0: all that it can again. From 1."""
+        """Limit the machine's link to this rate in each direction; 0 removes the limit. Machines count from
+        1."""
         if not mib_s:
             self._machines[number - 1].run("tc", "qdisc", "del", "dev", "eth0", "root")
             self._switch.run("tc", "qdisc", "del", "dev", f"to{number}", "root")
@@ -160,14 +167,20 @@ class Machines:
         self._switch.run("tc", "qdisc", "replace", "dev", f"to{number}", *bucket)
 
     def packets(self, number: int, machine_bytes: int, switch_bytes: int) -> None:
-        """Let the machine send packets of so many bytes, and its port of the switch take packets of so many: larger ones are
-        lost without a word, as a switch does it; from 1."""
+        """Set the largest packets that the machine sends, and that its port of the switch takes.
+
+        The switch drops larger ones without an error. Machines count from 1.
+        """
         self._machines[number - 1].run("ip", "link", "set", "eth0", "mtu", str(machine_bytes))
         self._switch.run("ip", "link", "set", f"to{number}", "mtu", str(switch_bytes))
 
     def delay(self, number: int, to_s: float, from_s: float) -> None:
-        """Let what is sent to the machine arrive so much later, and what it sends; both 0: at once again. From 1. Connections
-        stay. The cable carries some tens of MiB/s then, at the cost of a processor (see delays)."""
+        """Delay what is sent to the machine and what it sends; both 0: no delay any more. Machines count from
+        1.
+
+        Connections survive. A link with delay carries some tens of MiB/s and uses one processor (see
+        network_delay).
+        """
         switch = self._switch
         before = self._delays.pop(number, None)
         if before is not None:

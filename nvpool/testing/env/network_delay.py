@@ -1,10 +1,11 @@
-"""A length of cable: two network devices of one namespace, between which every frame takes as long as it is told.
+"""A link with latency: two network devices of one namespace that exchange their frames after a delay.
 
     python -m nvpool.testing.env.network_delay A B DELAY_S_A_TO_B DELAY_S_B_TO_A
 
-makes the taps A and B, prints "ready" and carries frames until it is killed, when both are gone. Order is kept and nothing
-changed; what is more than FRAMES_MAX on their way is lost, as in any switch. Below IP, so connections that there are stay, and
-no program has to know of it. Called by machines.Machines.delay; what the kernel has for it (netem) is not in every kernel.
+makes the taps A and B, prints "ready" and forwards frames until it is killed, which removes both. Frames keep
+their order and content; more than FRAMES_MAX in flight are lost, as in any switch. It works below IP, so
+existing connections survive and no program has to know of it. Used by Machines.delay of `namespaces`; not
+every kernel has netem, which does the same.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ from collections import deque
 
 FRAMES_MAX = 20_000
 """30 MB."""
-AT_ONCE = 64
-"""Frames that are taken from one side before the other one is looked at."""
+FRAMES_PER_BATCH = 64
+"""Most frames that are taken from one side before the other side has its turn."""
 _TUNSETIFF = 0x400454CA
 _TAP_WITHOUT_HEADER = 0x0002 | 0x1000
-"""IFF_TAP, IFF_NO_PI: see tun(4), Documentation/networking/tuntap.rst. Without IFF_VNET_HDR the kernel hands out frames
-that have their checksums."""
+"""IFF_TAP, IFF_NO_PI: see tun(4), Documentation/networking/tuntap.rst.
+
+Without IFF_VNET_HDR the kernel delivers frames with their checksums.
+"""
 
 
 def tap(name: str) -> int:
-    """The descriptor of a new device. It ends with it."""
+    """Make a network device and return its descriptor. The device ends with the descriptor."""
     descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _TAP_WITHOUT_HEADER))
     return descriptor
@@ -43,11 +46,11 @@ class Direction:
     def _take(self) -> None:
         arrives_s = self._loop.time() + self._delay_s
         idle = not self._under_way
-        for _ in range(AT_ONCE):
+        for _ in range(FRAMES_PER_BATCH):
             try:
                 frame = os.read(self._source, 65536)
             except OSError:
-                break  # nothing more, or the device is down
+                break  # no more frames, or the device is down
             if len(self._under_way) < FRAMES_MAX:
                 self._under_way.append((arrives_s, frame))
         if idle and self._under_way:
@@ -59,7 +62,7 @@ class Direction:
             try:
                 os.write(self._sink, self._under_way.popleft()[1])
             except OSError:
-                continue  # down, or full: lost
+                continue  # the device is down or full: lost
         if self._under_way:
             self._loop.call_at(self._under_way[0][0], self._hand_over)
 

@@ -1,7 +1,8 @@
-"""Pools of several machines for tests and benches on one: real processes and a real etcd in namespaces of their own.
+"""Pools of several machines for tests and benchmarks on one host: real processes and etcd in namespaces.
 
-`Pool` makes the pool on the first machine, lets others and clients join, and knows each as a `NodeMachine`, whose processes can
-be looked at, killed and started. Called by tests and benches; needs what `machines.missing` and `real_etcd.missing` look for.
+`Pool` makes the pool on the first machine, lets others and clients join, and has a `NodeMachine` for each,
+whose processes can be inspected, killed and started. Used by tests and benchmarks; needs what `missing` of
+`namespaces` and `etcd` check.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ async def main():
 
 asyncio.run(main())
 """
-"""Chains over all targets, in a pool that holds nothing yet."""
+"""Program that gives chains all targets, in a pool that holds nothing yet."""
 
 
 class NodeMachine:
@@ -71,11 +72,11 @@ class NodeMachine:
         return self.machine.run(*NVPOOL, *words, check=check, timeout_s=240)
 
     def json(self, *words: str):
-        """What a command prints; of `status` also where it ends with the code of a problem."""
+        """Return the JSON output of a command. `status` may exit with the code of a problem."""
         return json.loads(self.nvpool(*words, "--json", check=words[0] != "status").stdout)
 
     def drives(self, count: int = 1, capacity: str = CAPACITY) -> list[str]:
-        """Words for the command that makes the pool or lets the node in."""
+        """Return the arguments that add drives, for the command that makes the pool or joins the node."""
         words = []
         for place in (self.machine.place / f"drive-{number}" for number in range(count)):
             place.mkdir(exist_ok=True)
@@ -108,7 +109,7 @@ class NodeMachine:
         )
 
     def processes(self) -> list[int]:
-        """Everything of this machine's pool that runs, etcd and mounts included."""
+        """Return all processes of this machine's pool, with etcd and mounts."""
         found = []
         for entry in filter(str.isdigit, os.listdir("/proc")):
             try:
@@ -129,7 +130,7 @@ class NodeMachine:
 
 
 class Pool:
-    """`nodes[0]` has made it; others join. `drives` of `capacity` for each node."""
+    """Pool on several machines. `nodes[0]` makes it; others join. Each node has `drives` of `capacity`."""
 
     def __init__(self, hosts: list[Machine], plain: bool, *, drives: int = 1, capacity: str = CAPACITY):
         self.nodes = [NodeMachine(machine) for machine in hosts]
@@ -137,7 +138,7 @@ class Pool:
         self._drives, self._capacity = drives, capacity
 
     def found(self, *words: str) -> dict:
-        """Make the pool, with further words for the command; how others join. It serves."""
+        """Make and serve the pool, with further arguments for the command. Return how others join."""
         first = self.nodes[0]
         if self.plain:
             config = first.machine.place / "node.toml"

@@ -1,8 +1,9 @@
-"""RealPodman: Podman with storage, state and configuration of its own, beside any that is there.
+"""RealPodman: Podman with its own storage, state and configuration, next to any other on the machine.
 
-All is in a directory of its own below /tmp; containers have no network and need none. Podman has no daemon: what lives on is
-a monitor (conmon) for each container. Leaving the `with` block ends containers and monitors, each by its pid, and takes its
-mounts away. Needs root, podman, conmon and runc or crun (Debian: podman). Called by tests; never by the product.
+All is in its own directory below /tmp. Containers have no network and need none. Podman has no daemon: a
+monitor (conmon) runs for each container. Leaving the `with` block ends containers and monitors, each by its
+pid, and removes its mounts. It needs root, podman, conmon and runc or crun (Debian: podman). Used by tests;
+never by the product.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ image_copy_tmp_dir = "{place}/tmp"
 [engine.volume_plugins]
 {driver} = "{socket}"
 """
-"""default_ulimits: what Podman asks for by itself is more than some machines grant. lock_type: the other is in shared memory
-that all of the machine's Podman have."""
+"""default_ulimits: Podman's own request is more than some machines grant. lock_type: the other type is in
+shared memory of all Podman instances of the machine."""
 
 
 def why_no_podman() -> str:
-    """Empty where it can be used here."""
+    """Reason why Podman cannot be used here; empty if it can."""
     if os.geteuid():
         return "only root can have a Podman that mounts volumes of plugins"
     for name in ("podman", "conmon"):
@@ -54,7 +55,7 @@ def _runtime() -> str | None:
 
 
 class RealPodman(Containers):
-    """`driver` is what it calls the volume plugin that listens at `socket`."""
+    """`driver` is its name for the volume plugin that listens at `socket`."""
 
     def __init__(self, driver: str, socket: Path) -> None:
         super().__init__("nvp-")
@@ -91,12 +92,12 @@ class RealPodman(Containers):
             self.end_with_children(PROGRAMS)
             self.remove_place()
 
-    # -- use -------------------------------------------------------------------------------------------------------------
+    # -- commands --------------------------------------------------------------------------------------------------------
 
     def run(
         self, *words: str, check: bool = True, stdin: bytes | None = None, timeout_s: float = 150.0
     ) -> subprocess.CompletedProcess[str]:
-        """`podman WORDS`; AssertionError with what it said where it fails and `check` is set."""
+        """Run `podman WORDS`. AssertionError with the output if it fails and `check` is set."""
         command = [
             shutil.which("podman", path=PATH) or "podman",
             f"--root={self.place}/root",
@@ -107,7 +108,7 @@ class RealPodman(Containers):
             "--events-backend=file",
             *words,
         ]
-        # to files: monitors keep them open, and a pipe would be waited for as long as they live
+        # Output goes to files: monitors keep it open, so reading from a pipe would wait until they end.
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             done = subprocess.run(
                 command,

@@ -1,9 +1,10 @@
-"""RealPool: a throw-away pool of real processes that a test may treat as badly as it likes.
+"""RealPool: a temporary pool of real processes for tests that kill, stop and restrict them.
 
-Made and started apart, so that a test can take an image of the directory in between, give the daemons an environment (the
-preloaded faults) or limits, kill and stop them. However the test ends, leaving the `with` block ends every process that names
-the directory. Where only the state of the drive matters, `opened` serves a directory inside the calling process instead,
-which takes a tenth of the time of starting daemons. Called by tests; never by the product.
+Making and starting it are separate, so that a test can copy the directory in between and give the daemons an
+environment (the preloaded faults) or limits. Leaving the `with` block ends every process that names the
+directory, however the test ended. If only the state of the drive matters, `opened` serves a directory in the
+calling process instead, which takes a tenth of the time of starting daemons. Used by tests; never by the
+product.
 """
 
 from __future__ import annotations
@@ -43,14 +44,17 @@ from nvpool.testing.fakes.local_pool import LocalPool, shards_wanted
 
 SIZES = (64 * MIB, 96 * MIB)
 PLAIN_TCP = '[network]\nhost = "127.0.0.1"\nplain_text = true\n'
-"""For node.toml: TCP on loopback without TLS, beside the unix sockets."""
+"""For node.toml: TCP on loopback without TLS, in addition to the unix sockets."""
 TCP = '[network]\nhost = "127.0.0.1"\n'
 """The same with TLS: for pools that keep their map in etcd, or that others join."""
 
 
 class RealPool:
-    """`config` is the text of node.toml; `drives` are paths of directories or devices beside the sizes in the pool itself.
-    `shards` 0: as the environment says (testing/fakes/local_pool)."""
+    """A pool of real processes in `directory`.
+
+    `config` is the text of node.toml. `drives` are paths of directories or devices in addition to the drives
+    of `sizes` in the pool directory. `shards` 0: as the environment says (testing/fakes/local_pool).
+    """
 
     def __init__(
         self,
@@ -79,13 +83,13 @@ class RealPool:
             try:
                 pool.close(timeout_s=0.5)
             except (OSError, NvpoolError):
-                pass  # the pool may be in ruins
+                pass  # the pool may be damaged
         self.end()
 
-    # -- life ------------------------------------------------------------------------------------------------------------
+    # -- start and stop --------------------------------------------------------------------------------------------------
 
     def request(self) -> dict[str, Any]:
-        """What provision/create is asked."""
+        """Return the request for provision/create."""
         drives: list[dict] = [{"path": path} for path in self._drives]
         drives += [
             {"path": str(self.directory.target(len(drives) + number)), "capacity_bytes": size}
@@ -122,7 +126,8 @@ class RealPool:
         prefix: tuple[str, ...] = (),
         wait_s: float = 120.0,
     ) -> None:
-        """Start the supervisor and wait until every process serves. `prefix` comes before the command, as prlimit."""
+        """Start the supervisor and wait until every process serves. `prefix` comes before the command, such
+        as prlimit."""
         self.launch(environment, prefix=prefix)
         self.wait(wait_s)
 
@@ -144,7 +149,10 @@ class RealPool:
         return supervisor
 
     def end(self) -> None:
-        """Kill every process of the pool, stopped ones too. All are stopped first, so that none of them can start another."""
+        """Kill every process of the pool, also stopped ones.
+
+        All are stopped first, so that none of them can start another.
+        """
         self.end_daemons(*DAEMONS)
         for supervisor in self._supervisors:
             supervisor.wait(120)
@@ -153,31 +161,31 @@ class RealPool:
         self._supervisors.clear()
 
     def end_daemons(self, *programs: Program) -> None:
-        """Kill supervisor, shards and stores at once; mounts live on."""
+        """Kill supervisor, shards and stores together; mounts survive."""
         programs = programs or (Program.SUPERVISOR, Program.META, Program.STORE)
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in self.processes(*programs):
                 end_process(pid, number)
 
     def stop(self, wait_s: float = 120.0) -> None:
-        """SIGTERM to the supervisor; everything ends in order."""
+        """Send SIGTERM to the supervisor and wait until everything has ended in order."""
         os.kill(self.pid("supervisor"), signal.SIGTERM)
         self.until(lambda: not self.processes(), "all have ended", wait_s)
 
     def processes(self, *wanted: Program) -> list[int]:
-        """Every daemon of this pool, whoever started it; or those that run one of these programs."""
+        """Return every daemon of this pool, also those that others started, or only those that run one of these programs."""
         return sorted(
             pid for pid, _ in programs.processes(*wanted, naming=self.path) if identity_of(pid) is not None
         )
 
-    # -- looking ---------------------------------------------------------------------------------------------------------
+    # -- queries ---------------------------------------------------------------------------------------------------------
 
     @property
     def pool_map(self) -> PoolMap:
         return decode_map(self.directory.poolmap.read_bytes())
 
     def status(self, wait_s: float = 60.0) -> dict[str, Any]:
-        """What `nvpool status --json` prints. Unavailable while there is no supervisor."""
+        """Return the output of `nvpool status --json`. Unavailable while no supervisor answers."""
 
         async def ask() -> dict[str, Any]:
             dialer, request = (
@@ -198,7 +206,7 @@ class RealPool:
         return asyncio.run(ask())
 
     def serving(self) -> dict[str, Any] | None:
-        """The status when every process serves."""
+        """Return the status if every process serves, else None."""
         try:
             seen = self.status(10.0)
         except Unavailable:
@@ -209,7 +217,8 @@ class RealPool:
         return self.until(self.serving, "all processes serve", wait_s)
 
     def until(self, holds: Callable[[], Any], what: str, wait_s: float = 120.0) -> Any:
-        """What `holds` answers once that is true; AssertionError, with the ends of all logs, after wait_s."""
+        """Return the value of `holds` once it is true. AssertionError, with the ends of all logs, after
+        `wait_s`."""
         deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
         while not (found := holds()):
             if SYSTEM_CLOCK.boottime_s() > deadline_s:
@@ -223,7 +232,7 @@ class RealPool:
         return state.pid
 
     def said(self, name: str = "*", lines: int = 15) -> str:
-        """The last lines of the logs."""
+        """Return the last lines of the logs."""
         return "\n".join(
             f"-- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
             for path in sorted(self.directory.log.glob(f"{name}.log"))
@@ -232,16 +241,16 @@ class RealPool:
     def restarts(self) -> int:
         return sum(process["restarts"] for process in self.status()["processes"])
 
-    # -- using -----------------------------------------------------------------------------------------------------------
+    # -- use -------------------------------------------------------------------------------------------------------------
 
     def connect(self, deadline_s: float = 20.0) -> FileSystem:
-        """A client; closed with the pool."""
+        """Connect a client; it is closed with the pool."""
         pool = nvpool.connect(str(self.path), options=ClientOptions(deadline_s=deadline_s))
         self._connected.append(pool)
         return pool
 
     def fsck(self, *, repair: bool = False) -> list[str]:
-        """The problems that a check of everything finds, as sentences; with `repair` those that it could not mend."""
+        """Check everything and return the problems as sentences; with `repair` those that are not repaired."""
 
         async def look() -> list[str]:
             from nvpool.client.session import Client
@@ -256,7 +265,7 @@ class RealPool:
 
 
 def end_process(pid: int, number: int = signal.SIGKILL) -> None:
-    """Signal a process and, if that kills it, wait until it is gone."""
+    """Send a signal to a process and, if that kills it, wait until it is gone."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -272,7 +281,10 @@ def end_process(pid: int, number: int = signal.SIGKILL) -> None:
 
 
 async def problems_of(client, grant_secret: bytes | None = None) -> list[str]:
-    """What fsck finds, as sentences; with the key of grants it repairs, and these are what it could not mend."""
+    """Return the problems that fsck finds, as sentences.
+
+    With the grant key it repairs, and returns what it could not repair.
+    """
     checkup = Checkup()
     await check(client, checkup, repair=grant_secret is not None, grant_secret=grant_secret)
     return [
@@ -284,8 +296,10 @@ async def problems_of(client, grant_secret: bytes | None = None) -> list[str]:
 
 @asynccontextmanager
 async def opened(directory: Path) -> AsyncIterator[LocalPool]:
-    """The pool in `directory` (of a RealPool, or rebuilt from a record of one), served within this process. Everything that a
-    start opens is opened: format, the coordinator's records, shard, stores."""
+    """Serve the pool in `directory` (of a RealPool, or rebuilt from a record of one) in this process.
+
+    Everything that a start opens is opened: format, the coordinator's records, shard, stores.
+    """
     place = PoolDirectory(directory)
     place.check()
     kv = await LmdbKv.open(place.map)

@@ -1,7 +1,8 @@
-"""A service manager for nodes in namespaces: restarts a daemon that has ended, as systemd does with systemd/nvpoold.service.
+"""Service manager for nodes in namespaces: restarts a daemon that has ended, like systemd.
 
-Gives the daemon NOTIFY_SOCKET, so that its children leave the restart to the manager, and starts it again RestartSec= after its
-end, whatever the reason. Called by tests and benches.
+It behaves as systemd does with systemd/nvpoold.service: it gives the daemon NOTIFY_SOCKET, so that the
+daemon's children leave the restart to the manager, and starts it again RestartSec= after its end, for any
+reason. Used by tests and benchmarks.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ RESTART_S = 0.2
 
 
 class ServiceManager:
-    """Keeps `nvpoold` of one node running from `start` until `stop`, which leaves the last one as it is."""
+    """Keeps `nvpoold` of one node running from `start` until `stop`, which leaves the last daemon running."""
 
     def __init__(self, node: NodeMachine) -> None:
         self._node = node
         self._stopping = threading.Event()
-        # A short path of its own: that of a socket may have 107 bytes, and pools of tests lie deep.
+        # A short path: a unix socket may have 107 bytes, and pools of tests have long paths.
         self._place = tempfile.TemporaryDirectory(prefix="nvpool-notify-", ignore_cleanup_errors=True)
         self._path = Path(self._place.name) / "notify"
         self.errors = node.machine.place / "nvpoold.stderr"
@@ -40,10 +41,10 @@ class ServiceManager:
         )
         self._process: subprocess.Popen | None = None
         self.ended = 0
-        """How many of its daemons have ended."""
+        """Number of daemons that have ended."""
 
     def take_over(self, wait_s: float = 120.0) -> None:
-        """End what runs there in an orderly way, however it was started, and start it anew."""
+        """Stop the daemon that runs there in order, however it was started, and start it under this manager."""
         supervisor = self._node.directory.supervisor()
         if supervisor is not None:
             end_process(supervisor.pid, signal.SIGTERM)
@@ -62,7 +63,7 @@ class ServiceManager:
         self._thread.start()
 
     def _receive(self) -> None:
-        """Read the notifications, for a full socket makes the daemon wait."""
+        """Read the notifications, because a full socket blocks the daemon."""
         with contextlib.suppress(OSError):
             while not self._stopping.is_set():
                 self._socket.recv(4096)
@@ -80,7 +81,7 @@ class ServiceManager:
         self._stopping.set()
 
     def close(self) -> None:
-        """After `stop`, when the last daemon has ended."""
+        """Release the resources; call it after `stop`, when the last daemon has ended."""
         if self._process is not None:
             self._thread.join(60)
             with contextlib.suppress(OSError):

@@ -1,10 +1,10 @@
-"""A machine for tests that systemd boots: a real systemd as process 1 of name spaces of its own, with nvpool installed by
-tools/install.sh, units and all.
+"""Machine for tests that systemd boots: a real systemd as process 1 of its own namespaces.
 
-Its files are this machine's, below a layer of its own that is thrown away; what is enabled on this machine is not there. Drives
-and the pool's directory are real directories below `place`. What it can not do is change this machine: kernel settings and
-/sys are read-only for it, and it may not set the clock or load modules. A guard, a process of its own, ends it and takes all
-away once who started it has gone, however that was. Called by tests; needs root.
+nvpool is installed by tools/install.sh, with all units. Files are those of this host below a temporary
+overlay; services that are enabled on this host are not there. Drives and the pool's directory are real
+directories below `place`. The machine cannot change this host: kernel settings and /sys are read-only for it,
+and it may not set the clock or load modules. A guard process ends it and removes everything when the process
+that started it has gone, for any reason. Used by tests; needs root.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ PROGRAMS = {
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 NOT_ALLOWED = "-sys_module,-sys_time,-syslog,-sys_rawio,-wake_alarm,-mac_admin,-mac_override"
 
-# Process 1 before it becomes systemd. Arguments: place, checkout, Python, its packages, rights it does not get, PATH, systemd.
+# Script of process 1 before it becomes systemd. Arguments: place, checkout, Python, its packages,
+# capabilities to drop, PATH, systemd.
 BEFORE = r"""
 set -eu
 place=$1 source=$2
@@ -96,7 +97,7 @@ exec setpriv --bounding-set "$1" --inh-caps "$1" env -i container=nvpool-boot PA
 
 
 def unified() -> Path | None:
-    """Where this machine has the unified hierarchy of control groups, writable; None: nowhere."""
+    """Return the path of the writable unified cgroup hierarchy of this host, or None."""
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, where, kind, options = line.split()[:4]
         if kind == "cgroup2" and "rw" in options.split(","):
@@ -105,7 +106,7 @@ def unified() -> Path | None:
 
 
 def missing() -> str | None:
-    """Why no machine can be booted here."""
+    """Reason why no machine can be booted here; None if it can."""
     if os.geteuid():
         return "booting a machine needs root"
     if not os.path.exists(SYSTEMD):
@@ -137,11 +138,14 @@ def missing() -> str | None:
 
 
 class BootedMachine:
-    """A context manager: installed and booted once it is entered, off and gone without a trace when it is left."""
+    """Context manager: the machine is installed and booted inside, and off and removed after it."""
 
     def __init__(self, place: Path, checkout: Path, python: str, packages: Path) -> None:
-        """Its drives lie in `place`, an empty directory that goes with it. `checkout` is installed, with `python`, the
-        machine's, and what is in `packages`, below the checkout."""
+        """Prepare a machine whose drives are in `place`, an empty directory that is removed with it.
+
+        It installs `checkout` with the interpreter `python` of this host and with `packages`, a path below
+        the checkout.
+        """
         self.place = place
         self._arguments = [str(place), str(checkout), python, str(packages)]
         self.pid = 0
@@ -154,11 +158,11 @@ class BootedMachine:
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
-        told = self._guard.stdout.readline()
-        if not told:
+        line = self._guard.stdout.readline()
+        if not line:
             self.__exit__()
             raise RuntimeError("the machine's guard could not begin; it says why above")
-        starter, deadline_s = int(told), SYSTEM_CLOCK.boottime_s() + 240
+        starter, deadline_s = int(line), SYSTEM_CLOCK.boottime_s() + 240
         while not self._is_up(starter):
             if SYSTEM_CLOCK.boottime_s() > deadline_s or self._guard.poll() is not None:
                 said = self.console()
@@ -180,7 +184,7 @@ class BootedMachine:
         )
 
     def console(self) -> str:
-        """What installation and process 1 printed."""
+        """Return the output of the installation and of process 1."""
         try:
             return (self.place / "console").read_text(errors="replace")
         except FileNotFoundError:
@@ -210,7 +214,7 @@ class BootedMachine:
     def run(
         self, *words: object, check: bool = True, timeout_s: float = 120.0, **more
     ) -> subprocess.CompletedProcess:
-        """As root's shell on the machine does."""
+        """Run a command on the machine as root."""
         done = subprocess.run(
             self.command(*words),
             capture_output=True,
@@ -225,11 +229,12 @@ class BootedMachine:
         return subprocess.Popen(self.command(*words), text=True, **more)
 
     def show(self, unit: str, word: str) -> str:
-        """A property of a unit."""
+        """Return a property of a unit."""
         return self.run("systemctl", "show", "--value", "--property", word, unit).stdout.strip()
 
     def power_off(self, within_s: float = 120.0) -> bool:
-        """Whether it was off within that time, on its own. The guard waits to be told before it takes all away."""
+        """Power off. Return whether the machine was off within that time. The guard keeps the files until it
+        is ended."""
         self.run("systemctl", "poweroff", "--no-block")
         deadline_s = SYSTEM_CLOCK.boottime_s() + within_s
         while SYSTEM_CLOCK.boottime_s() < deadline_s:
@@ -248,8 +253,10 @@ class BootedMachine:
 
 
 def guard(place: Path, arguments: list[str]) -> int:
-    """Boots, prints the number of the process whose child is the machine's first, and waits for the end of its input. Then
-    nothing of the machine is left, and it returns."""
+    """Boot the machine, print the pid of its first process's parent, and wait for the end of stdin.
+
+    Then remove everything of the machine and return.
+    """
     above = unified()
     if above is None:
         return 1
@@ -258,7 +265,7 @@ def guard(place: Path, arguments: list[str]) -> int:
     for name in ("layer", "drive", "pool"):
         (place / name).mkdir(parents=True)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # who started it goes first, and then this
+        signal.signal(number, signal.SIG_IGN)  # the process that started this one ends first
     joined = f'echo $$ > "{group}/cgroup.procs"; exec "$@"'
     spaces = [
         "setpriv",
@@ -300,7 +307,7 @@ def guard(place: Path, arguments: list[str]) -> int:
         print(machine.pid, flush=True)
         sys.stdin.read()
     finally:
-        machine.kill()  # the name space's first process goes with it, and all that is in there
+        machine.kill()  # ends the first process of the namespace, and with it all others
         machine.wait()
         remove_group(group)
         shutil.rmtree(place, ignore_errors=True)
@@ -308,7 +315,7 @@ def guard(place: Path, arguments: list[str]) -> int:
 
 
 def remove_group(group: Path) -> None:
-    """Takes a control group and those below it away, once the last process in them has ended: it was killed."""
+    """Remove a control group and those below it, once the killed last process in them has ended."""
     deadline_s = SYSTEM_CLOCK.boottime_s() + 30
     for directory, _, _ in os.walk(group, topdown=False):
         while os.path.exists(directory):

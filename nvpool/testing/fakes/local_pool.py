@@ -1,10 +1,9 @@
-"""LocalPool: a whole pool in one process and on one event loop, for tests and for trying things out.
+"""LocalPool: a whole pool in one process and on one event loop, for tests and experiments.
 
-One metadata shard or several, targets of different size, no coordinator: the pool map is a value. Clients speak to the services
-through the in-process transport, or through others where asked, so that all that is real but the processes. Services can be
-killed and started again as a supervisor would; with directories their state survives that, with memory it lives as long as the
-pool.
-Called by tests and benchmarks; never by the product.
+It has one or several metadata shards, targets of different sizes, and no coordinator: the pool map is a
+value. Clients use the in-process transport, or others on request; everything but the processes is real.
+Services can be killed and started again as a supervisor does. With a directory their state survives that; in
+memory it lives as long as the pool. Used by tests and benchmarks, never by the product.
 """
 
 from __future__ import annotations
@@ -45,13 +44,16 @@ _numbers = count(1)
 
 
 def shards_wanted() -> int:
-    """How many metadata shards the pools of tests have that do not say it themselves: NVPOOL_TEST_SHARDS in the environment."""
+    """Number of metadata shards in tests that do not set it: NVPOOL_TEST_SHARDS of the environment."""
     return int(os.environ.get(SHARDS_VARIABLE) or 1)
 
 
 class LocalPool:
-    """`directory` None: everything in memory. `endpoints(role, number)` names other endpoints than inproc ones, one each.
-    `key_file`: of pool keys."""
+    """A pool in one process; see the module.
+
+    `directory` None: everything is in memory. `endpoints(role, number)` returns an endpoint for each listener
+    instead of an inproc one. `key_file`: file of pool keys.
+    """
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class LocalPool:
         endpoints=None,
         make_store=None,
         replicas: int = 1,
-        tells_map: bool = False,
+        serves_map: bool = False,
         shards: int = 0,
         key_file: str = "",
     ):
@@ -76,7 +78,7 @@ class LocalPool:
         self._endpoints = endpoints or (lambda role, number: f"inproc://{self._name}-{role}-{number}")
         self._meta_options = meta_options or MetaOptions()
         self._make_store = make_store or self._real_store
-        self._tells_map = tells_map or replicas > 1
+        self._serves_map = serves_map or replicas > 1
         self.pool_map = self._map(capacities, chunk_bytes, replicas, shards or shards_wanted())
         self.metas: dict[int, MetaService] = {}
         self.stores: dict[int, object] = {}
@@ -87,11 +89,11 @@ class LocalPool:
         self._memory: dict[tuple[str, int], object] = {}
         self._started: set[int] = set()
         self.deaf: set[int] = set()
-        """Shards that are not told of a new map: they learn of it by others. For tests."""
+        """Shards that do not get a new map from the pool; they learn of it from requests. For tests."""
         self.unaware: set[int] = set()
-        """Targets that are said not to know the newest map. For tests."""
+        """Targets that are reported not to know the newest map. For tests."""
         self.loses_moved = lambda: ""
-        """What is lost when a shard asks that partitions be another's: "question", "answer" or nothing. For tests."""
+        """Message that is lost when a shard hands over partitions: "question", "answer" or "". For tests."""
 
     def _map(self, capacities: tuple[int, ...], chunk_bytes: int, replicas: int, shards: int) -> PoolMap:
         targets = tuple(
@@ -108,7 +110,7 @@ class LocalPool:
             name=self._name,
             epoch=1,
             settings=PoolSettings(chunk_bytes, replicas),
-            nodes=(Node(1, "here", "", (self._endpoints("node", 1),) if self._tells_map else ()),),
+            nodes=(Node(1, "here", "", (self._endpoints("node", 1),) if self._serves_map else ()),),
             drives=drives,
             targets=targets,
             tables=tuple(build_table(targets, count) for count in range(1, replicas + 1)),
@@ -121,11 +123,11 @@ class LocalPool:
     def _path(self, *parts: str) -> str | None:
         return None if self.directory is None else os.path.join(self.directory, *parts)
 
-    # -- life ------------------------------------------------------------------------------------------------------------
+    # -- start and stop --------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> LocalPool:
         if self.pool_map.nodes[0].endpoints:
-            await self._listen("node", 1, self._tell_map)
+            await self._listen("node", 1, self._answer_map)
         for target in self.pool_map.targets:
             await self.start_store(target.id)
         for shard in self.pool_map.shards:
@@ -149,7 +151,7 @@ class LocalPool:
     async def client(
         self, name: str = "test", options: ClientOptions | None = None, kept: KeptMemory | None = None
     ) -> Client:
-        """A client of its own session; closed with the pool."""
+        """Return a client with its own session. The pool closes it."""
         client = await Client.open(self.pool_map, name, options, clock=self.clock, kept=kept)
         self._clients.append(client)
         return client
@@ -170,20 +172,20 @@ class LocalPool:
         else:
             await listener.close(drain_s)
 
-    # -- the shards ------------------------------------------------------------------------------------------------------
+    # -- shards ----------------------------------------------------------------------------------------------------------
 
     @property
     def meta(self) -> MetaService | None:
-        """The service of the root's shard, which is the only one where nothing else was asked for."""
+        """Service of the root's shard; the only shard by default."""
         return self.metas.get(SHARD)
 
     @property
     def kv(self):
-        """Its engine."""
+        """Engine of the root's shard."""
         return self.kvs.get(SHARD)
 
     async def start_shard(self, shard: int = SHARD) -> None:
-        """As a new process, which begins another term."""
+        """Start the shard as a new process does: in a new term."""
         if shard in self._started and len(self.pool_map.shards) > 1:
             await self.change_map(lambda now: primary_began(now, shard, 0))
         self._started.add(shard)
@@ -213,7 +215,8 @@ class LocalPool:
         await self._listen("meta", shard, meta.handle)
 
     async def stop_shard(self, drain_s: float = 0.0, shard: int = SHARD) -> None:
-        """Without a drain as if its process had been killed: connections end, nothing more is answered."""
+        """Stop the shard; without a drain as if its process was killed: connections end without further
+        replies."""
         meta = self.metas.pop(shard)
         await self._hang_up("meta", shard, drain_s)
         await meta.close(drain_s)
@@ -268,8 +271,8 @@ class LocalPool:
         if target in self.stores:
             self.stores[target].update_map(self.pool_map)
 
-    def _tell_map(self, call) -> None:
-        """As a supervisor does, but that it never waits."""
+    def _answer_map(self, call) -> None:
+        """Answer a map request as a supervisor does, but without waiting."""
         if call.method == wire_pb2.META_MOVED:
             self._hand_over(call)
             return
@@ -277,8 +280,7 @@ class LocalPool:
         call.reply(MapReply(map=encode_map(self.pool_map) if newer else b"").SerializeToString())
 
     def _hand_over(self, call) -> None:
-        """Who keeps the map is asked that partitions be another shard's. Where `loses_moved` says so nobody hears of it, or of
-        the answer."""
+        """Hand over partitions as the coordinator does. `loses_moved` can lose the request or the reply."""
         request = MovedRequest.FromString(bytes(call.message))
         partitions = struct.unpack(f"<{len(request.partitions) // 2}H", request.partitions)
         loss = self.loses_moved()
@@ -286,10 +288,13 @@ class LocalPool:
             if loss != "question":
                 now = self.pool_map
                 new = sealed(
-                    now, moved(now, request.giver, request.term, request.taker, partitions, request.map_epoch)
+                    now,
+                    moved(
+                        now, request.source, request.term, request.destination, partitions, request.map_epoch
+                    ),
                 )
                 if new is not None:
-                    self._tell_all(new)
+                    self._publish_map(new)
         except StaleTerm as error:
             call.fail(error)
             return
@@ -300,7 +305,7 @@ class LocalPool:
         else:
             call.reply(MovedReply(map=encode_map(self.pool_map)).SerializeToString())
 
-    def _tell_all(self, pool_map: PoolMap) -> None:
+    def _publish_map(self, pool_map: PoolMap) -> None:
         self.pool_map = pool_map
         for number, meta in list(self.metas.items()):
             if number not in self.deaf:
@@ -309,7 +314,7 @@ class LocalPool:
             self._give_map(target)
 
     async def _take_right(self, request: TakeRightRequest) -> list[int]:
-        """As who keeps the map; `unaware` does not know of it."""
+        """Grant a right as the coordinator does; `unaware` targets do not know of it."""
         if request.rights:
             now_ms = self.clock.wall_ns() // 1_000_000
             await self.change_map(
@@ -320,15 +325,18 @@ class LocalPool:
         return list(self.unaware)
 
     async def change_map(self, change) -> PoolMap:
-        """The next map, as `change(map)` gives it, known to the shard and all stores; clients learn of it when they ask."""
+        """Make `change(map)` the next map, and give it to shards and stores.
+
+        Clients get it with their next request for the map.
+        """
         new = change(self.pool_map)
-        self._tell_all(
+        self._publish_map(
             new if new.epoch > self.pool_map.epoch else sealed(self.pool_map, new) or self.pool_map
         )
         return self.pool_map
 
     def new_shard(self, number: int) -> Shard:
-        """For the map: `start_shard` starts it."""
+        """Return a shard for the map; `start_shard` starts it."""
         return Shard(number, 1, (self._endpoints("meta", number),))
 
 
@@ -337,7 +345,7 @@ def _exists(path: str) -> bool:
 
 
 def run(main) -> None:
-    """Run `main(pool)` in a pool in memory; for a first look."""
+    """Run `main(pool)` in a pool in memory, for a first try."""
 
     async def whole() -> None:
         async with LocalPool() as pool:

@@ -1,7 +1,8 @@
-"""One metadata shard without a transport: requests go straight into `handle`. For tests and benchmarks of the service.
+"""One metadata shard without a transport: requests go directly into `handle`. For tests and benchmarks of the
+service.
 
-`ShardClient` is one session with its slots; its methods build the message, keep the sequence and return the decoded
-answer or raise the error. `StoreRecorder` stands for all targets and remembers what they were told.
+`ShardClient` is one session with its slots; its methods build the message, keep the sequence and return the
+decoded reply or raise its error. `StoreRecorder` stands for all targets and records their requests.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PEER = Peer("test", "inproc", True)
 
 
 class DirectCall:
-    """A Call whose answer is a future; `answer` is set at once where the service answers at once."""
+    """A Call whose answer is a future; `answer` is already set if the service replies before it returns."""
 
     def __init__(
         self, method: int, message: bytes, payload: bytes = b"", deadline_s: float = 1e9, peer: Peer = PEER
@@ -32,7 +33,7 @@ class DirectCall:
         self.method = method
         self.message = message
         self.payload = memoryview(payload)
-        self.since_s = 0.0  # nothing is waited for on its account
+        self.since_s = 0.0  # adds nothing to measured waiting times
         self.deadline_s = deadline_s
         self.peer = peer
         self.cancelled = False
@@ -67,7 +68,7 @@ class DirectCall:
 
 
 class ShardClient:
-    """A client with one session. Every method may raise what the service answers."""
+    """A client with one session. Every method may raise the error of the reply."""
 
     ANSWERS = {
         "ALLOCATE": pb.Entry,
@@ -307,16 +308,16 @@ class ShardClient:
 
 
 class StoreRecorder:
-    """A dialer that answers for every target; `away` holds the endpoints of those that do not."""
+    """A dialer that answers for every target; `away` has the endpoints of unreachable ones."""
 
     def __init__(self) -> None:
         self.cuts: list[data_pb2.CutRequest] = []
         self.removed: list[data_pb2.RemoveRequest] = []
         self.freed = 0
-        """Bytes that the next answer to a cut says were freed."""
+        """Freed bytes in the next reply to a truncation."""
         self.away: set[str] = set()
         self.kept: dict[int, list[int]] = {}
-        """Inodes that have chunks, by target: what DATA_LIST answers."""
+        """Inodes that have chunks, by target: the reply to DATA_LIST."""
 
     async def call(self, endpoints, method, message, payload=(), *, deadline_s: float, into=None) -> Reply:
         await asyncio.sleep(0)
@@ -341,7 +342,8 @@ class StoreRecorder:
 
 
 def small_map(targets: int = 2) -> PoolMap:
-    """One node, `targets` targets with the endpoints inproc://1, inproc://2, …, one shard, one table."""
+    """Return a map of one node, one shard, one table and `targets` targets at inproc://1, inproc://2, and so
+    on."""
     drives = tuple(Drive(number, 1, f"/drive/{number}", 1 << 30) for number in range(1, targets + 1))
     there = tuple(Target(d.id, d.id, 1, d.capacity_bytes, (f"inproc://{d.id}",)) for d in drives)
     return PoolMap(

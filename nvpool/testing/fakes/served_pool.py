@@ -1,6 +1,6 @@
 """A LocalPool that other threads and processes reach by unix sockets, for tests of the SDK.
 
-Its event loop runs in a thread, so that a test may block in the synchronous SDK meanwhile.
+Its event loop runs in a thread, so a test may block in the synchronous SDK.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The members of a shard in one process: real engines, links between them that can be cut and slowed, the real transitions of
-the map. For tests of kv/replication/primary and kv/replication/standby, and of their histories.
+"""Members of a shard in one process: real engines, real map transitions, and links that can be cut and
+slowed.
 
-A member is alive or dead (its engine abandoned, as kill -9 does); one that is alive does what the map says. Links carry calls
-in order, and lose what is under way when they are cut.
+For tests of kv/replication/primary and kv/replication/standby, and of their histories. A member is alive or
+dead (its engine is abandoned, as by kill -9); a live one follows the map. Links deliver calls in order, and
+lose calls in flight when they are cut.
 """
 
 from __future__ import annotations
@@ -52,12 +53,15 @@ class Member:
         self.standby: StandbyKv | None = None
         self.kv: MemberKv | None = None
         self.shipping: Shipping | None = None
-        self.term = 0  # in which this process serves as primary
+        self.term = 0  # in which this process is the primary
 
 
 class Link:
-    """From one member to another. `cut` fails what is under way and what comes; `delay` turns of the loop pass before a call
-    arrives, and before its answer does."""
+    """Link from one member to another.
+
+    `cut` fails calls in flight and later ones. Each call and each reply takes a random number of loop
+    iterations.
+    """
 
     def __init__(self, members: Members, sender: Member, receiver: Member) -> None:
         self._members = members
@@ -102,7 +106,7 @@ class Link:
         await self._call("installed", term)
 
     async def sync(self, term: int) -> int:
-        while self._queue:  # noqa: ASYNC110  (in the order of the calls)
+        while self._queue:  # noqa: ASYNC110 - keeps the order of the calls
             await asyncio.sleep(0)
         return await self._call("sync", term)
 
@@ -132,7 +136,7 @@ class Link:
 
 
 class Members:
-    """`pool_map` is the truth; `acknowledged` are the changes whose makers were told so, in order."""
+    """Members of one shard. `pool_map` is the authoritative map."""
 
     def __init__(
         self,
@@ -151,7 +155,7 @@ class Members:
         self.members = [Member(number) for number in range(count)]
         self.cuts: set[tuple[int, int]] = set()
         self.manager_away: bool | NvpoolError = False
-        """Whether nobody changes the map; or the error that says so."""
+        """Whether the map cannot be changed; or the error of such an attempt."""
         self.tasks: set[asyncio.Task] = set()
         node = Node(1, "n", "", ())
         shard = Shard(
@@ -178,8 +182,11 @@ class Members:
         return self.directory / f"member-{member.number}.mark"
 
     async def start(self, number: int, alone: bool = False) -> None:
-        """A new process of the member: primary or standby, as the map says. `alone`: no standby can be reached then, and a
-        primary that may lack what one has is refused: Unavailable, and it is dead."""
+        """Start a new process of the member: primary or standby, as the map says.
+
+        With `alone` no standby is reachable. Unavailable: a standby may have changes that this primary lacks;
+        the process is dead then.
+        """
         member = self.members[number]
         member.alive = True
         if self.shard.member == number:
@@ -246,7 +253,7 @@ class Members:
         )
 
     async def follow_map(self) -> None:
-        """Whoever the map calls primary, and is a standby now, is promoted."""
+        """Promote the member that the map calls primary, if it is a standby."""
         member = self.primary
         if member.alive and member.standby is not None and not self.manager_away:
             standby, member.standby = member.standby, None
@@ -263,7 +270,7 @@ class Members:
         member.kv = member.shipping = member.standby = None
 
     async def fail_over(self) -> bool:
-        """The primary is dead or silent: promote another, where one can be."""
+        """Promote another member because the primary is dead or silent. Return whether one can be."""
         new = shard_members.primary_lost(self.pool_map, SHARD)
         if new is None:
             return False
@@ -271,23 +278,25 @@ class Members:
         await self.follow_map()
         return True
 
-    def apply(self, effects, told=None) -> int:
-        """A change at the primary; `told(True)` when it is acknowledged."""
+    def apply(self, effects, on_outcome=None) -> int:
+        """Apply a change at the primary; `on_outcome(True)` is called when it is acknowledged."""
         kv = self.primary.kv
         sequence = kv.apply(effects)
-        kv.history.when(sequence, told or (lambda _known: None))
+        kv.history.when(sequence, on_outcome or (lambda _known: None))
         return sequence
 
     async def acknowledged(self, effects) -> None:
-        """Returns when a change is."""
+        """Apply a change and return when it is acknowledged."""
         done = asyncio.get_running_loop().create_future()
         self.apply(effects, lambda known: done.done() or done.set_result(known))
         if not await done:
             raise Unavailable("it is not known")
 
     async def quiet(self, up: set[int] | None = None) -> None:
-        """Until all (or these) standbys that are alive are up and have everything. A primary that was replaced is no standby
-        before it is started anew."""
+        """Wait until all live standbys (or those of `up`) are up and have everything.
+
+        A replaced primary counts as a standby only after its restart.
+        """
         wanted = (
             up
             if up is not None
@@ -296,7 +305,7 @@ class Members:
         end_s = SYSTEM_CLOCK.boottime_s() + QUIET_S
         while True:
             if SYSTEM_CLOCK.boottime_s() > end_s:
-                raise AssertionError(f"not quiet: {self.told()}")
+                raise AssertionError(f"not quiet: {self.description()}")
             kv = self.primary.kv
             there = [self.members[number].standby for number in wanted]
             if (
@@ -310,8 +319,8 @@ class Members:
                 return
             await asyncio.sleep(0.002)
 
-    def told(self) -> str:
-        """What there is, for a person."""
+    def description(self) -> str:
+        """Describe the state of all members for an error message."""
         lines = [str(self.shard), f"cuts {self.cuts}"]
         for member in self.members:
             standby, kv = member.standby, member.kv

@@ -1,5 +1,7 @@
-"""HoldingPool: a pool in one process whose targets fall silent when told to, as a process that is stopped or a host that is cut
-off. For tests of those who ask them.
+"""HoldingPool: a pool in one process whose targets fall silent on request, like a stopped process or
+unreachable host.
+
+For tests of the clients of such targets.
 """
 
 from __future__ import annotations
@@ -13,8 +15,11 @@ from nvpool.testing.fakes.local_pool import LocalPool
 
 
 class HoldingPool(LocalPool):
-    """`hold`: what a target is asked of these methods is not answered, not even looked at, until `let_go`. `mute`: it is done,
-    and the answer is lost. `delay`: reads of it are answered so much later."""
+    """A LocalPool that can delay or lose requests to its targets.
+
+    `hold`: requests of these methods are kept unhandled until `let_go`. `mute`: they are handled and the
+    reply is lost. `delay`: reads are handled after that time.
+    """
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -73,5 +78,5 @@ class HoldingPool(LocalPool):
 
     async def until(self, holds) -> None:
         async with asyncio.timeout(120):
-            while not holds():  # noqa: ASYNC110 - many things, none of which tells of itself
+            while not holds():  # noqa: ASYNC110 - the conditions have no events
                 await asyncio.sleep(0.005)

@@ -1,7 +1,7 @@
-"""A chunk store's service that is as plain as can be: chunks in a dict, answers as data.proto says, faults on request.
+"""Minimal chunk store service: chunks in a dict, replies as data.proto specifies, faults on request.
 
-For tests of clients: what must go wrong here goes wrong when the test says so. Checks what a store checks of a client
-(grants, cuts, checksums, slots) and nothing of its own, for it has no drive.
+For tests of clients: a fault happens exactly when the test requests it. The service checks what a store
+checks of a client (grants, truncate numbers, checksums, slots) and nothing else, because it has no drive.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from nvpool.rpc.v1 import data_pb2, wire_pb2
 
 
 class PlainStore:
-    """`fault(call)` may raise, or return a delay in seconds; `spoil` is called with each read's payload before it goes out."""
+    """`fault(call)` may raise, or return a delay in seconds; `spoil` is called with each read's payload
+    before it is sent."""
 
     def __init__(self, target: int, secret: bytes, clock=SYSTEM_CLOCK, chunks: dict | None = None):
         self.target = target

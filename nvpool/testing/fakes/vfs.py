@@ -1,8 +1,8 @@
-"""The client's Vfs kept in memory: what the FUSE adapter is driven with where no pool is wanted.
+"""In-memory implementation of the client's Vfs, for the FUSE adapter without a pool.
 
-Tests of `fuse/ops/operations` run on it without a kernel, and `bench/fuse_floor` mounts it: what is measured there is the price
-of FUSE and Python alone. It keeps the contract of `client/vfs` (names, errors, attributes, unlinked open files, stable cursors)
-and nothing else: no permissions beyond what the kernel checks, no durability, one node.
+Tests of `fuse/ops/operations` run on it without a kernel. `bench/fuse_floor` mounts it, to measure the cost
+of FUSE and Python alone. It keeps the contract of `client/vfs` (names, errors, attributes, unlinked open
+files, stable cursors) and nothing else: no permissions beyond the kernel's checks, no durability, one node.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from nvpool.rpc.v1.meta_pb2 import Attr
 
 HAS_XATTRS = 1
 FILE_BYTES_MAX = GIB
-"""Memory is what there is."""
+"""Files are limited because they are in memory."""
 
 
 class _Node:
@@ -100,7 +100,7 @@ class MemoryVfs:
         return inode in self._nodes and self._nodes[inode].handles > 0
 
     def begin_create(self, *_) -> None:
-        """Nothing has to be waited for."""
+        """Nothing to wait for."""
 
     begin_unlink = begin_flush = begin_create
 
@@ -108,12 +108,12 @@ class MemoryVfs:
         return False
 
     def hold_reads(self) -> None:
-        """There is nothing to send."""
+        """Nothing to send."""
 
     def send_reads(self) -> None:
         pass
 
-    # -- what all use ------------------------------------------------------------------------------------------------
+    # -- shared helpers ----------------------------------------------------------------------------------------------
 
     def _node(self, inode: int) -> _Node:
         try:
@@ -212,7 +212,7 @@ class MemoryVfs:
         return self._child(self._directory(parent), name).attr
 
     def lookup_now(self, parent: int, name: bytes) -> None:
-        return None  # here and below: so that what is measured on this is the road that waits
+        return None  # here and below None: benchmarks on this class measure the slow path
 
     def begin_lookup(self, parent: int, name: bytes) -> None:
         return None
@@ -374,7 +374,7 @@ class MemoryVfs:
         self._touch(moved, content=False)
         return inodes
 
-    # -- bytes -------------------------------------------------------------------------------------------------------
+    # -- file data ---------------------------------------------------------------------------------------------------
 
     async def open(self, inode: int, flags: int, caller) -> FakeFileHandle:
         node = self._node(inode)
@@ -449,7 +449,7 @@ class MemoryVfs:
         self._touch(node)
 
     async def seek(self, handle: FakeFileHandle, offset: int, whence: int) -> int:
-        """Blocks of zeros are its holes."""
+        """Report blocks of zeros as holes."""
         content = handle.node.content
         if not 0 <= offset < len(content):
             raise errors.BeyondData()
@@ -582,7 +582,7 @@ class MemoryVfs:
     async def fsyncdir(self, inode: int) -> None:
         pass
 
-    # -- the rest ----------------------------------------------------------------------------------------------------
+    # -- other operations --------------------------------------------------------------------------------------------
 
     async def statfs(self, inode: int = ROOT_INODE) -> StatFs:
         return StatFs(1 << 30, 1 << 29, 1 << 29, 4096, 1 << 32, (1 << 32) - len(self._nodes), NAME_BYTES_MAX)

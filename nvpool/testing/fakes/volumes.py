@@ -1,8 +1,8 @@
-"""MemoryVolumes: a bridge/volumes without a pool and without mounts, for tests of what stands on it.
+"""MemoryVolumes: a fake of bridge/volumes without a pool and without mounts, for tests of the layers above.
 
-Behaves as BridgeVolumes in all that its callers can see: the same checks of names and wishes, the same errors in the same
-situations; the conformance test of CSI runs on both. What containers would see is an empty directory at the place where
-something is published. `silent` makes every question to the pool fail, as one that nobody answers.
+Callers see the behaviour of BridgeVolumes: the same checks of names and options, the same errors in the same
+situations; the conformance test of CSI runs on both. A container sees an empty directory where a volume is
+published. `silent` makes every request to the pool fail, as if the pool did not answer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nvpool.core.units import GIB
 
 
 class MemoryVolume(NamedTuple):
-    """The part of sdk/volumes' Volume that the bridge looks at."""
+    """The fields of Volume (sdk/volumes) that the bridge uses."""
 
     name: str
     bytes_max: int = 0
@@ -112,7 +112,7 @@ class MemoryVolumes:
         await self.get(name)
         return Condition(False, "the volume can be used")
 
-    # -- use of them -----------------------------------------------------------------------------------------------------
+    # -- attachments -----------------------------------------------------------------------------------------------------
 
     async def stage(self, name: str, holder: str, *, read_only: bool = False, subpath: str = "") -> Path:
         name, holder, subpath = checked_name(name), checked_holder(holder), checked_subpath(subpath)
@@ -162,10 +162,10 @@ class MemoryVolumes:
         with contextlib.suppress(FileNotFoundError):
             os.rmdir(target)
 
-    # -- what tests do ---------------------------------------------------------------------------------------------------
+    # -- for tests -------------------------------------------------------------------------------------------------------
 
     def change(self, name: str, **what: Any) -> None:
-        """As an operator or a writer would have done it elsewhere."""
+        """Change a volume as an operator or a writer on another host does."""
         self._volumes[name] = self._volumes[name]._replace(**what)
 
     def _ask(self) -> None:

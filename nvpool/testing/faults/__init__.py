@@ -1,5 +1,5 @@
-"""Faults on purpose: power loss, failing and lying drives. Shipped, so that whoever runs or extends nvpool can run them too.
+"""Fault injection: power loss, failing and lying drives. Part of the package, for operators and authors too.
 
-`preload` builds and configures a small C library that is preloaded into a daemon; `powerloss` rebuilds from its record what
-the drive could hold had the power gone at any moment.
+`preload` builds and configures a small C library that is preloaded into a daemon; `power_loss` rebuilds from
+its record a state that the drive could have after a power loss at any moment.
 """

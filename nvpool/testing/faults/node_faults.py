@@ -1,7 +1,9 @@
-"""Faults of a pool of three nodes in namespaces: processes to kill, and conditions of links and processes that last a while.
+"""Faults of a pool of three nodes in network namespaces: processes to kill, and broken links or stopped
+processes.
 
-`VICTIMS` names the processes that a round kills, `CONDITIONS` what lasts meanwhile: a cut, deaf, mute or slow cable, a stopped
-process. A condition is a context manager; all of it has been undone on exit. Called by bench/failure_soak.py and its test.
+`VICTIMS` names the processes that a round kills, `CONDITIONS` the conditions during it: a link that is cut,
+slow or loses packets in one direction, or a stopped process. A condition is a context manager and is undone
+on exit. Used by bench/failure_soak.py and its test.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ NODES = (1, 2, 3)
 CLIENT = 4
 SLOW_MIB_S = 1.0
 LATE_S = 0.05
-"""One way, of a long cable."""
+"""One-way latency of a long link."""
 SOCKET_AWAY_S = 30.0
 
 
@@ -34,7 +36,7 @@ class NotNow(Exception):
 
 
 class NodeFaults:
-    """Chooses victims in a pool as it is now. `leads` is the node whose supervisor leads."""
+    """Chooses victims by the current state of a pool. `leads` is the node whose supervisor leads."""
 
     def __init__(self, pool: PoolInUse, chance: random.Random, leads: int) -> None:
         self.pool, self.chance, self.leads = pool, chance, leads
@@ -43,7 +45,8 @@ class NodeFaults:
         self.primary = self.shard.node
         self.standby = self.shard.standbys[0].node if self.shard.standbys else 0
         self.touched: set[int] = set()
-        """Nodes that the faults of this round concern; `status` is asked of another one where there is one."""
+        """Nodes that the faults of this round affect. Status is requested from another node if there is one.
+        """
         self.notes: list[str] = []
         self.supervisors_killed: Counter[int] = Counter()
 
@@ -53,7 +56,7 @@ class NodeFaults:
     # -- processes ---------------------------------------------------------------------------------------------------------
 
     def pid(self, number: int, name: str) -> int:
-        """The process of that name on a node. NotNow where none runs."""
+        """Return the process of that name on a node. NotNow if none runs."""
         state = self.node(number).directory.state_of(name)
         if state is None or identity_of(state.pid) is None:
             raise NotNow(f"{name} of node {number} does not run")
@@ -68,7 +71,7 @@ class NodeFaults:
         return found.pid
 
     def member(self, primary: bool) -> int:
-        """The process of the shard's primary or standby."""
+        """Return the process of the shard's primary or standby."""
         if primary:
             return self.pid(self.primary, process_name(self.shard.id, self.shard.member))
         if not self.standby:
@@ -83,7 +86,7 @@ class NodeFaults:
         return self.pid(number, f"etcd-{self.node(number).directory.node}")
 
     def whole_node(self, number: int) -> list[int]:
-        """All that runs there for the pool, its supervisor first."""
+        """Return all processes of the pool on that node, its supervisor first."""
         supervisor = self.supervisor(number)
         self._note(number, "all other processes")
         return [supervisor, *(pid for pid in self.node(number).processes() if pid != supervisor)]
@@ -92,7 +95,7 @@ class NodeFaults:
         return self.chance.choice([number for number in NODES if number not in but])
 
     def kill(self, victim: str) -> None:
-        """Kill the processes of one of VICTIMS. NotNow, and nothing is killed, where one of them does not run."""
+        """Kill the processes of one of VICTIMS. NotNow if one of them does not run; then nothing is killed."""
         pids = VICTIMS[victim](self)
         supervisors = {
             found.pid: number
@@ -111,7 +114,7 @@ class NodeFaults:
 
     @contextlib.contextmanager
     def stopped(self, *pids: int) -> Iterator[None]:
-        """The processes stand still; they are known by descriptors, so that no other process is ever continued."""
+        """Stop the processes. Process descriptors identify them, so no other process is ever continued."""
         descriptors = []
         try:
             for pid in pids:
@@ -154,7 +157,7 @@ class NodeFaults:
 
     @contextlib.contextmanager
     def lost(self, *ways: tuple[int, int]) -> Iterator[None]:
-        """Nothing arrives of what the first machine of each pair sends to the second."""
+        """Drop all packets that the first machine of each pair sends to the second."""
         self.notes += [f"lost from {sender} to {to}" for sender, to in ways]
         with contextlib.ExitStack() as undo:
             for sender, to in ways:
@@ -181,13 +184,18 @@ class NodeFaults:
         return self.lost((one, other))
 
     def client_from_primary(self):
-        """The client's node from the primary's, and no other link. Changes wait for its end: it is no reason to fail over."""
+        """Cut the link between the client's node and the primary's node only.
+
+        Changes wait until the link is back: this is no reason for a failover.
+        """
         return self.lost((CLIENT, self.primary), (self.primary, CLIENT))
 
     @contextlib.contextmanager
     def over_tcp(self, victim: str) -> Iterator[None]:
-        """A daemon is killed while its supervisor's unix socket is away, so that the next one connects over TCP; the socket is
-        back on return from the entry."""
+        """Kill a daemon while its supervisor's unix socket is away, so that its successor connects over TCP.
+
+        The socket is back when the block is entered.
+        """
         if victim == "standby":
             number, pid = self.standby, self.member(primary=False)
         else:
@@ -212,7 +220,7 @@ class NodeFaults:
         finally:
             with contextlib.suppress(
                 FileNotFoundError
-            ):  # a supervisor that began meanwhile has one of its own
+            ):  # a supervisor that was started in between has its own
                 if socket.exists():
                     away.unlink()
                 else:
@@ -260,12 +268,12 @@ CONDITIONS: dict[str, Callable[[NodeFaults], contextlib.AbstractContextManager]]
 
 
 def newest_map(pool: PoolInUse) -> PoolMap:
-    """That with the highest epoch of those that the nodes have on disk."""
+    """Return the map with the highest epoch that a node has on disk."""
     return max((node.map() for node in pool.nodes[:3]), key=lambda one: one.epoch)
 
 
 def missing_copies(pool_map: PoolMap) -> str:
-    """Parts of the map with too few copies; empty when all is whole."""
+    """Return the parts of the map with too few copies; empty if there are none."""
     short = sum(
         len(chain.targets) - len(chain.leaving) < table.id
         for table in pool_map.tables
@@ -281,7 +289,7 @@ def missing_copies(pool_map: PoolMap) -> str:
 
 
 def is_settled(pool_map: PoolMap) -> bool:
-    """Nothing is missing, and nothing is being moved or filled."""
+    """Whether no copy is missing, and nothing is being moved or filled."""
     return not missing_copies(pool_map) and not any(
         chain.joining or chain.leaving for table in pool_map.tables for chain in table.chains
     )

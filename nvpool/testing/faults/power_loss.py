@@ -1,13 +1,13 @@
-"""What a drive could hold after the power went at a given moment, from the record of `record.c`.
+"""Possible contents of a drive after a power loss at a given moment, computed from the record of `record.c`.
 
-The model is a page cache over a journaling file system, at its strictest reading:
+The model is a page cache over a journaling file system, in the strictest interpretation:
 
-* What a completed fsync or fdatasync covered is there; so is a write through O_DSYNC.
-* Any other page (4 KiB) of a file holds its content as of any moment since then, each page for itself, in any order.
-* So does the size of a file.
-* Renames, unlinks, creations and links since the last fsync of a directory reached the drive in their order up to any one
-  of them; fsync of a file also brings its own creation.
-* A sync that lied covers nothing.
+* A completed fsync or fdatasync makes the earlier writes durable; so is a write with O_DSYNC.
+* Any other page (4 KiB) of a file has its content as of any moment since then, independently and in any order.
+* So has the size of a file.
+* Renames, unlinks, creations and links since the last fsync of a directory reached the drive in their order, up to
+  any one of them; fsync of a file also makes its own creation durable.
+* A sync that lied makes nothing durable.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RecordedCall:
 
 
 class _RecordedFile:
-    """One file through all its names: what was written since the first image, in order."""
+    """One file under all its names: writes since the first image, in order."""
 
     def __init__(self, base: Path | None) -> None:
         self.base = base
@@ -45,7 +45,7 @@ class _RecordedFile:
         self.durable = 0  # everything up to this moment is on the drive
         self.pages: dict[int, list[tuple[int, int, bytes]]] = defaultdict(
             list
-        )  # page -> (moment, start in it, bytes)
+        )  # page -> (moment, offset in the page, bytes)
         self.page_durable: dict[int, int] = {}
         self.sizes: list[tuple[int, int]] = [(0, self.size)]
         self.syncs: dict[int, list[int]] = defaultdict(list)
@@ -84,7 +84,8 @@ class _RecordedFile:
         self.sizes.append((self.moment, size))
 
     def materialize(self, path: Path, chance: random.Random, eagerness: float) -> None:
-        """Write one possible state. eagerness: how much of what was not synced reached the drive (0 nothing, 1 all)."""
+        """Write one possible state. `eagerness`: share of the unsynced writes that reached the drive, from 0
+        to 1."""
 
         def moment_after(durable: int, moments: list[int]) -> int:
             later = [m for m in moments if m > durable]
@@ -113,7 +114,10 @@ class _RecordedFile:
 
 
 def read_records(log: Path) -> list[RecordedCall]:
-    """All processes' records in the order of time. A record cut off by a kill is the last of its process and is left out."""
+    """Return the records of all processes in order of time.
+
+    The last record of a process is left out if a kill has truncated it.
+    """
     found = []
     for file in sorted(Path(log).glob("*.log")):
         raw = file.read_bytes()
@@ -138,18 +142,22 @@ def read_records(log: Path) -> list[RecordedCall]:
 
 
 class PowerLoss:
-    """Rebuilds `root` as of moments of a record. Reads the record once; `rebuild` may be called for many moments."""
+    """Rebuilds `root` as of moments of a record. Reads the record once; `rebuild` may be called for many
+    moments."""
 
     def __init__(self, root: Path, base: Path, log: Path) -> None:
         self.root, self.base = Path(root).resolve(), Path(base)
         self.records = read_records(log)
 
     def times(self) -> tuple[int, int]:
-        """CLOCK_MONOTONIC nanoseconds of the first and the last record."""
+        """Return CLOCK_MONOTONIC nanoseconds of the first and the last record."""
         return self.records[0].time_ns, self.records[-1].time_ns
 
     def rebuild(self, into: Path, at_ns: int, seed: int) -> None:
-        """Make `into` one state that `root` could have had, had the power gone at `at_ns`. Same seed, same state."""
+        """Write to `into` one state that `root` could have after a power loss at `at_ns`.
+
+        The same seed gives the same state.
+        """
         chance = random.Random(seed)
         eagerness = chance.choice((0.0, 0.3, 0.7, 1.0))
         into = Path(into)
@@ -160,7 +168,7 @@ class PowerLoss:
                 if whole.is_file() and not whole.is_symlink():
                     first_names[str(self.root / whole.relative_to(self.base))] = _RecordedFile(whole)
         names, by_identity = dict(first_names), {}
-        changes: list[list] = []  # [durable, kind, path, other, file]
+        changes: list[list] = []  # [is durable, kind, path, other path, file]
         for record in self.records:
             if record.time_ns > at_ns:
                 break
@@ -216,7 +224,7 @@ class PowerLoss:
                 names.pop(path, None)
         elif kind in (SYNC_BEGIN, SYNC_END, LIED):
             file = by_identity.get(record.identity)
-            if file is None:  # a directory: the names changed in it so far
+            if file is None:  # a directory: its name changes so far are durable
                 if kind == SYNC_END:
                     for change in changes:
                         if os.path.dirname(change[2]) == path or os.path.dirname(change[3]) == path:

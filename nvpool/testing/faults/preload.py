@@ -1,11 +1,12 @@
 """Builds the preloaded library and arms its faults.
 
-    faults = Faults.create(root, work)
+    faults = PreloadFaults.create(root, work)
     process = subprocess.Popen(command, env=os.environ | faults.environment())
     faults.arm(on=WRITE, action=FAIL, error=errno.ENOSPC, path="data")
     faults.disarm()
 
-`root` is the directory whose files are watched, `work` one beside it for the record, the rules and the first image.
+`root` is the directory whose files are watched, `work` one next to it for the record, the rules and the first
+image.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ _SOURCE = Path(__file__).with_name("record.c")
 
 
 def build_library() -> Path:
-    """The path of the library that is compiled from this source. Those of other sources stay: another checkout may be using
-    them, and a program that does not find its library runs without faults, without a word. NotSupported without a compiler."""
+    """Compile the library from this source if needed, and return its path.
+
+    Libraries of other sources are kept: another checkout may be using them, and a program that does not find
+    its preloaded library runs without faults and without an error. NotSupported: there is no compiler.
+    """
     directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nvpool"
     directory.mkdir(parents=True, exist_ok=True)
     library = directory / f"faults-{hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]}.so"
@@ -64,7 +68,7 @@ def build_library() -> Path:
 
 
 class PreloadFaults:
-    """One watched directory. The rules live in shared memory: arming one acts at once on every process that has them."""
+    """One watched directory. The rules are in shared memory: arming one affects all processes immediately."""
 
     def __init__(self, root: Path, work: Path) -> None:
         self.root, self.work = Path(root), Path(work)
@@ -76,7 +80,7 @@ class PreloadFaults:
 
     @classmethod
     def create(cls, root: Path, work: Path) -> PreloadFaults:
-        """Begin with the state of `root` as it is now: a copy of it becomes the first image."""
+        """Start from the present state of `root`: a copy of it becomes the first image."""
         work = Path(work)
         (work / "log").mkdir(parents=True)
         (work / "rules").write_bytes(bytes(_RULE.size * _RULES))
@@ -88,7 +92,10 @@ class PreloadFaults:
         return cls(root, work)
 
     def environment(self, *, record: bool = True) -> dict[str, str]:
-        """What to add to the environment of a process. Without `record` faults can be armed and nothing is logged."""
+        """Return the variables to add to the environment of a process.
+
+        Without `record` faults can be armed, and nothing is logged.
+        """
         variables = {
             "LD_PRELOAD": str(build_library()),
             "NVPOOL_FAULTS_ROOT": str(self.root.resolve()),
@@ -109,8 +116,11 @@ class PreloadFaults:
         count: int = -1,
         slot: int = 0,
     ) -> None:
-        """From now on, operations of the kinds `on` on files whose path contains `path` fail with `error` (FAIL), write half
-        (SHORT) or claim to have synced (LIE): after `skip` that pass, for `count` of them (-1: until disarm)."""
+        """Let operations of the kinds `on` fail, on files whose path contains `path`, from now on.
+
+        They fail with `error` (FAIL), write half (SHORT) or claim to have synced (LIE). `skip` operations
+        pass before that; `count` of them are affected (-1: until disarm).
+        """
         packed = _RULE.pack(0, on, action, error, skip, count, path.encode())
         at = slot * _RULE.size
         self._rules[at : at + 4] = bytes(4)
@@ -118,7 +128,7 @@ class PreloadFaults:
         self._rules[at : at + 4] = (1).to_bytes(4, "little")
 
     def disarm(self) -> None:
-        """All operations pass again."""
+        """Let all operations pass again."""
         self._rules[:] = bytes(len(self._rules))
 
     def close(self) -> None:

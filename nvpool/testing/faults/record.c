@@ -1,12 +1,12 @@
-/* Preloaded into a process (LD_PRELOAD): records each change that it makes to files below a directory, and fails some on request.
+/* Preloaded library (LD_PRELOAD): records each change of files below a directory, and injects failures on request.
  *
- *   NVPOOL_FAULTS_ROOT   the directory (absolute); other files are left alone
- *   NVPOOL_FAULTS_LOG    a directory: records go to <pid>.log there; not set: nothing is recorded
- *   NVPOOL_FAULTS_RULES  a file of struct rule, mapped shared, so that a test arms and disarms faults while we run
+ *   NVPOOL_FAULTS_ROOT   the directory (absolute); other files are not affected
+ *   NVPOOL_FAULTS_LOG    a directory for the records, in <pid>.log; not set: nothing is recorded
+ *   NVPOOL_FAULTS_RULES  a file of struct rule, mapped shared, so that a test can arm and disarm faults at any time
  *
- * A record is written under one lock with the operation itself, after it succeeded, so that the order of the log is the order
- * of the operations; only a sync is logged at its begin and its end, since writes of other threads go on meanwhile.
- * powerloss.py reads the format:  struct record, path bytes, data bytes.
+ * A record is written after the operation has succeeded, under the same lock, so that log and operations have the same order.
+ * Only a sync is logged at its begin and at its end, because other threads continue to write meanwhile.
+ * power_loss.py reads the format:  struct record, path bytes, data bytes.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -78,7 +78,7 @@ static uint64_t now(void) {
     return (uint64_t)t.tv_sec * 1000000000ull + t.tv_nsec;
 }
 
-/* The absolute path of `path`, with its last part not followed, when it is below the root. */
+/* Absolute path of `path`, if it is below the root; a symlink at its end is not followed. */
 static char *below(int dirfd, const char *path) {
     if (!root_bytes || !path) return 0;
     char base[PATH_MAX], whole[PATH_MAX * 2], real[PATH_MAX];
@@ -96,7 +96,7 @@ static char *below(int dirfd, const char *path) {
     }
     char *name = strrchr(whole, '/');
     if (!name) return 0;
-    if (!strcmp(name, "/.") || !strcmp(name, "/..")) name = whole + strlen(whole); /* all of it is a directory */
+    if (!strcmp(name, "/.") || !strcmp(name, "/..")) name = whole + strlen(whole); /* the whole path is a directory */
     else *name++ = 0;
     if (!realpath(*whole ? whole : "/", real)) return 0;
     char *out;
@@ -114,7 +114,7 @@ static void put(uint32_t kind, const struct file *f, const char *path, uint64_t 
         log_pid = getpid();
         snprintf(name, sizeof name, "%s/%d.log", log_dir, log_pid);
         log_fd = syscall(SYS_openat, AT_FDCWD, name, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
-        if (log_fd >= 0 && log_fd < 900) { /* keep out of the way of low numbers */
+        if (log_fd >= 0 && log_fd < 900) { /* leave low descriptors to the program */
             int high = fcntl(log_fd, F_DUPFD_CLOEXEC, 900);
             if (high >= 0) { syscall(SYS_close, log_fd); log_fd = high; }
         }
@@ -204,7 +204,7 @@ int dup(int fd) { return copied(fd, syscall(SYS_dup, fd)); }
 int dup2(int fd, int to) { return copied(fd, syscall(SYS_dup2, fd, to)); }
 int dup3(int fd, int to, int flags) { return copied(fd, syscall(SYS_dup3, fd, to, flags)); }
 
-/* A write of any form: `at` -1 means the file's own position. */
+/* A write of any kind; `at` -1 means the file's own position. */
 static ssize_t do_write(int fd, const struct iovec *v, int n, off_t at, int rw_flags) {
     if (!known(fd)) {
         if (at < 0 && n == 1) return syscall(SYS_write, fd, v->iov_base, v->iov_len);
@@ -219,7 +219,7 @@ static ssize_t do_write(int fd, const struct iovec *v, int n, off_t at, int rw_f
     ssize_t done = -1;
     int action = fault(ON_WRITE, f->path);
     if (action != FAIL) {
-        char *joined; /* aligned as O_DIRECT wants it: the program's own buffers are, and must not fail for our copy */
+        char *joined; /* aligned for O_DIRECT, as the program's buffers are, so that our copy does not fail */
         if (posix_memalign((void **)&joined, PAGE, total ? total : 1)) abort();
         char *p = joined;
         for (int i = 0; i < n; i++) { memcpy(p, v[i].iov_base, v[i].iov_len); p += v[i].iov_len; }

@@ -1,1 +1,1 @@
-"""Requests that no client of ours would send, to the services of a pool: `tools/fuzz.py`, `make fuzz`."""
+"""Fuzzing of a pool's services with requests that no client sends: `tools/fuzz.py`, `make fuzz`."""

@@ -1,7 +1,8 @@
-"""A connection in memory: the answering end of the stream transport as it is, compiled frames and answers at once included.
+"""In-memory connection to the real server side of the stream transport, with compiled frames and fast paths.
 
-Only the socket is left out, so that a frame costs microseconds and virtual time does for it. `Trouble` is where everything is
-said that must not happen: a Bug as an answer, an error in a log, an exception on the loop. Used by the places of this package.
+Only the socket is left out, so a frame costs microseconds and virtual time is enough. `Trouble` is raised for
+everything that must not happen: a Bug as a reply, an error in a log, an exception on the loop. Used by the
+fuzz targets of this package.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from nvpool.rpc.transports.frame import CANCEL, HEADER, HEADER_BYTES, HELLO, REP
 from nvpool.rpc.transports.stream import StreamListener, StreamServed
 
 RECENT = 40
-"""Cases that are told with trouble: it may be the work of one before."""
+"""Number of last cases that are printed with a failure: an earlier one may be the cause."""
 
 
 class Trouble(AssertionError):
-    """Something that must not happen, whatever is asked for."""
+    """Something that must not happen, whatever the request."""
 
 
 class Witness(logging.Handler):
-    """What the services say in their logs at ERROR and above."""
+    """Records what the services log at ERROR and above."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -51,7 +52,7 @@ class Witness(logging.Handler):
 
 
 class _Socket:
-    """Where a transport is asked for its socket, to set options or to see who is there."""
+    """Socket of the transport, for code that sets options or identifies the peer."""
 
     def setsockopt(self, *_: Any) -> None:
         pass
@@ -63,7 +64,7 @@ class _Socket:
 
 
 class _Transport:
-    """What the answering end writes to."""
+    """Transport that the server side writes to."""
 
     def __init__(self, taken: Callable[[bytes], None], resumed: Callable[[], None]) -> None:
         self._taken = taken
@@ -103,15 +104,15 @@ class _Transport:
 
 
 class _FuzzServed(StreamServed):
-    """With the peer that it is told."""
+    """Server side of a connection with a given peer."""
 
     def __init__(self, listener: StreamListener, peer: Peer) -> None:
         super().__init__(listener)
-        self._told, self._later = peer, self
+        self._given_peer, self._later = peer, self
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
-        self.peer = self._told
+        self.peer = self._given_peer
         if self._entered is not None:
             self._entered.leave()
         self._entered = share = self._listener.limits.enter(self, self.peer, "fuzz")
@@ -132,11 +133,11 @@ class Wire:
         self._number = 0
         self.answers: dict[int, tuple[int, bytes]] = {}
         self.open_ones: dict[int, tuple[int, Any]] = {}
-        """Asked and not answered: method, and what the asker keeps with it."""
+        """Requests without a reply: method, and what the sender stores with it."""
         self.on_answer: Callable[[int, Any, int, bytes], None] = lambda method, note, status, message: None
         self._come, self._coming = bytearray(), bytearray()
         self.connects = 0
-        self._at_once: Any = None
+        self._fast_path: Any = None
         self._connect()
 
     def _connect(self) -> None:
@@ -146,13 +147,13 @@ class Wire:
         self._coming.clear()
         self._transport = _Transport(self._taken, self._go_on)
         self._served = _FuzzServed(self._listener, self._peer)
-        self._served._at_once = self._at_once
+        self._served._fast_path = self._fast_path
         self._served.connection_made(self._transport)
         self.give(pack_head(HELLO, 0, 0, 0, encode_hello(Greeting("fuzz")), 0))
 
-    def at_once(self, answer: Any) -> None:
-        """What the service answers without a Call, on this connection and those that follow it."""
-        self._at_once = self._served._at_once = answer
+    def fast_path(self, answer: Any) -> None:
+        """Set the fast path with which the service replies without a Call, on this and later connections."""
+        self._fast_path = self._served._fast_path = answer
 
     def hang_up(self) -> None:
         self._served.eof_received()
@@ -167,7 +168,7 @@ class Wire:
         return self._transport.closing
 
     def give(self, raw: bytes) -> None:
-        """These bytes have come from the peer; while the other end does not read they wait."""
+        """Deliver bytes from the peer; they are queued while the server side does not read."""
         at, served, transport = 0, self._served, self._transport
         if self._coming:
             self._coming += raw
@@ -224,7 +225,7 @@ class Wire:
 
 
 def wrong_frame(chance: random.Random, message: bytes) -> bytes:
-    """A frame with something wrong in its head, or no frame at all."""
+    """Return a frame with an invalid header, or bytes that are no frame."""
     kind, flags, reserved, method, number, deadline = (
         REQUEST,
         0,

@@ -1,7 +1,7 @@
-"""A supervisor, and a standby of a shard, each with one caller that asks it for anything.
+"""Fuzz targets: a supervisor, and a standby of a shard, each with one caller that sends random requests.
 
-Of a supervisor's the pool map stays as it is, whoever asks: strangers may ask how to join, clients for the map. A standby keeps
-the records that it has. Used by `run`.
+No caller changes the supervisor's pool map; callers without a certificate may ask how to join, clients may ask
+for the map. A standby keeps its records. Used by `runner`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OPERATORS = 4711
 PEERS = {
     "client": Peer("fuzz", "192.0.2.1:1", False, "client/fuzz.0a1b2c3d"),
     "user": Peer("fuzz", "unix", True, "", Credentials(1000, frozenset((1000, 50)), 1)),
-    "stranger": Peer("fuzz", "192.0.2.1:1", False),
+    "unauthenticated": Peer("fuzz", "192.0.2.1:1", False),
 }
 NODE = Peer("fuzz", "192.0.2.1:1", False, "node/fuzz")
 SUPERVISOR_METHODS = [method for method in REQUESTS if method >= 200]
@@ -118,7 +118,7 @@ class SupervisorPlace(_Daemon):
 
 
 class StandbyPlace(_Daemon):
-    """The caller is a node, now and then with the right of a service: records that are shipped come from there."""
+    """The caller is a node, sometimes with the right of a service: such callers ship records."""
 
     name = "standby"
 

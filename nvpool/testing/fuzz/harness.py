@@ -1,6 +1,7 @@
-"""A service and one caller: what all places have alike, from the drawing of a case to the wait for its answer.
+"""A service and one caller: the common part of all fuzz targets, from choosing a case to waiting for the
+reply.
 
-A derived class makes the service in `begin`, draws requests in `request`, and judges what has become of it all in `end`.
+A derived class makes the service in `begin`, makes requests in `request`, and checks the outcome in `end`.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from nvpool.testing.fuzz.messages import REQUESTS, Generator, KnownValues
 
 CORPUS_MAX = 300
 KEEPING = 50
-"""Requests that may wait; with more of them all have to be answered before the next."""
+"""Most requests without a reply; with more of them all must be answered before the next one."""
 
 
 class FuzzTarget:
     name = ""
     waits_s = 60.0
-    """Time of the loop within which all that was asked has to be answered."""
+    """Loop time within which all requests must be answered."""
     deadline_ms = 60_000
-    """Of most requests; what waits for news by itself is answered then at the latest."""
+    """Deadline of most requests; long polls are answered then at the latest."""
     unlike_others: frozenset[int] = frozenset()
-    """Methods that are not asked without a transport, since nobody can give up waiting there."""
+    """Methods that are only sent over a transport, because without one a request cannot be cancelled."""
 
     def __init__(self, kind: str, seed: str, witness: Witness) -> None:
-        """`kind`: of the caller. What the place does comes from the seed alone."""
+        """`kind` is the kind of caller. The seed alone decides what happens."""
         self.kind = kind
         self.answered: dict[int, int] = {}
-        """By method: how often something was done. For who wants to know how deep this goes."""
+        """Method -> number of successful replies. Shows how deep the requests go."""
         self._seed = seed
         self._chance = random.Random(seed)
         self._known = KnownValues()
@@ -47,7 +48,7 @@ class FuzzTarget:
         self._witness = witness
         self._clock: Clock = SYSTEM_CLOCK
         self._path: Path | None = None
-        """Where its files are."""
+        """Directory of its files."""
 
     @staticmethod
     def loop() -> asyncio.AbstractEventLoop:
@@ -57,32 +58,32 @@ class FuzzTarget:
         raise NotImplementedError
 
     def request(self, only: int | None) -> tuple[int, bytes, bytes]:
-        """Method, message and payload of the next case; of the method `only` where there is one."""
+        """Return method, message and payload of the next case; `only` restricts it to one method."""
         raise NotImplementedError
 
     async def end(self) -> None:
-        """Judge, and take everything down. Trouble."""
+        """Check the outcome and stop everything. Trouble."""
         raise NotImplementedError
 
     def clean_up(self) -> None:
-        """Remove its files, however it has ended."""
+        """Remove its files; also called after a failure."""
         if self._path is not None:
             shutil.rmtree(self._path, ignore_errors=True)
 
     def check(self) -> None:
-        """Judge what can be judged in between. Trouble."""
+        """Check what can be checked between requests. Trouble."""
         self._witness.check()
 
     # -- one case ----------------------------------------------------------------------------------------------------------
 
-    def connect(self, handle: Callable[[Call], None], peer: Peer, at_once: Any = None) -> None:
+    def connect(self, handle: Callable[[Call], None], peer: Peer, fast_path: Any = None) -> None:
         self._handle, self._peer = handle, peer
         self._wire = Wire(handle, peer, self._clock)
-        self._wire.at_once(at_once)
+        self._wire.fast_path(fast_path)
         self._wire.on_answer = self._note
 
     async def case(self, only: int | None) -> tuple[int, bytes]:
-        """Ask for something; what it was."""
+        """Send one request and return its method and message."""
         chance, asking = self._chance, self._wire
         method, message, payload = self.request(only)
         drawn = chance.random()
@@ -116,14 +117,14 @@ class FuzzTarget:
         return method, message
 
     def may(self, method: int, message: bytes) -> bool:
-        """Whether this may be asked. No: it would do what it says, and that is the end of the place."""
+        """Whether this request may be sent. False: it would succeed and end the target."""
         return True
 
     async def pause(self) -> None:
         await asyncio.sleep(0)
 
     def _direct(self, method: int, message: bytes, payload: bytes) -> None:
-        """Without a transport: as it comes from grpc, inproc and rdma."""
+        """Send the request without a transport, as it comes from grpc, inproc and rdma."""
         call = DirectCall(method, message, payload, self._clock.boottime_s() + 60, self._peer)
         try:
             self._handle(call)
@@ -133,7 +134,7 @@ class FuzzTarget:
             raise Trouble(f"method {method} raised {call.answer!r}") from call.answer
 
     async def answer_all(self) -> None:
-        """Trouble: a request has no answer."""
+        """Wait for all replies. Trouble: a request has no reply."""
         left_s = self.waits_s
         while self._wire.open_ones and left_s > 0:
             left_s -= await self.wait_a_little(self.waits_s - left_s)
@@ -154,7 +155,7 @@ class FuzzTarget:
             self.learn(method, note, message)
 
     def learn(self, method: int, asked: bytes, message: bytes) -> None:
-        """This was answered, without an error."""
+        """Learn from a successful reply."""
 
 
 def method_name(method: int) -> str:

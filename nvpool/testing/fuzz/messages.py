@@ -1,8 +1,8 @@
-"""Messages of every kind from their descriptors: fields at random, numbers at their bounds, and bytes changed on their way.
+"""Random messages of every kind from their descriptors: random fields, boundary numbers, mutated bytes.
 
-All is drawn from one seeded generator, so that a case comes again with its seed. `KnownValues` says which
-values of a service make a request that goes deep (inodes, names, sessions, grants); without them nearly all
-would be refused at the door. Used by the places of this package.
+All is drawn from one seeded generator, so the seed reproduces a case. `KnownValues` names the values of a
+service with which requests go deep (inodes, names, sessions, grants); without them the service would refuse
+nearly all early. Used by the fuzz targets of this package.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
 REQUESTS: dict[int, type[Message]] = {}
-"""The message of each method."""
+"""Request message of each method."""
 
 
 def _find_requests() -> None:
@@ -138,7 +138,7 @@ _SIGNED = {
     FieldDescriptor.TYPE_SFIXED64,
 }
 _DEEP = 3
-"""Messages within messages that are filled."""
+"""Depth of nested messages that are filled."""
 
 Draw = Callable[[], Any]
 
@@ -147,18 +147,18 @@ class Field(NamedTuple):
     name: str
     repeated: bool
     draw: Draw | None
-    """A value; None: a message, or a map."""
+    """Draws a value; None: the field is a message or a map."""
     below: Descriptor | None
     is_map: bool
 
 
 class KnownValues:
-    """Values that mean something to the service, by the names of fields: `draw[name]()`."""
+    """Values that mean something to the service, by field name: `draw[name]()`."""
 
     def __init__(self) -> None:
         self.draw: dict[str, Draw] = {}
         self.always: set[str] = set()
-        """Fields that are never anything else, or all that follows would be refused."""
+        """Fields that always have such a value, because all later requests would be refused otherwise."""
 
     def __getitem__(self, name: str) -> Draw | None:
         return self.draw.get(name)
@@ -236,7 +236,7 @@ class Generator:
     # -- messages ----------------------------------------------------------------------------------------------------------
 
     def fill(self, message: Message, depth: int = 0) -> Message:
-        """Set most fields: to what is known, or to anything."""
+        """Set most fields, to known or to random values."""
         chance = self.chance
         whole = chance.random() < 0.5
         for field in self._plan(message.DESCRIPTOR):
@@ -281,7 +281,7 @@ class Generator:
     # -- bytes -------------------------------------------------------------------------------------------------------------
 
     def mutated(self, raw: bytes, other: bytes) -> bytes:
-        """The bytes with something wrong; `other`: a message of another kind, to be mixed in."""
+        """Return the bytes with an error in them; `other` is a message of another kind to mix in."""
         chance = self.chance
         drawn = chance.randrange(8)
         if not raw or drawn == 0:
@@ -303,7 +303,7 @@ class Generator:
         return bytes(changed)
 
     def packed(self, draw: Callable[[], int], layout: str = "<Q") -> bytes:
-        """Numbers behind one another, not always whole ones."""
+        """Return packed numbers, sometimes with an incomplete one."""
         count = self.chance.choice((0, 1, 1, 2, 3, 17, 1024, 1025)) if self.chance.random() < 0.3 else 1
         raw = b"".join([struct.pack(layout, draw() & 0xFFFFFFFFFFFFFFFF) for _ in range(count)])
         return raw[:-1] if self.chance.random() < 0.03 else raw

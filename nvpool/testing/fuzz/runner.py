@@ -1,9 +1,10 @@
-"""One process of fuzzing: places one after the other, each with so many cases, until they are done or something is wrong.
+"""One fuzzing process: runs targets one after the other, each with some cases, until all are done or one
+fails.
 
     python -m nvpool.testing.fuzz.runner --seed 1 --first 0 --cases 20000
 
-A place and all that it is asked come from the seed and the number of its first case, so that trouble is had again by both. Run
-by `tools/fuzz.py`, over several processes; the lines that it writes are for that.
+The seed and the number of its first case determine a target and all its requests, so both reproduce a
+failure. `tools/fuzz.py` runs several of these processes and reads the lines that they print.
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ from nvpool.testing.fuzz.shard import KINDS, ShardPlace
 from nvpool.testing.fuzz.store import PEERS, StorePlace
 
 CASES = 2000
-"""Of one place, which is made anew then: what callers with rights have made of it does not grow for ever."""
+"""Cases of one target. It is created again after them, so that what privileged callers have stored does not grow
+without bound."""
 CHECK_EVERY = 250
 STALL_S = 120.0
-"""Real time within which each case, and the end of a place, has to be over; else all stacks are written, and the process
-ends."""
+"""Real time within which each case, and the end of a target, must be over.
+
+Otherwise all stacks are written and the process ends.
+"""
 GROWTH_BYTES = 400 << 20
-"""How much the process may grow behind its first places."""
+"""How much the process may grow after its first targets."""
 WARM = 6
 _PAGE = resource.getpagesize()
 
@@ -52,7 +56,7 @@ PLACES = [
     )
     for kind in kinds
 ]
-"""In turn; a shard has most of what can go wrong."""
+"""Order of the targets; a shard is the most frequent because most can go wrong there."""
 
 
 def resident_bytes() -> int:
@@ -70,7 +74,7 @@ class FuzzRun:
         self._places = 0
 
     def all(self) -> int:
-        """The exit status."""
+        """Run all cases and return the exit code."""
         logging.getLogger().addHandler(self._witness)
         try:
             return self._all()
@@ -80,7 +84,7 @@ class FuzzRun:
                 faulthandler.cancel_dump_traceback_later()
 
     def _all(self) -> int:
-        options, began_s, told_s = self._options, time.monotonic(), time.monotonic()
+        options, began_s, reported_s = self._options, time.monotonic(), time.monotonic()
         first = options.first // CASES * CASES
         kinds = [
             one for one in PLACES if options.kind in ("", one[1], one[0].name, f"{one[0].name}-{one[1]}")
@@ -96,15 +100,15 @@ class FuzzRun:
             try:
                 self._one(place, number, min(CASES, options.cases - self.done))
             except Exception as error:
-                self._tell(place, number, error)
+                self._report_failure(place, number, error)
                 return 1
             for method, times in place.answered.items():
                 name = method_name(method)
                 self.answered[name] = self.answered.get(name, 0) + times
             self._places += 1
             self._check_memory()
-            if time.monotonic() - told_s > 0.5:
-                told_s = time.monotonic()
+            if time.monotonic() - reported_s > 0.5:
+                reported_s = time.monotonic()
                 self._progress()
         self._progress()
         if options.stats:
@@ -161,7 +165,7 @@ class FuzzRun:
                     f"TROUBLE: the process has grown from {self._grown_from >> 20} to {now >> 20} MiB in {self.done} cases"
                 )
 
-    def _tell(self, place: FuzzTarget, number: int, error: Exception) -> None:
+    def _report_failure(self, place: FuzzTarget, number: int, error: Exception) -> None:
         last = self._recent[-1][0] if self._recent else number
         print(
             f"TROUBLE at case {last} ({place.name}, {place.kind}); again with: --seed {self._options.seed} --first {number} "
@@ -178,8 +182,10 @@ class FuzzRun:
 
 
 def fuzz(kind: str, cases: int, seed: str = "1", only: str = "") -> int:
-    """So many cases in this process, which somebody else watches for a standstill: the exit status, and what is wrong on
-    stdout."""
+    """Run cases in this process and return the exit code; failures are printed to stdout.
+
+    The caller must watch for a standstill.
+    """
     return FuzzRun(
         argparse.Namespace(
             seed=seed,
@@ -223,7 +229,7 @@ def main() -> int:
     parser.add_argument(
         "--stats", action="store_true", help="at the end, how often each method did what it was asked for"
     )
-    logging.lastResort = None  # what is said below ERROR is of no interest
+    logging.lastResort = None  # messages below ERROR are ignored
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return FuzzRun(parser.parse_args(namespace=argparse.Namespace(watched=True))).all()

@@ -1,8 +1,9 @@
-"""A metadata shard in memory, on virtual time, and one caller that asks it for anything.
+"""Fuzz target: a metadata shard in memory, on virtual time, with one caller that sends random requests.
 
-What the caller has no right to change is compared at the end, record by record: names, attributes, extended attributes, locks,
-volumes, and sessions of others with their slots and open files. Then the shard is checked (fsck must find nothing), and started
-anew from its records. Each kind of caller has a tree of its own to be tempted by. Used by `run`.
+At the end all records that the caller has no right to change are compared: names, attributes, extended
+attributes, locks, volumes, and sessions of others with their slots and open files. Then fsck of the shard
+must find nothing, and the shard is started again from its records. Each kind of caller has its own tree to
+attack. Used by `runner`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ SECRET = b"s" * 32
 OPTIONS = MetaOptions(session_lease_s=600, linger_s=2, sessions_per_peer=200)
 UID = 1000
 SETTLES_S = 1.0
-"""For the background: what the last requests have left to it."""
+"""Time for background work that the last requests have started."""
 RENEW_EVERY = 500
 SESSION_OF_NOBODY = 1 << 48 | 0x7FFF_FFFF
 
@@ -60,8 +61,12 @@ _CLIENT = "client/fuzz.0a1b2c3d"
 class Kind(NamedTuple):
     peer: Peer
     protects: str
-    """"volumes": what is in those that it has no right to write in. "all": but its own directory. "sessions": those of others,
-    in a shard that restricts nobody, where requests are answered at once. "": nothing."""
+    """What the caller must not change.
+
+    "volumes": the content of those in which it has no right to write. "all": everything but its own
+    directory. "sessions": those of others, in a shard without access control, where requests take the fast
+    path. "": nothing.
+    """
 
 
 KINDS = {
@@ -74,9 +79,15 @@ KINDS = {
 }
 METHODS = [method for method in REQUESTS if 100 <= method < 200 and method != wire.META_VOLUMES]
 CHANGING = [method for method in METHODS if "change" in REQUESTS[method].DESCRIPTOR.fields_by_name]
-AT_ONCE = (wire.META_CREATE, wire.META_UNLINK, wire.META_REPORT, wire.META_LOOKUP, wire.META_GETATTR)
+FAST_PATH_METHODS = (
+    wire.META_CREATE,
+    wire.META_UNLINK,
+    wire.META_REPORT,
+    wire.META_LOOKUP,
+    wire.META_GETATTR,
+)
 NOT_BY_NODES = {wire.META_LOAD, wire.META_MOMENT, wire.META_HOLD, wire.META_SETTLE, wire.META_MOVE}
-"""They would do what they say: empty the shard, hold its changes up, write any record."""
+"""Requests of nodes that would succeed: empty the shard, block its changes, write any record."""
 
 
 class ShardPlace(FuzzTarget):
@@ -110,7 +121,9 @@ class ShardPlace(FuzzTarget):
         self._peer = KINDS[self.kind].peer
         await self._plant()
         self._know()
-        self.connect(self.service.handle, self._peer, self.service.at_once and self.service.at_once.answer)
+        self.connect(
+            self.service.handle, self._peer, self.service.fast_path and self.service.fast_path.answer
+        )
         self._protected = self._guarded()
         self._open_session()
         self._others = self._of_others()
@@ -129,7 +142,7 @@ class ShardPlace(FuzzTarget):
         return service
 
     async def _plant(self) -> None:
-        """Files of root's and of a victim's, volumes of each kind, locks and open files of the victim's."""
+        """Make files of root and of a victim, volumes of each kind, and locks and open files of the victim."""
         root = self._root = await ShardClient(self.service).begin()
         victim = self._victim = await ShardClient(self.service, 0, 0, VICTIM).begin(watch=True)
         corpus = self._corpus
@@ -170,7 +183,7 @@ class ShardPlace(FuzzTarget):
         link = (
             await root.create(at[b"etc"], b"link", stat.S_IFLNK | 0o777, target=b"/etc/f", exclusive=True)
         ).entry.attr.inode
-        self._exempt.add(link)  # of a symlink everybody may set the times to now, as on Linux
+        self._exempt.add(link)  # everybody may set the times of a symlink to now, as on Linux
         acl = encode_acl(
             (
                 AclEntry(USER_OBJ, 6),
@@ -203,7 +216,7 @@ class ShardPlace(FuzzTarget):
                 name.encode(),
                 stat.S_IFDIR | 0o777,
                 exclusive=True,
-                volume=pb.VolumeWish(bytes_max=1 << 30, files_max=50, trash_s=60),
+                volume=pb.VolumePolicy(bytes_max=1 << 30, files_max=50, trash_s=60),
             )
             number = self._volumes[name] = made.entry.attr.inode
             below = await root.mkdir(number, b"d")
@@ -212,14 +225,14 @@ class ShardPlace(FuzzTarget):
             await root.unlink(number, b"g")  # into the trash
             self._directories += [number, below.inode]
             self._entries += [(number, b"f"), (number, b"d"), (below.inode, b"f"), (number, b"n1")]
-            wish = pb.VolumeRequest(session=root.session, inode=number, wish=pb.VolumeRequest.SEAL)
+            request = pb.VolumeRequest(session=root.session, inode=number, action=pb.VolumeRequest.SEAL)
             if sealed and self._protects != "sessions":
-                await root.ask("VOLUME", wish)
+                await root.ask("VOLUME", request)
             for client, write in ({VICTIM.member: True} | grants_of).items() if not sealed else ():
                 if client and self._protects != "sessions":
-                    wish.wish, wish.listed = pb.VolumeRequest.GRANT, True
-                    wish.grant.client, wish.grant.write = client, write
-                    await root.ask("VOLUME", wish)
+                    request.action, request.listed = pb.VolumeRequest.GRANT, True
+                    request.grant.client, request.grant.write = client, write
+                    await root.ask("VOLUME", request)
         self._directories += [*at.values(), wide, volumes.inode]
         self._entries += [(directory, name) for directory in at.values() for name in (b"f", b"g", b"s", b"w")]
         self._planted = tuple(files)
@@ -231,7 +244,7 @@ class ShardPlace(FuzzTarget):
         await victim.lock(shown, SHARED, kind=WHOLE, owner=8)
         await victim.lock(files[2], SHARED, 5, 9, kind=RECORD, owner=9)
 
-    # -- what is asked -----------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------------------------------
 
     def _know(self) -> None:
         chance, known = self._chance, self._known
@@ -372,7 +385,7 @@ class ShardPlace(FuzzTarget):
         self.service.handle(call)
         if isinstance(call.answer, tuple):
             reply = pb.OpenSessionReply.FromString(call.answer[0])
-        elif isinstance(call.answer, NvpoolError):  # as many as a peer may have
+        elif isinstance(call.answer, NvpoolError):  # the peer has as many sessions as it may have
             self._end_sessions()
             return self._open_session()
         if reply is None:
@@ -398,9 +411,9 @@ class ShardPlace(FuzzTarget):
         else:
             method = only or (chance.choice(CHANGING) if chance.random() < 0.4 else chance.choice(METHODS))
             if only is None and self._protects == "sessions" and chance.random() < 0.5:
-                method = chance.choice(AT_ONCE)
+                method = chance.choice(FAST_PATH_METHODS)
             if only is None and chance.random() < 0.003:
-                method = wire.META_VOLUMES  # which looks through all partitions
+                method = wire.META_VOLUMES  # reads all partitions
             message = self._generator.fill(REQUESTS[method]())
         if chance.random() < 0.8:
             self._make_sense(method, message)
@@ -417,7 +430,7 @@ class ShardPlace(FuzzTarget):
         return method, message.SerializeToString(), payload
 
     def _make_sense(self, method: int, message: Any) -> None:
-        """Let fields agree with one another, so that it is not refused for what it says."""
+        """Make the fields consistent, so that the request is not refused as invalid."""
         chance = self._chance
         if method in (wire.META_GETXATTR, wire.META_SETXATTR, wire.META_REMOVEXATTR):
             message.name = chance.choice((b"user.a", b"user.b", b"trusted.b", b"security.c", ACCESS, DEFAULT))
@@ -451,7 +464,7 @@ class ShardPlace(FuzzTarget):
                     message.new_name = b"n%d" % chance.randrange(500)
 
     def _name(self, change: pb.Change) -> None:
-        """Mostly as a client would: its session, the next sequence of a slot."""
+        """Fill in the change: mostly as a client does, with its session and the next sequence of a slot."""
         chance, sequences = self._chance, self._sequences
         change.session = self._session if chance.random() < 0.92 else self.known_session()
         change.map_epoch, change.uid, change.gid = (
@@ -468,7 +481,7 @@ class ShardPlace(FuzzTarget):
             change.sequence = sequences[slot]
         elif drawn < 0.985:
             change.sequence = chance.choice((0, max(0, sequences[slot] - 1)))
-        else:  # slots that are spent thereby
+        else:  # these slots cannot be used afterwards
             change.slot, change.sequence = (
                 chance.choice((60, 61, 62, 63, 64, (1 << 32) - 1)),
                 chance.choice((1, 1 << 63, (1 << 64) - 1)),
@@ -505,12 +518,10 @@ class ShardPlace(FuzzTarget):
 
     async def _renew_others(self) -> None:
         for one in (self._victim, self._root):
-            with contextlib.suppress(
-                () if self._protects else (NvpoolError,)
-            ):  # a node may end the sessions of all
+            with contextlib.suppress(() if self._protects else (NvpoolError,)):  # a node may end all sessions
                 await one.ask("RENEW_SESSION", pb.RenewSessionRequest(session=one.session))
 
-    # -- what is answered --------------------------------------------------------------------------------------------------
+    # -- replies -----------------------------------------------------------------------------------------------------------
 
     def learn(self, method: int, asked: bytes, message: bytes) -> None:
         if (
@@ -546,13 +557,13 @@ class ShardPlace(FuzzTarget):
             if len(kept) > 80:
                 del kept[40]
 
-    # -- what must not change ----------------------------------------------------------------------------------------------
+    # -- records that must not change --------------------------------------------------------------------------------------
 
     def _all(self) -> dict[bytes, bytes]:
         return dict(self._kv.scan(b"", b"\xff" * 12, 10_000_000))
 
     def _guarded(self) -> dict[bytes, bytes]:
-        """Records that the caller has no right to change."""
+        """Return the records that the caller has no right to change."""
         if not self._protects:
             return {}
         everything = self._all()
@@ -596,7 +607,7 @@ class ShardPlace(FuzzTarget):
         return False
 
     def _of_others(self) -> Any:
-        """Sessions of the victim: what is open, what its slots have served."""
+        """Return the victim's session: its open files, slots with replies, and locks."""
         session = self.service._sessions.by_number.get(self._victim.session)
         if session is None:
             return None
@@ -621,16 +632,19 @@ class ShardPlace(FuzzTarget):
             changed = [
                 key for key in now.keys() | self._protected.keys() if now.get(key) != self._protected.get(key)
             ]
-            told = "\n".join(
+            changes = "\n".join(
                 f"{key.hex()} (kind {records.kind_of(key)}): {_hex(self._protected.get(key))} -> {_hex(now.get(key))}"
                 for key in sorted(changed)[:10]
             )
-            raise Trouble(f"{self.kind} has changed {len(changed)} records without a right to:\n{told}")
+            raise Trouble(f"{self.kind} has changed {len(changed)} records without a right to:\n{changes}")
         if self._of_others() != self._others:
             raise Trouble(f"the session of another was changed: {self._others} -> {self._of_others()}")
 
     def _let_removed_go(self) -> None:
-        """Who may write in a volume may remove it, sealed or not; and set its limits."""
+        """Do not protect a volume that the caller has removed.
+
+        Writers of a volume may remove it, sealed or not, and set its limits.
+        """
         sealed = self._volumes["sealed"]
         raw = self._kv.get(volume_records.volume_key(volume_records.VOLUME, sealed))
         if sealed in self._guarded_inodes and (
@@ -640,7 +654,7 @@ class ShardPlace(FuzzTarget):
             self._protected = {key: raw for key, raw in self._protected.items() if self._is_guarded(key)}
 
     async def end(self) -> None:
-        """Judge it all, and take it down."""
+        """Check everything and stop the shard."""
         await self.answer_all()
         self.check()
         self._wire.hang_up()

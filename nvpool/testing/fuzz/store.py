@@ -1,8 +1,9 @@
-"""A chunk store on a data file, and one caller with a few rights that asks it for anything.
+"""Fuzz target: a chunk store on a data file, with one caller that has few rights and sends random requests.
 
-The caller may write one inode and read another; of a third it has no right, and what is signed for it is forged, stale or of
-something else. At the end the bytes and versions of the last two are as they were, scrub finds nothing, and the store opens
-again with the same. Descriptors are asked for at the socket of the short cut, too. Used by `run`.
+The caller may write one inode and read another. It has no right for a third one: grants for that are forged,
+expired or for something else. At the end the bytes and versions of the last two are unchanged, scrub finds
+nothing, and the store opens again with the same content. Descriptors are also requested at the socket for
+short-circuit reads. Used by `runner`.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class StorePlace(FuzzTarget):
         self._expected = await self._content()
         self._know()
         self.connect(
-            self._service.handle, PEERS[self.kind], self._service.at_once and self._service.at_once.answer
+            self._service.handle, PEERS[self.kind], self._service.fast_path and self._service.fast_path.answer
         )
 
     async def _open(self) -> None:
@@ -112,7 +113,7 @@ class StorePlace(FuzzTarget):
         return grants.sign(grants.Grant(rights, 0, SESSION, inode, 0, ends_ms), SECRET)
 
     async def _ask(self, method: int, request: Any) -> bytes:
-        """As the pool itself."""
+        """Send a request with the rights of the pool itself."""
         call = DirectCall(
             method,
             request if isinstance(request, bytes) else request.SerializeToString(),
@@ -127,7 +128,7 @@ class StorePlace(FuzzTarget):
         return message
 
     async def _content(self) -> dict[tuple[int, int], tuple[bytes, bytes]]:
-        """Bytes of the chunks that nobody here may write, as the pool reads them; and which inodes there are."""
+        """Return the chunks that no caller here may write, as the pool reads them, and the list of inodes."""
         found: dict[tuple[int, int], tuple[bytes, bytes]] = {}
         for inode in (SHOWN, CLOSED):
             for index in (0, 1):
@@ -141,7 +142,7 @@ class StorePlace(FuzzTarget):
         found[0, 0] = listed.inodes, b""
         return found
 
-    # -- what is asked -----------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------------------------------
 
     def _know(self) -> None:
         chance, known = self._chance, self._known
@@ -194,8 +195,8 @@ class StorePlace(FuzzTarget):
                 self._signed(grants.SERVICE, 0) if self.kind == "node" and chance.random() < 0.3 else grant()
             ),
             token=lambda: (
-                self._store.lender.token
-                if self._store.lender is not None and chance.random() < 0.7
+                self._store.location_leases.token
+                if self._store.location_leases is not None and chance.random() < 0.7
                 else b"t" * 16
             ),
             reads=lambda: entries(
@@ -239,7 +240,7 @@ class StorePlace(FuzzTarget):
         )
 
     def request(self, only: int | None) -> tuple[int, bytes, bytes]:
-        """Method, message and payload."""
+        """Return method, message and payload."""
         chance = self._chance
         method = only or (chance.choice(COMMON) if chance.random() < 0.6 else chance.choice(METHODS))
         drawn = chance.random()
@@ -286,7 +287,8 @@ class StorePlace(FuzzTarget):
         await asyncio.sleep(0)
 
     def _take_descriptors(self) -> None:
-        """Come to the socket of the short cut, say something or nothing, and go, with what it gives or without."""
+        """Connect to the socket for short-circuit reads, send something or nothing, and close it, with or
+        without reading."""
         chance = self._chance
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.setblocking(False)
@@ -297,7 +299,7 @@ class StorePlace(FuzzTarget):
                 if chance.random() < 0.3:
                     socket.send_fds(sock, [b"x"], [sock.fileno()] * chance.randrange(1, 9))
 
-    # -- what must not change ----------------------------------------------------------------------------------------------
+    # -- data that must not change -----------------------------------------------------------------------------------------
 
     async def end(self) -> None:
         try:
@@ -309,7 +311,9 @@ class StorePlace(FuzzTarget):
                 self._take_descriptors()
                 await asyncio.sleep(0.001)
             if _descriptors() > before + 2:
-                raise Trouble(f"descriptors are left open by the short cut: {before} -> {_descriptors()}")
+                raise Trouble(
+                    f"descriptors are left open by short-circuit reads: {before} -> {_descriptors()}"
+                )
             for again in (False, True):
                 await self._judge()
                 if not again:

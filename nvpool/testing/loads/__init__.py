@@ -1,1 +1,1 @@
-"""Loads that check what they read."""
+"""Loads that check the data that they read."""

@@ -1,9 +1,10 @@
-"""Loads that check: threads that change a pool and know, byte for byte, what it must hold.
+"""Checking loads: threads that change a pool and know, byte for byte, what it must hold.
 
-For fault tests and benches of failures: run one while daemons are killed, drives fill up or links break, then `verify`. Each
-thread owns what it changes and a model of it; an operation that returned is in the model, one that raised stops the thread and
-is reported. `CheckingLoad` works on a mount in every way that a program may, `ClientLoad` through the SDK; `FillingLoad` fills
-a pool until it is full, and goes on; `Pauses` makes, reads or writes without haste and tells how long it had to wait.
+For fault tests and failure benchmarks: run a load while daemons are killed, drives fill up or links break,
+then call `verify`. Each thread owns its files and a model of them. An operation that returned is in the
+model; one that raised stops the thread and is reported. `CheckingLoad` uses a mount in every way that a
+program may, `ClientLoad` uses the SDK; `FillingLoad` fills a pool and continues when it is full; `Pauses`
+creates, reads or writes slowly and measures its waits.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 
 
 class _Worker(threading.Thread):
-    """Steps again and again until it is told to stop or one fails."""
+    """Thread that repeats its step until it is stopped or a step fails."""
 
     WAIT_S = 0.1
     rest_s = 0.0
-    """After each step."""
+    """Pause after each step, in seconds."""
 
     def __init__(self, name: str, seed: int, stop: threading.Event) -> None:
         super().__init__(name=name, daemon=True)
         self.chance, self.stop = random.Random(seed), stop
         self.operations = 0
         self.longest_s = 0.0
-        """What the longest step took: the pause that an application saw."""
+        """Duration of the longest step: the pause that an application saw."""
         self.longest = ""
-        """What it was."""
+        """Description of the longest step."""
         self.began = 0.0
-        """When the step under way began; 0: none is."""
+        """Time at which the present step began; 0 if there is none."""
         self.waits: deque[tuple[float, float, str]] = deque(maxlen=1000)
-        """Begin and end, by the monotonic clock, of each step that took longer than WAIT_S, and its name."""
+        """Begin and end (monotonic clock) and name of each step that took longer than WAIT_S."""
         self.error: str | None = None
         self.doing = ""
 
@@ -69,20 +70,20 @@ class _Worker(threading.Thread):
             self.error, self.began = f"{self.name}: {self.doing}: {error!r}", 0.0
 
     def begin(self) -> None:
-        """Before the first step."""
+        """Run before the first step."""
 
     def step(self) -> None:
         raise NotImplementedError
 
     def end(self) -> None:
-        """After the last."""
+        """Run after the last step."""
 
     def verify(self) -> None:
-        """AssertionError when not all is there that returned."""
+        """Check that the results of all steps that returned are there. AssertionError."""
 
 
 class _Load:
-    """Workers as a context manager: they run within it. A worker that met an error has ended and says so in `verify`."""
+    """Context manager that runs workers. A worker that fails ends, and `verify` reports its error."""
 
     def __init__(self, workers: list[_Worker], stop: threading.Event) -> None:
         self.workers, self._stop = workers, stop
@@ -105,12 +106,15 @@ class _Load:
 
     @property
     def longest(self) -> str:
-        """What it was that took so long."""
+        """Description of the longest step of all workers."""
         return max(self.workers, key=lambda worker: worker.longest_s).longest
 
     def waits_since(self, moment: float) -> list[tuple[float, float, str]]:
-        """Begin, end and name of each step of more than 0.1 s that ended after `moment` of the monotonic clock; those under way
-        end now."""
+        """Return begin, end and name of each step of more than 0.1 s that ended after `moment` (monotonic
+        clock).
+
+        A step that is in progress counts as if it ended now.
+        """
         found = []
         for worker in self.workers:
             began, now = worker.began, time.monotonic()
@@ -124,7 +128,8 @@ class _Load:
         return [worker.error for worker in self.workers if worker.error]
 
     def goes_on(self, more: int = 10, wait_s: float = 120.0) -> None:
-        """Return when each worker has done so many more steps. AssertionError with the first error, or when it takes longer."""
+        """Return when each worker has done that many more steps. AssertionError: a worker failed, or it takes
+        too long."""
         goals = [worker.operations + more for worker in self.workers]
         end = time.monotonic() + wait_s
         while any(worker.operations < goal for worker, goal in zip(self.workers, goals, strict=True)):
@@ -135,21 +140,24 @@ class _Load:
             time.sleep(0.01)
 
     def finish(self, timeout_s: float = 240.0) -> None:
-        """Stop the threads and wait for the operation that each is in. AssertionError when one hangs."""
+        """Stop the threads and wait for their present steps. AssertionError if one hangs."""
         self._stop.set()
         for worker in self.workers:
             worker.join(timeout_s)
             assert not worker.is_alive(), f"{worker.name} hangs in: {worker.doing}"
 
     def verify(self) -> None:
-        """All is there that returned, and nothing else; AssertionError names the first difference, or every error met."""
+        """Check that the results of all steps that returned are there, and nothing else.
+
+        AssertionError: names the first difference, or every error of a worker.
+        """
         assert not self.errors, "; ".join(self.errors)
         for worker in self.workers:
             worker.verify()
 
 
 class _Changing(_Worker):
-    """Changes files of its own in every way, and knows what they must hold."""
+    """Changes its own files in every way, and knows what they must hold."""
 
     def __init__(
         self, top: Path, seed: int, stop: threading.Event, file_bytes_max: int, directories: int
@@ -238,7 +246,7 @@ class _Changing(_Worker):
         model.extend(bytes(size - len(model)))
 
     def punch(self, name: str) -> None:
-        """A hole; zeros where the mount makes none."""
+        """Punch a hole, or write zeros if the mount has no holes."""
         model = self.files[name]
         if not model:
             return
@@ -304,9 +312,11 @@ class _Changing(_Worker):
 
 
 class CheckingLoad(_Load):
-    """`with CheckingLoad(directory) as load: …faults…` then `load.verify()`. `directories`: of each thread, which moves files
-    from one to another, as a rule from shard to shard; 0: its files have no directory of their own. `rest_s`: of each thread,
-    after each step."""
+    """Load on a mount: `with CheckingLoad(directory) as load: …faults…`, then `load.verify()`.
+
+    `directories`: number for each thread, which moves files between them, usually from shard to shard; 0: its
+    files have no directory of their own. `rest_s`: pause of each thread after each step.
+    """
 
     def __init__(
         self,
@@ -332,7 +342,10 @@ class CheckingLoad(_Load):
 
 
 class _Filling(_Worker):
-    """Makes files until there is no room for more, and goes on so. What was flushed stays; what was refused can be removed."""
+    """Creates files until the pool is full, and continues after that.
+
+    Flushed files stay; a file that did not fit can be removed.
+    """
 
     FILE_BYTES = 1 << 20
 
@@ -340,7 +353,7 @@ class _Filling(_Worker):
         super().__init__(f"filling-{number}", number, stop)
         self.top, self.held, self.counter, self.refused = top, dict[str, bytes](), 0, 0
         self.make_room = threading.Event()
-        """Half of what it holds is removed; cleared when that is done."""
+        """Request to remove half of its files; cleared when that is done."""
 
     def begin(self) -> None:
         self.top.mkdir()
@@ -366,7 +379,7 @@ class _Filling(_Worker):
             self.refused += 1
             self.doing = f"unlink {name}, which was refused"
             (self.top / name).unlink(missing_ok=True)
-            self.stop.wait(0.05)  # there is room when what was removed is collected
+            self.stop.wait(0.05)  # removed files free space only when they are collected
         if self.held:
             self.compare(self.chance.choice(list(self.held)))
 
@@ -386,7 +399,7 @@ class _Filling(_Worker):
 
 
 class FillingLoad(_Load):
-    """Fills the pool, and goes on where it is full: ENOSPC is no error here, and the only one that is not."""
+    """Fills the pool and continues when it is full: ENOSPC is the only permitted error."""
 
     def __init__(self, directory: Path, *, threads: int = 3) -> None:
         stop = threading.Event()
@@ -396,11 +409,11 @@ class FillingLoad(_Load):
 
     @property
     def held(self) -> int:
-        """Files that were made and flushed, and not removed since."""
+        """Number of files that were created and flushed, and not removed since."""
         return sum(len(worker.held) for worker in self.workers)
 
     def until_full(self, refusals: int = 3, wait_s: float = 240.0) -> None:
-        """Return when each worker was refused so many times more."""
+        """Return when each worker got that many more ENOSPC errors."""
         goals = [worker.refused + refusals for worker in self.workers]
         self._until(
             lambda: all(worker.refused >= goal for worker, goal in zip(self.workers, goals, strict=True)),
@@ -409,7 +422,7 @@ class FillingLoad(_Load):
         )
 
     def make_room(self, wait_s: float = 120.0) -> None:
-        """Each worker removes half of what it holds; return when that is done, and more was written since."""
+        """Let each worker remove half of its files. Return when that is done and more was written since."""
         for worker in self.workers:
             worker.make_room.set()
         self._until(
@@ -435,7 +448,7 @@ class FillingLoad(_Load):
 
 
 class _Rewriting(_Worker):
-    """Writes into a file of its own through a client of its own, and reads it."""
+    """Writes into its own file through its own client, and reads the file."""
 
     FILE_BYTES = 3 << 20
 
@@ -472,7 +485,7 @@ class _Rewriting(_Worker):
 
 
 class _Naming(_Worker):
-    """Makes, moves, reads and removes files in directories of its own through a client of its own."""
+    """Creates, moves, reads and removes files in its own directories through its own client."""
 
     DIRECTORIES = 4
 
@@ -519,7 +532,7 @@ class _Naming(_Worker):
 
 
 class ClientLoad(_Load):
-    """The same for programs that use the SDK: `connect` makes a client, each thread has its own. `names`: further ones that
+    """Load through the SDK: `connect` makes a client for each thread. `names`: number of further threads that
     change names."""
 
     def __init__(self, connect: Callable[[], Any], *, threads: int = 3, names: int = 0) -> None:
@@ -534,7 +547,7 @@ class ClientLoad(_Load):
 
 
 class _Resting(_Worker):
-    """Rests between its steps, so that what it waits for is seen and not what it costs."""
+    """Pauses between steps, so that the waits are measured and not the throughput."""
 
     rest_s = 0.005
 
@@ -544,7 +557,7 @@ class _Resting(_Worker):
 
 
 class _Creating(_Resting):
-    """Makes empty files, one after the other."""
+    """Creates empty files one after the other."""
 
     def step(self) -> None:
         self.doing = f"create {self.operations}"
@@ -556,7 +569,7 @@ class _Creating(_Resting):
 
 
 class _Renaming(_Resting):
-    """Makes a file, renames it and removes it: a change of a name with each step."""
+    """Creates a file, renames it and removes it: each step changes a name."""
 
     rest_s = 0.02
 
@@ -576,7 +589,7 @@ class _Renaming(_Resting):
 
 
 class _Blocks(_Resting):
-    """Has a file of blocks, each with its place and a number in it."""
+    """Uses a file of blocks that contain their index and a number."""
 
     BLOCK, COUNT = 4096, 8192
 
@@ -589,7 +602,7 @@ class _Blocks(_Resting):
             file.flush()
             os.fsync(file.fileno())
         self.file = os.open(self.path, os.O_RDWR | os.O_DIRECT)
-        self.buffer = mmap.mmap(-1, self.BLOCK)  # aligned, as O_DIRECT wants it
+        self.buffer = mmap.mmap(-1, self.BLOCK)  # aligned, as O_DIRECT requires
 
     def content(self, place: int) -> bytes:
         return (place.to_bytes(8, "little") + self.numbers[place].to_bytes(8, "little")) * (self.BLOCK // 16)
@@ -615,7 +628,7 @@ class _Blocks(_Resting):
 
 
 class _Reading(_Blocks):
-    """Reads blocks at random, past the kernel's memory."""
+    """Reads blocks at random, without the page cache."""
 
     def step(self) -> None:
         self.compare(self.chance.randrange(self.COUNT))
@@ -634,8 +647,10 @@ class _Writing(_Blocks):
 
 
 class Pauses(_Load):
-    """One thread of each kind (create, read, write) in this directory, and the longest time that a step of one took:
-    `longest_s` of all, `taken` of each since it was asked last."""
+    """One thread of each kind (create, read, write) in this directory, and their longest steps.
+
+    `longest_s` is the longest of all; `taken` returns those of each kind since the last call.
+    """
 
     KINDS: ClassVar = {"create": _Creating, "read": _Reading, "write": _Writing, "change": _Renaming}
 
@@ -644,7 +659,7 @@ class Pauses(_Load):
         super().__init__([self.KINDS[kind](kind, directory, stop) for kind in kinds], stop)
 
     def taken(self) -> dict[str, float]:
-        """kind -> seconds of its longest step since the last call, that which it is in included."""
+        """Return kind -> seconds of its longest step since the last call, including the present one."""
         found = {}
         for worker in self.workers:
             began = worker.began

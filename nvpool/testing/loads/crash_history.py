@@ -1,16 +1,17 @@
-"""A writing load whose history can be held against what a loss of power left.
+"""Writing load whose history can be compared with the state after a power loss.
 
-`python -m nvpool.testing.loads.crash_history POOL SEED SECONDS WORKERS` changes files through the SDK, one directory a worker,
-and prints one JSON line for each operation that was answered, with CLOCK_MONOTONIC before and after. `judge` says whether a
-tree can be what is left when the power went at a given moment:
+`python -m nvpool.testing.loads.crash_history POOL SEED SECONDS WORKERS` changes files through the SDK, one
+directory a worker, and prints one JSON line for each operation that was answered, with CLOCK_MONOTONIC before
+and after. `judge` says whether a tree can be the result of a power loss at a given moment:
 
-* Names of a directory are those after some of the worker's operations, in order; at least those that were answered before a
-  sync (of anybody) began, or three seconds ago. At most one more than were answered.
-* A file has a size that it had at or after its last fsync; each 4 KiB block of it holds what it held at or after that, and
-  all of it is one state where the fsync was the last operation on it. A block of a hole holds nothing older than the hole.
-* A file that was renamed over another holds at least what it held then, also without a sync: old bytes or new.
+* The names of a directory are those after some of the worker's operations, in order: at least those that were
+  answered before a sync (of any worker) began, or three seconds ago. At most one more than were answered.
+* A file has a size that it had at or after its last fsync. Each of its 4 KiB blocks holds what it held at or after
+  that. If the fsync was the last operation on it, all of it is one state. A block of a hole holds nothing older than
+  the hole.
+* A file that was renamed over another one holds at least what it held then, also without a sync: old bytes or new.
 
-Contents come from seeds, so that the lines are short. Called by tests of faults.
+Contents come from seeds, so that the lines are short. Used by fault tests.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def now_ns() -> int:
 
 
 class HistoryWorker(threading.Thread):
-    """Changes files in one directory until told to stop, or until something fails."""
+    """Changes files in one directory until it is stopped or something fails."""
 
     def __init__(self, pool, number: int, seed: int, stop: threading.Event, lock: threading.Lock):
         super().__init__(daemon=True)
@@ -195,19 +196,20 @@ def main(pool_path: str, seed: int, seconds: float, workers: int) -> None:
         sys.exit("; ".join(errors))
 
 
-# -- judging ---------------------------------------------------------------------------------------------------------------
+# -- comparison with the state after a power loss --------------------------------------------------------------------------
 
 
 @dataclass
 class _FileHistory:
-    """What one file has been: (number of the operation, whole content), and the operation that last made it durable."""
+    """States of one file: (number of the operation, whole content), and the last operation that made it
+    durable."""
 
     versions: list[tuple[int, bytes]] = field(default_factory=list)
     durable: int = -1
     replaced: int = -1
-    """The operation that renamed it over another."""
+    """The operation that renamed it over another file."""
     holes: list[tuple[int, int, int]] = field(default_factory=list)
-    """Of each hole that was answered: the operation, its first block, the one behind its last."""
+    """For each hole that was answered: the operation, its first block, and the block behind its last."""
 
 
 class CrashHistory:
@@ -221,7 +223,10 @@ class CrashHistory:
         self.workers = sorted({op["w"] for op in self.operations})
 
     def judge(self, found: dict[int, dict[str, bytes] | None], at_ns: int) -> str:
-        """Why `found` (worker -> name -> content; None: no directory) can not be what power lost at `at_ns` leaves, or ""."""
+        """Return why `found` cannot be the state after a power loss at `at_ns`, or "".
+
+        `found`: worker -> name -> content; None: no directory.
+        """
         certain_ns = max(
             [op["begin"] for op in self.syncs if op["end"] <= at_ns] + [at_ns - int(INTERVAL_S * 1e9)]
         )
@@ -263,7 +268,7 @@ class CrashHistory:
 def _names_after(
     before: dict[str, int] | None, op: dict, files: dict[int, _FileHistory], number: int, answered: bool
 ) -> dict[str, int]:
-    """The names after `op`; enters in `files` what it does to contents."""
+    """Return the names after `op`, and record in `files` what it does to contents."""
     kind = op["kind"]
     if kind == "top":
         return {}
@@ -317,7 +322,7 @@ def _content_wrong(file: _FileHistory, found: bytes, count: int, what: str) -> s
 
 
 async def read_tree(pool, workers: list[int]) -> dict[int, dict[str, bytes] | None]:
-    """What `judge` wants, through an AsyncFileSystem."""
+    """Read the tree for `judge` through an AsyncFileSystem."""
     found: dict[int, dict[str, bytes] | None] = {}
     for worker in workers:
         top = f"/w{worker}"

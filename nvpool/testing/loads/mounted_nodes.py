@@ -1,6 +1,6 @@
-"""Pools of several nodes that a client has mounted, and a checking load on that mount: for what may happen to nodes meanwhile.
+"""Pools of several nodes with a client's mount, and a checking load on it, for tests of node failures.
 
-Called by tests; needs what `real_nodes` needs, and /dev/fuse.
+Used by tests; needs what `env/nodes` needs, and /dev/fuse.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WAIT_S = 120.0
 
 
 def until(holds: Callable[[], Any], what: str, *nodes: NodeMachine, wait_s: float = WAIT_S) -> Any:
-    """What `holds` answers once that is true; AssertionError, with the logs of `nodes`, after wait_s."""
+    """Return the value of `holds` once it is true. AssertionError, with the logs of `nodes`, after `wait_s`."""
     deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
     while not (found := holds()):
         assert SYSTEM_CLOCK.boottime_s() < deadline_s, f"not within {wait_s} s: {what}\n" + "\n".join(
@@ -31,7 +31,7 @@ def until(holds: Callable[[], Any], what: str, *nodes: NodeMachine, wait_s: floa
 
 
 class PoolInUse(Pool):
-    """Nodes 1 to 3, and a client on a fourth machine. Two copies of everything."""
+    """Pool of three nodes, with two copies of everything and a client on a fourth machine."""
 
     def __init__(self, switch: Machines, hosts: list[Machine]):
         super().__init__(hosts, plain=False, drives=2)
@@ -49,17 +49,17 @@ class PoolInUse(Pool):
 
     @property
     def mount(self) -> Path:
-        """As it is seen from here."""
+        """Path of the mount as this process reaches it."""
         return Path(f"/proc/{self.client_node.machine.pid}/root{self.client_node.machine.place}/mount")
 
     def seen_by(self, node: NodeMachine) -> dict:
-        """What status tells there; empty while it can not."""
+        """Return the status that the node reports; empty if it cannot."""
         done = node.nvpool("status", str(node.path), "--json", check=False)
         seen = json.loads(done.stdout) if done.stdout.startswith("{") else {}
         return {} if "error" in seen else seen
 
     def until_copied(self, *nodes: NodeMachine) -> None:
-        """Every chain has its copies, where they shall be."""
+        """Wait until every chain has its copies at their places."""
 
         def copied():
             seen = self.seen_by(nodes[0])
@@ -71,7 +71,11 @@ class PoolInUse(Pool):
         until(copied, "all is copied", *nodes)
 
     def until_whole(self) -> None:
-        """Every chain has its copies, the shard a standby on another node that has everything, etcd its three members."""
+        """Wait until all chains, the shard and etcd are complete.
+
+        Every chain has its copies, the shard an up-to-date standby on another node, and etcd its three
+        members.
+        """
 
         def whole():
             seen = self.seen_by(self.nodes[0])
@@ -95,17 +99,20 @@ class PoolInUse(Pool):
         until(whole, "all is whole", *self.nodes[:3])
 
     def lead_and_primary(self) -> tuple[NodeMachine, NodeMachine]:
-        """Who leads the pool, and where the shard's primary is."""
+        """Return the node that leads the pool and the node of the shard's primary."""
 
-        def told():
+        def leader_number():
             seen = self.seen_by(self.nodes[1]) or self.seen_by(self.nodes[0])
             return next((node["node"] for node in seen.get("nodes", ()) if node["leads"]), 0)
 
-        leads = until(told, "it is known who leads", *self.nodes[:3])
+        leads = until(leader_number, "it is known who leads", *self.nodes[:3])
         return self.nodes[leads - 1], self.nodes[self.nodes[1].map().shards[0].node - 1]
 
     def check(self, *, moved: bool = False) -> None:
-        """fsck finds nothing; where chunks have `moved`, nothing but what stays a while for readers with an older map."""
+        """Assert that fsck finds nothing.
+
+        If chains have `moved`, chunks are permitted that stay for a while for readers with an older map.
+        """
         serving = next(node for node in self.nodes[:3] if self.seen_by(node))
         found = json.loads(serving.nvpool("fsck", str(serving.path), "--json", check=False).stdout)
         problems = [one for one in found["problems"] if not (moved and one["kind"] == "misplaced")]
@@ -118,7 +125,7 @@ class PoolInUse(Pool):
 
 
 class Under:
-    """A load and a look at its pauses; on the way out all that it knows is compared with what is there."""
+    """A checking load with measured pauses; on exit it compares everything that it knows with the pool."""
 
     def __init__(self, pool: PoolInUse, seed: int):
         self.directory = pool.mount / f"run-{seed}"
@@ -132,7 +139,10 @@ class Under:
         return self
 
     def goes_on(self):
-        """Return when each of them has got further. The first that was waited for longest says what it met."""
+        """Return when both loads have made progress.
+
+        Pauses come first, so that their error is reported if both fail.
+        """
         self.pause.goes_on(20, WAIT_S)
         self.load.goes_on(10, WAIT_S)
 

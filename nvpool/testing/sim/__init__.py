@@ -1,1 +1,1 @@
-"""A whole pool in one process, in time that is only counted: the same seed does the same again. See `scenario`."""
+"""Deterministic simulation of a whole pool in one process, on virtual time. See `scenario`."""

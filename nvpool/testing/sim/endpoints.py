@@ -1,8 +1,9 @@
-"""Endpoints of simulated supervisors: a unix socket and two kinds of TCP, which break and come back one by one.
+"""Endpoints of simulated supervisors: one unix socket and two kinds of TCP, which break and are repaired one
+by one.
 
-Over TCP a process shows the certificate of its node (`Peer.member`), as under TLS; over a unix socket it shows nothing.
-A daemon reaches its own supervisor over TCP, with the name of its node, while the unix socket is out of the way. Called by
-`sim/pool`, `sim/management` and `sim/scenario`.
+Over TCP a process shows the certificate of its node (`Peer.member`), as with TLS; over a unix socket it shows
+nothing. A daemon reaches its own supervisor over TCP, with the name of its node, while the unix socket is
+broken. Used by `sim/pool`, `sim/management` and `sim/scenario`.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
     from nvpool.testing.sim.pool import SimPool
 
 STAYS_SHARE = 0.4
-"""Of the seeds: in these no supervisor has a unix socket when the load ends, while all that was promised is looked at."""
+"""Share of seeds in which no supervisor has a unix socket when the load ends and the final checks run."""
 MODES = ("gone", "refuses", "silent")
 
 
 def supervisor_endpoints(directory: Path, node: int) -> tuple[str, ...]:
-    """Best first: a unix socket in `directory`, two that other nodes reach as well."""
+    """Return endpoints, best first: a unix socket in `directory`, and two that other nodes reach too."""
     return (
         f"inproc+unix://{directory}/supervisor-{node}.sock?host=host-{node}",
         f"inproc://supervisor-{node}",
@@ -41,12 +42,12 @@ def host_of(place: str) -> str:
 
 
 def member_of(place: str) -> str:
-    """Name in the certificate of the processes of a node of the pool; nothing for others."""
+    """Return the name in the certificate of a pool node's processes; empty for other hosts."""
     return f"node/{place}" if place[5:].isdigit() else ""
 
 
 class EndpointTransport(SimTransport):
-    """One of the transports to a simulated supervisor. `network.broken` names the endpoints that do not answer."""
+    """Transport to a simulated supervisor. `network.broken` names the endpoints that do not answer."""
 
     def __init__(
         self, network: SimulatedNetwork, process: str, clock: Clock, scheme: str, rank: int, is_local: bool
@@ -74,12 +75,12 @@ class EndpointTransport(SimTransport):
         listener = await super().listen(_name(endpoint), greeting, handler)
         if self._is_local:
             Path(parse_endpoint(endpoint).path).touch()  # noqa: ASYNC240 - in memory
-            self._network.broken.pop(endpoint, None)  # a new supervisor makes its socket anew
+            self._network.broken.pop(endpoint, None)  # a new supervisor makes its own socket
         return listener
 
 
 def _name(endpoint: str) -> str:
-    """Of its listener, as an endpoint of the in-process transport."""
+    """Return the name of its listener as an endpoint of the in-process transport."""
     where = parse_endpoint(endpoint)
     return f"inproc://{where.path or f'{where.scheme}.{where.host}'}"
 
@@ -93,8 +94,10 @@ def transports_of(network: SimulatedNetwork, process: str, clock: Clock) -> dict
 
 
 class EndpointFaults:
-    """Break endpoints of supervisors, one or two of a node, until `over()`. What is broken has its connections ended, but for
-    a part of those that are silent: their connections go on."""
+    """Break endpoints of supervisors, one or two of a node, until `over()`.
+
+    Connections to a broken endpoint end, except for some of those to silent ones, which survive.
+    """
 
     def __init__(
         self, pool: SimPool, chance: random.Random, over: Callable[[], bool], done: dict[str, int]
@@ -113,7 +116,9 @@ class EndpointFaults:
             endpoints = supervisor_endpoints(self._pool.directory, node)[: chance.choice((1, 1, 2))]
             mode = chance.choice(MODES)
             lasts_s = chance.uniform(0.2, 9.0)
-            self._tell(f"{len(endpoints)} endpoints of supervisor-{node} are {mode} for {lasts_s:.1f} s")
+            self._record_event(
+                f"{len(endpoints)} endpoints of supervisor-{node} are {mode} for {lasts_s:.1f} s"
+            )
             self._done["endpoints"] += 1
             for endpoint in endpoints:
                 self._break(endpoint, mode)
@@ -121,12 +126,12 @@ class EndpointFaults:
             for endpoint in endpoints:
                 self._mend(endpoint)
         if self._stays:
-            self._tell("the unix sockets of all supervisors are gone")
+            self._record_event("the unix sockets of all supervisors are gone")
             for node in nodes:
                 self._break(supervisor_endpoints(self._pool.directory, node)[0], "gone")
 
-    def _tell(self, event: str) -> None:
-        self._pool.truths.happened(asyncio.get_running_loop().time(), event)
+    def _record_event(self, event: str) -> None:
+        self._pool.invariants.happened(asyncio.get_running_loop().time(), event)
 
     def _break(self, endpoint: str, mode: str) -> None:
         where = parse_endpoint(endpoint)

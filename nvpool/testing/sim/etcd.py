@@ -1,9 +1,10 @@
-"""etcd as its clients know it, in counted time: what most of its members agree on, leases that run on, watches that end.
+"""Simulated etcd on virtual time, as its clients know it: majority commits, leases, watches that end.
 
-Three processes on simulated nodes, which fail as all others do. One of them leads while it reaches most of them; then another
-is elected, after a while, and all leases begin anew. A member that has lost the others answers nothing, or that it has no
-leader, and ends its watches; a call whose member falls silent may have been carried out. Consensus itself is not simulated:
-what is agreed on is never forgotten. `SimCalls` is the door of `cluster/etcd/coordinator` to it. Made by `sim/management`.
+Three processes on simulated nodes, which fail like all others. One of them leads while it reaches a majority;
+otherwise another one is elected after a while, and all leases are restarted. A member without a majority does
+not answer, or answers that it has no leader, and ends its watches; a call whose member falls silent may have
+been executed. Consensus itself is not simulated: a committed change is never lost. `SimCalls` connects
+`cluster/etcd/coordinator` to it. Made by `sim/management`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MEMBERS = 3
 TICK_S = 0.05
 ELECTION_S = (1.0, 2.0)
 LEADERLESS_S = 1.5
-"""After which a member ends its watches."""
+"""Time without a leader after which a member ends its watches."""
 PUT, DELETE = 0, 1
 
 
@@ -39,7 +40,7 @@ class _EtcdLease:
 
 
 class SimEtcd:
-    """`members` are its processes, by name; `on_put(key, value)` is told of each change."""
+    """`members` are its processes, by name; `on_put(key, value)` is called with each change."""
 
     def __init__(
         self, loop: VirtualLoop, network: SimulatedNetwork, seed: str, on_put: Callable[[bytes, bytes], None]
@@ -81,7 +82,7 @@ class SimEtcd:
         )
 
     def serves(self, member: str) -> bool:
-        """Whether it can have something agreed on now."""
+        """Whether the member can have a change committed now."""
         leader = self._leader
         return (
             leader is not None and self._is_up(member) and self._meet(member, leader) and self._leads(leader)
@@ -121,7 +122,7 @@ class SimEtcd:
             stream.look(now_s - self._alone_since_s.get(stream.member, now_s))
 
     def behind(self, work) -> asyncio.Task:
-        """Not as a part of any process."""
+        """Run work that is not part of any process."""
         task = self.loop.create_task(work, context=self._context)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -131,7 +132,7 @@ class SimEtcd:
         for task in list(self._tasks):
             task.cancel()
 
-    # -- what is agreed on ---------------------------------------------------------------------------------------------
+    # -- committed state -----------------------------------------------------------------------------------------------
 
     def put(self, key: bytes, value: bytes) -> None:
         self._commit([(key, value, 0)])
@@ -156,7 +157,8 @@ class SimEtcd:
         )
 
     def transact(self, request: Any) -> SimpleNamespace:
-        """Unavailable, as of EtcdCalls.transact, for what would hang on a lease that is not there."""
+        """Execute a transaction. Unavailable, as from EtcdCalls.transact: it needs a lease that does not
+        exist."""
         succeeded = all(self._holds(one) for one in request.compare)
         changes: list[tuple[bytes, bytes | None, int]] = []
         responses = []
@@ -242,7 +244,7 @@ class SimEtcd:
 
 
 class _Stream:
-    """What `cluster/etcd/coordinator` uses of a watch."""
+    """The part of a watch that `cluster/etcd/coordinator` uses."""
 
     def __init__(self, etcd: SimEtcd, process: Process, member: str) -> None:
         self.member = member
@@ -269,7 +271,7 @@ class _Stream:
         return said
 
     def look(self, alone_s: float) -> None:
-        """Say what there is to say, where anybody hears it."""
+        """Deliver due events to a watcher that can be reached, or end its watch."""
         etcd = self._etcd
         if not self._process.alive:
             self.cancel()
@@ -314,7 +316,7 @@ class SimCalls:
         return tuple(self._members)
 
     async def _call(self, done: Callable[[], Any], wait_s: float) -> Any:
-        """As EtcdCalls does: who has not answered after a while is asked on, beside the next one."""
+        """Call members as EtcdCalls does: while a slow one has not answered, the next one is called too."""
         until_s = self._clock.boottime_s() + wait_s
         asked: dict[asyncio.Future, int] = {}
         at = self._at
@@ -356,7 +358,7 @@ class SimCalls:
     async def _serve(
         self, member: str, done: Callable[[], Any], answer: asyncio.Future, until_s: float
     ) -> None:
-        """What becomes of a call there. Nobody may hear of it."""
+        """Execute a call at a member. Its reply may be lost."""
         etcd, process = self._etcd, self._process
         await asyncio.sleep(etcd.delay_s())
         if not etcd.members[member].alive:
@@ -371,7 +373,7 @@ class SimCalls:
             return
         await asyncio.sleep(etcd.delay_s())
         if not etcd.serves(member) and etcd.chance.random() < 0.5:
-            return  # what was not agreed on yet is lost with who led
+            return  # changes that are not committed are lost with the leader
         try:
             result = done()
         except Unavailable as error:

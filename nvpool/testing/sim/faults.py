@@ -1,5 +1,6 @@
-"""What breaks in a simulated pool, at random from a seed: deaths between two steps, processes that are stopped, nodes that are
-cut off or lose their power. And its mending. Called by `sim/scenario`.
+"""Random faults of a simulated pool from a seed, and their repair.
+
+Processes die between two steps or are stopped; nodes are cut off or lose their power. Used by `sim/scenario`.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ NEVER_BROKEN = ("client", "judge")
 
 
 KINDS = {"kill": 2, "kill_node": 1, "die": 4, "cut": 2, "isolate": 2, "stop": 1, "stop_asked": 2, "fade": 1}
-"""How often each comes."""
+"""Relative frequency of each kind."""
 KINDS_OF_ETCD = {"majority": 2, "alone": 2}
-"""Besides, where the map is etcd's."""
+"""Additional faults if etcd keeps the map."""
 KINDS_OF_STANDBYS = {"orphan": 2}
-"""Besides, where shards have standbys."""
+"""Additional faults if shards have standbys."""
 KINDS_WITH_POWER = KINDS | {"power": 5}
 KINDS_WITH_FULL = {"fill": 4, "kill": 1, "die": 2, "cut": 1}
 KINDS_OF_ROT = {"rot": 1}
-"""Nothing else: who rots is not to be the last who has something."""
+"""The only kind in its runs: a copy that rots must not be the last one."""
 
 
 LINK_SHARE = 0.2
-"""Of the seeds: in these links between two nodes break, and nobody else notices."""
+"""Share of seeds in which links between two nodes break and no other node notices it."""
 LINK_S = (8.0, 40.0)
-"""The longest for longer than clients wait."""
+"""Duration of a broken link; the longest is longer than clients wait."""
 
 
 class BrokenLinks:
@@ -48,23 +49,24 @@ class BrokenLinks:
         nodes = sorted({pool.processes[name].node for name in pool.processes if name.startswith("target")})
         if (
             chance.random() >= LINK_SHARE or len(nodes) < 3
-        ):  # with fewer one of them does not reach the leader
+        ):  # with fewer nodes, one of them does not reach the leader
             return
         while not self._over():
             await asyncio.sleep(chance.expovariate(0.3))
             one, other = chance.sample(nodes, 2)
             ways = [(one, other), (other, one)][: chance.choice((1, 1, 2))]
             until_s = asyncio.get_running_loop().time() + chance.uniform(*LINK_S)
-            pool.truths.happened(asyncio.get_running_loop().time(), f"links are broken: {ways}")
+            pool.invariants.happened(asyncio.get_running_loop().time(), f"links are broken: {ways}")
             self._done["cuts"] += 1
             pool.network.break_link(*ways)
-            while not self._over() and asyncio.get_running_loop().time() < until_s:  # noqa: ASYNC110 - in counted time
+            while not self._over() and asyncio.get_running_loop().time() < until_s:  # noqa: ASYNC110 - on virtual time
                 await asyncio.sleep(0.5)
             pool.network.mend_links()
 
 
 class SimulatedFaults:
-    """`over()` says when no more is to be broken; `done` counts. `kinds`, `of`: only these, of processes named so."""
+    """Injects faults until `over()`; `done` counts them. `kinds`, `of`: only these kinds, for processes with
+    these names."""
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class SimulatedFaults:
         self._done = done
         self._kinds = kinds
         self._of = of
-        self._rotten: set[tuple[int, int]] = set()  # inode and index: of each chunk one copy at most
+        self._rotten: set[tuple[int, int]] = set()  # inode and index: at most one copy of each chunk rots
 
     async def run(self) -> None:
         chance, pool = self._chance, self._pool
@@ -99,34 +101,34 @@ class SimulatedFaults:
             await asyncio.sleep(chance.expovariate(2))
             await self.start_dead(chance.random() < 0.3)
 
-    def _tell(self, event: str) -> None:
-        self._pool.truths.happened(asyncio.get_running_loop().time(), event)
+    def _record_event(self, event: str) -> None:
+        self._pool.invariants.happened(asyncio.get_running_loop().time(), event)
 
     async def _kill(self, name: str) -> None:
         self._pool.processes[name].kill()
 
     async def _kill_node(self, name: str) -> None:
-        """All processes of a node at once."""
+        """Kill all processes of a node."""
         node = self._pool.processes[name].node
         for process in list(self._pool.processes.values()):
             if process.node == node:
                 process.kill()
 
     async def _power(self, name: str) -> None:
-        """A node loses its power, or all nodes of the pool at the same moment; the clients go on."""
+        """One node, or all nodes of the pool together, lose their power; the clients survive."""
         pool = self._pool
         nodes = {
             process.node for other, process in pool.processes.items() if not other.startswith(NEVER_BROKEN)
         }
         nodes = nodes if self._chance.random() < 0.4 else {pool.processes[name].node}
-        self._tell(f"power is lost on {sorted(nodes)}")
+        self._record_event(f"power is lost on {sorted(nodes)}")
         self._done["power"] += 1
         pool.lose_power(nodes)
 
     async def _fill(self, _name: str) -> None:
-        """A drive has no room for more than it has, for a while."""
+        """A drive has no free space for a while."""
         store = self._pool.stores[self._chance.choice(list(self._pool.stores))]
-        self._tell("a drive is full")
+        self._record_event("a drive is full")
         self._done["full"] += 1
         store._limit = 0
         await asyncio.sleep(self._chance.uniform(0.5, 4.0))
@@ -147,29 +149,29 @@ class SimulatedFaults:
         if held:
             number, (inode, index), block = self._chance.choice(held)
             self._rotten.add((inode, index))
-            self._tell(f"block {block} of chunk {index} of inode {inode:#x} rots on target {number}")
+            self._record_event(f"block {block} of chunk {index} of inode {inode:#x} rots on target {number}")
             self._done["rotten"] += 1
             pool.stores[number].flip(inode, index, block)
 
     async def _die(self, name: str) -> None:
-        """Between two of its next steps."""
+        """The process dies between two of its next steps."""
         process = self._pool.processes[name]
         process.die_after = process.steps + self._chance.randint(1, 12)
 
     async def _stop(self, name: str) -> None:
-        """For longer than a lease, or not."""
+        """The process is stopped, for shorter or longer than a lease."""
         process, lasts_s = self._pool.processes[name], self._chance.uniform(0.2, 8.0)
-        self._tell(f"{name} is stopped for {lasts_s:.1f} s")
+        self._record_event(f"{name} is stopped for {lasts_s:.1f} s")
         self._done["stops"] += 1
         process.stop()
         await asyncio.sleep(lasts_s)
         process.go_on()
 
     async def _majority(self, _name: str) -> None:
-        """Most members of etcd are stopped, or dead: it decides nothing."""
+        """Most members of etcd are stopped or dead: etcd commits nothing."""
         members = sorted(name for name in self._pool.processes if name.startswith("etcd"))
         some, lasts_s = self._chance.sample(members, 2), self._chance.uniform(0.5, 12.0)
-        self._tell(f"{some} are silent for {lasts_s:.1f} s")
+        self._record_event(f"{some} are silent for {lasts_s:.1f} s")
         self._done["etcd"] += 1
         for name in some:
             process = self._pool.processes[name]
@@ -182,7 +184,8 @@ class SimulatedFaults:
             self._pool.processes[name].go_on()
 
     async def _alone(self, _name: str) -> None:
-        """One node reaches no member of etcd, nor, where these have no nodes of their own, the nodes of theirs."""
+        """One node reaches no member of etcd, nor the nodes of etcd's members if these have no nodes of their
+        own."""
         network = self._pool.network
         places = {name: place for name, place in network.places.items() if name.startswith("etcd")}
         node = self._chance.choice(
@@ -200,7 +203,8 @@ class SimulatedFaults:
         await self._cut_off(f"{node} does not reach etcd", self._chance.uniform(0.5, 9.0))
 
     async def _stop_asked(self, name: str) -> None:
-        """For longer than a lease, when it has just been asked for something and has not answered yet."""
+        """The process is stopped for longer than a lease, after it has received a request and before it has
+        replied."""
         process, stopped = self._pool.processes[name], asyncio.Event()
 
         def stop() -> None:
@@ -215,12 +219,12 @@ class SimulatedFaults:
             return
         self._done["stops"] += 1
         lasts_s = self._chance.uniform(3.5, 8.0)
-        self._tell(f"{name} is stopped for {lasts_s:.1f} s, directly after it was asked")
+        self._record_event(f"{name} is stopped for {lasts_s:.1f} s, directly after it was asked")
         await asyncio.sleep(lasts_s)
         process.go_on()
 
     async def _isolate(self, _name: str) -> None:
-        """One node is cut off from all but the clients for longer than a lease: who asks it does not notice."""
+        """One node is cut off from all but the clients for longer than a lease; its clients do not notice."""
         network = self._pool.network
         alone = self._chance.choice(
             sorted(
@@ -237,7 +241,7 @@ class SimulatedFaults:
         await self._cut_off(f"{alone} is alone with the clients", self._chance.uniform(3.0, 9.0))
 
     async def _fade(self, name: str) -> None:
-        """A node is cut off from all but the clients, and before anybody notices its process dies."""
+        """A node is cut off from all but the clients, and its process dies before anybody notices."""
         process, network = self._pool.processes[name], self._pool.network
         for node in sorted(set(network.places.values())):
             if not node.startswith("node-of-client"):
@@ -247,8 +251,11 @@ class SimulatedFaults:
         )
 
     async def _orphan(self, _name: str) -> None:
-        """A node with standbys is cut off from all but the clients; before the primary of one of them can take it out of the
-        map its process dies, and is started again before the node is back."""
+        """A node with standbys is cut off from all but the clients.
+
+        Before the primary of one of them can remove the standby from the map, the primary's process dies, and
+        is started again before the node is back.
+        """
         network, pool, chance = self._pool.network, self._pool, self._chance
         pairs = [
             (shard, standby)
@@ -284,28 +291,28 @@ class SimulatedFaults:
         await self._cut_off(f"cut off from one another: {pairs}", self._chance.uniform(0.1, 8.0))
 
     async def _cut_off(self, event: str, lasts_s: float, then: Callable[[], None] | None = None) -> None:
-        self._tell(f"{event}, for {lasts_s:.1f} s")
+        self._record_event(f"{event}, for {lasts_s:.1f} s")
         self._done["cuts"] += 1
         await asyncio.sleep(lasts_s)
         if then is not None:
             then()
         self._pool.network.heal()
 
-    # -- and mends
+    # -- repair
 
     async def start_dead(self, fragile: bool = False) -> None:
-        """All at the same time, as supervisors of several nodes do."""
+        """Start all dead processes at the same time, as supervisors of several nodes do."""
         dead = [name for name, process in self._pool.processes.items() if not process.alive]
         self._done["deaths"] += len(dead)
         await asyncio.gather(*[self._pool.start_again(name) for name in dead])
         if fragile:
             for name in dead:
-                if name in self._pool.processes:  # else its shard has left the pool
+                if name in self._pool.processes:  # otherwise its shard has left the pool
                     self._pool.processes[name].die_after = self._chance.randint(1, 6)
 
     async def mend(self) -> None:
         pool = self._pool
-        self._tell("all is mended")
+        self._record_event("all is mended")
         pool.network.heal()
         pool.network.reset_share = 0.0
         for process in pool.processes.values():

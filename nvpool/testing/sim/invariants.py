@@ -1,8 +1,8 @@
-"""What must be true at every moment of a simulated pool, whoever looks: epochs and terms only grow, of two primaries only the
-later answers, nothing that was acknowledged is missing where a primary begins.
+"""Invariants of a simulated pool that hold at every moment.
 
-`sim/pool` tells what happens; `problems` are sentences. Linearizability of what clients were told is judged in
-`sim/linearizability`.
+Epochs and terms only grow; of two primaries only the later one answers; no acknowledged change is missing
+where a primary begins. `sim/pool` reports the events; `problems` are sentences. `sim/linearizability`
+checks the replies to clients.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from nvpool.poolmap.model import PoolMap
 EVENTS_KEPT = 60
 
 
-class Truths:
+class Invariants:
     def __init__(self) -> None:
         self.problems: list[str] = []
         self.moved = 0
-        """Partitions that were handed over."""
+        """Number of partitions that were handed over."""
         self.answers = 0
-        """Of primaries."""
+        """Number of replies by primaries."""
         self.events: deque[str] = deque(maxlen=EVENTS_KEPT)
-        """The last things that happened, for whoever looks for the cause."""
+        """The last events, for the search for a cause."""
         self._newest: PoolMap | None = None
         self._answered: dict[int, tuple[int, int]] = {}  # shard -> the last term that answered, its member
         self._acknowledged: dict[int, tuple[int, int]] = {}  # shard -> sequence, term
         self._weak: dict[
             int, dict[int, int]
-        ] = {}  # shard -> member -> behind this change a loss of power may have taken some
+        ] = {}  # shard -> member -> a power loss may have removed changes after this one
 
     def violated(self, problem: str) -> None:
         self.problems.append(problem)
@@ -40,7 +40,7 @@ class Truths:
         self.events.append(f"{now_s:10.4f} s  {event}")
 
     def map_is(self, pool_map: PoolMap) -> None:
-        """The coordinator has this map now."""
+        """Record that the coordinator has this map now."""
         before, self._newest = self._newest, pool_map
         if before is None or before is pool_map:
             return
@@ -58,7 +58,7 @@ class Truths:
                 self.violated(f"shard {shard.id} has another primary in the same term {shard.term}")
             up = {shard.member, *(standby.member for standby in shard.standbys if standby.state == "up")}
             weak = self._weak.get(shard.id, {})
-            for member in weak.keys() - up:  # nobody promotes it before it has everything again
+            for member in weak.keys() - up:  # not promoted before it has all changes again
                 del weak[member]
         for table in pool_map.tables:
             old_table = before.table_by_id.get(table.id)
@@ -69,12 +69,12 @@ class Truths:
                     )
 
     def followed(self, name: str, before: int, epoch: int) -> None:
-        """A process follows the map of `epoch` after that of `before`."""
+        """Record that a process replaces its map of epoch `before` by one of `epoch`."""
         if epoch <= before:
             self.violated(f"{name} is given epoch {epoch} after {before}")
 
     def answered(self, shard: int, member: int, term: int, committed: int) -> None:
-        """A primary has given an answer: it speaks of what is committed."""
+        """Record a reply of a primary, which shows committed changes."""
         self.answers += 1
         last = self._answered.get(shard, (0, member))
         if term < last[0] or (term == last[0] and member != last[1]):
@@ -87,7 +87,7 @@ class Truths:
             self._acknowledged[shard] = committed, term
 
     def begins(self, shard: int, member: int, kv: MemberKv) -> None:
-        """A primary begins to serve with these records."""
+        """Record that a primary begins to serve with these records."""
         sequence, term = self._acknowledged.get(shard, (0, 0))
         weak = min(self._weak.pop(shard, {}).values(), default=sequence)
         if kv.sequence < min(sequence, weak):
@@ -111,6 +111,6 @@ class Truths:
             self._acknowledged[shard] = kv.sequence, kv.term
 
     def power_lost(self, shard: int, member: int, synced: int) -> None:
-        """A member may have lost all changes behind `synced`."""
+        """Record that a member may have lost all changes after `synced`."""
         weak = self._weak.setdefault(shard, {})
         weak[member] = min(weak.get(member, synced), synced)

@@ -1,8 +1,9 @@
-"""Whether what clients were told can have happened at single moments, one after another: linearizability (Herlihy, Wing 1990).
+"""Linearizability of clients' calls (Herlihy, Wing 1990): each takes effect at one moment between begin and
+end.
 
-Registers whose written values are all different are decided by zones (Gibbons and Korach, 1997), in n log n. Those that were
-cut (zeros are written again and again), names in a directory and sizes by search (Wing and Gong, 1993, with Lowe's memory of
-states seen), so their histories are kept short.
+Registers whose written values are all different are checked by zones (Gibbons and Korach, 1997), in n log n.
+Truncated registers (zeros are written repeatedly), names in a directory and sizes are checked by search (Wing
+and Gong, 1993, with Lowe's memory of visited states), so their histories are short.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from math import inf
 from typing import NamedTuple
 
 INITIAL: Hashable = 0
-"""What a register holds before anything is written."""
+"""Value of a register before the first write."""
 
 
 class RegisterOperation(NamedTuple):
-    """One write or read of a register. A write whose outcome nobody knows has end = inf; a read that failed is left out."""
+    """One write or read of a register. A write of unknown outcome has end = inf; a failed read is left out."""
 
     kind: str  # "write", "read"
     value: Hashable
@@ -32,8 +33,10 @@ def without_what_was_seen_too_early(
     changes: Callable[[NamedTuple], bool],
     concerns: Callable[[NamedTuple, NamedTuple], bool] = lambda seen, change: True,
 ) -> list:
-    """A change that was not answered when power was lost may have been seen, and not be any more: without the calls that can
-    have seen one, which are those that change nothing themselves. Changes that were answered had been made durable."""
+    """Return the calls without reads that may have seen a change that a power loss removed.
+
+    Such a change was not answered when power was lost. Answered changes were durable.
+    """
 
     def seen_too_early(call) -> bool:
         return any(
@@ -48,7 +51,7 @@ def without_what_was_seen_too_early(
 
 
 def register_problems(accesses: Sequence[RegisterOperation]) -> list[str]:
-    """Why no order explains the history of one register, as sentences; an empty list where one does."""
+    """Return why no order explains the history of one register, as sentences; empty if one does."""
     if any(access.kind == "write" and access.value == INITIAL for access in accesses):
         return _search(
             [
@@ -77,7 +80,7 @@ def register_problems(accesses: Sequence[RegisterOperation]) -> list[str]:
     for value, write in writes.items():
         reads = clusters.get(value, [])
         if not reads and write.end == inf:
-            continue  # it may never have happened
+            continue  # it may never have taken effect
         first_end = min([write.end] + [read.end for read in reads])
         last_begin = max([write.begin] + [read.begin for read in reads])
         zone = (min(first_end, last_begin), max(first_end, last_begin), value)
@@ -101,7 +104,7 @@ def register_problems(accesses: Sequence[RegisterOperation]) -> list[str]:
 
 
 class _Step(NamedTuple):
-    """`optional`: nobody knows whether it was done."""
+    """One call of a search. `optional`: its outcome is unknown."""
 
     begin: float
     end: float
@@ -116,7 +119,10 @@ def _search(
     final: Callable[[Hashable], bool] = lambda state: True,
     states_max: int = 500_000,
 ) -> list[str]:
-    """Why no order of the steps leads from `initial` to a `final` state; `step` gives the states that a call can lead to."""
+    """Return why no order of the steps leads from `initial` to a `final` state; empty if one does.
+
+    `step` returns the states to which a call can lead.
+    """
     steps = sorted(steps, key=lambda one: one.begin)
     required = sum(1 << place for place, one in enumerate(steps) if not one.optional)
     seen: set[tuple[int, Hashable]] = set()
@@ -151,12 +157,15 @@ def _register_step(value: Hashable, access: RegisterOperation) -> Iterable[Hasha
 
 
 NOT_LOOKED_AT = -1
-"""Links of what was found: where name and file are of two shards, they are asked one after the other."""
+"""Link count that was not read: name and file are in two shards, which are queried one after the other."""
 
 
 class NameCall(NamedTuple):
-    """One call that concerns names of a directory. `outcome`: "ok", "exists", "missing", or None where nobody knows whether it
-    was done (then end = inf). `inode`: which one was made, is linked, or was found with so many `links`."""
+    """One call on names of a directory.
+
+    `outcome`: "ok", "exists", "missing", or None if it is unknown (then end = inf). `inode`: the created,
+    linked or found inode, with `links` if it was found.
+    """
 
     kind: str  # "create", "link", "unlink", "rename" (never over another), "replace" (over another), "lookup"
     name: bytes
@@ -170,11 +179,15 @@ class NameCall(NamedTuple):
 
 
 Names = frozenset[tuple[bytes, int]]
-"""What is in a directory. The inode of a create whose outcome nobody knows is a negative number, until somebody has seen it."""
+"""Content of a directory. A create of unknown outcome has a negative inode number until a call has seen it.
+"""
 
 
 def names_problems(calls: Sequence[NameCall], final: Names | None = None) -> list[str]:
-    """As `register_problems`, for the names of one directory that was empty; `final`: what is in it in the end."""
+    """Check calls on the names of one directory that was empty, like `register_problems`.
+
+    `final`: its content at the end.
+    """
     known = {call.inode for call in calls if call.kind == "create" and call.outcome == "ok"}
     steps = [
         _Step(
@@ -215,7 +228,10 @@ def _bound(names: Names, before: int, inode: int) -> Names:
 
 
 def _name_step(names: Names, call: NameCall, known: set[int]) -> Iterable[Names]:
-    """The names after the call; nothing where its outcome does not fit. A call of unknown outcome does what it can."""
+    """Return the possible names after the call; none if its outcome does not fit.
+
+    A call of unknown outcome has every possible effect.
+    """
     there = dict(names)
     inode = there.get(call.name)
     if call.kind == "lookup":
@@ -258,7 +274,7 @@ def _name_step(names: Names, call: NameCall, known: set[int]) -> Iterable[Names]
     elif call.kind == "rename" and call.other in there:
         expected, after = "exists", names
     elif there.get(call.other) == inode:
-        expected, after = "ok", names  # two names of one file: nothing is done
+        expected, after = "ok", names  # two names of one file: no effect
     else:
         expected, after = (
             "ok",
@@ -269,7 +285,8 @@ def _name_step(names: Names, call: NameCall, known: set[int]) -> Iterable[Names]
 
 
 class SizeCall(NamedTuple):
-    """`kind`: "cut" makes it `size`, "write" lets it be `size` at least, "look" has seen `size`. end = inf: nobody knows."""
+    """`kind`: "cut" sets the size, "write" makes it at least `size`, "look" has read `size`. end = inf:
+    unknown."""
 
     kind: str
     size: int
@@ -279,8 +296,12 @@ class SizeCall(NamedTuple):
 
 
 def without_looks_at_unanswered_cuts(calls: Sequence[SizeCall]) -> list[SizeCall]:
-    """A cut is told of when it is decided, and answered when every target has cut; until then a target may take what another
-    client writes, and cut it off. So a look meanwhile does not say that what that one writes after it comes behind the cut."""
+    """Return the calls without reads of the size during a truncation.
+
+    A truncation is visible when it is decided, and answered when every target has truncated. In between a
+    target may accept a write of another client and remove it. So a read of the size then does not prove that
+    a later write comes after the truncation.
+    """
 
     def overtaken(look: SizeCall) -> bool:
         return any(
@@ -299,7 +320,7 @@ def without_looks_at_unanswered_cuts(calls: Sequence[SizeCall]) -> list[SizeCall
 
 
 def sizes_problems(calls: Sequence[SizeCall]) -> list[str]:
-    """As `register_problems`, for the size of a file that was empty."""
+    """Check calls on the size of a file that was empty, like `register_problems`."""
 
     def step(size: int, call: SizeCall) -> Iterable[int]:
         if call.kind == "look":

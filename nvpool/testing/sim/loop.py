@@ -1,9 +1,9 @@
-"""An event loop that never sleeps: when nothing can run, its time jumps to the next timer.
+"""Event loop on virtual time: when nothing can run, its time jumps to the next timer.
 
-So a minute of a pool takes as long as its work, and two runs of the same program with the same seed do the same in the same
-order. Threads would spoil both and are refused; what a thread would do is done on the loop, some time later (`VirtualThread`).
-What runs on behalf of a simulated process (`sim/simulated_process`) waits while that is stopped. Called by `sim/pool`; for
-tests and simulations only.
+So a simulated minute takes as long as its work, and two runs of one program with the same seed execute the
+same steps in the same order. Threads would break both and are refused; the work of a thread runs on the loop
+some time later (`VirtualThread`). Calls of a simulated process (`sim/simulated_process`) wait while the
+process is stopped. Used by `sim/pool`; for tests and simulations only.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ _SOON_S = 1e-9
 
 
 class Stuck(AssertionError):
-    """Nothing is scheduled and nothing can run, but the simulation has not ended: somebody waits for ever."""
+    """Nothing is scheduled and nothing can run, but the simulation has not ended: a task waits for ever."""
 
 
 class Runner(Protocol):
-    """A process, as the loop sees it: `held` are the calls that wait until it goes on, None while it runs."""
+    """A process, as the loop sees it: `held` are the calls that wait until it continues, None while it runs."""
 
     held: list[asyncio.Handle] | None
 
 
 ON_BEHALF: ContextVar[Runner | None] = ContextVar("on_behalf", default=None)
-"""Of which process the code that runs is a part."""
+"""Process to which the running code belongs."""
 
 
 class _Numbered:
-    """Its place in a set is by when it was made, not by where in memory: or each run would go through sets in another order."""
+    """Hashed by its order of creation, not by its address; otherwise each run would iterate over sets in
+    another order."""
 
     def __init__(self, *arguments, loop: VirtualLoop, **named) -> None:
         self._number = loop.next_number()
@@ -95,7 +96,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._passed_s += seconds
 
     def call_at(self, when, callback, *args, context=None):
-        """Never at the present moment: who waits for one that is nearer than a number shows would look again for ever."""
+        """Schedule a timer, never for the present moment.
+
+        Code that waits for less than the resolution of the time would otherwise poll for ever.
+        """
         self._check_closed()
         when = max(when, self._passed_s + _SOON_S)
         timer = _TimerHandle(when, callback, args, self, context)
@@ -111,13 +115,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     call_soon_threadsafe = call_soon
 
     def go_on(self, held: list[asyncio.Handle]) -> None:
-        """Make the calls that waited, in their order."""
+        """Schedule the calls that waited, in their order."""
         self._ready.extend(held)
 
     def run_in_executor(self, executor, func, *args):
         if isinstance(executor, VirtualThread):
             return executor.submit(func, *args)
-        if executor is None and isinstance(getattr(func, "__self__", None), VirtualThread):  # its end
+        if executor is None and isinstance(
+            getattr(func, "__self__", None), VirtualThread
+        ):  # shutdown of the executor
             done = self.create_future()
             done.set_result(func(*args))
             return done
@@ -125,8 +131,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class VirtualThread:
-    """An executor for one process: what it is given is done on the loop, one after the other, each some time later, unless the
-    process has ended by then (`lives`); then it is never done. `shutdown` waits, as an executor's does, by doing it at once."""
+    """Executor of one process: runs its work on the loop, in order, each piece some time later.
+
+    If the process has ended by then (`lives`), the work never runs. `shutdown` waits, as that of an executor
+    does, by running all work immediately.
+    """
 
     def __init__(self, loop: VirtualLoop, waits_s: Callable[[], float], lives: Callable[[], bool]) -> None:
         self._loop = loop
@@ -143,7 +152,7 @@ class VirtualThread:
         return done
 
     def _do_next(self) -> None:
-        if not self._waiting:  # done by `shutdown`
+        if not self._waiting:  # already run by `shutdown`
             return
         done, work, arguments = self._waiting.popleft()
         if not self._lives():
@@ -165,7 +174,7 @@ class VirtualThread:
 
 
 class _Jumping(selectors.SelectSelector):
-    """Looks at no descriptor: what the loop would wait for has passed."""
+    """Selector that polls no descriptor: it advances the time instead of waiting."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__()
@@ -175,13 +184,13 @@ class _Jumping(selectors.SelectSelector):
         if timeout is None:
             raise Stuck("nothing is scheduled, and the simulation has not ended")
         if timeout > 0:
-            # a little more, since when - time + time may be less than when
+            # A little more, because of rounding: when - time + time may be less than when.
             self._loop.pass_time(timeout + 1e-7)
         return []
 
 
 class VirtualClock:
-    """core/clock.Clock on a VirtualLoop, with a stream of random numbers of its own for each process."""
+    """core/clock.Clock on a VirtualLoop, with a separate stream of random numbers for each process."""
 
     def __init__(self, loop: VirtualLoop, seed: str, skew_s: float = 0.0) -> None:
         self._loop = loop

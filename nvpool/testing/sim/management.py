@@ -1,8 +1,10 @@
-"""Who manages a simulated pool: one manager over the embedded coordinator, or a supervisor on each node over etcd.
+"""Management of a simulated pool: one manager on the embedded coordinator, or a supervisor on each node with
+etcd.
 
-What is real: coordinators, `node/coordination/leadership`, manager, who keeps the shards, who lets them go. What is simulated:
-etcd (`sim/etcd`), and what starts processes. Both kinds may be told to `start` one of their processes again, to `change` the
-map as an operator does, and that processes of the pool have ended. Made by `sim/pool`.
+Coordinators, `node/coordination/leadership`, the manager, and the parts that keep shards and remove them are
+real. etcd (`sim/etcd`) and the start of processes are simulated. Both kinds can `start` one of their
+processes again, `change` the map as an operator does, and handle the end of the pool's processes. Made by
+`sim/pool`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from nvpool.cluster.manager import Manager, change
 from nvpool.core.errors import NvpoolError, StaleLease, Unavailable
 from nvpool.kv.memory import MemoryKv
 from nvpool.node.admin.shards import MetaShards
-from nvpool.node.coordination.leadership import Leading, Reign
+from nvpool.node.coordination.leadership import Leadership, Leading
 from nvpool.node.coordination.shard_failover import ShardKeeper
 from nvpool.node.coordination.standby_checks import has_records
 from nvpool.poolmap.model import PoolMap, decode_map, encode_map
@@ -28,9 +30,9 @@ from nvpool.rpc.api import Call, Greeting
 from nvpool.rpc.v1 import pool_pb2, wire_pb2
 from nvpool.testing.sim.endpoints import supervisor_endpoints, transports_of
 from nvpool.testing.sim.etcd import MEMBERS, SimCalls, SimEtcd
-from nvpool.testing.sim.invariants import Truths
+from nvpool.testing.sim.invariants import Invariants
 from nvpool.testing.sim.network import SimTransport
-from nvpool.testing.sim.simulated_process import KV_STEPS, Door, Killed, Process
+from nvpool.testing.sim.simulated_process import KV_STEPS, CrashPointProxy, Killed, Process
 
 if TYPE_CHECKING:
     from nvpool.testing.sim.pool import SimPool
@@ -44,35 +46,39 @@ Decide = Callable[[PoolMap], PoolMap]
 class Managing(Protocol):
     @property
     def pool_map(self) -> PoolMap:
-        """The newest there is, whoever knows it."""
+        """The newest map, even if only one process knows it."""
 
     def endpoints(self, node: int) -> tuple[str, ...]:
-        """Where processes of that node ask."""
+        """Endpoints of the supervisor for processes of that node."""
 
     async def begin(self, first_map: PoolMap) -> None:
         """Start all processes."""
 
     async def start(self, name: str) -> None:
-        """A new one in the place of that process, which has ended."""
+        """Start a successor of that process, which has ended."""
 
     async def change(self, decide: Decide, node: int = 0) -> PoolMap:
-        """One try to change the map, as the supervisor of that node does, or any; one that is dead is started first. Killed, or
-        as of cluster/manager.change."""
+        """Try once to change the map, through the supervisor of that node, or any; a dead one is started
+        first.
+
+        Killed, and the errors of cluster/manager.change.
+        """
 
     def target_died(self, process: Process, target: int, pid: int) -> None:
-        """A supervisor has seen it end, and tells of it where it can."""
+        """Let a supervisor notice the end of a target's process, and report it if it can."""
 
     def member_ended(self, node: int, shard: int, member: int) -> None:
-        """A supervisor has seen it end."""
+        """Let a supervisor notice the end of a shard member's process."""
 
     def power_lost(self, name: str) -> None:
-        """By one of its processes, which has ended."""
+        """Handle a power loss of one of its processes, which has ended."""
 
     def close(self) -> None: ...
 
 
 async def until_changed(managing: Managing, decide: Decide) -> PoolMap:
-    """The map as it is when it is known to be changed. What `decide` raises."""
+    """Change the map, with retries, and return the map when the change is known. Raises the errors of
+    `decide`."""
     while True:
         with suppress(Killed, Unavailable, StaleLease):
             return await managing.change(decide)
@@ -86,17 +92,17 @@ async def answer_map(coordinator: MapCoordinator, call: Call) -> None:
 
 
 class _Embedded(EmbeddedCoordinator):
-    """What it says is looked at."""
+    """Coordinator that reports each map to the invariants."""
 
-    truths: Truths
+    invariants: Invariants
 
     async def replace(self, new: PoolMap, leader: CoordinatorLease | None = None) -> None:
         await super().replace(new, leader)
-        self.truths.map_is(self.pool_map)
+        self.invariants.map_is(self.pool_map)
 
 
 class _Leads:
-    """What node/admin/shards asks of who leads, where there is one manager."""
+    """The part of Leadership that node/admin/shards uses, for one manager."""
 
     def __init__(self, coordinator: EmbeddedCoordinator, manager: Manager) -> None:
         self.manager = manager
@@ -109,7 +115,7 @@ class _Leads:
 
 
 class OneManager:
-    """The process "manager" on a node of its own."""
+    """The process "manager" on its own node."""
 
     NAME = "manager"
 
@@ -134,9 +140,9 @@ class OneManager:
         pool = self._pool
         process = pool.process(name, "node-of-manager")
         clock = pool.new_clock(name)
-        kv = Door(self._kv, process, KV_STEPS, pool.disk_s)
+        kv = CrashPointProxy(self._kv, process, KV_STEPS, pool.disk_s)
         try:
-            await kv.sync()  # as the opening of a real engine does with what it finds
+            await kv.sync()  # as a real engine does when it opens existing data
             self._coordinator = coordinator = await (
                 _Embedded.open(kv)
                 if self._kv.get(b"map") is not None
@@ -144,11 +150,11 @@ class OneManager:
             )
         except Killed:
             return
-        coordinator.truths = pool.truths
-        pool.truths.map_is(coordinator.pool_map)
+        coordinator.invariants = pool.invariants
+        pool.invariants.map_is(coordinator.pool_map)
         lease = await coordinator.lead("1", LEASE_S_MIN, 0.0)
         assert lease is not None
-        reign = Reign(lease)
+        leadership = Leadership(lease)
         self._manager = manager = Manager(coordinator, clock=clock)
         dialer = pool.new_dialer(process, clock)
         self._keeper = keeper = ShardKeeper(
@@ -156,7 +162,7 @@ class OneManager:
             partial(change, coordinator),
             clock,
             lambda: pool.secret,
-            lambda: reign,
+            lambda: leadership,
             has_records=partial(has_records, dialer, clock),
         )
         shards = MetaShards(
@@ -221,7 +227,7 @@ class OneManager:
 
 
 class _Supervisor:
-    """What one of them has made, once etcd has answered."""
+    """Objects of one supervisor, made once etcd has answered."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
@@ -232,7 +238,7 @@ class _Supervisor:
 
 
 class Supervisors:
-    """The processes "supervisor-N", one on each node, and "etcd-N", three on the first nodes or on nodes of their own."""
+    """Processes "supervisor-N", one on each node, and "etcd-N", three on the first nodes or on their own."""
 
     def __init__(self, pool: SimPool, nodes: int) -> None:
         self._pool = pool
@@ -250,7 +256,7 @@ class Supervisors:
     def _put(self, key: bytes, value: bytes) -> None:
         if key == self._key:
             self._newest = value, decode_map(value)
-            self._pool.truths.map_is(self._newest[1])
+            self._pool.invariants.map_is(self._newest[1])
 
     def endpoints(self, node: int) -> tuple[str, ...]:
         return supervisor_endpoints(self._pool.directory, node)
@@ -277,7 +283,7 @@ class Supervisors:
         self._pool.own(process, self._run(supervisor, int(number)))
 
     async def _run(self, supervisor: _Supervisor, node: int) -> None:
-        """As node/supervisor does."""
+        """Run a supervisor as node/supervisor does."""
         pool, process = self._pool, supervisor.process
         clock = pool.new_clock(process.name)
         dialer = pool.new_dialer(process, clock)
@@ -296,7 +302,7 @@ class Supervisors:
             leading.change_as_leader,
             clock,
             lambda: pool.secret,
-            lambda: leading.reign,
+            lambda: leading.leadership,
             change_anywhere=leading.change,
             has_records=partial(has_records, dialer, clock),
         )
@@ -356,7 +362,7 @@ class Supervisors:
             supervisor.keeper.member_ended(shard, member)
 
     def power_lost(self, name: str) -> None:
-        """What etcd has agreed on is durable."""
+        """Do nothing: what etcd has committed is durable."""
 
     def close(self) -> None:
         self._etcd.close()

@@ -1,8 +1,8 @@
-"""Members of shards in a simulated pool: the real member (meta/server/member) on the real engine of kv/, whose files lie in a
-directory in memory and whose threads are the loop's.
+"""Members of shards in a simulated pool: the real member (meta/server/member) on the real engine of kv/.
 
-A member can be killed between any two steps on its drive. A loss of power takes from its journal what was not synced, some of
-it or all; what LMDB has committed it keeps. Called by `sim/pool`.
+The engine's files are in a directory in memory, and its threads run on the loop. A member can be killed
+between any two steps on its drive. A power loss removes unsynced parts of its journal, some or all; what LMDB
+has committed stays. Used by `sim/pool`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nvpool.kv.replication.member import MemberKv
 from nvpool.meta.server.member import ShardMember
 from nvpool.rpc.api import Buffer, Call
 from nvpool.rpc.v1 import wire_pb2
-from nvpool.testing.sim.invariants import Truths
+from nvpool.testing.sim.invariants import Invariants
 from nvpool.testing.sim.loop import VirtualLoop, VirtualThread
 from nvpool.testing.sim.simulated_process import Killed, Process
 
@@ -37,18 +37,18 @@ def engine_options(**named) -> LmdbOptions:
 
 
 class MemberDrive:
-    """Where one member's records lie, and what of its journal the drive really has."""
+    """Directory of one member's records, and the durable part of its journal."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.mark = path.with_name(f"{path.name}.mark")
-        """In the memory of the machine."""
+        """In the host's memory, so a power loss removes it."""
         self.synced_sequence = 0
-        """What the process that died last was sure of."""
-        self._has: dict[str, tuple[int, bytes]] = {}  # file -> its number, what was synced
+        """Last change that the former process knew to be synced."""
+        self._has: dict[str, tuple[int, bytes]] = {}  # file -> its inode number, synced content
 
     def opened(self, name: str, descriptor: int) -> None:
-        """A journal file is open: what is new was synced when it was made."""
+        """Record that a journal file is open: a new one was synced when it was made."""
         number, size = os.fstat(descriptor).st_ino, os.fstat(descriptor).st_size
         if self._has.get(name, (0, b""))[0] != number:
             self._has[name] = number, os.pread(descriptor, size, 0)
@@ -58,7 +58,7 @@ class MemberDrive:
         self._has[name] = found.st_ino, os.pread(descriptor, found.st_size, 0)
 
     def lose_power(self, chance: random.Random) -> None:
-        """Of what was written since the last sync each sector is there or not; or nothing is."""
+        """Lose all writes since the last sync, or each sector of them with some probability."""
         self.mark.unlink(missing_ok=True)
         share = chance.choice((0.0, 0.5, 0.9))
         for name, (number, old) in self._has.items():
@@ -79,7 +79,7 @@ class MemberDrive:
 
 
 class SimFloor(Floor):
-    """Under the engine of one process."""
+    """Engine runtime of one simulated process."""
 
     def __init__(
         self, loop: VirtualLoop, process: Process, drive: MemberDrive, waits_s: Callable[[], float]
@@ -133,14 +133,16 @@ class _Tree(LmdbTree):
 
 
 class Overheard:
-    """A call to a member: what it answers as a primary is noted."""
+    """Call to a member that reports the member's replies as a primary to the invariants."""
 
-    def __init__(self, call: Call, member: ShardMember, number: int, shard: int, truths: Truths) -> None:
+    def __init__(
+        self, call: Call, member: ShardMember, number: int, shard: int, invariants: Invariants
+    ) -> None:
         self._call = call
         self._member = member
         self._number = number
         self._shard = shard
-        self._truths = truths
+        self._invariants = invariants
 
     def __getattr__(self, name: str):
         return getattr(self._call, name)
@@ -149,7 +151,7 @@ class Overheard:
         kv = self._member._kv
         if kv is not None and self._call.method not in _SPEAKS_OF_NOTHING:
             committed = kv.history.committed if kv.history is not None else kv.sequence
-            self._truths.answered(self._shard, self._number, self._member._term, committed)
+            self._invariants.answered(self._shard, self._number, self._member._term, committed)
 
     def reply(self, message: Buffer = b"", payload=()) -> None:
         self._note()
@@ -162,14 +164,14 @@ class Overheard:
 
 
 async def bury(member: ShardMember) -> None:
-    """Take a dead member apart as the kernel does: nothing is written any more, its files are closed."""
+    """Dismantle a dead member as the kernel does: nothing is written any more, its files are closed."""
     member._closed = True
     member.handle = member._not_yet
     for task in list(member._tasks):
         task.cancel()
     standby, kv = member._standby, member._kv
     for end in (
-        member._door and member._door.close,
+        member._standby_service and member._standby_service.close,
         member._service and member._service.close,
         member._shipping and member._shipping.close,
         standby and standby.abandon,
@@ -181,11 +183,11 @@ async def bury(member: ShardMember) -> None:
 
 
 def make_first(path: Path) -> None:
-    """The directory in which a standby's records will be."""
+    """Make the directory for a standby's records."""
     path.mkdir(parents=True)
 
 
 async def make_primary(path: Path, options: LmdbOptions) -> None:
-    """An empty shard, as the making of a pool leaves it."""
+    """Make an empty shard, as provisioning of a pool does."""
     kv = await MemberKv.open_member(path, options)
     await kv.close()

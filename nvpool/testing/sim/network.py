@@ -1,7 +1,8 @@
-"""The network of a simulated pool: frames take time, connections break, nodes are cut off from one another.
+"""Network of a simulated pool: frames take time, connections break, nodes are cut off from one another.
 
-Within a connection frames keep their order, as TCP keeps it; across connections they do not. Who is cut off hears nothing; a
-connection that has waited for KEEPALIVE_S ends on both sides, as keepalive ends it. Called by `sim/pool`.
+Frames keep their order within a connection, as with TCP, but not across connections. A process that is cut
+off receives nothing; a connection that has waited for KEEPALIVE_S ends on both sides, as keepalive ends it.
+Used by `sim/pool`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ KEEPALIVE_S = 10.0
 
 
 class SimulatedNetwork:
-    """`places`: which node each process is on; processes of one node are never cut off from one another."""
+    """Network between nodes. `places`: node of each process; processes of one node are never cut off from one
+    another."""
 
     def __init__(self, loop: VirtualLoop, seed: str) -> None:
         self.loop = loop
@@ -31,39 +33,39 @@ class SimulatedNetwork:
         self.owners: dict[str, str] = {}  # listener -> process
         self.places: dict[str, str] = {}
         self.contexts: dict[str, Context] = {}
-        """In which a process takes what comes."""
+        """Context in which a process handles its events."""
         self.broken: dict[str, str] = {}
-        """Endpoint -> how it fails whoever connects; see sim/endpoints."""
+        """Endpoint -> how a connection to it fails; see sim/endpoints."""
         self.reset_share = 0.0
-        """Of all frames, how many break their connection."""
+        """Share of frames that break their connection."""
         self.slow_share = 0.02
         self.slow_s = 0.2
         self.frames = 0
         self._cut: set[tuple[str, str]] = set()
-        """Sender, receiver."""
+        """(sender, receiver) pairs."""
         self._broken_links: set[tuple[str, str]] = set()
-        """Likewise, for longer than `heal` mends."""
+        """Further pairs, which `heal` does not restore."""
         self._pipes: dict[Pipe, None] = {}
 
     # -- faults
 
     def cut(self, one: str, other: str) -> None:
-        """Nothing goes between the two nodes from now on."""
+        """Cut the two nodes off from each other."""
         self.lose(one, other)
         self.lose(other, one)
 
     def lose(self, sender: str, receiver: str) -> None:
-        """Nothing arrives any more of what the first node sends to the second."""
+        """Drop everything that the first node sends to the second."""
         if sender != receiver:
             self._cut.add((sender, receiver))
 
     def heal(self) -> None:
-        """All can reach all again; what was held back arrives, where its connection still stands."""
+        """Restore all but the broken links. Delayed frames arrive if their connection still exists."""
         self._cut.clear()
         self._release()
 
     def break_link(self, *ways: tuple[str, str]) -> None:
-        """As `lose`, until `mend_links`."""
+        """Drop frames in these directions, as `lose` does, until `mend_links`."""
         self._broken_links.update(ways)
 
     def mend_links(self) -> None:
@@ -75,17 +77,22 @@ class SimulatedNetwork:
             pipe.release()
 
     def loses(self, sender: str, receiver: str) -> bool:
-        """Whether nothing arrives of what the first process sends to the second. What comes the other way arrives, though TCP
-        would stop that too when acknowledgements are missing for long."""
+        """Whether frames from the first process to the second are lost.
+
+        The other direction works, although TCP would stop it too when acknowledgements are missing for long.
+        """
         way = self.places[sender], self.places[receiver]
         return way in self._cut or way in self._broken_links
 
     def is_cut(self, one: str, other: str) -> bool:
-        """Whether the two processes can make no connection."""
+        """Whether the two processes cannot connect."""
         return self.loses(one, other) or self.loses(other, one)
 
     def hang_up(self, process: str) -> None:
-        """The process has ended: who was connected sees it at once, or, where he is cut off, by keepalive."""
+        """End all connections of a process that has ended.
+
+        Peers notice it immediately, or by keepalive if they are cut off.
+        """
         for name in [name for name, owner in self.owners.items() if owner == process]:
             self.listeners.pop(name, None)
             del self.owners[name]
@@ -94,7 +101,7 @@ class SimulatedNetwork:
                 pipe.break_off("the peer has ended")
 
     def hang_up_at(self, endpoint: str) -> None:
-        """Every connection that was made to this endpoint ends."""
+        """End every connection that was made to this endpoint."""
         for pipe in list(self._pipes):
             if pipe.endpoint == endpoint:
                 pipe.break_off("the connection was reset")
@@ -174,7 +181,7 @@ class Pipe:
 
 
 class SimTransport(InprocTransport):
-    """The in-process transport as one process sees it."""
+    """The in-process transport as one process uses it."""
 
     def __init__(self, network: SimulatedNetwork, process: str, clock: Clock) -> None:
         super().__init__(clock)

@@ -1,8 +1,9 @@
-"""SimPool: who manages it, metadata, stores and clients as processes of simulated nodes, on one virtual loop.
+"""SimPool: management, metadata, stores and clients as processes of simulated nodes, on one virtual loop.
 
-What is real: services, clients, what manages (`sim/management`), members of shards and their engines (on files in a directory
-in memory), transport contract, formats of messages. What is simulated: time, network, etcd, the drives of stores (the twins in
-memory, behind doors at which a process can die), and who starts processes and tells of deaths. Called by `sim/scenario`.
+Services, clients, management (`sim/management`), members of shards and their engines (on files in a directory
+in memory), the transport contract and message formats are real. Time, network, etcd, the drives of stores
+(fakes in memory, whose calls are steps at which a process can die), and the start and the monitoring of
+processes are simulated. Used by `sim/scenario`.
 """
 
 from __future__ import annotations
@@ -47,28 +48,28 @@ from nvpool.rpc.v1 import pool_pb2, wire_pb2
 from nvpool.store.chunks.memory_store import MemoryChunkStore
 from nvpool.store.replication.reachability import Reach
 from nvpool.store.server.service import StoreService
-from nvpool.store.server.serving_lease import Tenure
+from nvpool.store.server.serving_lease import ServingLease
 from nvpool.testing.sim.endpoints import host_of, member_of, transports_of
-from nvpool.testing.sim.invariants import Truths
+from nvpool.testing.sim.invariants import Invariants
 from nvpool.testing.sim.loop import VirtualClock, VirtualLoop
 from nvpool.testing.sim.management import FOLLOW_S, Managing, OneManager, Supervisors, until_changed
 from nvpool.testing.sim.members import MemberDrive, Overheard, SimFloor, bury, engine_options, make_primary
 from nvpool.testing.sim.network import SimTransport, SimulatedNetwork
-from nvpool.testing.sim.simulated_process import STORE_STEPS, Door, Killed, Process, is_death
+from nvpool.testing.sim.simulated_process import STORE_STEPS, CrashPointProxy, Killed, Process, is_death
 
 CHUNK_BYTES = 64 * 1024
 MANAGING = ("manager", "supervisor", "etcd")
-"""What processes are called that `managing` starts."""
+"""Name prefixes of the processes that `managing` starts."""
 ENDS_S = 5.0
-"""In which what is left of killed processes comes to the next door."""
+"""Time in which the remaining work of killed processes reaches its next step."""
 SWEEP_S = 45.0
-"""An hour elsewhere: chunks that a loss of power brought back go, while a simulation still looks."""
-TOLD_S = 0.3
-"""After which a supervisor has told of a death, where it reaches the manager."""
+"""An hour in production: the sweep must remove chunks that a power loss brought back within a simulation."""
+REPORT_S = 0.3
+"""Time in which a supervisor has reported a death, if it reaches the manager."""
 
 
 def _shard(number: int, standbys: int, nodes: int) -> Shard:
-    """Each of its members on another node, as far as there are so many."""
+    """Return a shard whose members are on different nodes, as far as there are enough."""
 
     def place(member: int) -> tuple[int, tuple[str, ...]]:
         return (number + member - 1) % nodes + 1, (f"inproc://{process_name(number, member)}",)
@@ -81,8 +82,12 @@ def _shard(number: int, standbys: int, nodes: int) -> Shard:
 
 
 class SimPool:
-    """`targets` stores on as many nodes, the members of the shards on these, each client on a node of its own; the manager too,
-    or, with `etcd`, supervisors on the nodes of the targets, and etcd's members. Use as an async context."""
+    """A simulated pool, used as an async context manager.
+
+    It has `targets` stores on as many nodes, the members of the shards on these nodes, and each client on its
+    own node. The manager has its own node too, or, with `etcd`, supervisors run on the nodes of the targets,
+    with etcd's members.
+    """
 
     def __init__(
         self,
@@ -108,7 +113,7 @@ class SimPool:
         self.failures: list[str] = []
         self.processes: dict[str, Process] = {}
         self.stores = {number: MemoryChunkStore(64 * MIB) for number in range(1, targets + 1)}
-        self.truths = Truths()
+        self.invariants = Invariants()
         self.power_losses: list[float] = []
         self._standbys = standbys
         self._durability = durability
@@ -135,7 +140,7 @@ class SimPool:
         self._clients: dict[str, Client] = {}
         self._dialers: dict[str, Dialer] = {}
         self._ending: set[asyncio.Task] = set()
-        self._options = options or ClientOptions(deadline_s=30.0, transport="inproc", short_cut=False)
+        self._options = options or ClientOptions(deadline_s=30.0, transport="inproc", short_circuit=False)
         loop.set_exception_handler(self._went_wrong)
 
     def _first_map(self, count: int, standbys: int, shards: int) -> PoolMap:
@@ -176,7 +181,7 @@ class SimPool:
 
     @property
     def directory(self) -> Path:
-        """For the files of this pool, in memory."""
+        """Directory in memory for the files of this pool."""
         return self._directory
 
     def _went_wrong(self, loop, context: dict) -> None:
@@ -187,7 +192,10 @@ class SimPool:
             self.failures.append(f"{context.get('message')}{of}: {error!r}")
 
     def new_clock(self, name: str) -> Clock:
-        """A process that is started again draws other numbers; its node's clock is as wrong as before."""
+        """Return a clock for a process.
+
+        A process that is started again draws other numbers; the error of its node's clock stays the same.
+        """
         self._clocks += 1
         return VirtualClock(
             self.loop,
@@ -217,7 +225,7 @@ class SimPool:
         return process
 
     def pid_of(self, target: int, node: int) -> int | None:
-        """The process of a target of that node, None for one of another."""
+        """Return the pid of a target's process on that node; None if the target is on another node."""
         return self._pids.get(target, 0) if target == node else None
 
     def disk_s(self) -> float:
@@ -234,7 +242,7 @@ class SimPool:
         if not task.cancelled() and task.exception() is not None and not is_death(task.exception()):
             self.failures.append(f"ending a process: {task.exception()!r}")
 
-    # -- life
+    # -- start and stop
 
     async def __aenter__(self) -> SimPool:
         await self.managing.begin(self.first_map)
@@ -266,27 +274,30 @@ class SimPool:
         tasks.append(self.loop.create_task(work, context=process.context))
 
     async def start_store(self, number: int) -> None:
-        """As a supervisor does: its chains have the next epoch before it serves. A supervisor that is dead is started first."""
-        while not await self._restarted(number):  # noqa: ASYNC110 - a supervisor tries again, too
+        """Start a store as a supervisor does: its chains get the next epoch before it serves.
+
+        A dead supervisor is started first.
+        """
+        while not await self._restarted(number):  # noqa: ASYNC110 - a supervisor retries, too
             await asyncio.sleep(0.05)
         process = self.process(f"target-{number}", f"node-{number}")
         store = self.stores[number]
-        if store.fenced_because:  # it begins with what the drive is known to hold
+        if store.fenced_because:  # the new process starts with what the drive is known to hold
             store.crash()
         store.on_fence = partial(self._ends, process)
         clock = self.new_clock(process.name)
         dialer = self.new_dialer(process, clock)
-        tenure = Tenure(number, clock, verifier=store.verifier)
+        serving_lease = ServingLease(number, clock, verifier=store.verifier)
         self._pids[number] = self._clocks
         asked = asyncio.Event()
         service = StoreService(
-            Door(self.stores[number], process, STORE_STEPS, self.disk_s),
+            CrashPointProxy(self.stores[number], process, STORE_STEPS, self.disk_s),
             target=number,
             grant_secret=self.secret,
             clock=clock,
             dialer=dialer,
             refresh_map=asked.set,
-            tenure=tenure,
+            serving_lease=serving_lease,
         )
         await self.loop.create_task(
             self._serve(process, clock, service, f"inproc://target-{number}"), context=process.context
@@ -295,7 +306,9 @@ class SimPool:
             service.replica.peers, self._another_dialer(process, clock), clock, on_change=lambda: None
         )
         self.own(process, reach.run())
-        self.own(process, self._beat(number, service, tenure, dialer, clock, self._pids[number], reach))
+        self.own(
+            process, self._beat(number, service, serving_lease, dialer, clock, self._pids[number], reach)
+        )
         self.own(process, self._follow(process, service, dialer, clock, asked))
 
     async def _restarted(self, number: int) -> bool:
@@ -309,13 +322,13 @@ class SimPool:
         self,
         number: int,
         service: StoreService,
-        tenure: Tenure,
+        serving_lease: ServingLease,
         dialer: Dialer,
         clock: Clock,
         pid: int,
         reach: Reach,
     ) -> None:
-        """As daemons/heartbeat does."""
+        """Send heartbeats as daemons/heartbeat does."""
         endpoints, calls = self.managing.endpoints(number), LeaseCalls(dialer, clock)
         while True:
             sent_s = clock.boottime_s()
@@ -323,8 +336,8 @@ class SimPool:
             request = pool_pb2.AliveRequest(
                 target=number,
                 pid=pid,
-                epoch=tenure.epoch,
-                verifier=tenure.verifier,
+                epoch=serving_lease.epoch,
+                verifier=serving_lease.verifier,
                 unreachable=sorted(reach.unreachable),
                 equal=b"".join([EQUAL.pack(*chain, epoch) for chain, epoch in equal.items()]),
             )
@@ -333,7 +346,7 @@ class SimPool:
                     endpoints, wire_pb2.POOL_ALIVE, request.SerializeToString(), deadline_s=sent_s + 1.0
                 )
                 answer = pool_pb2.AliveReply.FromString(bytes(reply.message))
-                tenure.renewed(sent_s, answer.lease_s, answer.epoch_min, answer.epoch)
+                serving_lease.renewed(sent_s, answer.lease_s, answer.epoch_min, answer.epoch)
             except NvpoolError:
                 pass
             await asyncio.sleep(max(0.05, sent_s + BEAT_S - clock.boottime_s()))
@@ -354,7 +367,7 @@ class SimPool:
                 raw = pool_pb2.MapReply.FromString(bytes(reply.message)).map
                 if raw:
                     newest = self._decoded(raw)
-                    self.truths.followed(process.name, epoch, newest.epoch)
+                    self.invariants.followed(process.name, epoch, newest.epoch)
                     epoch = newest.epoch
                     service.update_map(newest)
             except NvpoolError:
@@ -362,13 +375,14 @@ class SimPool:
             asked.clear()
 
     def _decoded(self, raw: bytes) -> PoolMap:
-        """One map for all processes, as a value that nobody edits may be."""
+        """Return one map object for all processes: the map is immutable."""
         if self._newest[0] != raw:
             self._newest = raw, decode_map(raw)
         return self._newest[1]
 
     async def add_shard(self) -> int:
-        """A new shard with as many standbys as the others; its number. Partitions begin to move to it."""
+        """Add a shard with as many standbys as the others, and return its number. Partitions begin to move to
+        it."""
         number = partition_moves.shards_given(self.pool_map) + 1
         new = _shard(number, self._standbys, len(self.stores))
         for member in range(self._standbys + 1):
@@ -392,21 +406,21 @@ class SimPool:
             await make_primary(path, engine_options(floor=floor))
 
     async def start_member(self, shard: int, member: int) -> None:
-        """A new process of it. It asks to begin, and serves or stands by, in its own time."""
+        """Start a process of the member. It serves or becomes a standby later, by itself."""
         name = process_name(shard, member)
         node, _ = node_and_path(self.pool_map.shard_by_id[shard], member)
         process = self.process(name, f"node-{node}")
         self.own(process, self._run_member(process, shard, member, node))
 
     async def _run_member(self, process: Process, shard: int, member: int, node: int) -> None:
-        """As daemons/meta does."""
+        """Run a member as daemons/meta does."""
         clock = self.new_clock(process.name)
         dialer = self.new_dialer(process, clock)
         drive = self.drives[shard, member]
 
         def make_service(kv) -> MetaService:
-            self.truths.begins(shard, member, kv)
-            self.truths.happened(
+            self.invariants.begins(shard, member, kv)
+            self.invariants.happened(
                 self.loop.time(), f"{process.name} is the primary in term {kv.term}, {kv.sequence} changes"
             )
             service = MetaService(
@@ -440,7 +454,9 @@ class SimPool:
         await SimTransport(self.network, process.name, clock).listen(
             f"inproc://{process.name}",
             Greeting(process.name, self.first_map.fingerprint),
-            process.taking(lambda call: serving.handle(Overheard(call, serving, member, shard, self.truths))),
+            process.taking(
+                lambda call: serving.handle(Overheard(call, serving, member, shard, self.invariants))
+            ),
         )
         self.own(process, self._follow(process, serving, dialer, clock, asyncio.Event()))
 
@@ -452,10 +468,10 @@ class SimPool:
         self._ends(process, f"the service has stopped: {died.exception()}")
 
     def _ends(self, process: Process, reason: str) -> None:
-        """By itself; somewhat later it is started again."""
-        self.truths.happened(self.loop.time(), f"{process.name} ends: {reason}")
+        """Record that a process ends by itself, and start it again somewhat later."""
+        self.invariants.happened(self.loop.time(), f"{process.name} ends: {reason}")
         if "could not be carried out" in reason and "already" in reason:
-            self.truths.violated(f"{process.name}, a healthy store, fences itself: {reason}")
+            self.invariants.violated(f"{process.name}, a healthy store, fences itself: {reason}")
         if process.alive:
             process.kill()
             self.loop.call_later(self.chance.uniform(0.1, 0.6), self._supervise, process)
@@ -474,7 +490,7 @@ class SimPool:
                 endpoint, greeting, process.taking(service.handle)
             )
         except Killed:
-            pass  # it died while it started
+            pass  # the process died while it started
 
     async def client(self, name: str) -> Client:
         process = self.process(name, f"node-of-{name}")
@@ -488,7 +504,7 @@ class SimPool:
     # -- faults
 
     def _died(self, process: Process) -> None:
-        self.truths.happened(self.loop.time(), f"{process.name} has died")
+        self.invariants.happened(self.loop.time(), f"{process.name} has died")
         self.network.hang_up(process.name)
         for task in self._tasks.pop(process.name, ()):
             task.cancel()
@@ -501,7 +517,7 @@ class SimPool:
         if process.name.startswith("target-"):
             number = int(process.name[7:])
             self.loop.call_later(
-                self.chance.uniform(0.0, TOLD_S),
+                self.chance.uniform(0.0, REPORT_S),
                 self.managing.target_died,
                 process,
                 number,
@@ -512,7 +528,8 @@ class SimPool:
             kv = member._kv or (member._standby and member._standby.kv)
             if kv is not None:
                 self.drives[shard, number].synced_sequence = kv.synced_sequence
-            # By the supervisor of its node, before it starts another; or nobody tells: then the lease does.
+            # The supervisor of its node reports it before it starts another process; or nobody does, and its
+            # lease ends.
             if self.chance.random() < 0.5:
                 self.managing.member_ended(int(process.node[5:]), shard, number)
 
@@ -521,7 +538,7 @@ class SimPool:
             await service.close(0.0)
 
     async def start_again(self, name: str) -> None:
-        """Returns when the process has been started; does nothing where it lives, or is being started."""
+        """Start the process and return when it runs; do nothing if it is alive or is being started."""
         if self.processes[name].alive or name in self._starting:
             return
         self._starting[name] = asyncio.current_task()
@@ -546,10 +563,10 @@ class SimPool:
         if burial is not None:
             await asyncio.wait([burial])
         drive.lose_power(self.chance)
-        self.truths.power_lost(*self._member_of[name], drive.synced_sequence)
+        self.invariants.power_lost(*self._member_of[name], drive.synced_sequence)
 
     def lose_power(self, nodes: set[str]) -> None:
-        """All processes of these nodes end, and their drives have what was synced, and perhaps more."""
+        """End all processes of these nodes. Their drives keep what was synced, and perhaps more."""
         self.power_losses.append(self.loop.time())
         for name, process in list(self.processes.items()):
             if process.node in nodes:
@@ -558,26 +575,26 @@ class SimPool:
                     self._burials[name] = self._later(self._lose_journal(name, self._burials.get(name)))
                 elif name.startswith("target-"):
                     store = self.stores[int(name[7:])]
-                    if self.chance.random() < 0.3:  # the drive has stored what nobody asked it to yet
+                    if self.chance.random() < 0.3:  # the drive has stored unsynced writes, too
                         store._flushed = dict(store._chunks), dict(store._inodes)
                     store.crash()
                 elif name.startswith(MANAGING):
                     self.managing.power_lost(name)
 
-    # -- looking
+    # -- queries
 
     async def scrub(self) -> None:
-        """Look at all blocks of all drives; what is bad is repaired in its own time."""
+        """Read all blocks of all drives; bad ones are repaired later."""
         for store in self.stores.values():
             await store.scrub(b"", 1 << 30)
 
     @property
     def has_lost(self) -> bool:
-        """Whether any store has lost what it had not flushed."""
+        """Whether any store has lost unsynced writes."""
         return any(store.verifier != 1 for store in self.stores.values())
 
     def is_whole(self) -> bool:
-        """Whether each chain has all its copies, and nobody is on the way."""
+        """Whether each chain has all its copies, and no target joins or leaves one."""
         return all(
             len(chain.targets) == min(table.id, len(self.stores)) and not chain.joining and not chain.leaving
             for table in self.pool_map.tables
@@ -585,7 +602,8 @@ class SimPool:
         )
 
     def replica_problems(self) -> list[str]:
-        """Which chunks are not the same on all targets of their chain, or are where they do not belong; when all is quiet."""
+        """Return chunks that differ between the targets of their chain, or that are misplaced. Call it when
+        all is quiet."""
         problems = []
         pool_map = self.pool_map
         for (inode, index), table in sorted(

@@ -1,13 +1,13 @@
-"""One seed: clients change and look, processes die between two steps, nodes are cut off; then all that was told must be true.
+"""One seed: clients change and read while processes die and nodes are cut off; then all promises are checked.
 
-    python -m nvpool.testing.sim.scenario 4711            one seed, with what went wrong
-    python -m nvpool.testing.sim.scenario --seeds 1000    from 1 on; ends at the first that violates something
+    python -m nvpool.testing.sim.scenario 4711            one seed, with its violations
+    python -m nvpool.testing.sim.scenario --seeds 1000    from 1 on; ends at the first violation
 
-Judged: what the clients were told of blocks, names, sizes, appended records, locks (`sim/workloads/file_data`,
-`sim/workloads/names`, `sim/workloads/listing`) and volumes (`sim/workloads/quotas`); what is there in the end; that fsck finds
-nothing, replicas are equal, chains whole and partitions where they are to be then; that drains end (`sim/workloads/drains`);
-that nobody waits for ever, and no process met an error that is a bug;
-what `sim/invariants` looks at all the time.
+Checked are: replies to clients about blocks, names, sizes, appended records, locks
+(`sim/workloads/file_data`, `sim/workloads/names`, `sim/workloads/listing`) and volumes
+(`sim/workloads/quotas`); the final content; that fsck finds nothing, replicas are equal, and chains and
+partitions are complete at the end; that drains end (`sim/workloads/drains`); that no client waits for ever
+and no process gets an error that is a bug; and the invariants of `sim/invariants` all the time.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ from nvpool.testing.sim.workloads.file_data import (
 )
 from nvpool.testing.sim.workloads.listing import Listings
 from nvpool.testing.sim.workloads.names import Naming
-from nvpool.testing.sim.workloads.operator import Wishes
+from nvpool.testing.sim.workloads.operator import ShardOperator
 from nvpool.testing.sim.workloads.quotas import Quotas
 
-OPTIONS = ClientOptions(deadline_s=30.0, transport="inproc", short_cut=False, fresh_s=0.0, attr_s=0.0)
+OPTIONS = ClientOptions(deadline_s=30.0, transport="inproc", short_circuit=False, fresh_s=0.0, attr_s=0.0)
 CHAINS = 32
-"""In a table."""
+"""Chains of a table."""
 MOVING_SHARE = 0.5
-"""Of the seeds: in these shards come and go."""
+"""Share of seeds in which shards are added and removed."""
 ETCD_SHARE = 0.34
 VOLUMES_SHARE = 0.4
-"""Of the seeds: in these there are volumes, too. Drawn apart, so that the others go as they went before."""
+"""Share of seeds with volumes. Drawn separately, so that other seeds behave as before."""
 DRAINING_SHARE = 0.5
-"""Of the seeds with more targets than replicas: in these drives are drained. Drawn apart, too."""
+"""Share of seeds with more targets than replicas in which drives are drained. Drawn separately, too."""
 QUIET_S = 5.0
 WHOLE_S = 120
-"""In which all chains have all their copies, once nothing fails any more."""
+"""Time in which all chains have all their copies, once faults have ended."""
 COUNTED = (
     "writes",
     "reads",
@@ -95,9 +95,13 @@ COUNTED = (
 
 
 class Scenario:
-    """`kinds`, `of`: what breaks, see Faults; `replicas`, `standbys`, `shards` at the beginning, `moving` (whether shards come
-    and go), `etcd` (whether it has the map), `only` (kinds of work), `volumes` (whether there are any), `draining` (whether
-    drives are drained; then there are more targets than replicas): chosen by the seed where they are not given."""
+    """One simulation. Arguments that are not given are chosen by the seed.
+
+    `kinds`, `of`: faults, see SimulatedFaults. `replicas`, `standbys`, `shards`: numbers at the beginning.
+    `moving`: whether shards are added and removed. `etcd`: whether etcd keeps the map. `only`: kinds of work.
+    `volumes`: whether there are any. `draining`: whether drives are drained; then there are more targets than
+    replicas.
+    """
 
     def __init__(
         self,
@@ -158,20 +162,20 @@ class Scenario:
         self._breaks_endpoints = etcd and chosen and kinds is not KINDS_OF_ROT
         self._over = False
         self.done = dict.fromkeys(COUNTED, 0)
-        told = loop, self.done, self._pool.power_losses
+        shared = loop, self.done, self._pool.power_losses
         works = [
-            Blocks(*told, cuts=chance.random() < 0.5),
-            Naming(*told, shards == 1 and not self._moving),
-            Listings(*told),
-            Sizes(*told),
-            AppendWorkload(*told),
-            LockWorkload(*told),
+            Blocks(*shared, cuts=chance.random() < 0.5),
+            Naming(*shared, shards == 1 and not self._moving),
+            Listings(*shared),
+            Sizes(*shared),
+            AppendWorkload(*shared),
+            LockWorkload(*shared),
         ]
         apart = random.Random(f"{seed} volumes")
         if apart.random() < VOLUMES_SHARE if volumes is None else volumes:
             works.append(
                 Quotas(
-                    *told,
+                    *shared,
                     self._pool,
                     apart.randint(1, 2),
                     apart.uniform(0.3, 0.9) * seconds if apart.random() < 0.5 else None,
@@ -180,12 +184,12 @@ class Scenario:
         self._works: list[Work] = [work for work in works if not only or isinstance(work, only)]
 
     async def run(self) -> list[str]:
-        """What was violated, as sentences; none when all held."""
+        """Run the simulation and return the violations, as sentences."""
         try:
             return await self._run()
-        except Exception as error:  # shown with what else is known of the seed
+        except Exception as error:  # reported with all else that is known of the seed
             said = traceback.format_exc().splitlines()[-6:]
-            return [f"the simulation ends with {error!r}", *said, *self._pool.truths.problems]
+            return [f"the simulation ends with {error!r}", *said, *self._pool.invariants.problems]
 
     async def _run(self) -> list[str]:
         async with self._pool as pool:
@@ -195,8 +199,10 @@ class Scenario:
                 await work.prepare(clients[0])
             pool.network.reset_share = self._chance.choice((0.0, 0.0005, 0.003))
             breaking = self._loop.create_task(faults.run())
-            wishes = Wishes(pool, random.Random(f"{self._seed} wishes"), lambda: self._over, self.done)
-            wishing = self._loop.create_task(wishes.run() if self._moving else asyncio.sleep(0))
+            operator = ShardOperator(
+                pool, random.Random(f"{self._seed} wishes"), lambda: self._over, self.done
+            )
+            operating = self._loop.create_task(operator.run() if self._moving else asyncio.sleep(0))
             endpoints = EndpointFaults(
                 pool, random.Random(f"{self._seed} endpoints"), lambda: self._over, self.done
             )
@@ -216,7 +222,7 @@ class Scenario:
             await misleading
             await parting
             await faults.mend()
-            await wishing
+            await operating
             await draining
             _, late = await asyncio.wait(working, timeout=300.0)
             problems = [f"{len(late)} clients still wait, five minutes after all was mended"] if late else []
@@ -225,19 +231,20 @@ class Scenario:
                     problems.append(f"a client broke: {task.exception()!r}")
                 task.cancel()
             if not problems:
-                problems += await wishes.until_at_rest()
+                problems += await operator.until_at_rest()
             if self._draining and not problems:
                 problems += await drains.until_ended()
             if not problems:
                 judge = await pool.client("judge")
                 problems += await self._look(judge) + await self._check(judge)
                 problems += await self._look_at_replicas()
-        self.done["moved"] += pool.truths.moved
+        self.done["moved"] += pool.invariants.moved
         self.done["terms"] += sum(shard.term for shard in pool.pool_map.shards)
-        return problems + pool.failures + pool.truths.problems
+        return problems + pool.failures + pool.invariants.problems
 
     async def _work(self, client: Client, number: int) -> None:
-        """One that only reads blocks is told of no new map by its writes."""
+        """Let a client work until the end. One that only reads blocks gets no new map in replies to its
+        writes."""
         worker = SimulatedClient(
             client, f"client-{number + 1}", random.Random(f"{self._seed} client {number}"), {}
         )
@@ -257,11 +264,11 @@ class Scenario:
             except NvpoolError as error:
                 if isinstance(error, WritesLost) and not self._pool.has_lost:
                     raise InvariantBroken(
-                        "a client was told that writes were lost, and no drive has lost any"
+                        "a client got an error for lost writes, and no drive has lost any"
                     ) from error
                 self.done["unknown"] += 1
 
-    # -- judging
+    # -- final checks
 
     async def _look(self, client: Client) -> list[str]:
         judge = SimulatedClient(client, "judge", self._chance, {})
@@ -276,7 +283,7 @@ class Scenario:
         return [problem for work in self._works for problem in work.problems()]
 
     async def _check(self, client: Client) -> list[str]:
-        """What fsck finds. Collectors and what is told between shards have had their time."""
+        """Return the problems that fsck finds, after time for collectors and cross-shard transactions."""
         await asyncio.sleep(QUIET_S)
         checkup = Checkup()
         try:
@@ -304,13 +311,13 @@ class Scenario:
 
 
 def simulate(seed: int, **named) -> tuple[list[str], dict[str, int]]:
-    """Run one seed: what was violated, and how much was done. The same seed gives the same."""
+    """Run one seed and return the violations and the counts of operations. The same seed has the same result."""
     problems, done, _ = simulated(seed, **named)
     return problems, done
 
 
 def simulated(seed: int, **named) -> tuple[list[str], dict[str, int], list[str]]:
-    """And the last things that happened."""
+    """Like `simulate`, with the last events."""
     loop = VirtualLoop()
     asyncio.set_event_loop(loop)
     with _few_chains():
@@ -318,7 +325,7 @@ def simulated(seed: int, **named) -> tuple[list[str], dict[str, int], list[str]]
             scenario = Scenario(loop, seed, **named)
             problems = loop.run_until_complete(scenario.run())
             scenario.done["frames"] = scenario._pool.network.frames
-            return problems, scenario.done, list(scenario._pool.truths.events)
+            return problems, scenario.done, list(scenario._pool.invariants.events)
         finally:
             asyncio.set_event_loop(None)
             loop.close()
@@ -326,7 +333,8 @@ def simulated(seed: int, **named) -> tuple[list[str], dict[str, int], list[str]]
 
 @contextlib.contextmanager
 def _few_chains() -> Iterator[None]:
-    """Half of a simulation's time went into maps of 1,024 chains, which a handful of chunks needs as little as it shows."""
+    """Use fewer chains: maps of 1,024 chains take half of a simulation's time, and its few chunks do not need
+    them."""
     having = [
         module
         for name, module in sys.modules.items()

@@ -1,8 +1,8 @@
-"""Simulated processes, and the doors to what they keep: what it does to drives can be stopped between any two steps.
+"""Simulated processes, and wrappers of their durable state in which a process can die between any two steps.
 
-A process that was killed does nothing any more: each door to its durable state is shut, and whatever of it still runs ends at
-the next one. Its successor gets doors of its own to the same state. One that is stopped, as by SIGSTOP, does nothing until it
-goes on: what comes for it waits. Called by `sim/pool`.
+A killed process does nothing any more: each wrapper of its durable state raises, and code that still runs
+ends at the next one. Its successor gets its own wrappers of the same state. A stopped process, as by SIGSTOP,
+does nothing until it continues: its events wait. Used by `sim/pool`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ class Killed(BaseException):
 
 
 def is_death(error: BaseException | None) -> bool:
-    """Whether it is that, or a group of nothing else."""
+    """Whether the error is Killed, or a group of nothing else."""
     return isinstance(error, Killed) or (
         isinstance(error, BaseExceptionGroup) and all(map(is_death, error.exceptions))
     )
 
 
 class Process:
-    """`die_after`: steps on its drive after which it dies, None: when it is told to. `context`: in which what it does runs."""
+    """`die_after`: number of steps on its drive after which it dies; None: only by `kill`. `context`: context
+    of its code."""
 
     def __init__(self, loop: VirtualLoop, name: str, node: str, on_death: Callable[[Process], None]) -> None:
         self.held: list[asyncio.Handle] | None = None
@@ -41,11 +42,11 @@ class Process:
         self.steps = 0
         self.die_after: int | None = None
         self.when_asked: Callable[[], None] | None = None
-        """Called once, directly after the next request to it was taken."""
+        """Called once, directly after the process has taken its next request."""
         self._on_death = on_death
 
     def step(self) -> None:
-        """Between two steps. Killed, when it was."""
+        """Mark a point between two steps. Killed, if the process was killed."""
         if not self.alive:
             raise Killed(self.name)
         self.steps += 1
@@ -56,16 +57,16 @@ class Process:
     def kill(self) -> None:
         if self.alive:
             self.alive = False
-            self.go_on()  # what is left of it ends at the next door
+            self.go_on()  # its remaining code ends at the next step
             self._on_death(self)
 
     def stop(self) -> None:
-        """Do nothing from here on, but take what comes."""
+        """Do nothing from now on, but queue events."""
         if self.held is None and self.alive:
             self.held = []
 
     def taking(self, handle: Callable[[Any], None]) -> Callable[[Any], None]:
-        """`handle` of requests, as this process does it."""
+        """Return the request handler `handle` as this process runs it."""
 
         def take(call: Any) -> None:
             handle(call)
@@ -81,8 +82,9 @@ class Process:
             self._loop.go_on(held)
 
 
-class Door:
-    """`inner` as this process sees it: a step before and one behind each of the `durable` calls; waiting ones take time."""
+class CrashPointProxy:
+    """`inner` as this process uses it: a step before and after each `durable` call; coroutines also take
+    time."""
 
     def __init__(
         self, inner: Any, process: Process, durable: Iterable[str], waits_s: Callable[[], float]
@@ -96,7 +98,7 @@ class Door:
         if name.startswith("_"):
             object.__setattr__(self, name, value)
         else:
-            setattr(self._inner, name, value)  # whom it is to call
+            setattr(self._inner, name, value)  # a callback of the inner object
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
@@ -114,14 +116,14 @@ class Door:
             process.step()
             return result
 
-        def at_once(*arguments, **named):
+        def without_delay(*arguments, **named):
             process.step()
             result = found(*arguments, **named)
             process.step()
             return result
 
-        door = self.__dict__[name] = waiting if inspect.iscoroutinefunction(found) else at_once
-        return door
+        wrapped = self.__dict__[name] = waiting if inspect.iscoroutinefunction(found) else without_delay
+        return wrapped
 
 
 KV_STEPS = ("apply", "sync", "checkpoint")

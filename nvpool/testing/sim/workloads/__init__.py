@@ -1,1 +1,1 @@
-"""Workloads of the simulation, with what has to hold afterwards."""
+"""Workloads of the simulation, with their final checks."""

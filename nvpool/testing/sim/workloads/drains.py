@@ -1,6 +1,7 @@
-"""Drives of a simulated pool are drained and given their share again while it serves, so that chains move.
+"""Workload that drains drives of a simulated pool and takes drains back while it serves, so that chains move.
 
-Judged at the end: every drain ends, and no target keeps a chunk of a chain that is not its own. Called by `sim/scenario`.
+Final checks: every drain ends, and no target keeps a chunk of a chain that it does not belong to. Used by
+`sim/scenario`.
 """
 
 from __future__ import annotations
@@ -12,19 +13,20 @@ from contextlib import suppress
 
 from nvpool.core.errors import InvalidRequest
 from nvpool.poolmap.chains.rebalance import with_goals
-from nvpool.poolmap.chains.transitions import named, wished
+from nvpool.poolmap.chains.transitions import named, with_desired_state
 from nvpool.poolmap.layout import chain_of
 from nvpool.poolmap.model import PoolMap
 from nvpool.testing.sim.management import until_changed
 from nvpool.testing.sim.pool import SimPool
 
 ENDS_S = 240
-"""In which drains end and chunks of chains that were left are removed, once nothing fails any more: STAY_S of
-store/maintenance/orphan_chunks, the copying, and a restarted target that begins to count anew."""
+"""Time in which drains end and left-over chunks are removed, once faults have ended: STAY_S of
+store/maintenance/orphan_chunks, the copying, and a restarted target that counts that time again."""
 
 
 class Drains:
-    """`over()` says when no more begin; `done` counts. As many drives keep their share as the pool has replicas, at least."""
+    """Starts drains until `over()`; `done` counts them. At least as many drives as the pool has replicas are
+    not drained."""
 
     def __init__(
         self, pool: SimPool, chance: random.Random, over: Callable[[], bool], done: dict[str, int]
@@ -40,26 +42,26 @@ class Drains:
             if self._over():
                 return
             targets = self._pool.pool_map.targets
-            sharing = [target.id for target in targets if target.wish == "share"]
-            draining = [target.id for target in targets if target.wish == "drain"]
+            sharing = [target.id for target in targets if target.desired_state == "share"]
+            draining = [target.id for target in targets if target.desired_state == "drain"]
             if draining and (len(sharing) <= self._pool.replicas or self._chance.random() < 0.4):
-                await self._wish(self._chance.choice(draining), "share")
+                await self._set_desired_state(self._chance.choice(draining), "share")
             elif len(sharing) > self._pool.replicas:
-                await self._wish(self._chance.choice(sharing), "drain")
+                await self._set_desired_state(self._chance.choice(sharing), "drain")
 
-    async def _wish(self, target: int, wish: str) -> None:
+    async def _set_desired_state(self, target: int, desired_state: str) -> None:
         def decide(now: PoolMap) -> PoolMap:
-            return with_goals(wished(now, target, wish))
+            return with_goals(with_desired_state(now, target, desired_state))
 
-        with suppress(InvalidRequest):  # too few others can take what it has, at this moment
+        with suppress(InvalidRequest):  # too few other drives can take its chunks now
             await until_changed(self._pool.managing, decide)
-            self._done["drains"] += wish == "drain"
-            self._pool.truths.happened(
-                asyncio.get_running_loop().time(), f"target {target} is wished to {wish}"
+            self._done["drains"] += desired_state == "drain"
+            self._pool.invariants.happened(
+                asyncio.get_running_loop().time(), f"the desired state of target {target} is {desired_state}"
             )
 
     async def until_ended(self) -> list[str]:
-        """Why drains have not ended, after ENDS_S."""
+        """Wait at most ENDS_S for all drains, and return why some have not ended."""
         problems: list[str] = []
         for _ in range(ENDS_S):
             problems = self._left()
@@ -73,7 +75,7 @@ class Drains:
         problems = [
             f"target {target.id} is drained and still has a part in chains"
             for target in pool_map.targets
-            if target.wish == "drain" and target.id in named(pool_map)
+            if target.desired_state == "drain" and target.id in named(pool_map)
         ]
         for number, store in self._pool.stores.items():
             for (inode, index), chunk in store._chunks.items():

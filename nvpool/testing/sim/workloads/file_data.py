@@ -1,8 +1,8 @@
-"""What the clients of a simulated pool do with blocks, sizes, appended records and locks, and whether what they were told can
-be true. Names are in `sim/workloads/names`.
+"""Workloads on blocks, sizes, appended records and locks, and checks of the replies. Names are in
+`sim/workloads/names`.
 
-Each kind of work is asked for acts of one client (`acts`: how often, what), for a last look by a judge when all is quiet, and
-for its problems. An act that ends with an error has an unknown outcome. Called by `sim/scenario`.
+Each kind of work has operations for one client (`acts`: frequency, function), a final look when all is quiet,
+and a list of problems. An operation that fails has an unknown outcome. Used by `sim/scenario`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ BLOCK = 4096
 BLOCKS = 3 * CHUNK_BYTES // BLOCK
 CALLER = Caller(0, 0, (0,))
 ROUND_S = 6.0
-"""After which sizes and records are those of another file: their histories are judged by search, or read as a whole."""
+"""Time after which a new file is used for sizes and records: their histories are searched, or read as a
+whole."""
 
 
 class SimulatedClient(NamedTuple):
@@ -54,7 +55,7 @@ class SimulatedClient(NamedTuple):
         return handle
 
     async def listed(self, directory: int, step_max: int = 100) -> list[tuple[bytes, int]]:
-        """Names and inodes, as a listing in steps of at most so many delivers them."""
+        """Return names and inodes of a listing in steps of at most `step_max` entries."""
         vfs, cursor, more = self.client.vfs, 0, True
         handle, found = await vfs.opendir(directory), []
         while more:
@@ -68,10 +69,14 @@ Act = Callable[[SimulatedClient], Awaitable[None]]
 
 
 class Work:
-    """`losses`: when power was lost. Files are in a wide directory of their own (`prepare`), so that they lie anywhere."""
+    """Base class of a kind of work.
+
+    `losses`: times of power losses. Files are in their own striped directory (`prepare`), so that all shards
+    have some.
+    """
 
     directory_name = b""
-    """Name of that directory: it decides about partitions, so a seed does something else with another name."""
+    """Name of that directory. It determines partitions, so another name changes what a seed does."""
 
     def __init_subclass__(cls) -> None:
         if "directory_name" not in vars(cls):
@@ -84,7 +89,7 @@ class Work:
         self._home = ROOT
 
     async def prepare(self, client: Client) -> None:
-        """Before anything breaks."""
+        """Make the directory, before faults begin."""
         home = await client.vfs.mkdir(ROOT, self.directory_name, 0o755, CALLER, wide=True)
         self._home = home.inode
 
@@ -92,7 +97,7 @@ class Work:
         return []
 
     async def look(self, judge: SimulatedClient) -> None:
-        """When all is quiet."""
+        """Read the final state, when all is quiet."""
 
     def problems(self) -> list[str]:
         return []
@@ -104,8 +109,11 @@ class Work:
 
 
 class Blocks(Work):
-    """One file of BLOCKS blocks: each is a register. It is cut and grown again, and holes are punched into it. What
-    a client has not stored when another one cuts comes after the cut."""
+    """One file of BLOCKS blocks, each a register. It is truncated and grown again, and holes are punched into
+    it.
+
+    Bytes that a client has not flushed when another one truncates come after the truncation.
+    """
 
     def __init__(self, loop: VirtualLoop, done: dict[str, int], losses: Sequence[float], cuts: bool) -> None:
         super().__init__(loop, done, losses)
@@ -139,7 +147,7 @@ class Blocks(Work):
             await asyncio.sleep(worker.chance.uniform(0.0, 1.5))
         try:
             await worker.client.vfs.fsync(handle, True)
-        except NoSpace:  # nothing of it is there, nor will be
+        except NoSpace:  # nothing of it was written, nor will be
             history[place] = RegisterOperation("read", INITIAL, -inf, -inf, worker.name)
             return
         history[place] = RegisterOperation("write", value, begin, self._loop.time(), worker.name)
@@ -150,7 +158,7 @@ class Blocks(Work):
         self._done["reads"] += 1
 
     async def _look_at(self, worker: SimulatedClient, block: int) -> None:
-        """What a store says, whatever the client remembers."""
+        """Read the block from a store, not from the client's cache."""
         handle = await worker.handle(self._inode, os.O_RDONLY if worker.name == "judge" else os.O_RDWR)
         begin, offset = self._loop.time(), block * BLOCK
         found = bytes(
@@ -166,7 +174,7 @@ class Blocks(Work):
         )
 
     async def _cut(self, worker: SimulatedClient) -> None:
-        """The end of the file, and at once it is as long as before: what was there is zeros."""
+        """Truncate the file and grow it again immediately: the bytes after that point are zeros."""
         first = worker.chance.randrange(BLOCKS)
         cutting = worker.client.vfs.setattr(self._inode, size=first * BLOCK, caller=CALLER)
         await self._zero(worker, range(first, BLOCKS), cutting)
@@ -222,12 +230,12 @@ class _Rounds(Work):
 
     def __init__(self, loop: VirtualLoop, done: dict[str, int], losses: Sequence[float]) -> None:
         super().__init__(loop, done, losses)
-        self._files: list[tuple[int, float]] = []  # inode, when it was made
+        self._files: list[tuple[int, float]] = []  # inode, time of creation
         self._names: dict[int, bytes] = {}
         self._tries = 0
 
     async def _newest(self, worker: SimulatedClient) -> int | None:
-        """None: now there is one, or another client makes it."""
+        """Return the present file. None: this call has made a new one."""
         if not self._files or self._loop.time() > self._files[-1][1] + ROUND_S:
             self._tries += 1
             name = b"%s-%d" % (self.directory_name, self._tries)
@@ -238,12 +246,13 @@ class _Rounds(Work):
         return self._files[-1][0]
 
     async def _size(self, worker: SimulatedClient, inode: int) -> int:
-        """As the service has it now. A stat of an open file is answered from memory where the service is silent."""
+        """Return the size that the service has now. A stat of an open file may be answered from memory if the
+        service is silent."""
         return (await worker.client.vfs.look(self._home, self._names[inode])).size
 
 
 class Sizes(_Rounds):
-    """A file that is cut, grown and written at its end; who looks sees sizes that can have followed one another."""
+    """A file that is truncated, grown and written at its end; the sizes that clients read must be possible."""
 
     def __init__(self, loop: VirtualLoop, done: dict[str, int], losses: Sequence[float]) -> None:
         super().__init__(loop, done, losses)
@@ -300,7 +309,7 @@ class AppendedRecord(NamedTuple):
 
 
 class AppendWorkload(_Rounds):
-    """Records that all append to one file never lie over one another, and in the order in which they were told to be there."""
+    """Records that are appended to one file never overlap, and have the order of their replies."""
 
     directory_name = b"Appends"
 
@@ -315,7 +324,10 @@ class AppendWorkload(_Rounds):
         return [(2, self._append), (1, self._read)]
 
     async def _read(self, worker: SimulatedClient) -> None:
-        """A reader sees a record late or whole. Not where a client died in an append, or was silent for its turn."""
+        """Check that a reader sees whole records.
+
+        Not checked if a client died in an append, or was silent when it was its turn.
+        """
         inode = await self._newest(worker)
         if inode is None:
             return
@@ -367,7 +379,7 @@ class AppendWorkload(_Rounds):
 
 
 def records_problems(content: bytes, records: list[AppendedRecord]) -> list[str]:
-    """Why `content` can not be what these appends made of an empty file."""
+    """Return why these appends to an empty file cannot have made `content`."""
     places, problems = [], []
     for record in records:
         count = content.count(record.content)
@@ -389,7 +401,7 @@ def records_problems(content: bytes, records: list[AppendedRecord]) -> list[str]
 
 
 class LockWorkload(Work):
-    """Who has the exclusive lock is alone, and sees what the last one wrote under it."""
+    """The owner of an exclusive lock is alone, and sees what the last owner wrote under it."""
 
     directory_name = b"Locks"
 

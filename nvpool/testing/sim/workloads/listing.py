@@ -1,9 +1,10 @@
-"""What the clients of a simulated pool do with many names in wide directories: make, rename and remove files and directories,
-list, and remove the directory. Called by `sim/scenario`.
+"""Workload on many names in striped directories: make, rename and remove files and directories, list, remove
+the directory.
 
-Each name is one client's, which alone changes it: so all know at each moment whether it is there, unless a change of it is
-under way or its outcome was never told. A listing has each name once that was there all the time, and none that never was; a
-directory is removed only when it is empty, and has no names after that.
+Each name is changed by one client only. So all clients know at each moment whether it exists, unless a change
+of it is in progress or its outcome is unknown. A listing has each name once that existed all the time, and
+none that never existed; a directory is removed only when it is empty, and has no names after that. Used by
+`sim/scenario`.
 """
 
 from __future__ import annotations
@@ -25,20 +26,23 @@ from nvpool.core.errors import (
 from nvpool.testing.sim.workloads.file_data import CALLER, Act, SimulatedClient, Work
 
 NAMES_EACH = 8
-"""Of one client in a directory."""
+"""Names of one client in a directory."""
 CALLS_PER_DIRECTORY = 90
 STEP_MAX = 5
-"""Entries in one answer of a listing."""
+"""Most entries in one reply to a listing."""
 KINDS = {"change": 10, "look": 3, "list": 4, "stat": 1, "chmod": 1, "rmdir": 1}
 
 
 @dataclass
 class Name:
-    """`changes` grows when a change of it begins, and when it has ended. Who does not know what became of one leaves the name
-    alone: it is `lost` from then on."""
+    """State of a name. `changes` grows when a change of it begins, and when it has ended.
+
+    A client that does not know the outcome of a change does not use the name again: it is `lost` from then
+    on.
+    """
 
     inode: int = 0
-    """0: nothing is there."""
+    """0: the name does not exist."""
     directory: bool = False
     changes: int = 0
     lost: bool = False
@@ -56,16 +60,16 @@ class Directory:
     calls: int = 0
     removed: bool = False
     doubtful: bool = False
-    """Somebody tried to remove it, and does not know whether he has."""
+    """A client tried to remove it, with an unknown outcome."""
 
     def known(self) -> dict[bytes, tuple[int, int]]:
-        """What is certain now: name -> its changes, its inode."""
+        """Return the certain names: name -> number of its changes, its inode."""
         return {name: (one.changes, one.inode) for name, one in self.names.items() if one.is_known}
 
 
 class Listings(Work):
-    def __init__(self, *told) -> None:
-        super().__init__(*told)
+    def __init__(self, *shared) -> None:
+        super().__init__(*shared)
         self._directories: list[Directory] = []
         self._problems: list[str] = []
         self._tries = 0
@@ -147,13 +151,13 @@ class Listings(Work):
         try:
             await vfs.release(handle)
         except NvpoolError:
-            pass  # it was made
+            pass  # the file was made
         return attr.inode
 
     async def _changed(
         self, directory: Directory, names: list[bytes], work, is_directory: bool = False
     ) -> None:
-        """Of one name: it is made, or removed; of two: what has the first has the second then."""
+        """Record a change of names. One name is made or removed; of two, the first is renamed to the second."""
         some = [directory.names[name] for name in names]
         for one in some:
             one.changes += 1
@@ -198,7 +202,7 @@ class Listings(Work):
         if there := [name for name, (_, inode) in directory.known().items() if inode]:
             self._wrong(directory, f"was removed with {there} in it")
 
-    # -- looking -----------------------------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------------------------
 
     async def _look(self, worker: SimulatedClient, directory: Directory) -> None:
         name = worker.chance.choice(list(directory.names))
@@ -249,8 +253,8 @@ class Listings(Work):
                 self._wrong(
                     directory, f"{name} {how}: {found.get(name, 0):#x}, and is {state[1]:#x} all the time"
                 )
-        if strangers := found.keys() - directory.names.keys():
-            self._wrong(directory, f"has names that nobody made: {strangers}")
+        if unexpected := found.keys() - directory.names.keys():
+            self._wrong(directory, f"has names that nobody made: {unexpected}")
 
     async def _stat(self, worker: SimulatedClient, directory: Directory) -> None:
         try:
@@ -263,7 +267,7 @@ class Listings(Work):
             self._wrong(directory, f"has mode {attr.mode:o}")
 
     async def _chmod(self, worker: SimulatedClient, directory: Directory) -> None:
-        """What shards keep of the directory goes into its record with that."""
+        """Change the mode, which also moves the shards' statistics of the directory into its record."""
         try:
             await worker.client.vfs.setattr(
                 directory.inode, mode=worker.chance.choice((0o700, 0o755)), caller=CALLER
@@ -297,7 +301,7 @@ class Listings(Work):
             if (attr.size, attr.links) != (len(found), 2 + len(below)):
                 self._wrong(
                     directory,
-                    f"tells of {attr.size} entries and {attr.links} links, and has {len(found)} names, "
+                    f"reports {attr.size} entries and {attr.links} links, and has {len(found)} names, "
                     f"{len(below)} of directories",
                 )
 

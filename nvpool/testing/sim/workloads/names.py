@@ -1,5 +1,7 @@
-"""What the clients of a simulated pool do with names: create, link, rename, also over what is there, unlink, look; in plain and
-in wide directories. Judged by search, so each directory has few calls. Called by `sim/scenario`.
+"""Workload on names: create, link, rename, also over existing names, unlink, look up; in plain and striped
+directories.
+
+The check is a search, so each directory has few calls. Used by `sim/scenario`.
 """
 
 from __future__ import annotations
@@ -24,15 +26,15 @@ from nvpool.testing.sim.loop import VirtualLoop
 from nvpool.testing.sim.workloads.file_data import CALLER, ROOT, Act, SimulatedClient, Work
 
 NAMES = [b"0a", b"0b", b"1a", b"1b"]
-"""Each in the first or in the second of two directories, which may be two shards'."""
+"""Names in the first and second of two directories, which may be in two shards."""
 CALLS_PER_DIRECTORY = 21
 WIDE_SHARE = 0.4
-"""Of the directories."""
+"""Share of striped directories."""
 KINDS = {"create": 4, "unlink": 2, "rename": 1, "replace": 2, "link": 2, "lookup": 3}
 
 
 class Naming(Work):
-    """In turn all clients work in the newest two directories, until these have seen enough calls."""
+    """All clients work in the newest two directories, until these have had enough calls."""
 
     def __init__(
         self, loop: VirtualLoop, done: dict[str, int], losses: Sequence[float], one_shard: bool
@@ -124,7 +126,7 @@ class Naming(Work):
                 listed, size = await judge.listed(directory), (await judge.client.vfs.getattr(directory)).size
                 if sorted(listed) != sorted(here.items()) or size != len(here):
                     self._wrong.append(
-                        f"directory {directory:#x} lists {listed}, tells of {size} names, and has {here}"
+                        f"directory {directory:#x} lists {listed}, reports {size} names, and has {here}"
                     )
 
     def problems(self) -> list[str]:

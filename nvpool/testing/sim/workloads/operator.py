@@ -1,5 +1,6 @@
-"""What an operator wishes of the shards of a simulated pool while it serves: more of them, fewer, and after all not. Partitions
-move meanwhile. Called by `sim/scenario`.
+"""Operator requests for the shards of a simulated pool while it serves: add, remove, cancel a removal.
+
+Partitions move meanwhile. Used by `sim/scenario`.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from nvpool.testing.sim.pool import SimPool
 
 SHARDS_MAX = 4
 REST_S = 180
-"""In which partitions are where they are to be, once nothing fails any more."""
+"""Time in which all partitions are at their places, once faults have ended."""
 KINDS = {"add": 3, "remove": 3, "stay": 1, "pause": 1}
 
 
-class Wishes:
-    """`over()` says when nothing more is wished; `done` counts."""
+class ShardOperator:
+    """Sends operator requests until `over()`; `done` counts them."""
 
     def __init__(
         self, pool: SimPool, chance: random.Random, over: Callable[[], bool], done: dict[str, int]
@@ -40,34 +41,38 @@ class Wishes:
             await getattr(self, f"_{chance.choices(list(KINDS), list(KINDS.values()))[0]}")()
             await asyncio.sleep(chance.expovariate(0.3))
 
-    def _tell(self, event: str) -> None:
-        self._pool.truths.happened(asyncio.get_running_loop().time(), event)
+    def _record_event(self, event: str) -> None:
+        self._pool.invariants.happened(asyncio.get_running_loop().time(), event)
 
     async def _add(self) -> None:
         if len(self._pool.pool_map.shards) < SHARDS_MAX:
-            self._tell(f"shard {await self._pool.add_shard()} is added")
+            self._record_event(f"shard {await self._pool.add_shard()} is added")
             self._done["shards"] += 1
 
     async def _remove(self) -> None:
-        """Any of them but the last that stays."""
-        staying = [shard.id for shard in self._pool.pool_map.shards if shard.wish == "share"]
+        """Remove one shard, but never the last that stays."""
+        staying = [shard.id for shard in self._pool.pool_map.shards if shard.desired_state == "share"]
         if len(staying) > 1:
             with suppress(
                 InvalidRequest
-            ):  # who leads no more, and does not know it yet, may know of one only
-                await self._wish(self._chance.choice(staying), "remove")
+            ):  # a former leader that does not know of its successor may know only one shard
+                await self._set_desired_state(self._chance.choice(staying), "remove")
                 self._done["shards"] += 1
 
     async def _stay(self) -> None:
-        leaving = [shard.id for shard in self._pool.pool_map.shards if shard.wish == "remove"]
+        leaving = [shard.id for shard in self._pool.pool_map.shards if shard.desired_state == "remove"]
         if leaving:
-            await self._wish(self._chance.choice(leaving), "share")
+            await self._set_desired_state(self._chance.choice(leaving), "share")
 
-    async def _wish(self, number: int, wish: str) -> None:
+    async def _set_desired_state(self, number: int, desired_state: str) -> None:
         await self._change(
-            lambda now: partition_moves.wished(now, number, wish) if number in now.shard_by_id else now
+            lambda now: (
+                partition_moves.with_desired_state(now, number, desired_state)
+                if number in now.shard_by_id
+                else now
+            )
         )
-        self._tell(f"shard {number} is wished to {wish}")
+        self._record_event(f"the desired state of shard {number} is {desired_state}")
 
     async def _pause(self) -> None:
         await self._paused(True)
@@ -81,7 +86,7 @@ class Wishes:
         await until_changed(self._pool.managing, decide)
 
     async def until_at_rest(self) -> list[str]:
-        """Why not, after REST_S."""
+        """Wait at most REST_S until no partition moves, and return why some still do."""
         for _ in range(REST_S * 4):
             if not self._pool.pool_map.moves:
                 return []

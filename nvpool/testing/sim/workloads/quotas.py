@@ -1,10 +1,11 @@
-"""What the clients of a simulated pool do in volumes with quotas: files of one client each are made, written, cut, renamed,
-also over others, and removed, while the volume is resized and in the end perhaps removed.
+"""Workload in volumes with quotas: create, write, truncate, rename and remove files, resize and remove
+volumes.
 
-Judged: what was acknowledged is never more than a quota, in files and in bytes; in the end the counted use is what a walk
-finds, names are those that were told, EDQUOT comes exactly at the limit; a removed volume leaves no inode and no chunk, and no
-name in it is made or changed any more; nothing is renamed over a volume's border. Not judged: bytes of a file that a client
-asks for by its number, until the file is collected. Called by `sim/scenario`.
+Each file is changed by one client only. Checks: acknowledged changes never exceed a quota, in files and in
+bytes. In the end the counted usage is what a walk finds, names are those of the replies, and EDQUOT comes
+exactly at the limit. A removed volume leaves no inode and no chunk, and no name in it is made or changed any
+more. Nothing is renamed across a volume's border. Not checked: bytes of a removed file that a client reads by
+its inode number, until the file is collected. Used by `sim/scenario`.
 """
 
 from __future__ import annotations
@@ -23,19 +24,23 @@ from nvpool.testing.sim.pool import CHUNK_BYTES, SimPool
 from nvpool.testing.sim.workloads.file_data import CALLER, ROOT, Act, SimulatedClient, Work
 
 FILES, BYTES = (5, 14), (2 * CHUNK_BYTES, 8 * CHUNK_BYTES)
-"""Quotas, small enough to be met all the time."""
+"""Ranges of quotas, small enough to be reached all the time."""
 NAMES_EACH = 6
 KINDS = {"create": 8, "write": 10, "cut": 4, "rename": 3, "unlink": 4, "cross": 1, "resize": 2}
 REMOVED_S = 120
-"""In which nothing is left of a removed volume, once nothing fails any more: a sweep (pool.SWEEP_S) takes what a loss of power
-brought back."""
+"""Time in which nothing is left of a removed volume, once faults have ended: a sweep (pool.SWEEP_S) removes
+what a power loss brought back."""
 SETTLED_S = 65.0
-"""After which nobody holds room, or has anything open, once all is quiet: three renewals of sessions, and a little. The first
-may be one that failed; of the others one says what the shard holds and is not open, and the next one that it is given up."""
+"""Time after which no session has reserved bytes or open files, once all is quiet: three renewals of
+sessions, and a little.
+
+The first renewal may have failed. With the next one the client learns what the shard still holds for it, and
+with the third one it releases that.
+"""
 
 
-async def told(work: Awaitable):
-    """What it returns; the error as the pool knows it, not as a program sees it."""
+async def with_pool_errors(work: Awaitable):
+    """Return the result of `work`; raise the pool's error that caused an OSError."""
     try:
         return await work
     except OSError as error:
@@ -49,8 +54,11 @@ def volumes_of(client: Client) -> AsyncVolumes:
 
 
 class _Volume:
-    """What was told of one: `sure` names with their inodes, `unsure` ones; `least`: bytes that are there for certain, of inodes
-    that are; `limits`: quotas that may be in force, in files and in bytes."""
+    """Expected state of one volume.
+
+    `sure`: names with their inodes. `unsure`: names with unknown state. `least`: inode -> bytes that
+    certainly exist. `limits`: quotas that may be in force, in files and in bytes.
+    """
 
     def __init__(self, name: str, inode: int, files: int, size: int) -> None:
         self.name, self.inode = name, inode
@@ -60,13 +68,13 @@ class _Volume:
         self.least: dict[int, int] = {}
         self.ever: set[int] = {inode}
         self.begun = 0
-        """Files that were ever begun to be made."""
+        """Number of attempts to create a file."""
         self.resizing = self.ending = False
         self.gone_s: float | None = None
 
 
 class Quotas(Work):
-    """`remove_s`: when the last volume is removed, None: never."""
+    """`remove_s`: time at which the last volume is removed; None: never."""
 
     def __init__(
         self,
@@ -88,7 +96,9 @@ class Quotas(Work):
         await super().prepare(client)
         for number in range(1, self._count + 1):
             files, size = FILES[1] - number, BYTES[1] // number
-            made = await told(volumes_of(client).create(f"v{number}", bytes_max=size, files_max=files))
+            made = await with_pool_errors(
+                volumes_of(client).create(f"v{number}", bytes_max=size, files_max=files)
+            )
             self._volumes.append(_Volume(made.name, made.inode, files, size))
         if self._remove_s is not None:
             self._remove_s += self._loop.time()
@@ -120,7 +130,7 @@ class Quotas(Work):
         self._look_at_limits(volume)
 
     def _look_at_limits(self, volume: _Volume) -> None:
-        """What is there for certain is within what may be the quota."""
+        """Check that the certain content is within the largest quota that may be in force."""
         if volume.ending:
             return
         there, size = len(volume.least), sum(volume.least.values())
@@ -196,7 +206,7 @@ class Quotas(Work):
             volume.least.pop(over)
         del volume.sure[name]
         volume.unsure |= {name, other}
-        size = volume.least.pop(inode)  # as long as the outcome is not known, nothing is said of either
+        size = volume.least.pop(inode)  # not counted while the outcome is unknown
         await worker.client.vfs.rename(volume.inode, name, volume.inode, other, 0, CALLER)
         volume.unsure -= {name, other}
         volume.sure[other], volume.least[inode] = inode, size
@@ -213,7 +223,7 @@ class Quotas(Work):
         return True
 
     async def _cross(self, worker: SimulatedClient, volume: _Volume, name: bytes, _: bytes) -> bool:
-        """Over the border: never."""
+        """Rename a file out of the volume, which must fail."""
         if name not in volume.sure:
             return False
         place = worker.chance.choice([ROOT, *(other.inode for other in self._volumes if other is not volume)])
@@ -224,7 +234,10 @@ class Quotas(Work):
         raise InvariantBroken(f"{name!r} of volume {volume.name} was renamed into {place}")
 
     async def _resize(self, worker: SimulatedClient, volume: _Volume, _name: bytes, _other: bytes) -> bool:
-        """One at a time. Refused where more is used: then all may be as before."""
+        """Resize the volume, one client at a time.
+
+        If more is used the request is refused, and the quota may be the former one.
+        """
         if volume.resizing or volume.ending:
             return False
         new = worker.chance.randint(*FILES), worker.chance.randint(*BYTES)
@@ -232,7 +245,9 @@ class Quotas(Work):
         before = len(volume.limits)
         volume.limits.append(new)
         try:
-            await told(volumes_of(worker.client).resize(volume.name, files_max=new[0], bytes_max=new[1]))
+            await with_pool_errors(
+                volumes_of(worker.client).resize(volume.name, files_max=new[0], bytes_max=new[1])
+            )
         except Refused:
             return False
         finally:
@@ -242,19 +257,19 @@ class Quotas(Work):
         return True
 
     async def _remove(self, worker: SimulatedClient, volume: _Volume) -> None:
-        """Refused while somebody has something open in it."""
+        """Remove the volume. Refused while a file in it is open."""
         volume.ending = True
-        await told(volumes_of(worker.client).remove(volume.name))
+        await with_pool_errors(volumes_of(worker.client).remove(volume.name))
         if volume.gone_s is None:
             volume.gone_s = self._loop.time()
             self._done["removed"] += 1
 
-    # -- judging
+    # -- final checks
 
     async def look(self, judge: SimulatedClient) -> None:
         await asyncio.sleep(SETTLED_S)
         volumes = volumes_of(judge.client)
-        there = {shown.inode: shown for shown in await told(volumes.list())}
+        there = {shown.inode: shown for shown in await with_pool_errors(volumes.list())}
         for volume in self._volumes:
             shown = there.get(volume.inode)
             if shown is not None and volume.gone_s is not None:
@@ -275,7 +290,7 @@ class Quotas(Work):
             or names.keys() - volume.sure.keys() - volume.unsure
         ):
             self._wrong.append(
-                f"volume {volume.name} lists {listed}, told were {volume.sure}, perhaps {volume.unsure}"
+                f"volume {volume.name} lists {listed}, acknowledged were {volume.sure}, perhaps {volume.unsure}"
             )
         sizes = {inode: (await judge.client.vfs.getattr(inode)).size for inode in names.values()}
         if (shown.files_used, shown.bytes_used) != (len(sizes), sum(sizes.values())):
@@ -290,12 +305,12 @@ class Quotas(Work):
         for inode, least in volume.least.items():
             if sizes.get(inode, 0) < least:
                 self._wrong.append(
-                    f"inode {inode:#x} of volume {volume.name} has {sizes.get(inode)} bytes, {least} were told"
+                    f"inode {inode:#x} of volume {volume.name} has {sizes.get(inode)} bytes, {least} were acknowledged"
                 )
         await self._fill(judge, volume, shown)
 
     async def _fill(self, judge: SimulatedClient, volume: _Volume, shown: Shown) -> None:
-        """EDQUOT comes when the quota is reached, not before and not after."""
+        """Check that EDQUOT comes exactly when the quota is reached."""
         vfs, made, grown = judge.client.vfs, 0, 0
         try:
             while made <= shown.files_max:
@@ -336,7 +351,7 @@ class Quotas(Work):
             for inode, index in store._chunks
             if inode in volume.ever
         ]
-        if await told(volumes_of(judge.client).removing(volume.inode)) is not None:
+        if await with_pool_errors(volumes_of(judge.client).removing(volume.inode)) is not None:
             found.append("its record")
         for inode in sorted(volume.ever):
             try:
