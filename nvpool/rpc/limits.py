@@ -35,8 +35,7 @@ from typing import NamedTuple, Protocol
 
 from nvpool.core.clock import SYSTEM_CLOCK, Clock, stopwatch_s
 from nvpool.core.errors import Busy
-from nvpool.rpc.api import Peer
-from nvpool.rpc.peer_roles import Role, role_of
+from nvpool.rpc.peer_roles import Peer, Role, role_of
 from nvpool.rpc.stats import RPC_STATS
 
 _log = logging.getLogger(__name__)
