@@ -11,7 +11,7 @@ wire, the data in the mount state and its order, and all bookkeeping are the sam
 Conditions of a write: 4 to 32 KiB at the start of an empty file outside volumes, in one unit, to a chunk with
 one target that is connected, within all bounds, in a client with mount state. Condition of its reply: the
 bytes are stored, and nothing else has happened to the file. Conditions of a report: those of
-fast_changes.Begins, and a reply of the service. In every other case the slow path takes over before any side
+MetaClient.begin, and a reply of the service. In every other case the slow path takes over before any side
 effect, or continues the request under the same request id. Connections that do not carry plain frames over
 TCP or unix sockets are used as always.
 """
