@@ -16,13 +16,14 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from nvpool.blockio import uring as _ring
 from nvpool.blockio.api import Outcome, WaitingReader
 from nvpool.blockio.uring import UringReader
+from nvpool.core.compiled import load_compiled
 from nvpool.core.errors import Cancelled, DriveFailed, from_os_error
 from nvpool.core.units import BLOCK_BYTES, KIB
 
-_compiled_read_now = getattr(_ring._uring, "read_now", None)
+_uring = load_compiled("nvpool.blockio._uring")
+_compiled_read_now = getattr(_uring, "read_now", None)
 READ_THREADS = 8
 """Number of threads, and so of simultaneous shares of a batch, without io_uring."""
 
@@ -98,7 +99,7 @@ def cached_pages_plain(fd: int, offset: int, length: int) -> int:
     return -1 if failed else found[0]
 
 
-cached_pages = getattr(_ring._uring, "cached_pages", None) or cached_pages_plain
+cached_pages = getattr(_uring, "cached_pages", None) or cached_pages_plain
 
 
 def reader_for(fd: int, *, uring: bool = True) -> WaitingReader:

@@ -16,8 +16,16 @@ from typing import Any, TypeVar
 
 import click
 
-from nvpool.core.errors import BadConfiguration, Bug, Damaged, NvpoolError, Refused, Stale, Unavailable
-from nvpool.core.remedies import with_pool
+from nvpool.core.errors import (
+    BadConfiguration,
+    Bug,
+    Damaged,
+    NvpoolError,
+    Refused,
+    Stale,
+    Unavailable,
+    with_pool,
+)
 from nvpool.core.units import parse_bytes
 
 EXIT_REFUSED, EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_DAMAGED, EXIT_BUG, EXIT_INTERRUPTED = 1, 2, 3, 4, 70, 130

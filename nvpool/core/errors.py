@@ -12,15 +12,25 @@ and its remedy. Errors are translated at the borders only: `rpc/error_codec`, `f
 `cli/output`. The adapter of a third-party library translates the exceptions of the library into ours, by type
 and never by message text. Only the client's metaclient and chunkclient retry.
 
+A remedy may name a command. The code that raises an error often does not know the pool's directory or address
+(a decision, or a daemon of another node), so its text has the placeholder POOL. The program that displays the
+text inserts the name with `with_pool`: the CLI or the pool status. A house test checks that the commands are
+complete.
+
 The first line of a class docstring is the default message of the error, so it is a runtime text.
 """
 
 from __future__ import annotations
 
 import errno
+import re
+import shlex
 from typing import ClassVar
 
 WIRE_OK = 0
+
+_PLACE = re.compile(r"(\bnvpool [a-z][^`;,()\n]*? )POOL(?=[\s:`;,.)]|$)")
+"""Matches POOL within one command; a command that means another pool uses another word, such as NEW_POOL."""
 
 
 class NvpoolError(Exception):
@@ -572,3 +582,12 @@ def from_os_error(error: OSError, doing: str) -> NvpoolError:
     if error.errno == errno.EROFS:
         return ReadOnly(text)
     return DriveFailed(text)
+
+
+def with_pool(text: str, pool: str) -> str:
+    """Return `text` with `pool` inserted into its commands, so that users can copy them; "" leaves `text`
+    unchanged."""
+    if not pool or "POOL" not in text:
+        return text
+    name = shlex.quote(pool)
+    return _PLACE.sub(lambda found: found[1] + name, text)

@@ -239,6 +239,9 @@ class KernelRequests:
         else:
             self._fail(unique, coming.outcome[1], "read")
 
+    _read_uncompiled = _on_read
+    """This `_on_read`, for a READ that the compiled reads of a derived class have declined."""
+
     def _on_write(self, count: int) -> None:
         _, _, unique, _, uid, gid, pid, _, _, handle, offset, _, flags, open_flags = requests.decode_write(
             self._buffer, count

@@ -10,7 +10,7 @@ All calls come from one thread, the one of the event loop. Only `sync`, `room` a
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 from nvpool.core.compiled import load_compiled
 from nvpool.core.errors import InvalidRequest, TooBig
@@ -57,7 +57,7 @@ def _checked_compiled(effects: Iterable[Effect]) -> dict[bytes, bytes | None]:
     return changed if changed is not None else checked_effects_plain(pairs)
 
 
-_journal_record = load_compiled("nvpool.kv._journal_record")
+_journal_record: Any = load_compiled("nvpool.kv._journal_record")
 checked_effects = checked_effects_plain if _journal_record is None else _checked_compiled
 
 

@@ -24,6 +24,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from nvpool.core.errors import (
     Busy,
@@ -128,10 +129,13 @@ class LmdbKv:
         self._sync_thread = options.floor.thread("kv-sync")
         self._checkpoint_thread = options.floor.thread("kv-checkpoint")
         self._record_bytes_max = self.options.journal_bytes // 8
-        self._directory: EngineDirectory | None = None
-        self._journal: Journal | None = None
-        self._tree: LmdbTree | None = None
-        self._layer, self._frozen = Layer(), None
+        self._directory: EngineDirectory
+        self._journal: Journal
+        self._tree: LmdbTree
+        self._resources = contextlib.ExitStack()
+        """Closes the three above, as far as `_start` has opened them."""
+        self._layer = Layer()
+        self._frozen: Layer | None = None
         self._frozen_sequence = self._frozen_generation = self._frozen_bytes = self._frozen_term = 0
         self._term_before = self._term_began = self._stored_term = 0
         self._sequence = self._synced_sequence = self._stored_sequence = 0
@@ -153,10 +157,13 @@ class LmdbKv:
 
     async def _start(self) -> None:
         self._directory = EngineDirectory(self.path)
+        self._resources.callback(self._directory.release)
         formatted = self._directory.prepare()
         self._tree = self.options.floor.tree(self.path, self.options.map_bytes)
+        self._resources.callback(self._tree.close)
         sequence, generation, term = self._stored_mark(formatted)
         self._journal = self.options.floor.journal(self.path, self.options.journal_bytes)
+        self._resources.callback(self._journal.close)
         # A crash leaves records in the generation after the stored one and, if it happened between a freeze
         # and its commit, in the next one too. Starting above both makes all remaining records in the files
         # invalid.
@@ -235,7 +242,7 @@ class LmdbKv:
 
     def _scan(self, first: bytes, end: bytes, limit: int, forward: bool) -> list[tuple[bytes, bytes]]:
         end = min(end, KEY_END)
-        found: list[tuple[bytes, bytes]] = []
+        found: list[tuple[bytes, Any]] = []  # values are bytes; mypy does not narrow the pairs of the overlay
         if limit <= 0 or first >= end:
             return found
         overlay = self._overlay(first, end, forward)
@@ -422,12 +429,12 @@ class LmdbKv:
             raise InvalidRequest(f"change {wanted} does not exist; the last is {self._sequence}")
         self._raise_if_fenced()
         if self.sync_others is not None:
-            await self._sync_everywhere(wanted)
+            await self._sync_everywhere(wanted, self.sync_others)
         else:
             await self._sync_here(wanted)
 
-    async def _sync_everywhere(self, wanted: int) -> None:
-        others = asyncio.ensure_future(self.sync_others(wanted))
+    async def _sync_everywhere(self, wanted: int, sync_others: Callable[[int], Awaitable[None]]) -> None:
+        others = asyncio.ensure_future(sync_others(wanted))
         try:
             await self._sync_here(wanted)
             await others
@@ -537,9 +544,8 @@ class LmdbKv:
         error the engine must be fenced.
         """
         self._raise_if_fenced()
-        if self._frozen is None:
-            self._freeze()
-        if self._frozen.values and self._before_checkpoint is not None:
+        frozen = self._freeze() if self._frozen is None else self._frozen
+        if frozen.values and self._before_checkpoint is not None:
             await self._before_checkpoint()
         if self.history is not None:
             await self.history.until(self._frozen_sequence)
@@ -552,7 +558,7 @@ class LmdbKv:
             except NoSpace as error:
                 full = str(error)
             while not await self._loop.run_in_executor(
-                self._checkpoint_thread, self._tree.write, self._frozen.values, mark, self._step
+                self._checkpoint_thread, self._tree.write, frozen.values, mark, self._step
             ):
                 # The transaction was discarded; the frozen layer still has everything.
                 self._tree.double_map()
@@ -565,10 +571,11 @@ class LmdbKv:
         self._drop_frozen()
         self._step("dropped")
 
-    def _freeze(self) -> None:
+    def _freeze(self) -> Layer:
         # Must stay together: layer, journal file and numbers change in one step. The other journal file is
         # free, because there is no frozen layer, so its content is in LMDB.
-        self._frozen, self._layer = self._layer, Layer()
+        frozen = self._frozen = self._layer
+        self._layer = Layer()
         self._frozen_sequence, self._frozen_generation = self._sequence, self._journal.generation
         self._frozen_term = self.last.term
         self._frozen_bytes = self._journal.offset
@@ -578,6 +585,7 @@ class LmdbKv:
             self._checkpoint_timer = None
         self._set_limits()
         self._step("frozen")
+        return frozen
 
     def _drop_frozen(self) -> None:
         # LMDB syncs its commits, so the frozen changes are durable even if the journal is not synced yet.
@@ -649,12 +657,7 @@ class LmdbKv:
         # The threads finish their running work: an LMDB transaction cannot be aborted from outside.
         for thread in (self._sync_thread, self._checkpoint_thread):
             await self._loop.run_in_executor(None, thread.shutdown)
-        if self._tree is not None:
-            self._tree.close()
-        if self._journal is not None:
-            self._journal.close()
-        if self._directory is not None:
-            self._directory.release()
+        self._resources.close()
 
     def _cancel_timers(self) -> None:
         for timer in (self._sync_timer, self._checkpoint_timer):

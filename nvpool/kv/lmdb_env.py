@@ -19,7 +19,7 @@ import errno
 import os
 import struct
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -93,24 +93,25 @@ class LmdbTree:
         self.write_keys_max = 0
         """A write of this many keys, in any position, changes at most WRITE_PAGES_MAX pages."""
         self._file = -1
-        self._env: lmdb.Environment | None = None
         try:
             # Larger than the file, so that it can grow: the first map of an existing file must contain it.
             file_bytes = self.path.stat().st_size if self.path.exists() else 0
-            self._open(max(map_bytes, (file_bytes * 5 // 4 // MIB + 1) * MIB))
-            self._env.reader_check()
-            self._file = os.open(self.path, os.O_RDWR)
-            self._page_bytes = self._env.stat()["psize"]
-            self._measure()
+            self._env = self._opened_env(max(map_bytes, (file_bytes * 5 // 4 // MIB + 1) * MIB))
+            try:
+                self._env.reader_check()
+                self._file = os.open(self.path, os.O_RDWR)
+                self._page_bytes = self._env.stat()["psize"]
+                self._measure()
+            except (lmdb.Error, OSError):
+                self.close()
+                raise
         except lmdb.Error as error:
-            self.close()
             raise from_lmdb_error(error, f"open {self.path}") from error
         except OSError as error:
-            self.close()
             raise from_os_error(error, f"open {self.path}") from error
 
-    def _open(self, map_bytes: int) -> None:
-        self._env = lmdb.open(
+    def _opened_env(self, map_bytes: int) -> lmdb.Environment:
+        return lmdb.open(
             os.fspath(self.path.parent),
             map_size=map_bytes,
             subdir=True,
@@ -128,7 +129,7 @@ class LmdbTree:
         """
         try:
             self._env.close()
-            self._open(self.map_bytes)
+            self._env = self._opened_env(self.map_bytes)
         except lmdb.Error as error:
             raise from_lmdb_error(error, f"open {self.path}") from error
         if _malloc_trim is not None:
@@ -172,7 +173,7 @@ class LmdbTree:
                 transaction.abort()
         except lmdb.Error as error:
             raise from_lmdb_error(error, f"read {self.path}") from error
-        found = dict(map(self._checked, stored))
+        found: dict[bytes, bytes | None] = dict(map(self._checked, stored))
         if len(found) < len(keys):
             found.update((key, self.get(key)) for key in keys if key not in found)
         return found
@@ -208,7 +209,7 @@ class LmdbTree:
             raise from_lmdb_error(error, f"read {self.path}") from error
         return found
 
-    def walk(self, first: bytes, end: bytes, forward: bool) -> Iterator[tuple[bytes, bytes]]:
+    def walk(self, first: bytes, end: bytes, forward: bool) -> Generator[tuple[bytes, bytes]]:
         """Yield pairs with first <= key < end, ascending or descending.
 
         The caller must exhaust or close the iterator within its own call.
@@ -353,8 +354,7 @@ class LmdbTree:
         self.write_keys_max = keys_within(WRITE_PAGES_MAX, pages["leaf_pages"], pages["branch_pages"])
 
     def close(self) -> None:
-        if self._env is not None:
-            self._env.close()
+        self._env.close()
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

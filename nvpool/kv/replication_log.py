@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from nvpool.core.units import MIB
@@ -145,7 +146,7 @@ class ReplicationHistory:
                 term = self.term_at(sequence)
                 if term == run.term:
                     return sequence
-                if term < run.term:
+                if term is None or term < run.term:
                     break
                 sequence -= 1
         return None
@@ -185,14 +186,11 @@ class ReplicationHistory:
     async def until(self, sequence: int) -> None:
         """Return when the change `sequence` is committed; wait for ever if it never is."""
         while self.committed < sequence:
-            done = asyncio.get_running_loop().create_future()
+            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             # The queue must stay ordered: wait after the last callback of `when`, whose number is as high or
             # higher.
             self._waiting.append(
-                (
-                    max(sequence, self._waiting[-1][0] if self._waiting else 0),
-                    lambda _known, done=done: done.done() or done.set_result(None),
-                )
+                (max(sequence, self._waiting[-1][0] if self._waiting else 0), partial(_complete, done))
             )
             await done
             if self._ended:
@@ -204,6 +202,11 @@ class ReplicationHistory:
         self._ended = True
         while self._waiting:
             self._waiting.popleft()[1](False)
+
+
+def _complete(done: asyncio.Future[None], _is_committed: bool) -> None:
+    if not done.done():
+        done.set_result(None)
 
 
 def tail_of(stored: Position, history: ReplicationHistory) -> Tail:

@@ -42,7 +42,8 @@ STEP_PAIRS = 1000
 
 
 class _Readable(Protocol):
-    sequence: int
+    @property
+    def sequence(self) -> int: ...
 
     def get(self, key: bytes) -> bytes | None: ...
 
@@ -89,7 +90,7 @@ class EngineSnapshot:
             reached = min(reached, changed[-1][0] + b"\0")
         old = dict(changed)
         now = [pair for pair in window if pair[0] < reached and pair[0] not in old]
-        then = [pair for pair in changed if pair[0] < reached and pair[1] is not None]
+        then = [(key, value) for key, value in changed if key < reached and value is not None]
         pairs = list(heapq.merge(now, then)) if then else now
         if len(pairs) > limit:
             del pairs[limit:]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import lmdb
@@ -64,7 +64,7 @@ class SpillFile:
         except lmdb.Error as error:
             raise from_lmdb_error(error, f"read {self._path}") from error
 
-    def ascend(self, first: bytes, end: bytes) -> Iterator[tuple[bytes, bytes | None]]:
+    def ascend(self, first: bytes, end: bytes) -> Generator[tuple[bytes, bytes | None]]:
         """Yield pairs with first <= key < end; exhaust or close the iterator before the next `put`."""
         try:
             with self._env.begin() as transaction:

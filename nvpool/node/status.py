@@ -16,8 +16,7 @@ from msgspec import structs
 from nvpool.client.reverse_paths import LOOK_S, KnownPaths, printable
 from nvpool.cluster.api import MapCoordinator
 from nvpool.core.clock import SYSTEM_CLOCK
-from nvpool.core.errors import DeadlineExceeded, NvpoolError
-from nvpool.core.remedies import with_pool
+from nvpool.core.errors import DeadlineExceeded, NvpoolError, with_pool
 from nvpool.core.version import VERSION
 from nvpool.host.pool_directory import PoolDirectory
 from nvpool.node.admin.certificate_store import CertificateStore

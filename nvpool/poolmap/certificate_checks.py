@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from nvpool.core.member_names import SKEW_S
-from nvpool.poolmap.health_checks import HealthProblem
+from nvpool.poolmap.health_checks import HealthProblem, Severity
 
 DAY_S = 86_400.0
 NOTICE_S, RISK_S = 30 * DAY_S, 7 * DAY_S
@@ -31,6 +31,7 @@ NAMES = {
 _RENEWED = frozenset(("member", "etcd-member"))
 """Kinds that are renewed automatically."""
 State = Literal["well", "notice", "risk", "ended"]
+_SEVERITIES: dict[State, Severity] = {"notice": "notice", "risk": "degraded", "ended": "unavailable"}
 
 
 def state_of(kind: str, begins_s: float, ends_s: float, now_s: float) -> State:
@@ -78,13 +79,12 @@ def problems(
         why = ""
         if kind in _RENEWED:
             why = f", and was not renewed: {trouble or 'the supervisor has not tried yet; it does so every hour'}"
-        severity = {"notice": "notice", "risk": "degraded", "ended": "unavailable"}[state]
         found.append(
             HealthProblem(
                 "certificate",
                 f"the certificate of {NAMES[kind]} {when}{why}",
                 remedy_of(kind, pool),
-                severity,
+                _SEVERITIES[state],
                 node=node,
                 name=kind,
             )

@@ -9,12 +9,12 @@ poolmap/chains/rebalance.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NotRequired, TypedDict
 
 import msgspec
 
-from nvpool.core.remedies import with_pool
+from nvpool.core.errors import with_pool
 from nvpool.core.units import format_seconds
 from nvpool.poolmap.chains.placement import usable
 from nvpool.poolmap.chains.transitions import named
@@ -32,6 +32,17 @@ EXIT_CODES: dict[str, int] = {"unavailable": 3, "degraded": 3, "damaged": 4, "no
 WELL = frozenset(("serving", "starting"))
 Said = Mapping[str, Any]
 """Status report of one process or node: an entry of `nvpool status --json`."""
+ProblemKey = tuple[str, int | None, int | None, int | None, int | None, int | None, str]
+"""Identity of a problem: kind, node, target, drive, shard, member and name of the process."""
+
+
+class _TargetFields(TypedDict):
+    """Fields of a HealthProblem that name its target."""
+
+    node: int
+    name: NotRequired[str]
+    target: int
+    drive: int
 
 
 class HealthProblem(msgspec.Struct, frozen=True):
@@ -54,7 +65,7 @@ class HealthProblem(msgspec.Struct, frozen=True):
     """Time at which this node first noticed the problem."""
 
     @property
-    def key(self) -> tuple:
+    def key(self) -> ProblemKey:
         """Identity of the problem, independent of its current figures."""
         return self.kind, self.node, self.target, self.drive, self.shard, self.member, self.name
 
@@ -176,7 +187,12 @@ class Health:
         """Yield the problems of stores; those of shard members are reported with their shards."""
         for store in self._stores.values():
             target = self._map.target_by_id[store["target"]]
-            about = {"node": target.node, "name": store["name"], "target": target.id, "drive": target.drive}
+            about: _TargetFields = {
+                "node": target.node,
+                "name": store["name"],
+                "target": target.id,
+                "drive": target.drive,
+            }
             name = f"{store['name']}{self._on(target.node)} (drive {target.drive}, {store['path']})"
             if store["state"] not in WELL or (store.get("reason") and store["state"] != "serving"):
                 if target.node not in self._silent:
@@ -218,7 +234,7 @@ class Health:
         without: Counter[int] = Counter()
         missing: dict[int, Counter[str]] = defaultdict(Counter)
         short: Counter[tuple[int, int]] = Counter()
-        counts = Counter()
+        counts: Counter[str] = Counter()
         for table in self._map.tables:
             for chain in table.chains:
                 live = [target for target in chain.targets if self._serves(target)]
@@ -252,6 +268,7 @@ class Health:
         targets = [self._map.target_by_id[target] for target in holders if target in self._map.target_by_id]
         whose = ", ".join(self._name(target) for target in targets[:4]) + (", …" if len(targets) > 4 else "")
         one = targets[0] if targets else None
+        only = one if len(targets) == 1 else None
         node = one.node if one is not None and one.node in self._silent else None
         back = (
             self._start_node(node)
@@ -269,9 +286,9 @@ class Health:
             f"written until one is back of {whose or 'those that were given up'}",
             remedy,
             "unavailable",
-            node=one.node if len(targets) == 1 else None,
-            target=one.id if len(targets) == 1 else None,
-            drive=one.drive if len(targets) == 1 else None,
+            node=only.node if only is not None else None,
+            target=only.id if only is not None else None,
+            drive=only.drive if only is not None else None,
             count=count,
         )
 
@@ -459,7 +476,9 @@ class Health:
     # -- drains and drives -------------------------------------------------------------------------------------------------
 
     def _drains(self) -> Iterable[HealthProblem]:
-        going, coming, held = Counter(), Counter(), named(self._map)
+        going: Counter[int] = Counter()
+        coming: Counter[int] = Counter()
+        held = named(self._map)
         for table in self._map.tables:
             for chain in table.chains:
                 going.update(target for target in chain.targets if chain.goal and target not in chain.goal)
@@ -473,7 +492,7 @@ class Health:
                 continue
             left, shards = going[target.id], beside(self._map, target.drive)
             still = format_seconds(self._stalled_s[target.drive])
-            about = {"node": target.node, "target": target.id, "drive": target.drive}
+            about: _TargetFields = {"node": target.node, "target": target.id, "drive": target.drive}
             if not shards and target.id not in held:
                 why, remedy = self._why_not_empty(target)
                 yield HealthProblem(
@@ -503,7 +522,7 @@ class Health:
         why, _, remedy = wait.partition("; give them back with: ")
         return why, with_pool(remedy, self._pool) or self._log(f"target-{target.id}", target.node)
 
-    def _why_stalled(self, target: Target, coming: Collection[int] | Counter[int]) -> tuple[str, str]:
+    def _why_stalled(self, target: Target, coming: Counter[int]) -> tuple[str, str]:
         destinations = [one for one in self._map.targets if coming[one.id]]
         down = [one for one in destinations if one.state == "down" or not self._serves(one.id)]
         full = [one for one in destinations if self._stores.get(one.id, {}).get("lacks_room")]
@@ -542,7 +561,7 @@ class Health:
         )
         for target in self._map.targets:
             store = self._stores.get(target.id, {})
-            about = {
+            about: _TargetFields = {
                 "node": target.node,
                 "name": f"target-{target.id}",
                 "target": target.id,
@@ -588,7 +607,7 @@ def _what_is(process: Said) -> str:
 
 
 def with_since(
-    problems: Iterable[HealthProblem], known: Mapping[tuple, int], now_ms: int
+    problems: Iterable[HealthProblem], known: Mapping[ProblemKey, int], now_ms: int
 ) -> list[HealthProblem]:
     """Return the problems with the time since which each is known: from `known`, or now."""
     return [msgspec.structs.replace(problem, since_ms=known.get(problem.key, now_ms)) for problem in problems]

@@ -298,8 +298,8 @@ class InboundCall:
         "cancelled",
         "_side",
         "_number",
-        "_bytes",
-        "_payload_bytes",
+        "byte_count",
+        "payload_bytes",
         "_callback",
     )
 
@@ -322,13 +322,13 @@ class InboundCall:
         self.cancelled = False
         self._side: Answerer | None = side
         self._number = number
-        self._payload_bytes = len(payload)
-        self._bytes = self._payload_bytes + len(message)
+        self.payload_bytes = len(payload)
+        self.byte_count = self.payload_bytes + len(message)
         self._callback: Callable[[], None] | None = None
 
     def room(self, byte_count: int) -> memoryview | None:
         side = self._side
-        return None if side is None else side._answer_room(self._number, byte_count)
+        return None if side is None else side.answer_room(self._number, byte_count)
 
     def reply(self, message: Buffer = b"", payload: Sequence[Buffer] = ()) -> None:
         side = self._side
@@ -341,14 +341,14 @@ class InboundCall:
             )
             return
         self._side = None
-        side._finish(self._number, 0, message, payload, payload_bytes)
+        side.finish(self._number, 0, message, payload, payload_bytes)
 
     def fail(self, error: BaseException) -> None:
         side = self._side
         code, message = encode_error(error)  # logs unexpected exceptions even if the client has gone
         if side is not None:
             self._side = None
-            side._finish(self._number, code, message, (), 0)
+            side.finish(self._number, code, message, (), 0)
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
         if self.cancelled:
@@ -356,7 +356,8 @@ class InboundCall:
         else:
             self._callback = callback
 
-    def _cancel(self) -> None:
+    def cancel(self) -> None:
+        """Drop the request: the client has cancelled it or has disconnected."""
         self.cancelled = True
         self._side = None
         if self._callback is not None:
@@ -369,7 +370,7 @@ class InboundCall:
 class Answerer:
     """Server side of a connection.
 
-    A derived class provides `_send_answer`, and calls `_arrived`, `_cancelled` and, once at the end,
+    A derived class provides `_send_answer`, and calls `_arrived`, `cancel_request` and, once at the end,
     `_asker_gone`. It should not read while `_overfull` is True; `_room` is called when that changes.
     """
 
@@ -403,7 +404,7 @@ class Answerer:
     ) -> None:
         raise NotImplementedError
 
-    def _answer_room(self, number: int, byte_count: int) -> memoryview | None:
+    def answer_room(self, number: int, byte_count: int) -> memoryview | None:
         """Implementation of Call.room for that request."""
         return None
 
@@ -425,9 +426,9 @@ class Answerer:
         call = InboundCall(self, number, method, message, payload, now_s, now_s + deadline_ms / 1000)
         self._in_work[number] = call
         self._reply_stats.begun += 1
-        self._work_bytes += call._bytes
-        if call._bytes > LARGE_BYTES and self._share is not None:
-            self._share.arrived(call._bytes)
+        self._work_bytes += call.byte_count
+        if call.byte_count > LARGE_BYTES and self._share is not None:
+            self._share.arrived(call.byte_count)
         if self._work_bytes > WORK_BYTES_MAX:
             self._overfull = True
         try:
@@ -435,34 +436,36 @@ class Answerer:
         except Exception as error:
             call.fail(error)
 
-    def _finish(
+    def finish(
         self, number: int, status: int, message: Buffer, payload: Sequence[Buffer], payload_bytes: int
     ) -> None:
+        """Send the response of a request, and remove the request from the table."""
         call = self._forget(number)
         self._send_answer(number, status, message, payload, payload_bytes)
         if call is not None:
             self._reply_stats.answered(
-                call.method, self._now_s() - call.since_s, status, call._payload_bytes, payload_bytes
+                call.method, self._now_s() - call.since_s, status, call.payload_bytes, payload_bytes
             )
         if self._on_idle is not None and not self._in_work:
             self._on_idle()
 
     def _forget(self, number: int) -> InboundCall | None:
         call = self._in_work.pop(number, None)
-        if call is not None and call._bytes:
-            self._work_bytes -= call._bytes
-            if call._bytes > LARGE_BYTES and self._share is not None:
-                self._share.done(call._bytes)
+        if call is not None and call.byte_count:
+            self._work_bytes -= call.byte_count
+            if call.byte_count > LARGE_BYTES and self._share is not None:
+                self._share.done(call.byte_count)
             if self._overfull and self._work_bytes <= WORK_BYTES_MAX:
                 self._overfull = False
                 self._room()
         return call
 
-    def _cancelled(self, number: int) -> None:
+    def cancel_request(self, number: int) -> None:
+        """Handle the client's cancellation of a request."""
         call = self._forget(number)
         if call is not None:  # else the cancellation crossed the response on the wire
             self._reply_stats.given_up += 1
-            call._cancel()
+            call.cancel()
             if self._on_idle is not None and not self._in_work:
                 self._on_idle()
 
@@ -475,7 +478,7 @@ class Answerer:
         self._work_bytes = 0
         self._reply_stats.given_up += len(in_work)
         for call in in_work.values():
-            call._cancel()
+            call.cancel()
         if self._on_idle is not None:
             self._on_idle()
 

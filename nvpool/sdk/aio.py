@@ -104,7 +104,7 @@ class AsyncFile:
     def __init__(self, pool: AsyncFileSystem, path: Path, handle: FileHandle) -> None:
         self.path = path
         self.handle = handle
-        self._vfs = pool.vfs
+        self.vfs = pool.vfs
 
     @property
     def size(self) -> int:
@@ -115,7 +115,7 @@ class AsyncFile:
         if type(offset) is not int or type(length) is not int:
             offset, length = integer("offset", offset), integer("length", length)
         with as_os_error(self.path):
-            return await self._vfs.read(self.handle, offset, length)
+            return await self.vfs.read(self.handle, offset, length)
 
     async def write(self, offset: int, buffer: ReadableBuffer) -> int:
         """Write all of `buffer` at `offset`; return the number of bytes. The client stores the bytes at
@@ -123,34 +123,34 @@ class AsyncFile:
         exceed the quota of the volume; as many bytes as fit were taken."""
         content, offset = bytes_of(buffer), integer("offset", offset)
         with as_os_error(self.path):
-            return await write_all(self._vfs, self.handle, offset, content)
+            return await write_all(self.vfs, self.handle, offset, content)
 
     async def truncate(self, size: int) -> None:
         size = size_of(size)
         with as_os_error(self.path):
-            await self._vfs.setattr(self.handle.inode, size=size, caller=Caller(0, 0), handle=self.handle)
+            await self.vfs.setattr(self.handle.inode, size=size, caller=Caller(0, 0), handle=self.handle)
 
     async def punch(self, offset: int, length: int) -> None:
         """Punch a hole, durably: the range reads as zeros and occupies no space. The file size does not
         change."""
         offset, length = integer("offset", offset), integer("length", length)
         with as_os_error(self.path):
-            await self._vfs.fallocate(self.handle, offset, length, PUNCH_HOLE | KEEP_SIZE)
+            await self.vfs.fallocate(self.handle, offset, length, PUNCH_HOLE | KEEP_SIZE)
 
     async def flush(self) -> None:
         """Store all written bytes and publish them. On return the stores have the bytes, and every later
         open sees them."""
         with as_os_error(self.path):
-            await self._vfs.flush(self.handle)
+            await self.vfs.flush(self.handle)
 
     async def fsync(self) -> None:
         """Make all written bytes durable. On return they survive a power loss."""
         with as_os_error(self.path):
-            await self._vfs.fsync(self.handle, False)
+            await self.vfs.fsync(self.handle, False)
 
     async def stat(self) -> os.stat_result:
         with as_os_error(self.path):
-            return stat_result(await self._vfs.getattr(self.handle.inode))
+            return stat_result(await self.vfs.getattr(self.handle.inode))
 
     async def close(self) -> None:
         """Flush and close the file. A second call does nothing. The file is closed even if the flush
@@ -159,9 +159,9 @@ class AsyncFile:
             return
         with as_os_error(self.path):
             try:
-                await self._vfs.flush(self.handle)
+                await self.vfs.flush(self.handle)
             finally:
-                await self._vfs.release(self.handle)
+                await self.vfs.release(self.handle)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -313,7 +313,7 @@ class AsyncFileSystem:
     def _handle_of(self, what: Any) -> FileHandle | None:
         if not isinstance(what, AsyncFile):
             return None
-        if what._vfs is not self.vfs:
+        if what.vfs is not self.vfs:
             raise ValueError(f"the file {what.path!r} was opened through another connection")
         return what.handle
 

@@ -83,7 +83,7 @@ class File(io.RawIOBase):
         self.name = path
         self._pool = pool
         self._flags = flags
-        runtime = pool._running()
+        runtime = pool.runtime()
         with as_os_error(path):
             self._handle: FileHandle = runtime.call(runtime.pool.open_handle(path, flags, permissions))
         self._runtime = runtime
@@ -99,7 +99,7 @@ class File(io.RawIOBase):
         inode number."""
         if self.closed:
             raise ValueError("I/O operation on closed file")
-        runtime = self._pool._running()
+        runtime = self._pool.runtime()
         if runtime is not self._runtime:
             flags = self._flags & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)
             with as_os_error(self.name):
@@ -108,6 +108,13 @@ class File(io.RawIOBase):
                 )
             self._runtime = runtime
         return self._runtime, self._handle
+
+    def handle_in(self, pool: FileSystem) -> FileHandle:
+        """Handle of the open file, for a call of `pool`. ValueError: the file is closed, or was opened
+        through another connection."""
+        if self._pool is not pool:
+            raise ValueError(f"the file {self.name!r} was opened through another connection")
+        return self._opened()[1]
 
     def readable(self) -> bool:
         return self._flags & os.O_ACCMODE != os.O_WRONLY
@@ -239,7 +246,7 @@ class File(io.RawIOBase):
         try:
             super().close()  # flushes
         finally:
-            if runtime is self._pool._runtime and runtime.pid == os.getpid():
+            if self._pool.is_served_by(runtime) and runtime.pid == os.getpid():
                 with as_os_error(self.name):
                     runtime.call(runtime.pool.vfs.release(self._handle))
 
@@ -252,7 +259,7 @@ class FileSystem:
         self, where: Path | PoolMap, *, name: str = "", options: ClientOptions | None = None
     ) -> None:
         self._begin(origin_of(where, name, options))
-        self._running()
+        self.runtime()
 
     def _begin(self, origin: Origin) -> None:
         self._origin = origin
@@ -270,7 +277,9 @@ class FileSystem:
     def __setstate__(self, origin: Origin) -> None:
         self._begin(origin)
 
-    def _running(self) -> Runtime:
+    def runtime(self) -> Runtime:
+        """Event loop and client of this process, for other parts of the SDK. The first call connects.
+        ValueError: the file system is closed."""
         runtime = self._runtime
         if runtime is not None:
             return runtime
@@ -281,13 +290,23 @@ class FileSystem:
                 self._runtime = Runtime(self._origin)
             return self._runtime
 
+    def is_served_by(self, runtime: Runtime) -> bool:
+        """Whether this is the client that the calls of this process go to."""
+        return runtime is self._runtime
+
+    def forget_parent(self) -> None:
+        """Drop the parent's client, in a forked child. The next call connects again."""
+        _abandoned.append(self._runtime)
+        self._runtime = None
+        self._lock = threading.Lock()  # another thread of the parent may hold the old one at the fork
+
     def _call(
         self,
         method: Callable[Concatenate[AsyncFileSystem, _Arguments], Coroutine[Any, Any, _Result]],
         *arguments: _Arguments.args,
         **named: _Arguments.kwargs,
     ) -> _Result:
-        runtime = self._running()
+        runtime = self.runtime()
         return runtime.call(method(runtime.pool, *arguments, **named))
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -453,7 +472,7 @@ class FileSystem:
         returns_errors = check_on_error(on_error)
         plan, given = reads_of(reads, self._handle_of)
         buffer = None if into is None else contiguous(into)
-        runtime = self._running()
+        runtime = self.runtime()
         return runtime.call(runtime.pool.read_planned(plan, given, buffer, returns_errors))
 
     def _handle_of(self, what: Any) -> FileHandle | None:
@@ -462,9 +481,7 @@ class FileSystem:
         raw = what if isinstance(what, File) else getattr(getattr(what, "buffer", what), "raw", what)
         if not isinstance(raw, File):
             return None
-        if raw._pool is not self:
-            raise ValueError(f"the file {raw.name!r} was opened through another connection")
-        return raw._opened()[1]
+        return raw.handle_in(self)
 
     def read_bytes(self, path: Path) -> bytes:
         return self._call(AsyncFileSystem.read_bytes, path)
@@ -512,7 +529,7 @@ class FileSystem:
     def _drain(
         self, method: Callable[[AsyncFileSystem, Path], AsyncIterator[_Result]], path: Path
     ) -> Iterator[_Result]:
-        runtime = self._running()
+        runtime = self.runtime()
         source = method(runtime.pool, path)
 
         async def some() -> list[_Result]:
@@ -617,9 +634,7 @@ def connect(where: Path | PoolMap, *, name: str = "", options: ClientOptions | N
 
 def _after_fork_in_child() -> None:
     for pool in list(_all):
-        _abandoned.append(pool._runtime)
-        pool._runtime = None
-        pool._lock = threading.Lock()  # another thread of the parent may hold the old one at the fork
+        pool.forget_parent()
 
 
 def _at_exit() -> None:

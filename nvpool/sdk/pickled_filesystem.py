@@ -25,7 +25,8 @@ class Unconnected(AsyncFileSystem):
         self.volumes = _UnconnectedVolumes(self)
         self._connecting: asyncio.Task[None] | None = None
 
-    async def _connect(self) -> None:
+    async def ensure_connected(self) -> None:
+        """Connect, unless this object has become an AsyncFileSystem already."""
         if type(self) is AsyncFileSystem:
             return
         if self._connecting is None or self._connecting.done():
@@ -52,13 +53,13 @@ class Unconnected(AsyncFileSystem):
             await AsyncFileSystem.close(self, timeout_s)
 
     async def __aenter__(self) -> AsyncFileSystem:
-        await Unconnected._connect(self)
+        await Unconnected.ensure_connected(self)
         return self
 
 
 class _UnconnectedVolumes(AsyncVolumes):
     def __init__(self, pool: Unconnected) -> None:  # does not call the base, which needs the pool's client
-        self._pool = pool
+        self.pool = pool
 
 
 def _connecting(
@@ -69,7 +70,7 @@ def _connecting(
         @wraps(method)
         async def generate(self: Any, *arguments: Any, **named: Any) -> AsyncIterator[Any]:
             pool, found = of(self)
-            await Unconnected._connect(pool)
+            await Unconnected.ensure_connected(pool)
             async for one in method(found(), *arguments, **named):
                 yield one
 
@@ -78,7 +79,7 @@ def _connecting(
     @wraps(method)
     async def call(self: Any, *arguments: Any, **named: Any) -> Any:
         pool, found = of(self)
-        await Unconnected._connect(pool)
+        await Unconnected.ensure_connected(pool)
         return await method(found(), *arguments, **named)
 
     return call
@@ -95,4 +96,4 @@ def _cover(cls: type, base: type, of: Callable[[Any], tuple[Unconnected, Callabl
 
 
 _cover(Unconnected, AsyncFileSystem, lambda pool: (pool, lambda: pool))
-_cover(_UnconnectedVolumes, AsyncVolumes, lambda volumes: (volumes._pool, lambda: volumes._pool.volumes))
+_cover(_UnconnectedVolumes, AsyncVolumes, lambda volumes: (volumes.pool, lambda: volumes.pool.volumes))

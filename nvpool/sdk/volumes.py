@@ -516,7 +516,7 @@ class Volumes:
         *arguments: _Arguments.args,
         **named: _Arguments.kwargs,
     ) -> _Result:
-        runtime = self._pool._running()
+        runtime = self._pool.runtime()
         return runtime.call(method(runtime.pool.volumes, *arguments, **named))
 
     def create(

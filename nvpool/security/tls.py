@@ -98,27 +98,29 @@ class TlsIdentity:
         self.secured = shown is not None
         self.shown = shown
         self._secret: Path | None = None
-        self._seen_ns = 0
+        self.seen_ns = 0
+        """Modification time of the certificate file that was loaded."""
         self.members: frozenset[str] | None = None
         """Current members of the pool; None while no pool map is known: then a certificate signed by the CA
         suffices."""
         self._watched: WeakKeyDictionary[Revocable, str] = WeakKeyDictionary()
 
-    def _required(self) -> Shown:
+    def certificates(self) -> Shown:
+        """Return `shown`. Only for processes in which TLS is switched on."""
         assert self.shown is not None, "TLS is switched off in this process"
         return self.shown
 
     @cached_property
     def _serving(self) -> ssl.SSLContext:
-        return _context(self._required(), ssl.PROTOCOL_TLS_SERVER)
+        return _context(self.certificates(), ssl.PROTOCOL_TLS_SERVER)
 
     @cached_property
     def _asking(self) -> ssl.SSLContext:
-        return _context(self._required(), ssl.PROTOCOL_TLS_CLIENT)
+        return _context(self.certificates(), ssl.PROTOCOL_TLS_CLIENT)
 
     @cached_property
     def _joining(self) -> ssl.SSLContext:
-        context = _context(self._required(), ssl.PROTOCOL_TLS_SERVER)
+        context = _context(self.certificates(), ssl.PROTOCOL_TLS_SERVER)
         context.verify_mode = ssl.CERT_OPTIONAL
         return context
 
@@ -144,7 +146,7 @@ class TlsIdentity:
         except OSError as error:
             raise from_os_error(error, f"read {error.filename}") from error
         found = cls(pool_id, shown)
-        found._secret, found._seen_ns = secret, seen_ns
+        found._secret, found.seen_ns = secret, seen_ns
         return found
 
     def refresh(self) -> None:
@@ -155,13 +157,13 @@ class TlsIdentity:
         if self._secret is None:
             return
         try:
-            if (self._secret / CERTIFICATE_FILE).stat().st_mtime_ns == self._seen_ns:
+            if (self._secret / CERTIFICATE_FILE).stat().st_mtime_ns == self.seen_ns:
                 return
         except OSError:
             return
         found = TlsIdentity.load(self._secret, self.pool_id)
-        self.replace(found._required())
-        self._seen_ns = found._seen_ns
+        self.replace(found.certificates())
+        self.seen_ns = found.seen_ns
 
     def replace(self, shown: Shown) -> None:
         """Use another certificate from the next handshake on; BadConfiguration if it is unusable."""
@@ -183,7 +185,7 @@ class TlsIdentity:
         ourselves."""
         ours, theirs = ssl.MemoryBIO(), ssl.MemoryBIO()
         context = authority_unseen()  # a client's certificate is not valid for servers
-        _load(context, self._required())
+        _load(context, self.certificates())
         asks = context.wrap_bio(ours, theirs)
         serves = self._joining.wrap_bio(theirs, ours, server_side=True)
         try:
@@ -376,7 +378,7 @@ async def member_at(identity: TlsIdentity, host: str, port: int, protocols: tupl
     pool.
     OSError: no connection.
     """
-    context = _context(identity._required(), ssl.PROTOCOL_TLS_CLIENT)
+    context = _context(identity.certificates(), ssl.PROTOCOL_TLS_CLIENT)
     context.set_alpn_protocols(protocols)
     _, writer = await asyncio.open_connection(host, port, ssl=context, server_hostname=host)
     try:

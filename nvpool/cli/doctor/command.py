@@ -10,7 +10,7 @@ from click.core import ParameterSource
 
 from nvpool.cli.doctor.check import BAD, OK, WARN, Check
 from nvpool.cli.output import json_option, print_json, print_table, remember_pool, say
-from nvpool.core.remedies import with_pool
+from nvpool.core.errors import with_pool
 
 
 def show(checks: Iterable[Check], as_json: bool, quiet: bool = False) -> int:

@@ -44,7 +44,7 @@ class Releasing:
         count -= min(unreported, count)
         if not state.session or not count:
             return
-        self._release_at(state, [inode] * count)
+        self.release_at(state, [inode] * count)
 
     def _give_up(self, state: ShardSession, slot: int) -> None:
         """Give up a slot of the previous process whose request is not replayed.
@@ -52,9 +52,10 @@ class Releasing:
         The service closes the files that the request has opened.
         """
         state.given_up.append(slot)
-        self._release_at(state, [])
+        self.release_at(state, [])
 
-    def _release_at(self, state: ShardSession, inodes: list[int]) -> None:
+    def release_at(self, state: ShardSession, inodes: list[int]) -> None:
+        """Report these closes, and the abandoned slots of the shard, soon and in a batch."""
         state.released.extend(inodes)
         if state.releasing is None or state.releasing.done():
             state.releasing = asyncio.create_task(self._release_soon(state))
@@ -93,7 +94,7 @@ class Releasing:
                 state.given_up += given_up  # may be sent twice
             if isinstance(error, WrongShard):
                 for inode in released:  # each at its present shard
-                    self._release_at(self._shard_of(inode), [inode])
+                    self.release_at(self._shard_of(inode), [inode])
                 await self._view.refresh()
             elif (
                 not error.may_be_applied and state.session == session and not isinstance(error, StaleSession)

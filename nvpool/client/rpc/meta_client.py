@@ -622,7 +622,7 @@ class MetaClient(Releasing):
             state.earlier, state.unnamed, state.taken_up = None, False, state.generation
             state.unreported.clear()
             if state.given_up:
-                self._release_at(state, [])
+                self.release_at(state, [])
         if self._kept is not None:
             if state.record < 0:
                 state.record = self._kept.add_shard()

@@ -91,7 +91,7 @@ class Moved:
             state.released.remove(inode)
             other = self._state_of(moved[partition_of(inode)])
             if other.session:  # else the shard learns from a renewal that the file is not open
-                self._meta._release_at(other, [inode])
+                self._meta.release_at(other, [inode])
         self._meta.leases.end_all(state.watch)  # replies to requests sent before now start no lease
 
     async def _name_arrived(self, state: ShardSession) -> None:

@@ -245,7 +245,7 @@ cdef class Closing:
         written.stored_bytes = zero
         if self.submit_report():
             return True
-        self.begun = writer._begin_report(written.file, self.reported_end, self.reported_stored, self.reported_wrote,
+        self.begun = writer.begin_report(written.file, self.reported_end, self.reported_stored, self.reported_wrote,
                                           self.reported)
         if self.begun is None:
             written.wrote, written.stored_bytes = self.reported_wrote, self.reported_stored
@@ -338,7 +338,7 @@ cdef class Closing:
             if written.entry >= 0:
                 self.writes.note(written)
         else:
-            writer._report_succeeded(written, self.size_report())
+            writer.report_succeeded(written, self.size_report())
         reporting = written.reporting
         if reporting._waiting:
             reporting.release()
@@ -355,7 +355,7 @@ cdef class Closing:
             return
         written = self.written
         self.begun = None
-        self.writes.writer._report_failed(written, self.size_report(), error)
+        self.writes.writer.report_failed(written, self.size_report(), error)
         written.reporting.release()
         if isinstance(error, (StaleCut, NotFound)):
             self.do_otherwise()

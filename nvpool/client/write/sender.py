@@ -58,7 +58,7 @@ class WriteSender:
     _options: ClientOptions
     _clock: Clock
     _refresh: Callable[[OpenInode, int], Awaitable[None]]
-    _begin_report: BeginReport
+    begin_report: BeginReport
     _keeping: Keeping | None
     _in_flight: int
     _number: int
@@ -294,8 +294,8 @@ class WriteSender:
     # -- reports to the service ----------------------------------------------------------------------------------------
 
     @staticmethod
-    def _take_report(written: WrittenFile) -> SizeReport:
-        """The data to report now. From here on it counts as reported; `_report_failed` reverses that."""
+    def take_report(written: WrittenFile) -> SizeReport:
+        """Return the data to report now. From here on it counts as reported; `report_failed` reverses that."""
         sizes = SizeReport(
             written.stored_end, written.stored_bytes, written.wrote, written.file.cut, withdrawn(written)
         )
@@ -303,7 +303,8 @@ class WriteSender:
         written.stored_bytes = 0
         return sizes
 
-    def _report_succeeded(self, written: WrittenFile, sizes: SizeReport) -> None:
+    def report_succeeded(self, written: WrittenFile, sizes: SizeReport) -> None:
+        """Record that the service has applied this report."""
         if sizes.withdrawn:
             written.appended.close()
         if written.stored_end <= sizes.end:
@@ -311,7 +312,8 @@ class WriteSender:
             written.find_end()
         self._note(written)
 
-    def _report_failed(self, written: WrittenFile, sizes: SizeReport, error: BaseException) -> None:
+    def report_failed(self, written: WrittenFile, sizes: SizeReport, error: BaseException) -> None:
+        """Count the data of a failed report as unreported again, unless the file is gone."""
         if isinstance(error, NotFound):
             written.stored_end = 0  # the inode is gone: no client will ever ask for its size
             self._note(written)
@@ -409,8 +411,8 @@ class CloseFlush:
             or not written.reporting.take()
         ):
             return False
-        sizes = writer._take_report(written)
-        report = writer._begin_report(written.file, sizes.end, sizes.stored, sizes.wrote, self._reported)
+        sizes = writer.take_report(written)
+        report = writer.begin_report(written.file, sizes.end, sizes.stored, sizes.wrote, self._reported)
         if report is None:
             written.wrote, written.stored_bytes = sizes.wrote, sizes.stored
             written.reporting.release()
@@ -423,10 +425,10 @@ class CloseFlush:
         self._report = None
         if error is None:
             self._end(writer.take_error(written) if written.error is not None else None)
-            writer._report_succeeded(written, sizes)
+            writer.report_succeeded(written, sizes)
             written.reporting.release()
             return
-        writer._report_failed(written, sizes, error)
+        writer.report_failed(written, sizes, error)
         written.reporting.release()
         if isinstance(error, StaleCut | NotFound):
             self._do_otherwise()

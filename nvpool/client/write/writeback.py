@@ -67,7 +67,7 @@ class Writer(WriteSender):
         self._clock = clock
         self._refresh = refresh
         self._report = report
-        self._begin_report = begin_report
+        self.begin_report = begin_report
         self._keeping = keeping
         self._files: dict[int, WrittenFile] = {}
         self._held = 0
@@ -383,19 +383,19 @@ class Writer(WriteSender):
             while True:
                 if not (written.wrote or written.stored_end or sync or withdrawn(written)):
                     return
-                sizes = self._take_report(written)
+                sizes = self.take_report(written)
                 try:
                     report = partial(self._report, file, sizes.end, sizes.stored, sizes.wrote, sync)
                     await (report(sizes.withdrawn) if sizes.withdrawn else report())
                 except BaseException as error:
-                    self._report_failed(written, sizes, error)
+                    self.report_failed(written, sizes, error)
                     if not isinstance(error, StaleCut):
                         raise
                     await self._refresh(file, WRITE)
                     if file.cut == sizes.cut:
                         raise
                 else:
-                    self._report_succeeded(written, sizes)
+                    self.report_succeeded(written, sizes)
                     return
 
     def take_error(self, written: WrittenFile) -> NvpoolError:

@@ -310,7 +310,7 @@ cdef class CachedReplies:
         self._takers = takers
         self._view, self._shards = vfs.meta._view, vfs.meta._shards
         self._published_of, self._published_writing = ops.published._of, ops.published._writing
-        self._handles, self._layout = ops._handles, Layout(0, 0)
+        self._handles, self._layout = ops.handles, Layout(0, 0)
         self._chunk_bits = self._chunk_mask = 0
         memory = ops.kept
         if memory is not None and type(self._handles) is Handles:
@@ -646,7 +646,7 @@ cdef class CachedReplies:
         is_kept = before is not None and <uint64_t>(<tuple>before)[0] == change
         self._seen[inode] = changed, not <uint32_t>attr.flags & has_xattrs
         if PyDict_Size(self._seen) > seen_max:
-            self._ops._keeps_pages(attr)  # drops the oldest
+            self._ops.record_pages(attr)  # drops the oldest
         try:
             key = self.take_number(head, flags)
         # No space: the file is not open, and the kernel does not learn whether its pages are current.

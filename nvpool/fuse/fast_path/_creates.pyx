@@ -378,7 +378,7 @@ cdef class Creates(PendingReply):
         self.cache, self.opened, self.attrs, self.entries = cache, cache.open, cache._attrs, cache._entries
         self.renamed, self.complete_dirs, self.cached_max = cache._renamed_s, cache._whole, cache._options.cached_entries
         self.leases, self.leases_by_inode, self.writer = vfs.leases, vfs.leases._leases, vfs.writer
-        self.handles, self.table, self.published, self.barred = ops._handles, memory.handles, ops.published, ops.published._barred
+        self.handles, self.table, self.published, self.barred = ops.handles, memory.handles, ops.published, ops.published._barred
         self.files, self.appending, self.sent_changes, self.seen = ops._files, ops._appending, ops._sent_changes, ops._seen
         self._clock = meta._clock
         self.is_system = type(meta._clock) is SystemClock
@@ -616,7 +616,7 @@ cdef class Creates(PendingReply):
         if reads_only:
             open_flags |= NOFLUSH
         pack_answer(answer, one.unique, &born.file, self.keep_s, self.keep_ns, handle, open_flags)
-        ops._changes += 1
+        ops.change_count += 1
         if write(self.fd, answer, ANSWER_BYTES) < 0:
             code = errno
             engine._not_taken(OSError(code, os.strerror(code)), [PyBytes_FromStringAndSize(<const char *>answer, ANSWER_BYTES)])
@@ -722,7 +722,7 @@ cdef class Creates(PendingReply):
             ops._record_attr(attr)
         self.seen[inode] = change, not file.flags & has_xattrs
         if len(self.seen) > seen_max:
-            ops._keeps_pages(attr)
+            ops.record_pages(attr)
         opened_file.number = number
         self.files[number] = opened_file
         if one.flags & DIRECT or one.flags & APPEND and not reads_only:  # as page_cache_bypass.bypasses

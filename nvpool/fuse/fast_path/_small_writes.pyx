@@ -61,7 +61,7 @@ cdef class PendingFlush:
         """Do the work of `inline_completions.Ending.ended`, and the engine's at the end of a step."""
         cdef SmallWrites writes = self.writes
         engine, ops = writes.engine, writes.ops
-        ops._changes += 1
+        ops.change_count += 1
         if error is not None:
             ops.failed(self.inode)
             engine._step_ended(self.unique, "flush", engine._done, None, error)
@@ -134,7 +134,7 @@ cdef class SmallWrites:
         engine.written_bytes += size
         if file.inode not in self.paged:
             ops._paging(file.inode)
-        ops._changes += 1
+        ops.change_count += 1
         self.answer(head.unique, COUNT_BYTES, size)
         return True
 

@@ -67,7 +67,7 @@ class KnownAnswers(SmallReading):
         if self._known is None:
             super()._on_read(count)
         else:  # the compiled reads have declined it already
-            KernelRequests._on_read(self, count)
+            self._read_uncompiled(count)
 
     def _following(self, most: int) -> tuple[int, int]:
         known = self._known

@@ -40,14 +40,16 @@ class CreateFastPath(PlainReading):
     """
 
     _creates: Any = None
+    _files: Files
 
     def _begin_plain_reads(self) -> None:
         super()._begin_plain_reads()
         ops = self._ops
         if _creates is None or type(ops) is not FuseOps or ops.kept is None:
             return
-        vfs = ops._vfs
-        if isinstance(vfs, Files) and ops._clock is vfs.clock:
+        vfs = ops.knows_by
+        if isinstance(vfs, Files) and ops.clock is vfs.clock:
+            self._files = vfs
             self._creates = _creates.Creates(self, ops, vfs, self.in_work_max)
 
     def _on_create(self, count: int) -> None:
@@ -74,7 +76,7 @@ class CreateFastPath(PlainReading):
         """Continue, on the slow path, a file creation that was started there."""
         ops = self._ops
         creating = Creating(ops, parent, name, flags, caller, unique)
-        creating.begun = ops._vfs.go_on_creating(sent, parent, name, mode, flags, caller, unique, creating)
+        creating.begun = self._files.go_on_creating(sent, parent, name, mode, flags, caller, unique, creating)
         creating.on_end = partial(self._step_ended, unique, "create", self._created)
         self._work[unique] = creating, *self._work[unique][1:]
         creating.hold()

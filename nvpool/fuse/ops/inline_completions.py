@@ -51,13 +51,13 @@ class Ending:
 
     def ended(self, _, error: BaseException | None) -> None:
         ops = self._ops
-        ops._changes += 1
+        ops.change_count += 1
         if error is not None and self._inode:
             ops.failed(self._inode)
         if self._directory:
-            ops._unlock(self._directory)
+            ops.unlock_directory(self._directory)
             if isinstance(error, DirectoryGone):
-                error = ops._gone(error, self._directory)
+                error = ops.directory_gone(error, self._directory)
         self.on_end(None, error)
 
 
@@ -96,20 +96,20 @@ class Creating:
     def hold(self) -> None:
         """Note that the request is pending and changes names in its directory."""
         self._locks = True
-        self._ops._lock(self._parent)
+        self._ops.lock_directory(self._parent)
 
     def _let_go(self) -> None:
         if self._locks:
             self._locks = False
-            self._ops._unlock(self._parent)
+            self._ops.unlock_directory(self._parent)
 
     def cancel(self) -> bool:
         return self._task.cancel() if self._task is not None else self.begun.cancel()
 
     def made(self, attr) -> None:
         ops, flags = self._ops, self._flags
-        ops._changes += 1
-        self._handle = handle = ops._handles.take(attr.inode, flags, self._caller, self._unique)
+        ops.change_count += 1
+        self._handle = handle = ops.handles.take(attr.inode, flags, self._caller, self._unique)
         reads_only = flags & os.O_ACCMODE == os.O_RDONLY
         # A new inode: the kernel has no pages of it, and nobody a lock.
         appending = bool(flags & os.O_APPEND) and not reads_only
@@ -119,22 +119,22 @@ class Creating:
 
     def opened(self, file) -> None:
         ops = self._ops
-        attr = ops._record_name(self._parent, self._name, file.attr)
+        attr = ops.record_name(self._parent, self._name, file.attr)
         if not ops.name_is_kept and ops.options.entry_timeout_s:
             # `made` has given the kernel the name as cacheable
-            ops._keep_name(attr.inode, self._parent, self._name, attr.inode)
+            ops.record_cached_name(attr.inode, self._parent, self._name, attr.inode)
         ops.name_is_kept = False
-        ops._keeps_pages(file.attr)
-        ops._keep_open(self._handle, file, self._flags, self._caller)
+        ops.record_pages(file.attr)
+        ops.register_open(self._handle, file, self._flags, self._caller)
 
     def found(self, attr, file) -> None:
         ops = self._ops
-        ops._changes += 1
+        ops.change_count += 1
         self._let_go()
         try:
             result = (
-                ops._record_name(self._parent, self._name, attr),
-                ops._opened(file, self._flags, self._caller, self._unique),
+                ops.record_name(self._parent, self._name, attr),
+                ops.open_reply(file, self._flags, self._caller, self._unique),
             )
         except Exception as error:
             self.on_end(None, error)
@@ -157,6 +157,8 @@ class Creating:
             self.found(*task.result())
 
     def failed(self, error: BaseException) -> None:
-        self._ops._changes += 1
+        self._ops.change_count += 1
         self._let_go()
-        self.on_end(None, self._ops._gone(error, self._parent) if isinstance(error, DirectoryGone) else error)
+        self.on_end(
+            None, self._ops.directory_gone(error, self._parent) if isinstance(error, DirectoryGone) else error
+        )

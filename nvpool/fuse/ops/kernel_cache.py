@@ -148,7 +148,7 @@ class CachedOps:
     def __init__(self, vfs, options, clock) -> None:
         self._vfs = vfs
         self.options = options
-        self._clock = clock
+        self.clock = clock
         # inode -> (change of its pages, it had no extended attributes)
         self._seen: dict[int, tuple[int, bool]] = {}
         self._sent_changes: dict[
@@ -165,7 +165,7 @@ class CachedOps:
         self._withdrawn: dict[int, None] = {}
         self._walking: dict[int, float] = {}  # thread for which the kernel repeats a path walk -> since when
         self._answered_stale: dict[int, None] = {}  # removed directories, answered ESTALE once
-        self._changes = 0  # made through this mount; counted when they are complete
+        self.change_count = 0  # made through this mount; counted when they are complete
         # open inode -> (its pages are valid until then, by a lease)
         self._paged: dict[int, tuple[float, bool]] = {}
         self._looking: asyncio.TimerHandle | None = None
@@ -229,7 +229,7 @@ class CachedOps:
                 del sent[old]
         return attr
 
-    def _record_name(self, parent: int, name: bytes, attr: Attr) -> Attr:
+    def record_name(self, parent: int, name: bytes, attr: Attr) -> Attr:
         """Record that the kernel is given these attributes for the name.
 
         It may cache the name if `name_is_kept` is set on return.
@@ -238,32 +238,33 @@ class CachedOps:
         cover = self._vfs.name_cover(parent, name, inode) if self.options.entry_timeout_s else 0
         self.name_is_kept = cover != 0
         if cover:
-            self._keep_name(cover, parent, name, inode)
+            self.record_cached_name(cover, parent, name, inode)
         if self._withdrawn:
             self._withdrawn.pop(inode, None)
         return self._record_attr(attr)
 
-    def _keep_name(self, cover: int, parent: int, name: bytes, inode: int) -> None:
-        if self._clock.boottime_s() >= self._naming_until_s or len(self._naming.names) >= NAMED_TOGETHER:
+    def record_cached_name(self, cover: int, parent: int, name: bytes, inode: int) -> None:
+        """Record that the kernel caches this name, under the lease of the inode `cover`."""
+        if self.clock.boottime_s() >= self._naming_until_s or len(self._naming.names) >= NAMED_TOGETHER:
             self._start_name_group()
         self._naming.names.append((cover, parent, name, inode))
 
     def _moving_name(self, inode: int, parent: int, name: bytes) -> None:
         """Record the new name of a cached inode, after the kernel has renamed it."""
         if inode and self.options.entry_timeout_s and any(named.places_of(inode) for named in self._named):
-            self._keep_name(inode, parent, name, inode)
+            self.record_cached_name(inode, parent, name, inode)
 
     def _record_names(
         self, parent: int, entries: DirectoryPage, first: int, until: int, untrue: Container[int]
     ) -> None:
         """Record several names at a time: the entries from `first` on and before `until`.
 
-        Works as `_record_name`. For inodes in `untrue` the kernel was given nothing that it may cache, and
+        Works as `record_name`. For inodes in `untrue` the kernel was given nothing that it may cache, and
         no attributes.
         """
         inodes = entries.inodes[first:until]
         if self.options.entry_timeout_s:
-            if self._clock.boottime_s() >= self._naming_until_s or len(self._naming.names) >= NAMED_TOGETHER:
+            if self.clock.boottime_s() >= self._naming_until_s or len(self._naming.names) >= NAMED_TOGETHER:
                 self._start_name_group()
             added = zip(inodes, repeat(parent), entries.names[first:until], inodes, strict=False)
             self._naming.names += [one for one in added if one[0] not in untrue] if untrue else added
@@ -278,7 +279,7 @@ class CachedOps:
 
     def _start_name_group(self) -> None:
         """Start a new group of names, and drop the groups that the kernel no longer uses."""
-        now_s, all_named = self._clock.boottime_s(), self._named
+        now_s, all_named = self.clock.boottime_s(), self._named
         self._named_count += len(self._naming.names)
         while all_named and (all_named[0].until_s <= now_s or self._named_count > NAMED_MAX):
             self._named_count -= len(all_named.popleft().names)
@@ -345,11 +346,12 @@ class CachedOps:
         if names:
             self._own(self.invalidate(names, ()))
 
-    def _lock(self, directory: int) -> None:
+    def lock_directory(self, directory: int) -> None:
         """Note a pending request that changes names in `directory`: the kernel locks it until the reply."""
         self._locked[directory] = self._locked.get(directory, 0) + 1
 
-    def _unlock(self, directory: int) -> None:
+    def unlock_directory(self, directory: int) -> None:
+        """Note that a request for which `lock_directory` was called has its reply."""
         count = self._locked.pop(directory) - 1
         if count:
             self._locked[directory] = count
@@ -363,21 +365,21 @@ class CachedOps:
         if (
             self._walking
             and (since_s := self._walking.pop(pid, None)) is not None
-            and (self._clock.boottime_s() - since_s < WALK_S)
+            and (self.clock.boottime_s() - since_s < WALK_S)
         ):
             return False
         if not self._withdrawn or inode not in self._withdrawn:
             return False
         del self._withdrawn[inode]
         if pid:
-            self._walking[pid] = self._clock.boottime_s()
+            self._walking[pid] = self.clock.boottime_s()
             for old in too_old(self._walking, WALKING_MAX):
                 del self._walking[old]
         return True
 
     def _is_kept(self, inode: int) -> bool:
         """Whether the kernel may cache a name of the inode."""
-        now_s = self._clock.boottime_s()
+        now_s = self.clock.boottime_s()
         return any(named.until_s > now_s and named.places_of(inode) for named in self._named)
 
     def _is_stale(self, directory: int) -> bool:
@@ -394,7 +396,7 @@ class CachedOps:
             del self._answered_stale[old]
         return True
 
-    def _gone(self, error: DirectoryGone, *directories: int) -> DirectoryGone:
+    def directory_gone(self, error: DirectoryGone, *directories: int) -> DirectoryGone:
         """The error for a request that names an entry of a removed directory; mostly ENOENT, once ESTALE."""
         error.may_be_stale = any([self._is_stale(directory) for directory in directories])
         return error
@@ -402,15 +404,15 @@ class CachedOps:
     @contextlib.contextmanager
     def _changing_names(self, *directories: int):
         for directory in directories:
-            self._lock(directory)
+            self.lock_directory(directory)
         try:
             yield
         except DirectoryGone as error:
-            raise self._gone(error, *directories) from None
+            raise self.directory_gone(error, *directories) from None
         finally:
             for directory in directories:
-                self._unlock(directory)
-            self._changes += 1
+                self.unlock_directory(directory)
+            self.change_count += 1
 
     def _invalidate_open_files(self, inodes: Iterable[int]) -> None:
         """Invalidate attributes and pages of open files that the kernel has from a predecessor."""
@@ -439,10 +441,10 @@ class CachedOps:
         if seen is not None and seen[0] == change - 1:
             self._seen[inode] = change, seen[1]
 
-    def _keeps_pages(self, attr: Attr) -> bool:
-        """Whether the kernel's pages of the inode are current.
+    def record_pages(self, attr: Attr) -> bool:
+        """Record that the kernel has current pages of the inode from now on.
 
-        Records that it has current ones from now on.
+        Returns whether its pages were current before.
         """
         seen = self._seen
         before = seen.pop(attr.inode, None)
@@ -464,7 +466,7 @@ class CachedOps:
             self._paged[inode] = until_s, True
         else:
             self._paged[inode] = (
-                self._clock.boottime_s() + min(self.options.attr_timeout_s, UNLEASED_PAGES_S),
+                self.clock.boottime_s() + min(self.options.attr_timeout_s, UNLEASED_PAGES_S),
                 False,
             )
         if self._looking is None:
@@ -472,7 +474,7 @@ class CachedOps:
 
     def _look_at_pages(self) -> None:
         self._looking = None
-        now_s = self._clock.boottime_s()
+        now_s = self.clock.boottime_s()
         dropped = []
         for inode, (until_s, leased) in list(self._paged.items()):
             if until_s > now_s:

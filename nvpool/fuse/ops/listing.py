@@ -125,7 +125,7 @@ class ListOps:
         if self._is_withdrawn(inode):
             raise NotFound(f"directory {inode:#x} may have another name by now")
         opened = await self._vfs.opendir(inode)
-        handle = self._handles.directory(inode)
+        handle = self.handles.directory(inode)
         self._open_directory(handle, inode, opened)
         return handle
 
@@ -205,7 +205,7 @@ class ListOps:
 
     def _is_old(self, changes: int, read_s: float) -> bool:
         """Whether entries read at that time are too old for a listing."""
-        return changes != self._changes or self._clock.boottime_s() - read_s > self.options.attr_timeout_s
+        return changes != self.change_count or self.clock.boottime_s() - read_s > self.options.attr_timeout_s
 
     async def _read_batch(self, directory: _OpenDirectory, cursor: int) -> None:
         """Get the batch after `cursor`. The batch behind it is requested before this one is delivered."""
@@ -232,7 +232,7 @@ class ListOps:
         directory.cursor, directory.changes, directory.read_s = cursor, batch.changes, batch.asked_s
 
     def _ask_batch(self, directory: _OpenDirectory, cursor: int) -> None:
-        batch = _EntryBatch(cursor, self._clock.boottime_s(), self._changes)
+        batch = _EntryBatch(cursor, self.clock.boottime_s(), self.change_count)
 
         def answered(behind: int | None) -> None:
             batch.behind = behind
@@ -267,7 +267,7 @@ class ListOps:
         if again and handle not in self._directories:
             return
         directory = self._directories.pop(handle)
-        self._handles.give_back(handle)
+        self.handles.give_back(handle)
         self._drop_coming(directory)
         await self._vfs.releasedir(directory.handle)
 

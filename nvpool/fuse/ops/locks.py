@@ -83,7 +83,7 @@ class LockOps(CachedOps):
     async def _revalidate(self, file, changed: bool) -> None:
         if self._sent_changes.get(file.inode) != file.attr.change:
             self.invalidate_attributes(file.inode)
-        wait_s = self._inherited_until_s - self._clock.boottime_s()
+        wait_s = self._inherited_until_s - self.clock.boottime_s()
         if wait_s > 0:
             await asyncio.sleep(wait_s)
         self._drop_old_absent()
@@ -106,11 +106,11 @@ class LockOps(CachedOps):
         if len(self._absent) >= ABSENT_MAX:
             return False
         self._absent.pop((parent, name), None)
-        self._absent[parent, name] = self._clock.boottime_s()
+        self._absent[parent, name] = self.clock.boottime_s()
         return True
 
     def _drop_old_absent(self) -> None:
-        oldest_s = self._clock.boottime_s() - self.options.negative_timeout_s
+        oldest_s = self.clock.boottime_s() - self.options.negative_timeout_s
         absent = self._absent
         while absent and absent[place := next(iter(absent))] <= oldest_s:
             del absent[place]

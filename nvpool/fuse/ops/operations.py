@@ -115,8 +115,8 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         self._appending: dict[int, Caller] = {}  # handle -> the process that opened it
         self.pages = Bypassing(self._own)
         ListOps.__init__(self)
-        self._handles = Handles(self.kept)
-        self.published.begin(self._handles)
+        self.handles = Handles(self.kept)
+        self.published.begin(self.handles)
 
     @property
     def open_files(self) -> int:
@@ -134,9 +134,9 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
             self.name_is_kept = False
             return attr if name == b"." else await self.getattr(attr.parent or parent)
         try:
-            return self._record_name(parent, name, await self._vfs.lookup(parent, name))
+            return self.record_name(parent, name, await self._vfs.lookup(parent, name))
         except DirectoryGone as error:
-            raise self._gone(error, parent) from None
+            raise self.directory_gone(error, parent) from None
         except NotFound:
             if not self._record_absent(parent, name):
                 raise
@@ -156,7 +156,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
             if not self._record_absent(parent, name):
                 raise
             return None
-        return ASK if attr is None else self._record_name(parent, name, attr)
+        return ASK if attr is None else self.record_name(parent, name, attr)
 
     def begin_lookup(self, parent: int, name: bytes) -> PendingLookup | None:
         """Start `lookup` without a task if possible, as `begin_read` does. Call `lookup_now` before."""
@@ -169,9 +169,9 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         self, asked: PendingLookup, attr: Attr | None, error: BaseException | None
     ) -> tuple[Attr | None, BaseException | None]:
         if attr is not None:
-            return self._record_name(asked.parent, asked.name, attr), None
+            return self.record_name(asked.parent, asked.name, attr), None
         if isinstance(error, DirectoryGone):
-            return None, self._gone(error, asked.parent)
+            return None, self.directory_gone(error, asked.parent)
         if type(error) is NotFound and self._record_absent(asked.parent, asked.name):
             return None, None
         return None, error
@@ -255,7 +255,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
             if before is not None and before < size:
                 await self.pages.growing(inode, before, size)
         finally:
-            self._changes += 1
+            self.change_count += 1
             if size is not None:
                 self.published.unbar(inode)
         if size is None:
@@ -267,19 +267,19 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
 
     async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Attr:
         with self._changing_names(parent):
-            return self._record_name(parent, name, await self._vfs.mknod(parent, name, mode, rdev, caller))
+            return self.record_name(parent, name, await self._vfs.mknod(parent, name, mode, rdev, caller))
 
     async def mkdir(self, parent: int, name: bytes, mode: int, caller: Caller) -> Attr:
         with self._changing_names(parent):
-            return self._record_name(parent, name, await self._vfs.mkdir(parent, name, mode, caller))
+            return self.record_name(parent, name, await self._vfs.mkdir(parent, name, mode, caller))
 
     async def symlink(self, parent: int, name: bytes, target: bytes, caller: Caller) -> Attr:
         with self._changing_names(parent):
-            return self._record_name(parent, name, await self._vfs.symlink(parent, name, target, caller))
+            return self.record_name(parent, name, await self._vfs.symlink(parent, name, target, caller))
 
     async def link(self, inode: int, parent: int, name: bytes, caller: Caller) -> Attr:
         with self._changing_names(parent):
-            return self._record_name(parent, name, await self._vfs.link(inode, parent, name, caller))
+            return self.record_name(parent, name, await self._vfs.link(inode, parent, name, caller))
 
     async def unlink(self, parent: int, name: bytes, caller: Caller) -> None:
         with self._changing_names(parent):
@@ -336,7 +336,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
     def _opened_existing(self, file, flags: int, caller: Caller, unique: int) -> OpenReply:
         if self._sent_changes.get(file.inode) != file.attr.change:
             self.invalidate_attributes(file.inode)
-        return self._opened(file, flags, caller, unique)
+        return self.open_reply(file, flags, caller, unique)
 
     async def create_unnamed(
         self, parent: int, mode: int, flags: int, caller: Caller
@@ -344,7 +344,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         """Create an unnamed file (O_TMPFILE); see `Files.create_unnamed`."""
         flags = self.flags_below(flags)
         attr, file = await self._vfs.create_unnamed(parent, mode, flags, caller)
-        return self._record_attr(attr), self._opened(file, flags & ~os.O_TMPFILE, caller, asking())
+        return self._record_attr(attr), self.open_reply(file, flags & ~os.O_TMPFILE, caller, asking())
 
     async def create(
         self, parent: int, name: bytes, mode: int, flags: int, caller: Caller
@@ -352,7 +352,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         flags = self.flags_below(flags)
         with self._changing_names(parent):
             attr, file = await self._vfs.create(parent, name, mode, flags, caller)
-        return self._record_name(parent, name, attr), self._opened(file, flags, caller, asking())
+        return self.record_name(parent, name, attr), self.open_reply(file, flags, caller, asking())
 
     def begin_create(
         self, parent: int, name: bytes, mode: int, flags: int, caller: Caller, unique: int
@@ -363,7 +363,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         and nothing was sent; call `create`. `unique`: number of the kernel's request. As all methods
         `begin_…` this one has the reply sent to the kernel before the caches here are updated.
         """
-        if not self._handles.has_room:
+        if not self.handles.has_room:
             return None
         flags = self.flags_below(flags)
         creating = Creating(self, parent, name, flags, caller, unique)
@@ -379,7 +379,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         ending.begun = self._vfs.begin_unlink(parent, name, caller, unique, ending.ended)
         if ending.begun is None:
             return None
-        self._lock(parent)
+        self.lock_directory(parent)
         return ending
 
     def begin_flush(self, handle: int) -> Ending | bool | None:
@@ -394,22 +394,26 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         ending.begun = self._vfs.begin_flush(file, ending.ended)
         return ending if ending.begun not in (None, True) else ending.begun
 
-    def _opened(self, file, flags: int, caller: Caller, unique: int) -> OpenReply:
-        keeps = self._keeps_pages(file.attr)
+    def open_reply(self, file, flags: int, caller: Caller, unique: int) -> OpenReply:
+        """Register a file that was opened below, and return the reply for the kernel.
+
+        On error the file is closed again.
+        """
+        keeps = self.record_pages(file.attr)
         if flags & os.O_TRUNC:
-            self._changes += 1
+            self.change_count += 1
             self.published.take_back(file.inode)
         reads_only = flags & os.O_ACCMODE == os.O_RDONLY
         published = reads_only and self._may_publish(file)
         try:
-            handle = self._handles.take(file.inode, flags, caller, unique, published=published)
+            handle = self.handles.take(file.inode, flags, caller, unique, published=published)
         except NvpoolError:  # the file is not open, and the kernel gets no word on its pages
             self._seen.pop(file.inode, None)
             self._own(self._vfs.release(file))
             raise
         if published:
             self.published.add(file.inode, handle)
-        appending = self._keep_open(handle, file, flags, caller)
+        appending = self.register_open(handle, file, flags, caller)
         if keeps and file.inode not in self._paged:
             self._paging(file.inode)
         return OpenReply(
@@ -422,7 +426,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
             reads_only and not self._vfs.is_locked(file.inode),
         )
 
-    def _keep_open(self, handle: int, file, flags: int, caller: Caller) -> bool:
+    def register_open(self, handle: int, file, flags: int, caller: Caller) -> bool:
         """Register an open file. Returns whether it is open for appending."""
         file.number = handle
         self._files[handle] = file
@@ -526,7 +530,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
             if file.size > size and not self.options.writeback:
                 await self.pages.growing(file.inode, size, file.size)
         finally:
-            self._changes += 1
+            self.change_count += 1
 
     async def lseek(self, handle: int, offset: int, whence: int) -> int:
         """Find data or holes (SEEK_DATA and SEEK_HOLE); the kernel does the other kinds of lseek itself.
@@ -562,7 +566,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
                 await self.pages.growing(file.inode, size, offset_out)
             return copied
         finally:
-            self._changes += 1
+            self.change_count += 1
 
     def is_locked(self, handle: int) -> bool:
         """Whether a process of this mount holds locks on the open file."""
@@ -580,7 +584,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
         return True
 
     def _released(self, file, handle: int) -> None:
-        self._handles.give_back(handle)
+        self.handles.give_back(handle)
         if bypasses(file.flags):
             self.pages.closed(file.inode)
         if file.inode in self.pages.refused:
@@ -623,7 +627,7 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
 
         Call this before any other operation.
         """
-        before = self._handles.before()
+        before = self.handles.before()
         self._written_before = self._vfs.keeping.finished()
         handles = await self._vfs.take_over(
             [
@@ -632,8 +636,8 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
                 if not one.is_directory
             ]
         )
-        self._handles = Handles(self.kept)  # numbers follow those of the predecessor
-        self.published.begin(self._handles)
+        self.handles = Handles(self.kept)  # numbers follow those of the predecessor
+        self.published.begin(self.handles)
         for number, handle in handles.items():
             if handle.writable:
                 self.published.opened_to_write(handle.inode, number)
@@ -652,8 +656,8 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
                 if self._may_publish(handles[one.number]):
                     self.published.add(one.inode, one.number)
                 else:
-                    self._handles.take_back(one.number)
-        self._inherited_until_s = self._clock.boottime_s() + self.options.negative_timeout_s
+                    self.handles.take_back(one.number)
+        self._inherited_until_s = self.clock.boottime_s() + self.options.negative_timeout_s
 
     def invalidate_inherited(self) -> None:
         """Invalidate what the kernel got from the predecessor on open files.
@@ -682,4 +686,4 @@ class FuseOps(LockOps, ListOps, WriteOps, XattrOps, AgainOps):
             except NvpoolError as error:
                 log.error("an open file lost its last writes: %s", error)
             if self._files.pop(handle, None) is not None:
-                self._handles.give_back(handle)
+                self.handles.give_back(handle)

@@ -23,7 +23,7 @@ class WriteOps(PrivilegeOps):
     _appending: dict[int, Caller]
     _seen: dict[int, tuple[int, bool]]
     _paged: dict[int, tuple[float, bool]]
-    _changes: int
+    change_count: int
     _paging: Callable[[int], None]
     flags_below: Callable[[int], int]
     pages: Bypassing
@@ -49,7 +49,7 @@ class WriteOps(PrivilegeOps):
         finally:
             if file.inode not in self._paged:
                 self._paging(file.inode)
-        self._changes += 1
+        self.change_count += 1
         return True
 
     def failed(self, inode: int) -> None:
@@ -79,7 +79,7 @@ class WriteOps(PrivilegeOps):
             self.failed(file.inode)
             raise
         finally:
-            self._changes += 1
+            self.change_count += 1
 
     def has_pages(self, handle: int) -> bool:
         """Whether the kernel may have pages of the open file.

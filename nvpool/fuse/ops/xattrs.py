@@ -21,7 +21,7 @@ _SYSTEM = b"system."
 class XattrOps:
     _vfs: Any
     _seen: dict[int, tuple[int, bool]]
-    _changes: int
+    change_count: int
 
     keeps_acls = False
     """Set by the engine: the kernel enforces access control lists."""
@@ -79,7 +79,7 @@ class XattrOps:
         try:
             await self._vfs.setxattr(inode, name, value, flags, caller)
         finally:
-            self._changes += 1
+            self.change_count += 1
 
     async def listxattr(self, inode: int) -> list[bytes]:
         names = await self._vfs.listxattr(inode)
@@ -95,4 +95,4 @@ class XattrOps:
             if not name.startswith(_SYSTEM):
                 raise
         finally:
-            self._changes += 1
+            self.change_count += 1

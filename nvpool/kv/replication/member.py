@@ -132,7 +132,8 @@ class MemberKv(LmdbKv):
             self._fence(str(error))
             raise
         self._sequence = sequence
-        self.history.note(sequence, record.term, raw)
+        if self.history is not None:
+            self.history.note(sequence, record.term, raw)
         self._take(changed)
 
     def _take(self, changed: dict[bytes, bytes | None]) -> None:
@@ -158,7 +159,8 @@ class MemberKv(LmdbKv):
     @property
     def stored(self) -> Position:
         """Position of the last change that is in LMDB, or that a running checkpoint may write."""
-        if self._frozen is not None and self.history.committed >= self._frozen_sequence:
+        history = self.history
+        if self._frozen is not None and (history is None or history.committed >= self._frozen_sequence):
             return Position(self._frozen_sequence, self._frozen_term)
         return Position(self._stored_sequence, self._stored_term)
 

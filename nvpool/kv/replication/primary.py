@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, TypedDict, TypeVar
 
 from nvpool.core.clock import Clock
 from nvpool.core.errors import (
@@ -41,6 +41,8 @@ from nvpool.kv.replication.standby import Done, Group
 from nvpool.kv.replication_log import Position, Tail
 
 log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,17 @@ Other errors prove nothing: supervisors of version 0.1.0 forward Unreachable aft
 leader."""
 
 
+class MemberState(TypedDict):
+    """Status of one other member."""
+
+    counts: bool
+    behind: int
+    """Lag, in changes."""
+    filling: bool
+    reason: str
+    """Why the member is not reachable; empty if it is."""
+
+
 class _Peer:
     def __init__(self, number: int, standby: StandbyLink, up: bool, now_s: float) -> None:
         self.number = number
@@ -104,8 +117,8 @@ class _Peer:
         self.streaming = self.filling = self.failed_for_good = False
         self.broken: asyncio.Future[None] | None = None
         self.heard_s = now_s
-        self.tasks: set[asyncio.Task] = set()
-        self.asking: asyncio.Task | None = None
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.asking: asyncio.Task[None] | None = None
         self.call_up_after_s = 0.0
         self.one_question = asyncio.Lock()
         self.syncing = False
@@ -122,6 +135,7 @@ class Shipping:
         on_deposed: Callable[[], None],
         options: ShippingOptions = ShippingOptions(),
     ) -> None:
+        assert kv.history is not None, "shipping needs an engine that retains its last changes"
         self._kv = kv
         self._history = kv.history
         self._clock = clock
@@ -166,7 +180,7 @@ class Shipping:
         """Whether the map may mark a member as up; such a member could be promoted without our knowledge."""
         return any(peer.may_be_up for peer in self._peers.values())
 
-    def states(self) -> dict[int, dict]:
+    def states(self) -> dict[int, MemberState]:
         """Return the status of each member: whether it counts, its lag, and why it is not reachable."""
         return {
             number: {
@@ -196,20 +210,20 @@ class Shipping:
                 waiter.exception()
         self._history.end()
 
-    def _own(self, peer: _Peer, work) -> asyncio.Task:
+    def _own(self, peer: _Peer, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         peer.tasks.add(task)
         task.add_done_callback(partial(self._ended, peer))
         return task
 
-    def _ended(self, peer: _Peer, task: asyncio.Task) -> None:
+    def _ended(self, peer: _Peer, task: asyncio.Task[None]) -> None:
         peer.tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.critical("shipping to member %d broke", peer.number, exc_info=error)
             self._depose()
 
     @staticmethod
-    def _forget(peer: _Peer) -> list[asyncio.Task]:
+    def _forget(peer: _Peer) -> list[asyncio.Task[None]]:
         peer.counts = peer.streaming = False
         for task in list(peer.tasks):
             task.cancel()
@@ -278,7 +292,7 @@ class Shipping:
             await self._take_out(peer)  # the standby has lost changes that it had
         if keep is not None:
             await self._timed(standby.keep(self.term, keep))
-            self._start(peer, keep)
+            broken = self._start(peer, keep)
         else:
             begin = history.last
             log.info(
@@ -289,33 +303,35 @@ class Shipping:
             )
             await self._timed(standby.install(self.term, begin))
             peer.filling = True
-            self._start(peer, begin.sequence)
+            broken = self._start(peer, begin.sequence)
             self._own(peer, self._fill(peer, peer.stream))
         peer.reason, peer.failed_for_good = "", False
         self._pump(peer)
-        while not peer.broken.done():
+        while not broken.done():
             self._heartbeat(peer)
             self._consider(peer)
-            await asyncio.wait([peer.broken], timeout=self._options.heartbeat_s)
-        peer.broken.result()
+            await asyncio.wait([broken], timeout=self._options.heartbeat_s)
+        broken.result()
 
-    async def _timed(self, work):
+    async def _timed(self, work: Awaitable[_Result]) -> _Result:
         try:
             async with asyncio.timeout(self._options.begin_s):
                 return await work
         except TimeoutError:
             raise DeadlineExceeded("a standby did not answer in time") from None
 
-    def _start(self, peer: _Peer, sequence: int) -> None:
+    def _start(self, peer: _Peer, sequence: int) -> asyncio.Future[None]:
+        """Stream the changes after `sequence`; return the future that gets the error that ends the stream."""
         peer.stream += 1
         peer.acked = peer.sent = sequence
         peer.synced = 0
         peer.in_flight = 0
         peer.syncing = False
         peer.streaming = True
-        peer.broken = self._loop.create_future()
+        broken = peer.broken = self._loop.create_future()
         peer.heard_s = self._clock.boottime_s()
         self._settle()
+        return broken
 
     def _pump(self, peer: _Peer) -> None:
         history, options = self._history, self._options
@@ -348,7 +364,7 @@ class Shipping:
             self._break(peer, error)
             return
         peer.heard_s = self._clock.boottime_s()
-        if sequence > peer.acked:
+        if sequence is not None and sequence > peer.acked:
             peer.acked = sequence
             if peer.counts:
                 self._settle()
@@ -358,7 +374,7 @@ class Shipping:
     @staticmethod
     def _break(peer: _Peer, error: BaseException) -> None:
         peer.streaming = False
-        if not peer.broken.done():
+        if peer.broken is not None and not peer.broken.done():
             peer.broken.set_exception(error if isinstance(error, NvpoolError) else Unavailable(str(error)))
             peer.broken.exception()  # mark as retrieved, in case nothing awaits the future any more
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from nvpool.core.errors import Busy, CorruptRecord, NvpoolError, StaleTerm, Unavailable
 from nvpool.kv.options import LmdbOptions
 from nvpool.kv.replication.member import NOTHING, MemberKv, is_whole, peek, records_of, with_term
-from nvpool.kv.replication_log import Position, Tail, tail_of
+from nvpool.kv.replication_log import RETAIN_BYTES, Position, ReplicationHistory, Tail, tail_of
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class StandbyKv:
         """The standby is being filled from scratch, so it cannot be promoted."""
         self._options = options
         self._on_fence = on_fence
-        self._more = {} if retain_bytes is None else {"retain_bytes": retain_bytes}
+        self._retain_bytes = RETAIN_BYTES if retain_bytes is None else retain_bytes
         self._one = asyncio.Lock()
         self._waiting: deque[tuple[Group, Done]] = deque()
         self._working: asyncio.Task[None] | None = None
@@ -100,7 +100,7 @@ class StandbyKv:
             await self._quiet()
             if self.filling:
                 return Tail(Position(0, 0))
-            found = self._peek() if self.kv is None else tail_of(self.kv.stored, self.kv.history)
+            found = self._peek() if self.kv is None else tail_of(self.kv.stored, _history(self.kv))
             if found.last.term > term:
                 raise StaleTerm(f"here are changes of term {found.last.term}, {term} is over")
             return found
@@ -155,9 +155,9 @@ class StandbyKv:
                     with_term(self._options, term),
                     keep=sequence,
                     on_fence=self._on_fence,
-                    **self._more,
+                    retain_bytes=self._retain_bytes,
                 )
-            self.kv.history.alone = False
+            _history(self.kv).alone = False
             self._ready = True
 
     async def install(self, term: int, position: Position) -> None:
@@ -177,7 +177,7 @@ class StandbyKv:
                 with_term(self._options, term),
                 begin=position,
                 on_fence=self._on_fence,
-                **self._more,
+                retain_bytes=self._retain_bytes,
             )
             self._ready = True
 
@@ -185,12 +185,12 @@ class StandbyKv:
         """Make the filled records durable, after everything was sent. On return this is a normal standby."""
         self.hear(term)
         async with self._one:
-            self._check(term)
+            kv = self._check(term)
             if self._working is not None:
                 await asyncio.wait([self._working])
-                self._check(term)
-            await self.kv.finish()
-            self.kv.history.alone = False
+                kv = self._check(term)
+            await kv.finish()
+            _history(kv).alone = False
             self.filling = False
 
     def ship(self, group: Group, done: Done) -> None:
@@ -201,12 +201,12 @@ class StandbyKv:
         accepted.
         """
         try:
-            self._check(group.term)
-            if not self.filling:
-                self.kv.history.advance(group.committed)
+            kv = self._check(group.term)
+            if not self.filling and kv.history is not None:
+                kv.history.advance(group.committed)
             if self._working is None:
-                if self._take(group):
-                    done(self.kv.sequence, None)
+                if self._take(kv, group):
+                    done(kv.sequence, None)
                     return
             elif len(self._waiting) >= WAITING_MAX:
                 raise Busy("too much waits here already")
@@ -220,9 +220,9 @@ class StandbyKv:
 
     async def sync(self, term: int) -> int:
         """Make all changes durable; return the number of the last one."""
-        self._check(term)
-        sequence = self.kv.sequence
-        await self.kv.sync(sequence)
+        kv = self._check(term)
+        sequence = kv.sequence
+        await kv.sync(sequence)
         return sequence
 
     async def promote(self, term: int) -> MemberKv:
@@ -247,7 +247,10 @@ class StandbyKv:
                         f"{self.path} holds no whole records, so this member can not become the primary"
                     )
                 self.kv = await MemberKv.open_member(
-                    self.path, with_term(self._options, term), on_fence=self._on_fence, **self._more
+                    self.path,
+                    with_term(self._options, term),
+                    on_fence=self._on_fence,
+                    retain_bytes=self._retain_bytes,
                 )
             self.kv.begin_term(term)
             kv, self.kv, self._closed = self.kv, None, True
@@ -270,24 +273,27 @@ class StandbyKv:
             if kv is not None:
                 await (kv.abandon() if abandon else kv.close())
 
-    def _check(self, term: int) -> None:
+    def _check(self, term: int) -> MemberKv:
+        """Return the engine; StaleTerm or Unavailable if it accepts nothing from a primary of `term`."""
         self.hear(term)
         if not self._ready or self.kv is None:
             raise Unavailable("begin again: this member does not know yet where the log continues")
+        return self.kv
 
-    def _take(self, group: Group) -> bool:
+    @staticmethod
+    def _take(kv: MemberKv, group: Group) -> bool:
         """Apply a group; return False if the rest of the group has to wait for space."""
         records = records_of(group.records)
         if group.pairs:
-            if self.kv.full:
+            if kv.full:
                 return False
             for record in records:
-                self.kv.install(record.effects)
+                kv.install(record.effects)
             return True
         try:
             for record in records:
-                if record.sequence > self.kv.sequence:
-                    self.kv.append(record)
+                if record.sequence > kv.sequence:
+                    kv.append(record)
         except Busy:
             return False
         return True
@@ -298,17 +304,17 @@ class StandbyKv:
             while self._waiting:
                 group, done = self._waiting[0]
                 try:
-                    self._check(group.term)
-                    while not self._take(group):
-                        await self.kv.more_room()
-                        self._check(group.term)
+                    kv = self._check(group.term)
+                    while not self._take(kv, group):
+                        await kv.more_room()
+                        kv = self._check(group.term)
                 except NvpoolError as error:
                     self._ready = False
                     self._waiting.popleft()
                     done(None, error)
                 else:
                     self._waiting.popleft()
-                    done(self.kv.sequence, None)
+                    done(kv.sequence, None)
         finally:
             self._working = None
             while self._waiting:
@@ -324,3 +330,9 @@ class StandbyKv:
         kv, self.kv = self.kv, None
         if kv is not None:
             await kv.abandon()
+
+
+def _history(kv: MemberKv) -> ReplicationHistory:
+    """Return the retained changes of a standby's engine; only a primary may retain none."""
+    assert kv.history is not None
+    return kv.history

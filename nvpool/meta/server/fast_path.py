@@ -29,7 +29,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nvpool.core.compiled import load_compiled
-from nvpool.core.errors import Fenced, Refused
 from nvpool.meta.sessions.table import Session, Slot
 from nvpool.rpc.error_codec import encode_error
 from nvpool.rpc.transports.frame import REPLY, pack_head
@@ -60,10 +59,6 @@ def _failed(
 ) -> bytes:
     """Error frame for a change that the engine did not accept, with the same effects as in
     `MetaService.handle`."""
-    if isinstance(error, Refused):
-        service._counters["refused"] += 1
-        service._keep_refusal(session, slot, sequence, mark, error)
-    elif isinstance(error, Fenced):
-        service._die(error)
+    service.change_failed(session, slot, sequence, mark, error)
     code, message = encode_error(error)
     return pack_head(REPLY, code, number, 0, message, 0)

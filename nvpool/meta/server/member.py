@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -102,7 +102,7 @@ class _MemberFastPath:
     def answer(
         self, buffer: bytearray, end: int, in_work: dict, reply_stats: ReplyStats, out: list, side: Any = None
     ) -> int:
-        service = self._member._service
+        service = self._member.service
         if service is None or self._member.handle != service.handle:
             return 0
         return service.fast_path.answer(buffer, end, in_work, reply_stats, out, side)
@@ -129,12 +129,12 @@ class ShardMember:
         self._make_service = make_service
         self._fail = fail
         self._authority = ServiceRight(clock, options.secret, options.shard)
-        self._term = 0
-        self._service: MetaService | None = None
-        self._kv: MemberKv | None = None
+        self.term = 0
+        self.service: MetaService | None = None
+        self.kv: MemberKv | None = None
         self._shipping: Shipping | None = None
         self._gate: Gate | None = None
-        self._standby: StandbyKv | None = None
+        self.standby: StandbyKv | None = None
         self._standby_service: StandbyService | None = None
         self._tasks: set[asyncio.Task] = set()
         self._promoting = False
@@ -187,7 +187,7 @@ class ShardMember:
             )
             await self._serve(kv)
         elif path.is_dir():
-            self._stand_by()
+            self.stand_by()
         else:
             self._lost = f"its records are gone: {path} is missing"
             log.error("member %d of shard %d: %s", self._options.member, self._options.shard, self._lost)
@@ -201,7 +201,7 @@ class ShardMember:
             if self._options.path.is_dir():
                 break
         self._lost = ""
-        self._stand_by()
+        self.stand_by()
 
     async def _watch_records(self) -> None:
         """Detect that the directory of the records is removed while in use.
@@ -215,15 +215,15 @@ class ShardMember:
             if mark.exists():
                 seen, missing, self._removed = True, 0, ""
                 continue
-            if not seen or (self._standby is not None and self._standby.filling):
+            if not seen or (self.standby is not None and self.standby.filling):
                 continue
             missing += 1
             if missing < _LOOKS:
                 continue
             self._removed = f"{self._options.path} was removed while it was in use"
-            if self._service is not None:
-                self._service.reason = f"{self._removed}: only this process still has the records"
-            if not self._is_primary and self._standby is not None:
+            if self.service is not None:
+                self.service.reason = f"{self._removed}: only this process still has the records"
+            if not self._is_primary and self.standby is not None:
                 if self._options.member in up_standbys(self._shard):
                     try:
                         await self._ask_for_standby(self._options.member, False, self._shard.term)
@@ -244,19 +244,19 @@ class ShardMember:
                 self._own(self._leave())
             return
         self._map = pool_map
-        deposed = self._kv is not None and (not self._is_primary or self._shard.term > self._term)
+        deposed = self.kv is not None and (not self._is_primary or self._shard.term > self.term)
         # what the map grants the shard may already belong to our successor
-        if self._service is not None and not deposed:
-            self._service.update_map(pool_map)
+        if self.service is not None and not deposed:
+            self.service.update_map(pool_map)
         if self._shard.id != self._options.shard or self._closed:
             return
         if self._lost and self._is_primary:
             self._fail(f"this member can not become the primary: {self._lost}")
-        elif self._standby is not None:
+        elif self.standby is not None:
             if self._is_primary and not self._promoting:
                 self._promoting = True
                 self._own(self._promote())
-        elif self._kv is not None:
+        elif self.kv is not None:
             if deposed:
                 self._depose()
             else:
@@ -269,25 +269,47 @@ class ShardMember:
         self._fail(f"shard {self._options.shard} has left the pool")
 
     def begin_drain(self) -> None:
-        if self._service is not None:
-            self._service.begin_drain()
+        if self.service is not None:
+            self.service.begin_drain()
 
-    async def close(self, drain_s: float = 0.0) -> None:
+    def _stop_serving(self) -> None:
         self._closed = True
         self.handle = self._not_yet
         for task in list(self._tasks):
             task.cancel()
+
+    def begin_abandon(self) -> list[Callable[[], Awaitable[None]]]:
+        """Stop serving without storing anything, as if the process had died; used by simulations.
+
+        Returns the calls that release what is still open, in their order.
+        """
+        self._stop_serving()
+        ends: list[Callable[[], Awaitable[None]]] = []
+        if self._standby_service is not None:
+            ends.append(self._standby_service.close)
+        if self.service is not None:
+            ends.append(self.service.close)
+        if self._shipping is not None:
+            ends.append(self._shipping.close)
+        if self.standby is not None:
+            ends.append(self.standby.abandon)
+        if self.kv is not None:
+            ends.append(self.kv.abandon)
+        return ends
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        self._stop_serving()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._standby_service is not None:
             await self._standby_service.close()
-        if self._standby is not None:
-            await self._standby.close()
-        if self._service is not None:
-            await self._service.close(drain_s)
+        if self.standby is not None:
+            await self.standby.close()
+        if self.service is not None:
+            await self.service.close(drain_s)
         if self._shipping is not None:
             await self._shipping.close()
-        if self._kv is not None:
-            await self._kv.close()
+        if self.kv is not None:
+            await self.kv.close()
             if self._options.mark is not None:
                 remove_mark(self._options.mark)
 
@@ -310,15 +332,15 @@ class ShardMember:
             self._fail(f"the member can not go on: {error}")
 
     def measure(self, page: Page) -> None:
-        if self._service is not None:
-            self._service.measure(page, may_answer=self._gate is None or self._gate.open())
+        if self.service is not None:
+            self.service.measure(page, may_answer=self._gate is None or self._gate.open())
         else:
             page.set(metrics.META_SERVING, 0, shard=self._options.shard)
         for member, state in (self._shipping.states() if self._shipping is not None else {}).items():
             page.set(metrics.META_BEHIND, state["behind"], shard=self._options.shard, member=member)
             page.set(metrics.META_STANDBY_COUNTS, state["counts"], shard=self._options.shard, member=member)
-        if self._standby is not None and self._standby.kv is not None:
-            measure_engine(self._standby.kv.statistics(), page)
+        if self.standby is not None and self.standby.kv is not None:
+            measure_engine(self.standby.kv.statistics(), page)
 
     def _not_yet(self, call: Call) -> None:
         if call.method == wire.META_STATUS:
@@ -327,7 +349,7 @@ class ShardMember:
             call.fail(Draining(f"shard {self._options.shard} changes its primary"))
 
     def _report_status(self, call: Call) -> None:
-        standby, reason = self._standby, self._lost or self._removed
+        standby, reason = self.standby, self._lost or self._removed
         counters: dict[str, float] = {"term": self._shard.term}
         if standby is not None and standby.kv is not None:
             counters.update((f"kv_{name}", value) for name, value in standby.kv.statistics().items())
@@ -352,7 +374,7 @@ class ShardMember:
         return not beside or os.path.exists(beside)
 
     def _report_primary_status(self, call: Call) -> None:
-        reply, gate = self._service.status_reply(), self._gate
+        reply, gate = self.service.status_reply(), self._gate
         if gate is not None and not gate.open() and reply.state == "serving":
             reply.state = "waiting"
             reply.reason = "it is the primary and has no lease" + (
@@ -362,13 +384,14 @@ class ShardMember:
 
     # -- standby -----------------------------------------------------------------------------------------------------
 
-    def _stand_by(self) -> None:
+    def stand_by(self) -> None:
+        """Serve as a standby, with the records in the directory or without any."""
         options = self._options
         if options.mark is not None:
             remove_mark(options.mark)  # left from a time as the primary
-        self._standby = StandbyKv(options.path, options.engine, term=self._shard.term, on_fence=self._fail)
+        self.standby = StandbyKv(options.path, options.engine, term=self._shard.term, on_fence=self._fail)
         self._standby_service = StandbyService(
-            self._standby,
+            self.standby,
             shard=options.shard,
             member=options.member,
             clock=self._clock,
@@ -394,9 +417,9 @@ class ShardMember:
             term,
         )
         self.handle = self._not_yet
-        kv = await self._standby.promote(term)
+        kv = await self.standby.promote(term)
         await self._standby_service.close()
-        self._standby = self._standby_service = None
+        self.standby = self._standby_service = None
         await self._serve(kv)
         self._promoting = False
         log.warning(
@@ -406,21 +429,21 @@ class ShardMember:
     # -- primary -----------------------------------------------------------------------------------------------------
 
     async def _serve(self, kv: MemberKv) -> None:
-        self._kv, self._term = kv, kv.term
+        self.kv, self.term = kv, kv.term
         kv.remember(bool(self._shard.standbys))
         self._use_standbys()
-        self._service = self._make_service(kv)
-        self._service.update_map(self._map)
-        await self._service.start()
-        self.handle = self._service.handle if self._gate is None else self._handle_behind_gate
+        self.service = self._make_service(kv)
+        self.service.update_map(self._map)
+        await self.service.start()
+        self.handle = self.service.handle if self._gate is None else self._handle_behind_gate
 
     def _begin_shipping(self) -> None:
-        kv = self._kv
+        kv = self.kv
         kv.remember(True)
         # before any standby can be up: all changes acknowledged so far are here
         if self._options.mark is not None:
             kv.history.mark_commits(
-                CommitMark.begin(self._options.mark, self._options.path, self._term, kv.last.sequence)
+                CommitMark.begin(self._options.mark, self._options.path, self.term, kv.last.sequence)
             )
         self._shipping = Shipping(
             kv,
@@ -437,7 +460,7 @@ class ShardMember:
             if not self._shard.standbys:
                 return
             self._begin_shipping()
-            if self._service is not None and self.handle == self._service.handle:
+            if self.service is not None and self.handle == self.service.handle:
                 self.handle = self._handle_behind_gate
         self._shipping.use(
             {
@@ -465,13 +488,13 @@ class ShardMember:
             PrimaryService(
                 shard=self._options.shard,
                 member=self._options.member,
-                term=self._term,
+                term=self.term,
                 clock=self._clock,
                 secret=self._options.secret,
                 on_later=self._depose,
             ).handle(call)
         else:
-            self._gate.handle(self._service.handle, call)
+            self._gate.handle(self.service.handle, call)
 
     def _depose(self) -> None:
         """Stop answering: another member is, or will be, the primary."""
@@ -558,7 +581,7 @@ class ShardMember:
             sent_s, pause_s = self._clock.boottime_s(), RENEW_S
             try:
                 request = pb.ShardAliveRequest(
-                    member=self._options.member, term=self._term, map_epoch=self._map.epoch
+                    member=self._options.member, term=self.term, map_epoch=self._map.epoch
                 )
                 reply = await self._call_keeper(wire.META_ALIVE, request, pb.ShardAliveReply, ASK_S)
             except StaleTerm as error:
@@ -575,13 +598,13 @@ class ShardMember:
                 )
                 if reply.map:
                     self.update_map(decode_map(reply.map))
-                if reply.term == self._term and self._clock.boottime_s() - sent_s < lease_s / 2:
+                if reply.term == self.term and self._clock.boottime_s() - sent_s < lease_s / 2:
                     gate.lease_until_s = sent_s + lease_s * LEASE_SHARE
             await asyncio.sleep(max(0.05, sent_s + pause_s - self._clock.boottime_s()))
 
     async def _ask_for_standby(self, member: int, up: bool, term: int = 0) -> None:
         epoch = self._shard.epoch
-        request = pb.StandbyRequest(member=member, term=term or self._term, up=up, epoch=epoch)
+        request = pb.StandbyRequest(member=member, term=term or self.term, up=up, epoch=epoch)
         if up:
             try:
                 await self._dialer.connect(

@@ -320,6 +320,14 @@ class MetaService(AdminHandlers, SessionAnswers, VolumeAnswers):
             if not self.died.done():
                 self.died.set_exception(error)
 
+    def change_failed(self, session: Session, slot: Slot, sequence: int, mark: int, error: Exception) -> None:
+        """Record that the engine did not accept a change of the fast path, as `handle` does for others."""
+        if isinstance(error, Refused):
+            self._counters["refused"] += 1
+            self._keep_refusal(session, slot, sequence, mark, error)
+        elif isinstance(error, Fenced):
+            self._die(error)
+
     async def _run_leases(self) -> None:
         while True:
             await asyncio.sleep(self._options.tick_s)

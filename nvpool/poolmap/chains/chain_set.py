@@ -13,7 +13,7 @@ from nvpool.core.errors import InvalidRequest
 from nvpool.core.units import CHAINS_PER_TABLE
 from nvpool.poolmap.layout import chain_of
 
-_TABLE_BYTES = 1 + CHAINS_PER_TABLE // 8
+TABLE_BYTES = 1 + CHAINS_PER_TABLE // 8
 
 
 class ChainSet:
@@ -43,16 +43,16 @@ def encode_chains(chains: ChainSet) -> bytes:
     for table, chain in chains:
         masks[table] = masks.get(table, 0) | 1 << chain
     return b"".join(
-        bytes((table,)) + mask.to_bytes(_TABLE_BYTES - 1, "little") for table, mask in sorted(masks.items())
+        bytes((table,)) + mask.to_bytes(TABLE_BYTES - 1, "little") for table, mask in sorted(masks.items())
     )
 
 
 def decode_chains(raw: bytes) -> ChainSet:
     """Decode a chain set; InvalidRequest if its length is impossible."""
-    if len(raw) % _TABLE_BYTES or len(raw) > 256 * _TABLE_BYTES:
+    if len(raw) % TABLE_BYTES or len(raw) > 256 * TABLE_BYTES:
         raise InvalidRequest(f"{len(raw)} bytes are no set of chains")
     found = []
-    for at in range(0, len(raw), _TABLE_BYTES):
-        mask = int.from_bytes(raw[at + 1 : at + _TABLE_BYTES], "little")
+    for at in range(0, len(raw), TABLE_BYTES):
+        mask = int.from_bytes(raw[at + 1 : at + TABLE_BYTES], "little")
         found += [(raw[at], chain) for chain in range(CHAINS_PER_TABLE) if mask >> chain & 1]
     return ChainSet(found)

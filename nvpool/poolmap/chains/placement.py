@@ -15,12 +15,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from nvpool.core.errors import InvalidRequest
 from nvpool.core.units import CHAINS_PER_TABLE
 from nvpool.poolmap.layout import chunk_hash
 from nvpool.poolmap.model import Chain, ChainTable, Node, Target
+
+_Name = TypeVar("_Name", int, str)
+"""Number of a node or target, or name of a rack."""
 
 _ROUNDS_MAX = 8
 _NEAR = 2.0
@@ -80,7 +84,7 @@ class Spread:
     """Limits of placement: copies of one chain on a rack and on a node, and the quota of chains of each
     target."""
 
-    def __init__(self, targets: Sequence[Target], nodes: Sequence[Node], replicas: int):
+    def __init__(self, targets: Sequence[Target], nodes: Sequence[Node], replicas: int) -> None:
         """Compute the limits; InvalidRequest if there are fewer targets than replicas."""
         if len(targets) < replicas or replicas < 1:
             raise InvalidRequest(f"{replicas} replicas need as many targets, there are {len(targets)}")
@@ -145,9 +149,9 @@ class Spread:
         return on_node < self.on_node and on_rack < self.on_rack
 
 
-def _filled(amount: float, wants: dict) -> dict:
+def _filled(amount: float, wants: Mapping[_Name, tuple[float, float]]) -> dict[_Name, float]:
     """Divide `amount` by weight over name -> (weight, maximum); no name gets more than its maximum."""
-    parts: dict = {}
+    parts: dict[_Name, float] = {}
     left = dict(wants)
     while left:
         total = sum(weight for weight, _ in left.values())
@@ -171,7 +175,7 @@ class Placing:
         targets: Sequence[Target],
         nodes: Sequence[Node],
         replicas: int,
-    ):
+    ) -> None:
         """Start from the current desired holders.
 
         `wanted` lists the desired holders of each chain so far. `present` lists the targets that have all or

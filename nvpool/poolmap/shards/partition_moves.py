@@ -179,7 +179,11 @@ def shard_removed(pool_map: PoolMap, shard_id: int) -> PoolMap:
 def shards_given(pool_map: PoolMap) -> int:
     """Return the highest shard number ever used: session numbers contain it, so shard numbers are not
     reused."""
-    return max(pool_map.shards_given, *(shard.id for shard in (*pool_map.shards, *pool_map.shards_wanted)))
+    return max(
+        pool_map.shards_given,
+        *(shard.id for shard in pool_map.shards),
+        *(shard.id for shard in pool_map.shards_wanted),
+    )
 
 
 def is_empty(pool_map: PoolMap, shard_id: int) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -137,8 +137,8 @@ def _to_spread(pool_map: PoolMap) -> int:
         return 0
     primaries = Counter(shard.node for shard in pool_map.shards)
     for shard in sorted(pool_map.shards, key=lambda shard: (-primaries[shard.node], shard.id)):
-        if shard.standbys:
-            follower = shard_of(shard_members.primary_lost(pool_map, shard.id), shard.id)
+        if shard.standbys and (promoted := shard_members.primary_lost(pool_map, shard.id)) is not None:
+            follower = shard_of(promoted, shard.id)
             if primaries[follower.node] + 2 <= primaries[shard.node]:
                 return shard.id
     return 0
@@ -208,13 +208,13 @@ def _chosen(pool_map: PoolMap, shard: Shard, places: list[ShardLocation]) -> Sha
     everywhere = Counter(
         place_of(pool_map, one, member) for one in pool_map.shards for member in members(one)
     )
-    on_node = Counter()
+    on_node: Counter[int] = Counter()
     for place, count in everywhere.items():
         on_node[place.node] += count
     bad = set(misplaced(pool_map, shard))
     good = [place_of(pool_map, shard, member) for member in members(shard) if member not in bad]
 
-    def rank(place: ShardLocation):
+    def rank(place: ShardLocation) -> tuple[int, int, int, int, ShardLocation]:
         racks, nodes = _spread(pool_map, [*good, place])
         return -racks, -nodes, on_node[place.node], everywhere[place], place
 
@@ -245,7 +245,7 @@ def _lessened(pool_map: PoolMap, shard: Shard, staying: list[StandbyMember]) -> 
     def left(without: StandbyMember) -> list[StandbyMember]:
         return [standby for standby in staying if standby is not without]
 
-    def rank(standby: StandbyMember):
+    def rank(standby: StandbyMember) -> tuple[tuple[int, int], bool, int]:
         places = [
             place_of(pool_map, shard, member)
             for member in (shard.member, *(one.member for one in left(standby)))
@@ -314,7 +314,7 @@ def without_member(pool_map: PoolMap, shard_id: int, node: int) -> PoolMap:
     return pool_map
 
 
-def with_node(pool_map: PoolMap, number: int, **fields) -> PoolMap:
+def with_node(pool_map: PoolMap, number: int, **fields: Any) -> PoolMap:
     """Return the map with `fields` of the node replaced; InvalidRequest if there is no such node."""
     if number not in pool_map.node_by_id:
         raise InvalidRequest(f"there is no node {number}; `nvpool node ls POOL` lists them")

@@ -43,7 +43,7 @@ class RequestFastPath:
             self._stop_reading()
             super().buffer_updated(count)  # which keeps the bytes
             return
-        fast_path = self._fast_path
+        fast_path = self.fast_path
         if fast_path is not None and count and not self._out:
             buffer = self._reader.empty
             if buffer is not None and self._greeted and not self.draining:

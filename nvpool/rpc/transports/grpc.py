@@ -459,7 +459,7 @@ class _GrpcServed(_Sending, Answerer):
                         self._flowing.clear()
                         await self._flowing.wait()
                 elif frame.kind == CANCEL:
-                    self._cancelled(frame.request)
+                    self.cancel_request(frame.request)
                 else:
                     raise CorruptFrame(f"a frame of kind {frame.kind} out of place")
         except CorruptFrame as error:

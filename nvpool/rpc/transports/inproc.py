@@ -40,7 +40,7 @@ class InprocTransport:
     def __init__(self, clock: Clock = SYSTEM_CLOCK, faults: Faults | None = None) -> None:
         self.faults = faults
         self.clock = clock
-        self._listeners: dict[str, InprocListener] = {}
+        self.listeners: dict[str, InprocListener] = {}
 
     async def connect(self, endpoint: str, greeting: Greeting, *, deadline_s: float) -> Connection:
         name = parse_endpoint(endpoint).path
@@ -50,21 +50,21 @@ class InprocTransport:
             await asyncio.sleep(max(0.0, left_s))
             raise Unreachable(f"nobody answers at {endpoint}: no answer in time")
         await asyncio.sleep(delay_s)
-        listener = self._listeners.get(name)
+        listener = self.listeners.get(name)
         if listener is None or left_s <= 0:
             raise Unreachable(f"nobody answers at {endpoint}: there is no such listener in this process")
         hello = check_hello(encode_hello(greeting), listener.greeting)
         check_hello(encode_hello(listener.greeting), greeting)
         asking = InprocConnection(self, endpoint, listener.greeting.name)
-        asking._served = _InprocServed(asking, listener, Peer(hello.name, "inproc", True))
-        listener.connections.add(asking._served)
+        asking.server_side = _InprocServed(asking, listener, Peer(hello.name, "inproc", True))
+        listener.connections.add(asking.server_side)
         return asking
 
     async def listen(self, endpoint: str, greeting: Greeting, handler: Handler) -> Listener:
         name = parse_endpoint(endpoint).path or f"unnamed-{next(_unnamed)}"
-        if name in self._listeners:
+        if name in self.listeners:
             raise InUse(f"{endpoint}: another listener has this name")
-        self._listeners[name] = listener = InprocListener(self, name, greeting, handler)
+        self.listeners[name] = listener = InprocListener(self, name, greeting, handler)
         return listener
 
     def carry(self, endpoint: str, kind: int, code: int, deliver: Callable, *frame) -> None:
@@ -81,15 +81,16 @@ class InprocTransport:
 class InprocConnection(Asker):
     def __init__(self, transport: InprocTransport, endpoint: str, name: str) -> None:
         super().__init__(asyncio.get_running_loop(), Peer(name, endpoint, True), transport.clock)
-        self._carry = transport.carry
-        self._served: _InprocServed
+        self.carry = transport.carry
+        """Carries frames to the other end; simulations replace it."""
+        self.server_side: _InprocServed
 
     def _send_request(self, number, method, deadline_ms, message, payload, payload_bytes) -> None:
-        self._carry(
+        self.carry(
             self.peer.address,
             REQUEST,
             method,
-            self._served.take,
+            self.server_side.take,
             number,
             method,
             deadline_ms,
@@ -98,7 +99,7 @@ class InprocConnection(Asker):
         )
 
     def _send_cancel(self, number) -> None:
-        self._carry(self.peer.address, CANCEL, 0, self._served._cancelled, number)
+        self.carry(self.peer.address, CANCEL, 0, self.server_side.cancel_request, number)
 
     def take(self, number, status, message, payload) -> None:
         if self.closed:
@@ -113,7 +114,7 @@ class InprocConnection(Asker):
         """End the connection as if the peer had died."""
         if not self.closed:
             self._lost(f"{self.peer.name}: {reason}")
-            self._served.end()
+            self.server_side.end()
 
     async def close(self) -> None:
         self.lose("closed here")
@@ -122,24 +123,24 @@ class InprocConnection(Asker):
 class _InprocServed(Answerer):
     def __init__(self, asking: InprocConnection, listener: InprocListener, peer: Peer) -> None:
         super().__init__(listener.handler, peer, listener.transport.clock, transport="inproc")
-        self._asking = asking
+        self.client_side = asking
         self._listener = listener
-        self._carry = listener.transport.carry
+        self.carry = listener.transport.carry
 
     def take(self, number, method, deadline_ms, message, payload) -> None:
-        if self._asking.closed:
+        if self.client_side.closed:
             return
         try:
             self._arrived(number, method, deadline_ms, message, payload)
         except CorruptFrame as error:
-            self._asking.lose(str(error))
+            self.client_side.lose(str(error))
 
     def _send_answer(self, number, status, message, payload, payload_bytes) -> None:
-        self._carry(
-            self._asking.peer.address,
+        self.carry(
+            self.client_side.peer.address,
             REPLY,
             status,
-            self._asking.take,
+            self.client_side.take,
             number,
             status,
             bytes(message),
@@ -153,7 +154,7 @@ class _InprocServed(Answerer):
     async def drain(self, drain_s: float) -> None:
         await self._drained(drain_s)
         await asyncio.sleep(0)  # lets the last responses be delivered
-        self._asking.lose("the server is closing")
+        self.client_side.lose("the server is closing")
 
 
 class InprocListener:
@@ -166,12 +167,12 @@ class InprocListener:
         self._name = name
 
     async def close(self, drain_s: float = 0.0) -> None:
-        self.transport._listeners.pop(self._name, None)
+        self.transport.listeners.pop(self._name, None)
         if self.connections:
             await asyncio.gather(*[served.drain(drain_s) for served in list(self.connections)])
 
     def kill(self) -> None:
         """Simulate the death of the process: all connections end immediately and the name is free."""
-        self.transport._listeners.pop(self._name, None)
+        self.transport.listeners.pop(self._name, None)
         for served in list(self.connections):
-            served._asking.lose("the connection was lost")
+            served.client_side.lose("the connection was lost")

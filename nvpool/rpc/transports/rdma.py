@@ -452,7 +452,7 @@ class RdmaServed(StreamServed):
 
     # -- replies
 
-    def _answer_room(self, number: int, byte_count: int) -> memoryview | None:
+    def answer_room(self, number: int, byte_count: int) -> memoryview | None:
         place = self._places.get(number)
         key = self._keys.get(place[0]) if place is not None and 0 < byte_count <= place[2] else None
         window = key.window(place[1], byte_count) if key is not None else None

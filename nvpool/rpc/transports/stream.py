@@ -187,6 +187,11 @@ class _End(asyncio.BufferedProtocol):
         self._transport.close()
         self._on_end(reason)
 
+    def abandon(self, reason: str) -> None:
+        """Close the connection, if it was made at all."""
+        if self._transport is not None:
+            self._end(reason)
+
     async def _closed(self, timeout_s: float) -> None:
         """Wait until everything written has been sent; after timeout_s drop the rest."""
         await asyncio.wait([self._gone], timeout=timeout_s)
@@ -352,7 +357,7 @@ class StreamServed(RequestFastPath, _End, Answerer):
         )
         _End.__init__(self, listener.loop)
         self._listener = listener
-        self._fast_path = getattr(listener.handler, "fast_path", None)
+        self.fast_path = getattr(listener.handler, "fast_path", None)
         # A derived class may send replies by another path.
         self._later = self if type(self) is StreamServed else None
         self._hello_timer: asyncio.TimerHandle | None = None
@@ -420,7 +425,7 @@ class StreamServed(RequestFastPath, _End, Answerer):
             if self._overfull or (self._share is not None and not self._share.takes_turn()):
                 self._stop_reading()
         elif kind == CANCEL and self._greeted:
-            self._cancelled(number)
+            self.cancel_request(number)
         elif kind == HELLO and not self._greeted:
             greeting = self._listener.greeting
             try:
@@ -570,8 +575,7 @@ class StreamTransport:
             raise
         finally:
             if made and not (made[0].greeted.done() and made[0].greeted.exception() is None):
-                if made[0]._transport is not None:
-                    made[0]._end("the greeting did not come")
+                made[0].abandon("the greeting did not come")
                 if made[0].greeted.done():
                     made[0].greeted.exception()
         return made[0]

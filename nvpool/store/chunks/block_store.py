@@ -54,7 +54,7 @@ from nvpool.kv.api import Effect, Kv
 from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.poolmap.chains.protocol import MemberChunkState, next_version
 from nvpool.security.xts import BlockCipher
-from nvpool.store.chunks import copy_range, staged_writes, store_status
+from nvpool.store.chunks import copy_range, staged_writes
 from nvpool.store.chunks import truncate as store_truncate
 from nvpool.store.chunks.api import (
     ChunkDescription,
@@ -165,7 +165,7 @@ class BlockChunkStore(WholeChunks):
         self.room = SpaceReserve(None, f"target {target}")
         self.fenced_because = ""
         self.on_fence: Callable[[str], None] | None = None
-        self._closed = False
+        self.closed = False
         self._written = 1  # the previous process may have left unsynced writes
         self._synced = 0
         self._tended = -1
@@ -215,7 +215,7 @@ class BlockChunkStore(WholeChunks):
     def read_now(
         self, reads: bytes, owners: Sequence[int], verify: bool = False, room: Room | None = None
     ) -> ReadBatch:
-        if self.fenced_because or self._closed:
+        if self.fenced_because or self.closed:
             self._refuse()
         batch = self.reader.begin(reads, owners, verify, room)
         if batch.missed:
@@ -225,7 +225,7 @@ class BlockChunkStore(WholeChunks):
     def locate(
         self, inode: int, index: int, blocks: int, life_s: float
     ) -> tuple[float, int, int, LocatedBlocks] | None:
-        if self.fenced_because or self._closed:
+        if self.fenced_because or self.closed:
             self._refuse()
         if (inode, index) in self.quarantine.chunks or self.allocator.scarce:
             return None
@@ -298,7 +298,7 @@ class BlockChunkStore(WholeChunks):
         table: int = 0,
         cipher: BlockCipher | None = None,
     ) -> int:
-        if self.fenced_because or self._closed:
+        if self.fenced_because or self.closed:
             self._refuse()
         kv = self.kv
         if kv.full:
@@ -641,7 +641,7 @@ class BlockChunkStore(WholeChunks):
                 self.on_fence(reason)
 
     def refuse_when_fenced(self) -> None:
-        if self.fenced_because or self._closed:
+        if self.fenced_because or self.closed:
             self._refuse()
 
     def _refuse(self) -> None:
@@ -689,7 +689,33 @@ class BlockChunkStore(WholeChunks):
         return await self.scrubber.step(cursor, blocks, repair)
 
     def status(self) -> dict:
-        return store_status.status(self)
+        allocator = self.allocator
+        counters = {
+            "reads": self.reader.read_count,
+            "read_bytes": self.reader.read_bytes,
+            "reads_waited": self.reader.missed_count,
+            "writes": self.write_count,
+            "flushes": self.flush_count,
+            "held_blocks": allocator.held_blocks,
+            "bad_blocks": len(self.quarantine),
+            "lent": self.location_leases.given,
+            "resting_changes": allocator.resting_changes,
+        }
+        counters |= {f"index_{name}": value for name, value in self.kv.statistics().items()}
+        return {
+            "state": "fenced" if self.fenced_because else "serving",
+            "fenced_because": self.fenced_because,
+            "capacity_bytes": (allocator.block_count - allocator.reserve_blocks) * BLOCK_BYTES,
+            "used_bytes": (allocator.used_blocks - allocator.fixed_blocks) * BLOCK_BYTES,
+            "chunks": -1,
+            "device": self.path,
+            "kind": self.kind,
+            "read_path": self.device.read_path,
+            "direct": self.device.direct,
+            "writes": self.device.writes,
+            "host_full": self.room.full_message,
+            "counters": {name: float(value) for name, value in counters.items()},
+        }
 
     # -- background work, closing ------------------------------------------------------------------------------------
 
@@ -710,7 +736,7 @@ class BlockChunkStore(WholeChunks):
                 await self._release()
 
     async def close(self) -> None:
-        if self._closed:
+        if self.closed:
             return
         try:
             if not self.fenced_because:
@@ -720,7 +746,7 @@ class BlockChunkStore(WholeChunks):
         except NvpoolError as error:
             log.error("target %d: the last flush failed: %s", self.target, error)
         finally:
-            self._closed = True
+            self.closed = True
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -733,7 +759,7 @@ class BlockChunkStore(WholeChunks):
 
     async def abandon(self) -> None:
         """Release all resources like the death of this process would. For tests, and after a fence."""
-        self._closed = True
+        self.closed = True
         tasks = [*self._tasks, *([self._sync_task] if self._sync_task else [])]
         for task in tasks:
             task.cancel()

@@ -70,11 +70,11 @@ class MemoryChunkStore:
     on_bad = None
 
     def __init__(self, capacity_bytes: int = 1 << 40, *, reserve_share: float = 0.02):
-        self._block_count = capacity_bytes // BLOCK_BYTES
-        self._limit = self._block_count - int(self._block_count * reserve_share)
-        self._chunks: dict[tuple[int, int], _Chunk] = {}
+        self.block_count = capacity_bytes // BLOCK_BYTES
+        self.block_limit = self.block_count - int(self.block_count * reserve_share)
+        self.chunks: dict[tuple[int, int], _Chunk] = {}
         self._inodes: dict[int, tuple[int, int]] = {}  # truncate epoch, version floor
-        self._flushed = dict(self._chunks), dict(self._inodes)
+        self.drive_synced()
         self._used = 0
         self._bad: dict[tuple[int, int, int], str] = {}
         self.fenced_because = ""
@@ -126,7 +126,7 @@ class MemoryChunkStore:
             raise InvalidRequest("not whole blocks of a chunk")
         if owner not in (inode, ALL_INODES):
             raise StaleGrant
-        chunk = self._chunks.get((inode, index))
+        chunk = self.chunks.get((inode, index))
         if chunk is None:
             return [], 0
         wanted = range(offset // BLOCK_BYTES, (offset + length) // BLOCK_BYTES)
@@ -170,7 +170,7 @@ class MemoryChunkStore:
         if not len(buffer) or offset < 0 or offset + len(buffer) > CHUNK_BYTES_MAX:
             raise InvalidRequest("a write lies in a chunk")
         check_table(table)
-        chunk = self._chunks.get((inode, index)) or _Chunk(0, 0, (), {})
+        chunk = self.chunks.get((inode, index)) or _Chunk(0, 0, (), {})
         its_cut, floor = self._inodes.get(inode, (0, 0))
         if request is not None:
             if is_done(chunk.requests, request):
@@ -186,12 +186,12 @@ class MemoryChunkStore:
             raise ChecksumMismatch("a written block is not what its writer summed")
         blocks = self._merged(inode, index, chunk, offset, bytes(buffer), cipher)
         added = len(blocks.keys() - chunk.blocks.keys())
-        if (added and self._used + len(blocks) > self._limit) or self._used + added > self._block_count:
+        if (added and self._used + len(blocks) > self.block_limit) or self._used + added > self.block_count:
             raise NoSpace
         if self.fail_writes:
             raise self.fail_writes.pop(0)
         requests = self._with_request(chunk.requests, request)
-        self._chunks[inode, index] = _Chunk(
+        self.chunks[inode, index] = _Chunk(
             new_version, max(cut, chunk.cut), requests, {**chunk.blocks, **blocks}, table or chunk.table
         )
         self._used += added
@@ -218,10 +218,10 @@ class MemoryChunkStore:
             raise InvalidRequest("the checksums do not fit the write")
         if piece_checksums(buffer, offset) != bytes(checksums):
             raise ChecksumMismatch("a written block is not what its writer summed")
-        chunk = self._chunks.get((inode, index)) or _Chunk(0, 0, (), {})
+        chunk = self.chunks.get((inode, index)) or _Chunk(0, 0, (), {})
         blocks = self._merged(inode, index, chunk, offset, bytes(buffer), cipher)
         added = len(blocks.keys() - chunk.blocks.keys())
-        if (added and self._used + len(blocks) > self._limit) or self._used + added > self._block_count:
+        if (added and self._used + len(blocks) > self.block_limit) or self._used + added > self.block_count:
             raise NoSpace
         return Placed(None, None)
 
@@ -230,7 +230,7 @@ class MemoryChunkStore:
 
     def held(self, inode: int, index: int) -> HeldChunk:
         self._refuse_when_fenced()
-        chunk = self._chunks.get((inode, index)) or _Chunk(0, 0, (), {})
+        chunk = self.chunks.get((inode, index)) or _Chunk(0, 0, (), {})
         cut, floor = self._inodes.get(inode, (0, 0))
         return HeldChunk(chunk.version, floor, cut, chunk.requests)
 
@@ -279,7 +279,11 @@ class MemoryChunkStore:
             self.fail_syncs -= 1
             self.fence("the drive refused to sync")
             raise Fenced(self.fenced_because)
-        self._flushed = dict(self._chunks), dict(self._inodes)
+        self.drive_synced()
+
+    def drive_synced(self) -> None:
+        """Record that all contents survive a crash; simulations call this for a drive that syncs by itself."""
+        self._flushed = dict(self.chunks), dict(self._inodes)
 
     async def cut(
         self,
@@ -299,15 +303,15 @@ class MemoryChunkStore:
             raise StaleCut
         used = self._used
         whole = 1 << chunk_bits
-        for name in sorted(name for name in self._chunks if name[0] == inode):
-            chunk = self._chunks[name]
+        for name in sorted(name for name in self.chunks if name[0] == inode):
+            chunk = self.chunks[name]
             first = max(0, size - name[1] * whole)
             last = min(whole, end - name[1] * whole) if end else whole
             if first >= last or chunk.cut >= cut:  # written after this truncation came first
                 continue
             if (first, last) == (0, whole):
                 floor = raised(floor, chunk.version)
-                self._used -= len(self._chunks.pop(name).blocks)
+                self._used -= len(self.chunks.pop(name).blocks)
                 continue
             last = CHUNK_BYTES_MAX if last == whole else last
             blocks = {
@@ -316,7 +320,7 @@ class MemoryChunkStore:
                 if (left := self._without(name, block, number, first, last, cipher))
             }
             self._used -= len(chunk.blocks) - len(blocks)
-            self._chunks[name] = chunk._replace(blocks=blocks, version=after_cut(chunk.version), cut=cut)
+            self.chunks[name] = chunk._replace(blocks=blocks, version=after_cut(chunk.version), cut=cut)
             for number, (_, checksum) in blocks.items():
                 if checksum == LOST_CHECKSUM:
                     self._note_bad(*name, number, "did not fit its checksum when it was cut")
@@ -374,7 +378,7 @@ class MemoryChunkStore:
         check_table(table)
         if given_up():
             raise Cancelled
-        old = self._chunks.get(source[:2]) or _Chunk(0, 0, (), {})
+        old = self.chunks.get(source[:2]) or _Chunk(0, 0, (), {})
         shift = (offset - source[2]) // BLOCK_BYTES
         new = {
             number + shift: block
@@ -385,7 +389,7 @@ class MemoryChunkStore:
             if crc32c(data) != checksum:
                 self._note_bad(*source[:2], number - shift, "does not fit its checksum when read")
                 raise ChecksumMismatch
-        chunk = self._chunks.get((inode, index)) or _Chunk(0, 0, (), {})
+        chunk = self.chunks.get((inode, index)) or _Chunk(0, 0, (), {})
         its_cut, floor = self._inodes.get(inode, (0, 0))
         if request is not None and is_done(chunk.requests, request):
             return chunk.version, len(new) * BLOCK_BYTES
@@ -399,12 +403,12 @@ class MemoryChunkStore:
         if not new and len(kept) == len(chunk.blocks):
             return chunk.version, 0
         added = len(new.keys() - chunk.blocks.keys())
-        if added and self._used + len(new) > self._limit:
+        if added and self._used + len(new) > self.block_limit:
             raise NoSpace
         if self.fail_writes:
             raise self.fail_writes.pop(0)
         self._used += len(kept) + len(new) - len(chunk.blocks)
-        self._chunks[inode, index] = _Chunk(
+        self.chunks[inode, index] = _Chunk(
             self._next(chunk.version, floor, epoch),
             max(cut, chunk.cut),
             self._with_request(chunk.requests, request),
@@ -412,7 +416,7 @@ class MemoryChunkStore:
             table or chunk.table,
         )
         self._forget_bad()
-        return self._chunks[inode, index].version, len(new) * BLOCK_BYTES
+        return self.chunks[inode, index].version, len(new) * BLOCK_BYTES
 
     @staticmethod
     def _with_request(requests: tuple, request: RequestId | None) -> tuple:
@@ -423,8 +427,8 @@ class MemoryChunkStore:
 
     async def remove(self, inodes: Sequence[int]) -> tuple[int, int]:
         self._refuse_when_fenced()
-        gone = [name for name in self._chunks if name[0] in set(inodes)]
-        blocks = sum(len(self._chunks.pop(name).blocks) for name in gone)
+        gone = [name for name in self.chunks if name[0] in set(inodes)]
+        blocks = sum(len(self.chunks.pop(name).blocks) for name in gone)
         self._used -= blocks
         for inode in inodes:
             self._inodes.pop(inode, None)
@@ -434,10 +438,10 @@ class MemoryChunkStore:
     # -- queries -----------------------------------------------------------------------------------------------------
 
     def describe(self, inode: int, first: int, limit: int) -> tuple[list[ChunkDescription], bool]:
-        indexes = sorted(index for its_inode, index in self._chunks if its_inode == inode and index >= first)
+        indexes = sorted(index for its_inode, index in self.chunks if its_inode == inode and index >= first)
         found = []
         for index in indexes[:limit]:
-            chunk = self._chunks[inode, index]
+            chunk = self.chunks[inode, index]
             end = (max(chunk.blocks) + 1) * BLOCK_BYTES if chunk.blocks else 0
             found.append(
                 ChunkDescription(
@@ -449,9 +453,9 @@ class MemoryChunkStore:
     def extents(self, inode: int, first: int, until: int) -> tuple[list[tuple[int, int, int]], int]:
         self._refuse_when_fenced()
         found: list[tuple[int, int, int]] = []
-        for its_inode, index in sorted(self._chunks):
+        for its_inode, index in sorted(self.chunks):
             if its_inode == inode and first <= index < until:
-                for number in sorted(self._chunks[inode, index].blocks):
+                for number in sorted(self.chunks[inode, index].blocks):
                     if found and found[-1][0] == index and sum(found[-1][1:]) == number:
                         found[-1] = index, found[-1][1], found[-1][2] + 1
                     else:
@@ -459,7 +463,7 @@ class MemoryChunkStore:
         return found, until
 
     def inodes(self, after: int, limit: int) -> tuple[list[int], bool]:
-        found = sorted({inode for inode, _ in self._chunks if inode > after})
+        found = sorted({inode for inode, _ in self.chunks if inode > after})
         return found[:limit], len(found) > limit
 
     # -- whole chunks ----------------------------------------------------------------------------------------------------
@@ -474,15 +478,15 @@ class MemoryChunkStore:
         self._refuse_when_fenced()
         names = sorted(
             name
-            for name in self._chunks
+            for name in self.chunks
             if (after is None or name > after)
             and (until is None or name <= until)
-            and (wanted is None or wanted.has_chunk(self._chunks[name].table, *name))
+            and (wanted is None or wanted.has_chunk(self.chunks[name].table, *name))
         )
         chunks = [
             ChunkVersion(*name, chunk.table, chunk.version, chunk.cut, len(chunk.blocks))
             for name in names[:limit]
-            for chunk in (self._chunks[name],)
+            for chunk in (self.chunks[name],)
         ]
         end = names[limit - 1] if len(names) > limit else None
         last = end or until
@@ -494,7 +498,7 @@ class MemoryChunkStore:
         return VersionsStep(chunks, inodes, end)
 
     def state(self, inode: int, index: int) -> ChunkState:
-        chunk = self._chunks.get((inode, index))
+        chunk = self.chunks.get((inode, index))
         return ChunkState(chunk.version if chunk else 0, self._inodes.get(inode, (0, 0))[0])
 
     async def fetch(
@@ -502,7 +506,7 @@ class MemoryChunkStore:
     ) -> ChunkCopy:
         self._refuse_when_fenced()
         known = InodeCut(inode, *self._inodes.get(inode, (0, 0)), 0)
-        chunk = self._chunks.get((inode, index))
+        chunk = self.chunks.get((inode, index))
         if chunk is None:
             return ChunkCopy(inode, index, known=known)
         numbers = sorted(number for number in chunk.blocks if first <= number < first + blocks)
@@ -536,9 +540,9 @@ class MemoryChunkStore:
         used = self._used
         for copy, _ in copies:
             check_copy(copy)
-            old = self._chunks.get((copy.inode, copy.index))
+            old = self.chunks.get((copy.inode, copy.index))
             used += (count := len(copy.checksums) // 4)
-            if count > (len(old.blocks) if old else 0) and used > self._limit:
+            if count > (len(old.blocks) if old else 0) and used > self.block_limit:
                 raise NoSpace
             if self.fail_writes:
                 raise self.fail_writes.pop(0)
@@ -551,7 +555,7 @@ class MemoryChunkStore:
 
     def _install(self, copy: ChunkCopy) -> None:
         name = copy.inode, copy.index
-        old = self._chunks.pop(name, None)
+        old = self.chunks.pop(name, None)
         self._used -= len(old.blocks) if old else 0
         numbers = [number for first, count in copy.runs for number in range(first, first + count)]
         blocks = {
@@ -563,7 +567,7 @@ class MemoryChunkStore:
         }
         self._used += len(blocks)
         if copy.version:
-            self._chunks[name] = _Chunk(copy.version, copy.cut, copy.requests, blocks, copy.table)
+            self.chunks[name] = _Chunk(copy.version, copy.cut, copy.requests, blocks, copy.table)
         self._raise_cut(copy.known)
         self._bad = {bad: text for bad, text in self._bad.items() if bad[:2] != name}
         for number in copy.bad:
@@ -590,13 +594,13 @@ class MemoryChunkStore:
         self._refuse_when_fenced()
         if is_wanted is not None and not is_wanted():
             return 0
-        chunk = self._chunks.pop((inode, index), None)
+        chunk = self.chunks.pop((inode, index), None)
         self._forget_bad()
         self._used -= len(chunk.blocks) if chunk else 0
         return len(chunk.blocks) * BLOCK_BYTES if chunk else 0
 
     def table_of(self, inode: int, index: int) -> int:
-        chunk = self._chunks.get((inode, index))
+        chunk = self.chunks.get((inode, index))
         return chunk.table if chunk else 0
 
     async def mend(
@@ -610,7 +614,7 @@ class MemoryChunkStore:
         version: int = 0,
     ) -> bool:
         self._refuse_when_fenced()
-        chunk = self._chunks.get((inode, index))
+        chunk = self.chunks.get((inode, index))
         if chunk is None or block not in chunk.blocks:
             return False
         wanted = chunk.blocks[block][1]
@@ -628,7 +632,7 @@ class MemoryChunkStore:
         if len(content):
             blocks[block] = bytes(content), wanted
         self._used -= len(chunk.blocks) - len(blocks)
-        self._chunks[inode, index] = chunk._replace(blocks=blocks)
+        self.chunks[inode, index] = chunk._replace(blocks=blocks)
         self._bad.pop((inode, index, block), None)
         return True
 
@@ -644,8 +648,8 @@ class MemoryChunkStore:
         after = struct.unpack(">QI", cursor[1:]) if cursor else (-1, -1)
         checked = 0
         bad = []
-        for name in sorted(name for name in self._chunks if name > after):
-            for number, (block, checksum) in sorted(self._chunks[name].blocks.items()):
+        for name in sorted(name for name in self.chunks if name > after):
+            for number, (block, checksum) in sorted(self.chunks[name].blocks.items()):
                 checked += 1
                 if crc32c(block) != checksum:
                     text = "does not fit its checksum when scrubbed"
@@ -665,7 +669,7 @@ class MemoryChunkStore:
         self._bad = {
             name: text
             for name, text in self._bad.items()
-            if name[:2] in self._chunks and name[2] in self._chunks[name[:2]].blocks
+            if name[:2] in self.chunks and name[2] in self.chunks[name[:2]].blocks
         }
 
     def bad_blocks(self) -> list[BadBlock]:
@@ -675,9 +679,9 @@ class MemoryChunkStore:
         return {
             "state": "fenced" if self.fenced_because else "serving",
             "fenced_because": self.fenced_because,
-            "capacity_bytes": self._limit * BLOCK_BYTES,
+            "capacity_bytes": self.block_limit * BLOCK_BYTES,
             "used_bytes": self._used * BLOCK_BYTES,
-            "chunks": len(self._chunks),
+            "chunks": len(self.chunks),
             "device": "",
             "kind": "memory",
             "read_path": "memory",
@@ -703,16 +707,16 @@ class MemoryChunkStore:
 
     def crash(self) -> None:
         """Simulate a loss of power: changes that are not synced are lost."""
-        self._chunks, self._inodes = dict(self._flushed[0]), dict(self._flushed[1])
-        self._used = sum(len(chunk.blocks) for chunk in self._chunks.values())
+        self.chunks, self._inodes = dict(self._flushed[0]), dict(self._flushed[1])
+        self._used = sum(len(chunk.blocks) for chunk in self.chunks.values())
         self.fenced_because = ""
         self.verifier += 1
 
     def flip(self, inode: int, index: int, block: int) -> None:
         """Flip one bit of a stored block."""
-        chunk = self._chunks[inode, index]
+        chunk = self.chunks[inode, index]
         data, checksum = chunk.blocks[block]
-        self._chunks[inode, index] = chunk._replace(
+        self.chunks[inode, index] = chunk._replace(
             blocks={**chunk.blocks, block: (bytes([data[0] ^ 1]) + data[1:], checksum)}
         )
 

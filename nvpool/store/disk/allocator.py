@@ -143,7 +143,7 @@ def with_deltas(used: int, deltas: array) -> int:
 class Transaction:
     """Blocks allocated and freed by one change. Ended by Allocator.commit or Allocator.drop, exactly once."""
 
-    __slots__ = ("taken", "freed", "until", "_key", "_after")
+    __slots__ = ("taken", "freed", "until", "held_record", "groups_after")
 
     def __init__(self) -> None:
         self.taken: list[Run] = []
@@ -153,8 +153,10 @@ class Transaction:
 
         Set it before Allocator.effects.
         """
-        self._key = b""
-        self._after: dict[int, tuple[int, array | None]] = {}
+        self.held_record = b""
+        """Key of the record of the freed blocks, set by Allocator.effects; empty without `until`."""
+        self.groups_after: dict[int, tuple[int, array | None]] = {}
+        """Bitmap and changes of each group after the change, set by Allocator.effects."""
 
     def free(self, run: Run) -> None:
         """Free blocks that the change no longer names; they stay untouched until the change is durable."""
@@ -379,7 +381,7 @@ class Allocator:
 
         InvariantBroken: a block to be freed is not in use.
         """
-        after = transaction._after = {}
+        after = transaction.groups_after = {}
         for run in transaction.taken:
             self._note(after, run, 0)
         for place, count in transaction.freed:
@@ -401,8 +403,8 @@ class Allocator:
             effects.append((key, encode_deltas(deltas, used.bit_count())))
         if transaction.until and transaction.freed:
             self._held_number += 1
-            transaction._key = held_key(self._held_number)
-            effects.append((transaction._key, encode_held(transaction.until, transaction.freed)))
+            transaction.held_record = held_key(self._held_number)
+            effects.append((transaction.held_record, encode_held(transaction.until, transaction.freed)))
         return effects
 
     def _note(self, after: dict, run: Run, freed: int) -> None:
@@ -429,7 +431,7 @@ class Allocator:
 
         Its freed blocks are held until release(sequence).
         """
-        for group, (used, deltas) in transaction._after.items():
+        for group, (used, deltas) in transaction.groups_after.items():
             now = self._group(group)
             now.used, now.deltas = used, deltas
         for run in transaction.taken:
@@ -452,7 +454,7 @@ class Allocator:
                 place += part
                 count -= part
         if freed:
-            self._waiting.append((sequence, transaction.until, transaction._key, freed))
+            self._waiting.append((sequence, transaction.until, transaction.held_record, freed))
 
     def drop(self, transaction: Transaction) -> None:
         """Undo the transaction: the change was not applied."""

@@ -148,7 +148,7 @@ cdef class Cold:
 
     cdef readonly object side
     cdef readonly bint cancelled
-    cdef readonly int _bytes
+    cdef readonly int byte_count
     cdef readonly double since_s
     cdef object reply  # bytes or a Large
     cdef object reading
@@ -162,7 +162,7 @@ cdef class Cold:
     def method(self):
         return method_key
 
-    def _cancel(self):
+    def cancel(self):
         """Cancel: the client has gone or no longer wants the read; its connection has dropped it."""
         self.cancelled = True
 
@@ -221,7 +221,7 @@ cdef class FastReads:
         cdef object found
         cdef double since_s
         if (not self.open or not self.epoch or end < FRAME_BYTES or len(in_work) >= in_flight_max
-                or self._store.fenced_because or self._store._closed or not self._serving_lease.vouched or self._use.on):
+                or self._store.fenced_because or self._store.closed or not self._serving_lease.vouched or self._use.on):
             return 0
         while end - at >= FRAME_BYTES and total < OUT_BYTES_MAX:
             frame = <const uint8_t *>PyByteArray_AS_STRING(buffer) + at
@@ -467,7 +467,7 @@ cdef class FastReads:
         del side._in_work[one.number]
         if side not in sides:
             sides.append(side)
-        if (result != <int>one.length or one.epoch != self.epoch or self._store.fenced_because or self._store._closed
+        if (result != <int>one.length or one.epoch != self.epoch or self._store.fenced_because or self._store.closed
                 or self._use.on or self._serving_lease.shared and not self._serving_lease.holds()):
             if result != <int>one.length and one.is_direct:
                 self._direct_reads.refused()

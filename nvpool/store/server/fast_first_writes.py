@@ -42,17 +42,13 @@ def answer_new_writes(service: StoreService, secret: bytes) -> None:
     Does nothing unless both are compiled and the store is on a drive.
     """
     reads, store = service.fast_path, service.store
-    if (
-        _fast_first_writes is None
-        or fast_reads._fast_reads is None
-        or type(reads) is not fast_reads._fast_reads.FastReads
-    ):
+    if _fast_first_writes is None or not fast_reads.IS_COMPILED or type(reads) is not fast_reads.Reads:
         return
     # `on_apply` reports each change, so it must be free
     if type(store.kv) is LmdbKv and store.kv.on_apply is None:
         reads.writes = _fast_first_writes.NewWrites(
             service.target,
-            service._grants,
+            service.known_grants,
             secret,
             store,
             service.replica,

@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 
 _fast_reads = load_compiled("nvpool.store.server._fast_reads")
 
+IS_COMPILED = _fast_reads is not None
+
 BLOCKS_MAX = 8
 """Largest read in blocks. The compiled path allows four times as many if it can answer later.
 
@@ -115,7 +117,7 @@ class PlainReads:
             or not self.epoch
             or len(in_work) >= IN_FLIGHT_MAX
             or store.fenced_because
-            or store._closed
+            or store.closed
             or not self._serving_lease.vouched
             or self._use.on
         ):

@@ -125,8 +125,8 @@ class StoreService(WritesOne, StatusHandlers):
         self._changed_at: dict[int, int] = {}
         self._stale_below = 0
         self._rights = Rights(grant_secret, clock, self._rights_taken)
-        self.grant, self._grants = self._rights.grant, self._rights.known
-        self.use = IoStats(clock, self._grants)
+        self.grant, self.known_grants = self._rights.grant, self._rights.known
+        self.use = IoStats(clock, self.known_grants)
         self._tasks: set[asyncio.Task] = set()
         self._reads: set[Call] = set()
         """Reads that wait for the drive; they have no task."""
@@ -184,7 +184,7 @@ class StoreService(WritesOne, StatusHandlers):
             epoch=lambda: self._epoch,
         )
         self.fast_path = open_fast_reads(
-            target, self._grants, store, self.replica.pending, self.serving_lease, self.use, clock
+            target, self.known_grants, store, self.replica.pending, self.serving_lease, self.use, clock
         )
         """Fast path that a listener tries first; None if every request takes the slow path."""
         answer_new_writes(self, grant_secret)

@@ -311,10 +311,10 @@ async def opened(directory: Path) -> AsyncIterator[LocalPool]:
     pool.pool_map = msgspec.structs.replace(
         pool_map,
         targets=tuple(
-            msgspec.structs.replace(t, endpoints=(pool._endpoints("target", t.id),)) for t in pool_map.targets
+            msgspec.structs.replace(t, endpoints=(pool.endpoints("target", t.id),)) for t in pool_map.targets
         ),
         shards=tuple(
-            msgspec.structs.replace(s, endpoints=(pool._endpoints("meta", s.id),)) for s in pool_map.shards
+            msgspec.structs.replace(s, endpoints=(pool.endpoints("meta", s.id),)) for s in pool_map.shards
         ),
     )
     async with pool:

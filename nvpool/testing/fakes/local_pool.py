@@ -75,7 +75,7 @@ class LocalPool:
         self.grant_secret = bytes(range(32))
         self._name = f"local-{os.getpid()}-{next(_numbers)}"
         self._key_file = key_file
-        self._endpoints = endpoints or (lambda role, number: f"inproc://{self._name}-{role}-{number}")
+        self.endpoints = endpoints or (lambda role, number: f"inproc://{self._name}-{role}-{number}")
         self._meta_options = meta_options or MetaOptions()
         self._make_store = make_store or self._real_store
         self._serves_map = serves_map or replicas > 1
@@ -97,7 +97,7 @@ class LocalPool:
 
     def _map(self, capacities: tuple[int, ...], chunk_bytes: int, replicas: int, shards: int) -> PoolMap:
         targets = tuple(
-            Target(number, number, 1, capacity, (self._endpoints("target", number),))
+            Target(number, number, 1, capacity, (self.endpoints("target", number),))
             for number, capacity in enumerate(capacities, 1)
         )
         drives = tuple(
@@ -110,12 +110,12 @@ class LocalPool:
             name=self._name,
             epoch=1,
             settings=PoolSettings(chunk_bytes, replicas),
-            nodes=(Node(1, "here", "", (self._endpoints("node", 1),) if self._serves_map else ()),),
+            nodes=(Node(1, "here", "", (self.endpoints("node", 1),) if self._serves_map else ()),),
             drives=drives,
             targets=targets,
             tables=tuple(build_table(targets, count) for count in range(1, replicas + 1)),
             shards=tuple(
-                Shard(number, 1, (self._endpoints("meta", number),)) for number in range(1, shards + 1)
+                Shard(number, 1, (self.endpoints("meta", number),)) for number in range(1, shards + 1)
             ),
             partitions=dealt(shards),
         )
@@ -163,7 +163,7 @@ class LocalPool:
 
     async def _listen(self, role: str, number: int, handler) -> None:
         greeting = Greeting(f"{role} {number}", self.pool_map.fingerprint)
-        self._listeners[role, number] = await listen(self._endpoints(role, number), greeting, handler)
+        self._listeners[role, number] = await listen(self.endpoints(role, number), greeting, handler)
 
     async def _hang_up(self, role: str, number: int, drain_s: float) -> None:
         listener = self._listeners.pop((role, number))
@@ -253,7 +253,7 @@ class LocalPool:
             if not _exists(path):
                 create_chunk_store(path, target, pool.pool_map.pool_id, capacity)
             store = await open_chunk_store(path, target=target, clock=pool.clock)
-        endpoint = pool._endpoints("target", target)
+        endpoint = pool.endpoints("target", target)
         path = path_beside(parse_endpoint(endpoint).path) if endpoint.startswith("stream+unix:") else ""
         dialer = pool._dialer(f"target {target}")
         return StoreService(
@@ -337,7 +337,7 @@ class LocalPool:
 
     def new_shard(self, number: int) -> Shard:
         """Return a shard for the map; `start_shard` starts it."""
-        return Shard(number, 1, (self._endpoints("meta", number),))
+        return Shard(number, 1, (self.endpoints("meta", number),))
 
 
 def _exists(path: str) -> bool:

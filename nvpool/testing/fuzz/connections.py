@@ -148,13 +148,13 @@ class Wire:
         self._coming.clear()
         self._transport = _Transport(self._taken, self._go_on)
         self._served = _FuzzServed(self._listener, self._peer)
-        self._served._fast_path = self._fast_path
+        self._served.fast_path = self._fast_path
         self._served.connection_made(self._transport)
         self.give(pack_head(HELLO, 0, 0, 0, encode_hello(Greeting("fuzz")), 0))
 
     def fast_path(self, answer: Any) -> None:
         """Set the fast path with which the service replies without a Call, on this and later connections."""
-        self._fast_path = self._served._fast_path = answer
+        self._fast_path = self._served.fast_path = answer
 
     def hang_up(self) -> None:
         self._served.eof_received()

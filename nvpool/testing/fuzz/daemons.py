@@ -128,7 +128,7 @@ class StandbyPlace(_Daemon):
         )
         self._lost: list[str] = []
         self._member = ShardMember(options, first_map(), None, self._clock, None, self._lost.append)
-        self._member._stand_by()
+        self._member.stand_by()
         self._right = ServiceRight(self._clock, SECRET, 1)
         self.connect(self._member.handle, NODE if self.kind == "node" else PEERS[self.kind])
         chance = self._chance
@@ -136,7 +136,7 @@ class StandbyPlace(_Daemon):
             authority=lambda: self._right() if self.kind == "node" and chance.random() < 0.8 else b"\0" * 60,
             shard=lambda: 1,
             member=lambda: 1,
-            term=lambda: max(0, self._member._standby.term + chance.choice((-1, 0, 0, 0, 0, 0, 0, 1))),
+            term=lambda: max(0, self._member.standby.term + chance.choice((-1, 0, 0, 0, 0, 0, 0, 1))),
             step=lambda: chance.randrange(7),
             sequence=lambda: chance.randrange(4),
             sequence_term=lambda: chance.randrange(2),

@@ -64,7 +64,7 @@ class EndpointTransport(SimTransport):
         if mode is not None:
             raise Unreachable(f"nobody answers at {endpoint}: {mode}")
         connection = await super().connect(_name(endpoint), greeting, deadline_s=deadline_s)
-        served = connection._served
+        served = connection.server_side
         if not self._is_local and self._network.owners.get(
             parse_endpoint(_name(endpoint)).path, ""
         ).startswith("supervisor"):

@@ -49,7 +49,7 @@ class SimEtcd:
         self.chance = random.Random(seed)
         self.members: dict[str, Process] = {}
         self.elections = 0
-        self._network = network
+        self.network = network
         self._on_put = on_put
         self._context = contextvars.copy_context()
         self._revision = 1
@@ -73,7 +73,7 @@ class SimEtcd:
 
     def _meet(self, one: str, other: str) -> bool:
         return one == other or (
-            self._is_up(one) and self._is_up(other) and not self._network.is_cut(one, other)
+            self._is_up(one) and self._is_up(other) and not self.network.is_cut(one, other)
         )
 
     def _leads(self, member: str) -> bool:
@@ -89,7 +89,7 @@ class SimEtcd:
         )
 
     def hears(self, process: Process, member: str) -> bool:
-        return self._is_up(member) and not self._network.is_cut(process.name, member)
+        return self._is_up(member) and not self.network.is_cut(process.name, member)
 
     def delay_s(self) -> float:
         return self.chance.uniform(0.0003, 0.003)
@@ -275,7 +275,7 @@ class _Stream:
         etcd = self._etcd
         if not self._process.alive:
             self.cancel()
-        elif not etcd._network.is_cut(self._process.name, self.member):
+        elif not etcd.network.is_cut(self._process.name, self.member):
             if not etcd.members[self.member].alive or (
                 etcd.hears(self._process, self.member) and alone_s > LEADERLESS_S
             ):

@@ -148,10 +148,10 @@ class Overheard:
         return getattr(self._call, name)
 
     def _note(self) -> None:
-        kv = self._member._kv
+        kv = self._member.kv
         if kv is not None and self._call.method not in _SPEAKS_OF_NOTHING:
             committed = kv.history.committed if kv.history is not None else kv.sequence
-            self._invariants.answered(self._shard, self._number, self._member._term, committed)
+            self._invariants.answered(self._shard, self._number, self._member.term, committed)
 
     def reply(self, message: Buffer = b"", payload=()) -> None:
         self._note()
@@ -165,21 +165,9 @@ class Overheard:
 
 async def bury(member: ShardMember) -> None:
     """Dismantle a dead member as the kernel does: nothing is written any more, its files are closed."""
-    member._closed = True
-    member.handle = member._not_yet
-    for task in list(member._tasks):
-        task.cancel()
-    standby, kv = member._standby, member._kv
-    for end in (
-        member._standby_service and member._standby_service.close,
-        member._service and member._service.close,
-        member._shipping and member._shipping.close,
-        standby and standby.abandon,
-        kv and kv.abandon,
-    ):
-        if end:
-            with contextlib.suppress(Killed):
-                await end()
+    for end in member.begin_abandon():
+        with contextlib.suppress(Killed):
+            await end()
 
 
 def make_first(path: Path) -> None:

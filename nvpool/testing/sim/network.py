@@ -187,7 +187,7 @@ class SimTransport(InprocTransport):
         super().__init__(clock)
         self._network = network
         self._process = process
-        self._listeners = network.listeners
+        self.listeners = network.listeners
 
     async def connect(self, endpoint: str, greeting: Greeting, *, deadline_s: float) -> Connection:
         network, name = self._network, parse_endpoint(endpoint).path
@@ -199,8 +199,8 @@ class SimTransport(InprocTransport):
             await asyncio.sleep(max(0.0, deadline_s - self.clock.boottime_s()))
             raise Unreachable(f"nobody answers at {endpoint}: no answer in time")
         connection = await super().connect(endpoint, greeting, deadline_s=deadline_s)
-        connection._carry = network.pipe(self._process, owner, connection)
-        connection._served._carry = network.pipe(owner, self._process, connection)
+        connection.carry = network.pipe(self._process, owner, connection)
+        connection.server_side.carry = network.pipe(owner, self._process, connection)
         return connection
 
     async def listen(self, endpoint: str, greeting: Greeting, handler: Handler) -> Listener:

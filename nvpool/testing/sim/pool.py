@@ -442,7 +442,7 @@ class SimPool:
         serving = ShardMember(options, self.pool_map, dialer, clock, make_service, fail)
         self._members[process.name] = serving
         try:
-            serving.update_map(serving._map)
+            serving.update_map(self.pool_map)
             await serving.start()
         except Killed:
             return
@@ -525,7 +525,7 @@ class SimPool:
             )
         elif member is not None:
             shard, number = self._member_of[process.name]
-            kv = member._kv or (member._standby and member._standby.kv)
+            kv = member.kv or (member.standby and member.standby.kv)
             if kv is not None:
                 self.drives[shard, number].synced_sequence = kv.synced_sequence
             # The supervisor of its node reports it before it starts another process; or nobody does, and its
@@ -576,7 +576,7 @@ class SimPool:
                 elif name.startswith("target-"):
                     store = self.stores[int(name[7:])]
                     if self.chance.random() < 0.3:  # the drive has stored unsynced writes, too
-                        store._flushed = dict(store._chunks), dict(store._inodes)
+                        store.drive_synced()
                     store.crash()
                 elif name.startswith(MANAGING):
                     self.managing.power_lost(name)
@@ -610,11 +610,11 @@ class SimPool:
             {
                 (name, chunk.table or 1)
                 for store in self.stores.values()
-                for name, chunk in store._chunks.items()
+                for name, chunk in store.chunks.items()
             }
         ):
             targets = pool_map.chain(table, chain_of(inode, index)).targets
-            held = {target: self.stores[target]._chunks.get((inode, index)) for target in targets}
+            held = {target: self.stores[target].chunks.get((inode, index)) for target in targets}
             kinds = {
                 None if chunk is None else (chunk.version, tuple(sorted(chunk.blocks.items())))
                 for chunk in held.values()

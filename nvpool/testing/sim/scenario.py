@@ -146,7 +146,7 @@ class Scenario:
         targets = max(targets, replicas + 1) if draining else targets
         share = DRAINING_SHARE if targets > replicas else 0.0
         self._draining = random.Random(f"{seed} drains").random() < share if draining is None else draining
-        self._pool = SimPool(
+        self.pool = SimPool(
             loop,
             str(seed),
             targets=targets,
@@ -162,7 +162,7 @@ class Scenario:
         self._breaks_endpoints = etcd and chosen and kinds is not KINDS_OF_ROT
         self._over = False
         self.done = dict.fromkeys(COUNTED, 0)
-        shared = loop, self.done, self._pool.power_losses
+        shared = loop, self.done, self.pool.power_losses
         works = [
             Blocks(*shared, cuts=chance.random() < 0.5),
             Naming(*shared, shards == 1 and not self._moving),
@@ -176,7 +176,7 @@ class Scenario:
             works.append(
                 Quotas(
                     *shared,
-                    self._pool,
+                    self.pool,
                     apart.randint(1, 2),
                     apart.uniform(0.3, 0.9) * seconds if apart.random() < 0.5 else None,
                 )
@@ -189,10 +189,10 @@ class Scenario:
             return await self._run()
         except Exception as error:  # reported with all else that is known of the seed
             said = traceback.format_exc().splitlines()[-6:]
-            return [f"the simulation ends with {error!r}", *said, *self._pool.invariants.problems]
+            return [f"the simulation ends with {error!r}", *said, *self.pool.invariants.problems]
 
     async def _run(self) -> list[str]:
-        async with self._pool as pool:
+        async with self.pool as pool:
             faults = SimulatedFaults(pool, self._chance, lambda: self._over, self.done, *self._aim)
             clients = [await pool.client(f"client-{number}") for number in range(1, self._count + 1)]
             for work in self._works:
@@ -262,7 +262,7 @@ class Scenario:
             except (Bug, InvariantBroken):
                 raise
             except NvpoolError as error:
-                if isinstance(error, WritesLost) and not self._pool.has_lost:
+                if isinstance(error, WritesLost) and not self.pool.has_lost:
                     raise InvariantBroken(
                         "a client got an error for lost writes, and no drive has lost any"
                     ) from error
@@ -294,14 +294,14 @@ class Scenario:
 
     async def _look_at_replicas(self) -> list[str]:
         for _ in range(WHOLE_S * 2):
-            if self._pool.is_whole():
-                await self._pool.scrub()
+            if self.pool.is_whole():
+                await self.pool.scrub()
                 await asyncio.sleep(5.0)
-                return self._pool.replica_problems()
+                return self.pool.replica_problems()
             await asyncio.sleep(0.5)
         lacking = [
             (table.id, number, chain)
-            for table in self._pool.pool_map.tables
+            for table in self.pool.pool_map.tables
             for number, chain in enumerate(table.chains)
             if len(chain.targets) < table.id or chain.joining or chain.leaving
         ]
@@ -324,8 +324,8 @@ def simulated(seed: int, **named) -> tuple[list[str], dict[str, int], list[str]]
         try:
             scenario = Scenario(loop, seed, **named)
             problems = loop.run_until_complete(scenario.run())
-            scenario.done["frames"] = scenario._pool.network.frames
-            return problems, scenario.done, list(scenario._pool.invariants.events)
+            scenario.done["frames"] = scenario.pool.network.frames
+            return problems, scenario.done, list(scenario.pool.invariants.events)
         finally:
             asyncio.set_event_loop(None)
             loop.close()
@@ -340,14 +340,14 @@ def _few_chains() -> Iterator[None]:
         for name, module in sys.modules.items()
         if name.startswith("nvpool.") and hasattr(module, "CHAINS_PER_TABLE")
     ]
-    before, raw_before = having[0].CHAINS_PER_TABLE, chain_set._TABLE_BYTES
+    before, raw_before = having[0].CHAINS_PER_TABLE, chain_set.TABLE_BYTES
     try:
-        chain_set._TABLE_BYTES = 1 + CHAINS // 8
+        chain_set.TABLE_BYTES = 1 + CHAINS // 8
         for module in having:
             module.CHAINS_PER_TABLE = CHAINS
         yield
     finally:
-        chain_set._TABLE_BYTES = raw_before
+        chain_set.TABLE_BYTES = raw_before
         for module in having:
             module.CHAINS_PER_TABLE = before
 

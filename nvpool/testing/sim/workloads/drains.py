@@ -78,7 +78,7 @@ class Drains:
             if target.desired_state == "drain" and target.id in named(pool_map)
         ]
         for number, store in self._pool.stores.items():
-            for (inode, index), chunk in store._chunks.items():
+            for (inode, index), chunk in store.chunks.items():
                 chain = pool_map.chain(chunk.table or 1, chain_of(inode, index))
                 if number not in (*chain.targets, *chain.joining, *chain.goal):
                     problems.append(

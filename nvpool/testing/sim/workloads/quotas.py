@@ -348,7 +348,7 @@ class Quotas(Work):
         found = [
             f"chunk {index} of {inode:#x} on target {target}"
             for target, store in self._pool.stores.items()
-            for inode, index in store._chunks
+            for inode, index in store.chunks
             if inode in volume.ever
         ]
         if await with_pool_errors(volumes_of(judge.client).removing(volume.inode)) is not None:
