@@ -15,9 +15,8 @@ import pytest
 from nvpool.cli import known_pools
 from nvpool.cli import main as cli_main
 from nvpool.cli.pool_path import PlaceType
-from nvpool.core.errors import AccessDenied, InvalidRequest, NotFound
+from nvpool.core.errors import AccessDenied, InvalidRequest, NotFound, with_pool
 from nvpool.core.programs import Program, command
-from nvpool.core.remedies import with_pool
 from nvpool.host.pool_directory import FORMAT_TEXT
 
 

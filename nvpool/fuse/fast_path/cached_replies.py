@@ -37,7 +37,6 @@ from collections.abc import Callable
 from typing import Any
 
 from nvpool.core.compiled import load_compiled
-from nvpool.fuse.dispatch import KernelRequests
 from nvpool.fuse.fast_path.small_files import SmallReading
 
 _cached_replies = load_compiled("nvpool.fuse.fast_path._cached_replies")
