@@ -36,7 +36,7 @@ def given(moving: Moving) -> int:
 async def to_and_fro(moving: Moving) -> None:
     """Move a third of the partitions to the third shard, and back."""
     for request in ("share", "remove"):
-        await moving.wish(3, request)
+        await moving.request(3, request)
         await moving.settled()
 
 
@@ -99,7 +99,7 @@ def test_check_under_load_during_migration_finds_nothing():
                 load.stop = True
         assert min(load.turns for load in loads) > 1
         await look()
-        await moving.check_anew()
+        await moving.check_with_new_client()
 
     run(main, shards=2)
 

@@ -1,4 +1,4 @@
-"""The table of locks by itself: against a map of bytes, and where order, turns and circles matter."""
+"""Lock table without a service: checked against a byte map; order, turns and deadlocks."""
 
 import math
 
@@ -18,7 +18,7 @@ HOLD_S = 30.0
 
 
 class Tables(RuleBasedStateMachine):
-    """Every request is decided as the map of bytes says; the records are what is held; who waits gets what is free."""
+    """Each request is decided as the byte map says; records match the held locks; waiters get what becomes free."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ class Tables(RuleBasedStateMachine):
         self.table.commit(step)
 
     def blocked_by(self, inode, owner, start, end, mode):
-        """Owners that have, or whose turn it is to have, what stands against it."""
+        """Owners that hold a conflicting lock, or whose turn it is to get one."""
         found = set()
         for (its, other), modes in self.held.items():
             if (
@@ -99,7 +99,7 @@ class Tables(RuleBasedStateMachine):
         if blockers and wait and kind == RECORD:
             assert not self.circle(owner, blockers)
         if blockers or not step.granted:
-            assert not step.granted and (blockers or wait), "not given, and nothing is in the way"
+            assert not step.granted and (blockers or wait), "not granted without a conflict"
             if kind == WHOLE and (inode, owner) in self.held:
                 self.lay(inode, owner, 0, BYTES - 1, UNLOCKED)
             if wait:
@@ -124,8 +124,8 @@ class Tables(RuleBasedStateMachine):
         self.apply(step)
 
     @rule(number=st.integers(0, 7), here=st.booleans())
-    def come_or_go(self, number, here):
-        """One that waits asks again, with or without its turn, or gives up."""
+    def retry_or_give_up(self, number, here):
+        """A waiter retries, with or without its turn, or gives up."""
         if not self.places:
             return
         ticket = sorted(self.places)[number % len(self.places)]
@@ -140,7 +140,7 @@ class Tables(RuleBasedStateMachine):
             step = self.table.decide(inode, owner, start, end, mode, 0, True, ticket)
         except WouldDeadlock:
             return
-        assert step.granted or not had_turn, "a lock was taken from who had its turn"
+        assert step.granted or not had_turn, "a lock was taken although another owner had its turn"
         if step.granted:
             del self.places[ticket]
             self.turns.discard(ticket)
@@ -162,7 +162,7 @@ class Tables(RuleBasedStateMachine):
         self.held = {place: modes for place, modes in self.held.items() if place[1].session != session}
 
     @rule()
-    def wait_a_little(self):
+    def advance_clock(self):
         self.clock.advance(FAIR_S)
         for ticket in self.places:
             self.table._waiters[ticket].heard_s = math.inf
@@ -171,11 +171,11 @@ class Tables(RuleBasedStateMachine):
         self.table.tick()
         for ticket, (inode, owner, start, end, mode) in self.places.items():
             assert ticket in self.turns or self.blocked_by(inode, owner, start, end, mode), (
-                "free, and nobody gets it"
+                "free, and not granted to a waiter"
             )
 
     @invariant()
-    def what_is_held_is_what_the_records_say_and_never_contradicts_itself(self):
+    def held_locks_match_records_without_conflicts(self):
         again = LockTable(self.clock, HOLD_S)
         for key in sorted(self.records):
             kind, session, owner, start = records.lock_of_key(key)
@@ -208,7 +208,7 @@ TestTables.settings = settings(max_examples=120, stateful_step_count=40, deadlin
 
 
 class Driven:
-    """A table whose steps are committed at once. Owners are letters."""
+    """Lock table whose steps are committed immediately. Owners are letters."""
 
     def __init__(self):
         self.clock = ManualClock()
@@ -227,7 +227,7 @@ class Driven:
         return self.table._waiters[ticket]
 
 
-def test_those_that_wait_come_in_order_and_readers_together():
+def test_waiters_are_granted_in_order_and_readers_together():
     d = Driven()
     assert d.lock("a") is True
     tickets = {
@@ -246,7 +246,7 @@ def test_those_that_wait_come_in_order_and_readers_together():
     assert d.lock("d", ticket=tickets["d"]) is True
 
 
-def test_a_lock_that_is_somebodys_turn_is_not_given_to_who_happens_to_ask():
+def test_lock_is_reserved_for_the_waiter_whose_turn_it_is():
     d = Driven()
     d.lock("a")
     ticket = d.lock("b")
@@ -258,20 +258,22 @@ def test_a_lock_that_is_somebodys_turn_is_not_given_to_who_happens_to_ask():
     assert d.lock("b", ticket=ticket) is True
 
 
-def test_readers_do_not_pass_a_waiting_writer_for_a_second_and_then_do():
+def test_readers_pass_a_waiting_writer_after_one_second():
     d = Driven()
     d.lock("a", SHARED)
     d.lock("b", EXCLUSIVE)
     ticket = d.lock("c", SHARED)
     assert ticket is not True
-    assert d.lock("d", SHARED, wait=False) is True, "who does not wait is not held up by who does"
-    assert d.lock("a", SHARED, start=5, end=9) is True, "nor who has a lock on the file"
+    assert d.lock("d", SHARED, wait=False) is True, "a request that does not wait ignores waiters"
+    assert d.lock("a", SHARED, start=5, end=9) is True, (
+        "an owner with a lock on the file is not held up either"
+    )
     d.clock.advance(FAIR_S)
     d.table.tick()
     assert d.turns == ["c"] and d.lock("c", SHARED, ticket=ticket) is True
 
 
-def test_a_circle_is_refused_over_files_and_clients_and_only_for_record_locks():
+def test_deadlock_is_refused_for_record_locks_only():
     d = Driven()
     assert d.lock("a", inode=1) is True and d.lock("B", inode=2) is True and d.lock("c", inode=3) is True
     d.lock("a", inode=2)
@@ -286,21 +288,21 @@ def test_a_circle_is_refused_over_files_and_clients_and_only_for_record_locks():
         d.lock("y", EXCLUSIVE, inode=9)
 
 
-def test_two_that_both_want_more_of_a_flock_do_not_wait_for_ever():
+def test_two_flock_upgrades_do_not_deadlock():
     d = Driven()
     for who in "ab":
         assert d.lock(who, SHARED, kind=WHOLE) is True
     first = d.lock("a", EXCLUSIVE, kind=WHOLE)
-    assert first is not True, "b has it; what a had is given up"
+    assert first is not True, "b has the lock; the lock of a was released"
     assert d.lock("b", EXCLUSIVE, kind=WHOLE) is True
     d.lock("b", UNLOCKED, kind=WHOLE)
     assert d.turns == ["a"]
     assert d.lock("a", EXCLUSIVE, kind=WHOLE, ticket=first) is True
     assert d.lock("c", SHARED, kind=WHOLE, wait=False) == 0
-    assert d.lock("d", EXCLUSIVE, kind=RECORD) is True, "the two kinds do not know of one another"
+    assert d.lock("d", EXCLUSIVE, kind=RECORD) is True, "the two kinds of locks are independent"
 
 
-def test_a_flock_that_can_not_be_converted_at_once_is_lost_as_on_linux():
+def test_flock_is_lost_when_conversion_fails_as_on_linux():
     d = Driven()
     for who in "ab":
         assert d.lock(who, SHARED, kind=WHOLE) is True
@@ -308,7 +310,7 @@ def test_a_flock_that_can_not_be_converted_at_once_is_lost_as_on_linux():
     assert d.lock("b", EXCLUSIVE, kind=WHOLE, wait=False) is True
 
 
-def test_who_does_not_come_loses_the_turn_and_all_silent_places_of_its_client_with_it():
+def test_silent_client_loses_its_turn_and_places():
     d = Driven()
     d.lock("a")
     for who in "bcd":
@@ -322,7 +324,7 @@ def test_who_does_not_come_loses_the_turn_and_all_silent_places_of_its_client_wi
     assert d.lock("E", ticket=ticket) is True
 
 
-def test_a_place_for_which_nobody_asks_is_given_up():
+def test_waiter_that_does_not_retry_is_dropped():
     d = Driven()
     d.lock("a")
     d.lock("b")
@@ -333,7 +335,7 @@ def test_a_place_for_which_nobody_asks_is_given_up():
     assert d.turns == [] and not d.table.files
 
 
-def test_the_places_of_a_session_go_with_it_and_its_locks_later():
+def test_session_end_drops_waiters_before_locks():
     d = Driven()
     d.lock("A", inode=1)
     d.lock("b", inode=2)

@@ -1,4 +1,4 @@
-"""Numbers are reserved for several at once, and it fails without noise when none of them waits any more."""
+"""Inode numbers: one reservation serves several requests, and fails silently when all of them were cancelled."""
 
 import asyncio
 import gc
@@ -10,7 +10,7 @@ from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.meta.state.ids import RESERVED, Numbers
 
 
-def test_all_who_wait_share_one_reservation_and_none_hears_of_it_after_giving_up(tmp_path):
+def test_waiters_share_one_reservation(tmp_path):
     async def main():
         noise, answer = [], asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: noise.append(context))
@@ -32,7 +32,7 @@ def test_all_who_wait_share_one_reservation_and_none_hears_of_it_after_giving_up
                 await waiting[1]
             assert (
                 waiting[0].cancelled() and numbers.bounds.inode == before.inode + RESERVED
-            )  # what is not synced is not used
+            )  # a reservation that is not synced is not used
 
             alone = asyncio.ensure_future(numbers.more())
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Stored formats of the metadata service: golden values, round trips, refusal of what makes no sense."""
+"""Stored formats of the metadata service: golden values, round trips, refusal of invalid records."""
 
 import json
 from pathlib import Path
@@ -191,15 +191,15 @@ def golden_partitions() -> dict:
     }
 
 
-def test_keys_and_records_are_those_of_the_golden_file():
+def test_keys_and_records_match_the_golden_file():
     assert golden_values() == json.loads((GOLDEN / "meta_records.json").read_text())
 
 
-def test_partitions_and_name_hashes_are_those_of_the_golden_file():
+def test_partitions_and_name_hashes_match_the_golden_file():
     assert golden_partitions() == json.loads((GOLDEN / "partition.json").read_text())
 
 
-def test_an_owner_and_a_group_of_one_number_are_read_also_where_both_are_written():
+def test_older_record_with_equal_owner_and_group_is_read():
     inode = INODES["file whose owner and group have one number"]
     older = "01860001a48115cd853dfe9c97170270110100e803e80388130000"
     assert records.decode_inode(FILE, bytes.fromhex(older)) == inode
@@ -207,7 +207,7 @@ def test_an_owner_and_a_group_of_one_number_are_read_also_where_both_are_written
 
 
 @pytest.mark.parametrize("name", INODES)
-def test_an_inode_comes_back_from_its_record(name):
+def test_inode_round_trips(name):
     inode = INODES[name]
     assert records.decode_inode(inode.number, records.encode_inode(inode)) == inode
 
@@ -242,17 +242,17 @@ u64, s64 = st.integers(0, 2**64 - 1), st.integers(-(2**63), 2**63 - 1)
         s64,
     )
 )
-def test_every_inode_comes_back_from_its_record(inode):
+def test_random_inode_round_trips(inode):
     assert records.decode_inode(inode.number, records.encode_inode(inode)) == inode
 
 
 @given(st.builds(records.Intent, u64, u64, st.integers(0, 255), st.integers(0, 255), u64))
-def test_every_intent_comes_back_from_its_record(intent):
+def test_random_intent_round_trips(intent):
     assert records.decode_intent(records.encode_intent(intent)) == intent
 
 
 @given(st.binary(max_size=80))
-def test_bytes_that_are_no_record_are_called_corrupt(raw):
+def test_invalid_record_bytes_are_reported_as_corrupt(raw):
     for decode in (
         lambda: records.decode_inode(1, raw),
         lambda: records.decode_dentry(1, raw),
@@ -280,7 +280,7 @@ def test_bytes_that_are_no_record_are_called_corrupt(raw):
     st.integers(0, 4095),
     st.sampled_from(sorted(records.KINDS)),
 )
-def test_a_dentry_names_the_inode_it_was_made_for(owner, counter, home, kind):
+def test_dentry_names_its_inode(owner, counter, home, kind):
     inode = inode_number(owner, counter)
     assert records.decode_dentry(home, records.encode_dentry(home, inode, kind)) == (inode, kind)
 
@@ -304,7 +304,7 @@ def test_every_key_of_a_partition_lies_in_its_range(owner, counter):
 
 
 @given(st.binary(min_size=7, max_size=7).filter(any), st.integers(1, 300))
-def test_a_cursor_tells_hash_and_count_and_leaves_small_numbers_free(name_hash, equal):
+def test_cursor_holds_hash_and_count(name_hash, equal):
     cursor = partitions.cursor_behind(name_hash, equal)
     assert 4 <= cursor < 1 << 63
     again, count = partitions.cursor_parts(cursor)
@@ -315,6 +315,6 @@ def test_a_cursor_tells_hash_and_count_and_leaves_small_numbers_free(name_hash, 
 
 
 @pytest.mark.parametrize("cursor", [1, 3, 127, 1 << 63, (1 << 64) - 1])
-def test_a_number_that_is_no_cursor_is_refused(cursor):
+def test_invalid_cursor_is_refused(cursor):
     with pytest.raises(StaleCursor):
         partitions.cursor_parts(cursor)

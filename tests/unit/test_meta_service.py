@@ -1,4 +1,4 @@
-"""The metadata service by itself: what each request does, refuses and leaves behind."""
+"""Metadata service alone: effects, refusals and stored state of each request."""
 
 import asyncio
 import stat
@@ -24,7 +24,7 @@ OPTIONS = MetaOptions(session_lease_s=10, grant_s=20, linger_s=2, tick_s=3600)
 
 
 class Shard:
-    """A shard in memory with two recorded targets, on a clock that is moved by hand."""
+    """A shard in memory with two recorded targets, on a clock that the test advances."""
 
     def __init__(self):
         self.kv = MemoryKv()
@@ -45,7 +45,7 @@ class Shard:
         assert not self.service.died.done()
 
     async def restart(self):
-        """As after kill -9: nothing that was answered is lost."""
+        """Restart as after kill -9: no acknowledged change is lost."""
         await self.stop()
         await self.start()
 
@@ -66,7 +66,7 @@ def run(scenario):
     asyncio.run(body())
 
 
-def test_messages_may_come_in_any_kind_of_buffer():
+def test_messages_are_accepted_in_any_kind_of_buffer():
     async def body():
         shard = await Shard().start()
         for kind in (bytes, bytearray, memoryview):
@@ -87,14 +87,14 @@ def scenario(function):
 
 
 @scenario
-async def test_a_new_shard_has_an_empty_root(shard, client):
+async def test_new_shard_has_an_empty_root(shard, client):
     root = (await client.getattr(ROOT)).attr
     assert stat.S_ISDIR(root.mode) and root.links == 2 and root.size == 0
     assert await client.names(ROOT) == set()
 
 
 @scenario
-async def test_a_created_file_is_found_with_a_grant_that_the_stores_accept(shard, client):
+async def test_created_file_is_found_with_a_valid_access_token(shard, client):
     reply = await client.create(ROOT, b"file", exclusive=True, open=True, rights=3)
     attr = reply.entry.attr
     assert (
@@ -108,7 +108,7 @@ async def test_a_created_file_is_found_with_a_grant_that_the_stores_accept(shard
 
 
 @scenario
-async def test_names_go_and_their_places_are_free_again(shard, client):
+async def test_removed_names_can_be_used_again(shard, client):
     made = await client.file(ROOT, b"a")
     with pytest.raises(errors.AlreadyExists):
         await client.file(ROOT, b"a")
@@ -120,10 +120,10 @@ async def test_names_go_and_their_places_are_free_again(shard, client):
 
 
 @scenario
-async def test_a_repeated_change_is_made_once_and_answered_again(shard, client):
+async def test_replayed_change_is_applied_once(shard, client):
     first = await client.create(ROOT, b"a", exclusive=True)
     assert first.parent.inode == ROOT and first.parent.size == 1
-    first.ClearField("parent")  # told once: it is not kept for repetitions
+    first.ClearField("parent")  # sent once: not kept for replays
     client.sequences[0] -= 1
     assert await client.create(ROOT, b"a", exclusive=True) == first
     await shard.restart()
@@ -139,7 +139,7 @@ async def test_a_repeated_change_is_made_once_and_answered_again(shard, client):
 
 
 @scenario
-async def test_a_truncation_is_answered_when_all_targets_have_cut(shard, client):
+async def test_truncation_is_answered_after_all_targets_truncated(shard, client):
     inode = (await client.create(ROOT, b"a", open=True, rights=3)).entry.attr.inode
     assert (await client.report(inode, 10_000)).size == 10_000
     shard.stores.away = {"inproc://2"}
@@ -169,7 +169,7 @@ async def test_a_truncation_is_answered_when_all_targets_have_cut(shard, client)
 
 
 @scenario
-async def test_names_that_can_be_none_are_refused_and_255_bytes_are_taken(shard, client):
+async def test_invalid_names_are_refused_and_255_bytes_accepted(shard, client):
     for name, error in (
         (b"", errors.InvalidRequest),
         (b".", errors.InvalidRequest),
@@ -186,7 +186,7 @@ async def test_names_that_can_be_none_are_refused_and_255_bytes_are_taken(shard,
 
 
 @scenario
-async def test_a_directory_counts_its_entries_and_subdirectories(shard, client):
+async def test_directory_counts_its_entries_and_subdirectories(shard, client):
     made = await client.mkdir(ROOT, b"d")
     for name in (b"x", b"y"):
         await client.mkdir(made.inode, name)
@@ -204,7 +204,7 @@ async def test_a_directory_counts_its_entries_and_subdirectories(shard, client):
 
 
 @scenario
-async def test_nothing_is_born_in_a_removed_directory_that_is_still_open(shard, client):
+async def test_removed_open_directory_accepts_no_entries(shard, client):
     made = await client.mkdir(ROOT, b"d")
     await client.open(made.inode, rights=0)
     await client.rmdir(ROOT, b"d")
@@ -219,7 +219,7 @@ async def test_nothing_is_born_in_a_removed_directory_that_is_still_open(shard, 
 
 
 @scenario
-async def test_a_set_gid_directory_hands_down_its_group(shard, client):
+async def test_set_gid_directory_passes_on_its_group(shard, client):
     made = await client.mkdir(ROOT, b"d")
     await client.setattr(made.inode, 1 | 4, mode=0o2775, gid=77)
     sub, file = await client.mkdir(made.inode, b"s"), await client.file(made.inode, b"f")
@@ -227,7 +227,7 @@ async def test_a_set_gid_directory_hands_down_its_group(shard, client):
 
 
 @scenario
-async def test_layout_is_handed_down_by_directories_and_stays_with_a_file(shard, client):
+async def test_layout_is_inherited_and_fixed_for_a_file(shard, client):
     made = await client.mkdir(ROOT, b"d")
     before = await client.file(made.inode, b"before")
     await client.setattr(made.inode, 512, chunk_bits=22)
@@ -260,7 +260,7 @@ async def test_hard_links_share_an_inode_up_to_the_limit(shard, client):
 
 
 @scenario
-async def test_symlinks_and_devices_are_born_as_asked(shard, client):
+async def test_symlinks_and_devices_are_created_as_requested(shard, client):
     link = (await client.create(ROOT, b"l", stat.S_IFLNK | 0o777, target=b"a" * 4095)).entry.attr
     assert link.size == 4095
     reply = await client.ask("READLINK", pb.ReadLinkRequest(session=client.session, inode=link.inode))
@@ -277,7 +277,7 @@ async def test_symlinks_and_devices_are_born_as_asked(shard, client):
 
 
 @scenario
-async def test_create_without_exclusive_opens_what_is_there(shard, client):
+async def test_create_without_exclusive_opens_the_existing_file(shard, client):
     made = await client.file(ROOT, b"a")
     reply = await client.create(ROOT, b"a", open=True, rights=3)
     assert not reply.created and reply.entry.attr.inode == made.inode and reply.entry.grant
@@ -320,7 +320,7 @@ async def test_rename_moves_replaces_exchanges_and_refuses(shard, client):
 
 
 @scenario
-async def test_a_directory_never_moves_below_itself(shard, client):
+async def test_directory_never_moves_below_itself(shard, client):
     a = await client.mkdir(ROOT, b"a")
     b = await client.mkdir(a.inode, b"b")
     c = await client.mkdir(b.inode, b"c")
@@ -336,7 +336,7 @@ async def test_a_directory_never_moves_below_itself(shard, client):
 
 
 @scenario
-async def test_rename_of_two_names_of_one_inode_does_nothing(shard, client):
+async def test_rename_between_names_of_one_inode_is_a_no_op(shard, client):
     a = await client.file(ROOT, b"a")
     await client.link(a.inode, ROOT, b"b")
     assert (await client.rename(ROOT, b"a", ROOT, b"b")).replaced == 0
@@ -347,7 +347,7 @@ async def test_rename_of_two_names_of_one_inode_does_nothing(shard, client):
 
 
 @scenario
-async def test_times_never_run_backwards_though_the_clock_does(shard, client):
+async def test_times_never_run_backwards_with_the_clock(shard, client):
     made = await client.file(ROOT, b"a")
     shard.clock.now_s -= 500
     later = (await client.setattr(made.inode, 1, mode=0o600)).attr
@@ -359,14 +359,14 @@ async def test_times_never_run_backwards_though_the_clock_does(shard, client):
 
 
 @scenario
-async def test_a_new_owner_takes_the_set_uid_bit_away(shard, client):
+async def test_chown_clears_the_set_uid_bit(shard, client):
     made = await client.file(ROOT, b"a")
     await client.setattr(made.inode, 1, mode=0o6755)
     assert (await client.setattr(made.inode, 2, uid=5)).attr.mode & 0o7777 == 0o755
 
 
 @scenario
-async def test_sizes_only_grow_by_reports_and_end_where_they_were_set(shard, client):
+async def test_size_reports_only_grow_and_setattr_sets_the_size(shard, client):
     inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
     assert (await client.report(inode, 5000)).size == 5000
     attr = await client.report(inode, 100)
@@ -382,7 +382,7 @@ async def test_sizes_only_grow_by_reports_and_end_where_they_were_set(shard, cli
 
 
 @scenario
-async def test_a_file_nobody_could_write_to_is_cut_without_asking_the_targets(shard, client):
+async def test_unwritten_file_is_truncated_without_target_requests(shard, client):
     made = await client.file(ROOT, b"a")
     await client.setattr(made.inode, 8, size=1000)
     assert (await client.setattr(made.inode, 8, size=10)).attr.cut == 0 and not shard.stores.cuts
@@ -391,7 +391,7 @@ async def test_a_file_nobody_could_write_to_is_cut_without_asking_the_targets(sh
 
 
 @scenario
-async def test_two_truncations_of_one_file_follow_one_another(shard, client):
+async def test_concurrent_truncations_of_a_file_are_serialized(shard, client):
     inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
     await client.report(inode, 1000)
     shard.stores.away = {"inproc://1"}
@@ -411,7 +411,7 @@ async def test_two_truncations_of_one_file_follow_one_another(shard, client):
 
 
 @scenario
-async def test_a_hole_is_told_to_those_that_may_have_its_chunks_and_the_size_stays(shard, client):
+async def test_punch_hole_reaches_its_targets_and_keeps_the_size(shard, client):
     inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
     assert not (await client.allocate(inode, 0, 100, punch=True)).attr.size
     await client.report(inode, 100 << 20, cut=1)
@@ -432,9 +432,7 @@ async def test_a_hole_is_told_to_those_that_may_have_its_chunks_and_the_size_sta
 
 
 @scenario
-async def test_sizes_reported_under_a_number_before_a_hole_count_and_before_a_truncation_do_not(
-    shard, client
-):
+async def test_size_reports_older_than_a_truncation_are_refused(shard, client):
     inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
     await client.allocate(inode, 0, 4096, punch=True)
     assert (await client.report(inode, 5000, cut=0)).size == 5000
@@ -453,7 +451,7 @@ async def test_sizes_reported_under_a_number_before_a_hole_count_and_before_a_tr
 
 
 @scenario
-async def test_what_is_allocated_lets_a_file_grow_and_never_shrink(shard, client):
+async def test_allocate_grows_a_file_and_never_shrinks_it(shard, client):
     inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
     attr = (await client.allocate(inode, 100, 900, grow=True)).attr
     assert (attr.size, attr.cut, attr.blocks) == (1000, 0, 0) and not shard.stores.cuts
@@ -472,7 +470,7 @@ async def test_what_is_allocated_lets_a_file_grow_and_never_shrink(shard, client
 
 
 @scenario
-async def test_a_hole_waits_for_a_truncation_and_growth_for_both(shard, client):
+async def test_punch_hole_waits_for_truncation_and_growth_for_both(shard, client):
     inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
     await client.report(inode, 10_000)
     shard.stores.away = {"inproc://1", "inproc://2"}
@@ -492,7 +490,7 @@ async def test_a_hole_waits_for_a_truncation_and_growth_for_both(shard, client):
 
 
 @scenario
-async def test_a_hole_that_a_restart_interrupts_is_finished_and_answered_once(shard, client):
+async def test_punch_hole_interrupted_by_restart_is_completed(shard, client):
     inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
     await client.report(inode, 1000)
     shard.stores.away = {"inproc://1", "inproc://2"}
@@ -516,7 +514,7 @@ async def test_a_hole_that_a_restart_interrupts_is_finished_and_answered_once(sh
 
 
 @scenario
-async def test_what_a_hole_gives_back_is_taken_off_the_blocks(shard, client):
+async def test_punch_hole_reduces_the_block_count(shard, client):
     inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
     await client.report(inode, 1 << 20)
     shard.stores.freed = 8192
@@ -529,7 +527,7 @@ async def test_what_a_hole_gives_back_is_taken_off_the_blocks(shard, client):
 
 
 @scenario
-async def test_a_truncation_that_a_restart_interrupts_is_finished_and_answered_once(shard, client):
+async def test_truncation_interrupted_by_restart_is_completed(shard, client):
     inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
     await client.report(inode, 1000)
     shard.stores.away = {"inproc://1", "inproc://2"}
@@ -549,7 +547,7 @@ async def test_a_truncation_that_a_restart_interrupts_is_finished_and_answered_o
 
 
 @scenario
-async def test_who_waits_for_a_cut_is_told_when_his_deadline_ends(shard, client):
+async def test_truncation_reports_an_exceeded_deadline(shard, client):
     inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
     await client.report(inode, 1000)
     shard.stores.away = {"inproc://1"}
@@ -561,7 +559,7 @@ async def test_who_waits_for_a_cut_is_told_when_his_deadline_ends(shard, client)
     assert caught.value.may_be_applied
     shard.stores.away = set()
     assert (await client.setattr(inode, 8, size=3)).attr.cut == 2, (
-        "the cut went on without him, and the service with it"
+        "the truncation and the service went on without the caller"
     )
     assert {(c.target, c.cut, c.size) for c in shard.stores.cuts} == {
         (1, 1, 5),
@@ -572,7 +570,7 @@ async def test_who_waits_for_a_cut_is_told_when_his_deadline_ends(shard, client)
 
 
 @scenario
-async def test_appends_of_many_writers_never_overlap(shard, client):
+async def test_appends_of_concurrent_writers_never_overlap(shard, client):
     inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
     places = []
     for length in (10, 4096, 1, 77):
@@ -594,7 +592,7 @@ async def test_appends_of_many_writers_never_overlap(shard, client):
 
 
 @scenario
-async def test_extended_attributes_come_back_and_keep_their_rules(shard, client):
+async def test_extended_attributes_round_trip_and_obey_their_rules(shard, client):
     inode = (await client.file(ROOT, b"a")).inode
 
     async def put(name, value, flags=0):
@@ -641,7 +639,7 @@ async def test_extended_attributes_come_back_and_keep_their_rules(shard, client)
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_each_name_comes_once_whatever_the_size_of_the_steps_and_though_others_come_and_go(wide):
+def test_list_returns_each_name_once_during_changes(wide):
     async def body(shard, client):
         made = await client.mkdir(ROOT, b"d", wide=wide)
         kept = {b"k%d" % number for number in range(150)}
@@ -681,7 +679,7 @@ async def test_names_with_equal_hashes_are_all_listed(shard, client):
 
 
 @scenario
-async def test_a_wide_directory_is_removed_only_when_every_partition_is_empty(shard, client):
+async def test_striped_directory_is_removed_only_when_empty(shard, client):
     made = await client.mkdir(ROOT, b"d", wide=True)
     assert made.flags & 4
     inodes = {(await client.file(made.inode, b"%d" % number)).inode >> 51 for number in range(30)}
@@ -694,7 +692,7 @@ async def test_a_wide_directory_is_removed_only_when_every_partition_is_empty(sh
 
 
 @scenario
-async def test_a_listing_with_attributes_shows_what_getattr_shows(shard, client):
+async def test_list_attributes_match_getattr(shard, client):
     made = await client.file(ROOT, b"a")
     (entry,) = await client.list(ROOT, attrs=True)
     assert entry.attr == made and entry.inode == made.inode and entry.kind == 8
@@ -705,7 +703,7 @@ async def test_a_listing_with_attributes_shows_what_getattr_shows(shard, client)
 
 
 async def both(client, **request):
-    """Entries as messages, and packed, of the same question; whether there are more."""
+    """Entries as messages, and packed, of the same request; whether there are more."""
     in_messages, in_one = [
         await client.ask(
             "LIST", pb.ListDirRequest(session=client.session, attrs=True, packed=packed, **request)
@@ -717,7 +715,7 @@ async def both(client, **request):
 
 
 @scenario
-async def test_what_is_listed_packed_is_what_is_listed_in_messages(shard, client):
+async def test_packed_listing_matches_message_listing(shard, client):
     made = await client.mkdir(ROOT, b"d")
     for number in range(40):
         await client.file(made.inode, b"f%d" % number)
@@ -736,7 +734,7 @@ async def test_what_is_listed_packed_is_what_is_listed_in_messages(shard, client
 
 
 @scenario
-async def test_inodes_that_can_not_be_read_are_left_out_of_a_listing_and_the_others_are_in_it(shard, client):
+async def test_list_omits_unreadable_inodes(shard, client):
     numbers = {name: (await client.file(ROOT, name)).inode for name in (b"whole", b"gone", b"garbled")}
     shard.kv.apply(
         [(records.inode_key(numbers[b"gone"]), None), (records.inode_key(numbers[b"garbled"]), b"\xff" * 30)]
@@ -752,7 +750,7 @@ async def test_inodes_that_can_not_be_read_are_left_out_of_a_listing_and_the_oth
 
 
 @scenario
-async def test_a_listing_goes_on_behind_many_inodes_that_can_not_be_read(shard, client):
+async def test_list_continues_after_many_unreadable_inodes(shard, client):
     numbers = [(await client.file(ROOT, b"f%d" % number)).inode for number in range(40)]
     shard.kv.apply([(records.inode_key(number), None) for number in numbers[:20] + numbers[21:]])
     cursor, more, names = 0, True, []
@@ -761,7 +759,7 @@ async def test_a_listing_goes_on_behind_many_inodes_that_can_not_be_read(shard, 
         names += listed.names
         if not more:
             break
-        assert listed.names, "who asks could not go on"
+        assert listed.names, "the client could not continue"
         cursor = listed.cursor(-1)
     assert names == [b"f20"] and not more
 
@@ -770,7 +768,7 @@ async def test_a_listing_goes_on_behind_many_inodes_that_can_not_be_read(shard, 
 
 
 @scenario
-async def test_an_unlinked_file_lives_while_it_is_open_and_then_its_chunks_go(shard, client):
+async def test_unlinked_file_is_collected_after_its_last_close(shard, client):
     inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
     await client.report(inode, 10)
     await client.unlink(ROOT, b"a")
@@ -796,7 +794,7 @@ async def test_an_unlinked_file_lives_while_it_is_open_and_then_its_chunks_go(sh
 
 
 @scenario
-async def test_an_unlinked_file_stays_a_while_for_opens_that_asked_nobody(shard, client):
+async def test_unlinked_file_is_kept_for_opens_reported_later(shard, client):
     made = await client.file(ROOT, b"a")
     await client.unlink(ROOT, b"a")
     shard.clock.advance(1)
@@ -814,11 +812,11 @@ async def test_an_unlinked_file_stays_a_while_for_opens_that_asked_nobody(shard,
     await client.collect()
     with pytest.raises(errors.NotFound):
         await client.getattr(made.inode)
-    assert not shard.stores.removed, "nobody could have written to it"
+    assert not shard.stores.removed, "no client could have written to it"
 
 
 @scenario
-async def test_removals_of_many_partitions_go_in_one_message_for_each_target(shard, client):
+async def test_chunk_removals_are_batched_per_target(shard, client):
     wide = await client.mkdir(ROOT, b"w", wide=True)
     for number in range(60):
         await client.file(wide.inode, b"%d" % number, open=True, rights=2)
@@ -835,7 +833,7 @@ async def test_removals_of_many_partitions_go_in_one_message_for_each_target(sha
 
 
 @scenario
-async def test_a_sweep_removes_the_chunks_of_inodes_that_are_gone_and_no_others(shard, client):
+async def test_sweep_removes_only_chunks_of_removed_inodes(shard, client):
     living = [(await client.file(ROOT, b"f%d" % number)).inode for number in range(3)]
     given = ids.inode_number(5, 2)  # the counter of the first file, in a partition where it was not born
     waiting, future = ids.inode_number(6, 3), ids.inode_number(0, shard.service._view.next_number)
@@ -848,7 +846,7 @@ async def test_a_sweep_removes_the_chunks_of_inodes_that_are_gone_and_no_others(
 
 
 @scenario
-async def test_a_checker_without_a_session_has_chunks_of_inodes_that_were_lost_collected(shard, client):
+async def test_collect_without_a_session_removes_orphan_chunks(shard, client):
     living, lost = (await client.file(ROOT, b"f")).inode, ids.inode_number(5, 2)
     shard.stores.kept[2] = [living, lost]
     await client.ask("SYNC", pb.SyncRequest())
@@ -857,7 +855,7 @@ async def test_a_checker_without_a_session_has_chunks_of_inodes_that_were_lost_c
 
 
 @scenario
-async def test_a_session_that_is_not_renewed_ends_and_its_files_wait_for_its_grants(shard, client):
+async def test_expired_session_keeps_files_until_its_tokens_expire(shard, client):
     other = await shard.client()
     inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
     await client.unlink(ROOT, b"a")
@@ -882,7 +880,7 @@ async def test_a_session_that_is_not_renewed_ends_and_its_files_wait_for_its_gra
 
 
 @scenario
-async def test_after_a_restart_clients_have_a_lease_to_name_their_open_files(shard, client):
+async def test_clients_report_open_files_after_a_restart(shard, client):
     inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
     await client.unlink(ROOT, b"a")
     first = (await client.ask("RENEW_SESSION", pb.RenewSessionRequest(session=client.session))).incarnation
@@ -903,7 +901,7 @@ async def test_after_a_restart_clients_have_a_lease_to_name_their_open_files(sha
 
 
 @scenario
-async def test_a_create_that_is_answered_again_after_a_restart_has_its_file_open(shard, client):
+async def test_create_replayed_after_a_restart_keeps_the_file_open(shard, client):
     for name, truncate in ((b"f", False), (b"g", True)):
         if truncate:
             await client.file(ROOT, name, open=True, rights=3)
@@ -925,9 +923,7 @@ async def test_a_create_that_is_answered_again_after_a_restart_has_its_file_open
 
 
 @scenario
-async def test_a_shard_that_stands_still_after_a_restart_still_lets_clients_name_their_open_files(
-    shard, client
-):
+async def test_grace_period_after_restart_survives_a_stall(shard, client):
     inode = (await client.file(ROOT, b"f", open=True, rights=3)).inode
     await client.unlink(ROOT, b"f")
     await shard.stop()
@@ -951,7 +947,7 @@ async def test_a_shard_that_stands_still_after_a_restart_still_lets_clients_name
 
 
 @scenario
-async def test_a_session_is_taken_up_again_only_with_its_secret(shard, client):
+async def test_session_is_resumed_only_with_its_secret(shard, client):
     await client.file(ROOT, b"a")
     with pytest.raises(errors.StaleSession):
         await client.ask("OPEN_SESSION", pb.OpenSessionRequest(session=client.session, secret=b"guess"))
@@ -966,11 +962,11 @@ async def test_a_session_is_taken_up_again_only_with_its_secret(shard, client):
 
 
 @scenario
-async def test_who_goes_on_with_a_session_has_open_what_he_names_and_what_he_may_ask_for_again(shard, client):
+async def test_resumed_session_keeps_reported_and_replayable_opens(shard, client):
     def session():
         return shard.service._sessions.get(client.session)
 
-    async def go_on(*named):
+    async def resume(*named):
         await client.ask(
             "OPEN_SESSION",
             pb.OpenSessionRequest(
@@ -988,26 +984,24 @@ async def test_who_goes_on_with_a_session_has_open_what_he_names_and_what_he_may
     await client.ask("OPEN", pb.OpenRequest(change=client.change(), inode=kept, rights=1))
     last = (await client.create(ROOT, b"last", open=True, rights=3)).entry.attr.inode
     assert session().opens == {kept: 2, closed: 1, last: 1}
-    await go_on(kept)
-    assert session().opens == {kept: 1, last: 1}, "the last change of the slot may be asked for again"
+    await resume(kept)
+    assert session().opens == {kept: 1, last: 1}, "the last change of the slot may be replayed"
     client.sequences[0] -= 1
     assert (await client.create(ROOT, b"last", open=True, rights=3)).entry.attr.inode == last
     assert session().opens == {kept: 1, last: 1}
     await client.ask("RELEASE", pb.ReleaseRequest(session=client.session, inodes=last.to_bytes(8, "little")))
-    await go_on(kept)
+    await resume(kept)
     assert session().opens == {kept: 1}
-    await go_on(kept, closed)
+    await resume(kept, closed)
     assert session().opens == {kept: 1, closed: 1} and shard.service._sessions.holders == {kept: 1, closed: 1}
 
 
 @scenario
-async def test_what_nobody_will_ask_for_again_is_not_open_after_a_process_of_the_client_was_killed(
-    shard, client
-):
+async def test_opens_without_a_replay_are_released_after_a_kill(shard, client):
     def opens():
         return shard.service._sessions.get(client.session).opens
 
-    async def go_on(*named, slots=()):
+    async def resume(*named, slots=()):
         await client.ask(
             "OPEN_SESSION",
             pb.OpenSessionRequest(
@@ -1042,16 +1036,16 @@ async def test_what_nobody_will_ask_for_again_is_not_open_after_a_process_of_the
     newer, _ = await create(b"newer", 4)
     both, _ = await create(b"both", 5)
     refused, _ = await create(b"refused", 6)
-    await go_on(both, slots=(2, 3, 4, 5, 6, 7))
+    await resume(both, slots=(2, 3, 4, 5, 6, 7))
     assert opens() == {both: 2, again: 1, never: 1, newer: 1, refused: 1}, (
-        "the request for what is closed was answered"
+        "the create of the closed file was answered"
     )
 
     await client.ask("CREATE", request)
     await release(slots=(2, 3, 7))
-    assert opens() == {both: 2, again: 1, newer: 1, refused: 1}, "what was asked for again is the asker's"
+    assert opens() == {both: 2, again: 1, newer: 1, refused: 1}, "a replayed create belongs to the client"
     await client.ask("UNLINK", pb.UnlinkRequest(change=client.change(4), parent=ROOT, name=b"newer"))
-    assert opens() == {both: 2, again: 1, refused: 1}, "the slot is used anew"
+    assert opens() == {both: 2, again: 1, refused: 1}, "the slot is reused"
     with pytest.raises(errors.NotFound):
         await client.ask("UNLINK", pb.UnlinkRequest(change=client.change(6), parent=ROOT, name=b"nothing"))
     assert opens() == {both: 2, again: 1}
@@ -1060,12 +1054,12 @@ async def test_what_nobody_will_ask_for_again_is_not_open_after_a_process_of_the
     await release(slots=(5,))
     await release((again,), slots=(5,))
     assert opens() == {} and shard.service._sessions.holders == {}
-    await go_on(slots=range(64))
+    await resume(slots=range(64))
     assert opens() == {}
 
 
 @scenario
-async def test_a_refusal_is_repeated_as_a_refusal_and_a_late_copy_changes_nothing(shard, client):
+async def test_replayed_refusal_is_refused_again(shard, client):
     await client.file(ROOT, b"a")
     with pytest.raises(errors.AlreadyExists):
         await client.file(ROOT, b"a")
@@ -1079,7 +1073,7 @@ async def test_a_refusal_is_repeated_as_a_refusal_and_a_late_copy_changes_nothin
 
 
 @scenario
-async def test_nonsense_is_refused_and_changes_nothing(shard, client):
+async def test_invalid_requests_are_refused_without_changes(shard, client):
     before = shard.kv.sequence
     asks_nothing = {133, 134}  # META_STATUS and META_COLLECT have empty messages
     for method in {*range(100, 135), 1, 0, 999} - asks_nothing:
@@ -1101,7 +1095,7 @@ async def test_nonsense_is_refused_and_changes_nothing(shard, client):
         0,
         1 << 63,
         (1 << 64) - 1,
-    ):  # who says that it is spread is believed: its own shard alone knows it
+    ):  # `spread` is trusted: only the inode's own shard knows whether it is
         for method, request in (
             ("LIST", pb.ListDirRequest(session=client.session, inode=inode, cursor=1 << 62, spread=True)),
             ("LOOKUP", pb.LookupRequest(session=client.session, parent=inode, name=b"a", spread=True)),
@@ -1112,7 +1106,7 @@ async def test_nonsense_is_refused_and_changes_nothing(shard, client):
 
 
 @scenario
-async def test_numbers_are_never_given_twice_whatever_a_loss_of_power_takes(shard, client):
+async def test_inode_numbers_are_unique_across_power_losses(shard, client):
     given = set()
     for round_number in range(4):
         for number in range(3):
@@ -1126,7 +1120,7 @@ async def test_numbers_are_never_given_twice_whatever_a_loss_of_power_takes(shar
 
 
 @scenario
-async def test_a_report_with_sync_is_answered_when_it_is_durable(shard, client):
+async def test_report_with_sync_is_answered_when_it_is_durable(shard, client):
     inode = (await client.create(ROOT, b"a", open=True, rights=2)).entry.attr.inode
     assert shard.kv.synced_sequence < shard.kv.sequence
     await client.report(inode, 10, sync=True)
@@ -1137,7 +1131,7 @@ async def test_a_report_with_sync_is_answered_when_it_is_durable(shard, client):
 
 
 @scenario
-async def test_an_engine_that_fences_itself_ends_the_service(shard, client):
+async def test_engine_that_fences_itself_ends_the_service(shard, client):
     shard.kv.fail_next_sync()
     with pytest.raises(errors.Fenced):
         await client.ask("SYNC", pb.SyncRequest(session=client.session))
@@ -1152,7 +1146,7 @@ async def test_an_engine_that_fences_itself_ends_the_service(shard, client):
 
 
 @scenario
-async def test_changes_wait_while_the_engine_is_full_and_are_made_once(shard, client):
+async def test_changes_wait_for_a_full_engine_and_are_applied_once(shard, client):
     room = asyncio.Event()
     shard.kv.full, shard.kv.room = True, room.wait
     calls = [
@@ -1191,7 +1185,7 @@ async def test_statfs_and_status_count(shard, client):
 
 
 @scenario
-async def test_a_name_of_another_shard_is_not_answered_here(shard, client):
+async def test_name_of_another_shard_is_refused(shard, client):
     pool_map = small_map()
     shard.service.update_map(
         changed(
@@ -1205,7 +1199,7 @@ async def test_a_name_of_another_shard_is_not_answered_here(shard, client):
     await client.file(ROOT, b"a")
 
 
-def test_a_service_that_could_not_begin_is_closed():
+def test_service_that_fails_to_start_is_closed():
     async def main():
         kv = MemoryKv()
         await kv.close()

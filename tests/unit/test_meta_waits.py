@@ -1,4 +1,4 @@
-"""Requests that wait are answered, whatever comes when the wait is over."""
+"""Deferred replies: a request that waits is always answered."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def waited(then, deadline_s: float = 1e9) -> DirectCall:
     return call
 
 
-def test_what_meets_a_held_record_waits_for_that_too():
+def test_retry_that_meets_a_locked_record_waits_again():
     async def main():
         hold, tries = SimpleNamespace(done=asyncio.get_running_loop().create_future()), []
 
@@ -41,14 +41,14 @@ def test_what_meets_a_held_record_waits_for_that_too():
 
 
 @pytest.mark.parametrize("error", (WrongShard(), ValueError()))
-def test_what_fails_when_the_wait_is_over_is_the_answer(error):
+def test_error_after_the_wait_is_the_reply(error):
     def then(call):
         raise error
 
     assert asyncio.run(waited(then)).answer is error
 
 
-def test_a_record_that_stays_held_is_waited_for_until_the_deadline():
+def test_locked_record_is_waited_for_until_the_deadline():
     def then(call):
         raise LockedRecord(SimpleNamespace(done=asyncio.get_running_loop().create_future()))
 

@@ -1,4 +1,4 @@
-"""Where the members of shards come to lie, step by step."""
+"""Placement of shard members, step by step."""
 
 from collections import Counter
 
@@ -44,8 +44,8 @@ def standby(member, node, drive, state="up"):
     )
 
 
-def played(pool_map, serving=None, steps_max=60):
-    """The map after all steps, each new standby made and called up, each primary handed over."""
+def after_all_steps(pool_map, serving=None, steps_max=60):
+    """The map after all steps: each new standby created and up, each primary handed over."""
     for _ in range(steps_max):
         shard = pool_map.shards[0]
         for one in shard.standbys:
@@ -80,58 +80,58 @@ def where(pool_map):
     ]
 
 
-def test_a_standby_moves_to_the_second_node_when_that_has_a_drive_that_serves():
+def test_standby_moves_to_a_second_node_with_a_serving_drive():
     there = a_map(2, 1, standbys=(standby(1, 1, 2),))
     assert shard_placement.next_step(there, serving={1, 2}) is there
     step = shard_placement.next_step(there, serving={1, 2, 3}).shards[0]
     assert step.standbys[0].state == "up" and step.standbys[1] == StandbyMember(
         2, 2, (), "syncing", "/d3/store"
     )
-    assert where(played(there)) == [(1, 0), (2, 3)]
+    assert where(after_all_steps(there)) == [(1, 0), (2, 3)]
 
 
-def test_an_old_standby_goes_only_when_the_new_one_is_up():
+def test_old_standby_is_removed_only_when_the_new_one_is_up():
     there = a_map(2, 1, standbys=(standby(1, 1, 2), standby(2, 2, 3, "syncing")), wanted=1)
     assert shard_placement.next_step(there) is there
     up = shard_members.standby_up(there, 1, 2, 1, 1)
     assert [one.member for one in shard_placement.next_step(up).shards[0].standbys] == [2]
 
 
-def test_other_racks_come_before_other_nodes():
+def test_other_racks_are_preferred_to_other_nodes():
     there = a_map(1, 1, 1, racks=("a", "a", "b"), wanted=1)
-    assert where(played(there)) == [(1, 0), (3, 3)]
+    assert where(after_all_steps(there)) == [(1, 0), (3, 3)]
     there = a_map(1, 1, 1, racks=("a", "a", "b"), standbys=(standby(1, 2, 2),))
-    assert where(played(there)) == [(1, 0), (3, 3)]
+    assert where(after_all_steps(there)) == [(1, 0), (3, 3)]
 
 
-def test_nothing_moves_where_nothing_would_be_won():
+def test_members_stay_where_a_move_has_no_benefit():
     spread = a_map(2, 2, 2, standbys=(standby(1, 2, 3), standby(2, 3, 5)))
     for there in (a_map(2), spread, a_map(3, standbys=(standby(1, 1, 2),))):
         assert shard_placement.next_step(there) is there
 
 
-def test_a_drained_node_gives_its_primary_and_standbys_away():
+def test_drained_node_loses_its_primary_and_standbys():
     there = shard_placement.with_node(a_map(1, 1, 1, standbys=(standby(1, 2, 2),)), 1, wish="drain")
-    done = played(there)
+    done = after_all_steps(there)
     assert shard_placement.moved_off(done, 1) and sorted(node for node, _ in where(done)) == [2, 3]
-    alone = played(shard_placement.with_node(a_map(1, 1), 1, wish="drain"))
+    alone = after_all_steps(shard_placement.with_node(a_map(1, 1), 1, wish="drain"))
     assert where(alone) == [(2, 2)]
 
 
-def test_a_standby_on_a_drained_or_lost_drive_moves():
+def test_standby_on_a_drained_or_lost_drive_moves():
     there = a_map(1, 2, standbys=(standby(1, 2, 2),))
-    for wish in ("drain", "remove", "lost"):
-        targets = tuple(replace(one, wish=wish) if one.id == 2 else one for one in there.targets)
-        assert where(played(replace(there, targets=targets))) == [(1, 0), (2, 3)]
+    for request in ("drain", "remove", "lost"):
+        targets = tuple(replace(one, wish=request) if one.id == 2 else one for one in there.targets)
+        assert where(after_all_steps(replace(there, targets=targets))) == [(1, 0), (2, 3)]
 
 
-def test_a_stuck_standby_is_replaced_on_another_drive():
+def test_stuck_standby_is_replaced_on_another_drive():
     there = a_map(1, 1, 1, standbys=(standby(1, 2, 2, "syncing"),))
-    assert shard_placement.next_step(there) is there, "it may be on its way"
+    assert shard_placement.next_step(there) is there, "the standby may still complete"
     added = shard_placement.next_step(there, stuck={(1, 1)})
     assert where(added)[1:] == [(2, 2), (3, 3)] and added.shards[0].standbys_wanted == 1
     assert shard_placement.next_step(added, stuck={(1, 1)}) is added, (
-        "the old one stays until the new one is up"
+        "the old standby stays until the new one is up"
     )
     made = shard_members.standby_made(added, 1, 2, "/d3/nvpool-p-meta-1.2", ("stream://h:12",))
     now = made.shards[0]
@@ -139,16 +139,16 @@ def test_a_stuck_standby_is_replaced_on_another_drive():
     assert where(shard_placement.next_step(up, stuck={(1, 1)}))[1:] == [(3, 3)]
 
 
-def test_a_stuck_standby_stays_where_there_is_no_other_drive():
+def test_stuck_standby_stays_without_another_drive():
     there = a_map(1, 1, standbys=(standby(1, 2, 2, "syncing"),))
     full = a_map(0, 1, standbys=(standby(1, 2, 1, "syncing"),))
     assert shard_placement.next_step(full, stuck={(1, 1)}) is full
     assert where(shard_placement.next_step(there, stuck={(1, 1)}))[1:] == [(2, 2), (1, 1)]
     up = a_map(1, 1, 1, standbys=(standby(1, 2, 2, "up"),))
-    assert shard_placement.next_step(up, stuck={(1, 1)}) is up, "one that is up is never given up"
+    assert shard_placement.next_step(up, stuck={(1, 1)}) is up, "a member that is up is never replaced"
 
 
-def test_a_drive_is_gone_when_metadata_beside_it_is_elsewhere_too():
+def test_drive_is_retired_when_its_metadata_has_another_copy():
     there = a_map(1, 2, standbys=(standby(1, 2, 2),))
     there = shard_members.primary_lost(there, 1)
     assert (
@@ -157,17 +157,17 @@ def test_a_drive_is_gone_when_metadata_beside_it_is_elsewhere_too():
         and shard_placement.only_beside(there, 2) == [1]
     )
     removed = wished(there, 2, "remove")
-    assert retired(removed) is removed, "who pulls it would pull the only copy"
-    done = played(removed)
+    assert retired(removed) is removed, "removing the drive would remove the only copy"
+    done = after_all_steps(removed)
     assert shard_placement.beside(done, 2) == [] and retired(done).target_by_id[2].state == "gone"
     whole = shard_members.standby_added(there, 1, standby(3, 2, 3))
-    assert shard_placement.only_beside(whole, 2) == [1], "it has not all of it yet"
+    assert shard_placement.only_beside(whole, 2) == [1], "it is not complete yet"
     whole = shard_members.standby_up(whole, 1, 3, whole.shards[0].term, whole.shards[0].epoch)
     assert shard_placement.only_beside(whole, 2) == []
-    assert retired(wished(whole, 2, "lost")).target_by_id[2].state == "gone", "nobody reads it any more"
+    assert retired(wished(whole, 2, "lost")).target_by_id[2].state == "gone", "nothing reads it any more"
 
 
-def test_a_wish_without_room_is_refused_with_the_remedy():
+def test_request_without_space_is_refused_with_the_remedy():
     there = shard_placement.with_node(a_map(1, 1, standbys=(standby(1, 2, 2),)), 1, wish="drain")
     with pytest.raises(InvalidRequest, match=r"add a drive, or have fewer: nvpool shard standbys POOL 1 0"):
         shard_placement.check_places(there)
@@ -178,14 +178,14 @@ def test_a_wish_without_room_is_refused_with_the_remedy():
 
 
 @given(drives=st.lists(st.integers(1, 3), min_size=1, max_size=4), wanted=st.integers(0, 4), data=st.data())
-def test_each_shard_ends_with_what_is_wanted_in_places_of_their_own(drives, wanted, data):
+def test_each_shard_gets_the_desired_standbys_on_own_drives(drives, wanted, data):
     racks = data.draw(st.lists(st.sampled_from(["", "a", "b"]), min_size=len(drives), max_size=len(drives)))
-    there = played(a_map(*drives, racks=racks, wanted=wanted))
+    there = after_all_steps(a_map(*drives, racks=racks, wanted=wanted))
     for number in data.draw(st.lists(st.integers(1, len(drives)), max_size=3)):
-        wish = data.draw(st.sampled_from(["drain", "share"]))
-        wished = shard_placement.with_node(there, number, wish=wish)
+        request = data.draw(st.sampled_from(["drain", "share"]))
+        wished = shard_placement.with_node(there, number, wish=request)
         if any(node.wish == "share" for node in wished.nodes):
-            there = played(wished)
+            there = after_all_steps(wished)
     shard, places = there.shards[0], [ShardLocation(*place) for place in where(there)]
     free = shard_placement.good_places(there)
     assert len(set(places)) == len(places)
@@ -202,7 +202,7 @@ def test_each_shard_ends_with_what_is_wanted_in_places_of_their_own(drives, want
 
 
 def primaries_after(pool_map):
-    """How many primaries each node has when all that hand over have, and what was handed over is up again."""
+    """Number of primaries of each node after all handovers, when the former primaries are up again."""
     for _ in range(20):
         handing = [shard for shard in pool_map.shards if shard_placement.hands_over(pool_map, shard)]
         if not handing:
@@ -210,14 +210,14 @@ def primaries_after(pool_map):
         assert len(handing) == 1, "one after the other"
         pool_map = shard_members.primary_lost(pool_map, handing[0].id)
         assert not any(shard_placement.hands_over(pool_map, shard) for shard in pool_map.shards), (
-            "not while one catches up"
+            "not while a member resynchronizes"
         )
         for shard in pool_map.shards:
             for one in shard.standbys:
                 if one.state != "up":
                     now = pool_map.shard_by_id[shard.id]
                     pool_map = shard_members.standby_up(pool_map, shard.id, one.member, now.term, now.epoch)
-    raise AssertionError("no end")
+    raise AssertionError("the steps do not end")
 
 
 @given(st.lists(st.permutations([1, 2, 3]), min_size=1, max_size=9))

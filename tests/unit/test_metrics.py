@@ -1,4 +1,4 @@
-"""Figures become pages: buckets, labels, sums, what travels between processes, and what an HTTP client gets."""
+"""Metrics: buckets, labels, sums, exchange between processes, and the HTTP endpoint."""
 
 import asyncio
 import math
@@ -55,7 +55,7 @@ def test_each_duration_is_below_its_bound_and_in_no_lower_bucket(durations):
     )
 
 
-def test_a_parser_of_prometheus_reads_back_what_was_put_on_a_page():
+def test_prometheus_parser_reads_a_page_back():
     page = Page()
     page.set(metrics.POOL_EPOCH, 12)
     page.set(metrics.BUILD_INFO, 1, version='a "quoted" \\ version\nof two lines')
@@ -74,14 +74,14 @@ def test_a_parser_of_prometheus_reads_back_what_was_put_on_a_page():
     assert read["nvpool_pool_map_epoch"].documentation == metrics.POOL_EPOCH.help
 
 
-def test_labels_that_were_not_declared_are_a_mistake_that_is_found_at_once():
+def test_undeclared_labels_are_refused():
     with pytest.raises(KeyError):
         Page().set(metrics.POOL_CHAINS, 1)
     with pytest.raises(KeyError):
         Page().set(metrics.POOL_EPOCH, 1, path="/secret")
 
 
-def test_pages_of_processes_are_told_apart_and_those_of_one_mount_are_added_up():
+def test_pages_of_one_mount_are_summed():
     one, other = Page(), Page()
     for page, seconds in ((one, 0.001), (other, 0.1)):
         times = Times()
@@ -98,7 +98,7 @@ def test_pages_of_processes_are_told_apart_and_those_of_one_mount_are_added_up()
     assert one.value(metrics.PROCESS_START) == 1000
 
 
-def test_a_page_travels_and_what_is_newer_than_the_receiver_is_left_out():
+def test_packed_page_omits_metrics_unknown_to_the_receiver():
     page, times = Page(), Times()
     times.add(0.5)
     page.times(metrics.CALL_SECONDS, times, op="data_read")
@@ -118,22 +118,22 @@ def test_a_page_travels_and_what_is_newer_than_the_receiver_is_left_out():
 
 
 @given(st.binary(max_size=60))
-def test_a_page_of_nonsense_is_refused_or_empty(raw):
+def test_invalid_page_is_refused_or_empty(raw):
     try:
         assert Page.unpack(raw).text() == ""
     except CorruptFrame:
         pass
 
 
-def test_a_tally_counts_by_method_and_transport_and_no_peer_can_make_it_grow():
-    tally = RpcStats()
-    answers = tally.over("stream")
+def test_rpc_statistics_count_by_method_and_are_bounded():
+    counters = RpcStats()
+    answers = counters.over("stream")
     for method in (DATA_READ, DATA_READ, *range(100_000, 100_500)):
         answers.begun += 1
         answers.answered(method, 0.0001, NoSpace.wire_code if method == DATA_READ else 0, 10, 20)
     answers.begun += 1
     page = Page()
-    tally.measure(page)
+    counters.measure(page)
     assert len(answers.by_method) == 2
     assert page.value(metrics.REQUEST_SECONDS, op="data_read", transport="stream") == 2
     assert page.value(metrics.REQUEST_ERRORS, op="data_read", error="NoSpace") == 2
@@ -188,7 +188,7 @@ async def silent_and_speaking(tmp_path):
     return page, took_s, kept
 
 
-def test_a_page_of_a_node_is_there_in_time_whoever_is_silent(tmp_path):
+def test_node_page_is_in_time_despite_silent_processes(tmp_path):
     page, took_s, kept = asyncio.run(silent_and_speaking(tmp_path))
     up = {sample.labels["process"]: sample.value for sample in families(page)["nvpool_up"].samples}
     assert up == {
@@ -203,7 +203,7 @@ def test_a_page_of_a_node_is_there_in_time_whoever_is_silent(tmp_path):
     assert [sample.labels for sample in families(page)["nvpool_pool_map_epoch"].samples] == [
         {"process": "speaks"}
     ]
-    assert kept, "the silent one was asked"
+    assert kept, "the silent process was queried"
     assert 0.25 < took_s < 1.5
 
 
@@ -211,7 +211,7 @@ def test_a_page_of_a_node_is_there_in_time_whoever_is_silent(tmp_path):
 
 
 async def asked_by_http(requests, make_page, patience=None):
-    """What comes back for each of these byte strings, sent over connections of their own at the same time."""
+    """Replies to these byte strings, sent at the same time, each over its own connection."""
     port = free_ports(1)[0]
     serving = asyncio.ensure_future(metrics_http.serve_metrics(f"127.0.0.1:{port}", make_page))
 
@@ -257,7 +257,7 @@ def test_metrics_address_is_loopback_unless_a_host_is_named():
 
 
 async def asked_at_socket(path):
-    """The answer at a unix socket and its mode, while a second process wants the same one."""
+    """The reply at a Unix socket and the socket's mode, while a second process wants the same path."""
     serving = asyncio.ensure_future(metrics_http.serve_metrics(f"unix:{path}", a_page))
     for _ in range(1000):
         try:
@@ -304,7 +304,7 @@ async def a_page(wait_s):
     return page
 
 
-def test_a_page_is_given_at_one_path_and_nothing_else_anywhere():
+def test_http_serves_only_the_metrics_path():
     said = asyncio.run(
         asked_by_http(
             [
@@ -338,14 +338,14 @@ def test_a_page_is_given_at_one_path_and_nothing_else_anywhere():
     assert nonsense.startswith(b"HTTP/1.1 405") and (isinstance(long, ConnectionError) or long == b"")
 
 
-def test_who_sends_no_whole_request_is_hung_up_on_and_only_so_many_may_wait(monkeypatch):
+def test_http_closes_incomplete_and_excess_connections(monkeypatch):
     monkeypatch.setattr(metrics_http, "REQUEST_S", 0.3)
     monkeypatch.setattr(metrics_http, "CONNECTIONS_MAX", 3)
     said = asyncio.run(asked_by_http([b"GET /metr"] * 8, a_page, patience=5))
     assert all(isinstance(one, ConnectionError) or one == b"" for one in said), said
 
 
-def test_a_page_that_can_not_be_made_is_said_to_be_so(caplog):
+def test_page_that_fails_is_answered_with_500(caplog):
     async def broken(wait_s):
         raise InvalidRequest("no")
 

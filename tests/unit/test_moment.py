@@ -1,4 +1,4 @@
-"""One moment of the whole pool: what waits for it, what ends it, and who is told that it was none (meta/snapshot_barrier,
+"""Snapshot barrier of the whole pool: waiting changes, its end, and refused barriers (meta/snapshot_barrier,
 sdk/admin/snapshot_barrier)."""
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ class Stages:
         )
 
 
-async def until_somebody_waits(names: Names, shard: int) -> None:
+async def until_a_request_waits(names: Names, shard: int) -> None:
     async with asyncio.timeout(60):
-        while not names.pool.metas[shard]._waits.tasks:  # noqa: ASYNC110 (nobody is told)
+        while not names.pool.metas[shard]._waits.tasks:  # noqa: ASYNC110 (no notification)
             await asyncio.sleep(0.005)
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    """The machine may be slow; what is to pass is said by the test."""
+    """A slow machine must not end a barrier: the tests decide when it times out."""
     monkeypatch.setattr(shard_moment, "MOMENT_S", 60.0)
     monkeypatch.setattr(shard_moment, "QUIET_S", 30.0)
 
 
-def test_what_is_changed_after_one_shard_has_its_snapshot_waits_until_all_have_theirs():
+def test_change_after_one_snapshot_waits_for_all_snapshots():
     async def main(names: Names) -> None:
         stages = Stages(names)
         await stages.ask(QUIET)
         (first,) = await stages.ask(TAKE, 2)
         making = asyncio.create_task(names.file(names.at[2], b"early"))
-        await until_somebody_waits(names, 2)
+        await until_a_request_waits(names, 2)
         second, third = await stages.ask(TAKE, 1, 3)
         assert not making.done()
         assert [reply.stood for reply in await stages.ask(END)] == [True] * 3
@@ -70,13 +70,13 @@ def test_what_is_changed_after_one_shard_has_its_snapshot_waits_until_all_have_t
     run(main)
 
 
-def test_a_change_over_several_shards_waits_for_the_moment_and_others_go_on_until_it_is_taken():
+def test_cross_shard_change_waits_for_the_barrier():
     async def main(names: Names) -> None:
         await names.file(names.at[2], b"a")
         stages = Stages(names)
         await stages.ask(QUIET)
         moving = asyncio.create_task(names.vfs.rename(names.at[2], b"a", names.at[3], b"b", 0, ME))
-        await until_somebody_waits(names, 2)
+        await until_a_request_waits(names, 2)
         await names.file(names.at[1], b"beside")
         assert not moving.done()
         await stages.ask(TAKE)
@@ -88,13 +88,13 @@ def test_a_change_over_several_shards_waits_for_the_moment_and_others_go_on_unti
     run(main)
 
 
-def test_who_comes_too_late_is_told_that_it_was_no_moment_and_changes_go_on(monkeypatch):
+def test_barrier_that_timed_out_is_reported_as_invalid(monkeypatch):
     async def main(names: Names) -> None:
         monkeypatch.setattr(shard_moment, "MOMENT_S", 0.05)
         stages = Stages(names)
         await stages.ask(QUIET, 2)
         async with asyncio.timeout(60):
-            while names.pool.metas[2]._moment.spans_wait:  # noqa: ASYNC110 (nobody is told)
+            while names.pool.metas[2]._moment.spans_wait:  # noqa: ASYNC110 (no notification)
                 await asyncio.sleep(0.01)
         with pytest.raises(Busy):
             await stages.ask(TAKE, 2)
@@ -104,7 +104,7 @@ def test_who_comes_too_late_is_told_that_it_was_no_moment_and_changes_go_on(monk
     run(main)
 
 
-def test_two_who_begin_at_once_get_a_moment_each():
+def test_two_concurrent_barriers_both_succeed():
     async def main(names: Names) -> None:
         stages = Stages(names, 7)
         await stages.ask(QUIET, 3)
@@ -122,8 +122,8 @@ def test_two_who_begin_at_once_get_a_moment_each():
     run(main)
 
 
-def dies_once_at_a_step(monkeypatch, names: Names, shard: int, method: int) -> list[int]:
-    """When the second step of its walk is asked for, the shard becomes another process; the list has what was asked of it."""
+def restart_at_a_step(monkeypatch, names: Names, shard: int, method: int) -> list[int]:
+    """At its second step, the shard restarts as another process; the list has the requests it received."""
     asked: list[int] = []
     ask = AdminCalls.shard
 
@@ -140,7 +140,7 @@ def dies_once_at_a_step(monkeypatch, names: Names, shard: int, method: int) -> l
 
 
 @pytest.mark.parametrize("shard", [1, 3])
-def test_a_check_goes_on_where_a_shard_gets_another_primary_and_says_so(monkeypatch, shard):
+def test_check_restarts_and_reports_a_new_primary(monkeypatch, shard):
     monkeypatch.setattr("nvpool.sdk.fsck.metadata.RECORDS_A_STEP", 5)
 
     async def main(names: Names) -> None:
@@ -151,7 +151,7 @@ def test_a_check_goes_on_where_a_shard_gets_another_primary_and_says_so(monkeypa
         quiet = Checkup()
         await check_metadata(client, quiet)
         assert not quiet.problems and not quiet.begun_anew
-        asked = dies_once_at_a_step(monkeypatch, names, shard, wire_pb2.META_FSCK)
+        asked = restart_at_a_step(monkeypatch, names, shard, wire_pb2.META_FSCK)
         found = Checkup()
         await check_metadata(client, found)
         assert len(asked) > 3 and len(found.begun_anew) == 1
@@ -162,13 +162,13 @@ def test_a_check_goes_on_where_a_shard_gets_another_primary_and_says_so(monkeypa
     run(main)
 
 
-def test_a_dump_goes_on_where_a_shard_gets_another_primary(monkeypatch, tmp_path):
+def test_dump_continues_after_a_new_primary(monkeypatch, tmp_path):
     monkeypatch.setattr("nvpool.sdk.dump.RECORDS_A_STEP", 5)
 
     async def main(names: Names) -> None:
         for number in range(10):
             await names.file(names.at[3], b"f%d" % number)
-        asked = dies_once_at_a_step(monkeypatch, names, 3, wire_pb2.META_DUMP)
+        asked = restart_at_a_step(monkeypatch, names, 3, wire_pb2.META_DUMP)
         count = await dump(names.pool._clients[0], str(tmp_path / "dump"))
         assert len(asked) > 3
         with open(tmp_path / "dump", "rb") as file:  # noqa: ASYNC230
@@ -176,13 +176,13 @@ def test_a_dump_goes_on_where_a_shard_gets_another_primary(monkeypatch, tmp_path
             records = b"".join(part for _, part in frames(file))
         assert records.count(b"\n") == count + len(
             names.at
-        )  # each begins with a line that says whose they are
+        )  # each dump begins with a line that names its shard
         assert all(records.count(b'"f%d"' % number) == 1 for number in range(10))
 
     run(main)
 
 
-def test_a_check_that_never_gets_to_its_end_says_what_keeps_it(monkeypatch):
+def test_check_that_never_ends_reports_the_reason(monkeypatch):
     monkeypatch.setattr("nvpool.sdk.admin.snapshot_barrier.ANEW_MAX", 2)
 
     async def main(names: Names) -> None:

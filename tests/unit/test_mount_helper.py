@@ -1,4 +1,4 @@
-"""mount.nvpool: what mount(8) and /etc/fstab say, and what becomes of it."""
+"""mount.nvpool: arguments of mount(8) and /etc/fstab, and the words of a mount that they become."""
 
 import subprocess
 import tomllib
@@ -40,14 +40,14 @@ def test_sources(source, pool, subtree):
     assert (found.source, found.pool, found.subtree) == (source, pool, subtree)
 
 
-def test_a_directory_with_a_colon_is_a_pool(tmp_path):
+def test_directory_with_a_colon_is_a_pool(tmp_path):
     place = tmp_path / "a:" / "b"
     place.mkdir(parents=True)
     assert parsed(str(place))[2:4] == (str(place), "/")
-    assert parsed(f"{place}:/c")[2:4] == (f"{tmp_path}/a", "/b:/c")  # the first divides, as everywhere
+    assert parsed(f"{place}:/c")[2:4] == (f"{tmp_path}/a", "/b:/c")  # the first colon divides, as everywhere
 
 
-def test_a_clients_directory_is_an_option_and_the_host_is_a_name_then():
+def test_client_directory_is_an_option_and_host_a_label():
     for source, subtree in (
         ("anything:/volumes/x", "/volumes/x"),
         ("pool", "/"),
@@ -58,12 +58,12 @@ def test_a_clients_directory_is_an_option_and_the_host_is_a_name_then():
 
 
 @pytest.mark.parametrize("source", ["host", "fd00::1:/x", "host:port:/x", ":/x", "ho[st:/x"])
-def test_what_is_no_source_is_refused(source, capsys):
+def test_invalid_source_is_refused(source, capsys):
     assert main([source, "/mnt/none-here"]) == 1
     assert "mount.nvpool: " in capsys.readouterr().err
 
 
-def test_options_become_words_of_a_mount():
+def test_options_become_arguments_of_a_mount():
     found = parsed(
         "h:/x",
         "rw",
@@ -106,7 +106,7 @@ def test_options_become_words_of_a_mount():
     assert (found.log, found.wait_s, found.remount, found.fake) == ("/var/log/x", 7.0, False, False)
 
 
-def test_what_is_for_others_in_a_line_of_fstab_is_left_to_them():
+def test_fstab_options_of_other_programs_are_ignored():
     found = parsed(
         "h:/x",
         "defaults",
@@ -142,22 +142,22 @@ def test_what_is_for_others_in_a_line_of_fstab_is_left_to_them():
         ("writeback=1", "is no option"),
     ],
 )
-def test_an_option_that_is_none_is_refused_with_those_that_there_are(option, said, capsys):
+def test_unknown_option_is_refused_with_the_valid_ones(option, said, capsys):
     assert main(["h:/x", "/mnt/none-here", "-o", f"ro,{option}"]) == 1
     error = capsys.readouterr().err
     assert said in error and ("is no option" not in said or ("deadline-s=" in error and "noexec" in error))
     if "value" not in said:
         assert parsed("h:/x", "ro", option, words=("-s",)).words == (
             "-oro",
-        )  # mount -s: what is not known is passed over
+        )  # mount -s: unknown options are ignored
 
 
-def test_flags_are_those_that_a_mount_knows():
+def test_flags_match_those_of_a_mount():
     assert mount_nvpool.FLAGS == attach._FLAGS and set(mount_nvpool.PASSED) == attach._WORDS
     assert mount_nvpool.PASSED_VALUES == attach._VALUES
 
 
-def test_commas_in_quotes_stay_up_to_the_mount():
+def test_quoted_commas_are_kept_in_options():
     context = 'context="system_u:object_r:x:s0:c1,ro,c2"'
     found = parsed("h:/x", "noexec", context)
     words = parse_words(["/pool", "/mnt/none-here", *found.words])
@@ -166,7 +166,7 @@ def test_commas_in_quotes_stay_up_to_the_mount():
     assert not is_read_only(words) and not mount_nvpool._was_read_only(list(found.words))
 
 
-def test_words_about_the_log_and_the_kernel_reach_the_daemon_of_a_mount(monkeypatch, tmp_path):
+def test_log_and_kernel_options_reach_the_mount_daemon(monkeypatch, tmp_path):
     given = []
     monkeypatch.setattr(
         "nvpool.cli.mount.control.mount_pool",
@@ -195,7 +195,7 @@ def test_words_about_the_log_and_the_kernel_reach_the_daemon_of_a_mount(monkeypa
     assert (words.attr_timeout_s, words.entry_timeout_s, words.negative_timeout_s) == (0.0, None, 2.0)
 
 
-def test_letters_of_mount_8():
+def test_single_letter_options_of_mount_8():
     found = parsed("h:/x", words=("-f", "-n", "-v", "-t", "nvpool"))
     assert found.fake and found.verbose
     for wrong in (("-q",), ("-t", "ext4"), ("-N", "/proc/1/ns/mnt"), ("more",)):
@@ -204,14 +204,14 @@ def test_letters_of_mount_8():
     assert main(["h:/x"]) == 1
 
 
-def test_a_fake_mount_checks_and_does_nothing(tmp_path, capsys):
+def test_fake_mount_only_checks_its_arguments(tmp_path, capsys):
     assert main(["host:/x", str(tmp_path), "-f"]) == 0
     assert main([f"{tmp_path}/none:/x", str(tmp_path), "-f"]) == 32
     assert "none" in capsys.readouterr().err
     assert main(["host:/x/../..", str(tmp_path), "-f"]) == 1
 
 
-def test_options_of_the_kernel_are_taken_when_it_is_mounted_anew_and_only_then():
+def test_kernel_options_are_accepted_only_for_a_remount():
     shown = (
         "rw",
         "nosuid",
@@ -231,12 +231,12 @@ def test_options_of_the_kernel_are_taken_when_it_is_mounted_anew_and_only_then()
         parsed("h:/x", *shown)
 
 
-def test_nothing_is_mounted_anew_where_nothing_is_mounted(tmp_path, capsys):
+def test_remount_without_a_mount_is_refused(tmp_path, capsys):
     assert main(["h:/x", str(tmp_path), "-o", "remount,ro"]) == 32
     assert "nothing of nvpool is mounted" in capsys.readouterr().err
 
 
-def test_the_helper_is_a_program_that_mount_8_can_find():
+def test_helper_is_installed_where_mount_8_finds_it():
     project = tomllib.loads(Path(__file__).resolve().parents[2].joinpath("pyproject.toml").read_text())[
         "project"
     ]

@@ -1,4 +1,4 @@
-"""Mounts as the kernel tells them, and paths that lead to one."""
+"""Mount table of the kernel, and paths that lead to a mount."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from nvpool.host.mountinfo import mount_at, mount_of, mounts_below, place_of
 LINE = rb"36 35 98:0 / %s rw,noatime master:1 - %s %s rw,errors=continue" + b"\n"
 
 
-def test_a_line_of_the_kernel_is_read_with_its_escapes_and_odd_bytes():
+def test_mount_line_is_decoded_with_escapes_and_odd_bytes():
     found = mount_of(LINE % (rb"/a\040b\011c\134d\012e" + b"\xff", b"fuse.nvpool", rb"nvpool:my\040pool"))
     assert found == (
         "98:0",
@@ -31,14 +31,14 @@ def test_only_mounts_of_nvpool_are_ours():
         assert mount_of(LINE % (b"/m", kind, source)).ours is ours
 
 
-def test_a_place_is_found_through_links_without_touching_what_is_mounted_there(tmp_path, monkeypatch):
+def test_mount_point_is_found_through_links_without_access(tmp_path, monkeypatch):
     table = [
         mount_of(LINE % (str(tmp_path / name).encode(), b"fuse.nvpool", b"nvpool:x"))
         for name in ("m", "m", "m/below")
     ]
     monkeypatch.setattr(mountinfo, "mounts", lambda: table)
     (tmp_path / "real").mkdir()
-    (tmp_path / "real" / "link").symlink_to("../m")  # there is nothing at m: whoever touched it would be told
+    (tmp_path / "real" / "link").symlink_to("../m")  # nothing exists at m: an access would raise an error
     (tmp_path / "way").symlink_to("real")
     assert place_of(tmp_path / "way" / "link") == tmp_path / "m"
     assert mount_at(tmp_path / "way" / "link") is table[1]

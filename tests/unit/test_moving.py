@@ -1,4 +1,5 @@
-"""Partitions move between shards while clients use them, in one process (meta/migration, client/rpc/partition_migration)."""
+"""Partition migration between shards while clients use them, in one process (meta/migration,
+client/rpc/partition_migration)."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ WAIT_S = 30.0
 
 
 class FullKv(MemoryKv):
-    """Of which it can be said that it is full, until it `has_room`."""
+    """In-memory store that reports that it is full until `has_room` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class FullKv(MemoryKv):
 
 
 class Moving:
-    """A pool, a client of it, and what the tree is to be."""
+    """A pool, one of its clients, and the expected tree."""
 
     def __init__(self, shards: int = 1, **pool_options) -> None:
         self.pool = LocalPool(shards=shards, tells_map=True, **pool_options)
@@ -101,7 +102,7 @@ class Moving:
             assert bytes(await vfs.read(handle, 0, 1 << 16)) == content
             await vfs.release(handle)
 
-    async def check_anew(self) -> None:
+    async def check_with_new_client(self) -> None:
         client = await self.pool.client("another", OPTIONS)
         await self.check(client.vfs)
 
@@ -112,11 +113,11 @@ class Moving:
         await self.pool.start_shard(number)
         return number
 
-    async def wish(self, shard: int, wish: str) -> None:
-        await self.pool.change_map(lambda now: partition_moves.wished(now, shard, wish))
+    async def request(self, shard: int, request: str) -> None:
+        await self.pool.change_map(lambda now: partition_moves.wished(now, shard, request))
 
     async def settled(self) -> None:
-        """Until nothing moves any more, and what was given is removed."""
+        """Wait until no migration is in progress and the migrated partitions are removed at their sources."""
         async with asyncio.timeout(WAIT_S):
             while self.pool.pool_map.moves or any(self.left(meta) for meta in self.pool.metas.values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -127,7 +128,7 @@ class Moving:
         return counters["partitions_coming"] + counters["partitions_leaving"]
 
     async def remove(self, shard: int) -> None:
-        await self.wish(shard, "remove")
+        await self.request(shard, "remove")
         await self.settled()
         meta = self.pool.metas[shard]
         async with asyncio.timeout(WAIT_S):
@@ -145,27 +146,27 @@ def run(main, **options) -> None:
     asyncio.run(whole())
 
 
-def test_a_shard_is_added_and_the_first_one_with_the_root_removed_and_nobody_notices():
+def test_shard_is_added_and_the_root_shard_removed():
     async def main(moving: Moving) -> None:
         await moving.fill()
         await moving.add()
         await moving.settled()
         assert moving.pool.pool_map.partitions[1].shard == 2
         await moving.check()
-        await moving.check_anew()
+        await moving.check_with_new_client()
         counts = {shard: meta._view.inode_count for shard, meta in moving.pool.metas.items()}
         assert sum(counts.values()) == 13 + len(moving.files) and min(counts.values()) > 0
         await moving.fill(2)
         await moving.remove(1)
         assert set(moving.pool.metas) == {2}
         await moving.check()
-        await moving.check_anew()
+        await moving.check_with_new_client()
         assert moving.pool.metas[2]._view.inode_count == 15 + len(moving.files)
 
     run(main)
 
 
-def test_files_that_are_open_locked_unlinked_and_written_move_and_are_closed_on_the_other_side():
+def test_open_locked_and_unlinked_files_migrate():
     async def main(moving: Moving) -> None:
         vfs = moving.vfs
         await moving.fill(6, 2)
@@ -194,7 +195,7 @@ def test_files_that_are_open_locked_unlinked_and_written_move_and_are_closed_on_
         for inode, _ in held:
             assert (
                 meta._sessions.by_number[session].opens[inode] >= 1
-            )  # counted twice where a renewal came in between
+            )  # counted twice if a renewal came in between
         for _, handle in held:
             await vfs.release(handle)
         async with asyncio.timeout(WAIT_S):
@@ -205,7 +206,7 @@ def test_files_that_are_open_locked_unlinked_and_written_move_and_are_closed_on_
     run(main)
 
 
-def test_a_close_that_was_not_told_yet_is_told_where_the_file_is_by_then():
+def test_pending_release_is_sent_to_the_new_shard():
     async def main(moving: Moving) -> None:
         vfs, meta = moving.vfs, moving.vfs.meta
         await moving.fill(6, 1)
@@ -224,7 +225,7 @@ def test_a_close_that_was_not_told_yet_is_told_where_the_file_is_by_then():
         meta._options = OPTIONS._replace(release_s=1000.0)
         for _, handle in closed:
             await vfs.release(handle)
-        await asyncio.sleep(0.01)  # now they wait to be told
+        await asyncio.sleep(0.01)  # now the releases wait to be sent
         meta._options = OPTIONS
         here = set(meta._shards[1].released)
         assert here and here <= {inode for inode, _ in closed}
@@ -237,7 +238,7 @@ def test_a_close_that_was_not_told_yet_is_told_where_the_file_is_by_then():
     run(main)
 
 
-def test_a_lock_that_somebody_waits_for_is_given_on_where_it_is_by_then():
+def test_migrated_lock_is_granted_to_its_waiter():
     async def main(moving: Moving) -> None:
         vfs, other = moving.vfs, (await moving.pool.client("second", OPTIONS)).vfs
         attr, mine = await vfs.create(ROOT_INODE, b"locked", 0o666, os.O_RDWR, ME)
@@ -248,7 +249,7 @@ def test_a_lock_that_somebody_waits_for_is_given_on_where_it_is_by_then():
             while not moving.pool.metas[1]._locks.counters()["lock_waiters"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await moving.add()
-        await moving.wish(1, "remove")
+        await moving.request(1, "remove")
         await moving.settled()
         async with asyncio.timeout(WAIT_S):
             while not moving.pool.metas[2]._locks.counters()["lock_waiters"]:  # noqa: ASYNC110
@@ -260,8 +261,8 @@ def test_a_lock_that_somebody_waits_for_is_given_on_where_it_is_by_then():
     run(main)
 
 
-def test_a_directory_is_not_born_in_a_partition_that_is_closed():
-    """Its partition is chosen by its name, and nothing of it is read before."""
+def test_directory_is_not_created_in_a_closed_partition():
+    """The partition of a directory is chosen by its name, and no record in it is read before."""
 
     async def main(moving: Moving) -> None:
         vfs, meta = moving.vfs, moving.pool.metas[1]
@@ -289,7 +290,7 @@ def test_a_directory_is_not_born_in_a_partition_that_is_closed():
     run(main)
 
 
-def test_a_load_of_names_goes_on_while_partitions_move_to_and_fro():
+def test_name_operations_continue_during_migrations():
     async def main(moving: Moving) -> None:
         await moving.fill(9, 2)
         clients = [moving.vfs, *[(await moving.pool.client(f"client {n}", OPTIONS)).vfs for n in range(2)]]
@@ -325,7 +326,7 @@ def test_a_load_of_names_goes_on_while_partitions_move_to_and_fro():
         stop.set()
         assert min(await asyncio.gather(*working)) > 0
         await moving.check()
-        await moving.check_anew()
+        await moving.check_with_new_client()
         for directory in moving.directories[1:]:
             listed, _ = await moving.vfs.readdir(await moving.vfs.opendir(directory), 0, 1000)
             assert sorted(listed.names) == [b"f0", b"f1"]
@@ -335,22 +336,22 @@ def test_a_load_of_names_goes_on_while_partitions_move_to_and_fro():
     run(main)
 
 
-def test_sessions_come_and_go_between_two_messages_about_those_that_move():
+def test_sessions_may_change_between_migration_messages():
     async def main(moving: Moving) -> None:
         for number in range(3):
             vfs = (await moving.pool.client(f"client {number}", OPTIONS)).vfs
             await vfs.create(ROOT_INODE, b"%d" % number, 0o644, os.O_RDWR, ME)
         inside = moving.pool.meta._moving._inside
-        told = sessions_to_move(inside, frozenset(range(PARTITION_COUNT)))
-        numbers = {next(told).session}
+        batches = sessions_to_move(inside, frozenset(range(PARTITION_COUNT)))
+        numbers = {next(batches).session}
         another = (await moving.pool.client("another", OPTIONS)).vfs
         await another.lookup(ROOT_INODE, b"0")
-        assert len({*numbers, *(session.session for session in told)}) == 3
+        assert len({*numbers, *(session.session for session in batches)}) == 3
 
     run(main)
 
 
-def test_what_a_full_shard_could_not_bring_to_its_session_is_brought_later():
+def test_full_shard_assigns_migrated_locks_later():
     async def main() -> None:
         clock, kv = ManualClock(), FullKv()
         table, sessions = LockTable(clock, 60.0), Sessions(kv, 60.0, shard=2)
@@ -376,7 +377,7 @@ def test_what_a_full_shard_could_not_bring_to_its_session_is_brought_later():
     asyncio.run(main())
 
 
-def test_what_has_gone_is_removed_by_one_alone_and_not_what_comes_behind_it():
+def test_migrated_records_are_removed_before_new_ones_arrive():
     async def main() -> None:
         clock, kv = ManualClock(), FullKv()
         view = View(kv, ShardIdentity(1, bytes(16)), bytes(32), 60.0, LockTable(clock, 60.0))
@@ -399,7 +400,7 @@ def test_what_has_gone_is_removed_by_one_alone_and_not_what_comes_behind_it():
         )
 
         async def take() -> None:
-            """As a taker begins, and lays the first that comes."""
+            """As a destination begins, and stores the first record that arrives."""
             await leaving.remove(9)
             ranges.set_strange((9,), True)
             kv.apply([(key, b"come")])

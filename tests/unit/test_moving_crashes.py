@@ -1,4 +1,4 @@
-"""Shards die, and words are lost, at any moment of a hand-over: real engines, and a load that knows what there is to be."""
+"""Crashes of shards and lost messages during a partition migration: real engines, and a load that checks its own tree."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAIT_S = 120.0
 
 
 class Load:
-    """A client that makes, moves and removes names in directories of its own, and knows which there are."""
+    """Client that creates, moves and removes names in its own directories, and records which exist."""
 
     def __init__(self, vfs, number: int) -> None:
         self.vfs = vfs
@@ -79,13 +79,13 @@ async def until_at_rest(pool: LocalPool) -> None:
             for one in (meta._moving.counters() for meta in pool.metas.values())
         ):
             for shard, meta in list(pool.metas.items()):
-                if meta.died.done():  # it does not know in this term what became of its question
+                if meta.died.done():  # in this term the result of its request is unknown
                     await kill(pool, shard)
             await asyncio.sleep(0.01)
 
 
 async def until_settled(pool: LocalPool) -> None:
-    """Nothing is held, and everybody has heard of what was decided."""
+    """Wait until no record is locked and every shard knows each decision."""
     async with asyncio.timeout(WAIT_S):
         while any(  # noqa: ASYNC110
             one["held"] or one["spans_to_tell"]
@@ -95,7 +95,7 @@ async def until_settled(pool: LocalPool) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_nothing_is_lost_or_doubled_however_often_shards_die_while_partitions_move(seed, tmp_path):
+def test_names_survive_shard_crashes_during_migration(seed, tmp_path):
     async def main() -> None:
         chance = random.Random(seed)
         async with LocalPool(tmp_path, tells_map=True, shards=1 + seed % 2) as pool:
@@ -136,8 +136,8 @@ def test_nothing_is_lost_or_doubled_however_often_shards_die_while_partitions_mo
     asyncio.run(main())
 
 
-def test_partitions_that_are_ours_are_taken_up_before_what_comes_next_is_made_room_for(tmp_path):
-    """The next attempt begins by removing what is left of the one before; the map that makes that one ours may come with it."""
+def test_owned_partitions_are_adopted_before_the_next_attempt(tmp_path):
+    """The next attempt first removes the remains of the one before; the map that completes that one may arrive with it."""
 
     async def main() -> None:
         async with LocalPool(tmp_path, tells_map=True) as pool:
@@ -158,10 +158,10 @@ def test_partitions_that_are_ours_are_taken_up_before_what_comes_next_is_made_ro
     asyncio.run(main())
 
 
-def test_a_file_without_a_name_that_is_open_stays_where_the_shard_that_takes_it_dies_before_the_map_changes(
+def test_open_orphan_survives_a_crash_of_the_destination(
     tmp_path,
 ):
-    """Who has it open was told to the process that died; the client has a lease to tell the next one."""
+    """The open was reported to the process that died; the client has a lease period to report it to the next one."""
 
     async def main() -> None:
         async with LocalPool(tmp_path, tells_map=True, meta_options=MetaOptions(linger_s=0.0)) as pool:

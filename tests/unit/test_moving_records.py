@@ -1,4 +1,4 @@
-"""What is kept of partitions that come and go: golden bytes, and what is no such record."""
+"""Records of incoming and outgoing partition migrations: golden bytes, round trips, and refusal of invalid records."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ SESSION = session_records.SessionRecord(
 OWNED = SESSION._replace(owner="client/alice.0a1b2c3d")
 
 
-def test_records_have_their_golden_bytes():
+def test_records_match_the_golden_bytes():
     made = {
         "coming key": migration_records.coming_key(3),
         "coming": migration_records.encode_coming(COMING),
@@ -41,7 +41,7 @@ def test_records_have_their_golden_bytes():
         st.lists(st.integers(0, 4095), max_size=300).map(tuple),
     )
 )
-def test_what_is_written_is_read_again(coming):
+def test_migration_records_round_trip(coming):
     assert migration_records.decode_coming(migration_records.encode_coming(coming)) == coming
     assert migration_records.giver_of_key(migration_records.coming_key(9)) == 9
     assert (
@@ -55,13 +55,13 @@ NAMES = st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=
 
 
 @given(NAMES, st.booleans(), st.integers(0, (1 << 64) - 1), st.none() | NAMES)
-def test_session_is_read_again_with_and_without_owner(client, watches, identity, owner):
+def test_session_round_trips_with_and_without_owner(client, watches, identity, owner):
     record = session_records.SessionRecord(bytes(16), 5, client, watches, identity, owner)
     assert session_records.decode_session(session_records.encode_session(record)) == record
 
 
 @given(st.binary(max_size=80))
-def test_what_is_no_such_record_is_damaged_and_nothing_else(raw):
+def test_invalid_record_is_reported_as_corrupt(raw):
     for read in (
         migration_records.decode_coming,
         migration_records.decode_seen,

@@ -1,4 +1,4 @@
-"""From the number of a damaged file to its path: the search in the shard, the way up, and what the log of a client says."""
+"""Path of a damaged file from its inode number: search in a shard, walk to the root, log messages of a client."""
 
 import asyncio
 import logging
@@ -29,7 +29,7 @@ ME = Caller(0, 0)
 
 
 class CountedKv(MemoryKv):
-    """What each scan gave; records whose keys are in `damaged` can not be read, as LMDB's with a flipped bit."""
+    """Counts the results of each scan; records whose keys are in `damaged` cannot be read, as with a flipped bit in LMDB."""
 
     damaged: frozenset = frozenset()
 
@@ -74,7 +74,7 @@ def shard(scenario):
 
 
 async def names(client, inodes, **fields):
-    """(name -> where it is, as told; inodes without a name; steps)."""
+    """(inode -> its location as reported; inodes without a name; steps)."""
     found, gone, cursor, steps = {}, [], b"", 0
     while True:
         request = pb.NamesRequest(inodes=data_codec.pack_inodes(inodes), cursor=cursor, **fields)
@@ -90,7 +90,7 @@ async def names(client, inodes, **fields):
 
 
 @shard
-async def test_a_file_is_found_where_it_was_born_whatever_the_size_of_the_steps(client):
+async def test_file_is_found_in_its_first_directory(client):
     top = (await client.mkdir(ROOT, b"top")).inode
     wide = (await client.mkdir(top, b"wide", wide=True)).inode
     wanted = {}
@@ -103,7 +103,7 @@ async def test_a_file_is_found_where_it_was_born_whatever_the_size_of_the_steps(
 
 
 @shard
-async def test_a_name_that_came_later_is_found_elsewhere_and_a_directory_in_the_one_above_it(client):
+async def test_later_names_and_directories_are_found(client):
     one, other = [(await client.mkdir(ROOT, name)).inode for name in (b"one", b"other")]
     assert partition_of(one) != partition_of(other)
     moved, linked = [(await client.file(one, name)).inode for name in (b"moved", b"linked")]
@@ -124,14 +124,14 @@ async def test_a_name_that_came_later_is_found_elsewhere_and_a_directory_in_the_
 
 
 @shard
-async def test_a_file_without_a_name_is_told_at_once(client):
+async def test_file_without_a_name_is_reported(client):
     inode = (await client.create(ROOT, b"f", exclusive=True, open=True)).entry.attr.inode
     await client.unlink(ROOT, b"f")
     assert (await names(client, [inode, inode + 1000]))[:2] == ({}, [inode, inode + 1000])
 
 
 @shard
-async def test_a_step_is_bounded_in_entries_and_in_partitions(client):
+async def test_search_step_is_bounded_in_entries_and_partitions(client):
     inode = (await client.file(ROOT, b"last")).inode
     for number in range(300):
         await client.file(ROOT, b"%d" % number)
@@ -151,7 +151,7 @@ async def test_a_step_is_bounded_in_entries_and_in_partitions(client):
 
 
 @shard
-async def test_entries_that_can_not_be_read_hide_no_others(client):
+async def test_unreadable_entries_do_not_hide_others(client):
     inodes = [(await client.file(ROOT, b"%d" % number)).inode for number in range(40)]
     kv = client.service._kv
     keys = [
@@ -167,7 +167,7 @@ async def test_entries_that_can_not_be_read_hide_no_others(client):
 
 
 @shard
-async def test_nonsense_is_refused(client):
+async def test_invalid_requests_are_refused(client):
     for fields in (
         {"inodes": b""},
         {"inodes": b"1234567"},
@@ -189,7 +189,7 @@ async def test_nonsense_is_refused(client):
 
 
 def in_a_pool(test):
-    """A test(pool, its vfs, a PathFinder)."""
+    """Decorator for a test(pool, its vfs, a PathFinder)."""
 
     def run(*arguments):
         async def body():
@@ -209,7 +209,7 @@ def in_a_pool(test):
 
 
 async def made(vfs, path, wide=False):
-    """The inode of a new file; directories above it are made."""
+    """Create a file and the directories above it; return its inode."""
     *above, name = path.split(b"/")[1:]
     at = ROOT
     for part in above:
@@ -223,7 +223,7 @@ async def made(vfs, path, wide=False):
 
 
 @in_a_pool
-async def test_paths_are_found_however_deep_and_wherever_files_and_directories_were_moved(pool, vfs, finder):
+async def test_paths_are_found_at_any_depth_and_after_moves(pool, vfs, finder):
     paths = [b"/f", b"/a/b/c/d/e/f/g", b"/a/b/\xff\xfe", b"/z" * 60 + b"/f"]
     wanted = {await made(vfs, path): path for path in paths}
     moved, above = await made(vfs, b"/a/was"), await made(vfs, b"/m/n/o")
@@ -237,13 +237,13 @@ async def test_paths_are_found_however_deep_and_wherever_files_and_directories_w
 
 
 @in_a_pool
-async def test_a_search_ends_in_its_time_and_where_nobody_answers_without_an_error(pool, vfs, finder):
+async def test_search_without_replies_ends_in_time(pool, vfs, finder):
     inode = await made(vfs, b"/a/f")
     kept, routes = [], pool.meta._routes
     names, routes[wire_pb2.META_NAMES] = (
         routes[wire_pb2.META_NAMES],
         kept.append,
-    )  # takes questions and never answers
+    )  # accepts requests and never replies
     assert await finder.find([inode], 0.2) == {} and kept
     routes[wire_pb2.META_NAMES] = names
     assert await finder.find([inode], 60) == {inode: b"/a/f"}
@@ -252,7 +252,7 @@ async def test_a_search_ends_in_its_time_and_where_nobody_answers_without_an_err
 
 
 @in_a_pool
-async def test_directories_in_a_loop_and_an_older_shard_give_no_path_and_no_endless_search(pool, vfs, finder):
+async def test_search_ends_for_a_directory_loop_and_an_older_shard(pool, vfs, finder):
     inode = await made(vfs, b"/a/b/f")
     a, b = [
         (await vfs.getattr(n)).inode
@@ -284,17 +284,15 @@ async def test_directories_in_a_loop_and_an_older_shard_give_no_path_and_no_endl
     assert await finder.find([inode], 10) == {}
 
 
-def test_paths_are_shown_on_one_line_whatever_bytes_they_have():
+def test_paths_are_shown_on_one_line():
     assert printable("/münchen/ü".encode()) == "/münchen/ü"
     assert printable(b"/a\xff/\n\x1b[31m") == "/a\\xff/\\n\\x1b[31m"
 
 
-# -- what the log says ---------------------------------------------------------------------------------------------------
+# -- log messages ---------------------------------------------------------------------------------------------------
 
 
-def test_the_log_of_a_client_names_inode_chunk_target_and_path_of_a_file_with_damaged_bytes(
-    caplog, monkeypatch
-):
+def test_client_log_names_inode_chunk_target_and_path(caplog, monkeypatch):
     monkeypatch.setattr(reverse_paths, "PAUSE_S", 0.01)
 
     def spoil(payload):
@@ -319,9 +317,10 @@ def test_the_log_of_a_client_names_inode_chunk_target_and_path_of_a_file_with_da
             )
             with pytest.raises(errors.ChecksumMismatch):
                 await vfs.read(handle, 0, 4096)
-            (told,) = caplog.messages
-            assert f"no good bytes of inode {attr.inode}, chunk 0, offset 0" in told and told.startswith(
-                "target "
+            (message,) = caplog.messages
+            assert (
+                f"no good bytes of inode {attr.inode}, chunk 0, offset 0" in message
+                and message.startswith("target ")
             )
             await asyncio.wait_for(vfs.paths._telling, 120)
             assert caplog.messages[1:] == [f"inode {attr.inode}, of which bytes are damaged, is /d\\n/file"]
@@ -340,7 +339,7 @@ def test_the_log_of_a_client_names_inode_chunk_target_and_path_of_a_file_with_da
         asyncio.run(asyncio.wait_for(main(), 120))
 
 
-def test_what_was_not_found_is_not_looked_for_all_the_time_and_a_path_is_believed_for_a_minute():
+def test_path_cache_keeps_paths_and_misses_for_a_time():
     async def main():
         clock, searches = ManualClock(), []
         paths = KnownPaths(small_map, None, clock)

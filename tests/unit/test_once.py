@@ -1,4 +1,4 @@
-"""Which slot a change of a request of the kernel travels in, before and after the death of the process that sent it."""
+"""Request slot of a change that a kernel request causes, before and after the death of the process that sent it."""
 
 import os
 
@@ -11,7 +11,7 @@ MKDIR, CHMOD = 1, 2
 
 
 class Session:
-    """As much of metaclient.ShardSession as Once knows."""
+    """The part of metaclient.ShardSession that Once uses."""
 
     def __init__(self) -> None:
         self.shard, self.record, self.session, self.generation, self.early = 7, 0, 99, 1, {}
@@ -34,7 +34,7 @@ def begin(memory):
     return once, session, free
 
 
-def test_a_request_that_comes_again_has_its_slot_and_gives_it_back_when_it_is_answered(memory):
+def test_replayed_request_keeps_its_slot_until_answered(memory):
     once, session, free = begin(memory)
     assert once.slot_of(1000, session, MKDIR) is None
     once.note(0, 5, 40, MKDIR, 1000)
@@ -45,7 +45,7 @@ def test_a_request_that_comes_again_has_its_slot_and_gives_it_back_when_it_is_an
     assert once.slot_of(1000, session, MKDIR) == (5, 40, 1) and not session.early
     once.note(0, 5, 40, MKDIR, 1000)
     once.held[1000] = PendingSlot(session, 5, 40, 1)
-    assert once.slot_of(1000, session, CHMOD) == (5, 41, 1), "its next change goes in the same slot"
+    assert once.slot_of(1000, session, CHMOD) == (5, 41, 1), "its next change uses the same slot"
     once.note(0, 5, 41, CHMOD, 1000)
     once.held[1000] = PendingSlot(session, 5, 41, 1)
     assert begin(memory)[1].early == {5: 41} and not free
@@ -53,7 +53,7 @@ def test_a_request_that_comes_again_has_its_slot_and_gives_it_back_when_it_is_an
     assert free == [(5, 41)] and begin(memory)[1].early == {}
 
 
-def test_what_has_not_come_again_was_answered_but_what_is_in_work_may_still_ask(memory):
+def test_slot_without_a_replay_is_freed(memory):
     once, session, free = begin(memory)
     for unique, slot in ((1000, 1), (1001, 2), (1002, 3)):
         once.note(0, slot, 40, MKDIR, unique)
@@ -61,11 +61,11 @@ def test_what_has_not_come_again_was_answered_but_what_is_in_work_may_still_ask(
     once.all_came_again({1001, 1002})
     assert free == [(1, 40)] and set(once.held) == {1001, 1002}
     assert once.slot_of(1001, session, MKDIR) == (2, 40, 1)
-    once.answered(1002)  # it has ended without its change
+    once.answered(1002)  # the request ended without its change
     assert free == [(1, 40), (3, 40)] and session.early == {} and begin(memory)[1].early == {2: 40}
 
 
-def test_when_the_session_has_ended_nothing_of_it_is_used(memory):
+def test_slots_of_an_ended_session_are_not_used(memory):
     once, session, free = begin(memory)
     once.note(0, 1, 40, MKDIR, 1000)
     once, session, free = begin(memory)
@@ -76,15 +76,15 @@ def test_when_the_session_has_ended_nothing_of_it_is_used(memory):
     assert free == []
 
 
-def test_the_service_hears_which_changes_are_not_asked_for_again(memory):
+def test_service_is_notified_of_changes_without_a_replay(memory):
     once, session, free = begin(memory)
     for unique, slot in ((1000, 1), (1001, 2), (1002, 3)):
         once.note(0, slot, 40, MKDIR, unique)
     once, session, free = begin(memory)
-    told = []
-    once.on_given_up = lambda state, slot: told.append((state is session, slot))
+    given_up = []
+    once.on_given_up = lambda state, slot: given_up.append((state is session, slot))
     assert once.slot_of(1001, session, MKDIR) == (2, 40, 1)
     once.all_came_again({1001, 1002})
-    assert told == [(True, 1)]
-    once.answered(1002)  # it has ended without its change
-    assert told == [(True, 1), (True, 3)] and free == [(1, 40), (3, 40)]
+    assert given_up == [(True, 1)]
+    once.answered(1002)  # the request ended without its change
+    assert given_up == [(True, 1), (True, 3)] and free == [(1, 40), (3, 40)]

@@ -1,4 +1,4 @@
-"""A process that goes on with a killed one's sessions leaves nothing registered as open that nobody has open."""
+"""A process that takes over a killed process's sessions leaves no file registered as open that is closed."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ NEVER_S = 1000.0
 
 
 class Request(asyncio.Task):
-    """A request of the kernel, as the engines number it."""
+    """A request of the kernel, numbered as the engines number it."""
 
     unique = 0
 
@@ -30,7 +30,7 @@ async def asked(unique, work):
 
 
 @pytest.mark.parametrize("answered", [True, False], ids=["answered", "not-answered"])
-def test_what_was_closed_before_the_kill_is_not_open_after_it(answered):
+def test_file_closed_before_a_kill_is_not_open_after_it(answered):
     async def main(pool) -> None:
         descriptor = KeptMemory.make(16 * MIB)
 
@@ -61,7 +61,7 @@ def test_what_was_closed_before_the_kill_is_not_open_after_it(answered):
         after = await process(0.01)
         await after.vfs.take_over([])
         await after.vfs.lookup(ROOT_INODE, b"f")
-        assert opens() == (set() if answered else {attr.inode}), "the kernel may ask for it again"
+        assert opens() == (set() if answered else {attr.inode}), "the kernel may replay the request"
         if not answered:
             again, handle = await asked(1000, after.vfs.create(ROOT_INODE, b"f", 0o644, os.O_RDWR, ME))
             after.vfs.meta.once.all_came_again({1000})
@@ -78,7 +78,7 @@ def test_what_was_closed_before_the_kill_is_not_open_after_it(answered):
     run(main)
 
 
-def test_what_was_asked_for_by_somebody_who_is_gone_is_closed():
+def test_open_of_a_vanished_requester_is_closed():
     async def main(pool) -> None:
         descriptor = KeptMemory.make(16 * MIB)
 

@@ -1,4 +1,4 @@
-"""Growth by a write in the last page: which pages are dropped, and how long the write waits for that."""
+"""Growth by a write in the last page: which pages are dropped, and how long the write waits for the drop."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ INODE = 7
 
 
 class Kernel:
-    """What notices would do to the pages of a real kernel: `locked` holds a drop back until it is set."""
+    """Effect of notices on the pages of a real kernel: a drop waits until `locked` is set."""
 
     def __init__(self, pages):
         self.dropped, self.begun, self.locked = [], 0, None
@@ -57,7 +57,7 @@ def test_write_that_locks_its_page_seldom_waits():
     asyncio.run(main())
 
 
-def test_page_that_is_dropped_in_time_is_waited_for_again():
+def test_page_dropped_in_time_is_waited_for_again():
     async def main():
         pages = Bypassing(asyncio.ensure_future)
         kernel = Kernel(pages)

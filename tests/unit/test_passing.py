@@ -1,4 +1,4 @@
-"""What the processes of a mount hand to one another: requests whole and in order, and which open files others may read."""
+"""Channel between the processes of a mount: whole requests in order, and which open files other processes may read."""
 
 import os
 import random
@@ -19,7 +19,7 @@ def requests_of(count):
         yield HEADER.pack(HEADER_BYTES + len(tail), 1, number, 0, 0, 0, 0, 0, 0) + tail
 
 
-def test_requests_come_whole_and_in_order_however_full_the_socket_was():
+def test_requests_arrive_whole_and_in_order_on_a_full_socket():
     ours, theirs = socket.socketpair()
     sender, receiver = Channel(ours, 4096), Channel(theirs, 1 << 20)
     expected, came, was_full = list(requests_of(100)), [], False
@@ -31,7 +31,7 @@ def test_requests_come_whole_and_in_order_however_full_the_socket_was():
         assert receiver.fill()
         for request in receiver.requests():
             came.append(bytes(request))
-            break  # the others stay for the next time
+            break  # the others stay for the next turn
     sender.send(word(GO))
     sender.close()
     is_open = True
@@ -42,7 +42,7 @@ def test_requests_come_whole_and_in_order_however_full_the_socket_was():
     receiver.close()
 
 
-def test_an_end_that_is_closed_takes_nothing_and_breaks_nothing():
+def test_closed_peer_is_ignored():
     ours, theirs = socket.socketpair()
     channel = Channel(ours, 4096)
     theirs.close()
@@ -63,13 +63,13 @@ def published(memory):
     return found, handles, take
 
 
-def test_others_see_at_once_what_is_published_and_taken_back():
+def test_published_and_withdrawn_files_are_visible_to_others():
     descriptor = KeptMemory.make()
     memory, seen = KeptMemory(descriptor), KeptHandles(descriptor)
     found, handles, take = published(memory)
     first, second, other = take(10), take(10), take(11)
     assert [seen.published(one) for one in (first, second, other)] == [10, 10, 11]
-    assert not seen.published(first + (1 << 20))  # of a number that had the record before
+    assert not seen.published(first + (1 << 20))  # a number that used this record before
     handles.give_back(second)
     found.closed(10, second)
     assert not seen.published(second)

@@ -1,4 +1,4 @@
-"""Permission rules of POSIX for a user without privileges: each as its manual page says it."""
+"""Permission rules of POSIX for an unprivileged user, as the manual pages define them."""
 
 import stat
 
@@ -59,21 +59,21 @@ def listed(owner, group, other, mask, *named):
 @pytest.mark.parametrize(
     "access, who, rights",
     [
-        (listed(6, 0, 7, 7, AclEntry(acl.USER, 4, 2000)), OTHERS, "r"),  # a named user, not the others
-        (listed(6, 0, 7, 2, AclEntry(acl.USER, 6, 2000)), OTHERS, "w"),  # as far as the mask
+        (listed(6, 0, 7, 7, AclEntry(acl.USER, 4, 2000)), OTHERS, "r"),  # a named user is not in class other
+        (listed(6, 0, 7, 2, AclEntry(acl.USER, 6, 2000)), OTHERS, "w"),  # limited by the mask
         (listed(0, 7, 7, 7, AclEntry(acl.USER, 7, 1000)), US, ""),  # the owner's entry comes first
-        (listed(7, 4, 7, 7), MEMBER, "r"),  # of the owning group: not the others' rights
+        (listed(7, 4, 7, 7), MEMBER, "r"),  # of the owning group: not the rights of class other
         (listed(7, 4, 0, 7, AclEntry(acl.GROUP, 2, 3000)), MEMBER, "rw"),  # each right by one of its groups
-        (listed(7, 4, 0, 4, AclEntry(acl.GROUP, 2, 3000)), MEMBER, "r"),  # as far as the mask
+        (listed(7, 4, 0, 4, AclEntry(acl.GROUP, 2, 3000)), MEMBER, "r"),  # limited by the mask
         (
             listed(7, 0, 7, 7, AclEntry(acl.GROUP, 0, 2000)),
             OTHERS,
             "",
-        ),  # a group without rights is not the others
+        ),  # a group without rights does not fall back to class other
         (listed(7, 7, 5, 7), OTHERS, "rx"),
     ],
 )
-def test_access_list_decides_as_acl_5_says(access, who, rights):
+def test_access_list_decides_as_acl_5_defines(access, who, rights):
     inode = file(acl.mode_of(access))
     assert allowed(inode, who, access) == rights
 
@@ -83,7 +83,7 @@ def test_access_list_needs_one_entry_for_all_rights():
     assert not permissions.may(file(acl.mode_of(access)), access, MEMBER, READ | WRITE)
 
 
-def test_access_list_with_empty_mask_is_not_asked():
+def test_access_list_with_empty_mask_is_ignored():
     access = listed(7, 7, 4, 0, AclEntry(acl.USER, 7, 2000))
     assert allowed(file(acl.mode_of(access)), OTHERS, access) == "r"
 
@@ -110,7 +110,7 @@ def test_sticky_directory_keeps_names_of_others():
         (2000, 2000, OTHERS, False),
     ],
 )
-def test_owner_gives_to_own_groups_alone(uid, gid, who, may):
+def test_owner_may_chgrp_only_to_own_groups(uid, gid, who, may):
     if may:
         permissions.check_new_owner(file(), uid, gid, who)
         return
@@ -135,19 +135,19 @@ def test_set_gid_is_set_by_members_of_the_group(gid, asked, kept):
         (stat.S_IFIFO, 0o644, 0o755, 0o644),
     ],
 )
-def test_mode_at_birth_of_what_users_make(kind, asked, parent, kept):
+def test_mode_of_new_inodes_made_by_users(kind, asked, parent, kept):
     assert (
         permissions.mode_at_birth(file(parent, gid=2000, kind=stat.S_IFDIR), kind | asked, US) == kind | kept
     )
 
 
 @pytest.mark.parametrize("kind", [stat.S_IFCHR, stat.S_IFBLK])
-def test_device_nodes_are_made_by_root_alone(kind):
+def test_only_root_creates_device_nodes(kind):
     with pytest.raises(NotPermitted):
         permissions.mode_at_birth(file(0o777, kind=stat.S_IFDIR), kind | 0o600, US)
 
 
-def test_write_takes_set_uid_away():
+def test_write_clears_set_uid():
     assert permissions.mode_after_write(file(0o6755), US) == stat.S_IFREG | 0o755
     assert permissions.mode_after_write(file(0o2745), US) == stat.S_IFREG | 0o2745
     assert permissions.mode_after_write(file(0o2745), OTHERS) == stat.S_IFREG | 0o745
@@ -191,7 +191,7 @@ def test_link_to_files_of_others_needs_both_rights(inode, who, may):
         (file(0o666), acl.ACCESS, WRITE, NotPermitted),
     ],
 )
-def test_attributes_of_others_by_name_space(inode, name, wanted, error):
+def test_xattrs_of_other_users_by_name_space(inode, name, wanted, error):
     if error is None:
         permissions.check_xattr(inode, (), OTHERS, name, wanted)
         return

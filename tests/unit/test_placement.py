@@ -56,7 +56,7 @@ def with_target(pool_map, capacity, node=1):
 
 
 def reached(pool_map):
-    """The map with all chains as their goals want them."""
+    """The map after all chains have reached their goals."""
     return replace(
         pool_map,
         tables=tuple(
@@ -69,7 +69,7 @@ def reached(pool_map):
 
 
 def moves_and_least(before, after):
-    """Copies that move, and how few would do; of all tables."""
+    """Copies that move, and the minimum number of moves, over all tables."""
     moves = least = 0
     for table, new in zip(before.tables, after.tables, strict=True):
         wanted = [chain.goal or chain.targets for chain in table.chains]
@@ -84,7 +84,7 @@ def moves_and_least(before, after):
 
 
 def tight(pool_map):
-    """Whether a target or a node has to be in more than four fifths of the chains that it may be in."""
+    """Whether a target or a node must be in more than four fifths of the chains that may use it."""
     for table in pool_map.tables:
         spread = Spread(usable(pool_map.targets), pool_map.nodes, table.id)
         on_node = Counter()
@@ -99,7 +99,7 @@ def held_by(pool_map, table):
     return Counter(t for chain in pool_map.table_by_id[table].chains for t in chain.goal or chain.targets)
 
 
-def test_the_tables_of_a_new_pool_are_what_they_always_were():
+def test_tables_of_a_new_pool_are_unchanged():
     for capacities, replicas, nodes, digest in (
         ((8, 16), 1, 1, "0701c71dbf5f51c4"),
         ((8, 16), 2, 1, "5286513728326a3c"),
@@ -120,7 +120,7 @@ POOLS = st.tuples(st.lists(st.integers(1, 16), min_size=3, max_size=12), st.inte
 
 @settings(max_examples=60, deadline=None)
 @given(POOLS, st.integers(1, 16), st.randoms(use_true_random=False))
-def test_adding_draining_and_resizing_move_little_more_than_the_least_and_end_in_balance(pool, capacity, rng):
+def test_rebalance_moves_little_more_than_the_minimum(pool, capacity, rng):
     capacities, replicas, nodes = pool
     pool_map = reached(with_goals(a_pool(capacities, replicas, nodes)))
     for step in ("add", "drain", "resize"):
@@ -139,10 +139,10 @@ def test_adding_draining_and_resizing_move_little_more_than_the_least_and_end_in
             )
         after = with_goals(wanted)
         moves, least = moves_and_least(wanted, after)
-        slack = 3 * len(after.targets) * replicas  # roundings, where next to nothing had to move
-        # Where a target or a node has to be in nearly every chain, more than the quotas say is needed to make room for it.
+        slack = 3 * len(after.targets) * replicas  # rounding, where almost nothing had to move
+        # If a target or a node must be in nearly every chain, making room for it needs more moves than the quotas say.
         assert moves <= (1.6 if tight(after) else 1.1) * least + slack, (step, moves, least)
-        assert tight(after) or with_goals(after) == after, "asked again, the same"
+        assert tight(after) or with_goals(after) == after, "a second calculation gives the same goals"
         assert not check_map(after)
         here = {t.id for t in usable(after.targets)}
         for table in after.tables:
@@ -157,7 +157,7 @@ def test_adding_draining_and_resizing_move_little_more_than_the_least_and_end_in
     "capacities, replicas, nodes",
     [((4, 4, 4), 2, 1), ((2, 3, 4, 5), 2, 1), ((1,) * 8, 3, 4), ((8, 16), 1, 1), ((4,) * 12, 2, 6)],
 )
-def test_an_added_drive_takes_its_share_of_what_is_stored_and_no_more(capacities, replicas, nodes):
+def test_added_drive_takes_its_share_of_stored_data(capacities, replicas, nodes):
     before = reached(with_goals(a_pool(capacities, replicas, nodes)))
     after = with_goals(with_target(before, max(capacities), 1))
     moves, least = moves_and_least(with_target(before, max(capacities), 1), after)
@@ -172,10 +172,10 @@ def test_an_added_drive_takes_its_share_of_what_is_stored_and_no_more(capacities
     even = all(abs(quota[t.id] - 1024 * replicas * t.capacity_bytes / total) < 1 for t in after.targets)
     held = held_by(after, replicas)
     assert all(abs(held[t] - quota[t]) < 2 for t in quota)
-    if even:  # nothing stands in the way of filling all drives alike
+    if even:  # all drives can be filled evenly
         fill = [used[t.id] / t.capacity_bytes for t in after.targets]
         assert (max(fill) - min(fill)) / max(fill) < 0.05, (
-            "within 5 points of each other when the fullest is full"
+            "within 5 percentage points when the fullest drive is full"
         )
 
 
@@ -194,7 +194,7 @@ def test_copies_are_spread_over_racks_then_nodes_then_drives():
     assert all(len(set(chain.goal or chain.targets)) == 3 for chain in lone.table_by_id[3].chains)
 
 
-def test_a_second_node_gets_a_copy_of_every_chain():
+def test_second_node_gets_a_copy_of_every_chain():
     nodes = (Node(1, "a", "", ()), Node(2, "b", "", ()))
     pool_map = with_target(with_target(replace(a_pool((4, 4), 2), nodes=nodes), 4, 2), 4, 2)
     node_of = {t.id: t.node for t in pool_map.targets}
@@ -202,7 +202,7 @@ def test_a_second_node_gets_a_copy_of_every_chain():
         assert len({node_of[t] for t in chain.goal or chain.targets}) == 2
 
 
-def test_too_few_targets_or_too_little_room_is_refused():
+def test_too_few_targets_or_too_little_space_is_refused():
     pool_map = a_pool((4, 4), 2)
     with pytest.raises(InvalidRequest, match="need as many targets"):
         with_goals(wished(pool_map, 1, "drain"))
@@ -213,7 +213,7 @@ def test_too_few_targets_or_too_little_room_is_refused():
         check_room(wished(a_pool((4, 4), 1), 1, "drain"), {1: 2 * GIB, 2: 2 * GIB})
 
 
-def test_there_is_room_until_the_first_that_needs_a_copy_of_everything_is_full():
+def test_drain_is_refused_when_one_target_would_be_full():
     pool_map = a_pool((8, 8, 2), 2, nodes=3)
     check_room(wished(pool_map, 2, "drain"), {1: GIB, 2: GIB, 3: GIB})
     with pytest.raises(InvalidRequest, match="room for 3.60 GiB"):  # what fits on node 3, twice
@@ -224,7 +224,7 @@ def test_there_is_room_until_the_first_that_needs_a_copy_of_everything_is_full()
     check_room(wished(racks, 2, "drain"), {1: 2 * GIB, 2: 2 * GIB, 3: GIB})
 
 
-def test_a_drive_is_not_replaced_by_one_with_too_little_room():
+def test_drive_is_not_replaced_by_one_that_is_too_small():
     used = dict.fromkeys((1, 2, 3), int(3.4 * GIB))
     without = wished(a_pool((4, 4, 4), 1), 1, "remove")
     check_room(_with_one_more(without, 1, "/new", 4 * GIB), used)
@@ -232,15 +232,15 @@ def test_a_drive_is_not_replaced_by_one_with_too_little_room():
         check_room(_with_one_more(without, 1, "/new", GIB), used)
 
 
-def test_what_is_drained_and_wanted_again_stays_where_it_is():
+def test_cancelled_drain_leaves_copies_in_place():
     pool_map = reached(with_goals(a_pool((4, 4, 4, 4), 2)))
     away = next_steps(with_goals(wished(pool_map, 2, "drain")))
     back = with_goals(wished(away, 2, "share"))
-    assert moves_and_least(pool_map, back)[0] <= 4, "but for roundings"
+    assert moves_and_least(pool_map, back)[0] <= 4, "except for rounding"
     assert sum(bool(c.joining) for table in back.tables for c in table.chains) <= 4
 
 
-def test_steps_are_bounded_and_chains_with_the_fewest_copies_come_first():
+def test_rebalance_steps_are_bounded_and_prefer_few_copies():
     pool_map = with_goals(with_target(reached(with_goals(a_pool((4, 4, 4), 3))), 4))
     one = pool_map.table_by_id[3].chains
     number = next(n for n, chain in enumerate(one) if 4 in chain.goal)
@@ -256,12 +256,12 @@ def test_steps_are_bounded_and_chains_with_the_fewest_copies_come_first():
     joining = [(t.id, n, c.joining) for t in step.tables for n, c in enumerate(t.chains) if c.joining]
     assert (3, number, tuple(t for t in short.goal if t not in short.targets)) in joining
     assert sum(len(j) for *_, j in joining) <= 8 and Counter(t for *_, j in joining for t in j)[4] == 5
-    assert next_steps(step, joining_max=8, of_target_max=5) == step, "full is full"
+    assert next_steps(step, joining_max=8, of_target_max=5) == step, "no more copies than the limit"
     paused = next_steps(replace(pool_map, moving=RebalanceSettings(paused=True)), joining_max=8)
     assert [(t.id, n) for t in paused.tables for n, c in enumerate(t.chains) if c.joining] == [(3, number)]
 
 
-def test_nobody_joins_a_chain_that_nobody_serves_nor_does_who_is_down():
+def test_no_target_joins_an_unserved_chain_or_while_down():
     pool_map = with_goals(with_target(reached(with_goals(a_pool((4, 4), 1))), 4))
     for down in (3, 1):
         stopped = replace(
@@ -276,8 +276,8 @@ def test_nobody_joins_a_chain_that_nobody_serves_nor_does_who_is_down():
         assert joined == (set() if down == 3 else {((2,), (3,))})
 
 
-def test_chains_that_nobody_can_fill_for_now_keep_no_others_waiting():
-    """Of a drained target that died meanwhile: what it alone has waits for it, and copies that others have are made."""
+def test_chains_without_a_source_do_not_block_others():
+    """A drained target died: its sole copies wait for it; chains with other copies continue."""
     pool_map = next_steps(with_goals(wished(a_pool((4, 4, 4, 4), 2), 2, "drain")), joining_max=64)
     pool_map = died(pool_map, {2, 1})
     stuck = {
@@ -302,7 +302,7 @@ def test_chains_that_nobody_can_fill_for_now_keep_no_others_waiting():
         assert next_steps(step, joining_max=bound, of_target_max=bound, serving=serving) is step
 
 
-def test_the_standing_of_chains_counts_each_once():
+def test_chain_state_counts_each_chain_once():
     pool_map = a_pool((4, 4, 4), 2)
     assert standing(pool_map, frozenset({1, 2, 3}), 2) == (1024, 1024, 0, 0, 0, 0)
     seen = standing(pool_map, frozenset({1}), 2)
@@ -310,14 +310,14 @@ def test_the_standing_of_chains_counts_each_once():
     assert (seen.short, seen.without, seen.full) == (held, 1024 - held, 0)
 
 
-def test_a_balance_that_can_not_be_had_is_left_at_the_best_there_is():
+def test_impossible_balance_ends_with_the_best_one():
     placing = Placing([(1, 2)] * 1024, [(1, 2)] * 1024, a_pool((1, 100), 2).targets, (), 2)
     assert set(placing.balance()) == {(1, 2)}
 
 
 @given(count=st.integers(3, 6), replicas=st.integers(1, 3), data=st.data())
 @settings(max_examples=20, deadline=None)
-def test_targets_are_given_up_and_taken_back_and_no_chain_ever_loses_its_last_copy(count, replicas, data):
+def test_chains_keep_their_last_copy_when_targets_go_away(count, replicas, data):
     there = a_pool((4,) * count, replicas, nodes=count)
     for _ in range(3):
         away = data.draw(st.sets(st.integers(1, count), max_size=count - 1))
@@ -350,11 +350,11 @@ def test_targets_are_given_up_and_taken_back_and_no_chain_ever_loses_its_last_co
         assert check_map(there) == []
 
 
-def test_what_a_silent_target_holds_is_counted_as_what_the_others_hold_on_average():
+def test_silent_target_is_counted_with_the_average_use():
     pool_map = a_pool((4, 4, 4, 4), 1)
-    told = dict.fromkeys((1, 2, 3), 3 * GIB)
-    check_room(wished(pool_map, 4, "lost"), told)
-    for used in (told, told | {4: 3 * GIB}):
+    used_bytes = dict.fromkeys((1, 2, 3), 3 * GIB)
+    check_room(wished(pool_map, 4, "lost"), used_bytes)
+    for used in (used_bytes, used_bytes | {4: 3 * GIB}):
         with pytest.raises(InvalidRequest, match="12.0 GiB are stored"):
             check_room(wished(pool_map, 4, "drain"), used)
     check_room(wished(pool_map, 4, "drain"), dict.fromkeys((1, 2, 3), 2 * GIB))

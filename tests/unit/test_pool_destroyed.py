@@ -1,4 +1,4 @@
-"""What the end of a pool on one node removes outside its directory."""
+"""Destruction of a pool on one node: removals outside the pool directory."""
 
 from msgspec.structs import replace
 
@@ -9,7 +9,7 @@ from nvpool.poolmap.model import Drive, StandbyMember
 from nvpool.testing.contracts.coordinator import first_map
 
 
-def test_only_what_this_node_has_is_removed_and_the_records_of_shards_too(tmp_path):
+def test_only_stores_and_shards_of_this_node_are_removed(tmp_path):
     pool_map = first_map()
     short = pool_map.pool_id[:8]
     names = [
@@ -53,4 +53,4 @@ def test_commit_marks_of_this_node_are_removed(tmp_path, monkeypatch):
     for name in ("meta-1", "meta-1.1", "meta-1.2"):
         (tmp_path / name).write_text("a mark")
     erase_stores(PoolDirectory(tmp_path / "pool"), pool_map)
-    assert [path.name for path in tmp_path.iterdir()] == ["meta-1.2"], "that of another node"
+    assert [path.name for path in tmp_path.iterdir()] == ["meta-1.2"], "the commit mark of another node stays"

@@ -1,4 +1,4 @@
-"""The pool directory: its lock, its format, what processes announce in it; and who a process is."""
+"""Pool directory: its lock, its format and the announcements of processes; process identity."""
 
 import os
 import subprocess
@@ -43,7 +43,7 @@ def directory(tmp_path):
     return found
 
 
-def test_a_second_lock_is_refused_with_the_pid_of_the_first(directory):
+def test_second_lock_is_refused_with_the_pid_of_the_first(directory):
     lock = Flock.take(directory.lock, "the pool")
     with pytest.raises(InUse, match=f"the pool is in use by process {os.getpid()}"):
         Flock.take(directory.lock, "the pool")
@@ -52,7 +52,7 @@ def test_a_second_lock_is_refused_with_the_pid_of_the_first(directory):
     Flock.take(directory.lock, "the pool").release()
 
 
-def test_a_started_program_does_not_inherit_the_lock(directory):
+def test_started_program_does_not_inherit_the_lock(directory):
     lock = Flock.take(directory.lock, "the pool")
     sleeper = subprocess.Popen(
         [sys.executable, "-c", "print(1, flush=True); input()"],
@@ -61,14 +61,14 @@ def test_a_started_program_does_not_inherit_the_lock(directory):
         close_fds=False,
     )
     try:
-        sleeper.stdout.readline()  # exec closes descriptors one by one, and Popen returns before it is through
+        sleeper.stdout.readline()  # exec closes descriptors one by one, and Popen returns before exec ends
         lock.release()
         Flock.take(directory.lock, "the pool").release()
     finally:
         sleeper.communicate(b"\n", timeout=30)
 
 
-def test_a_lock_that_is_passed_on_is_never_free_in_between(directory):
+def test_inherited_lock_is_never_free_in_between(directory):
     lock = Flock.take(directory.lock, "the pool")
     heir = subprocess.Popen(
         [
@@ -87,7 +87,7 @@ def test_a_lock_that_is_passed_on_is_never_free_in_between(directory):
         pass_fds=(lock.descriptor,),
     )
     try:
-        lock.release()  # the heir has its own descriptor from the moment it was started
+        lock.release()  # the child has its own descriptor since it was started
         with pytest.raises(InUse):
             Flock.take(directory.lock, "the pool")
         assert heir.stdout.readline() == b"mine\n"
@@ -99,23 +99,23 @@ def test_a_lock_that_is_passed_on_is_never_free_in_between(directory):
     Flock.take(directory.lock, "the pool").release()
 
 
-def test_a_descriptor_of_another_file_is_not_taken_for_the_lock(directory, tmp_path):
+def test_descriptor_of_another_file_is_refused_as_the_lock(directory, tmp_path):
     with open(tmp_path / "other", "wb") as other:
         Flock.take(directory.lock, "the pool").release()
         with pytest.raises(InUse):
             Flock.inherited(os.dup(other.fileno()), directory.lock)
 
 
-def test_the_word_of_a_process_that_is_gone_is_not_believed(directory):
+def test_lock_record_of_an_ended_process_is_ignored(directory):
     directory.lock.write_text(
         f"{os.getpid()} 1 {boot_id()}\n"
-    )  # our number, another start: a number that was used again
+    )  # our PID with another start time: a reused PID
     assert holder_of(directory.lock) is None
     directory.lock.write_text("nonsense")
     assert holder_of(directory.lock) is None
 
 
-def test_a_process_is_known_by_its_start_and_not_after_its_end():
+def test_process_identity_includes_its_start_time():
     sleeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     identity = identity_of(sleeper.pid)
     assert identity is not None and runs(identity)
@@ -127,7 +127,7 @@ def test_a_process_is_known_by_its_start_and_not_after_its_end():
     assert identity_of(sleeper.pid) is None
 
 
-def test_the_host_has_one_name():
+def test_host_has_one_name():
     assert host_id() == host_id() and len(host_id()) == 16
 
 
@@ -140,24 +140,24 @@ def test_the_host_has_one_name():
         ("", WrongFormat, "nvpool pool 1"),
     ],
 )
-def test_what_is_no_pool_of_this_version_is_refused_with_the_remedy(directory, text, error, remedy):
+def test_unknown_pool_format_is_refused_with_the_remedy(directory, text, error, remedy):
     if text is not None:
         directory.format.write_text(text)
     with pytest.raises(error, match=remedy):
         directory.check()
 
 
-def test_a_pool_of_this_version_is_taken(directory):
+def test_pool_of_this_version_is_accepted(directory):
     directory.format.write_text(FORMAT_TEXT)
     directory.check()
 
 
-def test_a_missing_directory_is_refused(tmp_path):
+def test_missing_directory_is_refused(tmp_path):
     with pytest.raises(NotFound, match="does not exist"):
         PoolDirectory(tmp_path / "nowhere").check()
 
 
-def test_sockets_of_a_directory_with_a_long_name_are_elsewhere_and_short(tmp_path):
+def test_long_directory_name_uses_a_short_socket_path(tmp_path):
     near = PoolDirectory("/srv/pool")
     assert near.socket_directory() == near.run
     far = PoolDirectory(tmp_path / ("x" * 90))
@@ -170,7 +170,7 @@ def test_sockets_of_a_directory_with_a_long_name_are_elsewhere_and_short(tmp_pat
         made.rmdir()
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+def test_file_is_replaced_atomically(tmp_path):
     write_whole(tmp_path / "file", b"old")
     with pytest.raises(TypeError):
         write_whole(tmp_path / "file", None)
@@ -196,7 +196,7 @@ def test_announced_processes_are_listed_while_they_run(directory):
     assert set(directory.states()) == {"meta-1"}
 
 
-def test_of_dead_processes_of_one_mount_the_last_is_told_of(directory, monkeypatch):
+def test_last_dead_process_of_a_mount_is_reported(directory, monkeypatch):
     place = Mount("0:99", Path("/mnt/pool"), "fuse.nvpool", "nvpool:p", "rw")
     monkeypatch.setattr("nvpool.host.pool_directory.mounts", lambda: [place])
     state = announcement(
@@ -209,13 +209,13 @@ def test_of_dead_processes_of_one_mount_the_last_is_told_of(directory, monkeypat
 
 
 @pytest.mark.parametrize("name", ["", "a b", "../x", "ü", "x" * 64])
-def test_names_that_would_not_do_are_refused(name):
+def test_invalid_names_are_refused(name):
     with pytest.raises(InvalidRequest):
         check_name(name)
     check_name("training-1")
 
 
-def test_check_formats_skips_standby_that_is_not_made(tmp_path):
+def test_check_formats_skips_a_missing_standby(tmp_path):
     directory = PoolDirectory(tmp_path / "pool")
     directory.path.mkdir()
     drive = tmp_path / "drive"
@@ -234,7 +234,9 @@ def test_check_formats_skips_standby_that_is_not_made(tmp_path):
         shards=(Shard(id=1, node=2, endpoints=("stream://10.0.0.2:1",), standbys=(planned,)),),
     )
     directory.poolmap.write_bytes(encode_map(pool_map))
-    check_formats(directory)  # a standby is to be made beside the store, whose format is not that of a shard
+    check_formats(
+        directory
+    )  # a standby will be created beside the store, whose format is not that of a shard
     made = replace(planned, endpoints=("stream://10.0.0.1:1",))
     directory.poolmap.write_bytes(
         encode_map(replace(pool_map, shards=(replace(pool_map.shards[0], standbys=(made,)),)))
@@ -243,7 +245,7 @@ def test_check_formats_skips_standby_that_is_not_made(tmp_path):
         check_formats(directory)
 
 
-def test_supervisors_socket_is_shown_where_its_owner_is_right(directory, monkeypatch):
+def test_supervisor_socket_is_listed_only_with_its_owner(directory, monkeypatch):
     assert directory.shown_sockets() == []
     (directory.run / "node-ab12.sock").touch()
     for _ in range(2):
@@ -253,4 +255,4 @@ def test_supervisors_socket_is_shown_where_its_owner_is_right(directory, monkeyp
     found = os.lstat(directory.run)
     planted = os.stat_result((*found[:4], found.st_uid + 1000, *found[5:10]))
     monkeypatch.setattr(os, "lstat", lambda path: planted)
-    assert directory.shown_sockets() == [], "somebody else made it"
+    assert directory.shown_sockets() == [], "another user made it"

@@ -1,4 +1,4 @@
-"""Modes of a pool's files and directories: what other users of the machine may read, list and lock."""
+"""Modes of a pool's files and directories: which other users of the machine may read, list and lock."""
 
 import fcntl
 import logging
@@ -17,7 +17,7 @@ from nvpool.runtime import logging_setup
 
 @pytest.fixture
 def old_umask():
-    """As of most logins, which lets others read what is made."""
+    """The umask of most logins, which lets others read new files."""
     before = os.umask(0o022)
     yield
     os.umask(before)
@@ -25,7 +25,7 @@ def old_umask():
 
 @pytest.fixture
 def directory(tmp_path, old_umask):
-    """Modes as an earlier version made them."""
+    """A pool directory with the modes of an earlier version."""
     found = PoolDirectory(tmp_path / "pool")
     for path in (found.run, found.log, found.map, found.path / "meta", found.path / "targets"):
         path.mkdir(parents=True)
@@ -46,7 +46,7 @@ def directory(tmp_path, old_umask):
 
 @pytest.fixture
 def unchanged_log():
-    """The log of this process, and its stdout and stderr, are as before when the test ends."""
+    """Restore this process's log, stdout and stderr when the test ends."""
     kept = [os.dup(number) for number in (1, 2)]
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
@@ -69,7 +69,7 @@ def modes_below(directory):
     return {str(path.relative_to(directory.path)): mode(path) for path in sorted(directory.path.rglob("*"))}
 
 
-def test_pool_of_an_earlier_version_is_mended(directory):
+def test_pool_of_an_earlier_version_is_corrected(directory):
     protect(directory)
     assert mode(directory.path) == 0o751
     assert modes_below(directory) == {
@@ -92,7 +92,7 @@ def test_pool_of_an_earlier_version_is_mended(directory):
     assert modes_below(directory) == before
 
 
-def test_supervisor_mends_the_pool_when_it_starts(directory, monkeypatch, unchanged_log):
+def test_supervisor_corrects_the_pool_when_it_starts(directory, monkeypatch, unchanged_log):
     directory.format.write_text(FORMAT_TEXT)
     directory.node_toml.write_text("")
     directory.lock.unlink()
@@ -134,7 +134,7 @@ def test_protection_follows_no_links(directory, tmp_path):
     assert mode(tmp_path / "other") == mode(tmp_path / "linked") == 0o644
 
 
-def test_new_directory_can_be_passed_through_with_any_umask(tmp_path, old_umask):
+def test_new_directory_is_searchable_with_any_umask(tmp_path, old_umask):
     os.umask(0o077)
     make_passed_through(tmp_path / "above" / "run")
     assert mode(tmp_path / "above" / "run") == 0o751
@@ -150,7 +150,7 @@ def test_lock_can_not_be_opened_by_others(directory):
     lock.release()
 
 
-def test_lock_of_an_earlier_version_is_mended_when_taken(directory):
+def test_lock_of_an_earlier_version_is_corrected_when_taken(directory):
     Flock.take(directory.lock, "the pool").release()
     assert mode(directory.lock) == 0o600
 
@@ -180,7 +180,7 @@ def test_map_and_announcements_are_not_for_others(directory):
     assert mode(directory.poolmap) == mode(directory.run / "mount-1.json") == 0o640
 
 
-def test_log_is_not_for_others_also_when_opened_anew(directory, unchanged_log):
+def test_log_is_private_also_when_reopened(directory, unchanged_log):
     path = directory.log / "target-2.log"
     logging_setup.start_log("target-2", "info", path)
     assert mode(path) == 0o640

@@ -1,4 +1,4 @@
-"""RDMA when things go wrong: peers that die, stop or fall silent while they write to our memory, keys that are revoked."""
+"""RDMA faults: peers that die, stop or fall silent while they write to our memory, and revoked keys."""
 
 import asyncio
 import functools
@@ -85,7 +85,7 @@ def on_a_loop(test):
 
 
 class Peer:
-    """A store in a process of its own, which dies or stops in the middle of a write if the request says so."""
+    """A store in its own process, which dies or stops in the middle of a write if the request says so."""
 
     def __init__(self, way, place):
         self._way, self._place = way, place
@@ -114,7 +114,7 @@ class Peer:
         await self._process.wait()
 
     def ask(self, word, letter, count, deadline_s=None):
-        """A future of the payload."""
+        """Future of the payload."""
         future = asyncio.get_running_loop().create_future()
         self.connection.submit(
             1,
@@ -135,46 +135,45 @@ def pair(way, place, handler):
     return kind(settings), endpoint.format(place), handler
 
 
-@pytest.mark.parametrize("way", ["shm"])  # UCX's tcp aborts the reader then; node.toml refuses it
+@pytest.mark.parametrize("way", ["shm"])  # UCX's tcp aborts the reader in this case; node.toml refuses it
 @on_a_loop
-async def test_a_peer_that_dies_in_the_middle_of_a_write_leaves_nothing_that_is_used_again(way, tmp_path):
+async def test_memory_of_a_peer_that_died_in_a_write_is_not_reused(way, tmp_path):
     async with Peer(way, tmp_path) as peer:
         good = (await peer.ask("go", "g", MIB)).payload
         assert good[2:] == b"g" * MIB  # the word itself is 2 bytes, see PEER
         before = set(peer.connection._rooms.numbers())
         await refused(Disconnected, peer.ask("die", "d", MIB))
         assert peer.connection.closed and not peer.connection.upgraded and before
-        assert peer.connection._rooms.take(4096) is None, "its memory is handed out again"
-        assert peer.connection._turning.closed, "something can still arrive"
-        assert good[2:] == b"g" * MIB, "memory that somebody reads in has gone"
+        assert peer.connection._rooms.take(4096) is None, "its memory was reused"
+        assert peer.connection._turning.closed, "data can still arrive"
+        assert good[2:] == b"g" * MIB, "memory with a reader was unmapped"
 
 
 @pytest.mark.parametrize("way", WAYS)
 @on_a_loop
-async def test_a_write_that_goes_on_after_its_connection_was_given_up_reaches_nobody(
-    way, tmp_path, monkeypatch
-):
-    """The peer is stopped in the middle of a write; we give up, connect to another and use memory there; the peer goes on."""
+async def test_late_write_of_an_abandoned_connection_is_harmless(way, tmp_path, monkeypatch):
+    """The peer stops in the middle of a write; the client gives up and reuses memory with another peer; then the first peer
+    continues."""
     monkeypatch.setattr(rdma, "QUARANTINE_S", 0.2)
     async with Peer(way, tmp_path / "a" if way == "tcp" else _made(tmp_path / "a")) as peer:
         asked = peer.ask("stop", "x", 8 * MIB, SYSTEM_CLOCK.boottime_s() + 0.3)
         await peer.stopped()
         (place,) = peer.connection._places.values()
         await refused(DeadlineExceeded, asked)
-        assert list(peer.connection._places.values()) == [place], "not kept until the store has answered"
+        assert list(peer.connection._places.values()) == [place], (
+            "the buffer is not kept until the store replies"
+        )
         other = peer.connection._rooms.take(8 * MIB)
         assert (other.key, other.offset) != (place.key, place.offset)
         del other, place
-        await until(lambda: peer.connection.closed)  # it never said that it writes no more
+        await until(lambda: peer.connection.closed)  # the peer never said that it stopped writing
         async with Peer(way, tmp_path / "b" if way == "tcp" else _made(tmp_path / "b")) as another:
             held = [(await another.ask("go", letter, 8 * MIB)).payload for letter in "pqrs"]
             os.kill(peer.pid, signal.SIGCONT)
             held += [(await another.ask("go", letter, 8 * MIB)).payload for letter in "tu"]
             await asyncio.sleep(0.2)
             for letter, payload in zip(b"pqrstu", held, strict=True):
-                assert payload[2:] == bytes([letter]) * (8 * MIB), (
-                    "a foreign byte in memory that was used again"
-                )
+                assert payload[2:] == bytes([letter]) * (8 * MIB), "a foreign byte in reused memory"
 
 
 def _made(path):
@@ -184,9 +183,7 @@ def _made(path):
 
 @pytest.mark.parametrize("way", WAYS)
 @on_a_loop
-async def test_a_place_whose_request_ended_here_is_used_again_when_the_store_has_answered_for_it(
-    way, tmp_path
-):
+async def test_buffer_is_reused_after_the_store_replies(way, tmp_path):
     kept = RecordingHandler()
     transport, endpoint, handler = pair(way, tmp_path, kept)
     listener = await transport.listen(endpoint, SERVER, handler)
@@ -202,16 +199,14 @@ async def test_a_place_whose_request_ended_here_is_used_again_when_the_store_has
     assert call.cancelled and not connection._quarantined
     again = connection._rooms.take(MIB)
     assert (again.key, again.offset) == where
-    call.reply(b"", [bytes(MIB)])  # too late: nothing may be written
+    call.reply(b"", [bytes(MIB)])  # too late: no data may be written
     await connection.close()
     await listener.close()
 
 
 @pytest.mark.parametrize("way", WAYS)
 @on_a_loop
-async def test_what_was_asked_for_with_a_key_that_is_revoked_is_unavailable_and_later_requests_work(
-    way, tmp_path
-):
+async def test_request_with_a_revoked_key_is_unavailable(way, tmp_path):
     kept = RecordingHandler()
     transport, endpoint, handler = pair(way, tmp_path, kept)
     listener = await transport.listen(endpoint, SERVER, handler)
@@ -230,7 +225,7 @@ async def test_what_was_asked_for_with_a_key_that_is_revoked_is_unavailable_and_
 
 
 @on_a_loop
-async def test_memory_of_an_asker_that_takes_its_key_back_or_goes_is_filled_for_nobody(tmp_path):
+async def test_buffers_of_a_client_that_revokes_or_leaves_are_unused(tmp_path):
     kept = RecordingHandler()
     transport, endpoint, handler = pair("shm", tmp_path, kept)
     listener = await transport.listen(endpoint, SERVER, handler)
@@ -248,9 +243,9 @@ async def test_memory_of_an_asker_that_takes_its_key_back_or_goes_is_filled_for_
     connection.revoke_keys()
     again = asyncio.ensure_future(connection.call(2, b"", deadline_s=soon(), into=memoryview(bytearray(MIB))))
     later = (await kept.count(5))[4]
-    assert late.room(MIB) is None, "the key has been taken back"
+    assert late.room(MIB) is None, "the key was revoked"
     for room in rooms_there:
-        room[:] = b"x" * MIB  # still within reach
+        room[:] = b"x" * MIB  # the memory is still mapped
     filled.reply(b"", [rooms_there[0]])
     late.reply(b"", [b"x" * MIB])
     for future in asked[:2]:
@@ -262,7 +257,7 @@ async def test_memory_of_an_asker_that_takes_its_key_back_or_goes_is_filled_for_
     await connection.close()
     await until(lambda: left.cancelled)
     assert left.room(MIB) is None
-    rooms_there[2][:] = room[:] = b"y" * MIB  # whoever still fills it hurts nobody
+    rooms_there[2][:] = room[:] = b"y" * MIB  # late writes are harmless
     left.reply(b"", [rooms_there[2]])
     await refused(Disconnected, asked[3])
     await listener.close()
@@ -271,9 +266,7 @@ async def test_memory_of_an_asker_that_takes_its_key_back_or_goes_is_filled_for_
 
 @pytest.mark.parametrize("way", WAYS)
 @on_a_loop
-async def test_a_completion_that_never_comes_ends_the_connection_and_not_the_memory_of_others(
-    way, tmp_path, monkeypatch
-):
+async def test_lost_completion_ends_the_connection(way, tmp_path, monkeypatch):
     monkeypatch.setattr(rdma, "QUARANTINE_S", 0.2)
     monkeypatch.setattr(rdma.RdmaServed, "_written", lambda *_: None)
     transport, endpoint, handler = pair(way, tmp_path, lambda call: call.reply(b"", [b"z" * MIB]))
@@ -287,12 +280,12 @@ async def test_a_completion_that_never_comes_ends_the_connection_and_not_the_mem
     assert not connection.closed and connection._places
     other = asyncio.ensure_future(connection.call(1, b"", deadline_s=soon(), into=memoryview(bytearray(MIB))))
     await refused(Disconnected, other)
-    assert connection.closed and not any(mine), "the caller's memory was written to after it had it back"
+    assert connection.closed and not any(mine), "the caller's memory was written after it was returned"
     await listener.close()
 
 
 @on_a_loop
-async def test_an_asker_that_goes_while_it_is_written_to_costs_the_others_nothing(tmp_path):
+async def test_client_that_disconnects_in_a_write_affects_no_other(tmp_path):
     transport, endpoint, handler = pair("tcp", tmp_path, echo)
     listener = await transport.listen(endpoint, SERVER, handler)
     staying = await transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
@@ -313,7 +306,7 @@ async def test_an_asker_that_goes_while_it_is_written_to_costs_the_others_nothin
 
 
 @on_a_loop
-async def test_memory_is_bounded_and_answers_without_room_come_as_on_a_stream(tmp_path, monkeypatch):
+async def test_memory_is_bounded_and_replies_fall_back_to_the_stream(tmp_path, monkeypatch):
     monkeypatch.setattr(rdma_buffers, "ROOM_BYTES_MAX", 8 * MIB)
     monkeypatch.setattr(rdma_buffers.RegisteredBuffers.__init__, "__kwdefaults__", {"bytes_max": 8 * MIB})
     transport, endpoint, handler = pair(
@@ -340,7 +333,7 @@ async def test_memory_is_bounded_and_answers_without_room_come_as_on_a_stream(tm
     larger = await connection.call(1, b"k", deadline_s=soon(), into=memoryview(bytearray(2 * MIB)))
     assert (
         larger.payload == b"k" * MIB and connection.placed_bytes == placed + MIB
-    )  # instead of what nobody uses
+    )  # replaces an unused buffer
     assert connection._rooms._bytes <= 8 * MIB
     await connection.close()
     assert rdma_buffers._in_process[0] < before + MIB
@@ -360,7 +353,7 @@ async def test_memory_is_bounded_and_answers_without_room_come_as_on_a_stream(tm
     ],
 )
 @on_a_loop
-async def test_where_one_side_can_not_the_connection_is_an_ordinary_one(offered, why, tmp_path):
+async def test_connection_without_rdma_on_one_side_is_a_stream(offered, why, tmp_path):
     listener = await RdmaTransport(offered).listen("stream://127.0.0.1:0", SERVER, echo)
     assert why in str(
         await refused(Unreachable, RdmaTransport().connect(listener.endpoint, CLIENT, deadline_s=soon()))
@@ -373,7 +366,7 @@ async def test_where_one_side_can_not_the_connection_is_an_ordinary_one(offered,
 
 
 @on_a_loop
-async def test_a_side_whose_device_fails_says_so_once_and_goes_on_without(tmp_path, monkeypatch, caplog):
+async def test_failed_device_is_logged_once_and_not_used(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     transport, endpoint, handler = pair("shm", tmp_path, echo)
     listener = await transport.listen(endpoint, SERVER, handler)
@@ -394,7 +387,7 @@ async def test_a_side_whose_device_fails_says_so_once_and_goes_on_without(tmp_pa
 
 
 @on_a_loop
-async def test_who_knows_nothing_of_rdma_is_served_and_serves_as_ever(tmp_path):
+async def test_peer_without_rdma_is_served_over_the_stream(tmp_path):
     transport, endpoint, handler = pair("shm", tmp_path, echo)
     listener = await transport.listen(endpoint, SERVER, handler)
     plain = await registry.transport("stream+unix").connect(
@@ -411,7 +404,7 @@ async def test_who_knows_nothing_of_rdma_is_served_and_serves_as_ever(tmp_path):
 
 
 @on_a_loop
-async def test_words_that_make_no_sense_end_the_connection_and_nothing_else(tmp_path, caplog):
+async def test_invalid_messages_end_only_their_connection(tmp_path, caplog):
     transport, endpoint, handler = pair("shm", tmp_path, echo)
     listener = await transport.listen(endpoint, SERVER, handler)
     for word, said in (
@@ -423,7 +416,7 @@ async def test_words_that_make_no_sense_end_the_connection_and_nothing_else(tmp_
     ):
         connection = await transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
         connection._say(word, said)
-        await until(lambda: connection.closed)  # noqa: B023  awaited at once
+        await until(lambda: connection.closed)  # noqa: B023  awaited immediately
     connection = await transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
     connection._say(rdma.KEY, rdma._KEY.pack(77, 0, 4096, 4096) + bytes(40))
     assert (await connection.call(1, b"m", [b"p"], deadline_s=soon())).payload == b"p"
@@ -431,7 +424,7 @@ async def test_words_that_make_no_sense_end_the_connection_and_nothing_else(tmp_
     await listener.close()
 
 
-def test_a_port_that_nobody_listens_at_is_unreachable_as_on_a_stream():
+def test_port_without_a_listener_is_unreachable():
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
@@ -445,7 +438,7 @@ def test_a_port_that_nobody_listens_at_is_unreachable_as_on_a_stream():
 
 
 @on_a_loop
-async def test_a_forked_child_leaves_what_its_parent_uses_alone_and_does_without(tmp_path):
+async def test_forked_child_does_not_use_rdma_of_its_parent(tmp_path):
     transport, endpoint, handler = pair("shm", tmp_path, echo)
     listener = await transport.listen(endpoint, SERVER, handler)
     connection = await transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
@@ -456,7 +449,7 @@ async def test_a_forked_child_leaves_what_its_parent_uses_alone_and_does_without
         connection._turning.worker.close()
         listener.turning.worker.close()
         os._exit(0 if "forked" in reason else 1)
-    _, status = os.waitpid(child, 0)  # noqa: ASYNC222  it ends at once
+    _, status = os.waitpid(child, 0)  # noqa: ASYNC222  the child ends immediately
     assert os.waitstatus_to_exitcode(status) == 0
     into = memoryview(bytearray(MIB))
     assert (await connection.call(1, b"", [b"p" * MIB], deadline_s=soon(), into=into)).payload == b"p" * MIB

@@ -1,4 +1,4 @@
-"""Which replica is read: who answers, then who is nearest, then who has the least to do."""
+"""Choice of the replica to read: targets that answer, then the nearest, then the least busy."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ class Reader:
 
 
 @pytest.mark.parametrize("turn", range(4))
-def test_this_host_is_asked_first_then_its_rack_then_others(turn):
+def test_replica_order_is_host_then_rack_then_others(turn):
     assert Reader("host-1").order(4, 3, 2, 1, turn=turn)[:2] == [1, 2]
     assert Reader("host-2").order(1, 3, 2, turn=turn) == [2, 1, 3]
     assert Reader("host-3").order(1, 3, 2, turn=turn)[0] == 3
 
 
-def test_a_client_on_no_node_stands_in_the_rack_that_it_is_told_and_one_on_a_node_in_that_of_the_map():
+def test_client_rack_comes_from_the_map_or_its_option():
     assert Reader("elsewhere", "b").order(1, 2, 3)[0] == 3
-    told_otherwise = Reader("host-1", "b")
-    assert [told_otherwise.lane(target).distance for target in (1, 2, 3, 4)] == [
+    other_rack = Reader("host-1", "b")
+    assert [other_rack.lane(target).distance for target in (1, 2, 3, 4)] == [
         HERE,
         SAME_RACK,
         ELSEWHERE,
@@ -66,7 +66,7 @@ def test_a_client_on_no_node_stands_in_the_rack_that_it_is_told_and_one_on_a_nod
     assert {Reader("elsewhere").lane(target).distance for target in RACKS} == {ELSEWHERE}
 
 
-def test_a_new_label_counts_with_the_map_that_brings_it():
+def test_new_rack_label_applies_with_its_map():
     reader = Reader("host-1")
     nodes = tuple(
         replace(node, rack="a" if node.id == 3 else "b" if node.id == 2 else node.rack)
@@ -77,19 +77,19 @@ def test_a_new_label_counts_with_the_map_that_brings_it():
     assert reader.order(2, 3) == [3, 2]
 
 
-def test_of_those_that_are_equally_near_the_one_with_fewer_reads_on_their_way():
+def test_equally_near_replicas_are_chosen_by_reads_in_flight():
     reader = Reader("elsewhere")
     assert {reader.order(1, 2, turn=turn)[0] for turn in range(2)} == {1, 2}
     reader.lane(1).in_flight = BUSIER
     assert {reader.order(1, 2, turn=turn)[0] for turn in range(2)} == {2}
-    reader.lane(2).in_flight = 1  # what is chance is not worth reading the chunk from a second drive
+    reader.lane(2).in_flight = 1  # a small difference does not justify reading the chunk from a second drive
     assert {reader.order(1, 2, turn=turn)[0] for turn in range(2)} == {1, 2}
     near = Reader("host-1")
     near.lane(2).in_flight = BUSIER
     assert near.order(3, 2) == [2, 3]
 
 
-def test_who_is_silent_or_slow_is_asked_last_for_a_while_however_near():
+def test_silent_or_slow_replica_is_avoided_for_a_time():
     reader = Reader("host-1")
     reader.lane(1).took_s, reader.lane(3).took_s = 5 * SLOW_S_MIN, SLOW_S_MIN / 10
     assert reader.replicas.shun_slow(reader.lanes.values()) and not reader.replicas.shun_slow(
@@ -97,13 +97,13 @@ def test_who_is_silent_or_slow_is_asked_last_for_a_while_however_near():
     )
     assert reader.order(1, 3) == [3, 1]
     reader.now_s += SHUN_S + 1
-    assert not reader.replicas.shun_slow(reader.lanes.values()), "it was not asked since"
+    assert not reader.replicas.shun_slow(reader.lanes.values()), "the target got no request since"
     assert reader.order(1, 3) == [1, 3]
     assert reader.replicas.failed(reader.lane(1)) and not reader.replicas.failed(reader.lane(1))
     assert reader.order(1, 3) == [3, 1]
 
 
-def test_how_fast_a_target_refuses_is_not_what_a_read_takes_there():
+def test_refusals_do_not_count_as_read_latency():
     async def main() -> list[float]:
         lanes = Lane(1, ()), Lane(2, ())
         hedging = Hedging(SYSTEM_CLOCK, lambda lane: None, lambda: None)
@@ -116,7 +116,7 @@ def test_how_fast_a_target_refuses_is_not_what_a_read_takes_there():
     assert refused_s == 0.0 < answered_s
 
 
-def test_all_that_are_slow_alike_or_quick_enough_are_none_to_be_left_alone():
+def test_equally_slow_or_fast_replicas_are_not_avoided():
     reader = Reader("elsewhere")
     for target, took_s in ((1, 10 * SLOW_S_MIN), (2, 20 * SLOW_S_MIN)):
         reader.lane(target).took_s = took_s

@@ -1,4 +1,4 @@
-"""Revocation of rights to volumes, in the pool map: which grants are refused, and for how long."""
+"""Revocation of volume rights in the pool map: which access tokens are refused, and for how long."""
 
 import pytest
 from msgspec.structs import replace
@@ -28,25 +28,25 @@ def refuses(pool_map, *grants, now_ms=NOW_MS):
     return [found.refuses(one) for one in grants]
 
 
-def test_grant_keeps_epoch_and_tags():
+def test_token_keeps_epoch_and_tags():
     one = grant(0x123456, rights=READ | WRITE)
     assert read(sign(one, b"k" * 32)) == one
     assert read(sign(one._replace(epoch=0, volume=0, member=0, table=3), b"k" * 32)).table == 3
 
 
-def test_older_grant_of_member_is_refused():
+def test_older_token_of_member_is_refused():
     new = taken(a_map(), VOLUME, ONE, READ | WRITE, NOW_MS, LIFE_MS)
     assert new.epoch == 8
     assert refuses(new, grant(7), grant(3), grant(8), grant(9)) == [True, True, False, False]
     assert refuses(new, grant(7, member=OTHER), grant(7, member=""), grant(7, volume=ANOTHER)) == [False] * 3
 
 
-def test_right_to_write_is_taken_alone():
+def test_write_right_can_be_revoked_alone():
     new = taken(a_map(), VOLUME, ONE, WRITE, NOW_MS, LIFE_MS)
     assert refuses(new, grant(7), grant(7, rights=READ | WRITE)) == [False, True]
 
 
-def test_everybody_is_refused_without_a_name():
+def test_revocation_without_a_name_applies_to_all_members():
     new = taken(a_map(), VOLUME, "", READ | WRITE, NOW_MS, LIFE_MS)
     assert refuses(new, grant(7), grant(7, member=""), grant(8), grant(7, volume=ANOTHER)) == [
         True,
@@ -56,7 +56,7 @@ def test_everybody_is_refused_without_a_name():
     ]
 
 
-def test_grants_outside_of_volumes_are_never_refused():
+def test_tokens_outside_of_volumes_are_never_refused():
     new = taken(a_map(), 0, "", READ | WRITE, NOW_MS, LIFE_MS)
     assert refuses(new, grant(3, volume=0, member=""), Grant(SERVICE, 0, 1, 0, 0, NOW_MS)) == [False, False]
     assert refuses(new, grant(7, volume=ANOTHER)) == [True]
@@ -72,7 +72,7 @@ def test_epochs_are_compared_beyond_their_24_bits():
     ]
 
 
-def test_entry_ends_with_the_grants_before_it():
+def test_entry_ends_with_the_tokens_before_it():
     new = taken(a_map(), VOLUME, ONE, READ, NOW_MS, LIFE_MS)
     assert without_ended(new, NOW_MS + LIFE_MS - 1) is new
     assert without_ended(new, NOW_MS + LIFE_MS) == replace(new, rights_taken=())
@@ -82,7 +82,7 @@ def test_entry_ends_with_the_grants_before_it():
     assert [one.volume for one in later.rights_taken] == [ANOTHER]
 
 
-def test_the_same_right_taken_twice_is_one_entry():
+def test_right_revoked_twice_is_one_entry():
     new = taken(a_map(), VOLUME, ONE, READ, NOW_MS, LIFE_MS)
     again = taken(new, VOLUME, ONE, WRITE, NOW_MS + 1000, 1000)
     (entry,) = again.rights_taken
@@ -115,7 +115,7 @@ def test_many_entries_become_one_for_all_volumes():
         (-1, ONE, READ, LIFE_MS),
     ],
 )
-def test_nonsense_is_not_taken(wrong):
+def test_invalid_revocation_is_refused(wrong):
     volume, member, rights, life_ms = wrong
     with pytest.raises(InvalidRequest):
         taken(a_map(), volume, member, rights, NOW_MS, life_ms)

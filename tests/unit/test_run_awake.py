@@ -1,4 +1,4 @@
-"""Processors are kept awake while many requests come, and only then."""
+"""Processors are kept out of deep sleep states while many requests arrive, and only then."""
 
 import asyncio
 import os
@@ -37,10 +37,10 @@ async def until_quiet(awake: Awake) -> None:
         if awake._timer is None:
             return
         await asyncio.sleep(LINGER_S / 5)
-    raise AssertionError("processors are kept awake for ever")
+    raise AssertionError("processors stay awake forever")
 
 
-def test_many_requests_keep_processors_awake_until_they_are_over(device, tmp_path):
+def test_many_requests_keep_processors_awake_while_they_run(device, tmp_path):
     async def work():
         awake = Awake("auto", device, tmp_path / "no-driver")
         burst(awake, 100)
@@ -57,10 +57,10 @@ def test_many_requests_keep_processors_awake_until_they_are_over(device, tmp_pat
         SHALLOW_US,
         NO_LIMIT_US,
         SHALLOW_US,
-    ]  # the last is taken back by the closing itself
+    ]  # closing withdraws the last one
 
 
-def test_a_request_now_and_then_asks_nothing_of_the_kernel(device, tmp_path):
+def test_rare_requests_change_no_kernel_setting(device, tmp_path):
     async def work():
         awake = Awake("auto", device, tmp_path / "no-driver")
         for _ in range(5):
@@ -80,9 +80,7 @@ def test_a_request_now_and_then_asks_nothing_of_the_kernel(device, tmp_path):
         ("always", AUTO_PROCESSORS_MAX + 1, [0]),
     ],
 )
-def test_in_a_guest_no_halt_is_shallow_enough_and_a_large_one_is_asked_first(
-    device, tmp_path, wanted, processors, asked
-):
+def test_guest_limits_depend_on_its_processor_count(device, tmp_path, wanted, processors, asked):
     (tmp_path / "driver").write_text("haltpoll\n")
 
     async def work():
@@ -97,7 +95,7 @@ def test_in_a_guest_no_halt_is_shallow_enough_and_a_large_one_is_asked_first(
 
 
 @pytest.mark.parametrize("wanted", ["auto", "never"])
-def test_without_the_device_or_the_wish_requests_are_served_all_the_same(tmp_path, wanted, device):
+def test_requests_are_served_without_the_device_or_option(tmp_path, wanted, device):
     async def work():
         awake = Awake(wanted, tmp_path / "none" if wanted == "auto" else device, tmp_path / "no-driver")
         burst(awake)
@@ -108,7 +106,7 @@ def test_without_the_device_or_the_wish_requests_are_served_all_the_same(tmp_pat
     assert limits(device) == []
 
 
-def test_a_wish_that_the_kernel_refuses_is_dropped(device, tmp_path, caplog):
+def test_limit_that_the_kernel_refuses_is_dropped(device, tmp_path, caplog):
     async def work():
         awake = Awake("auto", device, tmp_path / "no-driver")
         os.close(awake._descriptor)

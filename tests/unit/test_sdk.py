@@ -1,4 +1,4 @@
-"""The SDK: a pool as Python programs use it, from threads, forks and asyncio. The pool runs on a loop in another thread."""
+"""SDK used from threads, forks and asyncio. The pool runs on an event loop in another thread."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def pool(served, request):
         yield found
 
 
-def test_importing_nvpool_loads_no_client():
+def test_import_of_nvpool_loads_no_client():
     program = (
         "import sys, nvpool; "
         "print([m for m in sys.modules if m.startswith(('nvpool.client', 'google', 'uvloop', 'grpc'))])"
@@ -77,7 +77,7 @@ def test_files_are_written_and_read_as_with_open(pool):
         file.read()
 
 
-def test_errors_are_those_that_python_programs_expect(pool):
+def test_errors_match_those_of_python(pool):
     top = pool.top
     with pytest.raises(FileNotFoundError) as found:
         pool.open(f"{top}/missing", "rb")
@@ -178,7 +178,7 @@ def test_attributes_are_set_and_shown(pool):
     assert pool.statfs().blocks_available > 0
 
 
-def test_read_many_takes_paths_and_files_and_fills_the_buffer_in_order(pool):
+def test_read_many_takes_paths_and_files_in_order(pool):
     contents = {f"{pool.top}/f{number}": os.urandom(100_000) for number in range(5)}
     for path, content in contents.items():
         pool.write_bytes(path, content)
@@ -212,7 +212,7 @@ def test_read_many_takes_paths_and_files_and_fills_the_buffer_in_order(pool):
         pool.read_many([(last, 0, 100)], bytearray(10))
 
 
-def test_a_replaced_file_is_what_the_next_batch_reads(pool):
+def test_next_batch_reads_a_replaced_file(pool):
     path = f"{pool.top}/file"
     pool.write_bytes(path, b"old")
     assert bytes(pool.read_many([(path, 0, 3)])[0]) == b"old"
@@ -251,7 +251,7 @@ def _in_child(pool, file, path: str, sender) -> None:
     pool.close()
 
 
-def test_a_forked_worker_connects_for_itself_and_the_parent_goes_on(pool):
+def test_forked_worker_opens_its_own_connection(pool):
     path = f"{pool.top}/file"
     pool.write_bytes(path, b"hello")
     with pool.open(path, "rb", buffering=0) as file:
@@ -270,7 +270,7 @@ def test_a_forked_worker_connects_for_itself_and_the_parent_goes_on(pool):
     assert pool.read_bytes(f"{path}-child") == b"from the child"
 
 
-def test_what_was_written_is_stored_when_the_program_ends(pool, served):
+def test_writes_are_stored_when_the_program_ends(pool, served):
     program = f"""
 import nvpool
 from nvpool.poolmap.model import decode_map
@@ -288,7 +288,7 @@ def _map_text(served) -> str:
     return encode_map(served.pool.pool_map).decode()
 
 
-def test_asyncio_programs_use_it_without_a_thread(served):
+def test_asyncio_programs_need_no_thread(served):
     async def main() -> None:
         async with await nvpool.connect_async(served.pool.pool_map) as pool:
             await pool.mkdir("/async")
@@ -311,7 +311,7 @@ def test_asyncio_programs_use_it_without_a_thread(served):
     asyncio.run(asyncio.wait_for(main(), 120))
 
 
-def test_a_closed_pool_refuses_further_calls(served):
+def test_closed_pool_refuses_further_calls(served):
     pool = nvpool.connect(served.pool.pool_map)
     pool.close()
     pool.close()
@@ -319,7 +319,7 @@ def test_a_closed_pool_refuses_further_calls(served):
         pool.list("/")
 
 
-def test_a_thread_whose_call_is_under_way_when_another_closes_the_pool_does_not_wait_for_ever(served):
+def test_close_ends_calls_of_other_threads(served):
     with nvpool.connect(served.pool.pool_map, options=ClientOptions(deadline_s=60.0)) as found:
         runtime = found._running()
         ended = []

@@ -1,4 +1,4 @@
-"""The SDK's calls and wrong arguments: nothing is lost, and what is raised says which one is wrong."""
+"""SDK calls with wrong arguments: no data is lost, and the error names the wrong argument."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_async_write_bytes_checks_before_it_truncates(served):
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_two_copies_to_one_target_do_not_meet(pool):
+def test_two_copies_to_one_target_do_not_collide(pool):
     async def both():
         running = pool._runtime.pool
         await asyncio.gather(*[running.copy(pool.file, f"{pool.top}/copy") for _ in range(8)])
@@ -129,7 +129,7 @@ def test_copy_to_the_longest_name_works(pool):
 
 
 def with_file(call):
-    """The call with an open file of its own."""
+    """The call, with its own open file."""
 
     def opened(pool):
         with pool.open(pool.file, "r+b", 0) as file:
@@ -315,7 +315,7 @@ def test_wrong_value_is_named_by_async_calls(served, name):
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_right_values_are_taken_as_os_takes_them(pool):
+def test_valid_values_are_accepted_as_by_os(pool):
     pool.chmod(pool.file, os.stat(__file__).st_mode & ~0o777 | 0o640)
     pool.utime(pool.file, (1, 2))
     pool.chown(pool.file, -1, -1)
@@ -327,7 +327,7 @@ def test_right_values_are_taken_as_os_takes_them(pool):
         assert pool.getxattr(pool.file, "user.x") == b"abcd"
 
 
-def test_path_that_can_be_no_name_does_not_exist(pool):
+def test_path_that_is_no_valid_name_does_not_exist(pool):
     pool.symlink("loop", f"{pool.top}/loop")
     for path in ("/" + "x" * 300, "/a\0", f"{pool.top}/loop", "/\ud800", f"{pool.file}/x"):
         assert not pool.exists(path) and not pool.is_dir(path) and not pool.is_file(path)
@@ -432,7 +432,7 @@ def test_whole_files_are_read_into_a_buffer(pool):
         pool.read_many(paths, bytearray(70_005))
 
 
-def test_failed_reads_are_returned_where_asked_for(pool):
+def test_failed_reads_are_returned_on_request(pool):
     reads = [
         pool.file,
         f"{pool.top}/none",
@@ -450,7 +450,7 @@ def test_failed_reads_are_returned_where_asked_for(pool):
     into = bytearray(100)
     lengths = pool.read_many(reads, into, on_error="return")
     assert lengths[0] == len(OLD) and lengths[3] == 3
-    assert into[:31] == OLD + bytes(7) + OLD[:3], "a failed read keeps its place"
+    assert into[:31] == OLD + bytes(7) + OLD[:3], "a failed read keeps its part of the buffer"
     with pytest.raises(FileNotFoundError) as raised:
         pool.read_many(reads)
     assert (
@@ -459,7 +459,7 @@ def test_failed_reads_are_returned_where_asked_for(pool):
 
 
 def test_one_bad_file_is_named_and_leaves_the_others(pool):
-    """A file that the stores can not read, among others in one message."""
+    """A file that the stores cannot read, among others in one message."""
     paths = [f"{pool.top}/f{number}" for number in range(4)]
     for path in paths:
         pool.write_bytes(path, OLD)
@@ -572,7 +572,7 @@ def test_error_of_two_paths_names_both(pool):
     assert (raised.value.filename, raised.value.filename2) == (pool.file, f"{pool.top}/none/x")
 
 
-def test_error_with_more_to_say_keeps_its_words(pool):
+def test_error_with_details_keeps_its_text(pool):
     pool.volumes.create("small", bytes_max=4096)
     with pytest.raises(OSError, match="quota") as raised:
         pool.write_bytes("/volumes/small/file", bytes(1 << 20))
@@ -617,7 +617,7 @@ def test_refused_connection_is_a_connection_error():
         (17512, TypeError, "not int"),
     ],
 )
-def test_connect_says_what_it_wants(where, error, text):
+def test_connect_error_names_the_reason(where, error, text):
     with pytest.raises(error, match=text) as raised:
         nvpool.connect(where)
     assert "poolmap.json" not in str(raised.value)

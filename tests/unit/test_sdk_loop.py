@@ -1,4 +1,4 @@
-"""A thread that waits for work on the SDK's loop: what it gets, and what becomes of the work when it does not wait on."""
+"""Thread that waits for work on the SDK's loop: its result, and cancellation of the work when the thread is interrupted."""
 
 import asyncio
 import concurrent.futures
@@ -31,7 +31,7 @@ async def given(value):
     return value
 
 
-def test_what_the_work_returns_or_raises_comes_to_the_thread(loop):
+def test_thread_gets_the_result_or_error_of_its_work(loop):
     assert _Call(loop, given(7)).wait() == 7
     with pytest.raises(FileNotFoundError, match="gone"):
         _Call(loop, given(FileNotFoundError("gone"))).wait()
@@ -39,7 +39,7 @@ def test_what_the_work_returns_or_raises_comes_to_the_thread(loop):
         _Call(loop, given(asyncio.CancelledError())).wait()
 
 
-def test_many_threads_wait_at_once_and_each_gets_its_own(loop):
+def test_concurrent_threads_get_their_own_results(loop):
     with concurrent.futures.ThreadPoolExecutor(16) as threads:
         found = list(threads.map(lambda number: _Call(loop, given(number)).wait(), range(500)))
     assert found == list(range(500))
@@ -70,7 +70,7 @@ def test_work_whose_thread_is_interrupted_is_cancelled(loop):
 
 
 def test_file_collected_in_the_loop_thread_is_stored_and_closed(tmp_path):
-    """The garbage collector runs in any thread; where it closed a file in the loop's, the loop waited for itself."""
+    """The garbage collector runs in any thread; a file that it closed in the loop's thread made the loop wait for itself."""
     served = Served(str(tmp_path))
     try:
         with nvpool.connect(served.pool.pool_map) as pool:
@@ -82,18 +82,18 @@ def test_file_collected_in_the_loop_thread_is_stored_and_closed(tmp_path):
                 del cycle
                 collected = threading.Event()
                 runtime.loop.call_soon_threadsafe(lambda seen=collected: (gc.collect(), seen.set()))
-                assert collected.wait(30), "the loop waits for itself"
+                assert collected.wait(30), "the loop is blocked"
                 runtime.call(runtime.done())
                 if (
                     not buffering
-                ):  # of a buffered file in a cycle Python may close the raw one first, which loses the buffer
+                ):  # in a cycle Python may close the raw file before the buffered one, which loses the buffer
                     assert pool.read_bytes("/file") == b"left open"
                 pool.remove("/file")
     finally:
         served.close()
 
 
-def test_after_the_loop_has_ended_nothing_is_begun():
+def test_work_for_a_closed_loop_is_refused():
     ended = asyncio.new_event_loop()
     ended.close()
     with pytest.raises(RuntimeError, match="closed"):

@@ -1,4 +1,4 @@
-"""Pickled file systems: they connect anew where they are unpickled, in whatever way the other process was started."""
+"""Pickled file systems connect again where they are unpickled, for each start method of processes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
-def test_file_system_goes_to_another_process(served, method, tmp_path):
+def test_file_system_is_pickled_to_another_process(served, method, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     subprocess.run(

@@ -1,4 +1,4 @@
-"""What a daemon does with the pool maps that its supervisor gives it, or does not."""
+"""Pool maps that a daemon gets from its supervisor, and the endpoints that it listens on."""
 
 import asyncio
 import os
@@ -73,11 +73,11 @@ def test_refused_and_broken_maps_do_not_end_a_daemon(monkeypatch, tmp_path, capl
         ("stream://10.0.0.1:1", "", True),
     ],
 )
-def test_loopback_is_listened_to_where_it_is_named(endpoint, host, wanted):
+def test_loopback_endpoint_is_used_only_when_configured(endpoint, host, wanted):
     assert runtime_service.is_wanted(endpoint, NetworkConfig(host=host)) is wanted
 
 
-def test_nothing_listens_on_tcp_without_a_certificate(tmp_path):
+def test_tcp_listener_needs_a_certificate(tmp_path):
     async def listen(identity):
         endpoints = (f"stream+unix://{tmp_path}/s", "stream://127.0.0.1:0")
         for one in await runtime_service.listen_on(
@@ -92,7 +92,7 @@ def test_nothing_listens_on_tcp_without_a_certificate(tmp_path):
 
 
 @pytest.mark.parametrize(("local_users", "mode"), [(True, 0o666), (False, 0o600)])
-def test_socket_is_open_to_users_where_it_says_so(tmp_path, local_users, mode):
+def test_socket_is_open_to_local_users_when_allowed(tmp_path, local_users, mode):
     asked = []
 
     def handler(call):

@@ -1,4 +1,4 @@
-"""Sessions belong to the caller that opened them, and slots to the request that they have served."""
+"""Sessions belong to the caller that opened them, and a request slot to the request that it served."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ WITH_A_SESSION = {
     wire.META_VOLUME_ROOM: pb.VolumeRoomRequest,
     wire.META_TRASH: pb.TrashRequest,
 }
-"""Messages with the number of a session; those of changes have it in their `change`."""
+"""Messages with a session number; changes have it in their `change`."""
 
 
 class Peer(ShardClient):
-    """A client that comes as that peer."""
+    """A client with the identity of `peer`."""
 
     def __init__(self, shard: Shard, peer, session: int = 0, secret: bytes = b"") -> None:
         super().__init__(shard.service, 1000, 100)
@@ -84,7 +84,7 @@ def requests_of(session: int, secret: bytes):
         yield method, kind(change=pb.Change(session=session, slot=9, sequence=1, uid=1000, gid=100))
 
 
-def test_messages_with_a_session_are_all_known():
+def test_table_covers_every_message_with_a_session():
     named = {method for method, right in RIGHTS.items() if "the session is the caller's own" in right.checks}
     assert named == (WITH_A_SESSION.keys() | CHANGES.keys()) - {wire.META_OPEN_SESSION}
 
@@ -97,7 +97,7 @@ def test_messages_with_a_session_are_all_known():
         pytest.param(PEER, (MALLORY, USER), id="node"),
     ],
 )
-def test_session_of_another_is_refused_in_each_message(owner, others):
+def test_session_of_another_owner_is_refused_in_each_message(owner, others):
     async def body(shard, _):
         await (await ShardClient(shard.service).begin()).setattr(ROOT, MODE, mode=0o777)
         mine = await Peer(shard, owner).begin(watch=True)
@@ -142,18 +142,18 @@ async def test_owner_of_a_session_survives_a_restart(shard, client):
 
 
 @scenario
-async def test_session_without_an_owner_is_of_who_uses_it_first(shard, client):
+async def test_session_without_an_owner_gets_its_first_user(shard, client):
     mine = await Peer(shard, ALICE).begin()
     key = records.session_key(mine.session)
     record = decode_session(shard.kv.get(key))
     assert record.owner == "client/alice.1"
-    shard.kv.apply([(key, encode_session(record._replace(owner=None)))])  # as software from before wrote it
+    shard.kv.apply([(key, encode_session(record._replace(owner=None)))])  # as older software wrote it
     await shard.restart()
     mine.service = shard.service
     for user in (
         USER,
         PEER._replace(member="client/bound.0a1b2c3d.u1000-50"),
-    ):  # nobody served them when it was opened
+    ):  # older software served neither of them
         with pytest.raises(StaleSession):
             await Peer(shard, user, mine.session).getattr(ROOT)
     await mine.getattr(ROOT)
@@ -174,7 +174,7 @@ async def test_lock_stays_when_another_ends_the_session(shard, client):
     assert not (await theirs.ask("LOCK", lock)).granted
 
 
-def test_identity_of_another_brings_nothing_of_his():
+def test_client_identity_of_another_owner_is_ignored():
     sessions = Sessions(None, 60.0, shard=1)
     arrived = sessions.arrive(
         2 << 48 | 5, SessionRecord(b"s" * 16, 0, "a", False, 77, "client/alice.1"), (5,), 0.0
@@ -192,7 +192,7 @@ def test_identity_of_another_brings_nothing_of_his():
 
 
 async def make_and_steal(client):
-    """A change of one name, and another one under the same slot and sequence."""
+    """A change of one name, and a different change with the same slot and sequence."""
     await client.file(ROOT, b"mine")
     client.sequences[0] -= 1
     return pb.CreateRequest(change=client.change(), parent=ROOT, name=b"other", mode=0o100644, exclusive=True)
@@ -211,7 +211,7 @@ async def test_slot_does_not_answer_another_request(shard, client):
 
 
 @scenario
-async def test_slot_tells_requests_apart_after_a_restart(shard, client):
+async def test_slot_distinguishes_requests_after_a_restart(shard, client):
     other = await make_and_steal(client)
     await shard.restart()
     client.service = shard.service
@@ -235,7 +235,7 @@ async def test_slot_does_not_give_a_refusal_to_another_request(shard, client):
 
 
 @scenario
-async def test_slot_of_older_software_answers_as_before(shard, client):
+async def test_slot_of_older_software_is_replayed_unchecked(shard, client):
     await client.file(ROOT, b"mine")
     key = records.slot_key(client.session, 0)
     found = decode_slot(shard.kv.get(key))
@@ -274,7 +274,7 @@ async def test_slot_of_older_software_answers_as_before(shard, client):
         ),
     ],
 )
-def test_mark_is_of_the_change_alone(method, request_, same, other):
+def test_mark_depends_only_on_the_change(method, request_, same, other):
     def mark(
         epoch: int = 1, uid: int = 1, gid: int = 1, sequence: int = 1, of: int = method, **fields
     ) -> int:

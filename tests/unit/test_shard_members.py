@@ -1,4 +1,4 @@
-"""What a member of a shard answers, and who watches over its primaries, without processes."""
+"""Shard members and the keeper that elects their primaries, without processes."""
 
 import asyncio
 import functools
@@ -43,7 +43,7 @@ def in_a_loop(check):
 
 
 class Bench:
-    """A keeper with a map in memory and a clock by hand."""
+    """A keeper with an in-memory map and a manual clock."""
 
     def __init__(self, *states):
         standbys = tuple(StandbyMember(number, 1, (), state) for number, state in enumerate(states, 1))
@@ -54,7 +54,7 @@ class Bench:
         self.reign = Reign(self)
         self.answer = None
         self.records: dict[int, bool | None] = {}
-        """Of standbys that were asked: True unless it is said here."""
+        """Replies of the standbys that are asked: True unless set here."""
         self.keeper = ShardKeeper(
             lambda: self.map,
             self.change,
@@ -104,7 +104,7 @@ class Bench:
 
 
 @in_a_loop
-async def test_a_primary_is_followed_only_when_it_was_silent_for_its_whole_lease():
+async def test_silent_primary_is_replaced_after_its_whole_lease():
     bench = Bench("up")
     await bench.keeper.run_once()
     for _ in range(10):
@@ -123,7 +123,7 @@ async def test_a_primary_is_followed_only_when_it_was_silent_for_its_whole_lease
 
 
 @in_a_loop
-async def test_a_primary_whose_process_has_ended_is_followed_at_once_and_none_that_is_not_up_follows():
+async def test_ended_primary_is_replaced_only_by_a_member_that_is_up():
     bench = Bench("syncing")
     bench.keeper.member_ended(1, 0)
     await bench.keeper.run_once()
@@ -131,14 +131,14 @@ async def test_a_primary_whose_process_has_ended_is_followed_at_once_and_none_th
     assert (await bench.standby(1, True, 1, 1)).shards[0].standbys[0].state == "up"
     await bench.keeper.run_once()
     assert (bench.shard.member, bench.shard.term) == (1, 2)
-    bench.keeper.member_ended(1, 0)  # a standby's
+    bench.keeper.member_ended(1, 0)  # of a standby
     await bench.standby(0, True, 2, bench.shard.epoch)
     await bench.keeper.run_once()
     assert bench.shard.member == 1
 
 
 @in_a_loop
-async def test_a_process_that_lives_again_is_not_taken_for_the_one_that_ended():
+async def test_restarted_primary_is_distinguished_from_the_ended_one():
     bench = Bench("syncing")
     bench.keeper.member_ended(1, 0)
     reply = await bench.alive(0, 0)
@@ -146,13 +146,13 @@ async def test_a_process_that_lives_again_is_not_taken_for_the_one_that_ended():
     await bench.standby(1, True, 2, bench.shard.epoch)
     await bench.keeper.run_once()
     assert bench.shard.member == 0
-    # it ended, and began again before anybody saw: the one that is up has what it may have lost
+    # it ended and began again unnoticed: the standby that is up has the records that it may have lost
     reply = await bench.alive(0, 0)
     assert reply.term == 0 and decode_map(reply.map).shards[0].member == 1
 
 
 @in_a_loop
-async def test_a_standby_without_records_never_follows():
+async def test_standby_without_records_is_never_promoted():
     bench = Bench("up", "up")
     bench.records = {1: False}
     bench.keeper.member_ended(1, 0)
@@ -162,18 +162,18 @@ async def test_a_standby_without_records_never_follows():
 
 
 @in_a_loop
-async def test_the_only_standby_without_records_is_demoted():
+async def test_only_standby_without_records_is_demoted():
     bench = Bench("up")
     bench.records = {1: False}
     bench.keeper.member_ended(1, 0)
     for _ in range(3):
         await bench.keeper.run_once()
     assert (bench.shard.member, bench.shard.term, bench.shard.standbys[0].state) == (0, 1, "syncing")
-    assert (await bench.alive(0, 0)).term == 2, "the old primary goes on"
+    assert (await bench.alive(0, 0)).term == 2, "the old primary continues"
 
 
 @in_a_loop
-async def test_a_standby_that_does_not_answer_is_waited_for():
+async def test_promotion_waits_for_a_silent_standby():
     bench = Bench("up")
     bench.records = {1: None}
     bench.keeper.member_ended(1, 0)
@@ -189,7 +189,7 @@ async def test_a_standby_that_does_not_answer_is_waited_for():
 
 
 @in_a_loop
-async def test_proven_primary_goes_on_without_silent_standby():
+async def test_proven_primary_continues_without_a_silent_standby():
     bench = Bench("up")
     bench.records = {1: None}
     with pytest.raises(Unavailable, match="may have changes"):
@@ -199,13 +199,13 @@ async def test_proven_primary_goes_on_without_silent_standby():
         reply.term == 2 and reply.lease_ms and decode_map(reply.map).shards[0].standbys[0].state == "syncing"
     )
     bench.records = {}
-    bench.keeper.member_ended(1, 0)  # from here on the standby may lack what the primary acknowledges
+    bench.keeper.member_ended(1, 0)  # from now on the standby may lack acknowledged changes
     await bench.keeper.run_once()
     assert bench.shard.member == 0
 
 
 @in_a_loop
-async def test_a_primary_begins_where_its_standby_lost_records():
+async def test_primary_starts_when_its_standby_lost_records():
     bench = Bench("up")
     bench.records = {1: False}
     assert (await bench.alive(0, 0)).term == 2
@@ -213,7 +213,7 @@ async def test_a_primary_begins_where_its_standby_lost_records():
 
 
 @in_a_loop
-async def test_a_primary_heard_while_standbys_are_asked_stays():
+async def test_primary_that_reports_during_an_election_stays():
     bench = Bench("up")
     await bench.keeper.run_once()
     bench.clock.advance(LEASE_S + 0.1)
@@ -228,7 +228,7 @@ async def test_a_primary_heard_while_standbys_are_asked_stays():
 
 
 @in_a_loop
-async def test_who_does_not_lead_decides_nothing_and_who_leads_anew_waits_a_whole_lease():
+async def test_new_leader_waits_a_whole_lease_before_promotion():
     bench = Bench("up")
     await bench.keeper.run_once()
     bench.reign = None
@@ -243,7 +243,7 @@ async def test_who_does_not_lead_decides_nothing_and_who_leads_anew_waits_a_whol
 
 
 @in_a_loop
-async def test_a_primary_of_which_the_map_here_does_not_know_yet_is_told_to_come_again():
+async def test_primary_newer_than_the_map_is_asked_to_retry():
     bench = Bench("up")
     await bench.keeper.run_once()
     with pytest.raises(Unavailable):
@@ -258,7 +258,7 @@ async def test_a_primary_of_which_the_map_here_does_not_know_yet_is_told_to_come
 
 
 @in_a_loop
-async def test_no_lease_is_longer_than_the_leaders_own_and_none_is_given_where_another_is_perhaps_named_already():
+async def test_primary_lease_is_bounded_by_leadership():
     bench = Bench("up")
     await bench.keeper.run_once()
     assert (await bench.alive(0, 1)).lease_ms == LEASE_S * 1000
@@ -269,7 +269,7 @@ async def test_no_lease_is_longer_than_the_leaders_own_and_none_is_given_where_a
 
     async def lost(decide):
         decide(bench.map)
-        lease = await bench.alive(0, 1)  # while the change is under way, and after its answer was lost
+        lease = await bench.alive(0, 1)  # while the change is in progress, and after its reply was lost
         assert lease.lease_ms == 0
         raise Unavailable("no answer", may_be_applied=True)
 
@@ -278,12 +278,12 @@ async def test_no_lease_is_longer_than_the_leaders_own_and_none_is_given_where_a
         await bench.keeper.run_once()
     assert (await bench.alive(0, 1)).lease_ms == 0
     bench.keeper._change = made
-    await bench.keeper.run_once()  # its sign of life has not counted
+    await bench.keeper.run_once()  # its heartbeat has not counted
     assert bench.shard.member == 1 and (await bench.alive(1, 2)).lease_ms == 700
 
 
 @in_a_loop
-async def test_where_all_leases_of_the_reign_before_have_ended_nothing_is_waited_for_again():
+async def test_leases_of_an_ended_leadership_are_not_waited_for():
     bench = Bench("up")
     bench.reign = Reign(bench, bounded=True, gone=1)
     await bench.keeper.run_once()
@@ -291,9 +291,7 @@ async def test_where_all_leases_of_the_reign_before_have_ended_nothing_is_waited
     await bench.keeper.run_once()
     assert bench.shard.member == 1
     bench = Bench("up")
-    bench.reign = Reign(
-        bench, bounded=True, gone=2
-    )  # the primary is on another node, and has the time to be heard
+    bench.reign = Reign(bench, bounded=True, gone=2)  # the primary is on another node, and has time to report
     await bench.keeper.run_once()
     bench.clock.advance(HEARD_S - 0.1)
     await bench.keeper.run_once()
@@ -310,7 +308,7 @@ async def test_where_all_leases_of_the_reign_before_have_ended_nothing_is_waited
 
 
 @in_a_loop
-async def test_the_node_of_a_primary_that_has_ended_says_so_itself():
+async def test_node_replaces_its_own_ended_primary():
     bench = Bench("up")
     bench.reign = None
     bench.keeper.member_ended(1, 0)
@@ -321,7 +319,7 @@ async def test_the_node_of_a_primary_that_has_ended_says_so_itself():
 
 
 @in_a_loop
-async def test_a_shard_that_has_left_the_pool_by_a_newer_map_than_ours_needs_no_primary():
+async def test_removed_shard_needs_no_primary():
     bench = Bench("up")
     bench.reign = None
     left = replace(bench.map, epoch=2, shards=())
@@ -337,7 +335,7 @@ async def test_a_shard_that_has_left_the_pool_by_a_newer_map_than_ours_needs_no_
 
 
 @in_a_loop
-async def test_only_services_of_the_pool_are_heard():
+async def test_only_services_of_the_pool_are_accepted():
     bench = Bench("syncing")
     reading = sign(Grant(READ, 0, 1, 0, 0, bench.clock.wall_ns() // 1_000_000 + 10_000), SECRET)
     for wrong in (b"", b"x" * 60, reading, ServiceRight(bench.clock, b"y" * 32, 1)()):
@@ -346,7 +344,7 @@ async def test_only_services_of_the_pool_are_heard():
     assert bench.map.epoch == 1
 
 
-def test_a_right_is_good_until_it_ends():
+def test_service_right_is_valid_until_it_expires():
     clock = ManualClock()
     check, right = AuthorityCheck(clock, SECRET), ServiceRight(clock, SECRET, 1)
     signed = right()
@@ -375,7 +373,7 @@ def ask(gate, answer):
     return call.answer
 
 
-def test_answers_wait_for_what_was_changed_before_them_and_no_longer():
+def test_replies_wait_only_for_changes_before_them():
     gate, history, _ = gated()
     answers = []
 
@@ -388,7 +386,7 @@ def test_answers_wait_for_what_was_changed_before_them_and_no_longer():
     assert answers[0].answer == (b"0", b"")
     history.note(1, 1, b"r")
     one(1)
-    one(2, AlreadyExists("made by the change that nobody else has yet"))
+    one(2, AlreadyExists("made by a change that no standby has yet"))
     history.note(2, 1, b"r")
     one(3)
     assert [call.answer for call in answers[1:]] == [None] * 3
@@ -402,7 +400,7 @@ def test_answers_wait_for_what_was_changed_before_them_and_no_longer():
     assert isinstance(answers[3].answer, Unavailable) and answers[3].answer.may_be_applied
 
 
-def test_the_lease_is_looked_at_after_the_work():
+def test_lease_is_checked_after_the_work():
     gate, history, clock = gated()
 
     def slow(held):
@@ -426,20 +424,20 @@ def test_the_lease_is_looked_at_after_the_work():
 
 
 @in_a_loop
-async def test_a_standby_sends_clients_to_the_primary_and_hears_only_services(tmp_path):
+async def test_standby_redirects_clients_and_accepts_only_services(tmp_path):
     clock = ManualClock()
     standby = StandbyKv(tmp_path / "kv", LmdbOptions(journal_bytes=1 << 20, map_bytes=1 << 20))
-    door = StandbyDoor(standby, shard=1, member=2, clock=clock, secret=SECRET)
+    service = StandbyDoor(standby, shard=1, member=2, clock=clock, secret=SECRET)
     right = ServiceRight(clock, SECRET, 1)
 
     async def follow(**fields):
         request = pb.FollowRequest(**({"shard": 1, "member": 2, "term": 1} | fields))
         call = DirectCall(wire.META_FOLLOW, request.SerializeToString())
-        door.handle(call)
+        service.handle(call)
         return pb.FollowReply.FromString((await call.wait())[0])
 
     asked = DirectCall(wire.META_GETATTR, b"")
-    door.handle(asked)
+    service.handle(asked)
     assert isinstance(asked.answer, StaleEpoch)
     step = pb.FollowRequest
     with pytest.raises(StaleGrant):
@@ -448,20 +446,20 @@ async def test_a_standby_sends_clients_to_the_primary_and_hears_only_services(tm
         with pytest.raises(StaleEpoch):
             await follow(step=step.BEGIN, authority=right(), **wrong)
     shipped = DirectCall(wire.META_SHIP, pb.ShipRequest(shard=1, member=2, term=1).SerializeToString())
-    door.handle(shipped)
+    service.handle(shipped)
     assert isinstance(shipped.answer, StaleGrant)
     reply = await follow(step=step.BEGIN, authority=right())
     assert (reply.stored, reply.stored_term, len(reply.runs)) == (0, 0, 0) and not (tmp_path / "kv").exists()
     await follow(step=step.KEEP, authority=right())
     with pytest.raises(StaleTerm):
         await follow(step=step.SYNC, term=0, authority=right())
-    await door.close()
+    await service.close()
     await standby.close()
 
 
-def test_who_is_deposed_by_a_map_does_not_act_on_what_that_map_gives_the_shard(tmp_path):
-    """It may have come to the primary of the later term."""
-    told, failed = [], []
+def test_deposed_primary_does_not_apply_its_deposing_map(tmp_path):
+    """The map may name a primary of a later term."""
+    maps, failed = [], []
     first = PoolMap(
         MAP_FORMAT, "p", "p", 1, PoolSettings(), (Node(1, "n", "", ()),), shards=(Shard(1, 1, (), term=2),)
     )
@@ -470,16 +468,16 @@ def test_who_is_deposed_by_a_map_does_not_act_on_what_that_map_gives_the_shard(t
     member._kv, member._term, member._service = (
         SimpleNamespace(),
         2,
-        SimpleNamespace(update_map=told.append, handle=None),
+        SimpleNamespace(update_map=maps.append, handle=None),
     )
     second = replace(first, epoch=2)
     member.update_map(second)
     member.update_map(replace(first, epoch=3, shards=(replace(first.shards[0], member=1, term=3),)))
-    assert told == [second] and "is not the primary of shard 1 any more" in failed[0] and len(failed) == 1
+    assert maps == [second] and "is not the primary of shard 1 any more" in failed[0] and len(failed) == 1
 
 
 class Asked:
-    """The way to who keeps the map: notes what is asked, and gives no term."""
+    """Connection to the keeper of the map: records the requests, and gives no term."""
 
     def __init__(self):
         self.requests = []
@@ -496,7 +494,7 @@ class Asked:
 
 
 @in_a_loop
-async def test_primary_that_begins_tells_its_proof(tmp_path):
+async def test_starting_primary_reports_its_commit_mark(tmp_path):
     path, mark = tmp_path / "kv", tmp_path / "mark"
     path.mkdir()
     options = LmdbOptions(journal_bytes=1 << 20, map_bytes=1 << 20)
@@ -528,15 +526,15 @@ async def test_primary_that_begins_tells_its_proof(tmp_path):
     )
     member._kv = await MemberKv.open_member(path, options)
     await member.close()
-    assert not mark.exists(), "a primary that ended in order leaves nothing behind"
+    assert not mark.exists(), "a primary that ended in order leaves no commit mark"
 
 
 @pytest.mark.parametrize(
     ("method", "message"), [(wire.META_SHIP, pb.ShipRequest), (wire.META_FOLLOW, pb.FollowRequest)]
 )
-def test_of_two_that_take_themselves_for_the_primary_the_one_of_the_later_term_is(method, message):
+def test_primary_of_the_later_term_wins(method, message):
     clock, later = ManualClock(), []
-    door = PrimaryDoor(
+    service = PrimaryDoor(
         shard=1, member=2, term=7, clock=clock, secret=SECRET, on_later=lambda: later.append(True)
     )
     right = ServiceRight(clock, SECRET, 1)()
@@ -545,18 +543,18 @@ def test_of_two_that_take_themselves_for_the_primary_the_one_of_the_later_term_i
         call = DirectCall(
             method, message(shard=1, member=2, term=term, authority=authority).SerializeToString()
         )
-        door.handle(call)
+        service.handle(call)
         return call.answer
 
     assert isinstance(answered(6), StaleTerm) and isinstance(answered(7), StaleTerm) and not later
     assert isinstance(answered(9, b"anybody"), StaleGrant) and not later
-    assert isinstance(answered(8), Unavailable) and later, "who is asked has become a standby"
+    assert isinstance(answered(8), Unavailable) and later, "the receiver has become a standby"
     call = DirectCall(method, b"\xff")
-    door.handle(call)
+    service.handle(call)
     assert isinstance(call.answer, InvalidRequest)
 
 
-def test_a_right_is_one_of_a_service():
+def test_right_belongs_to_a_service():
     clock = ManualClock()
 
     assert (
@@ -566,7 +564,7 @@ def test_a_right_is_one_of_a_service():
 
 
 @in_a_loop
-async def test_keeper_has_the_map_say_what_was_taken_back():
+async def test_keeper_records_a_revocation_in_the_map():
     bench = Bench()
     request = pb.TakeRightRequest(shard=1, volume=7, member="client/one.0a1b2c3d", rights=1, life_ms=1000)
     with pytest.raises(StaleGrant):

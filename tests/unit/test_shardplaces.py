@@ -1,4 +1,4 @@
-"""The places of shards' members on a node, with a coordinator in memory and no processes."""
+"""Directories of shard members on a node, with an in-memory coordinator and no processes."""
 
 import asyncio
 from pathlib import Path
@@ -21,7 +21,7 @@ from nvpool.provision.create import free_ports
 from nvpool.testing.contracts.coordinator import first_map
 
 
-def test_a_drive_that_is_not_there_keeps_no_other_member_from_its_place(tmp_path):
+def test_missing_drive_does_not_block_other_members(tmp_path):
     drives = [tmp_path / name / "store" for name in ("away", "here")]
     drives[1].mkdir(parents=True)
     shard = Shard(
@@ -63,7 +63,7 @@ def test_a_drive_that_is_not_there_keeps_no_other_member_from_its_place(tmp_path
     asyncio.run(run())
 
 
-def test_a_removed_directory_of_a_standby_is_made_again(tmp_path, monkeypatch):
+def test_removed_standby_directory_is_created_again(tmp_path, monkeypatch):
     monkeypatch.setattr(shard_members, "MADE_AGAIN_S", 0.0)
     store, away = tmp_path / "d1" / "nvpool-pool-target-1", tmp_path / "d2" / "nvpool-pool-target-2"
     store.mkdir(parents=True)
@@ -104,16 +104,14 @@ def test_a_removed_directory_of_a_standby_is_made_again(tmp_path, monkeypatch):
 
     asyncio.run(run())
     made = [Path(one.path).is_dir() for one in standbys]
-    assert made == [True, False, False], (
-        "not of one that the map counts on, nor on a drive that is not mounted"
-    )
+    assert made == [True, False, False], "not for a member that is up, nor on an unmounted drive"
 
 
-def test_a_shard_is_not_added_at_a_port_that_another_process_was_given_meanwhile(tmp_path):
+def test_new_shard_gets_no_port_of_another_process(tmp_path):
     config = Config(network=NetworkConfig(host="127.0.0.1", base_port=23_000))
 
     class Late(Leading):
-        """Somebody else is first."""
+        """Another change is applied first."""
 
         taken: int = 0
 

@@ -1,5 +1,5 @@
-"""Targets that say nothing any more, as processes that are stopped and hosts that are cut off: whoever asked one goes on with
-another, or with the next map, and nobody waits for the silent one to his deadline."""
+"""Silent targets, such as stopped processes and isolated hosts: requests go on with another target or the next map, and no
+caller waits for a silent one until its deadline."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from nvpool.testing.fakes.stalling_pool import HoldingPool
 ME = Caller(1000, 1000)
 CHUNK = 256 * KIB
 OPTIONS = ClientOptions(deadline_s=10.0, fresh_s=0.0, attr_s=0.0, short_cut=False)
-"""Who waits for a silent target to the end meets an error."""
+"""A caller that waits for a silent target to the end gets an error."""
 
 
 def in_loop(test):
@@ -64,7 +64,7 @@ async def content_of(vfs, handle) -> bytes:
 
 
 @in_loop
-async def test_who_asks_for_places_asks_others_again_when_all_were_silent_for_a_while(monkeypatch):
+async def test_extent_query_is_repeated_when_all_were_silent(monkeypatch):
     monkeypatch.setattr(client_extents, "_PATIENCE_S", 0.05)
     async with made() as (pool, vfs):
         content = os.urandom(100_000)
@@ -78,13 +78,15 @@ async def test_who_asks_for_places_asks_others_again_when_all_were_silent_for_a_
         )
         pool.let_go(second)
         assert await copying == len(content)
-        assert len(pool.held[first]) == pool.asked[first, Method.DATA_EXTENTS]  # it never said anything
+        assert (
+            len(pool.held[first]) == pool.asked[first, Method.DATA_EXTENTS]
+        )  # the first target never replied
         await vfs.flush(copy)
         assert await content_of(vfs, copy) == content
 
 
 @in_loop
-async def test_who_asks_for_places_where_the_lease_has_ended_asks_again(monkeypatch):
+async def test_extent_query_is_repeated_after_an_expired_lease(monkeypatch):
     monkeypatch.setattr(client_extents, "_PATIENCE_S", 0.05)
     async with made() as (pool, vfs):
         content = os.urandom(100_000)
@@ -102,7 +104,7 @@ async def test_who_asks_for_places_where_the_lease_has_ended_asks_again(monkeypa
 
 
 @in_loop
-async def test_who_asks_for_places_goes_with_the_map_when_that_has_no_silent_target_any_more(monkeypatch):
+async def test_extent_query_follows_a_map_without_the_silent_target(monkeypatch):
     monkeypatch.setattr(client_extents, "_PATIENCE_S", 600.0)
     async with made() as (pool, vfs):
         handle = await new_file(vfs, b"file", bytes(5000))
@@ -115,7 +117,7 @@ async def test_who_asks_for_places_goes_with_the_map_when_that_has_no_silent_tar
 
 
 @in_loop
-async def test_superseded_question_leaves_no_unseen_error(monkeypatch):
+async def test_superseded_query_leaves_no_unseen_error(monkeypatch):
     monkeypatch.setattr(client_extents, "_PATIENCE_S", 600.0)
     async with made() as (pool, vfs):
         handle = await new_file(vfs, b"file", bytes(5000))
@@ -133,7 +135,7 @@ async def test_superseded_question_leaves_no_unseen_error(monkeypatch):
 
 
 @in_loop
-async def test_a_copy_in_a_silent_store_is_made_where_the_chunks_are_by_the_next_map():
+async def test_copy_follows_the_chunks_of_a_silent_store():
     async with made(replicas=1) as (pool, vfs):
         content = os.urandom(100_000)
         handle = await new_file(vfs, b"file", content)
@@ -168,7 +170,7 @@ async def test_a_copy_in_a_silent_store_is_made_where_the_chunks_are_by_the_next
 
 
 @in_loop
-async def test_a_copy_that_a_store_was_asked_for_is_made_by_the_client_when_others_join_the_chunk_meanwhile():
+async def test_copy_falls_back_to_the_client_when_a_target_joins():
     async with made() as (pool, vfs):
         content = os.urandom(200_000)
         handle, copy = await new_file(vfs, b"file", content), await new_file(vfs, b"copy")
@@ -185,7 +187,7 @@ async def test_a_copy_that_a_store_was_asked_for_is_made_by_the_client_when_othe
 
 
 @in_loop
-async def test_a_truncation_waits_for_no_target_that_the_map_has_taken_out(monkeypatch):
+async def test_truncation_does_not_wait_for_a_removed_target(monkeypatch):
     monkeypatch.setattr(meta_targets, "CALL_S", 600.0)
     async with made() as (pool, vfs):
         handle = await new_file(vfs, b"file", os.urandom(100_000))
@@ -199,7 +201,7 @@ async def test_a_truncation_waits_for_no_target_that_the_map_has_taken_out(monke
 
 
 @in_loop
-async def test_a_store_waits_for_no_other_one_that_the_map_has_taken_out(monkeypatch):
+async def test_store_does_not_wait_for_a_removed_target(monkeypatch):
     monkeypatch.setattr(transfer_client, "CALL_S", 600.0)
     async with made() as (pool, vfs):
         handle = await new_file(vfs, b"file", os.urandom(100_000))
@@ -210,13 +212,13 @@ async def test_a_store_waits_for_no_other_one_that_the_map_has_taken_out(monkeyp
         await pool.change_map(lambda now: died(now, {2}))
         with pytest.raises(Unreachable):
             await fetching
-        pool.let_go(2)  # who is taken out already is asked nevertheless, and has something to say
+        pool.let_go(2)  # a target that is already removed is asked nevertheless, and replies
         with pytest.raises(WrongTarget, match="not held here"):
             await asking.fetch(2, [(handle.inode, 0, 2)])
 
 
 @in_loop
-async def test_reads_go_to_another_replica_while_a_host_lets_nobody_connect(monkeypatch):
+async def test_reads_use_another_replica_when_connect_hangs(monkeypatch):
     monkeypatch.setattr(connection_pool, "ATTEMPT_S", 600.0)
     async with made() as (pool, vfs):
         content = os.urandom(300_000)
@@ -239,7 +241,7 @@ async def test_reads_go_to_another_replica_while_a_host_lets_nobody_connect(monk
 
 @pytest.mark.parametrize("first", ["silent", "refuses"])
 @in_loop
-async def test_a_read_that_the_other_replica_refused_for_now_is_asked_of_it_again_while_the_first_is_silent(
+async def test_busy_replica_is_retried_while_the_other_is_silent(
     first,
 ):
     async with made() as (pool, vfs):
@@ -254,7 +256,7 @@ async def test_a_read_that_the_other_replica_refused_for_now_is_asked_of_it_agai
         asked = 0
 
         def refused() -> bool:
-            """As while a write is not decided."""
+            """A replica that is busy because a write is undecided."""
             nonlocal asked
             while pool.held[other]:
                 asked += 1
@@ -268,7 +270,7 @@ async def test_a_read_that_the_other_replica_refused_for_now_is_asked_of_it_agai
 
 
 @in_loop
-async def test_a_fresh_client_is_told_the_size_of_a_pool_one_of_whose_targets_is_away():
+async def test_statfs_works_while_a_target_is_away():
     async with made() as (pool, vfs):
         before = await vfs.statfs()
         await pool.change_map(lambda now: died(now, {2}))

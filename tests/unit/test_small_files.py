@@ -1,4 +1,4 @@
-"""Small files: how many messages they cost, counted at the shard and the stores; and that nothing is missed for it."""
+"""Small files: number of messages, counted at the shard and the stores, without missing a change of another client."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from nvpool.testing.fakes.store import PlainStore
 
 ME = Caller(1000, 1000)
 EXACT = ClientOptions(deadline_s=10.0, fresh_s=0.0, attr_s=0.0, release_s=0.01)
-"""Nothing is believed for its age: what asks nobody does so by a lease."""
+"""No entry is valid for an age: requests are saved only under a lease."""
 BESIDE = {"META_WATCH", "META_OPEN_SESSION", "META_RENEW_SESSION", "META_RELEASE"}
-"""Messages that nobody waits for and that are not sent for each file."""
+"""Background messages that are not sent for each file."""
 
 
 class Standing(SystemClock):
-    """A clock that can be put forward, as for a process that was stopped."""
+    """A clock that can be advanced, as for a process that was stopped."""
 
     ahead_s = 0.0
 
@@ -40,7 +40,7 @@ class Standing(SystemClock):
 
 
 class CountingPool(LocalPool):
-    """`sent`: what has arrived at the shard and at the stores. `lose(call)`: answers that do not arrive."""
+    """`sent`: messages that arrived at the shard and at the stores. `lose(call)`: drops the reply."""
 
     def __init__(self, *arguments, **named) -> None:
         super().__init__(*arguments, **named)
@@ -78,11 +78,11 @@ class Case:
     async def client(self, clock=None) -> Client:
         client = await Client.open(self.pool.pool_map, "test", self.options, clock=clock or self.pool.clock)
         self.pool._clients.append(client)
-        await client.vfs.getattr(ROOT_INODE)  # has a session
+        await client.vfs.getattr(ROOT_INODE)  # opens a session
         return client
 
     async def counted(self, work) -> tuple[object, dict[str, int]]:
-        """What `work` returns, and the messages that were sent for it."""
+        """The result of `work`, and the messages that it sent."""
         self.pool.sent.clear()
         result = await work
         return result, {name: count for name, count in self.pool.sent.items() if name not in BESIDE}
@@ -110,11 +110,11 @@ async def get(vfs, name: bytes, parent: int = ROOT_INODE, step: int = 1 << 20) -
     return content
 
 
-# -- how many messages -----------------------------------------------------------------------------------------------------
+# -- number of messages -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", [1 << 20, 4096, 1])
-def test_a_small_file_that_nobody_knows_costs_two_trips_whatever_its_reader_does_and_none_the_next_time(step):
+def test_first_read_of_a_small_file_costs_two_messages(step):
     async def main() -> None:
         async with Case() as case:
             content = os.urandom(4096 if step == 1 else 64 * KIB)
@@ -129,7 +129,7 @@ def test_a_small_file_that_nobody_knows_costs_two_trips_whatever_its_reader_does
     run(main())
 
 
-def test_a_file_that_is_made_written_and_closed_costs_three_trips_and_none_to_be_read_at_once():
+def test_new_small_file_costs_three_messages():
     async def main() -> None:
         async with Case() as case:
             _, sent = await case.counted(put(case.one, b"file", bytes(4096)))
@@ -140,7 +140,7 @@ def test_a_file_that_is_made_written_and_closed_costs_three_trips_and_none_to_be
     run(main())
 
 
-def test_reading_many_files_by_path_is_one_message_for_the_shard_and_one_for_each_target():
+def test_read_many_by_path_sends_one_message_per_server():
     async def main() -> None:
         async with Case(ClientOptions(release_s=0.01), capacities=(64 << 20, 64 << 20, 64 << 20)) as case:
             there = (await case.other.mkdir(ROOT_INODE, b"a", 0o755, ME)).inode
@@ -189,7 +189,7 @@ async def many(case: Case, count: int) -> tuple[int, list[bytes]]:
     return parent, names
 
 
-def test_stat_of_ten_thousand_names_in_the_order_of_a_listing_is_a_few_messages():
+def test_stat_of_many_names_in_list_order_is_a_few_messages():
     async def main() -> None:
         async with Case(meta=MetaOptions()) as case:
             parent, names = await many(case, 10_000)
@@ -208,11 +208,11 @@ def test_stat_of_ten_thousand_names_in_the_order_of_a_listing_is_a_few_messages(
     run(main())
 
 
-def test_the_next_names_are_on_their_way_before_the_last_ones_are_looked_up():
+def test_next_names_are_prefetched_before_the_last_look_up():
     async def main() -> None:
         async with Case(
             meta=MetaOptions(watch_s=30.0)
-        ) as case:  # none ends meanwhile, also where the machine is busy
+        ) as case:  # no lease ends meanwhile, even on a busy machine
             parent, names = await many(case, 3000)
 
             async def stat_all() -> int:
@@ -232,7 +232,7 @@ def test_the_next_names_are_on_their_way_before_the_last_ones_are_looked_up():
     run(main())
 
 
-def test_names_at_the_beginning_that_are_looked_up_again_and_again_bring_no_others():
+def test_repeated_look_ups_do_not_prefetch():
     async def main() -> None:
         async with Case(meta=MetaOptions()) as case:
             parent, names = await many(case, 1000)
@@ -250,7 +250,7 @@ def test_names_at_the_beginning_that_are_looked_up_again_and_again_bring_no_othe
     run(main())
 
 
-def test_names_whose_answer_was_to_come_and_failed_are_asked_for_one_by_one():
+def test_failed_prefetch_falls_back_to_single_look_ups():
     async def main() -> None:
         async with Case(meta=MetaOptions()) as case:
             parent, names = await many(case, 300)
@@ -259,7 +259,7 @@ def test_names_whose_answer_was_to_come_and_failed_are_asked_for_one_by_one():
             async def ask_or_fail(inode, method, request, reply):
                 if method == Method.Value("META_LIST") and request.cursor:
                     await asyncio.sleep(0)
-                    raise Disconnected("asked for by the test")
+                    raise Disconnected("raised by the test")
                 return await ask(inode, method, request, reply)
 
             case.one.meta.ask = ask_or_fail
@@ -270,7 +270,7 @@ def test_names_whose_answer_was_to_come_and_failed_are_asked_for_one_by_one():
     run(main())
 
 
-def test_names_that_are_looked_up_in_no_order_are_not_asked_for_in_advance_again_and_again():
+def test_random_look_ups_do_not_keep_prefetching():
     async def main() -> None:
         async with Case() as case:
             parent, names = await many(case, 4000)
@@ -285,7 +285,7 @@ def test_names_that_are_looked_up_in_no_order_are_not_asked_for_in_advance_again
     run(main())
 
 
-def test_what_was_listed_is_not_asked_for():
+def test_listed_names_are_not_looked_up():
     async def main() -> None:
         async with Case(meta=MetaOptions()) as case:
             await many(case, 3000)
@@ -298,15 +298,15 @@ def test_what_was_listed_is_not_asked_for():
                     assert (await pool.stat("many/" + entry.name)).st_ino == entry.stat.st_ino
 
             _, sent = await case.counted(stat_all())
-            assert sum(sent.values()) <= 3  # for the directory, once a second
+            assert sum(sent.values()) <= 3  # of the directory, once a second
 
     run(main())
 
 
-# -- that nothing is missed --------------------------------------------------------------------------------------------------
+# -- visibility of changes --------------------------------------------------------------------------------------------------
 
 
-def test_what_another_client_changes_is_seen_by_the_next_open_and_look_up():
+def test_next_open_and_look_up_see_changes_of_others():
     async def main() -> None:
         async with Case() as case:
             one, other = case.one, case.other
@@ -338,7 +338,7 @@ def test_what_another_client_changes_is_seen_by_the_next_open_and_look_up():
     run(main())
 
 
-def test_a_file_that_two_clients_write_and_read_in_turns_is_not_lent_again_and_again():
+def test_contended_file_gets_no_repeated_leases():
     async def main() -> None:
         async with Case() as case:
             await put(case.other, b"file", b"0")
@@ -354,7 +354,7 @@ def state_of(vfs):
     return next(iter(vfs.meta._shards.values()))
 
 
-def test_a_client_that_does_not_answer_holds_up_a_change_once_and_not_for_long_and_believes_nothing_any_more():
+def test_silent_client_delays_a_change_only_once():
     async def main() -> None:
         async with Case() as case:
             one, other = case.one, case.other
@@ -362,10 +362,10 @@ def test_a_client_that_does_not_answer_holds_up_a_change_once_and_not_for_long_a
             for name in names:
                 await put(other, name, b"first")
                 assert await get(one, name) == b"first"
-            state_of(one).watching.cancel()  # as if it were stopped: it says nothing, and hears nothing
+            state_of(one).watching.cancel()  # as if the client were stopped: no message is sent or received
             for name in names:
                 await put(other, name, b"second")
-            # the second, for some milliseconds: the answer that named the first file told of a later end of the watch
+            # the second wait lasts some milliseconds: the reply that named the first file gave a later end of the watch
             assert case.pool.meta._watches.waited_out <= 2
             assert one.open_now((await other.lookup(ROOT_INODE, names[0])).inode, os.O_RDONLY) is None
             for name in names:
@@ -377,7 +377,7 @@ def test_a_client_that_does_not_answer_holds_up_a_change_once_and_not_for_long_a
     run(main())
 
 
-def test_answers_that_are_lost_are_given_again_before_a_change_is_made():
+def test_lost_lease_recalls_are_repeated_before_a_change():
     async def main() -> None:
         async with Case() as case:
             one, other = case.one, case.other
@@ -400,7 +400,7 @@ def test_answers_that_are_lost_are_given_again_before_a_change_is_made():
     run(main())
 
 
-def test_more_than_can_be_told_ends_all_leases(monkeypatch):
+def test_too_many_recalls_end_all_leases(monkeypatch):
     async def main() -> None:
         monkeypatch.setattr("nvpool.meta.sessions.lease_table.PENDING_MAX", 3)
         async with Case() as case:
@@ -420,7 +420,7 @@ def test_more_than_can_be_told_ends_all_leases(monkeypatch):
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_shard_that_is_started_again_changes_nothing_before_those_who_had_leases_know(stopped):
+def test_restarted_shard_waits_for_former_lease_holders(stopped):
     async def main() -> None:
         async with Case(meta=MetaOptions(watch_s=2.0)) as case:
             one, other = case.one, case.other
@@ -435,17 +435,17 @@ def test_a_shard_that_is_started_again_changes_nothing_before_those_who_had_leas
             await asyncio.sleep(0)
             while not writing.done():
                 if one.leases.held((await other.lookup(ROOT_INODE, b"mine")).inode):
-                    raise AssertionError("a lease of the process before")
+                    raise AssertionError("a lease of the former process")
                 await asyncio.sleep(0.02)
             assert await get(one, b"file") == b"second"
 
     run(main())
 
 
-# -- open files that nobody was told of ------------------------------------------------------------------------------------
+# -- open files that are not reported yet ------------------------------------------------------------------------------------
 
 
-def test_a_file_opened_without_a_question_stays_readable_when_another_client_unlinks_it():
+def test_unreported_open_stays_readable_after_unlink():
     async def main() -> None:
         async with Case(meta=MetaOptions(watch_s=1.0, linger_s=0.0, tick_s=3600)) as case:
             one, other, content = case.one, case.other, os.urandom(200 * KIB)
@@ -466,7 +466,7 @@ def test_a_file_opened_without_a_question_stays_readable_when_another_client_unl
     run(main())
 
 
-def test_an_open_that_asked_nobody_is_told_soon_and_one_that_was_closed_meanwhile_never():
+def test_lease_open_is_reported_unless_closed_before():
     async def main() -> None:
         async with Case(EXACT._replace(tell_s=0.2)) as case:
             inodes = [await put(case.other, name, b"x") for name in (b"kept", b"closed")]
@@ -489,7 +489,7 @@ def test_an_open_that_asked_nobody_is_told_soon_and_one_that_was_closed_meanwhil
 
 
 @pytest.mark.parametrize("size", [100, 200 * KIB])
-def test_a_client_that_was_stopped_for_so_long_that_its_file_is_gone_gets_an_error_and_no_zeros(size):
+def test_read_of_a_collected_file_fails_after_a_long_stop(size):
     async def main() -> None:
         async with Case(
             EXACT._replace(tell_s=1000.0), meta=MetaOptions(watch_s=1.0, linger_s=0.0, tick_s=3600)
@@ -514,7 +514,7 @@ def test_a_client_that_was_stopped_for_so_long_that_its_file_is_gone_gets_an_err
     run(main())
 
 
-def test_a_file_that_changes_while_it_is_read_through_an_open_that_asked_nobody_is_read_on():
+def test_file_changed_during_a_lease_open_stays_readable():
     async def main() -> None:
         async with Case(EXACT._replace(tell_s=1000.0)) as case:
             inode = await put(case.other, b"file", b"a" * 100)
@@ -528,7 +528,7 @@ def test_a_file_that_changes_while_it_is_read_through_an_open_that_asked_nobody_
     run(main())
 
 
-def test_time_that_this_process_stood_still_ends_its_leases():
+def test_stopped_time_of_the_process_ends_its_leases():
     async def main() -> None:
         async with Case() as case:
             clock = Standing()
@@ -541,7 +541,7 @@ def test_time_that_this_process_stood_still_ends_its_leases():
     run(main())
 
 
-def test_an_answer_that_was_sent_before_a_lease_ended_begins_none():
+def test_reply_older_than_the_lease_end_starts_no_lease():
     async def main() -> None:
         async with Case() as case:
             inode = await put(case.other, b"file", b"x")
@@ -561,7 +561,7 @@ def test_an_answer_that_was_sent_before_a_lease_ended_begins_none():
 
 
 async def history(seed: int, steps: int, faults: bool) -> None:
-    """Clients rewrite, replace and read a few files. Whoever opens one sees at least what was closed before he began."""
+    """Clients rewrite, replace and read a few files. Each open sees at least the contents closed before it began."""
     dice = random.Random(seed)
     meta = MetaOptions(watch_s=0.5, linger_s=1.5, tick_s=0.05)
     async with Case(EXACT._replace(deadline_s=30.0, tell_s=0.05), meta=meta) as case:
@@ -597,7 +597,7 @@ async def history(seed: int, steps: int, faults: bool) -> None:
                     inode = (await vfs.look(ROOT_INODE, name)).inode
                     handle = await vfs.open(inode, os.O_RDONLY, ME)
                 except NotFound:
-                    continue  # replaced between the two: the kernel walks again
+                    continue  # replaced between look-up and open: the kernel walks again
                 if not handle.attr.links:
                     await vfs.release(handle)
                     continue
@@ -627,11 +627,11 @@ async def history(seed: int, steps: int, faults: bool) -> None:
 
 
 @pytest.mark.parametrize(("seed", "faults"), [(1, False), (2, True), (3, True)])
-def test_who_opens_a_file_sees_what_was_closed_before_though_nobody_is_asked(seed, faults):
+def test_open_by_lease_sees_contents_closed_before(seed, faults):
     asyncio.run(asyncio.wait_for(history(seed, 40, faults), 120))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(10, 40))
-def test_who_opens_a_file_sees_what_was_closed_before_for_long(seed):
+def test_open_by_lease_sees_closed_contents_in_a_long_run(seed):
     asyncio.run(asyncio.wait_for(history(seed, 300, True), 280))

@@ -1,4 +1,4 @@
-"""Small files that are kept here, where locks are taken, sessions end and writes fail: nothing from before is shown."""
+"""Cached contents of small files with locks, ended sessions and failed writes: no stale content is shown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nvpool.core.ids import ROOT_INODE
 from nvpool.core.posix.byte_ranges import EXCLUSIVE, LAST_BYTE, SHARED, UNLOCKED
 
 
-def test_who_takes_a_lock_believes_no_lease_and_no_content_from_before_it():
+def test_lock_discards_leases_and_content_from_before_it():
     async def main() -> None:
         async with Case() as case:
             inode = await put(case.other, b"file", b"a" * 100)
@@ -22,7 +22,10 @@ def test_who_takes_a_lock_believes_no_lease_and_no_content_from_before_it():
                 and case.one.read_now(handle, 0, 100) is not None
             )
             locker = await case.other.open(inode, os.O_RDWR, ME)
-            for content in (b"b" * 100, b"c" * 50):  # written and cut, and the writer goes on having it open
+            for content in (
+                b"b" * 100,
+                b"c" * 50,
+            ):  # written and truncated, and the writer keeps the file open
                 assert case.one.reader.content(handle.file) is not None
                 await case.other.setlk(locker, 1, 0, LAST_BYTE, EXCLUSIVE, wait=True)
                 await case.other.setattr(inode, size=len(content), caller=ME, handle=locker)
@@ -39,7 +42,7 @@ def test_who_takes_a_lock_believes_no_lease_and_no_content_from_before_it():
 
 
 @pytest.mark.parametrize("locked", [False, True])
-def test_no_content_is_kept_beyond_the_end_of_a_session(locked):
+def test_content_is_dropped_when_a_session_ends(locked):
     async def main() -> None:
         async with Case() as case:
             inode = await put(case.other, b"file", b"a" * 100)
@@ -50,7 +53,7 @@ def test_no_content_is_kept_beyond_the_end_of_a_session(locked):
             assert case.one.read_now(handle, 0, 100) is not None
             meta = case.pool.meta
             meta._end_session(meta._sessions.get(case.one.meta.session_of(inode)), meta._options.grant_s)
-            await case.one.getattr(ROOT_INODE)  # hears of it
+            await case.one.getattr(ROOT_INODE)  # learns that the session ended
             assert case.one.read_now(handle, 0, 100) is None and case.one.leases.held(inode) is None
             if locked:
                 with pytest.raises(LockLost):
@@ -62,7 +65,7 @@ def test_no_content_is_kept_beyond_the_end_of_a_session(locked):
     run(main())
 
 
-def test_what_was_stored_and_could_not_be_reported_is_not_hidden_by_what_was_read_before():
+def test_unreported_write_replaces_cached_content():
     async def main() -> None:
         async with Case(EXACT._replace(deadline_s=1.0)) as case:
             inode = await put(case.other, b"file", b"a" * 4096)

@@ -1,4 +1,4 @@
-"""Changes over several shards: directories, names and inodes that lie apart, as a client sees them."""
+"""Cross-shard transactions as a client sees them: directories, names and inodes on different shards."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Names:
         await self.pool.__aexit__(*failure)
 
     async def directory(self, shard: int, parent: int = ROOT_INODE, before: bytes = b"") -> int:
-        """A new directory whose inode lies on that shard."""
+        """Create a directory whose inode is on that shard."""
         number = 0
         while True:
             name = b"%s%d-%d" % (before, shard, number)
@@ -83,9 +83,9 @@ class Names:
         return dict(zip(listed.names, listed.inodes, strict=True))
 
     async def quiet(self) -> None:
-        """Until nothing is held and nobody is to be told anything."""
+        """Wait until no record is locked and no notification is pending."""
         async with asyncio.timeout(60):
-            while not self.is_quiet():  # noqa: ASYNC110 (nobody is told)
+            while not self.is_quiet():  # noqa: ASYNC110 (no notification)
                 await asyncio.sleep(0.01)
 
     def is_quiet(self) -> bool:
@@ -102,7 +102,7 @@ def run(main, **options) -> None:
     asyncio.run(whole())
 
 
-def test_directories_are_made_filled_listed_and_removed_wherever_they_lie():
+def test_directories_on_any_shard_are_made_listed_and_removed():
     async def main(names: Names) -> None:
         vfs = names.vfs
         made = {
@@ -130,7 +130,7 @@ def test_directories_are_made_filled_listed_and_removed_wherever_they_lie():
     run(main)
 
 
-def test_a_file_is_renamed_linked_opened_and_unlinked_by_a_name_on_another_shard():
+def test_file_is_used_by_a_name_on_another_shard():
     async def main(names: Names) -> None:
         vfs, at = names.vfs, names.at
         inode = await names.file(at[1], b"a", b"bytes")
@@ -142,7 +142,7 @@ def test_a_file_is_renamed_linked_opened_and_unlinked_by_a_name_on_another_shard
         assert (await other.lookup(at[2], b"b")).inode == inode
         attr, handle = await other.create(
             at[2], b"b", 0o600, os.O_RDWR | os.O_TRUNC, ME
-        )  # it is there, and elsewhere
+        )  # the file exists, on another shard
         assert attr.inode == inode and attr.size == 0
         await other.release(handle)
         with pytest.raises(AlreadyExists):
@@ -163,7 +163,7 @@ def test_a_file_is_renamed_linked_opened_and_unlinked_by_a_name_on_another_shard
     run(main)
 
 
-def test_directories_move_over_shards_and_never_below_themselves():
+def test_directories_move_between_shards_never_below_themselves():
     async def main(names: Names) -> None:
         vfs, at = names.vfs, names.at
         below = await names.directory(2, at[1], b"x")
@@ -181,13 +181,13 @@ def test_directories_move_over_shards_and_never_below_themselves():
             await vfs.rename(ROOT_INODE, name_of[at[3]], deep, b"loop", 0, ME)
         empty = await names.directory(1, at[2], b"z")
         name = next(iter(await names.names(at[2])))
-        await vfs.rename(at[3], b"moved", at[2], name, 0, ME)  # in place of an empty one
+        await vfs.rename(at[3], b"moved", at[2], name, 0, ME)  # replaces an empty directory
         assert (await names.names(at[2]))[name] == at[1] and empty not in (await names.names(at[2])).values()
 
     run(main)
 
 
-def test_two_names_change_places_over_shards():
+def test_two_names_are_exchanged_between_shards():
     async def main(names: Names) -> None:
         vfs, at = names.vfs, names.at
         file, directory = await names.file(at[1], b"a"), await names.directory(3, at[2], b"b")
@@ -199,7 +199,7 @@ def test_two_names_change_places_over_shards():
     run(main)
 
 
-def test_changes_of_many_clients_over_the_same_directories_end_and_lose_nothing():
+def test_concurrent_cross_shard_renames_lose_no_name():
     async def main(names: Names) -> None:
         clients = [(await names.pool.client(f"client {number}", OPTIONS)).vfs for number in range(3)]
         inodes = {
@@ -227,7 +227,7 @@ def test_changes_of_many_clients_over_the_same_directories_end_and_lose_nothing(
     run(main)
 
 
-def test_what_a_request_tells_is_asked_for_together():
+def test_records_known_from_the_request_are_locked_together():
     async def main(names: Names) -> None:
         vfs, at = names.vfs, names.at
         asked: list[int] = []
@@ -257,7 +257,7 @@ def test_what_a_request_tells_is_asked_for_together():
     run(main)
 
 
-def test_paths_of_inodes_are_found_over_all_shards():
+def test_paths_of_inodes_are_found_on_all_shards():
     async def main(names: Names) -> None:
         below = await names.directory(3, await names.directory(2, names.at[1], b"x"), b"y")
         there = await names.file(below, b"file")
@@ -278,7 +278,7 @@ def test_paths_of_inodes_are_found_over_all_shards():
     run(main)
 
 
-def test_what_was_refused_after_others_were_asked_is_remembered_by_nobody():
+def test_refused_transaction_leaves_no_state():
     async def main(names: Names) -> None:
         vfs = names.vfs
         full = await names.directory(2, names.at[1], b"full")
@@ -292,7 +292,7 @@ def test_what_was_refused_after_others_were_asked_is_remembered_by_nobody():
     run(main)
 
 
-def test_who_changes_something_over_shards_is_not_told_of_it_and_others_are():
+def test_cross_shard_change_notifies_only_other_clients():
     async def main(names: Names) -> None:
         vfs, at, pool = names.vfs, names.at, names.pool
         inode = await names.file(at[3], b"f")
@@ -303,10 +303,10 @@ def test_who_changes_something_over_shards_is_not_told_of_it_and_others_are():
         await vfs.meta._renew(session, pool.clock.boottime_s() + 60)
         assert pool.metas[3]._sessions.number_of(vfs.meta._identity) == session.session
         other = (await pool.client("second", OPTIONS)).vfs
-        told: dict[str, list[int]] = {"first": [], "second": []}
+        notified: dict[str, list[int]] = {"first": [], "second": []}
 
         def note(who: str, asked: list[int]) -> None:
-            told[who] += asked
+            notified[who] += asked
 
         for who, one in (("first", vfs), ("second", other)):
 
@@ -318,17 +318,17 @@ def test_who_changes_something_over_shards_is_not_told_of_it_and_others_are():
         async with asyncio.timeout(60):
             while (
                 other.leases.held(inode) is None or vfs.leases.held(inode) is None
-            ):  # not lent soon after a change
+            ):  # no lease is granted soon after a change
                 await asyncio.sleep(0.1)
                 await asyncio.gather(vfs._fetch_attr(inode), other._fetch_attr(inode))
         await vfs.rename(at[3], b"f", at[2], b"f", 0, ME)
         await vfs.rename(at[2], b"f", at[1], b"f", 0, ME)
-        assert inode in told["second"] and inode not in told["first"]
+        assert inode in notified["second"] and inode not in notified["first"]
 
     run(main)
 
 
-def test_leases_end_while_a_shard_that_is_silent_is_asked_what_became_of_its_change(monkeypatch):
+def test_leases_end_while_a_silent_coordinator_is_queried(monkeypatch):
     async def main(names: Names) -> None:
         await names.file(names.at[3], b"f")
         await names.quiet()
@@ -342,7 +342,7 @@ def test_leases_end_while_a_shard_that_is_silent_is_asked_what_became_of_its_cha
             pb.HoldRequest(id=id_message(span), order=1, keys=[records.inode_key(names.at[3])])
         )
         async with asyncio.timeout(60):
-            while not asked:  # noqa: ASYNC110 (nobody is told)
+            while not asked:  # noqa: ASYNC110 (no notification)
                 await asyncio.sleep(0.01)
             session.expires_s = 0.0
             while session.number in meta._sessions.by_number:  # noqa: ASYNC110
@@ -356,7 +356,7 @@ def test_leases_end_while_a_shard_that_is_silent_is_asked_what_became_of_its_cha
     run(main, meta_options=MetaOptions(tick_s=0.05))
 
 
-def test_a_coordinator_that_is_silent_keeps_nobody_from_asking_another(monkeypatch):
+def test_silent_coordinator_does_not_block_other_queries(monkeypatch):
     async def main(names: Names) -> None:
         await names.quiet()
         pool, participating = names.pool, names.pool.metas[3]._spanning.participant
@@ -369,7 +369,7 @@ def test_a_coordinator_that_is_silent_keeps_nobody_from_asking_another(monkeypat
             await participating.hold(pb.HoldRequest(id=id_message(span), order=1, keys=[key]))
         asking = asyncio.create_task(participating.run_once())
         async with asyncio.timeout(60):
-            while spans[-1] in participating._holds.by_span:  # noqa: ASYNC110 (nobody is told)
+            while spans[-1] in participating._holds.by_span:  # noqa: ASYNC110 (no notification)
                 await asyncio.sleep(0.01)
         assert not asking.done()
         pool.metas[2]._routes[wire.META_OUTCOME] = outcome
@@ -382,27 +382,27 @@ def test_a_coordinator_that_is_silent_keeps_nobody_from_asking_another(monkeypat
     run(main, meta_options=MetaOptions(tick_s=3600.0))
 
 
-def test_who_has_left_the_pool_is_told_nothing_more_and_answers_nobody_and_who_is_not_known_yet_is_asked_again(
+def test_removed_member_is_ignored(
     monkeypatch,
 ):
-    """A shard leaves when it holds for nobody: it had done its part, and what was lost is its answer. One that is newer than
-    the map at hand has not left: what it decided is not taken for undecided."""
+    """A shard leaves only when no transaction depends on it, so its missing reply counts as success. A shard that is newer than
+    the map at hand has not left: its decisions must not be taken for undecided."""
 
     async def main(names: Names) -> None:
         await names.quiet()
-        pool_map, spanning = names.pool.pool_map, names.pool.metas[1]._spanning
-        peers, participating = spanning.coordinator._peers, spanning.participant
+        pool_map, transaction_service = names.pool.pool_map, names.pool.metas[1]._spanning
+        peers, participating = transaction_service.coordinator._peers, transaction_service.participant
         peers.use_map(replace(pool_map, shards=pool_map.shards[:2], shards_given=3))
         gone, new = SpanId(3, 7, 1), SpanId(9, 7, 1)
         for number, span in enumerate((gone, new)):
             key = records.inode_key(inode_number(partition_of(names.at[1]), 1000 + number))
             await participating.hold(pb.HoldRequest(id=id_message(span), order=1, keys=[key]))
-        told = SpanId(1, 7, 1)
-        spanning.coordinator._begin_telling(
-            told, Decision(NO_TURN, {3: [(records.inode_key(names.at[3]), None)]})
+        notified = SpanId(1, 7, 1)
+        transaction_service.coordinator._begin_telling(
+            notified, Decision(NO_TURN, {3: [(records.inode_key(names.at[3]), None)]})
         )
         async with asyncio.timeout(20):
-            await spanning.coordinator.all_told()
+            await transaction_service.coordinator.all_told()
         await participating.run_once()
         assert gone not in participating._holds.by_span and new in participating._holds.by_span
         peers.use_map(replace(pool_map, shards_given=9))
@@ -413,7 +413,7 @@ def test_who_has_left_the_pool_is_told_nothing_more_and_answers_nobody_and_who_i
     run(main, meta_options=MetaOptions(tick_s=3600.0))
 
 
-def test_a_change_over_shards_waits_for_a_cut_no_longer_than_for_anything_else(monkeypatch):
+def test_transaction_waits_for_a_truncation_for_a_bounded_time(monkeypatch):
     def decide(view, request, now_ns):
         raise CutInProgress(5)
 
@@ -432,8 +432,8 @@ def test_a_change_over_shards_waits_for_a_cut_no_longer_than_for_anything_else(m
     run(main)
 
 
-def test_what_a_change_wants_of_partitions_on_their_way_it_gets_only_where_they_wait_for_it(monkeypatch):
-    """What is held when nothing was held there any more would stay behind, and what is decided about it be lost."""
+def test_closed_partition_accepts_locks_only_of_known_changes(monkeypatch):
+    """A lock taken after the partition was quiet would remain, and its decision would be lost."""
 
     async def main(names: Names) -> None:
         await names.quiet()
@@ -471,12 +471,12 @@ def test_what_a_change_wants_of_partitions_on_their_way_it_gets_only_where_they_
         for number in (1, 3):
             meta._spanning.participant.end(SpanId(1, 7, number), [])
 
-    monkeypatch.setattr(participant, "ASK_AFTER_S", 1e9)  # the coordinator of these knows nothing of them
+    monkeypatch.setattr(participant, "ASK_AFTER_S", 1e9)  # their coordinator does not know these transactions
     run(main)
 
 
-def test_each_name_of_an_inode_of_another_shard_is_listed_with_its_attributes():
-    """Two names in one answer for one inode, which its own shard is asked about once."""
+def test_names_of_a_remote_inode_are_listed_with_attributes():
+    """Two names in one reply for one inode, which is requested once from its own shard."""
 
     async def main() -> None:
         async with Names() as names:

@@ -1,5 +1,5 @@
-"""Changes over several shards when one of those dies before or after any durable step: all of it has happened or nothing, and
-nothing stays held."""
+"""Cross-shard transactions when a shard dies before or after any durable step: atomic, and no record stays
+locked."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ PATIENT = ClientOptions(
     deadline_s=60.0, fresh_s=0.0, attr_s=0.0, retry_first_s=0.01, retry_last_s=0.05, leases=False
 )
 STEPS_MAX = 12
-"""More than any of these changes has."""
+"""More steps than any of these changes has."""
 
 
 class Died(Exception):
-    """What a process meets after its death."""
+    """Raised in a process after its death."""
 
 
 class Trap:
@@ -45,7 +45,7 @@ class Trap:
                 self._die()
 
     def _die(self) -> None:
-        """As kill -9: nothing leaves this process any more."""
+        """Die as by kill -9: no message leaves this process any more."""
         pool, shard = self._names.pool, self._shard
         self.sprung.set()
         pool._listeners["meta", shard].kill()
@@ -81,7 +81,7 @@ STEPS = ("before apply", "after apply", "before sync", "after sync")
 
 
 class Crash:
-    """One change that is made while one shard dies; then what has become of it."""
+    """One change that is made while a shard dies, and a check of the result."""
 
     def __init__(self, names: Names) -> None:
         self.names = names
@@ -94,7 +94,7 @@ class Crash:
         raise NotImplementedError
 
     async def check(self) -> None:
-        """After everything has come to rest. `done`: the client was told that it is made."""
+        """Called when every shard is idle. `done`: the client got a success."""
         raise NotImplementedError
 
     async def named(self, directory: int, name: bytes) -> int:
@@ -140,7 +140,7 @@ class Rmdir(Mkdir):
 
 
 class RenameFile(Crash):
-    """Of an inode of shard 3, from a directory of shard 2 to one of shard 1, in place of a file there."""
+    """Rename of an inode of shard 3, from a directory of shard 2 over a file in a directory of shard 1."""
 
     async def prepare(self) -> None:
         names = self.names
@@ -160,7 +160,7 @@ class RenameFile(Crash):
 
 
 class RenameDirectory(Crash):
-    """Of an inode of shard 3, from a directory of shard 2 to one of shard 3: in its turn, which shard 1 gives."""
+    """Move of an inode of shard 3, from a directory of shard 2 to one of shard 3; shard 1 gives its turn."""
 
     async def prepare(self) -> None:
         self.moved = await self.names.directory(3, self.names.at[2], b"x")
@@ -222,7 +222,7 @@ async def restart(names: Names, shard: int, power_lost: bool) -> None:
 async def one(
     make: Callable[[Names], Crash], shard: int, where: str, number: int, power_lost: bool, directory
 ) -> bool:
-    """Whether there was such a step."""
+    """Whether that step exists."""
     async with Names(directory=directory, meta_options=MetaOptions(tick_s=0.05), options=PATIENT) as names:
         case = make(names)
         await case.prepare()
@@ -237,7 +237,7 @@ async def one(
             await kvs.sync()
         meta.died.add_done_callback(lambda died: died.exception())
         trap.armed = True
-        changing = asyncio.ensure_future(_told(case))
+        changing = asyncio.ensure_future(_acknowledged(case))
         await asyncio.wait(
             [changing, asyncio.ensure_future(trap.sprung.wait())], return_when=asyncio.FIRST_COMPLETED
         )
@@ -250,23 +250,23 @@ async def one(
         await changing
         await names.quiet()
         if power_lost and died:
-            case.done = False  # what was acknowledged and not synced may be gone, but not by half
+            case.done = False  # an acknowledged and unsynced change may be lost, but not half of it
         await case.check()
         await names.quiet()
         assert await problems_of(pool._clients[0]) == []
         return died
 
 
-async def _told(case: Crash) -> None:
+async def _acknowledged(case: Crash) -> None:
     try:
         await case.change()
         case.done = True
     except NvpoolError:
-        pass  # who knows what has become of it
+        pass  # the result is unknown
 
 
 async def _quiet_or(names: Names, trap: Trap) -> None:
-    while not trap.sprung.is_set() and not names.is_quiet():  # noqa: ASYNC110 (nobody is told)
+    while not trap.sprung.is_set() and not names.is_quiet():  # noqa: ASYNC110 (no notification)
         await asyncio.sleep(0.005)
 
 
@@ -281,9 +281,7 @@ CASES = [Mkdir, Rmdir, RenameFile, RenameDirectory, Link, Unlink]
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_a_shard_that_is_killed_at_any_step_leaves_the_whole_change_or_nothing(
-    case: Callable[[Names], Crash], shard: int
-):
+def test_change_is_atomic_when_a_shard_is_killed(case: Callable[[Names], Crash], shard: int):
     async def main() -> int:
         died = 0
         for where in STEPS:
@@ -298,9 +296,7 @@ def test_a_shard_that_is_killed_at_any_step_leaves_the_whole_change_or_nothing(
 
 @pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("case", [Mkdir, RenameFile, RenameDirectory], ids=lambda case: case.__name__)
-def test_a_shard_that_loses_power_at_any_step_leaves_the_whole_change_or_nothing(
-    case: Callable[[Names], Crash], shard: int
-):
+def test_change_is_atomic_when_a_shard_loses_power(case: Callable[[Names], Crash], shard: int):
     async def main() -> None:
         for where in STEPS:
             for number in range(1, STEPS_MAX):
@@ -312,7 +308,7 @@ def test_a_shard_that_loses_power_at_any_step_leaves_the_whole_change_or_nothing
 
 @pytest.mark.parametrize("where", ["after apply", "before apply"])
 @pytest.mark.parametrize("shard", SHARDS)
-def test_the_same_on_the_engine_that_a_pool_has(shard: int, where: str, tmp_path):
+def test_change_is_atomic_on_the_lmdb_engine(shard: int, where: str, tmp_path):
     async def main() -> None:
         for number in range(1, STEPS_MAX):
             if not await one(RenameFile, shard, where, number, False, tmp_path / f"{number}"):

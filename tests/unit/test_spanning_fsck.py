@@ -1,4 +1,4 @@
-"""Checks, dumps and loads of a pool of several shards: what one of them can not tell of another's inodes, one moment of all."""
+"""Checks, dumps and loads of a pool of several shards: references between shards, and one consistent snapshot of all."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def checked(names: Names, repair: bool = False) -> Checkup:
 
 
 class Planted:
-    """A directory of shard 3 and a file of shard 3, both named in a directory of shard 2; and the means to do damage."""
+    """A directory and a file of shard 3, both named in a directory of shard 2, and ways to damage them."""
 
     def __init__(self, names: Names) -> None:
         self.names = names
@@ -78,7 +78,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_damage_between_shards_is_found_and_mended(damage: Callable[[Planted], None]):
+def test_damage_between_shards_is_found_and_repaired(damage: Callable[[Planted], None]):
     async def main() -> None:
         async with Names() as names:
             planted = await Planted(names).begin()
@@ -86,7 +86,7 @@ def test_damage_between_shards_is_found_and_mended(damage: Callable[[Planted], N
             damage(planted)
             found = await checked(names)
             assert found.problems and found.unrepaired == found.found
-            again = await checked(names)  # to look changes nothing
+            again = await checked(names)  # a check without repair changes nothing
             assert {problem.text for problem in again.problems} == {
                 problem.text for problem in found.problems
             }
@@ -108,7 +108,7 @@ def test_damage_between_shards_is_found_and_mended(damage: Callable[[Planted], N
     asyncio.run(main())
 
 
-def test_a_check_while_names_move_between_shards_finds_nothing():
+def test_check_during_cross_shard_renames_finds_no_problem():
     async def main() -> None:
         async with Names() as names:
             for number in range(9):
@@ -136,7 +136,7 @@ def test_a_check_while_names_move_between_shards_finds_nothing():
 
 
 async def entries(vfs, directory: int) -> list[int]:
-    """The inodes that have names in it, wide or not."""
+    """The inodes that have names in the directory, striped or not."""
     opened, cursor, more, found = await vfs.opendir(directory), 0, True, []
     while more:
         listed, more = await vfs.readdir(opened, cursor, 1000)
@@ -146,7 +146,7 @@ async def entries(vfs, directory: int) -> list[int]:
 
 
 class Chain:
-    """Directories one below the other, on one shard after the other, a file in the last; the first is to go below the last."""
+    """Nested directories on alternating shards with a file in the last one; `close` puts the first below the last."""
 
     def __init__(self, names: Names, spread: bool) -> None:
         self.names = names
@@ -175,7 +175,7 @@ class Chain:
         meta._kv.apply([(records.inode_key(inode), records.encode_inode(now))])
 
     def close(self) -> None:
-        """Each name, count and parent fits; only the root is not above them."""
+        """Each name, count and parent is consistent, but the root is not their ancestor."""
         first, last = self.dirs[0], self.dirs[-1]
         root, below = (self._meta(inode)._view.inode(inode) for inode in (ROOT_INODE, last))
         pool = self.names.pool
@@ -202,7 +202,7 @@ class Chain:
 
 
 @pytest.mark.parametrize("spread", [False, True], ids=["plain", "wide"])
-def test_a_loop_of_directories_over_shards_is_found_and_opened(spread: bool):
+def test_directory_loop_across_shards_is_found_and_repaired(spread: bool):
     async def main() -> None:
         async with Names() as names:
             chain = await Chain(names, spread).begin()
@@ -222,7 +222,7 @@ def test_a_loop_of_directories_over_shards_is_found_and_opened(spread: bool):
             place = chain.dirs.index(loose)
             for inode in (
                 chain.dirs[place + 1 :] + chain.dirs[:place]
-            ):  # all of them are below the one that was loosened
+            ):  # all of them are below the one that was detached
                 assert inode in await entries(vfs, loose)
                 loose = inode
             assert await names.content(chain.inside) == b"kept"
@@ -230,8 +230,8 @@ def test_a_loop_of_directories_over_shards_is_found_and_opened(spread: bool):
     asyncio.run(main())
 
 
-def test_a_climb_over_shards_that_meets_itself_while_directories_are_renamed_is_no_loop(monkeypatch):
-    """What was read at different moments is traced twice before it is told."""
+def test_apparent_loop_during_renames_is_no_problem(monkeypatch):
+    """Parents that were read at different moments are traced twice before a loop is reported."""
 
     async def main() -> None:
         async with Names() as names:
@@ -248,7 +248,7 @@ def test_a_climb_over_shards_that_meets_itself_while_directories_are_renamed_is_
     asyncio.run(main())
 
 
-def test_a_part_that_has_other_attributes_than_its_wide_directory_is_found_and_mended():
+def test_stripe_with_wrong_attributes_is_found_and_repaired():
     async def main() -> None:
         async with Names() as names:
             wide = (await names.vfs.mkdir(ROOT_INODE, b"wide", 0o750, ME, wide=True)).inode
@@ -273,9 +273,9 @@ def test_a_part_that_has_other_attributes_than_its_wide_directory_is_found_and_m
     asyncio.run(main())
 
 
-def test_a_dump_under_load_is_one_moment_of_all_shards(tmp_path):
-    """Files go to and fro between directories of different shards, a link and a second name behind each; and what is made last
-    is not there without what the same client had made before it."""
+def test_dump_under_load_is_one_consistent_snapshot(tmp_path):
+    """Files move between directories of different shards, followed by a link and a second name; the dump never has a later name
+    of a client without its earlier ones."""
 
     async def main() -> None:
         paths = [str(tmp_path / f"dump-{number}") for number in range(4)]
@@ -341,7 +341,7 @@ def test_a_dump_under_load_is_one_moment_of_all_shards(tmp_path):
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 5])
-def test_a_dump_is_loaded_into_a_pool_of_any_division(shards: int, tmp_path):
+def test_dump_is_loaded_into_a_pool_of_any_shard_count(shards: int, tmp_path):
     async def main() -> None:
         path = str(tmp_path / "dump")
         async with Names() as names:

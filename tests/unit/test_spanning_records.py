@@ -1,4 +1,4 @@
-"""What is kept of changes over several shards: golden bytes, and what is no such record."""
+"""Records of cross-shard transactions: golden bytes, round trips, and refusal of invalid records."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ DECISION = Decision(TURN_HERE, {2: [(b"key", b"value"), (b"gone", None), (b"empt
 KEYS = st.binary(min_size=1, max_size=300)
 
 
-def test_records_have_their_golden_bytes():
+def test_records_match_the_golden_bytes():
     made = {
         "held key": held_key(SPAN),
         "decided key": decided_key(SPAN),
@@ -39,14 +39,14 @@ def test_records_have_their_golden_bytes():
     assert {name: raw.hex() for name, raw in made.items()} == json.loads(GOLDEN.read_text())
 
 
-def test_keys_tell_the_change():
+def test_keys_name_the_transaction():
     assert id_of_key(held_key(SPAN)) == id_of_key(decided_key(SPAN)) == SPAN
     with pytest.raises(CorruptRecord):
         id_of_key(held_key(SPAN)[:-1])
 
 
 @given(st.integers(0, (1 << 64) - 1), st.lists(KEYS))
-def test_holds_come_back(order, keys):
+def test_locks_round_trip(order, keys):
     assert decode_held(encode_held(order, keys)) == (order, keys)
 
 
@@ -54,14 +54,14 @@ def test_holds_come_back(order, keys):
     st.dictionaries(st.integers(1, 65535), st.lists(st.tuples(KEYS, st.none() | st.binary(max_size=300)))),
     st.integers(0, 2),
 )
-def test_decisions_come_back(effects, turn):
+def test_decisions_round_trip(effects, turn):
     decision = Decision(turn, effects)
     found = decode_decision(encode_decision(decision))
     assert found == decision and list(found.effects) == list(effects)
 
 
 @given(st.binary(max_size=60))
-def test_what_is_no_record_is_corrupt_and_nothing_else(raw):
+def test_invalid_record_is_reported_as_corrupt(raw):
     for decode in (decode_held, decode_decision):
         try:
             decode(raw)
@@ -70,7 +70,7 @@ def test_what_is_no_record_is_corrupt_and_nothing_else(raw):
 
 
 @pytest.mark.parametrize("cut", range(1, len(encode_decision(DECISION))))
-def test_half_a_decision_is_none(cut):
+def test_truncated_decision_is_corrupt(cut):
     raw = encode_decision(DECISION)[:cut]
     try:
         found = decode_decision(raw)

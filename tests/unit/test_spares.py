@@ -1,4 +1,4 @@
-"""Memory that is used again: never while anybody refers to it, never without a bound."""
+"""Reuse of memory buffers: never while a reference exists, and never beyond a bound."""
 
 import sys
 import threading
@@ -6,7 +6,7 @@ import threading
 from nvpool.core.containers.buffer_pool import Spares
 
 
-def test_memory_is_used_again_only_when_nobody_refers_to_it():
+def test_memory_is_reused_only_without_references():
     spares = Spares()
     first = spares.take(100_000)
     part = first[5:10]
@@ -14,12 +14,12 @@ def test_memory_is_used_again_only_when_nobody_refers_to_it():
     second = spares.take(100_000)
     assert second.obj is not first.obj and len(first) == len(second) == 100_000
     del first
-    assert id(spares.take(70_000).obj) != memory  # a part is still held
+    assert id(spares.take(70_000).obj) != memory  # a part is still referenced
     del part
     assert id(spares.take(131_072).obj) == memory
 
 
-def test_what_is_kept_has_a_bound():
+def test_spare_memory_is_bounded():
     spares = Spares()
     held = [spares.take(size) for size in (1 << 17, 1 << 20, 3 << 20) for _ in range(40)]
     assert len({id(view.obj) for view in held}) == len(held)

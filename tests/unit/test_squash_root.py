@@ -1,4 +1,4 @@
-"""A client whose root is squashed: root counts as nobody, and the other users as who they say that they are."""
+"""Root squashing of a client: root counts as nobody, the other users as the IDs that they state."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Place:
         self.alice, self.carol = self.as_user(ALICE, STAFF), self.as_user(CAROL, CAROL)
 
     def as_user(self, uid, gid):
-        """The same session: a mount has one for all of its users."""
+        """The same session: a mount has one session for all its users."""
         found = ShardClient(self.service, uid, gid, PEER)
         found.session, found.secret, found.sequences = (
             self.root.session,
@@ -86,7 +86,7 @@ def scenario(function):
     return test
 
 
-def test_member_says_that_its_root_is_squashed():
+def test_member_name_shows_root_squashing():
     member = new_member("client", "gpu-1.lan", squash_root=True)
     check_member(member)
     assert (
@@ -105,7 +105,7 @@ def test_member_says_that_its_root_is_squashed():
     assert users_of(new_member("client", "x")) == "any user"
 
 
-def test_peer_acts_as_somebody():
+def test_squashing_peer_acts_as_an_unnamed_user():
     assert acts_as(PEER, None) == (SOMEBODY, BELIEVED_GROUPS, 0)
     assert Callers().of(PEER).user.uid == SOMEBODY and Callers().of(PEER).owner == PEER.member
 
@@ -119,20 +119,20 @@ def may(mode, owner, group, uid, wanted, access=()):
     )
 
 
-def test_groups_are_believed_but_for_roots():
+def test_stated_groups_are_accepted_except_root():
     assert may(0o600, ALICE, 0, ALICE, 6) and not may(0o600, CAROL, 0, ALICE, 4)
     assert may(0o060, 0, STAFF, ALICE, 6) and not may(0o060, 0, 0, ALICE, 4)
-    assert may(0o604, CAROL, STAFF, ALICE, 4), "who is not in the group has what the others have"
-    assert not may(0o077, ALICE, STAFF, ALICE, 4), "the owner has the rights of the owner alone"
+    assert may(0o604, CAROL, STAFF, ALICE, 4), "a user outside the group has the rights of class other"
+    assert not may(0o077, ALICE, STAFF, ALICE, 4), "the owner has only the owner's rights"
 
 
-def test_somebody_may_what_any_user_but_root_could():
+def test_unnamed_user_has_the_rights_of_any_user_but_root():
     assert may(0o600, ALICE, 0, SOMEBODY, 6) and not may(0o600, 0, 0, SOMEBODY, 4)
     assert may(0o060, 0, STAFF, SOMEBODY, 6) and not may(0o060, 0, 0, SOMEBODY, 4)
     assert may(0o004, 0, 0, SOMEBODY, 4) and not may(0o770, 0, 0, SOMEBODY, 1)
 
 
-def test_lists_count_for_believed_groups():
+def test_access_lists_apply_to_accepted_groups():
     def entries(tag, id, mask=7):
         return (
             AclEntry(USER_OBJ, 6),
@@ -155,7 +155,7 @@ def test_lists_count_for_believed_groups():
 
 
 @scenario
-async def test_root_opens_as_nobody(place):
+async def test_root_opens_files_as_nobody(place):
     for name, mode, uid in ((b"roots", 0o600, 0), (b"alices", 0o600, ALICE)):
         inode = await place.owned(name, stat.S_IFREG | mode, uid)
         await refused(AccessDenied, place.root.open(inode, grants.READ))
@@ -166,7 +166,7 @@ async def test_root_opens_as_nobody(place):
     alices = (await place.alice.lookup(ROOT, b"alices")).attr.inode
     await refused(AccessDenied, place.carol.open(alices))
     assert grants.read((await place.alice.open(alices, 3)).grant).rights == 3
-    await refused(AccessDenied, place.root.open(alices, grants.READ))  # by the session that has it open
+    await refused(AccessDenied, place.root.open(alices, grants.READ))  # also by the session that has it open
     every = await place.owned(b"every", stat.S_IFREG | 0o644)
     assert grants.read((await place.root.lookup(ROOT, b"every", 3)).grant).rights == grants.READ
     assert (await place.root.open(every, grants.READ)).grant
@@ -174,8 +174,8 @@ async def test_root_opens_as_nobody(place):
 
 
 @scenario
-async def test_grant_beside_a_question_is_for_everybody(place):
-    """Of a file that all may read, in a directory that only its owner may search, the question does not say who asks."""
+async def test_token_in_a_look_up_reply_is_for_all_users(place):
+    """The file is readable by all, in a directory that only its owner may search; the request does not name the user."""
     home = await place.owned(b"home", stat.S_IFDIR | 0o700, ALICE, STAFF)
     inode = await place.owned(b"f", stat.S_IFREG | 0o666, ALICE, STAFF, home)
     assert (
@@ -192,7 +192,7 @@ async def test_grant_beside_a_question_is_for_everybody(place):
 
 
 @scenario
-async def test_what_root_alone_may_see_is_not_seen(place):
+async def test_root_only_entries_are_hidden(place):
     private = await place.owned(b"private", stat.S_IFDIR | 0o700)
     inode = await place.owned(b"f", stat.S_IFREG | 0o644, parent=private)
     for ask in (
@@ -209,12 +209,12 @@ async def test_what_root_alone_may_see_is_not_seen(place):
     assert not DirectoryPage(pb.GetAttrManyReply.FromString(message).packed).inodes
     await place.owned(b"x", stat.S_IFREG | 0o600)
     assert (await place.root.lookup(ROOT, b"x")).attr.uid == 0, (
-        "attributes are everybody's who may search the directory"
+        "attributes are visible to every user who may search the directory"
     )
 
 
 @scenario
-async def test_root_makes_files_of_nobody(place):
+async def test_root_creates_files_owned_by_nobody(place):
     drop = await place.owned(b"drop", stat.S_IFDIR | 0o1777)
     made = (
         await place.root.create(drop, b"f", stat.S_IFREG | 0o600, exclusive=True, open=True, rights=3)
@@ -222,7 +222,7 @@ async def test_root_makes_files_of_nobody(place):
     assert (made.attr.uid, made.attr.gid) == (NOBODY, NOBODY) and grants.read(made.grant).rights == 3
     assert (await place.alice.file(drop, b"g")).uid == ALICE
     await refused(AccessDenied, place.root.create(ROOT, b"f"))
-    await refused(NotPermitted, place.root.unlink(drop, b"g"))  # it is sticky
+    await refused(NotPermitted, place.root.unlink(drop, b"g"))  # the directory is sticky
     await refused(NotPermitted, place.root.rename(drop, b"g", drop, b"h"))
     await place.root.unlink(drop, b"f")
     for mode in (stat.S_IFCHR | 0o666, stat.S_IFBLK | 0o666):
@@ -231,7 +231,7 @@ async def test_root_makes_files_of_nobody(place):
 
 
 @scenario
-async def test_root_changes_what_is_nobodys_alone(place):
+async def test_root_may_change_only_files_of_nobody(place):
     drop = await place.owned(b"drop", stat.S_IFDIR | 0o777)
     mine = (await place.root.file(drop, b"mine")).inode
     others = await place.owned(b"others", stat.S_IFREG | 0o666, ALICE, STAFF)
@@ -249,14 +249,14 @@ async def test_root_changes_what_is_nobodys_alone(place):
     await refused(NotPermitted, place.alice.setattr(others, valid.GID, gid=0))
     await refused(NotPermitted, place.root.setattr(mine, valid.GID, gid=0))
     assert (await place.alice.setattr(others, valid.GID, gid=77)).attr.gid == 77, (
-        "its kernel has looked at its groups"
+        "the client's kernel has checked the groups"
     )
     assert stat.S_IMODE((await place.root.setattr(mine, valid.MODE, mode=0o4755)).attr.mode) == 0o4755
     await refused(NotPermitted, place.carol.setattr(others, valid.MODE, mode=0o777))
 
 
 @scenario
-async def test_set_ids_of_root_go_when_another_writes(place):
+async def test_set_id_bits_are_cleared_when_another_user_writes(place):
     inode = await place.owned(b"f", stat.S_IFREG | 0o6777)
     assert stat.S_IMODE((await place.root.open(inode, 3)).attr.mode) == 0o777
     roots = await place.owned(b"g", stat.S_IFDIR | 0o2777)
@@ -265,7 +265,7 @@ async def test_set_ids_of_root_go_when_another_writes(place):
 
 
 @scenario
-async def test_attributes_of_the_privileged_are_roots_of_nodes(place):
+async def test_privileged_xattrs_belong_to_root_of_nodes(place):
     drop = await place.owned(b"drop", stat.S_IFDIR | 0o777)
     mine = (await place.root.file(drop, b"mine")).inode
     for name in (b"trusted.a", b"security.capability"):
@@ -298,12 +298,12 @@ async def test_attributes_of_the_privileged_are_roots_of_nodes(place):
     await place.alice.ask(
         "SETXATTR", pb.SetXattrRequest(change=place.alice.change(), inode=alices, name=ACCESS, value=acl)
     )
-    assert (await place.root.open(alices, 3)).grant, "a list may name nobody"
+    assert (await place.root.open(alices, 3)).grant, "an access list may name user nobody"
 
 
 @scenario
-async def test_open_file_is_written_whoever_has_opened_it(place):
-    """A mount reports what all of its users have written, and does not say for whom."""
+async def test_open_file_may_be_written_by_any_user_of_the_mount(place):
+    """A mount reports the writes of all its users, and does not name the user."""
     inode = await place.owned(b"f", stat.S_IFREG | 0o600, ALICE)
     await refused(AccessDenied, place.root.report(await place.owned(b"roots", stat.S_IFREG | 0o600), 10))
     await place.alice.open(inode, 3)
@@ -316,7 +316,7 @@ async def test_open_file_is_written_whoever_has_opened_it(place):
     assert (await place.root.lock(inode, 2)).granted
     await refused(
         AccessDenied, place.root.setattr(inode, valid.SIZE, size=0)
-    )  # of root we know that it is root
+    )  # the request says that the caller is root
     await place.service.close()
     await place.begin()
     await refused(AccessDenied, place.root.report(inode, 20))
@@ -326,7 +326,7 @@ async def test_open_file_is_written_whoever_has_opened_it(place):
 
 
 @scenario
-async def test_volumes_are_made_by_others(place):
+async def test_squashed_client_cannot_create_volumes(place):
     drop = await place.owned(b"drop", stat.S_IFDIR | 0o777)
     await refused(
         AccessDenied,
@@ -335,7 +335,7 @@ async def test_volumes_are_made_by_others(place):
 
 
 @scenario
-async def test_refusal_names_who_is_refused(place):
+async def test_refusal_names_the_user(place):
     inode = await place.owned(b"f", stat.S_IFREG | 0o600)
     with pytest.raises(AccessDenied, match=f"^user {NOBODY} may not read inode {inode}"):
         await place.root.open(inode)
@@ -347,8 +347,8 @@ async def test_refusal_names_who_is_refused(place):
 
 
 @pytest.mark.skipif(not meta_fast_path.IS_COMPILED, reason="nvpool.meta.server._fast_path is not compiled")
-def test_nothing_is_answered_at_once(tmp_path):
-    """Modes and paths are looked at by the ordinary way alone."""
+def test_fast_path_is_not_used(tmp_path):
+    """Only the slow path checks modes and paths."""
     from test_meta_atonce import GETATTR, REQUEST, Ordinary, ReplyStats, pack_head
 
     async def main():

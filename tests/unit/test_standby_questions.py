@@ -1,4 +1,4 @@
-"""What the leader asks standbys, and how long it waits for an answer."""
+"""Queries of the leader to standbys, and how long the leader waits for a reply."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from nvpool.poolmap.model import Shard, StandbyMember
 
 
 class Silent:
-    """A dialer that reaches nobody, and notes until when it was asked to try."""
+    """A dialer that cannot connect, and records the deadline of each attempt."""
 
     def __init__(self):
         self.deadlines = []
@@ -20,9 +20,9 @@ class Silent:
         raise DeadlineExceeded("no connection within the deadline")
 
 
-def test_question_for_records_ends_before_the_asker_gives_up():
-    """A primary that begins on another node than the leader's has its request cancelled after PASSED_ON_S: with a standby that
-    can not be reached it would never be answered."""
+def test_records_query_ends_before_the_request_times_out():
+    """A primary that starts on another node than the leader has its request cancelled after PASSED_ON_S; a query to an
+    unreachable standby must end before, or the primary never gets a reply."""
     dialer, clock = Silent(), ManualClock()
     shard = Shard(1, 1, (), standbys=(StandbyMember(1, 2, ("stream://h:1",), "up"),))
     assert asyncio.run(has_records(dialer, clock, shard, 1)) is None

@@ -1,4 +1,4 @@
-"""The free map: blocks are given out once, come back when it is durable, and nothing is rebuilt."""
+"""Free map of a store: each block is allocated once, freed blocks return when durable, and a restart rebuilds no state."""
 
 import random
 
@@ -25,7 +25,7 @@ def run_of(mask, count, limit=200):
 
 @given(st.integers(0, 2**150 - 1), st.integers(1, 40))
 @settings(max_examples=200)
-def test_the_lowest_run_is_found(mask, count):
+def test_lowest_run_is_found(mask, count):
     mask |= (1 << 90) - (1 << 60) if count < 31 else 0
     assert find_run(mask, count) == run_of(mask, count)
 
@@ -56,7 +56,7 @@ def test_large_writes_get_contiguous_runs_in_a_fresh_store():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_any_history_gives_each_block_once_and_reads_back_the_same(seed):
+def test_random_history_allocates_each_block_once(seed):
     chance = random.Random(seed)
     kv = MemoryKv()
     blocks = chance.choice([3 * GROUP_BLOCKS + 77, 500, GROUP_BLOCKS])
@@ -107,7 +107,7 @@ def test_any_history_gives_each_block_once_and_reads_back_the_same(seed):
     )
 
 
-def test_freed_blocks_are_not_given_out_before_their_change_is_durable():
+def test_freed_blocks_are_reused_only_when_durable():
     kv = MemoryKv()
     allocator = Allocator(kv, 300, 0)
     runs = take(allocator, kv, 284)
@@ -122,7 +122,7 @@ def test_freed_blocks_are_not_given_out_before_their_change_is_durable():
     assert take(allocator, kv, 284) == runs
 
 
-def test_what_grows_stops_at_the_reserve_and_what_replaces_does_not():
+def test_only_growth_stops_at_the_space_reserve():
     kv = MemoryKv()
     allocator = Allocator(kv, 1016, 100)
     take(allocator, kv, 900)
@@ -136,7 +136,7 @@ def test_what_grows_stops_at_the_reserve_and_what_replaces_does_not():
     assert allocator.used_blocks == 916
 
 
-def test_a_block_that_is_not_in_use_is_not_freed():
+def test_free_of_an_unused_block_is_refused():
     kv = MemoryKv()
     allocator = Allocator(kv, 1000, 0)
     ((place, _),) = take(allocator, kv, 2)
@@ -148,7 +148,7 @@ def test_a_block_that_is_not_in_use_is_not_freed():
     give(allocator, kv, [(place, 2)])
 
 
-def test_a_write_journals_little_of_the_free_map():
+def test_write_journals_little_of_the_free_map():
     kv = MemoryKv()
     allocator = Allocator(kv, 100 * GROUP_BLOCKS, 0)
     total = 0
@@ -167,7 +167,7 @@ def test_a_write_journals_little_of_the_free_map():
     assert total / 1000 < 160
 
 
-def test_the_list_of_a_group_is_folded_into_its_bitmap():
+def test_group_list_is_merged_into_its_bitmap():
     kv = MemoryKv()
     allocator = Allocator(kv, GROUP_BLOCKS * 2, 0)
     for _ in range(3 * DELTAS_MAX):
@@ -177,7 +177,7 @@ def test_the_list_of_a_group_is_folded_into_its_bitmap():
     assert kv.scan(b"g", b"h", 10)
 
 
-def test_a_change_over_very_many_groups_stays_small_enough_for_the_journal():
+def test_change_of_many_groups_fits_the_journal():
     kv = MemoryKv()
     allocator = Allocator(kv, 1200 * GROUP_BLOCKS, 0)
     owned = []

@@ -1,4 +1,4 @@
-"""Reads that a store answers where they arrive: the same bytes and counts as the ordinary way gives, or left to that."""
+"""Fast path for reads in a store: same bytes and counts as the slow path, or left to the slow path."""
 
 import asyncio
 import inspect
@@ -32,15 +32,15 @@ from nvpool.store.server.service import StoreService
 
 SECRET = b"k" * 32
 BLOCKS = 200
-"""Written of the chunk: three whole segments and a part of one."""
+"""Written blocks of the chunk: three whole segments and a part of one."""
 HOLE = 150
-TWINS = {"plain": fast_reads.PlainReads}
+IMPLEMENTATIONS = {"plain": fast_reads.PlainReads}
 if fast_reads._fast_reads is not None:
-    TWINS["compiled"] = fast_reads._fast_reads.FastReads
+    IMPLEMENTATIONS["compiled"] = fast_reads._fast_reads.FastReads
 
 
 class Ordinary(Answerer):
-    """What the service says to a frame, the ordinary way."""
+    """Replies of the service on the slow path."""
 
     def __init__(self, service):
         super().__init__(service.handle, Peer("test", "", True), service.clock)
@@ -71,7 +71,7 @@ class Bench:
             clock,
         )
         self.service.update_map(pool_map(5))
-        self.tally = ReplyStats()
+        self.counters = ReplyStats()
         self.grant = self.signed()
         self.ordinary = Ordinary(self.service)
 
@@ -109,15 +109,15 @@ class Bench:
         message = encode_read_request(epoch, target, [grant or self.grant], read, verify)
         return pack_head(REQUEST, method, number, deadline_ms, message, 0)
 
-    def at_once(self, frame, in_work=None):
-        """What comes at once: the frames, and how much of `frame` they took."""
+    def fast_reply(self, frame, in_work=None):
+        """Reply on the fast path: the frames, and how many bytes of `frame` they took."""
         out = []
-        taken = self.reads.answer(bytearray(frame), len(frame), in_work or {}, self.tally, out)
+        taken = self.reads.answer(bytearray(frame), len(frame), in_work or {}, self.counters, out)
         return taken, out
 
     def same(self, frame):
-        """Whether it is answered at once; then with the bytes of the ordinary way."""
-        taken, out = self.at_once(frame)
+        """Whether the fast path answers it; then with the bytes of the slow path."""
+        taken, out = self.fast_reply(frame)
         if not taken:
             assert not out
             return False
@@ -136,7 +136,7 @@ def pool_map(epoch):
 
 @asynccontextmanager
 async def open_bench(make, path):
-    """A store in a directory with a chunk of some segments, a hole in it, all of it in memory."""
+    """A store in a directory with a chunk of some segments with a hole, all in the page cache."""
     create_chunk_store(path / "t", 1, "pool", 64 << 20)
     clock = ManualClock()
     store = await open_chunk_store(path / "t", 1, clock=clock)
@@ -146,9 +146,9 @@ async def open_bench(make, path):
         data = draw.randbytes(count << 12)
         store.write_now(1, 0, first << 12, memoryview(data), piece_checksums(data, first << 12))
     await store.flush()
-    # What is mapped stays in the page cache, whoever empties that meanwhile.
+    # Mapped pages stay in the page cache, even if another process empties the cache meanwhile.
     one.mapped = mmap(store.device.fd, 0, prot=PROT_READ, flags=MAP_SHARED | MAP_POPULATE)
-    for at in range(0, BLOCKS, 8):  # so that the index and the grants have it
+    for at in range(0, BLOCKS, 8):  # fills the index and the verified tokens
         one.ordinary.ask(one.frame(at, 8))
     try:
         yield one
@@ -158,9 +158,9 @@ async def open_bench(make, path):
 
 
 def with_bench(test):
-    """Run it with the compiled module and with its twin."""
+    """Run it with the compiled module and with the Python implementation."""
 
-    @pytest.mark.parametrize("make", TWINS.values(), ids=TWINS)
+    @pytest.mark.parametrize("make", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
     def run(make, tmp_path, **more):
         async def served():
             async with open_bench(make, tmp_path) as bench:
@@ -180,7 +180,7 @@ def with_bench(test):
 
 
 @with_bench
-async def test_whole_blocks_that_are_known_and_in_memory_are_answered_with_the_bytes_of_the_ordinary_way(
+async def test_cached_whole_blocks_get_the_bytes_of_the_slow_path(
     bench,
 ):
     for block in (0, 1, 63, 64, 100, HOLE - 1, HOLE + 1, BLOCKS - 1):
@@ -194,9 +194,9 @@ async def test_whole_blocks_that_are_known_and_in_memory_are_answered_with_the_b
 
 
 @with_bench
-async def test_what_is_answered_is_the_golden_frame(bench):
-    """Head and message byte by byte, as docs/internals/formats say; the checksums are the library's."""
-    taken, [reply] = bench.at_once(bench.frame(1, number=0x01020304))
+async def test_reply_is_the_golden_frame(bench):
+    """Head and message byte by byte, as docs/internals/formats define them; the checksums come from the library."""
+    taken, [reply] = bench.fast_reply(bench.frame(1, number=0x01020304))
     version = bench.service.store.held(1, 0).version
     block = reply[-4096:]
     message = (
@@ -219,7 +219,7 @@ async def test_what_is_answered_is_the_golden_frame(bench):
 
 
 @with_bench
-async def test_a_read_by_chance_is_answered_as_always_or_left(bench):
+async def test_random_read_is_answered_as_by_the_slow_path_or_left(bench):
     draw = random.Random(7)
     answered = 0
     for number in range(1, 3000):
@@ -256,31 +256,31 @@ LEFT = {
 
 @pytest.mark.parametrize("why", LEFT)
 @with_bench
-async def test_a_read_is_left_to_the_ordinary_way(bench, why):
+async def test_special_read_is_left_to_the_slow_path(bench, why):
     assert bench.same(bench.frame())
     assert not bench.same(bench.frame(**LEFT[why]))
 
 
 @with_bench
-async def test_a_grant_is_looked_at_as_always(bench):
-    stranger, writer, short = bench.signed(life_s=70), bench.signed(grants.WRITE), bench.signed(life_s=1)
-    assert not bench.same(bench.frame(grant=stranger)), "nobody has verified it"
-    for grant in (stranger, writer, short):
+async def test_access_token_is_checked_as_by_the_slow_path(bench):
+    unverified, writer, short = bench.signed(life_s=70), bench.signed(grants.WRITE), bench.signed(life_s=1)
+    assert not bench.same(bench.frame(grant=unverified)), "this token is not verified yet"
+    for grant in (unverified, writer, short):
         bench.ordinary.ask(bench.frame(grant=grant))
-    assert bench.same(bench.frame(grant=stranger)) and bench.same(bench.frame(grant=short))
+    assert bench.same(bench.frame(grant=unverified)) and bench.same(bench.frame(grant=short))
     assert not bench.same(bench.frame(grant=writer))
-    assert not bench.same(bench.frame(grant=stranger[:-1] + b"x"))
+    assert not bench.same(bench.frame(grant=unverified[:-1] + b"x"))
     bench.clock.advance(6.0)
-    assert bench.same(bench.frame(grant=short)), "clocks may differ by so much"
+    assert bench.same(bench.frame(grant=short)), "clocks may differ by this much"
     bench.clock.advance(0.01)
-    assert not bench.same(bench.frame(grant=short)) and bench.same(bench.frame(grant=stranger))
+    assert not bench.same(bench.frame(grant=short)) and bench.same(bench.frame(grant=unverified))
     endless = grants.sign(grants.Grant(grants.READ, 0, 9, 1, 0, 2**64 - 1), SECRET)
     bench.ordinary.ask(bench.frame(grant=endless))
     assert bench.same(bench.frame(grant=endless))
 
 
 @with_bench
-async def test_grant_of_a_taken_right_is_left(bench):
+async def test_token_of_a_revoked_right_is_left(bench):
     def of(volume):
         ends_ms = bench.clock.wall_ns() // 1_000_000 + 60_000
         return grants.sign(
@@ -289,7 +289,7 @@ async def test_grant_of_a_taken_right_is_left(bench):
 
     revoked, other = bench.frame(grant=of(77)), bench.frame(grant=of(78))
     for frame in (revoked, other):
-        assert not bench.same(frame)  # nobody has verified it
+        assert not bench.same(frame)  # not verified yet
         bench.ordinary.ask(frame)
         assert bench.same(frame)
     bench.service.update_map(
@@ -303,12 +303,12 @@ async def test_grant_of_a_taken_right_is_left(bench):
 
 
 @with_bench
-async def test_the_store_and_its_service_have_to_be_well(bench):
+async def test_fast_path_needs_a_healthy_store_and_service(bench):
     service, store = bench.service, bench.service.store
     frame = bench.frame()
 
     def left():
-        assert bench.at_once(frame) == (0, [])
+        assert bench.fast_reply(frame) == (0, [])
 
     assert bench.same(frame)
     service.replica.pending[1, 0] = object()
@@ -342,70 +342,70 @@ async def test_the_store_and_its_service_have_to_be_well(bench):
     bench.ordinary.ask(bench.frame(epoch=6))
     assert bench.same(bench.frame(epoch=6))
     await service.close()
-    assert bench.at_once(bench.frame(epoch=6)) == (0, [])
+    assert bench.fast_reply(bench.frame(epoch=6)) == (0, [])
 
 
 @with_bench
-async def test_what_can_not_be_read_whole_and_at_once_is_left(bench):
-    """As what is not in the page cache: there too fewer bytes come. (Whether that has a block is for the kernel to say, so here
-    the file ends within it.)"""
+async def test_block_outside_the_page_cache_is_left(bench):
+    """As bytes outside the page cache: there too fewer bytes come. (The kernel decides what is cached, so here the file ends
+    within the block.)"""
     store, frame = bench.service.store, bench.frame(20)
     assert bench.same(frame)
-    before = store.reader.read_count, bench.tally.begun, bench.tally.ended
+    before = store.reader.read_count, bench.counters.begun, bench.counters.ended
     bench.mapped.close()
     os.ftruncate(store.device.fd, (store.index.chunk(1, 0).segments[0].disk[20] << 12) + 4095)
-    assert bench.at_once(frame) == (0, [])
-    assert (store.reader.read_count, bench.tally.begun, bench.tally.ended) == before
+    assert bench.fast_reply(frame) == (0, [])
+    assert (store.reader.read_count, bench.counters.begun, bench.counters.ended) == before
 
 
 @with_bench
-async def test_a_chunk_that_is_written_anew_is_read_anew(bench):
+async def test_rewritten_chunk_is_read_again(bench):
     frame = bench.frame(9)
-    before = bench.at_once(frame)[1][0]
+    before = bench.fast_reply(frame)[1][0]
     data = b"new!" * 1024
     bench.service.store.write_now(1, 0, 9 << 12, memoryview(data), piece_checksums(data, 0))
     assert bench.same(frame)
-    after = bench.at_once(frame)[1][0]
+    after = bench.fast_reply(frame)[1][0]
     assert after.endswith(data) and after != before
 
 
 @with_bench
-async def test_frames_that_come_together_are_answered_up_to_the_first_that_is_not(bench):
+async def test_batched_frames_are_answered_up_to_the_first_left_one(bench):
     frames = [bench.frame(block, number=block + 1) for block in range(5)]
-    taken, out = bench.at_once(b"".join(frames))
+    taken, out = bench.fast_reply(b"".join(frames))
     assert taken == sum(map(len, frames)) and out == [bench.ordinary.ask(frame) for frame in frames]
     mixed = [*frames[:2], bench.frame(HOLE, number=9), *frames[3:]]
-    taken, out = bench.at_once(b"".join(mixed))
+    taken, out = bench.fast_reply(b"".join(mixed))
     assert taken == 2 * len(frames[0]) and len(out) == 2
-    taken, out = bench.at_once(b"".join(frames)[:-1])
+    taken, out = bench.fast_reply(b"".join(frames)[:-1])
     assert taken == 4 * len(frames[0]) and len(out) == 4
     many = bench.frame(0, 8) * 100
-    taken, out = bench.at_once(many)
-    assert len(out) == taken // len(frames[0]) == 8, "a bound of what is answered in one go"
+    taken, out = bench.fast_reply(many)
+    assert len(out) == taken // len(frames[0]) == 8, "a bound on the replies of one call"
 
 
 @with_bench
-async def test_a_number_that_is_in_work_is_left_to_be_refused(bench):
-    assert bench.at_once(bench.frame(number=7), {7: None}) == (0, [])
-    assert bench.at_once(bench.frame(number=8), {7: None})[0]
-    assert bench.at_once(bench.frame(number=8), dict.fromkeys(range(100, 100 + IN_FLIGHT_MAX))) == (0, [])
+async def test_request_number_in_progress_is_left(bench):
+    assert bench.fast_reply(bench.frame(number=7), {7: None}) == (0, [])
+    assert bench.fast_reply(bench.frame(number=8), {7: None})[0]
+    assert bench.fast_reply(bench.frame(number=8), dict.fromkeys(range(100, 100 + IN_FLIGHT_MAX))) == (0, [])
 
 
 @with_bench
-async def test_every_byte_that_is_changed_leaves_the_frame_to_the_ordinary_way(bench):
-    """Whatever it is then: a head or a message with a wrong checksum is not looked at."""
+async def test_frame_with_any_changed_byte_is_left(bench):
+    """In any case: a head or message with a wrong checksum is not decoded."""
     frame = bench.frame(3)
     for at in range(len(frame)):
         for bit in (0, 3, 7):
             changed = bytearray(frame)
             changed[at] ^= 1 << bit
-            assert bench.at_once(changed) == (0, []), (at, bit)
+            assert bench.fast_reply(changed) == (0, []), (at, bit)
     for length in range(len(frame)):
-        assert bench.at_once(frame[:length]) == (0, []), length
+        assert bench.fast_reply(frame[:length]) == (0, []), length
 
 
 @with_bench
-async def test_a_frame_with_right_checksums_and_any_message_is_answered_as_always_or_left(bench):
+async def test_random_message_is_answered_as_by_the_slow_path_or_left(bench):
     draw = random.Random(3)
     good = bench.frame(3)[32:]
     answered = 0
@@ -422,28 +422,28 @@ async def test_a_frame_with_right_checksums_and_any_message_is_answered_as_alway
 
 
 @with_bench
-async def test_it_counts_as_the_ordinary_way_does(bench):
-    reader, tally, frame = bench.service.store.reader, bench.tally, bench.frame(0, 2)
+async def test_fast_path_counts_like_the_slow_path(bench):
+    reader, counters, frame = bench.service.store.reader, bench.counters, bench.frame(0, 2)
     counted = []
-    for ask in (bench.ordinary.ask, bench.at_once, bench.ordinary.ask):
+    for ask in (bench.ordinary.ask, bench.fast_reply, bench.ordinary.ask):
         before = reader.read_count, reader.read_bytes
         ask(frame)
         counted.append((reader.read_count - before[0], reader.read_bytes - before[1]))
     assert counted == [(1, 8192)] * 3
     steps = [2000.0, 2000.0 + 300e-6]
     bench.clock.boottime_s = lambda: steps.pop(0)
-    bench.at_once(frame)
+    bench.fast_reply(frame)
     del bench.clock.boottime_s
-    bench.at_once(frame)
-    found = tally.by_method[DATA_READ]
-    assert (tally.begun, tally.ended, tally.given_up, tally.errors) == (3, 3, 0, {})
+    bench.fast_reply(frame)
+    found = counters.by_method[DATA_READ]
+    assert (counters.begun, counters.ended, counters.given_up, counters.errors) == (3, 3, 0, {})
     assert (found.bytes_in, found.bytes_out) == (0, 3 * 8192)
     assert found.times.counts[0] == 2 and found.times.counts[9] == 1 and sum(found.times.counts) == 3
     assert found.times.sum_s == pytest.approx(300e-6)
 
 
 @with_bench
-async def test_the_listener_asks_it_first_and_reads_what_it_leaves_as_always(bench):
+async def test_listener_uses_the_fast_path_first(bench):
     asked = []
 
     def handle(call):
@@ -454,11 +454,11 @@ async def test_the_listener_asks_it_first_and_reads_what_it_leaves_as_always(ben
         __call__ = staticmethod(handle)
         at_once = staticmethod(bench.reads.answer)
 
-    door = transport("stream")
+    stream = transport("stream")
     greeting = Greeting("test", "f")
-    listener = await door.listen("stream://127.0.0.1:0", greeting, Handling())
+    listener = await stream.listen("stream://127.0.0.1:0", greeting, Handling())
     deadline_s = SYSTEM_CLOCK.boottime_s() + 20
-    connection = await door.connect(listener.endpoint, greeting, deadline_s=deadline_s)
+    connection = await stream.connect(listener.endpoint, greeting, deadline_s=deadline_s)
 
     def message(block):
         return bench.frame(block)[32:]
@@ -472,14 +472,12 @@ async def test_the_listener_asks_it_first_and_reads_what_it_leaves_as_always(ben
     for block, reply in zip(blocks, replies, strict=True):
         expected = bench.ordinary.ask(bench.frame(block))
         assert expected.endswith(bytes(reply.message) + bytes(reply.payload)), block
-    assert message(HOLE) in asked and len(asked) < len(blocks), (
-        "what stood behind the hole may have gone with it"
-    )
+    assert message(HOLE) in asked and len(asked) < len(blocks), "reads behind the hole may be left with it"
     await connection.close()
     await listener.close()
 
 
-def test_only_a_store_on_a_file_is_asked(tmp_path):
+def test_fast_path_needs_a_store_on_a_file(tmp_path):
     asyncio.run(only_a_store_on_a_file(tmp_path))
 
 

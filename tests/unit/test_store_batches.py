@@ -1,4 +1,4 @@
-"""Batches of reads: what the compiled pass over the headers finds is what the pass in Python finds."""
+"""Batched reads: the compiled pass over the headers and the pass in Python find the same."""
 
 import asyncio
 import random
@@ -16,7 +16,7 @@ compiled_only = pytest.mark.skipif(reads_module._read_batch is None, reason="_re
 
 
 async def filled(path):
-    """A store with chunks in one run, in many, with holes, and of one block; and what is in them."""
+    """A store with chunks in one run, in many runs, with holes, and of one block; and their contents."""
     create_chunk_store(path, 1, "pool", 256 << 20)
     store = await open_chunk_store(path, 1)
     chance, contents = random.Random(1), {}
@@ -62,7 +62,7 @@ def some_reads(chance, contents, count):
 OWNERS = (ALL_INODES, 1, 2, NO_INODE)
 
 
-def told(store, packed, verify, owners=OWNERS):
+def results_of(store, packed, verify, owners=OWNERS):
     batch = store.read_now(packed, owners, verify)
     for at in batch.missed:
         raise AssertionError(f"read {at} is not in memory")
@@ -71,7 +71,7 @@ def told(store, packed, verify, owners=OWNERS):
 
 @compiled_only
 @pytest.mark.parametrize("verify", [False, True])
-def test_a_batch_is_answered_the_same_by_both_ways(tmp_path, monkeypatch, verify):
+def test_compiled_and_python_passes_give_the_same_reply(tmp_path, monkeypatch, verify):
     async def main():
         store, contents = await filled(tmp_path / "t")
         chance, whole, refused, found = random.Random(2), 0, 0, reads_module._read_batch.find
@@ -84,14 +84,14 @@ def test_a_batch_is_answered_the_same_by_both_ways(tmp_path, monkeypatch, verify
 
         for turn in range(400):
             packed = b"".join(some_reads(chance, contents, chance.choice([1, 3, 50, 200])))
-            if turn % 20 == 0:  # nothing is known of the index
+            if turn % 20 == 0:  # the index cache is empty
                 store.index.young.clear()
                 store.index._old.clear()
             monkeypatch.setattr(reads_module._read_batch, "find", counted)
-            one = told(store, packed, verify)
+            one = results_of(store, packed, verify)
             kept, reads_module._read_batch = reads_module._read_batch, None
             try:
-                assert told(store, packed, verify) == one
+                assert results_of(store, packed, verify) == one
             finally:
                 reads_module._read_batch = kept
             results, checksums, payload = one
@@ -110,11 +110,11 @@ def test_a_batch_is_answered_the_same_by_both_ways(tmp_path, monkeypatch, verify
     asyncio.run(main())
 
 
-def test_an_offset_outside_of_any_chunk_is_refused_and_its_neighbours_are_read(tmp_path):
+def test_offset_outside_of_a_chunk_is_refused_alone(tmp_path):
     async def main():
         store, contents = await filled(tmp_path / "t")
         packed = b"".join(READ.pack(1, 1, offset, BLOCK, 1, 0) for offset in (0, 2**32 - BLOCK, 0))
-        results, _, payload = told(store, packed, False)
+        results, _, payload = results_of(store, packed, False)
         assert [status for status, *_ in RESULT.iter_unpack(results)] == [0, InvalidRequest.wire_code, 0]
         assert payload == contents[1, 1][:BLOCK] * (len(payload) // BLOCK)
         await store.close()
@@ -123,7 +123,7 @@ def test_an_offset_outside_of_any_chunk_is_refused_and_its_neighbours_are_read(t
 
 
 @compiled_only
-def test_a_batch_that_is_too_large_is_refused_by_both_ways(tmp_path):
+def test_too_large_batch_is_refused_by_both_passes(tmp_path):
     async def main():
         store, _ = await filled(tmp_path / "t")
         for length, count in ((64 * BLOCK, 130), (BLOCK, 8193)):
@@ -133,7 +133,7 @@ def test_a_batch_that_is_too_large_is_refused_by_both_ways(tmp_path):
             for way in (kept, None):
                 reads_module._read_batch = way
                 try:
-                    outcomes.append(told(store, packed, False))
+                    outcomes.append(results_of(store, packed, False))
                 except Exception as error:
                     outcomes.append((type(error), str(error)))
                 finally:
@@ -145,7 +145,7 @@ def test_a_batch_that_is_too_large_is_refused_by_both_ways(tmp_path):
 
 
 @compiled_only
-def test_what_does_not_fit_together_is_an_error_and_no_memory_of_others():
+def test_inconsistent_arguments_read_no_foreign_memory():
     find = reads_module._read_batch.find
     entry = READ.pack(1, 0, 0, BLOCK, 0, 0)
     for number, results in ((0, bytearray(15)), (-1, bytearray(16))):
@@ -156,7 +156,7 @@ def test_what_does_not_fit_together_is_an_error_and_no_memory_of_others():
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_chunks_of_a_batch_that_nobody_knows_are_looked_up_in_one_transaction(tmp_path, monkeypatch, damaged):
+def test_unknown_chunks_are_looked_up_in_one_transaction(tmp_path, monkeypatch, damaged):
     async def main():
         create_chunk_store(tmp_path / "t", 1, "pool", 64 << 20)
         store = await open_chunk_store(tmp_path / "t", 1)
@@ -175,16 +175,14 @@ def test_chunks_of_a_batch_that_nobody_knows_are_looked_up_in_one_transaction(tm
 
         monkeypatch.setattr(store.kv, "get", lambda key: asked.append(1) or get(key))
         monkeypatch.setattr(store.kv, "get_many", many)
-        numbers = [*contents, 777, *reversed(contents)]  # one that is not there, and each twice
+        numbers = [*contents, 777, *reversed(contents)]  # a missing one, and each one twice
         packed = b"".join(READ.pack(inode, 0, 0, BLOCK, 0, 0) for inode in numbers)
-        results, _, payload = told(store, packed, True, (ALL_INODES,))
+        results, _, payload = results_of(store, packed, True, (ALL_INODES,))
         assert payload == b"".join(contents.get(inode, b"") for inode in numbers)
         assert not any(status for status, *_ in RESULT.iter_unpack(results))
-        assert asked == [101] + [1] * (101 if damaged else 0), (
-            "what is damaged is left to who asks for it by itself"
-        )
+        assert asked == [101] + [1] * (101 if damaged else 0), "damaged chunks are looked up one by one"
         asked.clear()
-        assert told(store, packed, True, (ALL_INODES,))[2] == payload and not asked
+        assert results_of(store, packed, True, (ALL_INODES,))[2] == payload and not asked
         await store.close()
 
     asyncio.run(main())

@@ -1,5 +1,5 @@
-"""Reads that a store begins where they arrive, since the drive has to be asked: answered when it has answered, with the bytes
-of the ordinary way; and whatever happens meanwhile, as that way would have it."""
+"""Fast-path reads that need the drive: the reply comes later with the bytes of the slow path, and events in between have
+the effect that they have on the slow path."""
 
 import asyncio
 import math
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(fast_reads._fast_reads is None, reason="_fast_re
 
 
 class Later(Ordinary):
-    """The answering end of a connection, as the listener's is."""
+    """The replying end of a connection, like that of the listener."""
 
     def __init__(self, service):
         super().__init__(service)
@@ -37,12 +37,12 @@ class Later(Ordinary):
 
 
 class DriveWasQuicker(Exception):
-    """A read without waiting makes the kernel ask the drive, and looks once more: where nobody let us go on in between, the
-    bytes are there. Then the test begins anew."""
+    """A read without waiting makes the kernel ask the drive, and looks again: without a pause in between, the bytes may
+    already be there. Then the test starts again."""
 
 
 class Cold:
-    """A store that has nothing of its chunk in memory."""
+    """A store without any block of its chunk in memory."""
 
     def __init__(self, bench):
         self.bench, self.reads, self.store, self.service = (
@@ -53,17 +53,17 @@ class Cold:
         )
         self.side = Later(bench.service)
         self.waited = 0
-        """Of the ordinary way's answers, for the drive."""
+        """Number of slow-path replies that needed the drive."""
         self.answers = {
             block: bench.ordinary.ask(bench.frame(block)) for block in range(BLOCKS) if block != HOLE
         }
         bench.mapped.close()
         os.posix_fadvise(
             self.store.device.fd, 0, 0, os.POSIX_FADV_RANDOM
-        )  # so that no read brings what the next is for
+        )  # so that no read caches the blocks of the next one
 
     async def expected(self, *frames):
-        """What the ordinary way answers: from memory, unless the kernel has taken something away again."""
+        """Replies of the slow path: from memory, unless the kernel has evicted pages again."""
         with open(self.store.device.path, "rb") as file:  # noqa: ASYNC230
             while file.read(1 << 20):
                 pass
@@ -80,7 +80,7 @@ class Cold:
         return ordinary.sent.pop()
 
     def begin(self, *frames, side=None):
-        """They are read from the drive; it has not answered."""
+        """Reads them from the drive, which has not replied yet."""
         evict(self.store.device.path)
         waiting, out = self.reads.waiting, []
         side = side or self.side
@@ -117,7 +117,7 @@ def with_cold(test):
                 return
             except DriveWasQuicker:
                 pass
-        pytest.fail("the drive was always quicker")
+        pytest.fail("the drive was always faster")
 
     run.__name__, run.__doc__ = test.__name__, test.__doc__
     return run
@@ -128,7 +128,7 @@ def status(frame):
 
 
 @with_cold
-async def test_what_is_not_in_memory_comes_from_the_drive_with_the_bytes_of_the_ordinary_way(cold):
+async def test_uncached_read_gets_the_bytes_of_the_slow_path(cold):
     draw = random.Random(1)
     missed, asked = cold.store.reader.missed_count, 0
     for count in (1, 1, 3, 4, 5, 16, 100):
@@ -158,7 +158,7 @@ def cached(cold):
 
 
 @with_cold
-async def test_larger_reads_of_who_keeps_them_go_past_the_page_cache_until_they_are_repeated(cold):
+async def test_large_reads_bypass_the_page_cache_until_repeated(cold):
     if not cold.store.device.direct_reads._on:
         pytest.skip("no reads past the page cache here")
     places = ((0, 32), (32, 32), (64, 16), (80, 31), (3, 17), (7, 9))
@@ -178,11 +178,11 @@ async def test_larger_reads_of_who_keeps_them_go_past_the_page_cache_until_they_
         assert sorted(sent) == sorted(await cold.expected(*frames)), again
     cold.begin(frames[0])
     await cold.come()
-    assert cached(cold) >= 32, "what is read again in the same pieces is worth keeping"
+    assert cached(cold) >= 32, "repeated reads of the same ranges are cached"
 
 
 @with_cold
-async def test_a_drive_that_takes_no_reads_past_the_cache_is_read_as_always(cold):
+async def test_drive_without_direct_reads_is_read_through_the_cache(cold):
     direct = cold.store.device.direct_reads
     if not direct._on:
         pytest.skip("no reads past the page cache here")
@@ -198,14 +198,14 @@ async def test_a_drive_that_takes_no_reads_past_the_cache_is_read_as_always(cold
 
 
 @with_cold
-async def test_large_answers_that_wait_for_their_socket_keep_their_memory_however_many_they_are(cold):
+async def test_queued_large_replies_keep_their_memory(cold):
     places = ((0, 32), (32, 32), (64, 16), (80, 31), (3, 17))
     frames = [
         cold.bench.frame(first, count, number=number + 1, flags=1)
         for number, (first, count) in enumerate(places)
     ]
     expected, direct = sorted(await cold.expected(*frames)), cold.store.device.direct_reads
-    kept = []  # for nobody takes them
+    kept = []  # no consumer takes them
     for turn in range(20):
         direct._new.clear(), direct._old.clear()
         cold.begin(*frames)
@@ -225,16 +225,16 @@ async def test_large_answers_that_wait_for_their_socket_keep_their_memory_howeve
 
 
 @with_cold
-async def test_without_an_end_to_answer_later_nothing_is_begun(cold):
+async def test_read_without_a_deferred_reply_is_not_started(cold):
     evict(cold.store.device.path)
-    taken, told = cold.bench.at_once(cold.bench.frame(3))
-    if told:
+    taken, answered = cold.bench.fast_reply(cold.bench.frame(3))
+    if answered:
         raise DriveWasQuicker
     assert not taken and not cold.reads.waiting
 
 
 @with_cold
-async def test_who_has_gone_meanwhile_is_told_nothing_and_no_memory_of_his_is_used_again(cold):
+async def test_closed_connection_gets_no_reply_and_keeps_its_memory(cold):
     gone = Later(cold.service)
     cold.begin(*[cold.bench.frame(block, number=block + 1) for block in range(20)], side=gone)
     cold.begin(cold.bench.frame(30, number=1), cold.bench.frame(31, number=2))
@@ -245,7 +245,7 @@ async def test_who_has_gone_meanwhile_is_told_nothing_and_no_memory_of_his_is_us
 
 
 @with_cold
-async def test_a_number_that_is_in_work_is_refused_as_always(cold):
+async def test_request_number_in_progress_is_refused(cold):
     cold.begin(cold.bench.frame(3, number=5))
     with pytest.raises(Exception, match="sent twice"):
         cold.side.ask(cold.bench.frame(4, number=5))
@@ -258,12 +258,12 @@ async def test_a_number_that_is_in_work_is_refused_as_always(cold):
 
 
 @with_cold
-async def test_a_chain_that_has_gone_on_without_this_target_meanwhile_gives_no_bytes(cold):
+async def test_read_of_a_changed_chain_gives_no_bytes(cold):
     frame = cold.bench.frame(3)
     cold.begin(frame)
     cold.service.update_map(pool_map(6))
     assert [part[-4096:] for part in await cold.come()] == [cold.answers[3][-4096:]], (
-        "nothing of its chain has changed"
+        "its chain has not changed"
     )
     cold.begin(cold.bench.frame(3, epoch=6))
     cold.service.update_map(pool_map(7))
@@ -273,7 +273,7 @@ async def test_a_chain_that_has_gone_on_without_this_target_meanwhile_gives_no_b
 
 
 @with_cold
-async def test_a_target_whose_time_is_over_meanwhile_gives_no_bytes(cold):
+async def test_read_after_the_serving_lease_ended_gives_no_bytes(cold):
     cold.begin(cold.bench.frame(3))
     cold.service.tenure.shared, cold.service.tenure.until_s = True, cold.bench.clock.boottime_s() - 1
     [sent] = await cold.come()
@@ -281,7 +281,7 @@ async def test_a_target_whose_time_is_over_meanwhile_gives_no_bytes(cold):
 
 
 @with_cold
-async def test_who_watches_sees_also_what_was_begun_before(cold):
+async def test_usage_report_includes_reads_started_before(cold):
     cold.begin(cold.bench.frame(3))
     cold.service.use.tell(pb.UseRequest(for_s=5))
     assert await cold.come() == [cold.answers[3]]
@@ -289,7 +289,7 @@ async def test_who_watches_sees_also_what_was_begun_before(cold):
 
 
 @with_cold
-async def test_a_drive_that_fails_is_an_error_as_always(cold):
+async def test_failed_drive_is_reported_as_on_the_slow_path(cold):
     device, frame = cold.store.device, cold.bench.frame(20)
     kept = os.dup(device.fd)
     size = os.fstat(kept).st_size
@@ -301,23 +301,25 @@ async def test_a_drive_that_fails_is_an_error_as_always(cold):
     async with asyncio.timeout(60):
         while not cold.side.sent:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-    assert int.from_bytes(cold.side.sent[0][43:45], "little") == DriveFailed.wire_code, "of that read"
+    assert int.from_bytes(cold.side.sent[0][43:45], "little") == DriveFailed.wire_code, (
+        "the error belongs to that read"
+    )
     assert not await cold.come() or not cold.side.sent
     os.truncate(cold.store.device.path, size)
 
 
 @with_cold
-async def test_what_is_read_is_given_to_no_write_meanwhile(cold):
+async def test_blocks_under_a_read_are_not_reallocated(cold):
     before = cold.store.kv.sequence
     cold.begin(cold.bench.frame(9))
     assert cold.store.readings.oldest() == before
     data = b"new!" * 1024
     cold.store.write_now(1, 0, 9 << 12, memoryview(data), piece_checksums(data, 0))
-    assert await cold.come() == [cold.answers[9]], "as it was when it was asked for"
+    assert await cold.come() == [cold.answers[9]], "as it was when the read was sent"
 
 
 @with_cold
-async def test_a_store_that_ends_answers_what_the_drive_brings_in_time(cold):
+async def test_draining_store_completes_its_reads(cold):
     cold.begin(*[cold.bench.frame(block, number=block + 1) for block in range(50)])
     await cold.service.close(drain_s=60)
     sent = await cold.come()
@@ -325,7 +327,7 @@ async def test_a_store_that_ends_answers_what_the_drive_brings_in_time(cold):
 
 
 @with_cold
-async def test_a_store_that_ends_at_once_refuses_what_it_has_begun_and_waits_for_the_drive(cold):
+async def test_closing_store_refuses_reads_and_waits_for_the_drive(cold):
     cold.begin(*[cold.bench.frame(block, number=block + 1) for block in range(50)])
     await cold.service.close()
     sent = await cold.come()
@@ -334,7 +336,7 @@ async def test_a_store_that_ends_at_once_refuses_what_it_has_begun_and_waits_for
 
 
 @with_cold
-async def test_where_nothing_was_ever_begun_and_when_all_is_over_nothing_comes(cold):
+async def test_reap_without_reads_does_nothing(cold):
     cold.reads.reap()
     cold.begin(cold.bench.frame(3))
     assert len(await cold.come()) == 1
@@ -344,7 +346,7 @@ async def test_where_nothing_was_ever_begun_and_when_all_is_over_nothing_comes(c
 
 
 @with_cold
-async def test_what_the_ring_has_no_room_for_is_left(cold):
+async def test_reads_beyond_the_ring_size_are_left(cold):
     frames = [
         cold.bench.frame(block, number=turn * BLOCKS + block + 1)
         for turn in range(3)
@@ -359,7 +361,7 @@ async def test_what_the_ring_has_no_room_for_is_left(cold):
 
 
 @with_cold
-async def test_a_listener_answers_by_it_and_drains(cold):
+async def test_listener_uses_the_fast_path_and_drains(cold):
     asked = []
 
     def handle(call):
@@ -370,10 +372,10 @@ async def test_a_listener_answers_by_it_and_drains(cold):
         __call__ = staticmethod(handle)
         at_once = staticmethod(cold.reads.answer)
 
-    door, greeting = transport("stream"), Greeting("test", "f")
-    listener = await door.listen("stream://127.0.0.1:0", greeting, Handling())
+    stream, greeting = transport("stream"), Greeting("test", "f")
+    listener = await stream.listen("stream://127.0.0.1:0", greeting, Handling())
     deadline_s = SYSTEM_CLOCK.boottime_s() + 60
-    connection = await door.connect(listener.endpoint, greeting, deadline_s=deadline_s)
+    connection = await stream.connect(listener.endpoint, greeting, deadline_s=deadline_s)
 
     def ask(block, count=1):
         return connection.call(DATA_READ, cold.bench.frame(block, count)[32:], deadline_s=deadline_s)

@@ -1,4 +1,4 @@
-"""Reads that wait for the drive: answered when it has answered, without a task, whatever it says and whoever has gone."""
+"""Reads that wait for the drive: completed without a task, for each result of the drive and for clients that have left."""
 
 import asyncio
 from functools import partial
@@ -18,7 +18,7 @@ CONTENT = b"".join(bytes([number]) * BLOCK for number in range(1, 9))
 
 
 class Cold(Bench):
-    """A store on a drive that has nothing in memory, and answers when it is told to."""
+    """A store on a drive with an empty cache that replies when the test says so."""
 
     def __init__(self, store):
         super().__init__(store)
@@ -28,7 +28,7 @@ class Cold(Bench):
         device.begin_read = lambda *arguments: self.waiting.append(arguments)
 
     def ask(self, *blocks, verify=False):
-        """A call that reads these blocks, begun."""
+        """A call that reads these blocks, started."""
         reads = b"".join(READ.pack(1, 0, block * BLOCK, BLOCK, 0, 0) for block in blocks)
         request = pb.ReadRequest(target=1, grants=[self.grant()], reads=reads, verify=verify)
         call = FakeCall(Method.DATA_READ, request.SerializeToString())
@@ -36,7 +36,7 @@ class Cold(Bench):
         return call
 
     async def let_go(self):
-        """The drive reads what it was asked for; returns when all that comes of it has been done."""
+        """The drive reads the requested blocks; returns when all consequences are complete."""
         waiting, self.waiting = self.waiting, []
         done = [asyncio.get_running_loop().create_future() for _ in waiting]
         for future, (*what, on_done) in zip(done, waiting, strict=True):
@@ -77,7 +77,7 @@ def part(*blocks):
 
 
 @cold
-async def test_a_cold_read_is_answered_by_the_drive_and_makes_no_task(bench):
+async def test_cold_read_completes_without_a_task(bench):
     tasks = asyncio.all_tasks()
     calls = [bench.ask(3), bench.ask(0, 7, 5)]
     assert asyncio.all_tasks() == tasks and not any(call.answered.is_set() for call in calls)
@@ -87,7 +87,7 @@ async def test_a_cold_read_is_answered_by_the_drive_and_makes_no_task(bench):
 
 
 @cold
-async def test_what_the_drive_can_not_read_is_told_of_that_read_alone(bench):
+async def test_drive_error_is_reported_for_its_read_only(bench):
     call, other = bench.ask(0, 1, 2), bench.ask(4)
     (*_, first), (*_, second) = bench.waiting
     first([None, errors.DriveFailed("a bad sector"), None])
@@ -98,7 +98,7 @@ async def test_what_the_drive_can_not_read_is_told_of_that_read_alone(bench):
 
 
 @cold
-async def test_a_cold_block_that_does_not_fit_its_checksum_is_remembered_when_it_is_verified(bench):
+async def test_cold_block_with_a_wrong_checksum_is_recorded(bench):
     place = bench.store.index.chunk(1, 0).segments[0].disk[2]
     bench.store.device.write([b"\xff" * BLOCK], place * BLOCK)
     call = bench.ask(1, 2, verify=True)
@@ -109,7 +109,7 @@ async def test_a_cold_block_that_does_not_fit_its_checksum_is_remembered_when_it
 
 
 @cold
-async def test_what_goes_wrong_with_one_answer_does_not_keep_the_others(bench):
+async def test_failed_reply_does_not_block_others(bench):
     spoiled, good = bench.ask(1), bench.ask(2)
     complete, bench.store.reader._complete = bench.store.reader._complete, lambda *_: 1 // 0
     (*_, first), (*_, second) = bench.waiting
@@ -121,7 +121,7 @@ async def test_what_goes_wrong_with_one_answer_does_not_keep_the_others(bench):
 
 
 @cold
-async def test_a_store_that_closes_waits_for_reads_as_long_as_it_was_told(bench):
+async def test_close_waits_for_reads_for_the_given_time(bench):
     call = bench.ask(6)
     closing = asyncio.create_task(bench.service.close(10.0))
     await asyncio.sleep(0)
@@ -133,7 +133,7 @@ async def test_a_store_that_closes_waits_for_reads_as_long_as_it_was_told(bench)
 
 
 @cold
-async def test_a_store_that_closes_at_once_tells_who_waits_and_answers_nobody_twice(bench):
+async def test_close_without_drain_fails_each_read_once(bench):
     call = bench.ask(6)
     ((*_, on_done),) = bench.waiting
     await bench.service.close()
@@ -143,7 +143,7 @@ async def test_a_store_that_closes_at_once_tells_who_waits_and_answers_nobody_tw
 
 
 @cold
-async def test_no_more_reads_wait_than_there_is_room_for(bench):
+async def test_waiting_reads_are_bounded(bench):
     before, service_module.WAITING_MAX = service_module.WAITING_MAX, 2
     try:
         calls = [bench.ask(1), bench.ask(2)]
@@ -158,8 +158,8 @@ async def test_no_more_reads_wait_than_there_is_room_for(bench):
 
 
 @pytest.mark.parametrize("missing", [[], [1], [0, 1, 2]])
-def test_memory_of_the_asker_is_filled_from_memory_only(tmp_path, missing):
-    """What has to wait for the drive comes in the store's own: the asker may go meanwhile, and use his for something else."""
+def test_client_memory_is_filled_only_from_cached_blocks(tmp_path, missing):
+    """Blocks from the drive go to the store's own buffer: the client may leave meanwhile, and reuse its memory."""
 
     async def main():
         create_chunk_store(tmp_path / "t", 1, "pool", 64 << 20)
@@ -180,16 +180,16 @@ def test_memory_of_the_asker_is_filled_from_memory_only(tmp_path, missing):
         device.read_now = partly
         batch = store.read_now(reads, [1], room=lambda count: theirs[:count])
         if missing:
-            theirs[:] = b"?" * len(theirs)  # used for something else
+            theirs[:] = b"?" * len(theirs)  # reused for other data
             await store.finish_read(batch)
-            assert theirs == b"?" * len(theirs), "written to when nobody waits for it any more"
+            assert theirs == b"?" * len(theirs), "memory was written after the client left"
         assert (batch.payload[0].obj is theirs.obj) == (not missing)
         assert b"".join(batch.payload) == wanted
         theirs[:] = bytes(len(theirs))
         device.read_now = read_now
         checked = store.read_now(reads, [1], True, lambda count: theirs[:count])
         assert b"".join(checked.payload) == wanted and not any(theirs), (
-            "checked where the asker can change it"
+            "the checksum was verified in memory that the client can change"
         )
         await bench.service.close()
 

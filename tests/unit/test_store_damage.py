@@ -1,4 +1,4 @@
-"""A damaged index: an error and never zeros, told in status, and no obstacle to removal."""
+"""Damaged index of a store: an error and never zeros, reported in status, and no obstacle to removal."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ BLOCKS = 4096
 
 
 class DamagedKv(MemoryKv):
-    """Records whose keys are in `damaged` can not be read, as LMDB's with a flipped bit."""
+    """Store whose records with keys in `damaged` cannot be read, as with a flipped bit in LMDB."""
 
     damaged: set = set()
 
@@ -66,7 +66,7 @@ def on_a_store(test):
 
 
 @on_a_store
-async def test_a_damaged_record_is_an_error_and_not_a_hole(store):
+async def test_damaged_record_is_an_error_and_not_a_hole(store):
     await put(store, 1, 0, 0, some_bytes(600_000))
     await put(store, 2, 0, 0, some_bytes(5000))
     store.index.clear()
@@ -81,7 +81,7 @@ async def test_a_damaged_record_is_an_error_and_not_a_hole(store):
 
 
 @pytest.mark.parametrize("segments", [[(0, 0)], [(0, 1)], [(3, 0), (3, 1)], [(2, 2), (0, 0), (3, 2)]])
-def test_what_is_damaged_can_be_removed(segments, caplog):
+def test_damaged_chunks_can_be_removed(segments, caplog):
     caplog.set_level(logging.CRITICAL)
 
     async def run():
@@ -101,7 +101,7 @@ def test_what_is_damaged_can_be_removed(segments, caplog):
 
 
 @on_a_store
-async def test_a_block_that_the_drive_does_not_give_is_cut_as_a_damaged_one_and_written_as_a_whole(store):
+async def test_unreadable_block_is_truncated_and_repaired(store):
     data = some_bytes(20_000)
     for inode in (1, 2):
         await put(store, inode, 0, 0, data)
@@ -123,7 +123,7 @@ async def test_a_block_that_the_drive_does_not_give_is_cut_as_a_damaged_one_and_
 
 
 @on_a_store
-async def test_a_scrub_compares_index_and_free_map_both_ways(store):
+async def test_scrub_compares_index_and_free_map_both_ways(store):
     await put(store, 1, 0, 0, some_bytes(20_000))
     await put(store, 2, 0, 0, some_bytes(20_000))
     await is_sound(store)
@@ -146,7 +146,7 @@ async def test_a_scrub_compares_index_and_free_map_both_ways(store):
 
 
 def leak(store, count):
-    """Blocks that nobody names."""
+    """Mark blocks as used that no chunk names."""
     transaction = Transaction()
     store.allocator.allocate(transaction, count)
     store.apply(transaction, [])
@@ -154,7 +154,7 @@ def leak(store, count):
 
 
 def unmark(store, inode, block):
-    """Let the free map call a block free that a chunk names; its place."""
+    """Mark a block as free that a chunk names; return its location."""
     place = store.index.chunk(inode, 0).segments[0].disk[block]
     transaction = Transaction()
     transaction.free((place, 1))
@@ -174,7 +174,7 @@ async def mended(store, blocks=1 << 14):
 
 
 @on_a_store
-async def test_a_scrub_that_may_brings_the_free_map_in_line_with_the_index(store):
+async def test_scrub_with_repair_corrects_the_free_map(store):
     for inode in (1, 2, 3):
         await put(store, inode, 0, 0, some_bytes(20_000, inode))
     used = store.status()["used_bytes"]
@@ -192,7 +192,9 @@ async def test_a_scrub_that_may_brings_the_free_map_in_line_with_the_index(store
         and found[1].startswith("43 blocks from")
     )
     await is_sound(store)
-    assert store.status()["used_bytes"] == used and store.allocator.held_blocks == 0, "flushed, so free"
+    assert store.status()["used_bytes"] == used and store.allocator.held_blocks == 0, (
+        "flushed blocks are free"
+    )
     assert await content(store, 2, 0, 20_000) == some_bytes(20_000, 2)
     await store.remove([1, 2, 3])
     await store.flush()
@@ -201,7 +203,7 @@ async def test_a_scrub_that_may_brings_the_free_map_in_line_with_the_index(store
 
 
 @on_a_store
-async def test_nothing_is_given_back_while_a_record_can_not_be_read(store):
+async def test_scrub_frees_no_block_while_a_record_is_unreadable(store):
     for inode in (1, 2):
         await put(store, inode, 0, 0, some_bytes(20_000, inode))
     key = segment_key(1, 0, 0)
@@ -218,7 +220,7 @@ async def test_nothing_is_given_back_while_a_record_can_not_be_read(store):
     leak(store, 2)
     store.kv.apply([(b"p" + key[1:], raw)])
     found, left = await mended(store)
-    assert not found and len(left) == 1, "pending versions name blocks too"
+    assert not found and len(left) == 1, "pending versions refer to blocks too"
     store.kv.apply([(b"p" + key[1:], None)])
     found, left = await mended(store)
     assert len(found) == 1 and not left
@@ -226,7 +228,7 @@ async def test_nothing_is_given_back_while_a_record_can_not_be_read(store):
 
 
 @on_a_store
-async def test_passes_that_cross_one_another_give_nothing_back_that_is_named(store):
+async def test_concurrent_scrubs_free_no_used_block(store):
     for inode in range(1, 30):
         await put(store, inode, 0, 0, some_bytes(20_000, inode))
     cursors = [b"", b""]
@@ -246,18 +248,18 @@ async def test_passes_that_cross_one_another_give_nothing_back_that_is_named(sto
 
 
 @on_a_store
-async def test_a_block_that_is_about_to_be_given_out_is_not_claimed(store):
+async def test_scrub_claims_a_freed_block_only_when_durable(store):
     await put(store, 1, 0, 0, some_bytes(20_000))
     place = unmark(store, 1, 2)
     found, left = await mended(store)
-    assert not found and len(left) == 1, "held until the change that freed it is durable"
+    assert not found and len(left) == 1, "the block is held until the change that freed it is durable"
     await store.flush()
     found, left = await mended(store)
     assert len(found) == 1 and not left and store.allocator.is_used(place)
 
 
 @pytest.mark.parametrize("repair", [False, True])
-def test_writes_during_a_scrub_are_no_problem(repair):
+def test_writes_during_a_scrub_cause_no_problems(repair):
     on_a_store(lambda store: writes_during_a_scrub(store, repair))()
 
 

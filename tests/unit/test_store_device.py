@@ -1,4 +1,4 @@
-"""Two ways to the same drive, through the page cache and past it, show the same bytes."""
+"""Drive access through the page cache and past it shows the same bytes."""
 
 import asyncio
 import mmap
@@ -35,7 +35,7 @@ def read(device: FileDevice, offset: int, length: int) -> bytes:
     return bytes(device.read_whole(offset, length) if missed else into)
 
 
-def test_a_large_write_past_the_page_cache_replaces_what_was_cached(tmp_path):
+def test_direct_write_replaces_cached_bytes(tmp_path):
     async def work(device):
         for size in (DIRECT_WRITE_BYTES, 1 << 20):
             old, new = os.urandom(size), os.urandom(size)
@@ -51,7 +51,7 @@ def test_a_large_write_past_the_page_cache_replaces_what_was_cached(tmp_path):
     with_device(tmp_path, work)
 
 
-def test_a_large_write_is_right_wherever_its_buffer_lies(tmp_path):
+def test_direct_write_accepts_any_buffer_alignment(tmp_path):
     async def work(device):
         content = os.urandom(DIRECT_WRITE_BYTES)
         memory = mmap.mmap(-1, DIRECT_WRITE_BYTES + 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -68,14 +68,12 @@ def test_a_large_write_is_right_wherever_its_buffer_lies(tmp_path):
     with_device(tmp_path, work)
 
 
-def test_where_a_write_can_not_go_past_the_page_cache_it_goes_through_it_and_that_is_said_once(
-    tmp_path, caplog
-):
+def test_direct_write_falls_back_to_the_cache_with_one_warning(tmp_path, caplog):
     async def work(device):
         content = os.urandom(DIRECT_WRITE_BYTES)
         await device.write_direct(
             content, [(100, DIRECT_WRITE_BYTES)]
-        )  # EINVAL, as a drive with larger blocks answers
+        )  # EINVAL, the reply of a drive with larger blocks
         assert device.writes == "cached" and device.direct_write_bytes == 0
         assert read(device, 100, len(content)) == content
 
@@ -84,8 +82,8 @@ def test_where_a_write_can_not_go_past_the_page_cache_it_goes_through_it_and_tha
 
 
 @pytest.mark.skipif(uring._uring is None, reason="_uring is not compiled here")
-def test_a_signal_does_not_end_the_first_look_at_a_drive():
-    """It would give back memory into which the kernel still writes."""
+def test_signal_does_not_interrupt_the_drive_probe():
+    """An early end would free memory into which the kernel still writes."""
     there, here = os.pipe()
     writing = threading.Timer(0.5, os.write, (here, bytes(4096)))
     before = signal.signal(signal.SIGALRM, lambda *_: None)
@@ -109,9 +107,9 @@ def test_a_signal_does_not_end_the_first_look_at_a_drive():
 
 @pytest.mark.skipif(uring._uring is None, reason="_uring is not compiled here")
 @pytest.mark.parametrize("refused", [1, 3])
-def test_reads_that_the_kernel_has_no_memory_for_are_sent_again(tmp_path, refused):
+def test_reads_refused_by_the_kernel_are_submitted_again(tmp_path, refused):
     class Short:
-        """A ring whose kernel takes nothing for some times."""
+        """A ring whose kernel refuses the first submissions."""
 
         def __init__(self, ring):
             self.ring, self.left = ring, refused
@@ -147,7 +145,7 @@ def test_reads_that_the_kernel_has_no_memory_for_are_sent_again(tmp_path, refuse
 
 
 @pytest.mark.skipif(uring._uring is None, reason="_uring is not compiled here")
-def test_who_does_not_take_what_he_has_read_keeps_it_from_nobody_else(tmp_path):
+def test_failing_callback_does_not_block_other_reads(tmp_path):
     async def main():
         path = tmp_path / "data"
         path.write_bytes(os.urandom(8192))
@@ -157,8 +155,8 @@ def test_who_does_not_take_what_he_has_read_keeps_it_from_nobody_else(tmp_path):
             os.close(fd)
             pytest.skip("the kernel forbids io_uring here")
         loop = asyncio.get_running_loop()
-        told, done, into = [], loop.create_future(), memoryview(bytearray(8192))
-        loop.set_exception_handler(lambda _, context: told.append(context["exception"]))
+        raised, done, into = [], loop.create_future(), memoryview(bytearray(8192))
+        loop.set_exception_handler(lambda _, context: raised.append(context["exception"]))
 
         def refuse(outcome):
             raise ZeroDivisionError
@@ -168,7 +166,7 @@ def test_who_does_not_take_what_he_has_read_keeps_it_from_nobody_else(tmp_path):
         reader._submit()
         select.select([reader._ring.fileno], [], [], 60)
         assert await asyncio.wait_for(done, 60) == [None] and bytes(into) == path.read_bytes()
-        assert [type(error) for error in told] == [ZeroDivisionError]
+        assert [type(error) for error in raised] == [ZeroDivisionError]
         await asyncio.wait_for(reader.close(), 60)
         os.close(fd)
 

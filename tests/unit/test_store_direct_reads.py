@@ -1,4 +1,4 @@
-"""Large reads of clients that keep what they read: right bytes past the page cache, and into it when they are read again."""
+"""Large reads of clients that cache the data: past the page cache, and through it when they are repeated."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from nvpool.store.disk.device import FileDevice
 
 
 class Place:
-    """A device over a file of random bytes, of which nothing is in memory."""
+    """A device over a file of random bytes, with an empty page cache."""
 
     def __init__(self, path, **options):
         self.content = os.urandom(4 * MIB)
@@ -61,26 +61,28 @@ def at_place(work, path, **options):
 
     asyncio.run(asyncio.wait_for(run(), 120))
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # somebody else's, closed meanwhile
-            assert not os.readlink(f"/proc/self/fd/{number}").startswith(str(path)), "descriptors are left"
+        with contextlib.suppress(FileNotFoundError):  # of another process, closed meanwhile
+            assert not os.readlink(f"/proc/self/fd/{number}").startswith(str(path)), (
+                "descriptors are left open"
+            )
 
 
 @pytest.mark.parametrize("uring", [True, False])
-def test_what_is_read_once_stays_out_of_the_cache_and_what_is_read_again_comes_into_it(tmp_path, uring):
+def test_only_repeated_reads_enter_the_page_cache(tmp_path, uring):
     async def work(place):
         for offsets, lengths in (([0], [MIB]), ([MIB, 3 * MIB + 4096], [DIRECT_READ_BYTES, 300 * KIB])):
             await place.read(offsets, lengths)
             assert not place.cached()
         await place.read([0], [128 * KIB])
-        assert not place.cached(), "other pieces"
+        assert not place.cached(), "different ranges"
         await place.read([0], [MIB])
-        assert place.cached() >= 256, "the same again"
+        assert place.cached() >= 256, "the same ranges again"
         assert await place.read([0], [MIB]) == []
 
     at_place(work, tmp_path / "data", uring=uring)
 
 
-def test_it_is_forgotten_what_was_read_long_ago(tmp_path):
+def test_old_reads_do_not_count_as_repeated(tmp_path):
     clock = ManualClock()
 
     async def work(place):
@@ -98,7 +100,7 @@ def test_it_is_forgotten_what_was_read_long_ago(tmp_path):
     at_place(work, tmp_path / "data")
 
 
-def test_small_reads_and_those_of_who_keeps_nothing_come_into_the_cache(tmp_path):
+def test_small_or_uncached_client_reads_use_the_page_cache(tmp_path):
     async def work(place):
         await place.read([0, 2 * MIB], [MIB, 4096])
         assert place.cached() >= 257
@@ -109,7 +111,7 @@ def test_small_reads_and_those_of_who_keeps_nothing_come_into_the_cache(tmp_path
     at_place(work, tmp_path / "data")
 
 
-def test_what_is_in_memory_is_read_from_there_and_what_was_written_there_is_not_missed(tmp_path):
+def test_cached_and_written_pages_are_read_from_the_cache(tmp_path):
     async def work(place):
         await place.read([0], [MIB], keeps=False)
         assert await place.read([0], [MIB]) == []
@@ -120,7 +122,7 @@ def test_what_is_in_memory_is_read_from_there_and_what_was_written_there_is_not_
     at_place(work, tmp_path / "data")
 
 
-def test_a_drive_that_refuses_is_read_through_the_cache(tmp_path):
+def test_drive_without_direct_reads_uses_the_page_cache(tmp_path):
     async def work(place):
         directory = os.open(tmp_path, os.O_RDONLY)
         os.dup2(directory, place.device.direct_reads._direct)
@@ -133,7 +135,7 @@ def test_a_drive_that_refuses_is_read_through_the_cache(tmp_path):
     at_place(work, tmp_path / "data")
 
 
-def test_what_is_remembered_has_a_bound(monkeypatch, tmp_path):
+def test_remembered_reads_are_bounded(monkeypatch, tmp_path):
     monkeypatch.setattr(direct_reads, "PLACES_MAX", 10)
 
     class Nothing(WaitingReader):
@@ -150,12 +152,12 @@ def test_what_is_remembered_has_a_bound(monkeypatch, tmp_path):
     os.close(fd)
 
 
-def test_the_kernel_tells_what_it_has_in_memory(tmp_path):
+def test_kernel_reports_cached_pages(tmp_path):
     (tmp_path / "data").write_bytes(bytes(MIB))
     fd = os.open(tmp_path / "data", os.O_RDONLY)
     for function in (cached_pages, cached_pages_plain):
         if function(fd, 0, MIB) < 0:
-            pytest.skip("this kernel does not tell")
+            pytest.skip("this kernel does not report cached pages")
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -166,11 +168,13 @@ def test_the_kernel_tells_what_it_has_in_memory(tmp_path):
     assert cached_pages(fd, 0, MIB) == cached_pages_plain(fd, 0, MIB) == -1
 
 
-def test_nothing_is_brought_in_behind_what_is_read_again(tmp_path):
+def test_repeated_reads_cause_no_kernel_read_ahead(tmp_path):
     async def work(place):
         for _ in range(2):
             await place.read([0], [MIB])
             await place.read([MIB], [MIB])
-        assert place.cached() == 512, "else the next would be found there, and bring the one behind it"
+        assert place.cached() == 512, (
+            "otherwise the next block would be cached, and its read would cache the one after it"
+        )
 
     at_place(work, tmp_path / "data")

@@ -1,4 +1,4 @@
-"""The order of durable steps, one by one and then all at once under losses of power at any moment."""
+"""Order of durable steps: one by one, and in random histories with power losses at any moment."""
 
 import asyncio
 import contextlib
@@ -29,11 +29,11 @@ from nvpool.testing.contracts.chunk_store import content, get, is_sound, put, sc
 
 BLOCK = 4096
 IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
-"""These tests lose power by other means than the drive's."""
+"""These tests simulate power losses without the drive's own faults."""
 
 
 class Forgetful:
-    """A store over the forgetting device and a real index, with a hand on both."""
+    """A store over the forgetting device and a real index, with access to both."""
 
     def __init__(self, blocks=4096):
         self.directory = Path(tempfile.mkdtemp(prefix="store-", dir=IN_MEMORY))
@@ -66,7 +66,7 @@ class Forgetful:
         return await self.begin()
 
     def remember_journal(self):
-        """What a loss of power leaves of the index at least, if it comes before the next sync."""
+        """Record the part of the index that a power loss before the next sync leaves at least."""
         shutil.rmtree(self.directory / "synced", ignore_errors=True)
         shutil.copytree(self.directory / "index", self.directory / "synced")
 
@@ -99,7 +99,7 @@ def on_a_forgetting_drive(test):
 
 
 @on_a_forgetting_drive
-async def test_data_is_synced_before_the_index_commits_what_names_it(one):
+async def test_data_is_synced_before_the_index_commit(one):
     states = []
     await one.store.abandon()
     store = await one.begin(step=lambda name: states.append((name, len(one.device._unsynced))))
@@ -111,7 +111,7 @@ async def test_data_is_synced_before_the_index_commits_what_names_it(one):
 
 
 @on_a_forgetting_drive
-async def test_a_flush_syncs_the_data_before_the_journal(one):
+async def test_flush_syncs_the_data_before_the_journal(one):
     order = []
     sync, kv_sync = one.device.sync, one.store.kv.sync
 
@@ -128,12 +128,12 @@ async def test_a_flush_syncs_the_data_before_the_journal(one):
     await one.store.flush()
     assert order == ["data", "journal"]
     await one.store.flush()
-    assert order == ["data", "journal"], "nothing new, nothing to sync"
+    assert order == ["data", "journal"], "no new writes, so no sync"
     one.store.kv.sync = kv_sync
 
 
 @on_a_forgetting_drive
-async def test_many_who_flush_share_a_sync(one):
+async def test_concurrent_flushes_share_a_sync(one):
     syncs = []
     sync = one.device.sync
 
@@ -152,7 +152,7 @@ async def test_many_who_flush_share_a_sync(one):
 
 
 @on_a_forgetting_drive
-async def test_a_synced_journal_alone_frees_no_block(one):
+async def test_synced_journal_alone_frees_no_block(one):
     store = one.store
     await put(store, 1, 0, 0, some_bytes(BLOCK))
     await store.flush()
@@ -166,7 +166,7 @@ async def test_a_synced_journal_alone_frees_no_block(one):
     assert old not in taken
     store = await one.die()
     assert await content(store, 1, 0, BLOCK) == some_bytes(BLOCK), (
-        "the new bytes did not reach the drive, the old ones stand"
+        "the new bytes did not reach the drive, the old bytes remain"
     )
     assert one.check.checked_blocks
     assert await get(store, 30, 0) and (await get(store, 30, 0)).data == b""
@@ -174,7 +174,7 @@ async def test_a_synced_journal_alone_frees_no_block(one):
 
 
 @on_a_forgetting_drive
-async def test_a_block_under_a_waiting_read_is_not_given_out(one):
+async def test_block_under_a_waiting_read_is_not_reallocated(one):
     store = one.store
     await put(store, 1, 0, 0, some_bytes(BLOCK))
     old = store.index.chunk(1, 0).segments[0].disk[0]
@@ -188,14 +188,14 @@ async def test_a_block_under_a_waiting_read_is_not_given_out(one):
 
 
 @on_a_forgetting_drive
-async def test_a_block_is_not_given_out_when_it_is_overwritten_before_the_read_that_named_it_has_begun_to_wait(
+async def test_block_overwritten_before_a_read_waits_is_kept(
     one,
 ):
     store = one.store
     await put(store, 1, 0, 0, some_bytes(BLOCK))
     store.device.cold = True
     batch = store.read_now(READ.pack(1, 0, 0, BLOCK, 0, 0), [1])
-    await put(store, 1, 0, 0, some_bytes(BLOCK, 2))  # in the same turn of the loop
+    await put(store, 1, 0, 0, some_bytes(BLOCK, 2))  # in the same iteration of the loop
     late = []
     begin = store.device.begin_read
     store.device.begin_read = lambda *arguments: late.append(partial(begin, *arguments))
@@ -209,16 +209,14 @@ async def test_a_block_is_not_given_out_when_it_is_overwritten_before_the_read_t
 
 
 @on_a_forgetting_drive
-async def test_what_a_failed_sync_left_in_memory_alone_is_on_the_drive_after_the_next_flush(one):
+async def test_flush_after_a_failed_sync_makes_data_durable(one):
     await put(one.store, 1, 0, 0, some_bytes(5 * BLOCK))
     await one.store.flush()
     await put(one.store, 1, 0, BLOCK, some_bytes(BLOCK, 2))
     one.device.fail_syncs.append(errno.EIO)
     with pytest.raises(Fenced):
         await one.store.flush()
-    store = await one.die(
-        power=False
-    )  # the process ends and is started again; its client asks once more for the flush
+    store = await one.die(power=False)  # the process ends and restarts; its client repeats the flush
     await store.flush()
     store = await one.die()
     assert await content(store, 1, 0, 2 * BLOCK) == some_bytes(BLOCK) + some_bytes(BLOCK, 2)
@@ -226,7 +224,7 @@ async def test_what_a_failed_sync_left_in_memory_alone_is_on_the_drive_after_the
 
 
 @on_a_forgetting_drive
-async def test_a_write_of_which_one_block_is_missing_is_not_there_at_all(one):
+async def test_write_with_a_lost_block_is_undone_whole(one):
     store = one.store
     old, new = some_bytes(600 * 1024), some_bytes(600 * 1024, 2)
     await put(store, 1, 0, 0, old)
@@ -237,17 +235,17 @@ async def test_a_write_of_which_one_block_is_missing_is_not_there_at_all(one):
     store = await one.die(keep=lambda number: number != lost)
     assert await content(store, 1, 0, 600 * 1024) == old
     assert (await get(store, 1, 0)).version not in (before, lost_version), (
-        "for other targets it would be the lost write"
+        "other targets would take it for the lost write"
     )
     await is_sound(store)
     assert await put(store, 1, 0, 0, new, request=RequestId(1, 1, 1)) > before, (
-        "a repetition is written, not answered"
+        "a replay is written, not only acknowledged"
     )
     assert await content(store, 1, 0, 600 * 1024) == new
 
 
 @on_a_forgetting_drive
-async def test_a_death_in_the_middle_of_settling_is_settled_at_the_next_start(one):
+async def test_crash_during_replay_is_settled_at_the_next_start(one):
     store = one.store
     await put(store, 1, 0, 0, some_bytes(BLOCK))
     await store.flush()
@@ -264,7 +262,7 @@ async def test_a_death_in_the_middle_of_settling_is_settled_at_the_next_start(on
 
 
 @on_a_forgetting_drive
-async def test_a_damaged_flushed_block_is_no_unwritten_one(one):
+async def test_damaged_flushed_block_is_not_taken_for_unwritten(one):
     store = one.store
     await put(store, 1, 0, 0, some_bytes(BLOCK))
     await put(store, 1, 0, 0, some_bytes(BLOCK, 2))
@@ -276,7 +274,7 @@ async def test_a_damaged_flushed_block_is_no_unwritten_one(one):
 
 
 @on_a_forgetting_drive
-async def test_cut_bytes_do_not_come_back_with_the_loss_of_power(one):
+async def test_truncated_bytes_stay_removed_after_a_power_loss(one):
     store = one.store
     await put(store, 1, 0, 0, b"x" * 10_000)
     await store.cut(1, 5000, 1, 20)
@@ -286,7 +284,7 @@ async def test_cut_bytes_do_not_come_back_with_the_loss_of_power(one):
 
 
 @on_a_forgetting_drive
-async def test_a_failed_sync_is_never_repeated(one):
+async def test_failed_sync_is_never_repeated(one):
     store = one.store
     syncs = []
 
@@ -306,14 +304,14 @@ async def test_a_failed_sync_is_never_repeated(one):
 
 
 @on_a_forgetting_drive
-async def test_a_sync_fails_for_all_also_when_who_asked_for_it_has_gone(one):
+async def test_failed_sync_of_a_cancelled_flush_fences_the_store(one):
     store = one.store
     begun, go = asyncio.Event(), asyncio.Event()
 
     async def fail():
         begun.set()
         await go.wait()
-        raise NoSpace("asked for by the test")
+        raise NoSpace("raised by the test")
 
     await put(store, 1, 0, 0, b"x")
     one.device.sync = fail
@@ -329,7 +327,7 @@ async def test_a_sync_fails_for_all_also_when_who_asked_for_it_has_gone(one):
 
 
 @on_a_forgetting_drive
-async def test_a_drive_that_fills_up_leaves_nothing_half_done(one):
+async def test_full_drive_leaves_no_partial_write(one):
     store = one.store
     await put(store, 1, 0, 0, some_bytes(20_000))
     one.device.fail_writes.append(errno.ENOSPC)
@@ -340,7 +338,7 @@ async def test_a_drive_that_fills_up_leaves_nothing_half_done(one):
 
 
 class _Model:
-    """What each block of a chunk may hold: the contents it had since the last flush, each with the number of its write."""
+    """Possible contents of each block of a chunk: those since the last flush, each with the number of its write."""
 
     def __init__(self):
         self.possible: dict[tuple[int, int], list[tuple[int, bytes]]] = {}
@@ -360,15 +358,15 @@ class _Model:
         self.whole.clear()
 
     def settle(self, found):
-        """`found` is what the chunks hold after a loss of power: each block one of its contents, no write in parts."""
+        """`found`: contents of the chunks after a power loss; each block has a possible content, no write is torn."""
         shown = {}
         for name, options in self.possible.items():
             numbers = [number for number, block in options if block == found[name]]
-            assert numbers, f"block {name} holds what it never held"
-            shown[name] = numbers  # several where a copy brought what was there before
+            assert numbers, f"block {name} has content that was never written"
+            shown[name] = numbers  # several if a copy restored earlier content
         for number, blocks in self.whole.items():
             if any(shown[name][0] == number for name in blocks):
-                assert all(shown[name][-1] >= number for name in blocks), f"write {number} is there in parts"
+                assert all(shown[name][-1] >= number for name in blocks), f"write {number} is partly applied"
         self.possible = {name: [(0, found[name])] for name in self.possible}
         self.whole.clear()
 
@@ -386,7 +384,7 @@ async def _history(seed, turns):
         for turn in range(1, turns):
             for number in (
                 cuts
-            ):  # what each version is; a cut makes the next one of whatever it meets, in no epoch of its own
+            ):  # content of each version; a truncation makes the next version, without an epoch of its own
                 found = await get(store, number, 0, 0, chunk_blocks * BLOCK)
                 if found.version:
                     contents[number, found.version] = found.data
@@ -478,14 +476,14 @@ async def _history(seed, turns):
                         model.write(
                             turn, inode, block, [now[:kept] + bytes(behind - kept) + now[behind:]], False
                         )
-                model.flushed()  # a cut is flushed when it answers, and all before it with it
+                model.flushed()  # a truncation is flushed when it replies, with all earlier writes
                 one.remember_journal()
             elif what < 0.92:
-                await _spoil_the_map(store, chance, inodes)
+                await _corrupt_free_map(store, chance, inodes)
                 await store.flush()
                 model.flushed()
                 one.remember_journal()
-                if chance.random() < 0.5:  # the power goes before the mending is flushed
+                if chance.random() < 0.5:  # the power fails before the repair is flushed
                     flush, store.flush = store.flush, _nothing
                     found, left = await mended(store, chance.choice([7, 1 << 14]))
                     store.flush = flush
@@ -531,8 +529,8 @@ async def _history(seed, turns):
         await one.close()
 
 
-async def _spoil_the_map(store, chance, inodes):
-    """Blocks that nobody names, and some that are named and called free."""
+async def _corrupt_free_map(store, chance, inodes):
+    """Mark unnamed blocks as used, and some named ones as free."""
     with contextlib.suppress(NoSpace, SpacePending):
         leak(store, chance.choice([1, 3, 30]))
     for inode in range(1, inodes + 1):
@@ -548,11 +546,11 @@ async def _nothing():
 
 
 @on_a_forgetting_drive
-async def test_blocks_that_a_scrub_gives_back_are_given_out_only_when_no_loss_of_power_can_bring_their_names_back(
+async def test_blocks_freed_by_a_scrub_are_reused_only_when_durable(
     one,
 ):
-    """A record that can not be read is removed, and what it named is freed by a scrub: while the removal is not on the drive,
-    the bytes must stay, for the record will be back."""
+    """An unreadable record is removed, and a scrub frees its blocks: until the removal is durable, the bytes must stay, because
+    a power loss restores the record."""
     store = one.store
     await put(store, 1, 0, 0, some_bytes(40_000))
     await put(store, 2, 0, 0, some_bytes(40_000, 2))
@@ -560,7 +558,7 @@ async def test_blocks_that_a_scrub_gives_back_are_given_out_only_when_no_loss_of
     one.remember_journal()
     places = set(store.index.chunk(1, 0).segments[0].disk)
     key = segment_key(1, 0, 0)
-    store.kv.apply([(key, None)])  # as trim does with what it can not read: the blocks stay used
+    store.kv.apply([(key, None)])  # as trim does with an unreadable record: the blocks stay used
     store.index.clear()
     flush, store.flush = store.flush, _nothing
     found, left = await mended(store)
@@ -584,11 +582,11 @@ async def test_blocks_that_a_scrub_gives_back_are_given_out_only_when_no_loss_of
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_any_history_with_losses_of_power_shows_old_bytes_or_new(seed):
+def test_history_with_power_losses_shows_old_or_new_bytes(seed):
     asyncio.run(_history(seed, 120))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(1000, 1200))
-def test_many_histories_with_losses_of_power_show_old_bytes_or_new(seed):
+def test_many_histories_with_power_losses_show_old_or_new(seed):
     asyncio.run(_history(seed, 600))

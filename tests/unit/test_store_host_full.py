@@ -1,4 +1,4 @@
-"""The file system below a sparse data file is full: writes are refused, cuts and removals work, on and on, and it is said."""
+"""Full file system below a sparse data file: writes are refused, truncations and removals work, and status reports it."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ def host(tmp_path):
     yield place
     subprocess.run(
         ["umount", "--lazy", place], check=True
-    )  # a store that a failed test left open must not keep it
+    )  # a store that a failed test left open must not keep it mounted
 
 
 def eat_all_room(place):
@@ -55,7 +55,7 @@ async def fill(store, inode):
 
 
 @pytest.mark.parametrize("direct", (False, True))
-def test_files_are_cut_within_a_block_and_removed_on_a_full_file_system_for_ever(host, monkeypatch, direct):
+def test_truncate_and_remove_work_on_a_full_file_system(host, monkeypatch, direct):
     monkeypatch.setattr(reserve_file, "RESERVE_BYTES", 64 * KIB)  # less than the cuts below write
 
     async def run():
@@ -69,7 +69,7 @@ def test_files_are_cut_within_a_block_and_removed_on_a_full_file_system_for_ever
         await store.tend()
         assert "make room" in store.status()["host_full"]
         for inode in contents:
-            if inode == FILES // 2:  # what was set aside outlasts the process
+            if inode == FILES // 2:  # the reserve outlasts the process
                 await store.close()
                 store = await open_chunk_store(host / "t", options=options)
             await store.cut(inode, 5000, 1, 20)
@@ -89,7 +89,7 @@ def test_files_are_cut_within_a_block_and_removed_on_a_full_file_system_for_ever
                 try:
                     await put(store, 1, MIB, cut=1)
                     break
-                except NoSpace:  # the index met the full drive too, and looks again with its next checkpoint
+                except NoSpace:  # the index met the full drive too, and retries with its next checkpoint
                     await asyncio.sleep(0.1)
         await store.close()
 
@@ -106,7 +106,7 @@ async def read(store, inode):
     return b"".join(batch.payload)
 
 
-def test_a_spent_reserve_is_an_error_and_no_loop(tmp_path):
+def test_exhausted_reserve_is_an_error_and_no_loop(tmp_path):
     room = HostRoom(tmp_path / "reserve", "a test")
     room.keep()
     tries = []
@@ -126,7 +126,7 @@ def test_a_spent_reserve_is_an_error_and_no_loop(tmp_path):
     )
 
 
-def test_a_write_that_is_refused_while_the_reserve_is_made_whole_is_not_forgotten(tmp_path, monkeypatch):
+def test_refusal_during_reserve_refill_is_kept(tmp_path, monkeypatch):
     room = HostRoom(tmp_path / "reserve", "a test")
     room.missing = True
     keep = room.keep

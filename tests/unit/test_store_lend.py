@@ -1,5 +1,5 @@
-"""What a store lends to clients of its host: no block is used again before every lifetime has ended that may name it, whoever
-dies in between; and every change is told by the table before it is answered."""
+"""Location leases of a store: no block is reused before every lease that names it has ended, whichever process dies in
+between; and the table shows each change before its reply."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ from nvpool.rpc import fd_passing
 from nvpool.rpc.messages import data_codec
 from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.rpc.v1.wire_pb2 import Method
-from nvpool.store.chunks import location_leases as lend
+from nvpool.store.chunks import location_leases as lease
 from nvpool.store.chunks.api import LEND_S, LocatedBlocks, StoreOptions
 from nvpool.store.chunks.block_store import BlockChunkStore
 from nvpool.store.chunks.recovery import ReplayCheck
@@ -41,8 +41,8 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "short-cut.json"
 SECRET = b"k" * 32
 
 
-class Lending:
-    """A store over the memory device, a real index and a clock that moves when told to; `die` leaves what kill -9 leaves."""
+class LeasingStore:
+    """A store over the memory device, a real index and a manual clock; `die` leaves what kill -9 leaves."""
 
     def __init__(self, blocks=2048):
         self.directory = Path(tempfile.mkdtemp(prefix="store-"))
@@ -50,11 +50,11 @@ class Lending:
         self.device = MemoryDevice(blocks * BLOCK)
         self.clock = ManualClock()
         self.memory = -1
-        """Of the table, where somebody keeps it, and since when."""
+        """Descriptor of the table, if it is kept, and since when."""
         self.since_s = 0.0
 
     async def begin(self):
-        kept = lend.KeptTable(os.dup(self.memory), self.since_s) if self.memory >= 0 else None
+        kept = lease.KeptTable(os.dup(self.memory), self.since_s) if self.memory >= 0 else None
         self.store = BlockChunkStore(
             self.device, self.blocks, target=1, options=StoreOptions(kept_table=kept), clock=self.clock
         )
@@ -84,16 +84,16 @@ class Lending:
         if self.memory >= 0:
             os.close(self.memory)
 
-    def lend(self, inode, index=0, blocks=256):
+    def lease(self, inode, index=0, blocks=256):
         return self.store.locate(inode, index, blocks, 60.0)
 
     def places(self, inode, index=0):
-        return set(places_of(lend.located(self.store.index, self.store.index.chunk(inode, index), 4096))) - {
+        return set(places_of(lease.located(self.store.index, self.store.index.chunk(inode, index), 4096))) - {
             0
         }
 
     def free(self) -> set[int]:
-        """All blocks that would be given to a write now."""
+        """All blocks that a write could get now."""
         transaction = Transaction()
         try:
             while True:
@@ -113,10 +113,10 @@ def places_of(found: LocatedBlocks) -> list[int]:
     return places
 
 
-def lending(test):
+def on_a_leasing_store(test):
     def run():
         async def main():
-            one = Lending()
+            one = LeasingStore()
             await one.begin()
             try:
                 await test(one)
@@ -129,15 +129,15 @@ def lending(test):
     return run
 
 
-@lending
-async def test_an_overwritten_block_is_given_out_again_when_the_last_lifetime_that_names_it_has_ended_and_not_before(
+@on_a_leasing_store
+async def test_overwritten_block_is_reused_after_its_last_lease(
     one,
 ):
     await put(one.store, 1, 0, 0, some_bytes(8 * BLOCK))
     old = one.places(1)
-    one.lend(1)
+    one.lease(1)
     one.clock.advance(LEND_S - 1)
-    one.lend(1)  # once more: this one counts
+    one.lease(1)  # a second lease: this one counts
     await put(one.store, 1, 0, 0, some_bytes(8 * BLOCK, 2))
     await one.store.flush()
     assert one.store.allocator.resting_changes == 1
@@ -151,11 +151,11 @@ async def test_an_overwritten_block_is_given_out_again_when_the_last_lifetime_th
     assert old <= one.free()
 
 
-@lending
-async def test_what_was_never_lent_or_was_written_after_the_last_location_is_free_with_the_next_flush(one):
+@on_a_leasing_store
+async def test_unleased_block_is_free_with_the_next_flush(one):
     await put(one.store, 1, 0, 0, some_bytes(BLOCK))
     await put(one.store, 2, 0, 0, some_bytes(BLOCK))
-    one.lend(2)
+    one.lease(2)
     free = one.places(1)
     await put(one.store, 1, 0, 0, some_bytes(BLOCK, 2))
     await one.store.flush()
@@ -164,11 +164,11 @@ async def test_what_was_never_lent_or_was_written_after_the_last_location_is_fre
     gone = one.places(2)
     await put(one.store, 2, 0, 0, some_bytes(BLOCK, 2))
     await one.store.flush()
-    assert gone <= one.free(), "its lifetime had ended before it was overwritten"
+    assert gone <= one.free(), "its lease had ended before it was overwritten"
 
 
-@lending
-async def test_a_cut_a_removal_and_a_truncated_tail_rest_as_well_and_holes_are_punched_after_it(one):
+@on_a_leasing_store
+async def test_truncated_and_removed_blocks_wait_for_leases(one):
     punched = []
 
     async def discard(ranges):
@@ -181,7 +181,7 @@ async def test_a_cut_a_removal_and_a_truncated_tail_rest_as_well_and_holes_are_p
     await put(one.store, 2, 0, 0, some_bytes(MIB))
     old = one.places(1) | one.places(1, 1) | one.places(2)
     for inode, index in ((1, 0), (1, 1), (2, 0)):
-        assert one.lend(inode, index)
+        assert one.lease(inode, index)
     kept = sorted(one.places(1))[:2]
     await one.store.cut(1, 2 * BLOCK + 100, 1, 20)
     await one.store.remove([2])
@@ -193,20 +193,20 @@ async def test_a_cut_a_removal_and_a_truncated_tail_rest_as_well_and_holes_are_p
     assert old - set(kept) <= one.free()
 
 
-@lending
-async def test_after_a_death_and_after_two_nothing_that_was_lent_is_used_before_its_time(one):
+@on_a_leasing_store
+async def test_leased_blocks_are_kept_across_crashes(one):
     await put(one.store, 1, 0, 0, some_bytes(4 * BLOCK))
     await put(one.store, 2, 0, 0, some_bytes(4 * BLOCK))
     first, second = one.places(1), one.places(2)
-    one.lend(1)
-    one.lend(2)
+    one.lease(1)
+    one.lease(2)
     one.clock.advance(1)
     await put(
         one.store, 1, 0, 0, some_bytes(4 * BLOCK, 2)
-    )  # rests until its first lifetime would end, 6 s from the beginning
+    )  # rests until its first lease would end, 6 s from the start
     await one.die()
     one.clock.advance(1)
-    # lent by the dead process, freed by this one, which knows of no lifetime of its own
+    # leased by the dead process, freed by this one, which has granted no lease itself
     await put(one.store, 2, 0, 0, some_bytes(4 * BLOCK, 2))
     await one.store.flush()
     assert not (first | second) & one.free()
@@ -222,8 +222,8 @@ async def test_after_a_death_and_after_two_nothing_that_was_lent_is_used_before_
     await is_sound(one.store)
 
 
-@lending
-async def test_a_death_without_lifetimes_and_a_reboot_hold_nothing_back(one):
+@on_a_leasing_store
+async def test_crash_without_leases_or_reboot_keeps_no_blocks(one):
     await put(one.store, 1, 0, 0, some_bytes(BLOCK))
     old = one.places(1)
     await one.die()
@@ -231,39 +231,39 @@ async def test_a_death_without_lifetimes_and_a_reboot_hold_nothing_back(one):
     await put(one.store, 1, 0, 0, some_bytes(BLOCK, 2))
     await one.store.flush()
     assert old <= one.free()
-    one.lend(1)
+    one.lease(1)
     old = one.places(1)
     await put(one.store, 1, 0, 0, some_bytes(BLOCK, 3))
-    lend.boot_id, real = lambda: "another boot", lend.boot_id
+    lease.boot_id, real = lambda: "another boot", lease.boot_id
     try:
         await one.die()
         assert old <= one.free()
     finally:
-        lend.boot_id = real
+        lease.boot_id = real
 
 
-@lending
-async def test_blocks_that_rest_are_waited_for_and_scarce_space_is_not_lent(one):
+@on_a_leasing_store
+async def test_write_waits_for_leases_and_scarce_space_gets_none(one):
     size = 1024
     await put(one.store, 1, 0, 0, some_bytes(size * BLOCK))
-    assert one.lend(1)
+    assert one.lease(1)
     await put(one.store, 1, 0, 0, some_bytes(900 * BLOCK, 2))
-    assert one.store.allocator.scarce and one.lend(1) is None
+    assert one.store.allocator.scarce and one.lease(1) is None
     writing = asyncio.ensure_future(put(one.store, 1, 0, 0, some_bytes(900 * BLOCK, 3)))
     await asyncio.wait([writing], timeout=0.3)
-    assert not writing.done(), "the only free blocks may be read still"
+    assert not writing.done(), "the only free blocks may still be read"
     one.clock.advance(LEND_S)
     await asyncio.wait_for(writing, 120)
     assert await content(one.store, 1, 0, 900 * BLOCK) == some_bytes(900 * BLOCK, 3)
 
 
-@lending
-async def test_a_cut_soon_after_a_death_is_answered_when_the_clients_of_the_dead_process_can_not_read_any_more(
+@on_a_leasing_store
+async def test_truncation_after_a_crash_waits_for_old_leases(
     one,
 ):
     for inode in (1, 2):
         await put(one.store, inode, 0, 0, some_bytes(8 * BLOCK))
-        one.lend(inode)
+        one.lease(inode)
     await one.die()
     cutting = asyncio.ensure_future(one.store.cut(1, 10, 1, 20))
     punching = asyncio.ensure_future(one.store.cut(2, BLOCK, 1, 20, 2 * BLOCK))
@@ -275,33 +275,33 @@ async def test_a_cut_soon_after_a_death_is_answered_when_the_clients_of_the_dead
     await asyncio.wait_for(one.store.cut(1, 5, 2, 20), 120)
 
 
-@lending
-async def test_a_cut_after_an_orderly_end_waits_for_no_client_and_after_a_death_that_follows_it_does_again(
+@on_a_leasing_store
+async def test_truncation_after_an_orderly_stop_does_not_wait(
     one,
 ):
     for inode in (1, 2):
         await put(one.store, inode, 0, 0, some_bytes(8 * BLOCK))
     old = one.places(1)
-    _, slot, stamp, _ = one.lend(1)
-    seen = one.store.lender.table()  # as a client has it
+    _, slot, stamp, _ = one.lease(1)
+    seen = one.store.lender.table()  # as a client sees it
     await one.store.close()
-    assert struct.unpack("<I", os.pread(seen, 4, 4 * slot))[0] != stamp, "the client returns nothing any more"
+    assert struct.unpack("<I", os.pread(seen, 4, 4 * slot))[0] != stamp, "the client stops returning bytes"
     os.close(seen)
     await one.begin()
     assert one.store.kv.get(b"E") == boot_id().encode()
     assert await asyncio.wait_for(one.store.cut(1, 0, 1, 20), 120) == 8 * BLOCK
     await one.store.flush()
-    assert not old & one.free(), "who is reading there at this moment finds no other file's bytes"
-    await one.die()  # it has lent nothing
+    assert not old & one.free(), "a reader at this moment finds no other file's bytes"
+    await one.die()  # it has granted no lease
     assert await asyncio.wait_for(one.store.cut(2, 4 * BLOCK, 1, 20), 120) == 4 * BLOCK
-    one.lend(2)
+    one.lease(2)
     assert one.store.kv.get(b"E") is None
     await one.die()
     cutting = asyncio.ensure_future(one.store.cut(2, 10, 2, 20))
     await asyncio.wait([cutting], timeout=0.2)
     assert not cutting.done()
     cutting.cancel()
-    await one.store.close()  # not the end of those of the one before
+    await one.store.close()  # does not end the leases of the process before
     await one.begin()
     again = asyncio.ensure_future(one.store.cut(2, 10, 2, 20))
     await asyncio.wait([again], timeout=0.2)
@@ -311,38 +311,38 @@ async def test_a_cut_after_an_orderly_end_waits_for_no_client_and_after_a_death_
     await is_sound(one.store)
 
 
-@lending
-async def test_a_cut_after_a_death_waits_for_no_client_where_all_tables_are_one_that_outlives_the_processes(
+@on_a_leasing_store
+async def test_truncation_after_a_crash_with_a_kept_table_is_immediate(
     one,
 ):
     for inode in (1, 2):
         await put(one.store, inode, 0, 0, some_bytes(8 * BLOCK))
     old = one.places(2)
-    one.lend(1)
+    one.lease(1)
     one.clock.advance(2)
     one.keep_table()
-    await one.die()  # with a table of its own: its clients see nothing of ours
+    await one.die()  # with its own table: its clients do not see ours
     one.clock.advance(1)
-    _, slot, stamp, _ = one.lend(2)
-    seen = one.store.lender.table()  # as a client has it
+    _, slot, stamp, _ = one.lease(2)
+    seen = one.store.lender.table()  # as a client sees it
     cutting = asyncio.ensure_future(one.store.cut(1, 10, 1, 20))
     await asyncio.wait([cutting], timeout=0.2)
     assert not cutting.done()
     one.store.lender.serve_until(one.clock.boottime_s())
     await one.die()  # with the table that is kept
     assert struct.unpack("<I", os.pread(seen, 4, 4 * slot))[0] != stamp, (
-        "the client of the dead returns nothing any more"
+        "the dead process's client stops returning bytes"
     )
     again = asyncio.ensure_future(one.store.cut(1, 5, 2, 20))
     await asyncio.wait([again], timeout=0.2)
-    assert not again.done(), "a client of the first process may read yet"
+    assert not again.done(), "a client of the first process may still read"
     one.clock.advance(LEND_S - 1)
     await asyncio.wait_for(again, 120)
-    one.lend(2)
+    one.lease(2)
     await one.die()
     assert await asyncio.wait_for(one.store.cut(2, 0, 1, 20), 120) == 8 * BLOCK
     await one.store.flush()
-    assert not old & one.free()  # who is reading there at this moment finds no other file's bytes
+    assert not old & one.free()  # a reader at this moment finds no other file's bytes
     one.clock.advance(LEND_S)
     await one.store.tend()
     assert old <= one.free()
@@ -350,13 +350,13 @@ async def test_a_cut_after_a_death_waits_for_no_client_where_all_tables_are_one_
     await is_sound(one.store)
 
 
-@lending
-async def test_each_change_of_a_chunk_shows_in_the_table_before_it_is_answered_and_reading_does_not(one):
+@on_a_leasing_store
+async def test_each_change_updates_the_table_before_its_reply(one):
     store = one.store
     await put(store, 1, 0, 0, some_bytes(3 * BLOCK))
     await put(store, 1, 1, 0, some_bytes(3 * BLOCK))
     stamps = [store.lender.stamp(1, index) for index in (0, 1)]
-    assert [one.lend(1, index)[1:3] for index in (0, 1)] == stamps
+    assert [one.lease(1, index)[1:3] for index in (0, 1)] == stamps
     await content(store, 1, 0, BLOCK)
     await store.flush()
     assert [store.lender.stamp(1, index) for index in (0, 1)] == stamps
@@ -369,18 +369,18 @@ async def test_each_change_of_a_chunk_shows_in_the_table_before_it_is_answered_a
         before = store.lender.stamp(1, 0), store.lender.stamp(1, 1)
         await change()
         assert (store.lender.stamp(1, 0), store.lender.stamp(1, 1)) != before
-    assert one.lend(1) is None
+    assert one.lease(1) is None
 
 
-@lending
-async def test_holes_and_copies_show_in_the_table_for_each_chunk_that_they_change_before_it_does(one):
+@on_a_leasing_store
+async def test_holes_and_copies_update_the_table_before_the_change(one):
     store = one.store
     for index in range(4):
         await put(store, 1, index, 0, some_bytes(4 * BLOCK, index))
     await put(store, 2, 0, 0, some_bytes(2 * BLOCK))
     await put(store, 2, 0, 3 * BLOCK, some_bytes(BLOCK))
     old = [one.places(1, index) for index in range(4)]
-    assert all(one.lend(1, index) for index in range(4))
+    assert all(one.lease(1, index) for index in range(4))
     seen = []
     applied = store.kv.apply
 
@@ -401,13 +401,11 @@ async def test_holes_and_copies_show_in_the_table_for_each_chunk_that_they_chang
         after = [store.lender.stamp(1, index)[1] for index in range(4)]
         assert {index for index in range(4) if after[index] != before[index]} == of
         for index in of:
-            assert any(stamps[index] == after[index] for stamps in seen), "told only when it had changed"
+            assert any(stamps[index] == after[index] for stamps in seen), "shown only after it had changed"
     del store.kv.apply
     await store.flush()
     gone = [places - one.places(1, index) for index, places in enumerate(old)]
-    assert all(gone) and not set.union(*gone) & one.free(), (
-        "they may be read until their lifetimes have ended"
-    )
+    assert all(gone) and not set.union(*gone) & one.free(), "they may be read until their leases have ended"
     one.clock.advance(LEND_S + 1)
     await store.flush()
     await store.tend()
@@ -415,8 +413,8 @@ async def test_holes_and_copies_show_in_the_table_for_each_chunk_that_they_chang
     await is_sound(store)
 
 
-@lending
-async def test_places_and_checksums_are_those_of_the_index_whatever_holes_there_are(one):
+@on_a_leasing_store
+async def test_locations_and_checksums_match_the_index(one):
     chance = random.Random(5)
     for inode in range(1, 12):
         model: dict[int, bytes] = {}
@@ -427,7 +425,7 @@ async def test_places_and_checksums_are_those_of_the_index_whatever_holes_there_
             for at in range(count):
                 model[block + at] = data[at * BLOCK : at * BLOCK + BLOCK]
         blocks = chance.choice([256, 300, max(model) // 2 + 1])
-        found = one.lend(inode, 0, blocks)
+        found = one.lease(inode, 0, blocks)
         within = [block for block in model if block < blocks]
         if not within:
             assert found is None
@@ -477,8 +475,8 @@ def ask(one, entries, rights=grants.READ, inode=1, left_s=60.0, token=None):
     )
 
 
-@lending
-async def test_places_are_told_to_whom_the_descriptors_were_given_under_a_grant_and_no_longer_than_it_lasts(
+@on_a_leasing_store
+async def test_locations_need_the_descriptor_token_and_a_valid_grant(
     one,
 ):
     await put(one.store, 1, 0, 0, some_bytes(4 * BLOCK))
@@ -498,7 +496,7 @@ async def test_places_are_told_to_whom_the_descriptors_were_given_under_a_grant_
     ]
     assert len(runs) == 1 and len(checksums) == 16 and results[1][7] == version
     assert ask(one, [(1, 0, 256, 0, 0)], left_s=-3.0)[0][0][4] == 2000, (
-        "the clocks of two machines may differ by five seconds"
+        "clocks of two machines may differ by five seconds"
     )
     with pytest.raises(errors.AccessDenied):
         ask(one, [(1, 0, 256, 0, 0)], token=b"guess")
@@ -511,8 +509,8 @@ async def test_places_are_told_to_whom_the_descriptors_were_given_under_a_grant_
     assert ask(one, [(1, 0, 256, 0, 0)])[0][0][4] == 0, "a chunk with bad blocks is read through the store"
 
 
-@lending
-async def test_locations_are_called_in_when_a_right_is_taken(one):
+@on_a_leasing_store
+async def test_locations_are_recalled_when_a_right_is_revoked(one):
     await put(one.store, 1, 0, 0, some_bytes(BLOCK))
     ((_, _, _, _, _, slot, stamp, _),) = ask(one, [(1, 0, 256, 0, 0)])[0]
     assert one.store.lender._table[slot] == stamp
@@ -530,15 +528,15 @@ async def test_locations_are_called_in_when_a_right_is_taken(one):
     assert one.store.lender._table[slot] != stamp
 
 
-def test_more_inodes_than_can_be_remembered_count_as_lent_altogether(monkeypatch):
-    monkeypatch.setattr(lend, "INODES_MAX", 10)
+def test_too_many_leased_inodes_count_as_leased_together(monkeypatch):
+    monkeypatch.setattr(lease, "INODES_MAX", 10)
 
     async def main():
-        one = Lending()
+        one = LeasingStore()
         await one.begin()
         for inode in range(1, 40):
             await put(one.store, inode, 0, 0, some_bytes(BLOCK))
-            one.lend(inode)
+            one.lease(inode)
         now_s = one.clock.boottime_s()
         assert all(one.store.lender.until(inode) >= now_s + LEND_S for inode in range(1, 40))
         one.clock.advance(2 * LEND_S + 1)
@@ -550,7 +548,7 @@ def test_more_inodes_than_can_be_remembered_count_as_lent_altogether(monkeypatch
 
 def golden() -> dict[str, str]:
     entries = data_codec.LOCATE_ENTRY.pack(7, 1, 256, 0, 9)
-    said = lend.encode_said(3, bytes(range(16)), 1234.5)
+    said = lease.encode_said(3, bytes(range(16)), 1234.5)
     return {
         "entry": entries.hex(),
         "result": data_codec.LOCATE_RESULT.pack(0, 1, 2, 256, 5000, 65535, 0xFFFFFFFF, 9).hex(),
@@ -566,13 +564,13 @@ def golden() -> dict[str, str]:
             fd_passing._HEAD.pack(fd_passing._MAGIC, fd_passing._VERSION, 0) + said
         ).hex(),
         "slots": json.dumps(
-            [lend.slot_of(1, 0), lend.slot_of(1, 1), lend.slot_of((1 << 63) - 1, 0xFFFFFFFF)]
+            [lease.slot_of(1, 0), lease.slot_of(1, 1), lease.slot_of((1 << 63) - 1, 0xFFFFFFFF)]
         ),
         "held record": (held_key(5) + encode_held(1234.5678, [((1 << 42) - 1, 1), (16, 65536)])).hex(),
     }
 
 
-def test_the_formats_of_the_short_cut_are_what_they_were():
+def test_short_circuit_formats_match_the_golden_file():
     assert golden() == json.loads(GOLDEN.read_text())
     assert decode_held(held_key(5), encode_held(2.0, [(16, 65536)])) == (5, 2.0, [(16, 65536)])
     with pytest.raises(errors.CorruptRecord):

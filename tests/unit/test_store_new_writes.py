@@ -1,5 +1,5 @@
-"""First writes of new files that a store answers where they arrive: the same bytes, records and counts as the ordinary way
-gives, or left to that."""
+"""Fast path for first writes of new files: same bytes, records and counts as the slow path, or left to the slow
+path."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(
 BLOCK = bytes(range(256)) * 16
 PARTITION = 1 << 51
 OWN_KEYS = (b"F", b"V")
-"""Of the index: each store has its own number, and its own verifier."""
+"""Numbers and verifier of the index, which differ between stores."""
 
 
 class Asker(Ordinary):
@@ -49,26 +49,28 @@ class Asker(Ordinary):
         )
         assert kind == REQUEST
         self._arrived(number, method, deadline_ms, message, memoryview(frame)[len(frame) - payload_bytes :])
-        return self.sent.pop() if self.sent else None  # it has to wait
+        return self.sent.pop() if self.sent else None  # the request has to wait
 
 
 class One:
-    """A store whose service is asked for what is compiled first, or never."""
+    """A store whose service uses the fast path first, or never."""
 
-    def __init__(self, path, store, clock, at_once):
+    def __init__(self, path, store, clock, uses_fast_path):
         self.path, self.store, self.clock = path, store, clock
         self.service = StoreService(store, target=1, grant_secret=SECRET, clock=clock)
         self.service.update_map(pool_map(5))
         self.ordinary = Asker(self.service)
-        self.tally = self.ordinary._tally
-        self.at_once = at_once
+        self.counters = self.ordinary._tally
+        self.uses_fast_path = uses_fast_path
         self.taken = 0
         store.allocator.is_used(0)  # the first group of the free map is in memory
 
     def ask(self, frame, in_work=None):
-        if self.at_once:
+        if self.uses_fast_path:
             out = []
-            taken = self.service.at_once.answer(bytearray(frame), len(frame), in_work or {}, self.tally, out)
+            taken = self.service.at_once.answer(
+                bytearray(frame), len(frame), in_work or {}, self.counters, out
+            )
             if taken:
                 assert taken == len(frame)
                 self.taken += 1
@@ -81,13 +83,13 @@ class One:
         return self.ask(frame(self.clock, **write))
 
     def blocks(self, inode, index=0):
-        """What the chunk is, by its record and the drive."""
+        """Record and blocks of the chunk, from the index and the drive."""
         chunk = self.store.index.chunk(inode, index)
         places = self.store.index.places(chunk, 0, 2)
         return chunk.version, [os.pread(self.store.device.fd, 4096, place << 12) for place in places if place]
 
     def state(self):
-        """All that a store keeps, in memory and in its index."""
+        """State of the store, in memory and in its index."""
         store, allocator = self.store, self.store.allocator
         index = [pair for pair in store.kv.scan(b"\0", b"\xff", 1 << 20) if pair[0] not in OWN_KEYS]
         chunks = {
@@ -118,7 +120,7 @@ class One:
             },
             "written": store._written,
             "writes": store.write_count,
-            "sequence": store.kv.sequence,  # not the journal's offset: a checkpoint, one a second, resets it
+            "sequence": store.kv.sequence,  # not the journal's offset: the checkpoint of each second resets it
             "run": (store.device._run_start, store.device._run_end),
             "table": bytes(store.lender._table),
         }
@@ -128,11 +130,11 @@ class One:
         return raw[16 << 12 :]
 
     def counts(self):
-        answered = self.tally.by_method.get(DATA_WRITE)
+        answered = self.counters.by_method.get(DATA_WRITE)
         return (
-            self.tally.begun,
-            self.tally.ended,
-            self.tally.errors,
+            self.counters.begun,
+            self.counters.ended,
+            self.counters.errors,
             answered and (answered.bytes_in, answered.bytes_out, answered.times.counts, answered.times.sum_s),
         )
 
@@ -178,13 +180,13 @@ def frame(
 
 
 @asynccontextmanager
-async def opened(path, at_once=True, clock=None, size=64 << 20, **options):
+async def opened(path, uses_fast_path=True, clock=None, size=64 << 20, **options):
     if not (path / "t").exists():
         path.mkdir(exist_ok=True)
         create_chunk_store(path / "t", 1, "pool", size)
     clock = clock or ManualClock()
     store = await open_chunk_store(path / "t", 1, StoreOptions(**options) if options else None, clock=clock)
-    one = One(path, store, clock, at_once)
+    one = One(path, store, clock, uses_fast_path)
     try:
         yield one
     finally:
@@ -251,14 +253,14 @@ NOT_PLAIN = (
 
 
 @pytest.mark.parametrize("write", PLAIN, ids=str)
-def test_what_is_plain_is_answered_at_once_and_as_ever(tmp_path, write):
+def test_plain_write_matches_the_slow_path(tmp_path, write):
     async def scene():
         async with both(tmp_path) as (new, old):
             assert new.said(**write) == old.said(**write)
             assert new.taken == 1
             assert new.state() == old.state() and new.data() == old.data()
             assert new.counts()[:3] == old.counts()[:3]
-            asked = new.said(**write)  # repeated: done already
+            asked = new.said(**write)  # replay: done already
             assert asked == old.said(**write)
             assert new.taken == 1 and new.state() == old.state()
 
@@ -266,14 +268,14 @@ def test_what_is_plain_is_answered_at_once_and_as_ever(tmp_path, write):
 
 
 @pytest.mark.parametrize("left", (2000, 1, 0))
-def test_a_group_of_the_free_map_is_filled_and_the_next_one_begun(tmp_path, left):
+def test_free_map_group_is_filled_and_the_next_one_started(tmp_path, left):
     async def scene():
         async with both(tmp_path, size=128 << 20) as (new, old):
             for one in (new, old):
                 allocator = one.store.allocator
                 transaction = (
                     Transaction()
-                )  # all of the second group but the last blocks, as if written by others
+                )  # all of the second group but the last blocks, as if used by other writes
                 allocator._small = 1
                 allocator._take(transaction.taken, 1, 0, GROUP_BLOCKS - left)
                 effects = allocator.effects(transaction)
@@ -291,12 +293,12 @@ def test_a_group_of_the_free_map_is_filled_and_the_next_one_begun(tmp_path, left
 
 
 @pytest.mark.parametrize("write", NOT_PLAIN, ids=str)
-def test_what_is_not_is_left_before_anything_has_happened(tmp_path, write):
+def test_other_write_is_left_without_side_effects(tmp_path, write):
     async def scene():
         async with both(tmp_path) as (new, old):
             asked = frame(new.clock, **write)
             before = new.state()
-            assert new.service.at_once.answer(bytearray(asked), len(asked), {}, new.tally, []) == 0
+            assert new.service.at_once.answer(bytearray(asked), len(asked), {}, new.counters, []) == 0
             assert new.state() == before
             assert new.ask(asked) == old.ask(asked)
             assert not new.taken and new.state() == old.state()
@@ -304,45 +306,45 @@ def test_what_is_not_is_left_before_anything_has_happened(tmp_path, write):
     asyncio.run(scene())
 
 
-def test_a_frame_that_is_not_whole_or_was_changed_is_left(tmp_path):
+def test_incomplete_or_changed_frame_is_left(tmp_path):
     async def scene():
         async with opened(tmp_path) as one:
             whole = frame(one.clock)
             for end in (*range(200), len(whole) - 1):
-                assert one.service.at_once.answer(bytearray(whole), end, {}, one.tally, []) == 0
+                assert one.service.at_once.answer(bytearray(whole), end, {}, one.counters, []) == 0
             for at in range(164 + 3):
                 for bit in (1, 128):
                     changed = bytearray(whole)
                     changed[at] ^= bit
-                    assert one.service.at_once.answer(changed, len(changed), {}, one.tally, []) == 0, at
-            assert one.service.at_once.answer(bytearray(whole), len(whole), {7: None}, one.tally, []) == 0
+                    assert one.service.at_once.answer(changed, len(changed), {}, one.counters, []) == 0, at
+            assert one.service.at_once.answer(bytearray(whole), len(whole), {7: None}, one.counters, []) == 0
             many = dict.fromkeys(range(100, 100 + IN_FLIGHT_MAX))
-            assert one.service.at_once.answer(bytearray(whole), len(whole), many, one.tally, []) == 0
+            assert one.service.at_once.answer(bytearray(whole), len(whole), many, one.counters, []) == 0
             no_time = frame(one.clock, deadline_ms=0)
-            assert one.service.at_once.answer(bytearray(no_time), len(no_time), {}, one.tally, []) == 0
+            assert one.service.at_once.answer(bytearray(no_time), len(no_time), {}, one.counters, []) == 0
             assert not one.store.write_count
-            assert one.service.at_once.answer(bytearray(whole), len(whole), {8: None}, one.tally, []) == len(
-                whole
-            )
+            assert one.service.at_once.answer(
+                bytearray(whole), len(whole), {8: None}, one.counters, []
+            ) == len(whole)
 
     asyncio.run(scene())
 
 
-def test_frames_that_came_together_are_answered_in_their_order(tmp_path):
+def test_batched_frames_are_answered_in_order(tmp_path):
     async def scene():
         async with both(tmp_path) as (new, old):
             frames = [
                 frame(new.clock, inode=100 + n, number=n, sequence=n, data=BLOCK[: 100 + n])
                 for n in range(1, 20)
             ]
-            frames.insert(10, frame(new.clock, inode=101, number=50, offset=4096))  # the ordinary way's
+            frames.insert(10, frame(new.clock, inode=101, number=50, offset=4096))  # for the slow path
             together, out = bytearray(b"".join(frames)), []
-            taken = new.service.at_once.answer(together, len(together), {}, new.tally, out)
+            taken = new.service.at_once.answer(together, len(together), {}, new.counters, out)
             assert taken == sum(map(len, frames[:10])) and out == [old.ask(one) for one in frames[:10]]
             assert new.ask(frames[10]) == old.ask(frames[10])
             rest = bytearray(b"".join(frames[11:]))
             out.clear()
-            assert new.service.at_once.answer(rest, len(rest), {}, new.tally, out) == len(rest)
+            assert new.service.at_once.answer(rest, len(rest), {}, new.counters, out) == len(rest)
             assert out == [old.ask(one) for one in frames[11:]]
             assert new.state() == old.state() and new.data() == old.data()
 
@@ -350,8 +352,8 @@ def test_frames_that_came_together_are_answered_in_their_order(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_any_order_of_writes_leaves_the_same_index_drive_and_memory(tmp_path, seed):
-    """With all else that changes a store between them, on one that is full at times."""
+def test_random_writes_leave_the_same_state_on_both_paths(tmp_path, seed):
+    """With all other changes of a store between the writes, on a store that is full at times."""
 
     async def scene():
         dice = random.Random(seed)
@@ -392,7 +394,7 @@ def test_any_order_of_writes_leaves_the_same_index_drive_and_memory(tmp_path, se
                 assert answer == old.said(**write), write
                 if (
                     answer is None
-                ):  # all that is free is held; or the file system does not say what is in memory
+                ):  # all free blocks are held; or the file system does not report cached pages
                     break
                 for one in (new, old):
                     one.clock.advance(0.01)
@@ -434,7 +436,7 @@ async def changed(one, what, inode, step):
         store.index.clear()
 
 
-def test_what_was_answered_is_there_after_the_process_has_died_and_is_not_done_twice(tmp_path):
+def test_acknowledged_writes_survive_a_crash_once(tmp_path):
     async def scene():
         clock = ManualClock()
         frames = [
@@ -478,7 +480,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("lines", (1, 400, 3000))
-def test_a_killed_process_has_kept_all_that_it_answered(tmp_path, lines):
+def test_killed_process_keeps_all_acknowledged_writes(tmp_path, lines):
     code = WRITER.format(tests=str(Path(__file__).parent), path=str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
@@ -490,7 +492,7 @@ def test_a_killed_process_has_kept_all_that_it_answered(tmp_path, lines):
 
     async def scene():
         async with opened(tmp_path) as one:
-            for n in range(answered - 1):  # the last line may be torn
+            for n in range(answered - 1):  # the last line may be incomplete
                 assert one.blocks(n + 1) == (one.blocks(1)[0], [n.to_bytes(8, "little") * 512]), n
 
     asyncio.run(scene())
@@ -499,7 +501,7 @@ def test_a_killed_process_has_kept_all_that_it_answered(tmp_path, lines):
 @pytest.mark.parametrize(
     "error", (NoSpace("full"), Fenced("gone"), Busy("later"), DriveFailed("broken"), ValueError("a bug"))
 )
-def test_what_the_engine_refuses_is_told_as_ever_and_changes_nothing(tmp_path, error, caplog):
+def test_engine_refusal_is_reported_and_changes_no_data(tmp_path, error, caplog):
     async def scene():
         async with both(tmp_path) as (new, old):
             assert new.said() == old.said()
@@ -516,12 +518,12 @@ def test_what_the_engine_refuses_is_told_as_ever_and_changes_nothing(tmp_path, e
                 one.store.kv.apply = one.apply
             after = new.state()
             assert after == old.state()
-            told = (
+            changed_parts = (
                 "written",
                 "run",
                 "table",
-            )  # that bytes were on their way to the drive, and that readers have to ask again
-            assert {**after, **dict.fromkeys(told)} == {**before, **dict.fromkeys(told)}
+            )  # bytes were being written, and readers have to query again
+            assert {**after, **dict.fromkeys(changed_parts)} == {**before, **dict.fromkeys(changed_parts)}
             assert new.said(inode=2, sequence=2) == old.said(inode=2, sequence=2)
             assert new.taken == 3 and new.state() == old.state() and new.data() == old.data()
 
@@ -530,15 +532,13 @@ def test_what_the_engine_refuses_is_told_as_ever_and_changes_nothing(tmp_path, e
     caplog.clear()
 
 
-def test_what_the_drive_does_not_take_the_ordinary_way_tells(tmp_path):
+def test_drive_error_is_reported_by_the_slow_path(tmp_path):
     async def scene():
         async with opened(tmp_path) as one:
             write, one.store.device.fd = one.store.device.fd, os.open(one.store.device.path, os.O_RDONLY)
             one.store.kv.on_apply = None
             one.service.at_once.writes = None
-            fast_first_writes.answer_new_writes(
-                one.service, SECRET
-            )  # by the descriptor that can not be written to
+            fast_first_writes.answer_new_writes(one.service, SECRET)  # with the read-only descriptor
             code = int.from_bytes(one.said()[32 + 11 : 32 + 13], "little")
             assert code == DriveFailed.wire_code and not one.taken
             os.close(one.store.device.fd)
@@ -547,18 +547,18 @@ def test_what_the_drive_does_not_take_the_ordinary_way_tells(tmp_path):
     asyncio.run(scene())
 
 
-def test_who_is_fenced_closed_full_or_watched_leaves_it(tmp_path):
+def test_fenced_closed_full_or_watched_store_uses_no_fast_path(tmp_path):
     async def scene():
         async with opened(tmp_path) as one:
             asked, store, service = frame(one.clock), one.store, one.service
 
             def is_left():
-                before = store.kv.sequence, store._written, one.tally.begun, store.allocator.used_blocks
-                assert service.at_once.answer(bytearray(asked), len(asked), {}, one.tally, []) == 0
+                before = store.kv.sequence, store._written, one.counters.begun, store.allocator.used_blocks
+                assert service.at_once.answer(bytearray(asked), len(asked), {}, one.counters, []) == 0
                 return (
                     store.kv.sequence,
                     store._written,
-                    one.tally.begun,
+                    one.counters.begun,
                     store.allocator.used_blocks,
                 ) == before
 
@@ -588,7 +588,7 @@ def test_who_is_fenced_closed_full_or_watched_leaves_it(tmp_path):
             assert left_with(store.index, "_old", {(1, 0): None})
             epochs = service.replica._chain_epochs[1]
             mine = epochs[chain_of(1, 0)]
-            epochs[chain_of(1, 0)] = 0  # the chain is another target's
+            epochs[chain_of(1, 0)] = 0  # the chain belongs to another target
             assert is_left()
             epochs[chain_of(1, 0)] = 3
             assert one.ask(asked) and one.taken == 1
@@ -598,7 +598,7 @@ def test_who_is_fenced_closed_full_or_watched_leaves_it(tmp_path):
     asyncio.run(scene())
 
 
-def test_an_index_without_room_leaves_it(tmp_path):
+def test_full_index_uses_no_fast_path(tmp_path):
     async def scene():
         async with opened(tmp_path) as one:
             one.said()
@@ -608,13 +608,13 @@ def test_an_index_without_room_leaves_it(tmp_path):
             store.kv._entries_max = 1
             assert store.kv.full
             asked = frame(one.clock, inode=3)
-            assert one.service.at_once.answer(bytearray(asked), len(asked), {}, one.tally, []) == 0
+            assert one.service.at_once.answer(bytearray(asked), len(asked), {}, one.counters, []) == 0
 
     asyncio.run(scene())
 
 
-def test_what_is_in_the_index_is_never_called_unknown(tmp_path):
-    """Whoever puts it there, and however long ago."""
+def test_indexed_inode_is_never_reported_as_unknown(tmp_path):
+    """For any writer and age of the record."""
 
     async def scene():
         for seed in range(8):
@@ -654,7 +654,7 @@ def test_what_is_in_the_index_is_never_called_unknown(tmp_path):
     asyncio.run(scene())
 
 
-def test_many_new_ones_are_remembered_by_their_highest(tmp_path):
+def test_new_inodes_are_remembered_by_their_highest_number(tmp_path):
     async def scene():
         async with opened(tmp_path, size=512 << 20) as one:
             unknown = one.service.at_once.writes.unknown
@@ -677,7 +677,7 @@ def test_many_new_ones_are_remembered_by_their_highest(tmp_path):
     [((), 1), ((), 0), ((1 << 51,), 0)],
     ids=["a higher partition", "another kind", "beside the first number of the next partition"],
 )
-def test_a_damaged_index_is_believed_nothing(tmp_path, others, byte):
+def test_damaged_index_reports_no_inode_as_unknown(tmp_path, others, byte):
     async def scene():
         async with opened(tmp_path) as one:
             for n, inode in enumerate((*range(1, 51), *others)):
@@ -687,7 +687,7 @@ def test_a_damaged_index_is_believed_nothing(tmp_path, others, byte):
         raw = bytearray(path.read_bytes())
         key = segment_key(50, 0, 0)
         at = raw.find(key)
-        while at >= 0:  # its key says something else now
+        while at >= 0:  # its key has a different value now
             raw[at + byte] ^= 0x20
             at = raw.find(key, at)
         path.write_bytes(raw)
@@ -695,12 +695,12 @@ def test_a_damaged_index_is_believed_nothing(tmp_path, others, byte):
             unknown = one.service.at_once.writes.unknown
             assert 50 not in unknown and 51 not in unknown
             asked = frame(one.clock, inode=50)
-            assert one.service.at_once.answer(bytearray(asked), len(asked), {}, one.tally, []) == 0
+            assert one.service.at_once.answer(bytearray(asked), len(asked), {}, one.counters, []) == 0
 
     asyncio.run(scene())
 
 
-def test_over_a_connection_it_is_answered_at_once(tmp_path):
+def test_write_over_a_connection_uses_the_fast_path(tmp_path):
     async def scene():
         async with opened(tmp_path) as one:
             handled = []
@@ -732,7 +732,7 @@ def test_over_a_connection_it_is_answered_at_once(tmp_path):
                 await write(n)
             assert not handled and one.store.write_count == 40
             await asyncio.gather(*map(write, range(40, 80)))
-            assert len(handled) < 20, "what came in parts may have gone the ordinary way"
+            assert len(handled) < 20, "frames that came in parts may have used the slow path"
             for n in range(80):
                 assert one.blocks(n + 1)[1] == [BLOCK[: 4000 + n] + bytes(96 - n)]
             await connection.close()
@@ -741,7 +741,7 @@ def test_over_a_connection_it_is_answered_at_once(tmp_path):
     asyncio.run(scene())
 
 
-def test_writes_are_left_while_rights_are_taken_back(tmp_path):
+def test_writes_are_left_while_rights_are_revoked(tmp_path):
     async def main():
         async with opened(tmp_path) as one:
             now_ms = one.clock.wall_ns() // 1_000_000
@@ -749,7 +749,7 @@ def test_writes_are_left_while_rights_are_taken_back(tmp_path):
             assert one.taken == 1
             one.service.update_map(taken(pool_map(5), 77, "", grants.WRITE, now_ms, 5000))
             one.said(inode=2, epoch=6)
-            assert one.taken == 1, "what answers at once does not look whose grants are refused"
+            assert one.taken == 1, "the fast path does not check revoked rights"
             one.clock.advance(6.0)
             one.service._rights.tend()
             one.said(inode=3, epoch=6)

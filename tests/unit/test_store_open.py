@@ -1,4 +1,4 @@
-"""Making and opening chunk stores: what is refused and why, how long a start takes, and the two ways to wait for a drive."""
+"""Creation and opening of chunk stores: refusals, start time, and both implementations of waiting for a drive."""
 
 import asyncio
 import os
@@ -36,7 +36,7 @@ def opening(path, target=1, options=None):
     asyncio.run(run())
 
 
-def test_a_store_is_made_once_and_opened_by_its_target_only(tmp_path):
+def test_store_is_created_once_and_opened_only_by_its_target(tmp_path):
     path = tmp_path / "t"
     with pytest.raises(errors.NotFound):
         opening(path)
@@ -54,7 +54,7 @@ def test_a_store_is_made_once_and_opened_by_its_target_only(tmp_path):
         opening(path / "data")
 
 
-def test_another_format_is_refused_by_name(tmp_path):
+def test_other_format_is_refused_by_name(tmp_path):
     path = tmp_path / "t"
     create_chunk_store(path, 1, "pool", 4 * MIB)
     (path / "FORMAT").write_text("nvpool chunk store 2\n")
@@ -72,7 +72,7 @@ def test_another_format_is_refused_by_name(tmp_path):
     opening(path)
 
 
-def test_an_index_belongs_to_its_data(tmp_path):
+def test_index_belongs_to_its_data(tmp_path):
     for name in "ab":
         create_chunk_store(tmp_path / name, 1, "pool", 4 * MIB)
         opening(tmp_path / name)
@@ -95,7 +95,7 @@ def test_two_daemons_do_not_share_a_store(tmp_path):
     asyncio.run(run())
 
 
-def test_space_of_removed_files_is_given_back_to_the_file_system(tmp_path):
+def test_space_of_removed_files_is_returned_to_the_file_system(tmp_path):
     create_chunk_store(tmp_path / "t", 1, "pool", 64 * MIB)
 
     async def run():
@@ -118,7 +118,7 @@ def test_space_of_removed_files_is_given_back_to_the_file_system(tmp_path):
 
 
 async def _fill(path, blocks):
-    """An index and a free map as of `blocks` full blocks in chunks of 1 MiB, made offline; the data is a hole."""
+    """Create offline an index and a free map for `blocks` full blocks in chunks of 1 MiB; the data file is a hole."""
     create_chunk_store(path, 1, "pool", (blocks + blocks // 8 + 4 * GROUP_BLOCKS) * 4096)
     await (await open_chunk_store(path)).close()
     kv = await LmdbKv.open(path / "index", LmdbOptions(map_bytes=4 << 30))
@@ -150,7 +150,7 @@ async def _fill(path, blocks):
 
 
 async def _start_s(path, blocks):
-    """Seconds from nothing to the first answered read, after a death under a writing load."""
+    """Seconds from the start to the first answered read, after a crash under a write load."""
     store = await open_chunk_store(path)
     assert store.status()["used_bytes"] == blocks * 4096
     for number in range(2000):
@@ -165,7 +165,7 @@ async def _start_s(path, blocks):
     return passed
 
 
-def test_a_start_after_a_death_reads_counts_and_rebuilds_nothing(tmp_path):
+def test_start_after_a_crash_rebuilds_no_state(tmp_path):
     async def run():
         blocks = 60 * GROUP_BLOCKS
         await _fill(tmp_path / "t", blocks)
@@ -175,7 +175,7 @@ def test_a_start_after_a_death_reads_counts_and_rebuilds_nothing(tmp_path):
 
 
 @pytest.mark.soak
-def test_a_start_takes_no_longer_with_a_hundred_million_blocks(tmp_path):
+def test_start_time_does_not_grow_with_the_block_count(tmp_path):
     async def run():
         found = {}
         for groups in (1221, 12207):
@@ -192,7 +192,7 @@ def test_a_start_takes_no_longer_with_a_hundred_million_blocks(tmp_path):
 
 
 @pytest.mark.parametrize("ring", [True, False])
-def test_many_batches_wait_at_once_and_each_gets_its_own_bytes(tmp_path, ring):
+def test_concurrent_batches_get_their_own_bytes(tmp_path, ring):
     path = tmp_path / "data"
     blob = random.Random(3).randbytes(4 * MIB)
     path.write_bytes(blob)
@@ -221,7 +221,7 @@ def test_many_batches_wait_at_once_and_each_gets_its_own_bytes(tmp_path, ring):
     asyncio.run(run())
 
 
-def test_a_batch_whose_asker_has_gone_does_not_disturb_the_others(tmp_path):
+def test_cancelled_batch_does_not_disturb_others(tmp_path):
     path = tmp_path / "data"
     path.write_bytes(bytes(MIB))
 
@@ -237,7 +237,7 @@ def test_a_batch_whose_asker_has_gone_does_not_disturb_the_others(tmp_path):
     asyncio.run(run())
 
 
-def test_the_compiled_loop_and_the_python_one_find_the_same(tmp_path):
+def test_compiled_and_python_loops_find_the_same(tmp_path):
     path = tmp_path / "data"
     blob = random.Random(4).randbytes(MIB)
     path.write_bytes(blob)
@@ -261,7 +261,7 @@ def test_the_compiled_loop_and_the_python_one_find_the_same(tmp_path):
     asyncio.run(run())
 
 
-def test_without_the_compiled_module_threads_read(tmp_path, monkeypatch):
+def test_threads_read_without_the_compiled_module(tmp_path, monkeypatch):
     monkeypatch.setattr(uring, "_uring", None)
     create_chunk_store(tmp_path / "t", 1, "pool", 4 * MIB)
 
@@ -273,7 +273,7 @@ def test_without_the_compiled_module_threads_read(tmp_path, monkeypatch):
     asyncio.run(run())
 
 
-def test_a_kernel_that_forbids_io_uring_is_no_error(tmp_path, monkeypatch):
+def test_kernel_without_io_uring_is_no_error(tmp_path, monkeypatch):
     class Forbidden:
         @staticmethod
         def Ring(_entries):
@@ -284,7 +284,7 @@ def test_a_kernel_that_forbids_io_uring_is_no_error(tmp_path, monkeypatch):
     opening(tmp_path / "t", options=StoreOptions())
 
 
-def test_a_buffer_is_used_again_when_nobody_looks_at_it():
+def test_buffer_is_reused_without_references():
     made = []
 
     def make(size):

@@ -1,4 +1,5 @@
-"""A large write goes to free places of the drive before it is named: nobody waits for it, and nothing of it is left behind."""
+"""Large writes go to free locations of the drive before the index names them: no other request waits, and a failed write
+leaves no trace."""
 
 import asyncio
 import errno
@@ -12,7 +13,7 @@ from nvpool.testing.contracts.chunk_store import content, is_sound, put, some_by
 
 
 class Gate:
-    """Holds back what is written past the page cache until it is opened."""
+    """Blocks direct writes until it is opened."""
 
     def __init__(self, device):
         self.open = asyncio.Event()
@@ -34,7 +35,7 @@ def free_blocks(store) -> int:
 
 
 @on_a_forgetting_drive
-async def test_while_a_large_write_is_under_way_others_are_served(one):
+async def test_requests_are_served_during_a_large_write(one):
     gate = Gate(one.device)
     await put(one.store, 1, 0, 0, small := some_bytes(5000))
     large = asyncio.ensure_future(put(one.store, 1, 0, 0, data := some_bytes(DIRECT_WRITE_BYTES)))
@@ -49,7 +50,7 @@ async def test_while_a_large_write_is_under_way_others_are_served(one):
 
 
 @on_a_forgetting_drive
-async def test_blocks_of_a_write_that_was_given_up_are_given_out_only_when_the_drive_has_done_with_them(one):
+async def test_blocks_of_a_cancelled_write_are_kept_until_it_ends(one):
     gate = Gate(one.device)
     before = free_blocks(one.store)
     large = asyncio.ensure_future(put(one.store, 1, 0, 0, some_bytes(DIRECT_WRITE_BYTES)))
@@ -65,7 +66,7 @@ async def test_blocks_of_a_write_that_was_given_up_are_given_out_only_when_the_d
 
 
 @on_a_forgetting_drive
-async def test_a_cut_that_comes_while_a_large_write_is_under_way_wins(one):
+async def test_truncation_during_a_large_write_wins(one):
     gate = Gate(one.device)
     before = free_blocks(one.store)
     large = asyncio.ensure_future(put(one.store, 1, 0, 0, some_bytes(DIRECT_WRITE_BYTES), cut=0))
@@ -79,7 +80,7 @@ async def test_a_cut_that_comes_while_a_large_write_is_under_way_wins(one):
 
 
 @on_a_forgetting_drive
-async def test_a_large_write_that_the_drive_refuses_leaves_the_old_bytes_and_no_block(one):
+async def test_refused_large_write_leaves_the_old_bytes(one):
     await put(one.store, 1, 0, 0, data := some_bytes(DIRECT_WRITE_BYTES))
     await one.store.flush()
     before = free_blocks(one.store)
@@ -92,7 +93,7 @@ async def test_a_large_write_that_the_drive_refuses_leaves_the_old_bytes_and_no_
 
 
 @on_a_forgetting_drive
-async def test_a_death_while_a_large_write_is_under_way_leaves_nothing_of_it(one):
+async def test_crash_during_a_large_write_leaves_no_trace(one):
     gate = Gate(one.device)
     await put(one.store, 1, 0, 0, data := some_bytes(5 * BLOCK))
     await one.store.flush()

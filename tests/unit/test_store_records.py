@@ -1,4 +1,4 @@
-"""Index records: what is packed is unpacked, stays small, and looks as the golden file says."""
+"""Index records: round trips, bounded size, and the golden file."""
 
 import json
 from array import array
@@ -49,7 +49,7 @@ places = st.lists(st.one_of(st.just(0), st.integers(1, 2**42 - 65), st.integers(
 
 @settings(max_examples=150)
 @given(places, st.one_of(st.none(), heads), st.integers(0, 63))
-def test_a_segment_record_is_read_as_it_was_written_and_stays_below_a_kibibyte(found, head, fresh):
+def test_segment_record_round_trips_below_one_kibibyte(found, head, fresh):
     raw = index_records.encode_segment(segment_of(found), head, fresh, 64 - fresh)
     segment, its_head = index_records.decode_segment(KEY, raw)
     assert same(segment, segment_of(found)) and its_head == head
@@ -61,7 +61,7 @@ def test_a_segment_record_is_read_as_it_was_written_and_stays_below_a_kibibyte(f
 
 @settings(max_examples=100)
 @given(places, st.integers(0, 63), st.lists(st.integers(0, 5000), min_size=1, max_size=64))
-def test_replacing_blocks_is_what_it_would_be_in_a_list(found, start, new):
+def test_replacing_blocks_matches_a_list(found, start, new):
     new = new[: 64 - start]
     crcs = b"".join(at.to_bytes(4, "little") if place else ZERO_CRC for at, place in enumerate(new))
     got = index_records.replaced(segment_of(found), start, array("Q", new), crcs)
@@ -75,7 +75,7 @@ def test_replacing_blocks_is_what_it_would_be_in_a_list(found, start, new):
     assert got.crcs == whole[: len(expected) * 4]
 
 
-def test_a_file_of_one_block_costs_few_bytes_of_index():
+def test_one_block_file_needs_few_index_bytes():
     key = index_records.segment_key(1 << 51 | 1_000_000, 0, 0)
     head = Head(1 << 32 | 1, 0, ((1 << 63, 63, 1_000_000),))
     raw = index_records.encode_segment(segment_of([1 << 28]), head, 0, 1)
@@ -86,7 +86,7 @@ def test_a_file_of_one_block_costs_few_bytes_of_index():
 
 
 @given(st.integers(1, 2**42 - 65), st.integers(1, 64), heads)
-def test_the_form_of_small_files_is_read_as_it_was_written(base, blocks, head):
+def test_small_file_record_round_trips(base, blocks, head):
     segment = segment_of(list(range(base, base + blocks)))
     head = head._replace(requests=head.requests[:1])
     raw = index_records.encode_segment(segment, head, 0, blocks)
@@ -102,14 +102,14 @@ def test_the_form_of_small_files_is_read_as_it_was_written(base, blocks, head):
             index_records.decode_segment(KEY, shorter)
 
 
-def test_the_keys_of_an_inode_sort_as_its_segments_do():
+def test_keys_of_an_inode_sort_like_its_segments():
     names = [(7, 0, 0), (7, 0, 1), (7, 0, 63), (7, 1, 0), (7, 2**32 - 1, 63), (8, 0, 0), (8, 1, 0)]
     keys = [index_records.segment_key(*name) for name in names]
     assert keys == sorted(keys) and [index_records.split_segment_key(key) for key in keys] == names
     assert keys[4] < index_records.inode_end_key(7) <= keys[5]
 
 
-def test_damaged_records_are_told_from_those_of_another_version():
+def test_damaged_and_newer_records_are_distinguished():
     raw = index_records.encode_segment(segment_of([5, 6, 0, 9]), Head(1, 2), 0, 4)
     with pytest.raises(WrongFormat):
         index_records.decode_segment(KEY, b"\x03" + raw[1:])
@@ -118,7 +118,7 @@ def test_damaged_records_are_told_from_those_of_another_version():
             index_records.decode_segment(KEY, shorter)
 
 
-def test_the_stored_formats_have_not_changed():
+def test_stored_formats_are_unchanged():
     head = Head(0x0000000300000005, 9, ((0x1111111111111111, 63, 7), (2, 3, 4)))
     made = {
         "segment key": KEY.hex(),
@@ -162,7 +162,7 @@ def test_inode_record_keeps_its_floor():
         assert index_records.decode_inode(b"k", index_records.encode_inode(record)) == record
 
 
-def test_free_map_records_are_read_as_they_were_written():
+def test_free_map_records_round_trip():
     used = 1 | 1 << 8191 | 0xFF << 77
     assert decode_bitmap(b"k", encode_bitmap(used)) == used
     deltas = array("I", range(24))
@@ -173,7 +173,7 @@ def test_free_map_records_are_read_as_they_were_written():
         decode_bitmap(b"k", b"\x02" + encode_bitmap(used)[1:])
 
 
-def test_a_superblock_is_checked():
+def test_superblock_is_checked():
     superblock = Superblock(2, 25600, bytes(16), 5, "pool")
     raw = encode_superblock(superblock)
     assert len(raw) == 4096 and decode_superblock(raw, "x") == superblock

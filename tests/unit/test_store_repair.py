@@ -1,4 +1,4 @@
-"""When bad blocks that nobody could mend are tried again, in counted time."""
+"""Retry times of bad blocks that could not be repaired, on virtual time."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from tests.unit.test_placement import a_pool
 
 
 class Counted(Repair):
-    """Notes when blocks are tried, of which no other target has any."""
+    """Records when blocks are tried; no other target has a copy."""
 
     def __init__(self, store):
         super().__init__(store, 1, None, SYSTEM_CLOCK, Throttle(1 << 40, SYSTEM_CLOCK, bool))
@@ -22,7 +22,7 @@ class Counted(Repair):
         return await super().repaired(bad)
 
 
-def test_blocks_that_could_not_be_mended_are_tried_soon_again_after_each_new_map():
+def test_unrepaired_blocks_are_retried_soon_after_a_new_map():
     async def run():
         store = MemoryChunkStore(1 << 20)
         repair = Counted(store)
@@ -33,12 +33,12 @@ def test_blocks_that_could_not_be_mended_are_tried_soon_again_after_each_new_map
             round(after - before) for before, after in zip(repair.tried_s, repair.tried_s[1:], strict=False)
         ]
         assert waits[0] == RETRY_S and max(waits) == waits[-1] == RETRY_S_MAX, (
-            "less and less often, but every minute"
+            "less and less often, but at least every minute"
         )
         count = len(repair.tried_s)
         repair.update_map(a_pool((4,), 1))
         await asyncio.sleep(5 * RETRY_S)
-        assert len(repair.tried_s) >= count + 3, "after a new map as in the beginning"
+        assert len(repair.tried_s) >= count + 3, "after a new map as at the start"
         await repair.close()
 
     loop = VirtualLoop()

@@ -1,7 +1,7 @@
-"""A target that joins chains: at the end every chunk of theirs is what the source has, whatever happened meanwhile.
+"""Resynchronization of a target that joins chains: at the end each of their chunks equals that of the source.
 
-Two or three stores over real transports. What the chain does with writes is played here in its simplest form: a write goes to
-the joining target first, which pulls what it is based on, and then to the source.
+Two or three stores over real transports. The chain's handling of writes is simulated in its simplest form: a write goes to
+the joining target first, which pulls the chunk that the write is based on, and then to the source.
 """
 
 import asyncio
@@ -111,10 +111,10 @@ class Stores:
             service._tending.cancel()
         await self.dialers.pop(target).close()
 
-    def use(self, chains, tables=(1,), only=None, wish=None):
-        """The next map, in which chain n of each table is chains(table, n), for these targets or all."""
+    def use(self, chains, tables=(1,), only=None, requests=None):
+        """Apply the next map, in which chain n of each table is chains(table, n), to these targets or all."""
         targets = tuple(
-            Target(number, number, number, CAPACITY, (endpoint,), wish=(wish or {}).get(number, "share"))
+            Target(number, number, number, CAPACITY, (endpoint,), wish=(requests or {}).get(number, "share"))
             for number, endpoint in self.endpoints.items()
         )
         self.map = PoolMap(
@@ -138,7 +138,7 @@ class Stores:
         return self.services[target].upkeep.resync
 
     async def equal(self, target=JOINER, epoch=None, count=CHAINS_PER_TABLE, within_s=30):
-        """Wait until the target says that it has all of its chains."""
+        """Wait until the target reports that all its chains are equal."""
         async with asyncio.timeout(within_s):
             while len(self.resync(target).equal) < count or (
                 epoch and set(self.resync(target).equal.values()) != {epoch}
@@ -198,7 +198,7 @@ async def fill(store, seed=1, count=60, epoch=3, cut=0):
     [{"scheme": "stream"}, {"scheme": "grpc"}, {"scheme": "inproc"}, {"scheme": "inproc", "memory": True}],
     ids=str,
 )
-def test_an_empty_target_becomes_what_its_source_is(named):
+def test_empty_target_becomes_equal_to_its_source(named):
     async def run():
         async with stores(**named) as one:
             await fill(one.stores[SOURCE])
@@ -214,8 +214,8 @@ def test_an_empty_target_becomes_what_its_source_is(named):
     asyncio.run(run())
 
 
-def test_a_returning_target_gives_up_what_its_source_does_not_have():
-    """Older versions, higher ones that were never committed, chunks too many, and cuts that it missed."""
+def test_returning_target_drops_data_missing_at_its_source():
+    """Differences: older versions, higher uncommitted ones, extra chunks, and missed truncations."""
 
     async def run():
         async with stores() as one:
@@ -239,12 +239,12 @@ def test_a_returning_target_gives_up_what_its_source_does_not_have():
             copied = one.resync().progress.chunks_copied
             one.use(joins(8))
             await one.equal(epoch=8)
-            assert one.resync().progress.chunks_copied == copied, "what is equal is not copied"
+            assert one.resync().progress.chunks_copied == copied, "equal chunks are not copied"
 
     asyncio.run(run())
 
 
-def test_only_the_chains_that_it_joins_are_compared_each_with_its_own_tail():
+def test_only_joined_chains_are_compared_with_their_tails():
     def chains(table, number):
         if table == 2:
             return Chain(9, (JOINER, SOURCE))
@@ -277,7 +277,7 @@ def test_only_the_chains_that_it_joins_are_compared_each_with_its_own_tail():
     asyncio.run(run())
 
 
-def test_large_chunks_come_in_pieces_and_whole():
+def test_large_chunks_are_copied_in_parts():
     async def run():
         async with stores() as one:
             big = some_bytes(16 * MIB)
@@ -291,7 +291,7 @@ def test_large_chunks_come_in_pieces_and_whole():
     asyncio.run(run())
 
 
-def test_a_source_that_does_not_know_the_map_yet_is_asked_again():
+def test_source_with_an_older_map_is_retried():
     async def run():
         async with stores() as one:
             await fill(one.stores[SOURCE])
@@ -308,7 +308,7 @@ def test_a_source_that_does_not_know_the_map_yet_is_asked_again():
     asyncio.run(run())
 
 
-def test_a_target_answers_only_for_chains_that_it_holds_and_only_to_the_pool():
+def test_target_answers_only_pool_members_for_own_chains():
     async def run():
         async with stores(SOURCE, JOINER, THIRD) as one:
             await fill(one.stores[SOURCE])
@@ -336,12 +336,12 @@ def test_a_target_answers_only_for_chains_that_it_holds_and_only_to_the_pool():
 
 async def until(condition, within_s=20):
     async with asyncio.timeout(within_s):
-        while not condition():  # noqa: ASYNC110 - what is waited for tells nobody
+        while not condition():  # noqa: ASYNC110 - the condition has no notification
             await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("chain_has_it", [True, False])
-def test_a_chunk_that_can_not_be_read_where_its_chain_is_joined_is_what_the_chain_has(chain_has_it):
+def test_unreadable_chunk_is_rebuilt_from_its_chain(chain_has_it):
     async def run():
         async with stores() as one:
             ours, theirs = one.stores[JOINER], one.stores[SOURCE]
@@ -363,7 +363,7 @@ def test_a_chunk_that_can_not_be_read_where_its_chain_is_joined_is_what_the_chai
 
 
 class Load:
-    """Writes, cuts and removals of what the chain would do with them: the joining target first, then its source."""
+    """Writes, truncations and removals as a chain does them: the joining target first, then its source."""
 
     def __init__(self, one, seed, inodes=8):
         self.one, self.chance, self.inodes = one, random.Random(seed), inodes
@@ -401,7 +401,9 @@ class Load:
         named = {"version": new, "cut": self.cuts[inode], "request": RequestId(1, index, self.done)}
         self.pending.add((inode, index))
         try:
-            with contextlib.suppress(errors.NvpoolError, KeyError):  # it is dead, and no member any more
+            with contextlib.suppress(
+                errors.NvpoolError, KeyError
+            ):  # the target is dead, and no member any more
                 joiner, resync = self.one.stores[JOINER], self.one.resync()
                 while joiner.state(inode, index).version != base:
                     await resync.pull(1, inode, index)
@@ -429,7 +431,7 @@ class Load:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_called_equal_is_so_while_writes_and_cuts_go_on(seed):
+def test_equal_chains_stay_equal_during_writes(seed):
     async def run():
         async with stores() as one:
             await fill(one.stores[SOURCE], seed, 150)
@@ -449,7 +451,7 @@ def test_what_is_called_equal_is_so_while_writes_and_cuts_go_on(seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_deaths_of_either_side_only_delay_it(seed):
+def test_crashes_of_either_side_only_delay_resync(seed):
     async def run():
         chance = random.Random(seed)
         async with stores() as one:
@@ -475,7 +477,7 @@ def test_deaths_of_either_side_only_delay_it(seed):
     asyncio.run(run())
 
 
-def test_it_goes_on_where_it_was_when_its_source_is_away_for_a_while():
+def test_resync_continues_after_its_source_was_away():
     async def run():
         async with stores(rate=4 * MIB) as one:
             for inode in range(1, 21):
@@ -488,13 +490,13 @@ def test_it_goes_on_where_it_was_when_its_source_is_away_for_a_while():
             one.services[JOINER].upkeep.throttle.bytes_per_s = FAST
             await one.start(SOURCE)
             await one.equal(epoch=7)
-            assert one.resync().progress.chunks_copied == 20, "none is copied twice"
+            assert one.resync().progress.chunks_copied == 20, "no chunk is copied twice"
             await same(one)
 
     asyncio.run(run())
 
 
-def test_a_map_in_which_it_joins_nothing_ends_it():
+def test_resync_ends_when_the_target_joins_no_chain():
     async def run():
         async with stores(rate=MIB) as one:
             for inode in range(1, 40):
@@ -508,7 +510,7 @@ def test_a_map_in_which_it_joins_nothing_ends_it():
     asyncio.run(run())
 
 
-def test_a_full_target_says_so_loses_nothing_and_goes_on_when_there_is_room():
+def test_full_target_reports_it_and_continues_with_space():
     async def run():
         async with stores() as one:
             ours, theirs = one.stores[JOINER], one.stores[SOURCE]
@@ -534,7 +536,7 @@ def test_a_full_target_says_so_loses_nothing_and_goes_on_when_there_is_room():
     asyncio.run(run())
 
 
-def test_a_bad_block_at_the_source_is_a_bad_block_here():
+def test_bad_block_of_the_source_is_copied_as_bad():
     async def run():
         async with stores(memory=True, scheme="inproc") as one:
             await put(one.stores[SOURCE], 1, 0, 0, some_bytes(40_960))
@@ -556,7 +558,7 @@ def test_a_bad_block_at_the_source_is_a_bad_block_here():
     asyncio.run(run())
 
 
-def test_a_chunk_is_pulled_when_a_write_needs_it():
+def test_chunk_is_pulled_when_a_write_needs_it():
     async def run():
         async with stores(rate=1) as one:
             await put(one.stores[SOURCE], 1, 0, 0, b"here", epoch=3)
@@ -572,7 +574,7 @@ def test_a_chunk_is_pulled_when_a_write_needs_it():
     asyncio.run(run())
 
 
-def test_a_removal_that_comes_here_first_is_not_undone_by_a_copy():
+def test_removal_is_not_undone_by_a_copy():
     async def run():
         async with stores(rate=1) as one:
             await put(one.stores[SOURCE], 1, 0, 0, b"to be removed")
@@ -590,7 +592,7 @@ def test_a_removal_that_comes_here_first_is_not_undone_by_a_copy():
 
 
 class ChainLoad(Load):
-    """The same through the services, whose chains decide."""
+    """The same load through the services, whose chains decide."""
 
     def begin(self, tasks=4):
         self.dialer = Dialer(Greeting("client"))
@@ -638,7 +640,7 @@ class ChainLoad(Load):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_is_called_equal_is_so_while_a_chain_takes_writes(seed):
+def test_equal_chains_stay_equal_during_chain_writes(seed):
     async def run():
         async with stores(SOURCE, JOINER) as one:
             await fill(one.stores[SOURCE], seed, 150)
@@ -655,8 +657,9 @@ def test_what_is_called_equal_is_so_while_a_chain_takes_writes(seed):
     asyncio.run(run())
 
 
-def test_a_request_that_only_the_joining_target_had_done_is_done_again_by_all():
-    """It was passed to a member that died with it; the others never had it, and the client repeats it after other writes."""
+def test_request_done_only_by_the_joiner_is_repeated_by_all():
+    """Only a member that died had the request; the other targets do not know it, and the client repeats it after other
+    writes."""
 
     async def run():
         async with stores(rate=1) as one:
@@ -686,7 +689,7 @@ def test_a_request_that_only_the_joining_target_had_done_is_done_again_by_all():
     asyncio.run(run())
 
 
-def test_chunks_of_chains_that_it_left_go_when_nobody_can_look_for_them_any_more(monkeypatch):
+def test_orphan_chunks_of_left_chains_are_removed_later(monkeypatch):
     def chains(table, number):
         return (
             Chain(7, (SOURCE,), (), (JOINER,) if number % 4 == 1 else ())
@@ -700,10 +703,10 @@ def test_chunks_of_chains_that_it_left_go_when_nobody_can_look_for_them_any_more
             for inode in range(1, 200):
                 await put(store, inode, 0, 0, some_bytes(100), epoch=9 if inode % 50 == 3 else 5)
             one.use(chains)
-            strays = one.services[JOINER].upkeep.strays
-            assert await strays.run_once() == 0, "too early"
+            orphans = one.services[JOINER].upkeep.strays
+            assert await orphans.run_once() == 0, "too early"
             monkeypatch.setattr("nvpool.store.maintenance.orphan_chunks.STAY_S", 0.0)
-            await strays.run_once()
+            await orphans.run_once()
             left = {inode for inode, _ in await everything(store)}
             ours = {inode for inode in range(1, 200) if chain_of(inode, 0) % 4 != 3}
             newer = {inode for inode in range(1, 200) if inode % 50 == 3}
@@ -714,8 +717,8 @@ def test_chunks_of_chains_that_it_left_go_when_nobody_can_look_for_them_any_more
     asyncio.run(run())
 
 
-def test_chunks_with_another_chains_epoch_go_when_the_map_is_new(monkeypatch):
-    """As older builds left them after truncations. Until a leader is heard the map may be older than the chunks are."""
+def test_orphan_chunks_are_removed_only_with_a_current_map(monkeypatch):
+    """Older builds left such chunks after truncations. Until a leader reports, the map may be older than the chunks."""
 
     async def run():
         async with stores(memory=True, scheme="inproc") as one:
@@ -725,16 +728,16 @@ def test_chunks_with_another_chains_epoch_go_when_the_map_is_new(monkeypatch):
             monkeypatch.setattr("nvpool.store.maintenance.orphan_chunks.STAY_S", 0.0)
             monkeypatch.setattr("nvpool.store.maintenance.orphan_chunks._RETRY_S", 0.01)
             one.use(lambda table, number: Chain(7, (SOURCE,)))
-            strays = service.upkeep.strays
-            assert await strays.run_once() == 0 and strays.left_chunks == 49
+            orphans = service.upkeep.strays
+            assert await orphans.run_once() == 0 and orphans.left_chunks == 49
             assert (
-                "49 chunks are kept until this target has heard from the node that leads" in strays.waits_for
+                "49 chunks are kept until this target has heard from the node that leads" in orphans.waits_for
             )
             service.tenure.renewed(0.0, 3.0, 0, service.tenure.epoch + 1)
-            assert await strays.run_once() == 0, "the leader has a newer map"
+            assert await orphans.run_once() == 0, "the leader has a newer map"
             one.use(lambda table, number: Chain(7, (SOURCE,)))
             await until(lambda: not store._chunks)
-            await until(lambda: not strays.waits_for)
+            await until(lambda: not orphans.waits_for)
 
     asyncio.run(run())
 
@@ -746,7 +749,7 @@ def test_chunk_stays_when_its_chain_returns_before_removal(monkeypatch):
             await put(store, 1, 0, 0, some_bytes(100), epoch=5)
             one.use(lambda table, number: Chain(7, (SOURCE,)))
             monkeypatch.setattr("nvpool.store.maintenance.orphan_chunks.STAY_S", 0.0)
-            room, strays = store.kv.room, one.services[JOINER].upkeep.strays
+            room, orphans = store.kv.room, one.services[JOINER].upkeep.strays
 
             async def room_and_return():
                 monkeypatch.setattr(type(store.kv), "full", False)
@@ -755,34 +758,34 @@ def test_chunk_stays_when_its_chain_returns_before_removal(monkeypatch):
 
             monkeypatch.setattr(type(store.kv), "full", True)
             store.kv.room = room_and_return
-            assert await strays.run_once() == 0
+            assert await orphans.run_once() == 0
             assert await content(store, 1, 0, 100) == some_bytes(100)
 
     asyncio.run(run())
 
 
-def test_a_drained_target_removes_chunks_that_came_late(monkeypatch):
+def test_drained_target_removes_late_chunks(monkeypatch):
     async def run():
         async with stores(memory=True, scheme="inproc") as one:
-            store, strays = one.stores[JOINER], one.services[JOINER].upkeep.strays
+            store, orphans = one.stores[JOINER], one.services[JOINER].upkeep.strays
             await put(store, 1, 0, 0, some_bytes(100), epoch=5)
             for name in ("STAY_S", "DRAINED_STAY_S"):
                 monkeypatch.setattr(f"nvpool.store.maintenance.orphan_chunks.{name}", 0.0)
             monkeypatch.setattr("nvpool.store.maintenance.orphan_chunks.AGAIN_S", 0.01)
-            one.use(lambda table, number: Chain(7, (SOURCE,)), wish={JOINER: "drain"})
+            one.use(lambda table, number: Chain(7, (SOURCE,)), requests={JOINER: "drain"})
             await until(lambda: not store._chunks)
             await put(store, 1, 0, 0, some_bytes(100), epoch=5)
-            one.use(lambda table, number: Chain(7, (SOURCE,)), wish={JOINER: "drain"})
+            one.use(lambda table, number: Chain(7, (SOURCE,)), requests={JOINER: "drain"})
             await until(lambda: not store._chunks)
-            store._used = 1  # as where records are damaged
+            store._used = 1  # as with damaged records
             await put(store, 2, 0, 0, b"x", table=5)
-            one.use(lambda table, number: Chain(7, (SOURCE,)), wish={JOINER: "drain"})
-            await until(lambda: "nvpool fsck POOL --repair" in strays.waits_for)
+            one.use(lambda table, number: Chain(7, (SOURCE,)), requests={JOINER: "drain"})
+            await until(lambda: "nvpool fsck POOL --repair" in orphans.waits_for)
 
     asyncio.run(run())
 
 
-def test_chunks_of_a_chain_that_it_left_go_although_it_holds_that_number_of_another_table(monkeypatch):
+def test_orphan_chunks_are_found_per_chain_table(monkeypatch):
     async def run():
         async with stores(memory=True, scheme="inproc") as one:
             store = one.stores[JOINER]
@@ -799,7 +802,7 @@ def test_chunks_of_a_chain_that_it_left_go_although_it_holds_that_number_of_anot
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_a_bad_block_is_written_anew_from_another_member(asked):
+def test_bad_block_is_repaired_from_another_member(asked):
     async def run():
         async with stores(SOURCE, JOINER, THIRD, scheme="inproc", memory=True) as one:
             for store in one.stores.values():
@@ -818,7 +821,7 @@ def test_a_bad_block_is_written_anew_from_another_member(asked):
                 assert [one.block for one in await repair.repaired(bad)] in (
                     [4],
                     [],
-                )  # the background may have been before
+                )  # the background repair may have been first
             assert (await get(ours, 1, 0, 4 * BLOCK_BYTES, BLOCK_BYTES, verify=True)).status in (
                 (0,) if asked else (errors.ChecksumMismatch.wire_code,)
             )
@@ -834,7 +837,7 @@ def test_a_bad_block_is_written_anew_from_another_member(asked):
 
 
 class PowerStores(Stores):
-    """The joining target loses its power with each death: of what was not synced some blocks reached the drive."""
+    """The joining target loses power with each crash: only some unsynced blocks reach the drive."""
 
     chance = random.Random(1)
 
@@ -860,7 +863,7 @@ class PowerStores(Stores):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_losses_of_power_only_delay_it_and_what_was_called_equal_outlasts_them(seed):
+def test_power_losses_only_delay_resync(seed):
     async def run():
         chance = PowerStores.chance = random.Random(seed)
         async with stores(kind=PowerStores) as one:

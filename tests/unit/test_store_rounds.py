@@ -1,4 +1,4 @@
-"""Rounds of scrubbing: begun when due or ordered, paused, interrupted by deaths; what they find is mended from replicas."""
+"""Scrub rounds: started when due or by order, paused, interrupted by crashes; damage is repaired from replicas."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAST = ClientOptions(deadline_s=30.0, short_cut=False)
 
 async def until(holds) -> None:
     async with asyncio.timeout(60):
-        while not holds():  # noqa: ASYNC110 - nobody tells of it
+        while not holds():  # noqa: ASYNC110 - no notification
             await asyncio.sleep(0.01)
 
 
@@ -41,7 +41,7 @@ async def a_file(pool, length: int):
     return handle
 
 
-def test_a_round_finds_what_is_rotten_and_has_it_mended():
+def test_round_finds_and_repairs_a_damaged_block():
     async def main():
         async with LocalPool(capacities=(64 * MIB,) * 2, replicas=2, chunk_bytes=256 * KIB) as pool:
             handle = await a_file(pool, 2 * MIB)
@@ -55,12 +55,12 @@ def test_a_round_finds_what_is_rotten_and_has_it_mended():
             assert rounds.told().state == "running" and rounds.told().began_ms == began_ms
             assert rounds.told().blocks_total == 512
             await until(lambda: rounds.told().state == "idle")
-            told = rounds.told()
-            assert (told.last_blocks, told.last_bad, told.last_mended) == (
+            status = rounds.told()
+            assert (status.last_blocks, status.last_bad, status.last_mended) == (
                 512,
                 1,
                 1,
-            ) and told.last_ended_ms >= began_ms
+            ) and status.last_ended_ms >= began_ms
             assert not store.bad_blocks()
             with pytest.raises(InvalidRequest, match="start, pause, resume, stop"):
                 rounds.order("begin")
@@ -68,7 +68,7 @@ def test_a_round_finds_what_is_rotten_and_has_it_mended():
     run(main())
 
 
-def test_what_is_overwritten_while_it_is_mended_is_not_told_as_bad(monkeypatch):
+def test_block_overwritten_during_repair_is_not_bad(monkeypatch):
     async def main():
         async with LocalPool(capacities=(64 * MIB,) * 2, replicas=2, chunk_bytes=256 * KIB) as pool:
             handle = await a_file(pool, 2 * MIB)
@@ -89,14 +89,14 @@ def test_what_is_overwritten_while_it_is_mended_is_not_told_as_bad(monkeypatch):
             monkeypatch.setattr(upkeep.repair, "repaired", not_now)
             upkeep.rounds.order("start")
             await until(lambda: upkeep.rounds.told().state == "idle")
-            told = upkeep.rounds.told()
-            assert (told.last_bad, told.last_mended) == (2, 1), "the other one is bad still"
+            status = upkeep.rounds.told()
+            assert (status.last_bad, status.last_mended) == (2, 1), "the other block is still bad"
             assert [7, 9] in asked and asked[-1] == [9]
 
     run(main())
 
 
-def test_what_is_removed_before_it_can_be_mended_is_not_told_as_bad(monkeypatch):
+def test_chunk_removed_before_repair_is_not_bad(monkeypatch):
     async def main():
         async with LocalPool(capacities=(64 * MIB,) * 2, replicas=2, chunk_bytes=256 * KIB) as pool:
             handle = await a_file(pool, 2 * MIB)
@@ -114,13 +114,13 @@ def test_what_is_removed_before_it_can_be_mended_is_not_told_as_bad(monkeypatch)
             monkeypatch.setattr(store, "scrub", then_removed)
             upkeep.rounds.order("start")
             await until(lambda: upkeep.rounds.told().last_ended_ms)
-            told = upkeep.rounds.told()
-            assert (told.last_bad, told.last_mended) == (1, 1) and not store.bad_blocks()
+            status = upkeep.rounds.told()
+            assert (status.last_bad, status.last_mended) == (1, 1) and not store.bad_blocks()
 
     run(main())
 
 
-def test_a_round_goes_on_where_it_was_and_a_pause_outlives_the_process():
+def test_round_and_pause_survive_a_restart():
     async def main():
         async with LocalPool(capacities=(64 * MIB,) * 2, replicas=2, chunk_bytes=256 * KIB) as pool:
             await a_file(pool, 8 * MIB)
@@ -152,7 +152,7 @@ def test_a_round_goes_on_where_it_was_and_a_pause_outlives_the_process():
     run(main())
 
 
-def test_a_store_that_can_not_keep_where_a_round_is_is_asked_again(monkeypatch):
+def test_failed_save_of_the_round_is_retried(monkeypatch):
     class Full(MemoryChunkStore):
         refusals = 2
 
@@ -175,7 +175,7 @@ def test_a_store_that_can_not_keep_where_a_round_is_is_asked_again(monkeypatch):
     run(main())
 
 
-def test_a_round_begins_by_itself_when_it_is_due_and_not_while_it_is_paused():
+def test_due_round_starts_unless_paused():
     async def main():
         store = MemoryChunkStore()
         for inode in range(1, 20):

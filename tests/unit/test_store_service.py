@@ -1,4 +1,4 @@
-"""The service of a chunk store: who may, what is refused, and that an answer says what was done."""
+"""Service of a chunk store: authorization, refusals, and replies that match the stored state."""
 
 import asyncio
 import math
@@ -49,12 +49,12 @@ class FakeCall:
         return None
 
     def reply(self, message=b"", payload=()):
-        assert self.message_out is None and self.error is None, "answered twice"
+        assert self.message_out is None and self.error is None, "replied twice"
         self.message_out, self.payload_out = message, b"".join(payload)
         self.answered.set()
 
     def fail(self, error):
-        assert self.message_out is None and self.error is None, "answered twice"
+        assert self.message_out is None and self.error is None, "replied twice"
         self.error = error
         self.answered.set()
 
@@ -120,7 +120,7 @@ def served(test):
 
 
 @served
-async def test_a_batch_of_writes_is_read_back(bench):
+async def test_batch_of_writes_is_read_back(bench):
     assert await bench.write(
         [(1, 0, 1, 0, 0, DATA), (1, 0, 2, 5, 4090, b"across"), (1, 0, 3, 0, 4096, DATA[:10])]
     ) == [(0, version(1, 1)), (0, version(1, 1)), (0, version(1, 2))]
@@ -131,7 +131,7 @@ async def test_a_batch_of_writes_is_read_back(bench):
 
 
 @served
-async def test_only_a_good_grant_reads_and_writes(bench):
+async def test_reads_and_writes_need_a_valid_access_token(bench):
     stale = errors.StaleGrant.wire_code
     for grant in (
         b"",
@@ -144,19 +144,23 @@ async def test_only_a_good_grant_reads_and_writes(bench):
         assert await bench.write([(1, 0, 1, 0, 0, DATA)], grant) == [(stale, 0)]
     for grant in (b"", bench.grant(rights=grants.WRITE), bench.grant(inode=2), bench.grant(life_s=-10)):
         assert await bench.read([(1, 0, 0, 4096)], grant) == ([stale], b"")
-    assert await bench.write([(1, 0, 1, 0, 0, DATA)], session=10) == [(stale, 0)], "in another's name"
+    assert await bench.write([(1, 0, 1, 0, 0, DATA)], session=10) == [(stale, 0)], (
+        "with another client's session"
+    )
     good = bench.grant(life_s=10)
     assert (await bench.write([(1, 0, 1, 0, 0, DATA)], good))[0][0] == 0
     bench.clock.advance(16)
-    assert await bench.write([(1, 0, 2, 0, 0, DATA)], good) == [(stale, 0)], "also one that was good before"
+    assert await bench.write([(1, 0, 2, 0, 0, DATA)], good) == [(stale, 0)], (
+        "also a token that was valid before"
+    )
     assert await bench.write([(1, 3, 3, 0, 0, DATA)], bench.grant(cut=2)) == [(stale, 0)], (
-        "a cut that the grant does not know"
+        "a truncate number newer than the token's"
     )
     assert (await bench.read([(1, 0, 0, 4096)], bench.authority()))[0] == [0]
 
 
 @served
-async def test_a_repeated_batch_is_answered_without_being_done_again(bench):
+async def test_replayed_batch_is_answered_without_a_write(bench):
     first = await bench.write([(1, 0, 1, 0, 0, b"one"), (1, 0, 2, 0, 0, b"two"), (1, 0, 3, 1, 0, b"three")])
     await bench.write([(1, 0, 1, 0, 0, b"new")], slot=1)
     again = await bench.write([(1, 0, 1, 0, 0, b"one"), (1, 0, 2, 0, 0, b"two"), (1, 0, 3, 1, 0, b"three")])
@@ -166,7 +170,7 @@ async def test_a_repeated_batch_is_answered_without_being_done_again(bench):
 
 
 @served
-async def test_after_a_refused_write_later_ones_of_the_batch_to_its_chunk_are_refused_too(bench):
+async def test_refused_write_refuses_later_ones_to_its_chunk(bench):
     await bench.store.cut(1, 0, 5, 20)
     stale = errors.StaleCut.wire_code
     found = await bench.write(
@@ -176,7 +180,7 @@ async def test_after_a_refused_write_later_ones_of_the_batch_to_its_chunk_are_re
 
 
 @served
-async def test_malformed_requests_are_refused_and_change_nothing(bench):
+async def test_malformed_requests_are_refused_without_changes(bench):
     write = pb.WriteRequest(
         target=1, grants=[bench.grant()], writes=WRITE.pack(1, 0, 1, 0, 0, 5, 0, 0), checksums=bytes(4)
     )
@@ -204,7 +208,7 @@ async def test_malformed_requests_are_refused_and_change_nothing(bench):
 
 
 @served
-async def test_only_a_metadata_service_cuts_and_removes(bench):
+async def test_only_a_metadata_service_truncates_and_removes(bench):
     await bench.write([(1, 0, 1, 0, 0, DATA)])
     cut = {"target": 1, "inode": 1, "size": 5, "cut": 1, "chunk_bits": 20}
     with pytest.raises(errors.AccessDenied):
@@ -219,7 +223,7 @@ async def test_only_a_metadata_service_cuts_and_removes(bench):
 
 
 @served
-async def test_everything_is_told(bench):
+async def test_state_of_the_store_is_reported(bench):
     await bench.write([(1, 0, 1, 3, 0, DATA)])
     await bench.call(Method.DATA_FLUSH, pb.FlushRequest(target=1))
     answer, _ = await bench.call(
@@ -257,7 +261,7 @@ def chunk_of(pool_map, target):
 
 
 @served
-async def test_an_older_map_is_refused_where_its_chain_has_changed(bench):
+async def test_older_map_is_refused_if_its_chain_changed(bench):
     pool_map = a_map()
     bench.service.update_map(pool_map)
     ours, other = chunk_of(pool_map, 1), chunk_of(pool_map, 2)
@@ -279,7 +283,7 @@ async def test_an_older_map_is_refused_where_its_chain_has_changed(bench):
 
 
 @served
-async def test_extents_are_told_to_who_has_any_right_to_the_inode_and_a_map_without_changes_since(bench):
+async def test_extents_need_any_right_and_a_current_map(bench):
     await bench.write([(1, 0, 1, 3, 4096, DATA)])
 
     async def ask(grant, epoch=0, **fields):
@@ -301,7 +305,7 @@ async def test_extents_are_told_to_who_has_any_right_to_the_inode_and_a_map_with
 
 
 @served
-async def test_a_copy_needs_the_rights_of_a_reader_and_of_a_writer_and_both_chunks_here(bench):
+async def test_copy_needs_both_rights_and_both_chunks_here(bench):
     await bench.write([(1, 0, 1, 0, 0, DATA)])
     whole = {"target": 1, "from_inode": 1, "inode": 2, "length": 16384, "session": 9, "sequence": 5}
 
@@ -330,7 +334,7 @@ async def test_a_copy_needs_the_rights_of_a_reader_and_of_a_writer_and_both_chun
             await ask(reader(), target, **fields)
     answer = await ask(reader(), writer())
     assert (answer.version, answer.bytes) == (version(1, 1), 16384)
-    assert (await ask(reader(), writer())) == answer, "once"
+    assert (await ask(reader(), writer())) == answer, "copied once"
     assert (await bench.read([(2, 0, 0, 16384)], bench.grant(inode=2)))[1] == DATA
     for fields, error in (
         ({"offset": 1}, errors.InvalidRequest),
@@ -358,7 +362,7 @@ async def test_a_copy_needs_the_rights_of_a_reader_and_of_a_writer_and_both_chun
         await ask(reader(), bench.grant(grants.WRITE), inode=1, map_epoch=4)
 
 
-def test_ranges_that_make_no_sense_meet_no_bug(tmp_path):
+def test_invalid_ranges_are_refused(tmp_path):
     async def run():
         create_chunk_store(tmp_path / "t", 1, "pool", 64 << 20)
         bench = Bench(await open_chunk_store(tmp_path / "t", 1))
@@ -422,7 +426,7 @@ def test_ranges_that_make_no_sense_meet_no_bug(tmp_path):
 
 
 @served
-async def test_a_newer_map_makes_the_store_ask_for_it(bench):
+async def test_newer_map_epoch_triggers_one_refresh(bench):
     pool_map = a_map()
     bench.service.update_map(pool_map)
     asked = []
@@ -433,7 +437,7 @@ async def test_a_newer_map_makes_the_store_ask_for_it(bench):
 
 
 @served
-async def test_before_the_map_says_what_the_store_may_have_lost_it_answers_nothing_but_its_status(bench):
+async def test_store_serves_only_status_before_its_verifier_is_known(bench):
     bench.service.tenure = Tenure(1, bench.clock, until_s=math.inf, verifier=7)
     pool_map = a_map()
     for verifier, answers in ((0, False), (6, False), (7, True)):
@@ -463,8 +467,8 @@ async def test_before_the_map_says_what_the_store_may_have_lost_it_answers_nothi
 
 
 @served
-async def test_who_may_have_been_replaced_tells_no_holes_and_copies_and_describes_nothing(bench):
-    bench.service.tenure = tenure = Tenure(1, bench.clock)
+async def test_store_without_a_serving_lease_refuses_requests(bench):
+    bench.service.tenure = lease = Tenure(1, bench.clock)
     pool_map = a_map()
     both = changed(pool_map, tables=(*pool_map.tables, build_table(pool_map.targets, 2)))
     bench.service.update_map(both)
@@ -489,7 +493,7 @@ async def test_who_may_have_been_replaced_tells_no_holes_and_copies_and_describe
     ]
     for served in (True, False):
         if served:
-            tenure.renewed(bench.clock.boottime_s(), 3.0, 0)
+            lease.renewed(bench.clock.boottime_s(), 3.0, 0)
         else:
             bench.clock.advance(3.0)
         for method, request in asks:
@@ -498,7 +502,7 @@ async def test_who_may_have_been_replaced_tells_no_holes_and_copies_and_describe
 
 
 @served
-async def test_what_comes_too_late_is_not_begun(bench):
+async def test_request_past_its_deadline_is_not_started(bench):
     with pytest.raises(errors.DeadlineExceeded) as caught:
         await bench.write([(1, 0, 1, 0, 0, DATA)], deadline_s=bench.clock.boottime_s() - 1)
     assert not caught.value.may_be_applied
@@ -506,14 +510,14 @@ async def test_what_comes_too_late_is_not_begun(bench):
 
 
 @served
-async def test_a_large_batch_lets_others_have_their_turn(bench):
+async def test_large_batch_yields_to_other_requests(bench):
     bench.store._block_count = bench.store._limit = 1 << 20
     found = await bench.write([(1, 0, number, number, 0, bytes(1 << 20)) for number in range(1, 20)])
     assert [status for status, _ in found] == [0] * 19
 
 
 class Waiting(MemoryChunkStore):
-    """Lets every second write wait."""
+    """Makes every second write wait."""
 
     def __init__(self, clock=None):
         super().__init__()
@@ -532,7 +536,7 @@ class Waiting(MemoryChunkStore):
         await asyncio.sleep(0)
 
 
-def test_writes_that_wait_are_all_done_and_answered_once():
+def test_waiting_writes_are_all_done_and_answered_once():
     async def run():
         bench = Bench(Waiting())
         found = await bench.write([(1, 0, number, number, 0, DATA) for number in range(1, 20)])
@@ -541,7 +545,7 @@ def test_writes_that_wait_are_all_done_and_answered_once():
     asyncio.run(run())
 
 
-def test_a_write_that_is_given_up_while_it_waits_is_not_done_behind_a_later_one():
+def test_cancelled_waiting_write_is_not_applied_later():
     async def run():
         bench = Bench()
         write_now, room = bench.store.write_now, asyncio.Event()
@@ -564,7 +568,7 @@ def test_a_write_that_is_given_up_while_it_waits_is_not_done_behind_a_later_one(
         bench.service.handle(given_up)
         await asyncio.sleep(0)
         given_up.cancelled = True
-        room.set()  # the later one finds room before the earlier one is woken
+        room.set()  # the later write gets space before the earlier one wakes
         assert [status for status, _ in await bench.write([(1, 0, 2, 0, 0, b"b" * 100)], slot=1)] == [0]
         await asyncio.sleep(0.01)
         _, payload = await bench.read([(1, 0, 0, 4096)])
@@ -573,7 +577,7 @@ def test_a_write_that_is_given_up_while_it_waits_is_not_done_behind_a_later_one(
     asyncio.run(run())
 
 
-def test_writes_whose_time_ends_while_they_wait_say_which_were_done():
+def test_writes_past_their_deadline_report_which_were_done():
     async def run():
         bench = Bench()
         bench.store = bench.service.replica._store = Waiting(bench.clock)
@@ -588,7 +592,7 @@ def test_writes_whose_time_ends_while_they_wait_say_which_were_done():
 
 
 @served
-async def test_a_draining_service_takes_nothing_new(bench):
+async def test_draining_service_refuses_new_requests(bench):
     await bench.service.start()
     await bench.service.close(1.0)
     with pytest.raises(errors.Draining):
@@ -597,14 +601,14 @@ async def test_a_draining_service_takes_nothing_new(bench):
 
 
 class WaitingStore(MemoryChunkStore):
-    """A store whose copies have to wait: `meanwhile` happens then."""
+    """A store whose copies wait: `meanwhile` runs then."""
 
     async def copy(self, *arguments, **named):
         self.meanwhile()
         return await super().copy(*arguments, **named)
 
 
-def test_copy_is_refused_where_its_chunk_became_shared_meanwhile():
+def test_copy_is_refused_when_its_chunk_became_shared():
     targets = (Target(1, 1, 1, 1 << 30, ()), Target(2, 2, 1, 1 << 30, ()))
     pool_map = PoolMap(
         MAP_FORMAT,
@@ -637,7 +641,7 @@ def test_copy_is_refused_where_its_chunk_became_shared_meanwhile():
     assert copy(0, 0)[1] == 4096
     with pytest.raises(errors.NotSupported):
         copy(1, 1)
-    assert not store.held(6, 1).version, "whoever joins has compared the chunk already"
+    assert not store.held(6, 1).version, "a joining target has compared the chunk already"
 
 
 def of_a_volume(bench, rights, epoch, inode=1, volume=77, member="client/one.0a1b2c3d"):
@@ -651,7 +655,7 @@ def of_a_volume(bench, rights, epoch, inode=1, volume=77, member="client/one.0a1
 
 
 @served
-async def test_grant_of_a_taken_right_is_refused(bench):
+async def test_token_of_a_revoked_right_is_refused(bench):
     stale = errors.StaleGrant.wire_code
     bench.service.update_map(small_map(5))
     both = of_a_volume(bench, grants.READ | grants.WRITE, 5)
@@ -676,7 +680,7 @@ async def test_grant_of_a_taken_right_is_refused(bench):
 
 
 @served
-async def test_taken_rights_are_forgotten_with_their_time(bench):
+async def test_expired_revocations_are_dropped(bench):
     now_ms = bench.clock.wall_ns() // 1_000_000
     long = grants.sign(
         grants.Grant(grants.READ, 0, 9, 1, 0, now_ms + 600_000, 1, 5, grants.volume_tag(77), 0), SECRET

@@ -1,4 +1,4 @@
-"""Who uses a store is counted while somebody asks, in bounded memory, and nothing of it is believed that makes no sense."""
+"""Use of a store by session: counted while a query is active, in bounded memory, without invalid reports."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ class Case:
         return {row[:2]: row[2:] for row in ROW.iter_unpack(reply.rows)}, reply.counting
 
     def read(self, right, *reads, took_s=0.5):
-        """Each (inode, bytes)."""
+        """Each read is (inode, bytes)."""
         batch = ReadBatch()
         batch.results = bytearray().join(RESULT.pack(0, 0, length, 0) for _, length in reads)
         headers = b"".join(READ.pack(inode, 0, 0, length, 0, 0) for inode, length in reads)
@@ -44,10 +44,10 @@ class Case:
         self.use.wrote(SimpleNamespace(since_s=self.clock.now_s - 0.25), batch)
 
 
-def test_nothing_is_counted_before_somebody_asks_nor_long_after_he_went_away():
+def test_use_is_counted_only_while_queried():
     case = Case()
     assert not case.use.on
-    assert case.rows()[0] == {} and not case.use.on, "who only looks does not make it count"
+    assert case.rows()[0] == {} and not case.use.on, "a query without a duration does not start counting"
     case.rows(for_s=5.0)
     assert case.use.on
     case.read(b"mine", (11, 4096), (11, 8192))
@@ -57,12 +57,12 @@ def test_nothing_is_counted_before_somebody_asks_nor_long_after_he_went_away():
     assert rows == {(7, 11): (2, 12288, 1.0, 1, 1000, 0.25, 0, 0), (8, 12): (1, 4096, 0.5, 0, 0, 0.0, 0, 0)}
     case.clock.advance(5.1)
     case.read(b"mine", (11, 4096))
-    assert not case.use.on, "the first request after that time has ended it"
+    assert not case.use.on, "the first request after that time ended the counting"
     again, other = case.rows(for_s=5.0)
-    assert again == {} and other != counting, "whoever comes back sees that it began anew"
+    assert again == {} and other != counting, "a later query sees that counting was reset"
 
 
-def test_asking_again_goes_on_counting_and_nobody_can_have_it_count_for_ever():
+def test_repeated_queries_extend_counting_up_to_a_limit():
     case = Case()
     _, counting = case.rows(for_s=2.0)
     for _ in range(5):
@@ -76,7 +76,7 @@ def test_asking_again_goes_on_counting_and_nobody_can_have_it_count_for_ever():
     assert not case.use.on
 
 
-def test_the_table_is_bounded_and_what_has_no_room_is_counted_together(monkeypatch):
+def test_table_is_bounded_and_the_rest_is_counted_together(monkeypatch):
     monkeypatch.setattr(module, "ROWS_MAX", 10)
     case = Case()
     case.rows(for_s=60.0)
@@ -85,11 +85,11 @@ def test_the_table_is_bounded_and_what_has_no_room_is_counted_together(monkeypat
         case.write(session, (1, 1))
     rows, _ = case.rows()
     assert len(rows) <= 22 and sum(row[3] for row in rows.values()) == 200
-    assert rows[7, 0][3] == 90, "of one session all that had no room"
-    assert rows[0, 0][3] > 0, "of sessions without any room"
+    assert rows[7, 0][3] == 90, "reads of one session beyond the limit"
+    assert rows[0, 0][3] > 0, "reads of sessions beyond the limit"
 
 
-def test_reads_past_the_store_are_always_counted_and_nonsense_is_not():
+def test_short_circuit_reads_are_counted_unless_invalid():
     case = Case()
     case.use.past([b"mine"], PAST_READS.pack(11, 3, 12288))
     assert (case.use.past_reads, case.use.past_bytes) == (3, 12288) and case.rows()[0] == {}

@@ -1,4 +1,4 @@
-"""One write within a block, answered in one step, is answered as the batches of writes are: the same bytes, the same errors."""
+"""Single writes within a block, processed in one step, give the same bytes and errors as batches of writes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Call:
 
 
 class Store:
-    def __init__(self, at_once: bool) -> None:
+    def __init__(self, fast: bool) -> None:
         self.clock = ManualClock()
         self.store = MemoryChunkStore(1 << 20)
         self.service = StoreService(self.store, target=1, grant_secret=SECRET, clock=self.clock)
@@ -57,7 +57,7 @@ class Store:
         one = self.service._write_one
 
         def write_one(call) -> bool:
-            taken = at_once and one(call)
+            taken = fast and one(call)
             self.taken += taken
             return taken
 
@@ -136,7 +136,7 @@ PLAIN = (
     {"checksums": b"bad!", "sequence": 11},
     {"life_s": -4.9, "sequence": 12},
 )
-"""Some of these are refused by the store itself, once and for all."""
+"""Some of these are permanently refused by the store itself."""
 NOT_PLAIN = (
     {"offset": 4095, "data": b"xy"},
     {"data": BLOCK * 2},
@@ -164,15 +164,15 @@ NOT_PLAIN = (
 
 
 async def both(steps):
-    ordinary, at_once = Store(False), Store(True)
+    ordinary, fast = Store(False), Store(True)
     for step in steps:
         expected = await ordinary.write(**step)
-        assert await at_once.write(**step) == expected, step
-    assert await at_once.content() == await ordinary.content()
-    return at_once
+        assert await fast.write(**step) == expected, step
+    assert await fast.content() == await ordinary.content()
+    return fast
 
 
-def test_what_is_plain_is_answered_at_once_and_as_ever():
+def test_plain_write_matches_the_batch_path():
     async def scene():
         assert (await both(PLAIN)).taken == len(PLAIN)
 
@@ -180,7 +180,7 @@ def test_what_is_plain_is_answered_at_once_and_as_ever():
 
 
 @pytest.mark.parametrize("step", NOT_PLAIN, ids=str)
-def test_what_is_not_is_left_to_the_others(step):
+def test_other_write_is_left_to_the_batch_path(step):
     async def scene():
         assert (await both([step])).taken == 0
 
@@ -188,7 +188,7 @@ def test_what_is_not_is_left_to_the_others(step):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_order_of_them_is_answered_as_ever(seed):
+def test_random_writes_match_the_batch_path(seed):
     dice = random.Random(seed)
     steps = [
         {
@@ -202,11 +202,11 @@ def test_any_order_of_them_is_answered_as_ever(seed):
 
 
 @pytest.mark.parametrize("error", (errors.NoSpace, errors.DriveFailed, errors.Fenced, errors.Busy))
-def test_what_the_drive_says_is_told(error):
+def test_drive_errors_are_reported(error):
     async def scene():
         said = []
-        for at_once in (False, True):
-            store = Store(at_once)
+        for fast in (False, True):
+            store = Store(fast)
 
             def failing(*_, **__):
                 raise error()
@@ -218,7 +218,7 @@ def test_what_the_drive_says_is_told(error):
     asyncio.run(scene())
 
 
-def test_a_write_that_has_to_wait_for_room_waits_and_is_done_once():
+def test_write_waits_for_space_and_is_done_once():
     async def scene():
         store = Store(True)
         write_now, waited = store.store.write_now, []
@@ -239,7 +239,7 @@ def test_a_write_that_has_to_wait_for_room_waits_and_is_done_once():
     asyncio.run(scene())
 
 
-def test_chunks_that_others_have_too_or_lost_and_watched_stores_go_the_ordinary_way():
+def test_shared_or_lost_chunks_use_the_batch_path():
     async def scene():
         store = Store(True)
         replica = store.service.replica

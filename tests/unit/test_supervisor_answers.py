@@ -1,4 +1,4 @@
-"""What the supervisor decides and answers, with a coordinator in memory and programs of three lines."""
+"""Decisions and replies of the supervisor, with an in-memory coordinator and programs of three lines."""
 
 import asyncio
 import gc
@@ -40,7 +40,7 @@ SERVES = """if True:
 
 
 class Asked:
-    """A request, and the answer to it."""
+    """A request and its reply."""
 
     peer = Peer("test", "here", True)
 
@@ -61,7 +61,7 @@ class Asked:
 
 
 def scenario(tmp_path, monkeypatch, run):
-    """`run(supervisor, stop, failed, directory)` beside a supervisor that runs; every program ends afterwards."""
+    """Run `run(supervisor, stop, failed, directory)` beside a running supervisor; stop all programs afterwards."""
     monkeypatch.setattr(
         room, "command", lambda program, *words: [sys.executable, "-c", SERVES, program.name.lower(), *words]
     )
@@ -90,7 +90,7 @@ def scenario(tmp_path, monkeypatch, run):
 
 async def until(holds) -> None:
     async with asyncio.timeout(120):
-        while not holds():  # noqa: ASYNC110  (files and processes make no event)
+        while not holds():  # noqa: ASYNC110  (no event for files and processes)
             await asyncio.sleep(0.02)
 
 
@@ -107,7 +107,7 @@ async def change(supervisor, verb, **arguments) -> dict:
     )
 
 
-def test_drives_at_the_same_path_of_several_nodes_are_told_apart(tmp_path, monkeypatch):
+def test_drives_at_equal_paths_of_nodes_are_distinguished(tmp_path, monkeypatch):
     here, there, both = (tmp_path / name for name in ("here", "there", "both"))
     here.mkdir()
 
@@ -131,7 +131,7 @@ def test_drives_at_the_same_path_of_several_nodes_are_told_apart(tmp_path, monke
 
         await supervisor.leading.change(others)
         added = await change(supervisor, "drive-add", path=str(here), capacity_bytes=CAPACITY_BYTES_MIN)
-        assert added["drive"] == 8, "drives of other nodes at this path are none of this one's business"
+        assert added["drive"] == 8, "drives of other nodes at this path do not matter"
         again = await change(supervisor, "drive-add", path=str(here), capacity_bytes=CAPACITY_BYTES_MIN)
         assert (added["was_there"], again) == (False, added | {"was_there": True, "epoch": again["epoch"]})
         assert (await change(supervisor, "drive-drain", drive=str(here)))["drive"] == 8
@@ -148,7 +148,7 @@ def test_drives_at_the_same_path_of_several_nodes_are_told_apart(tmp_path, monke
     scenario(tmp_path / "pool", monkeypatch, run)
 
 
-def test_a_drained_node_takes_no_drive_before_it_shares_again(tmp_path, monkeypatch):
+def test_drained_node_accepts_no_new_drive(tmp_path, monkeypatch):
     async def run(supervisor, stop, failed, directory, running):
         def draining(now):
             first = msgspec.structs.replace(now.nodes[0], wish="drain")
@@ -167,7 +167,7 @@ def test_a_drained_node_takes_no_drive_before_it_shares_again(tmp_path, monkeypa
     scenario(tmp_path / "pool", monkeypatch, run)
 
 
-def test_a_limit_that_nobody_means_is_refused(tmp_path, monkeypatch):
+def test_unreasonable_limit_is_refused(tmp_path, monkeypatch):
     async def run(supervisor, stop, failed, directory, running):
         for limit in (-1, 1 << 50):
             with pytest.raises(InvalidRequest, match=r"at most 1.00 TiB a second; 0 takes it away"):
@@ -177,9 +177,7 @@ def test_a_limit_that_nobody_means_is_refused(tmp_path, monkeypatch):
     scenario(tmp_path / "pool", monkeypatch, run)
 
 
-def test_without_file_descriptors_a_request_is_refused_with_the_remedy_and_answered_later(
-    tmp_path, monkeypatch
-):
+def test_request_without_file_descriptors_is_refused(tmp_path, monkeypatch):
     async def run(supervisor, stop, failed, directory, running):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         one = os.open("/", os.O_RDONLY)
@@ -202,8 +200,8 @@ def test_without_file_descriptors_a_request_is_refused_with_the_remedy_and_answe
     scenario(tmp_path, monkeypatch, run)
 
 
-def test_caller_that_has_gone_leaves_no_coroutine_behind(tmp_path, monkeypatch):
-    """Of one that ended in the same turn of the loop as its request came."""
+def test_disconnected_caller_leaves_no_coroutine_behind(tmp_path, monkeypatch):
+    """The caller ended in the same iteration of the loop in which its request arrived."""
 
     class Gone(Asked):
         def on_cancel(self, callback):
@@ -236,13 +234,13 @@ def test_closed_supervisor_leaves_no_answers_behind(tmp_path, monkeypatch):
     scenario(tmp_path, monkeypatch, run)
 
 
-def test_a_stop_ends_the_processes_and_a_failure_leaves_them_running(tmp_path, monkeypatch):
+def test_stop_ends_processes_and_failure_keeps_them(tmp_path, monkeypatch):
     async def run(supervisor, stop, failed, directory, running):
         pids = [state.pid for state in directory.states().values()]
         failed.set_exception(Fenced("the journal of the map could not be synced"))
         with pytest.raises(Fenced):
             await running
-        assert all(identity_of(pid) for pid in pids), "they run on for the next supervisor"
+        assert all(identity_of(pid) for pid in pids), "they continue for the next supervisor"
 
         next_one = room.Supervisor(
             directory, Config(), supervisor._coordinator, stop, asyncio.get_running_loop().create_future()
@@ -264,9 +262,7 @@ def test_a_stop_ends_the_processes_and_a_failure_leaves_them_running(tmp_path, m
     scenario(tmp_path, monkeypatch, run)
 
 
-def test_the_chains_of_a_started_target_have_a_new_epoch_and_those_of_an_adopted_one_the_old(
-    tmp_path, monkeypatch
-):
+def test_started_target_gets_new_chain_epochs(tmp_path, monkeypatch):
     async def run(supervisor, stop, failed, directory, running):
         started = supervisor._coordinator.pool_map
         assert {chain.epoch for table in started.tables for chain in table.chains} == {2}
@@ -279,7 +275,7 @@ def test_the_chains_of_a_started_target_have_a_new_epoch_and_those_of_an_adopted
     scenario(tmp_path, monkeypatch, run)
 
 
-def test_the_map_is_given_at_once_or_when_there_is_a_newer_one(tmp_path, monkeypatch):
+def test_map_request_waits_for_a_newer_map(tmp_path, monkeypatch):
     async def run(supervisor, stop, failed, directory, running):
         now = supervisor._coordinator.pool_map
         reply = pool_pb2.MapReply.FromString(
@@ -303,12 +299,12 @@ def test_the_map_is_given_at_once_or_when_there_is_a_newer_one(tmp_path, monkeyp
         gone.cancel()
         with pytest.raises(NvpoolError):
             await asyncio.wait_for(gone.answer, 10)
-        assert not supervisor._answers, "an asker that went away costs nothing"
+        assert not supervisor._answers, "a caller that left costs nothing"
 
     scenario(tmp_path, monkeypatch, run)
 
 
-def test_the_status_names_the_files_with_bad_blocks_as_far_as_they_are_known(tmp_path, monkeypatch):
+def test_status_names_files_with_bad_blocks(tmp_path, monkeypatch):
     async def run(supervisor, stop, failed, directory, running):
         asked = supervisor._status._ask
 
@@ -327,21 +323,19 @@ def test_the_status_names_the_files_with_bad_blocks_as_far_as_they_are_known(tmp
         for _ in range(2):
             reply = await ask(supervisor, wire_pb2.POOL_STATUS, pool_pb2.PoolStatusRequest())
             seen = json.loads(pool_pb2.PoolStatusReply.FromString(reply).status)
-            told = [
+            bad_files = [
                 line.partition("): ")[2]
                 for line in seen["problems"]
                 if line.startswith("bad block on target 1 (")
             ]
-            assert told == [
+            assert bad_files == [
                 "file /a\\xff, inode 5 chunk 2 block 3 is bad",
                 "a file without a name, inode 6 chunk 2 block 3 is bad",
                 f"inode 7 chunk 2 block 3 is bad; `nvpool fsck {directory.path}` names the file",
             ]
             store = next(process for process in seen["processes"] if process.get("target") == 1)
             assert [bad["path"] for bad in store["bad_blocks"]] == [os.fsdecode(b"/a\xff"), "", None]
-        assert looked == [([5, 6, 7], True)], (
-            "who looks at the status every second makes no work for the shard"
-        )
+        assert looked == [([5, 6, 7], True)], "status queries of every second make no work for the shard"
 
     scenario(tmp_path, monkeypatch, run)
 
@@ -364,7 +358,7 @@ def test_the_status_names_the_files_with_bad_blocks_as_far_as_they_are_known(tmp
     ],
     ids=["method", "verb", "json", "list", "size", "path", "message"],
 )
-def test_what_makes_no_sense_is_refused_and_changes_nothing(tmp_path, monkeypatch, method, request_):
+def test_invalid_request_is_refused_without_changes(tmp_path, monkeypatch, method, request_):
     async def run(supervisor, stop, failed, directory, running):
         before = supervisor._coordinator.pool_map
         with pytest.raises(InvalidRequest) as caught:
@@ -378,7 +372,7 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(tmp_path, monkeypatc
     scenario(tmp_path, monkeypatch, run)
 
 
-def test_poll_ends_when_its_asker_does_not_wait_longer(tmp_path):
+def test_poll_ends_when_its_caller_stops_waiting(tmp_path):
     async def main() -> None:
         coordinator = await EmbeddedCoordinator.found(MemoryKv(), first_map())
         supervisor = room.Supervisor(PoolDirectory(tmp_path), Config(), coordinator, Stop(), asyncio.Future())
@@ -396,7 +390,7 @@ def test_poll_ends_when_its_asker_does_not_wait_longer(tmp_path):
     asyncio.run(main())
 
 
-def test_peer_can_not_have_all_the_answers(tmp_path, monkeypatch):
+def test_open_polls_of_a_peer_are_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(room, "_ANSWERS_PER_PEER", 3)
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""Chain tables of further replica counts: who gets which chain, and what can not be."""
+"""Chain tables of further replica counts: assignment of chains to targets, and refusals."""
 
 from collections import Counter
 
@@ -32,7 +32,7 @@ def a_pool(capacities, nodes=1):
 
 
 def whole(pool_map, replicas):
-    """When all have joined."""
+    """The map after all targets have joined."""
     for target in pool_map.targets * replicas:
         chains = pool_map.table_by_id[replicas].chains
         pool_map = joined(
@@ -55,7 +55,7 @@ def whole(pool_map, replicas):
 
 
 @pytest.mark.parametrize("replicas, nodes", [(2, 1), (2, 2), (3, 1), (3, 3)])
-def test_a_new_table_is_spread_by_capacity_and_over_nodes(replicas, nodes):
+def test_new_table_is_spread_by_capacity_and_over_nodes(replicas, nodes):
     before = a_pool((4, 4, 4, 8, 8, 8), nodes)
     made = with_table(before, replicas, range(1, 7))
     assert not check_map(made) and [table.id for table in made.tables] == [1, replicas]
@@ -78,7 +78,7 @@ def test_a_new_table_is_spread_by_capacity_and_over_nodes(replicas, nodes):
     assert all(abs(held[t.id] - quota[t.id]) < 3 for t in after.targets)
 
 
-def test_a_new_table_of_one_replica_is_there_at_once():
+def test_new_table_of_one_replica_is_complete():
     before = a_pool((4, 4))
     before = replace(before, tables=(build_table(before.targets, 2),))
     made = with_table(before, 1, (1, 2))
@@ -87,7 +87,7 @@ def test_a_new_table_of_one_replica_is_there_at_once():
     assert only_copies(made, 1, 2) == 0 and only_copies(made, 1) == only_copies(made, 1, 1) == 512
 
 
-def test_chains_begin_with_who_answers_and_the_others_come_later():
+def test_new_chains_start_with_serving_targets():
     made = with_table(a_pool((4, 4, 4)), 2, (2, 3))
     for chain in made.table_by_id[2].chains:
         assert chain.targets[0] != 1 and 1 not in chain.joining and len(chain.goal) == 2
@@ -103,12 +103,12 @@ def test_chains_begin_with_who_answers_and_the_others_come_later():
         ((4, 4), 1, 0, "1 to 3"),
     ],
 )
-def test_too_few_drives_or_nodes_are_told_with_the_remedy(capacities, nodes, replicas, remedy):
+def test_too_few_drives_or_nodes_are_refused_with_the_remedy(capacities, nodes, replicas, remedy):
     with pytest.raises(InvalidRequest, match=remedy):
         with_table(a_pool(capacities, nodes), replicas, range(1, 9))
 
 
-def test_drives_that_are_drained_do_not_count():
+def test_drained_drives_do_not_count():
     before = a_pool((4, 4))
     before = replace(before, targets=(before.targets[0], replace(before.targets[1], wish="drain")))
     with pytest.raises(InvalidRequest, match="drive add"):

@@ -1,4 +1,4 @@
-"""The suite itself: how it is run by continuous integration, and what it hands to the programs that it starts."""
+"""The test suite itself: runs in continuous integration, and settings of the programs that it starts."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def checkout(tmp_path):
-    """One with the suite's conftest and what runs it, but with tests of its own."""
+    """A checkout with the suite's conftest and runner, but with its own tests."""
     for name in (".ci/run", "tests/conftest.py"):
         (tmp_path / name).parent.mkdir()
         shutil.copy(ROOT / name, tmp_path / name)
@@ -28,7 +28,7 @@ def checkout(tmp_path):
 
 
 def ran(checkout, tests, *command):
-    """Exit code and what was said. It sees no mounts that other tests make meanwhile: it would take them for its own."""
+    """Exit code and output. The run sees no mounts of other tests, which it would take for its own."""
     alone = ["unshare", "--mount", "--propagation", "private"] if os.geteuid() == 0 else []
     (checkout / "tests/test_it.py").write_text(tests)
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
@@ -59,7 +59,7 @@ def test_good():
 """
 
 
-def test_what_failed_beside_others_and_passes_alone_is_named_and_forgiven(checkout):
+def test_failure_that_passes_alone_is_listed_and_accepted(checkout):
     code, said = ran(checkout, SECOND_TIME)
     assert code == 0, said
     first, second = said.split("run again alone and one by one:")
@@ -70,13 +70,13 @@ def test_what_failed_beside_others_and_passes_alone_is_named_and_forgiven(checko
     )
 
 
-def test_what_fails_twice_fails_the_run(checkout):
+def test_second_failure_fails_the_run(checkout):
     code, said = ran(checkout, SECOND_TIME + "\ndef test_bad():\n    assert False\n")
     assert code == 2, said
     assert "1 failed, 2 passed" in said and said.endswith("not all passed alone\n")
 
 
-def test_what_the_fixtures_of_a_file_found_at_their_end_is_looked_at_with_the_whole_file(checkout):
+def test_failed_module_fixture_reruns_the_whole_file(checkout):
     code, said = ran(
         checkout,
         "import os, pytest\n\n@pytest.fixture(scope='module', autouse=True)\ndef found():\n    yield\n"
@@ -102,13 +102,13 @@ def test_what_the_fixtures_of_a_file_found_at_their_end_is_looked_at_with_the_wh
     ],
     ids=["many", "a process is left", "not collected"],
 )
-def test_nothing_is_run_again_when_it_would_prove_nothing(checkout, tests, why):
+def test_failures_that_prove_themselves_are_not_rerun(checkout, tests, why):
     code, said = ran(checkout, tests)
     assert code == 2 and why in said and "run again alone" not in said, said
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_programs_can_be_interrupted_when_the_suite_runs_in_the_background_of_a_script(checkout, workers):
+def test_started_programs_accept_interrupts_in_the_background(checkout, workers):
     code, said = ran(
         checkout,
         """

@@ -1,4 +1,4 @@
-"""Reads by the thread that wants the bytes: the same bytes as by the loop, whose business all is that is not plain."""
+"""Reads by the calling thread: same bytes as by the loop, which gets every read that is not plain."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ CONTENT = random.Random(7).randbytes(3 * MIB + 5000)
 
 
 class Served:
-    """A pool on drives, served by a loop in a thread: at unix sockets, or at TCP ports as another host's."""
+    """A pool on drives, served by a loop in a thread: at Unix sockets, or at TCP ports like those of another host."""
 
     def __init__(self, scheme: str):
         self._place = tempfile.TemporaryDirectory(prefix="nvpool-thread-", dir="/tmp")
@@ -73,7 +73,7 @@ def here():
 
 
 class Case:
-    """A client, and a file with CONTENT that is open in it for reading."""
+    """A client with an open file with CONTENT."""
 
     def __init__(self, served, **options):
         self.served = served
@@ -85,7 +85,7 @@ class Case:
         self.counters = self.client._running().reads.counters
 
     def __enter__(self):
-        for index in range(4):  # lanes are known
+        for index in range(4):  # makes the lanes known
             self.read(index * MIB + 9, 100)
         return self
 
@@ -94,12 +94,12 @@ class Case:
         self.client.close()
 
     def read(self, offset, length):
-        """A pread with the right bytes."""
+        """A pread that checks its bytes."""
         found = self.file.pread(length, offset)
         assert type(found) is bytes and found == CONTENT[offset : offset + length], (offset, length)
 
     def by(self, way, reads):
-        """How many of these (offset, length) went that way."""
+        """Number of these reads (offset, length) that used this path."""
         before = self.counters[way]
         for offset, length in reads:
             self.read(offset, length)
@@ -116,7 +116,7 @@ def at_random(count, seed=1, sizes=(1, 100, 4096, 4097, 65536, 200_000)):
 
 
 def blocks(count, seed=1):
-    """Of the first 3 MiB, none behind the one before it."""
+    """Random blocks of the first 3 MiB, no two in sequence."""
     chance, place, found = random.Random(seed), 0, []
     while len(found) < count:
         if (block := chance.randrange(1, 768)) != place + 1:
@@ -136,7 +136,7 @@ def patched(served, answer):
     served.run(patch())
 
 
-def test_reads_at_random_come_by_a_connection_of_the_threads_own_and_are_right(served):
+def test_random_reads_use_the_threads_own_connection(served):
     with Case(served, short_cut=False) as case:
         messages = case.client._running().pool.vfs.chunks.counters["messages"]
         assert case.by("lanes", blocks(200)) == 200
@@ -146,7 +146,7 @@ def test_reads_at_random_come_by_a_connection_of_the_threads_own_and_are_right(s
         case.read(len(CONTENT) + 10, 100)
 
 
-def test_by_the_short_cut_no_loop_is_asked_for_what_is_in_memory(here):
+def test_cached_short_circuit_reads_do_not_use_the_loop(here):
     with Case(here) as case:
         until = time.monotonic() + 120
         while case.by("short_cut", blocks(50)) < 50:
@@ -154,7 +154,7 @@ def test_by_the_short_cut_no_loop_is_asked_for_what_is_in_memory(here):
         assert case.by("short_cut", at_random(200)) > 100 and not case.counters["lanes"]
 
 
-def test_where_the_short_cut_can_not_be_had_the_connection_is_used(served):
+def test_connection_is_used_without_short_circuit_reads(served):
     if served._scheme != "stream":
         pytest.skip("over a unix socket it can be had")
     with Case(served) as case:
@@ -162,7 +162,7 @@ def test_where_the_short_cut_can_not_be_had_the_connection_is_used(served):
         assert case.by("lanes", blocks(20)) == 20
 
 
-def test_what_was_written_here_or_elsewhere_is_read(here):
+def test_reads_see_local_and_remote_writes(here):
     for short_cut in (True, False):
         with (
             Case(here, short_cut=short_cut) as case,
@@ -189,7 +189,7 @@ def test_what_was_written_here_or_elsewhere_is_read(here):
                 assert again.pread(6, 500_000) == b"theirs" and case.file.pread(6, 500_000) == b"theirs"
 
 
-def test_holes_are_zeros(served):
+def test_holes_are_read_as_zeros(served):
     with Case(served, short_cut=False) as case:
         with case.client.open("/sparse", "wb", buffering=0) as file:
             file.pwrite(b"x" * BLOCK, 0)
@@ -205,7 +205,7 @@ def test_holes_are_zeros(served):
             assert case.counters["lanes"] - before == 6
 
 
-def test_an_old_grant_is_renewed_by_the_loop(served):
+def test_expired_token_is_renewed_by_the_loop(served):
     with Case(served, short_cut=False) as case:
         case.handle.file.grant = bytes(60)
         assert case.by("lanes", blocks(1)) == 0 and any(case.handle.file.grant)
@@ -215,7 +215,7 @@ def test_an_old_grant_is_renewed_by_the_loop(served):
 @pytest.mark.parametrize(
     "error", [errors.StaleEpoch, errors.Busy, errors.WrongTarget, errors.Draining, errors.InvalidRequest]
 )
-def test_a_refusal_is_the_loops_business_and_costs_no_connection(served, error):
+def test_refused_read_goes_to_the_loop_and_keeps_the_connection(served, error):
     with Case(served, short_cut=False) as case:
         case.by("lanes", blocks(5))
         refused = []
@@ -230,7 +230,7 @@ def test_a_refusal_is_the_loops_business_and_costs_no_connection(served, error):
         assert case.by("lanes", blocks(30)) == 29 and refused
 
 
-def test_a_wrong_byte_or_a_senseless_answer_is_never_handed_out(served):
+def test_wrong_bytes_or_invalid_replies_are_never_returned(served):
     with Case(served, short_cut=False) as case:
         case.by("lanes", blocks(5))
         spoiling = []
@@ -264,13 +264,13 @@ def test_a_wrong_byte_or_a_senseless_answer_is_never_handed_out(served):
             assert case.by("lanes", blocks(10)) == 9 and not spoiling
 
 
-def test_a_store_that_does_not_answer_is_left_to_the_loop(served, monkeypatch):
+def test_read_from_a_silent_store_goes_to_the_loop(served, monkeypatch):
     monkeypatch.setattr(read_threads, "PATIENCE_S", 0.2)
     with Case(served, short_cut=False) as case:
         held = []
         patched(served, lambda original, call: original(call) if held else held.append(call))
         one_chunk = [(block * BLOCK, BLOCK) for block in (10, 5, 8)]
-        assert case.by("lanes", one_chunk) == 0, "its target is left to the loop for a while"
+        assert case.by("lanes", one_chunk) == 0, "the loop reads from this target for a while"
         assert held
         monkeypatch.setattr(read_threads, "SHUN_S", 0.0)
         for way in case.client._running().reads._ways.values():
@@ -278,7 +278,7 @@ def test_a_store_that_does_not_answer_is_left_to_the_loop(served, monkeypatch):
         assert case.by("lanes", blocks(10)) == 10
 
 
-def test_a_store_that_dies_among_reads_of_many_threads_costs_no_error_and_no_byte(served):
+def test_store_restart_causes_no_error_in_concurrent_reads(served):
     with Case(served, short_cut=False) as case:
         stop, problems = threading.Event(), []
 
@@ -308,7 +308,7 @@ def test_a_store_that_dies_among_reads_of_many_threads_costs_no_error_and_no_byt
         )
 
 
-def test_one_read_finds_out_that_the_store_is_another_process(served, monkeypatch):
+def test_first_read_detects_a_restarted_store(served, monkeypatch):
     monkeypatch.setattr(read_threads, "SHUN_S", 0.0)
     with Case(served, short_cut=False) as case:
         one_chunk = [(block * BLOCK, BLOCK) for block in (10, 5, 8, 3, 20, 17)]
@@ -327,7 +327,7 @@ def test_one_read_finds_out_that_the_store_is_another_process(served, monkeypatc
         assert case.by("lanes", one_chunk[2:]) == 4
 
 
-def test_threads_have_so_many_connections_and_leave_none(served):
+def test_connections_of_threads_are_bounded_and_closed(served):
     before = len(os.listdir("/proc/self/fd"))
     with Case(served, short_cut=False) as case:
         threads = [threading.Thread(target=case.by, args=("lanes", blocks(100, seed))) for seed in range(16)]
@@ -343,7 +343,7 @@ def test_threads_have_so_many_connections_and_leave_none(served):
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def test_a_thread_that_is_interrupted_takes_no_later_answer_for_its_own(here, monkeypatch):
+def test_interrupted_thread_ignores_a_late_reply(here, monkeypatch):
     monkeypatch.setattr(read_threads, "PATIENCE_S", 20.0)
     with Case(here, short_cut=False) as case:
         case.by("lanes", blocks(5))
@@ -374,7 +374,7 @@ def test_a_thread_that_is_interrupted_takes_no_later_answer_for_its_own(here, mo
 
 @pytest.fixture(params=["stream", "stream+unix"])
 def answering(request):
-    """(endpoint, a list of functions that answer the calls to come, in order)."""
+    """(endpoint, list of functions that answer the next calls, in order)."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -396,7 +396,7 @@ def answering(request):
     loop.close()
 
 
-def test_a_call_brings_what_was_answered(answering):
+def test_call_returns_the_reply(answering):
     endpoint, answers = answering
     connection = BlockingConnection(endpoint, Greeting("me", "pool-a"), 10.0)
     for count in (0, 1, 4096, 65536, 65537, 3 * MIB):
@@ -412,7 +412,7 @@ def test_a_call_brings_what_was_answered(answering):
     connection.close()
 
 
-def test_a_call_that_is_not_answered_ends_and_closes(answering):
+def test_call_without_a_reply_times_out_and_closes(answering):
     endpoint, answers = answering
     connection = BlockingConnection(endpoint, Greeting("me", "pool-a"), 0.2)
     answers.append(lambda call: None)
@@ -421,7 +421,7 @@ def test_a_call_that_is_not_answered_ends_and_closes(answering):
     assert connection.closed
 
 
-def test_a_connection_of_another_pool_is_refused(answering):
+def test_connection_of_another_pool_is_refused(answering):
     with pytest.raises(errors.ProtocolMismatch):
         BlockingConnection(answering[0], Greeting("me", "pool-b"), 10.0)
 
@@ -429,13 +429,13 @@ def test_a_connection_of_another_pool_is_refused(answering):
 @pytest.mark.parametrize(
     "endpoint", ["stream://127.0.0.1:1", "stream+unix:///nowhere/s", "grpc://127.0.0.1:1", "nonsense"]
 )
-def test_where_nobody_answers_that_is_said(endpoint):
+def test_endpoint_without_a_listener_is_unreachable(endpoint):
     with pytest.raises(errors.Unreachable):
         BlockingConnection(endpoint, Greeting("me"), 0.5)
 
 
 @pytest.mark.parametrize("said", [b"", b"x" * 100, None])
-def test_who_speaks_something_else_is_left(said):
+def test_peer_with_another_protocol_is_unreachable(said):
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve():

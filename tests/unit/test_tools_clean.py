@@ -1,4 +1,4 @@
-"""`make clean` removes what the Makefile made and nothing else, above all nothing below a mount."""
+"""`make clean` removes only what the Makefile made, and never a file below a mount."""
 
 import importlib.util
 import os
@@ -25,7 +25,7 @@ needs_mounts = pytest.mark.skipif(
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A directory that looks like a checkout after set-up and quickstart."""
+    """A directory that looks like a checkout after setup and quickstart."""
     for name in (
         ".venv/bin/python",
         ".quickstart/targets/1/data",
@@ -48,14 +48,14 @@ def files_in(root):
     )
 
 
-def test_what_was_made_goes_and_the_sources_stay(checkout):
+def test_built_files_are_removed_and_sources_stay(checkout):
     clean.clean(str(checkout))
     assert files_in(checkout) == ["README.md", "nvpool/a.py"]
     assert not (checkout / "pool").exists()
     clean.clean(str(checkout))
 
 
-def test_a_symbolic_link_is_removed_and_what_it_names_stays(checkout, tmp_path_factory):
+def test_symbolic_link_is_removed_and_its_target_stays(checkout, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
     (other / "precious").write_text("x")
     (checkout / ".quickstart" / "link").symlink_to(other)
@@ -64,7 +64,7 @@ def test_a_symbolic_link_is_removed_and_what_it_names_stays(checkout, tmp_path_f
     assert (other / "precious").exists() and not (checkout / "build").is_symlink()
 
 
-def test_a_file_left_in_the_mount_point_stops_it_before_anything_is_removed(checkout):
+def test_file_in_the_mount_point_stops_the_removal(checkout):
     (checkout / "pool" / "mine").write_text("x")
     before = files_in(checkout)
     with pytest.raises(clean.Kept, match="pool is not removed"):
@@ -74,7 +74,7 @@ def test_a_file_left_in_the_mount_point_stops_it_before_anything_is_removed(chec
 
 @needs_mounts
 @pytest.mark.parametrize("mount", ["mount -t tmpfs none {at}", "mount --bind {other} {at}"])
-def test_nothing_is_removed_of_a_tree_with_a_mount_below_it(checkout, tmp_path_factory, mount):
+def test_tree_with_a_mount_below_is_kept(checkout, tmp_path_factory, mount):
     other = tmp_path_factory.mktemp("other")
     (other / "precious").write_text("x")
     at = checkout / ".quickstart" / "targets" / "with blank"
@@ -99,9 +99,7 @@ import os; print(os.listdir({str(at)!r}))
     assert (checkout / ".quickstart" / "targets" / "1" / "data").exists() and (other / "precious").exists()
 
 
-def test_the_border_of_a_file_system_is_not_crossed_even_when_the_mount_table_is_silent(
-    checkout, monkeypatch
-):
+def test_removal_does_not_cross_file_systems(checkout, monkeypatch):
     monkeypatch.setattr(clean, "mounts_below", lambda path: [])
     real = os.fstat
     inner = (checkout / ".quickstart" / "targets").stat().st_ino
@@ -116,7 +114,7 @@ def test_the_border_of_a_file_system_is_not_crossed_even_when_the_mount_table_is
     assert (checkout / ".quickstart" / "targets" / "1" / "data").exists()
 
 
-def test_mount_points_are_read_with_their_escaped_blanks():
+def test_mount_points_are_read_with_escaped_blanks():
     line = (
         rb"36 35 98:0 / /a/b\040c\134d rw,noatime master:1 - fuse.nvpool nvpool rw"
         + b"\n"
@@ -126,7 +124,7 @@ def test_mount_points_are_read_with_their_escaped_blanks():
     assert clean.mounts_below("/a/b", line) == []
 
 
-def test_only_daemons_of_this_pool_directory_are_ended(checkout, tmp_path_factory):
+def test_only_daemons_of_this_pool_directory_are_stopped(checkout, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
     program = ["-c", "import time; time.sleep(60)", Program.STORE.title]
     ours = subprocess.Popen([sys.executable, *program, str(checkout / ".quickstart"), "1"])

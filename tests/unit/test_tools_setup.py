@@ -1,4 +1,4 @@
-"""`make setup` says what it does to the machine, and without root only what somebody with root has to run."""
+"""`make setup` names its changes to the machine; without root it only prints the command that needs root."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ SHELL = shutil.which("sh")
 
 @pytest.fixture
 def machine(tmp_path):
-    """A checkout, and programs that say what they were asked for."""
+    """A checkout, and programs that record their arguments."""
     (tmp_path / "checkout" / "tools").mkdir(parents=True)
     (tmp_path / "checkout" / "nvpool").mkdir()
     for name in ("Makefile", "pyproject.toml", "tools/setup.sh"):
@@ -45,7 +45,7 @@ def setup(place, *words):
     )
 
 
-def test_without_root_it_changes_nothing_and_prints_the_one_command(machine):
+def test_setup_without_root_only_prints_the_command(machine):
     place, program = machine
     program("id", "echo 1000")
     done = setup(place)
@@ -56,7 +56,7 @@ def test_without_root_it_changes_nothing_and_prints_the_one_command(machine):
     assert not (place / "asked").exists() and not (place / "checkout" / ".venv").exists()
 
 
-def test_as_root_it_names_the_packages_before_it_installs_only_those_and_fetches_lists_only_where_needed(
+def test_setup_as_root_installs_only_the_named_packages(
     machine,
 ):
     place, program = machine
@@ -69,7 +69,7 @@ def test_as_root_it_names_the_packages_before_it_installs_only_those_and_fetches
     assert update.startswith("apt-get update")
 
 
-def test_it_finds_a_python_for_cleaning_before_any_set_up(machine):
+def test_clean_finds_a_python_before_setup(machine):
     place, _ = machine
     found = setup(place, "--print-python").stdout.strip()
     assert subprocess.run([found, "-c", "import sys; sys.exit(sys.version_info < (3, 8))"]).returncode == 0

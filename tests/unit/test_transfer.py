@@ -1,4 +1,4 @@
-"""Import and export keep what a tree holds, go on where they were stopped, and notice what is not as it was written."""
+"""Import and export: trees are equal, interrupted runs continue, and wrong bytes are detected."""
 
 import asyncio
 import os
@@ -192,7 +192,7 @@ def source(tmp_path):
 
 
 def picture(root):
-    """All that must be the same of two trees."""
+    """All attributes and contents that must be equal in two trees."""
     root, found, firsts = os.fsencode(root), {}, {}
     for folder, folders, files in os.walk(root):
         for name in [*folders, *files, b"."]:
@@ -215,43 +215,45 @@ def picture(root):
 
 
 def bring_in(root, source, destination=b"/a/b", **more):
-    vfs, tally = more.pop("vfs", None) or DirectoryVfs(root), TransferProgress()
+    vfs, counts = more.pop("vfs", None) or DirectoryVfs(root), TransferProgress()
     asyncio.run(
-        import_tree(vfs, source, destination, tally=tally, options=TransferOptions(parallel=4, **more))
+        import_tree(vfs, source, destination, tally=counts, options=TransferOptions(parallel=4, **more))
     )
-    return tally
+    return counts
 
 
 def take_out(root, destination, source=b"/a/b"):
-    tally = TransferProgress()
+    counts = TransferProgress()
     asyncio.run(
-        export_tree(DirectoryVfs(root), source, destination, tally=tally, options=TransferOptions(parallel=4))
+        export_tree(
+            DirectoryVfs(root), source, destination, tally=counts, options=TransferOptions(parallel=4)
+        )
     )
-    return tally
+    return counts
 
 
-def test_what_goes_in_and_comes_out_is_the_same_tree(source, tmp_path):
+def test_import_and_export_give_the_same_tree(source, tmp_path):
     (tmp_path / "root").mkdir()
-    tally = bring_in(tmp_path / "root", source)
-    assert not tally.failures and picture(tmp_path / "root/a/b") == picture(source)
-    assert (tally.files, tally.symlinks, tally.hard_links, tally.special) == (6, 1, 1, 1)
+    counts = bring_in(tmp_path / "root", source)
+    assert not counts.failures and picture(tmp_path / "root/a/b") == picture(source)
+    assert (counts.files, counts.symlinks, counts.hard_links, counts.special) == (6, 1, 1, 1)
     assert (
-        tally.bytes == tally.bytes_total == sum(p.lstat().st_size for p in source.rglob("*") if p.is_file())
+        counts.bytes == counts.bytes_total == sum(p.lstat().st_size for p in source.rglob("*") if p.is_file())
     )
-    assert tally.counted and tally.files_total == tally.files and tally.directories == 5
-    tally = take_out(tmp_path / "root", tmp_path / "out")
-    assert not tally.failures and picture(tmp_path / "out") == picture(source)
-    assert tally.bytes == tally.bytes_total and tally.files == tally.files_total
+    assert counts.counted and counts.files_total == counts.files and counts.directories == 5
+    counts = take_out(tmp_path / "root", tmp_path / "out")
+    assert not counts.failures and picture(tmp_path / "out") == picture(source)
+    assert counts.bytes == counts.bytes_total and counts.files == counts.files_total
 
 
-def test_what_is_to_be_left_out_is_left_out_both_ways(source, tmp_path):
+def test_excluded_files_are_skipped_both_ways(source, tmp_path):
     (tmp_path / "root").mkdir()
-    tally = bring_in(tmp_path / "root", source, exclude=("deep*", "*arge"))
+    counts = bring_in(tmp_path / "root", source, exclude=("deep*", "*arge"))
     assert not (tmp_path / "root/a/b/deep").exists() and not (tmp_path / "root/a/b/large").exists()
-    assert tally.bytes == tally.bytes_total and tally.files == tally.files_total == 4
+    assert counts.bytes == counts.bytes_total and counts.files == counts.files_total == 4
 
 
-def test_holes_stay_holes_both_ways(source, tmp_path):
+def test_holes_are_kept_both_ways(source, tmp_path):
     (tmp_path / "root").mkdir()
     bring_in(tmp_path / "root", source)
     take_out(tmp_path / "root", tmp_path / "out")
@@ -259,16 +261,16 @@ def test_holes_stay_holes_both_ways(source, tmp_path):
         assert (tree / "sparse").stat().st_blocks * 512 < MIB
 
 
-def test_a_second_run_moves_nothing(source, tmp_path):
+def test_second_run_copies_no_file(source, tmp_path):
     (tmp_path / "root").mkdir()
     bring_in(tmp_path / "root", source)
     vfs = DirectoryVfs(tmp_path / "root")
-    tally = bring_in(None, source, vfs=vfs)
-    assert vfs.writes == 0 and tally.skipped_files >= 5 and tally.bytes == tally.bytes_total
+    counts = bring_in(None, source, vfs=vfs)
+    assert vfs.writes == 0 and counts.skipped_files >= 5 and counts.bytes == counts.bytes_total
     before = picture(tmp_path / "root")
     take_out(tmp_path / "root", tmp_path / "out")
-    tally = take_out(tmp_path / "root", tmp_path / "out")
-    assert tally.skipped_files >= 5 and not tally.failures and picture(tmp_path / "root") == before
+    counts = take_out(tmp_path / "root", tmp_path / "out")
+    assert counts.skipped_files >= 5 and not counts.failures and picture(tmp_path / "root") == before
 
 
 def test_import_skips_a_file_whose_time_was_clamped(tmp_path):
@@ -283,7 +285,7 @@ def test_import_skips_a_file_whose_time_was_clamped(tmp_path):
 
 
 @pytest.mark.parametrize("writes", [0, 1, 2, 3, 5])
-def test_an_import_that_lost_its_pool_goes_on_and_ends_the_same(source, tmp_path, writes):
+def test_interrupted_import_continues_with_the_same_result(source, tmp_path, writes):
     (tmp_path / "root").mkdir()
     vfs = DirectoryVfs(tmp_path / "root")
     vfs.fail_after = writes
@@ -293,7 +295,7 @@ def test_an_import_that_lost_its_pool_goes_on_and_ends_the_same(source, tmp_path
     assert picture(tmp_path / "root/a/b") == picture(source)
 
 
-def test_bytes_left_by_an_interrupted_import_are_compared_and_only_others_are_written(tmp_path):
+def test_resumed_import_writes_only_different_bytes(tmp_path):
     (tmp_path / "root").mkdir()
     content = os.urandom(4 * MIB)
     (tmp_path / "file").write_bytes(content)
@@ -305,7 +307,7 @@ def test_bytes_left_by_an_interrupted_import_are_compared_and_only_others_are_wr
     assert vfs.writes == 2 and (tmp_path / "root" / "file").read_bytes() == content
 
 
-def test_what_looks_as_its_source_is_read_and_mended_only_where_that_is_wanted(tmp_path):
+def test_unchanged_file_is_compared_only_on_request(tmp_path):
     (tmp_path / "root").mkdir()
     content = os.urandom(3 * MIB)
     there = tmp_path / "root" / "file"
@@ -320,36 +322,36 @@ def test_what_looks_as_its_source_is_read_and_mended_only_where_that_is_wanted(t
     assert vfs.writes == 1 and there.read_bytes() == content
 
 
-def test_old_bytes_do_not_shine_through_the_holes_of_a_new_source(source, tmp_path):
+def test_holes_of_the_source_replace_old_bytes(source, tmp_path):
     (tmp_path / "root/a/b").mkdir(parents=True)
     (tmp_path / "root/a/b/sparse").write_bytes(b"\xff" * 12 * MIB)
     bring_in(tmp_path / "root", source)
     assert (tmp_path / "root/a/b/sparse").read_bytes() == (source / "sparse").read_bytes()
 
 
-def test_a_byte_that_is_not_as_it_was_written_fails_that_file_and_the_rest_goes_on(source, tmp_path):
+def test_wrong_byte_fails_only_its_file(source, tmp_path):
     (tmp_path / "root").mkdir()
     vfs = DirectoryVfs(tmp_path / "root")
     vfs.flip_at_write = 2
-    tally = bring_in(None, source, vfs=vfs)
-    wrong, *its_other_names = tally.failures  # which file is written second is the directory's order
-    assert tally.failed == len(tally.failures) and "as they were written" in wrong.text
+    counts = bring_in(None, source, vfs=vfs)
+    wrong, *its_other_names = counts.failures  # the directory order decides which file is written second
+    assert counts.failed == len(counts.failures) and "as they were written" in wrong.text
     assert all("another name of" in failure.text for failure in its_other_names)
     assert not bring_in(tmp_path / "root", source).failures
     assert picture(tmp_path / "root/a/b") == picture(source)
 
 
-def test_what_exists_as_another_kind_is_refused_by_name_and_left(source, tmp_path):
+def test_existing_entry_of_another_kind_is_refused_and_kept(source, tmp_path):
     (tmp_path / "root/a/b/small").mkdir(parents=True)
     (tmp_path / "root/a/b/deep").write_bytes(b"mine")
-    tally = bring_in(tmp_path / "root", source)
-    assert {os.path.basename(failure.path) for failure in tally.failures} == {"small", "deep", "again"} - (
-        {"again"} if not any(f.path.endswith("again") for f in tally.failures) else set()
+    counts = bring_in(tmp_path / "root", source)
+    assert {os.path.basename(failure.path) for failure in counts.failures} == {"small", "deep", "again"} - (
+        {"again"} if not any(f.path.endswith("again") for f in counts.failures) else set()
     )
     assert (tmp_path / "root/a/b/deep").read_bytes() == b"mine"
 
 
-def test_a_single_file_goes_under_its_name_or_a_new_one(tmp_path):
+def test_single_file_keeps_its_name_or_gets_a_new_one(tmp_path):
     (tmp_path / "root").mkdir()
     (tmp_path / "file").write_bytes(b"content")
     bring_in(tmp_path / "root", tmp_path / "file", b"/")
@@ -359,7 +361,7 @@ def test_a_single_file_goes_under_its_name_or_a_new_one(tmp_path):
     assert (tmp_path / "back").read_bytes() == b"content"
 
 
-def test_a_source_that_is_not_there_is_an_error_at_once(tmp_path):
+def test_missing_source_is_an_error(tmp_path):
     (tmp_path / "root").mkdir()
     with pytest.raises(NotFound):
         bring_in(tmp_path / "root", tmp_path / "nowhere")
@@ -367,22 +369,22 @@ def test_a_source_that_is_not_there_is_an_error_at_once(tmp_path):
         take_out(tmp_path / "root", tmp_path / "out", b"/nowhere")
 
 
-def test_a_link_at_the_destination_is_not_followed(source, tmp_path):
+def test_link_at_the_destination_is_not_followed(source, tmp_path):
     (tmp_path / "root").mkdir()
     bring_in(tmp_path / "root", source)
     (tmp_path / "out").mkdir()
     (tmp_path / "victim").write_bytes(b"precious")
     (tmp_path / "out" / "large").symlink_to(tmp_path / "victim")
     (tmp_path / "out" / "deep").symlink_to(tmp_path)
-    tally = take_out(tmp_path / "root", tmp_path / "out")
+    counts = take_out(tmp_path / "root", tmp_path / "out")
     assert (
-        tally.failed == 2
+        counts.failed == 2
         and (tmp_path / "victim").read_bytes() == b"precious"
         and not (tmp_path / "again").exists()
     )
 
 
-def test_a_drive_that_gives_back_other_bytes_is_noticed_on_export(source, tmp_path, monkeypatch):
+def test_wrong_bytes_on_the_drive_are_detected_on_export(source, tmp_path, monkeypatch):
     (tmp_path / "root").mkdir()
     bring_in(tmp_path / "root", source)
     real = os.ftruncate
@@ -393,11 +395,11 @@ def test_a_drive_that_gives_back_other_bytes_is_noticed_on_export(source, tmp_pa
         real(descriptor, size)
 
     monkeypatch.setattr(os, "ftruncate", flips)
-    tally = take_out(tmp_path / "root", tmp_path / "out", b"/a/b/large")
-    assert tally.failed == 1 and "on the drive" in tally.failures[0].text
+    counts = take_out(tmp_path / "root", tmp_path / "out", b"/a/b/large")
+    assert counts.failed == 1 and "on the drive" in counts.failures[0].text
 
 
-def test_a_folder_is_not_closed_under_a_thread_that_reads_it(tmp_path):
+def test_directory_is_not_closed_while_a_thread_reads_it(tmp_path):
     (tmp_path / "folder").mkdir()
     for number in range(50):
         (tmp_path / "folder" / str(number)).touch()
@@ -405,7 +407,7 @@ def test_a_folder_is_not_closed_under_a_thread_that_reads_it(tmp_path):
     reading, go_on = threading.Event(), threading.Event()
 
     class Slow:
-        """Entries that are read only when told."""
+        """Entries that are read only when the test says so."""
 
         def __init__(self, entries):
             self.entries, self.closed = entries, False
@@ -432,7 +434,7 @@ def test_a_folder_is_not_closed_under_a_thread_that_reads_it(tmp_path):
 
 
 @pytest.mark.parametrize("failing", ["open", "read"])
-def test_export_of_unreadable_file_keeps_what_is_here(source, tmp_path, failing):
+def test_export_of_an_unreadable_file_keeps_the_old_one(source, tmp_path, failing):
     vfs, out = DirectoryVfs(source), tmp_path / "out"
     out.mkdir()
     (out / "1").write_bytes(b"what was here before")
@@ -441,9 +443,9 @@ def test_export_of_unreadable_file_keeps_what_is_here(source, tmp_path, failing)
         raise ChecksumMismatch("block 0 is not as it was written")
 
     setattr(vfs, failing, fail)
-    tally = TransferProgress()
-    asyncio.run(export_tree(vfs, b"/", out, tally=tally))
-    assert tally.failed and (out / "1").read_bytes() == b"what was here before"
+    counts = TransferProgress()
+    asyncio.run(export_tree(vfs, b"/", out, tally=counts))
+    assert counts.failed and (out / "1").read_bytes() == b"what was here before"
 
 
 def test_export_replaces_a_link_in_one_step(tmp_path, monkeypatch):
@@ -453,8 +455,8 @@ def test_export_replaces_a_link_in_one_step(tmp_path, monkeypatch):
     (tmp_path / "out" / "link").symlink_to("old")
     with monkeypatch.context() as patch:
         patch.setattr(os, "symlink", lambda *_: (_ for _ in ()).throw(OSError(1, "no links here")))
-        tally = TransferProgress()
-        asyncio.run(export_tree(DirectoryVfs(tmp_path / "in"), b"/", tmp_path / "out", tally=tally))
-        assert tally.failed == 1 and os.readlink(tmp_path / "out" / "link") == "old"
+        counts = TransferProgress()
+        asyncio.run(export_tree(DirectoryVfs(tmp_path / "in"), b"/", tmp_path / "out", tally=counts))
+        assert counts.failed == 1 and os.readlink(tmp_path / "out" / "link") == "old"
     asyncio.run(export_tree(DirectoryVfs(tmp_path / "in"), b"/", tmp_path / "out", tally=TransferProgress()))
     assert os.readlink(tmp_path / "out" / "link") == "new" and os.listdir(tmp_path / "out") == ["link"]

@@ -1,4 +1,4 @@
-"""Chains through deaths, returns and moves: whatever the order, no acknowledged write is ever only where nobody looks."""
+"""Chain transitions: crashes, returns and moves in any order never leave an acknowledged write only on unused targets."""
 
 import pytest
 from hypothesis import settings
@@ -16,7 +16,7 @@ from tests.unit.test_placement import a_pool, with_target
 
 class Pool(RuleBasedStateMachine):
     """Targets that hold sets of writes, beside the real map. A write is acknowledged when every member of its chain has it.
-    Deaths become known late, reports of equality come late, and the map is followed as the manager does."""
+    Deaths and reports of equality arrive late, and the map changes as the manager changes it."""
 
     WATCHED = range(0, 1024, 93)
 
@@ -46,7 +46,7 @@ class Pool(RuleBasedStateMachine):
                 )
                 assert chain.epoch >= old.epoch + (not same)
                 stay = [t for t in old.targets if t in chain.targets]
-                assert [t for t in chain.targets if t in stay] == stay, "who stays keeps his place"
+                assert [t for t in chain.targets if t in stay] == stay, "remaining members keep their order"
         self.map = sealed
 
     def chains(self):
@@ -88,7 +88,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule()
     def resync(self):
-        """Every member that joins a chain whose tail lives gets what the tail has, and will report it."""
+        """Every member that joins a chain with a live tail gets the tail's writes, and will report it."""
         for (table, number), chain in self.chains():
             for target in chain.joining:
                 if target in self.alive and chain.targets[-1] in self.alive:
@@ -107,7 +107,7 @@ class Pool(RuleBasedStateMachine):
         self.publish(new)
 
     @rule()
-    def who_is_leaving_knows(self):
+    def leaving_targets_learn_the_map(self):
         self.publish(transitions.departed(self.map, lambda name, target: target in self.alive))
 
     @rule(bound=st.integers(1, 2000))
@@ -121,29 +121,29 @@ class Pool(RuleBasedStateMachine):
         self.alive.add(new.targets[-1].id)
         self.publish(new)
 
-    @rule(data=st.data(), wish=st.sampled_from(("drain", "remove", "share", "lost")))
-    def wish(self, data, wish):
+    @rule(data=st.data(), request=st.sampled_from(("drain", "remove", "share", "lost")))
+    def request_change(self, data, request):
         target = data.draw(
             st.sampled_from([t.id for t in transitions.remaining(self.map) if t.wish != "lost"])
         )
-        new = transitions.wished(self.map, target, wish)
-        if wish == "lost":
+        new = transitions.wished(self.map, target, request)
+        if request == "lost":
             new = transitions.died(new, {target})
             if transitions.only_copies(new, target) and not data.draw(st.booleans()):
-                return  # refused to the operator, who does not give up
+                return  # refused; the operator does not insist
         try:
             new = with_goals(new)
         except InvalidRequest:
             return
-        if wish == "lost":
+        if request == "lost":
             self.alive.discard(target)
             self.unknown_deaths.discard(target)
             self.lost.add(target)
         self.publish(transitions.retired(new))
 
     @rule()
-    def begin_anew(self):
-        """Chains that nobody has any more: what was acknowledged is lost, and what a new member had before does not count."""
+    def reset_lost_chains(self):
+        """Reset chains without a copy: acknowledged writes are lost, and earlier data of a new member does not count."""
         before = self.map
         above = max(chain.epoch for table in before.tables for chain in table.chains)
         self.publish(begun_anew(before, ownerless(before), births_of(before, {}), self.alive))
@@ -160,14 +160,14 @@ class Pool(RuleBasedStateMachine):
                 self.has = {who: what for who, what in self.has.items() if who[:2] != (table, number)}
 
     @invariant()
-    def who_was_given_up_is_in_no_chain_that_somebody_has(self):
+    def removed_targets_are_in_no_served_chain(self):
         nobody = ownerless(self.map)
         for name, chain in self.chains():
             assert name in nobody or not self.lost & {*chain.joining, *chain.goal}
             assert name in nobody or not self.lost.issuperset(chain.targets)
 
     @invariant()
-    def every_acknowledged_write_is_with_every_target_of_its_chain(self):
+    def each_target_of_a_chain_has_all_acknowledged_writes(self):
         assert not check_map(self.map)
         for (table, number), chain in self.chains():
             assert chain.targets and chain.readable
@@ -177,13 +177,13 @@ class Pool(RuleBasedStateMachine):
                 ), chain
 
     def teardown(self):
-        """Once all are there again, every goal is reached, and nothing is left to do."""
+        """Once all targets are back, every goal is reached, and no work is left."""
         self.deaths_become_known()
         for target in {t.id for t in transitions.remaining(self.map)} - self.alive - self.lost:
             self.publish(transitions.restarted(self.map, target))
             self.alive.add(target)
             self.publish(transitions.returned(self.map, {target}))
-        self.begin_anew()
+        self.reset_lost_chains()
         for _ in range(30):
             before = self.map
             self.publish(next_steps(self.map, joining_max=2000, of_target_max=2000))
@@ -204,7 +204,7 @@ class Pool(RuleBasedStateMachine):
             self.publish(transitions.retired(self.map))
             if self.map is before:
                 break
-        self.every_acknowledged_write_is_with_every_target_of_its_chain()
+        self.each_target_of_a_chain_has_all_acknowledged_writes()
         for table in self.map.tables:
             for chain in table.chains:
                 assert (
@@ -237,20 +237,20 @@ def first(pool_map, replicas=3):
     return pool_map.chain(replicas, 0)
 
 
-def test_who_dies_leaves_and_is_wanted_back_and_the_last_one_stays():
+def test_dead_target_leaves_its_chain_unless_it_is_the_last():
     one = transitions.died(the_chain(5, (1, 2, 3)), {1})
     assert first(one) == Chain(6, (2, 3), (), (1, 2, 3)) and one.target_by_id[1].state == "down"
     alone = transitions.died(transitions.died(one, {3}), {2})
-    assert first(alone) == Chain(7, (2,), (), (1, 2, 3)), "the last stays, at the epoch that it had"
+    assert first(alone) == Chain(7, (2,), (), (1, 2, 3)), "the last member stays, with its epoch"
     back = transitions.returned(alone, {1})
     assert first(back) == Chain(8, (2,), (1,), (1, 2, 3)) and back.target_by_id[1].state == "up"
 
 
-def test_of_all_that_die_at_once_the_tail_stays():
+def test_tail_stays_when_all_targets_die():
     assert first(transitions.died(the_chain(5, (3, 1, 2)), {1, 2, 3})) == Chain(6, (2,), (), (3, 1, 2))
 
 
-def test_a_target_that_nobody_can_stand_in_for_stays_up_and_the_map_as_it_is():
+def test_only_copy_of_a_chain_stays_up():
     pool_map = a_pool((4, 4), 1)
     assert transitions.died(pool_map, {1}) is pool_map
     again = transitions.restarted(pool_map, 1)
@@ -260,14 +260,16 @@ def test_a_target_that_nobody_can_stand_in_for_stays_up_and_the_map_as_it_is():
     )
 
 
-def test_a_report_of_an_older_epoch_says_nothing():
+def test_report_of_an_older_epoch_is_ignored():
     pool_map = the_chain(5, (1, 2), (3,), (1, 2, 3))
     assert transitions.joined(pool_map, 3, [(3, 0, 4)]) is pool_map
     assert first(transitions.joined(pool_map, 3, [(3, 0, 5)])) == Chain(6, (1, 2, 3))
-    assert transitions.joined(pool_map, 2, [(3, 0, 5)]) is pool_map, "who does not join can not have joined"
+    assert transitions.joined(pool_map, 2, [(3, 0, 5)]) is pool_map, (
+        "a target that is not joining cannot have joined"
+    )
 
 
-def test_who_is_replaced_is_read_no_more_before_he_leaves():
+def test_replaced_target_is_not_readable_while_it_leaves():
     pool_map = the_chain(5, (1, 2), (3,), (2, 3), pool=(4, 4, 4), replicas=2)
     pool_map = transitions.joined(pool_map, 3, [(2, 0, 5)])
     assert first(pool_map, 2) == Chain(6, (1, 2, 3), (), (2, 3), (1,)) and first(pool_map, 2).readable == (
@@ -277,16 +279,16 @@ def test_who_is_replaced_is_read_no_more_before_he_leaves():
     assert transitions.departed(pool_map, lambda name, target: False) is pool_map
     assert first(transitions.departed(pool_map, lambda name, target: True), 2) == Chain(7, (2, 3))
     assert first(transitions.died(transitions.died(pool_map, {2}), {3}), 2).readable == (1,), (
-        "needed again, it is read again"
+        "a target that is needed again is readable again"
     )
 
 
-def test_a_lost_target_returns_to_no_chain():
+def test_lost_target_joins_no_chain_again():
     lost = transitions.died(transitions.wished(a_pool((4, 4, 4), 2), 1, "lost"), {1})
     assert transitions.returned(lost, {1}) is lost and not any(
         1 in c.targets for c in lost.table_by_id[2].chains
     )
-    assert transitions.retired(lost) is lost, "as long as it has the only copies of something"
+    assert transitions.retired(lost) is lost, "not retired while it has the only copies of a chain"
     only = replace(
         lost,
         tables=tuple(
@@ -303,7 +305,7 @@ def test_a_lost_target_returns_to_no_chain():
     assert transitions.retired(only).target_by_id[1].state == "gone"
 
 
-def test_nothing_changed_is_no_new_map_and_a_contradiction_none_either():
+def test_unchanged_or_invalid_map_is_not_published():
     pool_map = a_pool((4, 4), 2)
     assert (
         transitions.sealed(pool_map, pool_map) is None

@@ -1,4 +1,4 @@
-"""What nvpool declares of UCX's C interface is what the headers of UCX say, field by field."""
+"""nvpool's declarations of UCX's C interface match the UCX headers, field by field."""
 
 import re
 import subprocess
@@ -54,7 +54,7 @@ NUMBERS = {
 @pytest.mark.skipif(
     find_spec("libucx") is None, reason="the wheel libucx is not installed (pip install 'nvpool[rdma]')"
 )
-def test_layouts_and_numbers_are_those_of_the_headers_of_ucx(tmp_path):
+def test_layouts_and_numbers_match_the_ucx_headers(tmp_path):
     text = ABI.read_text()
     declared = set(re.findall(r"\bNV_[A-Z_]+(?= =|,| \})", text))
     assert set(NUMBERS) == {name for name in declared if re.search(rf"\b{name} = ", text)}
@@ -90,7 +90,7 @@ def test_layouts_and_numbers_are_those_of_the_headers_of_ucx(tmp_path):
 
 
 @pytest.mark.skipif(bool(ucx.missing()), reason=ucx.missing() or "never")
-def test_a_library_is_found_and_says_its_version():
+def test_library_is_found_with_its_version():
     place, _ = ucx.library()
     assert Path(place, "libucp.so.0").exists()
     assert tuple(map(int, ucx.version().split(".")[:2])) >= (1, 13)

@@ -1,5 +1,5 @@
-"""Requests that outlive the process that has read them: what its successor finds, also where it was killed between any two
-writes, and what it refuses."""
+"""Log of requests that outlive the process that read them: contents after a crash between any two writes, and refusal of
+invalid memory."""
 
 import mmap
 import os
@@ -28,12 +28,12 @@ def descriptor():
 
 
 def read(kept, unique, length=60, fill=b"r"):
-    """As the kernel puts it into the buffer."""
+    """The request in the buffer, as the kernel puts it there."""
     kept.buffer[:length] = request(unique, length, fill)
     return kept.buffer[:length]
 
 
-def test_what_was_in_work_is_found_in_order_and_what_is_answered_is_not(descriptor):
+def test_pending_requests_are_found_in_order(descriptor):
     kept = Unanswered(descriptor)
     for unique in (8, 2, 6, 4):
         kept.keep(unique, read(kept, unique, 60 + unique))
@@ -48,17 +48,17 @@ def test_what_was_in_work_is_found_in_order_and_what_is_answered_is_not(descript
     assert os.pread(descriptor, 8, 0) == MAGIC and not os.get_inheritable(descriptor)
 
 
-def test_the_last_one_read_is_kept_as_well_and_only_once(descriptor):
+def test_last_request_read_is_kept_once(descriptor):
     kept = Unanswered(descriptor)
     assert kept.left(MASK) == []
     kept.keep(4, read(kept, 4))
-    kept.keep(4, read(kept, 4, fill=b"s"))  # that is the same, and the first stays
+    kept.keep(4, read(kept, 4, fill=b"s"))  # the same number: the first request stays
     assert Unanswered(descriptor).left(MASK) == [(4, request(4))]
-    kept.put(request(4 | 1 << 63))  # it was asked again
+    kept.put(request(4 | 1 << 63))  # the kernel repeated the request
     assert Unanswered(descriptor).left(MASK) == [(4, request(4))]
 
 
-def test_long_requests_have_places_of_their_own_and_all_are_used_again(descriptor):
+def test_long_requests_use_own_slots_that_are_reused(descriptor):
     kept = Unanswered(descriptor)
     large = kept.request_bytes
     count = 0
@@ -79,7 +79,7 @@ def test_long_requests_have_places_of_their_own_and_all_are_used_again(descripto
     assert not kept.has_room and dict(Unanswered(descriptor).left(MASK))[4_000] == request(4_000, large, b"z")
 
 
-def test_as_many_short_ones_as_there_are_places(descriptor):
+def test_short_requests_fill_all_slots(descriptor):
     kept = Unanswered(descriptor)
     for number in range(SMALL_COUNT):
         assert kept.has_room
@@ -89,25 +89,25 @@ def test_as_many_short_ones_as_there_are_places(descriptor):
     assert kept.has_room and Unanswered(descriptor).has_room
 
 
-def test_killed_between_any_two_writes(descriptor, monkeypatch):
-    """Whatever was put half over what is in work: that is found, and nothing that was never asked."""
+def test_kill_between_any_two_writes_loses_no_request(descriptor, monkeypatch):
+    """A partly written record is ignored, and pending requests are found."""
     kept = Unanswered(descriptor)
     kept.keep(4, read(kept, 4, 100, b"a"))
     new = request(6, 90, b"b")
-    for done in range(3):  # of put's three writes
+    for done in range(3):  # for each of put's three writes
         kept.buffer[:100] = request(4, 100, b"a")
         kept.buffer[:8] = bytes(8) if done else kept.buffer[:8]
         if done > 1:
             kept.buffer[4:90] = new[4:]
         assert Unanswered(descriptor).left(MASK) == [(4, request(4, 100, b"a"))]
-    # bytes of a place without its mark
+    # bytes of a slot without its mark
     whole = mmap.mmap(descriptor, 0)
     place = kept._place(SMALL_COUNT - 1)
     whole[place : place + 60] = request(8)
     assert Unanswered(descriptor).left(MASK) == [(4, request(4, 100, b"a"))]
 
 
-def test_what_is_no_such_memory_is_refused(descriptor, monkeypatch):
+def test_invalid_memory_is_refused(descriptor, monkeypatch):
     kept = Unanswered(descriptor)
     kept.keep(4, read(kept, 4))
     with pytest.raises(OSError, match="not permitted"):
@@ -128,10 +128,10 @@ def test_what_is_no_such_memory_is_refused(descriptor, monkeypatch):
     os.close(small)
 
 
-def test_marks_that_make_no_sense_are_refused(descriptor):
+def test_invalid_marks_are_refused(descriptor):
     kept = Unanswered(descriptor)
     kept.keep(4, read(kept, 4))
-    os.pwrite(descriptor, struct.pack("<Q", 6), PAGE + 8)  # of a place where nothing was put
+    os.pwrite(descriptor, struct.pack("<Q", 6), PAGE + 8)  # of an empty slot
     with pytest.raises(CorruptRecord):
         Unanswered(descriptor)
     chance = random.Random(1)

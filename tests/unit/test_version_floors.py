@@ -1,4 +1,4 @@
-"""Version floors: no chunk of an inode gets a version twice, and each has the epoch of its own chain."""
+"""Version floors: no chunk of an inode gets a version twice, and each version has the epoch of its own chain."""
 
 import pytest
 from hypothesis import given
@@ -28,7 +28,7 @@ CHUNKS = 3
 
 
 def next_of_old_build(held: int, floor: int, epoch: int) -> int:
-    """As builds up to 0.1.0 gave versions: above the highest version of any chain."""
+    """Next version of builds up to 0.1.0: above the highest version of any chain."""
     at_epoch, counter = version_parts(max(held, floor))
     return version(at_epoch, counter + 1) if epoch <= at_epoch else version(epoch, 1)
 
@@ -40,8 +40,8 @@ steps = st.lists(
 
 
 @given(steps, steps)
-def test_versions_are_given_once_also_after_an_upgrade(before, after):
-    """Each chunk is of a chain of its own; a floor of an older build is read as its records are."""
+def test_versions_are_unique_also_after_an_upgrade(before, after):
+    """Each chunk is of its own chain; a floor of an older build is read like its records."""
     epochs, held, floor = [1, 4, 9], [0] * CHUNKS, 0
     given = [set() for _ in range(CHUNKS)]
     for number, (kind, chunk) in enumerate((*before, *after)):
@@ -72,10 +72,10 @@ def test_floor_has_the_highest_epoch_and_the_highest_counter():
     assert floor == version(5, 8)
     assert not is_above(version(5, 8), floor) and not is_above(version(3, 1), floor)
     assert is_above(version(3, 9), floor) and is_above(version(6, 1), floor)
-    assert raised(floor, version(4, COUNTER_MAX + 7)) == floor, "no head gave this one"
+    assert raised(floor, version(4, COUNTER_MAX + 7)) == floor, "no chain head assigned this version"
 
 
-def test_counter_at_its_end_goes_on_with_the_next_epoch():
+def test_exhausted_counter_continues_with_the_next_epoch():
     assert next_version(MemberChunkState(version(5, COUNTER_MAX)), 5) == version(6, 1)
     assert next_version(MemberChunkState(0, version(8, COUNTER_MAX)), 5) == version(9, 1)
     assert next_version(MemberChunkState(version(6, 1), version(5, COUNTER_MAX)), 5) == version(6, 2)
@@ -92,25 +92,25 @@ def test_counter_at_its_end_goes_on_with_the_next_epoch():
     ],
 )
 @pytest.mark.parametrize("old_head", [False, True])
-def test_refused_version_is_followed_by_one_that_is_taken(held, old_head):
+def test_refused_version_is_followed_by_an_accepted_one(held, old_head):
     place = place_in(Chain(12, (1, 2)), 2)
     above = tries = 0
     while True:
-        told = (
+        offered = (
             next_of_old_build(version(12, 1), above, 12)
             if old_head
             else next_version(MemberChunkState(version(12, 1)), 12, above)
         )
-        answer, its_version = judge(place, held, Offer(1, 12, told, held.version, 0, REQUEST))
+        answer, its_version = judge(place, held, Offer(1, 12, offered, held.version, 0, REQUEST))
         if answer is Answer.TAKE:
             break
         assert answer is Answer.TOO_LOW
-        above, tries = max(above, its_version, told), tries + 1
+        above, tries = max(above, its_version, offered), tries + 1
         assert tries < 3
-    assert version_parts(told)[0] == max(12, version_parts(held.version)[0])
+    assert version_parts(offered)[0] == max(12, version_parts(held.version)[0])
 
 
-def test_floors_of_older_builds_are_known_on_the_wire():
+def test_floors_of_older_builds_are_accepted_on_the_wire():
     reply = data_pb2.VersionsReply(inodes=INODE_CUT.pack(7, 3, version(4, 2), 20))
     assert decode_versions(reply)[1] == [InodeCut(7, 3, of_old_floor(version(4, 2)), 20)]
     reply.split_floors = True

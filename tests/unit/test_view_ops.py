@@ -1,4 +1,4 @@
-"""What a mount of a subtree, or a read-only one, makes of the kernel's requests: on a file system in memory."""
+"""Request handling of a subtree mount and of a read-only mount, on an in-memory file system."""
 
 import asyncio
 import errno
@@ -31,7 +31,7 @@ def on_a_tree(look):
     asyncio.run(run())
 
 
-def test_the_path_of_a_subtree_is_names_from_the_root_on():
+def test_subtree_path_is_names_from_the_root():
     assert parts_of("/") == parts_of("") == parts_of("//./") == ()
     assert parts_of("/a//b/") == parts_of("a/b") == (b"a", b"b")
     for wrong in ("/..", "/a/../b", "a\0b"):
@@ -39,7 +39,7 @@ def test_the_path_of_a_subtree_is_names_from_the_root_on():
             parts_of(wrong)
 
 
-def test_a_subtree_is_found_by_its_path_and_no_link_is_followed():
+def test_subtree_is_found_by_its_path_without_links():
     async def look(vfs):
         a = await directory_at(vfs, "/a")
         assert await directory_at(vfs, "/") == 1 and a == (await vfs.lookup(1, b"a")).inode
@@ -55,7 +55,7 @@ def test_a_subtree_is_found_by_its_path_and_no_link_is_followed():
     on_a_tree(look)
 
 
-def test_the_kernels_root_is_the_subtree_in_each_request():
+def test_kernel_root_is_the_subtree_in_each_request():
     async def look(vfs):
         a = await directory_at(vfs, "/a")
         ops = view_of(vfs, root=a)
@@ -84,7 +84,7 @@ def test_the_kernels_root_is_the_subtree_in_each_request():
         listed = {}
         handle = await ops.opendir(1)
         await ops.readdir(handle, 0, lambda name, attr, _: listed.setdefault(name, attr.inode) is not None)
-        assert listed[b"."] == listed[b".."] == a  # nothing outside is told of, not even a number
+        assert listed[b"."] == listed[b".."] == a  # no entry outside is shown, not even an inode number
         assert {b"b", b"link", b"l", b"n", b"c2"} == listed.keys() - {b".", b".."}
         for name in (b".", b".."):
             with pytest.raises(NotSupported):
@@ -95,26 +95,26 @@ def test_the_kernels_root_is_the_subtree_in_each_request():
     on_a_tree(look)
 
 
-def test_the_kernel_is_told_of_its_root_and_not_of_the_pools():
+def test_notices_to_the_kernel_use_its_own_root():
     async def look(vfs):
         a = await directory_at(vfs, "/a")
         ops = view_of(vfs, root=a)
-        told = []
-        ops.invalidate_attributes = told.append
+        notices = []
+        ops.invalidate_attributes = notices.append
 
         async def invalidate(names, inodes):
-            told.append((list(names), list(inodes)))
+            notices.append((list(names), list(inodes)))
 
         ops.invalidate = invalidate
         ops.invalidate_attributes(a)
         ops.invalidate_attributes(77)
         await ops.invalidate(dict.fromkeys([(a, b"x"), (77, b"y")]), (a, 77))
-        assert told == [1, 77, ([(1, b"x"), (77, b"y")], [1, 77])]
+        assert notices == [1, 77, ([(1, b"x"), (77, b"y")], [1, 77])]
 
     on_a_tree(look)
 
 
-def test_read_only_means_that_no_request_changes_anything():
+def test_read_only_mount_refuses_each_change():
     async def look(vfs):
         a = await directory_at(vfs, "/a")
         for ops, b in ((view_of(vfs, root=a, read_only=True), b"b"), (view_of(vfs, read_only=True), b"a")):

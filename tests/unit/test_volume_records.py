@@ -1,5 +1,5 @@
-"""Records of volumes: as the golden file has them, checked and mended by fsck, kept by dump and load; and who may do what in
-one."""
+"""Volume records: golden file, check and repair by fsck, dump and load; and authorization in a
+volume."""
 
 import json
 import stat
@@ -72,12 +72,12 @@ def golden_values():
     }
 
 
-def test_records_of_volumes_are_those_of_the_golden_file():
+def test_volume_records_match_the_golden_file():
     assert golden_values() == json.loads((GOLDEN / "volume_records.json").read_text())
 
 
 @pytest.mark.parametrize("record", [PLAIN, FULL])
-def test_a_volume_comes_back_from_its_record_and_no_part_of_it_is_taken_for_one(record):
+def test_volume_record_round_trips_and_parts_are_corrupt(record):
     raw = volumes.encode_volume(record)
     assert volumes.decode_volume(raw) == record
     for cut in range(len(raw)):
@@ -98,7 +98,7 @@ def test_a_volume_comes_back_from_its_record_and_no_part_of_it_is_taken_for_one(
             volumes.kind_of_volume_key(key)
 
 
-def test_an_inode_in_a_volume_comes_back_from_its_record():
+def test_inode_of_a_volume_round_trips():
     inode = Inode(
         NUMBER + 1,
         0o100644,
@@ -117,9 +117,9 @@ def test_an_inode_in_a_volume_comes_back_from_its_record():
     assert len(records.encode_inode(inode)) == len(raw) - 8
 
 
-async def make(client, name=b"v", **wish):
-    """A volume with some in it; the numbers of its root, a directory and a file of 5,000 bytes that is open."""
-    reply = await client.create(ROOT, name, stat.S_IFDIR | 0o777, volume=pb.VolumeWish(**wish))
+async def make(client, name=b"v", **policy):
+    """A volume with entries; the inode numbers of its root, a directory and an open file of 5,000 bytes."""
+    reply = await client.create(ROOT, name, stat.S_IFDIR | 0o777, volume=pb.VolumeWish(**policy))
     root = reply.entry.attr.inode
     directory = (await client.mkdir(root, b"d")).inode
     file = (await client.file(directory, b"f", open=True, rights=2)).inode
@@ -127,21 +127,21 @@ async def make(client, name=b"v", **wish):
     return root, directory, file
 
 
-async def tell(client, inode, wish, **fields):
+async def volume_request(client, inode, operation, **fields):
     request = pb.VolumeRequest(
-        session=client.session, inode=inode, wish=getattr(pb.VolumeRequest, wish), **fields
+        session=client.session, inode=inode, wish=getattr(pb.VolumeRequest, operation), **fields
     )
     return (await client.ask("VOLUME", request)).volume
 
 
 @on_a_shard
-async def test_fsck_finds_and_mends_what_is_wrong_with_volumes(shard):
+async def test_fsck_finds_and_repairs_volume_damage(shard):
     client, kv = shard.client, shard.kv
     root, directory, file = await make(client)
     await client.file(root, b"gone", open=True, rights=2)
-    await client.unlink(root, b"gone")  # open: it counts
+    await client.unlink(root, b"gone")  # open, so it counts
     assert await client.fsck() == []
-    state = await tell(client, root, "SHOW")
+    state = await volume_request(client, root, "SHOW")
     assert (state.files_used, state.bytes_used) == (3, 5000)
     use, record = kv.get(volume_key(USE, root)), kv.get(volume_key(VOLUME, root))
     for plant, word in (
@@ -174,7 +174,7 @@ async def test_fsck_finds_and_mends_what_is_wrong_with_volumes(shard):
         assert kv.get(volume_key(USE, root)) == use and kv.get(volume_key(VOLUME, root)) == record
     shard.put(volume_key(VOLUME, root), b"?")
     await client.fsck(repair=True)
-    await client.fsck(repair=True)  # what was in it is in none from here on
+    await client.fsck(repair=True)  # its entries belong to no volume from now on
     assert await client.fsck() == []
     assert not (await client.getattr(file)).attr.volume
     await client.rename(directory, b"f", ROOT, b"f")
@@ -186,8 +186,10 @@ async def test_dump_and_load_keep_volumes(shard):
     root, _, _ = await make(client, bytes_max=10_000, files_max=7, trash_s=60)
     await client.file(root, b"gone", open=True, rights=2)
     await client.unlink(root, b"gone")
-    await tell(client, root, "ATTACH", holder="docker/ä")
-    before = await tell(client, root, "GRANT", grant=pb.VolumeGrant(client="client/a.11111111", write=True))
+    await volume_request(client, root, "ATTACH", holder="docker/ä")
+    before = await volume_request(
+        client, root, "GRANT", grant=pb.VolumeGrant(client="client/a.11111111", write=True)
+    )
     lines = await dump_all(client)
     kept = stored(shard.kv)
     assert {"volume", "use", "attached"} <= {json.loads(line)["type"] for line in lines.splitlines()[1:]}
@@ -195,28 +197,28 @@ async def test_dump_and_load_keep_volumes(shard):
     async with Empty() as loaded:
         await load_all(loaded, lines)
         await loaded.begin()
-        assert await tell(loaded, root, "SHOW") == before
+        assert await volume_request(loaded, root, "SHOW") == before
         assert stored(loaded.service._kv).items() >= kept.items()
 
 
-async def trash(client, root, wish="LIST", **fields):
+async def trash(client, root, operation="LIST", **fields):
     request = pb.TrashRequest(
-        session=client.session, inode=root, wish=getattr(pb.TrashRequest, wish), **fields
+        session=client.session, inode=root, wish=getattr(pb.TrashRequest, operation), **fields
     )
     return await client.ask("TRASH", request)
 
 
 @on_a_shard
-async def test_what_is_removed_stays_in_the_trash_and_comes_back(shard):
+async def test_removed_files_stay_in_the_trash_and_are_restored(shard):
     client, service = shard.client, shard.service
     root, directory, file = await make(client, trash_s=3600)
     await client.link(file, root, b"second")
     await client.unlink(directory, b"f")
-    assert not (await trash(client, root)).entries  # it has a name yet
+    assert not (await trash(client, root)).entries  # it still has a name
     await client.unlink(root, b"second")
     await client.rmdir(root, b"d")
     assert await client.names(root) == set() and await client.fsck() == []
-    state = await tell(client, root, "SHOW")
+    state = await volume_request(client, root, "SHOW")
     assert (state.files_used, state.bytes_used) == (2, 5000)
     entries = {entry.inode: entry for entry in (await trash(client, root)).entries}
     assert {number: (entry.directory, entry.name, entry.size) for number, entry in entries.items()} == {
@@ -225,7 +227,7 @@ async def test_what_is_removed_stays_in_the_trash_and_comes_back(shard):
     }
     assert entries[file].expires_ns - entries[file].removed_ns == 3600 * 10**9
     with pytest.raises(NotFound):
-        await client.file(directory, b"late")  # it takes no names
+        await client.file(directory, b"late")  # it accepts no names
     await trash(client, root, "RESTORE", entry=file)
     with pytest.raises(NotFound):
         await trash(client, root, "RESTORE", entry=file)
@@ -233,13 +235,13 @@ async def test_what_is_removed_stays_in_the_trash_and_comes_back(shard):
     await trash(client, root, "RESTORE", entry=directory)
     new = (await client.file(directory, b"new")).inode
     assert await client.fsck() == []
-    # a tree goes bottom up, and comes back with its directory first
+    # a tree is removed from the bottom, and restored with its directory first
     await client.unlink(directory, b"new")
     await client.rmdir(root, b"d")
     await trash(client, root, "RESTORE", entry=new)
     assert await client.names(root) == {b"d", b"second"} and await client.names(directory) == {b"new"}
     assert await client.fsck() == []
-    # what was replaced is there too; a name that is taken is left alone
+    # a replaced file is there too; an existing name is not replaced
     await client.file(root, b"other")
     await client.rename(root, b"other", root, b"second")
     with pytest.raises(AlreadyExists):
@@ -249,7 +251,7 @@ async def test_what_is_removed_stays_in_the_trash_and_comes_back(shard):
     await trash(client, root, "RESTORE", entry=file, directory=directory, name=b"f")
     assert (await client.lookup(directory, b"f")).attr.size == 5000
     assert await client.fsck() == []
-    # and goes for good
+    # and is removed for good
     await client.unlink(directory, b"f")
     await client.unlink(directory, b"new")
     lines = await dump_all(client)
@@ -260,14 +262,17 @@ async def test_what_is_removed_stays_in_the_trash_and_comes_back(shard):
     assert (await trash(client, root, "PURGE")).purged == 1
     assert not (await trash(client, root)).entries and await client.fsck() == []
     await client.ask("RELEASE", pb.ReleaseRequest(session=client.session, inodes=file.to_bytes(8, "little")))
-    state = await tell(client, root, "SHOW")
-    assert (state.files_used, state.bytes_used) == (2, 0)  # the directory, and what took the second name
+    state = await volume_request(client, root, "SHOW")
+    assert (state.files_used, state.bytes_used) == (
+        2,
+        0,
+    )  # the directory, and the file that took the second name
     await service.purge_more()
     assert not service._view.trashes
 
 
 @on_a_shard
-async def test_the_trash_empties_itself_in_time_and_with_its_volume(shard):
+async def test_trash_is_purged_in_time_and_with_its_volume(shard):
     client, service = shard.client, shard.service
     root, directory, file = await make(client, trash_s=3600)
     await client.ask("RELEASE", pb.ReleaseRequest(session=client.session, inodes=file.to_bytes(8, "little")))
@@ -276,34 +281,34 @@ async def test_the_trash_empties_itself_in_time_and_with_its_volume(shard):
     entry = volumes.decode_trashed(shard.kv.get(trash_key(root, file)))
     shard.put(trash_key(root, file), volumes.encode_trashed(entry._replace(expires_ns=1)))
     assert await service.purge_more() == 1
-    state = await tell(client, root, "SHOW")
+    state = await volume_request(client, root, "SHOW")
     assert (state.files_used, state.bytes_used) == (1, 0) and await client.fsck() == []
     for number in range(300):
         await client.file(directory, b"%d" % number)
         await client.unlink(directory, b"%d" % number)
-    await tell(client, root, "SET", trash_s=0)
+    await volume_request(client, root, "SET", trash_s=0)
     await client.file(directory, b"at once")
     await client.unlink(directory, b"at once")
     assert len((await trash(client, root)).entries) == 300
-    assert (await tell(client, root, "REMOVE")).files_removing == 301
+    assert (await volume_request(client, root, "REMOVE")).files_removing == 301
     while await service.remove_more():
         pass
     await service.remove_more()
     with pytest.raises(NotFound):
-        await tell(client, root, "SHOW")
+        await volume_request(client, root, "SHOW")
     assert await client.fsck() == []
     assert not shard.kv.scan(*volumes.range_of(TRASH, root >> 51), 1)
 
 
 @on_a_shard
-async def test_a_sealed_volume_stays_as_it_is(shard):
+async def test_sealed_volume_refuses_changes(shard):
     client = shard.client
     root, directory, file = await make(client)
     with pytest.raises(InUse, match="open"):
-        await tell(client, root, "SEAL")
+        await volume_request(client, root, "SEAL")
     await client.ask("RELEASE", pb.ReleaseRequest(session=client.session, inodes=file.to_bytes(8, "little")))
-    assert (await tell(client, root, "SEAL")).sealed
-    assert (await tell(client, root, "SEAL")).sealed  # again
+    assert (await volume_request(client, root, "SEAL")).sealed
+    assert (await volume_request(client, root, "SEAL")).sealed  # again
     for change in (
         lambda: client.file(root, b"new"),
         lambda: client.mkdir(directory, b"new"),
@@ -317,7 +322,7 @@ async def test_a_sealed_volume_stays_as_it_is(shard):
         lambda: client.open(file, rights=3),
         lambda: client.report(file, 6000),
         lambda: client.allocate(file, 0, 9000, grow=True),
-        lambda: tell(client, root, "SET", bytes_max=1 << 20),
+        lambda: volume_request(client, root, "SET", bytes_max=1 << 20),
     ):
         with pytest.raises(ReadOnly):
             await change()
@@ -328,7 +333,7 @@ async def test_a_sealed_volume_stays_as_it_is(shard):
     assert await client.fsck() == []
 
 
-class _Asking:
+class _ActingAs:
     """Requests of the client come from this member."""
 
     def __init__(self, client, member):
@@ -346,7 +351,7 @@ class _Asking:
 
 
 @on_a_shard
-async def test_a_listed_volume_lets_in_who_has_a_grant_and_nodes(shard):
+async def test_listed_volume_admits_granted_clients_and_nodes(shard):
     client = shard.client
     root, directory, file = await make(client)
     reads = (
@@ -372,50 +377,50 @@ async def test_a_listed_volume_lets_in_who_has_a_grant_and_nodes(shard):
                 with pytest.raises(error_class):
                     await work()
 
-    with _Asking(client, "client/a.11111111"):
+    with _ActingAs(client, "client/a.11111111"):
         await all_are(reads, None)
-    await tell(client, root, "GRANT", grant=pb.VolumeGrant(client="client/b.22222222", write=True))
-    with _Asking(client, "client/a.11111111"):
+    await volume_request(client, root, "GRANT", grant=pb.VolumeGrant(client="client/b.22222222", write=True))
+    with _ActingAs(client, "client/a.11111111"):
         await all_are((*reads, *writes), AccessDenied)
         await client.list(ROOT)
-    state = await tell(client, root, "GRANT", grant=pb.VolumeGrant(client="client/a.11111111"))
+    state = await volume_request(client, root, "GRANT", grant=pb.VolumeGrant(client="client/a.11111111"))
     assert state.listed and [(grant.client, grant.write) for grant in state.grants] == [
         ("client/a.11111111", False),
         ("client/b.22222222", True),
     ]
-    with _Asking(client, "client/a.11111111"):
+    with _ActingAs(client, "client/a.11111111"):
         await all_are(reads, None)
         await all_are(writes, AccessDenied)
-    with _Asking(client, "client/b.22222222"):
+    with _ActingAs(client, "client/b.22222222"):
         await all_are(reads, None)
         await client.report(file, 6000)
-    with _Asking(client, "bridge/c.33333333"):
+    with _ActingAs(client, "bridge/c.33333333"):
         await all_are(reads, AccessDenied)
     for member in ("node/n", ""):
-        with _Asking(client, member):
+        with _ActingAs(client, member):
             await all_are(reads, None)
-    await tell(client, root, "REVOKE", grant=pb.VolumeGrant(client="client/a.11111111"))
-    await tell(client, root, "REVOKE", grant=pb.VolumeGrant(client="client/a.11111111"))
-    with _Asking(client, "client/a.11111111"):
+    await volume_request(client, root, "REVOKE", grant=pb.VolumeGrant(client="client/a.11111111"))
+    await volume_request(client, root, "REVOKE", grant=pb.VolumeGrant(client="client/a.11111111"))
+    with _ActingAs(client, "client/a.11111111"):
         await all_are(reads, AccessDenied)
-        for wish in ("GRANT", "SET", "SEAL", "REMOVE"):
+        for operation in ("GRANT", "SET", "SEAL", "REMOVE"):
             with pytest.raises(AccessDenied):
-                await tell(
+                await volume_request(
                     client,
                     root,
-                    wish,
+                    operation,
                     listed=False,
                     grant=pb.VolumeGrant(client="client/a.11111111", write=True),
                 )
-    await tell(client, root, "SET", listed=False)
-    with _Asking(client, "client/a.11111111"):
+    await volume_request(client, root, "SET", listed=False)
+    with _ActingAs(client, "client/a.11111111"):
         await all_are(reads, None)
     with pytest.raises(InvalidRequest):
-        await tell(client, root, "GRANT", grant=pb.VolumeGrant(client="somebody"))
+        await volume_request(client, root, "GRANT", grant=pb.VolumeGrant(client="somebody"))
 
 
 @on_a_shard
-async def test_a_writer_is_promised_what_fits_and_not_more(shard):
+async def test_quota_reservation_is_bounded_by_the_volume(shard):
     client = shard.client
     root, _, file = await make(client, bytes_max=100_000)
 
@@ -440,11 +445,11 @@ async def test_a_writer_is_promised_what_fits_and_not_more(shard):
         )
     ).bytes == 45_000
     with pytest.raises(QuotaExceeded):
-        await client.report(file, 5000 + 50_001)  # more than was promised
+        await client.report(file, 5000 + 50_001)  # more than was reserved
     await client.report(file, 55_000)
-    state = await tell(client, root, "SHOW")
+    state = await volume_request(client, root, "SHOW")
     assert (state.bytes_used, state.bytes_reserved) == (55_000, 45_000)
     await other.ask("CLOSE_SESSION", pb.CloseSessionRequest(session=other.session))
-    assert not (await tell(client, root, "SHOW")).bytes_reserved
+    assert not (await volume_request(client, root, "SHOW")).bytes_reserved
     with pytest.raises(NotFound):
-        await tell(client, root + 1, "SHOW")
+        await volume_request(client, root + 1, "SHOW")

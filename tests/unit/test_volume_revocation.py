@@ -1,4 +1,4 @@
-"""Rights to volumes that are taken back: stores refuse what was given before, and the locks of removed clients are given on."""
+"""Revocation of volume rights: stores refuse older access tokens, and locks of removed clients are released."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def with_volume(test):
 
 
 @with_volume
-async def test_stores_refuse_grants_of_a_revoked_client(bench):
+async def test_stores_refuse_tokens_of_a_revoked_client(bench):
     volumes = bench.fs.volumes
     await volumes.grant("v", ONE, "rw")
     await volumes.grant("v", OTHER, "ro")
@@ -91,7 +91,7 @@ async def test_stores_refuse_grants_of_a_revoked_client(bench):
 
 
 @with_volume
-async def test_stores_refuse_to_write_by_a_lesser_right(bench):
+async def test_stores_refuse_to_write_with_a_reduced_right(bench):
     await bench.fs.volumes.grant("v", ONE, "rw")
     given = [await bench.grant(ONE), await bench.grant(ONE, READ | WRITE)]
     await bench.fs.volumes.grant("v", ONE, "ro")
@@ -101,7 +101,7 @@ async def test_stores_refuse_to_write_by_a_lesser_right(bench):
 
 
 @with_volume
-async def test_first_grant_ends_what_all_clients_had(bench):
+async def test_first_grant_revokes_older_tokens_of_all_clients(bench):
     given = [
         await bench.grant(ONE),
         await bench.grant(""),
@@ -113,7 +113,7 @@ async def test_first_grant_ends_what_all_clients_had(bench):
 
 
 @with_volume
-async def test_sealing_and_removal_end_older_grants(bench):
+async def test_sealing_and_removal_revoke_older_tokens(bench):
     await bench.fs.volumes.set("v", bytes_max=1 << 30)
     given = [await bench.grant(ONE), await bench.grant(ONE, READ | WRITE)]
     await bench.fs.volumes.seal("v")
@@ -123,7 +123,7 @@ async def test_sealing_and_removal_end_older_grants(bench):
 
 
 @with_volume
-async def test_target_that_does_not_answer_is_told_of(bench):
+async def test_silent_target_is_reported(bench):
     await bench.fs.volumes.grant("v", ONE, "ro")
     bench.pool.unaware = {2}
     wait_s, revocation.WAIT_S = revocation.WAIT_S, 0.2
@@ -134,7 +134,7 @@ async def test_target_that_does_not_answer_is_told_of(bench):
     assert (await bench.fs.volumes.set("v", trash_s=5)).revoked_in_s == 0
 
 
-def test_client_reads_on_by_a_lesser_right(monkeypatch):
+def test_client_continues_to_read_with_a_reduced_right(monkeypatch):
     handle = MetaService.handle
 
     def handle_as_client(self, call):
@@ -163,7 +163,7 @@ def test_client_reads_on_by_a_lesser_right(monkeypatch):
             await own.volumes.revoke("v", ONE)
             with pytest.raises(PermissionError, match="was taken back"):
                 await file.read(0, 6)
-            with pytest.raises(PermissionError):  # what was written by the right that was taken is lost
+            with pytest.raises(PermissionError):  # writes under the revoked right are lost
                 await file.close()
             assert await own.read_bytes("/volumes/v/f") == b"Before"
 
@@ -189,11 +189,11 @@ def a_record(flags: int = 0, **grants: bool) -> VolumeRecord:
         (a_record(LISTED | SEALED, a=True), a_record(LISTED | SEALED), {"a": ALL}),
     ],
 )
-def test_lost_rights_are_those_that_were_there_before(before, after, lost):
+def test_lost_rights_are_computed_from_the_old_record(before, after, lost):
     assert lost_rights(before, after) == lost
 
 
-def test_revocation_is_owed_until_the_map_says_it(monkeypatch):
+def test_revocation_is_pending_until_the_map_has_it(monkeypatch):
     monkeypatch.setattr(revocation, "WAIT_S", 0.0)
     asked, answers = [], [Unavailable("no leader"), [], InvalidRequest("not known")]
 
@@ -214,7 +214,7 @@ def test_revocation_is_owed_until_the_map_says_it(monkeypatch):
         assert revocations.owes(7) and await revocations.settle(7) == 0 and not revocations.owes(7)
         assert asked == [(7, ONE, ALL)] * 2
         assert await revocations.settle(8) == 130 and revocations.owes(8), (
-            "by a supervisor of an older version"
+            "the supervisor is of an older version"
         )
 
     asyncio.run(main())
@@ -237,7 +237,7 @@ def test_removed_client_loses_session_and_locks():
             with pytest.raises(StaleSession):
                 await one.getattr(inode)
             await meta.end_leases()
-            assert not (await other.lock(inode, EXCLUSIVE)).granted, "a store may still take what it writes"
+            assert not (await other.lock(inode, EXCLUSIVE)).granted, "a store may still accept its writes"
             pool.unaware = set()
             await meta.end_leases()
             assert (await other.lock(inode, EXCLUSIVE)).granted

@@ -1,4 +1,4 @@
-"""Who has no right to a volume is shown nothing of it, by any request: what a client's certificate may ask of a shard."""
+"""Volume rights: a client without a right is shown no part of a volume by any request to a shard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nvpool.sdk.aio import AsyncFileSystem
 from nvpool.testing.fakes.local_pool import LocalPool
 from nvpool.testing.fakes.meta_shard import PEER, DirectCall
 
-GRANTED, STRANGER, NODE, NOBODY = "client/reader.0a1b2c3d", "client/other.0a1b2c3d", "node/1", ""
+GRANTED, UNGRANTED, NODE, NOBODY = "client/reader.0a1b2c3d", "client/other.0a1b2c3d", "node/1", ""
 LOCAL_USER = Credentials(4711, frozenset((4711,)), 1)
 WHOLE = (
     (wire.META_MOMENT, pb.MomentRequest(id=1, stage=pb.MomentRequest.QUIET)),
@@ -31,7 +31,7 @@ WHOLE = (
 
 
 async def asked(meta, member: str, method: int, request) -> str:
-    """What the shard answers: "denied", or anything else."""
+    """Reply of the shard: "denied", or anything else."""
     call = DirectCall(method, request.SerializeToString())
     call.peer = PEER._replace(member=member)
     meta.handle(call)
@@ -45,7 +45,7 @@ async def asked(meta, member: str, method: int, request) -> str:
 
 
 async def session_of(meta, member: str) -> int:
-    """A session of that member's own."""
+    """A new session of that member."""
     call = DirectCall(
         wire.META_OPEN_SESSION, pb.OpenSessionRequest(client=member, watch=True).SerializeToString()
     )
@@ -54,7 +54,7 @@ async def session_of(meta, member: str) -> int:
     return pb.OpenSessionReply.FromString(bytes((await call.wait())[0])).session
 
 
-async def names_told(meta, member: str, directory: int, inode: int) -> list[bytes]:
+async def reported_names(meta, member: str, directory: int, inode: int) -> list[bytes]:
     call = DirectCall(
         wire.META_NAMES,
         pb.NamesRequest(inodes=data_codec.pack_inodes([inode]), directory=directory).SerializeToString(),
@@ -64,8 +64,8 @@ async def names_told(meta, member: str, directory: int, inode: int) -> list[byte
     return [one.name for one in pb.NamesReply.FromString(bytes((await call.wait())[0])).names]
 
 
-async def attributes_told(meta, member: str, session: int, inodes: list[int]) -> list[int]:
-    """Of which of these inodes somebody is told what `stat` shows, who needs to know their numbers only."""
+async def reported_attributes(meta, member: str, session: int, inodes: list[int]) -> list[int]:
+    """Inodes of the list whose attributes the member gets, although it knows only their numbers."""
     call = DirectCall(
         wire.META_GETATTR_MANY,
         pb.GetAttrManyRequest(session=session, inodes=data_codec.pack_inodes(inodes)).SerializeToString(),
@@ -76,7 +76,7 @@ async def attributes_told(meta, member: str, session: int, inodes: list[int]) ->
     return [ENTRY.unpack_from(packed, at)[1] for at in range(0, len(packed), ENTRY.size)]
 
 
-def test_a_client_without_a_right_neither_sees_a_volume_nor_all_that_the_shard_has():
+def test_client_without_a_right_does_not_see_the_volume():
     async def main() -> None:
         async with LocalPool() as pool:
             client = await pool.client(options=ClientOptions(deadline_s=10.0))
@@ -85,28 +85,30 @@ def test_a_client_without_a_right_neither_sees_a_volume_nor_all_that_the_shard_h
             await fs.write_bytes("/volumes/secret/f", b"1")
             await fs.volumes.grant("secret", GRANTED, "ro")
             for method, request in WHOLE:
-                for member in (STRANGER, GRANTED):
+                for member in (UNGRANTED, GRANTED):
                     assert await asked(meta, member, method, request) == "denied", (method, member)
             for method, request in WHOLE[1:]:
                 for member in (NODE, NOBODY):
                     assert await asked(meta, member, method, request) != "denied", (method, member)
-            sessions = {member: await session_of(meta, member) for member in (STRANGER, GRANTED, NODE)}
+            sessions = {member: await session_of(meta, member) for member in (UNGRANTED, GRANTED, NODE)}
 
             def look(member: str) -> pb.LookupRequest:
                 return pb.LookupRequest(session=sessions[member], parent=made.inode, name=b"f")
 
-            assert await asked(meta, STRANGER, wire.META_LOOKUP, look(STRANGER)) == "denied"
+            assert await asked(meta, UNGRANTED, wire.META_LOOKUP, look(UNGRANTED)) == "denied"
             assert await asked(meta, GRANTED, wire.META_LOOKUP, look(GRANTED)) == "done"
-            for member, told in ((STRANGER, []), (GRANTED, [b"f"]), (NODE, [b"f"])):
+            for member, expected in ((UNGRANTED, []), (GRANTED, [b"f"]), (NODE, [b"f"])):
                 assert (
-                    await names_told(meta, member, made.inode, (await fs.stat("/volumes/secret/f")).st_ino)
-                    == told
+                    await reported_names(
+                        meta, member, made.inode, (await fs.stat("/volumes/secret/f")).st_ino
+                    )
+                    == expected
                 )
             inodes = [made.inode, (await fs.stat("/volumes/secret/f")).st_ino]
-            for member, told in ((STRANGER, inodes[:1]), (GRANTED, inodes), (NODE, inodes)):
-                assert await attributes_told(meta, member, sessions[member], inodes) == told
-            outside = pb.LookupRequest(session=sessions[STRANGER], parent=ROOT_INODE, name=b"volumes")
-            assert await asked(meta, STRANGER, wire.META_LOOKUP, outside) == "done"
+            for member, expected in ((UNGRANTED, inodes[:1]), (GRANTED, inodes), (NODE, inodes)):
+                assert await reported_attributes(meta, member, sessions[member], inodes) == expected
+            outside = pb.LookupRequest(session=sessions[UNGRANTED], parent=ROOT_INODE, name=b"volumes")
+            assert await asked(meta, UNGRANTED, wire.META_LOOKUP, outside) == "done"
             home = (await fs.stat("/volumes")).st_ino
             for member, session in sessions.items():
                 for method, request in (
@@ -118,25 +120,25 @@ def test_a_client_without_a_right_neither_sees_a_volume_nor_all_that_the_shard_h
                     ),
                 ):
                     assert await asked(meta, member, method, request) == "done", (member, method)
-            for member, told in ((STRANGER, "denied"), (GRANTED, "done")):
+            for member, expected in ((UNGRANTED, "denied"), (GRANTED, "done")):
                 session = sessions[member]
                 for method, request in (
                     (wire.META_LOOKUP, pb.LookupRequest(session=session, parent=home, name=b"secret")),
                     (wire.META_GETATTR, pb.GetAttrRequest(session=session, inode=made.inode)),
                     (wire.META_LIST, pb.ListDirRequest(session=session, inode=made.inode, attrs=True)),
                 ):
-                    assert await asked(meta, member, method, request) == told, (member, method)
+                    assert await asked(meta, member, method, request) == expected, (member, method)
             await fs.volumes.revoke("secret", GRANTED)
             assert await asked(meta, GRANTED, wire.META_LOOKUP, look(GRANTED)) == "denied"
 
     asyncio.run(main())
 
 
-async def grants_told(
+async def reported_tokens(
     meta, member: str, session: int, directory: int, names: list[bytes], inodes: list[int]
 ) -> tuple[int, int, int]:
-    """Rights to read that come with a listing of the directory, with these names looked up together, and with the attributes
-    of their inodes."""
+    """Read tokens in a listing of the directory, in a look-up of these names together, and with the attributes of their
+    inodes."""
     looked = pb.LookupManyRequest(
         session=session, rights=3, directories=[pb.NamesIn(parent=directory, names=names)]
     )
@@ -155,22 +157,22 @@ async def grants_told(
             ).SerializeToString(),
         ),
     ]
-    told = []
+    expected = []
     for call in calls:
         call.peer = PEER._replace(member=member)
         meta.handle(call)
         try:
-            told.append(bytes((await call.wait())[0]))
+            expected.append(bytes((await call.wait())[0]))
         except AccessDenied:
-            told.append(b"")
+            expected.append(b"")
     return (
-        len(pb.ListDirReply.FromString(told[0]).grants) // GRANT_BYTES,
-        sum(bool(found.entry.grant) for found in pb.LookupManyReply.FromString(told[1]).found),
-        len(pb.GetAttrManyReply.FromString(told[2]).grants) // GRANT_BYTES,
+        len(pb.ListDirReply.FromString(expected[0]).grants) // GRANT_BYTES,
+        sum(bool(found.entry.grant) for found in pb.LookupManyReply.FromString(expected[1]).found),
+        len(pb.GetAttrManyReply.FromString(expected[2]).grants) // GRANT_BYTES,
     )
 
 
-def test_no_listing_and_no_names_together_bring_rights_to_who_has_none():
+def test_listings_and_look_ups_carry_no_unauthorized_tokens():
     async def main() -> None:
         async with LocalPool() as pool:
             client = await pool.client(options=ClientOptions(deadline_s=10.0))
@@ -181,23 +183,23 @@ def test_no_listing_and_no_names_together_bring_rights_to_who_has_none():
                 await fs.write_bytes(f"/volumes/secret/{name.decode()}", b"1")
             inodes = [(await fs.stat(f"/volumes/secret/{name.decode()}")).st_ino for name in names]
             asked = made.inode, names, inodes
-            sessions = {member: await session_of(meta, member) for member in (STRANGER, GRANTED, NODE)}
-            assert await grants_told(meta, STRANGER, sessions[STRANGER], *asked) == (
+            sessions = {member: await session_of(meta, member) for member in (UNGRANTED, GRANTED, NODE)}
+            assert await reported_tokens(meta, UNGRANTED, sessions[UNGRANTED], *asked) == (
                 3,
                 3,
                 3,
-            )  # nothing is kept from anybody
+            )  # the volume is open to all
             await fs.volumes.grant("secret", GRANTED, "ro")
-            # a listing, and attributes, bring none at all then
-            for member, told in ((STRANGER, (0, 0, 0)), (GRANTED, (0, 3, 0)), (NODE, (0, 3, 0))):
-                assert await grants_told(meta, member, sessions[member], *asked) == told
+            # a listing and attributes carry no tokens then
+            for member, expected in ((UNGRANTED, (0, 0, 0)), (GRANTED, (0, 3, 0)), (NODE, (0, 3, 0))):
+                assert await reported_tokens(meta, member, sessions[member], *asked) == expected
             await fs.volumes.revoke("secret", GRANTED)
-            assert await grants_told(meta, GRANTED, sessions[GRANTED], *asked) == (0, 0, 0)
+            assert await reported_tokens(meta, GRANTED, sessions[GRANTED], *asked) == (0, 0, 0)
 
     asyncio.run(main())
 
 
-def test_local_user_only_looks_at_a_volume():
+def test_local_user_may_only_query_a_volume():
     async def main() -> None:
         async with LocalPool() as pool:
             client = await pool.client(options=ClientOptions(deadline_s=10.0))
@@ -205,7 +207,7 @@ def test_local_user_only_looks_at_a_volume():
             made = await fs.volumes.create("scratch")
             session = 0
 
-            async def wished(method: int, request) -> tuple[str, bytes]:
+            async def result_of(method: int, request) -> tuple[str, bytes]:
                 call = DirectCall(method, request.SerializeToString())
                 call.peer = PEER._replace(credentials=LOCAL_USER)
                 meta.handle(call)
@@ -215,15 +217,15 @@ def test_local_user_only_looks_at_a_volume():
                     return "denied", b""
 
             session = pb.OpenSessionReply.FromString(
-                (await wished(wire.META_OPEN_SESSION, pb.OpenSessionRequest()))[1]
+                (await result_of(wire.META_OPEN_SESSION, pb.OpenSessionRequest()))[1]
             ).session
-            for wish in pb.VolumeRequest.Wish.values():
-                request = pb.VolumeRequest(session=session, inode=made.inode, wish=wish)
-                looks = wish in (pb.VolumeRequest.SHOW, pb.VolumeRequest.KEY)
-                assert (await wished(wire.META_VOLUME, request))[0] == ("done" if looks else "denied")
-            for trash_wish in pb.TrashRequest.Wish.values():
-                asked = pb.TrashRequest(session=session, inode=made.inode, wish=trash_wish)
-                assert (await wished(wire.META_TRASH, asked))[0] == "denied"
+            for operation in pb.VolumeRequest.Wish.values():
+                request = pb.VolumeRequest(session=session, inode=made.inode, wish=operation)
+                looks = operation in (pb.VolumeRequest.SHOW, pb.VolumeRequest.KEY)
+                assert (await result_of(wire.META_VOLUME, request))[0] == ("done" if looks else "denied")
+            for trash_operation in pb.TrashRequest.Wish.values():
+                asked = pb.TrashRequest(session=session, inode=made.inode, wish=trash_operation)
+                assert (await result_of(wire.META_TRASH, asked))[0] == "denied"
             assert (await fs.volumes.list())[0].name == "scratch"
 
     asyncio.run(main())

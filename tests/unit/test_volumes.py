@@ -1,4 +1,4 @@
-"""Volumes on the lowest floor: a pool in one process, its clients beside it."""
+"""Volumes: a pool and its clients in one process, through the SDK."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ async def pool_and_client(**options):
 
 
 def refused(error_class, cause):
-    """The OSError of that error of ours."""
+    """The OSError whose cause is that nvpool error."""
     assert isinstance(cause.value, OSError) and cause.value.errno == error_class.errno, cause.value
     assert isinstance(cause.value.__cause__, error_class)
 
 
-def test_a_volume_is_made_shown_listed_and_removed():
+def test_volume_is_created_shown_listed_and_removed():
     async def main():
         async with pool_and_client() as (pool, fs):
             assert await fs.volumes.list() == []
@@ -62,7 +62,7 @@ def test_a_volume_is_made_shown_listed_and_removed():
                 "models",
                 "scratch",
             ] and other.chunk_bytes == 4 * MIB
-            assert await fs.volumes.remove("scratch") is None  # nothing was in it
+            assert await fs.volumes.remove("scratch") is None  # the volume was empty
             with pytest.raises(FileNotFoundError):
                 await fs.volumes.show("scratch")
             with pytest.raises(FileNotFoundError):
@@ -97,7 +97,7 @@ def test_a_volume_is_made_shown_listed_and_removed():
         None,
     ],
 )
-def test_what_can_be_no_name_is_refused_with_the_rule(name):
+def test_invalid_volume_name_is_refused_with_the_rule(name):
     async def main():
         async with pool_and_client() as (pool, fs):
             for act in (fs.volumes.create, fs.volumes.show, fs.volumes.remove, fs.volumes.seal):
@@ -109,14 +109,14 @@ def test_what_can_be_no_name_is_refused_with_the_rule(name):
     asyncio.run(main())
 
 
-def test_a_directory_that_is_no_volume_is_told_apart():
+def test_directory_that_is_no_volume_is_refused():
     async def main():
         async with pool_and_client() as (pool, fs):
             await fs.mkdir("/volumes/plain", parents=True)
             await fs.write_bytes("/volumes/note", b"x")
             for name, kind in (("plain", "directory"), ("note", "file")):
-                told = f"/volumes/{name} is a {kind}, not a volume; rename it"
-                with pytest.raises(FileExistsError, match=told):
+                error_text = f"/volumes/{name} is a {kind}, not a volume; rename it"
+                with pytest.raises(FileExistsError, match=error_text):
                     await fs.volumes.create(name)
                 for doing in (
                     fs.volumes.show(name),
@@ -127,13 +127,13 @@ def test_a_directory_that_is_no_volume_is_told_apart():
                     fs.volumes.restore(name, 12345),
                     fs.volumes.purge(name),
                 ):
-                    with pytest.raises(FileNotFoundError, match=told):
+                    with pytest.raises(FileNotFoundError, match=error_text):
                         await doing
 
     asyncio.run(main())
 
 
-def test_all_that_is_in_a_volume_is_in_its_partition_and_counted():
+def test_entries_of_a_volume_share_its_partition_and_are_counted():
     async def main():
         async with pool_and_client() as (pool, fs):
             made = await fs.volumes.create("v")
@@ -162,7 +162,7 @@ def test_all_that_is_in_a_volume_is_in_its_partition_and_counted():
     asyncio.run(main())
 
 
-def test_names_do_not_move_between_volumes_and_a_volume_keeps_its_own():
+def test_volumes_keep_their_names_and_moves_between_are_refused():
     async def main():
         async with pool_and_client() as (pool, fs):
             await fs.volumes.create("v")
@@ -216,7 +216,7 @@ def test_names_do_not_move_between_volumes_and_a_volume_keeps_its_own():
     asyncio.run(main())
 
 
-def test_the_quota_in_files_is_exact():
+def test_file_quota_is_exact():
     async def main():
         async with pool_and_client() as (pool, fs):
             await fs.volumes.create("v", files_max=3)
@@ -232,7 +232,7 @@ def test_the_quota_in_files_is_exact():
                     await act()
                 refused(QuotaExceeded, found)
                 assert found.value.errno == errno.EDQUOT
-            await fs.link("/volumes/v/a", "/volumes/v/d/a")  # no inode more
+            await fs.link("/volumes/v/a", "/volumes/v/d/a")  # no new inode
             assert (await fs.volumes.show("v")).files_used == 3
             with pytest.raises(OSError, match="holds 3 files"):
                 await fs.volumes.resize("v", files_max=2)
@@ -244,20 +244,20 @@ def test_the_quota_in_files_is_exact():
     asyncio.run(main())
 
 
-def test_with_a_trash_a_quota_that_is_used_up_says_that_it_is_to_be_purged():
+def test_quota_error_suggests_to_purge_the_trash():
     async def main():
         async with pool_and_client() as (pool, fs):
             await fs.volumes.create("v", bytes_max=1_000_000, files_max=1, trash_s=60)
             await fs.write_bytes("/volumes/v/f", b"x" * 1_000_000)
             inode = (await fs.stat("/volumes/v/f")).st_ino
             await fs.remove("/volumes/v/f")
-            told = "purge its trash.*nvpool trash purge"
-            with pytest.raises(OSError, match=told):
+            error_text = "purge its trash.*nvpool trash purge"
+            with pytest.raises(OSError, match=error_text):
                 await fs.mkdir("/volumes/v/d")
             await fs.volumes.set("v", files_max=0)
-            with pytest.raises(OSError, match=told):
+            with pytest.raises(OSError, match=error_text):
                 await fs.write_bytes("/volumes/v/g", b"y")
-            with pytest.raises(OSError, match=told):
+            with pytest.raises(OSError, match=error_text):
                 await fs.truncate("/volumes/v/g", 1)
             await fs.volumes.purge("v", inode)
             await fs.write_bytes("/volumes/v/g", b"y")
@@ -265,7 +265,7 @@ def test_with_a_trash_a_quota_that_is_used_up_says_that_it_is_to_be_purged():
     asyncio.run(main())
 
 
-def test_a_volume_with_files_in_it_loses_its_name_at_once_and_goes_in_steps():
+def test_nonempty_volume_is_removed_in_steps():
     async def main():
         async with pool_and_client() as (pool, fs):
             made = await fs.volumes.create("v")
@@ -292,7 +292,7 @@ def test_a_volume_with_files_in_it_loses_its_name_at_once_and_goes_in_steps():
     asyncio.run(main())
 
 
-def test_a_volume_that_is_used_is_not_removed():
+def test_volume_in_use_is_not_removed():
     async def main():
         async with pool_and_client() as (pool, fs):
             await fs.volumes.create("v")
@@ -316,7 +316,7 @@ def test_a_volume_that_is_used_is_not_removed():
     asyncio.run(main())
 
 
-def test_a_close_that_another_client_tells_of_a_moment_later_keeps_no_volume_in_use():
+def test_late_release_does_not_keep_a_volume_in_use():
     async def main():
         async with two_clients() as (_pool, fs, other):
             for name in ("sealed", "removed"):
@@ -339,7 +339,7 @@ async def two_clients(**options):
         await client.close()
 
 
-def test_the_quota_in_bytes_is_exact_for_one_writer():
+def test_byte_quota_is_exact_for_one_writer():
     async def main():
         async with pool_and_client() as (pool, fs):
             await fs.volumes.create("v", bytes_max=1_000_000)
@@ -348,11 +348,11 @@ def test_the_quota_in_bytes_is_exact_for_one_writer():
                 with pytest.raises(OSError) as found:
                     await file.write(999_000, b"y" * 5_000)
                 refused(QuotaExceeded, found)
-                assert file.size == 1_000_000, "as much as fits"
+                assert file.size == 1_000_000, "as many bytes as fit"
                 with pytest.raises(OSError) as found:
                     await file.write(1_000_000, b"z")
                 refused(QuotaExceeded, found)
-                assert await file.write(5, b"w" * 10) == 10  # no longer by that
+                assert await file.write(5, b"w" * 10) == 10  # does not extend the file
                 with pytest.raises(OSError):
                     await file.write(2_000_000, b"z")
             assert (await fs.stat("/volumes/v/f")).st_size == 1_000_000
@@ -374,7 +374,7 @@ def test_truncate_append_fallocate_and_copies_keep_the_quota():
             await fs.volumes.create("v", bytes_max=1_000_000)
             await fs.write_bytes(
                 "/volumes/v/f", b"x" * 300_000
-            )  # what was promised in advance is given back for what follows
+            )  # reservations made in advance are returned for the next request
             async with await fs.open("/volumes/v/g", "wb") as file:
                 await file.write(0, b"1" * 10)
                 with pytest.raises(OSError) as found:
@@ -402,7 +402,7 @@ def test_truncate_append_fallocate_and_copies_keep_the_quota():
     asyncio.run(main())
 
 
-def test_two_writers_never_pass_the_quota_and_what_one_holds_in_advance_comes_back():
+def test_two_writers_stay_within_the_quota():
     async def main():
         async with two_clients() as (pool, one, other):
             quota = 2_000_000
@@ -435,7 +435,7 @@ def test_two_writers_never_pass_the_quota_and_what_one_holds_in_advance_comes_ba
     asyncio.run(main())
 
 
-def test_room_that_was_taken_to_the_last_byte_and_not_filled_comes_back():
+def test_unused_quota_reservation_is_returned():
     async def main():
         async with pool_and_client() as (pool, fs):
             await fs.volumes.create("v", bytes_max=100_000)
@@ -453,7 +453,7 @@ def test_room_that_was_taken_to_the_last_byte_and_not_filled_comes_back():
             for target in (1, 2):
                 pool._memory["target", target].fail_writes = []
             shown = await fs.volumes.show("v")
-            assert not shown.bytes_reserved, "it is nobody's"
+            assert not shown.bytes_reserved, "no client has a reservation"
             other = AsyncFileSystem(await pool.client("other"), ROOT)
             assert (
                 await other.write_bytes("/volumes/v/g", b"y" * (100_000 - shown.bytes_used))
@@ -463,7 +463,7 @@ def test_room_that_was_taken_to_the_last_byte_and_not_filled_comes_back():
     asyncio.run(main())
 
 
-def test_what_was_taken_is_promised_over_a_restart_of_the_shard():
+def test_quota_reservations_survive_a_shard_restart():
     async def main():
         async with two_clients(capacities=(64 * MIB,)) as (pool, one, other):
             await one.volumes.create("v", bytes_max=1_000_000)
@@ -474,7 +474,7 @@ def test_what_was_taken_is_promised_over_a_restart_of_the_shard():
                 ).bytes_used >= 900_000
                 await pool.stop_shard()
                 await pool.start_shard()
-                # the newcomer waits until the first has said again what it was promised
+                # the second client waits until the first has reported its reservations again
                 with pytest.raises(OSError) as found:
                     await other.write_bytes("/volumes/v/g", b"y" * 200_000)
                 refused(QuotaExceeded, found)
@@ -486,7 +486,7 @@ def test_what_was_taken_is_promised_over_a_restart_of_the_shard():
     asyncio.run(main())
 
 
-def test_a_quota_that_comes_later_counts_for_who_writes_already():
+def test_new_quota_applies_to_a_running_writer():
     async def main():
         async with pool_and_client() as (pool, fs):
             await fs.volumes.create("v")
@@ -497,14 +497,14 @@ def test_a_quota_that_comes_later_counts_for_who_writes_already():
                     await fs.volumes.resize("v", bytes_max=400_000)
                 await fs.volumes.resize("v", bytes_max=600_000)
                 for room in fs.vfs.rooms._rooms.values():
-                    room.until_s = 1e-9  # ten seconds later
+                    room.until_s = 1e-9  # expires it, as ten seconds later
                 assert await fs.vfs.write(file.handle, 500_000, b"x" * 200_000) == 100_000
             assert (await fs.volumes.show("v")).bytes_used == 600_000
 
     asyncio.run(main())
 
 
-def test_the_trash_through_the_sdk():
+def test_trash_through_the_sdk():
     async def main():
         async with pool_and_client() as (pool, fs):
             await fs.volumes.create("v", trash_s=60)
@@ -541,7 +541,7 @@ def test_the_trash_through_the_sdk():
     asyncio.run(main())
 
 
-def test_what_is_in_the_trash_has_no_name_and_gets_one_by_restoring_alone():
+def test_trashed_file_gets_a_name_only_by_restore():
     async def main():
         async with pool_and_client() as (pool, fs):
             volume = (await fs.volumes.create("v", trash_s=60)).inode
@@ -567,7 +567,7 @@ def test_what_is_in_the_trash_has_no_name_and_gets_one_by_restoring_alone():
 
 
 @pytest.mark.parametrize("wrong", [-1, 1 << 32, 1 << 70])
-def test_a_time_that_no_trash_can_keep_anything_is_refused_with_the_bounds(wrong):
+def test_invalid_trash_time_is_refused_with_the_bounds(wrong):
     async def main():
         async with pool_and_client() as (pool, fs):
             with pytest.raises(OSError, match="136 years") as found:
@@ -583,7 +583,7 @@ def test_a_time_that_no_trash_can_keep_anything_is_refused_with_the_bounds(wrong
 
 
 @pytest.mark.parametrize("wrong", [-1, 1 << 64, 1 << 90])
-def test_numbers_that_no_inode_and_no_mode_has_are_refused(wrong):
+def test_invalid_inode_numbers_and_modes_are_refused(wrong):
     async def main():
         async with pool_and_client() as (pool, fs):
             await fs.volumes.create("v", trash_s=60, mode=0o7777)
@@ -604,7 +604,7 @@ def test_numbers_that_no_inode_and_no_mode_has_are_refused(wrong):
     asyncio.run(main())
 
 
-def test_a_tree_that_is_deeper_than_python_calls_itself_comes_back_from_the_trash():
+def test_deep_tree_is_restored_from_the_trash():
     depth = 1_500
 
     async def main():
@@ -644,7 +644,7 @@ def test_statfs_in_a_volume_shows_its_quota():
     asyncio.run(main())
 
 
-def test_what_is_open_without_a_name_counts_until_it_is_closed():
+def test_open_orphan_counts_until_it_is_closed():
     async def main():
         async with pool_and_client() as (pool, fs):
             made = await fs.volumes.create("v", bytes_max=1_000_000, files_max=1)

@@ -1,5 +1,5 @@
-"""What a shard does for volumes by itself meets partitions that are handed over at that moment, and records that a change over
-several shards holds: it leaves them as they are, and goes on when they are free."""
+"""Background work of a shard on volumes, while partitions migrate or cross-shard transactions lock records: it leaves them
+unchanged, and continues when they are free."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from nvpool.meta.volumes.removal import Removal
 
 SPAN = SpanId(7, 7, 7)
 IN_THE_TEST = MetaOptions(tick_s=600.0, linger_s=0.0)
-"""What goes on in the background does so when the test says."""
+"""Background work runs only when the test starts it."""
 
 
 @contextmanager
 def held(meta, key):
-    """As by a change that another shard decides."""
+    """Lock a record as a transaction of another shard does."""
     meta._spanning.holds.take(SPAN, 0, [key])
     yield
     meta._spanning.holds.release(SPAN)
 
 
 def at_recall(meta, happens):
-    """While the next recall of leases is waited for."""
+    """Run `happens` during the next lease recall."""
     recall = meta._watches.recall
 
     def once(*_):
@@ -51,7 +51,7 @@ def close_at_recall(meta, volume):
 
 @asynccontextmanager
 async def removing():
-    """A volume with two directories in one another that is being removed."""
+    """A volume with two nested directories that is being removed."""
     async with pool_and_client(meta_options=IN_THE_TEST) as (pool, fs):
         made = await fs.volumes.create("v")
         await fs.mkdir("/volumes/v/a/b", parents=True)
@@ -64,7 +64,7 @@ async def removing():
 
 @asynccontextmanager
 async def trashed():
-    """A volume with a file in its trash, whose time is over."""
+    """A volume with an expired file in its trash."""
     async with pool_and_client(meta_options=IN_THE_TEST) as (pool, fs):
         made = await fs.volumes.create("v", trash_s=60)
         await fs.write_bytes("/volumes/v/f", b"")
@@ -78,7 +78,7 @@ async def trashed():
         assert await fs.volumes.trash("v") == []
 
 
-def test_a_volume_moves_while_clients_are_told_that_it_goes():
+def test_volume_migrates_during_the_recalls_of_its_removal():
     async def main():
         async with removing() as (meta, volume, _):
             close_at_recall(meta, volume)
@@ -89,7 +89,7 @@ def test_a_volume_moves_while_clients_are_told_that_it_goes():
     asyncio.run(main())
 
 
-def test_nothing_is_removed_in_the_moment_of_a_check():
+def test_removal_waits_for_a_snapshot_barrier():
     async def main():
         async with removing() as (meta, _, _directory):
 
@@ -109,7 +109,7 @@ def test_nothing_is_removed_in_the_moment_of_a_check():
     asyncio.run(main())
 
 
-def test_a_held_directory_of_a_volume_is_removed_when_it_is_free():
+def test_locked_directory_of_a_volume_is_removed_later():
     async def main():
         async with removing() as (meta, _, directory):
             with held(meta, inode_key(directory)):
@@ -120,7 +120,7 @@ def test_a_held_directory_of_a_volume_is_removed_when_it_is_free():
 
 
 @pytest.mark.parametrize("steps", range(6))
-def test_each_step_of_a_removal_is_repeated_after_a_hold(steps):
+def test_each_step_of_a_removal_is_repeated_after_a_lock(steps):
     async def main():
         async with removing() as (meta, volume, _):
             removal = Removal(meta._kv, meta._view, meta._collector, meta._clock, volume)
@@ -138,7 +138,7 @@ def test_each_step_of_a_removal_is_repeated_after_a_hold(steps):
     asyncio.run(main())
 
 
-def test_the_end_of_a_removal_waits_for_what_is_held():
+def test_end_of_a_removal_waits_for_locked_records():
     async def main():
         async with removing() as (meta, volume, _):
             with held(meta, volume_key(ATTACHED, volume, b"somebody")):
@@ -149,7 +149,7 @@ def test_the_end_of_a_removal_waits_for_what_is_held():
     asyncio.run(main())
 
 
-def test_a_volume_moves_while_clients_are_told_of_its_trash():
+def test_volume_migrates_during_the_recalls_of_its_purge():
     async def main():
         async with trashed() as (meta, _, volume, _inode):
             close_at_recall(meta, volume)
@@ -160,7 +160,7 @@ def test_a_volume_moves_while_clients_are_told_of_its_trash():
     asyncio.run(main())
 
 
-def test_what_is_held_stays_in_the_trash_until_it_is_free():
+def test_locked_file_stays_in_the_trash():
     async def main():
         async with trashed() as (meta, _, _volume, inode):
             with held(meta, inode_key(inode)):
@@ -171,7 +171,7 @@ def test_what_is_held_stays_in_the_trash_until_it_is_free():
 
 
 @pytest.mark.parametrize("one", (True, False))
-def test_a_purge_waits_while_the_volume_is_handed_over(one):
+def test_purge_waits_for_a_migration_of_the_volume(one):
     async def main():
         async with trashed() as (meta, fs, volume, inode):
             close_at_recall(meta, volume)
@@ -186,7 +186,7 @@ def test_a_purge_waits_while_the_volume_is_handed_over(one):
     asyncio.run(main())
 
 
-def test_what_is_open_without_a_name_is_buried_when_its_count_is_free():
+def test_closed_orphan_is_collected_when_its_volume_is_unlocked():
     async def main():
         async with pool_and_client(meta_options=IN_THE_TEST) as (pool, fs):
             volume, meta = (await fs.volumes.create("v", files_max=5)).inode, pool.meta

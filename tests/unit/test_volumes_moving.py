@@ -1,4 +1,4 @@
-"""Volumes in partitions that move between shards while they are used: their quotas hold, and what they are comes along."""
+"""Volumes in migrating partitions: quotas hold, and rights, trash and seal move along."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def holder(moving: Moving, inode: int) -> int:
 
 
 async def all_away(moving: Moving) -> int:
-    """Everything goes to a new shard."""
+    """Move all partitions to a new shard."""
     first = next(iter(moving.pool.metas))
     new = await moving.add()
-    await moving.wish(first, "remove")
+    await moving.request(first, "remove")
     await moving.settled()
     return new
 
@@ -38,7 +38,7 @@ async def finds_nothing(moving: Moving) -> None:
     assert not found.found, found.problems
 
 
-def test_what_writers_were_promised_holds_where_the_volume_is_by_then():
+def test_quota_reservations_hold_after_a_migration():
     async def main(moving: Moving) -> None:
         one = AsyncFileSystem(moving.client, ROOT)
         other = AsyncFileSystem(await moving.pool.client("other", OPTIONS), ROOT)
@@ -49,7 +49,7 @@ def test_what_writers_were_promised_holds_where_the_volume_is_by_then():
             assert shown.bytes_used + shown.bytes_reserved >= 900_000
             new = await all_away(moving)
             assert holder(moving, made.inode) == new
-            # who asks there first waits until the one before has said again what it was promised
+            # the second client waits there until the first has reported its reservations again
             with pytest.raises(OSError) as refused:
                 await other.write_bytes("/volumes/v/g", b"y" * 200_000)
             assert (
@@ -63,7 +63,7 @@ def test_what_writers_were_promised_holds_where_the_volume_is_by_then():
     run(main)
 
 
-def test_writers_never_pass_the_quota_of_a_volume_that_moves_to_and_fro():
+def test_writers_stay_within_the_quota_of_a_migrating_volume():
     async def main(moving: Moving) -> None:
         systems = [
             AsyncFileSystem(moving.client, ROOT),
@@ -83,11 +83,13 @@ def test_writers_never_pass_the_quota_of_a_volume_that_moves_to_and_fro():
                     await asyncio.sleep(0.02)
 
         async def to_and_fro() -> None:
-            for wish in ("remove", "share", "remove"):
-                await moving.wish(1, wish)
+            for request in ("remove", "share", "remove"):
+                await moving.request(1, request)
                 await moving.settled()
                 seen.add(holder(moving, made.inode))
-                await asyncio.sleep(1)  # in which some is promised again, but the time for it is not over
+                await asyncio.sleep(
+                    1
+                )  # some bytes are reserved again meanwhile, but the reservation has not expired
 
         await asyncio.gather(to_and_fro(), *(fill(number, fs) for number, fs in enumerate(systems)))
         assert seen >= {2}
@@ -98,7 +100,7 @@ def test_writers_never_pass_the_quota_of_a_volume_that_moves_to_and_fro():
     run(main)
 
 
-def test_rights_trash_and_seal_come_along():
+def test_rights_trash_and_seal_are_migrated():
     async def main(moving: Moving) -> None:
         fs = AsyncFileSystem(moving.client, ROOT)
         await fs.volumes.create("kept", files_max=3, trash_s=3600)

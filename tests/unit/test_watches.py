@@ -1,4 +1,4 @@
-"""Who watches anew after a pause: his leases hold with his first answer, which does not wait for something to tell."""
+"""Lease recall after a pause of the client: its leases hold from the first reply, which does not wait for a recall."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ONE, OTHER = 11, 12
 
 
 class Asked:
-    """A call of WATCH."""
+    """A pending WATCH call."""
 
     def __init__(self) -> None:
         self.answer: meta_pb2.WatchReply | None = None
@@ -48,14 +48,14 @@ class Shard:
         return call
 
 
-async def told(call: Asked) -> list[int]:
-    """What is told within this turn of the loop, and the next."""
+async def notified(call: Asked) -> list[int]:
+    """Inodes that are notified in this iteration of the loop, or the next."""
     for _ in range(3):
         await asyncio.sleep(0)
     return call.inodes
 
 
-def test_who_watches_waits_for_something_to_tell_while_his_leases_hold():
+def test_watch_waits_for_a_recall_while_leases_hold():
     async def main() -> None:
         shard = Shard()
         number, _ = shard.watches.begin(ONE)
@@ -63,53 +63,53 @@ def test_who_watches_waits_for_something_to_tell_while_his_leases_hold():
         assert call.answer is None and shard.watches.lend(ONE, (7,)) == {7}
         shard.clock.advance(WATCH_S / 2)
         shard.watches.recall(OTHER, (7,))
-        assert await told(call) == [7]
+        assert await notified(call) == [7]
 
     run(main())
 
 
-def test_who_watches_after_a_pause_is_answered_at_once_and_has_leases_again():
+def test_watch_after_a_pause_is_answered_immediately():
     async def main() -> None:
         shard = Shard()
         number, _ = shard.watches.begin(ONE)
         shard.watches.begin(OTHER)
         assert shard.watches.lend(ONE, (7,)) == {7}
         shard.clock.advance(WATCH_S + 1)
-        assert shard.watches.lend(ONE, (8,)) == (), "nothing is lent to who does not watch"
+        assert shard.watches.lend(ONE, (8,)) == (), "a client that does not watch gets no lease"
         first = shard.ask(ONE, number)
         assert first.answer.watch == number and first.answer.watch_ms == 1000 * WATCH_S and not first.inodes
         assert shard.watches.lend(ONE, (8,)) == {8}
         second = shard.ask(ONE, number, first.answer.number)
-        assert second.answer is None, "now it holds, and there is nothing to tell"
+        assert second.answer is None, "now the lease holds, and no recall is pending"
         done = asyncio.ensure_future(shard.watches.recall(OTHER, (8,))())
-        assert await told(second) == [8] and not done.done()
+        assert await notified(second) == [8] and not done.done()
         shard.ask(ONE, number, second.answer.number)
         await done
 
     run(main())
 
 
-def test_what_was_changed_in_the_pause_is_told_with_the_first_answer():
+def test_changes_during_the_pause_are_in_the_first_reply():
     async def main() -> None:
         shard = Shard()
         number, _ = shard.watches.begin(ONE)
         shard.watches.begin(OTHER)
         shard.watches.lend(ONE, (7, 8))
         shard.clock.advance(WATCH_S + 1)
-        assert shard.watches.recall(OTHER, (7,)) is None, "nobody is waited for whose leases do not hold"
+        assert shard.watches.recall(OTHER, (7,)) is None, "a client without valid leases is not waited for"
         first = shard.ask(ONE, number)
         assert first.inodes == [7]
-        # from now on his lease on the other one holds again, and he knows of every change before it is made
+        # from now on the lease on the other inode holds again, and the client is notified before each change
         done = asyncio.ensure_future(shard.watches.recall(OTHER, (8,))())
         second = shard.ask(ONE, number, first.answer.number)
-        assert await told(second) == [8] and not done.done()
+        assert await notified(second) == [8] and not done.done()
         shard.ask(ONE, number, second.answer.number)
         await done
 
     run(main())
 
 
-def test_an_answer_that_was_lost_after_a_pause_is_told_again():
+def test_lost_reply_after_a_pause_is_repeated():
     async def main() -> None:
         shard = Shard()
         number, _ = shard.watches.begin(ONE)
@@ -118,7 +118,7 @@ def test_an_answer_that_was_lost_after_a_pause_is_told_again():
         shard.clock.advance(WATCH_S + 1)
         shard.watches.recall(OTHER, (7,))
         assert shard.ask(ONE, number).inodes == [7]
-        assert shard.ask(ONE, number).inodes == [7], "he has not seen it"
+        assert shard.ask(ONE, number).inodes == [7], "the client has not acknowledged it"
 
     run(main())
 
@@ -142,7 +142,7 @@ def test_session_that_leaves_is_not_waited_for():
     run(main())
 
 
-def test_idle_client_gives_up_its_leases_at_the_shard():
+def test_idle_client_releases_its_leases_at_the_shard():
     async def main() -> None:
         async with Case(
             ClientOptions(deadline_s=10.0, release_s=0.01), MetaOptions(watch_s=0.9), clock=Standing()
@@ -154,22 +154,20 @@ def test_idle_client_gives_up_its_leases_at_the_shard():
             case.pool.clock.ahead_s += 61.0
             await asyncio.wait([state.watching], timeout=30)
             assert state.watching.done()
-            assert watches._watches[state.session].until_s == 0.0, (
-                "a change of another client waits for nothing"
-            )
+            assert watches._watches[state.session].until_s == 0.0, "a change of another client does not wait"
             await case.one.getattr(ROOT_INODE)
-            assert not state.watching.done(), "the next question watches again"
+            assert not state.watching.done(), "the next request starts a watch"
 
     run(main())
 
 
-def test_names_that_are_made_after_a_pause_are_not_asked_for_one_by_one():
+def test_names_created_after_a_pause_are_not_looked_up():
     async def main() -> None:
         async with Case(
             ClientOptions(deadline_s=10.0, release_s=0.01), MetaOptions(watch_s=6.0), clock=Standing()
         ) as case:
             vfs, clock, state = case.one, case.pool.clock, state_of(case.one)
-            state.watching.cancel()  # as where nobody has had use for leases for a minute
+            state.watching.cancel()  # as after a minute without use of leases
             await asyncio.wait([state.watching])
             clock.ahead_s += 10.0
             parent = (await vfs.mkdir(ROOT_INODE, b"new", 0o755, ME)).inode
@@ -177,7 +175,7 @@ def test_names_that_are_made_after_a_pause_are_not_asked_for_one_by_one():
                 name, sent_before = b"%d" % number, dict(case.pool.sent)
                 try:
                     await vfs.lookup(parent, name)
-                    raise AssertionError("nobody has made it")
+                    raise AssertionError("it was not created")
                 except NotFound:
                     pass
                 asked = {

@@ -1,4 +1,4 @@
-"""Directories in which names are made: all of their names get known, so that a new one is one question; and none is missed."""
+"""Complete directories: where a client creates names, it learns all names, so a new name costs one request."""
 
 from __future__ import annotations
 
@@ -23,22 +23,24 @@ async def is_there(vfs, parent: int, name: bytes) -> bool:
 
 
 async def make(vfs, parent: int, name: bytes) -> None:
-    """As a kernel does: look it up, then make it."""
+    """As a kernel does: look the name up, then create it."""
     assert not await is_there(vfs, parent, name)
     await vfs.mknod(parent, name, 0o644, 0, ME)
 
 
 async def known(case, count: int = 40) -> tuple[int, list[bytes]]:
-    """A directory of another client's, in which this one has made names until it knows all of them."""
+    """A directory of another client in which this client has created names until it knows all of them."""
     there, names = await filled(case.other, count)
-    await case.one.getattr(there)  # with a lease: what several change in turns is lent to nobody for a while
+    await case.one.getattr(
+        there
+    )  # with a lease: an inode that several clients change gets no lease for a while
     for number in range(complete_dirs.MADE_MIN):
         await make(case.one, there, b"first %d" % number)
     await settled(case.one)
     return there, names
 
 
-def test_in_a_directory_that_was_there_a_new_name_is_one_question_once_some_were_made():
+def test_new_name_in_a_complete_directory_is_one_request():
     async def main() -> None:
         async with Case(EXACT, META) as case:
             there, names = await known(case)
@@ -60,7 +62,7 @@ def test_in_a_directory_that_was_there_a_new_name_is_one_question_once_some_were
     run(main())
 
 
-def test_a_name_that_can_be_nobodys_is_refused_and_not_missed_there_either():
+def test_too_long_name_is_refused_in_a_complete_directory():
     async def main() -> None:
         async with Case(EXACT, META) as case:
             born = (await case.one.mkdir(ROOT_INODE, b"born", 0o755, ME)).inode
@@ -72,7 +74,7 @@ def test_a_name_that_can_be_nobodys_is_refused_and_not_missed_there_either():
     run(main())
 
 
-def test_what_others_make_and_remove_there_is_seen_at_once():
+def test_changes_of_others_are_seen_in_a_complete_directory():
     async def main() -> None:
         async with Case(EXACT, META) as case:
             there, _ = await known(case)
@@ -88,7 +90,7 @@ def test_what_others_make_and_remove_there_is_seen_at_once():
     run(main())
 
 
-def test_names_that_come_and_go_while_they_are_listed_are_known_as_they_are(monkeypatch):
+def test_names_changed_during_the_listing_are_known(monkeypatch):
     monkeypatch.setattr(complete_dirs, "STEP_NAMES", 3)
 
     async def main(seed: int) -> None:
@@ -120,8 +122,8 @@ def test_names_that_come_and_go_while_they_are_listed_are_known_as_they_are(monk
         run(main(seed))
 
 
-def test_a_directory_with_many_names_is_not_listed_for_a_few(monkeypatch):
-    monkeypatch.setattr(prefetch_policy, "MISSES_MIN", 1 << 30)  # nor because names follow one another
+def test_large_directory_is_not_listed_for_a_few_names(monkeypatch):
+    monkeypatch.setattr(prefetch_policy, "MISSES_MIN", 1 << 30)  # nor because the names are in sequence
     large = complete_dirs.NAMES_FOR_ONE * complete_dirs.MADE_MIN
 
     async def main() -> None:
@@ -132,7 +134,7 @@ def test_a_directory_with_many_names_is_not_listed_for_a_few(monkeypatch):
     run(main())
 
 
-def test_a_wide_directory_is_not_listed_for_its_new_names():
+def test_striped_directory_is_not_listed_for_new_names():
     async def main() -> None:
         async with Case(EXACT, META) as case:
             vfs = case.one

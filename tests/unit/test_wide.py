@@ -1,4 +1,4 @@
-"""Wide directories: their names over several shards, what each shard keeps of them, and their attributes together."""
+"""Striped directories: names on several shards, the records of each shard, and the combined attributes."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ PART_VALUE = (
     "010400ed4501000000020000000212fcffffffffffffff0100000000000000070000000000000008"
     "000000000000000000000000010000"
 )
-"""Part of the format."""
+"""This number is part of the format."""
 
 
 class Wide:
-    """A pool of three shards with an empty wide directory, and two clients."""
+    """A pool of three shards with an empty striped directory, and two clients."""
 
     def __init__(self, shards: int = 3) -> None:
         self.pool = LocalPool(shards=shards)
@@ -60,7 +60,7 @@ class Wide:
         await self.pool.__aexit__(*failure)
 
     def names_at(self, shard: int, count: int, prefix: bytes = b"") -> list[bytes]:
-        """Names of which that shard has the partitions."""
+        """Names whose partitions that shard owns."""
         found, number = [], 0
         while len(found) < count:
             name = b"%s%d" % (prefix, number)
@@ -91,9 +91,9 @@ class Wide:
         return dict(found)
 
     async def quiet(self) -> None:
-        """Until nothing is held and nobody is to be told anything."""
+        """Wait until no record is locked and no notification is pending."""
         async with asyncio.timeout(60):
-            while not self._is_quiet():  # noqa: ASYNC110 (nobody is told)
+            while not self._is_quiet():  # noqa: ASYNC110 (no notification)
                 await asyncio.sleep(0.01)
 
     def _is_quiet(self) -> bool:
@@ -116,7 +116,7 @@ def run(main, **options) -> None:
     asyncio.run(whole())
 
 
-def test_a_shard_that_leaves_while_it_is_asked_for_its_part_has_none():
+def test_removed_shard_has_no_stripe_attributes():
     async def main(wide: Wide) -> None:
         vfs, meta = wide.vfs, wide.pool.metas[wide.home % 3 + 1]
         for shard in SHARDS:
@@ -129,7 +129,7 @@ def test_a_shard_that_leaves_while_it_is_asked_for_its_part_has_none():
             asyncio.create_task(call) for call in (vfs._fetch_attr(wide.inode), vfs.fsyncdir(wide.inode))
         ]
         async with asyncio.timeout(60):
-            while len(asked) < len(calls):  # noqa: ASYNC110 (nobody is told)
+            while len(asked) < len(calls):  # noqa: ASYNC110 (no notification)
                 await asyncio.sleep(0.01)
         now = vfs.view.map
         vfs.view.offer(
@@ -145,12 +145,12 @@ def test_a_shard_that_leaves_while_it_is_asked_for_its_part_has_none():
         for call in asked:
             call.fail(Unavailable("it has left"))
         attr, _ = await asyncio.wait_for(asyncio.gather(*calls), 60)
-        assert attr.size == 2  # what the other two know
+        assert attr.size == 2  # the count of the other two shards
 
     run(main)
 
 
-def test_names_go_to_the_shard_of_their_partition_in_one_change_and_files_are_born_there():
+def test_names_and_inodes_are_created_on_their_own_shard():
     async def main(wide: Wide) -> None:
         vfs = wide.vfs
         await vfs.getattr(wide.inode)
@@ -180,7 +180,7 @@ def test_names_go_to_the_shard_of_their_partition_in_one_change_and_files_are_bo
     run(main)
 
 
-def test_whoever_has_changed_it_sees_so_in_the_attributes_and_everybody_else_who_asks():
+def test_attributes_show_each_change_to_all_clients():
     async def main(wide: Wide) -> None:
         vfs, seen = wide.vfs, (await wide.vfs.getattr(wide.inode)).change
         count = 0
@@ -203,7 +203,7 @@ def test_whoever_has_changed_it_sees_so_in_the_attributes_and_everybody_else_who
     run(main)
 
 
-def test_what_came_at_one_shard_and_went_at_another_is_counted_once_for_all_of_them():
+def test_counts_are_summed_across_shards():
     async def main(wide: Wide) -> None:
         for count, (one, other) in enumerate(((3, 1), (1, 3), (2, 1), (3, 2))):
             for number in range(2):
@@ -229,7 +229,7 @@ def test_what_came_at_one_shard_and_went_at_another_is_counted_once_for_all_of_t
     run(main)
 
 
-def test_names_that_are_not_there_are_known_to_be_there_when_another_has_made_them():
+def test_missing_names_are_found_after_another_client_creates():
     async def main(wide: Wide) -> None:
         for shard in SHARDS:
             for round_ in (b"a", b"b"):
@@ -245,7 +245,7 @@ def test_names_that_are_not_there_are_known_to_be_there_when_another_has_made_th
     run(main)
 
 
-def test_attributes_are_set_for_all_shards_and_times_may_go_back():
+def test_setattr_applies_to_all_shards():
     async def main(wide: Wide) -> None:
         vfs = wide.vfs
         for shard in SHARDS:
@@ -265,7 +265,7 @@ def test_attributes_are_set_for_all_shards_and_times_may_go_back():
     run(main)
 
 
-def test_it_is_listed_over_all_shards_in_steps_while_names_come_and_go():
+def test_listing_covers_all_shards_during_changes():
     async def main(wide: Wide) -> None:
         kept = {b"kept%d" % number: await wide.make(b"kept%d" % number) for number in range(150)}
         assert {wide.shard_of(name) for name in kept} == set(SHARDS)
@@ -289,7 +289,7 @@ def test_it_is_listed_over_all_shards_in_steps_while_names_come_and_go():
     run(main)
 
 
-def test_it_is_removed_only_when_no_shard_has_a_name_and_takes_none_after_that():
+def test_directory_is_removed_only_when_empty_on_all_shards():
     async def main(wide: Wide) -> None:
         vfs = wide.vfs
         for shard in SHARDS:
@@ -310,12 +310,12 @@ def test_it_is_removed_only_when_no_shard_has_a_name_and_takes_none_after_that()
     run(main)
 
 
-def test_of_a_removal_and_births_at_all_shards_one_side_wins():
+def test_concurrent_removal_and_creates_have_one_winner():
     async def main(wide: Wide) -> None:
         for round_ in range(6):
             path = b"round%d" % round_
             wide.inode = (await wide.vfs.mkdir(ROOT_INODE, path, 0o755, ME, wide=True)).inode
-            if round_ % 2:  # all have parts already
+            if round_ % 2:  # all shards have a stripe already
                 for shard in SHARDS:
                     await wide.make(wide.names_at(shard, 1)[0])
                     await wide.vfs.unlink(wide.inode, wide.names_at(shard, 1)[0], ME)
@@ -335,7 +335,7 @@ def test_of_a_removal_and_births_at_all_shards_one_side_wins():
     run(main)
 
 
-def test_names_move_into_it_out_of_it_and_over_it():
+def test_names_are_renamed_into_out_of_and_within():
     async def main(wide: Wide) -> None:
         vfs = wide.vfs
         plain = (await vfs.mkdir(ROOT_INODE, b"plain", 0o755, ME)).inode
@@ -370,7 +370,7 @@ def test_names_move_into_it_out_of_it_and_over_it():
     run(main)
 
 
-def test_an_empty_directory_becomes_wide_and_clients_who_do_not_know_it_yet_are_right_all_the_same():
+def test_directory_becomes_striped_while_clients_use_it():
     async def main(wide: Wide) -> None:
         vfs = wide.vfs
         wide.inode = (await vfs.mkdir(ROOT_INODE, b"narrow", 0o755, ME)).inode
@@ -394,7 +394,7 @@ def test_an_empty_directory_becomes_wide_and_clients_who_do_not_know_it_yet_are_
     run(main)
 
 
-def test_a_pool_of_one_shard_has_wide_directories_without_parts():
+def test_single_shard_pool_needs_no_stripes():
     async def main(wide: Wide) -> None:
         made = {b"%d" % number: await wide.make(b"%d" % number) for number in range(20)}
         assert await wide.names(wide.other, 3) == made and not wide.parts()
@@ -408,7 +408,7 @@ def test_a_pool_of_one_shard_has_wide_directories_without_parts():
     run(main, shards=1)
 
 
-def test_a_part_is_a_record_and_a_line_of_a_dump():
+def test_stripe_is_a_record_and_a_line_of_a_dump():
     part = part_of(
         5 << 51 | 9,
         3,
@@ -438,7 +438,7 @@ async def checked(wide: Wide, repair: bool = False) -> list[tuple[str, bool]]:
     return [(problem.kind, problem.repaired) for problem in checkup.problems]
 
 
-def test_a_check_lays_the_parts_together_and_mends_counts_that_are_wrong():
+def test_check_sums_stripes_and_repairs_wrong_counts():
     async def main(wide: Wide) -> None:
         for number in range(30):
             await wide.make(b"%d" % number)
@@ -463,7 +463,7 @@ def test_a_check_lays_the_parts_together_and_mends_counts_that_are_wrong():
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
-def test_a_dump_keeps_it_wide_and_whole_in_a_pool_of_any_number_of_shards(tmp_path, shards):
+def test_dump_keeps_the_directory_striped_for_any_shard_count(tmp_path, shards):
     path, made = str(tmp_path / "dump"), {}
 
     async def dumped(wide: Wide) -> None:
@@ -494,14 +494,16 @@ def test_a_dump_keeps_it_wide_and_whole_in_a_pool_of_any_number_of_shards(tmp_pa
     asyncio.run(loaded())
 
 
-def test_a_shard_that_does_not_know_all_who_may_have_names_in_a_directory_does_not_remove_it():
-    """It has an older map: somebody has come since and has made a name, of which the shards that it knows have nothing."""
+def test_shard_with_an_older_map_does_not_remove_the_directory():
+    """Its map is older: a new shard has created a name that the shards of the older map do not know."""
 
     async def main() -> None:
         async with LocalPool(shards=2, tells_map=True) as pool:
             vfs = (await pool.client("first", OPTIONS)).vfs
             decides, wide, number = vfs.meta.shard_of(ROOT_INODE), 0, 0
-            while not wide or vfs.meta.shard_of(wide) != decides:  # it stays there: who is deaf gives nothing
+            while (
+                not wide or vfs.meta.shard_of(wide) != decides
+            ):  # it stays there: a deaf shard migrates no partitions
                 number += 1
                 removed = b"wide-%d" % number
                 wide = (await vfs.mkdir(ROOT_INODE, removed, 0o755, ME, wide=True)).inode
@@ -539,8 +541,8 @@ def test_a_shard_that_does_not_know_all_who_may_have_names_in_a_directory_does_n
     asyncio.run(main())
 
 
-def test_a_name_that_no_shard_sees_keeps_the_directory_because_it_is_counted():
-    """As one whose partition moves between the looks of those who have it one after the other."""
+def test_counted_name_that_no_shard_lists_keeps_the_directory():
+    """Such as a name whose partition migrates between the queries of its owners."""
 
     async def main(wide: Wide) -> None:
         shard = next(shard for shard in SHARDS if shard != wide.home)

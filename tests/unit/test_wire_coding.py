@@ -1,4 +1,4 @@
-"""Coding on the wire: errors, greetings, endpoints, batches; and that the generated code is that of the .proto files."""
+"""Wire encoding: errors, greetings, endpoints, batches; and generated code that matches the .proto files."""
 
 import asyncio
 import logging
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("cls", errors.every_error(), ids=lambda cls: cls.__name__)
-def test_every_error_comes_back_as_itself(cls):
+def test_every_error_round_trips(cls):
     for error in (
         cls(),
         cls("a text"),
@@ -54,17 +54,17 @@ def test_every_error_comes_back_as_itself(cls):
         (1, errors.Bug),
     ],
 )
-def test_an_unknown_code_is_taken_for_its_family(code, family):
+def test_unknown_error_code_is_decoded_as_its_family(code, family):
     raw = wire_pb2.Error(code=code, may_be_applied=True).SerializeToString()
     found = decode_error(code, raw)
     assert type(found) is family and str(code) in str(found) and found.may_be_applied
 
 
-def test_an_error_that_can_not_be_read_keeps_its_class():
+def test_undecodable_error_keeps_its_class():
     assert type(decode_error(101, b"\xff\xff\xff")) is errors.NotFound
 
 
-def test_a_foreign_error_becomes_a_bug_and_is_logged_with_its_traceback(caplog):
+def test_foreign_error_is_encoded_as_bug_and_logged(caplog):
     with caplog.at_level(logging.ERROR):
         code, raw = encode_error(KeyError("k"))
     assert type(decode_error(code, raw)) is errors.Bug and caplog.records[0].exc_info
@@ -72,7 +72,7 @@ def test_a_foreign_error_becomes_a_bug_and_is_logged_with_its_traceback(caplog):
     assert type(decode_error(code, raw)) is errors.Cancelled
 
 
-def test_a_text_with_lone_surrogates_travels_too():
+def test_error_text_with_lone_surrogates_is_encoded():
     code, raw = encode_error(errors.NotFound("no file \udcff"))
     assert "no file" in str(decode_error(code, raw))
 
@@ -83,7 +83,7 @@ def test_a_text_with_lone_surrogates_travels_too():
 @pytest.mark.parametrize(
     ("version_min", "version", "fits"), [(1, 1, True), (1, 9, True), (2, 3, False), (0, 0, False)]
 )
-def test_who_has_no_version_in_common_is_refused_with_both_names_and_versions(version_min, version, fits):
+def test_peer_without_a_common_version_is_refused(version_min, version, fits):
     raw = wire_pb2.Hello(version_min=version_min, version=version, name="the other").SerializeToString()
     if fits:
         assert handshake.check_hello(raw, Greeting("we")).name == "the other"
@@ -94,12 +94,12 @@ def test_who_has_no_version_in_common_is_refused_with_both_names_and_versions(ve
         assert word in str(caught.value)
 
 
-def test_a_greeting_that_can_not_be_read_is_a_corrupt_frame():
+def test_undecodable_greeting_is_a_corrupt_frame():
     with pytest.raises(errors.CorruptFrame):
         handshake.check_hello(b"\xff\xff", Greeting("we"))
 
 
-def test_the_software_named_in_greetings_is_this_one():
+def test_greeting_names_this_software():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert f"nvpool {project['version']}" == handshake.SOFTWARE
 
@@ -120,7 +120,7 @@ def test_the_software_named_in_greetings_is_this_one():
         ("rdma://node:1/x", Endpoint("rdma", "node", 1, "/x")),
     ],
 )
-def test_an_endpoint_is_read(url, endpoint):
+def test_endpoint_is_parsed(url, endpoint):
     assert parse_endpoint(url) == endpoint
 
 
@@ -132,20 +132,20 @@ def test_an_endpoint_is_read(url, endpoint):
         st.text(max_size=20).map("stream+unix://".__add__),
     )
 )
-def test_what_is_no_endpoint_is_refused_and_nothing_else(url):
+def test_invalid_endpoint_is_refused(url):
     try:
         parse_endpoint(url)
     except errors.InvalidRequest:
         pass
 
 
-def test_a_unix_path_that_no_socket_can_have_is_refused():
+def test_too_long_unix_path_is_refused():
     with pytest.raises(errors.InvalidRequest, match="107"):
         parse_endpoint("stream+unix:///" + "x" * 107)
     assert host_port_url("stream", "::1", 5) == "stream://[::1]:5"
 
 
-def test_our_transports_are_the_installed_ones_with_inproc_best_first():
+def test_registered_transports_are_sorted_best_first():
     entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][registry.GROUP]
     assert entries | {"inproc": registry.OURS["inproc"]} == registry.OURS
     found = registry.transports()
@@ -157,7 +157,7 @@ def test_our_transports_are_the_installed_ones_with_inproc_best_first():
     assert registry.transport("carrier-pigeon") is None
 
 
-def test_speaking_stream_does_not_import_grpc():
+def test_stream_transport_does_not_import_grpc():
     program = (
         "import sys; from nvpool.rpc import connection_pool, registry; registry.transport('stream'); "
         "registry.transport('stream+unix'); registry.transport('inproc'); print('grpc' in sys.modules)"
@@ -180,14 +180,14 @@ writes = st.tuples(
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(reads, min_size=1, max_size=70))
-def test_reads_come_out_as_they_went_in(batch):
+def test_reads_round_trip(batch):
     raw = data_codec.pack_reads(batch)
     assert len(raw) == 24 * len(batch) and data_codec.unpack_reads(raw, 10) == batch
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(writes, min_size=1, max_size=20))
-def test_writes_come_out_as_they_went_in(batch):
+def test_writes_round_trip(batch):
     raw = data_codec.pack_writes(batch)
     payload = sum(entry[5] for entry in batch)
     checksums = b"".join(piece_checksums(bytes(entry[5]), entry[4]) for entry in batch)
@@ -215,13 +215,13 @@ GOOD_READ = (1, 0, 4096, 8192, 0, 0)
         (1, 0, 4096, 8192, 1, 0),
     ],
 )
-def test_a_read_that_makes_no_sense_is_refused(wrong):
+def test_invalid_read_is_refused(wrong):
     with pytest.raises(errors.InvalidRequest):
         data_codec.unpack_reads(data_codec.pack_reads([GOOD_READ, wrong]), 1)
 
 
 @pytest.mark.parametrize("raw", [b"", b"x" * 23, b"x" * 25, bytes(24 * (data_codec.BATCH_ENTRIES_MAX + 1))])
-def test_a_batch_of_no_whole_entries_or_too_many_is_refused(raw):
+def test_batch_with_partial_or_too_many_entries_is_refused(raw):
     with pytest.raises(errors.InvalidRequest):
         data_codec.unpack_reads(raw, 1)
     with pytest.raises(errors.InvalidRequest):
@@ -230,13 +230,13 @@ def test_a_batch_of_no_whole_entries_or_too_many_is_refused(raw):
         data_codec.unpack_read_results(raw, [4096], 0, b"")
 
 
-def test_reads_that_no_answer_can_hold_are_too_big():
+def test_reads_larger_than_a_reply_are_refused():
     many = PAYLOAD_BYTES_MAX // (1 << 20) + 1
     with pytest.raises(errors.TooBig):
         data_codec.unpack_reads(data_codec.pack_reads([(1, n, 0, 1 << 20, 0, 0) for n in range(many)]), 1)
 
 
-def test_answers_must_fit_what_was_asked():
+def test_replies_must_match_their_request():
     results = [(0, 1, 4096, 7), (101, 0, 0, 0), (0, 0, 0, 8)]
     raw = data_codec.pack_read_results(results)
     assert data_codec.unpack_read_results(raw, [4096, 8192, 4096], 4096, bytes(4)) == results
@@ -260,7 +260,7 @@ def test_answers_must_fit_what_was_asked():
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(u64, max_size=20))
-def test_inodes_come_out_as_they_went_in(inodes):
+def test_inodes_round_trip(inodes):
     assert data_codec.unpack_inodes(data_codec.pack_inodes(inodes)) == inodes
     with pytest.raises(errors.InvalidRequest):
         data_codec.unpack_inodes(data_codec.pack_inodes(inodes) + b"1234")
@@ -268,7 +268,7 @@ def test_inodes_come_out_as_they_went_in(inodes):
 
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 3), st.integers(0, 5000), st.binary(max_size=16))
-def test_any_bytes_are_a_batch_or_refused(raw, grants, payload_bytes, checksums):
+def test_random_bytes_are_a_batch_or_refused(raw, grants, payload_bytes, checksums):
     for unpack in (
         lambda: data_codec.unpack_reads(raw, grants),
         lambda: data_codec.unpack_writes(raw, grants, payload_bytes, checksums),
@@ -291,7 +291,7 @@ def test_any_bytes_are_a_batch_or_refused(raw, grants, payload_bytes, checksums)
 # -- generated code
 
 
-def test_the_generated_code_is_that_of_the_proto_files(tmp_path):
+def test_generated_code_matches_the_proto_files(tmp_path):
     subprocess.run(
         [ROOT / "proto" / "generate.sh", tmp_path],
         env={**os.environ, "PYTHON": sys.executable},
@@ -320,7 +320,7 @@ packed_reads = st.one_of(st.binary(min_size=24, max_size=24), st.binary(max_size
 
 @settings(max_examples=300, deadline=None)
 @given(numbers64, st.one_of(st.integers(0, 300), numbers32), grants_of, packed_reads, st.booleans())
-def test_a_request_to_read_is_what_protobuf_makes_of_it(epoch, target, rights, reads, verify):
+def test_read_request_matches_protobuf(epoch, target, rights, reads, verify):
     raw = data_codec.encode_read_request(epoch, target, rights, reads, verify)
     request = data_pb2.ReadRequest(map_epoch=epoch, target=target, grants=rights, reads=reads, verify=verify)
     assert raw == request.SerializeToString()
@@ -335,7 +335,7 @@ def test_a_request_to_read_is_what_protobuf_makes_of_it(epoch, target, rights, r
     st.one_of(st.binary(min_size=16, max_size=16), st.binary(max_size=40)),
     st.one_of(st.binary(min_size=4, max_size=4), st.binary(max_size=20)),
 )
-def test_an_answer_to_a_read_is_what_protobuf_makes_of_it(epoch, results, checksums):
+def test_read_reply_matches_protobuf(epoch, results, checksums):
     raw = data_codec.encode_read_reply(epoch, bytearray(results), checksums)
     assert (
         raw == data_pb2.ReadReply(map_epoch=epoch, results=results, checksums=checksums).SerializeToString()
@@ -353,9 +353,7 @@ def test_an_answer_to_a_read_is_what_protobuf_makes_of_it(epoch, results, checks
     numbers64,
     small_or_32,
 )
-def test_a_request_to_write_is_what_protobuf_makes_of_it(
-    epoch, target, grant, writes, checksums, session, slot
-):
+def test_write_request_matches_protobuf(epoch, target, grant, writes, checksums, session, slot):
     raw = data_codec.encode_write_request(epoch, target, grant, writes, checksums, session, slot)
     request = data_pb2.WriteRequest(
         map_epoch=epoch,
@@ -377,7 +375,7 @@ def test_a_request_to_write_is_what_protobuf_makes_of_it(
 
 @settings(max_examples=300, deadline=None)
 @given(numbers64, st.one_of(st.binary(min_size=16, max_size=16), st.binary(max_size=40)))
-def test_an_answer_to_a_write_is_what_protobuf_makes_of_it(epoch, results):
+def test_write_reply_matches_protobuf(epoch, results):
     raw = data_codec.encode_write_reply(epoch, bytearray(results))
     assert raw == data_pb2.WriteReply(map_epoch=epoch, results=results).SerializeToString()
     for form in (bytes, bytearray, memoryview):
@@ -393,7 +391,7 @@ def read_by_protobuf(kind, raw, error):
 
 @settings(max_examples=500, deadline=None)
 @given(st.data())
-def test_a_write_that_somebody_changed_is_read_as_protobuf_reads_it_or_left_to_that(data):
+def test_changed_write_request_is_decoded_like_protobuf(data):
     raw = data_codec.encode_write_request(7, 3, bytes(range(60)), bytes(40), bytes(4), 9, 5)
     assert data_codec.decode_write_request(raw) is not None
     spoiled = bytearray(raw)
@@ -417,7 +415,7 @@ def test_a_write_that_somebody_changed_is_read_as_protobuf_reads_it_or_left_to_t
 
 @settings(max_examples=500, deadline=None)
 @given(st.data())
-def test_bytes_that_somebody_changed_mean_what_they_mean_to_protobuf(data):
+def test_changed_messages_are_decoded_like_protobuf(data):
     request = data_codec.encode_read_request(7, 3, [bytes(range(60))], bytes(24))
     reply = data_codec.encode_read_reply(7, bytes(16), bytes(4))
     wrote = data_pb2.WriteReply(map_epoch=7, results=bytes(16)).SerializeToString()

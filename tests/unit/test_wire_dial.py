@@ -1,4 +1,4 @@
-"""The dialer: which endpoint it takes, one connection for all, what happens when it is lost; the in-process twin."""
+"""Dialer: choice of the endpoint, one shared connection, reconnection; and the in-process transport."""
 
 import asyncio
 import socket
@@ -42,7 +42,7 @@ def run(coroutine) -> None:
 
 
 class Recorder(InprocTransport):
-    """An in-process transport under another name, which counts attempts and may fail them."""
+    """An in-process transport under another name, which counts attempts and can fail them."""
 
     def __init__(self, scheme, rank, failing=None):
         super().__init__()
@@ -57,7 +57,7 @@ class Recorder(InprocTransport):
         return await super().connect("inproc://here", greeting, deadline_s=deadline_s)
 
 
-def test_the_best_transport_that_answers_is_taken(tmp_path):
+def test_best_reachable_transport_is_used(tmp_path):
     async def check():
         listeners = [
             await registry.listen(endpoint, SERVER, echo)
@@ -89,10 +89,8 @@ def test_the_best_transport_that_answers_is_taken(tmp_path):
     "certified, user, scheme",
     [(True, 4711, "stream"), (True, None, "stream+unix"), (False, 4711, "stream+unix")],
 )
-def test_who_shows_a_certificate_uses_no_unix_socket_of_others(
-    tmp_path, monkeypatch, certified, user, scheme
-):
-    """There it would be asked as the user of its process, and not as the client of its certificate."""
+def test_certified_client_uses_no_unix_socket_of_other_users(tmp_path, monkeypatch, certified, user, scheme):
+    """On the socket, the caller would be the user of its process, not the client of its certificate."""
 
     async def check():
         listeners = [
@@ -111,7 +109,7 @@ def test_who_shows_a_certificate_uses_no_unix_socket_of_others(
     run(check())
 
 
-def test_a_unix_path_of_another_host_is_not_tried(tmp_path):
+def test_unix_path_of_another_host_is_not_tried(tmp_path):
     async def check():
         listener = await registry.listen(f"stream+unix://{tmp_path}/s", SERVER, echo)
         for host_id, reached in (("here", False), ("there", True), ("", True)):
@@ -127,7 +125,7 @@ def test_a_unix_path_of_another_host_is_not_tried(tmp_path):
     run(check())
 
 
-def test_callers_at_once_share_one_attempt_and_one_connection():
+def test_concurrent_callers_share_one_connection():
     async def check():
         transport = Recorder("a", 1)
         listener = await transport.listen("inproc://here", SERVER, echo)
@@ -144,7 +142,7 @@ def test_callers_at_once_share_one_attempt_and_one_connection():
     run(check())
 
 
-def test_a_lost_connection_is_forgotten_at_once_and_made_anew():
+def test_lost_connection_is_dropped_and_opened_again():
     async def check():
         transport = Recorder("a", 1)
         kept = RecordingHandler()
@@ -165,7 +163,7 @@ def test_a_lost_connection_is_forgotten_at_once_and_made_anew():
     run(check())
 
 
-def test_what_failed_slowly_is_tried_last_for_a_while_and_what_was_refused_at_once_is_not():
+def test_slow_failures_are_tried_last_for_a_time():
     async def check():
         slow = Recorder("slow", 3, (Unreachable("slow"), connection_pool.SLOW_FAILURE_S + 0.05))
         quick = Recorder("quick", 2, (Unreachable("quick"), 0))
@@ -183,7 +181,7 @@ def test_what_failed_slowly_is_tried_last_for_a_while_and_what_was_refused_at_on
     run(check())
 
 
-def test_a_refusal_says_more_than_that_others_do_not_answer():
+def test_refusal_is_preferred_to_unreachable_errors():
     async def check():
         transports = {
             "a": Recorder("a", 2, (ProtocolMismatch("of another pool"), 0)),
@@ -198,7 +196,7 @@ def test_a_refusal_says_more_than_that_others_do_not_answer():
     run(check())
 
 
-def test_refused_identity_is_told_alone():
+def test_refused_identity_is_reported_alone():
     async def check():
         gone = StaleIdentity("client/one is not in the pool any more")
         dialer = Dialer(
@@ -217,7 +215,7 @@ def test_refused_identity_is_told_alone():
     run(check())
 
 
-def test_a_caller_waits_no_longer_than_its_deadline_and_others_go_on():
+def test_caller_deadline_does_not_affect_other_callers():
     async def check():
         transport = Recorder("a", 1, (Unreachable("late"), 0.6))
         dialer = Dialer(US, transports={"a": transport})
@@ -239,7 +237,7 @@ def test_a_caller_waits_no_longer_than_its_deadline_and_others_go_on():
     run(check())
 
 
-def test_an_address_that_swallows_everything_is_left_for_the_next(monkeypatch):
+def test_silent_address_is_left_for_the_next(monkeypatch):
     async def check():
         monkeypatch.setattr(connection_pool, "ATTEMPT_S", 1.0)
         hole = socket.create_server(("127.0.0.1", 0), backlog=1)  # accepts into its backlog, never greets
@@ -255,7 +253,7 @@ def test_an_address_that_swallows_everything_is_left_for_the_next(monkeypatch):
 
 
 @pytest.mark.parametrize("raw", [b"\xff\xff\xff", b""])
-def test_a_grpc_client_that_sends_no_frames_is_hung_up_on_and_nobody_else(raw, caplog):
+def test_grpc_client_without_frames_is_disconnected_alone(raw, caplog):
     grpc = pytest.importorskip("grpc")
 
     async def check():
@@ -284,7 +282,7 @@ def hasty(monkeypatch):
 
 
 def test_connection_returns_to_the_better_endpoint(hasty, tmp_path):
-    """A unix socket that was out of the way is used again soon, and what is under way on TCP is answered there."""
+    """A Unix socket that was missing is used again soon; pending requests on TCP are answered there."""
 
     async def check():
         kept = RecordingHandler()
@@ -309,7 +307,7 @@ def test_connection_returns_to_the_better_endpoint(hasty, tmp_path):
     run(check())
 
 
-def test_better_endpoint_is_tried_with_growing_pauses(hasty):
+def test_better_endpoint_is_tried_with_backoff(hasty):
     async def check():
         best, good = Recorder("best", 3, (Unreachable("not yet"), 0)), Recorder("good", 1)
         for transport in (best, good):
@@ -324,7 +322,7 @@ def test_better_endpoint_is_tried_with_growing_pauses(hasty):
         assert dialer.live(endpoints) is not worse and len(good.attempts) == 1
         count = len(best.attempts)
         await asyncio.sleep(0.3)
-        assert len(best.attempts) == count  # there is nothing better than the best
+        assert len(best.attempts) == count  # there is no better endpoint than the best
         await dialer.close()
 
     run(check())
@@ -344,12 +342,12 @@ def test_ended_connection_is_not_used_again(hasty):
     run(check())
 
 
-def test_unix_socket_is_shunned_for_a_shorter_time(tmp_path, monkeypatch):
+def test_unix_socket_is_avoided_for_a_shorter_time(tmp_path, monkeypatch):
     async def check():
         monkeypatch.setattr(connection_pool, "ATTEMPT_S", 0.6)
         with socket.socket(
             socket.AF_UNIX
-        ) as hole:  # accepts into its backlog, never greets, as a stopped daemon does
+        ) as hole:  # accepts into its backlog, never greets, like a stopped daemon
             hole.bind(f"{tmp_path}/s")
             hole.listen(8)
             stream = await registry.listen("stream://127.0.0.1:0", SERVER, echo)
@@ -367,7 +365,7 @@ def test_unix_socket_is_shunned_for_a_shorter_time(tmp_path, monkeypatch):
     run(check())
 
 
-def test_redialing_leaves_requests_under_way_alone(hasty):
+def test_redial_does_not_affect_pending_requests(hasty):
     async def check():
         transport, kept = Recorder("a", 1), RecordingHandler()
         listener = await transport.listen("inproc://here", SERVER, kept)
@@ -415,19 +413,19 @@ def test_refused_lease_is_renewed_on_another_connection(hasty, error, other):
         for _ in range(2):
             await refused(type(error), calls.call(("a://x",), 1, b"", deadline_s=soon()))
         assert (await calls.call(("a://x",), 1, b"", deadline_s=soon())).message == b"renewed"
-        assert len(transport.attempts) == (2 if other else 1)  # and not one for each refusal
+        assert len(transport.attempts) == (2 if other else 1)  # and not one per refusal
         await dialer.close()
         await listener.close()
 
     run(check())
 
 
-def test_errors_name_the_endpoints_that_were_tried(tmp_path):
+def test_errors_name_the_attempted_endpoints(tmp_path):
     async def check():
         gone = f"stream+unix://{tmp_path}/gone"
         with socket.create_server(("127.0.0.1", 0)) as closed, socket.socket(socket.AF_UNIX) as left:
             port = closed.getsockname()[1]
-            left.bind(f"{tmp_path}/left")  # by a daemon that was killed
+            left.bind(f"{tmp_path}/left")  # left by a killed daemon
         endpoints = (gone, f"stream+unix://{tmp_path}/left", f"stream://127.0.0.1:{port}")
         dialer = Dialer(US)
         said = str(await refused(Unreachable, dialer.connect(endpoints, soon())))
@@ -451,10 +449,10 @@ def test_errors_name_the_endpoints_that_were_tried(tmp_path):
     run(check())
 
 
-# -- the in-process twin
+# -- the in-process transport
 
 
-def test_frames_in_process_can_be_delayed_and_dropped():
+def test_inproc_frames_can_be_delayed_and_dropped():
     async def check():
         seen = []
         plan = {}
@@ -492,7 +490,7 @@ def test_frames_in_process_can_be_delayed_and_dropped():
     run(check())
 
 
-def test_nothing_is_delivered_in_process_before_the_senders_turn_has_ended():
+def test_inproc_delivers_after_the_senders_loop_iteration():
     async def check():
         kept = RecordingHandler()
         transport = InprocTransport()
@@ -503,14 +501,14 @@ def test_nothing_is_delivered_in_process_before_the_senders_turn_has_ended():
         assert not kept.calls
         content[:] = b"scribbled"
         (call,) = await kept.count(1)
-        assert call.payload == b"as it was"  # copied at the border
+        assert call.payload == b"as it was"  # copied when it was submitted
         await connection.close()
         await listener.close()
 
     run(check())
 
 
-def test_a_pool_of_its_own_does_not_see_another_ones_listeners():
+def test_inproc_listeners_are_private_to_a_transport():
     async def check():
         listener = await InprocTransport().listen("inproc://a", SERVER, echo)
         await refused(Unreachable, InprocTransport().connect("inproc://a", US, deadline_s=soon()))

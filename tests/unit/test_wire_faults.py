@@ -1,4 +1,4 @@
-"""Peers that break the rules, die, stall or lie: the connection ends with one logged reason, and nothing hangs."""
+"""Peers that violate the protocol, die, stall or send wrong data: the connection ends with one logged reason."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ HELLO_FRAME = pack_head(HELLO, 0, 0, 0, handshake.encode_hello(Greeting("the fau
 
 
 def on_a_loop(test):
-    """Run an async test on the loop of the daemons, with its deadline, and look for tasks that it left behind."""
+    """Run an async test on the daemons' event loop, with its deadline, and check for tasks left behind."""
 
     @functools.wraps(test)
     def run(*args, **kwargs):
@@ -87,7 +87,7 @@ async def read_frame(reader):
 
 
 class FaultyServer:
-    """Says hello, then for the first request does what the test says: a coroutine of (reader, writer, number)."""
+    """Sends a greeting, then handles the first request with the test's coroutine(reader, writer, number)."""
 
     def __init__(self, fault, hello=HELLO_FRAME):
         self.fault, self.hello = fault, hello
@@ -136,14 +136,14 @@ FAULTS = {
 
 @pytest.mark.parametrize("what", FAULTS)
 @on_a_loop
-async def test_a_server_that(what, tmp_path, caplog):
+async def test_faulty_server_ends_the_connection(what, tmp_path, caplog):
     make, logged = FAULTS[what]
 
     async def fault(reader, writer, number):
         writer.write(make(number))
         await writer.drain()
         if logged:
-            await reader.read()  # we hang up, not it
+            await reader.read()  # the client hangs up, not the server
 
     connection, server = await against(tmp_path, fault)
     tasks = [
@@ -161,7 +161,7 @@ async def test_a_server_that(what, tmp_path, caplog):
 
 
 @on_a_loop
-async def test_an_answer_that_nobody_asked_for_is_thrown_away(tmp_path):
+async def test_unexpected_reply_is_discarded(tmp_path):
     async def fault(reader, writer, number):
         writer.write(
             reply(number + 7, 3)
@@ -180,7 +180,7 @@ async def test_an_answer_that_nobody_asked_for_is_thrown_away(tmp_path):
 
 
 @on_a_loop
-async def test_memory_of_a_call_that_ended_is_not_written_to_any_more(tmp_path):
+async def test_memory_of_an_ended_call_is_not_written(tmp_path):
     go_on, going = asyncio.Event(), asyncio.Event()
 
     async def fault(reader, writer, number):
@@ -190,7 +190,7 @@ async def test_memory_of_a_call_that_ended_is_not_written_to_any_more(tmp_path):
         await go_on.wait()
         writer.write(b"x" * (2 << 20))
         _, _, number, _, _ = await read_frame(reader)
-        while number == 1:  # the cancel of the first
+        while number == 1:  # the cancel of the first request
             _, _, number, _, _ = await read_frame(reader)
         writer.write(reply(number, 4) + b"next")
         await reader.read()
@@ -211,7 +211,7 @@ async def test_memory_of_a_call_that_ended_is_not_written_to_any_more(tmp_path):
 
 
 @on_a_loop
-async def test_a_server_that_never_greets_is_unreachable_in_time(tmp_path):
+async def test_server_without_a_greeting_is_unreachable(tmp_path):
     async def silent(reader, writer):
         await reader.read()
         writer.close()
@@ -222,7 +222,7 @@ async def test_a_server_that_never_greets_is_unreachable_in_time(tmp_path):
 
 
 @on_a_loop
-async def test_a_server_of_a_later_version_is_refused_by_name_and_version(tmp_path):
+async def test_server_of_a_newer_version_is_refused(tmp_path):
     hello = wire_pb2.Hello(version=9, version_min=8, name="from the future").SerializeToString()
     server = await asyncio.start_unix_server(
         FaultyServer(None, pack_head(HELLO, 0, 0, 0, hello, 0)), f"{tmp_path}/s"
@@ -248,14 +248,14 @@ REQUESTS = {
 
 @pytest.mark.parametrize("what", REQUESTS)
 @on_a_loop
-async def test_a_client_that(what, tmp_path, caplog):
+async def test_faulty_client_is_disconnected(what, tmp_path, caplog):
     hello, request = REQUESTS[what]
     kept = RecordingHandler()
     listener = await serve(tmp_path, kept)
     reader, writer = await raw_client(tmp_path, hello)
     good = await connect(tmp_path)
     writer.write(request)
-    assert await reader.read() == b""  # hung up on
+    assert await reader.read() == b""  # disconnected
     writer.close()
     assert len(caplog.records) == 1
     await until(lambda: all(call.cancelled for call in kept.calls))
@@ -268,7 +268,7 @@ async def test_a_client_that(what, tmp_path, caplog):
 
 
 @on_a_loop
-async def test_who_connects_and_says_nothing_is_hung_up_on(tmp_path, monkeypatch, caplog):
+async def test_client_without_a_greeting_is_disconnected(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(stream_transport, "HELLO_S", 0.05)
     listener = await serve(tmp_path)
     reader, writer = await raw_client(tmp_path, b"")
@@ -279,7 +279,7 @@ async def test_who_connects_and_says_nothing_is_hung_up_on(tmp_path, monkeypatch
 
 
 @on_a_loop
-async def test_a_client_beyond_the_limit_is_told_that_we_are_busy(tmp_path):
+async def test_client_beyond_the_limit_gets_busy(tmp_path):
     listener = await serve(tmp_path, limits=Limits(Bounds(connections=8)))
     most = [await connect(tmp_path) for _ in range(8)]
     await refused(Busy, connect(tmp_path))
@@ -297,7 +297,7 @@ async def test_a_client_beyond_the_limit_is_told_that_we_are_busy(tmp_path):
     ],
 )
 @on_a_loop
-async def test_a_client_that_sends_a_byte_now_and_then_is_cut_off(request_of, tmp_path, caplog):
+async def test_slow_client_is_disconnected(request_of, tmp_path, caplog):
     bounds = Limits(Bounds(message_s=0.3), trust=False)
     listener = await serve(tmp_path, limits=bounds)
     _, writer = await raw_client(tmp_path)
@@ -320,7 +320,7 @@ async def test_a_client_that_sends_a_byte_now_and_then_is_cut_off(request_of, tm
 
 
 @on_a_loop
-async def test_a_long_message_counts_until_it_is_answered(tmp_path):
+async def test_long_message_counts_until_it_is_answered(tmp_path):
     bounds = Limits(Bounds(), trust=False)
     kept = RecordingHandler()
     listener = await serve(tmp_path, kept, limits=bounds)
@@ -336,7 +336,7 @@ async def test_a_long_message_counts_until_it_is_answered(tmp_path):
 
 
 async def hangs_up(reader):
-    with contextlib.suppress(ConnectionError):  # where bytes of ours were not read
+    with contextlib.suppress(ConnectionError):  # if bytes of ours were not read
         assert await reader.read() == b""
 
 
@@ -344,7 +344,7 @@ async def hangs_up(reader):
     "frame", [pack_head(CANCEL, 0, 1, 0, b"", 32 << 20), pack_head(HELLO, 0, 0, 0, b"", 32 << 20)]
 )
 @on_a_loop
-async def test_what_carries_no_payload_has_none(frame, tmp_path, caplog):
+async def test_frame_kinds_without_payload_are_enforced(frame, tmp_path, caplog):
     listener = await serve(tmp_path)
     reader, writer = await raw_client(tmp_path)
     writer.write(frame)
@@ -355,7 +355,7 @@ async def test_what_carries_no_payload_has_none(frame, tmp_path, caplog):
 
 
 @on_a_loop
-async def test_a_greeting_is_short(tmp_path, caplog):
+async def test_long_greeting_is_refused(tmp_path, caplog):
     listener = await serve(tmp_path, limits=Limits(Bounds(), trust=False))
     reader, writer = await raw_client(tmp_path, pack_head(HELLO, 0, 0, 0, bytes(4 << 20), 0))
     await hangs_up(reader)
@@ -365,7 +365,7 @@ async def test_a_greeting_is_short(tmp_path, caplog):
 
 
 @on_a_loop
-async def test_answers_to_who_has_been_ended_do_not_stay(tmp_path, monkeypatch):
+async def test_queued_replies_of_an_ended_connection_are_dropped(tmp_path, monkeypatch):
     monkeypatch.setattr(stream_transport, "GOODBYE_S", 0.05)
     listener = await serve(tmp_path, lambda call: call.reply(b"", [bytes(8 << 20)]))
     reader, writer = await raw_client(tmp_path)
@@ -380,7 +380,7 @@ async def test_answers_to_who_has_been_ended_do_not_stay(tmp_path, monkeypatch):
 
 
 @on_a_loop
-async def test_nothing_is_read_from_a_client_that_does_not_take_its_answers(tmp_path):
+async def test_client_that_reads_no_replies_is_not_read(tmp_path):
     served = 0
     answer = bytes(1 << 20)
 
@@ -407,7 +407,7 @@ async def test_nothing_is_read_from_a_client_that_does_not_take_its_answers(tmp_
 
 
 @on_a_loop
-async def test_no_more_payload_is_taken_from_a_client_than_can_be_worked_on(tmp_path):
+async def test_payload_in_progress_of_a_client_is_bounded(tmp_path):
     kept = RecordingHandler()
     listener = await serve(tmp_path, kept)
     connection = await connect(tmp_path)
@@ -415,7 +415,7 @@ async def test_no_more_payload_is_taken_from_a_client_than_can_be_worked_on(tmp_
     tasks = [asyncio.ensure_future(connection.call(1, b"", [piece], deadline_s=soon())) for _ in range(20)]
     await kept.count(9)
     await asyncio.sleep(0.05)
-    assert len(kept.calls) == 9  # 72 MiB: the one that went over the limit was the last
+    assert len(kept.calls) == 9  # 72 MiB: the frame that exceeded the limit was the last
     answered = 0
     while answered < 20:
         for call in (await kept.count(answered + 1))[answered:]:
@@ -427,7 +427,7 @@ async def test_no_more_payload_is_taken_from_a_client_than_can_be_worked_on(tmp_
 
 
 @on_a_loop
-async def test_requests_to_a_server_that_reads_nothing_end_with_their_deadline(tmp_path):
+async def test_requests_to_a_stalled_server_end_at_their_deadline(tmp_path):
     async def fault(reader, writer, number):
         reader._transport.pause_reading()
         await asyncio.sleep(600)
@@ -440,7 +440,7 @@ async def test_requests_to_a_server_that_reads_nothing_end_with_their_deadline(t
     ]
     errors = await asyncio.gather(*tasks, return_exceptions=True)
     assert {type(error) for error in errors} == {DeadlineExceeded}
-    assert not errors[-1].may_be_applied  # still waited on our side
+    assert not errors[-1].may_be_applied  # it was still queued on our side
     await connection.close()
     assert SYSTEM_CLOCK.boottime_s() - began_s < 300
     server.close()
@@ -450,7 +450,7 @@ async def test_requests_to_a_server_that_reads_nothing_end_with_their_deadline(t
 
 
 async def survives_mutated_frames(path, connections, seed):
-    """Whatever bytes `connections` clients send, derived from sound ones, another client goes on as if they were not there."""
+    """Whatever mutated frames `connections` clients send, another client is not affected."""
     dice = random.Random(seed)
     listener = await serve(path)
     good = await connect(path)
@@ -477,14 +477,14 @@ async def survives_mutated_frames(path, connections, seed):
 
 @pytest.mark.parametrize("seed", range(3))
 @on_a_loop
-async def test_mutated_frames_harm_nobody_else(tmp_path, seed):
+async def test_mutated_frames_harm_no_other_client(tmp_path, seed):
     await survives_mutated_frames(tmp_path, 50, seed)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(100, 105))
 @on_a_loop
-async def test_mutated_frames_harm_nobody_else_for_long(tmp_path, seed):
+async def test_mutated_frames_harm_no_other_client_for_long(tmp_path, seed):
     await survives_mutated_frames(tmp_path, 2000, seed)
 
 
@@ -502,7 +502,7 @@ uvloop.run(main())
 
 
 @pytest.mark.parametrize("scheme", ["stream+unix", "stream", "grpc"])
-def test_a_server_killed_within_its_answers_is_noticed_at_once(scheme, tmp_path):
+def test_killed_server_is_detected_immediately(scheme, tmp_path):
     endpoint = f"stream+unix://{tmp_path}/s" if scheme == "stream+unix" else f"{scheme}://127.0.0.1:0"
     child = subprocess.Popen(
         [sys.executable, "-c", SERVER_PROGRAM, endpoint], stdout=subprocess.PIPE, text=True
@@ -532,7 +532,7 @@ def test_a_server_killed_within_its_answers_is_noticed_at_once(scheme, tmp_path)
 
 
 @on_a_loop
-async def test_a_tcp_connection_notices_a_host_that_vanished():
+async def test_tcp_connection_detects_a_vanished_host():
     listener = await registry.listen("stream://127.0.0.1:0", US, echo)
     connection = await registry.transport("stream").connect(listener.endpoint, US, deadline_s=soon())
     await connection.call(1, b"", deadline_s=soon())
@@ -553,7 +553,7 @@ async def test_a_tcp_connection_notices_a_host_that_vanished():
 
 
 @on_a_loop
-async def test_a_socket_file_left_by_a_killed_process_is_replaced_but_no_other_file(tmp_path):
+async def test_stale_socket_file_is_replaced_but_no_other_file(tmp_path):
     left = socket.socket(socket.AF_UNIX)
     left.bind(f"{tmp_path}/s")
     left.close()
@@ -569,12 +569,12 @@ async def test_a_socket_file_left_by_a_killed_process_is_replaced_but_no_other_f
 
 @pytest.mark.parametrize("endpoint", ["stream://192.0.2.1:1", "carrier-pigeon://coop:1"])
 @on_a_loop
-async def test_an_address_that_is_none_of_this_host_is_a_mistake_in_the_configuration(endpoint):
+async def test_foreign_listen_address_is_a_configuration_error(endpoint):
     await refused(BadConfiguration, registry.listen(endpoint, US._replace(identity=PLAIN_TEXT), echo))
 
 
 @on_a_loop
-async def test_what_has_ended_is_freed_at_once(tmp_path):
+async def test_ended_connection_is_freed_immediately(tmp_path):
     gc.collect()
     gc.disable()
     try:
@@ -598,7 +598,7 @@ async def test_what_has_ended_is_freed_at_once(tmp_path):
 
 
 @on_a_loop
-async def test_a_cancel_for_what_was_answered_already_is_nothing(tmp_path):
+async def test_cancel_of_an_answered_request_is_ignored(tmp_path):
     listener = await serve(tmp_path)
     reader, writer = await raw_client(tmp_path)
     writer.write(
@@ -612,7 +612,7 @@ async def test_a_cancel_for_what_was_answered_already_is_nothing(tmp_path):
 
 
 @on_a_loop
-async def test_a_client_that_floods_lets_others_have_their_turn(tmp_path, monkeypatch):
+async def test_flooding_client_does_not_starve_others(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "TURN_S", 0.0)
     order = []
 
@@ -622,7 +622,7 @@ async def test_a_client_that_floods_lets_others_have_their_turn(tmp_path, monkey
 
     listener = await serve(tmp_path, handler, limits=Limits(Bounds(), trust=False))
     flooding = [await raw_client(tmp_path) for _ in range(5)]
-    stranger = await connect(tmp_path)
+    other = await connect(tmp_path)
     end = next(end for end in listener.connections if end.peer.name == US.name)
     end._share.leave()
     end._entered = end._share = listener.limits.enter(end, end.peer._replace(member="client/other"), "we")
@@ -630,7 +630,7 @@ async def test_a_client_that_floods_lets_others_have_their_turn(tmp_path, monkey
         writer.write(b"".join(pack_head(REQUEST, 1, n, 60_000, b"", 0) for n in range(1, 1001)))
     await until(lambda: order)
     for _ in range(20):
-        await stranger.call(2, b"", deadline_s=soon())
+        await other.call(2, b"", deadline_s=soon())
     before = [
         place - number
         for number, place in enumerate(place for place, method in enumerate(order) if method == 2)
@@ -641,5 +641,5 @@ async def test_a_client_that_floods_lets_others_have_their_turn(tmp_path, monkey
             assert (await read_frame(reader))[0] == REPLY
         writer.close()
     assert order.count(1) == 5000
-    await stranger.close()
+    await other.close()
     await listener.close()

@@ -1,4 +1,4 @@
-"""Frames of the stream transport: their bytes, and what a reader makes of any bytes at all."""
+"""Frames of the stream transport: their bytes, and the reader's behaviour with any input."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ if frames_module._frame is not None:
 
 @pytest.fixture(scope="module", autouse=True, params=HEADS)
 def heads(request):
-    """Every test with the compiled module and with its twin."""
+    """Every test with the compiled module and with the Python implementation."""
     before = frames_module.pack_head, frames_module.read_head
     frames_module.pack_head, frames_module.read_head = HEADS[request.param]
     yield
@@ -59,8 +59,8 @@ def packed(frame) -> bytes:
 
 
 def read(stream: bytes, cuts, place=lambda *_: None, widen=(False,)) -> list:
-    """The frames that a reader finds when `stream` comes in pieces of the sizes in `cuts`, repeated; `widen`: where it is told
-    of large payloads."""
+    """The frames that a reader finds when `stream` comes in parts of the sizes in `cuts`, repeated; `widen`: when it is
+    asked to expect large payloads."""
     found = []
     reader = FrameReader(lambda *frame: found.append(frame), place)
     at, turn = 0, 0
@@ -79,7 +79,7 @@ def read(stream: bytes, cuts, place=lambda *_: None, widen=(False,)) -> list:
 
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["what"])
-def test_a_frame_has_the_bytes_that_it_has_always_had(case):
+def test_frame_matches_the_golden_bytes(case):
     frame = (
         case["kind"],
         case["code"],
@@ -94,13 +94,13 @@ def test_a_frame_has_the_bytes_that_it_has_always_had(case):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(frames, min_size=1, max_size=8), st.lists(st.integers(1, 200_000), min_size=1, max_size=5))
-def test_frames_come_out_as_they_went_in_however_they_are_cut(sent, cuts):
+def test_frames_round_trip_in_parts_of_any_size(sent, cuts):
     assert read(b"".join(map(packed, sent)), cuts) == sent
 
 
 @settings(max_examples=60, deadline=None)
 @given(frames, st.data())
-def test_a_flipped_bit_in_header_or_message_is_always_found(frame, data):
+def test_flipped_bit_in_header_or_message_is_detected(frame, data):
     stream = bytearray(packed(frame))
     bit = data.draw(st.integers(0, (HEADER.size + len(frame[4])) * 8 - 1))
     stream[bit // 8] ^= 1 << bit % 8
@@ -110,7 +110,7 @@ def test_a_flipped_bit_in_header_or_message_is_always_found(frame, data):
 
 @settings(max_examples=100, deadline=None)
 @given(st.binary(min_size=HEADER.size, max_size=2000), st.integers(1, 2000))
-def test_bytes_that_are_no_frame_are_refused(noise, cut):
+def test_invalid_bytes_are_refused(noise, cut):
     with pytest.raises(CorruptFrame):
         read(noise, [cut])
 
@@ -118,14 +118,14 @@ def test_bytes_that_are_no_frame_are_refused(noise, cut):
 @pytest.mark.parametrize(
     ("message_bytes", "payload_bytes"), [(MESSAGE_BYTES_MAX + 1, 0), (0, PAYLOAD_BYTES_MAX + 1)]
 )
-def test_a_frame_that_is_too_long_is_refused_before_its_body_comes(message_bytes, payload_bytes):
+def test_too_long_frame_is_refused_at_its_header(message_bytes, payload_bytes):
     head = pack_head(REQUEST, 1, 1, 1, bytes(message_bytes), payload_bytes)[: HEADER.size]
     with pytest.raises(CorruptFrame, match="too long"):
         read(head, [HEADER.size])
 
 
 @pytest.mark.parametrize("kind", [0, 5, 255])
-def test_a_frame_of_unknown_kind_is_refused(kind):
+def test_frame_of_unknown_kind_is_refused(kind):
     with pytest.raises(CorruptFrame, match="unknown kind"):
         read(pack_head(kind, 0, 1, 0, b"", 0), [HEADER.size])
 
@@ -136,12 +136,12 @@ def test_a_frame_of_unknown_kind_is_refused(kind):
     st.lists(st.integers(1, 300_000), min_size=1, max_size=5),
     st.lists(st.booleans(), min_size=1, max_size=5),
 )
-def test_frames_come_out_as_they_went_in_also_by_a_wide_buffer(sent, cuts, widen):
+def test_frames_round_trip_with_a_wide_buffer(sent, cuts, widen):
     assert read(b"".join(map(packed, sent)), cuts, widen=widen) == sent
 
 
 def receive(reader, stream):
-    """How long the buffers were."""
+    """Sizes of the buffers."""
     at, lengths = 0, []
     while at < len(stream):
         buffer = reader.get_buffer(-1)
@@ -154,7 +154,7 @@ def receive(reader, stream):
     return lengths
 
 
-def test_a_wide_buffer_has_four_large_payloads_at_once_and_is_narrow_again_when_only_larger_ones_come():
+def test_wide_buffer_is_narrowed_after_larger_payloads():
     found = []
     reader = FrameReader(lambda *frame: found.append(frame), lambda *_: None)
     large, larger, short = [
@@ -165,7 +165,7 @@ def test_a_wide_buffer_has_four_large_payloads_at_once_and_is_narrow_again_when_
     reader.widen()
     assert receive(reader, packed(large) * 4) == [WIDE_BYTES] and reader.empty is not None
     receive(reader, packed(larger) * NARROW_AFTER)
-    reader.widen()  # somebody asks for it, between
+    reader.widen()  # a request for a wide buffer in between
     receive(reader, packed(larger) * NARROW_AFTER)
     assert len(reader.get_buffer(-1)) == WIDE_BYTES
     receive(reader, packed(larger))
@@ -174,7 +174,7 @@ def test_a_wide_buffer_has_four_large_payloads_at_once_and_is_narrow_again_when_
     assert found == [short] + [large] * 4 + [larger] * (2 * NARROW_AFTER + 1) + [large]
 
 
-def test_a_reader_that_is_made_wide_between_the_pieces_of_a_frame_loses_none():
+def test_widening_within_a_frame_loses_no_bytes():
     found = []
     reader = FrameReader(lambda *frame: found.append(frame), lambda *_: None)
     large = (REPLY, 0, 7, 0, b"m" * 158, bytes(range(256)) * 512)
@@ -186,7 +186,7 @@ def test_a_reader_that_is_made_wide_between_the_pieces_of_a_frame_loses_none():
     assert found == [large, large] and len(reader.get_buffer(-1)) == WIDE_BYTES
 
 
-def test_a_long_message_makes_the_buffer_grow_and_later_shrink_again():
+def test_buffer_grows_for_a_long_message_and_shrinks():
     found = []
     reader = FrameReader(lambda *frame: found.append(frame), lambda *_: None)
     long, short = (REQUEST, 1, 1, 1, bytes(range(256)) * 4096, b"tail"), (REQUEST, 1, 2, 1, b"short", b"")
@@ -197,7 +197,7 @@ def test_a_long_message_makes_the_buffer_grow_and_later_shrink_again():
 
 
 @pytest.mark.parametrize("size", [10, 4096, 65536, 65537, 500_000])
-def test_a_payload_goes_where_the_reader_is_told_to_put_it(size):
+def test_payload_is_read_into_the_given_memory(size):
     place = memoryview(bytearray(size))
     content = bytes([7]) * size
     ((*_, payload),) = read(
@@ -206,7 +206,7 @@ def test_a_payload_goes_where_the_reader_is_told_to_put_it(size):
     assert payload is place and place == content
 
 
-def test_a_place_that_is_abandoned_is_not_written_to_any_more():
+def test_abandoned_memory_is_not_written():
     place = memoryview(bytearray(200_000))
     found = []
     reader = FrameReader(lambda *frame: found.append(frame), lambda *_: place)
@@ -228,7 +228,7 @@ def test_a_place_that_is_abandoned_is_not_written_to_any_more():
     assert found[1][4] == b"next"
 
 
-def test_a_stalled_reader_keeps_frames_until_it_is_told_to_go_on():
+def test_stalled_reader_keeps_frames_until_it_continues():
     found = []
 
     def deliver(*frame):
@@ -263,7 +263,7 @@ def of_a_head(read_head, *given):
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 255)), max_size=2),
     st.sampled_from([0, 100, 65536]),
 )
-def test_the_compiled_module_and_its_twin_say_the_same(sent, begin, cut, changes, whole_max):
+def test_compiled_and_python_modules_agree(sent, begin, cut, changes, whole_max):
     kind, code, number, deadline_ms, message, payload = sent
     for form in (bytes, bytearray, memoryview):
         fields = kind, code, number, deadline_ms, form(message), len(payload)
@@ -278,13 +278,13 @@ def test_the_compiled_module_and_its_twin_say_the_same(sent, begin, cut, changes
 
 @pytest.mark.skipif(len(HEADS) < 2, reason="not compiled")
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 1023, 1024, 1025, 5000])
-def test_checksums_of_both_are_the_same_at_every_length(size):
+def test_checksums_of_both_modules_agree_at_every_length(size):
     message = bytes(number * 7 & 255 for number in range(size))
     assert HEADS["plain"][0](REPLY, 0, 1, 0, message, 0) == HEADS["compiled"][0](REPLY, 0, 1, 0, message, 0)
 
 
 @pytest.mark.skipif(len(HEADS) < 2, reason="not compiled")
-def test_the_compiled_module_reads_nothing_outside_of_its_buffer():
+def test_compiled_module_reads_only_inside_its_buffer():
     buffer = bytearray(packed((REQUEST, 1, 1, 1, b"m", b"")))
     for begin, end in ((-1, 32), (2, 33), (0, 31), (0, len(buffer) + 1), (1 << 40, (1 << 40) + 32)):
         with pytest.raises(ValueError):
@@ -293,8 +293,8 @@ def test_the_compiled_module_reads_nothing_outside_of_its_buffer():
         frames_module._frame.read_head(bytes(buffer), 0, 32, 65536)
 
 
-def test_one_whole_frame_is_taken_without_a_call_and_nothing_else_is():
-    """As `buffer_updated` would deliver it; what is more or less stays for that."""
+def test_only_a_single_whole_frame_is_taken_directly():
+    """Same result as `buffer_updated`; an incomplete frame or extra bytes are left to that method."""
     delivered = []
 
     def reader_with(stream):
@@ -316,7 +316,7 @@ def test_one_whole_frame_is_taken_without_a_call_and_nothing_else_is():
         assert found == delivered.pop() == (REPLY, 3, 7, 9, message, payload) and not delivered
         got = reader.get_buffer(-1)
         got[: len(got)] = bytes(len(got))
-        assert found[5] == payload, "it is the receiver's to keep"
+        assert found[5] == payload, "the receiver owns the payload"
         for length in {0, 1, 31, 32, len(frame) // 2, len(frame) - 1} - {len(frame)}:
             assert reader_with(frame[:length]).only(length) is None
         for more in (b"x", frame[:60_000]):

@@ -1,4 +1,4 @@
-"""Answers that are told from the buffer in which they came: as those that are read one by one, however they are cut."""
+"""Replies processed in the receive buffer: same results as replies read one by one, for parts of any size."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def way(request, monkeypatch):
 
 
 class Socket:
-    """What the loop's transport is to a connection."""
+    """The loop's transport, as a connection sees it."""
 
     def __init__(self) -> None:
         self.written: list[bytes] = []
@@ -69,7 +69,7 @@ def scene(work) -> None:
 
 
 def receive(connection, data: bytes, sizes=()) -> None:
-    """As the loop does, in pieces of these sizes."""
+    """Deliver `data` as the loop does, in parts of these sizes."""
     sizes = iter(sizes)
     while data:
         room = connection.get_buffer(-1)
@@ -79,12 +79,12 @@ def receive(connection, data: bytes, sizes=()) -> None:
         data = data[count:]
 
 
-def ask(connection, told: list, name, **named) -> int:
-    def tell(reply, error) -> None:
-        told.append((name, reply and (bytes(reply.message), bytes(reply.payload)), type(error)))
+def ask(connection, results: list, name, **named) -> int:
+    def on_reply(reply, error) -> None:
+        results.append((name, reply and (bytes(reply.message), bytes(reply.payload)), type(error)))
 
     return connection.submit(
-        METHOD, b"question", deadline_s=SYSTEM_CLOCK.boottime_s() + 10, on_done=tell, **named
+        METHOD, b"question", deadline_s=SYSTEM_CLOCK.boottime_s() + 10, on_done=on_reply, **named
     )
 
 
@@ -92,12 +92,12 @@ def reply(number: int, message: bytes = b"", payload: bytes = b"", status: int =
     return pack_head(REPLY, status, number, 0, message, len(payload)) + payload
 
 
-def test_answers_of_any_kind_are_told_in_their_order_however_they_are_cut():
+def test_replies_complete_in_order_in_parts_of_any_size():
     async def work(connection) -> None:
         numbers = random.Random(7)
         for _ in range(60):
-            told, wanted, frames = [], [], []
-            asked = [ask(connection, told, number) for number in range(numbers.randrange(1, 30))]
+            results, wanted, frames = [], [], []
+            asked = [ask(connection, results, number) for number in range(numbers.randrange(1, 30))]
             order = list(enumerate(asked))
             numbers.shuffle(order)
             for name, number in order:
@@ -115,31 +115,31 @@ def test_answers_of_any_kind_are_told_in_their_order_however_they_are_cut():
                     frames.append(reply(number, message))
                     wanted.append((name, (message, b""), type(None)))
                 if kind == 5:
-                    frames.append(reply(number + 1000, message))  # nobody asked that any more
+                    frames.append(reply(number + 1000, message))  # a reply without a request
             receive(
                 connection,
                 b"".join(frames),
                 iter(lambda: numbers.choice((1, 31, 40, 500, 4096, 1 << 17)), None),
             )
-            assert told == wanted and not connection._in_flight and not connection._ended
+            assert results == wanted and not connection._in_flight and not connection._ended
 
     scene(work)
 
 
 @pytest.mark.parametrize("place", (0, 4, 17, 25, HEADER_BYTES + 3))
-def test_an_answer_that_was_changed_on_its_way_ends_the_connection_after_those_before_it(place):
+def test_corrupt_reply_ends_the_connection_after_earlier_ones(place):
     async def work(connection) -> None:
-        told = []
-        first, second, third = (ask(connection, told, name) for name in "abc")
+        results = []
+        first, second, third = (ask(connection, results, name) for name in "abc")
         spoiled = bytearray(reply(second, b"second"))
         spoiled[place] ^= 64
         receive(connection, reply(first, b"first") + spoiled + reply(third, b"third"))
         assert (
-            told[0] == ("a", (b"first", b""), type(None))
+            results[0] == ("a", (b"first", b""), type(None))
             and connection._ended
             and connection._transport.closed
         )
-        assert sorted(told[1:], key=lambda one: one[0]) == [
+        assert sorted(results[1:], key=lambda one: one[0]) == [
             ("b", None, Disconnected),
             ("c", None, Disconnected),
         ]
@@ -147,12 +147,12 @@ def test_an_answer_that_was_changed_on_its_way_ends_the_connection_after_those_b
     scene(work)
 
 
-def test_what_is_asked_by_those_who_are_told_leaves_together_when_all_are():
+def test_requests_of_callbacks_are_sent_together():
     async def work(connection) -> None:
-        told = []
+        results = []
 
         def more(reply, error) -> None:
-            told.append(bytes(reply.message))
+            results.append(bytes(reply.message))
             connection.submit(
                 METHOD, b"more", deadline_s=SYSTEM_CLOCK.boottime_s() + 10, on_done=lambda *_: None
             )
@@ -164,15 +164,15 @@ def test_what_is_asked_by_those_who_are_told_leaves_together_when_all_are():
         await asyncio.sleep(0)
         connection._transport.written.clear()
         receive(connection, b"".join(reply(number, b"%d" % number) for number in asked))
-        assert told == [b"%d" % number for number in asked] and len(connection._transport.written) == 1
+        assert results == [b"%d" % number for number in asked] and len(connection._transport.written) == 1
         assert not connection._reading and len(connection._in_flight) == 3
 
     scene(work)
 
 
-def test_who_is_told_may_raise_give_up_others_or_end_the_connection():
+def test_callback_may_raise_cancel_or_end_the_connection():
     async def work(connection) -> None:
-        told, raised = [], []
+        results, raised = [], []
         asyncio.get_running_loop().set_exception_handler(
             lambda loop, context: raised.append(context["exception"])
         )
@@ -182,9 +182,9 @@ def test_who_is_told_may_raise_give_up_others_or_end_the_connection():
             raise ValueError("a bug")
 
         first = connection.submit(METHOD, b"", deadline_s=SYSTEM_CLOCK.boottime_s() + 10, on_done=broken)
-        second, third = ask(connection, told, "second"), ask(connection, told, "third")
+        second, third = ask(connection, results, "second"), ask(connection, results, "third")
         receive(connection, reply(first) + reply(third, b"late") + reply(second, b"2"))
-        assert told == [("second", (b"2", b""), type(None))] and [type(error) for error in raised] == [
+        assert results == [("second", (b"2", b""), type(None))] and [type(error) for error in raised] == [
             ValueError
         ]
         last = connection.submit(
@@ -193,25 +193,25 @@ def test_who_is_told_may_raise_give_up_others_or_end_the_connection():
             deadline_s=SYSTEM_CLOCK.boottime_s() + 10,
             on_done=lambda *_: connection._end("enough"),
         )
-        behind = ask(connection, told, "behind")
+        behind = ask(connection, results, "behind")
         receive(connection, reply(last) + reply(behind))
-        assert told[1:] == [("behind", None, Disconnected)]
+        assert results[1:] == [("behind", None, Disconnected)]
 
     scene(work)
 
 
-def test_who_waits_for_a_place_is_sent_when_one_is_free():
+def test_queued_request_is_sent_when_the_socket_is_writable():
     async def work(connection) -> None:
-        told = []
+        results = []
         connection._writable = False
-        waits = ask(connection, told, "waits")
+        waits = ask(connection, results, "waits")
         connection._writable = True
-        first = ask(connection, told, "first")
+        first = ask(connection, results, "first")
         assert list(connection._waiting) == [waits, first]
         connection._pump()
         begun = connection._calls.begun, connection._calls.ended
         receive(connection, reply(first) + reply(waits))
-        assert [name for name, *_ in told] == ["first", "waits"]
+        assert [name for name, *_ in results] == ["first", "waits"]
         assert (connection._calls.begun, connection._calls.ended) == (begun[0], begun[1] + 2)
 
     scene(work)

@@ -1,4 +1,4 @@
-"""Limits for peers: names, shares, memory and time, without a socket."""
+"""Limits per peer: names, shares, memory and time, without sockets."""
 
 import pytest
 
@@ -20,7 +20,7 @@ SMALL = Bounds(
 
 
 class Loop:
-    """Timers are not what these tests are about: they call `run_once`."""
+    """No timers: the tests call `run_once`."""
 
     def call_later(self, *_):
         return self
@@ -125,7 +125,7 @@ def test_other_hosts_are_trusted_in_plain_text():
     assert not identify(far("::1"), plain_text=True)[1] and not identify(user(), plain_text=True)[1]
 
 
-def test_bounds_are_those_of_the_configuration():
+def test_bounds_match_the_configuration():
     assert Bounds(**config.as_dict(config.Config())["limits"]) == Bounds()
 
 
@@ -151,7 +151,7 @@ def test_peer_has_no_more_connections_than_its_share():
     assert not any(end.cut for end in ends + others)
 
 
-def test_a_quarter_of_the_connections_is_kept_for_the_trusted():
+def test_quarter_of_the_connections_is_kept_for_the_trusted():
     limits, _ = make()
     for n in range(24):
         End(limits, far(f"10.1.2.{n}"))
@@ -163,7 +163,7 @@ def test_a_quarter_of_the_connections_is_kept_for_the_trusted():
         End(limits, ROOT)
 
 
-def test_one_peer_never_has_all_whatever_is_configured():
+def test_one_peer_never_gets_all_connections():
     limits, _ = make(SMALL._replace(connections_per_peer=1_000_000))
     count = 0
     with pytest.raises(Busy):
@@ -198,12 +198,12 @@ def test_leaving_twice_counts_once():
     )
 
 
-def test_large_requests_of_a_peer_wait_for_one_another():
+def test_large_requests_of_a_peer_are_serialized():
     limits, _ = make()
     first, second, third = (End(limits, user()) for _ in range(3))
-    stranger = End(limits, user(1001))
+    foreign = End(limits, user(1001))
     assert first.share.admit(10 * MIB) and not second.share.admit(10 * MIB) and not second.reads
-    assert not third.share.admit(7 * MIB) and not third.reads and stranger.share.admit(10 * MIB)
+    assert not third.share.admit(7 * MIB) and not third.reads and foreign.share.admit(10 * MIB)
     first.share.arrived(10 * MIB + 100)
     assert not second.reads
     first.share.done(10 * MIB + 100)
@@ -211,7 +211,7 @@ def test_large_requests_of_a_peer_wait_for_one_another():
     assert second.share.admit(10 * MIB)
 
 
-def test_who_asks_again_in_vain_stays_the_first():
+def test_refused_retry_keeps_its_place_in_the_queue():
     limits, _ = make()
     first, second, third = (End(limits, user()) for _ in range(3))
     assert first.share.admit(8 * MIB) and first.share.admit(8 * MIB) and limits.bytes == 8 * MIB
@@ -225,12 +225,12 @@ def test_who_asks_again_in_vain_stays_the_first():
     assert second.reads and third.reads
 
 
-def test_a_message_longer_than_the_share_is_taken_alone():
+def test_message_longer_than_the_share_is_taken_alone():
     limits, _ = make()
     assert End(limits, user()).share.admit(36 * MIB)
 
 
-def test_the_trusted_are_not_held_back():
+def test_trusted_peers_are_not_held_back():
     limits, clock = make()
     end = End(limits, ROOT)
     assert not end.share.limited
@@ -241,7 +241,7 @@ def test_the_trusted_are_not_held_back():
     assert end.reads and not end.cut
 
 
-def test_memory_of_all_is_bounded_by_cutting_off_who_has_most():
+def test_largest_user_is_disconnected_when_memory_is_full():
     limits, _ = make()
     ends = [End(limits, user(n)) for n in range(1000, 1008)]
     sizes = [8, 8, 8, 15, 8, 8, 8]
@@ -253,7 +253,7 @@ def test_memory_of_all_is_bounded_by_cutting_off_who_has_most():
     assert limits.bytes == 56 * MIB
 
 
-def test_who_had_most_himself_is_not_admitted():
+def test_largest_user_itself_is_not_admitted():
     limits, _ = make(SMALL._replace(memory_bytes=20 * MIB))
     hog, other = End(limits, user()), End(limits, user(1001))
     assert hog.share.admit(12 * MIB) and other.share.admit(8 * MIB)
@@ -261,7 +261,7 @@ def test_who_had_most_himself_is_not_admitted():
     assert not hog.share.admit(2 * MIB) and hog.cut and not other.cut and limits.bytes == 8 * MIB
 
 
-def test_unsent_answers_count_for_the_memory_of_all():
+def test_unsent_replies_count_toward_total_memory():
     limits, _ = make()
     ends = [End(limits, user(n)) for n in range(1000, 1004)]
     for n, end in enumerate(ends):
@@ -275,12 +275,12 @@ def test_unsent_answers_count_for_the_memory_of_all():
     assert limits.unsent == limits.bytes == 0
 
 
-def test_message_that_does_not_come_ends_the_connection():
+def test_incomplete_message_ends_the_connection():
     limits, clock = make()
     slow, good = End(limits, user()), End(limits, user())
     before = met("message_s")
     for second in range(12):
-        slow.frame = b"0123456789ab"[: second + 1], 2 * MIB  # a byte a second
+        slow.frame = b"0123456789ab"[: second + 1], 2 * MIB  # one byte per second
         good.frame = b"%012d" % second, 2 * MIB
         limits.run_once()
         clock.now_s += LOOK_S
@@ -288,7 +288,7 @@ def test_message_that_does_not_come_ends_the_connection():
     assert met("message_s") == before + 1 and len(good.share.account.shares) == 1
 
 
-def test_a_message_is_not_timed_while_we_do_not_read():
+def test_message_is_not_timed_while_reading_is_paused():
     limits, clock = make()
     end = End(limits, user())
     for second in range(40):
@@ -298,7 +298,7 @@ def test_a_message_is_not_timed_while_we_do_not_read():
     assert not end.cut
 
 
-def test_answers_that_are_not_taken_end_the_connection():
+def test_unread_replies_end_the_connection():
     limits, clock = make()
     never, slow, good = (End(limits, user()) for _ in range(3))
     for second in range(20):
@@ -312,11 +312,11 @@ def test_answers_that_are_not_taken_end_the_connection():
 
 def test_requests_in_flight_of_a_peer_are_bounded():
     limits, _ = make()
-    busy, idle, stranger = End(limits, user()), End(limits, user()), End(limits, user(1001))
-    busy.work, idle.work, stranger.work = (101, 0), (2, 0), (90, 0)
+    busy, idle, foreign = End(limits, user()), End(limits, user()), End(limits, user(1001))
+    busy.work, idle.work, foreign.work = (101, 0), (2, 0), (90, 0)
     before = met("requests_per_peer")
     limits.run_once()
-    assert not busy.reads and idle.reads and stranger.reads and met("requests_per_peer") == before + 1
+    assert not busy.reads and idle.reads and foreign.reads and met("requests_per_peer") == before + 1
     busy.work = (60, 0)
     limits.run_once()
     assert not busy.reads
@@ -325,7 +325,7 @@ def test_requests_in_flight_of_a_peer_are_bounded():
     assert busy.reads and not busy.cut
 
 
-def test_the_log_has_one_line_however_many_are_refused(caplog):
+def test_refusals_are_logged_once(caplog):
     limits, clock = make()
     for _ in range(6):
         End(limits, user())

@@ -1,4 +1,4 @@
-"""The table of methods: a line for each, and what each kind of peer may ask of each service."""
+"""Table of methods: each method has an entry, and each kind of peer may call only its methods of a service."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ OPERATOR_HERE = Peer("o", "unix", True, "", Credentials(OTHER_UID, frozenset((OT
 USER_HERE = Peer("u", "unix", True, "", Credentials(OTHER_UID, frozenset((OTHER_UID,)), 1))
 BOUND = Peer("b", "10.0.0.4:1", False, "client/bob.0a1b2c3d.u1000-50")
 SQUASHED = Peer("q", "10.0.0.5:1", False, "client/eve.0a1b2c3d.squash-root")
-STRANGER = Peer("s", "10.0.0.3:1", False)
+UNAUTHENTICATED = Peer("s", "10.0.0.3:1", False)
 CLIENTS = {NODE_AFAR, CLIENT, BOUND, SQUASHED, ROOT_HERE, OPERATOR_HERE}
 MAY = {
-    Who.STRANGER: {*CLIENTS, USER_HERE, STRANGER},
+    Who.STRANGER: {*CLIENTS, USER_HERE, UNAUTHENTICATED},
     Who.USER: {*CLIENTS, USER_HERE},
     Who.VOLUME: {*CLIENTS, USER_HERE},
     Who.MEMBER: CLIENTS,
@@ -63,7 +63,7 @@ META_DUMP META_LOAD META_FSCK META_FSCK_SUMS META_FSCK_CLIMB META_COLLECT META_M
 META_SHIP META_FOLLOW META_ALIVE META_STANDBY META_TAKE_RIGHT META_HOLD META_SETTLE META_OUTCOME META_MOVE META_MOVED
 POOL_ALIVE POOL_KEYS
 """.split()
-"""What clients must never be answered, whatever the table says."""
+"""Methods that clients must never be allowed to call, whatever the table says."""
 FOR_USERS = """
 DATA_READ DATA_WRITE DATA_FLUSH DATA_EXTENTS DATA_COPY DATA_LOCATE DATA_STATUS
 META_OPEN_SESSION META_RENEW_SESSION META_CLOSE_SESSION META_RELEASE META_WATCH META_LOCK_WAIT META_LIST META_LOOKUP
@@ -71,7 +71,7 @@ META_LOOKUP_MANY META_GETATTR META_GETATTR_MANY META_READLINK META_GETXATTR META
 META_STATFS META_SYNC META_LOCK META_LOCKS META_SETATTR META_ALLOCATE META_CREATE META_UNLINK META_RMDIR META_RENAME META_LINK
 META_OPEN META_REPORT META_RESERVE META_VOLUME META_VOLUME_ROOM POOL_MAP POOL_AUTHORITY POOL_JOIN
 """.split()
-"""All that a local user is answered; META_* are also all that a client bound to one user is answered of metadata."""
+"""Methods of local users; the META_* methods among them are also those of a client bound to one user."""
 
 
 def call_of(method: int, peer: Peer, message: bytes = b"", payload: bytes = b"") -> DirectCall:
@@ -81,7 +81,7 @@ def call_of(method: int, peer: Peer, message: bytes = b"", payload: bytes = b"")
 
 
 async def is_refused(handle, call: DirectCall) -> bool:
-    """Whether it was for who asks; what the message itself says is another question."""
+    """Whether the call was refused because of its caller; the contents of the message do not matter."""
     try:
         handle(call)
         if call.answer is None:
@@ -111,7 +111,7 @@ async def check_all(methods, handle, peers) -> None:
 LOCAL_PEERS = (NODE_AFAR, CLIENT, BOUND, SQUASHED, ROOT_HERE, OPERATOR_HERE, USER_HERE)
 
 
-def test_each_method_has_a_line():
+def test_each_method_has_an_entry():
     assert sorted(RIGHTS) == sorted(METHODS)
     assert all(right.checks for right in RIGHTS.values())
 
@@ -120,12 +120,12 @@ def test_service_only_methods_are_for_nodes():
     assert {RIGHTS[Method.Value(name)].who for name in SERVICE_ONLY} == {Who.NODE}
 
 
-def test_local_users_are_answered_their_methods_alone():
+def test_local_users_may_call_only_their_methods():
     refused = Callers(OPERATORS).of(USER_HERE).refused
     assert {Method.Name(method) for method in METHODS if method not in refused} == set(FOR_USERS)
 
 
-def test_refused_user_is_told_why():
+def test_refused_user_gets_the_reason():
     async def main() -> None:
         callers = Callers()
         for method in (
@@ -140,10 +140,11 @@ def test_refused_user_is_told_why():
     asyncio.run(main())
 
 
-def test_callers_know_as_whom_alone_they_act():
+def test_callers_know_the_user_they_act_as():
     callers = Callers(OPERATORS)
     assert all(
-        callers.of(peer).user is None for peer in (NODE_AFAR, CLIENT, ROOT_HERE, OPERATOR_HERE, STRANGER)
+        callers.of(peer).user is None
+        for peer in (NODE_AFAR, CLIENT, ROOT_HERE, OPERATOR_HERE, UNAUTHENTICATED)
     )
     assert callers.of(USER_HERE).user == USER_HERE.credentials
     assert callers.of(BOUND)[:2] == (Role.CLIENT, BOUND.member) and callers.of(BOUND).user.uid == 1000
@@ -160,18 +161,19 @@ def test_callers_are_named_by_certificate_and_uid():
     ]
     assert Callers().of(OPERATOR_HERE).role == Role.USER
     assert (
-        callers.of(STRANGER).role == Role.NODE and Callers(strangers=True).of(STRANGER).role == Role.STRANGER
+        callers.of(UNAUTHENTICATED).role == Role.NODE
+        and Callers(strangers=True).of(UNAUTHENTICATED).role == Role.STRANGER
     )
 
 
-def test_callers_of_many_connections_are_told_apart():
+def test_callers_of_many_connections_are_distinguished():
     callers = Callers()
-    for number in range(10_000):  # their addresses in memory are used again
+    for number in range(10_000):  # their addresses in memory are reused
         member = f"client/{number % 7}"
         assert callers.of(Peer(str(number), "", False, member)).owner == member
 
 
-def test_metadata_service_asks_who_may_call():
+def test_metadata_service_checks_its_callers():
     async def main() -> None:
         async with LocalPool() as pool:
             meta = next(iter(pool.metas.values()))
@@ -181,7 +183,7 @@ def test_metadata_service_asks_who_may_call():
     asyncio.run(main())
 
 
-def test_store_asks_who_may_call():
+def test_store_checks_its_callers():
     async def main() -> None:
         service = StoreService(
             MemoryChunkStore(1 << 24), target=1, grant_secret=SECRET, callers=Callers(OPERATORS)
@@ -194,7 +196,7 @@ def test_store_asks_who_may_call():
     asyncio.run(main())
 
 
-def test_standby_asks_who_may_call(tmp_path):
+def test_standby_checks_its_callers(tmp_path):
     async def main() -> None:
         options = MemberOptions(1, 1, 1, tmp_path, LmdbOptions(), SECRET, callers=Callers(OPERATORS))
         member = ShardMember(options, first_map(), None, SYSTEM_CLOCK, None, None)
@@ -209,7 +211,7 @@ def test_standby_asks_who_may_call(tmp_path):
     asyncio.run(main())
 
 
-def test_primary_asks_who_may_ship(tmp_path):
+def test_primary_checks_callers_of_log_shipping(tmp_path):
     async def main() -> None:
         options = MemberOptions(1, 1, 0, tmp_path, LmdbOptions(), SECRET, callers=Callers(OPERATORS))
         member = ShardMember(options, first_map(), None, SYSTEM_CLOCK, None, None)
@@ -218,7 +220,7 @@ def test_primary_asks_who_may_ship(tmp_path):
     asyncio.run(main())
 
 
-def test_supervisor_asks_who_may_call(tmp_path):
+def test_supervisor_checks_its_callers(tmp_path):
     async def main() -> None:
         coordinator = await EmbeddedCoordinator.found(MemoryKv(), first_map())
         config = Config(access=AccessConfig(operators=str(OPERATORS)))
@@ -227,7 +229,7 @@ def test_supervisor_asks_who_may_call(tmp_path):
         try:
             await check_all(methods, supervisor.handle, LOCAL_PEERS)
             await check_all(
-                methods, supervisor.handle_secured, (NODE_AFAR, CLIENT, BOUND, SQUASHED, STRANGER)
+                methods, supervisor.handle_secured, (NODE_AFAR, CLIENT, BOUND, SQUASHED, UNAUTHENTICATED)
             )
         finally:
             await supervisor.close()
@@ -235,7 +237,7 @@ def test_supervisor_asks_who_may_call(tmp_path):
     asyncio.run(main())
 
 
-def test_unknown_method_is_not_known_to_nodes_nor_clients():
+def test_unknown_method_is_refused_for_nodes_and_clients():
     async def main() -> None:
         async with LocalPool() as pool:
             meta = next(iter(pool.metas.values()))
@@ -247,7 +249,7 @@ def test_unknown_method_is_not_known_to_nodes_nor_clients():
     asyncio.run(main())
 
 
-def test_store_describes_chunks_to_who_has_a_grant():
+def test_store_describes_chunks_only_with_an_access_token():
     async def main() -> None:
         service = StoreService(MemoryChunkStore(1 << 24), target=1, grant_secret=SECRET)
         ends_ms = SYSTEM_CLOCK.wall_ns() // 1_000_000 + 60_000
@@ -275,7 +277,7 @@ def test_store_describes_chunks_to_who_has_a_grant():
 
 
 def samples(session: int, slot: int, volume: int, inode: int) -> dict[int, object]:
-    """A request of each method about what is in a volume, by one who knows its numbers."""
+    """A request of each method about entries of a volume, from a caller that knows their numbers."""
     change = pb.Change(session=session, slot=slot, sequence=1)
     return {
         wire_pb2.META_NAMES: pb.NamesRequest(inodes=data_codec.pack_inodes([inode]), directory=volume),
@@ -318,17 +320,17 @@ def samples(session: int, slot: int, volume: int, inode: int) -> dict[int, objec
     }
 
 
-TELLS_NOTHING = {
+REVEALS_NOTHING = {
     wire_pb2.META_LOOKUP_MANY: lambda raw: (
         pb.LookupManyReply.FromString(raw).found[0].error == AccessDenied.wire_code
     ),
     wire_pb2.META_GETATTR_MANY: lambda raw: not pb.GetAttrManyReply.FromString(raw).packed,
     wire_pb2.META_NAMES: lambda raw: not pb.NamesReply.FromString(raw).names,
 }
-"""Methods about many inodes at once: those that the caller may not see are left out."""
+"""Methods about many inodes: inodes that the caller may not see are left out."""
 
 
-def test_client_without_a_right_to_the_volume_gets_nothing():
+def test_client_without_a_volume_right_gets_no_data():
     async def main() -> None:
         async with LocalPool() as pool:
             client = await pool.client(options=ClientOptions(deadline_s=10.0))
@@ -362,9 +364,9 @@ def test_client_without_a_right_to_the_volume_gets_nothing():
             assert set(answers[MALLORY]) == walked
             for method, answer in answers[MALLORY].items():
                 name = Method.Name(method)
-                if method in TELLS_NOTHING:
-                    assert TELLS_NOTHING[method](answer), name
-                    assert not TELLS_NOTHING[method](answers[ALICE][method]), name
+                if method in REVEALS_NOTHING:
+                    assert REVEALS_NOTHING[method](answer), name
+                    assert not REVEALS_NOTHING[method](answers[ALICE][method]), name
                 else:
                     assert isinstance(answer, AccessDenied), (name, answer)
                     assert not isinstance(answers[ALICE][method], AccessDenied), (
@@ -375,7 +377,7 @@ def test_client_without_a_right_to_the_volume_gets_nothing():
     asyncio.run(main())
 
 
-def test_moment_without_a_number_is_refused():
+def test_snapshot_barrier_without_a_number_is_refused():
     async def main() -> None:
         async with LocalPool() as pool:
             meta = next(iter(pool.metas.values()))

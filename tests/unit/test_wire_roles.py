@@ -1,4 +1,4 @@
-"""Roles by certificate and by credentials."""
+"""Roles of peers by certificate and by credentials."""
 
 import os
 
@@ -45,12 +45,12 @@ def test_role_without_operator_group():
         ("", Credentials(OTHER_UID, frozenset((OPERATORS,)), 1), None),
     ],
 )
-def test_who_acts_as_one_user_alone(member, credentials, user):
+def test_only_bound_peers_act_as_one_user(member, credentials, user):
     found = acts_as(Peer("name", "address", credentials is not None, member, credentials), OPERATORS)
     assert (found and (found.uid, found.gids)) == user
 
 
-def test_members_name_who_they_act_as():
+def test_members_name_the_user_they_act_as():
     bound = new_member("client", "evil.u0-0", acts_as=(1000, 50))
     assert user_in(bound) == (1000, 50) and user_in(new_member("client", "evil.u0-0")) is None
     assert member_in(uri_of("p", bound)) == ("p", bound)

@@ -1,4 +1,4 @@
-"""What was answered and not flushed is lost with the power of its target, while its client lives: the client is told, once."""
+"""Unflushed writes that a target lost with its power while the client lives: fsync reports the loss once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def in_loop(test):
 
 
 class Losing:
-    """A pool in memory; each of its files has all targets."""
+    """An in-memory pool; each of its files uses all targets."""
 
     def __init__(self, replicas: int):
         self.pool = LocalPool(
@@ -58,7 +58,7 @@ class Losing:
         await self.pool.__aexit__(*failure)
 
     async def file(self, name: bytes, content: bytes):
-        """Its bytes are with the stores, and not flushed."""
+        """The stores have the bytes, and have not flushed them."""
         _, handle = await self.vfs.create(ROOT_INODE, name, 0o644, os.O_RDWR, ME)
         await self.vfs.write(handle, 0, content)
         await self.vfs.flush(handle)
@@ -74,7 +74,7 @@ class Losing:
         await self.change(lambda now: died(now, {target}))
 
     async def restart(self, target: int, *, power: bool) -> None:
-        """As supervisor and manager do."""
+        """Restart the target as supervisor and manager do."""
         await self.pool.stop_store(target)
         if power:
             self.pool._memory["target", target].crash()
@@ -92,7 +92,7 @@ class Losing:
         return self.pool.pool_map.chain(2, chain_of(handle.inode, 0)).targets[0]
 
     async def rejoin(self, target: int) -> None:
-        """The target has left its chains and takes part in all again."""
+        """The target left its chains and is now a member of all of them again."""
         await self.change(lambda now: returned(now, {target}))
         async with asyncio.timeout(60):
             while any(chain.joining for table in self.pool.pool_map.tables for chain in table.chains):
@@ -106,13 +106,13 @@ class Losing:
 
 
 @in_loop
-async def test_what_a_target_loses_with_its_power_is_told_once_by_fsync():
+async def test_fsync_reports_lost_writes_once():
     async with Losing(1) as one:
         handle = await one.file(b"file", b"unflushed" * 1000)
         await one.restart(1, power=True)
-        with pytest.raises(WritesLost) as told:
+        with pytest.raises(WritesLost) as raised:
             await one.vfs.fsync(handle, False)
-        assert told.value.errno == errno.EIO
+        assert raised.value.errno == errno.EIO
         await one.vfs.fsync(handle, False)
         await one.vfs.write(handle, 0, b"again" * 1000)
         await one.vfs.fsync(handle, False)
@@ -122,7 +122,7 @@ async def test_what_a_target_loses_with_its_power_is_told_once_by_fsync():
 
 
 @in_loop
-async def test_each_who_has_the_file_open_is_told_once_of_what_a_target_lost():
+async def test_each_open_file_gets_the_loss_once():
     async with Losing(1) as one:
         handle = await one.file(b"file", b"unflushed" * 1000)
         other = await one.vfs.open(handle.inode, os.O_RDWR, ME)
@@ -136,7 +136,7 @@ async def test_each_who_has_the_file_open_is_told_once_of_what_a_target_lost():
 
 
 @in_loop
-async def test_a_target_that_is_killed_loses_nothing_and_nobody_is_told_so():
+async def test_killed_target_loses_no_writes():
     async with Losing(1) as one:
         handle = await one.file(b"file", b"x" * 9000)
         await one.restart(1, power=False)
@@ -149,7 +149,7 @@ async def test_a_target_that_is_killed_loses_nothing_and_nobody_is_told_so():
 
 
 @in_loop
-async def test_bytes_that_another_replica_kept_are_not_lost():
+async def test_bytes_kept_by_another_replica_are_not_lost():
     async with Losing(2) as one:
         handle = await one.file(b"file", b"x" * 9000)
         await one.restart(1, power=True)
@@ -163,7 +163,7 @@ async def test_bytes_that_another_replica_kept_are_not_lost():
 
 
 @in_loop
-async def test_bytes_that_all_replicas_have_lost_are_lost():
+async def test_bytes_lost_by_all_replicas_are_reported():
     async with Losing(2) as one:
         handle = await one.file(b"file", b"x" * 9000)
         await one.change(lambda now: died(now, {1, 2}))
@@ -175,7 +175,7 @@ async def test_bytes_that_all_replicas_have_lost_are_lost():
 
 
 @in_loop
-async def test_replicas_that_are_all_killed_lose_nothing():
+async def test_replicas_that_are_all_killed_lose_no_writes():
     async with Losing(2) as one:
         handle = await one.file(b"file", b"x" * 9000)
         await one.change(lambda now: died(now, {1, 2}))
@@ -186,7 +186,7 @@ async def test_replicas_that_are_all_killed_lose_nothing():
 
 
 @in_loop
-async def test_a_file_that_replaces_another_is_told_of_before_it_does():
+async def test_rename_reports_lost_writes_before_it_replaces():
     async with Losing(1) as one:
         old = await one.file(b"name", b"old")
         await one.vfs.fsync(old, False)
@@ -202,7 +202,7 @@ async def test_a_file_that_replaces_another_is_told_of_before_it_does():
 
 @pytest.mark.parametrize("first", [1, 2])
 @in_loop
-async def test_replicas_that_are_killed_one_after_the_other_before_the_first_is_back_lose_nothing(first):
+async def test_replicas_killed_in_turn_lose_no_writes(first):
     async with Losing(2) as one:
         handle = await one.file(b"file", b"x" * 9000)
         await one.kill(first)
@@ -212,11 +212,11 @@ async def test_replicas_that_are_killed_one_after_the_other_before_the_first_is_
 
 
 @in_loop
-async def test_a_write_that_is_repeated_after_its_head_died_is_not_lost_when_the_other_is_killed():
+async def test_write_repeated_after_a_dead_head_is_not_lost():
     async with Losing(2) as one:
         handle = await one.file(b"file", b"x" * 9000)
         head = one.head_of(handle)
-        one.pool.stores[head]._answer_write = lambda call, work: None  # it dies before it has answered
+        one.pool.stores[head]._answer_write = lambda call, work: None  # the head dies before it replies
         writing = asyncio.create_task(one.vfs.write(handle, 0, b"y" * 9000))
         flushing = asyncio.create_task(one.vfs.flush(handle))
         chunk = handle.inode, 0
@@ -233,8 +233,8 @@ async def test_a_write_that_is_repeated_after_its_head_died_is_not_lost_when_the
 
 @pytest.mark.parametrize("first", [1, 2])
 @in_loop
-async def test_the_last_one_that_is_left_loses_what_the_other_still_has(first):
-    """It was not there when others read: what the last one has is what the chain has."""
+async def test_loss_on_the_last_target_counts_despite_an_old_copy(first):
+    """The first target was away when others read: the chain has the contents of the last one."""
     async with Losing(2) as one:
         handle = await one.file(b"file", b"x" * 9000)
         await one.restart(first, power=False)
@@ -245,7 +245,7 @@ async def test_the_last_one_that_is_left_loses_what_the_other_still_has(first):
 
 
 @in_loop
-async def test_what_a_target_lost_that_has_left_since_is_told():
+async def test_loss_on_a_target_that_left_is_reported():
     async with Losing(2) as one:
         handle = await one.file(b"file", b"x" * 9000)
         await one.restart(1, power=False)
@@ -258,14 +258,14 @@ async def test_what_a_target_lost_that_has_left_since_is_told():
 
 
 @in_loop
-async def test_too_many_files_are_told_of_by_whoever_flushes(monkeypatch):
+async def test_losses_of_forgotten_files_are_reported_by_any_fsync(monkeypatch):
     monkeypatch.setattr(unstable_writes, "INODES_MAX", 2)
     async with Losing(1) as one:
         handles = [await one.file(b"file%d" % number, b"x" * 5000) for number in range(5)]
         await one.restart(1, power=True)
-        with pytest.raises(WritesLost):  # by the files that are not remembered
+        with pytest.raises(WritesLost):  # because of the files that are not remembered
             await one.vfs.fsync(handles[0], False)
-        with pytest.raises(WritesLost):  # by its own
+        with pytest.raises(WritesLost):  # because of its own writes
             await one.vfs.fsync(handles[4], False)
         for handle in handles:
             if handle is not handles[3]:
@@ -274,12 +274,14 @@ async def test_too_many_files_are_told_of_by_whoever_flushes(monkeypatch):
             await one.vfs.fsync(handles[3], False)
 
 
-def test_a_chain_is_intact_as_long_as_its_last_target_loses_nothing():
+def test_chain_is_intact_while_its_last_target_loses_nothing():
     pool = LocalPool(capacities=(64 * MIB,) * 2, replicas=2)
     now = pool.pool_map
     for target in (1, 2):
         now = vouched(now, target, 7)
-    assert all(chain.intact == 0 for table in now.tables for chain in table.chains), "nobody was there before"
+    assert all(chain.intact == 0 for table in now.tables for chain in table.chains), (
+        "no target was there before"
+    )
     assert vouched(now, 1, 7) is now is vouched(now, 3, 7)
     for target in (1, 2):
         now = vouched(restarted(now, target), target, 8)
@@ -296,14 +298,14 @@ def test_a_chain_is_intact_as_long_as_its_last_target_loses_nothing():
     now = vouched(restarted(died(now, {1, 2}), 1), 1, 9)
     assert all(chain.intact == 0 and chain.targets == (2,) for chain in now.table_by_id[2].chains)
     now = vouched(restarted(now, 2), 2, 8)
-    assert all(chain.intact == 0 for chain in now.table_by_id[2].chains), "it was killed"
+    assert all(chain.intact == 0 for chain in now.table_by_id[2].chains), "target 2 was killed"
     now = vouched(restarted(now, 2), 2, 9)
     assert all(chain.intact == chain.epoch for chain in now.table_by_id[2].chains)
     assert msgspec.json.decode(msgspec.json.encode(now), type=type(now)) == now
 
 
 @in_loop
-async def test_the_number_changes_when_something_may_be_lost_and_only_then():
+async def test_verifier_changes_only_after_a_possible_loss():
     kv = MemoryKv()
     first = write_verifier.opened(kv, SYSTEM_CLOCK, "boot 1", lost=False)
     assert first and write_verifier.opened(kv, SYSTEM_CLOCK, "boot 1", lost=False) == first  # killed
@@ -315,7 +317,7 @@ async def test_the_number_changes_when_something_may_be_lost_and_only_then():
 
 
 @in_loop
-async def test_a_store_that_could_not_vouch_for_itself_has_another_number_afterwards():
+async def test_doubted_store_gets_a_new_verifier():
     async def opened(**options):
         store = BlockChunkStore(
             MemoryDevice(4 * MIB), 1024, target=1, options=StoreOptions(**options), clock=ManualClock()
@@ -337,7 +339,7 @@ async def test_a_store_that_could_not_vouch_for_itself_has_another_number_afterw
 
 
 @in_loop
-async def test_a_shard_that_forgot_changes_is_believed_although_its_numbers_are_lower():
+async def test_client_accepts_lower_change_numbers_after_a_crash():
     async with Losing(1) as one:
         handle = await one.file(b"file", b"x" * 100)
         attr = await one.vfs.getattr(handle.inode)
@@ -349,10 +351,10 @@ async def test_a_shard_that_forgot_changes_is_believed_although_its_numbers_are_
             await one.vfs.setattr(handle.inode, mode=mode, caller=ME)
             await one.vfs.setattr(other.inode, mode=mode, caller=ME)
         assert (await one.vfs.getattr(handle.inode)).change > attr.change
-        kv.crash()  # its process ends in order below, and would sync
+        kv.crash()  # its process stops in order below, and would sync
         await one.pool.stop_shard()
         await one.pool.start_shard()
-        with pytest.raises(NotFound):  # until something is asked nobody knows of it
+        with pytest.raises(NotFound):  # until a request, the client does not notice the restart
             await one.vfs.lookup(ROOT_INODE, b"no such name")
         for inode in (handle.inode, other.inode):
             found = await one.vfs.getattr(inode)

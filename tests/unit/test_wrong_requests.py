@@ -1,4 +1,4 @@
-"""Requests that no client of ours sends: refused, and nothing is changed. Most were found by `make fuzz`."""
+"""Requests that our clients never send: refused, without changes. Most were found by `make fuzz`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nvpool.testing.fakes.meta_shard import DirectCall
 
 
 @scenario
-async def test_file_is_no_directory_for_its_own_names(shard, client):
+async def test_file_is_refused_as_a_directory(shard, client):
     file = await client.file(ROOT, b"f")
     with pytest.raises(NotADirectory):
         await client.link(file.inode, file.inode, b"g")
@@ -23,7 +23,7 @@ async def test_file_is_no_directory_for_its_own_names(shard, client):
 
 
 @scenario
-async def test_hold_of_what_can_not_be_is_refused(shard, client):
+async def test_lock_of_invalid_records_is_refused(shard, client):
     right = ServiceRight(shard.clock, SECRET, 1)()
     span = pb.SpanId(shard=1, incarnation=1, number=1)
     for request in (
@@ -44,7 +44,7 @@ async def test_hold_of_what_can_not_be_is_refused(shard, client):
 
 
 @scenario
-async def test_climb_from_nowhere_is_refused(shard, client):
+async def test_walk_from_an_unknown_inode_is_refused(shard, client):
     for request in (pb.FsckClimbRequest(trace=True), pb.FsckClimbRequest(loose=5, parent=(1 << 64) - 1)):
         call = DirectCall(wire.META_FSCK_CLIMB, request.SerializeToString())
         shard.service.handle(call)
