@@ -24,7 +24,8 @@ from nvpool.rpc.stats import ReplyStats
 from nvpool.rpc.transports.frame import EMPTY, REPLY, REQUEST, pack_head, read_head
 from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.rpc.v1.wire_pb2 import DATA_READ, DATA_WRITE
-from nvpool.store.chunks.api import create_chunk_store, open_chunk_store
+from nvpool.store.chunks.api import create_chunk_store
+from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.chunks.memory_store import MemoryChunkStore
 from nvpool.store.chunks.read_batch import READ
 from nvpool.store.server import fast_reads

@@ -21,7 +21,8 @@ from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PoolMap, PoolSettings,
 from nvpool.rpc.peer_roles import Peer
 from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.rpc.v1.wire_pb2 import Method
-from nvpool.store.chunks.api import MustWait, create_chunk_store, open_chunk_store
+from nvpool.store.chunks.api import MustWait, create_chunk_store
+from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.chunks.memory_store import MemoryChunkStore
 from nvpool.store.chunks.read_batch import READ, RESULT
 from nvpool.store.replication.role import Replica

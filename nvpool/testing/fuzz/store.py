@@ -34,7 +34,8 @@ from nvpool.rpc.messages.data_codec import (
 from nvpool.rpc.peer_roles import Credentials, Peer
 from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
-from nvpool.store.chunks.api import create_chunk_store, open_chunk_store
+from nvpool.store.chunks.api import create_chunk_store
+from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.server.service import StoreService
 from nvpool.testing.fakes.meta_shard import DirectCall, small_map
 from nvpool.testing.fuzz.connections import Trouble, Witness
