@@ -1,17 +1,17 @@
-"""For the whole suite: nothing that a test started outlives the run.
+"""Rules for the whole suite: clean-up after tests, tiers, order of files, and a list of failed tests.
 
-Each process that a test starts inherits a mark in its environment; what still has it at the end is named, ended, and fails the
-run. So does a mount of nvpool that was not there before (on a machine of its own, CI=true; elsewhere it may be somebody's).
+Each process that a test starts inherits a mark in its environment. A process that still has the mark at the end is listed,
+killed, and fails the run. So does a new mount of nvpool, if CI=true: elsewhere the mount may belong to another user.
 
-A shell without job control starts what it puts into the background with SIGINT ignored, and all below it inherits that: tests
-that interrupt a program would see nothing happen. Here it is as in a terminal again, for the tests and what they start.
+A shell without job control starts background processes with SIGINT ignored, and all their children inherit that: tests that
+interrupt a program would have no effect. So SIGINT gets its default handler here, for the tests and their children.
 
 Each test belongs to a tier, by its folder or by the marker of its module: T0 is lint and the rules of the house, T1 runs in
 process, T2 on real mounts, T3 starts pools of processes, nodes, containers. Files run in the order of `tests/durations.json`,
 the longest first, so that no worker runs alone for long at the end.
 
-NVPOOL_TEST_FAILED_FILE names a file for what failed, a line each, in the words that pytest takes to run it again; what must
-not be forgiven by running it again begins with "never again: ".
+NVPOOL_TEST_FAILED_FILE names a file for the failed tests, one a line, in the form that pytest accepts to run them again; a
+failure that a second run must not excuse begins with "never again: ".
 """
 
 import json
@@ -24,7 +24,7 @@ import pytest
 
 MARK = "NVPOOL_TEST_RUN"
 ENDING_S = 15.0
-"""Daemons that were told to stop may take their time to drain."""
+"""Time for stopping daemons, which may have to drain."""
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -33,7 +33,7 @@ FAILED_FILE = "NVPOOL_TEST_FAILED_FILE"
 LEFT = pytest.StashKey[list[str]]()
 MOUNTS = pytest.StashKey[set[str]]()
 FAILED = pytest.StashKey[dict[str, None]]()
-TOLD_IN = pytest.StashKey[str | None]()
+FAILED_PATH = pytest.StashKey[str | None]()
 
 
 TIERS = {
@@ -67,7 +67,7 @@ def pytest_itemcollected(item):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """Sort files by how long they took when `tools/record_durations.py` was run last; unknown ones come first."""
+    """Sort files by their durations in the last run of `tools/record_durations.py`; unknown files come first."""
     seconds = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
     items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], float("inf")))
 
@@ -77,13 +77,13 @@ def pytest_configure(config):
         return
     os.environ[MARK] = f"{os.getpid()}-{time.time_ns()}"
     config.stash[MOUNTS] = nvpool_mounts()
-    config.stash[TOLD_IN] = os.environ.pop(FAILED_FILE, None)  # not for a run that a test of ours makes
+    config.stash[FAILED_PATH] = os.environ.pop(FAILED_FILE, None)  # not for a pytest run that a test starts
     config.stash[FAILED] = {}
-    config.pluginmanager.register(FailedOnes(config.stash[FAILED]))
+    config.pluginmanager.register(FailedTests(config.stash[FAILED]))
 
 
-class FailedOnes:
-    """What failed, in order. What a file's fixtures find at their end is the file's, not its last test's."""
+class FailedTests:
+    """Failed tests, in order. A failure in the teardown of a file's fixtures counts for the file, not for its last test."""
 
     def __init__(self, found):
         self.found = found
@@ -118,7 +118,7 @@ def pytest_sessionfinish(session):
     session.config.stash[LEFT] = left
     if left and session.exitstatus == 0:
         session.exitstatus = 1
-    if place := session.config.stash[TOLD_IN]:
+    if place := session.config.stash[FAILED_PATH]:
         failed = [*session.config.stash[FAILED], *(f"never again: left behind {line}" for line in left)]
         if session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             failed.append(f"never again: the run ended with {session.exitstatus!r}")
@@ -131,7 +131,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def marked_processes():
-    """pid -> command of each process with our mark, this one and the workers of xdist excepted."""
+    """pid -> command of each process with our mark, except this process and the workers of xdist."""
     mark, found = f"{MARK}={os.environ[MARK]}".encode(), {}
     for place in Path("/proc").iterdir():
         if not place.name.isdigit() or int(place.name) == os.getpid():
@@ -144,7 +144,7 @@ def marked_processes():
                 if command and "execnet" not in command:
                     found[int(place.name)] = command
         except OSError:
-            continue  # gone meanwhile, or not ours to look at
+            continue  # ended meanwhile, or not readable by us
     return found
 
 

@@ -1,4 +1,4 @@
-"""An orchestrator of a test's own: calls CSI's services over their socket, and takes down what each call was answered."""
+"""A small CSI orchestrator for tests: calls the services of a plugin over its socket and records each answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Mode = pb.VolumeCapability.AccessMode
 
 class Answer(NamedTuple):
     code: str
-    """A name of a status of gRPC."""
+    """Name of a gRPC status code."""
     reply: Any
     text: str
 
@@ -63,7 +63,7 @@ async def caller_at(address: str) -> AsyncIterator[Caller]:
 
 @contextlib.asynccontextmanager
 async def plugin(volumes: Any, place: Path, **how: Any) -> AsyncIterator[Caller]:
-    """A plugin over `volumes` in this process, and who calls it."""
+    """A plugin over `volumes` in this process, and a caller connected to it."""
     address, answers = f"unix://{place}/csi.sock", asyncio.Event()
     serving = asyncio.ensure_future(serve_csi(volumes, address, pool=POOL, started=answers.set, **how))
     try:
@@ -78,7 +78,7 @@ async def plugin(volumes: Any, place: Path, **how: Any) -> AsyncIterator[Caller]
         serving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await serving
-        gc.collect()  # calls of gRPC that lie in cycles: freed after its last server and channel they end the process
+        gc.collect()  # gRPC calls in reference cycles: freed after the last server and channel, they crash the process
 
 
 def use(

@@ -1,4 +1,4 @@
-"""`nvpool bridge` as a user types it: what is wrong is said with what to do, and nothing is left behind."""
+"""`nvpool bridge` on the command line: an error names its remedy and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def bridge(*words):
     )
 
 
-def test_help_has_examples_and_all_options_of_a_volume():
+def test_help_has_examples_and_all_volume_options():
     said = bridge("--help").stdout
     for word in (
         "examples:",
@@ -37,7 +37,7 @@ def test_help_has_examples_and_all_options_of_a_volume():
 
 
 @pytest.mark.smoke
-def test_a_place_that_is_no_pool_is_refused_with_the_reason(tmp_path):
+def test_path_that_is_no_pool_is_refused(tmp_path):
     done = bridge(tmp_path, "--state", tmp_path / "state", "--docker-socket", tmp_path / "x.sock")
     assert done.returncode == 1 and str(tmp_path) in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "x.sock").exists()
@@ -55,7 +55,7 @@ def test_a_place_that_is_no_pool_is_refused_with_the_reason(tmp_path):
     ],
     ids=lambda words: words[-2],
 )
-def test_a_wrong_word_is_the_command_lines_fault_and_makes_nothing(tmp_path, words):
+def test_wrong_argument_is_a_usage_error(tmp_path, words):
     done = bridge(
         "127.0.0.1:9", "--state", tmp_path / "state", "--docker-socket", tmp_path / "x.sock", *words
     )
@@ -67,7 +67,7 @@ def test_a_wrong_word_is_the_command_lines_fault_and_makes_nothing(tmp_path, wor
     assert not (tmp_path / "state").exists()
 
 
-def test_a_pool_that_nobody_serves_is_not_available(tmp_path):
+def test_unreachable_pool_is_unavailable(tmp_path):
     done = bridge("127.0.0.1:9", "--state", tmp_path / "state", "--docker-socket", tmp_path / "x.sock")
     assert (
         done.returncode == (3 if not os.geteuid() else 1)
@@ -78,7 +78,7 @@ def test_a_pool_that_nobody_serves_is_not_available(tmp_path):
 
 
 @pytest.mark.parametrize("metrics", ["127.0.0.1:0", "nowhere"])
-def test_the_log_is_json_where_it_is_asked_for_also_without_a_node_toml(tmp_path, metrics):
+def test_log_is_json_on_request_without_node_toml(tmp_path, metrics):
     done = bridge(
         "127.0.0.1:9",
         "--state",
@@ -94,7 +94,7 @@ def test_the_log_is_json_where_it_is_asked_for_also_without_a_node_toml(tmp_path
     assert done.returncode and said[-1]["level"] == "error" and said[-1]["process"] == "bridge"
 
 
-def test_a_mount_that_the_bridge_makes_logs_as_the_bridge_was_told_to():
+def test_bridge_passes_its_log_options_to_the_mount():
     words = mount_words(parse_words(["pool", "--log-format=json", "--log-level=debug"]))
     known = mount.make_context("mount", ["pool", "/place", *words]).params
     assert (known["log_format"], known["log_level"]) == ("json", "debug")
@@ -102,7 +102,7 @@ def test_a_mount_that_the_bridge_makes_logs_as_the_bridge_was_told_to():
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_check_shows_the_volumes_of_a_bridge_that_answers_and_says_where_none_does(tmp_path, as_json):
+def test_check_shows_volumes_or_how_to_start_the_bridge(tmp_path, as_json):
     words = [
         "anything",
         "--check",
@@ -114,8 +114,8 @@ def test_check_shows_the_volumes_of_a_bridge_that_answers_and_says_where_none_do
     assert done.returncode == 3 and "start it with: nvpool bridge" in done.stderr
 
     async def play(asked):
-        await asked.told("/VolumeDriver.Create", Name="v")
-        place = (await asked.told("/VolumeDriver.Mount", Name="v", ID="1"))["Mountpoint"]
+        await asked.ask_ok("/VolumeDriver.Create", Name="v")
+        place = (await asked.ask_ok("/VolumeDriver.Mount", Name="v", ID="1"))["Mountpoint"]
         process = await asyncio.create_subprocess_exec(
             *command(Program.CLI, "bridge", *map(str, words)), stdout=asyncio.subprocess.PIPE
         )

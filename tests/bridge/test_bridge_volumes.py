@@ -1,5 +1,7 @@
-"""What bridge/volumes promises, over a pool in memory: everything may be repeated, and a death between two steps leaves a
-reference too many, never one too few."""
+"""bridge/volumes over a pool in memory: every operation may be repeated.
+
+A death between two steps leaves at most an extra reference, never a missing one.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from pathlib import PurePath
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from volumes_twin import TwinPool, WrittenBinds
+from volumes_twin import FakePool, WrittenBinds
 
 from nvpool.bridge import volumes as bridge_volumes
 from nvpool.bridge.container_mounts import volumes_in_containers
@@ -66,32 +68,32 @@ BAD_SUBPATHS = [
 
 @pytest.fixture
 def pool():
-    return TwinPool()
+    return FakePool()
 
 
 @pytest.fixture
 def bridge(pool, tmp_path):
-    return opened(pool, tmp_path)
+    return new_bridge(pool, tmp_path)
 
 
-def opened(pool, place, clock=None):
-    """A bridge as it begins; the next one over the same place finds what this one leaves."""
+def new_bridge(pool, place, clock=None):
+    """A new bridge; the next one over the same folder finds the state of this one."""
     made = BridgeVolumes(pool, place / "pool", place / "state", node="here", clock=clock or ManualClock())
     made._binds = WrittenBinds(made._binds)
     asyncio.run(made.begin())
     return made
 
 
-def do(wish):
-    return asyncio.run(wish)
+def do(awaitable):
+    return asyncio.run(awaitable)
 
 
 # -- names -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", BAD_NAMES, ids=lambda name: ascii(name)[:30])
-def test_a_name_that_could_lead_elsewhere_is_refused_by_every_operation(bridge, pool, name, tmp_path):
-    for wish in (
+def test_unsafe_name_is_refused_by_every_operation(bridge, pool, name, tmp_path):
+    for operation in (
         lambda: bridge.create(name),
         lambda: bridge.remove(name),
         lambda: bridge.get(name),
@@ -105,14 +107,14 @@ def test_a_name_that_could_lead_elsewhere_is_refused_by_every_operation(bridge, 
         lambda: bridge.publish(name, "docker/1", tmp_path / "target"),
     ):
         with pytest.raises(NvpoolError) as refused:
-            do(wish())
+            do(operation())
         assert type(refused.value) is InvalidRequest
         assert len(str(refused.value)) < 400 and str(refused.value).isprintable()
     assert not pool.there
 
 
 @given(st.text(max_size=20))
-def test_a_name_that_passes_is_one_component_and_has_one_unicode_form(name):
+def test_valid_name_is_one_component_in_one_unicode_form(name):
     try:
         checked_name(name)
     except NvpoolError:
@@ -122,7 +124,7 @@ def test_a_name_that_passes_is_one_component_and_has_one_unicode_form(name):
 
 
 @pytest.mark.parametrize("subpath", BAD_SUBPATHS, ids=lambda name: ascii(name)[:30])
-def test_a_subpath_that_leads_out_is_refused(bridge, subpath):
+def test_subpath_that_leaves_the_volume_is_refused(bridge, subpath):
     with pytest.raises(NvpoolError):
         do(bridge.create("v", {"subpath": subpath}))
     do(bridge.create("v"))
@@ -131,12 +133,12 @@ def test_a_subpath_that_leads_out_is_refused(bridge, subpath):
     assert do(bridge.holders("v")) == []
 
 
-def test_a_subpath_is_written_in_one_way():
+def test_subpath_is_normalized():
     assert checked_subpath("./a//b/.") == "a/b"
 
 
 @pytest.mark.parametrize("holder", ["", "/x", "a b", "a\0", "x" * 181, "ä", 5])
-def test_an_id_of_a_holder_that_makes_no_sense_is_refused(bridge, holder):
+def test_invalid_holder_id_is_refused(bridge, holder):
     do(bridge.create("v"))
     with pytest.raises(InvalidRequest):
         do(bridge.stage("v", holder))
@@ -157,13 +159,13 @@ def test_an_id_of_a_holder_that_makes_no_sense_is_refused(bridge, holder):
         {"Size": "1G"},
     ],
 )
-def test_a_wrong_option_is_named_and_makes_nothing(bridge, pool, options):
+def test_wrong_option_is_named_and_creates_nothing(bridge, pool, options):
     with pytest.raises(InvalidRequest, match=next(iter(options))):
         do(bridge.create("v", options))
     assert not pool.there
 
 
-def test_options_as_people_write_them():
+def test_options_are_parsed():
     found = parse_options(
         {"size": "1.5G", "files": "1000", "replicas": "2", "sealed": "true", "subpath": "a/b/"}
     )
@@ -181,7 +183,7 @@ def test_options_as_people_write_them():
 # -- repeatable ------------------------------------------------------------------------------------------------------
 
 
-def test_everything_twice_is_as_once(bridge, pool, tmp_path):
+def test_operations_are_idempotent(bridge, pool, tmp_path):
     for _ in range(2):
         assert do(bridge.create("v", {"size": "1M"})).bytes_max == 1 << 20
     for _ in range(2):
@@ -200,15 +202,15 @@ def test_everything_twice_is_as_once(bridge, pool, tmp_path):
     assert not pool.there
 
 
-def test_a_volume_that_is_there_with_other_options_is_not_changed(bridge, pool):
+def test_create_never_changes_an_existing_volume(bridge, pool):
     do(bridge.create("v", {"size": "1M", "subpath": "a"}))
     for other in ({"size": "2M"}, {"files": "7"}, {"replicas": "3"}, {"subpath": "b"}):
         with pytest.raises(AlreadyExists):
             do(bridge.create("v", other))
-    assert do(bridge.create("v")).bytes_max == 1 << 20, "what was not asked for is taken as it is"
+    assert do(bridge.create("v")).bytes_max == 1 << 20, "an option that is not given is not compared"
 
 
-def test_a_volume_with_files_is_neither_sealed_nor_led_elsewhere_by_a_repeated_create(bridge, pool):
+def test_repeated_create_does_not_seal_or_redirect_files(bridge, pool):
     do(bridge.create("v", {"size": "1M"}))
     pool.there["v"] = replace(pool.there["v"], files_used=1)
     for other, remedy in (({"sealed": "true"}, "nvpool volume seal"), ({"subpath": "a"}, "no subpath")):
@@ -222,7 +224,7 @@ def test_a_volume_with_files_is_neither_sealed_nor_led_elsewhere_by_a_repeated_c
         do(bridge.create("v", {"sealed": "false"}))
 
 
-def test_a_create_that_was_interrupted_before_the_seal_is_finished_by_the_next(bridge, pool):
+def test_repeated_create_completes_an_interrupted_seal(bridge, pool):
     pool.faults["seal"] = Unavailable("away")
     with pytest.raises(Unavailable):
         do(bridge.create("v", {"sealed": "true", "subpath": "a"}))
@@ -230,40 +232,40 @@ def test_a_create_that_was_interrupted_before_the_seal_is_finished_by_the_next(b
     assert do(bridge.create("v", {"sealed": "true", "subpath": "a"})).sealed
 
 
-def test_a_volume_is_in_use_until_its_last_holder_has_gone(bridge, pool):
+def test_volume_is_in_use_until_its_last_holder_leaves(bridge, pool):
     do(bridge.create("v"))
     do(bridge.stage("v", "docker/1"))
     do(bridge.stage("v", "docker/2"))
     do(bridge.unstage("v", "docker/1"))
     with pytest.raises(InUse, match="stop the containers"):
         do(bridge.remove("v"))
-    assert bridge._binds.bound, "the other one sees it still"
+    assert bridge._binds.bound, "the other holder still sees the volume"
     do(bridge.unstage("v", "docker/2"))
     assert not bridge._binds.bound
     do(bridge.remove("v"))
 
 
-def test_a_volume_that_another_host_uses_is_not_removed(bridge, pool):
+def test_volume_used_by_another_host_is_not_removed(bridge, pool):
     do(bridge.create("v"))
     do(pool.attach("v", "elsewhere/docker/9"))
     with pytest.raises(InUse, match="elsewhere"):
         do(bridge.remove("v"))
 
 
-def test_a_sealed_volume_is_seen_read_only(bridge):
+def test_sealed_volume_is_bound_read_only(bridge):
     do(bridge.create("v", {"sealed": "true"}))
     place = do(bridge.stage("v", "docker/1"))
     assert bridge._binds.bound[place] == ("v", True, "")
 
 
-def test_the_stored_subpath_is_what_is_seen(bridge, pool, tmp_path):
+def test_stored_subpath_is_bound(bridge, pool, tmp_path):
     do(bridge.create("v", {"subpath": "train/2024"}))
-    place = do(opened(pool, tmp_path / "other").stage("v", "docker/1"))
+    place = do(new_bridge(pool, tmp_path / "other").stage("v", "docker/1"))
     assert "rw-" in place.name
     assert bridge._binds.place("v", False, "train/2024").name == place.name
 
 
-def test_one_holder_has_a_volume_in_one_way(bridge):
+def test_holder_stages_a_volume_in_one_way(bridge):
     do(bridge.create("v"))
     do(bridge.stage("v", "csi/1"))
     for other in ({"read_only": True}, {"subpath": "a"}):
@@ -271,7 +273,7 @@ def test_one_holder_has_a_volume_in_one_way(bridge):
             do(bridge.stage("v", "csi/1", **other))
 
 
-def test_what_is_published_is_not_taken_away_and_a_place_is_published_once(bridge, tmp_path):
+def test_published_volume_is_not_unstaged(bridge, tmp_path):
     do(bridge.create("v"))
     with pytest.raises(NotFound):
         do(bridge.publish("v", "csi/1", tmp_path / "a"))
@@ -286,15 +288,17 @@ def test_what_is_published_is_not_taken_away_and_a_place_is_published_once(bridg
             do(bridge.publish("v", "csi/1", target))
 
 
-def test_a_volume_grows_and_does_not_shrink(bridge):
+def test_volume_grows_and_does_not_shrink(bridge):
     do(bridge.create("v", {"size": "1M"}))
     assert do(bridge.expand("v", 2 << 20)).bytes_max == 2 << 20
     assert do(bridge.expand("v", 1 << 20)).bytes_max == 2 << 20
     do(bridge.create("w"))
-    assert do(bridge.expand("w", 1 << 20)).bytes_max == 0, "it takes more than that already"
+    assert do(bridge.expand("w", 1 << 20)).bytes_max == 0, (
+        "a volume without quota takes more than that already"
+    )
 
 
-def test_sizes_of_a_volume_are_its_quota_or_what_the_pool_has(bridge):
+def test_volume_size_is_its_quota_or_the_pools(bridge):
     do(bridge.create("v", {"size": "1M"}))
     do(bridge.create("w"))
     assert do(bridge.stats("v"))[:3] == (1 << 20, 0, 1 << 20)
@@ -302,7 +306,7 @@ def test_sizes_of_a_volume_are_its_quota_or_what_the_pool_has(bridge):
     assert do(bridge.capacity()) == 4096000
 
 
-def test_a_pool_that_is_not_mounted_is_no_good_condition(bridge):
+def test_unmounted_pool_is_an_abnormal_condition(bridge):
     do(bridge.create("v"))
     assert do(bridge.condition("v")).abnormal
 
@@ -310,27 +314,27 @@ def test_a_pool_that_is_not_mounted_is_no_good_condition(bridge):
 # -- deaths and faults -----------------------------------------------------------------------------------------------
 
 
-def test_references_outlive_the_bridge(bridge, pool, tmp_path):
+def test_references_survive_a_restart_of_the_bridge(bridge, pool, tmp_path):
     do(bridge.create("v"))
     do(bridge.stage("v", "docker/1"))
-    do(pool.detach("v", "here/docker/1"))  # what the pool has lost
-    after = opened(pool, tmp_path)
+    do(pool.detach("v", "here/docker/1"))  # the pool loses the attachment
+    after = new_bridge(pool, tmp_path)
     assert do(after.holders("v")) == ["docker/1"] and pool.there["v"].attachments == ("here/docker/1",)
     do(after.unstage("v", "docker/1"))
     assert pool.there["v"].attachments == ()
 
 
-def test_references_end_with_the_boot_in_which_they_were_made(bridge, pool, tmp_path, monkeypatch):
+def test_references_end_with_a_reboot(bridge, pool, tmp_path, monkeypatch):
     do(bridge.create("v"))
     do(bridge.stage("v", "docker/1"))
     monkeypatch.setattr(bridge_volumes, "boot_id", lambda: "another")
-    after = opened(pool, tmp_path)
+    after = new_bridge(pool, tmp_path)
     assert do(after.holders("v")) == [] and pool.there["v"].attachments == ()
 
 
 @pytest.mark.parametrize("step", ["attach", "bind", "mounted"])
 @pytest.mark.parametrize("error", [Unavailable("away"), TooManySymlinks("a link")])
-def test_a_stage_that_fails_holds_nothing(bridge, pool, step, error):
+def test_failed_stage_leaves_no_reference(bridge, pool, step, error):
     do(bridge.create("v"))
     if step == "attach":
         pool.faults["attach"] = error
@@ -347,7 +351,7 @@ def test_a_stage_that_fails_holds_nothing(bridge, pool, step, error):
     assert do(bridge.holders("v")) == [] and not bridge._binds.bound and pool.there["v"].attachments == ()
 
 
-def test_a_stage_that_was_cut_off_is_settled_later(bridge, pool):
+def test_interrupted_stage_is_settled_later(bridge, pool):
     do(bridge.create("v"))
     bridge._binds.fault = asyncio.CancelledError()
     with pytest.raises(asyncio.CancelledError):
@@ -357,7 +361,7 @@ def test_a_stage_that_was_cut_off_is_settled_later(bridge, pool):
     assert pool.there["v"].attachments == ()
 
 
-def test_an_unstage_that_the_pool_does_not_hear_is_told_later_also_by_the_next_bridge(bridge, pool, tmp_path):
+def test_failed_detach_is_retried_by_the_next_bridge_too(bridge, pool, tmp_path):
     do(bridge.create("v"))
     do(bridge.stage("v", "docker/1"))
     pool.faults["detach"] = Unavailable("away")
@@ -366,14 +370,12 @@ def test_an_unstage_that_the_pool_does_not_hear_is_told_later_also_by_the_next_b
     assert do(bridge.holders("v")) == [] and not bridge._binds.bound
     assert do(bridge.settle()) == 1
     pool.faults.clear()
-    opened(pool, tmp_path)
+    new_bridge(pool, tmp_path)
     assert pool.there["v"].attachments == ()
 
 
-def test_a_death_after_any_write_of_the_state_leaves_no_volume_removable_that_is_seen(
-    bridge, pool, tmp_path, monkeypatch
-):
-    # The state is written before the pool is told of a new user, and after it was told of one that went.
+def test_death_between_steps_leaves_no_removable_volume_in_use(bridge, pool, tmp_path, monkeypatch):
+    # The state is written before the pool learns of a new attachment, and after the pool has removed one.
     do(bridge.create("v"))
     orders = []
     attach, detach = pool.attach, pool.detach
@@ -397,9 +399,9 @@ def test_a_death_after_any_write_of_the_state_leaves_no_volume_removable_that_is
 
 
 @pytest.mark.parametrize("in_use", [set(), {"v"}])
-def test_an_engine_that_starts_anew_ends_what_no_container_sees(pool, tmp_path, monkeypatch, in_use):
+def test_restarted_engine_ends_unused_attachments(pool, tmp_path, monkeypatch, in_use):
     clock = ManualClock()
-    bridge = opened(pool, tmp_path, clock)
+    bridge = new_bridge(pool, tmp_path, clock)
     do(bridge.create("v"))
     do(bridge.stage("v", "docker/old"))
     do(bridge.stage("v", "csi/node"))
@@ -415,7 +417,7 @@ def test_an_engine_that_starts_anew_ends_what_no_container_sees(pool, tmp_path, 
     assert set(pool.there["v"].attachments) == {"elsewhere/docker/1", *(f"here/{holder}" for holder in kept)}
 
 
-def test_a_volume_is_in_use_where_a_container_sees_it_and_not_where_a_copy_of_the_binds_is(tmp_path):
+def test_volume_in_use_is_one_that_a_container_sees(tmp_path):
     line = "50 40 0:60 {} {} rw,nosuid,nodev - {} nvpool:p rw\n"
     seen = {
         "self": ("mnt:[1]", ("/volumes/own", "/state/mounts/own/rw", "fuse.nvpool")),
@@ -436,14 +438,14 @@ def test_a_volume_is_in_use_where_a_container_sees_it_and_not_where_a_copy_of_th
 @pytest.mark.parametrize(
     "content, error", [(b"{", CorruptRecord), (b'{"version": 99}', WrongFormat), (b"[]", CorruptRecord)]
 )
-def test_a_state_that_can_not_be_read_is_refused_with_what_to_do(pool, tmp_path, content, error):
+def test_unreadable_state_is_refused_with_the_remedy(pool, tmp_path, content, error):
     (tmp_path / "state").mkdir()
     (tmp_path / "state/references.json").write_bytes(content)
     with pytest.raises(error, match=r"remove it|use the nvpool"):
-        opened(pool, tmp_path)
+        new_bridge(pool, tmp_path)
 
 
-def test_requests_for_one_volume_wait_for_one_another_and_others_do_not(bridge, pool):
+def test_requests_for_one_volume_are_serialized(bridge, pool):
     async def scene():
         await bridge.create("v")
         await bridge.create("w")

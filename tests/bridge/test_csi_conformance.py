@@ -1,4 +1,4 @@
-"""CSI, call by call: every row of the specification's tables of errors, every call twice, and the life of a volume.
+"""CSI conformance: every row of the specification's error tables, every call twice, and the life of a volume.
 
 Over volumes in memory, and over a real pool with its mount and binds. `make csi-report` prints the table.
 """
@@ -31,14 +31,14 @@ SIZE = 64 * MIB
 
 
 class Row(NamedTuple):
-    """A wrong (or odd) call: `fields` is a function of the place where a test may publish."""
+    """A wrong or unusual call: `fields` is a function of the folder in which a test may publish."""
 
     call: str
     condition: str
     code: str
     fields: Callable[[Path], dict[str, Any]]
     says: str = ""
-    """What the sentence for a person has to name."""
+    """Words that the error message has to contain."""
 
 
 def row(call: str, condition: str, code: str, says: str = "", **fields: Any) -> Row:
@@ -593,7 +593,7 @@ UNSERVED = [
 ]
 
 
-# -- volumes to stand on ---------------------------------------------------------------------------------------------------
+# -- volumes that the rows use ---------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
@@ -603,7 +603,7 @@ async def over_memory(_place: Path) -> AsyncIterator[MemoryVolumes]:
 
 @asynccontextmanager
 async def over_a_pool(place: Path) -> AsyncIterator[BridgeVolumes]:
-    """Daemons, a mount and binds, as they are; the bridge itself in this process."""
+    """Real daemons, a mount and binds; the bridge itself in this process."""
     with RealPool(place / "pool", sizes=(256 * MIB,)) as real:
         await asyncio.to_thread(real.make)
         await asyncio.to_thread(real.start)
@@ -612,16 +612,16 @@ async def over_a_pool(place: Path) -> AsyncIterator[BridgeVolumes]:
         sdk = await AsyncFileSystem.connect(str(real.path), name="csi test")
         mount = PoolMount(str(real.path), sdk.client.pool_map.name, kept.mountpoint)
 
-        async def begun() -> BridgeVolumes:
+        async def restarted() -> BridgeVolumes:
             volumes = BridgeVolumes(
                 sdk, mount.place, kept.place / "state", node="node-1", mounted=mount.ensure
             )
             await volumes.begin()
-            volumes.begun_anew = begun  # type: ignore[attr-defined]
+            volumes.restart_bridge = restarted  # type: ignore[attr-defined]
             return volumes
 
         try:
-            yield await begun()
+            yield await restarted()
         finally:
             for bound in mounts_below(place):
                 if bound.root != Path("/"):
@@ -641,8 +641,8 @@ worlds = pytest.mark.parametrize(
 )
 
 
-async def furnish(call: Caller, volumes: Any, place: Path) -> None:
-    """The volumes that the rows speak of."""
+async def create_volumes(call: Caller, volumes: Any, place: Path) -> None:
+    """Create the volumes that the rows use."""
     for name in ("there", "used", "once"):
         done = await call("CreateVolume", name=name, volume_capabilities=[use()], capacity_range=size(SIZE))
         assert done.code == "OK", done
@@ -677,15 +677,15 @@ async def furnish(call: Caller, volumes: Any, place: Path) -> None:
     ).code == "OK"
 
 
-async def walk(world: str) -> list[tuple[Row, str, str]]:
-    """Each row twice, from the same beginning: (row, what came, what is wrong or nothing)."""
+async def run_rows(world: str) -> list[tuple[Row, str, str]]:
+    """Each row twice, from the same initial state: (row, actual result, what is wrong or "")."""
     found = []
     with tempfile.TemporaryDirectory(prefix="csi-") as directory:
         place = Path(directory)
         async with AsyncExitStack() as stack:
             volumes = await stack.enter_async_context(WORLDS[world](place))
             call = await stack.enter_async_context(plugin(volumes, place))
-            await furnish(call, volumes, place)
+            await create_volumes(call, volumes, place)
             for each in ROWS:
                 first = await call(each.call, **each.fields(place))
                 again = await call(each.call, **each.fields(place))
@@ -715,13 +715,13 @@ def report(world: str, found: list[tuple[Row, str, str]]) -> str:
 
 
 @worlds
-def test_every_row_of_the_tables_of_errors_gets_its_code_twice(world):
-    found = asyncio.run(walk(world))
+def test_error_tables_are_met_by_repeated_calls_too(world):
+    found = asyncio.run(run_rows(world))
     print("\n" + report(world, found))
     assert not [f"{each.call}: {each.condition}: {wrong}" for each, _, wrong in found if wrong]
 
 
-def test_every_call_of_the_services_is_walked():
+def test_every_call_of_the_services_has_a_row():
     calls = {method.name for service in pb.DESCRIPTOR.services_by_name.values() for method in service.methods}
     assert calls == {each.call for each in ROWS}
 
@@ -730,14 +730,14 @@ def test_every_call_of_the_services_is_walked():
 
 
 async def twice(call: Caller, what: str, /, **fields: Any) -> Any:
-    """The reply of a call that is answered OK, the same both times."""
+    """The reply of a call that succeeds twice with the same reply."""
     first, again = await call(what, **fields), await call(what, **fields)
     assert first.code == again.code == "OK", (first, again)
     assert first.reply == again.reply
     return first.reply
 
 
-async def live(world: str, place: Path) -> None:
+async def run_life_cycle(world: str, place: Path) -> None:
     staged, pods = str(place / "stage"), [place / "pod-1", place / "pod-2"]
     published = [
         {
@@ -774,8 +774,8 @@ async def live(world: str, place: Path) -> None:
             await twice(
                 call, "NodeStageVolume", volume_id="life", staging_target_path=staged, volume_capability=use()
             )
-            for wish in published:
-                await twice(call, "NodePublishVolume", **wish)
+            for arguments in published:
+                await twice(call, "NodePublishVolume", **arguments)
             if real:
                 await asyncio.to_thread((pods[0] / "shared").write_bytes, b"x" * 4096)
                 assert await asyncio.to_thread((pods[1] / "shared").read_bytes) == b"x" * 4096
@@ -792,16 +792,19 @@ async def live(world: str, place: Path) -> None:
             refused = await call("DeleteVolume", volume_id="life")
             assert refused.code == "FAILED_PRECONDITION" and "in use" in refused.text
             inside = [open(pods[0] / "open", "wb") if real else None]  # noqa: ASYNC230
-        volumes = await _begun_anew(volumes)
+        volumes = await _restarted(volumes)
         async with plugin(volumes, place) as call:
             if real:
-                await asyncio.to_thread(_goes_on, inside[0], pods)
-            for wish in published:
-                await twice(call, "NodePublishVolume", **wish)
+                await asyncio.to_thread(_still_works, inside[0], pods)
+            for arguments in published:
+                await twice(call, "NodePublishVolume", **arguments)
             stats = (await call("NodeGetVolumeStats", volume_id="life", volume_path=str(pods[0]))).reply
             assert not stats.volume_condition.abnormal, stats.volume_condition.message
-            told = await twice(call, "ControllerGetVolume", volume_id="life")
-            assert told.volume.capacity_bytes == 2 * SIZE and not told.status.volume_condition.abnormal
+            volume_reply = await twice(call, "ControllerGetVolume", volume_id="life")
+            assert (
+                volume_reply.volume.capacity_bytes == 2 * SIZE
+                and not volume_reply.status.volume_condition.abnormal
+            )
             listed = await twice(call, "ListVolumes")
             assert [entry.volume.volume_id for entry in listed.entries] == ["life"] and not listed.next_token
             assert listed.entries[0].status.volume_condition.message
@@ -818,19 +821,19 @@ async def live(world: str, place: Path) -> None:
             await twice(call, "NodeUnstageVolume", volume_id="life", staging_target_path=staged)
 
 
-def _goes_on(file: Any, pods: list[Path]) -> None:
-    """A container that was there before the plugin was restarted reads and writes as before."""
+def _still_works(file: Any, pods: list[Path]) -> None:
+    """A container that was started before the restart of the plugin reads and writes as before."""
     file.write(b"before and after")
     file.close()
     assert (pods[1] / "open").read_bytes() == b"before and after"
 
 
-async def _begun_anew(volumes: Any) -> Any:
-    again = getattr(volumes, "begun_anew", None)
+async def _restarted(volumes: Any) -> Any:
+    again = getattr(volumes, "restart_bridge", None)
     return await again() if again is not None else volumes
 
 
 @pytest.mark.smoke
 @worlds
-def test_a_volume_lives_and_everything_may_be_said_twice(world, tmp_path):
-    asyncio.run(live(world, tmp_path))
+def test_volume_life_cycle_with_repeated_calls(world, tmp_path):
+    asyncio.run(run_life_cycle(world, tmp_path))

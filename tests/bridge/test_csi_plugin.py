@@ -1,4 +1,4 @@
-"""The CSI plugin as a whole: what it says of itself, its socket, its errors, pages of lists, and the process that is killed."""
+"""The CSI plugin as a whole: identity, socket, errors, pages of lists, and a killed process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def volumes():
 
 
 def asked(volumes, place, questions, **how):
-    """What `questions`, given a caller, returns."""
+    """The result of `questions`, called with a caller."""
 
     async def ask():
         async with plugin(volumes, place, **how) as call:
@@ -61,7 +61,7 @@ def asked(volumes, place, questions, **how):
 
 
 @pytest.mark.parametrize("error", every_error(), ids=lambda error: error.__name__)
-def test_each_error_of_ours_has_a_code_that_says_the_same_about_repeating(error):
+def test_error_codes_agree_on_whether_to_retry(error):
     code, text = status_of(error())
     assert code is not StatusCode.OK and text
     repeated = {StatusCode.UNAVAILABLE, StatusCode.ABORTED, StatusCode.DEADLINE_EXCEEDED}
@@ -74,7 +74,7 @@ def test_each_error_of_ours_has_a_code_that_says_the_same_about_repeating(error)
         assert code is StatusCode.INTERNAL
 
 
-def test_an_error_that_is_none_of_ours_is_internal_and_logged_with_its_traceback(caplog):
+def test_unknown_error_is_internal_and_logged(caplog):
     code, text = status_of(KeyError("x"))
     assert code is StatusCode.INTERNAL and "KeyError" in text
     assert caplog.records[0].exc_info
@@ -84,7 +84,7 @@ def test_an_error_that_is_none_of_ours_is_internal_and_logged_with_its_traceback
 
 
 class Failing(MemoryVolumes):
-    """`raises` comes of each question."""
+    """Every call fails with `raises`."""
 
     raises: type[Exception] = InvariantBroken
 
@@ -101,7 +101,7 @@ class Failing(MemoryVolumes):
         (ZeroDivisionError, "INTERNAL"),
     ],
 )
-def test_what_goes_wrong_inside_reaches_the_caller_as_a_status(tmp_path, error, code, caplog):
+def test_internal_error_is_returned_as_a_status(tmp_path, error, code, caplog):
     volumes = Failing()
     volumes.raises = error
     answer = asked(volumes, tmp_path, lambda call: call("ControllerGetVolume", volume_id="v"))
@@ -109,7 +109,7 @@ def test_what_goes_wrong_inside_reaches_the_caller_as_a_status(tmp_path, error, 
     caplog.clear()
 
 
-def test_a_request_that_is_no_message_is_refused_and_the_plugin_lives(volumes, tmp_path):
+def test_malformed_request_is_refused(volumes, tmp_path):
     async def ask(call):
         return await call.raw("/csi.v1.Controller/CreateVolume", b"\xff\xff\xff"), await call("Probe")
 
@@ -117,7 +117,7 @@ def test_a_request_that_is_no_message_is_refused_and_the_plugin_lives(volumes, t
     assert nonsense.code == "INVALID_ARGUMENT" and after.code == "OK"
 
 
-def test_secrets_are_in_no_log(volumes, tmp_path, caplog):
+def test_secrets_are_not_logged(volumes, tmp_path, caplog):
     caplog.set_level("DEBUG", logger="nvpool")  # gRPC's own records hold calls
     answer = asked(
         volumes, tmp_path, lambda call: call("CreateVolume", name="", secrets={"key": "hush-hush"})
@@ -127,10 +127,10 @@ def test_secrets_are_in_no_log(volumes, tmp_path, caplog):
     )
 
 
-# -- what it says of itself ------------------------------------------------------------------------------------------------
+# -- identity --------------------------------------------------------------------------------------------------------------
 
 
-def test_it_says_what_it_can_and_is_the_same_on_every_node(volumes, tmp_path):
+def test_capabilities_are_the_same_on_every_node(volumes, tmp_path):
     async def ask(call):
         return (
             (await call("GetPluginInfo")).reply,
@@ -167,7 +167,7 @@ def test_it_says_what_it_can_and_is_the_same_on_every_node(volumes, tmp_path):
         assert part[:2] == whole[:2] and part[missing].code == "UNIMPLEMENTED"
 
 
-def test_a_node_plugin_that_may_not_mount_says_so_at_once(volumes, tmp_path, monkeypatch):
+def test_node_plugin_without_mount_privilege_fails_its_probe(volumes, tmp_path, monkeypatch):
     status = tmp_path / "status"
     status.write_text(
         "Name:\tx\nCapEff:\t00000000a80425fb\n"
@@ -181,15 +181,15 @@ def test_a_node_plugin_that_may_not_mount_says_so_at_once(volumes, tmp_path, mon
     assert asked(volumes, tmp_path, lambda call: call("Probe"), node=False).code == "OK"
 
 
-def test_a_node_names_itself_and_the_pool_that_it_reaches(volumes, tmp_path):
-    told = asked(volumes, tmp_path, lambda call: call("NodeGetInfo")).reply
-    assert told.node_id == "node-1" and dict(told.accessible_topology.segments) == {"nvpool.io/pool": POOL}
+def test_node_reports_its_name_and_pool(volumes, tmp_path):
+    reply = asked(volumes, tmp_path, lambda call: call("NodeGetInfo")).reply
+    assert reply.node_id == "node-1" and dict(reply.accessible_topology.segments) == {"nvpool.io/pool": POOL}
 
 
 # -- lists and sizes -------------------------------------------------------------------------------------------------------
 
 
-def test_pages_of_a_list_hold_every_volume_once_while_others_come_and_go(volumes, tmp_path):
+def test_pages_list_every_volume_once_under_changes(volumes, tmp_path):
     async def ask(call):
         for number in range(10):
             await call("CreateVolume", name=f"v{number}", volume_capabilities=[use()])
@@ -209,7 +209,7 @@ def test_pages_of_a_list_hold_every_volume_once_while_others_come_and_go(volumes
     assert names == [f"v{number}" for number in range(10)] and pages == 4
 
 
-def test_a_list_without_a_bound_goes_on_where_a_message_would_be_too_large(volumes, tmp_path, monkeypatch):
+def test_unbounded_list_is_paged_by_message_size(volumes, tmp_path, monkeypatch):
     monkeypatch.setattr(controller, "PAGE_ENTRIES_MAX", 2)
 
     async def ask(call):
@@ -226,7 +226,7 @@ def test_a_list_without_a_bound_goes_on_where_a_message_would_be_too_large(volum
     )
 
 
-def test_a_full_page_of_long_names_fits_into_a_message_of_grpc():
+def test_full_page_of_long_names_fits_into_a_grpc_message():
     entry = pb.ListVolumesResponse.Entry(
         volume=pb.Volume(
             volume_id="x" * 128,
@@ -240,22 +240,24 @@ def test_a_full_page_of_long_names_fits_into_a_message_of_grpc():
     assert pb.ListVolumesResponse(entries=[entry] * controller.PAGE_ENTRIES_MAX).ByteSize() < 4 * MIB
 
 
-def test_capacity_is_what_is_left_and_nothing_where_no_volume_can_be(volumes, tmp_path):
+def test_capacity_is_zero_where_no_volume_can_be(volumes, tmp_path):
     async def ask(call):
-        wishes = [
+        argument_sets = [
             {},
             {"accessible_topology": places(POOL).requisite[0]},
             {"accessible_topology": places("other").requisite[0]},
             {"volume_capabilities": [use(), block()]},
             {"parameters": {"files": "5"}},
         ]
-        return [(await call("GetCapacity", **wish)).reply.available_capacity for wish in wishes]
+        return [
+            (await call("GetCapacity", **arguments)).reply.available_capacity for arguments in argument_sets
+        ]
 
     left = volumes.pool_bytes
     assert asked(volumes, tmp_path, ask) == [left, left, 0, 0, left]
 
 
-def test_a_condition_names_what_is_used_up_and_the_remedy(volumes, tmp_path):
+def test_condition_names_the_exhausted_resource(volumes, tmp_path):
     async def ask(call):
         await call(
             "CreateVolume",
@@ -293,7 +295,7 @@ def test_a_condition_names_what_is_used_up_and_the_remedy(volumes, tmp_path):
         ({"mutable_parameters": {"files": "9"}}, "mutable"),
     ],
 )
-def test_capabilities_that_a_volume_has_not_are_not_confirmed(volumes, tmp_path, asks, message):
+def test_missing_capabilities_are_not_confirmed(volumes, tmp_path, asks, message):
     async def ask(call):
         await call("CreateVolume", name="v", volume_capabilities=[use()], parameters={"files": "5"})
         return await call(
@@ -340,15 +342,15 @@ async def published(call, place, name, mode, *pods):
         ("MULTI_NODE_MULTI_WRITER", "OK"),
     ],
 )
-def test_how_many_pods_of_a_node_use_a_volume_is_as_its_access_mode_says(volumes, tmp_path, mode, second):
+def test_access_mode_limits_pods_on_a_node(volumes, tmp_path, mode, second):
     codes = asked(volumes, tmp_path, lambda call: published(call, tmp_path, "v", mode, "pod-1", "pod-2"))
     assert codes == ["OK", second]
 
 
-def test_two_pods_that_come_at_once_do_not_both_get_a_volume_for_one(volumes, tmp_path):
+def test_concurrent_pods_do_not_share_a_single_writer_volume(volumes, tmp_path):
     async def ask(call):
         await published(call, tmp_path, "v", "SINGLE_NODE_SINGLE_WRITER")
-        wishes = [
+        calls = [
             call(
                 "NodePublishVolume",
                 volume_id="v",
@@ -358,12 +360,12 @@ def test_two_pods_that_come_at_once_do_not_both_get_a_volume_for_one(volumes, tm
             )
             for number in range(8)
         ]
-        return sorted(answer.code for answer in await asyncio.gather(*wishes))
+        return sorted(answer.code for answer in await asyncio.gather(*calls))
 
     assert asked(volumes, tmp_path, ask) == ["FAILED_PRECONDITION"] * 7 + ["OK"]
 
 
-def test_a_volume_for_one_pod_is_free_again_when_that_has_ended(volumes, tmp_path):
+def test_single_writer_volume_is_free_after_unpublish(volumes, tmp_path):
     async def ask(call):
         codes = await published(call, tmp_path, "v", "SINGLE_NODE_SINGLE_WRITER", "pod-1")
         await call("NodeUnpublishVolume", volume_id="v", target_path=str(tmp_path / "pod-1"))
@@ -372,7 +374,7 @@ def test_a_volume_for_one_pod_is_free_again_when_that_has_ended(volumes, tmp_pat
     assert asked(volumes, tmp_path, ask) == ["OK", "OK", "FAILED_PRECONDITION"]
 
 
-def test_a_pool_that_is_silent_holds_up_no_pod_that_ends_and_is_told_as_a_condition(volumes, tmp_path):
+def test_unreachable_pool_blocks_no_unpublish(volumes, tmp_path):
     async def ask(call):
         await published(call, tmp_path, "v", "MULTI_NODE_MULTI_WRITER", "pod-1")
         volumes.silent = True
@@ -400,22 +402,24 @@ def test_a_pool_that_is_silent_holds_up_no_pod_that_ends_and_is_told_as_a_condit
     assert again == "OK" and ends == ["OK", "OK"] and made == "UNAVAILABLE"
 
 
-def test_what_was_left_at_a_place_after_a_reboot_is_taken_away_also_when_the_volume_is_gone(
-    volumes, tmp_path
-):
+def test_stale_target_is_removed_without_its_volume(volumes, tmp_path):
     (tmp_path / "pod-1").mkdir()
-    wish = {"volume_id": "v", "target_path": str(tmp_path / "pod-1")}
-    answer = asked(volumes, tmp_path, lambda call: call("NodeUnpublishVolume", **wish))
+    arguments = {"volume_id": "v", "target_path": str(tmp_path / "pod-1")}
+    answer = asked(volumes, tmp_path, lambda call: call("NodeUnpublishVolume", **arguments))
     assert answer.code == "OK" and not (tmp_path / "pod-1").exists()
 
 
 @pytest.mark.smoke
-def test_a_subpath_of_a_volume_made_by_hand_is_staged(volumes, tmp_path):
+def test_subpath_of_a_manual_volume_is_staged(volumes, tmp_path):
     async def ask(call):
         await call("CreateVolume", name="v", volume_capabilities=[use()])
-        wish = {"volume_id": "v", "staging_target_path": str(tmp_path / "stage"), "volume_capability": use()}
+        arguments = {
+            "volume_id": "v",
+            "staging_target_path": str(tmp_path / "stage"),
+            "volume_capability": use(),
+        }
         return [
-            (await call("NodeStageVolume", **wish, volume_context=context)).code
+            (await call("NodeStageVolume", **arguments, volume_context=context)).code
             for context in (
                 {"subpath": "train", "csi.storage.k8s.io/pod.name": "p"},
                 {"subpath": "./train/"},
@@ -432,17 +436,17 @@ def test_a_subpath_of_a_volume_made_by_hand_is_staged(volumes, tmp_path):
 @pytest.mark.parametrize(
     "address", ["", "csi.sock", "tcp://h:1", "unix:csi.sock", "unix:///", "/" + "x" * 120, "/a\0b"]
 )
-def test_an_address_that_is_none_is_refused(address):
+def test_invalid_address_is_refused(address):
     with pytest.raises(BadConfiguration):
         socket_path(address)
 
 
 @pytest.mark.parametrize("address", ["unix:///run/x.sock", "unix:/run/x.sock", "/run/x.sock"])
-def test_an_address_may_be_written_in_three_ways(address):
+def test_address_has_three_forms(address):
     assert socket_path(address) == Path("/run/x.sock")
 
 
-def test_the_socket_is_roots_alone_and_a_dead_one_is_replaced(volumes, tmp_path):
+def test_socket_is_private_and_a_dead_one_is_replaced(volumes, tmp_path):
     async def ask(_call):
         assert os.stat(tmp_path / "csi.sock").st_mode & 0o777 == 0o600
         with pytest.raises(InUse, match="another bridge"):
@@ -510,9 +514,9 @@ class CsiBridge(RealBridge):
 
 
 @needs_mount
-def test_nothing_but_binds_of_volumes_is_taken_away_and_a_covered_one_is_told_of(tmp_path):
+def test_only_binds_of_volumes_are_unmounted(tmp_path):
     whole, pods = tmp_path / "whole", tmp_path / "pods"
-    wish = {"volume_id": "v", "staging_target_path": str(tmp_path / "stage"), "volume_capability": use()}
+    arguments = {"volume_id": "v", "staging_target_path": str(tmp_path / "stage"), "volume_capability": use()}
     with RealPool(tmp_path / "pool", sizes=(256 * MIB,)) as pool:
         pool.make()
         pool.start()
@@ -524,7 +528,7 @@ def test_nothing_but_binds_of_volumes_is_taken_away_and_a_covered_one_is_told_of
                     "CreateVolume", name="v", volume_capabilities=[use()], capacity_range=size(64 * MIB)
                 )
                 assert made.code == "OK", made
-                assert bridge.csi("NodeStageVolume", **wish).code == "OK"
+                assert bridge.csi("NodeStageVolume", **arguments).code == "OK"
                 own = next(mount.point for mount in mounts_below(tmp_path / "b") if mount.root == Path("/"))
                 assert (
                     bridge.csi("NodeUnpublishVolume", volume_id="v", target_path=str(own)).code
@@ -532,12 +536,12 @@ def test_nothing_but_binds_of_volumes_is_taken_away_and_a_covered_one_is_told_of
                 )
                 (own / "somebodys").mkdir()
                 whole.mkdir()
-                for shows in (own / "somebodys", own):  # the second: as a mount of the whole pool looks
+                for shows in (own / "somebodys", own):  # the second path looks like a mount of the whole pool
                     subprocess.run(["mount", "--bind", shows, whole], check=True)
                     done = bridge.csi("NodeUnpublishVolume", volume_id="v", target_path=str(whole))
                     assert done.code == "FAILED_PRECONDITION", done
                 for call in ("NodeUnpublishVolume", "NodePublishVolume"):
-                    fields = wish if call == "NodePublishVolume" else {"volume_id": "v"}
+                    fields = arguments if call == "NodePublishVolume" else {"volume_id": "v"}
                     assert bridge.csi(call, **fields, target_path=str(whole)).code == "FAILED_PRECONDITION", (
                         call
                     )
@@ -557,13 +561,13 @@ def test_nothing_but_binds_of_volumes_is_taken_away_and_a_covered_one_is_told_of
                     timeout=60,
                 )
                 assert second.returncode == 2 and "is no socket" in second.stderr, second
-                assert not mounts_below(tmp_path / "second"), "who can not listen leaves no mount"
-                done = bridge.csi("NodePublishVolume", **wish, target_path=str(tmp_path / "file"))
+                assert not mounts_below(tmp_path / "second"), "a plugin that cannot listen leaves no mount"
+                done = bridge.csi("NodePublishVolume", **arguments, target_path=str(tmp_path / "file"))
                 assert done.code == "INVALID_ARGUMENT", done
                 pods.mkdir()
-                assert bridge.csi("NodePublishVolume", **wish, target_path=str(pods / "a")).code == "OK"
+                assert bridge.csi("NodePublishVolume", **arguments, target_path=str(pods / "a")).code == "OK"
                 assert (
-                    bridge.csi("NodePublishVolume", **wish, target_path=str(pods / "a/b")).code
+                    bridge.csi("NodePublishVolume", **arguments, target_path=str(pods / "a/b")).code
                     == "ALREADY_EXISTS"
                 )
                 subprocess.run(["mount", "-t", "tmpfs", "none", pods], check=True)
@@ -583,9 +587,9 @@ def test_nothing_but_binds_of_volumes_is_taken_away_and_a_covered_one_is_told_of
 
 
 @needs_mount
-def test_a_killed_plugin_finds_its_mounts_alive_and_pods_notice_nothing(tmp_path):
+def test_killed_plugin_finds_its_mounts_alive(tmp_path):
     place, pod = tmp_path / "b", tmp_path / "pod"
-    wish = {"volume_id": "v", "staging_target_path": str(tmp_path / "stage"), "volume_capability": use()}
+    arguments = {"volume_id": "v", "staging_target_path": str(tmp_path / "stage"), "volume_capability": use()}
     with RealPool(tmp_path / "pool", sizes=(256 * MIB,)) as pool:
         pool.make()
         pool.start()
@@ -597,8 +601,8 @@ def test_a_killed_plugin_finds_its_mounts_alive_and_pods_notice_nothing(tmp_path
                     "CreateVolume", name="v", volume_capabilities=[use()], capacity_range=size(64 * MIB)
                 )
                 assert made.code == "OK", made
-                assert bridge.csi("NodeStageVolume", **wish).code == "OK"
-                done = bridge.csi("NodePublishVolume", **wish, target_path=str(pod))
+                assert bridge.csi("NodeStageVolume", **arguments).code == "OK"
+                done = bridge.csi("NodePublishVolume", **arguments, target_path=str(pod))
                 assert done.code == "OK", (done, bridge.said())
                 with open(pod / "log", "w") as log:
                     for number in range(3):
@@ -608,17 +612,17 @@ def test_a_killed_plugin_finds_its_mounts_alive_and_pods_notice_nothing(tmp_path
                         os.fsync(log.fileno())
                         bridge.start()
                         assert (pod / "log").read_text().count("\n") == number + 1
-                        told = bridge.csi("NodeGetVolumeStats", volume_id="v", volume_path=str(pod))
-                        assert told.code == "OK" and not told.reply.volume_condition.abnormal, told
-                        done = bridge.csi("NodePublishVolume", **wish, target_path=str(pod))
+                        stats = bridge.csi("NodeGetVolumeStats", volume_id="v", volume_path=str(pod))
+                        assert stats.code == "OK" and not stats.reply.volume_condition.abnormal, stats
+                        done = bridge.csi("NodePublishVolume", **arguments, target_path=str(pod))
                 assert done.code == "OK", (done, bridge.said())
                 assert bridge.csi("DeleteVolume", volume_id="v").code == "FAILED_PRECONDITION"
-                told = bridge.page()
-                assert "nvpool_bridge_volume_uses 1\n" in told and "nvpool_bridge_ended_uses 0\n" in told
+                page = bridge.page()
+                assert "nvpool_bridge_volume_uses 1\n" in page and "nvpool_bridge_ended_uses 0\n" in page
                 refused = 'op="deletevolume",transport="csi",error="failed_precondition"'
-                assert f"nvpool_bridge_request_errors_total{{{refused}}} 1\n" in told
+                assert f"nvpool_bridge_request_errors_total{{{refused}}} 1\n" in page
                 assert (
-                    'nvpool_bridge_request_seconds_count{op="nodegetvolumestats",transport="csi"} 1\n' in told
+                    'nvpool_bridge_request_seconds_count{op="nodegetvolumestats",transport="csi"} 1\n' in page
                 )
                 assert bridge.csi("NodeUnpublishVolume", volume_id="v", target_path=str(pod)).code == "OK"
                 unstaged = bridge.csi(

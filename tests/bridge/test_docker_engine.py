@@ -1,4 +1,4 @@
-"""Volumes in containers of a real Docker Engine: shared, apart, bounded, in use, and alive when what serves them is killed."""
+"""Volumes in containers of a real Docker Engine: shared, isolated, limited, in use, and available while daemons are killed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def docker(bridge):
 
 @pytest.fixture
 def volume(docker, bridge, request):
-    """Makes volumes; what is left of them and of containers is taken away."""
+    """A factory of volumes; leftover volumes and containers are removed at the end."""
     made = []
 
     def make(name, *options):
@@ -60,7 +60,7 @@ def volume(docker, bridge, request):
         docker.run("rm", "--force", *found)
     for name in made:
         done = docker.run("volume", "rm", "--force", name, check=False)
-        # a known gap (docs/internals/bridge.md): opens that a killed mount process had not given back
+        # a known gap (docs/internals/bridge.md): opens that a killed mount process had not released
         assert not done.returncode or "are open: mount" in done.stderr, done.stderr
 
 
@@ -68,7 +68,7 @@ def attachments(pool, name):
     return pool.connect().volumes.show(name).attachments
 
 
-def test_two_containers_share_a_volume_and_a_third_one_can_not_see_it(docker, bridge, pool, volume):
+def test_containers_share_a_volume_and_a_third_sees_nothing(docker, bridge, pool, volume):
     shared, other = volume("shared", "size=64M"), volume("other")
     first = docker.begin("echo of the first > /data/a; while true; do sleep 1; done", "-v", f"{shared}:/data")
     docker.until(
@@ -87,12 +87,12 @@ def test_two_containers_share_a_volume_and_a_third_one_can_not_see_it(docker, br
         )
         == 0
     )
-    told = bridge.ask("/VolumeDriver.Get", Name=shared)[1]["Volume"]
-    assert told["Status"]["size"] == "64.0 MiB" and len(told["Status"]["used by"]) == 1
+    volume_status = bridge.ask("/VolumeDriver.Get", Name=shared)[1]["Volume"]
+    assert volume_status["Status"]["size"] == "64.0 MiB" and len(volume_status["Status"]["used by"]) == 1
     assert pool.connect().volumes.show(shared).attachments[0].startswith("test-host/docker/")
 
 
-def test_a_quota_is_hit_inside_a_container_and_what_is_removed_can_be_written_again(docker, volume):
+def test_quota_is_enforced_and_freed_inside_a_container(docker, volume):
     name = volume("small", "size=4M", "files=20")
     full = docker.sh("dd if=/dev/zero of=/data/big bs=65536 count=200", "-v", f"{name}:/data", check=False)
     assert full.returncode and "quota" in full.stderr.lower(), full
@@ -110,14 +110,14 @@ def test_a_quota_is_hit_inside_a_container_and_what_is_removed_can_be_written_ag
 
 
 @pytest.mark.smoke
-def test_a_volume_in_use_is_not_removed_here_or_by_another_host(docker, bridge, pool, volume):
+def test_volume_in_use_here_or_elsewhere_is_not_removed(docker, bridge, pool, volume):
     name = volume("used")
     docker.begin("while true; do sleep 1; done", "-v", f"{name}:/data")
     refused = docker.run("volume", "rm", name, check=False)
     assert refused.returncode and "in use" in refused.stderr
     status, reply = bridge.ask("/VolumeDriver.Remove", Name=name)
     assert status == 409 and "stop the containers" in reply["Err"], (
-        "an engine that does not know of it asks us"
+        "another engine, which does not know the container, asks the bridge"
     )
     docker.run("rm", "--force", *docker.run("ps", "--quiet").stdout.split())
     assert attachments(pool, name) == ()
@@ -129,7 +129,7 @@ def test_a_volume_in_use_is_not_removed_here_or_by_another_host(docker, bridge, 
     assert name not in docker.run("volume", "ls", "--quiet").stdout.split()
 
 
-def test_a_sealed_volume_and_one_of_a_subpath(docker, pool, volume):
+def test_sealed_volume_and_subpath_are_mounted(docker, pool, volume):
     name = volume("models")
     docker.sh("mkdir -p /data/a/b && echo weights > /data/a/b/w && sync", "-v", f"{name}:/data")
     pool.connect().volumes.seal(name)
@@ -142,7 +142,7 @@ def test_a_sealed_volume_and_one_of_a_subpath(docker, pool, volume):
 
 
 @pytest.mark.parametrize("planted", ["/etc", "../../other", "..", "/proc/self/root/etc", "self"])
-def test_a_link_planted_in_a_volume_leads_nobody_out(docker, bridge, pool, volume, planted):
+def test_symlink_in_a_volume_leads_nowhere_outside(docker, bridge, pool, volume, planted):
     victim, name = volume("victim"), volume("planted", "subpath=deep/er")
     docker.sh("echo secret > /data/s", "-v", f"{victim}:/data")
     whole = pool.connect()
@@ -163,7 +163,7 @@ def test_a_link_planted_in_a_volume_leads_nobody_out(docker, bridge, pool, volum
     ["..", "../victim", "/etc", "a/b", "x" * 10_000, "n\u0303", "\u00f1", "-v"],
     ids=lambda name: ascii(name)[:12],
 )
-def test_no_name_of_a_user_of_docker_leads_anywhere(docker, bridge, pool, name):
+def test_unsafe_names_from_docker_are_refused(docker, bridge, pool, name):
     before = {volume.name for volume in pool.connect().volumes.list()}
     assert docker.run("volume", "create", "--driver", bridge.driver, "--name", name, check=False).returncode
     for verb in ("Create", "Mount", "Remove", "Get", "Path", "Unmount"):
@@ -185,9 +185,7 @@ echo rounds $n
 """
 
 
-def test_bridge_and_mount_are_killed_under_containers_that_read_and_write_and_nobody_sees_it(
-    docker, bridge, pool, volume
-):
+def test_containers_do_not_notice_kills_of_bridge_and_mount(docker, bridge, pool, volume):
     name = volume("busy", "size=64M")
     working = docker.begin(WORK, "-v", f"{name}:/data")
     beside = docker.begin(
@@ -215,7 +213,7 @@ def test_bridge_and_mount_are_killed_under_containers_that_read_and_write_and_no
     assert not mounts_below(bridge.place / "state" / "mounts")
 
 
-def test_docker_waits_for_a_bridge_that_is_just_starting(docker, bridge, volume):
+def test_docker_waits_for_a_starting_bridge(docker, bridge, volume):
     name = volume("waited")
     bridge.kill()
     starting = os.fork()
@@ -227,7 +225,7 @@ def test_docker_waits_for_a_bridge_that_is_just_starting(docker, bridge, volume)
     assert docker.sh("echo here", "-v", f"{name}:/data").stdout == "here"
 
 
-def test_an_engine_that_was_killed_uses_its_volumes_again(docker, bridge, pool, volume):
+def test_killed_engine_uses_its_volumes_again(docker, bridge, pool, volume):
     name = volume("engine")
     docker.begin("while true; do sleep 1; done", "-v", f"{name}:/data")
     held = attachments(pool, name)
@@ -236,23 +234,23 @@ def test_an_engine_that_was_killed_uses_its_volumes_again(docker, bridge, pool, 
     docker.start()
     assert docker.sh("echo again > /data/a; cat /data/a", "-v", f"{name}:/data").stdout == "again"
     docker.run("rm", "--force", *docker.run("ps", "--all", "--quiet").stdout.split())
-    time.sleep(SETTLED_S)  # the engine that was killed has said nothing of the first container's end
+    time.sleep(SETTLED_S)  # the killed engine has not reported the end of the first container
     docker.run("volume", "rm", name)
 
 
-def test_what_is_lost_on_either_side_is_repaired(docker, bridge, pool, volume):
+def test_lost_reference_on_either_side_is_repaired(docker, bridge, pool, volume):
     name = volume("lost")
     running = docker.begin("while true; do sleep 1; done", "-v", f"{name}:/data")
     (held,) = attachments(pool, name)
     bridge.kill()
-    (bridge.place / "state" / "references.json").unlink()  # what the bridge knew
-    pool.connect().volumes.attach(name, "test-host/docker/nobody")  # what nobody knows of
+    (bridge.place / "state" / "references.json").unlink()  # all references of the bridge
+    pool.connect().volumes.attach(name, "test-host/docker/nobody")  # an attachment without a container
     bridge.start()
     bridge.ask("/Plugin.Activate")
     bridge.until(lambda: "the reference was lost" in bridge.said(), "the bridge looks what is in use")
     status, reply = bridge.ask("/VolumeDriver.Remove", Name=name)
     assert status == 409 and "2 in all" in reply["Err"], (
-        "a volume that a container sees is in use, whoever has forgotten it"
+        "a volume that a container sees is in use, whichever side lost the reference"
     )
     docker.run("rm", "--force", running)
     assert held not in attachments(pool, name)
@@ -261,14 +259,14 @@ def test_what_is_lost_on_either_side_is_repaired(docker, bridge, pool, volume):
     assert "no container uses volume lost" in bridge.said()
 
 
-def test_a_bridge_with_the_state_of_another_is_refused(bridge):
+def test_bridge_with_anothers_state_is_refused(bridge):
     other = RealBridge(bridge.pool, bridge.place, driver=f"{bridge.driver}-b")
     with pytest.raises(AssertionError, match="in use by process"):
         other.start()
     assert bridge.ask("/VolumeDriver.Capabilities")[0] == 200
 
 
-def test_sigterm_ends_the_bridge_and_leaves_the_mount(bridge, docker, volume):
+def test_sigterm_ends_the_bridge_and_keeps_the_mount(bridge, docker, volume):
     name = volume("left")
     running = docker.begin("while true; do cat /data/a; sleep 0.05; done", "-v", f"{name}:/data")
     process = bridge._process

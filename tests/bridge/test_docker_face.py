@@ -1,4 +1,4 @@
-"""Docker's protocol at a real socket, over a pool in memory: what is asked wrong gets an answer that says so, and all ends."""
+"""Docker's volume protocol over a real socket and a pool in memory: bad requests get an error reply, and every request ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import socket
 import stat
 
 import pytest
-from volumes_twin import TwinPool, WrittenBinds
+from volumes_twin import FakePool, WrittenBinds
 
 from nvpool.bridge import docker
 from nvpool.bridge.docker import BODY_BYTES_MAX, CONTENT_TYPE, DockerFace, status_of
@@ -33,11 +33,11 @@ from nvpool.metrics.exposition import Page
 pytestmark = pytest.mark.t1
 
 
-class Asked:
-    """A face at a socket, asked as Docker asks."""
+class DockerEndpoint:
+    """A plugin endpoint at a socket, called as Docker calls it."""
 
     def __init__(self, place):
-        self.pool = TwinPool()
+        self.pool = FakePool()
         self.volumes = BridgeVolumes(self.pool, place / "pool", place / "state", node="here")
         self.volumes._binds = WrittenBinds(self.volumes._binds)
         self.path = place / "plugins" / "nvpool.sock"
@@ -56,7 +56,7 @@ class Asked:
     async def ask(self, verb, body=b"{}", method="POST"):
         return await asyncio.to_thread(self._ask, verb, body, method)
 
-    async def told(self, verb, **fields):
+    async def ask_ok(self, verb, **fields):
         status, reply = await self.ask(verb, json.dumps(fields).encode())
         assert status == 200, reply
         return reply
@@ -77,15 +77,15 @@ class Asked:
 
 def scene(tmp_path, play):
     async def whole():
-        async with Asked(tmp_path) as asked:
+        async with DockerEndpoint(tmp_path) as asked:
             await play(asked)
 
     asyncio.run(whole())
 
 
-def test_calls_and_refusals_are_counted_and_a_stranger_makes_no_names(tmp_path):
+def test_requests_and_errors_are_counted_by_known_operations(tmp_path):
     async def play(asked):
-        await asked.told("/VolumeDriver.Create", Name="v", Opts={})
+        await asked.ask_ok("/VolumeDriver.Create", Name="v", Opts={})
         assert (await asked.ask("/VolumeDriver.Get", b'{"Name": "w"}'))[0] == 404
         assert (await asked.ask("/VolumeDriver.Bogus", b"{}"))[0] == 404
         page = Page()
@@ -97,31 +97,31 @@ def test_calls_and_refusals_are_counted_and_a_stranger_makes_no_names(tmp_path):
     scene(tmp_path, play)
 
 
-def test_the_life_of_a_volume_as_an_engine_asks_for_it(tmp_path):
+def test_life_cycle_of_a_volume(tmp_path):
     async def play(asked):
-        assert (await asked.told("/Plugin.Activate")) == {"Implements": ["VolumeDriver"]}
+        assert (await asked.ask_ok("/Plugin.Activate")) == {"Implements": ["VolumeDriver"]}
         assert asked.face.activated.is_set()
-        assert (await asked.told("/VolumeDriver.Capabilities")) == {"Capabilities": {"Scope": "global"}}
-        assert (await asked.told("/VolumeDriver.Create", Name="v", Opts={"size": "1G"})) == {"Err": ""}
-        assert (await asked.told("/VolumeDriver.Path", Name="v")) == {"Mountpoint": "", "Err": ""}
-        place = (await asked.told("/VolumeDriver.Mount", Name="v", ID="1"))["Mountpoint"]
+        assert (await asked.ask_ok("/VolumeDriver.Capabilities")) == {"Capabilities": {"Scope": "global"}}
+        assert (await asked.ask_ok("/VolumeDriver.Create", Name="v", Opts={"size": "1G"})) == {"Err": ""}
+        assert (await asked.ask_ok("/VolumeDriver.Path", Name="v")) == {"Mountpoint": "", "Err": ""}
+        place = (await asked.ask_ok("/VolumeDriver.Mount", Name="v", ID="1"))["Mountpoint"]
         assert place == str(tmp_path / "state/mounts/v/rw")
         for verb in ("Mount", "Unmount"):
             assert (await asked.ask(f"/VolumeDriver.{verb}", b'{"Name": "v", "ID": ""}'))[0] == 400, (
-                "nobody could end it"
+                "without an ID no later request can end it"
             )
-        found = (await asked.told("/VolumeDriver.Get", Name="v"))["Volume"]
+        found = (await asked.ask_ok("/VolumeDriver.Get", Name="v"))["Volume"]
         assert (
             found["Name"] == "v"
             and found["Mountpoint"] == place
             and found["CreatedAt"] == "2020-01-01T00:00:00Z"
         )
         assert found["Status"]["size"] == "1.00 GiB" and found["Status"]["used by"] == ["here/docker/1"]
-        assert [one["Name"] for one in (await asked.told("/VolumeDriver.List"))["Volumes"]] == ["v"]
+        assert [one["Name"] for one in (await asked.ask_ok("/VolumeDriver.List"))["Volumes"]] == ["v"]
         status, reply = await asked.ask("/VolumeDriver.Remove", b'{"Name": "v"}')
         assert status == 409 and "stop the containers" in reply["Err"]
-        await asked.told("/VolumeDriver.Unmount", Name="v", ID="1")
-        await asked.told("/VolumeDriver.Remove", Name="v")
+        await asked.ask_ok("/VolumeDriver.Unmount", Name="v", ID="1")
+        await asked.ask_ok("/VolumeDriver.Remove", Name="v")
         status, reply = await asked.ask("/VolumeDriver.Get", b'{"Name": "v"}')
         assert status == 404 and reply["Err"] == "there is no volume v"
 
@@ -129,7 +129,7 @@ def test_the_life_of_a_volume_as_an_engine_asks_for_it(tmp_path):
 
 
 @pytest.mark.parametrize("kind", every_error(), ids=lambda kind: kind.__name__)
-def test_every_error_becomes_an_answer_with_a_text(tmp_path, kind):
+def test_every_error_is_a_reply_with_a_text(tmp_path, kind):
     async def play(asked):
         asked.pool.faults["show"] = kind()
         status, reply = await asked.ask("/VolumeDriver.Get", b'{"Name": "v"}')
@@ -141,7 +141,7 @@ def test_every_error_becomes_an_answer_with_a_text(tmp_path, kind):
     scene(tmp_path, play)
 
 
-def test_docker_can_tell_what_is_not_there_and_what_is_in_use():
+def test_not_found_and_in_use_have_their_own_status():
     assert [
         status_of(kind()) for kind in (NotFound, AlreadyExists, InUse, Refused, Unavailable, Damaged, Bug)
     ] == [404, 409, 409, 400, 503, 500, 500]
@@ -167,17 +167,17 @@ def test_docker_can_tell_what_is_not_there_and_what_is_in_use():
     ],
     ids=lambda body: repr(body[:24]),
 )
-def test_a_request_that_makes_no_sense_is_refused_and_makes_nothing(tmp_path, body):
+def test_malformed_request_creates_nothing(tmp_path, body):
     async def play(asked):
         status, reply = await asked.ask("/VolumeDriver.Create", body)
         assert status == 400 and reply["Err"], reply
         assert not asked.pool.there
-        assert (await asked.told("/VolumeDriver.List"))["Volumes"] == []
+        assert (await asked.ask_ok("/VolumeDriver.List"))["Volumes"] == []
 
     scene(tmp_path, play)
 
 
-def test_a_body_without_end_is_not_read_to_its_end(tmp_path):
+def test_oversized_body_is_refused(tmp_path):
     async def play(asked):
         status, reply = await asked.ask("/VolumeDriver.Create", b'{"Name": "' + b"x" * BODY_BYTES_MAX + b'"}')
         assert status == 413 and str(BODY_BYTES_MAX) in reply["Err"]
@@ -195,7 +195,7 @@ def test_a_body_without_end_is_not_read_to_its_end(tmp_path):
         ("/%00", "PUT"),
     ],
 )
-def test_what_is_not_of_the_protocol_gets_an_answer_of_the_protocol(tmp_path, verb, method):
+def test_unknown_request_gets_a_plugin_error(tmp_path, verb, method):
     async def play(asked):
         status, reply = await asked.ask(verb, method=method)
         assert status == 404 and "volume plugin" in reply["Err"]
@@ -203,7 +203,7 @@ def test_what_is_not_of_the_protocol_gets_an_answer_of_the_protocol(tmp_path, ve
     scene(tmp_path, play)
 
 
-def test_every_request_ends_by_its_deadline_also_one_whose_body_never_comes(tmp_path):
+def test_requests_end_by_their_deadline(tmp_path):
     async def play(asked):
         asked.face._deadline_s = 0.2
 
@@ -211,7 +211,7 @@ def test_every_request_ends_by_its_deadline_also_one_whose_body_never_comes(tmp_
             await asyncio.Event().wait()
 
         asked.volumes._mounted = never
-        await asked.told("/VolumeDriver.Create", Name="v")
+        await asked.ask_ok("/VolumeDriver.Create", Name="v")
         status, reply = await asked.ask("/VolumeDriver.Mount", b'{"Name": "v", "ID": "1"}')
         assert status == 503 and "within 0 s" in reply["Err"]
         asked.volumes._mounted = None
@@ -220,13 +220,13 @@ def test_every_request_ends_by_its_deadline_also_one_whose_body_never_comes(tmp_
         async with asyncio.timeout(10):
             assert b"503" in await reader.readline()
         writer.close()
-        await asked.told("/VolumeDriver.Mount", Name="v", ID="1")
+        await asked.ask_ok("/VolumeDriver.Mount", Name="v", ID="1")
         assert await asked.volumes.holders("v") == ["docker/1"]
 
     scene(tmp_path, play)
 
 
-def test_more_requests_than_are_sensible_are_refused_and_not_kept(tmp_path, monkeypatch):
+def test_number_of_concurrent_requests_is_limited(tmp_path, monkeypatch):
     monkeypatch.setattr(docker, "REQUESTS_MAX", 2)
 
     async def play(asked):
@@ -240,7 +240,7 @@ def test_more_requests_than_are_sensible_are_refused_and_not_kept(tmp_path, monk
 
         asked.volumes._mounted = mounted
         for number in range(2):
-            await asked.told("/VolumeDriver.Create", Name=f"v{number}")
+            await asked.ask_ok("/VolumeDriver.Create", Name=f"v{number}")
         waiting = [
             asyncio.ensure_future(asked.ask("/VolumeDriver.Mount", b'{"Name": "v%d", "ID": "1"}' % number))
             for number in range(2)
@@ -255,13 +255,13 @@ def test_more_requests_than_are_sensible_are_refused_and_not_kept(tmp_path, monk
     scene(tmp_path, play)
 
 
-def test_only_root_may_ask_and_a_dead_socket_is_replaced_and_a_living_one_is_not(tmp_path):
+def test_socket_is_private_and_only_a_dead_one_is_replaced(tmp_path):
     async def play(asked):
         assert stat.S_IMODE(asked.path.stat().st_mode) == 0o600
         assert [one.name for one in asked.path.parent.iterdir()] == ["nvpool.sock"]
         with pytest.raises(InUse, match="answers"):
             await DockerFace(asked.volumes).start(asked.path)
-        assert (await asked.told("/VolumeDriver.List"))["Err"] == ""
+        assert (await asked.ask_ok("/VolumeDriver.List"))["Err"] == ""
 
     dead = tmp_path / "plugins/nvpool.sock"
     dead.parent.mkdir()
@@ -271,24 +271,24 @@ def test_only_root_may_ask_and_a_dead_socket_is_replaced_and_a_living_one_is_not
     assert not dead.exists()
 
 
-def test_a_bridge_that_ends_late_leaves_the_socket_of_its_successor_alone(tmp_path):
+def test_closing_bridge_keeps_the_socket_of_its_successor(tmp_path):
     async def play(asked):
         asked.path.unlink()
         later = DockerFace(asked.volumes)
         await later.start(asked.path)
         await asked.face.close(1.0)
-        assert (await asked.told("/VolumeDriver.List"))["Err"] == ""
+        assert (await asked.ask_ok("/VolumeDriver.List"))["Err"] == ""
         await later.close(1.0)
         assert not asked.path.exists()
 
     scene(tmp_path, play)
 
 
-def test_a_bug_is_told_as_one_and_ends_nothing(tmp_path):
+def test_bug_is_an_error_reply(tmp_path):
     async def play(asked):
         asked.pool.list = None
         status, reply = await asked.ask("/VolumeDriver.List")
         assert status == 500 and "bug" in reply["Err"]
-        await asked.told("/VolumeDriver.Create", Name="v")
+        await asked.ask_ok("/VolumeDriver.Create", Name="v")
 
     scene(tmp_path, play)

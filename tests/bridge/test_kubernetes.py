@@ -1,4 +1,4 @@
-"""deploy/kubernetes: what Kubernetes' own schemas say of it, and whether it fits what the plugin does."""
+"""deploy/kubernetes: the manifests satisfy Kubernetes' own schemas and fit the plugin."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PLACE = ROOT / "deploy" / "kubernetes"
 FILES = sorted(PLACE.glob("*.yaml"))
 KUBERNETES = [version for version in all_versions() if int(version.split(".")[1]) >= 29]
-"""ReadWriteOncePod is good for all since 1.29."""
+"""Supported releases: ReadWriteOncePod is stable since 1.29."""
 
 
 def documents(path):
@@ -65,7 +65,7 @@ def plugin_words(pod):
 
 
 def shown_in(pod, name):
-    """mount path -> (volume, how mounts propagate) of a container."""
+    """mount path -> (volume, mount propagation) of a container."""
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     return {
         mount["mountPath"]: (volumes[mount["name"]], mount.get("mountPropagation", "None"))
@@ -81,17 +81,17 @@ def shown_in(pod, name):
         for name, document in OBJECTS
     ],
 )
-def test_every_object_is_as_kubernetes_own_schema_wants_it(document, version):
+def test_objects_satisfy_kubernetes_schemas(document, version):
     kubernetes_validate.validate(document, version, strict=True)
 
 
-def test_the_schemas_refuse_what_is_wrong():
+def test_schemas_refuse_a_wrong_object():
     wrong = of("CSIDriver")[0] | {"spec": {"fsGroupPolizei": "File"}}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(wrong, KUBERNETES[-1], strict=True)
 
 
-def test_kustomize_takes_every_file_but_the_example():
+def test_kustomization_lists_every_file_but_the_example():
     taken = next(document for _, document in DOCUMENTS if document["kind"] == "Kustomization")
     assert {*taken["resources"], "kustomization.yaml", "example.yaml"} == {path.name for path in FILES}
     assert [image["name"] for image in taken["images"]] == ["nvpool"] and taken["images"][0][
@@ -99,7 +99,7 @@ def test_kustomize_takes_every_file_but_the_example():
     ] == VERSION
 
 
-def test_every_file_names_the_driver_as_it_calls_itself():
+def test_manifests_use_the_drivers_name():
     assert [document["metadata"]["name"] for document in of("CSIDriver")] == [DRIVER]
     assert {document["provisioner"] for document in of("StorageClass")} == {DRIVER}
     assert {document["spec"]["csi"]["driver"] for document in of("PersistentVolume")} == {DRIVER}
@@ -108,7 +108,7 @@ def test_every_file_names_the_driver_as_it_calls_itself():
 
 
 @pytest.mark.parametrize("pod", PODS)
-def test_the_plugin_takes_the_words_that_its_container_gives_it(pod):
+def test_plugin_accepts_its_containers_arguments(pod):
     help_text = CliRunner().invoke(bridge, ["--help"]).output
     words = plugin_words(pod)
     for word in words[1:]:
@@ -122,7 +122,7 @@ def test_the_plugin_takes_the_words_that_its_container_gives_it(pod):
 
 
 @pytest.mark.parametrize("pod", PODS)
-def test_sidecars_ask_at_the_socket_that_the_plugin_serves(pod):
+def test_sidecars_use_the_plugins_socket(pod):
     place = parse_words(plugin_words(pod)).csi.removeprefix("unix://")
     volume = shown_in(pod, "nvpool")[str(Path(place).parent)][0]
     for each in pod["containers"]:
@@ -132,7 +132,7 @@ def test_sidecars_ask_at_the_socket_that_the_plugin_serves(pod):
 
 
 @pytest.mark.parametrize("pod", PODS)
-def test_the_liveness_probe_asks_where_its_sidecar_answers(pod):
+def test_liveness_probe_uses_its_sidecars_port(pod):
     port = next(port for port in container(pod, "nvpool")["ports"] if port["name"] == "healthz")[
         "containerPort"
     ]
@@ -143,7 +143,7 @@ def test_the_liveness_probe_asks_where_its_sidecar_answers(pod):
     )
 
 
-def test_the_kubelet_finds_the_socket_on_the_host():
+def test_kubelet_finds_the_socket_on_the_host():
     registered = next(
         word.split("=")[1]
         for word in container(NODE, "node-driver-registrar")["args"]
@@ -156,7 +156,7 @@ def test_the_kubelet_finds_the_socket_on_the_host():
     assert registry == "/var/lib/kubelet/plugins_registry"
 
 
-def test_mounts_of_the_node_plugin_are_the_hosts_and_outlive_it():
+def test_node_plugin_mounts_on_the_host():
     taken, shown = parse_words(plugin_words(NODE)), shown_in(NODE, "nvpool")
     assert container(NODE, "nvpool")["securityContext"] == {"privileged": True}
     for place in ("/var/lib/kubelet", str(taken.state)):
@@ -170,7 +170,7 @@ def test_mounts_of_the_node_plugin_are_the_hosts_and_outlive_it():
     assert shown[taken.pool][0]["hostPath"] == {"path": taken.pool, "type": "Directory"}
 
 
-def test_the_controller_and_all_sidecars_have_no_privileges():
+def test_controller_and_sidecars_have_no_privileges():
     for pod in (CONTROLLER, NODE):
         for each in pod["containers"]:
             if (pod is NODE) > (each["name"] != "nvpool"):
@@ -183,7 +183,7 @@ def test_the_controller_and_all_sidecars_have_no_privileges():
 
 
 @pytest.mark.parametrize("pod", PODS)
-def test_the_service_account_is_there(pod):
+def test_service_accounts_exist(pod):
     names = {document["metadata"]["name"] for document in of("ServiceAccount")}
     assert pod["serviceAccountName"] in names
     assert {
@@ -197,7 +197,7 @@ def test_the_service_account_is_there(pod):
             assert all(subject["name"] in names for subject in binding["subjects"])
 
 
-def test_what_the_manifests_promise_the_driver_does(tmp_path):
+def test_driver_supports_what_the_manifests_declare(tmp_path):
     async def ask():
         async with plugin(MemoryVolumes(), tmp_path) as call:
             whole = (await call("GetPluginCapabilities")).reply
@@ -227,7 +227,7 @@ def test_what_the_manifests_promise_the_driver_does(tmp_path):
         assert 13 in rpc  # SINGLE_NODE_MULTI_WRITER
 
 
-def test_parameters_of_the_classes_and_of_the_example_are_taken():
+def test_storage_class_parameters_are_accepted():
     for document in of("StorageClass"):
         read_parameters(document.get("parameters", {}))
     for document in of("PersistentVolume"):
@@ -236,7 +236,7 @@ def test_parameters_of_the_classes_and_of_the_example_are_taken():
     assert {document["spec"]["storageClassName"] for document in of("PersistentVolumeClaim")} <= classes
 
 
-def test_the_image_is_made_of_what_there_is():
+def test_image_matches_the_dockerfile():
     text = (ROOT / "deploy" / "Dockerfile").read_text()
     assert 'ENTRYPOINT ["nvpool"]' in text and f"nvpool:{VERSION}" in text
     assert {container(pod, "nvpool")["image"] for pod in (NODE, CONTROLLER)} == {f"nvpool:{VERSION}"}

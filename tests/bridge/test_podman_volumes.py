@@ -1,4 +1,4 @@
-"""Volumes in containers of a real Podman, which takes Docker's volume plugins: shared, bounded, in use, and removed."""
+"""Volumes in containers of a real Podman, which uses Docker's volume plugins: shared, limited, in use, and removed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def attachments(pool, name):
 
 
 @pytest.mark.smoke
-def test_what_one_container_writes_another_one_reads(podman, bridge, pool, volume):
+def test_containers_share_a_volume(podman, bridge, pool, volume):
     shared, other = volume("shared", "size=64M"), volume("other")
     assert {shared, other} <= names(pool)
     first = podman.begin("echo of the first > /data/a; while true; do sleep 1; done", "-v", f"{shared}:/data")
@@ -80,17 +80,17 @@ def test_what_one_container_writes_another_one_reads(podman, bridge, pool, volum
     assert pool.connect().read_bytes(f"/volumes/{shared}/b") == b"of the second\n"
     assert podman.sh("ls -A /data", "-v", f"{other}:/data").stdout == ""
     assert attachments(pool, shared) and attachments(pool, shared)[0].startswith("test-host/docker/")
-    told = podman.run("volume", "inspect", "--format", "{{.Driver}} {{.Status.size}}", shared).stdout
-    assert told == f"{bridge.driver} 64.0 MiB"
+    inspected = podman.run("volume", "inspect", "--format", "{{.Driver}} {{.Status.size}}", shared).stdout
+    assert inspected == f"{bridge.driver} 64.0 MiB"
 
 
-def test_a_quota_is_hit_inside_a_container(podman, volume):
+def test_quota_is_enforced_inside_a_container(podman, volume):
     name = volume("small", "size=4M")
     full = podman.sh("dd if=/dev/zero of=/data/big bs=65536 count=200", "-v", f"{name}:/data", check=False)
     assert full.returncode and "quota" in full.stderr.lower(), full
 
 
-def test_a_volume_in_use_is_not_removed_and_then_it_is(podman, pool, volume):
+def test_volume_in_use_is_not_removed(podman, pool, volume):
     name = volume("used")
     running = podman.begin("echo here > /data/a; while true; do sleep 1; done", "-v", f"{name}:/data")
     refused = podman.run("volume", "rm", name, check=False)
@@ -102,7 +102,7 @@ def test_a_volume_in_use_is_not_removed_and_then_it_is(podman, pool, volume):
     assert podman.run("volume", "ls", "--quiet", "--filter", f"name={name}").stdout == ""
 
 
-def test_one_that_another_host_uses_is_not_removed(podman, pool, volume):
+def test_volume_used_by_another_host_is_not_removed(podman, pool, volume):
     name = volume("elsewhere")
     pool.connect().volumes.attach(name, "another-host/docker/1")
     refused = podman.run("volume", "rm", name, check=False)
@@ -111,7 +111,7 @@ def test_one_that_another_host_uses_is_not_removed(podman, pool, volume):
     pool.connect().volumes.detach(name, "another-host/docker/1")
 
 
-def test_bridge_and_mount_are_killed_under_a_container_and_it_does_not_see_it(podman, bridge, volume):
+def test_container_does_not_notice_kills_of_bridge_and_mount(podman, bridge, volume):
     name = volume("busy")
     working = podman.begin(
         "n=0; while [ ! -e /data/stop ]; do n=$((n + 1)); echo $n > /data/n || echo FAILED; "

@@ -1,4 +1,4 @@
-"""A pool of volumes in memory, as the SDK shows it to the bridge, with faults on purpose; binds that are only written down."""
+"""A pool of volumes in memory with the SDK's interface for the bridge and injected faults; binds that are only recorded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nvpool.core.errors import AlreadyExists, InUse, NoAttribute, NotFound, Read
 
 
 @dataclass(frozen=True)
-class TwinVolume:
+class FakeVolume:
     name: str
     inode: int
     bytes_max: int = 0
@@ -26,85 +26,87 @@ class TwinVolume:
 
 
 @dataclass
-class TwinPool:
-    """`fault` is raised, where set, by each question; `before` maps the name of a question to what is called first."""
+class FakePool:
+    """`fault` is the error of every operation, `faults` the error by operation, `before` maps an operation to a callback
+    that runs first.
+    """
 
-    there: dict[str, TwinVolume] = field(default_factory=dict)
+    there: dict[str, FakeVolume] = field(default_factory=dict)
     attributes: dict[tuple[str, str], bytes] = field(default_factory=dict)
     fault: Exception | None = None
     faults: dict[str, Exception] = field(default_factory=dict)
 
     @property
-    def volumes(self) -> TwinPool:
+    def volumes(self) -> FakePool:
         return self
 
-    def _ask(self, question: str, name: str = "") -> None:
-        if (error := self.faults.get(question) or self.fault) is not None:
+    def _call(self, operation: str, name: str = "") -> None:
+        if (error := self.faults.get(operation) or self.fault) is not None:
             raise OSError(error.errno, str(error)) from error  # as the SDK does
-        if name and name not in self.there and question != "create":
+        if name and name not in self.there and operation != "create":
             raise NotFound(f"there is no volume {name}")
 
     async def create(self, name, *, bytes_max=0, files_max=0, replicas=None, chunk_bytes=None, trash_s=0):
-        self._ask("create", name)
+        self._call("create", name)
         if name in self.there:
             raise AlreadyExists(f"the volume {name} is there")
-        self.there[name] = TwinVolume(
+        self.there[name] = FakeVolume(
             name, len(self.there) + 10, bytes_max, files_max, replicas=replicas or 1
         )
         return self.there[name]
 
     async def list(self):
-        self._ask("list")
+        self._call("list")
         return list(self.there.values())
 
     async def show(self, name):
-        self._ask("show", name)
+        self._call("show", name)
         return self.there[name]
 
     async def resize(self, name, *, bytes_max=None, files_max=None):
-        self._ask("resize", name)
+        self._call("resize", name)
         self.there[name] = replace(self.there[name], bytes_max=bytes_max)
         return self.there[name]
 
     async def seal(self, name):
-        self._ask("seal", name)
+        self._call("seal", name)
         self.there[name] = replace(self.there[name], sealed=True)
 
     async def remove(self, name, *, force=False):
-        self._ask("remove", name)
+        self._call("remove", name)
         if self.there[name].attachments:
             raise InUse(f"the volume {name} is attached: {', '.join(self.there[name].attachments)}")
         del self.there[name]
 
     async def attach(self, name, holder):
-        self._ask("attach", name)
+        self._call("attach", name)
         kept = self.there[name].attachments
         self.there[name] = replace(self.there[name], attachments=kept if holder in kept else (*kept, holder))
 
     async def detach(self, name, holder):
-        self._ask("detach", name)
+        self._call("detach", name)
         kept = tuple(one for one in self.there[name].attachments if one != holder)
         self.there[name] = replace(self.there[name], attachments=kept)
 
     async def getxattr(self, path, name):
-        self._ask("getxattr")
+        self._call("getxattr")
         if (path, name) not in self.attributes:
             raise OSError(NoAttribute.errno, "no such attribute") from NoAttribute()
         return self.attributes[path, name]
 
     async def setxattr(self, path, name, value):
-        self._ask("setxattr")
+        self._call("setxattr")
         if self.there[Path(path).name].sealed:
             raise ReadOnly
         self.attributes[path, name] = value
 
     async def statfs(self):
-        self._ask("statfs")
+        self._call("statfs")
         return SimpleNamespace(blocks_available=1000, block_bytes=4096)
 
 
 class WrittenBinds:
-    """In place of bridge/bind_mounts: what is bound where."""
+    """A fake of bridge/bind_mounts: records what is bound at which target."""
 
     def __init__(self, binds) -> None:
         self.places, self.place = binds.places, binds.place

@@ -1,5 +1,8 @@
-"""Drives that fail under a whole pool: errors, short writes and lying syncs on every file that a daemon writes. The writer is
-told, nothing is half done, daemons begin again from what the drive holds, and everything works once the drive does."""
+"""Failing drives under a whole pool: errors, short writes and lying syncs on every file that a daemon writes.
+
+Writers get an error, no operation is half done, daemons restart from the content of the drive, and everything works once
+the drive does.
+"""
 
 import asyncio
 import errno
@@ -27,10 +30,10 @@ restart_delay_max_s = 0.3
 reads = "executor"
 """
 DEADLINE_S, PATIENT_S = 1.0, 60.0
-"""Of the client that is to be told, and of one that must not."""
+"""Deadlines of the client that has to see the error, and of one that must not."""
 SMALL_BYTES, LARGE_BYTES = 40_000, 75 * 4096
-"""Of the files with even and odd seeds: through the page cache, and past it."""
-TOLD = {errno.EIO, errno.ENOSPC, errno.ETIMEDOUT, errno.ECONNREFUSED}
+"""Sizes of files with even and odd seeds: through the page cache, and past it."""
+WRITE_ERRNOS = {errno.EIO, errno.ENOSPC, errno.ETIMEDOUT, errno.ECONNREFUSED}
 
 
 class Case(NamedTuple):
@@ -38,8 +41,8 @@ class Case(NamedTuple):
     on: int
     action: int = FAIL
     error: int = errno.EIO
-    told: bool | None = True
-    """Whether writers must notice, or must not; None: both will do."""
+    sees_errors: bool | None = True
+    """Whether writers must see errors (True) or must not (False). None: both are allowed."""
 
 
 DATA, INDEX, SHARD = "targets/1/data", "targets/1/index/", "meta/shard-1/"
@@ -52,24 +55,24 @@ QUICK = {
     "shard's journal refuses writes": Case(SHARD + "journal", WRITE),
     "shard refuses a checkpoint": Case(SHARD + "data.mdb", WRITE | SYNC),
     "shard's drive is full": Case(SHARD, WRITE | ALLOCATE, error=errno.ENOSPC),
-    "journals' writes come short": Case("journal", WRITE, SHORT, told=False),
+    "journals' writes come short": Case("journal", WRITE, SHORT, sees_errors=False),
 }
 LONG = {
-    "data's writes come short": Case(DATA, WRITE, SHORT, told=False),
-    "data can not be read": Case(DATA, READ, told=None),
+    "data's writes come short": Case(DATA, WRITE, SHORT, sees_errors=False),
+    "data can not be read": Case(DATA, READ, sees_errors=None),
     "index journal refuses writes": Case(INDEX + "journal", WRITE),
     "index journal is full": Case(INDEX + "journal", WRITE, error=errno.ENOSPC),
-    "index is full": Case(INDEX + "data.mdb", WRITE | ALLOCATE, error=errno.ENOSPC, told=None),
+    "index is full": Case(INDEX + "data.mdb", WRITE | ALLOCATE, error=errno.ENOSPC, sees_errors=None),
     "shard's journal refuses to sync": Case(SHARD + "journal", SYNC),
     "shard's journal is full": Case(SHARD + "journal", WRITE, error=errno.ENOSPC),
-    "the map's journal refuses to sync": Case("map/journal", SYNC, told=False),
-    "the map refuses a checkpoint": Case("map/data.mdb", WRITE | SYNC, told=False),
+    "the map's journal refuses to sync": Case("map/journal", SYNC, sees_errors=False),
+    "the map refuses a checkpoint": Case("map/data.mdb", WRITE | SYNC, sees_errors=False),
     "everything refuses": Case("", WRITE | SYNC | ALLOCATE),
 }
 
 
 def writes_of(pool):
-    """How the targets make large writes; nothing on a file system that has no direct ones."""
+    """How stores make large writes, by their status; empty on a file system without direct I/O."""
     try:
         os.close(os.open(pool.path / "targets/1/data", os.O_WRONLY | os.O_DIRECT))
     except OSError:
@@ -100,8 +103,8 @@ def write(pool, path, seed):
         file.fsync()
 
 
-def attempt(pool, path, seed):
-    """The errno of writing and syncing a file, 0 when all went well. However it ends, it ends in time."""
+def write_errno(pool, path, seed):
+    """The errno of writing and syncing a file, 0 if all succeeded. It ends within its deadline in any case."""
     begun = time.monotonic()
     try:
         write(pool, path, seed)
@@ -113,15 +116,18 @@ def attempt(pool, path, seed):
         assert took < PATIENT_S * 3, f"{took:.1f} s with a deadline of {DEADLINE_S} s"
 
 
-def start_again(pool, faults):
-    """Where every process had to end at once there is none left to start the others: that is systemd's, or the operator's."""
+def restart(pool, faults):
+    """Start a pool of which no process is left, as systemd or the operator does."""
     if not pool.processes():
         pool.launch(faults.environment(record=False))
 
 
-def suffer(pool, faults, case, name, turns=8):
-    """Write under the fault until writers were told or the turns are over; then mend it and look at everything."""
-    client, hasty = pool.connect(PATIENT_S), pool.connect(PATIENT_S if case.told is False else DEADLINE_S)
+def write_under_fault(pool, faults, case, name, turns=8):
+    """Write under the fault until writers saw errors or the turns are over; then remove the fault and check everything."""
+    client, hasty = (
+        pool.connect(PATIENT_S),
+        pool.connect(PATIENT_S if case.sees_errors is False else DEADLINE_S),
+    )
     top = "/" + name.replace(" ", "-").replace("'", "")
     client.mkdir(top)
     held = {f"{top}/before{number}": number for number in range(6)}
@@ -130,16 +136,16 @@ def suffer(pool, faults, case, name, turns=8):
     faults.arm(on=case.on, action=case.action, error=case.error, path=case.path)
     uncertain, errors, begun = {}, [], time.monotonic()
     for number in count():
-        if number >= turns and (not case.told or time.monotonic() - begun > PATIENT_S):
+        if number >= turns and (not case.sees_errors or time.monotonic() - begun > PATIENT_S):
             break
         path = f"{top}/during{number}"
-        if problem := attempt(hasty, path, 100 + number):
+        if problem := write_errno(hasty, path, 100 + number):
             uncertain[path] = (None, 100 + number)
             errors.append(problem)
         else:
             held[path] = 100 + number
         path = f"{top}/before{number % 6}"
-        if problem := attempt(hasty, path, 200 + number):
+        if problem := write_errno(hasty, path, 200 + number):
             uncertain[path] = (held.pop(path, None) if path in held else uncertain[path][0], 200 + number)
             errors.append(problem)
         else:
@@ -148,16 +154,16 @@ def suffer(pool, faults, case, name, turns=8):
         if len(errors) > 1:
             break
         time.sleep(0.05)
-    assert set(errors) <= TOLD, [errno.errorcode.get(e, e) for e in errors]
-    assert case.told is None or bool(errors) == case.told, f"writers were told {errors}"
+    assert set(errors) <= WRITE_ERRNOS, [errno.errorcode.get(e, e) for e in errors]
+    assert case.sees_errors is None or bool(errors) == case.sees_errors, f"writers saw {errors}"
     faults.disarm()
-    pool.until(lambda: pool.serving() or start_again(pool, faults), "all processes serve")
+    pool.until(lambda: pool.serving() or restart(pool, faults), "all processes serve")
     for path, seed in held.items():
         assert client.read_bytes(path) == content_of(seed), path
     for path in uncertain:
         if client.exists(path):
-            client.read_bytes(path)  # whatever of it is there can be read
-    pool.until(lambda: attempt(client, f"{top}/after", 300) == 0, "the drive is found to have room again")
+            client.read_bytes(path)  # the part that exists can be read
+    pool.until(lambda: write_errno(client, f"{top}/after", 300) == 0, "the drive is found to have room again")
     for path in [*held, *uncertain]:
         if client.exists(path):
             client.remove(path)
@@ -169,20 +175,20 @@ def suffer(pool, faults, case, name, turns=8):
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_a_failing_drive_is_told_survived_and_gone_on_with(bad, name):
-    suffer(*bad, QUICK[name], name)
+def test_failing_drive_is_reported_and_survived(bad, name):
+    write_under_fault(*bad, QUICK[name], name)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", LONG)
-def test_a_drive_that_fails_elsewhere_is_told_survived_and_gone_on_with(bad, name):
-    suffer(*bad, LONG[name], name)
+def test_other_failing_files_are_reported_and_survived(bad, name):
+    write_under_fault(*bad, LONG[name], name)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("skip", range(0, 40, 3))
 @pytest.mark.parametrize("name", [*QUICK, *LONG])
-def test_a_drive_that_fails_once_in_the_middle_is_survived(bad, name, skip):
+def test_single_failure_in_the_middle_is_survived(bad, name, skip):
     pool, faults = bad
     case = (QUICK | LONG)[name]
     armed = faults.arm
@@ -192,13 +198,15 @@ def test_a_drive_that_fails_once_in_the_middle_is_survived(bad, name, skip):
 
     faults.arm = once
     try:
-        suffer(pool, faults, case._replace(told=None, on=case.on | READ), f"{name} {skip}", turns=12)
+        write_under_fault(
+            pool, faults, case._replace(sees_errors=None, on=case.on | READ), f"{name} {skip}", turns=12
+        )
     finally:
         faults.arm = armed
 
 
 @pytest.mark.smoke
-def test_a_drive_that_lied_about_its_syncs_gives_errors_and_never_wrong_bytes(tmp_path):
+def test_lying_syncs_give_errors_and_never_wrong_bytes(tmp_path):
     with RealPool(tmp_path / "pool", config=CONFIG) as pool:
         pool.make()
         faults = PreloadFaults.create(pool.path, tmp_path / "work")
@@ -214,7 +222,7 @@ def test_a_drive_that_lied_about_its_syncs_gives_errors_and_never_wrong_bytes(tm
         for number in range(20):
             write(client, f"/f{number}", number)
         time.sleep(1.0)
-        # after a checkpoint the index can not be asked for the old blocks
+        # after a checkpoint the index no longer has the old block locations
         pool.until(
             lambda: all(index.stat().st_mtime_ns > begun_ns for index in indexes),
             "a checkpoint of both indexes",
@@ -231,7 +239,7 @@ def test_a_drive_that_lied_about_its_syncs_gives_errors_and_never_wrong_bytes(tm
 
 
 async def read_after_the_lie(directory):
-    """How many files give an error; each of them is named by fsck."""
+    """Number of files that give an error; fsck names each of them."""
     async with opened(directory) as local:
         client = await local.client()
         tree = AsyncFileSystem(client, Caller(0, 0))

@@ -1,4 +1,4 @@
-"""The benches of several nodes: what they say of what they found, and that nothing of them is left when interrupted."""
+"""Benchmarks of several nodes: their verdicts, and clean-up after an interruption."""
 
 import importlib
 import signal
@@ -32,7 +32,7 @@ HEAD = {"date": "today", "machine": "one", "commit": "c", "rounds": 3, "seconds"
         pytest.param("failures.py", "nothing", marks=needs_machines),
     ],
 )
-def test_what_an_interrupted_bench_had_started_is_gone(tmp_path, program, begun):
+def test_interrupted_bench_leaves_nothing_running(tmp_path, program, begun):
     place = tmp_path / "bench"
     command = [sys.executable, ROOT / "bench" / program, "--quick", "--directory", place]
     bench = subprocess.Popen(
@@ -40,9 +40,9 @@ def test_what_an_interrupted_bench_had_started_is_gone(tmp_path, program, begun)
     )
     try:
         while begun not in (line := bench.stderr.readline()):
-            assert line, "it ended before its first figure"
+            assert line, "the bench ended before its first result"
         bench.send_signal(signal.SIGINT)
-        bench.send_signal(signal.SIGINT)  # of someone who thinks it does not end
+        bench.send_signal(signal.SIGINT)  # an impatient second Ctrl-C
         assert "interrupted" in bench.communicate(timeout=240)[1]
     finally:
         bench.kill()
@@ -52,7 +52,7 @@ def test_what_an_interrupted_bench_had_started_is_gone(tmp_path, program, begun)
 
 
 @pytest.mark.smoke
-def test_shares_and_ratios_are_judged_against_their_goals():
+def test_shares_and_ratios_are_compared_with_goals():
     rows = [
         {
             "nodes": count,
@@ -77,7 +77,7 @@ def test_shares_and_ratios_are_judged_against_their_goals():
     )
 
 
-def test_growth_is_judged_against_the_drives_share_and_busy_processors_are_named():
+def test_growth_is_compared_with_the_drives_share():
     rows = [
         {"what": "read", "before": 20.0, "after": 29.4, "share": 0.5, "busy": 0.5},
         {"what": "write", "before": 20.0, "after": 28.0, "share": 0.5, "busy": 0.97},
@@ -87,7 +87,7 @@ def test_growth_is_judged_against_the_drives_share_and_busy_processors_are_named
     assert "40% of 50% | 0.80 of 0.9 ✗ | 97% (they were the limit) |" in text
 
 
-def test_the_worst_pause_counts_from_the_detection_and_the_worst_of_all_from_the_failure():
+def test_pauses_count_from_detection_or_from_failure():
     def seen(pause, detected):
         return {
             "detected_s": detected,

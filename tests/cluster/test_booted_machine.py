@@ -1,5 +1,4 @@
-"""The units on a machine that systemd boots, with what tools/install.sh puts there: an operator's day, from the pool's creation
-to the power switch."""
+"""The systemd units on a machine that systemd boots, installed by tools/install.sh, from pool creation to power off."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from nvpool.testing.env.systemd_machine import BootedMachine, missing, unified
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 CAUSED = re.compile("Failed with result '(signal|watchdog)'|Watchdog timeout")
-"""What these tests do to the daemon, in the words of systemd."""
+"""Failures of the daemon that these tests cause, in systemd's words."""
 MOUNT = "nvpool-mount@mnt-pool.service"
 ASK = """
 import socket
@@ -71,7 +70,7 @@ def machine(tmp_path_factory):
             )
             machine.run(
                 "systemctl", "enable", "--now", "nvpoold", MOUNT, "nvpool-bridge"
-            )  # each waits for the one before
+            )  # each unit waits for the one before
             yield machine
     finally:
         shutil.rmtree(place, ignore_errors=True)
@@ -86,14 +85,14 @@ def until(true, within_s: float = 60.0) -> None:
         time.sleep(0.2)
 
 
-def serves_anew(machine: BootedMachine, old: str) -> bool:
+def serves_again(machine: BootedMachine, old: str) -> bool:
     return (
         machine.show("nvpoold", "MainPID") not in (old, "0")
         and machine.show("nvpoold", "ActiveState") == "active"
     )
 
 
-def test_all_services_are_there_and_the_pool_is_used(machine):
+def test_all_services_run_and_the_pool_is_used(machine):
     for unit in ("nvpoold.service", MOUNT, "nvpool-bridge.service"):
         assert machine.show(unit, "ActiveState") == "active", unit
     assert machine.show("nvpoold", "StatusText") == "serving, 2 processes"  # by sd_notify
@@ -101,7 +100,7 @@ def test_all_services_are_there_and_the_pool_is_used(machine):
     assert "VolumeDriver" in machine.run("/opt/nvpool/bin/python", "-c", ASK).stdout
 
 
-def test_a_reload_of_the_mount_is_an_upgrade_under_an_open_file(machine):
+def test_reload_upgrades_the_mount_under_an_open_file(machine):
     writer = machine.popen(
         "sh",
         "-c",
@@ -121,7 +120,7 @@ def test_a_reload_of_the_mount_is_an_upgrade_under_an_open_file(machine):
     assert writer.communicate("go\n", timeout=60) == ("one\ntwo\n", None)
 
 
-def test_a_line_of_fstab_is_mounted_by_systemd_when_somebody_comes(machine):
+def test_fstab_entry_is_automounted(machine):
     machine.run("sh", "-c", "mkdir /mnt/pool/part && echo of it > /mnt/pool/part/f")
     machine.run(
         "sh",
@@ -144,16 +143,16 @@ def test_a_line_of_fstab_is_mounted_by_systemd_when_somebody_comes(machine):
     assert machine.run("timeout", "90", "cat", "/mnt/auto/f").stdout == "of it\n"  # and again
 
 
-def test_a_killed_daemon_is_started_again(machine):
+def test_killed_daemon_is_restarted(machine):
     old = machine.show("nvpoold", "MainPID")
     machine.run("systemctl", "kill", "-s", "KILL", "nvpoold")
-    until(lambda: serves_anew(machine, old))
+    until(lambda: serves_again(machine, old))
     assert (
         machine.run("sh", "-c", "echo after > /mnt/pool/killed && cat /mnt/pool/killed").stdout == "after\n"
     )
 
 
-def test_a_daemon_that_stands_still_is_ended_by_the_watchdog(machine):
+def test_stopped_daemon_is_ended_by_the_watchdog(machine):
     machine.run("mkdir", "-p", "/run/systemd/system/nvpoold.service.d")
     machine.run(
         "sh", "-c", "echo '[Service]\nWatchdogSec=5' > /run/systemd/system/nvpoold.service.d/soon.conf"
@@ -162,14 +161,14 @@ def test_a_daemon_that_stands_still_is_ended_by_the_watchdog(machine):
     machine.run("systemctl", "restart", "nvpoold")
     old = machine.show("nvpoold", "MainPID")
     machine.run("kill", "-STOP", old)
-    until(lambda: serves_anew(machine, old))
+    until(lambda: serves_again(machine, old))
     assert "Watchdog timeout" in machine.run("journalctl", "--unit", "nvpoold", "--no-pager").stdout
     assert machine.run("cat", "/mnt/pool/f").stdout == "written\n"
 
 
-def test_the_machine_goes_off_with_all_of_it_in_use(machine):
+def test_busy_machine_powers_off_in_time(machine):
     found = machine.run("journalctl", "--priority", "err", "--no-pager", "--output", "cat").stdout
     assert [line for line in found.splitlines() if "nvpool" in line and not CAUSED.search(line)] == []
     began = time.monotonic()
     assert machine.power_off()
-    assert time.monotonic() - began < 60, "a unit's stop was waited for to its limit"
+    assert time.monotonic() - began < 60, "systemd waited for a unit until its stop timeout"

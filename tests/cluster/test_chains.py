@@ -1,5 +1,7 @@
-"""Real processes that keep two replicas of each chunk: rotten bytes, stores that are killed or stopped. What is lost or damaged
-on one target is read from the other one, and nobody who reads or writes meets an error."""
+"""Real processes with two replicas of each chunk: corrupt blocks, and stores that are killed or stopped.
+
+Data that is lost or damaged on one target is read from the other one; readers and writers see no error.
+"""
 
 import os
 import signal
@@ -33,7 +35,7 @@ def pool(tmp_path):
 
 
 def places_of(pool, wanted: bytes) -> dict[int, int]:
-    """target -> where in its data file these bytes are."""
+    """target -> offset of these bytes in its data file."""
     found = {}
     for target in range(1, len(SIZES) + 1):
         at = (pool.directory.target(target) / "data").read_bytes().find(wanted)
@@ -50,8 +52,8 @@ def flip(path: Path, at: int) -> None:
         file.write(bytes([byte ^ 0x10]))
 
 
-@pytest.mark.parametrize("options", [{}, {"short_cut": False}], ids=["short cut", "asked"])
-def test_a_block_that_is_rotten_on_one_target_is_read_from_the_other(pool, options):
+@pytest.mark.parametrize("options", [{}, {"short_circuit": False}], ids=["short-circuit", "remote"])
+def test_corrupt_block_is_read_from_the_other_target(pool, options):
     client = nvpool.connect(str(pool.path), options=ClientOptions(deadline_s=60.0, **options))
     with client:
         for number in range(20):
@@ -59,7 +61,7 @@ def test_a_block_that_is_rotten_on_one_target_is_read_from_the_other(pool, optio
                 file.write(content(number, 200_000))
                 file.fsync()
     rotten = 0
-    for number in range(20):  # one of two, in turns
+    for number in range(20):  # damage one of the two copies, alternately
         places = places_of(pool, content(number, 200_000)[4096:8192])
         assert len(places) == 2, f"f{number} is on the targets {sorted(places)}"
         target = sorted(places)[number % 2]
@@ -72,7 +74,7 @@ def test_a_block_that_is_rotten_on_one_target_is_read_from_the_other(pool, optio
     assert rotten == 20
 
 
-def test_stores_are_killed_in_turn_and_whoever_reads_and_writes_meets_no_error(pool):
+def test_clients_see_no_error_while_stores_are_killed(pool):
     with ClientLoad(lambda: nvpool.connect(str(pool.path), options=ClientOptions(deadline_s=60.0))) as load:
         load.goes_on()
         for target in (1, 2, 3, 1):
@@ -89,7 +91,7 @@ def test_stores_are_killed_in_turn_and_whoever_reads_and_writes_meets_no_error(p
 @pytest.mark.skipif(
     not os.path.exists("/dev/fuse") or os.geteuid() != 0, reason="a mount needs /dev/fuse and root"
 )
-def test_a_mount_of_two_replicas_keeps_everything_while_stores_are_killed(pool, tmp_path):
+def test_mount_keeps_everything_while_stores_are_killed(pool, tmp_path):
     place = tmp_path / "mount"
     place.mkdir()
     subprocess.run(

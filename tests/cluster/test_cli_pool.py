@@ -1,4 +1,4 @@
-"""A pool's beginning and end on the command line: made, found again, grown, destroyed; and what is refused."""
+"""Life of a pool on the command line: created, found again, grown, destroyed; and refused arguments."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ def own(tmp_path):
     clean_up(tmp_path / "pool")
 
 
-def test_dev_up_twice_finds_the_pool_and_down_leaves_nothing(own):
+def test_dev_up_is_idempotent_and_dev_down_leaves_nothing(own):
     nvpool("dev", "up", own, *SIZES)
     before = (pids(own), PoolDirectory(own).poolmap.read_bytes())
     done = nvpool("dev", "up", own, "--drives", "2", "--json")
@@ -41,7 +41,7 @@ def test_dev_up_twice_finds_the_pool_and_down_leaves_nothing(own):
     nvpool("dev", "down", own)
 
 
-def test_a_pool_starts_again_with_the_same_addresses(own):
+def test_restarted_pool_keeps_its_addresses(own):
     nvpool("dev", "up", own, *SIZES)
     first = decode_map(PoolDirectory(own).poolmap.read_bytes())
     kill_all(own)
@@ -51,19 +51,19 @@ def test_a_pool_starts_again_with_the_same_addresses(own):
     assert (again.nodes, again.targets, again.shards) == (first.nodes, first.targets, first.shards)
     for before, after in zip(first.tables[0].chains, again.tables[0].chains, strict=True):
         assert after.targets == before.targets and after.epoch > before.epoch, (
-            "a version never has two contents"
+            "two contents never have the same version"
         )
     assert len(processes_of(own)) == 4
 
 
-def test_a_volume_is_granted_to_a_client_that_the_pool_has_or_by_force(own, tmp_path):
+def test_volume_grant_needs_a_known_client_or_force(own, tmp_path):
     (tmp_path / "node.toml").write_text('[network]\nhost = "127.0.0.1"\n')
     nvpool("dev", "up", own, "--size", "128M", "--config", tmp_path / "node.toml")
     nvpool("volume", "create", own, "v")
     refused = nvpool("volume", "grant", own, "v", "nobody.0a1b2c3d", "ro", code=1)
     assert f"nvpool client ls {own}" in refused.stderr
     shown = json.loads(nvpool("volume", "show", own, "v", "--json").stdout)
-    assert (shown["access"], shown["grants"]) == ("open", {}), "a slip in a name shuts nobody out"
+    assert (shown["access"], shown["grants"]) == ("open", {}), "a misspelled name takes access from no client"
     for _ in range(2):
         done = nvpool("volume", "grant", own, "v", "nobody.0a1b2c3d", "ro", "--force", "--json")
         assert json.loads(done.stdout)["grants"] == {"client/nobody.0a1b2c3d": "ro"}
@@ -94,7 +94,7 @@ def test_a_volume_is_granted_to_a_client_that_the_pool_has_or_by_force(own, tmp_
 
 @pytest.mark.skipif(not ROOT, reason="only root has more rights than the client")
 def test_client_is_bound_to_one_user(own, tmp_path):
-    """Over TLS on loopback: by a unix socket root would be known as root."""
+    """Over TLS on loopback: over a unix socket root would be known as root."""
     (tmp_path / "node.toml").write_text('[network]\nhost = "127.0.0.1"\n')
     nvpool("dev", "up", own, "--size", "128M", "--config", tmp_path / "node.toml")
     with nvpool_sdk.connect(own) as pool:
@@ -125,7 +125,7 @@ def test_client_is_bound_to_one_user(own, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a b%20c #1?x=ü", "x" * 100])
-def test_any_directory_name_will_do(tmp_path, name):
+def test_pool_in_a_directory_with_an_unusual_name(tmp_path, name):
     own = tmp_path / name / "pool"
     try:
         nvpool("dev", "up", own, "--size", "128M")
@@ -138,7 +138,7 @@ def test_any_directory_name_will_do(tmp_path, name):
     assert not own.exists() and not sockets.exists()
 
 
-def test_making_that_was_interrupted_is_begun_again_with_the_same_id(own):
+def test_interrupted_creation_continues_with_the_same_id(own):
     own.mkdir()
     (own / "FORMAT").write_text("nvpool pool being made\n")
     (own / "being-made").write_text("ab" * 16)
@@ -150,7 +150,7 @@ def test_making_that_was_interrupted_is_begun_again_with_the_same_id(own):
     assert not (own / "being-made").exists()
 
 
-def test_a_directory_that_holds_anything_is_not_taken(own):
+def test_non_empty_directory_is_refused(own):
     own.mkdir()
     (own / "mine").write_text("precious")
     assert "not empty" in nvpool("dev", "up", own, code=1).stderr
@@ -171,9 +171,7 @@ def test_a_directory_that_holds_anything_is_not_taken(own):
         (["--drive", "{tmp}/a:128M", "--name", "a b"], "no name for a pool"),
     ],
 )
-def test_a_pool_that_makes_no_sense_is_refused_and_can_be_made_right_afterwards(
-    own, tmp_path, arguments, said
-):
+def test_invalid_pool_is_refused_and_leaves_nothing(own, tmp_path, arguments, said):
     (tmp_path / "a").mkdir()
     (tmp_path / "file").write_text("x")
     words = [word.format(tmp=tmp_path) for word in arguments]
@@ -182,7 +180,7 @@ def test_a_pool_that_makes_no_sense_is_refused_and_can_be_made_right_afterwards(
     nvpool("pool", "create", own, "--drive", f"{tmp_path}/a:128M")
 
 
-def test_a_pool_on_drives_of_its_own_is_made_grown_and_destroyed(own, tmp_path):
+def test_pool_on_its_own_drives_grows_and_is_destroyed(own, tmp_path):
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()
     (tmp_path / "a" / "lost+found").mkdir()
@@ -232,7 +230,7 @@ def test_a_pool_on_drives_of_its_own_is_made_grown_and_destroyed(own, tmp_path):
     rows = nvpool("drive", "ls", own).stdout.splitlines()
     assert len(rows) == 4 and rows[0].split("\t")[0] == "DRIVE"
 
-    assert "--yes" in nvpool("pool", "destroy", own, code=1).stderr  # asks, and nobody answers
+    assert "--yes" in nvpool("pool", "destroy", own, code=1).stderr  # prompts, without a terminal
     assert daemon.poll() is None
     nvpool("pool", "destroy", own, "--yes")
     assert daemon.wait(120) == 0 and processes_of(own) == [] and not own.exists()
@@ -240,7 +238,7 @@ def test_a_pool_on_drives_of_its_own_is_made_grown_and_destroyed(own, tmp_path):
 
 
 @pytest.mark.skipif(not ROOT, reason="mounts need root")
-def test_dev_down_removes_nothing_while_something_else_is_mounted_below(own):
+def test_dev_down_removes_nothing_below_a_foreign_mount(own):
     nvpool("dev", "up", own, *SIZES)
     (own / "targets" / "mine").mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", own / "targets" / "mine"], check=True, timeout=240)
@@ -255,7 +253,7 @@ def test_dev_down_removes_nothing_while_something_else_is_mounted_below(own):
     nvpool("dev", "down", own)
 
 
-def test_dev_down_follows_no_symbolic_link(own, tmp_path):
+def test_dev_down_follows_no_symlink(own, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "precious").write_text("x")
     nvpool("dev", "up", own, "--size", "128M")
@@ -265,7 +263,7 @@ def test_dev_down_follows_no_symbolic_link(own, tmp_path):
 
 
 def kill_mount(own):
-    """Holder and serving process at once: one alone would start the other again."""
+    """Kill holder and serving process together: each alone restarts the other one."""
     both = [process["pid"] for process in status(own)["processes"] if process["role"] in ("mount", "holder")]
     for pid in both:
         os.kill(pid, signal.SIGSTOP)
@@ -275,7 +273,7 @@ def kill_mount(own):
 
 @pytest.mark.mount
 @pytest.mark.skipif(not MOUNTS, reason="needs root and /dev/fuse")
-def test_a_mount_is_made_found_named_and_taken_away(own, tmp_path):
+def test_mount_is_created_found_and_removed(own, tmp_path):
     place, other = tmp_path / "mnt", tmp_path / "other"
     other.mkdir()
     nvpool("dev", "up", own, *SIZES, "--mount", place)
@@ -285,7 +283,7 @@ def test_a_mount_is_made_found_named_and_taken_away(own, tmp_path):
     assert [process["mountpoint"] for process in mounts] == [str(place)]
     assert "mounted" in nvpool("mount", own, place, code=1).stderr
     assert "mounted" in nvpool("mount", "127.0.0.1:1", place, code=1).stderr, (
-        "it is not taken for a mount of that pool"
+        "the mount point is not taken for a mount of that pool"
     )
 
     nvpool("mount", own, other)
@@ -310,7 +308,7 @@ def test_a_mount_is_made_found_named_and_taken_away(own, tmp_path):
 @pytest.mark.smoke
 @pytest.mark.mount
 @pytest.mark.skipif(not MOUNTS, reason="needs root and /dev/fuse")
-def test_what_was_written_is_there_after_every_process_was_killed(own, tmp_path):
+def test_written_files_survive_kills_of_all_processes(own, tmp_path):
     place = tmp_path / "mnt"
     nvpool("dev", "up", own, *SIZES, "--mount", place)
     (place / "directory").mkdir()
@@ -326,7 +324,7 @@ def test_what_was_written_is_there_after_every_process_was_killed(own, tmp_path)
 
 
 @pytest.mark.skipif(not ROOT, reason="loop devices need root")
-def test_a_block_device_is_a_drive_and_is_erased_with_its_pool(own, tmp_path):
+def test_block_device_is_a_drive_and_is_erased_with_the_pool(own, tmp_path):
     image = tmp_path / "image"
     with open(image, "wb") as file:
         file.truncate(256 << 20)

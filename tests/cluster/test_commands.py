@@ -1,4 +1,4 @@
-"""The commands that move and check whole pools, on a real pool of this machine, by the command line."""
+"""Commands that copy and check whole pools, on a real pool of this machine."""
 
 import contextlib
 import json
@@ -72,8 +72,8 @@ def tree(tmp_path_factory):
     return root
 
 
-def same(one: Path, other: Path) -> None:
-    """By rsync, which knows what may differ between two trees better than we do; it prints what it would change."""
+def assert_same_tree(one: Path, other: Path) -> None:
+    """Compare with rsync, which knows which differences between trees matter; it prints the differences."""
     done = subprocess.run(
         ["rsync", "-naHXc", "--delete", "--out-format=%i %n", f"{one}/", f"{other}/"],
         capture_output=True,
@@ -85,7 +85,7 @@ def same(one: Path, other: Path) -> None:
         assert path.lstat().st_mtime_ns == (other / path.relative_to(one)).lstat().st_mtime_ns, path
 
 
-def test_a_tree_goes_in_and_comes_out_the_same_and_a_second_time_nothing_moves(pool, tree, tmp_path):
+def test_import_and_export_round_trip(pool, tree, tmp_path):
     first = as_json("import", tree, f"{pool}:/in/tree")
     assert (
         first["failed"] == 0
@@ -96,13 +96,13 @@ def test_a_tree_goes_in_and_comes_out_the_same_and_a_second_time_nothing_moves(p
     second = as_json("import", tree, f"{pool}:/in/tree")
     assert second["skipped_files"] == 43 and second["bytes"] == first["bytes"]
     assert as_json("export", f"{pool}:/in/tree", tmp_path / "out")["failed"] == 0
-    same(tree, tmp_path / "out")
+    assert_same_tree(tree, tmp_path / "out")
     assert (tmp_path / "out" / "holes").stat().st_blocks * 512 < MIB
     nvpool("fsck", pool)
 
 
 @pytest.mark.smoke
-def test_file_info_names_the_chunks_and_the_targets_that_have_them(pool, tree):
+def test_file_info_lists_chunks_and_their_targets(pool, tree):
     nvpool("import", tree / "holes", f"{pool}:/info/holes")
     found = as_json("file", "info", f"{pool}:/info/holes")
     assert found["size"] == 4 * MIB and found["chunks_max"] == 4
@@ -113,7 +113,7 @@ def test_file_info_names_the_chunks_and_the_targets_that_have_them(pool, tree):
     assert "does not exist" in nvpool("file", "info", f"{pool}:/info/none", code=1).stderr
 
 
-def test_what_makes_no_sense_is_refused_with_a_reason(pool, tree, tmp_path):
+def test_invalid_arguments_are_refused_with_a_reason(pool, tree, tmp_path):
     assert "POOL:/path" in nvpool("import", tree, pool, code=2).stderr
     assert "does not exist" in nvpool("import", tmp_path / "none", f"{pool}:/x", code=2).stderr
     assert "does not exist" in nvpool("export", f"{tmp_path}/none:/x", tmp_path / "y", code=1).stderr
@@ -125,7 +125,7 @@ def test_what_makes_no_sense_is_refused_with_a_reason(pool, tree, tmp_path):
 @pytest.mark.parametrize(
     "order, word", [("start", "started"), ("pause", "paused"), ("resume", "continues"), ("stop", "stopped")]
 )
-def test_scrub_order_says_what_it_did(pool, order, word):
+def test_scrub_request_reports_its_effect(pool, order, word):
     done = nvpool("scrub", order, pool)
     assert f"scrubbing {'is ' if order in ('pause', 'stop') else ''}{word} on targets 1, 2" in done.stdout
     assert f"nvpool scrub status {pool}" in done.stderr
@@ -133,7 +133,7 @@ def test_scrub_order_says_what_it_did(pool, order, word):
 
 
 @pytest.mark.parametrize("words", [("drive", "drain"), ("drive", "remove"), ("scrub", "start", "--drive")])
-def test_unknown_drive_is_answered_with_the_drives(pool, words):
+def test_unknown_drive_error_lists_the_drives(pool, words):
     noun, verb, *option = words
     said = nvpool(noun, verb, pool, *option, "x", code=1).stderr
     assert f"no drive x; its drives are 1 ({pool}/targets/1 of node 1), 2 (" in said
@@ -149,14 +149,16 @@ def test_rebalance_without_an_option_changes_nothing(pool):
     assert "leave it out" in nvpool("pool", "rebalance", pool, "--status", "--pause", code=2).stderr
 
 
-def test_volume_create_says_whether_it_was_made(pool):
-    assert nvpool("volume", "create", pool, "told", "--size", "1GiB").stdout.startswith("volume told made\n")
-    again = nvpool("volume", "create", pool, "told", "--size", "1GiB")
-    assert again.stdout.startswith("volume told is there already")
-    assert as_json("volume", "create", pool, "told", "--size", "1GiB")["created"] is False
+def test_volume_create_reports_an_existing_volume(pool):
+    assert nvpool("volume", "create", pool, "twice", "--size", "1GiB").stdout.startswith(
+        "volume twice made\n"
+    )
+    again = nvpool("volume", "create", pool, "twice", "--size", "1GiB")
+    assert again.stdout.startswith("volume twice is there already")
+    assert as_json("volume", "create", pool, "twice", "--size", "1GiB")["created"] is False
     assert as_json("volume", "create", pool, "other")["created"] is True
     said = nvpool(
-        "volume", "create", pool, "told", "--size", "2500M", "--trash", "7d", "--files", "10", code=1
+        "volume", "create", pool, "twice", "--size", "2500M", "--trash", "7d", "--files", "10", code=1
     ).stderr
     assert "size 1 GiB, not 2500 MiB, files no limit, not 10, trash off, not 7d" in said
 
@@ -245,7 +247,7 @@ def test_certificate_is_renewed_under_a_new_key(pool_on_tcp, tmp_path):
     assert as_json("status", pool)["pool"]["state"] == "serving"
 
 
-def test_refusal_comes_before_any_progress(pool, tmp_path):
+def test_refusals_print_no_progress(pool, tmp_path):
     (tmp_path / "text").write_text("hello")
     for words in (
         ("export", f"{pool}:/nowhere", tmp_path / "y"),
@@ -255,7 +257,7 @@ def test_refusal_comes_before_any_progress(pool, tmp_path):
         assert len(nvpool(*words, code=1).stderr.splitlines()) == 1
 
 
-def test_a_dump_loads_into_an_empty_pool_and_not_into_a_full_one(pool, tree, tmp_path):
+def test_dump_loads_into_an_empty_pool_only(pool, tree, tmp_path):
     nvpool("import", tree, f"{pool}:/dumped")
     records = as_json("dump", pool, tmp_path / "dump")["records"]
     assert records > 43
@@ -278,7 +280,7 @@ def test_a_dump_loads_into_an_empty_pool_and_not_into_a_full_one(pool, tree, tmp
         nvpool("dev", "down", tmp_path / "q")
 
 
-def test_a_load_says_that_contents_are_missing_and_how_to_restore_them(tmp_path):
+def test_load_reports_missing_contents(tmp_path):
     (tmp_path / "file").write_text("content")
     nvpool("dev", "up", tmp_path / "q", "--size", "128M")
     nvpool("import", tmp_path / "file", f"{tmp_path / 'q'}:/file")
@@ -296,7 +298,7 @@ def test_a_load_says_that_contents_are_missing_and_how_to_restore_them(tmp_path)
         nvpool("dev", "down", tmp_path / "q")
 
 
-def test_fsck_names_the_file_of_a_flipped_byte_and_the_reader_never_gets_it(tmp_path):
+def test_fsck_names_the_file_of_a_flipped_byte(tmp_path):
     (tmp_path / "src").mkdir()
     mark = b"THIS IS THE CONTENT THAT IS GOING TO ROT " * 100
     (tmp_path / "src" / "rotten").write_bytes(mark)
@@ -351,8 +353,8 @@ def wait_until_all_serve(pool, without):
     raise AssertionError(f"the pool does not come back: {done.stdout}{done.stderr}")
 
 
-def wait_until_there(place, moving):
-    """Asked without a program of its own: in the time that one takes to start, all may be there."""
+def wait_until_visible(place, moving):
+    """Poll without starting a program: while a program starts, the import may complete."""
     deadline = time.monotonic() + 120
     directory, _, path = place.partition(":")
     with contextlib.closing(connect(directory)) as client:
@@ -361,10 +363,10 @@ def wait_until_there(place, moving):
                 client.stat(path)
                 return
             time.sleep(0.005)
-    raise AssertionError(f"{place} never came, or all was there at once")
+    raise AssertionError(f"{place} never appeared, or the import completed too soon")
 
 
-def test_an_import_goes_on_over_the_death_of_every_daemon(pool, tmp_path):
+def test_import_survives_the_death_of_every_daemon(pool, tmp_path):
     (tmp_path / "src").mkdir()
     for number in range(2000):
         (tmp_path / "src" / f"{number}").write_bytes(os.urandom(9_000))
@@ -375,10 +377,13 @@ def test_an_import_goes_on_over_the_death_of_every_daemon(pool, tmp_path):
         text=True,
     )
     try:
-        wait_until_there(f"{pool}:/killed", moving)
-        moving.send_signal(signal.SIGSTOP)  # so that it is not over before anything was killed
+        wait_until_visible(f"{pool}:/killed", moving)
+        moving.send_signal(signal.SIGSTOP)  # so that the import does not complete before the first kill
         assert moving.poll() is None
-        for roles in (("store", "meta"), ("supervisor",)):  # never all at once: who would bring them back?
+        for roles in (
+            ("store", "meta"),
+            ("supervisor",),
+        ):  # never all together: none would be left to restart the others
             for process in processes:
                 if process["role"] in roles:
                     os.kill(process["pid"], 9)
@@ -389,29 +394,29 @@ def test_an_import_goes_on_over_the_death_of_every_daemon(pool, tmp_path):
         moving.kill()
     assert moving.returncode == 0 and json.loads(out)["failed"] == 0
     nvpool("export", f"{pool}:/killed", tmp_path / "out")
-    same(tmp_path / "src", tmp_path / "out")
+    assert_same_tree(tmp_path / "src", tmp_path / "out")
     nvpool("fsck", pool)
 
 
-def test_an_interrupted_import_goes_on(pool, tmp_path):
+def test_interrupted_import_is_resumed(pool, tmp_path):
     (tmp_path / "src").mkdir()
     for number in range(4000):  # several seconds of work
         (tmp_path / "src" / f"{number}").write_bytes(os.urandom(9_000))
     command = import_command(tmp_path / "src", f"{pool}:/interrupted", "--parallel", "1")
     moving = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        wait_until_there(f"{pool}:/interrupted", moving)
+        wait_until_visible(f"{pool}:/interrupted", moving)
         moving.send_signal(signal.SIGINT)
-        _, told = moving.communicate(timeout=240)
+        _, errors = moving.communicate(timeout=240)
     finally:
         moving.kill()
-    assert moving.returncode == 130 and "interrupted" in told
+    assert moving.returncode == 130 and "interrupted" in errors
     assert as_json("import", tmp_path / "src", f"{pool}:/interrupted")["failed"] == 0
     nvpool("export", f"{pool}:/interrupted", tmp_path / "out")
-    same(tmp_path / "src", tmp_path / "out")
+    assert_same_tree(tmp_path / "src", tmp_path / "out")
 
 
-def test_bench_measures_the_pool_beside_the_local_drive(pool):
+def test_bench_compares_the_pool_with_the_local_drive(pool):
     found = as_json("bench", pool, "--size", "16M", "--seconds", "0.1")
     assert all(line["sdk"]["rate"] > 0 for line in found if "O_DIRECT" not in line["load"])
     assert all(line["local"]["p99_us"] > 0 for line in found if "O_DIRECT" not in line["load"])
@@ -419,8 +424,8 @@ def test_bench_measures_the_pool_beside_the_local_drive(pool):
     assert "examples:" in listing
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
-def test_who_makes_a_throw_away_pool_may_write_it():
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_creator_of_a_temporary_pool_can_write_to_it():
     nobody = 65534
     with tempfile.TemporaryDirectory(prefix="nvpool-", dir="/tmp") as directory:
         os.chown(directory, nobody, nobody)

@@ -1,5 +1,7 @@
-"""Flipped bytes in what daemons have stored: the reader gets EIO and never the byte; log and status name file, chunk and
-target; whatever else is there is served."""
+"""Flipped bytes in stored data: the reader gets EIO and never the wrong byte; everything else is served.
+
+Log and status name the file, chunk and target.
+"""
 
 import errno
 import json
@@ -30,7 +32,7 @@ PAGE = 4096
 
 @pytest.fixture
 def damaged(tmp_path):
-    """A stopped pool with 30 files; what is done to it shows when it is started."""
+    """A stopped pool with 30 files; damage shows once it is started."""
     with RealPool(tmp_path / "pool", config=CONFIG) as pool:
         pool.make()
         pool.start()
@@ -54,7 +56,7 @@ def flip(path: Path, at: int, bit: int = 0x10) -> None:
 
 
 def read_all(pool):
-    """Names of the files that can not be read; each of the others is what was written."""
+    """Names of the files that cannot be read; every other file has its written content."""
     client, lost = pool.connect(5.0), []
     for number in range(30):
         try:
@@ -79,7 +81,7 @@ def place_of(pool, number):
 
 
 def status_command(pool):
-    """What `nvpool status` shows a person, and `nvpool status --json` of the bad blocks."""
+    """The output of `nvpool status`, and the bad blocks of `nvpool status --json`."""
     status = command(Program.CLI, "status", str(pool.path))
     shown, seen = [
         subprocess.run(status + more, capture_output=True, text=True, timeout=240, check=False)
@@ -91,7 +93,7 @@ def status_command(pool):
     ]
 
 
-def test_a_flipped_byte_in_a_data_file_is_an_error_that_names_file_chunk_and_target(damaged, caplog):
+def test_flipped_data_byte_is_an_error_that_names_its_file(damaged, caplog):
     pool, inodes = damaged
     target, at = place_of(pool, 7)
     flip(pool.directory.target(target) / "data", at + 99)
@@ -125,11 +127,11 @@ def test_a_flipped_byte_in_a_data_file_is_an_error_that_names_file_chunk_and_tar
     ]
     client = pool.connect()
     with client.open("/f7", "r+b", buffering=0) as file:
-        file.write(content(7, BYTES))  # whole blocks: written anew, the bad one is forgotten
+        file.write(content(7, BYTES))  # whole blocks: a rewrite removes the bad block
     assert read_all(pool) == [] and pool.fsck() == [] and pool.status()["problems"] == []
 
 
-def test_a_byte_that_rots_while_the_pool_serves_is_never_given_out(damaged):
+def test_byte_that_rots_under_service_is_never_served(damaged):
     pool, _ = damaged
     pool.start()
     assert read_all(pool) == []
@@ -151,7 +153,7 @@ def leaf_places(path: Path, wanted: bytes):
 
 
 @pytest.mark.smoke
-def test_a_flipped_byte_in_an_index_record_is_an_error_and_no_hole(damaged):
+def test_flipped_index_byte_is_an_error_and_no_hole(damaged):
     pool, inodes = damaged
     target, _ = place_of(pool, 11)
     index = pool.directory.target(target) / "index" / "data.mdb"
@@ -174,7 +176,7 @@ def test_a_flipped_byte_in_an_index_record_is_an_error_and_no_hole(damaged):
     client.write_bytes("/f11", b"again")
 
 
-def test_a_flipped_byte_in_a_metadata_record_is_an_error_for_that_file_only(damaged):
+def test_flipped_metadata_byte_affects_one_file(damaged):
     pool, inodes = damaged
     shard = pool.directory.shard(1) / "data.mdb"
     name = b"f13"
@@ -196,7 +198,7 @@ def test_a_flipped_byte_in_a_metadata_record_is_an_error_for_that_file_only(dama
 
 
 def outcome(pool, seed):
-    """Flip one byte anywhere in one of the records' files; what came of it."""
+    """Flip one byte anywhere in one of the record files; the outcome."""
     chance = random.Random(seed)
     place = chance.choice(
         [pool.directory.shard(1), pool.directory.target(1) / "index", pool.directory.target(2) / "index"]
@@ -215,7 +217,7 @@ def outcome(pool, seed):
 @pytest.mark.parametrize(
     "seeds", [range(4), pytest.param(range(4, 200), marks=pytest.mark.soak)], ids=["few", "many"]
 )
-def test_a_flipped_bit_anywhere_in_the_records_gives_out_no_wrong_byte(damaged, seeds, tmp_path):
+def test_flipped_bit_in_records_serves_no_wrong_byte(damaged, seeds, tmp_path):
     pool, _ = damaged
     shutil.copytree(pool.path, tmp_path / "sound", symlinks=True)
     outcomes = []
@@ -228,14 +230,15 @@ def test_a_flipped_bit_anywhere_in_the_records_gives_out_no_wrong_byte(damaged, 
     assert len(seeds) < 50 or outcomes.count("whole") > len(seeds) // 3
 
 
-def test_daemons_that_were_refused_for_damage_say_so(damaged):
+def test_daemon_that_refuses_damaged_records_says_so(damaged):
     pool, _ = damaged
     path = pool.directory.target(1) / "index" / "data.mdb"
     with open(path, "r+b") as file:
         file.write(os.urandom(2 * PAGE))
     pool.launch()
-    reason = pool.until(lambda: "data.mdb" in pool.said("target-1"), "the reason is told")
+    reason = pool.until(lambda: "data.mdb" in pool.said("target-1"), "the log names the reason")
     assert reason
     pool.until(
-        lambda: any("target-1" in problem for problem in pool.status()["problems"]), "status tells of it"
+        lambda: any("target-1" in problem for problem in pool.status()["problems"]),
+        "status reports the problem",
     )

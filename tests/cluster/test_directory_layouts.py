@@ -31,7 +31,7 @@ def pool(tmp_path_factory):
         yield pool
 
 
-def test_a_directory_gets_replicas_that_the_pool_did_not_have_and_hands_them_down(pool):
+def test_directory_gets_new_replicas_and_passes_them_on(pool):
     assert [table.id for table in pool.pool_map.tables] == [1]
     client = pool.connect(60.0)
     client.mkdir("/safe")
@@ -54,12 +54,12 @@ def test_a_directory_gets_replicas_that_the_pool_did_not_have_and_hands_them_dow
     assert client.read_bytes("/safe/before") == b"b" * 300_000
     inode, table = client.stat("/safe/below/file").st_ino, pool.pool_map.table_by_id[2]
     assert all(len(table.chains[chain_of(inode, index)].targets) == 2 for index in range(8))
-    told = json.loads(nvpool("file", "info", f"{pool.path}:/safe/below/file", "--json").stdout)
-    assert all(len(chunk["copies"]) == 2 for chunk in told["chunks"])
+    info = json.loads(nvpool("file", "info", f"{pool.path}:/safe/below/file", "--json").stdout)
+    assert all(len(chunk["copies"]) == 2 for chunk in info["chunks"])
     chains = pool.status()["chains"]
     assert chains["replicas"] == [1, 2] and chains["total"] == chains["full"] == 2048
 
-    for target in (1, 2, 3):  # each alone may be lost
+    for target in (1, 2, 3):  # any one of them may be lost
         before = pool.pid(f"target-{target}")
         end_process(before, signal.SIGSTOP)
         assert client.read_bytes("/safe/below/file") == content
@@ -70,7 +70,7 @@ def test_a_directory_gets_replicas_that_the_pool_did_not_have_and_hands_them_dow
 
 
 @pytest.mark.smoke
-def test_what_can_not_be_is_refused_with_the_remedy(pool):
+def test_invalid_layout_is_refused_with_the_remedy(pool):
     client = pool.connect(60.0)
     client.mkdir("/refused")
     client.write_bytes("/plain", b"x")
@@ -88,7 +88,7 @@ def test_what_can_not_be_is_refused_with_the_remedy(pool):
     )
 
 
-def test_a_lost_drive_that_has_the_only_copy_of_chains_is_told_of(pool):
+def test_losing_the_only_copy_is_refused_and_explained(pool):
     client = pool.connect(60.0)
     client.mkdir("/two")
     assert nvpool("dir", "set", f"{pool.path}:/two", "--replicas", "2").returncode == 0
@@ -100,7 +100,7 @@ def test_a_lost_drive_that_has_the_only_copy_of_chains_is_told_of(pool):
     pool.wait()
 
 
-def test_draining_moves_the_chains_of_every_replica_count(pool):
+def test_drain_moves_chains_of_every_replica_count(pool):
     client = pool.connect(60.0)
     client.mkdir("/drained")
     assert nvpool("dir", "set", f"{pool.path}:/drained", "--replicas", "2").returncode == 0
@@ -119,7 +119,7 @@ def test_draining_moves_the_chains_of_every_replica_count(pool):
     assert said.returncode == 1 and "the pool keeps 2 copies of each chunk" in said.stderr
 
 
-def test_files_whose_last_copy_is_gone_are_named(tmp_path):
+def test_files_without_a_copy_are_named(tmp_path):
     with RealPool(tmp_path / "pool", sizes=(64 * MIB,) * 3, replicas=2) as pool:
         pool.make()
         pool.start()
@@ -136,7 +136,7 @@ def test_files_whose_last_copy_is_gone_are_named(tmp_path):
         said = nvpool("drive", "remove", pool.path, target, "--lost", "--wait")
         assert said.returncode == 1 and "--give-up" in said.stderr
         said = nvpool("drive", "remove", pool.path, target, "--lost", "--give-up")
-        assert said.returncode == 0 and "chains begin anew with nothing" in said.stderr, said.stderr
+        assert said.returncode == 0 and "chains are reset to empty" in said.stderr, said.stderr
         problems = pool.until(
             lambda: [one for one in pool.status()["problems"] if "/scratch/small" in one],
             "status names the file",
@@ -153,12 +153,12 @@ def test_files_whose_last_copy_is_gone_are_named(tmp_path):
             lambda: (
                 not any(target in chain.targets for table in pool.pool_map.tables for chain in table.chains)
             ),
-            "the chains have begun anew",
+            "the chains are reset",
             60,
         )
         with pytest.raises(OSError, match="given up"):
             client.read_bytes("/scratch/small")
-        for number in range(40):  # one of them falls on such a chain
+        for number in range(40):  # at least one is on such a chain
             client.write_bytes(f"/scratch/new-{number}", b"n" * 5000)
         chains = pool.pool_map.table_by_id[1].chains
         assert any(
@@ -172,6 +172,6 @@ def test_files_whose_last_copy_is_gone_are_named(tmp_path):
         client.write_bytes("/scratch/small", b"t" * 50)
         assert client.read_bytes("/scratch/small") == b"t" * 50
         client.write_bytes("/scratch/large", b"l" * 8 * MIB)
-        assert pool.fsck() == [], "all that was lost is written anew"
-        pool.until(lambda: not pool.status()["problems"], "nothing is left to be told", 90)
+        assert pool.fsck() == [], "all lost data is written again"
+        pool.until(lambda: not pool.status()["problems"], "no problem is left", 90)
         assert pool.pool_map.target_by_id[target].state == "gone"

@@ -1,4 +1,4 @@
-"""`nvpool doctor` between machines whose interfaces and switch take packets of different sizes."""
+"""`nvpool doctor` between machines whose interfaces and switch have different MTUs."""
 
 import json
 import sys
@@ -42,12 +42,12 @@ def cable(tmp_path_factory):
             serving.stdout.close()
 
 
-def found(cable, port=PORT):
+def check_path(cable, port=PORT):
     _, one = cable
-    told = one.run(
+    printed = one.run(
         sys.executable, "-P", "-c", LOOK, f"stream://10.77.0.2:{port}", "stream://10.77.0.2:9"
     ).stdout
-    ((name, state, seen, _remedy),) = json.loads(told)
+    ((name, state, seen, _remedy),) = json.loads(printed)
     assert name == "path to 10.77.0.2"
     return state, seen
 
@@ -59,26 +59,26 @@ def sizes(cable, ours, theirs, switch):
 
 
 @pytest.mark.smoke
-def test_large_packets_arrive_where_all_take_them(cable):
+def test_large_packets_arrive(cable):
     for size in (1500, 9000):
         sizes(cable, size, size, size)
-        assert found(cable) == (OK, f"packets of {size} bytes arrive")
+        assert check_path(cable) == (OK, f"packets of {size} bytes arrive")
 
 
-def test_a_switch_that_loses_large_packets_without_a_word_is_bad(cable):
+def test_silently_dropped_large_packets_are_bad(cable):
     sizes(cable, 9000, 9000, 1500)
-    assert found(cable) == (BAD, "packets of 9000 bytes do not arrive, and small ones do")
+    assert check_path(cable) == (BAD, "packets of 9000 bytes do not arrive, and small ones do")
 
 
-def test_two_ends_of_different_sizes_are_to_be_looked_at(cable):
+def test_different_mtus_are_a_warning(cable):
     sizes(cable, 9000, 1500, 9000)
-    assert found(cable) == (
+    assert check_path(cable) == (
         WARN,
         "this machine would send packets of 9000 bytes, and TCP agrees on 1500 at most",
     )
 
 
-def test_a_host_that_answers_no_datagram_is_not_judged_by_that(cable):
+def test_host_without_a_datagram_reply_is_not_judged(cable):
     sizes(cable, 9000, 9000, 1500)
-    state, seen = found(cable, PORT + 1)
+    state, seen = check_path(cable, PORT + 1)
     assert state == OK and "not known" in seen

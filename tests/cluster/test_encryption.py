@@ -1,4 +1,4 @@
-"""Encrypted volumes on real processes: what mounts and programs write is on no drive in the clear, and outlives kills."""
+"""Encrypted volumes on real processes: no drive has the plain text of mounts and programs, and data survives kills."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ def mount(pool: RealPool, place: Path, *options: str):
 
 
 def cold(path: Path) -> bytes:
-    """The file's bytes, past what this kernel has of them."""
+    """The file's bytes, read past the page cache of this kernel."""
     with open(path, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return file.read()
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_mounts_of_an_encrypted_volume(replicas, tmp_path):
+def test_mounts_read_and_write_an_encrypted_volume(replicas, tmp_path):
     with (
         encrypted_pool(tmp_path, replicas) as (pool, _),
         mount(pool, tmp_path / "m") as here,
-        mount(pool, tmp_path / "far", "--no-short-cut") as there,
+        mount(pool, tmp_path / "far", "--no-short-circuit") as there,
     ):
         chance, content = random.Random(replicas), bytearray(MARK * 200_000)
         (here / "large").write_bytes(content)
@@ -83,7 +83,7 @@ def test_mounts_of_an_encrypted_volume(replicas, tmp_path):
                 assert cold(path / f"small{n}") == MARK * (n + 1)
             with open(
                 path / "large", "rb", buffering=0
-            ) as file:  # at random, small and large, three times over
+            ) as file:  # random reads, small and large, three times as many bytes
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 for _ in range(300):
                     place, length = chance.randrange(len(content)), chance.choice([1, 4096, 100_000])
@@ -101,7 +101,7 @@ def test_mounts_of_an_encrypted_volume(replicas, tmp_path):
         assert MARK not in stored
 
 
-def test_programs_read_an_encrypted_volume_from_threads(tmp_path):
+def test_threads_read_an_encrypted_volume(tmp_path):
     with encrypted_pool(tmp_path, 1) as (pool, _):
         content = os.urandom(8 * MIB)
         pool.connect(60.0).write_bytes("/volumes/secret/file", content)
@@ -124,7 +124,7 @@ def test_programs_read_an_encrypted_volume_from_threads(tmp_path):
         assert not wrong
 
 
-def test_another_pool_key_without_new_data(tmp_path):
+def test_pool_key_is_replaced_without_rewriting_data(tmp_path):
     with encrypted_pool(tmp_path, 1) as (pool, key):
         pool.connect(60.0).write_bytes("/volumes/secret/file", MARK)
         before = json.loads(nvpool("encryption", "show", pool.path, "--json").stdout)
@@ -145,7 +145,7 @@ def test_another_pool_key_without_new_data(tmp_path):
 
 
 @pytest.mark.smoke
-def test_doctor_says_that_there_is_no_pool_key(tmp_path):
+def test_doctor_reports_a_missing_pool_key(tmp_path):
     with RealPool(tmp_path / "pool") as pool:
         pool.make()
         pool.start()

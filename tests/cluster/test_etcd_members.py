@@ -1,4 +1,4 @@
-"""Pools of several nodes, whose map three members of etcd keep: who becomes one, who is lost, who follows. Real processes."""
+"""Pools of several nodes whose map is in an etcd of three members: joining, loss and replacement of members. Real processes."""
 
 import shutil
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 from nvpool.testing.env import etcd as real_etcd
 from nvpool.testing.env import namespaces
-from nvpool.testing.env.etcd_pool import has_keys, members, of_three, token_of, told, until
+from nvpool.testing.env.etcd_pool import has_keys, members, of_three, status_problems, token_of, until
 from nvpool.testing.env.namespaces import Machines
 from nvpool.testing.env.nodes import NodeMachine, Pool
 
@@ -19,8 +19,8 @@ pytestmark = [
 ]
 
 
-def joined(pool: Pool, node: NodeMachine, by: NodeMachine) -> None:
-    """`node` joins with a token that `by` gives."""
+def join_by_token(pool: Pool, node: NodeMachine, by: NodeMachine) -> None:
+    """Join `node` with a token of `by`."""
     pool.join(node, by.json("node", "token", str(by.path)))
 
 
@@ -43,7 +43,7 @@ while time.monotonic() < seen_s + float(sys.argv[3]):
     time.sleep(0.1)
 print("out", flush=True)
 """
-"""With the certificate of a node's directory, on one channel, until etcd has not answered for so long."""
+"""Keeps one channel with the node's certificate open until etcd has not answered for the given time."""
 
 
 def stays_connected(node: NodeMachine, member: str, wait_s: float) -> subprocess.Popen:
@@ -60,7 +60,7 @@ def stays_connected(node: NodeMachine, member: str, wait_s: float) -> subprocess
     )
 
 
-def test_a_node_that_is_removed_leaves_etcd_and_is_let_in_no_more():
+def test_removed_node_leaves_etcd_and_is_refused():
     with Machines(3) as hosts:
         pool = Pool(hosts, plain=False)
         first, second, third = pool.nodes
@@ -75,10 +75,12 @@ def test_a_node_that_is_removed_leaves_etcd_and_is_let_in_no_more():
             first.nvpool("node", "remove", str(first.path), "3")
             assert 3 not in first.map().node_by_id and 3 not in {one.node for one in first.map().etcd}
             until(lambda: all(one.revoked for one in first.map().etcd), "it is revoked", first)
-            assert asking[1].communicate(timeout=100)[0].endswith("out\n"), "it was connected, and is no more"
+            assert asking[1].communicate(timeout=100)[0].endswith("out\n"), (
+                "the removed node is no longer connected"
+            )
             again = stays_connected(third, at_first, 5.0).communicate(timeout=100)[0]
-            assert again == "out\n", "it is not let in again"
-            assert asking[0].poll() is None, "the others are"
+            assert again == "out\n", "the removed node is not admitted again"
+            assert asking[0].poll() is None, "the other nodes stay connected"
             until(
                 lambda: members(first) <= {1, 2} and len(first.map().etcd) == 1,
                 "one member for two nodes",
@@ -94,7 +96,7 @@ def test_a_node_that_is_removed_leaves_etcd_and_is_let_in_no_more():
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["secured", "plain text"])
-def test_the_third_node_makes_three_members_and_the_first_may_be_gone(plain):
+def test_third_node_makes_three_members(plain):
     with Machines(4) as hosts:
         pool = Pool(hosts, plain=plain)
         first, second, third, fourth = pool.nodes
@@ -104,10 +106,10 @@ def test_the_third_node_makes_three_members_and_the_first_may_be_gone(plain):
             assert members(second) == {1}
             until(
                 lambda: has_keys(second),
-                "of two nodes the second could keep the map when the first is lost",
+                "the second of two nodes has the keys to keep the map when the first is lost",
                 second,
             )
-            joined(pool, third, by=first)
+            join_by_token(pool, third, by=first)
             until(
                 lambda: members(third) == {1, 2, 3} and has_keys(second) and has_keys(third),
                 "three members",
@@ -120,7 +122,7 @@ def test_the_third_node_makes_three_members_and_the_first_may_be_gone(plain):
                 "a change",
                 second,
             )
-            joined(pool, fourth, by=third)
+            join_by_token(pool, fourth, by=third)
             until(lambda: 4 in second.map().node_by_id, "the fourth node", second)
             assert not has_keys(fourth)
         finally:
@@ -128,7 +130,7 @@ def test_the_third_node_makes_three_members_and_the_first_may_be_gone(plain):
                 node.kill_all()
 
 
-def test_without_most_members_all_is_served_and_one_of_them_can_be_made_to_go_on_alone():
+def test_pool_without_a_majority_serves_and_can_recover():
     with Machines(3) as hosts:
         pool = Pool(hosts, plain=False)
         first, second, third = pool.nodes
@@ -140,21 +142,29 @@ def test_without_most_members_all_is_served_and_one_of_them_can_be_made_to_go_on
             first.machine.run("sh", "-c", f"echo kept > {mount}/file && sync {mount}/file")
             for node in (second, third):
                 node.kill_all()
-            until(lambda: "most members of etcd do not answer" in told(first), "it is said", first)
+            until(
+                lambda: "most members of etcd do not answer" in status_problems(first),
+                "the problem is reported",
+                first,
+            )
             assert token_of(first).returncode
             first.machine.run(
                 "sh", "-c", f"cat {mount}/file && echo new > {mount}/later && sync {mount}/later"
             )
 
-            # it heals by itself
+            # recovers by itself
             second.serve()
             until(lambda: token_of(first).returncode == 0, "a change", first)
             refused = first.nvpool("node", "recover-etcd", str(first.path), "--yes", check=False)
             assert refused.returncode == 1 and "nothing to recover" in refused.stderr
 
-            # lost for good
+            # permanent loss
             second.kill_all()
-            until(lambda: "most members of etcd do not answer" in told(first), "it is said", first)
+            until(
+                lambda: "most members of etcd do not answer" in status_problems(first),
+                "the problem is reported",
+                first,
+            )
             refused = first.nvpool("node", "recover-etcd", str(first.path), check=False)
             assert refused.returncode == 1 and "--yes" in refused.stderr
             epoch = first.map().epoch
@@ -165,7 +175,7 @@ def test_without_most_members_all_is_served_and_one_of_them_can_be_made_to_go_on
                 "sh", "-c", f"cat {mount}/file {mount}/later && echo more > {mount}/more && sync {mount}/more"
             )
 
-            # those that were lost come back with all they had: as nodes, and then as other members
+            # the lost nodes return with all their data: first as nodes, then as new members
             generations = {one.node: one.generation for one in second.map().etcd}
             for node in (second, third):
                 node.serve()
@@ -178,7 +188,7 @@ def test_without_most_members_all_is_served_and_one_of_them_can_be_made_to_go_on
                 node.kill_all()
 
 
-def test_a_member_that_is_lost_is_followed_by_another_node_and_one_without_its_data_begins_anew():
+def test_lost_member_is_replaced_by_another_node():
     with Machines(4) as hosts:
         pool = Pool(hosts, plain=False)
         first, second, third, fourth = pool.nodes
@@ -237,14 +247,14 @@ def test_a_member_that_is_lost_is_followed_by_another_node_and_one_without_its_d
                 node.kill_all()
 
 
-def test_of_two_nodes_the_second_goes_on_when_the_first_which_kept_the_map_is_lost_for_good():
+def test_second_node_continues_without_the_first():
     with Machines(2) as hosts:
         pool = Pool(hosts, plain=False, drives=2)
         first, second = pool.nodes
         path = str(second.path)
         try:
             pool.join(second, pool.found("--standbys", "1", "--replicas", "2"))
-            until(lambda: has_keys(second), "the second node could let others in", second)
+            until(lambda: has_keys(second), "the second node can admit others", second)
 
             def is_whole():
                 seen = second.json("status", path)
@@ -293,7 +303,8 @@ def test_of_two_nodes_the_second_goes_on_when_the_first_which_kept_the_map_is_lo
                 second,
             )
 
-            # with all that it had the first one does not begin a second history: it finds that it keeps the map no more
+            # with all its data, the first node does not begin a second history: it finds that it no longer
+            # keeps the map
             first.serve()
             until(
                 lambda: members(first) == {2} and not list(first.path.glob("etcd/member")),

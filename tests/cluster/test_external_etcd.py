@@ -1,4 +1,4 @@
-"""Pools whose map is kept in an etcd of the operator's own: made, used, joined, and refused before anything is made."""
+"""Pools whose map is in the operator's own etcd: created, used, joined, and refused before anything is created."""
 
 import asyncio
 import shutil
@@ -31,7 +31,7 @@ def nvpool(*words) -> subprocess.CompletedProcess:
     )
 
 
-class OwnEtcd(RealPool):
+class ExternalEtcdPool(RealPool):
     """A pool in `etcd`."""
 
     def __init__(self, directory, etcd):
@@ -43,10 +43,10 @@ class OwnEtcd(RealPool):
 
 
 @pytest.mark.parametrize("secured", [False, True], ids=["http", "https"])
-def test_a_pool_of_one_node_in_an_etcd_of_ones_own(tmp_path, secured):
+def test_pool_of_one_node_in_an_external_etcd(tmp_path, secured):
     with (
         real_etcd.RealEtcd(1 if secured else 3, secured=secured) as etcd,
-        OwnEtcd(tmp_path / "pool", etcd) as pool,
+        ExternalEtcdPool(tmp_path / "pool", etcd) as pool,
     ):
         pool.make()
         location = read_map_location(pool.directory)
@@ -64,7 +64,9 @@ def test_a_pool_of_one_node_in_an_etcd_of_ones_own(tmp_path, secured):
         etcd.kill(0)
         if secured:
             pool.until(
-                lambda: any("do not answer" in told for told in pool.status()["problems"]), "it is said", 60
+                lambda: any("do not answer" in problem for problem in pool.status()["problems"]),
+                "status reports the problem",
+                60,
             )
             assert files.read_bytes("/kept") == b"kept"
             etcd.start(0)
@@ -73,8 +75,8 @@ def test_a_pool_of_one_node_in_an_etcd_of_ones_own(tmp_path, secured):
         pool.until(lambda: nvpool("client", "token", pool.path).returncode == 0, "a change", 90)
 
 
-def test_what_is_made_again_after_an_interruption_is_the_same_pool(tmp_path):
-    with real_etcd.RealEtcd() as etcd, OwnEtcd(tmp_path / "pool", etcd) as pool:
+def test_interrupted_creation_continues_with_the_same_pool(tmp_path):
+    with real_etcd.RealEtcd() as etcd, ExternalEtcdPool(tmp_path / "pool", etcd) as pool:
         pool.make()
         first = pool.pool_map
         (pool.path / "FORMAT").write_text("nvpool pool being made\n")
@@ -86,7 +88,7 @@ def test_what_is_made_again_after_an_interruption_is_the_same_pool(tmp_path):
 
 
 @pytest.mark.smoke
-def test_an_etcd_that_is_not_there_or_not_well_named_is_refused_before_anything_is_made(tmp_path):
+def test_unusable_etcd_is_refused_before_creation(tmp_path):
     drive, directory = tmp_path / "drive", tmp_path / "pool"
     drive.mkdir()
     for options, words in (
@@ -102,7 +104,7 @@ def test_an_etcd_that_is_not_there_or_not_well_named_is_refused_before_anything_
 
 
 @pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing() or "")
-def test_nodes_join_a_pool_in_an_etcd_of_ones_own_and_let_others_in():
+def test_nodes_join_a_pool_in_an_external_etcd():
     with Machines(2) as hosts:
         pool = Pool(hosts, plain=False)
         first, second = pool.nodes
@@ -143,7 +145,7 @@ def test_nodes_join_a_pool_in_an_etcd_of_ones_own_and_let_others_in():
 
 
 def keys(etcd) -> int:
-    """How many the pools have in it."""
+    """Number of keys of all pools."""
 
     async def count() -> int:
         calls = EtcdCalls(etcd.members, SYSTEM_CLOCK)
@@ -159,16 +161,16 @@ def keys(etcd) -> int:
     return asyncio.run(count())
 
 
-def test_a_pool_that_is_destroyed_leaves_no_key_or_says_what_it_leaves(tmp_path):
+def test_destroyed_pool_leaves_no_key_or_names_the_rest(tmp_path):
     with real_etcd.RealEtcd() as etcd:
-        with OwnEtcd(tmp_path / "pool", etcd) as pool:
+        with ExternalEtcdPool(tmp_path / "pool", etcd) as pool:
             pool.make()
             pool.start()
             assert keys(etcd) > 1
             done = nvpool("pool", "destroy", pool.path, "--yes")
             assert done.returncode == 0 and "removed what was below nvpool/" in done.stdout, done
             assert not keys(etcd) and not pool.path.exists()
-        with OwnEtcd(tmp_path / "other", etcd) as pool:
+        with ExternalEtcdPool(tmp_path / "other", etcd) as pool:
             pool.make()
             pool_id = pool.pool_map.pool_id
             etcd.kill(0)

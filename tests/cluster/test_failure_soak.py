@@ -1,4 +1,4 @@
-"""The soak of failures on a pool of three nodes: a few rounds of it on each run, all of them with `make soak`."""
+"""The failure soak on a pool of three nodes: a few rounds on each run, all of them with `make soak`."""
 
 import importlib
 import json
@@ -32,7 +32,7 @@ ROUNDS = int(os.environ.get("NVPOOL_FAILURES", "1000"))
 
 @pytest.fixture
 def place():
-    """A short path: those of unix sockets below it are bounded."""
+    """A short path: the kernel limits the path length of unix sockets below it."""
     with tempfile.TemporaryDirectory(prefix="s", dir="/tmp") as made:
         yield Path(made)
 
@@ -53,14 +53,14 @@ def program(place, *words):
 
 
 def finished(place, *words, timeout_s):
-    """The rounds of a whole run. It leaves nothing behind."""
+    """The rounds of a whole run, which leaves nothing behind."""
     process = program(place, *words)
     try:
-        said, told = process.communicate(timeout=timeout_s)
+        said, errors = process.communicate(timeout=timeout_s)
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 0, f"{told}\n{said}"
+    assert process.returncode == 0, f"{errors}\n{said}"
     assert list((place / "p").iterdir()) == [] and contract.marked(place / "p") == []
     assert "| **all** |" in (place / "found" / "failure-soak.md").read_text()
     return [json.loads(line) for line in (place / "found" / "failure-soak.jsonl").read_text().splitlines()]
@@ -75,27 +75,27 @@ def smoke(victim, condition, *words):
 @pytest.mark.parametrize(
     "words", [smoke("primary and leader", "primary's node mute"), smoke("leader", "store stopped", "--drain")]
 )
-def test_failure_soak_round_misses_no_bound(place, words):
-    (row,) = finished(place, "--rounds", 1, "--patience", 8, *words, timeout_s=560)  # beside other tests
+def test_failure_soak_round_meets_all_bounds(place, words):
+    (row,) = finished(place, "--rounds", 1, "--patience", 8, *words, timeout_s=560)  # runs beside other tests
     assert row["missed"] == [] and "skipped" not in row and row["whole_s"] > 0, row
 
 
 @pytest.mark.soak
 @pytest.mark.mount
 @pytest.mark.timeout(4 * 3600)
-def test_failure_soak_rounds_miss_no_bound(place):
+def test_failure_soak_rounds_meet_all_bounds(place):
     rows = finished(place, "--rounds", ROUNDS, "--keep-going", timeout_s=4 * 3600)
     assert len(rows) == ROUNDS and sum("skipped" in row for row in rows) < ROUNDS / 20
 
 
 @pytest.mark.parametrize("pools", [pytest.param(2, marks=needs_nodes)])
-def test_failure_soak_interrupted_leaves_nothing(place, pools):
+def test_interrupted_failure_soak_leaves_nothing(place, pools):
     process = program(place, "--rounds", 50, "--pools", pools, "--keep-going")
     try:
         while not (line := process.stderr.readline()).startswith("round"):
-            assert line, "it ended before its first round"
+            assert line, "the soak ended before its first round"
         process.send_signal(signal.SIGINT)
-        process.send_signal(signal.SIGINT)  # of someone who thinks it does not end
+        process.send_signal(signal.SIGINT)  # an impatient second Ctrl-C
         assert "interrupted" in process.communicate(timeout=240)[1]
     finally:
         process.kill()
@@ -106,7 +106,7 @@ def test_failure_soak_interrupted_leaves_nothing(place, pools):
 
 
 @pytest.mark.parametrize(("pools", "longest"), [(1, 35), (2, 18)])
-def test_failure_soak_pools_lie_in_short_places(monkeypatch, pools, longest):
+def test_failure_soak_uses_short_paths(monkeypatch, pools, longest):
     short, long = (Path("/" + (count - 1) * "d") for count in (longest, longest + 1))
     assert soak.place_of_pools(short, pools) == short
     with pytest.raises(SystemExit, match=r"--directory /d+ is too long.*107 bytes.*--directory /var/tmp"):

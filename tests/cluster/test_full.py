@@ -1,5 +1,8 @@
-"""Nothing left: a full drive, a full file system under the pool, a full metadata map, no file descriptors. What adds is
-refused with ENOSPC, nothing is half done, unlinking and truncating always work, and so does everything once there is room."""
+"""Exhausted resources: a full drive, file system or metadata map, and no file descriptors.
+
+Operations that need space fail with ENOSPC, none is half done, unlink and truncate always work, and so does everything once
+there is space.
+"""
 
 import contextlib
 import errno
@@ -30,7 +33,7 @@ PIECE = 4 * MIB
 
 
 def fill(client, top, piece=PIECE):
-    """Write files until there is no room; those that were synced, and the one that was refused."""
+    """Write files until there is no space left; the synced ones, and the one that was refused."""
     held = {}
     for number in range(10_000):
         path = f"{top}/{number}"
@@ -50,8 +53,8 @@ def hold(client, held, piece=PIECE):
         assert client.read_bytes(path) == content(number, piece), path
 
 
-def room_again(pool, client, held, refused):
-    """Unlink and truncate on the full pool; then there is room, and all is sound."""
+def space_again(pool, client, held, refused):
+    """Unlink and truncate on the full pool; then there is space, and the pool is sound."""
     hold(client, held)
     paths = list(held)
     client.truncate(paths[0], 5)
@@ -75,7 +78,7 @@ def room_again(pool, client, held, refused):
 
 
 @pytest.mark.smoke
-def test_full_targets_refuse_and_take_again(tmp_path):
+def test_full_targets_refuse_and_recover(tmp_path):
     with RealPool(tmp_path / "pool") as pool:
         pool.make()
         pool.start()
@@ -84,13 +87,13 @@ def test_full_targets_refuse_and_take_again(tmp_path):
         held, refused = fill(client, "/d")
         assert sum(PIECE for _ in held) > 60 * MIB
         with client.open(next(iter(held)), "r+b", buffering=0) as file:
-            file.write(content(0, 8192))  # overwriting has its reserve
+            file.write(content(0, 8192))  # overwrites use the space reserve
             file.fsync()
-        room_again(pool, client, held, refused)
+        space_again(pool, client, held, refused)
 
 
-def test_a_drive_without_room_for_what_it_is_to_get_is_told_of_until_the_drain_is_taken_back(tmp_path):
-    """Room is reckoned with the pool's own replica count: that directories with more of them have none is seen on the way."""
+def test_drain_without_space_is_reported_until_cancelled(tmp_path):
+    """Space is estimated with the pool's own replica count; the drain finds that directories with more replicas have none."""
     with RealPool(tmp_path / "pool", sizes=(200 * MIB, 100 * MIB, 100 * MIB)) as pool:
         pool.make()
         pool.start()
@@ -100,12 +103,14 @@ def test_a_drive_without_room_for_what_it_is_to_get_is_told_of_until_the_drain_i
         files = [f"/twice/{number}" for number in range(30)]
         for number, path in enumerate(files):
             client.write_bytes(path, content(number, PIECE))
-        assert nvpool("drive", "drain", pool.path, 3).returncode == 0, "with one replica it would have room"
+        assert nvpool("drive", "drain", pool.path, 3).returncode == 0, (
+            "the estimate with one replica allows the drain"
+        )
 
-        def told():
+        def problems():
             return [one for one in pool.status()["problems"] if one.startswith("drive 2 has no room")]
 
-        problem = pool.until(told, "status names the full drive", 120)[0]
+        problem = pool.until(problems, "status names the full drive", 120)[0]
         assert "nvpool drive add" in problem and [
             one["drive"] for one in pool.status()["drives"] if one["lacks_room"]
         ] == [2]
@@ -139,7 +144,7 @@ def loop_device(path, size):
 
 
 @needs_root
-def test_a_full_block_device_refuses_and_takes_again(tmp_path):
+def test_full_block_device_refuses_and_recovers(tmp_path):
     with (
         loop_device(tmp_path / "image", 80 * MIB) as device,
         RealPool(tmp_path / "pool", sizes=(), drives=(device,)) as pool,
@@ -151,13 +156,13 @@ def test_a_full_block_device_refuses_and_takes_again(tmp_path):
         held, refused = fill(client, "/d")
         end_process(pool.pid("target-1"))
         pool.wait()
-        room_again(pool, client, held, refused)
+        space_again(pool, client, held, refused)
 
 
 @needs_root
 @pytest.mark.mount
 @pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="a mount needs /dev/fuse")
-def test_a_load_on_a_mount_fills_block_devices_and_meets_nothing_but_that(tmp_path):
+def test_mount_load_on_full_devices_sees_only_enospc(tmp_path):
     place = tmp_path / "mount"
     place.mkdir()
     with contextlib.ExitStack() as stack:
@@ -197,8 +202,8 @@ def file_system(tmp_path, size):
             subprocess.run(["umount", place], check=False)
 
 
-def eat_all_room(place):
-    """Files that leave not one block, also once all is written out: until then the file system holds room for its tables."""
+def fill_completely(place):
+    """Files that leave no free block, also after writeback: until then the file system reserves blocks for its tables."""
     deadline = time.monotonic() + 60
     free = 1
     while free:
@@ -212,11 +217,11 @@ def eat_all_room(place):
 
 
 @needs_root
-def test_a_full_file_system_under_the_whole_pool_is_survived_by_restarts_too(tmp_path):
+def test_full_file_system_below_the_pool_is_survived(tmp_path):
     with (
         file_system(tmp_path, 420 * MIB) as place,
         RealPool(place / "pool", shards=1) as pool,
-    ):  # it has no room for more
+    ):  # no space for more shards
         pool.make()
         pool.start()
         client = pool.connect(5.0)
@@ -228,7 +233,7 @@ def test_a_full_file_system_under_the_whole_pool_is_survived_by_restarts_too(tmp
             with client.open(f"/d/{number}", "wb", buffering=0) as file:
                 file.write(content(number, PIECE))
                 file.fsync()
-        eat_all_room(place)
+        fill_completely(place)
         filled, refused = fill(client, "/e", MIB)
         client.truncate("/d/3", 500_001)
         held.pop("/d/3")
@@ -248,7 +253,7 @@ def test_a_full_file_system_under_the_whole_pool_is_survived_by_restarts_too(tmp
             )
         hold(client, held)
         pool.stop()
-        pool.start()  # a clean stop has removed its traces, so the start has to make them on the full drive
+        pool.start()  # a clean stop removed the state files, so the start must create them on the full drive
         client = pool.connect(30.0)
         hold(client, held)
         client.truncate("/d/0", 10)
@@ -271,7 +276,7 @@ def test_a_full_file_system_under_the_whole_pool_is_survived_by_restarts_too(tmp
         pool.until(lambda: pool.fsck() == [], "fsck is clean")
 
 
-def test_a_full_metadata_map_refuses_what_adds_and_takes_what_removes(tmp_path):
+def test_full_metadata_map_refuses_growth_and_allows_removal(tmp_path):
     value = bytes(60_000)
     with RealPool(tmp_path / "pool", config=CONFIG) as pool:
         pool.make()
@@ -297,7 +302,7 @@ def test_a_full_metadata_map_refuses_what_adds_and_takes_what_removes(tmp_path):
                     break
         end_process(pool.pid("meta-1"))
         pool.wait()
-        client = pool.connect()  # who comes when all is full can remove too
+        client = pool.connect()  # a client that connects now can remove too
         assert client.read_bytes("/d/first") == b"first"
         client.truncate("/d/first", 1)
         assert client.read_bytes("/d/first") == b"f"
@@ -318,7 +323,7 @@ def test_a_full_metadata_map_refuses_what_adds_and_takes_what_removes(tmp_path):
         assert pool.fsck() == []
 
 
-def test_daemons_without_file_descriptors_refuse_newcomers_and_serve_on(tmp_path):
+def test_daemons_without_descriptors_keep_serving(tmp_path):
     with RealPool(tmp_path / "pool", config=PLAIN_TCP) as pool:
         pool.make()
         pool.start(prefix=("prlimit", "--nofile=130:130"))

@@ -1,5 +1,7 @@
-"""Anything at all at the daemons' ports while a load runs: noise, half connections, mutated frames, well-formed requests that
-make no sense. No daemon dies, no request meets a bug, the load and what it stored are unharmed."""
+"""Fuzzing of the daemons' ports under load: noise, half connections, mutated frames, well-formed senseless requests.
+
+No daemon dies, no request meets a bug, the load and its stored data are unharmed.
+"""
 
 import asyncio
 import random
@@ -98,7 +100,7 @@ class Fuzzer:
         self.sequence = 0
         self.sent = 0
         self.right = service_right(PoolDirectory(pool.path).grant_key.read_bytes())
-        """Of the pool itself: else nothing of a chunk that is to be fetched from another target is ever looked at."""
+        """Access token of the pool itself: with another one, a chunk that is fetched from another target is never examined."""
         self.bugs = []
         self.daemons = [(META, shard.endpoints, 0) for shard in self.pool_map.shards]
         self.daemons += [(DATA, target.endpoints, target.id) for target in self.pool_map.targets]
@@ -128,7 +130,7 @@ class Fuzzer:
         )
 
     def fill(self, message, target):
-        """Set about half of the fields, to anything."""
+        """Set about half of the fields to arbitrary values."""
         for field in message.DESCRIPTOR.fields:
             if self.chance.random() < 0.5 and field.name not in ("change", "session", "target"):
                 continue
@@ -150,7 +152,7 @@ class Fuzzer:
                 "inode",
                 "parent",
                 "new_parent",
-            ):  # not the load's: who has a session may change what he likes
+            ):  # not the session of the load: the owner of a session may change anything
                 setattr(
                     message,
                     field.name,
@@ -205,7 +207,7 @@ class Fuzzer:
         methods, endpoints, target = self.chance.choice(self.daemons)
         method = self.chance.choice([*methods, self.number(16)])
         if method in (wire_pb2.POOL_STOP, wire_pb2.META_LOAD):
-            return  # they would do what they say: a load turns away everybody until it has ended
+            return  # valid ones stop the pool, or start a load, which refuses every client until it ends
         if method in methods and self.chance.random() < 0.8:
             message = methods[method]()
             self.fill(message, target)
@@ -214,7 +216,7 @@ class Fuzzer:
                 raw = bytes(
                     b ^ (1 << self.chance.randrange(8)) if self.chance.random() < 0.05 else b for b in raw
                 )
-                if self.is_in_the_name_of_another(raw):
+                if self.has_another_session(raw):
                     return
         else:
             raw = self.chance.randbytes(self.chance.randrange(60)) if method != wire_pb2.META_FSCK else b""
@@ -235,15 +237,17 @@ class Fuzzer:
         except NvpoolError:
             pass
 
-    def is_in_the_name_of_another(self, raw):
-        """Sessions are numbered one after the other: a bit may make ours the load's, which suffers as any client would."""
+    def has_another_session(self, raw):
+        """Sessions have consecutive numbers: one flipped bit may turn ours into the load's, which suffers as any client
+        would.
+        """
         ours = self.session.to_bytes(8, "little")
         return any(found[0] != ours for found in re.finditer(rb"(?s)." + re.escape(ours[1:]), raw))
 
     # -- noise ---------------------------------------------------------------------------------------------------------------
 
     def noise(self, seconds):
-        """Bytes that are no requests, from clients that hang up in the middle."""
+        """Bytes that are no requests, from clients that disconnect in the middle."""
         chance, end, open_ones = self.chance, time.monotonic() + seconds, []
         sound = pack_head(HELLO, 0, 0, 0, wire_pb2.Hello(version=1, name="noise").SerializeToString(), 0)
         while time.monotonic() < end:
@@ -321,9 +325,9 @@ def fuzz(tmp_path, seed, seconds):
         for operation in history.operations:
             operation["end"] = min(
                 operation["end"], now_ns() - 10**10
-            )  # no power was lost: everything answered is certain
+            )  # no power was lost: everything acknowledged is durable
         assert not history.judge(asyncio.run(look()), now_ns())
-        # Each has as many checks and dumps under way as it bears, begun by nobody who goes on.
+        # Each daemon has as many abandoned checks and dumps under way as it allows.
         for shard in pool.pool_map.shards:
             end_process(pool.pid(f"meta-{shard.id}"))
         pool.wait()
@@ -332,11 +336,11 @@ def fuzz(tmp_path, seed, seconds):
 
 
 @pytest.mark.smoke
-def test_noise_and_nonsense_at_every_port_harm_nobody(tmp_path):
+def test_malformed_input_at_every_port_does_no_harm(tmp_path):
     fuzz(tmp_path, seed=1, seconds=3.0)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(2, 12))
-def test_noise_and_nonsense_at_every_port_harm_nobody_for_long(tmp_path, seed):
+def test_malformed_input_for_long_does_no_harm(tmp_path, seed):
     fuzz(tmp_path, seed, seconds=60.0)

@@ -1,5 +1,7 @@
-"""kill -9 of any daemon at any moment under a checking load on a real mount: nothing acknowledged is missing, nothing is
-restarted by hand, the mount goes on by itself, and fsck is clean."""
+"""kill -9 of any daemon at any moment under a checking load on a real mount.
+
+No acknowledged change is missing, nothing is restarted by hand, the mount continues by itself, and fsck is clean.
+"""
 
 import json
 import os
@@ -72,16 +74,16 @@ def kill_under_load(pool, mountpoint, kills, seed):
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-def test_killing_any_daemon_under_load_loses_nothing(pool):
+def test_kills_of_any_daemon_lose_nothing(pool):
     kill_under_load(*pool, kills=8, seed=1)
 
 
 @pytest.mark.smoke
-def test_everything_killed_at_once_comes_back_with_one_command(pool):
+def test_one_command_restarts_a_killed_pool(pool):
     pool, mountpoint = pool
     found = wait_until_serving(pool, 5)
-    # Started before the load, and told when: a program started now would first close its copies of the load's open files,
-    # and closing a file that was written waits for the pool.
+    # Started before the load, and signalled later: a program started now would first close its copies of
+    # the load's open files, and closing a written file waits for the pool.
     starter = subprocess.Popen(
         ["sh", "-c", f"read go && exec {NVPOOL} dev up {pool}"],
         stdin=subprocess.PIPE,
@@ -103,5 +105,5 @@ def test_everything_killed_at_once_comes_back_with_one_command(pool):
 
 
 @pytest.mark.soak
-def test_killing_daemons_hundreds_of_times_loses_nothing(pool):
+def test_hundreds_of_kills_lose_nothing(pool):
     kill_under_load(*pool, kills=200, seed=7)

@@ -1,4 +1,4 @@
-"""Threads that read for themselves, by connections of their own and by the short cut, while the stores they read are killed."""
+"""Threads that read directly, over their own connections and by short-circuit reads, while their stores are killed."""
 
 import random
 import signal
@@ -16,9 +16,9 @@ KILLS = 4
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    "options", [{"transport": "stream", "short_cut": False}, {}], ids=["stream", "short cut"]
+    "options", [{"transport": "stream", "short_circuit": False}, {}], ids=["stream", "short-circuit"]
 )
-def test_threads_that_read_meet_no_error_and_no_wrong_byte_when_their_store_is_killed(tmp_path, options):
+def test_reading_threads_see_no_error_when_stores_are_killed(tmp_path, options):
     with RealPool(tmp_path / "pool", sizes=(96 * MIB,), config=PLAIN_TCP) as pool:
         pool.make()
         pool.start()
@@ -48,11 +48,11 @@ def test_threads_that_read_meet_no_error_and_no_wrong_byte_when_their_store_is_k
             threads = [threading.Thread(target=reader, args=(number,)) for number in range(len(reads))]
             for thread in threads:
                 thread.start()
-            counters = client._running().reads.counters
+            counters = client.runtime().reads.counters
             for _ in range(KILLS):
-                way = "lanes" if options else "short_cut"
+                way = "lanes" if options else "short_circuit"
                 before = counters[way]
-                pool.until(lambda: problems or counters[way] > before + 100, "threads read for themselves")  # noqa: B023
+                pool.until(lambda: problems or counters[way] > before + 100, "threads read directly")  # noqa: B023
                 end_process(killed := pool.pid("target-1"), signal.SIGKILL)
                 pool.until(lambda: pool.pid("target-1") != killed, "another process serves the target")
                 pool.wait()

@@ -1,5 +1,7 @@
-"""Leases between real processes: who holds them is stopped or killed, the shard that gave them is killed. A change waits a few
-seconds for that, once, and nobody who opens a file afterwards sees what was there before."""
+"""Inode leases between real processes: the client with leases is stopped or killed, or the shard that granted them is killed.
+
+A change waits a few seconds for that, once, and a file opened afterwards shows no old content.
+"""
 
 import json
 import os
@@ -22,11 +24,11 @@ for line in sys.stdin:
 NAMES = [f"/file {number}" for number in range(20)]
 WATCH_S = 3.0
 EACH_S = len(NAMES) * WATCH_S
-"""What writing them all takes at least when each write waits for who does not answer."""
+"""Minimum time of all writes if each one waits for the silent client."""
 
 
 class Holder:
-    """Another process that reads files when it is told to, and has leases on them after it."""
+    """A process that reads files on request, and has leases on them afterwards."""
 
     def __init__(self, pool: RealPool) -> None:
         self.process = subprocess.Popen(
@@ -36,16 +38,16 @@ class Holder:
             text=True,
         )
 
-    def ask(self, paths: list[str]) -> None:
+    def request(self, paths: list[str]) -> None:
         self.process.stdin.write(json.dumps(paths) + "\n")
         self.process.stdin.flush()
 
-    def answer(self) -> list[str]:
+    def reply(self) -> list[str]:
         return json.loads(self.process.stdout.readline())
 
     def read(self, paths: list[str]) -> list[str]:
-        self.ask(paths)
-        return self.answer()
+        self.request(paths)
+        return self.reply()
 
     def end(self) -> None:
         end_process(self.process.pid)
@@ -67,7 +69,7 @@ def real(tmp_path):
 
 
 def write(pool, text: str) -> float:
-    """Seconds that it took."""
+    """Seconds that the writes took."""
     began = time.monotonic()
     for name in NAMES:
         pool.write_bytes(name, f"{text} {name}".encode())
@@ -78,24 +80,26 @@ def read(text: str) -> list[str]:
     return [f"{text} {name}" for name in NAMES]
 
 
-def test_a_stopped_holder_holds_a_writer_up_once_and_sees_the_new_bytes_when_it_goes_on(real):
+def test_stopped_lease_holder_delays_a_writer_once(real):
     pool, writer, holder = real
     write(writer, "first")
     assert holder.read(NAMES) == read("first") == holder.read(NAMES)
     assert write(writer, "second") < EACH_S
-    time.sleep(5.5)  # lent again
+    time.sleep(5.5)  # leases are granted again
     assert holder.read(NAMES) == read("second") == holder.read(NAMES)
     os.kill(holder.process.pid, signal.SIGSTOP)
-    holder.ask(NAMES)  # in its pipe when it goes on: before anything that the shard has to say
+    holder.request(
+        NAMES
+    )  # in the pipe before the process continues: it reads this before any message of the shard
     assert write(writer, "third") < EACH_S
     assert write(writer, "fourth") < EACH_S
     os.kill(holder.process.pid, signal.SIGCONT)
-    assert holder.answer() == read("fourth")
+    assert holder.reply() == read("fourth")
     assert not pool.fsck()
 
 
 @pytest.mark.smoke
-def test_a_killed_holder_holds_a_writer_up_once(real):
+def test_killed_lease_holder_delays_a_writer_once(real):
     pool, writer, holder = real
     write(writer, "first")
     assert holder.read(NAMES) == read("first")
@@ -105,7 +109,7 @@ def test_a_killed_holder_holds_a_writer_up_once(real):
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_killed_shard_gives_up_no_lease_that_somebody_relies_on(real, stopped):
+def test_killed_shard_honours_the_leases_it_granted(real, stopped):
     pool, writer, holder = real
     write(writer, "first")
     for text in ("second", "third"):
@@ -113,11 +117,11 @@ def test_a_killed_shard_gives_up_no_lease_that_somebody_relies_on(real, stopped)
         assert before == holder.read(NAMES)
         if stopped:
             os.kill(holder.process.pid, signal.SIGSTOP)
-            holder.ask(NAMES)
+            holder.request(NAMES)
         os.kill(pool.pid("meta-1"), signal.SIGKILL)
         write(writer, text)
         if stopped:
             os.kill(holder.process.pid, signal.SIGCONT)
-            assert holder.answer() == read(text)
+            assert holder.reply() == read(text)
         assert holder.read(NAMES) == read(text)
     assert not pool.fsck()

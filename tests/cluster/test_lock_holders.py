@@ -1,4 +1,4 @@
-"""A mount that is killed with locks: nobody gets them while it could still write, and everybody after that."""
+"""A mount that is killed with locks: no other client gets them while the mount could still write, and any can afterwards."""
 
 import fcntl
 import os
@@ -35,7 +35,7 @@ def mount(pool, place):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("shard_dies", [False, True])
-def test_a_killed_mounts_locks_go_to_others_when_its_grants_have_ended_and_not_before(tmp_path, shard_dies):
+def test_locks_of_a_killed_mount_are_released_after_its_tokens(tmp_path, shard_dies):
     with RealPool(
         tmp_path / "pool", config=f"[meta]\nsession_lease_s = {LEASE_S}\ngrant_s = {GRANT_S}\n"
     ) as pool:

@@ -1,4 +1,4 @@
-"""Real stores that come back without what they had not flushed, while the client that wrote it lives on."""
+"""Real stores that lose unstable writes, while the client that wrote them lives on."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from nvpool.store.disk import write_verifier
 from nvpool.testing.env.pool import RealPool, end_process
 
 
-def boot_in_between(pool: RealPool) -> None:
-    """As if the machine of the targets, whose processes are dead, had been started anew."""
+def reboot(pool: RealPool) -> None:
+    """As if the machine of the targets, whose processes are dead, had rebooted."""
 
     async def forget() -> None:
         for target in pool.pool_map.targets:
@@ -29,7 +29,7 @@ def boot_in_between(pool: RealPool) -> None:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_client_that_lives_on_is_told_of_what_stores_have_lost(tmp_path, replicas):
+def test_client_is_notified_of_writes_that_stores_lost(tmp_path, replicas):
     with RealPool(tmp_path / "pool", replicas=replicas) as pool:
         pool.make()
         pool.start()
@@ -45,16 +45,16 @@ def test_a_client_that_lives_on_is_told_of_what_stores_have_lost(tmp_path, repli
                 end_process(before, signal.SIGKILL)
                 pool.until(lambda: pool.pid(f"target-{target}") != before, "another process serves", 60)  # noqa: B023
                 pool.wait()
-            killed.fsync()  # a death of processes loses nothing
+            killed.fsync()  # the death of a process loses nothing
             lost.write(b"l" * 3_000_000)
             lost.flush()
             pool.end_daemons()
-            boot_in_between(pool)
+            reboot(pool)
             pool.start()
-            with pytest.raises(OSError) as told:
+            with pytest.raises(OSError) as raised:
                 lost.fsync()
-            assert told.value.errno == errno.EIO
-            lost.fsync()  # once
+            assert raised.value.errno == errno.EIO
+            lost.fsync()  # the error is reported once
             killed.fsync()
         assert client.read_bytes("/killed") == b"k" * 3_000_000
         assert pool.fsck() == []

@@ -1,5 +1,4 @@
-"""The manager over real processes: who dies leaves its chains, who returns joins them again, who is silent keeps them for a
-lease."""
+"""The manager over real processes: dead targets leave their chains, returning ones join again, silent ones stay for a lease."""
 
 import json
 import os
@@ -35,23 +34,26 @@ def joining(pool, target, table=2):
 
 
 @pytest.mark.smoke
-def test_a_target_that_is_killed_leaves_its_chains_at_once_and_joins_them_when_it_is_back(pool):
+def test_killed_target_leaves_its_chains_and_returns(pool):
     before = pool.pool_map
     held = len(chains_of(pool, 1))
     end_process(pool.pid("target-1"))
-    pool.until(lambda: not chains_of(pool, 1), "it has left")
+    pool.until(lambda: not chains_of(pool, 1), "the target has left its chains")
     assert pool.pool_map.target_by_id[1].state in ("down", "up")
-    pool.until(lambda: len(joining(pool, 1)) + len(chains_of(pool, 1)) == held, "it joins all that it held")
+    pool.until(
+        lambda: len(joining(pool, 1)) + len(chains_of(pool, 1)) == held,
+        "the target joins all its former chains",
+    )
     after = pool.pool_map
     assert after.target_by_id[1].state == "up"
     for old, new in zip(before.table_by_id[2].chains, after.table_by_id[2].chains, strict=True):
         assert new.epoch > old.epoch if 1 in old.targets else new == old
     assert after.epoch <= before.epoch + 6, "a few maps, not one a chain"
-    full(pool)
+    wait_until_full(pool)
 
 
-def full(pool, wait_s=60):
-    """Wait until every chain has all that it shall have."""
+def wait_until_full(pool, wait_s=60):
+    """Wait until every chain has all its replicas."""
     pool.until(
         lambda: all(
             len(chain.targets) == table.id and not (chain.joining or chain.goal or chain.leaving)
@@ -63,14 +65,14 @@ def full(pool, wait_s=60):
     )
 
 
-def test_a_target_that_is_stopped_keeps_its_chains_for_its_whole_lease_and_serves_none_of_them_after_it(pool):
+def test_stopped_target_keeps_its_chains_for_its_lease(pool):
     pid = pool.pid("target-2")
     os.kill(pid, signal.SIGSTOP)
     try:
         began_s = SYSTEM_CLOCK.boottime_s()
-        pool.until(lambda: not chains_of(pool, 2), "it has left")
+        pool.until(lambda: not chains_of(pool, 2), "the target has left its chains")
         assert SYSTEM_CLOCK.boottime_s() - began_s > LEASE_S - 1.0, (
-            "a sign of life may have been half a second old, no more"
+            "the last heartbeat may have been half a second old, no more"
         )
         assert pool.pool_map.target_by_id[2].state == "down"
     finally:
@@ -82,11 +84,11 @@ def test_a_target_that_is_stopped_keeps_its_chains_for_its_whole_lease_and_serve
         ),
         "it joins them again",
     )
-    full(pool)
+    wait_until_full(pool)
     assert pool.pid("target-2") == pid, "the same process"
 
 
-def test_a_manager_that_begins_takes_no_target_for_dead(pool):
+def test_restarted_manager_takes_no_target_for_dead(pool):
     epoch = pool.pool_map.epoch
     end_process(pool.pid("supervisor"))
     pool.wait()
@@ -94,7 +96,7 @@ def test_a_manager_that_begins_takes_no_target_for_dead(pool):
     assert len(chains_of(pool, 1)) > 600
 
 
-def test_of_a_pool_that_died_as_a_whole_the_tails_go_on_and_the_others_join_them(pool):
+def test_pool_that_died_restarts_from_the_chain_tails(pool):
     before = pool.pool_map.table_by_id[2].chains
     pool.end_daemons()
     pool.start()
@@ -103,16 +105,16 @@ def test_of_a_pool_that_died_as_a_whole_the_tails_go_on_and_the_others_join_them
             set(chain.targets) | set(chain.joining) == set(old.targets)
             for old, chain in zip(before, pool.pool_map.table_by_id[2].chains, strict=True)
         ),
-        "all are there again",
+        "all targets are in their chains again",
     )
     assert all(
         chain.targets[0] == old.targets[-1] and chain.epoch > old.epoch
         for old, chain in zip(before, pool.pool_map.table_by_id[2].chains, strict=True)
     )
-    full(pool)
+    wait_until_full(pool)
 
 
-def test_a_pool_that_was_stopped_in_order_goes_on_as_it_was(pool):
+def test_pool_that_was_stopped_keeps_its_chains(pool):
     before = pool.pool_map.table_by_id[2].chains
     pool.connect().write_bytes("/f", b"x" * 100)
     pool.stop()
@@ -136,7 +138,7 @@ def nvpool(pool, *words, code=0):
 
 
 def fill(pool, count=40, step=7919):
-    """Files of a few chunks, and what they hold."""
+    """Write files of a few chunks; the content by path."""
     client = pool.connect()
     written = {}
     for number in range(count):
@@ -145,16 +147,16 @@ def fill(pool, count=40, step=7919):
     return written
 
 
-def all_is_there(pool, written):
+def check_files(pool, written):
     client = pool.connect()
     assert [name for name, content in written.items() if client.read_bytes(name) != content] == []
     client.close()
-    # chunks whose chains have moved away stay a minute, for readers with an older map
+    # old chunks of moved chains stay a minute, for readers with an older map
     assert pool.fsck() == []
 
 
 def truncate_files(pool, number, stop, errors):
-    """Files of several chunks, so of several chains, that are written and cut until `stop`."""
+    """Write and truncate files of several chunks, so of several chains, until `stop`."""
     client, chance = pool.connect(), random.Random(number)
     with client.open(f"/cut-{number}", "w+b", buffering=0) as file:
         while not stop.is_set():
@@ -169,8 +171,8 @@ def truncate_files(pool, number, stop, errors):
     client.close()
 
 
-def test_drains_end_under_truncations(pool):
-    """The chains have different epochs after the first drain; versions that mix them kept chunks on the drive."""
+def test_drains_complete_under_truncations(pool):
+    """The chains have different epochs after the first drain; versions that mixed them kept chunks on the drive."""
     stop, errors = threading.Event(), []
     threads = [
         threading.Thread(target=truncate_files, args=(pool, number, stop, errors)) for number in range(3)
@@ -182,7 +184,7 @@ def test_drains_end_under_truncations(pool):
         nvpool(pool, "drive", "drain", 1, "--cancel", "--wait")
         nvpool(pool, "drive", "drain", 3, "--wait")
         one = next(one for one in pool.status()["drives"] if one["drive"] == 3)
-        assert (one["chains"], one["wish"], one["used_bytes"]) == (0, "drained", 0)
+        assert (one["chains"], one["desired_state"], one["used_bytes"]) == (0, "drained", 0)
         nvpool(pool, "drive", "drain", 3, "--cancel", "--wait")
     finally:
         stop.set()
@@ -192,37 +194,37 @@ def test_drains_end_under_truncations(pool):
     assert not [process for process in pool.status()["processes"] if process.get("restarts")], (
         "no store has fenced itself"
     )
-    full(pool)
+    wait_until_full(pool)
     assert pool.fsck() == []
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_an_added_drive_gets_its_share_and_a_drained_one_ends_empty_and_can_be_removed(tmp_path, replicas):
+def test_added_drive_fills_and_drained_drive_empties(tmp_path, replicas):
     with RealPool(tmp_path / "pool", sizes=(192 * MIB,) * 2, replicas=replicas) as pool:
         pool.make()
         pool.start()
         written = fill(pool, step=79193)
         client = pool.connect()
-        kept = client.open("/kept", "wb", buffering=0)  # not synced before who has it is gone
+        kept = client.open("/kept", "wb", buffering=0)  # not synced before its target is gone
         written["/kept"] = random.Random(replicas).randbytes(9 * MIB)
         kept.write(written["/kept"])
-        client.read_bytes("/kept")  # what was written is at the stores
+        client.read_bytes("/kept")  # the written bytes are at the stores
         (tmp_path / "new").mkdir()
         added = json.loads(
             nvpool(pool, "drive", "add", tmp_path / "new", "--size", "192M", "--wait", "--json").stdout
         )
         assert [one["chains_to_come"] + one["chains_to_go"] for one in added["drives"]] == [0, 0, 0]
-        full(pool)
+        wait_until_full(pool)
         shares = [one["share"] for one in added["drives"]]
         assert max(shares) - min(shares) < 0.01
-        all_is_there(pool, written)
+        check_files(pool, written)
         used = [one["used_bytes"] for one in pool.status()["drives"]]
         assert used[2] > 0.15 * sum(used)
         assert "first: nvpool drive drain" in nvpool(pool, "drive", "remove", 1, code=1).stderr
         nvpool(pool, "drive", "drain", 1, "--wait")
         one = next(one for one in pool.status()["drives"] if one["drive"] == 1)
-        assert (one["chains"], one["wish"], one["used_bytes"]) == (0, "drained", 0)
-        all_is_there(pool, written)
+        assert (one["chains"], one["desired_state"], one["used_bytes"]) == (0, "drained", 0)
+        check_files(pool, written)
         assert "is empty" in nvpool(pool, "drive", "drain", 1).stdout, "again, the same"
         gone = pool.pid("target-1")
         place = next(drive.path for drive in pool.pool_map.drives if drive.id == 1)
@@ -233,21 +235,21 @@ def test_an_added_drive_gets_its_share_and_a_drained_one_ends_empty_and_can_be_r
         kept.fsync()
         kept.close()
         client.close()
-        all_is_there(pool, written)
+        check_files(pool, written)
         pool.end_daemons()
         pool.start()
-        all_is_there(pool, written)
+        check_files(pool, written)
 
 
-def test_a_lost_drive_is_made_again_from_the_others(pool):
+def test_lost_drive_is_rebuilt_from_the_others(pool):
     written = fill(pool)
     shutil.rmtree(pool.directory.target(2) / "index")
     end_process(pool.pid("target-2"))
-    pool.until(lambda: not chains_of(pool, 2), "it has left")
+    pool.until(lambda: not chains_of(pool, 2), "the target has left its chains")
     done = json.loads(nvpool(pool, "drive", "remove", 2, "--lost", "--wait", "--json").stdout)
     assert done["state"] in ("lost", "removed") and done["chains"]["fewer"] == 0
     assert {t for chain in pool.pool_map.table_by_id[2].chains for t in chain.targets} == {1, 3}
-    all_is_there(pool, written)
+    check_files(pool, written)
     assert "target-2" not in {process.get("name") for process in pool.status()["processes"]}
     assert (
         "only copy" in nvpool(pool, "drive", "remove", 1, "--lost", code=1).stderr
@@ -255,36 +257,36 @@ def test_a_lost_drive_is_made_again_from_the_others(pool):
     )
 
 
-def test_what_no_other_drive_has_is_not_given_up(tmp_path):
+def test_drive_with_only_copies_is_not_given_up(tmp_path):
     with RealPool(tmp_path / "pool", replicas=1) as pool:
         pool.make()
         pool.start()
         assert "only copy of" in nvpool(pool, "drive", "remove", 1, "--lost", code=1).stderr
         pool.wait()
-        assert pool.pool_map.target_by_id[1].wish == "share"
+        assert pool.pool_map.target_by_id[1].desired_state == "share"
 
 
-def test_a_drive_is_replaced_by_a_larger_one(pool, tmp_path):
+def test_drive_is_replaced_by_a_larger_one(pool, tmp_path):
     written = fill(pool)
     (tmp_path / "new").mkdir()
     done = json.loads(
         nvpool(pool, "drive", "replace", 1, tmp_path / "new", "--size", "96M", "--wait", "--json").stdout
     )
     assert (done["replaces"], done["was_there"]) == (1, False)
-    full(pool)
+    wait_until_full(pool)
     assert {t for table in pool.pool_map.tables for chain in table.chains for t in chain.targets} == {2, 3, 4}
-    pool.until(lambda: pool.pool_map.target_by_id[1].state == "gone", "the old one has left the pool")
+    pool.until(lambda: pool.pool_map.target_by_id[1].state == "gone", "the old drive has left the pool")
     again = json.loads(
         nvpool(pool, "drive", "replace", 1, tmp_path / "new", "--size", "96M", "--wait", "--json").stdout
     )
     assert (again["replaces"], again["drive"], again["was_there"]) == (1, done["drive"], True), (
-        "who was interrupted asks again"
+        "a repeated command finds the new drive"
     )
     assert "was removed" in nvpool(pool, "drive", "replace", 1, tmp_path, code=1).stderr
-    all_is_there(pool, written)
+    check_files(pool, written)
 
 
-def test_wishes_that_can_not_be_carried_out_are_refused_and_change_nothing(pool):
+def test_impossible_requests_change_nothing(pool):
     before = pool.pool_map
     fill(pool, 3)
     assert "first: nvpool drive drain" in nvpool(pool, "drive", "remove", 1, code=1).stderr
@@ -298,5 +300,7 @@ def test_wishes_that_can_not_be_carried_out_are_refused_and_change_nothing(pool)
     nvpool(pool, "pool", "rebalance", "--wait")
     after = pool.pool_map
     assert not after.moving.paused and after.moving.limit_bytes_s == 8 * MIB
-    assert [t.wish for t in after.targets] == ["share"] * 3 and len(after.drives) == len(before.drives)
-    full(pool)
+    assert [t.desired_state for t in after.targets] == ["share"] * 3 and len(after.drives) == len(
+        before.drives
+    )
+    wait_until_full(pool)

@@ -1,4 +1,4 @@
-"""The pool map on its way from the embedded coordinator into etcd, and deaths on that way. A real etcd, with certificates."""
+"""The pool map on its way from the embedded coordinator to etcd, with deaths on that way. A real etcd, with certificates."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(bool(real_etcd.missing()), reason=real_etcd.miss
 
 
 class Died(BaseException):
-    """As far as files and etcd can tell, the process was killed here."""
+    """Simulated kill: nothing after this point reaches files or etcd."""
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ async def _opened(pool) -> MapKeeper:
 
 
 async def _rename(keeper: MapKeeper, name: str) -> None:
-    """Change the map, as soon as it can be changed."""
+    """Change the map, as soon as that is possible."""
     until_s = SYSTEM_CLOCK.boottime_s() + 60
     while True:
         try:
@@ -66,7 +66,7 @@ async def _rename(keeper: MapKeeper, name: str) -> None:
 
 
 @pytest.mark.smoke
-def test_the_map_moves_under_the_next_epoch_and_who_watches_notices_nothing_else(made):
+def test_map_moves_to_etcd_under_the_next_epoch(made):
     async def main():
         keeper = await _opened(made)
         await _rename(keeper, "before")
@@ -102,7 +102,7 @@ STEPS = ["own", "moving", "found", "etcd"]
 
 @pytest.mark.parametrize("written", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("step", STEPS)
-def test_a_death_at_each_step_leaves_one_map_that_goes_on(made, monkeypatch, step, written):
+def test_death_at_each_step_leaves_one_map(made, monkeypatch, step, written):
     put, found = map_backend.write_map_location, EtcdCoordinator.found
 
     def dying_put(directory, what):
@@ -139,13 +139,13 @@ def test_a_death_at_each_step_leaves_one_map_that_goes_on(made, monkeypatch, ste
             epoch += 1
         name = keeper.relay.pool_map.name
         keeper._stopping.set()
-        await keeper.relay.close()  # its records are this process's, which does not really end
+        await keeper.relay.close()  # this process does not really end, so its records are closed here
         return epoch, name
 
     epoch, name = asyncio.run(die())
     _end_etcd(made)
 
-    async def go_on():
+    async def continue_after_death():
         keeper = await _opened(made)
         assert keeper.relay.pool_map.epoch >= epoch and keeper.relay.pool_map.name == name
         await keeper.move()
@@ -155,11 +155,11 @@ def test_a_death_at_each_step_leaves_one_map_that_goes_on(made, monkeypatch, ste
         await keeper.close(10.0, asyncio.Event(), stop=True)
         return new
 
-    new = asyncio.run(go_on())
+    new = asyncio.run(continue_after_death())
     assert new.etcd and read_map_location(made.directory).kind == "etcd"
 
 
-def test_without_etcd_the_map_at_hand_is_served_and_changes_wait(made):
+def test_map_copy_is_served_without_etcd(made):
     async def main():
         keeper = await _opened(made)
         await keeper.move()
@@ -179,8 +179,8 @@ def test_without_etcd_the_map_at_hand_is_served_and_changes_wait(made):
     asyncio.run(main())
 
 
-async def _came_back_with(made, change) -> tuple[MapKeeper, int]:
-    """A node that kept the map in etcd, and now knows a later map than its etcd does; that map's epoch."""
+async def _returned_with(made, change) -> tuple[MapKeeper, int]:
+    """A node that kept the map in etcd, and now knows a later map than its etcd; the epoch of that map."""
     keeper = await _opened(made)
     await keeper.move()
     pool_map = keeper.relay.pool_map
@@ -190,11 +190,11 @@ async def _came_back_with(made, change) -> tuple[MapKeeper, int]:
     return await _opened(made), later.epoch
 
 
-def test_a_member_that_was_taken_out_is_not_started_also_where_that_was_learnt_before(made):
-    """Others go on without it; started again it would begin a second history of the pool."""
+def test_removed_member_is_not_started(made):
+    """The others continue without it; if restarted, it would begin a second history of the pool."""
 
     async def main():
-        keeper, epoch = await _came_back_with(
+        keeper, epoch = await _returned_with(
             made,
             lambda pool_map: changed(
                 pool_map, etcd=(EtcdMember(2, "127.0.0.1:9", "127.0.0.1:10"),), name="elsewhere"
@@ -209,9 +209,9 @@ def test_a_member_that_was_taken_out_is_not_started_also_where_that_was_learnt_b
     asyncio.run(main())
 
 
-def test_an_etcd_whose_map_is_older_than_what_is_known_is_not_followed(made, caplog):
+def test_etcd_with_an_older_map_is_not_followed(made, caplog):
     async def main():
-        keeper, epoch = await _came_back_with(made, lambda pool_map: changed(pool_map, name="later"))
+        keeper, epoch = await _returned_with(made, lambda pool_map: changed(pool_map, name="later"))
         until_s = SYSTEM_CLOCK.boottime_s() + 60
         while "an older map" not in caplog.text:
             assert SYSTEM_CLOCK.boottime_s() < until_s
@@ -227,7 +227,7 @@ def _lose_etcd(pool) -> None:
     shutil.rmtree(pool.path / "etcd")
 
 
-def test_a_member_that_has_lost_its_data_is_not_started_and_recovered_from_the_copy_of_the_map(made):
+def test_member_without_data_is_recovered_from_the_map_copy(made):
     async def main():
         keeper = await _opened(made)
         with pytest.raises(Refused, match="no member of etcd"):
@@ -252,7 +252,7 @@ def test_a_member_that_has_lost_its_data_is_not_started_and_recovered_from_the_c
     asyncio.run(main())
 
 
-def test_a_node_that_was_taken_out_while_it_was_away_begins_no_second_history(made, monkeypatch):
+def test_removed_node_begins_no_second_history(made, monkeypatch):
     async def main():
         keeper = await _opened(made)
         await keeper.move()
@@ -261,7 +261,7 @@ def test_a_node_that_was_taken_out_while_it_was_away_begins_no_second_history(ma
         _lose_etcd(made)
         keeper = await _opened(made)
 
-        async def others_say_that_it_was_removed(*_):
+        async def others_report_a_removal(*_):
             raise StaleIdentity("is not in the pool (any more)")
 
         async def others_have_another_member(*_):
@@ -269,12 +269,12 @@ def test_a_node_that_was_taken_out_while_it_was_away_begins_no_second_history(ma
                 pool_map, etcd=(EtcdMember(7, "10.0.0.7:1", "10.0.0.7:2", generation=pool_map.epoch),)
             )
 
-        for elsewhere, told in (
-            (others_say_that_it_was_removed, "this node was removed from the pool"),
+        for elsewhere, message in (
+            (others_report_a_removal, "this node was removed from the pool"),
             (others_have_another_member, "taken out while it was away; nodes that keep the map since: 7"),
         ):
             monkeypatch.setattr(map_backend, "newest_elsewhere", elsewhere)
-            with pytest.raises(Refused, match=told):
+            with pytest.raises(Refused, match=message):
                 await keeper.recover()
             assert not _etcd_pids(made) and not read_map_location(made.directory).own.alone
         await keeper.close(10.0, asyncio.Event(), stop=True)
@@ -284,7 +284,7 @@ def test_a_node_that_was_taken_out_while_it_was_away_begins_no_second_history(ma
 
 @pytest.mark.parametrize("written", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("step", ["begun", "done"])
-def test_a_recovery_goes_on_after_a_death_at_each_step(made, monkeypatch, step, written):
+def test_recovery_continues_after_a_death_at_each_step(made, monkeypatch, step, written):
     put = map_backend.write_map_location
 
     def dying(directory, what):
@@ -312,7 +312,7 @@ def test_a_recovery_goes_on_after_a_death_at_each_step(made, monkeypatch, step, 
     asyncio.run(die())
     _end_etcd(made)
 
-    async def go_on():
+    async def continue_after_death():
         keeper = await _opened(made)
         if step == "begun" and not written:
             await keeper.recover()
@@ -320,4 +320,4 @@ def test_a_recovery_goes_on_after_a_death_at_each_step(made, monkeypatch, step, 
         assert keeper.relay.pool_map.etcd and not read_map_location(made.directory).own.alone
         await keeper.close(10.0, asyncio.Event(), stop=True)
 
-    asyncio.run(go_on())
+    asyncio.run(continue_after_death())

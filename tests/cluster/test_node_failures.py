@@ -1,6 +1,8 @@
-"""Three nodes with two copies of everything, under a checking load on a real mount of a fourth machine: each node killed as a
-whole, cut off, stopped, slowed down; etcd without one or most of its members; bits that turn on the drives of a node. No error
-at the application, bounded pauses, a clean check afterwards. Real processes."""
+"""Three nodes with two copies of everything, under a checking load on a real mount of a fourth machine.
+
+Each node is killed as a whole, cut off, stopped and slowed down; etcd loses one member or its majority; bits flip on the
+drives of a node. The application sees no error and bounded pauses, and a check afterwards is clean. Real processes.
+"""
 
 import os
 import signal
@@ -43,7 +45,7 @@ def pool():
 
 
 @pytest.mark.parametrize("number", [3, 2, 1])
-def test_all_of_a_node_is_killed_and_comes_back(pool, number):
+def test_killed_node_comes_back(pool, number):
     node = pool.nodes[number - 1]
     leads, primary = pool.lead_and_primary()
     print(f"node {number}: leads {leads is node}, primary {primary is node}")
@@ -57,7 +59,7 @@ def test_all_of_a_node_is_killed_and_comes_back(pool, number):
     pool.check()
 
 
-def test_a_node_is_cut_off_for_longer_than_its_leases(pool):
+def test_node_is_cut_off_for_longer_than_its_leases(pool):
     node = pool.lead_and_primary()[1]
     number = pool.nodes.index(node) + 1
     with Under(pool, 20) as load:
@@ -65,7 +67,7 @@ def test_a_node_is_cut_off_for_longer_than_its_leases(pool):
         pool.switch.cut(number)
         try:
             load.goes_on()
-            time.sleep(AWAY_S)  # what is tested is that it is away for so long
+            time.sleep(AWAY_S)  # the test needs the node away for so long
         finally:
             pool.switch.cut(number, restore=True)
         load.goes_on()
@@ -73,7 +75,7 @@ def test_a_node_is_cut_off_for_longer_than_its_leases(pool):
     pool.check()
 
 
-def test_all_of_a_node_stands_still_for_longer_than_its_leases(pool):
+def test_node_is_stopped_for_longer_than_its_leases(pool):
     node = pool.lead_and_primary()[1]
     with Under(pool, 30) as load:
         load.goes_on()
@@ -91,7 +93,7 @@ def test_all_of_a_node_stands_still_for_longer_than_its_leases(pool):
     pool.check()
 
 
-def test_a_slow_link_slows_down_and_breaks_nothing(pool):
+def test_slow_link_breaks_nothing(pool):
     node = pool.lead_and_primary()[1]
     slow = (
         "tc",
@@ -121,8 +123,8 @@ def test_a_slow_link_slows_down_and_breaks_nothing(pool):
     pool.check()
 
 
-@pytest.mark.parametrize("how_many", [1, 2], ids=["one", "most"])
-def test_members_of_etcd_stand_still_for_longer_than_all_leases(pool, how_many):
+@pytest.mark.parametrize("how_many", [1, 2], ids=["one", "majority"])
+def test_etcd_members_are_stopped_for_longer_than_all_leases(pool, how_many):
     leads = pool.lead_and_primary()[0]
     nodes = sorted(pool.nodes[:3], key=lambda node: node is not leads)[:how_many]
     with Under(pool, 50 + how_many) as load:
@@ -142,15 +144,15 @@ def test_members_of_etcd_stand_still_for_longer_than_all_leases(pool, how_many):
     pool.check()
 
 
-def test_bits_turn_on_the_drives_of_a_node_and_no_reader_sees_it(pool):
+def test_flipped_bits_on_a_node_reach_no_reader(pool):
     node, words = pool.nodes[1], ("scrub", "start", str(pool.nodes[1].path), "--wait")
     drives = list(node.machine.place.glob("drive-*/**/data"))
     with Under(pool, 60) as load, Pauses(load.directory, ("read",)) as reader:
         load.goes_on()
         reader.goes_on(100)
-        turned = sum(turn_bits(drive) for drive in drives)
+        turned = sum(flip_bits(drive) for drive in drives)
         assert turned > 100
-        reader.goes_on(1000)  # past the kernel's memory
+        reader.goes_on(1000)  # past the kernel's page cache
         load.goes_on()
         done = node.json(*words)
         load.goes_on()
@@ -164,8 +166,8 @@ def test_bits_turn_on_the_drives_of_a_node_and_no_reader_sees_it(pool):
     pool.check()
 
 
-def turn_bits(data: Path) -> int:
-    """One bit in every eighth block that is written; how many."""
+def flip_bits(data: Path) -> int:
+    """Flip one bit in every eighth written block; the number of blocks."""
     turned = at = 0
     with open(data, "r+b", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size

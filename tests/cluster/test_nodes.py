@@ -1,4 +1,4 @@
-"""Pools of several machines: joining, a file over two nodes, who is refused, and who is killed. Real processes, real etcd."""
+"""Pools of several machines: joining, a file over two nodes, refused and killed machines. Real processes, real etcd."""
 
 import hashlib
 import json
@@ -45,7 +45,7 @@ def _sum(node: NodeMachine, mount: Path, name: str) -> str:
 
 
 @pytest.mark.smoke
-def test_two_nodes_and_a_client_that_mounts_from_a_third_machine(pool):
+def test_two_nodes_serve_a_client_on_a_third_machine(pool):
     first, second, third = pool.nodes
     join = pool.found()
     assert first.map().etcd == () and not (first.path / "coordinator.json").exists()
@@ -66,14 +66,15 @@ def test_two_nodes_and_a_client_that_mounts_from_a_third_machine(pool):
     third.machine.run("sh", "-c", "echo 3 > /proc/sys/vm/drop_caches", check=False)
     assert {name: _sum(third, mount, name) for name in sums} == sums
 
-    # the second node's supervisor is killed: a child of it starts another, nothing that serves is touched
+    # the second node's supervisor is killed: its child starts another one, and no serving process is
+    # touched
     stores = [pid for pid in second.processes() if program_of(command_line(pid)) is Program.STORE]
     end_process(second.directory.supervisor().pid)
     assert {name: _sum(third, mount, name) for name in sums} == sums
     second.until_all_serve()
     assert [pid for pid in second.processes() if program_of(command_line(pid)) is Program.STORE] == stores
 
-    # all is killed and started again, in any order; the mount waits
+    # everything is killed and restarted, in any order; the mount waits
     for node in (first, second):
         node.kill_all()
     second.serve()
@@ -86,7 +87,7 @@ def test_two_nodes_and_a_client_that_mounts_from_a_third_machine(pool):
     third.nvpool("umount", str(mount))
 
 
-def test_a_token_works_once_briefly_and_for_its_own_pool(pool):
+def test_token_is_valid_once_briefly_and_for_its_pool(pool):
     first, second, third = pool.nodes
     join = pool.found()
     pool.join(second, join)
@@ -118,13 +119,13 @@ def test_a_token_works_once_briefly_and_for_its_own_pool(pool):
     assert "is it mounted?" in refused.stderr
     assert len(first.map().nodes) == 2
     pool.join(third, last)
-    assert "is in the pool already" in pool.join(third, last).stdout, "interrupted, the same command goes on"
+    assert "is in the pool already" in pool.join(third, last).stdout, "the repeated command continues"
     seen = third.until_all_serve()
     assert len(seen["nodes"]) == 3 and [drive["node"] for drive in seen["drives"]] == [1, 2, 3]
     assert "belongs to another pool" in pool.join(third, wrong, check=False).stderr
 
 
-def test_who_has_no_certificate_or_has_left_learns_nothing():
+def test_peer_without_membership_learns_nothing():
     with Machines(3) as hosts:
         pool = Pool(hosts, plain=False)
         try:
@@ -155,7 +156,7 @@ def test_who_has_no_certificate_or_has_left_learns_nothing():
                 and "was removed from this pool" in again.stderr
                 and "pool destroy" in again.stderr
             )
-            # its certificate is as good as ever, but nobody in the pool knows it any more
+            # its certificate is still valid, but the pool no longer has it as a member
             (second_client.path / "secret" / "member.crt").write_bytes(
                 (second.path / "secret" / "member.crt").read_bytes()
             )

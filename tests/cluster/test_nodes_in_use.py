@@ -1,5 +1,8 @@
-"""What an operator does with nodes and drives under a checking load on a mount that was there before: nodes join, get racks,
-are drained and lost; drives come and go; what is interrupted goes on. No error at the application. Real processes."""
+"""Operations on nodes and drives under a checking load on an existing mount, some of them interrupted. Real processes.
+
+Nodes join, get racks, are drained and lost; drives are added and removed; interrupted operations continue. The application
+sees no error.
+"""
 
 import os
 import signal
@@ -39,11 +42,11 @@ def founded():
 @pytest.fixture
 def pool(founded):
     if len(founded.nodes[0].map().nodes) == 1:
-        let_join(founded)
+        join_nodes(founded)
     return founded
 
 
-def let_join(pool):
+def join_nodes(pool):
     first, second, third, _ = pool.nodes
     with Under(pool, 1) as load:
         load.goes_on()
@@ -56,8 +59,8 @@ def let_join(pool):
     pool.check(moved=True)
 
 
-def told(pool, number):
-    """Of a node, by the first one."""
+def node_status(pool, number):
+    """The status of a node, as reported by the first one."""
     return next((one for one in pool.seen_by(pool.nodes[0]).get("nodes", ()) if one["node"] == number), {})
 
 
@@ -71,13 +74,13 @@ def chains_of(pool, node):
 
 
 def interrupted(pool, *words, begun):
-    """The command is begun; when `begun` holds, who leads loses its supervisor to SIGKILL, and the command is interrupted."""
+    """Start a command; once `begun` holds, kill the leader's supervisor and interrupt the command."""
     first = pool.nodes[0]
     command = first.machine.popen(
         *NVPOOL, *words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     try:
-        until(begun, f"{words} has begun", first)
+        until(begun, f"{words} is under way", first)
         end_process(pool.lead_and_primary()[0].directory.supervisor().pid)
         assert command.poll() is None, command.communicate()
         command.send_signal(signal.SIGINT)
@@ -89,21 +92,21 @@ def interrupted(pool, *words, begun):
 
 
 BALLAST_BYTES = 48 << 20
-"""A seventh of it, and of its copies, moves with a drive: some 14 s at 1 MiB/s, so that nobody misses the time between."""
+"""A seventh of it, and of its copies, moves with a drive: some 14 s at 1 MiB/s, time enough for an interruption."""
 
 
-def slowly(pool):
-    """What moves takes its time, until `fast`."""
+def limit_moves(pool):
+    """Limit the rate of moves, until `unlimit_moves`."""
     pool.nodes[0].nvpool("pool", "rebalance", str(pool.nodes[0].path), "--limit", "1")
 
 
-def fast(pool):
+def unlimit_moves(pool):
     pool.nodes[0].nvpool("pool", "rebalance", str(pool.nodes[0].path), "--limit", "0")
 
 
-def test_nodes_join_and_a_client_that_was_there_before_notices_nothing(founded):
+def test_nodes_join_unnoticed_by_a_client(founded):
     if len(founded.nodes[0].map().nodes) == 1:
-        let_join(founded)
+        join_nodes(founded)
     assert len(founded.nodes[0].map().etcd) == 3 and all(
         chains_of(founded, number) > 0 for number in (1, 2, 3)
     )
@@ -130,20 +133,20 @@ def test_copies_move_to_other_racks(pool):
     pool.check(moved=True)
 
 
-def test_a_node_is_drained_and_filled_again_with_interruptions(pool):
+def test_node_drain_survives_interruptions(pool):
     first, path = pool.nodes[0], str(pool.nodes[0].path)
     before = chains_of(pool, 3)
     with Under(pool, 3) as load:
         load.goes_on()
-        slowly(pool)
+        limit_moves(pool)
         interrupted(pool, "node", "drain", path, "3", "--wait", begun=lambda: 0 < chains_of(pool, 3) < before)
         load.goes_on()
         first.nvpool("node", "drain", path, "3", "--cancel")
-        until(lambda: told(pool, 3).get("wish") == "", "it shall hold its share again", first)
-        fast(pool)
+        until(lambda: node_status(pool, 3).get("wish") == "", "the node shall have its share again", first)
+        unlimit_moves(pool)
         load.goes_on()
         first.nvpool("node", "drain", path, "3", "--wait")
-        one = told(pool, 3)
+        one = node_status(pool, 3)
         assert (one["wish"], one["chains"], one["etcd"], one["primaries"], one["standbys"]) == (
             "drained",
             0,
@@ -160,7 +163,7 @@ def test_a_node_is_drained_and_filled_again_with_interruptions(pool):
     pool.check(moved=True)
 
 
-def test_drives_come_and_go_with_interruptions(pool):
+def test_drive_changes_survive_interruptions(pool):
     first, path = pool.nodes[0], str(pool.nodes[0].path)
     new = first.machine.place / "new"
     new.mkdir()
@@ -168,12 +171,12 @@ def test_drives_come_and_go_with_interruptions(pool):
     ballast.write_bytes(os.urandom(BALLAST_BYTES))
 
     def drive():
-        """The one that is added."""
+        """The added drive."""
         return next((one for one in first.json("drive", "ls", path) if one["path"].startswith(str(new))), {})
 
     with Under(pool, 4) as load:
         load.goes_on()
-        slowly(pool)
+        limit_moves(pool)
         interrupted(
             pool,
             "drive",
@@ -186,11 +189,11 @@ def test_drives_come_and_go_with_interruptions(pool):
             begun=lambda: (one := drive()) and one["chains"] and one["chains_to_come"],
         )
         load.goes_on()
-        fast(pool)
+        unlimit_moves(pool)
         first.nvpool("pool", "rebalance", path, "--wait")
         assert (full := drive())["chains"] and not full["chains_to_come"]
         load.goes_on()
-        slowly(pool)
+        limit_moves(pool)
         interrupted(
             pool,
             "drive",
@@ -201,7 +204,7 @@ def test_drives_come_and_go_with_interruptions(pool):
             begun=lambda: 0 < drive()["chains"] < full["chains"],
         )
         load.goes_on()
-        fast(pool)
+        unlimit_moves(pool)
         first.nvpool("drive", "drain", path, str(full["drive"]), "--wait")
         assert (drive()["chains"], drive()["wish"]) == (0, "drained")
         first.nvpool("drive", "remove", path, str(full["drive"]))
@@ -211,7 +214,7 @@ def test_drives_come_and_go_with_interruptions(pool):
     pool.check(moved=True)
 
 
-def test_a_node_is_lost_and_what_it_held_is_made_again(pool):
+def test_lost_node_is_rebuilt(pool):
     first, third = pool.nodes[0], pool.nodes[2]
     with Under(pool, 5) as load:
         load.goes_on()
@@ -222,6 +225,6 @@ def test_a_node_is_lost_and_what_it_held_is_made_again(pool):
         load.goes_on()
         pool.until_copied(first)
         assert chains_of(pool, 3) == 0
-        until(lambda: pool.seen_by(first) and not told(pool, 3), "it is not listed any more", first)
+        until(lambda: pool.seen_by(first) and not node_status(pool, 3), "the node is no longer listed", first)
         load.goes_on()
     pool.check(moved=True)

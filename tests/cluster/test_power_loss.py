@@ -1,5 +1,7 @@
-"""Loss of power under a whole pool: real daemons write under the recorder, the directory is rebuilt as the drive could have
-left it at many moments, and must open, be clean, and hold everything that was synced."""
+"""Power loss of a whole pool: real daemons write under the recorder, which rebuilds possible states of the drive.
+
+Each rebuilt directory must open, be clean, and have everything that was synced.
+"""
 
 import asyncio
 import os
@@ -19,7 +21,7 @@ from nvpool.testing.faults.preload import PreloadFaults
 from nvpool.testing.loads.crash_history import CrashHistory, read_tree
 
 
-async def look(directory, history):
+async def inspect_tree(directory, history):
     """(problems of fsck, tree) of a rebuilt pool."""
     async with opened(directory) as local:
         client = await local.client()
@@ -28,15 +30,15 @@ async def look(directory, history):
 
 
 def cut_power(loss, history, at_ns, seed, into):
-    """Rebuild, open, check, and once more: what recovery did must survive too."""
+    """Rebuild, open and check; and once more: the result of the recovery must survive too."""
     loss.rebuild(into, at_ns, seed)
     for _ in range(2):
-        problems, tree = asyncio.run(look(into, history))
+        problems, tree = asyncio.run(inspect_tree(into, history))
         wrong = history.judge(tree, at_ns)
         assert not problems and not wrong, f"power lost at {at_ns}, seed {seed}: {problems} {wrong}"
 
 
-def direct_or_not(directory):
+def write_path(directory):
     try:
         os.close(os.open(directory / "pool" / "targets" / "1" / "data", os.O_WRONLY | os.O_DIRECT))
     except OSError:
@@ -44,10 +46,10 @@ def direct_or_not(directory):
     return "direct"
 
 
-def record_a_history(tmp_path, seed, seconds, workers, kills=0):
+def record_history(tmp_path, seed, seconds, workers, kills=0):
     with RealPool(
         tmp_path / "pool", sizes=(256 * MIB, 384 * MIB)
-    ) as pool:  # room for all large writes of a long load
+    ) as pool:  # space for all large writes of a long load
         pool.make()
         faults = PreloadFaults.create(pool.path, tmp_path / "work")
         try:
@@ -76,7 +78,7 @@ def record_a_history(tmp_path, seed, seconds, workers, kills=0):
                 load.kill()
             assert load.returncode == 0, said + pool.said()
             assert all(
-                process["writes"] == direct_or_not(tmp_path)
+                process["writes"] == write_path(tmp_path)
                 for process in pool.wait()["processes"]
                 if process["role"] == "store"
             ), "large writes did not go past the page cache as they do without faults"
@@ -88,7 +90,7 @@ def record_a_history(tmp_path, seed, seconds, workers, kills=0):
 
 
 def moments(loss, history, count, seed):
-    """Half of them anywhere in the load, half at one of its records: between two writes of a checkpoint, say."""
+    """Half of the moments anywhere in the load, half at one of its records: between two writes of a checkpoint, for example."""
     chance = random.Random(seed)
     first, last = history.operations[0]["begin"], history.operations[-1]["end"]
     records = [record.time_ns for record in loss.records if first < record.time_ns < last]
@@ -96,13 +98,13 @@ def moments(loss, history, count, seed):
 
 
 def lose_power(tmp_path, seed, seconds, workers, cuts, kills=0):
-    loss, history = record_a_history(tmp_path, seed, seconds, workers, kills)
+    loss, history = record_history(tmp_path, seed, seconds, workers, kills)
     for number, at_ns in enumerate(moments(loss, history, cuts, seed)):
         cut_power(loss, history, at_ns, seed * 10_000 + number, tmp_path / "state")
     shutil.rmtree(tmp_path)
 
 
-def test_what_was_synced_survives_the_loss_of_power_of_a_whole_pool(tmp_path):
+def test_synced_data_survives_a_power_loss(tmp_path):
     lose_power(tmp_path, seed=1, seconds=2.0, workers=2, cuts=8)
 
 
@@ -114,8 +116,8 @@ async def is_sound(directory):
         assert await tree.read_bytes("/first") == b"written" and await problems_of(client) == []
 
 
-def make_and_lose_power(tmp_path, seed, cuts):
-    """The same command again makes the pool, or says that it is there; then it serves."""
+def create_and_lose_power(tmp_path, seed, cuts):
+    """The same command again creates the pool, or reports that it exists; then the pool serves."""
     root = tmp_path / "root"
     root.mkdir()
     faults = PreloadFaults.create(root, tmp_path / "work")
@@ -136,12 +138,12 @@ def make_and_lose_power(tmp_path, seed, cuts):
     assert 0 < whole < cuts
 
 
-def test_power_lost_while_a_pool_is_made_leaves_none_or_a_whole_one(tmp_path):
-    make_and_lose_power(tmp_path, seed=1, cuts=5)
+def test_power_loss_during_creation_leaves_a_whole_pool_or_none(tmp_path):
+    create_and_lose_power(tmp_path, seed=1, cuts=5)
 
 
 @pytest.mark.smoke
-def test_a_making_that_ended_before_it_said_what_it_is_can_be_repeated(tmp_path):
+def test_creation_that_died_early_can_be_repeated(tmp_path):
     pool = RealPool(tmp_path / "pool")
     pool.path.mkdir()
     (pool.path / ".FORMAT.4711").write_text("nvpool pool be")
@@ -151,17 +153,17 @@ def test_a_making_that_ended_before_it_said_what_it_is_can_be_repeated(tmp_path)
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(2, 6))
-def test_power_lost_at_any_moment_of_making_leaves_none_or_a_whole_one(tmp_path, seed):
-    make_and_lose_power(tmp_path, seed, cuts=150)
+def test_power_loss_at_any_moment_of_creation(tmp_path, seed):
+    create_and_lose_power(tmp_path, seed, cuts=150)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(2, 12))
-def test_what_was_synced_survives_the_loss_of_power_at_hundreds_of_moments(tmp_path, seed):
+def test_synced_data_survives_power_loss_at_many_moments(tmp_path, seed):
     lose_power(tmp_path, seed, seconds=6.0, workers=3, cuts=60)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(20, 26))
-def test_deaths_of_daemons_and_then_the_loss_of_power_lose_nothing_synced(tmp_path, seed):
+def test_kills_and_a_power_loss_lose_nothing_synced(tmp_path, seed):
     lose_power(tmp_path, seed, seconds=8.0, workers=3, cuts=60, kills=5)

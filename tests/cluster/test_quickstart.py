@@ -1,4 +1,4 @@
-"""What a newcomer sees: the quickstart on a small tree, again, without FUSE, interrupted, and with a byte that is wrong."""
+"""The quickstart on a small tree: once, again, without FUSE, interrupted, and with a wrong byte."""
 
 import os
 import signal
@@ -51,7 +51,7 @@ def quickstart(place, *, prefix=(), code=0):
 
 @pytest.mark.mount
 @pytest.mark.skipif(not CAN_MOUNT, reason="a mount needs /dev/fuse and root")
-def test_it_leaves_the_tree_mounted_and_a_second_run_finds_it(place):
+def test_second_run_finds_the_mounted_tree(place):
     first = quickstart(place).stdout
     assert (
         "30 files" in first
@@ -65,7 +65,7 @@ def test_it_leaves_the_tree_mounted_and_a_second_run_finds_it(place):
     second = quickstart(place)
     assert "from an earlier run" in second.stdout and "were there already" in second.stderr
 
-    # What is wrong in the pool is seen, not what was changed in the source meanwhile.
+    # A difference in the pool is reported, a later change of the source is not.
     (place / "source" / "sub" / "file 3").write_bytes(b"changed")
     stand_in = place / "m" / "source" / "sub" / "file 5"
     times = stand_in.stat()
@@ -76,7 +76,7 @@ def test_it_leaves_the_tree_mounted_and_a_second_run_finds_it(place):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="hiding /dev/fuse needs root")
-def test_without_fuse_it_says_so_and_does_the_same_through_the_sdk(place):
+def test_without_fuse_the_sdk_is_used(place):
     if not os.path.exists("/dev/fuse"):
         shown = quickstart(place).stdout
     else:
@@ -86,7 +86,7 @@ def test_without_fuse_it_says_so_and_does_the_same_through_the_sdk(place):
     assert not os.path.ismount(place / "m")
 
 
-def test_stopped_by_ctrl_c_at_any_time_it_goes_on(place):
+def test_interrupted_quickstart_continues(place):
     for wait_for in ("1. A pool", "2. Import", "4. Read"):
         running = subprocess.Popen(
             command(place),
@@ -107,7 +107,7 @@ def test_stopped_by_ctrl_c_at_any_time_it_goes_on(place):
 
 
 @pytest.mark.smoke
-def test_a_tree_that_holds_the_pool_itself_is_refused(place):
+def test_tree_with_the_pool_itself_is_refused(place):
     done = subprocess.run(
         [*command(place), "--source", str(place)], capture_output=True, text=True, timeout=240
     )

@@ -1,4 +1,4 @@
-"""RDMA in a pool of real processes: chosen where node.toml says so, right bytes while stores are killed, a stream elsewhere."""
+"""RDMA in a pool of real processes: used where node.toml enables it, correct while stores are killed, a stream elsewhere."""
 
 import asyncio
 import os
@@ -23,12 +23,12 @@ BLOCK = 4096
 COUNT = 512
 SHM = "[rdma]\nlocal = true\n"
 NETWORK = PLAIN_TCP + '[rdma]\nnetworks = "127.0.0.0/8"\ntransports = "posix,self"\n'
-"""Loopback is on this host, so that shared memory can stand for a card."""
+"""Loopback stays on this host, so that shared memory can stand for a network card."""
 OFF = SHM + 'enabled = "off"\n'
 
 
 def connections(client: Client) -> list:
-    """Those to stores that RDMA was agreed on with."""
+    """Connections to stores over RDMA."""
     return [
         connection for connection in client.dialer._live.values() if getattr(connection, "upgraded", False)
     ]
@@ -41,13 +41,13 @@ async def opened(pool: RealPool, config: str) -> Client:
     return await Client.open(
         str(pool.path),
         "reader",
-        ClientOptions(deadline_s=40.0, short_cut=False),
+        ClientOptions(deadline_s=40.0, short_circuit=False),
         dialer=over_tcp if config == NETWORK else None,
     )
 
 
 @pytest.mark.parametrize("config", [SHM, NETWORK], ids=["unix", "network"])
-def test_what_is_read_over_rdma_is_right_while_stores_are_killed(config, tmp_path):
+def test_rdma_reads_are_right_while_stores_are_killed(config, tmp_path):
     async def load(pool: RealPool) -> None:
         client, draw = await opened(pool, config), random.Random(5)
         try:
@@ -84,7 +84,7 @@ def test_what_is_read_over_rdma_is_right_while_stores_are_killed(config, tmp_pat
 
 
 @pytest.mark.smoke
-def test_a_node_that_has_it_switched_off_offers_none(tmp_path):
+def test_node_with_rdma_off_offers_none(tmp_path):
     async def look(pool: RealPool) -> None:
         client = await opened(pool, OFF)
         try:

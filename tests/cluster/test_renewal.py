@@ -1,5 +1,4 @@
-"""Certificates of two minutes, renewed while everything serves: those of nodes, of a client that mounts and of one that only
-uses the SDK, of members of etcd."""
+"""Certificates of two minutes are renewed under service: of nodes, a mounting client, an SDK client and etcd members."""
 
 import signal
 import sys
@@ -42,7 +41,7 @@ def certificates(node: NodeMachine) -> list[Path]:
     return [path for below in (".", "etcd") if (path := node.path / "secret" / below / "member.crt").exists()]
 
 
-def test_all_go_on_when_the_certificates_they_began_with_have_ended(monkeypatch):
+def test_pool_outlives_its_first_certificates(monkeypatch):
     monkeypatch.setenv("NVPOOL_CERTIFICATE_S", str(LIVES_S))
     with Machines(3) as hosts:
         pool = Pool(hosts, plain=False)
@@ -75,12 +74,13 @@ def test_all_go_on_when_the_certificates_they_began_with_have_ended(monkeypatch)
                     path.read_bytes() != raw and ends_s(path.read_bytes()) > SYSTEM_CLOCK.wall_ns() / 1e9
                 ), path
 
-            # what is connected goes on, and so does what has to connect anew: a supervisor, a store, a member of etcd
+            # existing connections continue, and new ones succeed: of a supervisor, a store, a member of
+            # etcd
             end_process(first.directory.supervisor().pid)
             for node, name in ((first, "target-1"), (second, "etcd-2")):
                 end_process(node.directory.state_of(name).pid, signal.SIGKILL)
             third.machine.run(
-                "sh", "-c", f"echo anew > {mount}/other && sync {mount}/other && grep -q anew {mount}/other"
+                "sh", "-c", f"echo again > {mount}/other && sync {mount}/other && grep -q again {mount}/other"
             )
             for node in pool.nodes:
                 node.until_all_serve()

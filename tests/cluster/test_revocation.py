@@ -1,4 +1,4 @@
-"""A right to a volume is taken from a client on another host, a client is removed from the pool: open files are refused."""
+"""A volume grant is revoked on another host, or a client is removed from the pool: its open files are refused."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Reader:
 
 
 @pytest.mark.smoke
-def test_client_is_refused_what_it_has_open():
+def test_client_is_refused_its_open_files():
     with Machines(2) as hosts, ExitStack() as stack:
         pool = Pool(hosts, plain=False)
         first, second = pool.nodes
@@ -79,9 +79,9 @@ def test_client_is_refused_what_it_has_open():
             )
         assert other.read_and_stat() == ["ok", "ok"]
         first.nvpool("client", "remove", where, other.member)
-        while (told := other.read_and_stat()) == ["ok", "ok"]:
+        while (outcome := other.read_and_stat()) == ["ok", "ok"]:
             pass
         assert all(
             said.startswith("PermissionError") and f"{other.member} is not in the pool" in said
             for said in other.read_and_stat()
-        ), told
+        ), outcome

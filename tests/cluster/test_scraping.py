@@ -1,5 +1,4 @@
-"""Real processes and Debian's Prometheus: a node's page comes in time whoever is stopped or killed, and a query finds what was
-done."""
+"""Real processes and Debian's Prometheus: a node's metrics page is in time while processes are stopped or killed."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ NVPOOL = os.path.join(os.path.dirname(sys.executable), "nvpool")
 ALERTS = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "nvpool-alerts.yml"
 
 
-def got(url: str, timeout_s: float = 20.0) -> str | None:
-    """None while nobody answers there."""
+def fetch(url: str, timeout_s: float = 20.0) -> str | None:
+    """None while no server answers."""
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as answer:
             return answer.read().decode()
@@ -39,7 +38,7 @@ def got(url: str, timeout_s: float = 20.0) -> str | None:
 def page(port: int) -> dict[str, list]:
     """Samples by name."""
     found: dict[str, list] = {}
-    for family in text_string_to_metric_families(got(f"http://127.0.0.1:{port}/metrics") or ""):
+    for family in text_string_to_metric_families(fetch(f"http://127.0.0.1:{port}/metrics") or ""):
         for sample in family.samples:
             found.setdefault(sample.name, []).append(sample)
     return found
@@ -55,7 +54,7 @@ def value(samples: dict[str, list], name: str, **labels: str) -> float:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """A pool of two copies that tells Prometheus, and its port."""
+    """A pool with two copies and a metrics page, and its port."""
     port = free_ports(1)[0]
     config = f'[metrics]\nlisten = "127.0.0.1:{port}"\n[store]\nshort_cut = false\n'
     with RealPool(
@@ -67,7 +66,7 @@ def measured(tmp_path_factory):
 
 
 @pytest.mark.smoke
-def test_what_was_done_is_on_the_page(measured):
+def test_page_counts_reads_and_writes(measured):
     pool, port = measured
     client = pool.connect(60.0)
     before = page(port)
@@ -100,7 +99,7 @@ def test_what_was_done_is_on_the_page(measured):
     }
 
 
-def test_the_page_comes_in_time_while_a_process_is_stopped_or_dead(measured):
+def test_page_is_in_time_while_a_process_is_stopped(measured):
     pool, port = measured
     pid = pool.pid("target-2")
     os.kill(pid, signal.SIGSTOP)
@@ -121,24 +120,24 @@ def test_the_page_comes_in_time_while_a_process_is_stopped_or_dead(measured):
     end_process(pool.pid("target-1"))
     pool.until(
         lambda: value(page(port), "nvpool_child_restarts_total", child="target-1") == restarts + 1,
-        "its death was told",
+        "the page shows the restart",
     )
-    pool.until(lambda: up(port).get("target-1") == 1, "another one answers")
+    pool.until(lambda: up(port).get("target-1") == 1, "the next process answers")
     pool.until(lambda: value(page(port), "nvpool_pool_chains", state="full") == 1024, "all is whole again")
 
 
-def test_the_page_is_there_again_after_the_supervisor_was_killed(measured):
+def test_page_returns_after_a_kill_of_the_supervisor(measured):
     pool, port = measured
     end_process(pool.pid("supervisor"))
     pool.until(
         lambda: up(port).get("supervisor") == 1 and set(up(port).values()) == {1.0},
-        "its heir tells of all of them",
+        "the new supervisor reports all processes",
     )
 
 
 @contextmanager
 def prometheus(place: Path, node: int):
-    """Debian's Prometheus with the alerts that are deployed, which asks this node each half second; yields its address."""
+    """Debian's Prometheus with the deployed alerts, which scrapes this node every half second; yields its address."""
     program = shutil.which("prometheus")
     assert program, "Debian's package prometheus is missing: make setup"
     place.mkdir()
@@ -172,20 +171,24 @@ def prometheus(place: Path, node: int):
             running.wait()
 
 
-def asked(address: str, query: str) -> dict[str, float]:
-    """By the process that the label names, or by "" where there is none."""
-    text = got(f"{address}/api/v1/query?" + urllib.parse.urlencode({"query": query}))
+def run_query(address: str, query: str) -> dict[str, float]:
+    """Values by the `process` label, or "" where there is none."""
+    text = fetch(f"{address}/api/v1/query?" + urllib.parse.urlencode({"query": query}))
     found = json.loads(text)["data"]["result"] if text else []
     return {one["metric"].get("process", ""): float(one["value"][1]) for one in found}
 
 
-def test_prometheus_reads_it_and_answers_what_was_done_and_which_alert_there_would_be(measured, tmp_path):
+def test_prometheus_scrapes_the_page_and_evaluates_alerts(measured, tmp_path):
     pool, port = measured
     client = pool.connect(60.0)
     client.write_bytes("/read", os.urandom(MIB))
     with prometheus(tmp_path / "prometheus", port) as address:
-        pool.until(lambda: asked(address, 'up{job="nvpool"}') == {"": 1.0}, "it has read the page once", 60)
-        before = asked(address, "sum(nvpool_store_read_bytes_total)")[""]
+        pool.until(
+            lambda: run_query(address, 'up{job="nvpool"}') == {"": 1.0},
+            "Prometheus has scraped the page once",
+            60,
+        )
+        before = run_query(address, "sum(nvpool_store_read_bytes_total)")[""]
 
         def read() -> bool:
             with client.open("/read", "rb", buffering=0) as file:
@@ -196,7 +199,7 @@ def test_prometheus_reads_it_and_answers_what_was_done_and_which_alert_there_wou
 
         read()
         pool.until(
-            lambda: asked(address, "sum(nvpool_store_read_bytes_total)")[""] >= before + 200 * 4 * KIB,
+            lambda: run_query(address, "sum(nvpool_store_read_bytes_total)")[""] >= before + 200 * 4 * KIB,
             "it knows of what was read",
             60,
         )
@@ -204,25 +207,31 @@ def test_prometheus_reads_it_and_answers_what_was_done_and_which_alert_there_wou
             'histogram_quantile(0.5, sum by (le) (rate(nvpool_request_seconds_bucket{op="data_read"}[1m])))'
         )
         pool.until(
-            lambda: read() and 0 < asked(address, median).get("", 0) < 1.0,
+            lambda: read() and 0 < run_query(address, median).get("", 0) < 1.0,
             "it reckons with the histogram",
             60,
         )
-        assert asked(address, "nvpool_up") == dict.fromkeys(up(port), 1.0)
+        assert run_query(address, "nvpool_up") == dict.fromkeys(up(port), 1.0)
 
         os.kill(pool.pid("target-1"), signal.SIGSTOP)
         try:
-            pool.until(lambda: asked(address, "nvpool_up").get("target-1") == 0, "it sees who is silent", 60)
-            assert asked(address, 'up{job="nvpool"}') == {"": 1.0}, "the page itself came in time"
+            pool.until(
+                lambda: run_query(address, "nvpool_up").get("target-1") == 0,
+                "Prometheus sees the silent process",
+                60,
+            )
+            assert run_query(address, 'up{job="nvpool"}') == {"": 1.0}, "the page itself came in time"
             pool.until(
                 lambda: any(
                     alert["labels"]["alertname"] == "NvpoolProcessDown"
                     and alert["labels"]["process"] == "target-1"
-                    for alert in json.loads(got(f"{address}/api/v1/alerts"))["data"]["alerts"]
+                    for alert in json.loads(fetch(f"{address}/api/v1/alerts"))["data"]["alerts"]
                 ),
                 "an alert is pending",
                 60,
             )
         finally:
             os.kill(pool.pid("target-1"), signal.SIGCONT)
-        pool.until(lambda: asked(address, "nvpool_up").get("target-1") == 1, "it answers again", 60)
+        pool.until(
+            lambda: run_query(address, "nvpool_up").get("target-1") == 1, "the process answers again", 60
+        )

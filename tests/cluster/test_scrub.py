@@ -1,4 +1,4 @@
-"""`nvpool scrub` on real processes: rotten bytes are found and written anew, a pause and a round outlive a store."""
+"""`nvpool scrub` on real processes: corrupt blocks are found and repaired, and a pause and a round survive a store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def nvpool(*words: object, code: int = 0) -> subprocess.CompletedProcess:
 
 
 def rot(pool: RealPool, target: int, content: bytes) -> None:
-    """One bit of these bytes is another one on the target's drive."""
+    """Flip one bit of these bytes on the target's drive."""
     data = pool.directory.target(target) / "data"
     with open(data, "r+b") as file:
         at = file.read().index(content)
@@ -34,7 +34,7 @@ def scrubs(pool: RealPool) -> dict[int, dict]:
     return {one["target"]: one["scrub"] for one in pool.status()["processes"] if one["role"] == "store"}
 
 
-def test_what_is_rotten_is_found_and_written_anew_and_rounds_outlive_stores(tmp_path):
+def test_corrupt_blocks_are_repaired_over_store_restarts(tmp_path):
     with RealPool(
         tmp_path / "pool", sizes=(64 * MIB,) * 2, replicas=2, config="[store]\nscrub_bytes_s = 262144\n"
     ) as pool:
@@ -56,7 +56,7 @@ def test_what_is_rotten_is_found_and_written_anew_and_rounds_outlive_stores(tmp_
         assert pool.status()["problems"] == [] and client.read_bytes("/file") == content
 
         nvpool("scrub", "start", pool.path, "--target", 1)
-        pool.until(lambda: scrubs(pool)[1]["blocks"] > 0, "the round has begun", 60)
+        pool.until(lambda: scrubs(pool)[1]["blocks"] > 0, "the round is under way", 60)
         assert scrubs(pool)[2]["state"] == "idle"
         nvpool("scrub", "pause", pool.path, "--drive", 1)
         before = pool.pid("target-1")

@@ -1,5 +1,4 @@
-"""nvpoold as systemd runs it: it tells when it serves and that it goes on, has no capabilities, makes the calls of the kernel
-that its unit allows; its log is JSON, whose level changes while it runs."""
+"""nvpoold as a systemd service: notifications, no capabilities, only the system calls that its unit allows; JSON log."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ UNIT = Path(__file__).resolve().parents[2] / "systemd" / "nvpoold.service"
 JSON_LOG = '[log]\nformat = "json"\n'
 
 
-class Told:
-    """What systemd would hear. Read all the time, as systemd does: a socket keeps ten messages, and who sends another waits."""
+class FakeSystemd:
+    """Receives notifications as systemd does. Reads all the time: a socket queues ten messages, and further senders wait."""
 
     def __init__(self, path: Path) -> None:
         self._heard: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -39,7 +38,7 @@ class Told:
             self._heard.put(text)
 
     def until(self, wanted: str, deadline_s: float = 60.0) -> str:
-        """All that was heard up to the word that is wanted."""
+        """All messages up to the wanted one."""
         heard, ends = "", time.monotonic() + deadline_s
         while wanted not in heard:
             heard += self._heard.get(timeout=max(0.0, ends - time.monotonic())) + "\n"
@@ -59,9 +58,9 @@ class Told:
 
 
 @pytest.fixture
-def told(tmp_path):
-    with contextlib.closing(Told(tmp_path / "notify")) as told:
-        yield told
+def systemd(tmp_path):
+    with contextlib.closing(FakeSystemd(tmp_path / "notify")) as systemd:
+        yield systemd
 
 
 def lines_of(pool: RealPool, name: str) -> list[dict]:
@@ -78,33 +77,31 @@ def write_and_read(pool: RealPool) -> None:
             assert len(file.read()) == 3 << 20
 
 
-def test_systemd_hears_when_it_serves_that_it_goes_on_and_when_it_ends_and_needs_no_capability(
-    tmp_path, told
-):
+def test_systemd_is_notified_and_no_capability_is_needed(tmp_path, systemd):
     closed = (
         ("setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs") if os.geteuid() == 0 else ()
     )
     with RealPool(tmp_path / "pool") as pool:
         pool.make()
         pool.start({"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "300000"}, prefix=closed)
-        assert "EXTEND_TIMEOUT_USEC=" in told.until("READY=1")
-        told.until("WATCHDOG=1")
+        assert "EXTEND_TIMEOUT_USEC=" in systemd.until("READY=1")
+        systemd.until("WATCHDOG=1")
         write_and_read(pool)
         supervisor = pool.pid("supervisor")
         if closed:
             assert re.search(r"^CapEff:\s*0+$", Path(f"/proc/{supervisor}/status").read_text(), re.M)
-        os.kill(supervisor, signal.SIGSTOP)  # a loop that stands says nothing
-        time.sleep(0.1)  # what was on its way is heard
-        told.forget()
+        os.kill(supervisor, signal.SIGSTOP)  # a stopped event loop sends nothing
+        time.sleep(0.1)  # messages under way arrive
+        systemd.forget()
         time.sleep(0.5)
-        assert told.silent()
+        assert systemd.silent()
         os.kill(supervisor, signal.SIGCONT)
-        told.until("WATCHDOG=1")
+        systemd.until("WATCHDOG=1")
         pool.stop()
-        told.until("STOPPING=1")
+        systemd.until("STOPPING=1")
 
 
-def test_a_supervisor_that_dies_is_begun_again_by_systemd_and_takes_over_what_serves(tmp_path, told):
+def test_restarted_supervisor_takes_over_serving_daemons(tmp_path, systemd):
     with RealPool(tmp_path / "pool") as pool:
         pool.make()
         pool.start({"NOTIFY_SOCKET": str(tmp_path / "notify")})
@@ -118,7 +115,7 @@ def test_a_supervisor_that_dies_is_begun_again_by_systemd_and_takes_over_what_se
         write_and_read(pool)
 
 
-def test_second_death_of_a_supervisor_is_left_to_systemd_too(tmp_path, told):
+def test_second_death_of_a_supervisor_is_left_to_systemd(tmp_path, systemd):
     with RealPool(tmp_path / "pool") as pool:
         pool.make()
         pool.start({"NOTIFY_SOCKET": str(tmp_path / "notify")})
@@ -129,14 +126,14 @@ def test_second_death_of_a_supervisor_is_left_to_systemd_too(tmp_path, told):
         os.kill(pool.pid("supervisor"), signal.SIGKILL)
         time.sleep(
             6.0
-        )  # children that give systemd 15 s from the first death on would start one that is not the unit's
+        )  # children that wait 15 s from the first death would start a supervisor outside of the unit
         assert "starting another one" not in pool.said(lines=200)
         pool.start({"NOTIFY_SOCKET": str(tmp_path / "notify")})
         assert "--inherit-lock" not in Path(f"/proc/{pool.pid('supervisor')}/cmdline").read_text()
 
 
 @pytest.mark.smoke
-def test_the_log_is_json_and_its_level_changes_while_daemons_run(tmp_path):
+def test_log_is_json_and_its_level_changes_at_run_time(tmp_path):
     with RealPool(tmp_path / "pool", config=JSON_LOG) as pool:
         pool.make()
         pool.start()
@@ -161,12 +158,12 @@ def test_the_log_is_json_and_its_level_changes_while_daemons_run(tmp_path):
             ),
             "what is wrong is said",
         )
-        assert sorted(process["pid"] for process in pool.status()["processes"]) == pids, "nobody ended of it"
+        assert sorted(process["pid"] for process in pool.status()["processes"]) == pids, "no process ended"
         pool.directory.node_toml.write_text(JSON_LOG)
 
 
 def allowed_calls() -> set[str]:
-    """What SystemCallFilter= of the unit leaves."""
+    """The system calls that SystemCallFilter= of the unit leaves."""
 
     def named(words: list[str]) -> set[str]:
         found: set[str] = set()
@@ -193,7 +190,7 @@ def allowed_calls() -> set[str]:
     return allowed
 
 
-def test_the_unit_allows_every_call_of_the_kernel_that_the_daemons_make(tmp_path):
+def test_unit_allows_every_system_call_of_the_daemons(tmp_path):
     if missing := [name for name in ("strace", "systemd-analyze") if shutil.which(name) is None]:
         pytest.skip(f"not installed: {', '.join(missing)}")
     seen = tmp_path / "calls"
@@ -202,7 +199,7 @@ def test_the_unit_allows_every_call_of_the_kernel_that_the_daemons_make(tmp_path
         pool.start(prefix=("strace", "-f", "-qq", "-c", "-S", "name", "-o", str(seen)))
         write_and_read(pool)
         pool.stop()
-        pool.until(lambda: seen.exists() and "total" in seen.read_text(), "strace has told")
+        pool.until(lambda: seen.exists() and "total" in seen.read_text(), "strace has written its summary")
     made = {line.split()[-1] for line in seen.read_text().splitlines()[2:] if line.startswith(" ")} - {
         "total"
     }

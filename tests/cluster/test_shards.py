@@ -1,5 +1,8 @@
-"""A pool of three metadata shards, real processes on a real mount: programs work as on one shard; shards, and primaries with
-standbys, are killed again and again while names move between them, and each name is there once in the end."""
+"""A pool of three metadata shards, real processes on a real mount.
+
+Programs work as on one shard; shards, and primaries with standbys, are killed repeatedly while names move between them, and
+each name exists once in the end.
+"""
 
 import os
 import random
@@ -20,7 +23,7 @@ mounted = pytest.mark.skipif(
 )
 SHARDS = 3
 DIRECTORIES = 12
-"""Spread over three shards by hash: that two of them share one shard only is one in a hundred thousand pools."""
+"""Spread over three shards by hash: that two of them share only one shard happens in one of a hundred thousand pools."""
 
 
 def nvpool(*arguments, timeout=240):
@@ -31,7 +34,7 @@ def nvpool(*arguments, timeout=240):
 
 @pytest.mark.mount
 @mounted
-def test_programs_work_on_a_mount_of_three_shards(tmp_path):
+def test_programs_work_on_three_shards(tmp_path):
     pool, mountpoint = tmp_path / "p", tmp_path / "m"
     nvpool("dev", "up", pool, "--shards", SHARDS, "--mount", mountpoint)
     try:
@@ -67,7 +70,7 @@ def test_programs_work_on_a_mount_of_three_shards(tmp_path):
 
 
 class Mover(threading.Thread):
-    """Carries files of its own from directory to directory, and knows where each must be; makes and removes directories."""
+    """Moves its files between directories and knows where each must be; creates and removes directories."""
 
     def __init__(self, pool, number: int, stop: threading.Event) -> None:
         super().__init__(daemon=True)
@@ -139,7 +142,7 @@ def move_while_killed(made: RealPool, kills: int, members: int) -> None:
     found: dict[str, int] = {}
     for number in range(DIRECTORIES):
         for name in root.list(f"/d{number}"):
-            assert name not in found, f"{name} is there twice"
+            assert name not in found, f"{name} exists twice"
             found[name] = number
             assert root.read_bytes(f"/d{number}/{name}") == name.encode()
     assert found == wanted
@@ -148,7 +151,7 @@ def move_while_killed(made: RealPool, kills: int, members: int) -> None:
 
 @pytest.mark.smoke
 @pytest.mark.timeout(600)
-def test_shards_are_killed_while_names_move_between_them(tmp_path):
+def test_renames_survive_kills_of_shards(tmp_path):
     with RealPool(tmp_path / "pool", shards=SHARDS) as made:
         made.make()
         made.start()
@@ -156,7 +159,7 @@ def test_shards_are_killed_while_names_move_between_them(tmp_path):
 
 
 @pytest.mark.timeout(600)
-def test_primaries_are_killed_while_names_move_between_shards_with_standbys(tmp_path):
+def test_renames_survive_kills_of_primaries(tmp_path):
     with RealPool(tmp_path / "pool", shards=SHARDS, standbys=1) as made:
         made.make()
         made.start()

@@ -1,6 +1,8 @@
-"""Metadata shards are added and removed, real processes under a checking load on a real mount, and killed meanwhile: giver,
-taker, supervisor; or the pool is checked and dumped meanwhile. No error at the application, nothing is lost, and nothing of a
-removed shard is left."""
+"""Metadata shards are added and removed under a checking load on a real mount, with kills, checks or dumps meanwhile.
+
+Killed are source, destination and supervisor. The application sees no error, nothing is lost, and nothing of a removed
+shard is left.
+"""
 
 import json
 import os
@@ -27,7 +29,7 @@ DEADLINE_S = 180.0
 
 class Pool(CommandPool):
     def kill(self, name):
-        """The process of that name, if there is one at this moment; another is started in its place."""
+        """Kill the process of that name, if one exists at this moment; another one is started in its place."""
         holder = holder_of(
             self.directory.lock if name == "supervisor" else self.directory.run / f"{name}.lock"
         )
@@ -45,7 +47,7 @@ def pool(tmp_path_factory):
         yield made
 
 
-def test_a_shard_is_added_and_the_one_with_the_root_removed_under_load(pool):
+def test_shard_is_added_and_the_root_shard_removed(pool):
     steady = pool.mountpoint / "steady"
     steady.mkdir()
     with CheckingLoad(pool.mountpoint, threads=3, seed=1) as load, Pauses(steady) as pause:
@@ -54,7 +56,7 @@ def test_a_shard_is_added_and_the_one_with_the_root_removed_under_load(pool):
         assert {one["shard"]: one["partitions"] for one in made["shards"]} == {1: 2048, 2: 2048}
         load.goes_on()
         again = json.loads(nvpool("shard", "add", pool.path, "--number", 2, "--wait", "--json").stdout)
-        assert len(again["shards"]) == 2, "one that is there is not added again"
+        assert len(again["shards"]) == 2, "an existing shard is not added again"
         nvpool("shard", "remove", pool.path, 1, "--wait")
         nvpool("shard", "remove", pool.path, 1, "--wait")
         load.goes_on()
@@ -69,12 +71,12 @@ def test_a_shard_is_added_and_the_one_with_the_root_removed_under_load(pool):
     assert not list(pool.directory.run.glob("meta-1*"))
 
 
-def test_a_pool_is_checked_and_dumped_under_load_while_its_partitions_move(pool, tmp_path):
+def test_check_and_dump_work_while_partitions_move(pool, tmp_path):
     looked = 0
     with CheckingLoad(pool.mountpoint, threads=3, seed=3) as load:
         for turn in range(20):
-            wish = ("add",) if turn % 2 == 0 else ("remove", str(max(pool.shards())))
-            command = [NVPOOL, "shard", wish[0], str(pool.path), *wish[1:], "--wait", "--json"]
+            request = ("add",) if turn % 2 == 0 else ("remove", str(max(pool.shards())))
+            command = [NVPOOL, "shard", request[0], str(pool.path), *request[1:], "--wait", "--json"]
             with subprocess.Popen(command, stdout=subprocess.DEVNULL) as moving:
                 while moving.poll() is None:
                     before = pool.map.partitions
@@ -85,17 +87,17 @@ def test_a_pool_is_checked_and_dumped_under_load_while_its_partitions_move(pool,
             if looked >= 4:
                 break
         load.goes_on()
-    assert looked >= 4, "partitions were not looked at while they moved"
+    assert looked >= 4, "too few checks while partitions moved"
     load.verify()
     pool.check()
 
 
-def test_killing_shards_and_the_supervisor_while_partitions_move_loses_nothing(pool):
+def test_kills_while_partitions_move_lose_nothing(pool):
     chance = random.Random(1)
-    wishes = ("add", pool.path, "--number", 2), ("add", pool.path, "--number", 3), ("remove", pool.path, 1)
+    requests = ("add", pool.path, "--number", 2), ("add", pool.path, "--number", 3), ("remove", pool.path, 1)
     with CheckingLoad(pool.mountpoint, threads=3, seed=2) as load:
-        for wish in wishes:
-            command = [NVPOOL, "shard", *map(str, wish), "--wait", "--json"]
+        for request in requests:
+            command = [NVPOOL, "shard", *map(str, request), "--wait", "--json"]
             with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as waiting:
                 try:
                     for turn in range(4):
@@ -105,9 +107,7 @@ def test_killing_shards_and_the_supervisor_while_partitions_move_loses_nothing(p
                     waiting.wait(DEADLINE_S)
                 finally:
                     waiting.kill()
-            nvpool(
-                "shard", *wish, "--wait"
-            )  # where the supervisor was killed under the wish itself it is said again
+            nvpool("shard", *request, "--wait")  # a request under which the supervisor was killed is repeated
             assert not pool.map.moves
         load.goes_on()
     load.verify()

@@ -1,4 +1,4 @@
-"""Metadata shards of a pool of two nodes: added where there are fewest, or where the operator wants them."""
+"""Metadata shards of a pool of two nodes: added where there are fewest, or on the node that the operator names."""
 
 import pytest
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.mi
 
 
 @pytest.mark.smoke
-def test_a_shard_is_added_on_the_node_that_has_none_and_on_the_one_that_is_named():
+def test_shard_is_added_on_an_empty_or_a_named_node():
     with Machines(2) as hosts:
         pool = Pool(hosts, plain=True)
         first, second = pool.nodes

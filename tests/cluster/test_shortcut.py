@@ -1,4 +1,4 @@
-"""The short cut on real processes: stores that are killed under a checking load, a mount, a pool that has it switched off."""
+"""Short-circuit reads on real processes: stores killed under a checking load, a mount, a pool with the feature off."""
 
 import asyncio
 import mmap
@@ -14,14 +14,14 @@ from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.types import Caller
 from nvpool.core.programs import Program, command
 from nvpool.core.units import MIB
-from nvpool.store.chunks.api import LEND_S
+from nvpool.store.chunks.api import LOCATION_LEASE_S
 from nvpool.testing.env.pool import RealPool, end_process
 
 ME = Caller(0, 0)
 BLOCK = 4096
 BLOCKS = 1024
 HITS_MIN = 1000
-"""Reads by the short cut after which the load may end."""
+"""Number of short-circuit reads after which the load may end."""
 
 
 def block(number: int, count: int) -> bytes:
@@ -29,8 +29,11 @@ def block(number: int, count: int) -> bytes:
 
 
 async def load(pool: RealPool, kills: int, apart_s: float) -> dict:
-    """Two clients write, a third reads by the short cut, while every store is killed now and then. What is read is what was
-    written in that place; and where no store died lately, not older than what was acknowledged when the read began."""
+    """Two clients write and a third one reads by the short cut, while every store is killed now and then.
+
+    A read returns bytes that were written in that place; unless a store died lately, it is not older than the change that
+    was acknowledged when the read began.
+    """
     options = ClientOptions(deadline_s=40.0)
     reader, writer = (
         await Client.open(str(pool.path), "reader", options),
@@ -60,7 +63,7 @@ async def load(pool: RealPool, kills: int, apart_s: float) -> dict:
             await asyncio.sleep(0.002)
 
     async def fill() -> None:
-        """Others take what is freed: files that come and go."""
+        """Other files come and go and use the freed blocks."""
         number = 0
         while not ended:
             number += 1
@@ -80,7 +83,7 @@ async def load(pool: RealPool, kills: int, apart_s: float) -> dict:
             its_number, generation = struct.unpack_from("<QQ", found)
             assert its_number == number and found == block(number, generation)
             assert generation <= begun[number]
-            assert generation >= low or begun_s - killed_s < LEND_S + 1, (generation, low)
+            assert generation >= low or begun_s - killed_s < LOCATION_LEASE_S + 1, (generation, low)
             if not chance.randrange(8):
                 await asyncio.sleep(0)
 
@@ -91,7 +94,7 @@ async def load(pool: RealPool, kills: int, apart_s: float) -> dict:
             for name in ("target-1", "target-2"):
                 end_process(pool.pid(name))
             killed_s = loop.time()
-        await asyncio.sleep(LEND_S + 3)
+        await asyncio.sleep(LOCATION_LEASE_S + 3)
         ended = True
 
     try:
@@ -106,7 +109,7 @@ async def load(pool: RealPool, kills: int, apart_s: float) -> dict:
 
 
 @pytest.mark.parametrize("kills, apart_s", [(3, 2.0), pytest.param(60, 2.5, marks=pytest.mark.soak)])
-def test_readers_of_drives_whose_stores_are_killed_see_right_bytes_only(tmp_path, kills, apart_s):
+def test_readers_see_right_bytes_while_stores_are_killed(tmp_path, kills, apart_s):
     with RealPool(tmp_path / "pool") as pool:
         pool.make()
         pool.start()
@@ -117,8 +120,8 @@ def test_readers_of_drives_whose_stores_are_killed_see_right_bytes_only(tmp_path
 
 @pytest.mark.mount
 @pytest.mark.skipif(os.geteuid() != 0 or not os.path.exists("/dev/fuse"), reason="needs /dev/fuse and root")
-@pytest.mark.parametrize("words", [(), ("--no-short-cut",)])
-def test_a_mount_on_the_drives_own_host_reads_them_itself_unless_told_not_to(tmp_path, words):
+@pytest.mark.parametrize("words", [(), ("--no-short-circuit",)])
+def test_mount_uses_the_short_cut_unless_disabled(tmp_path, words):
     place = tmp_path / "mnt"
     place.mkdir()
     with RealPool(tmp_path / "pool") as pool:
@@ -149,7 +152,7 @@ def is_data(pid: int, fd: str) -> bool:
 
 
 @pytest.mark.smoke
-def test_a_node_that_has_it_switched_off_lends_nothing(tmp_path):
+def test_node_with_short_cut_off_shares_no_drive(tmp_path):
     with RealPool(tmp_path / "pool", config="[store]\nshort_cut = false\n") as pool:
         pool.make()
         pool.start()

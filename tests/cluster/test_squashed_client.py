@@ -1,4 +1,6 @@
-"""A client of a real pool whose root is squashed: what its root is refused, by the SDK and by a mount, as over NFS."""
+"""A client of a real pool whose root is squashed: operations that its root is refused, by the SDK and by a mount, as over
+NFS.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.skipif(bool(os.geteuid()), reason="only root is squashe
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory):
-    """Over TLS on loopback: by a unix socket root would be known as root. Directories of the pool, and of the client."""
+    """Over TLS on loopback: over a unix socket root would be known as root. Directories of the pool, and of the client."""
     base = tmp_path_factory.mktemp("squash")
     own, client = base / "pool", base / "client"
     (base / "node.toml").write_text('[network]\nhost = "127.0.0.1"\n')
@@ -52,7 +54,7 @@ def pool(tmp_path_factory):
 
 
 @pytest.mark.smoke
-def test_squashed_client_is_shown_as_one(pool):
+def test_squashed_client_is_listed_as_such(pool):
     own, _ = pool
     (member,) = json.loads(nvpool("client", "ls", own, "--json").stdout)
     assert member.endswith(".squash-root")
@@ -68,7 +70,7 @@ def test_squashed_client_is_shown_as_one(pool):
     )
 
 
-def test_root_of_the_sdk_counts_as_nobody(pool):
+def test_sdk_root_acts_as_nobody(pool):
     _, client = pool
     with nvpool_sdk.connect(client, options=ClientOptions(transport="stream")) as fs:
         for path in ("/etc/shadow", "/alice/f", "/tmp/private"):
@@ -93,8 +95,8 @@ def as_user(uid):
     return ["setpriv", "--reuid", str(uid), "--regid", str(uid), "--clear-groups"]
 
 
-def told(program, path, *, uid=0):
-    """What a process of that user is told of a call: "done", or the name of an error."""
+def outcome(program, path, *, uid=0):
+    """Outcome of a call by a process of that user: "done", or the name of an error."""
     script = (
         f"import errno, os, sys\np = sys.argv[1]\ntry:\n    {program}\n    print('done')\n"
         "except OSError as error:\n    print(errno.errorcode[error.errno])"
@@ -112,59 +114,67 @@ def told(program, path, *, uid=0):
 
 @pytest.mark.mount
 @pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="there is no /dev/fuse")
-def test_root_of_a_mount_counts_as_nobody(pool):
+def test_mount_root_acts_as_nobody(pool):
     _, client = pool
-    place = Path(tempfile.mkdtemp(prefix="nvpool-squash-"))  # where other users come to
+    place = Path(tempfile.mkdtemp(prefix="nvpool-squash-"))  # reachable by other users
     place.chmod(0o755)
     nvpool("mount", client, place, "--transport", "stream")
     try:
         read, write = "open(p).read()", "os.close(os.open(p, os.O_WRONLY))"
-        assert told(read, place / "etc/passwd") == told(read, place / "tmp/shared") == "done"
-        assert told(write, place / "tmp/shared") == told(read, place / "tmp/private", uid=ALICE) == "done"
+        assert outcome(read, place / "etc/passwd") == outcome(read, place / "tmp/shared") == "done"
         assert (
-            told(read, place / "alice/f", uid=ALICE)
-            == told(write, place / "tmp/private", uid=ALICE)
+            outcome(write, place / "tmp/shared") == outcome(read, place / "tmp/private", uid=ALICE) == "done"
+        )
+        assert (
+            outcome(read, place / "alice/f", uid=ALICE)
+            == outcome(write, place / "tmp/private", uid=ALICE)
             == "done"
         )
         with open(place / "tmp/shared"):
-            for _ in range(2):  # also of what the mount knows by now
+            for _ in range(2):  # also from the cache of the mount
                 for path in ("etc/shadow", "alice/f", "tmp/private"):
-                    assert told(read, place / path) == "EACCES", path
+                    assert outcome(read, place / path) == "EACCES", path
                 for path in ("etc/passwd", "etc/su", "alice/f", "tmp/private"):
-                    assert told(write, place / path) == "EACCES", path
+                    assert outcome(write, place / path) == "EACCES", path
         script = f"import time; f = open({str(place / 'tmp/private')!r}); print(f.read(), flush=True); time.sleep(60)"
         reader = subprocess.Popen(
             [*as_user(ALICE), "/usr/bin/python3", "-c", script], stdout=subprocess.PIPE, text=True
         )
         try:
             assert reader.stdout.readline() == "bytes\n"
-            assert told(read, place / "tmp/private") == "EACCES", "it is open here, by its owner"
+            assert outcome(read, place / "tmp/private") == "EACCES", (
+                "its owner has the file open on this mount"
+            )
         finally:
             reader.kill()
             reader.wait()
         new = place / "tmp/new"
-        assert told("open(p, 'w').write('x')", new) == "done"
+        assert outcome("open(p, 'w').write('x')", new) == "done"
         assert (new.stat().st_uid, new.stat().st_gid) == (65534, 65534)
-        assert told("os.chown(p, 0, 0)", new) == told("os.chown(p, 1, -1)", place / "tmp/shared") == "EPERM"
         assert (
-            told("os.chmod(p, 0o777)", place / "tmp/shared") == "EPERM"
-            and told("os.chmod(p, 0o4755)", new) == "done"
+            outcome("os.chown(p, 0, 0)", new)
+            == outcome("os.chown(p, 1, -1)", place / "tmp/shared")
+            == "EPERM"
         )
         assert (
-            told("os.unlink(p)", place / "tmp/shared") == "EPERM"
-            and told("os.unlink(p)", place / "etc/passwd") == "EACCES"
+            outcome("os.chmod(p, 0o777)", place / "tmp/shared") == "EPERM"
+            and outcome("os.chmod(p, 0o4755)", new) == "done"
         )
         assert (
-            told("os.mkdir(p)", place / "etc/d")
-            == told("os.rename(p, p + 'x')", place / "etc/passwd")
+            outcome("os.unlink(p)", place / "tmp/shared") == "EPERM"
+            and outcome("os.unlink(p)", place / "etc/passwd") == "EACCES"
+        )
+        assert (
+            outcome("os.mkdir(p)", place / "etc/d")
+            == outcome("os.rename(p, p + 'x')", place / "etc/passwd")
             == "EACCES"
         )
-        assert told("os.truncate(p, 0)", place / "tmp/private") == "EACCES"
-        assert told("os.mknod(p, 0o20666, os.makedev(1, 3))", place / "tmp/null") == "EPERM"
-        assert told("os.mkdir(p); os.rmdir(p)", place / "tmp/d") == "done"
-        assert told("open(p, 'w').write('x'); os.unlink(p)", place / "alice/g", uid=ALICE) == "done"
-        assert told("os.setxattr(p, 'trusted.a', b'x')", new) == "EPERM"
-        assert told("os.unlink(p)", new) == "done"
+        assert outcome("os.truncate(p, 0)", place / "tmp/private") == "EACCES"
+        assert outcome("os.mknod(p, 0o20666, os.makedev(1, 3))", place / "tmp/null") == "EPERM"
+        assert outcome("os.mkdir(p); os.rmdir(p)", place / "tmp/d") == "done"
+        assert outcome("open(p, 'w').write('x'); os.unlink(p)", place / "alice/g", uid=ALICE) == "done"
+        assert outcome("os.setxattr(p, 'trusted.a', b'x')", new) == "EPERM"
+        assert outcome("os.unlink(p)", new) == "done"
     finally:
         nvpool("umount", place)
         place.rmdir()

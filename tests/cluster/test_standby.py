@@ -1,5 +1,7 @@
-"""Metadata shards with a standby each, real processes under a checking load on a real mount: primaries killed again and again,
-stopped for longer than their lease, a standby killed. No error at the application, nothing acknowledged is lost."""
+"""Metadata shards with a standby each: primaries killed repeatedly or stopped for longer than their lease, a standby killed.
+
+Real processes under a checking load on a real mount. The application sees no error, no acknowledged change is lost.
+"""
 
 import contextlib
 import fcntl
@@ -31,7 +33,7 @@ pytestmark = [
 ]
 SHARDS = 3
 DIRECTORIES = 6
-"""Of each load: spread over the shards by hash."""
+"""Directories of each load: spread over the shards by hash."""
 DEADLINE_S = 120.0
 
 
@@ -42,7 +44,7 @@ class Pool(CommandPool):
 
     @property
     def shard(self):
-        """The only one."""
+        """The only shard."""
         (shard,) = self.shards
         return shard
 
@@ -90,7 +92,7 @@ def pool_of_three_shards(tmp_path_factory):
 
 
 def kill_primaries(pool, kills, seed):
-    """Of one shard or, each fifth time, of two at once. Before each the shard has its standby again."""
+    """Of one shard or, each fifth time, of two together. Each kill waits until the shard has its standby again."""
     chance, pauses, killed = random.Random(seed), [], 0
     directories = [pool.mountpoint / f"pauses-{number}" for number in range(DIRECTORIES)]
     for directory in directories:
@@ -142,18 +144,18 @@ def kill_primaries(pool, kills, seed):
 
 
 @pytest.mark.timeout(900)
-def test_killing_primaries_under_load_loses_nothing_and_nobody_sees_an_error(pool_of_three_shards):
+def test_kills_of_primaries_lose_nothing(pool_of_three_shards):
     pool = pool_of_three_shards
     killed = kill_primaries(pool, kills=8, seed=1)
     assert sum(shard.term for shard in pool.shards) >= killed + SHARDS
 
 
 @pytest.mark.soak
-def test_killing_primaries_hundreds_of_times_loses_nothing(pool_of_three_shards):
+def test_hundreds_of_kills_of_primaries_lose_nothing(pool_of_three_shards):
     kill_primaries(pool_of_three_shards, kills=200, seed=2)
 
 
-def test_a_primary_that_was_stopped_for_longer_than_its_lease_does_not_speak_for_the_past(pool):
+def test_stopped_primary_returns_without_stale_answers(pool):
     with CheckingLoad(pool.mountpoint, threads=3, seed=3) as load:
         for _ in range(2):
             was, directory = pool.shard, pool.mountpoint / f"stop-{pool.shard.term}"
@@ -178,7 +180,7 @@ def test_a_primary_that_was_stopped_for_longer_than_its_lease_does_not_speak_for
     pool.check()
 
 
-def test_a_standby_that_is_killed_or_stopped_holds_nobody_up_for_long_and_returns(pool):
+def test_failed_standby_causes_a_short_pause_and_returns(pool):
     with CheckingLoad(pool.mountpoint, threads=3, seed=4) as load, Pauses(pool.mountpoint) as pause:
         for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL):
             standby, term = pool.shard.standbys[0].member, pool.shard.term
@@ -186,26 +188,32 @@ def test_a_standby_that_is_killed_or_stopped_holds_nobody_up_for_long_and_return
             os.kill(pid, number)
             pause.goes_on(20)
             if number == signal.SIGSTOP:
-                pool.until(lambda: pool.shard.standbys[0].state == "syncing", "it was taken out")
+                pool.until(
+                    lambda: pool.shard.standbys[0].state == "syncing",
+                    "the standby was taken out of the shard",
+                )
                 os.kill(pid, signal.SIGCONT)
             else:
                 pool.until(
-                    lambda pid=pid, standby=standby: pool.pid(standby) not in (0, pid), "it began again"
+                    lambda pid=pid, standby=standby: pool.pid(standby) not in (0, pid),
+                    "the standby was restarted",
                 )
             pool.until_up()
             assert pool.shard.term == term
         load.finish()
     pause.verify()
     print(f"standby killed and stopped: pause of {pause.longest_s:.2f} s")
-    end_process(pool.pid(pool.shard.member))  # what it has been given since is all there
+    end_process(pool.pid(pool.shard.member))  # all changes that the member received since are there
     pool.until(lambda: pool.shard.term > term, "the standby is the primary")
     load.verify()
     pool.check()
 
 
 @pytest.mark.smoke
-def test_a_primary_that_ends_does_not_wait_for_locks(pool):
-    """A waiting request would hold it up for supervisor.drain_s: what it waits for is a request, and none is taken."""
+def test_ending_primary_does_not_wait_for_locks(pool):
+    """A waiting lock request would delay its end by supervisor.drain_s: it waits for a release, which is not accepted any
+    more.
+    """
     name, taken = pool.mountpoint / "locked", threading.Event()
     with open(name, "w") as holder, open(name) as waiter:
         fcntl.flock(holder, fcntl.LOCK_EX)
@@ -223,7 +231,7 @@ def test_a_primary_that_ends_does_not_wait_for_locks(pool):
         waiting.join()
 
 
-def test_what_a_standby_needs_is_shown_by_status(pool):
+def test_status_shows_a_standby_that_does_not_follow(pool):
     found = json.loads(nvpool("status", pool.path, "--json").stdout)
     members = {
         process["member"]: process["in_map"] for process in found["processes"] if process["role"] == "meta"
@@ -258,7 +266,7 @@ def status_of(pool):
     return done.returncode, json.loads(done.stdout)["health"]["problems"]
 
 
-def test_members_whose_records_are_removed_are_filled_again(pool):
+def test_members_with_removed_records_are_refilled(pool):
     (pool.mountpoint / "kept").write_text("kept")
     assert status_of(pool) == (0, [])
     standby, primary = 1, 0
@@ -268,7 +276,7 @@ def test_members_whose_records_are_removed_are_filled_again(pool):
         pool.until(lambda lost=lost: pool.shard.member != lost, "the other member is the primary")
         (pool.mountpoint / f"made-without-{lost}").touch()
         code, problems = status_of(pool)
-        if problems:  # else it was filled meanwhile
+        if problems:  # else the member was already filled
             (problem,) = problems
             assert code == 3 and (problem["kind"], problem["shard"], problem["node"]) == (
                 "shard-no-standby",
@@ -284,7 +292,7 @@ def test_members_whose_records_are_removed_are_filled_again(pool):
 
 
 @pytest.mark.parametrize("is_removed", [True, False], ids=["removed", "emptied"])
-def test_a_standby_emptied_while_stopped_never_leads(pool, is_removed):
+def test_standby_emptied_while_stopped_never_leads(pool, is_removed):
     (pool.mountpoint / "kept").write_text("kept")
     nvpool("umount", pool.mountpoint)
     supervisor = holder_of(pool.directory.lock).pid
@@ -306,7 +314,8 @@ def test_status_names_a_missing_copy_and_its_remedy(pool):
     os.kill(target, signal.SIGSTOP)
     try:
         pool.until(
-            lambda: {one["kind"] for one in status_of(pool)[1]} >= {"process-down"}, "the store is missed"
+            lambda: {one["kind"] for one in status_of(pool)[1]} >= {"process-down"},
+            "status reports the store",
         )
         done = nvpool("status", pool.path, check=False)
         problem = next(one for one in status_of(pool)[1] if one["kind"] == "process-down")
@@ -314,7 +323,7 @@ def test_status_names_a_missing_copy_and_its_remedy(pool):
         assert (problem["node"], problem["target"], problem["drive"]) == (1, 2, 2)
         assert f"kill -9 {target}" in problem["remedy"]
         os.kill(target, signal.SIGKILL)  # as the remedy says
-        pool.until(lambda: status_of(pool) == (0, []), "the remedy mends it")
+        pool.until(lambda: status_of(pool) == (0, []), "the remedy works")
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(target, signal.SIGCONT)

@@ -1,6 +1,6 @@
-"""Real processes of a real pool: who starts whom, who notices a death, and that nothing is ever there twice.
+"""Real processes of a real pool: starts, restarts after a death, and that no daemon ever runs twice.
 
-One pool for the tests that leave it as they found it; tests that need another make their own.
+One pool for the tests that leave it as they found it; tests that need another one create it.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ def nvpool(*arguments, code: int | None = 0, wait_s: float = 240) -> subprocess.
 
 
 def status(directory, wait_s: float = 60.0) -> dict:
-    """What `nvpool status --json` prints, without starting a program for it."""
+    """The output of `nvpool status --json`, without starting a program for it."""
     return asyncio.run(status_of(str(directory), wait_s))
 
 
@@ -52,7 +52,7 @@ def pids(directory) -> dict[str, int]:
 
 
 def until(holds, what: str, wait_s: float = 120.0):
-    """What `holds` answers once that is true."""
+    """The result of `holds` once that is true."""
     deadline_s = SYSTEM_CLOCK.boottime_s() + wait_s
     while not (found := holds()):
         assert SYSTEM_CLOCK.boottime_s() < deadline_s, f"not within {wait_s} s: {what}"
@@ -72,13 +72,13 @@ def all_serve(directory) -> dict:
 
 
 def shown_with(directory, states: dict[str, str]) -> dict | None:
-    """What `nvpool status` says when these are the states of the processes. On a busy machine others may be silent, too."""
+    """The output of `nvpool status` if the processes have these states. On a busy machine others may be silent, too."""
     seen = json.loads(nvpool("status", directory, "--json", "--check", code=3).stdout)
     return seen if {p["name"]: p["state"] for p in seen["processes"] if "name" in p} == states else None
 
 
 def processes_of(directory) -> list[int]:
-    """Every process of this pool, whoever started it."""
+    """Every process of this pool, whichever process started it."""
     return sorted(pid for pid, _ in processes(naming=directory) if identity_of(pid) is not None)
 
 
@@ -94,14 +94,14 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
 
 
 def kill_all(directory) -> None:
-    """All at once: stopped first, so that none of them can start another."""
+    """Kill all together: they are stopped first, so that none can start another one."""
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in processes_of(directory):
             kill(pid, number)
 
 
 def clean_up(directory: Path) -> None:
-    """After whatever a test did: nothing of it runs, nothing of it is there."""
+    """Remove every process and file of the pool after a test."""
     nvpool("dev", "down", directory, code=None)
     kill_all(directory)
     shutil.rmtree(directory, ignore_errors=True)
@@ -117,7 +117,7 @@ def shared(tmp_path_factory):
 
 @pytest.fixture
 def pool(shared):
-    """The shared pool with everything running, whatever the last test did."""
+    """The shared pool with everything running, whatever state the last test left."""
     nvpool("dev", "up", shared)
     return shared
 
@@ -128,7 +128,7 @@ def own(tmp_path):
     clean_up(tmp_path / "pool")
 
 
-def test_status_names_every_process_of_the_pool_and_each_runs(pool):
+def test_status_lists_every_process(pool):
     all_serve(pool)
     seen = json.loads(nvpool("status", pool, "--json").stdout)
     assert sorted(process["role"] for process in seen["processes"]) == [
@@ -144,7 +144,7 @@ def test_status_names_every_process_of_the_pool_and_each_runs(pool):
     assert nvpool("status", pool, "--check").returncode == 0
 
 
-def test_status_says_how_drives_are_read_and_whether_past_the_page_cache(own, tmp_path):
+def test_status_shows_the_read_path_of_drives(own, tmp_path):
     (tmp_path / "node.toml").write_text("[store]\ndirect = true\nreads = 'executor'\n")
     nvpool("dev", "up", own, "--size", "64M", "--config", tmp_path / "node.toml")
     store = next(process for process in status(own)["processes"] if process["role"] == "store")
@@ -179,8 +179,8 @@ def test_pool_is_reached_by_every_address_it_is_given(own, tmp_path):
     ]
 
 
-def test_loopback_of_an_earlier_version_is_left(own, tmp_path):
-    """As a map has it that was made when loopback was the default."""
+def test_loopback_endpoints_of_an_older_map_are_removed(own, tmp_path):
+    """With the map of a version in which loopback was the default."""
     (tmp_path / "node.toml").write_text('[network]\nhost = "127.0.0.1"\n')
     nvpool("dev", "up", own, "--size", "64M", "--config", tmp_path / "node.toml")
     kill_all(own)
@@ -204,7 +204,7 @@ def test_loopback_of_an_earlier_version_is_left(own, tmp_path):
     assert not [pid for pid in pids(own).values() if f"pid={pid}," in listening]
 
 
-def test_a_second_daemon_on_the_directory_is_refused_with_the_pid_of_the_first(pool):
+def test_second_daemon_is_refused_with_the_first_ones_pid(pool):
     first = pids(pool)["supervisor"]
     for words in (command(Program.SUPERVISOR, str(pool)), command(Program.CLI, "serve", str(pool))):
         done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
@@ -213,7 +213,7 @@ def test_a_second_daemon_on_the_directory_is_refused_with_the_pid_of_the_first(p
 
 
 @pytest.mark.smoke
-def test_a_killed_child_is_back_in_no_time_and_counted(pool):
+def test_killed_child_is_restarted_and_counted(pool):
     before = pids(pool)
     for name in ("meta-1", "target-1", "target-2"):
         kill(before[name])
@@ -225,7 +225,7 @@ def test_a_killed_child_is_back_in_no_time_and_counted(pool):
     assert len(processes_of(pool)) == 4
 
 
-def test_a_killed_supervisor_is_started_by_a_child_and_adopts_all_of_them(pool):
+def test_killed_supervisor_is_replaced_and_adopts_all(pool):
     before = pids(pool)
     kill(before["supervisor"])
     seen = all_serve(pool)
@@ -237,13 +237,16 @@ def test_a_killed_supervisor_is_started_by_a_child_and_adopts_all_of_them(pool):
     assert len(processes_of(pool)) == 4
 
 
-def test_the_lock_is_never_free_while_a_supervisor_is_killed_again_and_again(pool):
+def test_lock_is_held_through_repeated_kills(pool):
     directory, free, ended = PoolDirectory(pool), [], threading.Event()
     supervisors = set()
 
     def watch() -> None:
-        """Try to share the lock: that works only while nobody holds it. At most the moment between a death and the wake-up of
-        the next who waits is seen, so what counts is who holds it afterwards, and that it is one at a time."""
+        """Try to share the lock: that succeeds only while no process has it.
+
+        At most the moment between a death and the wake-up of the next waiting process is seen. So the test checks which
+        process has the lock afterwards, and that there is one at a time.
+        """
         while not ended.wait(0.002):
             holder = holder_of(directory.lock)
             if holder is not None:
@@ -265,7 +268,9 @@ def test_the_lock_is_never_free_while_a_supervisor_is_killed_again_and_again(poo
         ended.set()
         watcher.join()
     serving = [both for both in free if len([pid for pid in both if _has_lock_open(pid, directory.lock)]) > 1]
-    assert not [both for both in serving if all(identity_of(pid) for pid in both)], "two supervisors at once"
+    assert not [both for both in serving if all(identity_of(pid) for pid in both)], (
+        "two supervisors at the same time"
+    )
     assert len(supervisors) >= 4
 
 
@@ -276,7 +281,7 @@ def _has_lock_open(pid: int, path: Path) -> bool:
         return False
 
 
-def test_a_child_killed_while_there_is_no_supervisor_is_started_by_the_next(pool):
+def test_child_killed_without_a_supervisor_is_restarted(pool):
     before = pids(pool)
     for name in ("supervisor", "target-1"):
         kill(before[name])
@@ -286,7 +291,7 @@ def test_a_child_killed_while_there_is_no_supervisor_is_started_by_the_next(pool
     assert len(processes_of(pool)) == 4
 
 
-def test_after_a_death_of_all_at_once_nothing_runs_and_the_pool_starts_again(pool):
+def test_pool_starts_again_after_the_death_of_all(pool):
     kill_all(pool)
     assert processes_of(pool) == []
     done = nvpool("status", pool, "--wait", "0.3", code=3)
@@ -295,7 +300,7 @@ def test_after_a_death_of_all_at_once_nothing_runs_and_the_pool_starts_again(poo
     assert len(processes_of(pool)) == 4
 
 
-def test_a_stopped_supervisor_keeps_its_lock_and_nobody_takes_its_place(pool):
+def test_stopped_supervisor_keeps_its_lock(pool):
     supervisor = pids(pool)["supervisor"]
     kill(supervisor, signal.SIGSTOP)
     try:
@@ -307,7 +312,7 @@ def test_a_stopped_supervisor_keeps_its_lock_and_nobody_takes_its_place(pool):
     assert all_serve(pool)["processes"][0]["pid"] == supervisor
 
 
-def test_a_process_that_does_not_answer_is_shown_as_silent_and_the_rest_as_it_is(pool):
+def test_silent_process_is_shown_as_silent(pool):
     stopped = pids(pool)["target-1"]
     kill(stopped, signal.SIGSTOP)
     try:
@@ -325,7 +330,7 @@ def test_a_process_that_does_not_answer_is_shown_as_silent_and_the_rest_as_it_is
     assert {p["name"]: p["pid"] for p in all_serve(pool)["processes"] if "name" in p}["target-1"] == stopped
 
 
-def test_a_daemon_that_may_open_too_few_files_is_refused_with_the_remedy(own):
+def test_low_descriptor_limit_is_refused_with_the_remedy(own):
     nvpool("dev", "up", own, "--size", "128M")
     kill_all(own)
     done = subprocess.run(
@@ -346,12 +351,15 @@ def test_a_daemon_that_may_open_too_few_files_is_refused_with_the_remedy(own):
     assert done.returncode == 1 and "LimitNOFILE" in done.stderr and processes_of(own) == []
 
 
-def test_sigterm_ends_every_process_in_order_and_leaves_no_state_behind(pool):
+def test_sigterm_stops_every_process_and_leaves_no_state(pool):
     supervisor = pids(pool)["supervisor"]
     kill(supervisor, signal.SIGTERM)
     until(lambda: processes_of(pool) == [], "all have ended")
     directory = PoolDirectory(pool)
-    until(lambda: directory.supervisor() is None, "nobody waits for its exit code any more")
+    until(
+        lambda: directory.supervisor() is None,
+        "no process waits for the exit code of the supervisor any more",
+    )
     assert list(directory.run.glob("*.json")) == []
     log = (directory.log / "nvpoold.log").read_text().splitlines()
     assert log[-1].endswith("stopped")
@@ -359,7 +367,7 @@ def test_sigterm_ends_every_process_in_order_and_leaves_no_state_behind(pool):
         assert (directory.log / f"{name}.log").read_text().splitlines()[-1].endswith("stopped"), name
 
 
-def test_serve_in_a_terminal_ends_on_ctrl_c_and_tells_systemd_when_it_is_ready(pool, tmp_path):
+def test_serve_ends_on_ctrl_c_and_notifies_systemd(pool, tmp_path):
     import socket
 
     kill(pids(pool)["supervisor"], signal.SIGTERM)
@@ -372,9 +380,9 @@ def test_serve_in_a_terminal_ends_on_ctrl_c_and_tells_systemd_when_it_is_ready(p
             stderr=subprocess.PIPE,
             env=os.environ | {"NOTIFY_SOCKET": str(tmp_path / "notify")},
         )
-        while (told := systemd.recv(1000)).startswith(b"EXTEND_TIMEOUT_USEC="):
+        while (notification := systemd.recv(1000)).startswith(b"EXTEND_TIMEOUT_USEC="):
             pass
-        assert told.startswith(b"READY=1")
+        assert notification.startswith(b"READY=1")
         daemon.send_signal(signal.SIGINT)
         _, said = daemon.communicate(timeout=240)
     assert daemon.returncode == 0 and b"stopping: SIGINT" in said
@@ -397,7 +405,7 @@ def test_serve_in_a_terminal_ends_on_ctrl_c_and_tells_systemd_when_it_is_ready(p
         ),
     ],
 )
-def test_a_pool_that_can_not_be_served_is_refused_with_the_reason(own, damage, said):
+def test_pool_that_cannot_be_served_is_refused(own, damage, said):
     made = {
         "verb": "pool",
         "directory": str(own),
@@ -429,7 +437,7 @@ def test_a_pool_that_can_not_be_served_is_refused_with_the_reason(own, damage, s
 
 
 @pytest.mark.parametrize("part, daemon", [("targets/2/index", "target-2"), ("meta/shard-1", "meta-1")])
-def test_a_part_of_another_version_is_told_in_the_status_and_refused_at_the_next_start(pool, part, daemon):
+def test_part_of_another_version_is_reported_and_refused(pool, part, daemon):
     path = pool / part / "FORMAT"
     right = path.read_text()
     wrong = right.replace("1", "7")
@@ -444,8 +452,10 @@ def test_a_part_of_another_version_is_told_in_the_status_and_refused_at_the_next
             daemon in said and "does not start" in said and "use the version of nvpool that made it" in said
         )
         kill_all(pool)
-        told = nvpool("dev", "up", pool, code=1).stderr
-        assert wrong.strip() in told and "use the version" in told and processes_of(pool) == []
+        notification = nvpool("dev", "up", pool, code=1).stderr
+        assert (
+            wrong.strip() in notification and "use the version" in notification and processes_of(pool) == []
+        )
         assert wrong.strip() in nvpool("serve", pool, code=1).stderr
     finally:
         path.write_text(right)

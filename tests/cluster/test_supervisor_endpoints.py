@@ -1,6 +1,8 @@
-"""Daemons that reach the supervisor of their own node over TCP, because its unix socket was out of the way when they began:
-they are served as over the unix socket, also while another node leads, and return to it. Three nodes with TLS, real
-processes."""
+"""Daemons that reach their own node's supervisor over TCP, because its unix socket was missing when they started.
+
+They are served as over the unix socket, also while another node leads, and return to it. Three nodes with TLS, real
+processes.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +66,8 @@ def is_on_tcp(node, pid):
     return any(there[2] in ports and here[0] == there[0] for here, there in ends)
 
 
-def start_again_on_tcp(pool, node, name):
-    """Kill that process of the node, whose socket is out of the way, and wait for the next one; its pid."""
+def restart_on_tcp(pool, node, name):
+    """Kill that process of the node, whose socket is missing, and wait for the next one; its pid."""
     old = node.directory.state_of(name).pid
     end_process(old, signal.SIGKILL)
 
@@ -83,8 +85,8 @@ def start_again_on_tcp(pool, node, name):
     return until(serves, f"{name} is on TCP", *pool.nodes[:3])
 
 
-def let_another_lead(pool, leads):
-    """A killed supervisor may be back and lead before anybody else does: one that stands still is not."""
+def move_leadership(pool, leads):
+    """A killed supervisor may be back and lead before any other one; a stopped one may not."""
     pid = leads.directory.state_of("supervisor").pid
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -102,18 +104,18 @@ def let_another_lead(pool, leads):
 
 
 def make(pool, name):
-    """A file; how long that took."""
+    """Create a file; the time that it took."""
     began = time.monotonic()
     (pool.mount / name).write_bytes(name.encode())
     return time.monotonic() - began
 
 
-def test_primary_on_tcp_is_given_leases_by_another_nodes_leader(pool):
+def test_primary_on_tcp_gets_leases_from_another_leader(pool):
     pool.until_whole()
     leads, _ = pool.lead_and_primary()
     shard = leads.map().shards[0]
     if pool.nodes[shard.standbys[0].node - 1] is leads:
-        let_another_lead(pool, leads)
+        move_leadership(pool, leads)
         pool.until_whole()
         leads, _ = pool.lead_and_primary()
         shard = leads.map().shards[0]
@@ -122,7 +124,7 @@ def test_primary_on_tcp_is_given_leases_by_another_nodes_leader(pool):
     assert node is not leads
     make(pool, "before")
     with without_socket(node):
-        pid = start_again_on_tcp(pool, node, name)
+        pid = restart_on_tcp(pool, node, name)
         until(
             lambda: leads.map().shards[0].standbys[0].state == "up",
             "the standby has everything",
@@ -135,7 +137,7 @@ def test_primary_on_tcp_is_given_leases_by_another_nodes_leader(pool):
             "it has a standby of its own",
             *pool.nodes[:3],
         )
-        took_s.append(make(pool, "second"))  # now it needs a lease
+        took_s.append(make(pool, "second"))  # this change needs a new lease
         assert leads.map().shards[0].member == standby.member and is_on_tcp(node, pid)
         print(f"files were made within {took_s} s")
     until(lambda: not is_on_tcp(node, pid), "it uses the unix socket again", node)
@@ -144,16 +146,16 @@ def test_primary_on_tcp_is_given_leases_by_another_nodes_leader(pool):
     assert (pool.mount / "second").read_bytes() == b"second" and node.directory.state_of(name).pid == pid
 
 
-def test_target_on_tcp_is_kept_alive_by_another_nodes_leader(pool):
+def test_target_on_tcp_is_kept_alive_by_another_leader(pool):
     pool.until_whole()
     leads, _ = pool.lead_and_primary()
     node = next(node for node in pool.nodes[:3] if node is not leads)
     target = next(target.id for target in node.map().targets if target.node == node.directory.node)
     name = f"target-{target}"
     with without_socket(node):
-        pid = start_again_on_tcp(pool, node, name)
+        pid = restart_on_tcp(pool, node, name)
         pool.until_whole()
         assert pool.lead_and_primary()[0] is leads and is_on_tcp(node, pid)
-    until(lambda: not is_on_tcp(node, pid), "it uses the unix socket again", node)
+    until(lambda: not is_on_tcp(node, pid), "the target uses the unix socket again", node)
     pool.until_whole()
     assert node.directory.state_of(name).pid == pid

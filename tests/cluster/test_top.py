@@ -1,4 +1,4 @@
-"""`nvpool top` on real processes: it names who reads and writes where, at the rate at which that is done."""
+"""`nvpool top` on real processes: clients, targets and volumes with their actual rates."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ def pool(tmp_path_factory):
 
 
 class Load:
-    """A thread that reads one file and writes another of a volume until it is told to end, and knows how often."""
+    """A thread that reads one file and writes another one of a volume until it is stopped, and counts both."""
 
     def __init__(self, pool: RealPool, name: str) -> None:
-        options = ClientOptions(deadline_s=60.0, short_cut=False, read_ahead_bytes=0)
+        options = ClientOptions(deadline_s=60.0, short_circuit=False, read_ahead_bytes=0)
         self._client = nvpool.connect(str(pool.path), name=name, options=options)
-        self._client.write_bytes(f"/{name}", os.urandom(16 * MIB))  # so many chunks are on both targets
+        self._client.write_bytes(
+            f"/{name}", os.urandom(16 * MIB)
+        )  # with so many chunks both targets have some
         self.reads = self.writes = 0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(f"/{name}",))
@@ -69,7 +71,7 @@ class Load:
 
 
 async def rates(pool: RealPool, by: str, load: Load, interval_s: float = 3.0):
-    """What two looks see, and what was really done between them, a second."""
+    """The rates between two samples, and the actual operations per second between them."""
     client = await Client.open(str(pool.path), "watcher")
     try:
         watch = UseWatch(client, by)
@@ -84,7 +86,7 @@ async def rates(pool: RealPool, by: str, load: Load, interval_s: float = 3.0):
 
 
 @pytest.mark.smoke
-def test_it_names_the_client_with_its_rates(pool):
+def test_top_shows_a_client_with_its_rates(pool):
     with Load(pool, "trainer") as load, Load(pool, "idler-of-a-kind"):
         seen, reads_s, writes_s = asyncio.run(rates(pool, "client", load))
     assert seen.silent == [] and 2.5 < seen.interval_s < 6.0
@@ -97,7 +99,7 @@ def test_it_names_the_client_with_its_rates(pool):
     assert 0 < row.read_s < 1.0 and 0 < row.write_s < 5.0
 
 
-def test_it_names_targets_and_volumes(pool):
+def test_top_shows_targets_and_volumes(pool):
     said = subprocess.run(
         [NVPOOL, "volume", "create", str(pool.path), "busy"], capture_output=True, text=True, timeout=120
     )
@@ -113,7 +115,7 @@ def test_it_names_targets_and_volumes(pool):
     assert sum(row.reads for row in seen.rates) == pytest.approx(reads_s, rel=0.25)
 
 
-def test_reads_by_the_short_cut_are_told_too_and_a_stopped_target_is_named(pool):
+def test_top_shows_short_circuit_reads_and_stopped_targets(pool):
     client = pool.connect(60.0)
     client.write_bytes("/direct", os.urandom(2 * MIB))
 
@@ -128,7 +130,7 @@ def test_reads_by_the_short_cut_are_told_too_and_a_stopped_target_is_named(pool)
                 direct += sum(row.direct_reads for row in (await watch.look(1.0)).rates)
                 if direct:
                     break
-            assert direct > 0, "reads past the stores were told"
+            assert direct > 0, "short-circuit reads are reported"
             os.kill(pool.pid("target-2"), signal.SIGSTOP)
             try:
                 assert (await watch.look(1.0)).silent == [2]
@@ -149,7 +151,7 @@ def test_reads_by_the_short_cut_are_told_too_and_a_stopped_target_is_named(pool)
     asyncio.run(watch())
 
 
-def test_the_command_prints_once_and_lives_on_a_terminal_until_ctrl_c(pool):
+def test_top_prints_once_or_until_ctrl_c(pool):
     with Load(pool, "seen") as load:
         said = subprocess.run(
             [NVPOOL, "top", str(pool.path), "--once", "--json", "--interval", "1"],
@@ -158,9 +160,9 @@ def test_the_command_prints_once_and_lives_on_a_terminal_until_ctrl_c(pool):
             timeout=120,
         )
         assert said.returncode == 0, said
-        told = json.loads(said.stdout)
-        assert told["by"] == "client" and told["silent"] == []
-        assert told["rows"][0]["name"] == f"seen on {host_name()}" and told["rows"][0]["reads_s"] > 0
+        output = json.loads(said.stdout)
+        assert output["by"] == "client" and output["silent"] == []
+        assert output["rows"][0]["name"] == f"seen on {host_name()}" and output["rows"][0]["reads_s"] > 0
         plain = subprocess.run(
             [NVPOOL, "top", str(pool.path), "--once", "--sort", "ops"],
             capture_output=True,
@@ -190,7 +192,7 @@ def test_the_command_prints_once_and_lives_on_a_terminal_until_ctrl_c(pool):
                 try:
                     if not os.read(main, 65536):
                         break
-                except OSError:  # its end of the terminal is closed
+                except OSError:  # the other end of the terminal is closed
                     break
             assert live.wait(30) == 0
         finally:

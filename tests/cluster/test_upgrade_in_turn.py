@@ -1,5 +1,8 @@
-"""Newer software under a pool in use: it is installed where the old one is, the daemons of one node after the other are stopped
-in order and started, then the mount is upgraded; who reads and writes on it meets no error. Real processes."""
+"""Rolling upgrade of a pool in use. Real processes.
+
+Newer software is installed in place, the daemons of each node in turn are stopped in order and started, then the mount is
+upgraded; applications on the mount see no error.
+"""
 
 import json
 import os
@@ -31,7 +34,7 @@ NEWER = f"{nvpool.__version__}+newer"
 
 
 class Installed:
-    """A copy of the package that all programs run from, as an installation that is updated in place."""
+    """A copy of the package from which all programs run, as an installation that is updated in place."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -42,7 +45,7 @@ class Installed:
         )
 
     def update(self) -> None:
-        """Every file is written anew, and says another version."""
+        """Rewrite every file, with another version number."""
         beside = self.place / "newer"
         shutil.copytree(
             Path(nvpool.__file__).parent, beside, ignore=shutil.ignore_patterns("__pycache__", "*.c")
@@ -65,7 +68,7 @@ def installed(tmp_path, monkeypatch):
 
 
 def software(node):
-    """What each process of this machine says it is, by its name."""
+    """The version of each process of this machine, by name."""
     found = {}
     for path in sorted(node.directory.run.glob("*.json")):
         state = json.loads(path.read_bytes())
@@ -75,12 +78,12 @@ def software(node):
 
 
 def doctor_of(node):
-    """What the doctor finds there, by the names of the checks."""
+    """The doctor's findings on that machine, by the name of the check."""
     done = node.nvpool("doctor", "--pool", str(node.path), "--json", check=False)
     return {one["name"]: one for one in json.loads(done.stdout)}
 
 
-def test_nodes_and_mount_are_upgraded_in_turn_and_nobody_who_uses_the_pool_is_told(installed):
+def test_rolling_upgrade_is_not_noticed(installed):
     switch = Machines(4)
     with switch as hosts:
         pool = PoolInUse(switch, hosts)
@@ -106,9 +109,9 @@ def test_nodes_and_mount_are_upgraded_in_turn_and_nobody_who_uses_the_pool_is_to
                 installed.update()
                 for node in pool.nodes[:3]:
                     began_s = time.monotonic()
-                    os.kill(node.directory.supervisor().pid, signal.SIGTERM)  # as systemctl stop
+                    os.kill(node.directory.supervisor().pid, signal.SIGTERM)  # as systemctl stop does
                     until(lambda node=node: not node.processes(), "the node's processes have ended", node)
-                    load.goes_on()  # without it
+                    load.goes_on()  # without that node
                     if node is third:
                         found = doctor_of(first)
                         assert found["nodes"]["state"] == "bad" and found["copies"]["state"] == "warn", found
@@ -132,8 +135,8 @@ def test_nodes_and_mount_are_upgraded_in_turn_and_nobody_who_uses_the_pool_is_to
 
 
 @pytest.mark.smoke
-def test_a_pool_of_one_node_is_stopped_while_it_is_read_and_the_readers_wait(installed):
-    """systemctl stop and start: everything ends in order, and a mount waits for what comes back."""
+def test_readers_wait_while_a_single_node_restarts(installed):
+    """systemctl stop and start: everything ends in order, and a mount waits for the daemons."""
     switch = Machines(2)
     with switch as hosts:
         pool = PoolInUse(switch, [*hosts[:1], *hosts[:1], *hosts[:1], hosts[1]])
@@ -141,7 +144,8 @@ def test_a_pool_of_one_node_is_stopped_while_it_is_read_and_the_readers_wait(ins
             first = pool.nodes[0]
             super(PoolInUse, pool).found()
             pool.mount_client()
-            # by a process that has nothing open on the mount: one of ours waits for the pool when it closes what it inherited
+            # by a process that has nothing open on the mount: a child of ours would close the inherited
+            # files, which waits for the pool
             starts = f'while read place; do {shlex.join(command(Program.SUPERVISOR))} "$place" --log file </dev/null & done'
             starter = subprocess.Popen(
                 first.machine.command("sh", "-c", starts), stdin=subprocess.PIPE, text=True
@@ -156,7 +160,7 @@ def test_a_pool_of_one_node_is_stopped_while_it_is_read_and_the_readers_wait(ins
                     print(f"ended within {time.monotonic() - began_s:.1f} s")
                     said = (first.directory.log / "nvpoold.log").read_text()
                     assert "Traceback" not in said, said[-3000:]
-                    time.sleep(2.0)  # the mount meets nobody
+                    time.sleep(2.0)  # the mount reaches no daemon
                     starter.stdin.write(f"{first.path}\n")
                     starter.stdin.flush()
                     first.until_all_serve()
@@ -168,8 +172,8 @@ def test_a_pool_of_one_node_is_stopped_while_it_is_read_and_the_readers_wait(ins
             pool.end()
 
 
-def test_all_of_this_runs_from_the_copy(installed):
-    """Else the tests above would upgrade nothing."""
+def test_programs_run_from_the_copy(installed):
+    """Otherwise the tests above would upgrade nothing."""
     installed.update()
     done = subprocess.run(
         command(Program.CLI, "version", "--json"), capture_output=True, text=True, check=False, cwd="/"

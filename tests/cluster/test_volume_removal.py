@@ -1,4 +1,4 @@
-"""`nvpool volume rm --wait` on a real pool, as its user sees it: interrupted by Ctrl-C, and given again."""
+"""`nvpool volume rm --wait` on a real pool: interrupted by Ctrl-C, and repeated."""
 
 import json
 import select
@@ -12,7 +12,7 @@ from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.testing.env.pool import RealPool
 
 DIRECTORIES = 4000
-"""Each is a step or two of the removal, which takes some seconds for them."""
+"""Each takes a step or two of the removal: some seconds for all."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def until(holds, wait_s=60.0):
         select.select([], [], [], 0.02)
 
 
-def test_interrupted_the_removal_goes_on_and_the_same_command_waits_again(pool, large):
+def test_interrupted_removal_continues(pool, large):
     waiting = subprocess.Popen(
         command(pool, "rm", "large", "--wait"),
         stdin=subprocess.DEVNULL,
@@ -65,8 +65,8 @@ def test_interrupted_the_removal_goes_on_and_the_same_command_waits_again(pool, 
     )
     try:
         until(lambda: large.list(removing=True) and not large.list())
-        told = waiting.stderr.readline()  # a second later
-        assert f"of {DIRECTORIES} files left" in told
+        progress = waiting.stderr.readline()  # a second later
+        assert f"of {DIRECTORIES} files left" in progress
         waiting.send_signal(signal.SIGINT)
         out, said = waiting.communicate(timeout=30)
     finally:
@@ -90,11 +90,11 @@ def test_interrupted_the_removal_goes_on_and_the_same_command_waits_again(pool, 
     assert "there is no volume large" in nvpool(pool, "rm", "large", "--wait", code=1).stderr
 
 
-def test_without_waiting_again_and_with_a_new_volume_of_the_name_nothing_is_mistaken(pool, large):
+def test_new_volume_of_the_same_name_is_not_mistaken(pool, large):
     nvpool(pool, "rm", "large")
     (first,) = large.list(removing=True)
     assert "there is no volume large" in nvpool(pool, "rm", "large", code=1).stderr
     made = large.create("large")
     assert json.loads(nvpool(pool, "rm", "large", "--wait", "--json").stdout)["removed"]
-    assert large.list() == [] and large.removing(made.inode) is None  # the one that had the name
+    assert large.list() == [] and large.removing(made.inode) is None  # not the removed volume
     until(lambda: large.removing(first.inode) is None)

@@ -1,6 +1,9 @@
-"""A wide directory over three shards, real processes: two clients make thousands of files in it, and others that they remove
-again, while a third lists it all the time, and a shard is added and one removed, for as long as that takes. No listing lacks a
-name that was there when it began, or has one twice; in the end all is there once, and fsck finds nothing."""
+"""A striped directory over three shards under concurrent changes, real processes.
+
+Two clients create thousands of files in it, and others that they remove again, while a third one lists it all the time,
+until a shard is added and another one removed. No listing lacks a name that existed when it began, or has one twice; in the
+end every file exists once, and fsck finds nothing.
+"""
 
 import json
 import subprocess
@@ -15,7 +18,9 @@ from nvpool.sdk.filesystem import FileSystem
 NVPOOL = str(Path(sys.executable).with_name("nvpool"))
 CLIENTS, STEP = 2, 250
 EACH, EACH_MAX = 1_500, 4_000
-"""A listing takes several steps of each shard by then. They go on until the shards have come and gone, but not for ever."""
+"""With so many files a listing takes several steps of each shard. They continue until the shards have come and gone, up to
+a limit.
+"""
 MAKER = """
 import asyncio, select, sys
 from nvpool import connect_async
@@ -44,8 +49,8 @@ def nvpool(*arguments, timeout=500):
     return done.stdout
 
 
-class Maker:
-    """One client in a process of its own; `made`: so many of its files are there for certain."""
+class Creator:
+    """One client in its own process; `made`: this many of its files certainly exist."""
 
     def __init__(self, pool, who):
         self.who, self.made = who, 0
@@ -87,18 +92,18 @@ def pool(tmp_path):
 
 
 def listed(files, makers):
-    """The names, which may be those of a listing that began now."""
+    """The names, as of a listing that begins now."""
     before = {f"{maker.who}-{number}" for maker in makers for number in range(maker.made)}
     names = [entry.name for entry in files.scan("/wide")]
     assert len(names) == len(set(names)), "a listing has a name twice"
-    assert not before.difference(names), "a listing lacks names that were there when it began"
+    assert not before.difference(names), "a listing lacks names that existed when it began"
     return set(names)
 
 
-def test_it_is_listed_whole_while_files_come_and_go_and_shards_too(pool):
+def test_listing_is_complete_under_changes_of_files_and_shards(pool):
     with FileSystem(pool, name="lists") as files:
         files.mkdir("/wide", wide=True)
-        makers = [Maker(pool, f"client{number}") for number in range(CLIENTS)]
+        makers = [Creator(pool, f"client{number}") for number in range(CLIENTS)]
         shards = threading.Thread(
             target=lambda: [
                 nvpool("shard", "add", pool, "--wait"),

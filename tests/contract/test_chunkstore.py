@@ -1,4 +1,4 @@
-"""Every chunk store passes its contract: the twin, blocks over a device that forgets, a data file, a raw device."""
+"""The contract of chunk stores: the fake, blocks over a device with volatile cache, a data file, a raw device."""
 
 import asyncio
 import errno
@@ -23,7 +23,7 @@ from nvpool.testing.contracts.chunk_store import CAPACITY_BYTES, CHECKS
 from nvpool.testing.contracts.chunk_transfer import CHECKS as WHOLE_CHECKS
 
 
-class TwinSubject:
+class FakeSubject:
     async def open(self):
         self.store = MemoryChunkStore(CAPACITY_BYTES)
 
@@ -47,8 +47,10 @@ class TwinSubject:
 
 
 class ForgettingSubject:
-    """Blocks over the device that forgets what was not synced, with the real index; its journal is never lost, so a loss of
-    power leaves records that name what is not there."""
+    """Blocks over a device that loses unsynced writes, with the real index.
+
+    The journal of the index is never lost, so a power loss leaves records whose blocks are missing.
+    """
 
     cold = False
 
@@ -102,7 +104,7 @@ class ForgettingSubject:
 
 
 class ColdSubject(ForgettingSubject):
-    """As above, and no read is ever answered without waiting."""
+    """As ForgettingSubject, and no read is answered without waiting."""
 
     cold = True
 
@@ -190,7 +192,7 @@ class RawDeviceSubject(DirectorySubject):
 
 
 SUBJECTS = [
-    TwinSubject,
+    FakeSubject,
     ForgettingSubject,
     ColdSubject,
     DirectorySubject,
@@ -202,7 +204,7 @@ SUBJECTS = [
 
 @pytest.mark.parametrize("check", [*CHECKS, *RANGE_CHECKS, *WHOLE_CHECKS], ids=lambda check: check.__name__)
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_every_store_keeps_the_contract(subject, check):
+def test_stores_meet_the_contract(subject, check):
     async def run():
         one = subject()
         await one.open()

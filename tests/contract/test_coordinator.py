@@ -1,4 +1,4 @@
-"""Both kinds of engine make the same coordinator; and what only a stored one can show."""
+"""The contract of the embedded coordinator on both engines, and the behaviour that needs a stored engine."""
 
 import asyncio
 
@@ -28,7 +28,7 @@ def make(request, tmp_path):
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_an_embedded_coordinator_keeps_the_contract(check, make):
+def test_embedded_coordinator_meets_the_contract(check, make):
     async def run():
         coordinator = await make()
         try:
@@ -39,7 +39,7 @@ def test_an_embedded_coordinator_keeps_the_contract(check, make):
     asyncio.run(run())
 
 
-def test_the_map_is_there_again_after_a_restart_and_the_copy_is_mended(tmp_path):
+def test_map_survives_a_restart_and_the_copy_is_repaired(tmp_path):
     async def run():
         copies = []
         coordinator = await EmbeddedCoordinator.found(
@@ -59,7 +59,7 @@ def test_the_map_is_there_again_after_a_restart_and_the_copy_is_mended(tmp_path)
     asyncio.run(run())
 
 
-def test_a_map_is_durable_before_the_copy_and_the_copy_before_the_watchers():
+def test_map_is_durable_before_copy_and_watchers():
     async def run():
         kv, seen = MemoryKv(), []
         coordinator = await EmbeddedCoordinator.found(
@@ -76,7 +76,7 @@ def test_a_map_is_durable_before_the_copy_and_the_copy_before_the_watchers():
     asyncio.run(run())
 
 
-def test_a_copy_that_can_not_be_written_does_not_lose_the_map():
+def test_copy_that_cannot_be_written_keeps_the_map():
     async def run():
         def full(raw):
             if decode_map(raw).epoch > 1:
@@ -90,7 +90,7 @@ def test_a_copy_that_can_not_be_written_does_not_lose_the_map():
     asyncio.run(run())
 
 
-def test_a_bounded_number_of_old_maps_is_kept():
+def test_number_of_old_maps_is_bounded():
     async def run():
         kv = MemoryKv()
         coordinator = await EmbeddedCoordinator.found(kv, first_map())
@@ -101,7 +101,7 @@ def test_a_bounded_number_of_old_maps_is_kept():
     asyncio.run(run())
 
 
-def test_records_without_a_map_or_with_a_broken_one_are_refused():
+def test_missing_or_broken_map_record_is_refused():
     async def run():
         with pytest.raises(CorruptRecord):
             await EmbeddedCoordinator.open(MemoryKv())

@@ -1,4 +1,4 @@
-"""The coordinator in a real etcd: the contract, and what only several members and several coordinators can show."""
+"""The coordinator in a real etcd: the contract, and behaviour with several members and several coordinators."""
 
 import asyncio
 import ssl
@@ -38,14 +38,14 @@ def three():
 
 @pytest.fixture(scope="module")
 def three_whole():
-    """Whose members nobody harms."""
+    """Three members that no test harms."""
     with real_etcd.RealEtcd(3) as etcd:
         yield etcd
 
 
 @pytest.fixture(scope="module")
 def three_less_one():
-    """Of which one is dead: most are there."""
+    """Three members of which one is dead; a majority is left."""
     with real_etcd.RealEtcd(3) as etcd:
         etcd.kill(0)
         etcd.wait(1)
@@ -53,7 +53,7 @@ def three_less_one():
 
 
 def a_pool():
-    """The first map of a pool that nobody knows."""
+    """The first map of a new pool."""
     return msgspec.structs.replace(first_map(), pool_id=f"pool-{next(_numbers)}")
 
 
@@ -67,9 +67,9 @@ async def pair(etcd, first=None):
 
 @pytest.mark.parametrize("members", ["one", "three_whole", "three_less_one"])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_a_coordinator_in_etcd_keeps_the_contract(check, members, request, monkeypatch):
+def test_etcd_coordinator_meets_the_contract(check, members, request, monkeypatch):
     etcd = request.getfixturevalue(members)
-    # each check has a pool of its own, by its number: the contract's first map is the same for all
+    # each check has its own pool, by number: the contract's first map is the same for all
     number = next(_numbers)
     monkeypatch.setattr(etcd_module, "_root", lambda pool_id: b"nvpool/contract-%d/" % number)
 
@@ -83,7 +83,7 @@ def test_a_coordinator_in_etcd_keeps_the_contract(check, members, request, monke
     asyncio.run(run())
 
 
-def test_what_one_changes_the_other_is_told(one):
+def test_change_is_seen_by_another_coordinator(one):
     async def run():
         mine, other = await pair(one)
         waiting = asyncio.ensure_future(other.watch(1, 30))
@@ -99,7 +99,7 @@ def test_what_one_changes_the_other_is_told(one):
     asyncio.run(run())
 
 
-def test_of_two_that_change_the_map_at_once_one_is_stale_and_may_go_on_from_the_others(one):
+def test_one_of_two_concurrent_changes_is_stale(one):
     async def run():
         both = await pair(one)
         changes = (
@@ -116,7 +116,7 @@ def test_of_two_that_change_the_map_at_once_one_is_stale_and_may_go_on_from_the_
     asyncio.run(run())
 
 
-def test_a_map_that_was_made_is_not_stale_where_another_followed_at_once(one):
+def test_map_overtaken_by_the_next_one_is_not_stale(one):
     async def run():
         mine, other = await pair(one)
         mines = mine._calls.transact
@@ -140,21 +140,21 @@ def test_a_map_that_was_made_is_not_stale_where_another_followed_at_once(one):
 
 
 @pytest.mark.parametrize("lost", ["transact", "ranges"])
-def test_a_map_that_the_watch_has_told_of_is_made_though_etcd_is_silent_from_then_on(one, lost):
+def test_map_seen_by_the_watch_counts_as_committed(one, lost):
     async def run():
         mine, other = await pair(one)
         calls, asked = mine._calls, getattr(mine._calls, lost)
-        told = []
+        notified = []
 
         async def silent(*arguments):
             if lost == "transact":
                 await asked(*arguments)
-            told.append(await mine.watch(1, 60))
+            notified.append(await mine.watch(1, 60))
             raise Unavailable("etcd does not answer")
 
         setattr(calls, lost, silent)
         await mine.replace(changed(mine.pool_map, name="made"))
-        assert told[0] is mine.pool_map and mine.pool_map.name == "made"
+        assert notified[0] is mine.pool_map and mine.pool_map.name == "made"
 
         async def refused(*arguments):
             raise Unavailable("etcd does not answer")
@@ -169,7 +169,7 @@ def test_a_map_that_the_watch_has_told_of_is_made_though_etcd_is_silent_from_the
     asyncio.run(run())
 
 
-def test_what_hangs_on_a_lease_that_has_ended_meanwhile_is_not_said_and_may_be_tried_again(one, monkeypatch):
+def test_announcement_with_an_expired_lease_can_be_retried(one, monkeypatch):
     async def run():
         mine, other = await pair(one)
         take = EtcdLease.take
@@ -190,7 +190,7 @@ def test_what_hangs_on_a_lease_that_has_ended_meanwhile_is_not_said_and_may_be_t
     asyncio.run(run())
 
 
-def test_a_pool_is_founded_once_and_one_that_is_not_known_can_not_be_opened(one):
+def test_pool_is_founded_once_and_must_exist_to_open(one):
     async def run():
         first = a_pool()
         await (await EtcdCoordinator.found(one.members, first)).close()
@@ -202,7 +202,7 @@ def test_a_pool_is_founded_once_and_one_that_is_not_known_can_not_be_opened(one)
     asyncio.run(run())
 
 
-def test_each_map_is_published_and_a_bounded_number_is_kept(one, monkeypatch):
+def test_each_map_is_published_and_few_are_kept(one, monkeypatch):
     monkeypatch.setattr(etcd_module, "KEPT_MAPS", 5)
 
     async def run():
@@ -223,7 +223,7 @@ def test_each_map_is_published_and_a_bounded_number_is_kept(one, monkeypatch):
     asyncio.run(run())
 
 
-def test_maps_of_a_large_pool_are_changed_and_followed_however_many_are_kept(one):
+def test_large_maps_exceed_no_message_limit(one):
     async def run():
         targets = tuple(Target(n, n, 1, 1 << 30, (f"inproc://target-{n}",)) for n in range(1, 7))
         tables = tuple(build_table(targets, replicas) for replicas in (1, 2, 3))
@@ -233,13 +233,15 @@ def test_maps_of_a_large_pool_are_changed_and_followed_however_many_are_kept(one
             tables=tables,
             drives=tuple(Drive(n, 1, f"/drive/{n}", 1 << 30) for n in range(1, 7)),
         )
-        assert len(encode_map(large)) * etcd_module.KEPT_MAPS > 4 << 20, "more than gRPC takes in one answer"
+        assert len(encode_map(large)) * etcd_module.KEPT_MAPS > 4 << 20, "more than gRPC accepts in one reply"
         mine, other = await pair(one, large)
         other._following.cancel()
         began = (await mine._calls.range(etcd_module.rpc.RangeRequest(key=b"x"), 5)).header.revision
         for number in range(etcd_module.KEPT_MAPS):
             await mine.replace(changed(mine.pool_map, name=f"map-{number}"))
-        stream = asyncio.ensure_future(other._follow_stream(began + 1))  # it is told all of it at once
+        stream = asyncio.ensure_future(
+            other._follow_stream(began + 1)
+        )  # the whole history arrives in one burst
         await asyncio.wait_for(reached(other, mine.pool_map.epoch), 120)
         assert not stream.done()
         stream.cancel()
@@ -257,12 +259,12 @@ def test_maps_of_a_large_pool_are_changed_and_followed_however_many_are_kept(one
 
 
 async def led_by(coordinator, name):
-    """etcd may tell of who leads later than of who is present: by another watch of its stream."""
+    """The watch of the leader may report later than the watch of present nodes: they are two watches of one stream."""
     while coordinator.leader() != name:
         await coordinator.watch_present({"node-1": b"here"}, 0.01)
 
 
-def test_who_is_not_renewed_is_gone_for_others_and_for_himself_first(one):
+def test_unrenewed_lease_ends_first_for_its_holder(one):
     async def run():
         mine, other = await pair(one)
         leader = await mine.lead("mine", LEASE_S, 10)
@@ -271,7 +273,7 @@ def test_who_is_not_renewed_is_gone_for_others_and_for_himself_first(one):
         await asyncio.wait_for(led_by(other, "mine"), 60)
         for lease in (leader, announced):
             lease._renewing.cancel()
-            lease._renewing = asyncio.ensure_future(asyncio.sleep(1000))  # as if the process stood still
+            lease._renewing = asyncio.ensure_future(asyncio.sleep(1000))  # as if the process were stopped
             lease.lost = asyncio.get_running_loop().create_future()
         waiting = asyncio.ensure_future(other.lead("other", LEASE_S, 30))
         while leader.holds:
@@ -282,7 +284,7 @@ def test_who_is_not_renewed_is_gone_for_others_and_for_himself_first(one):
         assert "node-1" not in await other.watch_present({"node-1": b"here"}, 10)
         with pytest.raises(StaleLease):
             await mine.replace(changed(mine.pool_map, name="of the past"), leader)
-        leader.__class__ = type("Sure", (leader.__class__,), {"holds": True})  # a clock that stood still
+        leader.__class__ = type("Sure", (leader.__class__,), {"holds": True})  # a stopped clock
         with pytest.raises(StaleLease):
             await mine.replace(changed(mine.pool_map, name="of the past"), leader)
         assert mine.pool_map.epoch == 1
@@ -292,26 +294,26 @@ def test_who_is_not_renewed_is_gone_for_others_and_for_himself_first(one):
     asyncio.run(run())
 
 
-def stand_still(reign):
-    """As if the process of who leads did; but its clock goes on."""
-    reign._renewing.cancel()
-    reign.lost = asyncio.get_running_loop().create_future()
+def stop_renewal(leadership):
+    """As if the leader's process were stopped, while its clock runs on."""
+    leadership._renewing.cancel()
+    leadership.lost = asyncio.get_running_loop().create_future()
 
 
-async def a_pair_that_is_led(etcd, lease_s=LEASE_S):
+async def led_pair(etcd, lease_s=LEASE_S):
     mine, other = await pair(etcd)
     return mine, other, await mine.lead("mine", lease_s, 10)
 
 
-def test_who_leads_next_knows_whether_all_that_the_former_one_has_lent_is_over(one):
+def test_next_leader_knows_whether_the_former_lease_ended(one):
     async def run():
-        mine, other, first = await a_pair_that_is_led(one)
+        mine, other, first = await led_pair(one)
         assert first.former is None
         await first.release()
         second = await other.lead("other", LEASE_S, 30)
-        assert second.former is None, "some of it may be left to whom the first has lent it"
+        assert second.former is None, "leases that the first leader granted may still run"
         await asyncio.sleep(LEASE_S)
-        stand_still(second)
+        stop_renewal(second)
         third = await mine.lead("mine", LEASE_S, 30)
         assert third.former == "other" and not second.holds
         assert LEASE_S / 2 < third.former_led_s < 30 and second.former_led_s == 0
@@ -321,10 +323,10 @@ def test_who_leads_next_knows_whether_all_that_the_former_one_has_lent_is_over(o
     asyncio.run(run())
 
 
-def test_who_has_lost_the_lead_by_time_alone_need_not_wait_for_himself(one):
+def test_leader_need_not_wait_for_its_own_expired_lease(one):
     async def run():
-        mine, other, first = await a_pair_that_is_led(one, 3.0)
-        first._lease_s = 0.0  # it is over, others wait for it
+        mine, other, first = await led_pair(one, 3.0)
+        first._lease_s = 0.0  # it has expired, others wait for it
         await first.lost
         assert (await mine.lead("mine", 60.0, 30)).former == "mine"
         assert await other.lead("other", LEASE_S, 0.5) is None
@@ -334,20 +336,20 @@ def test_who_has_lost_the_lead_by_time_alone_need_not_wait_for_himself(one):
     asyncio.run(run())
 
 
-def test_a_process_that_follows_another_of_its_node_leads_at_once_and_what_that_had_under_way_is_refused(one):
+def test_restarted_leader_leads_and_fences_its_predecessor(one):
     async def run():
         mine, other = await pair(one)
         killed = await EtcdCoordinator.open(one.members, mine.pool_map.pool_id, only="1")
-        reign = await killed.lead("1", 60.0, 10)
-        reign._renewing.cancel()  # nothing is heard of it any more
+        leadership = await killed.lead("1", 60.0, 10)
+        leadership._renewing.cancel()  # it renews no more
         assert await other.lead("2", LEASE_S, 0.5) is None
         again = await EtcdCoordinator.open(one.members, mine.pool_map.pool_id, only="1")
         began_s = SYSTEM_CLOCK.boottime_s()
         taken = await again.lead("1", 60.0, 30)
         assert taken.holds and SYSTEM_CLOCK.boottime_s() - began_s < 20
-        assert taken.former is None, "some of the time may be left to whom it has been lent"
+        assert taken.former is None, "leases that the predecessor granted may still run"
         with pytest.raises(StaleLease):
-            await killed.replace(changed(killed.pool_map, name="of the past"), reign)
+            await killed.replace(changed(killed.pool_map, name="of the past"), leadership)
         await again.replace(changed(again.pool_map, name="new"), taken)
         assert await other.lead("2", LEASE_S, 0.5) is None
         for coordinator in (again, killed, mine, other):
@@ -356,7 +358,7 @@ def test_a_process_that_follows_another_of_its_node_leads_at_once_and_what_that_
     asyncio.run(run())
 
 
-def test_a_lead_that_was_taken_unawares_is_taken_again_at_once(one):
+def test_leadership_with_a_lost_reply_is_taken_again(one):
     async def run():
         mine, other = await pair(one)
         transact, tries = mine._calls.transact, []
@@ -369,9 +371,9 @@ def test_a_lead_that_was_taken_unawares_is_taken_again_at_once(one):
             return answer
 
         mine._calls.transact = lost
-        reign = await mine.lead("mine", 60.0, 30)
-        assert tries == [True] and reign.holds and reign.former is None
-        await mine.replace(changed(mine.pool_map, name="new"), reign)
+        leadership = await mine.lead("mine", 60.0, 30)
+        assert tries == [True] and leadership.holds and leadership.former is None
+        await mine.replace(changed(mine.pool_map, name="new"), leadership)
         assert await other.lead("other", LEASE_S, 0.5) is None
         await mine.close()
         await other.close()
@@ -379,7 +381,7 @@ def test_a_lead_that_was_taken_unawares_is_taken_again_at_once(one):
     asyncio.run(run())
 
 
-def test_a_leader_of_an_earlier_version_leads_until_etcd_has_ended_its_lease(one):
+def test_leader_of_an_older_version_keeps_its_lease(one):
     async def run():
         mine, other = await pair(one)
         number = await mine._calls.grant_lease(600, 10)
@@ -398,22 +400,22 @@ def test_a_leader_of_an_earlier_version_leads_until_etcd_has_ended_its_lease(one
     asyncio.run(run())
 
 
-def test_the_lead_passes_on_while_members_of_etcd_die_and_never_to_a_second_one(three):
+def test_leadership_passes_on_while_members_die(three):
     async def run():
         mine, other = await pair(three)
         for number in range(3):
-            reign = await mine.lead("mine", LEASE_S, 60)
+            leadership = await mine.lead("mine", LEASE_S, 60)
             await until(lambda: other.leader() == "mine")
             waiting = asyncio.ensure_future(other.lead("other", LEASE_S, 60))
             three.kill(number)  # one of them leads etcd
-            stand_still(reign)
-            while reign.holds:
+            stop_renewal(leadership)
+            while leadership.holds:
                 assert not waiting.done()
                 await asyncio.sleep(0.01)
             second = await waiting
             assert second.former == "mine"
             with pytest.raises((StaleLease, Unavailable)):
-                await mine.replace(changed(mine.pool_map, name="of the past"), reign)
+                await mine.replace(changed(mine.pool_map, name="of the past"), leadership)
             three.start(number)
             await asyncio.to_thread(three.wait, number)
             await second.release()
@@ -424,7 +426,7 @@ def test_the_lead_passes_on_while_members_of_etcd_die_and_never_to_a_second_one(
     asyncio.run(run())
 
 
-def test_a_member_that_says_nothing_is_not_waited_for(three, monkeypatch):
+def test_silent_member_is_not_waited_for(three, monkeypatch):
     monkeypatch.setattr(etcd_client, "CALL_S", 600.0)
 
     async def run():
@@ -434,7 +436,7 @@ def test_a_member_that_says_nothing_is_not_waited_for(three, monkeypatch):
                 await EtcdCoordinator.answers(three.members, wait_s=120.0)
             calls = etcd_client.EtcdCalls(three.members, SYSTEM_CLOCK)
             await calls.range(etcd_module.rpc.RangeRequest(key=b"x"), 120.0)
-            assert calls._at != 0, "who has answered is asked first from then on"
+            assert calls._at != 0, "the member that answered is called first from then on"
             assert len(await calls.list_members(120.0)) == 3
             await calls.close()
         finally:
@@ -444,7 +446,7 @@ def test_a_member_that_says_nothing_is_not_waited_for(three, monkeypatch):
 
 
 @pytest.mark.parametrize("harm", ["kill", "stop"])
-def test_a_member_may_die_or_stand_still_and_leases_and_watches_go_on(three, harm):
+def test_leases_and_watches_survive_a_lost_member(three, harm):
     async def run():
         mine, other = await pair(three)
         leader = await mine.lead("mine", 12.0, 10)
@@ -476,9 +478,7 @@ def test_a_member_may_die_or_stand_still_and_leases_and_watches_go_on(three, har
 
 
 @pytest.mark.parametrize("harm", ["kill", "stop"])
-def test_without_most_members_nothing_is_changed_leases_end_and_all_goes_on_when_they_return(
-    three, harm, monkeypatch
-):
+def test_without_a_majority_leases_end_and_maps_stay(three, harm, monkeypatch):
     monkeypatch.setattr(etcd_module, "CHANGE_S", 1.0)
 
     async def run():
@@ -489,7 +489,7 @@ def test_without_most_members_nothing_is_changed_leases_end_and_all_goes_on_when
         getattr(three, harm)(1)
         with pytest.raises(Unavailable):
             await mine.replace(changed(before, name="by few"), leader)
-        assert mine.pool_map == before, "what is known stays known"
+        assert mine.pool_map == before, "the last known map stays"
         await asyncio.wait_for(leader.lost, 15)
         assert not leader.holds
         with pytest.raises(StaleLease):
@@ -516,7 +516,7 @@ def test_without_most_members_nothing_is_changed_leases_end_and_all_goes_on_when
     asyncio.run(run())
 
 
-def test_who_has_missed_more_than_etcd_remembers_looks_at_everything(one):
+def test_watch_behind_compaction_reads_everything_again(one):
     async def run():
         mine, other = await pair(one)
         calls, other._calls = other._calls, mine._calls
@@ -545,7 +545,7 @@ def test_who_has_missed_more_than_etcd_remembers_looks_at_everything(one):
     asyncio.run(run())
 
 
-def test_the_keys_of_a_pool_go_with_the_last_of_its_nodes(one):
+def test_removing_the_last_node_removes_the_pools_keys(one):
     async def run():
         first = a_pool()
         nodes = tuple(Node(number, f"node {number}", "", ()) for number in (1, 2))
@@ -566,8 +566,8 @@ def test_the_keys_of_a_pool_go_with_the_last_of_its_nodes(one):
     asyncio.run(run())
 
 
-def test_who_asks_when_the_connections_are_closed_hears_that_etcd_can_not_be_asked():
-    """A coordinator is closed under those who ask it when the map moves to another one."""
+def test_calls_after_close_are_unavailable():
+    """A coordinator is closed under its callers when the map moves to another one."""
 
     async def run():
         calls = etcd_client.EtcdCalls(("127.0.0.1:9",), SYSTEM_CLOCK)
@@ -584,7 +584,7 @@ def test_who_asks_when_the_connections_are_closed_hears_that_etcd_can_not_be_ask
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
 def test_etcd_refuses_old_versions_of_tls():
-    """3.4 has no option for a lowest version: its own is 1.2."""
+    """etcd 3.4 has no option for a lowest version: its default is 1.2."""
     with real_etcd.RealEtcd(secured=True) as etcd:
         host, port = etcd.members[0].split(":")
         there = host, int(port), etcd.files[0].read_bytes(), *etcd.files[1:]

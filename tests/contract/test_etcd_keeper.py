@@ -1,4 +1,4 @@
-"""What a node tells the others through a real etcd."""
+"""Announcements of a node through a real etcd."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ from nvpool.testing.env import etcd as real_etcd
 pytestmark = pytest.mark.skipif(real_etcd.missing() is not None, reason=str(real_etcd.missing()))
 
 
-def test_a_node_that_tells_something_new_keeps_one_lease_for_it(tmp_path, monkeypatch):
+def test_changed_announcement_keeps_one_lease(tmp_path, monkeypatch):
     monkeypatch.setattr(etcd_members, "_LOOK_S", 0.01)
 
     async def run(members) -> None:
@@ -34,7 +34,7 @@ def test_a_node_that_tells_something_new_keeps_one_lease_for_it(tmp_path, monkey
             relay=Relay(coordinator), own=None, certificates=lambda: None, show_certificates=lambda: None
         )
         keeper = etcd_members.EtcdKeeper(PoolDirectory(tmp_path), Config(), maps, None, None)
-        telling = asyncio.ensure_future(keeper._announce())
+        announcing = asyncio.ensure_future(keeper._announce())
         try:
             async with asyncio.timeout(60):
                 for able in (True, False, True):
@@ -49,7 +49,7 @@ def test_a_node_that_tells_something_new_keeps_one_lease_for_it(tmp_path, monkey
                     await asyncio.sleep(0.01)
             assert [json.loads(says)["able"] for says in coordinator.present().values()] == [True]
         finally:
-            telling.cancel()
+            announcing.cancel()
             await coordinator.close()
 
     with real_etcd.RealEtcd() as etcd:
@@ -57,7 +57,7 @@ def test_a_node_that_tells_something_new_keeps_one_lease_for_it(tmp_path, monkey
 
 
 @pytest.mark.parametrize("in_map", [True, False])
-def test_a_removed_node_says_so_whether_its_own_map_knows_it_or_not(tmp_path, monkeypatch, in_map):
+def test_removed_node_reports_its_removal(tmp_path, monkeypatch, in_map):
     monkeypatch.setattr(etcd_members, "_AGAIN_S", 0.01)
 
     async def run() -> None:
@@ -89,7 +89,7 @@ def test_a_removed_node_says_so_whether_its_own_map_knows_it_or_not(tmp_path, mo
         learning = asyncio.ensure_future(keeper._learn())
         try:
             async with asyncio.timeout(30):
-                while not any("was removed from the pool" in told for told in keeper.problems()):  # noqa: ASYNC110
+                while not any("was removed from the pool" in problem for problem in keeper.problems()):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
         finally:
             learning.cancel()
@@ -99,7 +99,7 @@ def test_a_removed_node_says_so_whether_its_own_map_knows_it_or_not(tmp_path, mo
     asyncio.run(run())
 
 
-def test_a_member_is_started_again_once_for_a_node_that_was_removed_though_the_map_can_not_be_changed(
+def test_removed_node_restarts_a_member_once(
     tmp_path,
 ):
     async def run(client: str) -> None:
@@ -137,11 +137,11 @@ def test_a_member_is_started_again_once_for_a_node_that_was_removed_though_the_m
         asyncio.run(run(etcd.members[0]))
 
 
-def test_no_member_is_started_again_while_a_lost_node_is_counted_on(tmp_path):
+def test_no_member_restarts_while_a_lost_node_counts(tmp_path):
     async def run(client: str) -> None:
         found, started = first_map(), []
         own = EtcdMember(found.nodes[0].id, client, client)
-        lost = msgspec.structs.replace(found.nodes[0], id=9, wish="lost")
+        lost = msgspec.structs.replace(found.nodes[0], id=9, desired_state="lost")
         pool_map = msgspec.structs.replace(
             found,
             revoked=(Revoked("9", 1, 5),),
@@ -166,7 +166,7 @@ def test_no_member_is_started_again_while_a_lost_node_is_counted_on(tmp_path):
             PoolDirectory(tmp_path), Config(), maps, SimpleNamespace(change=change), None
         )
         await keeper._hang_up(pool_map, own)
-        assert not started and written, "who comes anew is not let in"
+        assert not started and written, "a node that joins again must not be admitted"
         await keeper._hang_up(msgspec.structs.replace(pool_map, etcd=(own,)), own)
         assert started == [client]
 
@@ -174,12 +174,12 @@ def test_no_member_is_started_again_while_a_lost_node_is_counted_on(tmp_path):
         asyncio.run(run(etcd.members[0]))
 
 
-def test_member_that_starts_again_is_a_problem_only_once_it_is_silent_for_seconds(tmp_path, monkeypatch):
+def test_restarting_member_is_a_problem_after_seconds(tmp_path, monkeypatch):
     now_s, says = [100.0], {"etcd/1": {"able": True, "answers": True}}
     first = first_map()
     pool_map = msgspec.structs.replace(first, etcd=(EtcdMember(first.nodes[0].id, "h:1", "h:2"),))
     relay = SimpleNamespace(
-        pool_map=pool_map, present=lambda: {name: json.dumps(told) for name, told in says.items()}
+        pool_map=pool_map, present=lambda: {name: json.dumps(status) for name, status in says.items()}
     )
     monkeypatch.setattr(etcd_members, "SYSTEM_CLOCK", SimpleNamespace(boottime_s=lambda: now_s[0]))
     monkeypatch.setattr(etcd_members.EtcdKeeper, "_etcd", SimpleNamespace(is_silent=False))

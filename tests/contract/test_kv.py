@@ -1,4 +1,4 @@
-"""Both implementations of Kv pass its contract and behave as a dict does, over any history of changes and deaths."""
+"""Both implementations of Kv meet its contract and behave as a dict, over any history of changes and deaths."""
 
 import asyncio
 import errno
@@ -58,7 +58,7 @@ class MemorySubject:
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("subject", [MemorySubject, LmdbSubject])
-def test_the_contract_holds(subject, check):
+def test_kv_meets_the_contract(subject, check):
     async def run():
         made = subject()
         await made.open()
@@ -128,7 +128,7 @@ class KvMachine(RuleBasedStateMachine):
 
     @rule()
     def begin_a_checkpoint(self):
-        """Leave it half way: what follows runs against a frozen layer."""
+        """Leave a checkpoint half-way: later steps run against a frozen memtable."""
         if isinstance(self.kv, LmdbKv):
             self.kv._start_checkpoint()
             self.runner.run(asyncio.sleep(0))
@@ -188,7 +188,7 @@ def machine(subject_type, examples, steps):
 
 
 class SmallLmdb(LmdbSubject):
-    """Layers of a few entries and a journal of a few pages, so that every history meets checkpoints and waiting."""
+    """A memtable of a few entries and a journal of a few pages, so that every history meets checkpoints and waiting."""
 
     def __init__(self):
         super().__init__(
@@ -202,11 +202,11 @@ class SmallLmdb(LmdbSubject):
         )
 
 
-TestMemoryIsADict = machine(MemorySubject, 60, 40)
-TestLmdbIsADict = machine(LmdbSubject, 25, 30)
-TestSmallLmdbIsADict = machine(SmallLmdb, 25, 50)
+TestMemoryKv = machine(MemorySubject, 60, 40)
+TestLmdbKv = machine(LmdbSubject, 25, 30)
+TestSmallLmdbKv = machine(SmallLmdb, 25, 50)
 
 
 @pytest.mark.soak
-class TestSmallLmdbIsADictForLong(machine(SmallLmdb, 2000, 100)):
+class TestSmallLmdbKvLong(machine(SmallLmdb, 2000, 100)):
     pass

@@ -1,4 +1,4 @@
-"""RDMA keeps the contract of a transport over UCX's shared memory and TCP; every answer that can be is written one-sidedly."""
+"""RDMA meets the contract of a transport over UCX's shared memory and TCP, with one-sided writes of replies where possible."""
 
 import asyncio
 import itertools
@@ -7,7 +7,7 @@ from ipaddress import ip_network
 import pytest
 import uvloop
 
-from nvpool.rpc.stats import TALLY
+from nvpool.rpc.stats import RPC_STATS
 from nvpool.rpc.transports import ucx
 from nvpool.rpc.transports.rdma import RdmaConnection, RdmaSettings, RdmaTransport, RdmaUnixTransport
 from nvpool.testing.contracts.transport import CHECKS, CLIENT, SERVER, TransportSubject, echo, soon
@@ -17,8 +17,8 @@ LOOPBACK = (ip_network("127.0.0.0/8"),)
 _number = itertools.count(1)
 
 
-class Roomy(RdmaConnection):
-    """Gets room for each answer as long as the question, so that what the checks echo is written one-sidedly."""
+class RoomProvider(RdmaConnection):
+    """Provides room for a reply as long as the request, so that echoed payloads are written one-sidedly."""
 
     placed_bytes_min = 1
 
@@ -48,7 +48,7 @@ def made(way, tmp_path):
     kind, settings, endpoint = WAYS[way]
 
     class Subclass(kind):
-        _asking = Roomy
+        _asking = RoomProvider
 
     return TransportSubject(Subclass(settings), endpoint.format(directory=tmp_path))
 
@@ -67,19 +67,19 @@ def run(main):
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("way", ["posix", "tcp"])
-def test_rdma_keeps_the_contract(way, check, tmp_path):
+def test_rdma_meets_the_contract(way, check, tmp_path):
     run(check(made(way, tmp_path)))
 
 
 @pytest.mark.parametrize("way", ["posix", "tcp"])
-def test_its_requests_are_counted_as_those_of_rdma_and_after_a_fault_as_those_of_a_stream(way, tmp_path):
+def test_requests_are_counted_for_the_transport_in_use(way, tmp_path):
     async def main():
         subject = made(way, tmp_path)
         rdma = subject.transport.scheme
         stream = rdma.replace("rdma", "stream")
 
         def answered():
-            return [TALLY.over(label).ended for label in (rdma, stream)]
+            return [RPC_STATS.over(label).ended for label in (rdma, stream)]
 
         listener = await subject.transport.listen(subject.endpoint, SERVER, echo)
         connection = await subject.transport.connect(listener.endpoint, CLIENT, deadline_s=soon())
@@ -91,8 +91,8 @@ def test_its_requests_are_counted_as_those_of_rdma_and_after_a_fault_as_those_of
         for _ in range(2):
             await connection.call(1, b"", [b"x" * 9999], deadline_s=soon())
         assert answered() == [before[0] + 3, before[1] + 2]
-        for tally in map(TALLY.over, (rdma, stream)):
-            assert tally.begun == tally.ended + tally.given_up, "none is in work"
+        for counted in map(RPC_STATS.over, (rdma, stream)):
+            assert counted.begun == counted.ended + counted.given_up, "no request is under way"
         await connection.close()
         await listener.close()
 
@@ -101,7 +101,7 @@ def test_its_requests_are_counted_as_those_of_rdma_and_after_a_fault_as_those_of
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("count", [4096, 5000, 1 << 20, 32 << 20])
-def test_an_answer_is_written_right_into_memory_of_the_asker(way, count, tmp_path):
+def test_reply_is_written_into_the_callers_memory(way, count, tmp_path):
     async def main():
         subject = made(way, tmp_path)
         listener = await subject.transport.listen(subject.endpoint, SERVER, echo)
@@ -126,12 +126,12 @@ def test_an_answer_is_written_right_into_memory_of_the_asker(way, count, tmp_pat
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_handler_fills_memory_of_the_asker_where_the_transport_can_reach_it(way, tmp_path):
+def test_handler_fills_the_callers_memory_if_reachable(way, tmp_path):
     reached = []
 
     def handler(call):
         count = int(call.method) << 12
-        assert call.room(count + (1 << 20)) is None, "more than there is a place for"
+        assert call.room(count + (1 << 20)) is None, "more than the caller's buffer holds"
         room = call.room(count)
         reached.append(room is not None)
         content = bytes([call.method]) * count
@@ -140,7 +140,7 @@ def test_a_handler_fills_memory_of_the_asker_where_the_transport_can_reach_it(wa
         elif bytes(call.message) == b"fill":
             room[:] = content
             call.reply(b"filled", [room])
-        else:  # changes its mind
+        else:  # replies with a buffer of its own after all
             room[:] = b"!" * count
             call.reply(b"own", [content[:5000], content[5000:]])
         assert call.room(count) is None, "answered already"
@@ -162,8 +162,8 @@ def test_a_handler_fills_memory_of_the_asker_where_the_transport_can_reach_it(wa
     run(main())
 
 
-def test_an_asker_has_its_first_answers_while_the_next_ones_are_made(tmp_path):
-    """Though all of its questions have come at once, and what they are answered with does not go through the stream."""
+def test_early_replies_arrive_while_later_ones_are_made(tmp_path):
+    """Though all requests arrive together, and their replies do not go through the stream."""
     come, made_after = [], []
 
     def handler(call):

@@ -1,4 +1,4 @@
-"""Transports under TLS: the whole contract, and everybody who must not come in does not, over real connections."""
+"""Transports under TLS: the whole contract, and the refusal of every peer without valid identity, over real connections."""
 
 import asyncio
 import logging
@@ -36,7 +36,7 @@ from nvpool.testing.contracts.transport import (
 from nvpool.testing.env.tls_probe import agreed_version
 
 POOL, OTHER = "0123456789abcdef" * 2, "fedcba9876543210" * 2
-AUTHORITY, STRANGE = Authority.make(POOL), Authority.make(POOL)
+AUTHORITY, OTHER_AUTHORITY = Authority.make(POOL), Authority.make(POOL)
 SCHEMES = ("stream", "grpc")
 ENDING_S = 5.0
 
@@ -65,7 +65,7 @@ NODE, CLIENT_ID = identity("node/alpha"), identity("client/ws1")
 
 
 class Secured:
-    """A transport that greets with certificates, for checks that know of none."""
+    """A transport that greets with certificates, for checks that do not use any."""
 
     def __init__(self, scheme: str) -> None:
         self._transport = registry.transport(scheme)
@@ -93,34 +93,36 @@ def run(main) -> None:
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_transport_keeps_the_contract_under_tls(scheme, check):
+def test_transport_meets_the_contract_under_tls(scheme, check):
     run(check(TransportSubject(Secured(scheme), f"{scheme}://127.0.0.1:0")))
 
 
-async def _serve(scheme: str, server: TlsIdentity, handler=echo, strangers: bool = False):
+async def _serve(scheme: str, server: TlsIdentity, handler=echo, admit_unauthenticated: bool = False):
     return await registry.transport(scheme).listen(
-        f"{scheme}://127.0.0.1:0", SERVER._replace(identity=server, strangers=strangers), handler
+        f"{scheme}://127.0.0.1:0",
+        SERVER._replace(identity=server, admit_unauthenticated=admit_unauthenticated),
+        handler,
     )
 
 
-async def _meet(scheme: str, listener, client: TlsIdentity | None):
+async def _connect(scheme: str, listener, client: TlsIdentity | None):
     greeting = CLIENT._replace(identity=client)
     return await registry.transport(scheme).connect(listener.endpoint, greeting, deadline_s=soon())
 
 
-async def _ask(scheme: str, listener, client: TlsIdentity | None):
-    connection = await _meet(scheme, listener, client)
+async def _call(scheme: str, listener, client: TlsIdentity | None):
+    connection = await _connect(scheme, listener, client)
     reply = await connection.call(1, b"hello", deadline_s=soon())
     assert reply.message == b"hello"
     return connection
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_each_side_knows_whom_it_has_met(scheme):
+def test_each_side_knows_the_peers_member_name(scheme):
     async def main():
         kept = RecordingHandler()
         listener = await _serve(scheme, NODE, kept)
-        connection = await _meet(scheme, listener, CLIENT_ID)
+        connection = await _connect(scheme, listener, CLIENT_ID)
         task = asyncio.ensure_future(connection.call(1, b"", deadline_s=soon()))
         (call,) = await kept.count(1)
         assert call.peer.member == "client/ws1" and connection.peer.member == "node/alpha"
@@ -132,33 +134,33 @@ def test_each_side_knows_whom_it_has_met(scheme):
     run(main())
 
 
-STRANGERS = {
-    "another authority's": (
-        lambda: _unchecked("client/x", authority=STRANGE, knows=AUTHORITY),
+WRONG_CLIENTS = {
+    "other authority": (
+        lambda: _unchecked("client/x", authority=OTHER_AUTHORITY, knows=AUTHORITY),
         "not signed by",
     ),
-    "one that has ended": (lambda: _unchecked("client/x", lives_s=-60), "has ended"),
-    "another pool's": (lambda: _unchecked("client/x", pool=OTHER), "for the pool fedcba98"),
+    "expired": (lambda: _unchecked("client/x", lives_s=-60), "has ended"),
+    "other pool": (lambda: _unchecked("client/x", pool=OTHER), "for the pool fedcba98"),
 }
 
 
 def _unchecked(member: str, **other) -> TlsIdentity:
-    """With a certificate that it would not take for its own."""
+    """With a certificate that the identity itself would not accept as its own."""
     found = identity(member)
     found.replace(shown(member, **other))
     return found
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("which", STRANGERS)
-def test_a_client_with_a_wrong_certificate_is_told_why_and_is_not_served(scheme, which):
+@pytest.mark.parametrize("which", WRONG_CLIENTS)
+def test_client_with_a_wrong_certificate_is_refused(scheme, which):
     async def main():
-        make, words = STRANGERS[which]
+        make, words = WRONG_CLIENTS[which]
         served = []
         listener = await _serve(scheme, NODE, lambda call: served.append(call) or echo(call))
-        assert words in str(await refused(AccessDenied, _ask(scheme, listener, make())))
+        assert words in str(await refused(AccessDenied, _call(scheme, listener, make())))
         assert not served
-        good = await _ask(scheme, listener, CLIENT_ID)
+        good = await _call(scheme, listener, CLIENT_ID)
         await good.close()
         await listener.close()
 
@@ -166,24 +168,24 @@ def test_a_client_with_a_wrong_certificate_is_told_why_and_is_not_served(scheme,
 
 
 SERVERS = {
-    "another authority's": (
-        lambda: _unchecked("node/x", authority=STRANGE, knows=AUTHORITY),
+    "other authority": (
+        lambda: _unchecked("node/x", authority=OTHER_AUTHORITY, knows=AUTHORITY),
         "not signed by",
     ),
-    "one that has ended": (lambda: _unchecked("node/x", lives_s=-60), "has ended"),
-    "another pool's": (lambda: _unchecked("node/x", pool=OTHER), "for the pool fedcba98"),
-    "a client's": (lambda: identity("client/x"), ""),
+    "expired": (lambda: _unchecked("node/x", lives_s=-60), "has ended"),
+    "other pool": (lambda: _unchecked("node/x", pool=OTHER), "for the pool fedcba98"),
+    "client": (lambda: identity("client/x"), ""),
 }
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("which", SERVERS)
-def test_a_server_with_a_wrong_certificate_is_sent_nothing(scheme, which):
+def test_server_with_a_wrong_certificate_is_sent_nothing(scheme, which):
     async def main():
         make, words = SERVERS[which]
         served = []
         listener = await _serve(scheme, make(), lambda call: served.append(call) or echo(call))
-        error = await refused(AccessDenied, _ask(scheme, listener, CLIENT_ID))
+        error = await refused(AccessDenied, _call(scheme, listener, CLIENT_ID))
         assert words in str(error) and not served
         await listener.close()
 
@@ -191,17 +193,17 @@ def test_a_server_with_a_wrong_certificate_is_sent_nothing(scheme, which):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_who_is_not_in_the_map_is_refused_by_either_side(scheme):
+def test_member_missing_from_the_map_is_refused(scheme):
     async def main():
         server, client = identity("node/alpha"), identity("client/ws1")
         listener = await _serve(scheme, server)
         server.update_members(["node/alpha"])
-        assert "client/ws1" in str(await refused(StaleIdentity, _ask(scheme, listener, client)))
+        assert "client/ws1" in str(await refused(StaleIdentity, _call(scheme, listener, client)))
         server.update_members(["node/alpha", "client/ws1"])
         client.update_members(["client/ws1", "node/beta"])
-        assert "node/alpha" in str(await refused(StaleIdentity, _ask(scheme, listener, client)))
+        assert "node/alpha" in str(await refused(StaleIdentity, _call(scheme, listener, client)))
         client.update_members(["client/ws1", "node/alpha"])
-        await (await _ask(scheme, listener, client)).close()
+        await (await _call(scheme, listener, client)).close()
         await listener.close()
 
     run(main())
@@ -209,12 +211,12 @@ def test_who_is_not_in_the_map_is_refused_by_either_side(scheme):
 
 @pytest.mark.parametrize("side", ["server", "client"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_connection_ends_when_the_other_side_leaves_the_map(scheme, side):
+def test_connection_closes_when_the_peer_leaves_the_map(scheme, side):
     async def main():
         server, client, other = identity("node/alpha"), identity("client/ws1"), identity("client/ws2")
         kept = RecordingHandler()
         listener = await _serve(scheme, server, kept)
-        connections = [await _meet(scheme, listener, who) for who in (client, other)]
+        connections = [await _connect(scheme, listener, who) for who in (client, other)]
         tasks = [
             asyncio.ensure_future(connection.call(1, b"", deadline_s=soon())) for connection in connections
         ]
@@ -238,49 +240,49 @@ def test_a_connection_ends_when_the_other_side_leaves_the_map(scheme, side):
 def test_plain_text_and_tls_do_not_mix(scheme):
     async def main():
         listener = await _serve(scheme, NODE)
-        error = await refused((Unreachable, AccessDenied), _ask(scheme, listener, PLAIN_TEXT))
+        error = await refused((Unreachable, AccessDenied), _call(scheme, listener, PLAIN_TEXT))
         assert scheme != "stream" or "does it speak TLS" in str(error)
         await listener.close()
         listener = await _serve(scheme, PLAIN_TEXT)
         assert "plain text" in str(
-            await refused((AccessDenied, Unreachable), _ask(scheme, listener, CLIENT_ID))
+            await refused((AccessDenied, Unreachable), _call(scheme, listener, CLIENT_ID))
         )
         await listener.close()
 
     run(main())
 
 
-def test_without_a_certificate_a_stranger_is_let_in_only_where_that_is_wanted(caplog):
+def test_peer_without_certificate_needs_explicit_permission(caplog):
     async def main():
         kept = RecordingHandler()
         joiner = identity("client/none")
         joiner.__dict__["_asking"] = authority_known(AUTHORITY.certificate)
         listener = await _serve("stream", NODE, kept)
-        await refused(Unreachable, _ask("stream", listener, joiner))
+        await refused(Unreachable, _call("stream", listener, joiner))
         assert not kept.calls
         await listener.close()
-        listener = await _serve("stream", NODE, kept, strangers=True)
-        task = asyncio.ensure_future(_ask("stream", listener, joiner))
+        listener = await _serve("stream", NODE, kept, admit_unauthenticated=True)
+        task = asyncio.ensure_future(_call("stream", listener, joiner))
         (call,) = await kept.count(1)
         assert call.peer.member == "" and not call.peer.local
         call.reply(b"hello")
         await (await task).close()
-        # a wrong certificate is worse than none
-        wrong = _unchecked("client/x", authority=STRANGE, knows=AUTHORITY)
-        await refused(AccessDenied, _ask("stream", listener, wrong))
+        # a wrong certificate is refused also where none is needed
+        wrong = _unchecked("client/x", authority=OTHER_AUTHORITY, knows=AUTHORITY)
+        await refused(AccessDenied, _call("stream", listener, wrong))
         await listener.close()
 
     run(main())
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_renewed_certificate_is_shown_from_the_next_connection_on(scheme):
+def test_renewed_certificate_is_used_by_new_connections(scheme):
     async def main():
         server, client = _unchecked("node/alpha", lives_s=-60), identity("client/ws1")
         listener = await _serve(scheme, server)
-        await refused(AccessDenied, _ask(scheme, listener, client))
+        await refused(AccessDenied, _call(scheme, listener, client))
         server.replace(shown("node/alpha"))
-        first = await _ask(scheme, listener, client)
+        first = await _call(scheme, listener, client)
         await first.close()
         await listener.close()
 
@@ -291,7 +293,7 @@ def test_a_renewed_certificate_is_shown_from_the_next_connection_on(scheme):
     "noise", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(5000), b"\x16\x03\x01\x02\x00" + bytes(512)]
 )
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_noise_and_half_open_connections_disturb_nobody(scheme, noise, caplog):
+def test_noise_and_half_open_connections_disturb_no_one(scheme, noise, caplog):
     async def main():
         listener = await _serve(scheme, NODE)
         where = parse_endpoint(listener.endpoint)
@@ -301,14 +303,15 @@ def test_noise_and_half_open_connections_disturb_nobody(scheme, noise, caplog):
         for sock in socks[1:]:
             sock.close()
         async with asyncio.timeout(PATIENCE_S):
-            connection = await _ask(scheme, listener, CLIENT_ID)
+            connection = await _call(scheme, listener, CLIENT_ID)
         socks[0].close()
         await connection.close()
         await listener.close()
 
     with caplog.at_level(logging.ERROR):
         run(main())
-    # gRPC's poller, shared by all loops of a process, says so when another was first to read what woke both of them
+    # gRPC's poller is shared by all loops of a process; it logs this when another loop read the wake-up
+    # first
     assert not [
         record
         for record in caplog.records
@@ -327,7 +330,7 @@ def test_noise_and_half_open_connections_disturb_nobody(scheme, noise, caplog):
     ],
 )
 def test_old_versions_of_tls_are_refused(scheme, newest, tmp_path):
-    """gRPC has no word for a lowest version: its own is 1.2."""
+    """gRPC has no option for a lowest version: its default is 1.2."""
     known, files = shown("client/ws1"), (tmp_path / "crt", tmp_path / "key")
     files[0].write_bytes(known.certificate)
     files[1].write_bytes(known.key)
@@ -345,7 +348,7 @@ def test_old_versions_of_tls_are_refused(scheme, newest, tmp_path):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_nothing_leaves_the_host_in_plain_text_unless_that_was_said(scheme):
+def test_plain_text_leaves_the_host_only_if_configured(scheme):
     async def main():
         away = f"{scheme}://192.0.2.1:9"  # TEST-NET-1 (RFC 5737)
         transport = registry.transport(scheme)
@@ -380,11 +383,11 @@ def test_nothing_leaves_the_host_in_plain_text_unless_that_was_said(scheme):
         ("stream://127.0.0.1.example.org:1", True),
     ],
 )
-def test_what_leaves_the_host(url, leaves):
+def test_loopback_addresses_do_not_leave_the_host(url, leaves):
     assert leaves_host(parse_endpoint(url)) is leaves
 
 
-def test_the_authority_signs_only_what_is_asked_for_properly():
+def test_authority_refuses_malformed_requests():
     made = request_certificate()
     for member in ("node/", "admin/x", "node/a b", "node/../x", "client/" + "x" * 81):
         with pytest.raises(InvalidRequest):
@@ -394,7 +397,7 @@ def test_the_authority_signs_only_what_is_asked_for_properly():
             AUTHORITY.sign(wrong, POOL, "client/x")
 
 
-def test_an_own_certificate_that_nobody_would_take_is_found_out_at_once():
+def test_unusable_own_certificate_is_detected():
     with pytest.raises(BadConfiguration, match="has ended"):
         identity("client/x", lives_s=-60).own_member()
     with pytest.raises(BadConfiguration, match="can not be used"):

@@ -1,4 +1,4 @@
-"""Every transport keeps the contract, on the loop that daemons use; the sockets also on asyncio's own."""
+"""The contract of transports, on the loop that daemons use; sockets also on asyncio's own loop."""
 
 import asyncio
 import itertools
@@ -17,7 +17,7 @@ ENDPOINTS = {
     "grpc": "grpc://127.0.0.1:0",
 }
 ENDING_S = 5.0
-"""For tasks that are ending: grpc.aio hears of the end of a stream from its own thread, and has nothing to wait for that by."""
+"""For ending tasks: grpc.aio learns of the end of a stream from its own thread, and offers nothing to await it by."""
 
 LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
 
@@ -33,7 +33,7 @@ LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
         ("grpc", "uvloop"),
     ],
 )
-def test_a_transport_keeps_the_contract(scheme, loop, check, tmp_path):
+def test_transport_meets_the_contract(scheme, loop, check, tmp_path):
     endpoint = ENDPOINTS[scheme].format(number=next(_number), directory=tmp_path)
 
     async def run():

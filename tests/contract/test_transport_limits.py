@@ -1,4 +1,4 @@
-"""Every transport keeps the limits of its listener: connections, memory, and time for answers, with TLS and without."""
+"""Limits of a listener for every transport: connections, memory, and time for replies, with TLS and without."""
 
 import asyncio
 import os
@@ -55,7 +55,7 @@ async def connect(scheme, listener, member=None):
 @pytest.mark.parametrize(
     ("scheme", "secured"), [*((scheme, False) for scheme in SCHEMES), ("stream", True), ("grpc", True)]
 )
-def test_a_peer_has_no_more_connections_than_its_share(scheme, secured, tmp_path):
+def test_connections_per_peer_are_limited(scheme, secured, tmp_path):
     mine, server = (CLIENT_ID, NODE) if secured else (None, None)
 
     async def check():
@@ -77,12 +77,12 @@ def test_a_peer_has_no_more_connections_than_its_share(scheme, secured, tmp_path
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_trusted_have_room_where_others_have_none(scheme, tmp_path):
+def test_trusted_peers_have_reserved_connections(scheme, tmp_path):
     async def check():
         limits = Limits(Bounds(connections=8, connections_per_peer=3))
         listener = await listening(scheme, tmp_path, limits)
         mine = [await connect(scheme, listener) for _ in range(3)]
-        if scheme == "stream+unix":  # of the daemons' own user
+        if scheme == "stream+unix":  # a trusted peer: it runs as the daemons' user
             mine += [await connect(scheme, listener) for _ in range(5)]
         await refused(Busy, connect(scheme, listener))
         for connection in mine:
@@ -93,7 +93,7 @@ def test_the_trusted_have_room_where_others_have_none(scheme, tmp_path):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_large_requests_of_a_peer_wait_for_one_another(scheme, tmp_path):
+def test_large_requests_of_a_peer_are_serialized(scheme, tmp_path):
     async def check():
         kept = RecordingHandler()
         limits = Limits(Bounds(memory_bytes_per_peer=8 * MIB), trust=False)
@@ -109,7 +109,7 @@ def test_large_requests_of_a_peer_wait_for_one_another(scheme, tmp_path):
         await asyncio.sleep(0.2)
         assert len(kept.calls) <= (
             len(connections) + 1 if scheme == "grpc" else 1
-        )  # gRPC has read them before we know
+        )  # gRPC has read them before the limit applies
         for n in range(len(tasks)):
             (await kept.count(n + 1))[n].reply()
         await asyncio.gather(*tasks)
@@ -122,7 +122,7 @@ def test_large_requests_of_a_peer_wait_for_one_another(scheme, tmp_path):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_large_messages_are_carried_and_given_back(scheme, tmp_path):
+def test_memory_of_large_messages_is_released(scheme, tmp_path):
     async def check():
         limits = Limits(Bounds(memory_bytes_per_peer=MIB), trust=False)
         listener = await listening(scheme, tmp_path, limits)
@@ -159,12 +159,12 @@ uvloop.run(main())
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_who_never_reads_is_cut_off(scheme, tmp_path):
+def test_peer_that_never_reads_is_disconnected(scheme, tmp_path):
     async def check():
         kept = RecordingHandler()
         limits = Limits(Bounds(message_s=0.3), trust=False)
         listener = await listening(scheme, tmp_path, limits, kept)
-        child = subprocess.Popen(  # noqa: ASYNC220 - it returns at once
+        child = subprocess.Popen(  # noqa: ASYNC220 - returns immediately
             [sys.executable, "-c", NEVER_READS, scheme, listener.endpoint]
         )
         try:
@@ -173,7 +173,7 @@ def test_who_never_reads_is_cut_off(scheme, tmp_path):
             good = await connect(scheme, listener)
             async with asyncio.timeout(
                 20
-            ):  # gRPC tells its service of a connection after the client may use it
+            ):  # gRPC reports a connection to its service after the client may use it
                 while len(listener.connections) < 2:  # noqa: ASYNC110 - what is awaited has no event
                     await asyncio.sleep(0.01)
             answer = [bytes(MIB // 8)]
@@ -195,7 +195,7 @@ def test_who_never_reads_is_cut_off(scheme, tmp_path):
     run(check())
 
 
-def test_handshakes_that_do_not_end_are_counted(tmp_path):
+def test_pending_handshakes_are_counted(tmp_path):
     async def check():
         limits = Limits(FEW)
         listener = await listening("stream", tmp_path, limits, member=NODE)
@@ -208,7 +208,7 @@ def test_handshakes_that_do_not_end_are_counted(tmp_path):
             sock.bind(("127.0.0.9", 0))
             await loop.sock_connect(sock, (where.host, where.port))
             silent.append(sock)
-        assert await loop.sock_recv(silent[4], 1) == b""  # hung up on; the others wait for their handshake
+        assert await loop.sock_recv(silent[4], 1) == b""  # disconnected; the others wait for their handshake
         connection = await connect("stream", listener, CLIENT_ID)
         assert (await connection.call(1, b"served", deadline_s=soon())).message == b"served"
         await connection.close()
@@ -219,7 +219,7 @@ def test_handshakes_that_do_not_end_are_counted(tmp_path):
     run(check())
 
 
-def test_where_handshakes_are_too_many_the_reason_is_told(tmp_path):
+def test_refused_handshake_reports_the_reason(tmp_path):
     async def check():
         listener = await listening("stream", tmp_path, Limits(FEW), member=NODE)
         where = parse_endpoint(listener.endpoint)
@@ -234,21 +234,23 @@ def test_where_handshakes_are_too_many_the_reason_is_told(tmp_path):
     run(check())
 
 
-def test_a_stranger_has_a_share_of_his_address(tmp_path):
+def test_unauthenticated_peers_share_a_limit_per_address(tmp_path):
     async def check():
         listener = await registry.transport("stream").listen(
-            "stream://127.0.0.1:0", SERVER._replace(limits=Limits(FEW), identity=NODE, strangers=True), echo
+            "stream://127.0.0.1:0",
+            SERVER._replace(limits=Limits(FEW), identity=NODE, admit_unauthenticated=True),
+            echo,
         )
         where = parse_endpoint(listener.endpoint)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        strangers = [await asyncio.open_connection(where.host, where.port, ssl=context) for _ in range(4)]
+        clients = [await asyncio.open_connection(where.host, where.port, ssl=context) for _ in range(4)]
         await until(lambda: len(listener.connections) == 4)
         with pytest.raises(OSError):
             reader, _ = await asyncio.open_connection(where.host, where.port, ssl=context)
             assert await reader.read() == b""
             raise ConnectionResetError
-        for _, writer in strangers:
+        for _, writer in clients:
             writer.transport.abort()
         await until(lambda: not listener.connections)
         member = await connect("stream", listener, CLIENT_ID)

@@ -1,7 +1,8 @@
-"""Mounts memory as `nobody` through fusermount3, uses it, unmounts. Run by test_mounting.py as root, in a mount name space of
-its own.
+"""Mounts memory as `nobody` through fusermount3, uses it, unmounts.
 
-    python as_another_user.py DIRECTORY      an empty one that nobody may write
+test_mounting.py runs this program as root, in its own mount namespace.
+
+    python as_another_user.py DIRECTORY      an empty one that `nobody` may write
 """
 
 import asyncio
@@ -15,7 +16,7 @@ NOBODY = 65534
 
 
 def device_for_all(place):
-    """A /dev/fuse that everybody may open, as distributions have it; seen in this name space only."""
+    """Provide a /dev/fuse that every user may open, as distributions do; visible in this mount namespace only."""
     subprocess.run(["mount", "-t", "tmpfs", "none", place], check=True)
     os.mknod(place / "fuse", 0o020666, os.makedev(10, 229))
     os.chmod(place / "fuse", 0o666)
@@ -77,7 +78,7 @@ if __name__ == "__main__":
     (directory / "m").mkdir()
     os.chown(directory / "m", NOBODY, NOBODY)
     device_for_all(directory / "dev")
-    import array  # noqa: F401 what is imported later may lie where nobody may not look
+    import array  # noqa: F401 later imports may lie where `nobody` may not read
     import concurrent.futures.thread  # noqa: F401
 
     import nvpool.fuse.kernel.connection

@@ -1,7 +1,9 @@
-"""What user nobody attempts in a tree of root's, through a mount or by the SDK. Run by test_users_by_socket.py as root; prints
-a JSON object of what came of each attempt: the name of an errno, or what was returned.
+"""Operations that user `nobody` tries in a tree of root, through a mount or by the SDK.
 
-    python attempts_of_a_user.py mount TREE              TREE: where it lies on the mount
+test_users_by_socket.py runs this program as root. Prints a JSON object with the outcome of each attempt: the name of an
+errno, or the result.
+
+    python attempts_of_a_user.py mount TREE              TREE: its path on the mount
     python attempts_of_a_user.py sdk TREE POOL           TREE: its path in the pool
 """
 
@@ -69,7 +71,7 @@ def make(place):
         (place / name).write_text("content")
         os.setxattr(
             place / name, "user.a", b"of root"
-        )  # of a file without any the SDK knows that, and asks nobody
+        )  # the SDK knows of a file without attributes, and sends no request
         os.chown(place / name, NOBODY if name.startswith("own") else 0, GROUP if name == "group" else 0)
         (place / name).chmod(mode)
     os.setxattr(place / "listed", "system.posix_acl_access", ACL)
@@ -82,7 +84,7 @@ def opened(open_at, path, mode):
 
 
 def attempts(do, at):
-    """(what, call) in order. `do`: os, or a pool that has the same methods."""
+    """(name, call) in order. `do`: os, or a pool that has the same methods."""
     for name in FILES:
         for mode in ("rb", "r+b", "ab"):
             yield f"open {name} {mode}", lambda name=name, mode=mode: do.open(at(name), mode)
@@ -135,7 +137,7 @@ def attempts(do, at):
 
 
 class Do:
-    """One face for both."""
+    """One interface for both."""
 
     def __init__(self, calls, open_at):
         self._calls, self._open = calls, open_at
@@ -179,11 +181,11 @@ class Do:
 def main(way, tree, pool=""):
     import nvpool
 
-    # What is imported later may lie where nobody may not look.
+    # Later imports may lie where `nobody` may not read.
     import nvpool.client.session
     import nvpool.rpc.transports.stream
 
-    os.umask(0o022)  # which the SDK does not look at: it has this one in its defaults
+    os.umask(0o022)  # the SDK ignores it: this is its default
     os.setgroups([GROUP])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)

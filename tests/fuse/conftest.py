@@ -1,7 +1,7 @@
-"""A real pool, really mounted: one for each test process, a directory of its own for each test.
+"""A real pool, really mounted: one for each test process, and a directory for each test.
 
-NVPOOL_TEST_FLOOR=1 mounts the in-memory floor instead of a pool: what fails there too is not the pool's fault.
-NVPOOL_TEST_OLD_KERNEL=1 mounts as on Linux before 6.9, which hands no request out again.
+NVPOOL_TEST_FLOOR=1 mounts the in-memory floor instead of a pool: a failure there too is not the pool's fault.
+NVPOOL_TEST_OLD_KERNEL=1 mounts as on Linux before 6.9, which does not resend requests.
 """
 
 import contextlib
@@ -41,9 +41,9 @@ needs_mount = pytest.mark.skipif(bool(NO_MOUNT), reason=NO_MOUNT or "-")
 
 
 def pytest_generate_tests(metafunc):
-    """Each test runs on the engines that its module names in ENGINES; where it names none, on the default one.
+    """Each test runs on the engines that its module lists in ENGINES; without the list, on the default one.
 
-    Where a module names several, those beside the default one belong to tier T3.
+    Where a module lists several, those beside the default one belong to tier T3.
     """
     if "engine" in metafunc.fixturenames:
         engines = getattr(metafunc.module, "ENGINES", ("kernel",))
@@ -80,7 +80,7 @@ def wait_until(condition, what, limit_s=120.0):
 
 
 class Mounted:
-    """A mount daemon as a process. `log` is what it said."""
+    """A mount daemon as a process. `log` is its log file."""
 
     def __init__(self, pool, place, *options):
         self.place = Path(place)
@@ -103,7 +103,7 @@ class Mounted:
             raise
 
     def end(self, number=signal.SIGTERM):
-        """The exit code. The mount is gone afterwards, whatever happened."""
+        """The exit code. The mount is gone afterwards in any case."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
@@ -135,7 +135,7 @@ def nvpool(*words, **options):
 
 
 class Pool:
-    """A pool of one node in a directory, as `nvpool dev up` makes it."""
+    """A pool of one node in a directory, as `nvpool dev up` creates it."""
 
     def __init__(self, directory):
         self.directory = Path(directory)
@@ -145,9 +145,7 @@ class Pool:
             from nvpool.testing.env.pool import PLAIN_TCP
 
             config = self.directory.with_suffix(".toml")
-            config.write_text(
-                PLAIN_TCP
-            )  # for mounts that are asked for a transport other than the pool's own choice
+            config.write_text(PLAIN_TCP)  # for mounts with a transport other than the pool's own choice
             nvpool("dev", "up", self.directory, "--size", "4G", "--size", "2G", "--config", config)
 
     def mount(self, place, *options):
@@ -191,7 +189,7 @@ def mounted(pool, engine):
 
 @pytest.fixture
 def here(mounted, request):
-    """An empty directory on the mount; what a test leaves in it is removed."""
+    """An empty directory on the mount; files that a test leaves in it are removed."""
     assert mounted.process.poll() is None, mounted.log.read_text()
     place = mounted.place / f"{request.node.name[:80].replace('/', '_')}-{os.getpid()}"
     place.mkdir()
@@ -203,7 +201,7 @@ def here(mounted, request):
 
 @pytest.fixture(scope="session")
 def second(pool, mounted):
-    """The same pool, mounted a second time by another process: another node, as far as caches go."""
+    """The same pool, mounted a second time by another process: for caches, another node."""
     if FLOOR:
         pytest.skip("the floor has one mount")
     if not hasattr(pool, "other"):
@@ -213,17 +211,17 @@ def second(pool, mounted):
 
 @pytest.fixture(scope="module")
 def own():
-    """A pool for the tests of one module, which kill what serves it."""
+    """A pool for the tests of one module, which kill its daemons."""
     place = Path(tempfile.mkdtemp(prefix="nvpool-own-"))
     made = Pool(place / "pool")
     yield made
-    nvpool("fsck", made.directory)  # fails where anything is wrong
+    nvpool("fsck", made.directory)  # fails if it finds a problem
     made.close()
     shutil.rmtree(place)
 
 
 def as_user(uid, gid, call, groups=()):
-    """What `call` returned or raised, in a process of that user. The result must be what `repr` can carry."""
+    """The result or the exception of `call` in a process of that user. `repr` must be able to carry the result."""
     read, write = os.pipe()
     child = os.fork()
     if not child:

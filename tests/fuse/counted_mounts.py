@@ -1,6 +1,6 @@
-"""Real mounts of a pool in this process, with everything counted: what the kernel asks, what is sent to shard and stores.
+"""Real mounts of a pool in this process, with every request counted: of the kernel, and to shard and stores.
 
-Pool, clients and engines share one event loop in a thread of its own; the tests make system calls from theirs.
+Pool, clients and engines share one event loop in its own thread; the tests make system calls from theirs.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ from nvpool.testing.fakes.local_pool import LocalPool
 from nvpool.testing.fakes.store import PlainStore
 
 BESIDE = {"META_WATCH", "META_OPEN_SESSION", "META_RENEW_SESSION", "META_RELEASE"}
-"""Messages that nobody waits for and that are not sent for each file."""
+"""Messages without a waiting caller that are not sent for each file."""
 DONE_S = 120.0
 WATCH_S = 30.0
-"""Of who answers late because the machine stands still."""
+"""Time limit for late answers, as the machine may pause."""
 
 
 class CountingPool(LocalPool):
-    """`sent`: what has arrived at the shard and at the stores. `delay(name)`: called before each, may wait."""
+    """`sent`: messages that arrived at the shard and at the stores. `delay(name)`: called before each, may wait."""
 
     def __init__(self, **options):
         super().__init__(make_store=self._plain, **options)
@@ -46,7 +46,7 @@ class CountingPool(LocalPool):
 
 
 class CountedMount:
-    """`all_asked`: the kernel's requests, by name, that were answered or are in work."""
+    """`all_asked`: the kernel's requests, by name, that were answered or are under way."""
 
     def __init__(self, place, client, options, settings):
         self.place = place
@@ -64,14 +64,14 @@ class CountedMount:
 
     @property
     def all_asked(self):
-        """With those that never came to a handler."""
+        """Also those that the fast path answered without a handler."""
         known = self.engine._known
-        at_once = {} if known is None else known.all_taken
-        return self.asked + Counter({Op(opcode).name: count for opcode, count in at_once.items()})
+        fast = {} if known is None else known.all_taken
+        return self.asked + Counter({Op(opcode).name: count for opcode, count in fast.items()})
 
 
 class CountedMounts:
-    """See the module. `mounts` are made by `mount`."""
+    """See the module. `mount` creates the `mounts`."""
 
     def __init__(self, directory, meta_options=None):
         self._directory = directory

@@ -1,7 +1,7 @@
-"""The loads under which processes of a mount are killed, and who kills them.
+"""Loads under which processes of a mount are killed, and the killer.
 
-The loads run for so many seconds and compare every byte and name with what must be there. Used by the tests of mounts that
-outlive their processes.
+The loads run for a number of seconds and compare every byte and name with the expected ones. Used by the tests of mounts
+that survive their processes.
 """
 
 import contextlib
@@ -28,17 +28,17 @@ GAP_S = 0.5
 PROBE_S = 0.005
 APPENDED_MIN = 4
 UNHEARD_MAX = 3
-"""Kills in a row without an answer between them: where a start takes longer than GAP_S, nothing would ever be done."""
+"""Kills in a row without a reply between them: where a start takes longer than GAP_S, no request would ever complete."""
 MIB = 1 << 20
 
 
 def processes(place, program):
-    """The pids of those that run `program` for the mount at `place`."""
+    """The pids of the processes that run `program` for the mount at `place`."""
     return [pid for pid, _ in programs.processes(program, naming=place)]
 
 
 def serving(held):
-    """The pid of the one process that serves the mount, once there is one."""
+    """The pid of the process that serves the mount, once there is exactly one."""
     wait_until(lambda: processes(held.place, Program.MOUNT), "a serving process")
     return processes(held.place, Program.MOUNT)[0]
 
@@ -55,7 +55,7 @@ def kill_serving(held):
 
 
 class Probe:
-    """Asks the mount something again and again while the `with` block runs."""
+    """Sends a request to the mount repeatedly while the `with` block runs."""
 
     def __init__(self, place):
         self.place, self.over, self.failed, self.answers = place, threading.Event(), None, []
@@ -71,7 +71,7 @@ class Probe:
             self.failed = error
 
     def pause_ms(self, since):
-        """From then to the first answer to what was asked after it; None where nothing was."""
+        """Time to the first reply to a request that was sent after `since`; None if there was none."""
         return next(
             (round((answered - since) * 1000) for asked, answered in self.answers if asked >= since), None
         )
@@ -88,8 +88,9 @@ class Probe:
 
 
 class Killer:
-    """While the `with` block runs: every GAP_S, whatever the mount is doing then, kill one that runs one of `programs`; where
-    there is none then, the first that begins."""
+    """Kills processes while the `with` block runs: every GAP_S one that runs one of `programs`, in any state of the mount;
+    without one, the next that starts.
+    """
 
     def __init__(self, held, *programs):
         self.held, self.programs = held, programs
@@ -101,13 +102,13 @@ class Killer:
         at = time.monotonic()
         try:
             while not self.over.wait(max(0.0, at + GAP_S - time.monotonic())):
-                wait_until(lambda: self.over.is_set() or self.heard(), "an answer")
+                wait_until(lambda: self.over.is_set() or self.has_replied(), "a reply")
                 at = max(at + GAP_S, self.kill() - GAP_S / 10)
         except BaseException as error:
             self.failed = error
 
-    def heard(self):
-        """Whether the mount has answered lately."""
+    def has_replied(self):
+        """Whether the mount has replied lately."""
         return len(self.killed) < UNHEARD_MAX or self.probe.pause_ms(self.killed[-UNHEARD_MAX]) is not None
 
     def kill(self):
@@ -115,7 +116,7 @@ class Killer:
         while not (
             found := next(filter(None, (processes(self.held.place, program) for program in chance)), None)
         ):
-            assert time.monotonic() < end, f"nobody runs {chance}"
+            assert time.monotonic() < end, f"no process runs {chance}"
             time.sleep(0.001)
         with contextlib.suppress(ProcessLookupError):
             self.killed.append(time.monotonic())
@@ -140,7 +141,7 @@ class Killer:
 
 
 def together(*works):
-    """Run them in threads; the first error of any."""
+    """Run functions in threads; raise the first error of any."""
     errors = []
 
     def guarded(work):
@@ -162,8 +163,11 @@ def together(*works):
 # -- loads -------------------------------------------------------------------------------------------------------------
 
 
-def looked_again(place, said):
-    """What is now where fio met wrong bytes, three times: does it pass, or stay? What it had read, and the log of the mount."""
+def reread(place, said):
+    """Read the place again, three times, where fio met wrong bytes: is the error transient or permanent?
+
+    Returns also the bytes that fio read, and the log of the mount.
+    """
     found = []
     for name, offset in re.findall(r"at file (\S+) offset (\d+)", said):
         for _ in range(3):
@@ -215,15 +219,15 @@ bs=1m
         timeout=seconds * 10 + 240,
         check=False,
         cwd=place.parent,
-    )  # where it leaves what it has verified
+    )  # where fio leaves its verify state
     said = done.stdout[-4000:] + done.stderr[-2000:]
-    assert done.returncode == 0, said + looked_again(place, done.stdout + done.stderr)
+    assert done.returncode == 0, said + reread(place, done.stdout + done.stderr)
     jobs = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
     assert not any(job["error"] for job in jobs) and sum(job["write"]["total_ios"] for job in jobs) > 10
 
 
 def load_files(place, seconds, count=300, readers=4):
-    """As a data loader does: many small files, opened, read whole and closed in random order; what is read is compared."""
+    """As a data loader does: many small files, opened, read whole and closed in random order; every byte is compared."""
     chance = random.Random(7)
     expected = []
     for number in range(count):
@@ -247,7 +251,7 @@ def load_files(place, seconds, count=300, readers=4):
 
 
 class Model:
-    """A thread's own directory and what must be in it."""
+    """A thread's own directory and its expected content."""
 
     def __init__(self, place, me, shared, seconds):
         self.place, self.me, self.shared = place / f"thread-{me}", me, shared
@@ -341,7 +345,7 @@ def run_model(place, seconds, threads=3):
 
 
 def read_at_random(path, content, seed, count=200, length=64 << 10):
-    """Past the kernel's pages, and compared."""
+    """Past the kernel's page cache, and compared."""
     chance, buffer = random.Random(seed), mmap.mmap(-1, length)
     file = os.open(path, os.O_RDONLY | os.O_DIRECT)
     try:
@@ -354,7 +358,7 @@ def read_at_random(path, content, seed, count=200, length=64 << 10):
 
 
 def load_large(place, seconds):
-    """Files that readers read, written and read by turns."""
+    """Readers read files that are written and read alternately."""
     end = threading.Event()
     timer = threading.Timer(seconds, end.set)
     timer.start()
@@ -373,8 +377,9 @@ def load_large(place, seconds):
 
 
 def load_direct(place, seconds, block_bytes=16 << 10, block_count=256):
-    """Past the kernel's pages: blocks and whole runs of them written, read back at random and in the end. Each place says which
-    write it is of."""
+    """Past the kernel's page cache: blocks and runs of them are written, read back at random and at the end. Each place
+    says of which write it is.
+    """
     end = time.monotonic() + seconds
     run = MIB // block_bytes
 
@@ -424,7 +429,7 @@ LOADS = {
 
 
 def end(held):
-    """Unmount; every process has ended then, and none had anything to say of an error."""
+    """Unmount; every process has ended then, and no log has an error."""
     nvpool("umount", held.place)
     programs = [f"mount_{name}" for name in ("daemon", "holder", "notice", "reader", "zygote")]
     wait_until(lambda: not any(processes(held.place, program) for program in programs), "the end of all")

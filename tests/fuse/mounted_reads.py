@@ -1,4 +1,4 @@
-"""What tests of compiled reads have in common: the test in the place of the kernel, and each of them both ways."""
+"""Shared parts of the tests of compiled reads: the test takes the kernel's place, and runs on the fast and the slow path."""
 
 import asyncio
 import os
@@ -21,9 +21,9 @@ class Reading(Kernel):
         super().__init__(host.vfs)
         self.host, self.vfs = host, host.vfs
 
-    async def hear(self):
-        while not (heard := await super().hear())[0]:
-            pass  # a notice
+    async def receive(self):
+        while not (heard := await super().receive())[0]:
+            pass  # a notification
         return heard
 
     async def open_theirs(self, content=CONTENT, name=b"file"):
@@ -31,7 +31,7 @@ class Reading(Kernel):
         writer = await self.host.writer()
         theirs = await self.host.file(content, writer, name)
         await writer.fsync(theirs, False)
-        opened = await self.ask(Op.OPEN, (os.O_RDONLY, 0), node=theirs.inode)
+        opened = await self.request(Op.OPEN, (os.O_RDONLY, 0), node=theirs.inode)
         await writer.release(theirs)
         return int.from_bytes(opened[:8], "little")
 
@@ -39,15 +39,15 @@ class Reading(Kernel):
         return self.engine._ops._files[number]
 
     async def read(self, number, offset, size):
-        return await self.ask(Op.READ, (number, offset, size, 0, 0, 0))
+        return await self.request(Op.READ, (number, offset, size, 0, 0, 0))
 
-    def say_read(self, number, offset, size, **more):
-        return self.say(Op.READ, (number, offset, size, 0, 0, 0), **more)
+    def send_read(self, number, offset, size, **more):
+        return self.send(Op.READ, (number, offset, size, 0, 0, 0), **more)
 
-    async def all_of(self, asked):
-        """The answers to these reads, {unique: (offset, length)}, are right."""
+    async def check_reads(self, asked):
+        """Check the replies to these reads, {unique: (offset, length)}."""
         while asked:
-            unique, error, answer = await self.hear()
+            unique, error, answer = await self.receive()
             offset, length = asked.pop(unique)
             assert not error and answer == CONTENT[offset : offset + length]
 
@@ -62,8 +62,8 @@ def places(count, seed):
         yield (offset - offset % BLOCK if chance.random() < 0.5 else offset), length
 
 
-class Pieces:
-    """In the place of a store's transport: what it says comes in pieces."""
+class ChunkedTransport:
+    """Takes the place of a store's transport; sends the replies in pieces."""
 
     def __init__(self, transport, chance):
         self._transport, self._chance, self._left, self._running = transport, chance, bytearray(), None
@@ -87,19 +87,22 @@ class Pieces:
             await asyncio.sleep(0 if self._chance.random() < 0.7 else 0.001)
 
 
-def stores_say(host, make_transport):
-    """Over another transport from now on: `make_transport(theirs)`."""
+def replace_transports(host, make_transport):
+    """Replace the transport of every store's replies from now on: `make_transport(theirs)`."""
     for (role, _), listener in host.pool._listeners.items():
         if role == "target":
             for served in listener.connections:
                 served._transport = make_transport(served._transport)
 
 
-def both_ways(module, mounted):
-    """For the compiled `module` (None where it is not) and `mounted(way)`: the ways there are, a mark for tests that need it,
-    and decorators of tests: of one way that is given, by both ways, and where it is compiled."""
+def path_decorators(module, mounted):
+    """For the compiled `module` (None where it is not) and `mounted(way)`: what a test module needs to run on both paths.
+
+    Returns the available ways, a mark for tests that need the compiled one, and decorators of tests: for one given way, for
+    both ways, and for the compiled one only.
+    """
     ways = ("ordinary",) if module is None else ("ordinary", "compiled")
-    compiled_only = pytest.mark.skipif(module is None, reason="it is not compiled here")
+    compiled_only = pytest.mark.skipif(module is None, reason="the module is not compiled here")
 
     def on_a_mount(test, *options):
         def run(way):
@@ -112,10 +115,10 @@ def both_ways(module, mounted):
         run.__name__ = test.__name__
         return run
 
-    def by_both_ways(test):
+    def on_both_paths(test):
         return pytest.mark.parametrize("way", ways)(on_a_mount(test))
 
-    def in_one_step(test):
+    def on_fast_path(test):
         run = on_a_mount(test)
 
         def alone():
@@ -124,4 +127,4 @@ def both_ways(module, mounted):
         alone.__name__ = test.__name__
         return compiled_only(alone)
 
-    return ways, compiled_only, on_a_mount, by_both_ways, in_one_step
+    return ways, compiled_only, on_a_mount, on_both_paths, on_fast_path

@@ -1,4 +1,4 @@
-"""POSIX access control lists and O_TMPFILE on real mounts, as xfstests' groups `acl` and `tmpfile` hold them."""
+"""POSIX access control lists and O_TMPFILE on real mounts, as in the groups `acl` and `tmpfile` of xfstests."""
 
 import contextlib
 import ctypes
@@ -24,7 +24,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def of(*entries):
-    """The kernel's form of (tag, permissions[, id])."""
+    """The kernel's format of (tag, permissions[, id])."""
     return struct.pack("<I", 2) + b"".join(
         struct.pack("<HHI", *(*entry, 0xFFFFFFFF)[:3]) for entry in entries
     )
@@ -72,7 +72,7 @@ def unnamed(directory, mode=0o666, flags=0):
 
 
 def link(fd, path):
-    """linkat(2) of an open file, by /proc."""
+    """linkat(2) of an open file, through /proc."""
     if LIBC.linkat(-100, b"/proc/self/fd/%d" % fd, -100, os.fsencode(path), 0x400):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
@@ -80,7 +80,7 @@ def link(fd, path):
 # -- rights -------------------------------------------------------------------------------------------------------------
 
 
-def test_acl_lets_in_whom_it_names(file):
+def test_acl_grants_access_to_named_users_and_groups(file):
     read, write = file.read_bytes, lambda: file.write_bytes(b"other")
     assert by(BOB, read) == errno.EACCES
     assert by(ALICE, lambda: os.setxattr(file, ACCESS, BOB_READS)) == 0
@@ -96,7 +96,7 @@ def test_acl_lets_in_whom_it_names(file):
     assert (by(CAROL, read, STAFF), by(CAROL, write, STAFF)) == (0, errno.EACCES)
 
 
-def test_acl_of_a_directory_lets_in_whom_it_names(here):
+def test_directory_acl_grants_access_to_named_users(here):
     (here / "d").mkdir()
     os.chmod(here / "d", 0o700)
     enter, make = (lambda: os.listdir(here / "d")), (lambda: (here / "d" / "new").touch())
@@ -126,7 +126,7 @@ def test_acl_change_changes_ctime(file):
 # -- list and mode ------------------------------------------------------------------------------------------------------
 
 
-def test_mode_follows_the_acl_and_the_acl_the_mode(file):
+def test_mode_and_acl_follow_each_other(file):
     os.setxattr(file, ACCESS, of((USER_OBJ, 7), (USER, 7, BOB), (GROUP_OBJ, 1), (MASK, 5), (OTHER, 4)))
     assert mode(file) == 0o754
     os.chmod(file, 0o630)
@@ -139,7 +139,7 @@ def test_mode_follows_the_acl_and_the_acl_the_mode(file):
     assert number_of(lambda: os.getxattr(file, ACCESS)) == errno.ENODATA
 
 
-def test_acl_that_is_not_valid_is_refused(here, file):
+def test_invalid_acl_is_refused(here, file):
     for path, name, value, number in (
         (file, ACCESS, of((USER_OBJ, 6), (GROUP_OBJ, 4)), errno.EINVAL),
         (file, ACCESS, b"abc", errno.EINVAL),
@@ -172,7 +172,7 @@ def test_acl_set_by_a_non_member_clears_set_gid(here, file):
     assert mode(here / "d") == 0o2755
 
 
-def test_acl_for_which_there_is_no_room_leaves_the_mode(file):
+def test_acl_that_does_not_fit_leaves_the_mode(file):
     for number in range(128):
         os.setxattr(file, f"user.{number}", b"")
     everything = of((USER_OBJ, 7), (USER, 7, BOB), (GROUP_OBJ, 7), (MASK, 7), (OTHER, 7))
@@ -183,7 +183,7 @@ def test_acl_for_which_there_is_no_room_leaves_the_mode(file):
 # -- inheritance --------------------------------------------------------------------------------------------------------
 
 
-def test_default_acl_is_handed_down_without_the_umask(here, engine):
+def test_default_acl_replaces_the_umask(here, engine):
     os.setxattr(here, DEFAULT, HANDED_DOWN)
     with umask(0o077):
         (here / "f").touch()
@@ -215,7 +215,7 @@ def test_default_acl_is_handed_down_without_the_umask(here, engine):
     assert mode(here / "plain") == 0o600 and os.listxattr(here / "plain") == []
 
 
-def test_set_gid_directories_with_a_default_acl_hand_down_both(here):
+def test_set_gid_and_default_acl_are_both_inherited(here):
     os.chown(here, ALICE, STAFF)
     os.chmod(here, 0o2777)
     os.setxattr(here, DEFAULT, HANDED_DOWN)
@@ -225,7 +225,7 @@ def test_set_gid_directories_with_a_default_acl_hand_down_both(here):
     assert os.getxattr(here / "d", DEFAULT) == HANDED_DOWN
 
 
-def test_many_files_are_made_with_and_without_a_default_acl(here):
+def test_many_files_are_created_around_a_default_acl(here):
     with umask(0o022):
         for number in range(200):
             if number == 100:
@@ -274,14 +274,14 @@ def test_tools_set_show_and_copy_acls(here):
     assert os.listxattr(source / "d") == []
 
 
-def test_acl_set_on_one_node_counts_on_another(here, second, file):
+def test_acl_applies_on_another_node(here, second, file):
     there = second.place / here.name / "f"
     assert by(BOB, there.read_bytes) == errno.EACCES
     os.setxattr(file, ACCESS, BOB_READS)
-    wait_until(lambda: by(BOB, there.read_bytes) == 0, "the right that was given", 10)
+    wait_until(lambda: by(BOB, there.read_bytes) == 0, "the granted right", 10)
     assert os.getxattr(there, ACCESS) == BOB_READS
     os.setxattr(there, ACCESS, of((USER_OBJ, 6), (USER, 0, BOB), (GROUP_OBJ, 0), (MASK, 4), (OTHER, 0)))
-    wait_until(lambda: by(BOB, file.read_bytes) == errno.EACCES, "the right that was taken", 10)
+    wait_until(lambda: by(BOB, file.read_bytes) == errno.EACCES, "the revoked right", 10)
     os.setxattr(there.parent, DEFAULT, HANDED_DOWN)
     os.close(os.open(here / "g", os.O_CREAT | os.O_WRONLY, 0o660))
     assert os.listxattr(here / "g") == [ACCESS]
@@ -314,7 +314,7 @@ def test_unnamed_file_is_private_until_it_is_linked(here, has_unnamed):
     assert os.stat(here / "again").st_nlink == 1
 
 
-def test_unnamed_file_for_its_opener_alone_gets_no_name(here, has_unnamed):
+def test_exclusive_unnamed_file_gets_no_name(here, has_unnamed):
     fd = unnamed(here, flags=os.O_EXCL)
     assert number_of(lambda: link(fd, here / "f")) == errno.ENOENT
     os.close(fd)
@@ -345,7 +345,7 @@ def test_unnamed_file_needs_a_writable_directory(here, has_unnamed):
     os.rmdir(here / "d")
 
 
-def test_unnamed_file_and_acls_outlive_the_serving_process(own, engine):
+def test_unnamed_file_and_acls_survive_the_serving_process(own, engine):
     if engine == "pyfuse3":
         pytest.skip("its mounts end with their process")
     held = own.mount(own.directory.parent / "m-unnamed", "--holder")
@@ -366,24 +366,24 @@ def test_unnamed_file_and_acls_outlive_the_serving_process(own, engine):
         end(held)
 
 
-# -- what stat can show beside ------------------------------------------------------------------------------------------
+# -- further results of stat ---------------------------------------------------------------------------------------------
 
 
 @needs("stat")
-def test_birth_time_is_that_of_the_making(here, engine):
+def test_birth_time_is_the_creation_time(here, engine):
     before = time.time()
     (here / "f").touch()
     os.utime(here / "f", (5, 5))
-    told = float(
+    birth_s = float(
         subprocess.run(
             ["stat", "-c", "%.9W", str(here / "f")], check=True, capture_output=True, text=True
         ).stdout
     )
-    assert told == 0 if engine == "pyfuse3" else before - 1 < told < time.time() + 1
+    assert birth_s == 0 if engine == "pyfuse3" else before - 1 < birth_s < time.time() + 1
 
 
 @needs("lsattr")
-def test_file_flags_are_not_supported_and_no_error_beside(here):
+def test_file_flags_are_not_supported(here):
     (here / "f").touch()
     for path in (here, here / "f"):
         fd = os.open(path, os.O_RDONLY)

@@ -1,5 +1,4 @@
-"""Appends and pages: readers see a record late or whole, flags of an open file count when they are changed, and no page keeps
-what is not in the file."""
+"""Appends and pages: readers see a record late or whole, changed flags of an open file apply, and no page has wrong bytes."""
 
 import ctypes
 import fcntl
@@ -33,28 +32,28 @@ def there(here, second, mounted):
     return place
 
 
-def append_anew(path):
+def append_reopened(path):
     for number in range(RECORDS):
         with open(path, "ab") as file:
             file.write(record(number))
         time.sleep(0.002)
 
 
-def append_on(path):
+def append_open(path):
     with open(path, "ab", buffering=0) as file:
         for number in range(RECORDS):
             file.write(record(number))
             time.sleep(0.002)
 
 
-def read_anew(path, offset):
+def read_reopened(path, offset):
     with open(path, "rb") as file:
         file.seek(offset)
         return file.read(997)
 
 
 def follow(path, read):
-    """Read all of the log as it grows; each piece has to be what was written there."""
+    """Read the whole log as it grows; each piece must be as written."""
     offset, end_s = 0, time.monotonic() + LIMIT_S
     while offset < len(LOG):
         data = read(path, offset)
@@ -63,7 +62,7 @@ def follow(path, read):
         assert time.monotonic() < end_s, f"{offset} of {len(LOG)} bytes were seen"
 
 
-@pytest.mark.parametrize("append", [append_anew, append_on])
+@pytest.mark.parametrize("append", [append_reopened, append_open])
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_reader_of_a_log_sees_no_zeros(here, there, append, kept, elsewhere):
@@ -73,7 +72,7 @@ def test_reader_of_a_log_sees_no_zeros(here, there, append, kept, elsewhere):
         writing = writer.submit(append, here / "log")
         follow(
             (there if elsewhere else here) / "log",
-            (lambda _, at: os.pread(fd, 997, at)) if kept else read_anew,
+            (lambda _, at: os.pread(fd, 997, at)) if kept else read_reopened,
         )
         writing.result()
     os.close(fd)
@@ -107,7 +106,7 @@ def set_append(fd, wanted):
 
 def test_cleared_append_flag_writes_in_place(here, engine):
     if engine == "pyfuse3":
-        pytest.skip("pyfuse3 is not told of the flags of a write")
+        pytest.skip("pyfuse3 does not get the flags of a write")
     fd, reader = os.open(here / "f", os.O_CREAT | os.O_RDWR | os.O_APPEND), os.open(here / "f", os.O_RDONLY)
     os.write(fd, b"0123456789")
     assert os.pread(reader, 20, 0) == b"0123456789"
@@ -123,9 +122,9 @@ def test_cleared_append_flag_writes_in_place(here, engine):
     assert (here / "f").read_bytes() == b"01AB45CD89end"
 
 
-def test_set_append_flag_appends_at_the_end_of_all(here, there, engine):
+def test_set_append_flag_appends_at_the_end_of_all_writers(here, there, engine):
     if engine == "pyfuse3":
-        pytest.skip("pyfuse3 is not told of the flags of a write")
+        pytest.skip("pyfuse3 does not get the flags of a write")
     fd = os.open(here / "f", os.O_CREAT | os.O_RDWR)
     os.write(fd, b"0123456789")
     os.fsync(fd)
@@ -140,7 +139,7 @@ def test_set_append_flag_appends_at_the_end_of_all(here, there, engine):
 
 
 @pytest.mark.parametrize("grow", ["ftruncate", "truncate", "write behind", "write in the page", "fallocate"])
-def test_bytes_mapped_behind_the_end_are_no_content(here, there, engine, grow):
+def test_bytes_mapped_behind_the_end_are_not_stored(here, there, engine, grow):
     if engine == "pyfuse3" and grow == "fallocate":
         pytest.skip("posix_fallocate writes zeros there")
     path = here / "f"
@@ -165,8 +164,8 @@ def test_bytes_mapped_behind_the_end_are_no_content(here, there, engine, grow):
 
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["written", "mapped"])
-def test_bytes_stored_into_a_gap_stay(here, there, mapped):
-    """A write behind the end, in the last page, leaves a gap of zeros. What comes there next is not cleared with the gap."""
+def test_bytes_written_into_a_gap_stay(here, there, mapped):
+    """A write behind the end, in the last page, leaves a gap of zeros. Later bytes there are not cleared with the gap."""
     for number in range(30):
         fd = os.open(here / f"{number}", os.O_CREAT | os.O_RDWR)
         os.write(fd, b"z" * 5000)
@@ -236,7 +235,7 @@ class AsyncWriter:
         assert event.result == len(memory)
 
 
-@pytest.mark.skipif(FLOOR, reason="of the pool's engines")
+@pytest.mark.skipif(FLOOR, reason="for the pool's engines")
 def test_pages_show_a_finished_asynchronous_direct_write(here):
     size = 160 * 4096
     cached, direct = os.open(here / "f", os.O_CREAT | os.O_RDWR), os.open(here / "f", os.O_RDWR | os.O_DIRECT)

@@ -1,6 +1,8 @@
-"""Two mounts whose kernels keep nothing (`--attr-timeout-s 0 --entry-timeout-s 0`) are as one directory on the drive: each call
-comes by either of them, and has the same outcome as on a plain directory. Directories are not moved: a kernel that finds one in
-another place answers ESTALE to the rename that it looks for it in."""
+"""Two mounts without kernel caches (`--attr-timeout-s 0 --entry-timeout-s 0`) behave as one directory on the drive.
+
+Each call goes to either of them, and has the same outcome as on a plain directory. Directories are not moved: a kernel that
+finds one in another place returns ESTALE for the rename of its lookup.
+"""
 
 import ctypes
 import errno
@@ -26,8 +28,8 @@ def rename_with(source, target, flags):
         raise OSError(ctypes.get_errno(), "renameat2")
 
 
-def told(found):
-    """What does not depend on the file system."""
+def comparable(found):
+    """The attributes that do not depend on the file system."""
     if stat.S_ISDIR(found.st_mode):
         return found.st_mode
     return (
@@ -49,12 +51,12 @@ def everything(top):
         for name in directories + files:
             path = os.path.join(place, name)
             is_file = stat.S_ISREG(os.lstat(path).st_mode)
-            found[os.path.relpath(path, top)] = told(os.lstat(path)), whole(path) if is_file else None
+            found[os.path.relpath(path, top)] = comparable(os.lstat(path)), whole(path) if is_file else None
     return found
 
 
 class Scene:
-    """`plain`: on the drive; `mounts`: the same directory by each mount."""
+    """`plain`: on the drive; `mounts`: the same directory through each mount."""
 
     def __init__(self, plain, mounts, seed):
         self.plain, self.mounts, self.random = plain, mounts, random.Random(seed)
@@ -85,7 +87,7 @@ class Scene:
         expected = self.outcome(call, ours, *words)
         assert self.outcome(call, theirs, *words) == expected, self.said[-15:]
         if isinstance(expected, int):
-            os.fsync(theirs)  # what was written is seen by others when it was synced or closed
+            os.fsync(theirs)  # others see written bytes once they are synced or closed
 
     def opened(self):
         flags = self.random.choice(
@@ -151,7 +153,7 @@ def symlinked(path, to):
 
 
 def looked_at(path):
-    return told(os.lstat(path))
+    return comparable(os.lstat(path))
 
 
 def attribute_set(path, value, flags):
@@ -171,7 +173,7 @@ def listed(path):
     return sorted(os.listdir(path))
 
 
-def test_two_mounts_that_keep_nothing_are_as_one_directory(own, tmp_path, engine):
+def test_two_uncached_mounts_behave_as_one_directory(own, tmp_path, engine):
     options = ("--engine", engine, "--attr-timeout-s=0", "--entry-timeout-s=0")
     both = [own.mount(own.directory.parent / f"strict-{engine}-{number}", *options) for number in range(2)]
     try:

@@ -1,4 +1,4 @@
-"""The comparison of bench/: it runs every load against any directory, and ends and removes what it started, nothing else."""
+"""The comparison benchmark: it runs every load against any directory, and stops and removes only what it started."""
 
 import importlib
 import json
@@ -33,7 +33,7 @@ needs_root = pytest.mark.skipif(
 
 @pytest.fixture
 def place(tmp_path):
-    """On a file system that knows O_DIRECT; pytest's own directory may be one that does not."""
+    """On a file system with O_DIRECT; pytest's own directory may be on one without it."""
     made = tmp_path / "bench"
     made.mkdir()
     return made
@@ -53,12 +53,12 @@ def assert_nothing_is_left(place):
 
 @needs_root
 @pytest.mark.mount
-def test_every_load_runs_against_drive_floors_and_nvpool_and_nothing_is_left(place, tmp_path):
+def test_every_load_runs_and_leaves_nothing(place, tmp_path):
     names = ("plain", "c-passthrough", "c-socket", "nvpool-tcp", "nvpool-grpc")
     bench = start(place, "--subjects", f"^({'|'.join(names)})$", "--results", tmp_path / "results")
-    said, told = bench.communicate(timeout=550)
-    assert bench.returncode == 0, told
-    assert "this takes about" in told and " left" in told
+    said, progress = bench.communicate(timeout=550)
+    assert bench.returncode == 0, progress
+    assert "this takes about" in progress and " left" in progress
     assert_nothing_is_left(place)
     found = json.loads((tmp_path / "results" / "peers.json").read_text())
     assert [load["key"] for load in found["loads"]] == [load.key for load in compare.LOADS]
@@ -77,17 +77,17 @@ def test_every_load_runs_against_drive_floors_and_nvpool_and_nothing_is_left(pla
 
 @needs_root
 @pytest.mark.mount
-def test_what_an_interrupted_bench_and_a_killed_one_had_started_is_gone(place):
+def test_interrupted_and_killed_bench_leave_nothing(place):
     bench = start(place, "--subjects", "^(plain|c-passthrough|nvpool)$", "--seconds", "2")
     while "round 1" not in (line := bench.stderr.readline()):
-        assert line, "it ended before the first load"
+        assert line, "the bench ended before the first load"
     bench.send_signal(signal.SIGINT)
     time.sleep(0.2)
-    bench.send_signal(signal.SIGINT)  # of someone who thinks it does not end
+    bench.send_signal(signal.SIGINT)  # an impatient second Ctrl-C
     assert "interrupted" in bench.communicate(timeout=550)[1]
     assert_nothing_is_left(place)
 
-    # Nothing of this load unmounts, so it is killed with its mount whole, and no `umount` of it goes on after its death.
+    # This load never unmounts, so the bench is killed with its mount whole, and no `umount` of it continues after its death.
     bench = start(
         place, "--subjects", "^c-passthrough$", "--only", "^reread$", "--rounds", "99", "--seconds", "2"
     )
@@ -103,7 +103,7 @@ def test_what_an_interrupted_bench_and_a_killed_one_had_started_is_gone(place):
 
 @needs_root
 @pytest.mark.mount
-def test_a_load_on_a_mount_that_went_away_is_a_failure_and_no_figure_of_the_directory_below_it(place):
+def test_load_without_its_mount_is_a_failure(place):
     from subjects.local import CPassthrough
 
     (place / contract.OWNER).write_text(str(os.getpid()))
@@ -116,7 +116,7 @@ def test_a_load_on_a_mount_that_went_away_is_a_failure_and_no_figure_of_the_dire
         comparison.round(0, [leaves, stays])
         assert comparison.failures == {("c-passthrough", "leaves"): "its mount went away under the load"}
         assert list(comparison.figures) == [("c-passthrough", "stays")], (
-            "it is mounted again for the next load"
+            "the subject is mounted again for the next load"
         )
         assert len(list((place / "c-passthrough" / "files" / "created-4096-0").iterdir())) == 10
     finally:
@@ -124,14 +124,14 @@ def test_a_load_on_a_mount_that_went_away_is_a_failure_and_no_figure_of_the_dire
         contract.sweep(place)
 
 
-def test_a_mount_point_is_read_as_it_is_from_the_table_of_mounts():
+def test_mount_table_entries_are_unescaped():
     from subjects.glusterfs import unescaped
 
     assert unescaped(r"/a\040b\134c/d") == "/a b\\c/d"
 
 
 @pytest.mark.smoke
-def test_nothing_but_the_directory_of_a_bench_is_ever_removed(tmp_path, monkeypatch):
+def test_sweep_removes_only_the_benchs_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine" / "of-glusterfs").mkdir(parents=True)
     for path in (
@@ -146,14 +146,14 @@ def test_nothing_but_the_directory_of_a_bench_is_ever_removed(tmp_path, monkeypa
         with pytest.raises(ValueError):
             contract.sweep(path)
     for subject in compare.every_subject():
-        subject.stop()  # never started: there is nothing to stop
+        subject.stop()  # never started: nothing to stop
     assert (tmp_path / "mine" / "of-glusterfs").is_dir()
     (tmp_path / "mine" / contract.OWNER).write_text("1")
     contract.sweep(tmp_path / "mine" / "of-glusterfs")
     assert os.listdir(tmp_path / "mine") == [contract.OWNER]
 
 
-def test_a_peer_that_is_not_installed_and_a_variant_whose_library_is_not_are_named_with_the_reason(
+def test_missing_peers_and_libraries_are_named(
     monkeypatch,
 ):
     from subjects import glusterfs, juicefs, moosefs, pool
@@ -169,7 +169,7 @@ def test_a_peer_that_is_not_installed_and_a_variant_whose_library_is_not_are_nam
         assert peer.missing().endswith("is not installed (make bench-peers)")
 
 
-def test_the_better_of_asleep_and_awake_counts_and_ratios_are_judged_against_the_best_peer():
+def test_better_state_counts_and_ratios_use_the_best_peer():
     subject = {"kind": "peer", "version": "1", "notes": "", "cold": "so", "missing": None}
     load = {
         "key": "stat",
@@ -210,7 +210,7 @@ def test_the_better_of_asleep_and_awake_counts_and_ratios_are_judged_against_the
     xml.dom.minidom.parseString(report.chart(results))
 
 
-def test_the_peers_are_installed_by_somebody_with_root_who_is_told_one_command(tmp_path):
+def test_peer_installer_prints_a_command_for_root(tmp_path):
     (tmp_path / "checkout" / "bench").mkdir(parents=True)
     shutil.copy(ROOT / "bench" / "install_peers.sh", tmp_path / "checkout" / "bench")
     for name, text in {

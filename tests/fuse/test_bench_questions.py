@@ -1,4 +1,4 @@
-"""The questions of bench/: each is answered at a small size with all its parts, and nothing of it is left."""
+"""The questions of bench/: each is answered at a small size with all its parts, and leaves nothing behind."""
 
 import importlib
 import json
@@ -29,7 +29,7 @@ needs_root = pytest.mark.skipif(
 
 @needs_root
 @pytest.mark.mount
-def test_all_questions_are_answered_with_tables_and_charts_and_nothing_is_left(tmp_path):
+def test_questions_are_answered_and_leave_nothing(tmp_path):
     place = tmp_path / "bench"
     command = [
         sys.executable,
@@ -73,8 +73,8 @@ def test_all_questions_are_answered_with_tables_and_charts_and_nothing_is_left(t
     xml.dom.minidom.parseString((tmp_path / "results" / "questions.svg").read_text())
 
 
-def test_the_knee_is_where_more_readers_begin_to_cost_more_than_they_bring():
-    # 100 reads/s a reader up to eight of them, then no more
+def test_knee_is_where_more_readers_stop_paying_off():
+    # 100 reads/s a reader up to eight readers, then no more
     points = [concurrency.Point(count, 100.0 * min(count, 8), 0.0, 0.0) for count in (1, 2, 4, 8, 16, 32)]
     assert concurrency.knee(points) == 8
     flat = [concurrency.Point(count, 100.0, 0.0, 0.0) for count in (1, 2, 4)]
@@ -86,7 +86,7 @@ def test_the_knee_is_where_more_readers_begin_to_cost_more_than_they_bring():
     assert concurrency.knee(creeping) == 4
 
 
-def test_the_layers_of_a_read_are_the_whole():
+def test_layers_of_a_read_add_up():
     p50_us = {
         "bare": 7.0,
         "floor": 9.0,
@@ -130,7 +130,7 @@ def test_the_layers_of_a_read_are_the_whole():
 
 
 @pytest.mark.smoke
-def test_charts_are_drawn_from_any_figures():
+def test_charts_are_drawn_from_any_numbers():
     sheet = drawing.Sheet("a & b")
     sheet.lines("nothing", [drawing.Line("none", [])])
     sheet.lines("lines", [drawing.Line("one", [(1, 0.0), (2, 5.0)], marked=2)], log_y=True)

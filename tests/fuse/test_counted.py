@@ -1,4 +1,4 @@
-"""What the kernel asks and what is sent for it, counted through real mounts; and that the kernel keeps nothing that is old."""
+"""Counted requests of the kernel and messages for them, through real mounts; and no stale data in the kernel."""
 
 import asyncio
 import os
@@ -21,9 +21,9 @@ from nvpool.meta.server.service import MetaOptions
 pytestmark = pytest.mark.mount
 
 MINUTES = FuseOptions(attr_timeout_s=600, entry_timeout_s=600)
-"""What is seen before they are over the kernel was told of."""
+"""Changes that are seen before these timeouts end were pushed to the kernel."""
 OLD = ClientOptions(fresh_s=0.0, attr_s=0.0)
-"""Nothing is believed for its age: what asks nobody does so by a lease."""
+"""No cached data is believed for its age: only a lease saves a request."""
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def read(path, size=1 << 20):
         os.close(fd)
 
 
-def in_one_of_three(attempt):
+def holds_eventually(attempt):
     """`attempt(number)` holds, sooner or later: another test may have dropped the caches of the kernel meanwhile."""
     for number in range(3):
         try:
@@ -61,7 +61,9 @@ def in_one_of_three(attempt):
 
 @contextmanager
 def mapped(path):
-    """Another process has its pages mapped: those nobody drops from outside. (A page fault of ours would stop our mount.)"""
+    """Map the pages in another process: mapped pages are not dropped from outside. (A page fault of ours would stop our
+    mount.)
+    """
     program = """
 import mmap, sys
 file = open(sys.argv[1], "rb")
@@ -80,14 +82,14 @@ sys.stdin.read()
 
 
 def settle(mounts, mount):
-    """RELEASE comes after close has returned."""
+    """Wait for RELEASE, which comes after close has returned."""
     wait_until(lambda: not mount.ops.open_files, "all are released")
 
 
-# -- how much is asked -----------------------------------------------------------------------------------------------------
+# -- number of requests ---------------------------------------------------------------------------------------------------
 
 
-def test_a_file_made_written_and_closed_is_seven_requests_of_which_three_are_sent_on(mounts):
+def test_small_file_takes_seven_requests_and_three_messages(mounts):
     one = mounts.mount(client_options=OLD)
     (one.place / "d").mkdir()
     make(one.place / "d" / "first")
@@ -98,8 +100,8 @@ def test_a_file_made_written_and_closed_is_seven_requests_of_which_three_are_sen
             make(one.place / "d" / f"f{number}")
             settle(mounts, one)
         assert sent == {"META_CREATE": 1, "DATA_WRITE": 1, "META_REPORT": 1}
-        # a change of names makes the kernel drop the directory's attributes; open(O_CREAT) looks first; the first write asks
-        # for file capabilities: the rest is the call itself
+        # a change of names makes the kernel drop the directory's attributes; open(O_CREAT) looks up first; the first write
+        # queries file capabilities; the rest is the call itself
         assert asked == dict.fromkeys(
             ("GETATTR", "LOOKUP", "CREATE", "GETXATTR", "WRITE", "FLUSH", "RELEASE"), 1
         )
@@ -109,10 +111,10 @@ def test_a_file_made_written_and_closed_is_seven_requests_of_which_three_are_sen
         assert sent == {"META_CREATE": 1}
         assert asked == dict.fromkeys(("GETATTR", "LOOKUP", "CREATE", "FLUSH", "RELEASE"), 1)
 
-    in_one_of_three(attempt)
+    holds_eventually(attempt)
 
 
-def test_a_small_file_costs_its_reader_two_trips_and_the_next_one_none(mounts):
+def test_first_read_takes_two_messages_and_the_next_none(mounts):
     one, other = mounts.mount(client_options=OLD), mounts.mount()
     content = os.urandom(65536)
     make(other.place / "f", content)
@@ -131,13 +133,13 @@ def test_a_small_file_costs_its_reader_two_trips_and_the_next_one_none(mounts):
             assert read(one.place / "f") == content
             settle(mounts, one)
         assert not sent and asked == {"OPEN": 1, "RELEASE": 1}, (
-            "the pages are there, and nobody has to be asked"
+            "the pages are cached, and no message is needed"
         )
 
-    in_one_of_three(attempt)
+    holds_eventually(attempt)
 
 
-def test_names_attributes_and_opens_that_are_known_are_answered_without_a_message(mounts):
+def test_cached_names_attributes_and_opens_take_no_message(mounts):
     one, other = mounts.mount(FuseOptions(attr_timeout_s=0, entry_timeout_s=0), OLD), mounts.mount()
     make(other.place / "f")
     (other.place / "d").mkdir()
@@ -151,9 +153,10 @@ def test_names_attributes_and_opens_that_are_known_are_answered_without_a_messag
     assert asked["LOOKUP"] >= 12 and asked["OPEN"] == 3 and not sent
 
 
-def test_what_was_written_here_is_read_again_out_of_the_kernel_and_after_a_change_elsewhere_anew(mounts):
+def test_written_pages_are_kept_until_a_remote_change(mounts):
     one, other = mounts.mount(), mounts.mount()
-    whole = b"a" * 73 * 4096  # of a page that is written in part the kernel does not know the rest
+    # whole pages: the kernel does not cache the rest of a page that is written in part
+    whole = b"a" * 73 * 4096
 
     def attempt(number):
         name = one.place / f"f{number}"
@@ -170,7 +173,7 @@ def test_what_was_written_here_is_read_again_out_of_the_kernel_and_after_a_chang
             assert read(name) == whole[:5] + b"b" + whole[6:]
         assert "READ" not in asked
 
-    in_one_of_three(attempt)
+    holds_eventually(attempt)
     make(one.place / "f", whole)
     with (
         open(one.place / "f", "r+b", buffering=0) as mine,
@@ -183,12 +186,12 @@ def test_what_was_written_here_is_read_again_out_of_the_kernel_and_after_a_chang
     assert read(other.place / "f")[100:101] == b"d"
 
 
-# -- that nothing is missed --------------------------------------------------------------------------------------------------
+# -- invalidations -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def two(mounts):
-    """Two mounts whose kernels ask again after minutes only, if nobody tells them, and which are lent what was changed."""
+    """Two mounts with kernel timeouts of minutes, which are notified of changes and have leases."""
     one, other = mounts.mount(MINUTES), mounts.mount(MINUTES)
     (one.place / "d").mkdir()
     make(one.place / "d" / "f", b"first")
@@ -200,7 +203,7 @@ def two(mounts):
     return one.place / "d", other.place / "d"
 
 
-def test_the_kernel_of_another_node_has_forgotten_what_is_changed_before_the_change_is_made(two):
+def test_remote_kernel_is_invalidated_before_a_change(two):
     here, there = two
     os.chmod(here / "f", 0o600)
     assert (there / "f").stat().st_mode & 0o777 == 0o600
@@ -210,7 +213,7 @@ def test_the_kernel_of_another_node_has_forgotten_what_is_changed_before_the_cha
     assert not (there / "sub" / "new").exists()
 
 
-def test_what_is_removed_is_gone_at_once_on_the_other_node(two):
+def test_removed_names_are_gone_on_the_other_node(two):
     here, there = two
     os.unlink(here / "f")
     assert not (there / "f").exists()
@@ -218,7 +221,7 @@ def test_what_is_removed_is_gone_at_once_on_the_other_node(two):
     assert not (there / "sub").exists()
 
 
-def test_a_name_that_is_taken_away_and_given_anew_is_seen_at_once(two):
+def test_moved_and_reused_names_are_seen_on_the_other_node(two):
     here, there = two
     os.rename(here / "f", here / "g")
     assert not (there / "f").exists() and (there / "g").read_bytes() == b"first"
@@ -226,14 +229,14 @@ def test_a_name_that_is_taken_away_and_given_anew_is_seen_at_once(two):
     assert (there / "f").is_dir() and not (there / "sub").exists()
 
 
-def test_a_file_that_is_replaced_is_seen_at_once(two):
+def test_replaced_file_is_seen_on_the_other_node(two):
     here, there = two
     make(here / "tmp", b"second")
     os.rename(here / "tmp", here / "f")
     assert os.stat(there / "f").st_size == 6 and read(there / "f") == b"second"
 
 
-def test_names_that_a_listing_told_of_are_taken_back(mounts):
+def test_names_from_a_listing_are_invalidated(mounts):
     one, other = mounts.mount(MINUTES), mounts.mount(MINUTES)
     for number in range(20):
         make(one.place / f"f{number}")
@@ -244,7 +247,7 @@ def test_names_that_a_listing_told_of_are_taken_back(mounts):
         assert not os.path.lexists(other.place / f"f{number}") and os.path.lexists(other.place / f"g{number}")
 
 
-def test_who_keeps_a_file_open_sees_what_is_written_elsewhere(two):
+def test_open_file_shows_remote_writes(two):
     here, there = two
     with open(there / "f", "rb", buffering=0) as reader, open(here / "f", "r+b", buffering=0) as writer:
         assert os.pread(reader.fileno(), 10, 0) == b"first"
@@ -256,7 +259,7 @@ def test_who_keeps_a_file_open_sees_what_is_written_elsewhere(two):
             )
 
 
-def test_pages_of_an_open_file_outlive_the_lease_when_nothing_has_changed(tmp_path):
+def test_unchanged_pages_outlive_the_lease(tmp_path):
     with CountedMounts(tmp_path, MetaOptions(lease_s=1.0)) as mounts:
         one, other = mounts.mount(), mounts.mount()
         make(other.place / "f", b"x" * 100_000)
@@ -273,8 +276,8 @@ def test_pages_of_an_open_file_outlive_the_lease_when_nothing_has_changed(tmp_pa
             wait_until(lambda: os.pread(file.fileno(), 1, 0) == b"y", "the new byte")
 
 
-def test_two_nodes_that_make_and_remove_names_in_one_directory_do_not_wait_for_one_another(two, mounts):
-    """A notice may stand behind a request that waits, at the service, for the answer to that very notice."""
+def test_concurrent_names_in_one_directory_do_not_deadlock(two, mounts):
+    """A notification may queue behind a request that waits, at the service, for the reply to that very notification."""
     here, there = two
     failures = []
 
@@ -307,8 +310,8 @@ def test_two_nodes_that_make_and_remove_names_in_one_directory_do_not_wait_for_o
     assert sorted(os.listdir(here)) == sorted(os.listdir(there))
 
 
-def test_a_notice_that_stands_behind_a_request_does_not_hold_up_a_change(two, mounts, monkeypatch):
-    """CREATE holds its directory in the kernel, and is kept waiting here for as long as the test likes."""
+def test_blocked_notification_does_not_delay_a_change(two, mounts, monkeypatch):
+    """CREATE locks its directory in the kernel, and is delayed here for as long as the test likes."""
     here, there = two
     slow = mounts.mounts[1]
     go = asyncio.Event()
@@ -321,7 +324,7 @@ def test_a_notice_that_stands_behind_a_request_does_not_hold_up_a_change(two, mo
     monkeypatch.setattr(slow.vfs, "create", delayed)
     creating = threading.Thread(target=make, args=(there / "slow", b""))
     creating.start()
-    wait_until(lambda: slow.asked["CREATE"], "the request is in work")
+    wait_until(lambda: slow.asked["CREATE"], "the request is under way")
     try:
         os.rename(here / "f", here / "g")
         assert mounts.pool.meta._watches.waited_out == 0, "not until the watch of the other has ended"
@@ -333,10 +336,10 @@ def test_a_notice_that_stands_behind_a_request_does_not_hold_up_a_change(two, mo
     )
 
 
-# -- what the protocol has and libfuse's Python does not ---------------------------------------------------------------------
+# -- features of the protocol that libfuse's Python lacks -----------------------------------------------------------------
 
 
-def test_files_are_always_ready_and_the_kernel_asks_for_that_once(mounts):
+def test_poll_is_requested_once(mounts):
     one = mounts.mount()
     make(one.place / "f")
     with mounts.counted(one) as (asked, _):
@@ -350,8 +353,8 @@ def test_files_are_always_ready_and_the_kernel_asks_for_that_once(mounts):
 
 
 @needs("stat")
-def test_who_asks_for_more_than_attributes_costs_no_request_more(mounts):
-    """stat(1) asks for the time of birth: the kernel learns it once for each file, and answers out of what it has."""
+def test_statx_costs_no_further_request(mounts):
+    """stat(1) requests the birth time: the kernel learns it once for each file, and answers from its cache."""
     one = mounts.mount(MINUTES)
     make(one.place / "f")
     settle(mounts, one)
@@ -367,13 +370,13 @@ def test_who_asks_for_more_than_attributes_costs_no_request_more(mounts):
     assert asked["STATX"] == 1 and asked["GETATTR"] <= 1 and sent["META_GETATTR"] <= 2
 
 
-def test_rights_of_others_cost_no_message_where_there_is_no_acl(mounts):
-    """The kernel asks for an access control list whenever somebody but the owner wants a right."""
+def test_access_by_others_without_acl_takes_no_message(mounts):
+    """The kernel requests an access control list whenever a user other than the owner needs a right."""
     one = mounts.mount(MINUTES, settings=MountOptions("counted", allow_other=True))
     for number in range(10):
         make(one.place / f"f{number}")
     settle(mounts, one)
-    place = os.open(one.place, os.O_RDONLY)  # nobody else may walk to it
+    place = os.open(one.place, os.O_RDONLY)  # other users may not traverse the path
 
     def read():
         files = [os.open(f"f{number}", os.O_RDONLY, dir_fd=place) for number in range(10)]
@@ -398,7 +401,7 @@ def test_truncation_at_open_is_part_of_the_open(mounts):
     assert os.stat(one.place / "f").st_size == 0
 
 
-def test_listings_bring_attributes_where_they_are_wanted(mounts):
+def test_listings_include_attributes_on_demand(mounts):
     one, other = mounts.mount(MINUTES), mounts.mount()
     for number in range(100):
         make(other.place / f"f{number}", b"")
@@ -409,4 +412,4 @@ def test_listings_bring_attributes_where_they_are_wanted(mounts):
     with mounts.counted(one) as (asked, _):
         for _ in range(3):
             assert len(os.listdir(one.place)) == 100
-    assert asked["READDIR"] >= 1, "nobody looks at them any more"
+    assert asked["READDIR"] >= 1, "the attributes are not used any more"

@@ -1,5 +1,4 @@
-"""Files that a mount makes in one compiled step each way: the messages, the answers, the books and the errors of the ordinary
-way, whatever comes of it."""
+"""File creation on the compiled fast path: messages, replies, state and errors as on the slow path, in every case."""
 
 import asyncio
 import contextlib
@@ -10,7 +9,7 @@ import socket
 from contextlib import asynccontextmanager
 
 import pytest
-from mounted_reads import Reading, both_ways
+from mounted_reads import Reading, path_decorators
 
 from nvpool.client.session import Client
 from nvpool.client.state.attr_cache import OpenInode
@@ -22,7 +21,7 @@ from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.constants import Op, Opening
 from nvpool.fuse.protocol.requests import FORMS, FuseRequest
 from nvpool.rpc.messages.direntries import attr_of
-from nvpool.rpc.stats import TALLY
+from nvpool.rpc.stats import RPC_STATS
 from nvpool.rpc.transports import fast_replies
 from nvpool.rpc.v1.meta_pb2 import Attr, CreateReply, CreateRequest
 from nvpool.rpc.v1.wire_pb2 import META_CREATE
@@ -35,8 +34,8 @@ NOBODY = 1 << 22
 """There is no such process."""
 
 
-class Door:
-    """What the shard's listener asks: the service, unless a test has something else to say to who makes a file."""
+class ShardProxy:
+    """Handles requests of the shard's listener: passes them to the service, unless a test replies to a create itself."""
 
     def __init__(self, service):
         self.service = service
@@ -52,8 +51,8 @@ class Door:
         self.service.handle(call)
 
 
-class Changed:
-    """A call whose answer is another than the service's."""
+class ChangedCall:
+    """A call whose reply differs from the service's."""
 
     def __init__(self, call, change):
         self._call, self._change = call, change
@@ -65,8 +64,8 @@ class Changed:
         self._call.reply(self._change(bytes(message)))
 
 
-class Held:
-    """A call whose answer is kept."""
+class HeldCall:
+    """A call whose reply is held back."""
 
     def __init__(self, call, said):
         self._call, self._said = call, said
@@ -78,32 +77,34 @@ class Held:
         self._said.append(bytes(message))
 
 
-async def carried_out(kernel, call):
-    """The answer, of which nobody has heard yet."""
+async def carry_out(kernel, call):
+    """Carry out the call; its reply, which is not sent yet."""
     said = []
-    kernel.door.service.handle(Held(call, said))
+    kernel.proxy.service.handle(HeldCall(call, said))
     async with asyncio.timeout(60):
         while not said:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     return said[0]
 
 
-class Kept(Host):
-    """Its client keeps what outlives its process. `at_once`: the shard answers in one step, where it can."""
+class StatefulHost(Host):
+    """Its client keeps the state that survives its process. `shard_fast_path`: the shard replies on its own fast path where
+    it can.
+    """
 
-    def __init__(self, clock, options, at_once):
+    def __init__(self, clock, options, shard_fast_path):
         super().__init__(shards=1)
-        self.clock, self.client_options, self.at_once = clock, options, at_once
+        self.clock, self.client_options, self.shard_fast_path = clock, options, shard_fast_path
 
     async def __aenter__(self):
         await self.pool.__aenter__()
         listener = self.pool._listeners["meta", 1]
-        self.door = Door(
+        self.proxy = ShardProxy(
             listener.handler.__self__ if hasattr(listener.handler, "__self__") else listener.handler
         )
-        if not self.at_once:
-            self.door.service = self.pool.meta
-            listener.handler = self.door
+        if not self.shard_fast_path:
+            self.proxy.service = self.pool.meta
+            listener.handler = self.proxy
         self.descriptor = KeptMemory.make(1 << 24)
         self.kept = KeptMemory(self.descriptor)
         self.client = await Client.open(
@@ -121,7 +122,7 @@ class Kept(Host):
 class Mounted(Reading):
     def __init__(self, host, writeback=False):
         super().__init__(host)
-        self.engine._ops._clock = host.clock
+        self.engine._ops.clock = host.clock
         self.ops.options = self.ops.options._replace(writeback=writeback)
         self.answers = []
 
@@ -134,14 +135,14 @@ class Mounted(Reading):
         return self.vfs.meta._shards[1]
 
     @property
-    def door(self):
-        return self.host.door
+    def proxy(self):
+        return self.host.proxy
 
     @property
-    def made_at_once(self):
+    def compiled_creates(self):
         return self.engine._creates.made if self.engine._creates is not None else 0
 
-    def say_create(self, name, flags=NEW, mode=0o100644, pid=0, uid=0, gid=0, unique=None, node=1):
+    def send_create(self, name, flags=NEW, mode=0o100644, pid=0, uid=0, gid=0, unique=None, node=1):
         self.last += 2
         unique = self.last if unique is None else unique
         body = FORMS[Op.CREATE].body(flags, mode, 0o22, 0)
@@ -150,8 +151,8 @@ class Mounted(Reading):
         )
         return unique
 
-    async def hear(self):
-        unique, error, answer = await super().hear()
+    async def receive(self):
+        unique, error, answer = await super().receive()
         if len(answer) == MADE_BYTES:
             times = dict.fromkeys(("atime", "mtime", "ctime", "atimensec", "mtimensec", "ctimensec"), 0)
             self.answers.append((unique, error, replies.read("create", answer)._replace(**times)))
@@ -159,9 +160,9 @@ class Mounted(Reading):
             self.answers.append((unique, error, len(answer)))
         return unique, error, answer
 
-    async def made(self, name, flags=NEW, **more):
-        unique = self.say_create(name, flags, **more)
-        heard, error, answer = await self.hear()
+    async def create_file(self, name, flags=NEW, **more):
+        unique = self.send_create(name, flags, **more)
+        heard, error, answer = await self.receive()
         assert heard == unique
         if error:
             raise OSError(-error, os.strerror(-error))
@@ -174,18 +175,18 @@ class Mounted(Reading):
         return made
 
     async def close_file(self, handle):
-        unique = self.say(Op.RELEASE, (handle, 0, 0, 0))
-        assert (await self.hear())[:2] == (unique, 0)
+        unique = self.send(Op.RELEASE, (handle, 0, 0, 0))
+        assert (await self.receive())[:2] == (unique, 0)
 
-    async def begun(self, name, flags=NEW, **more):
-        """The request is with the shard, which says nothing."""
+    async def pending_create(self, name, flags=NEW, **more):
+        """The request is with the shard, which does not reply yet."""
         calls = []
-        self.door.instead = calls.append
-        unique = self.say_create(name, flags, **more)
+        self.proxy.instead = calls.append
+        unique = self.send_create(name, flags, **more)
         async with asyncio.timeout(60):
             while not calls:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-        self.door.instead = None
+        self.proxy.instead = None
         return unique, calls[0]
 
     def grant_of(self, file):
@@ -193,12 +194,12 @@ class Mounted(Reading):
             return False, file.grant_session, file.grant_half_ms
         now_ms = self.host.clock.wall_ns() // 1_000_000
         ends_ms = grants.read(file.grant).ends_ms
-        # of a clock that stands between a file and the look at its books at most for a while
+        # of a clock that differs, for a short time, between a file and the check of the state
         half_ms = file.grant_half_ms - (now_ms + (ends_ms - now_ms) // 2)
         return file.grant_session == self.state.session, file.grant[:4], abs(half_ms) < 30_000
 
-    def books(self):
-        """All that there is to be known, in its order."""
+    def client_state(self):
+        """All state of the client, in its order."""
         vfs, ops, cache, leases = self.vfs, self.ops, self.vfs.cache, self.vfs.leases
         slots = [
             slot
@@ -225,7 +226,7 @@ class Mounted(Reading):
             "watch": (
                 self.state.watch.floor_s,
                 dict(self.state.watch.ended),
-            ),  # not `used`: the watch itself takes that back
+            ),  # not `used`: the watch itself resets it
             "registered": dict(self.state.open),
             "slots": list(self.state.slots),
             "waiting": list(self.state.waiting),
@@ -242,11 +243,11 @@ class Mounted(Reading):
                 for number, file in ops._files.items()
             ],
             "shared": all(file.file is cache.open[file.inode] for file in ops._files.values()),
-            "told": dict(ops._told),
+            "notified": dict(ops._sent_changes),
             "seen": dict(ops._seen),
             "appending": dict(ops._appending),
-            "changes": ops._changes,
-            "named": list(ops._naming.told),
+            "changes": ops.change_count,
+            "named": list(ops._naming.names),
             "barred": dict(ops.published._barred),
             "writing": set(ops.published._writing),
             "counters": {name: vfs.meta.counters[name] for name in ("changes", "repeats", "sessions")},
@@ -255,7 +256,7 @@ class Mounted(Reading):
             "held": dict(vfs.meta.once.held),
             "spent": sum(times.counts) if (times := self.engine.spent.times[Op.CREATE]) is not None else 0,
             "in flight": len([one for one in connection._in_flight.values() if one[4] == META_CREATE]),
-            "calls": (TALLY.calls.begun - TALLY.calls.ended) - len(connection._in_flight),
+            "calls": (RPC_STATS.calls.begun - RPC_STATS.calls.ended) - len(connection._in_flight),
         }
 
 
@@ -264,7 +265,7 @@ def lease_of(lease):
 
 
 def untimed(attr):
-    """Its times are the shard's."""
+    """Without its times, which the shard sets."""
     without = Attr()
     without.CopyFrom(attr if type(attr) is Attr else attr_of(attr))
     without.atime_ns = without.mtime_ns = without.ctime_ns = 0
@@ -275,23 +276,25 @@ OPTIONS = ClientOptions(deadline_s=20.0, retry_first_s=0.001)
 
 
 @asynccontextmanager
-async def mounted(way="compiled", options=OPTIONS, clock=SYSTEM_CLOCK, at_once=False, writeback=False):
-    async with Kept(clock, options, at_once) as host, Mounted(host, writeback) as kernel:
+async def mounted(
+    way="compiled", options=OPTIONS, clock=SYSTEM_CLOCK, shard_fast_path=False, writeback=False
+):
+    async with StatefulHost(clock, options, shard_fast_path) as host, Mounted(host, writeback) as kernel:
         await kernel.init()
         if way == "ordinary":
             await kernel.engine._end_plain_reads()
-        await kernel.close_file((await kernel.made(b"the first one, by which there is a session")).fh)
-        kernel.way, before = way, kernel.made_at_once
+        await kernel.close_file((await kernel.create_file(b"the first one, by which there is a session")).fh)
+        kernel.way, before = way, kernel.compiled_creates
         yield kernel
-        kernel.door.instead = None
+        kernel.proxy.instead = None
         assert not kernel.engine._work
-        assert way == "ordinary" or kernel.made_at_once > before or not kernel.expects_some, (
-            "none was made in one step"
+        assert way == "ordinary" or kernel.compiled_creates > before or not kernel.expects_some, (
+            "none was created on the fast path"
         )
 
 
 Mounted.expects_some = True
-WAYS, compiled_only, on_a_mount, by_both_ways, in_one_step = both_ways(fast_creates._creates, mounted)
+WAYS, compiled_only, on_a_mount, on_both_paths, on_fast_path = path_decorators(fast_creates._creates, mounted)
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------------
@@ -302,7 +305,7 @@ def some_number(chance, bits):
 
 
 @compiled_only
-def test_the_request_is_the_bytes_that_protobuf_writes():
+def test_request_bytes_are_those_of_protobuf():
     chance = random.Random(1)
     for _ in range(3000):
         fields = {
@@ -380,8 +383,8 @@ def some_reply(chance):
     return reply
 
 
-def in_two(reply):
-    """As the shard's compiled step writes it: the lease behind what is kept of the answer."""
+def fast_path_form(reply):
+    """As the shard's fast path writes a reply: the lease after the stored part."""
     lease = CreateReply()
     lease.entry.lease_ms, before = reply.entry.lease_ms, CreateReply()
     before.CopyFrom(reply)
@@ -396,29 +399,29 @@ def in_two(reply):
 KEEP = (1, 5), (2, 999)
 
 
-def answered(message):
+def fast_reply(message):
     return fast_creates._creates.answer_of(message, 77, *KEEP, 0x1234567890, 5)
 
 
 @compiled_only
-def test_the_answer_is_the_one_that_is_made_of_protobuf():
+def test_reply_is_the_one_made_from_protobuf():
     chance = random.Random(2)
     for _ in range(2000):
         reply = some_reply(chance)
         reply.entry.lease_ms = reply.entry.lease_ms or 1
         expected = replies.created(77, reply.entry.attr, *KEEP, 0x1234567890, 5)
-        assert answered(reply.SerializeToString()) == answered(in_two(reply)) == expected
+        assert fast_reply(reply.SerializeToString()) == fast_reply(fast_path_form(reply)) == expected
 
 
 @compiled_only
-def test_what_is_not_a_new_file_with_all_that_belongs_to_it_is_left():
+def test_incomplete_replies_are_left_to_the_slow_path():
     reply = some_reply(random.Random(3))
 
     def left(change):
         other = CreateReply()
         other.CopyFrom(reply)
         change(other)
-        assert answered(other.SerializeToString()) is None
+        assert fast_reply(other.SerializeToString()) is None
 
     left(lambda it: setattr(it, "created", False))
     left(lambda it: it.ClearField("parent"))
@@ -436,25 +439,29 @@ def test_what_is_not_a_new_file_with_all_that_belongs_to_it_is_left():
     left(lambda it: setattr(it.entry.attr, "mtime_ns", -1))
     left(lambda it: setattr(it.parent, "inode", 0))
     whole = reply.SerializeToString()
-    assert answered(b"") is None and answered(whole + whole) is None and answered(whole + b"\x20\1") is None
-    assert answered(whole + b"\x22\0") is None and answered(whole + b"\x0a\3\x30\1\1") is None
+    assert (
+        fast_reply(b"") is None
+        and fast_reply(whole + whole) is None
+        and fast_reply(whole + b"\x20\1") is None
+    )
+    assert fast_reply(whole + b"\x22\0") is None and fast_reply(whole + b"\x0a\3\x30\1\1") is None
     wide = bytearray(CreateReply(entry={"attr": {"inode": 1, "change": 1}}).SerializeToString())
-    assert answered(bytes(wide)) is None
+    assert fast_reply(bytes(wide)) is None
 
 
 @compiled_only
-def test_of_whatever_bytes_what_is_read_is_what_protobuf_reads():
+def test_arbitrary_bytes_are_parsed_as_protobuf_does():
     chance = random.Random(4)
     read = 0
     for turn in range(20_000):
         message = bytearray(
-            in_two(some_reply(chance)) if turn % 2 else some_reply(chance).SerializeToString()
+            fast_path_form(some_reply(chance)) if turn % 2 else some_reply(chance).SerializeToString()
         )
         if turn % 3 == 0:
             del message[chance.randrange(len(message)) :]
         for _ in range(turn % 4 if message else 0):
             message[chance.randrange(len(message))] ^= 1 << chance.randrange(8)
-        found = answered(bytes(message))
+        found = fast_reply(bytes(message))
         if found is None:
             continue
         read += 1
@@ -470,21 +477,21 @@ def test_of_whatever_bytes_what_is_read_is_what_protobuf_reads():
     assert read > 1000
 
 
-# -- what is the same both ways ----------------------------------------------------------------------------------------------
+# -- equivalence of both paths ---------------------------------------------------------------------------------------------
 
 
-async def many_kinds(kernel, clock):
-    """Files made in all manners, and what was to be seen of each: message, answer, books."""
+async def create_in_all_ways(kernel, clock):
+    """Create files in all ways; the message, reply and state of each."""
     seen = []
 
     async def make(name, flags, **more):
         try:
-            made = await kernel.made(name, flags, **more)
+            made = await kernel.create_file(name, flags, **more)
         except OSError as error:
             made = error.errno
-        if kernel.vfs._renewals:  # the directory's names are listed beside it
+        if kernel.vfs._renewals:  # the directory's names are listed concurrently
             await asyncio.wait(set(kernel.vfs._renewals))
-        seen.append((name, kernel.books()))
+        seen.append((name, kernel.client_state()))
         clock.now_s += 0.25
         return made
 
@@ -505,21 +512,23 @@ async def many_kinds(kernel, clock):
         await make(name, NEW)
     await make(b"no access", os.O_CREAT | 3)
     await make(b"nowhere", NEW, node=first.nodeid)
-    directory = replies.read("entry", await kernel.ask(Op.MKDIR, (0o755, 0o22), names=(b"directory",))).nodeid
-    for number in range(9):  # all of its names are known
+    directory = replies.read(
+        "entry", await kernel.request(Op.MKDIR, (0o755, 0o22), names=(b"directory",))
+    ).nodeid
+    for number in range(9):  # a complete directory
         await make(b"%d" % number, NEW, node=directory)
-    for number in range(40):  # and those of the other one get to be known
+    for number in range(40):  # and the other one becomes complete
         await make(b"one of many %d" % number, NEW)
     await kernel.close_file(first.fh)
     again = await make(b"behind a close", NEW)
     seen.append(again.fh)
-    await kernel.ask(Op.UNLINK, names=(b"new",))
+    await kernel.request(Op.UNLINK, names=(b"new",))
     await make(b"new", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     return seen
 
 
-def of_one_session(messages):
-    """These messages, whatever number their session has."""
+def without_session(messages):
+    """These messages, independent of the number of their session."""
     requests = [CreateRequest.FromString(message) for message in messages]
     assert len({request.change.session for request in requests}) == 1
     for request, message in zip(requests, messages, strict=True):
@@ -529,9 +538,9 @@ def of_one_session(messages):
 
 
 @compiled_only
-@pytest.mark.parametrize("writeback", [False, True], ids=["written-through", "written-back"])
-def test_messages_answers_and_books_are_the_same_both_ways(writeback):
-    found, began_s = {}, SYSTEM_CLOCK.boottime_s()  # deadlines are those of a connection, too
+@pytest.mark.parametrize("writeback", [False, True], ids=["write-through", "write-back"])
+def test_messages_replies_and_state_agree_on_both_paths(writeback):
+    found, began_s = {}, SYSTEM_CLOCK.boottime_s()  # deadlines also apply to a connection
 
     async def seen(way):
         clock = ManualClock(7, began_s)
@@ -541,19 +550,19 @@ def test_messages_answers_and_books_are_the_same_both_ways(writeback):
             options=OPTIONS._replace(cached_entries=24, deadline_s=300.0),
             writeback=writeback,
         ) as kernel:
-            kinds = await many_kinds(kernel, clock)
-            found[way] = kinds, of_one_session(kernel.door.heard), kernel.answers, kernel.made_at_once
+            kinds = await create_in_all_ways(kernel, clock)
+            found[way] = kinds, without_session(kernel.proxy.heard), kernel.answers, kernel.compiled_creates
 
     for way in WAYS:
         run_whole(seen(way), 300)
-    (kinds, heard, answers, _), (kinds_at_once, heard_at_once, answers_at_once, made) = (
+    (kinds, heard, answers, _), (kinds_fast, heard_fast, answers_fast, made) = (
         found["ordinary"],
         found["compiled"],
     )
     assert made > 50
-    assert heard_at_once == heard
-    assert answers_at_once == answers
-    for one, other in zip(kinds, kinds_at_once, strict=True):
+    assert heard_fast == heard
+    assert answers_fast == answers
+    for one, other in zip(kinds, kinds_fast, strict=True):
         if isinstance(one, tuple):
             assert other[0] == one[0]
             for book in one[1]:
@@ -562,17 +571,17 @@ def test_messages_answers_and_books_are_the_same_both_ways(writeback):
             assert one == other
 
 
-@pytest.mark.parametrize("at_once", (False, True), ids=("asked", "at-once"))
+@pytest.mark.parametrize("shard_fast_path", (False, True), ids=("shard-slow-path", "shard-fast-path"))
 @pytest.mark.parametrize("way", WAYS)
-def test_files_that_are_made_are_there_for_all(way, at_once):
+def test_created_files_exist_for_all(way, shard_fast_path):
     async def many(kernel):
         asked = {}
         for turn in range(12):
             for number in range(16):
                 name = b"%d-%d" % (turn, number)
-                asked[kernel.say_create(name, uid=number, gid=turn)] = name
+                asked[kernel.send_create(name, uid=number, gid=turn)] = name
             while asked:
-                unique, error, answer = await kernel.hear()
+                unique, error, answer = await kernel.receive()
                 assert not error
                 made, name = replies.read("create", answer), asked.pop(unique)
                 assert (made.mode, made.nlink, made.size, b"%d-%d" % (made.gid, made.uid)) == (
@@ -592,22 +601,22 @@ def test_files_that_are_made_are_there_for_all(way, at_once):
         assert kernel.host.kept.slots(kernel.state.record) == [] and kernel.host.kept.handles.valid() == []
         assert len(kernel.state.slots) == kernel.state.slot_count and not kernel.vfs.cache.open
 
-    on_a_mount(many, OPTIONS, SYSTEM_CLOCK, at_once)(way)
+    on_a_mount(many, OPTIONS, SYSTEM_CLOCK, shard_fast_path)(way)
 
 
-@by_both_ways
-async def test_it_is_noted_before_it_is_sent_and_for_as_long_as_nobody_answers(kernel):
+@on_both_paths
+async def test_request_slot_is_held_until_the_reply(kernel):
     slots = len(kernel.state.slots)
-    unique, call = await kernel.begun(b"f")
+    unique, call = await kernel.pending_create(b"f")
     change = CreateRequest.FromString(bytes(call.message)).change
     assert kernel.host.kept.slots(kernel.state.record) == [
         (change.slot, change.sequence, META_CREATE, unique)
     ]
     assert len(kernel.state.slots) == slots - 1 and list(kernel.engine._work) == [unique]
     assert not kernel.ops._files and not kernel.host.kept.handles.valid()
-    other = await kernel.made(b"g")  # meanwhile
-    kernel.door.service.handle(call)
-    heard, error, answer = await kernel.hear()
+    other = await kernel.create_file(b"g")  # meanwhile
+    kernel.proxy.service.handle(call)
+    heard, error, answer = await kernel.receive()
     made = replies.read("create", answer)
     assert (heard, error) == (unique, 0) and set(kernel.ops._files) == {made.fh, other.fh}
     assert kernel.host.kept.slots(kernel.state.record) == [] and len(kernel.state.slots) == slots
@@ -617,19 +626,17 @@ async def test_it_is_noted_before_it_is_sent_and_for_as_long_as_nobody_answers(k
     )
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["made", "goes-on"])
+@pytest.mark.parametrize("fails", [False, True], ids=["fast-path", "slow-path"])
 @pytest.mark.parametrize("way", WAYS)
-def test_where_the_kernel_writes_pages_back_whoever_makes_a_file_may_read_it_and_is_told_each_place(
-    way, fails
-):
-    """O_APPEND is the kernel's then. `fails`: the answer is not taken in one step."""
+def test_writeback_create_is_readable_and_has_no_append(way, fails):
+    """The kernel handles O_APPEND then. `fails`: the reply does not fit the fast path."""
 
     async def write_back(kernel):
-        unique, call = await kernel.begun(b"f", NEW | os.O_APPEND, uid=7)
+        unique, call = await kernel.pending_create(b"f", NEW | os.O_APPEND, uid=7)
         if fails:
-            call = Changed(call, lambda message: message + b"\x78\x01")  # a field that nobody knows
-        kernel.door.service.handle(call)
-        heard, error, answer = await kernel.hear()
+            call = ChangedCall(call, lambda message: message + b"\x78\x01")  # an unknown field
+        kernel.proxy.service.handle(call)
+        heard, error, answer = await kernel.receive()
         assert (heard, error) == (unique, 0)
         made = replies.read("create", answer)
         assert made.open_flags == Opening.KEEP_CACHE
@@ -638,18 +645,19 @@ def test_where_the_kernel_writes_pages_back_whoever_makes_a_file_may_read_it_and
         assert [record[2] for record in kernel.host.kept.handles.valid()] == [
             os.O_RDWR | os.O_CREAT | os.O_EXCL
         ]
-        for offset, content in ((4096, b"b" * 10), (0, b"a" * 5000)):  # written back as the kernel likes
-            await kernel.ask(
+        # written back in an order of the kernel
+        for offset, content in ((4096, b"b" * 10), (0, b"a" * 5000)):
+            await kernel.request(
                 Op.WRITE, (made.fh, offset, len(content), 0, 0, 0), node=made.nodeid, payload=content
             )
-        assert await kernel.ask(Op.READ, (made.fh, 4090, 4096, 0, 0, 0), node=made.nodeid) == b"a" * 910
+        assert await kernel.request(Op.READ, (made.fh, 4090, 4096, 0, 0, 0), node=made.nodeid) == b"a" * 910
         await kernel.close_file(made.fh)
-        await kernel.made(b"g")
+        await kernel.create_file(b"g")
 
     on_a_mount(write_back, OPTIONS, SYSTEM_CLOCK, False, True)(way)
 
 
-# -- what else may come of it ------------------------------------------------------------------------------------------------
+# -- other replies --------------------------------------------------------------------------------------------------------
 
 
 def changed_reply(change):
@@ -679,8 +687,8 @@ ODD = {
 
 @pytest.mark.parametrize("odd", ODD)
 @compiled_only
-def test_of_an_odd_answer_comes_the_same_both_ways(odd):
-    found, began_s = {}, SYSTEM_CLOCK.boottime_s()  # deadlines are those of a connection, too
+def test_odd_replies_have_the_same_outcome_on_both_paths(odd):
+    found, began_s = {}, SYSTEM_CLOCK.boottime_s()  # deadlines also apply to a connection
 
     async def seen(way):
         clock = ManualClock(7, began_s)
@@ -689,16 +697,16 @@ def test_of_an_odd_answer_comes_the_same_both_ways(odd):
             calls = []
 
             def instead(call):
-                kernel.door.instead = None
+                kernel.proxy.instead = None
                 calls.append(bytes(call.message))
-                kernel.door.service.handle(Changed(call, ODD[odd]))
+                kernel.proxy.service.handle(ChangedCall(call, ODD[odd]))
 
-            kernel.door.instead = instead
+            kernel.proxy.instead = instead
             with contextlib.suppress(OSError):
-                await kernel.made(b"odd", os.O_RDWR | os.O_CREAT)
-            seen = kernel.books()
-            await kernel.made(b"after")
-            found[way] = kernel.answers, seen, kernel.books(), of_one_session(kernel.door.heard)
+                await kernel.create_file(b"odd", os.O_RDWR | os.O_CREAT)
+            seen = kernel.client_state()
+            await kernel.create_file(b"after")
+            found[way] = kernel.answers, seen, kernel.client_state(), without_session(kernel.proxy.heard)
 
     for way in WAYS:
         run_whole(seen(way), 120)
@@ -718,69 +726,68 @@ def test_of_an_odd_answer_comes_the_same_both_ways(odd):
     ],
 )
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_refused_is_an_error_and_its_slot_is_free(way, error):
+def test_refused_create_is_an_error_and_frees_its_slot(way, error):
     @on_a_mount
     async def refused(kernel):
         slots = len(kernel.state.slots)
-        unique, call = await kernel.begun(b"f")
+        unique, call = await kernel.pending_create(b"f")
         call.fail(error())
-        heard, code, _ = await kernel.hear()
-        assert (heard, code) == (unique, -error.errno), (
-            "also in a directory that is gone: there is no such name"
-        )
+        heard, code, _ = await kernel.receive()
+        assert (heard, code) == (unique, -error.errno), "also in a removed directory: no such name"
         assert kernel.host.kept.slots(kernel.state.record) == [] and len(kernel.state.slots) == slots
-        await kernel.made(b"f")
+        await kernel.create_file(b"f")
 
     refused(way)
 
 
-FOR_NOW = [
+TEMPORARY = [
     (error, sent) for sent in (True, False) for error in (errors.StaleEpoch, errors.Busy, errors.Draining)
 ]
-FOR_NOW += [(errors.StaleSession, False), (errors.WrongShard, False)]  # these say that it was not carried out
+# these mean that the request was not carried out
+TEMPORARY += [(errors.StaleSession, False), (errors.WrongShard, False)]
 
 
 @pytest.mark.parametrize(
-    ("error", "sent"), FOR_NOW, ids=lambda of: of.__name__ if isinstance(of, type) else f"sent-{of}"
+    ("error", "sent"), TEMPORARY, ids=lambda of: of.__name__ if isinstance(of, type) else f"sent-{of}"
 )
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_refused_for_now_goes_on_and_is_made_once(way, error, sent):
+def test_temporary_refusal_is_retried_and_carried_out_once(way, error, sent):
     @on_a_mount
     async def refused(kernel):
-        unique, call = await kernel.begun(b"f")
+        unique, call = await kernel.pending_create(b"f")
         if sent:
-            await carried_out(kernel, call)
+            await carry_out(kernel, call)
         call.fail(error())
-        heard, code, answer = await kernel.hear()
+        heard, code, answer = await kernel.receive()
         assert (heard, code) == (unique, 0)
         made = replies.read("create", answer)
         assert kernel.state.open[made.nodeid] == 1 and kernel.host.kept.slots(kernel.state.record) == []
-        messages = [CreateRequest.FromString(message) for message in kernel.door.heard[-2:]]
+        messages = [CreateRequest.FromString(message) for message in kernel.proxy.heard[-2:]]
         assert [message.name for message in messages] == [b"f", b"f"]
         if error is not errors.StaleSession and error is not errors.WrongShard:
-            assert messages[0].change == messages[1].change, "under one name"
-        await kernel.made(b"g")
+            assert messages[0].change == messages[1].change, "with the same request id"
+        await kernel.create_file(b"g")
         await kernel.close_file(made.fh)
 
     refused(way)
 
 
-@by_both_ways
-async def test_connections_that_are_lost_and_a_shard_that_comes_back(kernel):
+@on_both_paths
+async def test_creates_survive_lost_connections(kernel):
     calls = []
-    kernel.door.instead = calls.append
-    asked = {kernel.say_create(b"%d" % number): b"%d" % number for number in range(20)}
+    kernel.proxy.instead = calls.append
+    asked = {kernel.send_create(b"%d" % number): b"%d" % number for number in range(20)}
     kernel.engine._take()
     async with asyncio.timeout(60):
         while len(calls) < 20:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-    kernel.door.instead = None
-    for call in calls[::2]:  # carried out, and nobody hears of it
-        await carried_out(kernel, call)
+    kernel.proxy.instead = None
+    for call in calls[::2]:  # carried out, and the reply is lost
+        await carry_out(kernel, call)
     kernel.state.met._transport.abort()
     inodes = set()
     while asked:
-        unique, error, answer = await kernel.hear()
+        unique, error, answer = await kernel.receive()
         assert not error and asked.pop(unique)
         inodes.add(replies.read("create", answer).nodeid)
     assert len(inodes) == 20 and all(kernel.state.open[inode] == 1 for inode in inodes)
@@ -788,52 +795,52 @@ async def test_connections_that_are_lost_and_a_shard_that_comes_back(kernel):
         kernel.host.kept.slots(kernel.state.record) == []
         and len(kernel.state.slots) == kernel.state.slot_count
     )
-    await kernel.made(b"after")
-    await kernel.made(b"after that")
+    await kernel.create_file(b"after")
+    await kernel.create_file(b"after that")
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_shard_that_never_answers_is_an_error_at_the_deadline(way):
+def test_silent_shard_is_an_error_at_the_deadline(way):
     async def silent(kernel):
         kernel.expects_some = False
-        kernel.door.instead = lambda call: None
+        kernel.proxy.instead = lambda call: None
         began_s = asyncio.get_running_loop().time()
         with pytest.raises(OSError) as refused:
-            await kernel.made(b"f")
+            await kernel.create_file(b"f")
         took_s = asyncio.get_running_loop().time() - began_s
         assert refused.value.errno == errors.DeadlineExceeded.errno and 1.5 < took_s < 5.5
         assert kernel.host.kept.slots(kernel.state.record) == []
-        kernel.door.instead = None
-        await kernel.made(b"f")
+        kernel.proxy.instead = None
+        await kernel.create_file(b"f")
 
     on_a_mount(silent, OPTIONS._replace(deadline_s=2.0))(way)
 
 
-@by_both_ways
-async def test_who_dies_is_answered_at_once_and_the_late_answer_is_nobodys(kernel):
+@on_both_paths
+async def test_interrupted_create_ignores_its_late_reply(kernel):
     slots = sorted(slot for slot, _ in kernel.state.slots)
-    unique, call = await kernel.begun(b"f", pid=NOBODY)
-    kernel.say(Op.INTERRUPT, (unique,))
-    assert (await kernel.hear())[:2] == (unique, -errno.EINTR)
+    unique, call = await kernel.pending_create(b"f", pid=NOBODY)
+    kernel.send(Op.INTERRUPT, (unique,))
+    assert (await kernel.receive())[:2] == (unique, -errno.EINTR)
     assert not kernel.engine._work and kernel.host.kept.slots(kernel.state.record) == []
     assert sorted(slot for slot, _ in kernel.state.slots) == slots
-    kernel.door.service.handle(call)
+    kernel.proxy.service.handle(call)
     await asyncio.sleep(0.02)
     assert not kernel.ops._files and not kernel.vfs.cache.open
     for number in range(2 * len(slots)):
-        await kernel.close_file((await kernel.made(b"%d" % number)).fh)
-    await kernel.silent()
+        await kernel.close_file((await kernel.create_file(b"%d" % number)).fh)
+    await kernel.expect_no_reply()
 
 
-@by_both_ways
-async def test_a_file_that_can_not_be_kept_open_is_closed_and_its_maker_is_told(kernel):
-    unique, call = await kernel.begun(b"f")
+@on_both_paths
+async def test_create_without_a_free_handle_is_an_error(kernel):
+    unique, call = await kernel.pending_create(b"f")
     table = kernel.host.kept.handles
     free, used = list(table._free), table.used
     table._free.clear()
     table.used = HANDLES_MAX
-    kernel.door.service.handle(call)
-    assert (await kernel.hear())[:2] == (unique, -errors.TooManyOpen.errno)
+    kernel.proxy.service.handle(call)
+    assert (await kernel.receive())[:2] == (unique, -errors.TooManyOpen.errno)
     table._free.extend(free)
     table.used = used
     assert (
@@ -841,37 +848,37 @@ async def test_a_file_that_can_not_be_kept_open_is_closed_and_its_maker_is_told(
         and not kernel.vfs.cache.open
         and kernel.host.kept.slots(kernel.state.record) == []
     )
-    await kernel.made(b"g")
+    await kernel.create_file(b"g")
 
 
-@by_both_ways
-async def test_an_answer_behind_the_end_of_its_session_gives_no_slot_back(kernel):
-    unique, call = await kernel.begun(b"f")
+@on_both_paths
+async def test_reply_of_an_ended_session_frees_no_slot(kernel):
+    unique, call = await kernel.pending_create(b"f")
     kernel.state.generation += 1
     slots = list(kernel.state.slots)
-    kernel.door.service.handle(call)
-    heard, error, answer = await kernel.hear()
+    kernel.proxy.service.handle(call)
+    heard, error, answer = await kernel.receive()
     assert (heard, error) == (unique, 0) and list(kernel.state.slots) == slots
     assert kernel.ops._files[replies.read("create", answer).fh].inode in kernel.vfs.cache.open
-    await kernel.made(b"g")
+    await kernel.create_file(b"g")
 
 
-@by_both_ways
-async def test_a_file_that_was_opened_meanwhile_has_one_open_inode(kernel):
-    unique, call = await kernel.begun(b"f", os.O_RDWR | os.O_CREAT)
-    said = await carried_out(kernel, call)
+@on_both_paths
+async def test_file_opened_meanwhile_has_one_open_inode(kernel):
+    unique, call = await kernel.pending_create(b"f", os.O_RDWR | os.O_CREAT)
+    said = await carry_out(kernel, call)
     inode = CreateReply.FromString(said).entry.attr.inode
-    opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
+    opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode))
     call.reply(said)
-    heard, error, answer = await kernel.hear()
+    heard, error, answer = await kernel.receive()
     made = replies.read("create", answer)
     assert (heard, error, made.nodeid) == (unique, 0, inode) and kernel.vfs.cache.open[inode].handles == 2
     assert kernel.ops._files[made.fh].file is kernel.ops._files[opened.fh].file
-    await kernel.made(b"g")
+    await kernel.create_file(b"g")
 
 
-@in_one_step
-async def test_what_would_have_to_wait_is_not_begun_and_nothing_has_happened(kernel):
+@on_fast_path
+async def test_create_that_would_wait_is_left_to_the_slow_path(kernel):
     state, meta, engine = kernel.state, kernel.vfs.meta, kernel.engine
     compiled = engine._creates
     request = requests.encode(
@@ -958,21 +965,23 @@ async def test_what_would_have_to_wait_is_not_begun_and_nothing_has_happened(ker
     table._free.extend(free)
     assert begins()
     compiled.send()
-    assert (await kernel.hear())[:2] == (900, 0)
+    assert (await kernel.receive())[:2] == (900, 0)
 
 
-@by_both_ways
-async def test_a_bug_in_our_books_is_told_and_takes_no_slot(kernel):
-    told, slots = [], len(kernel.state.slots)
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["exception"]))
+@on_both_paths
+async def test_bug_in_the_client_state_is_reported(kernel):
+    reported, slots = [], len(kernel.state.slots)
+    asyncio.get_running_loop().set_exception_handler(
+        lambda loop, context: reported.append(context["exception"])
+    )
     made_in, kernel.vfs._made_in = kernel.vfs._made_in, lambda *_: 1 // 0
-    unique = kernel.say_create(b"f")
-    assert (await kernel.hear())[:2] == (unique, 0)
+    unique = kernel.send_create(b"f")
+    assert (await kernel.receive())[:2] == (unique, 0)
     kernel.vfs._made_in = made_in
     async with asyncio.timeout(60):
-        while not told:  # noqa: ASYNC110
+        while not reported:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-    assert [type(error) for error in told] == [ZeroDivisionError]
+    assert [type(error) for error in reported] == [ZeroDivisionError]
     assert (
         len(kernel.state.slots) == slots
         and kernel.host.kept.slots(kernel.state.record) == []
@@ -980,42 +989,42 @@ async def test_a_bug_in_our_books_is_told_and_takes_no_slot(kernel):
     )
     asyncio.get_running_loop().set_exception_handler(None)
     kernel.vfs.cache.open.clear()
-    await kernel.made(b"g")
+    await kernel.create_file(b"g")
 
 
-@in_one_step
-async def test_a_bug_before_the_kernel_is_answered_is_an_error_for_its_caller_alone(kernel):
-    handles = kernel.ops._handles
-    unique, call = await kernel.begun(b"f")
-    other, later = await kernel.begun(b"g")
+@on_fast_path
+async def test_bug_before_the_reply_fails_one_request(kernel):
+    handles = kernel.ops.handles
+    unique, call = await kernel.pending_create(b"f")
+    other, later = await kernel.pending_create(b"g")
     last, handles._last = handles._last, None
-    kernel.door.service.handle(call)
-    assert (await kernel.hear())[:2] == (unique, -errno.EIO)
+    kernel.proxy.service.handle(call)
+    assert (await kernel.receive())[:2] == (unique, -errno.EIO)
     handles._last = last
-    kernel.door.service.handle(later)
-    assert (await kernel.hear())[:2] == (other, 0)
+    kernel.proxy.service.handle(later)
+    assert (await kernel.receive())[:2] == (other, 0)
     assert len(kernel.state.slots) == kernel.state.slot_count and not kernel.host.kept.slots(
         kernel.state.record
     )
 
 
-@in_one_step
-async def test_a_mount_ends_after_a_bug_in_the_books_of_an_answer_told_alone(kernel):
+@on_fast_path
+async def test_mount_stops_after_a_bug_in_a_last_reply(kernel):
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
     kernel.expects_some = False
-    unique, call = await kernel.begun(b"f")
+    unique, call = await kernel.pending_create(b"f")
     kernel.engine._stopped = True
     kernel.vfs._made_in = lambda *_: 1 // 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fast_replies, "_frame", None)
-        kernel.door.service.handle(call)
-        assert (await kernel.hear())[:2] == (unique, 0)
+        kernel.proxy.service.handle(call)
+        assert (await kernel.receive())[:2] == (unique, 0)
     async with asyncio.timeout(60):
         await asyncio.shield(kernel.engine._ended)
 
 
-@by_both_ways
-async def test_answers_that_come_in_pieces(kernel):
+@on_both_paths
+async def test_replies_arrive_in_pieces(kernel):
     chance = random.Random(4)
     for most in (40, 700, 3000):
         reader, connection = kernel.state.met._reader, kernel.state.met
@@ -1026,26 +1035,26 @@ async def test_answers_that_come_in_pieces(kernel):
         asked = {}
         for number in range(40):
             name = b"%d-%d" % (most, number) + b"x" * chance.randrange(240)
-            asked[kernel.say_create(name)] = 0
+            asked[kernel.send_create(name)] = 0
             if number % 4 == 1:
-                asked[kernel.say_create(name)] = -errno.EEXIST
+                asked[kernel.send_create(name)] = -errno.EEXIST
             elif number % 4 == 2:
-                asked[kernel.say(Op.UNLINK, names=(b"no" + name,))] = -errno.ENOENT
+                asked[kernel.send(Op.UNLINK, names=(b"no" + name,))] = -errno.ENOENT
         while asked:
-            unique, error, _ = await kernel.hear()
+            unique, error, _ = await kernel.receive()
             assert error == asked.pop(unique)
         assert len(kernel.state.slots) == kernel.state.slot_count and not kernel.engine._work
 
 
-@by_both_ways
-async def test_many_at_once_through_a_socket_that_takes_little(kernel):
+@on_both_paths
+async def test_many_creates_pass_a_small_socket_buffer(kernel):
     kernel.state.met._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     for turn in range(3):
-        asked = {kernel.say_create(b"%d-%03d" % (turn, number) + b"x" * 240): number for number in range(60)}
+        asked = {kernel.send_create(b"%d-%03d" % (turn, number) + b"x" * 240): number for number in range(60)}
         kernel.engine._take()
         while asked:
-            unique, error, _ = await kernel.hear()
+            unique, error, _ = await kernel.receive()
             assert not error
             del asked[unique]
-    names = [CreateRequest.FromString(message).name[:5] for message in kernel.door.heard[-180:]]
+    names = [CreateRequest.FromString(message).name[:5] for message in kernel.proxy.heard[-180:]]
     assert sorted(names) == [b"%d-%03d" % (turn, number) for turn in range(3) for number in range(60)]

@@ -33,7 +33,7 @@ def test_names_are_any_255_bytes(here):
             assert file.read() == name
 
 
-def test_a_directory_has_no_other_entries_than_its_own_and_the_two_dots(here):
+def test_directory_lists_its_entries_and_the_two_dots(here):
     (here / "a").mkdir()
     said = subprocess.run(["ls", "-aif", here], check=True, capture_output=True, text=True).stdout.split()
     listed = dict(zip(said[1::2], map(int, said[::2]), strict=True))
@@ -54,7 +54,7 @@ def listed(place):
         return [entry.name for entry in entries]
 
 
-def test_thousands_of_names_are_listed_once_each_while_others_come_and_go(here, count=3000):
+def test_listing_is_complete_under_concurrent_changes(here, count=3000):
     fill(here, count)
     stop = threading.Event()
     program = (
@@ -75,11 +75,11 @@ def test_thousands_of_names_are_listed_once_each_while_others_come_and_go(here, 
 
 
 @pytest.mark.soak
-def test_a_hundred_thousand_names(here):
-    test_thousands_of_names_are_listed_once_each_while_others_come_and_go(here, 100_000)
+def test_hundred_thousand_names_are_listed(here):
+    test_listing_is_complete_under_concurrent_changes(here, 100_000)
 
 
-def test_all_is_removed_that_is_removed_while_it_is_listed(here):
+def test_files_removed_during_a_listing_are_all_removed(here):
     fill(here, 700)
     with os.scandir(here) as entries:
         for entry in entries:
@@ -87,8 +87,8 @@ def test_all_is_removed_that_is_removed_while_it_is_listed(here):
     assert os.listdir(here) == []
 
 
-def test_a_listing_goes_on_where_it_was_told_to(here):
-    """telldir and seekdir, in another descriptor too: a cursor belongs to nobody."""
+def test_seekdir_continues_the_listing(here):
+    """telldir and seekdir, also with another descriptor: a cursor does not belong to a descriptor."""
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
@@ -119,7 +119,7 @@ def test_a_listing_goes_on_where_it_was_told_to(here):
     libc.closedir(second)
 
 
-def test_types_and_attributes_come_with_the_listing(here):
+def test_listing_has_types_and_attributes(here):
     (here / "d").mkdir()
     (here / "f").write_bytes(b"123")
     (here / "l").symlink_to("f")
@@ -135,7 +135,7 @@ def test_types_and_attributes_come_with_the_listing(here):
     assert found == {"d": (True, False, found["d"][2]), "f": (False, False, 3), "l": (False, True, 1)}
 
 
-def test_deep_trees_are_made_walked_and_removed(here):
+def test_deep_trees_are_created_walked_and_removed(here):
     place = here
     for number in range(40):
         place = place / f"level{number}"

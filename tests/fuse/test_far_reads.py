@@ -1,5 +1,4 @@
-"""Reads that a mount asks a store for in one compiled step: the bytes and the errors of the ordinary way, whatever happens
-meanwhile."""
+"""Reads from remote stores on the compiled fast path: bytes and errors as on the slow path, whatever happens meanwhile."""
 
 import asyncio
 import contextlib
@@ -10,7 +9,7 @@ import socket
 from contextlib import asynccontextmanager
 
 import pytest
-from mounted_reads import CONTENT, Pieces, Reading, both_ways, places, stores_say
+from mounted_reads import CONTENT, ChunkedTransport, Reading, path_decorators, places, replace_transports
 
 from nvpool.client.state.options import ClientOptions
 from nvpool.core import errors
@@ -18,22 +17,22 @@ from nvpool.core.units import KIB, MIB
 from nvpool.fuse.fast_path import remote_reads
 from nvpool.fuse.protocol import requests
 from nvpool.fuse.protocol.constants import Op
-from nvpool.rpc.stats import TALLY
+from nvpool.rpc.stats import RPC_STATS
 from nvpool.rpc.v1.wire_pb2 import DATA_READ
 from tests.unit.test_client_shortcut import BLOCK, ME, Host, evict, run_whole
 
-FAR = ClientOptions(deadline_s=20.0, short_cut=False)
+FAR = ClientOptions(deadline_s=20.0, short_circuit=False)
 
 
-class Store:
-    """What a store's listener asks: the service, unless a test has something else to say to a read."""
+class StoreProxy:
+    """Handles requests of a store's listener: passes them to the service, unless a test replies to a read itself."""
 
     def __init__(self, service):
         self.service = service
         self.asked = 0
         self.instead = None
-        reads = service.at_once
-        self.at_once = None if reads is None else lambda *all: 0 if self.instead else reads.answer(*all)
+        reads = service.fast_path
+        self.fast_path = None if reads is None else lambda *all: 0 if self.instead else reads.answer(*all)
 
     def __call__(self, call):
         if call.method == DATA_READ:
@@ -49,24 +48,24 @@ class Far(Host):
 
     async def __aenter__(self):
         await self.pool.__aenter__()
-        self.doors = {}
+        self.proxies = {}
         for (role, number), listener in self.pool._listeners.items():
             if role == "target":
-                listener.handler = self.doors[number] = Store(self.pool.stores[number])
+                listener.handler = self.proxies[number] = StoreProxy(self.pool.stores[number])
         self.client = await self.pool.client("reader", self.options)
         self.vfs, self.short = self.client.vfs, self.client.vfs.chunks.short
         return self
 
     def instead(self, answer):
-        for door in self.doors.values():
-            door.instead = answer
+        for proxy in self.proxies.values():
+            proxy.instead = answer
 
 
 class Mounted(Reading):
     """Its stores are behind sockets."""
 
     async def open(self, content=CONTENT, name=b"file"):
-        """As `open_theirs`; its stores are connected, its pages looked after."""
+        """As `open_theirs`, with connected stores and validated pages."""
         number = await self.open_theirs(content, name)
         for at in range(0, len(content), MIB):
             await self.read(number, at + 100, 1)
@@ -80,7 +79,7 @@ class Mounted(Reading):
         for service in self.host.pool.stores.values():
             evict(service.store.device.path)
 
-    def nothing_is_left(self):
+    def assert_nothing_left(self):
         assert not self.engine._work
         for lane in self.vfs.chunks._lanes.values():
             assert not lane.in_flight
@@ -102,14 +101,16 @@ async def mounted(way="compiled", options=FAR):
         if way == "ordinary":
             await kernel.engine._end_plain_reads()
         yield kernel
-        kernel.nothing_is_left()
+        kernel.assert_nothing_left()
 
 
-TWINS, compiled_only, on_a_mount, by_both_ways, in_one_step = both_ways(remote_reads._remote_reads, mounted)
+WAYS, compiled_only, on_a_mount, on_both_paths, on_fast_path = path_decorators(
+    remote_reads._remote_reads, mounted
+)
 
 
-@by_both_ways
-async def test_bytes_are_right_at_every_border_and_of_every_length(kernel):
+@on_both_paths
+async def test_bytes_are_right_at_every_border_and_length(kernel):
     number = await kernel.open()
     for offset, length in [
         *places(300, 1),
@@ -126,8 +127,8 @@ async def test_bytes_are_right_at_every_border_and_of_every_length(kernel):
         assert kernel.far.read_bytes > MIB
 
 
-@by_both_ways
-async def test_many_at_once_from_the_drive_and_from_memory(kernel):
+@on_both_paths
+async def test_concurrent_reads_from_drive_and_memory(kernel):
     number = await kernel.open()
     before = kernel.engine._plain_bytes + kernel.engine.read_bytes
     total = 0
@@ -135,32 +136,32 @@ async def test_many_at_once_from_the_drive_and_from_memory(kernel):
         if seed % 2 == 0:
             kernel.forget_pages()
         asked = {
-            kernel.say_read(number, offset, length): (offset, length) for offset, length in places(60, seed)
+            kernel.send_read(number, offset, length): (offset, length) for offset, length in places(60, seed)
         }
         total += sum(len(CONTENT[offset : offset + length]) for offset, length in asked.values())
-        await kernel.all_of(asked)
+        await kernel.check_reads(asked)
     assert kernel.engine._plain_bytes + kernel.engine.read_bytes - before == total
 
 
-@in_one_step
-async def test_large_answers_are_told_from_the_buffer_that_they_came_in(kernel):
+@on_fast_path
+async def test_large_replies_are_forwarded_from_the_receive_buffer(kernel):
     number = await kernel.open()
     for connection in kernel.connections():
-        connection._answered = None  # what was received elsewhere
+        connection._answered = None  # as if received elsewhere
     for turn in range(3):
         asked = {
-            kernel.say_read(number, at * MIB + turn * BLOCK, length): (at * MIB + turn * BLOCK, length)
+            kernel.send_read(number, at * MIB + turn * BLOCK, length): (at * MIB + turn * BLOCK, length)
             for at in range(4)
             for length in (17 * BLOCK, 32 * BLOCK, 32 * BLOCK - 7)
         }
-        await kernel.all_of(asked)
+        await kernel.check_reads(asked)
         kernel.forget_pages()
     for connection in kernel.connections():
         del connection._answered
 
 
-@by_both_ways
-async def test_what_others_and_this_mount_write_is_read_by_the_next_read(kernel):
+@on_both_paths
+async def test_writes_of_all_clients_are_seen_by_the_next_read(kernel):
     content = bytearray(CONTENT)
     number = await kernel.open()
     other = await kernel.host.writer()
@@ -188,7 +189,7 @@ async def test_what_others_and_this_mount_write_is_read_by_the_next_read(kernel)
         await vfs.release(opened)
 
 
-@by_both_ways
+@on_both_paths
 async def test_holes_are_zeros(kernel):
     number = await kernel.open()
     other = await kernel.host.writer()
@@ -196,7 +197,7 @@ async def test_holes_are_zeros(kernel):
     await other.write(theirs, 9 * MIB + 5, b"end")
     await other.fsync(theirs, False)
     await other.release(theirs)
-    opened = await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=kernel.handle(number).inode)
+    opened = await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=kernel.handle(number).inode)
     number = int.from_bytes(opened[:8], "little")
     for index in range(10):
         await kernel.read(number, index * MIB + 1, 1)
@@ -211,8 +212,8 @@ async def test_holes_are_zeros(kernel):
 
 
 @pytest.mark.parametrize("cold", [False, True])
-@pytest.mark.parametrize("way", TWINS)
-def test_a_flipped_byte_on_the_drive_is_an_error_and_never_data(way, cold):
+@pytest.mark.parametrize("way", WAYS)
+def test_flipped_byte_on_the_drive_is_an_error(way, cold):
     @on_a_mount
     async def flipped(kernel):
         number = await kernel.open()
@@ -235,8 +236,8 @@ def test_a_flipped_byte_on_the_drive_is_an_error_and_never_data(way, cold):
     flipped(way)
 
 
-class Changed:
-    """A call whose answer is another than the service's."""
+class ChangedCall:
+    """A call whose reply differs from the service's."""
 
     def __init__(self, call, change):
         self._call, self._change = call, change
@@ -251,8 +252,8 @@ class Changed:
         self._call.reply(*self._change(bytes(message), b"".join(payload)))
 
 
-@by_both_ways
-async def test_an_answer_with_any_byte_changed_gives_right_bytes_or_an_error(kernel):
+@on_both_paths
+async def test_changed_reply_gives_right_bytes_or_an_error(kernel):
     number = await kernel.open()
     chance = random.Random(9)
     changed = 0
@@ -276,26 +277,26 @@ async def test_an_answer_with_any_byte_changed_gives_right_bytes_or_an_error(ker
             )
         return message, [payload]
 
-    doors = kernel.host.doors.values()
+    proxies = kernel.host.proxies.values()
 
     def instead(call):
-        door = next(
-            door
-            for door in doors
-            if door.service.target == kernel.vfs.chunks._lanes[door.service.target].target
+        proxy = next(
+            proxy
+            for proxy in proxies
+            if proxy.service.target == kernel.vfs.chunks._lanes[proxy.service.target].target
         )
-        for door in doors:
-            if bytes(call.message)[10] == door.service.target:
+        for proxy in proxies:
+            if bytes(call.message)[10] == proxy.service.target:
                 break
         once[0] -= 1
-        door.service.handle(Changed(call, change) if once[0] == 0 else call)
+        proxy.service.handle(ChangedCall(call, change) if once[0] == 0 else call)
 
     for turn in range(200):
         once = [1]
         kernel.host.instead(instead)
         offset = chance.choice([0, 1, 2, 3]) * MIB + chance.randrange(200) * BLOCK
         length = chance.choice([BLOCK, 3 * BLOCK, 17 * BLOCK, 32 * BLOCK])
-        with contextlib.suppress(OSError):  # a status that says so
+        with contextlib.suppress(OSError):  # an error status is allowed
             assert await kernel.read(number, offset, length) == CONTENT[offset : offset + length], turn
         assert once[0] <= 0
     assert changed == 200
@@ -313,8 +314,8 @@ async def test_an_answer_with_any_byte_changed_gives_right_bytes_or_an_error(ker
         errors.Unavailable,
     ],
 )
-@pytest.mark.parametrize("way", TWINS)
-def test_what_is_refused_for_now_is_asked_for_again(way, error):
+@pytest.mark.parametrize("way", WAYS)
+def test_temporary_refusal_is_retried(way, error):
     @on_a_mount
     async def refused(kernel):
         number = await kernel.open()
@@ -332,8 +333,8 @@ def test_what_is_refused_for_now_is_asked_for_again(way, error):
     refused(way)
 
 
-@by_both_ways
-async def test_what_is_refused_for_good_is_an_error_with_one_question(kernel):
+@on_both_paths
+async def test_permanent_refusal_is_an_error_without_retry(kernel):
     number = await kernel.open()
     asked = []
 
@@ -349,8 +350,8 @@ async def test_what_is_refused_for_good_is_an_error_with_one_question(kernel):
     assert await kernel.read(number, 5 * BLOCK, BLOCK) == CONTENT[5 * BLOCK : 6 * BLOCK]
 
 
-@pytest.mark.parametrize("way", TWINS)
-def test_a_store_that_never_answers_is_an_error_at_the_deadline(way):
+@pytest.mark.parametrize("way", WAYS)
+def test_silent_store_is_an_error_at_the_deadline(way):
     async def silent(kernel):
         number = await kernel.open()
         kernel.host.instead(lambda call: None)
@@ -365,73 +366,76 @@ def test_a_store_that_never_answers_is_an_error_at_the_deadline(way):
     on_a_mount(silent, FAR._replace(deadline_s=3.0))(way)
 
 
-@by_both_ways
-async def test_who_dies_is_answered_at_once_and_the_late_answer_is_nobodys(kernel):
+@on_both_paths
+async def test_interrupted_read_ignores_its_late_reply(kernel):
     number = await kernel.open()
     calls = []
     kernel.host.instead(calls.append)
     nobody = 1 << 22  # there is no such process
-    late = [kernel.say_read(number, block * BLOCK, BLOCK, pid=nobody) for block in range(8, 100, 7)]
+    late = [kernel.send_read(number, block * BLOCK, BLOCK, pid=nobody) for block in range(8, 100, 7)]
     kernel.engine._take()
     async with asyncio.timeout(60):
         while len(calls) < 1:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     for unique in late:
-        kernel.say(Op.INTERRUPT, (unique,))
+        kernel.send(Op.INTERRUPT, (unique,))
     kernel.engine._take()
     for _ in late:
-        heard, error, _ = await kernel.hear()
+        heard, error, _ = await kernel.receive()
         assert heard in late and error == -errno.EINTR
     assert not kernel.engine._work
     await asyncio.sleep(0.05)
     kernel.host.instead(None)
     for call in calls:
-        kernel.host.doors[bytes(call.message)[10]].service.handle(call)
+        kernel.host.proxies[bytes(call.message)[10]].service.handle(call)
     assert await kernel.read(number, 6 * BLOCK, BLOCK) == CONTENT[6 * BLOCK : 7 * BLOCK]
-    await kernel.silent()
+    await kernel.expect_no_reply()
 
 
-@by_both_ways
-async def test_a_connection_that_is_lost_and_a_store_that_comes_back(kernel):
+@on_both_paths
+async def test_reads_survive_a_lost_connection(kernel):
     number = await kernel.open()
     kernel.host.instead(lambda call: None)
     asked = {
-        kernel.say_read(number, block * BLOCK, BLOCK): (block * BLOCK, BLOCK) for block in range(3, 1200, 40)
+        kernel.send_read(number, block * BLOCK, BLOCK): (block * BLOCK, BLOCK) for block in range(3, 1200, 40)
     }
     kernel.engine._take()
     await asyncio.sleep(0.05)
     kernel.host.instead(None)
     for connection in kernel.connections():
         connection._transport.abort()
-    await kernel.all_of(asked)
+    await kernel.check_reads(asked)
     for served in [
         served for listener in kernel.host.pool._listeners.values() for served in list(listener.connections)
     ]:
         served._transport.abort()
     asked = {
-        kernel.say_read(number, block * BLOCK, BLOCK): (block * BLOCK, BLOCK) for block in range(5, 1200, 40)
+        kernel.send_read(number, block * BLOCK, BLOCK): (block * BLOCK, BLOCK) for block in range(5, 1200, 40)
     }
-    await kernel.all_of(asked)
+    await kernel.check_reads(asked)
     for offset, length in places(50, 4):
         assert await kernel.read(number, offset, length) == CONTENT[offset : offset + length]
 
 
-@by_both_ways
-async def test_answers_that_come_in_pieces(kernel):
+@on_both_paths
+async def test_replies_arrive_in_pieces(kernel):
     number = await kernel.open()
     chance = random.Random(5)
-    stores_say(kernel.host, lambda transport: Pieces(transport, chance))
+    replace_transports(kernel.host, lambda transport: ChunkedTransport(transport, chance))
     for seed in range(6):
-        await kernel.all_of(
-            {kernel.say_read(number, offset, length): (offset, length) for offset, length in places(40, seed)}
+        await kernel.check_reads(
+            {
+                kernel.send_read(number, offset, length): (offset, length)
+                for offset, length in places(40, seed)
+            }
         )
 
 
-@by_both_ways
-async def test_what_is_no_read_of_this_mount_is_refused_as_always(kernel):
+@on_both_paths
+async def test_invalid_reads_are_refused_as_on_the_slow_path(kernel):
     number = await kernel.open()
-    unique = kernel.say_read(number + 1000, 0, BLOCK)
-    heard, error, _ = await kernel.hear()
+    unique = kernel.send_read(number + 1000, 0, BLOCK)
+    heard, error, _ = await kernel.receive()
     assert heard == unique and error
     whole = requests.encode(
         requests.FuseRequest(
@@ -440,29 +444,29 @@ async def test_what_is_no_read_of_this_mount_is_refused_as_always(kernel):
     )
     for broken in (whole[:60], whole + b"12345678", bytes([len(whole) + 8]) + whole[1:]):
         kernel.ours.send(broken)
-        heard, error, _ = await kernel.hear()
+        heard, error, _ = await kernel.receive()
         assert error == -errno.EINVAL and heard == 777
     chance = random.Random(4)
     for _ in range(300):
         at, value = chance.choice([*range(40, 58), *range(60, len(whole))]), chance.randrange(256)
         kernel.ours.send(whole[:at] + bytes([value]) + whole[at + 1 :])
-        heard, error, answer = await kernel.hear()
+        heard, error, answer = await kernel.receive()
         assert heard == 777 and (error or answer == CONTENT[:BLOCK] or at >= 48)
     assert await kernel.read(number, 3 * BLOCK, BLOCK) == CONTENT[3 * BLOCK : 4 * BLOCK]
 
 
-@in_one_step
-async def test_an_answer_that_is_not_taken_is_an_error_to_who_waits(kernel):
+@on_fast_path
+async def test_reply_that_the_kernel_does_not_take_is_an_error(kernel):
     number = await kernel.open()
     kernel.theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 * KIB)
     for _ in range(2):
-        unique = kernel.say_read(number, 200 * BLOCK, 60 * KIB)
-        assert (await kernel.hear())[:2] == (unique, -errno.EIO)
+        unique = kernel.send_read(number, 200 * BLOCK, 60 * KIB)
+        assert (await kernel.receive())[:2] == (unique, -errno.EIO)
     assert await kernel.read(number, 6 * BLOCK, 100) == CONTENT[6 * BLOCK :][:100]
 
 
-@in_one_step
-async def test_a_bug_on_the_way_to_a_store_is_an_error_to_who_waits(kernel):
+@on_fast_path
+async def test_bug_before_the_request_is_an_error(kernel):
     number = await kernel.open()
     chunks, file = kernel.vfs.chunks, kernel.handle(number).file
     file.lanes.clear()
@@ -476,10 +480,10 @@ async def test_a_bug_on_the_way_to_a_store_is_an_error_to_who_waits(kernel):
     assert await kernel.read(number, 6 * BLOCK, 100) == CONTENT[6 * BLOCK :][:100]
 
 
-@in_one_step
-async def test_it_counts_as_the_ordinary_way_does(kernel):
+@on_fast_path
+async def test_statistics_are_those_of_the_slow_path(kernel):
     number = await kernel.open()
-    chunks, calls = kernel.vfs.chunks, TALLY.calls
+    chunks, calls = kernel.vfs.chunks, RPC_STATS.calls
     before = (
         chunks.counters["reads"],
         calls.begun,
@@ -499,7 +503,7 @@ async def test_it_counts_as_the_ordinary_way_does(kernel):
 
 
 @compiled_only
-def test_a_mount_that_is_gone_does_not_wait_for_what_it_has_asked_for():
+def test_unmounted_engine_does_not_wait_for_replies():
     async def work():
         async with Far() as host:
             kernel = Mounted(host)
@@ -508,18 +512,18 @@ def test_a_mount_that_is_gone_does_not_wait_for_what_it_has_asked_for():
                 await kernel.init()
                 number = await kernel.open()
                 host.instead(calls.append)
-                asked = [kernel.say_read(number, block * BLOCK, BLOCK) for block in range(3, 100, 7)]
+                asked = [kernel.send_read(number, block * BLOCK, BLOCK) for block in range(3, 100, 7)]
                 kernel.engine._take()
                 await asyncio.sleep(0.05)
                 assert not kernel.engine._may_read_on(OSError(errno.ENODEV, "it was unmounted"))
                 await asyncio.wait_for(asyncio.gather(kernel.serving, return_exceptions=True), 60)
                 assert not kernel.engine._work and kernel.far is None
-                answered = [await kernel.hear() for _ in asked]
+                answered = [await kernel.receive() for _ in asked]
                 assert {unique for unique, _, _ in answered} == set(asked)
                 assert {error for _, error, _ in answered} == {-errno.EINTR}
             host.instead(None)
             for call in calls:
-                host.doors[bytes(call.message)[10]].service.handle(call)
+                host.proxies[bytes(call.message)[10]].service.handle(call)
             await asyncio.sleep(0.05)
             assert not [lane for lane in host.vfs.chunks._lanes.values() if lane.in_flight]
 
@@ -527,7 +531,7 @@ def test_a_mount_that_is_gone_does_not_wait_for_what_it_has_asked_for():
 
 
 @compiled_only
-def test_a_mount_that_leaves_waits_for_the_answers():
+def test_leaving_engine_waits_for_replies():
     async def work():
         async with Far() as host, Mounted(host) as kernel:
             await kernel.init()
@@ -535,7 +539,7 @@ def test_a_mount_that_leaves_waits_for_the_answers():
             calls = []
             host.instead(calls.append)
             asked = {
-                kernel.say_read(number, block * BLOCK, BLOCK): (block * BLOCK, BLOCK)
+                kernel.send_read(number, block * BLOCK, BLOCK): (block * BLOCK, BLOCK)
                 for block in range(3, 100, 7)
             }
             kernel.engine._take()
@@ -545,8 +549,8 @@ def test_a_mount_that_leaves_waits_for_the_answers():
             assert not leaving.done()
             host.instead(None)
             for call in calls:
-                host.doors[bytes(call.message)[10]].service.handle(call)
-            await kernel.all_of(asked)
+                host.proxies[bytes(call.message)[10]].service.handle(call)
+            await kernel.check_reads(asked)
             await asyncio.wait_for(leaving, 60)
 
     run_whole(work(), 120)

@@ -1,4 +1,4 @@
-"""Bytes through the mount: sparse and large files, appends, truncation, mappings, unlinked files, direct I/O, many at once."""
+"""Bytes through the mount: sparse and large files, appends, truncation, mappings, unlinked files, direct I/O, concurrency."""
 
 import contextlib
 import errno
@@ -32,7 +32,7 @@ def aligned(size):
     return mmap.mmap(-1, size)
 
 
-def test_bytes_come_back(here):
+def test_written_bytes_are_read(here):
     content = os.urandom(3 * MIB + 777)
     (here / "f").write_bytes(content)
     assert (here / "f").read_bytes() == content
@@ -41,7 +41,7 @@ def test_bytes_come_back(here):
         assert os.preadv(fd, [page], 0) == len(content) and page[: len(content)] == content
 
 
-def test_random_writes_of_all_sizes_give_what_a_local_file_gives(here, tmp_path):
+def test_random_writes_agree_with_a_local_file(here, tmp_path):
     chance = random.Random(7)
     size = 3 * MIB
     with open(tmp_path / "local", "w+b") as local, opened(here / "f", os.O_CREAT | os.O_RDWR) as fd:
@@ -62,7 +62,7 @@ def test_random_writes_of_all_sizes_give_what_a_local_file_gives(here, tmp_path)
     assert (here / "f").read_bytes() == expected
 
 
-def test_a_file_beyond_four_gigabytes_is_sparse(here):
+def test_file_beyond_four_gigabytes_is_sparse(here):
     far = (5 << 30) + 123
     with opened(here / "f", os.O_CREAT | os.O_RDWR) as fd:
         os.pwrite(fd, b"start", 0)
@@ -79,7 +79,7 @@ def test_a_file_beyond_four_gigabytes_is_sparse(here):
         assert os.pread(fd, 10, 0) == b"st"
 
 
-def test_what_was_cut_reads_as_zeros_when_the_file_grows_again(here):
+def test_truncated_part_reads_as_zeros_after_growth(here):
     for kept in (0, 1, PAGE - 1, PAGE, PAGE + 1, MIB - 5, MIB + 5):
         file = here / f"f{kept}"
         file.write_bytes(b"x" * (2 * MIB))
@@ -97,7 +97,7 @@ def test_open_with_truncation_empties_the_file(here):
         assert os.pread(reader, 10, 0) == b"new"
 
 
-def test_reading_ends_at_the_end(here):
+def test_reads_stop_at_the_end_of_the_file(here):
     (here / "f").write_bytes(b"12345")
     with opened(here / "f", os.O_RDWR) as fd:
         assert (
@@ -110,7 +110,7 @@ def test_reading_ends_at_the_end(here):
         assert refused.value.errno == errno.EFBIG
 
 
-def test_a_descriptor_allows_only_what_it_was_opened_for(here):
+def test_descriptor_allows_its_access_mode_only(here):
     (here / "f").write_bytes(b"x")
     with opened(here / "f", os.O_WRONLY) as fd, pytest.raises(OSError):
         os.read(fd, 1)
@@ -118,7 +118,7 @@ def test_a_descriptor_allows_only_what_it_was_opened_for(here):
         os.write(fd, b"x")
 
 
-def test_appends_go_to_the_end_wherever_the_descriptor_stands(here):
+def test_appends_ignore_the_position_of_the_descriptor(here):
     with (
         opened(here / "f", os.O_CREAT | os.O_RDWR | os.O_APPEND) as a,
         opened(here / "f", os.O_WRONLY | os.O_APPEND) as b,
@@ -131,7 +131,7 @@ def test_appends_go_to_the_end_wherever_the_descriptor_stands(here):
     assert (here / "f").read_bytes().endswith(b"049\nend\n")
 
 
-def test_appends_of_many_processes_are_all_there_and_whole(here):
+def test_appends_of_many_processes_are_complete(here):
     def append(who):
         for number in range(40):
             with open(here / "log", "a") as file:
@@ -143,7 +143,7 @@ def test_appends_of_many_processes_are_all_there_and_whole(here):
     assert sorted(lines) == sorted(f"{who} {number} {'x' * 200}" for who in range(6) for number in range(40))
 
 
-def test_an_unlinked_file_lives_while_it_is_open(here):
+def test_unlinked_file_lives_while_it_is_open(here):
     with opened(here / "f", os.O_CREAT | os.O_RDWR) as fd:
         os.write(fd, b"a" * 100_000)
         os.unlink(here / "f")
@@ -157,7 +157,7 @@ def test_an_unlinked_file_lives_while_it_is_open(here):
         assert os.pread(fd, 1, 0) == b"a"
 
 
-def test_a_replaced_file_lives_while_it_is_open(here):
+def test_replaced_file_lives_while_it_is_open(here):
     (here / "f").write_bytes(b"old")
     with opened(here / "f", os.O_RDWR) as fd:
         (here / "g").write_bytes(b"new")
@@ -182,7 +182,7 @@ def test_shared_mappings_write_through(here):
     assert (content[:5], content[-4:], content[MIB], content[100:107]) == (b"first", b"last", 77, b"written")
 
 
-def test_a_mapping_may_outlive_its_descriptor(here):
+def test_mapping_may_outlive_its_descriptor(here):
     fd = os.open(here / "f", os.O_CREAT | os.O_RDWR)
     os.ftruncate(fd, PAGE)
     view = mmap.mmap(fd, PAGE)
@@ -203,7 +203,7 @@ def test_private_mappings_change_nothing(here):
     assert (here / "f").read_bytes() == b"x" * PAGE
 
 
-def test_direct_and_cached_access_see_one_another(here):
+def test_direct_and_cached_access_are_coherent(here):
     with (
         opened(here / "f", os.O_CREAT | os.O_RDWR) as cached,
         opened(here / "f", os.O_RDWR | os.O_DIRECT) as direct,
@@ -216,7 +216,7 @@ def test_direct_and_cached_access_see_one_another(here):
         assert os.pread(cached, 4 * PAGE, 0) == b"c" * 2 * PAGE + b"d" * PAGE + b"c" * PAGE
 
 
-def test_locks_of_processes_on_this_node_exclude_one_another(here):
+def test_locks_exclude_processes_of_this_node(here):
     with open(here / "f", "w") as a, open(here / "f", "w") as b:
         fcntl.flock(a, fcntl.LOCK_EX)
         with pytest.raises(BlockingIOError):
@@ -225,7 +225,7 @@ def test_locks_of_processes_on_this_node_exclude_one_another(here):
         fcntl.flock(b, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_writers_of_different_places_do_not_disturb_one_another(here):
+def test_writers_of_different_ranges_do_not_interfere(here):
     part = 600_000
 
     def write(number):
@@ -240,8 +240,8 @@ def test_writers_of_different_places_do_not_disturb_one_another(here):
     assert content == b"".join(bytes([number]) * part for number in range(8))
 
 
-def test_readers_never_see_a_mixture_within_a_block_that_is_overwritten(here):
-    """A write of one block is there whole or not at all."""
+def test_overwritten_block_is_never_a_mixture(here):
+    """A write of one block is visible completely or not at all."""
     stop = threading.Event()
     with opened(here / "f", os.O_CREAT | os.O_RDWR | os.O_DIRECT) as fd:
         page = aligned(PAGE)
@@ -273,7 +273,7 @@ def test_readers_never_see_a_mixture_within_a_block_that_is_overwritten(here):
             assert [reader.result() for reader in readers] == [0, 0]
 
 
-def test_many_small_files_made_and_read_at_once(here):
+def test_many_small_files_are_written_and_read_concurrently(here):
     def work(who):
         for number in range(60):
             content = f"{who} {number} ".encode() * (number + 1)
@@ -290,7 +290,7 @@ def test_many_small_files_made_and_read_at_once(here):
         assert (here / f"{who}-59").read_bytes() == f"{who} 59 ".encode() * 60
 
 
-def test_a_written_size_is_seen_in_listings_before_the_file_is_closed(here):
+def test_written_size_is_listed_before_close(here):
     with opened(here / "f", os.O_CREAT | os.O_WRONLY) as fd:
         os.write(fd, b"x" * 12_345)
         assert [entry.stat().st_size for entry in os.scandir(here)] == [12_345]
@@ -301,7 +301,7 @@ def test_a_written_size_is_seen_in_listings_before_the_file_is_closed(here):
         assert os.stat(here / "f").st_size == 12_346 and os.fstat(fd).st_size == 12_346
 
 
-def test_a_large_copy_is_the_same(here):
+def test_large_copy_is_identical(here):
     content = random.Random(1).randbytes(24 * MIB)
     with open(here / "f", "wb", buffering=0) as file:
         for at in range(0, len(content), 300_001):

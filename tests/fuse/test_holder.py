@@ -1,5 +1,7 @@
-"""A mount outlives its serving process and its holder: killed again and again, nobody who uses the mount meets an error or a
-wrong byte, what was carried out is not carried out twice, locks hold. Each pause is printed."""
+"""A mount survives its serving process and its holder under repeated kills.
+
+No application sees an error or a wrong byte, no request is carried out twice, locks stay held. Each pause is printed.
+"""
 
 import contextlib
 import ctypes
@@ -31,7 +33,7 @@ pytestmark = [
 
 @pytest.fixture
 def here(held, request):
-    """A directory of the mount for this test alone."""
+    """A directory of the mount for this test."""
     place = held.place / hashlib.sha1(request.node.name.encode()).hexdigest()[:8]
     place.mkdir()
     return place
@@ -39,7 +41,7 @@ def here(held, request):
 
 @pytest.fixture(params=[(), ("--no-resend",)], ids=["", "old-kernel"])
 def held(own, request):
-    """On a kernel that hands requests out again, and as on one that does not."""
+    """On a kernel that resends requests, and as on one that does not."""
     made = own.mount(
         own.directory.parent / f"m-{hashlib.sha1(request.node.name.encode()).hexdigest()[:8]}",
         "--holder",
@@ -68,7 +70,7 @@ def kill_holder(held):
     )
 
 
-def test_holder_and_serving_process_each_start_the_other_again(own):
+def test_holder_and_serving_process_restart_each_other(own):
     held = own.mount(own.directory.parent / "m-both", "--holder")
     try:
         (held.place / "f").write_bytes(b"1" * 100_000)
@@ -90,44 +92,46 @@ def test_holder_and_serving_process_each_start_the_other_again(own):
     assert not is_mounted(held.place)
 
 
-def test_the_serving_process_is_replaced_on_purpose_under_load(held, here):
+def test_serving_process_is_upgraded_under_load(held, here):
     def replace(_):
         before = serving(held)
-        told = json.loads(nvpool("mount", "upgrade", held.place, "--json").stdout)
-        assert told["pid"] == serving(held) != before and told["pause_ms"] >= 0
+        done = json.loads(nvpool("mount", "upgrade", held.place, "--json").stdout)
+        assert done["pid"] == serving(held) != before and done["pause_ms"] >= 0
 
-    (zygote,) = processes(held.place, Program.MOUNT_FORK_SERVER)
+    (forkserver,) = processes(held.place, Program.MOUNT_FORK_SERVER)
     together(lambda: run_model(here, 5.0), lambda: [replace(held) for _ in range(5)])
-    assert zygote not in processes(held.place, Program.MOUNT_FORK_SERVER)  # it has the software of before
+    # the old forkserver runs the software before the upgrade
+    assert forkserver not in processes(held.place, Program.MOUNT_FORK_SERVER)
 
 
-def test_where_the_new_process_can_not_start_the_old_one_goes_on(held, here, own):
+def test_failed_upgrade_leaves_the_old_process(held, here, own):
     before = serving(held), processes(held.place, Program.MOUNT_FORK_SERVER)
     node = own.directory / "node.toml"
     content = node.read_bytes()
     try:
         node.write_bytes(content + b"\n[nothing]\nsense = 1\n")
-        told = subprocess.run(
+        done = subprocess.run(
             command(Program.CLI, "mount", "upgrade", str(held.place)),
             capture_output=True,
             text=True,
             timeout=240,
             check=False,
         )
-        assert told.returncode == 3 and "the old one does" in told.stderr
+        assert done.returncode == 3 and "the old one does" in done.stderr
     finally:
         node.write_bytes(content)
     (here / "f").touch()
     assert (serving(held), processes(held.place, Program.MOUNT_FORK_SERVER)) == before
     said = held.log.read_text()
     assert "is not replaced" in said and "is not known" in said
-    held.log.write_text("")  # those errors were to be
+    held.log.write_text("")  # these errors are expected
 
 
-def test_a_page_that_is_awaited_keeps_no_killed_process_alive(own):
-    """Somebody reads, the store is silent, and another mount changes the file: the kernel does not let the notice of it out
-    before the page has come."""
-    held = own.mount(own.directory.parent / "m-notice", "--holder", "--no-short-cut")
+def test_pending_page_does_not_keep_a_killed_process(own):
+    """A reader waits for a silent store, and another mount changes the file: the kernel delays the notification of it until
+    the page has come.
+    """
+    held = own.mount(own.directory.parent / "m-notice", "--holder", "--no-short-circuit")
     other = own.mount(own.directory.parent / "m-changes", "--no-holder")
     content = random.Random(3).randbytes(3 << 20)
     (other.place / "awaited").write_bytes(content)
@@ -144,7 +148,9 @@ def test_a_page_that_is_awaited_keeps_no_killed_process_alive(own):
         work[0].start()
         time.sleep(0.3)
         work[1].start()
-        wait_until(lambda: any("folio" in wait for wait in waits(held)), "a notice that waits for the page")
+        wait_until(
+            lambda: any("folio" in wait for wait in wait_channels(held)), "a notice that waits for the page"
+        )
         kill_serving(held)
         (held.place / "alive").mkdir()
     finally:
@@ -159,29 +165,29 @@ def test_a_page_that_is_awaited_keeps_no_killed_process_alive(own):
     end(held)
 
 
-def waits(held):
-    """Where in the kernel the threads stand that serve."""
+def wait_channels(held):
+    """The kernel functions in which the serving threads wait."""
     for program in (Program.MOUNT, Program.MOUNT_NOTIFIER):
         for pid in processes(held.place, program):
             for thread in os.listdir(f"/proc/{pid}/task"):
                 yield Path(f"/proc/{pid}/task/{thread}/wchan").read_text()
 
 
-def test_a_zygote_that_dies_is_replaced_and_waited_for(held, here):
+def test_killed_forkserver_is_replaced(held, here):
     for kill_both in (False, True):
-        (zygote,) = processes(held.place, Program.MOUNT_FORK_SERVER)
-        os.kill(zygote, signal.SIGKILL)
+        (forkserver,) = processes(held.place, Program.MOUNT_FORK_SERVER)
+        os.kill(forkserver, signal.SIGKILL)
         if not kill_both:
             wait_until(
-                lambda zygote=zygote: set(processes(held.place, Program.MOUNT_FORK_SERVER)) - {zygote},
-                "another zygote",
+                lambda old=forkserver: set(processes(held.place, Program.MOUNT_FORK_SERVER)) - {old},
+                "another forkserver",
             )
         kill_serving(held)
         (here / f"f{kill_both}").write_bytes(b"1" * 70_000)
         assert (here / f"f{kill_both}").read_bytes() == b"1" * 70_000
 
 
-def test_processes_that_were_forked_speak_every_transport(own):
+def test_forked_processes_use_every_transport(own):
     held = own.mount(own.directory.parent / "m-grpc", "--holder", "--transport", "grpc")
     (held.place / "f").write_bytes(b"1" * 200_000)
     for _ in range(2):
@@ -190,8 +196,8 @@ def test_processes_that_were_forked_speak_every_transport(own):
     end(held)
 
 
-def test_an_open_file_stays_what_it_was(held, here):
-    """Also without a name, and with bytes that nobody has stored or flushed."""
+def test_open_file_survives_kills(held, here):
+    """Also without a name, and with bytes that are neither stored nor flushed."""
     (here / "there").touch()
     path = here / "f"
     file = os.open(path, os.O_RDWR | os.O_CREAT)
@@ -217,7 +223,7 @@ def test_an_open_file_stays_what_it_was(held, here):
     assert not path.exists()
 
 
-def test_a_hole_and_a_copy_are_made_also_after_a_kill(held, here):
+def test_hole_and_copy_work_after_a_kill(held, here):
     with open(here / "from", "wb+", buffering=0) as origin, open(here / "to", "wb+", buffering=0) as target:
         content = random.Random(1).randbytes(3 << 20)
         origin.write(content)
@@ -233,8 +239,8 @@ def test_a_hole_and_a_copy_are_made_also_after_a_kill(held, here):
         )
 
 
-def test_what_was_written_is_stored_though_nobody_is_left_to_ask(held, here, own):
-    """Killed right behind a close that was answered, and behind writes that were."""
+def test_acknowledged_writes_are_stored_after_a_kill(held, here, own):
+    """Killed right after an acknowledged close, and after acknowledged writes."""
     expected = {}
     files = []
     for number in range(40):
@@ -265,7 +271,7 @@ def other(own):
 
 
 @pytest.mark.parametrize("lock", [fcntl.lockf, fcntl.flock], ids=["fcntl", "flock"])
-def test_locks_hold_through_a_kill(held, here, other, lock):
+def test_locks_stay_held_through_a_kill(held, here, other, lock):
     with open(here / "l", "wb+") as mine, open(other.place / here.name / "l", "rb+") as theirs:
         lock(mine, fcntl.LOCK_EX)
         for _ in range(2):
@@ -280,11 +286,11 @@ def test_locks_hold_through_a_kill(held, here, other, lock):
         lock(theirs, fcntl.LOCK_UN)
         lock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
         kill_serving(held)
-    with open(other.place / here.name / "l", "rb+") as theirs:  # closed through the successor: given back
-        wait_until(lambda: _gets(lock, theirs), "the lock of who has closed")
+    with open(other.place / here.name / "l", "rb+") as theirs:  # closed through the successor: released
+        wait_until(lambda: _can_lock(lock, theirs), "the lock of the closed file")
 
 
-def _gets(lock, file):
+def _can_lock(lock, file):
     try:
         lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -293,7 +299,7 @@ def _gets(lock, file):
 
 
 @pytest.mark.parametrize("lock", [fcntl.lockf, fcntl.flock], ids=["fcntl", "flock"])
-def test_who_waits_for_a_lock_gets_it_once_and_keeps_it(held, here, other, lock):
+def test_waiting_lock_is_granted_once_and_kept(held, here, other, lock):
     got = threading.Event()
     with open(here / "w", "wb+") as mine, open(other.place / here.name / "w", "rb+") as theirs:
         lock(theirs, fcntl.LOCK_EX)
@@ -317,14 +323,14 @@ def test_who_waits_for_a_lock_gets_it_once_and_keeps_it(held, here, other, lock)
 
 
 @pytest.mark.smoke
-def test_sigterm_after_a_kill_stores_everything_and_leaves_no_mount(own):
+def test_sigterm_after_a_kill_stores_everything(own):
     held = own.mount(own.directory.parent / "m-term", "--holder", "--drain-s", "2")
     (held.place / "t").write_bytes(b"t" * 70_000)
     kill_serving(held)
     with open(held.place / "t", "ab", buffering=0) as file:
         file.write(b"u" * 10)
         held.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: not is_mounted(held.place), "the detaching")
+        wait_until(lambda: not is_mounted(held.place), "the unmount")
         assert held.process.wait(120) == 0
         with contextlib.suppress(OSError):
             file.close()
@@ -333,7 +339,7 @@ def test_sigterm_after_a_kill_stores_everything_and_leaves_no_mount(own):
     assert again.end() == 0
 
 
-def test_a_successor_that_can_not_start_is_tried_again_until_it_can(own):
+def test_successor_is_retried_until_it_starts(own):
     held = own.mount(own.directory.parent / "m-config", "--holder", "--drain-s", "2")
     (held.place / "config").write_bytes(b"1" * 9000)
     node = own.directory / "node.toml"
@@ -349,7 +355,7 @@ def test_a_successor_that_can_not_start_is_tried_again_until_it_can(own):
     assert held.end() == 0
 
 
-def test_a_mount_that_can_not_outlive_its_process_says_so_where_it_is_asked_to(own, tmp_path):
+def test_mount_without_holder_support_is_refused(own, tmp_path):
     done = subprocess.run(
         command(Program.MOUNT, "--holder", "--engine", "pyfuse3", own.directory, tmp_path),
         capture_output=True,
@@ -359,12 +365,12 @@ def test_a_mount_that_can_not_outlive_its_process_says_so_where_it_is_asked_to(o
     )
     assert done.returncode == 1 and "--holder" in done.stderr
     plain = own.mount(tmp_path / "m", "--no-holder")
-    told = subprocess.run(
+    done = subprocess.run(
         command(Program.CLI, "mount", "upgrade", str(plain.place)),
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
-    assert told.returncode == 1 and "does not outlive" in told.stderr
+    assert done.returncode == 1 and "does not outlive" in done.stderr
     assert plain.end() == 0

@@ -1,5 +1,4 @@
-"""The direct engine where the kernel hands nothing out again, with a socket for /dev/fuse: what it keeps, what its successor
-takes up, and under which numbers it answers."""
+"""The direct engine on kernels that do not resend requests, with a socket for /dev/fuse: kept requests and their successor."""
 
 import asyncio
 import errno
@@ -37,11 +36,11 @@ def memory():
 
 
 class KeepingKernel(Kernel):
-    """`awaited`: numbers of requests for whose answers it waits still."""
+    """`awaited`: numbers of requests for which the kernel still waits."""
 
     def __init__(self, vfs, keep, awaited=(), before=None):
         super().__init__(vfs)
-        ops = self.engine._ops if before is None else before.engine._ops  # what is open was taken up
+        ops = self.engine._ops if before is None else before.engine._ops  # open files are taken over
         self.came_again = None
         engine = KeepingEngine(ops, None, MountOptions("p"), lambda: self.ready.append(1), lambda: None, keep)
         self.engine = engine
@@ -51,7 +50,7 @@ class KeepingKernel(Kernel):
             ops.kept = SimpleNamespace(word=lambda word: words[word])
             self.last = before.last
             engine._asked_again = True
-            ops.told_before = lambda: None
+            ops.invalidate_inherited = lambda: None
             ops.all_came_again = lambda in_work: setattr(self, "came_again", in_work)
             engine._is_awaited = lambda unique: unique in awaited
 
@@ -72,7 +71,7 @@ async def waits(vfs, count):
     await until(lambda: vfs.waiting >= count)
 
 
-def test_what_is_in_work_is_kept_until_it_is_answered_and_the_successor_answers_the_rest(memory):
+def test_successor_answers_the_kept_requests(memory):
     async def test():
         vfs = SlowVfs()
         first = KeepingKernel(vfs, memory)
@@ -80,27 +79,27 @@ def test_what_is_in_work_is_kept_until_it_is_answered_and_the_successor_answers_
         said = await first.init()
         assert not (said.flags | said.flags2 << 32) & Init.HAS_RESEND
         inode, handle = await first.create(b"f")
-        await first.ask(Op.WRITE, (handle, 0, 6, 0, 0, 0), node=inode, payload=b"abcdef")
-        asked = [first.say(Op.READ, (handle, at, 2, 0, 0, 0), node=inode) for at in (0, 2, 4)]
+        await first.request(Op.WRITE, (handle, 0, 6, 0, 0, 0), node=inode, payload=b"abcdef")
+        asked = [first.send(Op.READ, (handle, at, 2, 0, 0, 0), node=inode) for at in (0, 2, 4)]
         await waits(vfs, 3)
-        await first.silent()
+        await first.expect_no_reply()
         kept = first.engine._kept_requests
         assert kept.count == 3
-        serving.cancel()  # it is gone: nothing of it goes on
+        serving.cancel()  # the process is gone: none of its tasks continues
         await asyncio.gather(serving, return_exceptions=True)
         await until(lambda: not first.engine._work)
-        # as if killed: its records are there
+        # as if killed: its records remain
         for unique, at in zip(asked, (0, 2, 4), strict=True):
             kept.keep(unique, memoryview(_read(unique, handle, at, inode)))
         vfs.go.set()
         second = KeepingKernel(vfs, memory, {*asked[1:]}, first)
         async with second:
-            heard = dict([(await second.hear())[::2] for _ in range(2)])
+            heard = dict([(await second.receive())[::2] for _ in range(2)])
             assert heard == {
                 asked[1]: b"cd",
                 asked[2]: b"ef",
-            }  # by the kernel's numbers; the first was answered before
-            await second.silent()
+            }  # by the kernel's numbers; the first one was answered before
+            await second.expect_no_reply()
             assert second.engine._kept_requests.count == 0 and second.ready == [1]
             assert second.came_again is not None
 
@@ -113,7 +112,7 @@ def _read(unique, handle, at, inode):
     )
 
 
-def test_who_is_interrupted_is_found_under_the_number_that_the_kernel_knows(memory):
+def test_interrupt_finds_a_request_by_the_kernels_number(memory):
     async def test():
         vfs = SlowVfs()
         first = KeepingKernel(vfs, memory)
@@ -128,29 +127,29 @@ def test_who_is_interrupted_is_found_under_the_number_that_the_kernel_knows(memo
             assert second.came_again == {asked} and [unique & FIRST for unique in second.engine._work] == [
                 asked
             ]
-            second.say(Op.INTERRUPT, (asked,), unique=asked | 1)
-            unique, error, _ = await second.hear()  # its caller, process 0, is none
+            second.send(Op.INTERRUPT, (asked,), unique=asked | 1)
+            unique, error, _ = await second.receive()  # its caller, process 0, does not exist
             assert (unique, error) == (asked, -errno.EINTR) and second.engine._kept_requests.count == 0
 
     run(test)
 
 
-def test_where_no_more_can_be_kept_nothing_is_read_until_something_has_ended(memory, monkeypatch):
+def test_engine_reads_nothing_while_its_log_is_full(memory, monkeypatch):
     async def test():
         vfs = SlowVfs()
         kernel = KeepingKernel(vfs, memory)
         async with kernel:
             await kernel.init()
             inode, handle = await kernel.create(b"f")
-            await kernel.ask(Op.WRITE, (handle, 0, 6, 0, 0, 0), node=inode, payload=b"abcdef")
+            await kernel.request(Op.WRITE, (handle, 0, 6, 0, 0, 0), node=inode, payload=b"abcdef")
             kept = kernel.engine._kept_requests
             del kept._small[2:]
-            asked = [kernel.say(Op.READ, (handle, at, 2, 0, 0, 0), node=inode) for at in (0, 2, 4)]
+            asked = [kernel.send(Op.READ, (handle, at, 2, 0, 0, 0), node=inode) for at in (0, 2, 4)]
             await waits(vfs, 2)
             await asyncio.sleep(0.05)
             assert vfs.waiting == 2 and not kept.has_room
             vfs.go.set()
-            heard = dict([(await kernel.hear())[::2] for _ in range(3)])
+            heard = dict([(await kernel.receive())[::2] for _ in range(3)])
             assert heard == dict(zip(asked, (b"ab", b"cd", b"ef"), strict=True)) and kept.count == 0
 
     run(test)
@@ -159,7 +158,7 @@ def test_where_no_more_can_be_kept_nothing_is_read_until_something_has_ended(mem
 @pytest.mark.parametrize(
     "code, awaited", [(0, True), (errno.EINVAL, True), (errno.ENOENT, False), (errno.ENODEV, False)]
 )
-def test_the_kernel_is_asked_whether_it_waits_still(memory, monkeypatch, code, awaited):
+def test_kernel_is_queried_whether_it_still_waits(memory, monkeypatch, code, awaited):
     engine = KeepingEngine(FuseOps(SlowVfs()), None, MountOptions("p"), lambda: None, lambda: None, memory)
     said = []
 
@@ -173,7 +172,7 @@ def test_the_kernel_is_asked_whether_it_waits_still(memory, monkeypatch, code, a
     assert said == [struct.pack("=IiQ", 16, -errno.EAGAIN, 101)] and replies.HEADER_BYTES == 16
 
 
-def test_its_way_is_not_that_of_others():
+def test_resend_is_not_negotiated():
     assert (
         KernelEngine.flags & Init.HAS_RESEND and KeepingEngine.flags == KernelEngine.flags & ~Init.HAS_RESEND
     )

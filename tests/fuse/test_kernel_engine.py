@@ -1,4 +1,4 @@
-"""The direct engine with a socket for /dev/fuse: what it agrees to, answers, refuses, and does with who is interrupted."""
+"""The direct engine with a socket for /dev/fuse: negotiation, replies, refusals and interrupted callers."""
 
 import asyncio
 import errno
@@ -46,7 +46,7 @@ class SlowVfs(MemoryVfs):
 
 
 class Kernel:
-    """Plays the kernel: asks through a socket that keeps messages apart, and hears the answers."""
+    """Plays the kernel: sends requests through a socket that preserves message boundaries, and receives the replies."""
 
     def __init__(self, vfs, options=None, settings=None):
         self.ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -71,7 +71,7 @@ class Kernel:
         self.ours.close()
         self.theirs.close()
 
-    def say(self, opcode, body=(), *, node=1, names=(), payload=b"", uid=0, pid=0, unique=None):
+    def send(self, opcode, body=(), *, node=1, names=(), payload=b"", uid=0, pid=0, unique=None):
         self.last += 2
         form = (
             requests.SETXATTR_EXTENDED
@@ -90,13 +90,13 @@ class Kernel:
         )
         return unique
 
-    async def hear(self):
+    async def receive(self):
         raw = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(self.ours, 2 << 20), 120)
         return replies.parse(raw)
 
-    async def ask(self, opcode, body=(), **more):
-        unique = self.say(opcode, body, **more)
-        heard, error, answer = await self.hear()
+    async def request(self, opcode, body=(), **more):
+        unique = self.send(opcode, body, **more)
+        heard, error, answer = await self.receive()
         assert heard == unique
         if error:
             raise OSError(-error, os.strerror(-error))
@@ -104,23 +104,25 @@ class Kernel:
 
     async def init(self, minor=45, flags=ALL, major=7):
         raw = struct.pack("=I11I", flags >> 32, *([0] * 11)) if flags & Init.INIT_EXT else b""
-        answer = await self.ask(Op.INIT, (major, minor, 131072, flags & 0xFFFFFFFF), payload=raw)
+        answer = await self.request(Op.INIT, (major, minor, 131072, flags & 0xFFFFFFFF), payload=raw)
         return replies.read("init", answer)
 
     async def create(self, name, node=1):
         answer = replies.read(
             "create",
-            await self.ask(Op.CREATE, (os.O_RDWR | os.O_CREAT, 0o100644, 0o22, 0), node=node, names=(name,)),
+            await self.request(
+                Op.CREATE, (os.O_RDWR | os.O_CREAT, 0o100644, 0o22, 0), node=node, names=(name,)
+            ),
         )
         return answer.nodeid, answer.fh
 
-    async def silent(self):
-        """Nothing more was said: the answer to what is asked now is the next."""
-        await self.ask(Op.STATFS)
+    async def expect_no_reply(self):
+        """Check that no other reply was sent: the reply to the request sent now is the next one."""
+        await self.request(Op.STATFS)
 
 
-def played(make_vfs=MemoryVfs, **options):
-    """Run an async test against the engine on a loop of its own."""
+def on_kernel(make_vfs=MemoryVfs, **options):
+    """Run an async test against the engine on its own loop."""
 
     def runner(test):
         def run():
@@ -137,8 +139,8 @@ def played(make_vfs=MemoryVfs, **options):
     return runner
 
 
-@played()
-async def test_what_is_agreed_on_is_what_the_kernel_offers_and_no_more(kernel):
+@on_kernel()
+async def test_negotiation_accepts_only_what_the_kernel_offers(kernel):
     said = await kernel.init(45, ALL & ~int(Init.PARALLEL_DIROPS))
     assert (said.major, said.minor, said.flags | said.flags2 << 32) == (
         7,
@@ -154,22 +156,22 @@ async def test_what_is_agreed_on_is_what_the_kernel_offers_and_no_more(kernel):
     assert kernel.ready == [1]
 
 
-@played(settings=MountOptions("p", max_background=20, congestion_threshold=7, writeback=True))
-async def test_settings_reach_the_kernel_and_an_older_one_gets_no_new_flags(kernel):
+@on_kernel(settings=MountOptions("p", max_background=20, congestion_threshold=7, writeback=True))
+async def test_settings_are_negotiated_with_an_older_kernel(kernel):
     said = await kernel.init(31, (1 << 30) - 1)
     assert (said.minor, said.max_background, said.congestion_threshold, said.flags2) == (31, 20, 7, 0)
     assert said.flags & Init.WRITEBACK_CACHE and not said.flags & Init.INIT_EXT
 
 
-@played()
-async def test_a_newer_major_version_is_asked_to_come_down_to_ours(kernel):
+@on_kernel()
+async def test_newer_major_version_is_negotiated_down(kernel):
     assert (await kernel.init(0, 0, major=8)).major == 7
     assert not kernel.ready
     assert (await kernel.init()).minor == 45
 
 
-@played()
-async def test_a_kernel_that_is_too_old_ends_the_mount_with_the_way_out(kernel):
+@on_kernel()
+async def test_old_kernel_ends_the_mount_with_a_remedy(kernel):
     with pytest.raises(OSError) as refused:
         await kernel.init(27)
     assert refused.value.errno == errno.EPROTO
@@ -177,27 +179,27 @@ async def test_a_kernel_that_is_too_old_ends_the_mount_with_the_way_out(kernel):
         await asyncio.wait_for(kernel.serving, 120)
 
 
-@played(options=FuseOptions(attr_timeout_s=2.5, entry_timeout_s=1.25, negative_timeout_s=0.5))
-async def test_a_file_made_written_and_read(kernel):
+@on_kernel(options=FuseOptions(attr_timeout_s=2.5, entry_timeout_s=1.25, negative_timeout_s=0.5))
+async def test_file_is_created_written_and_read(kernel):
     await kernel.init()
-    absent = replies.read("entry", await kernel.ask(Op.LOOKUP, names=(b"f",)))
+    absent = replies.read("entry", await kernel.request(Op.LOOKUP, names=(b"f",)))
     assert (absent.nodeid, absent.entry_valid, absent.entry_valid_nsec) == (0, 0, 500_000_000)
     inode, handle = await kernel.create(b"f")
     content = os.urandom(5000)
     assert (
         replies.read(
             "count",
-            await kernel.ask(Op.WRITE, (handle, 0, len(content), 0, 0, 0), node=inode, payload=content),
+            await kernel.request(Op.WRITE, (handle, 0, len(content), 0, 0, 0), node=inode, payload=content),
         ).size
         == 5000
     )
-    assert await kernel.ask(Op.READ, (handle, 1000, 4096, 0, 0, 0), node=inode) == content[1000:5000]
-    assert await kernel.ask(Op.READ, (handle, 5000, 4096, 0, 0, 0), node=inode) == b""
-    attr = replies.read("attr", await kernel.ask(Op.GETATTR, (0, 0), node=inode))
+    assert await kernel.request(Op.READ, (handle, 1000, 4096, 0, 0, 0), node=inode) == content[1000:5000]
+    assert await kernel.request(Op.READ, (handle, 5000, 4096, 0, 0, 0), node=inode) == b""
+    attr = replies.read("attr", await kernel.request(Op.GETATTR, (0, 0), node=inode))
     assert (attr.size, attr.mode, attr.attr_valid, attr.attr_valid_nsec) == (5000, 0o100644, 2, 500_000_000)
-    assert await kernel.ask(Op.FLUSH, (handle, 0, 0), node=inode) == b""
-    assert await kernel.ask(Op.RELEASE, (handle, 0, 0, 0), node=inode) == b""
-    found = replies.read("entry", await kernel.ask(Op.LOOKUP, names=(b"f",)))
+    assert await kernel.request(Op.FLUSH, (handle, 0, 0), node=inode) == b""
+    assert await kernel.request(Op.RELEASE, (handle, 0, 0, 0), node=inode) == b""
+    found = replies.read("entry", await kernel.request(Op.LOOKUP, names=(b"f",)))
     assert (found.nodeid, found.size, found.entry_valid, found.entry_valid_nsec) == (
         inode,
         5000,
@@ -206,98 +208,100 @@ async def test_a_file_made_written_and_read(kernel):
     )
 
 
-@played()
-async def test_who_only_reads_is_not_waited_for_at_close(kernel):
+@on_kernel()
+async def test_read_only_file_needs_no_flush_at_close(kernel):
     await kernel.init()
     inode, _ = await kernel.create(b"f")
     for flags, quiet in ((os.O_RDONLY, True), (os.O_RDWR, False), (os.O_WRONLY, False)):
-        opened = replies.read("open", await kernel.ask(Op.OPEN, (flags, 0), node=inode))
+        opened = replies.read("open", await kernel.request(Op.OPEN, (flags, 0), node=inode))
         assert bool(opened.open_flags & Opening.NOFLUSH) == quiet
-    await kernel.ask(Op.SETLK, (opened.fh, 7, 0, 9, fcntl.F_WRLCK, 1, 0), node=inode)
-    opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
+    await kernel.request(Op.SETLK, (opened.fh, 7, 0, 9, fcntl.F_WRLCK, 1, 0), node=inode)
+    opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode))
     assert not opened.open_flags & Opening.NOFLUSH, "its close ends the locks of the process"
-    opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_WRONLY | os.O_APPEND, 0), node=inode))
+    opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_WRONLY | os.O_APPEND, 0), node=inode))
     assert opened.open_flags & Opening.DIRECT_IO
 
 
-@played()
-async def test_listings_carry_entries_and_end(kernel):
+@on_kernel()
+async def test_listings_have_entries_and_an_end(kernel):
     await kernel.init()
     for name in (b"a", b"b"):
         await kernel.create(name)
-    handle = replies.read("open", await kernel.ask(Op.OPENDIR, (0, 0))).fh
+    handle = replies.read("open", await kernel.request(Op.OPENDIR, (0, 0))).fh
     for opcode, plus in ((Op.READDIR, False), (Op.READDIRPLUS, True)):
-        found = replies.read_listing(await kernel.ask(opcode, (handle, 0, 4096, 0, 0, 0)), plus)
+        found = replies.read_listing(await kernel.request(opcode, (handle, 0, 4096, 0, 0, 0)), plus)
         assert [name for name, *_ in found] == [b".", b"..", b"a", b"b"]
-        assert await kernel.ask(opcode, (handle, found[-1][2], 4096, 0, 0, 0)) == b""
-    one = replies.read_listing(await kernel.ask(Op.READDIRPLUS, (handle, found[2][2], 200, 0, 0, 0)), True)
+        assert await kernel.request(opcode, (handle, found[-1][2], 4096, 0, 0, 0)) == b""
+    one = replies.read_listing(
+        await kernel.request(Op.READDIRPLUS, (handle, found[2][2], 200, 0, 0, 0)), True
+    )
     assert [name for name, *_ in one] == [b"b"]
 
 
-@played()
-async def test_extended_attributes_are_set_in_one_step_and_measured_before_they_are_read(kernel):
+@on_kernel()
+async def test_extended_attributes_are_set_and_sized(kernel):
     await kernel.init()
     inode, _ = await kernel.create(b"f")
     name = b"user.x"
-    await kernel.ask(Op.SETXATTR, (5, 1), node=inode, names=(name,), payload=b"value")  # XATTR_CREATE
+    await kernel.request(Op.SETXATTR, (5, 1), node=inode, names=(name,), payload=b"value")  # XATTR_CREATE
     for flags, number, which in ((1, errno.EEXIST, name), (2, errno.ENODATA, b"user.y")):
         with pytest.raises(OSError) as refused:
-            await kernel.ask(Op.SETXATTR, (5, flags), node=inode, names=(which,), payload=b"other")
+            await kernel.request(Op.SETXATTR, (5, flags), node=inode, names=(which,), payload=b"other")
         assert refused.value.errno == number
-    assert replies.read("count", await kernel.ask(Op.GETXATTR, (0,), node=inode, names=(name,))).size == 5
-    assert await kernel.ask(Op.GETXATTR, (5,), node=inode, names=(name,)) == b"value"
-    assert await kernel.ask(Op.LISTXATTR, (100,), node=inode) == b"user.x\0"
+    assert replies.read("count", await kernel.request(Op.GETXATTR, (0,), node=inode, names=(name,))).size == 5
+    assert await kernel.request(Op.GETXATTR, (5,), node=inode, names=(name,)) == b"value"
+    assert await kernel.request(Op.LISTXATTR, (100,), node=inode) == b"user.x\0"
     with pytest.raises(OSError) as short:
-        await kernel.ask(Op.GETXATTR, (4,), node=inode, names=(name,))
+        await kernel.request(Op.GETXATTR, (4,), node=inode, names=(name,))
     assert short.value.errno == errno.ERANGE
-    await kernel.ask(Op.REMOVEXATTR, node=inode, names=(name,))
-    assert await kernel.ask(Op.LISTXATTR, (100,), node=inode) == b""
+    await kernel.request(Op.REMOVEXATTR, node=inode, names=(name,))
+    assert await kernel.request(Op.LISTXATTR, (100,), node=inode) == b""
 
 
-@played()
-async def test_set_ids_go_when_the_kernel_says_that_the_writer_may_not_keep_them(kernel):
+@on_kernel()
+async def test_write_clears_set_ids_on_the_kernels_request(kernel):
     await kernel.init()
     inode, handle = await kernel.create(b"f")
 
     async def mode():
-        return replies.read("attr", await kernel.ask(Op.GETATTR, (0, 0), node=inode)).mode & 0o7777
+        return replies.read("attr", await kernel.request(Op.GETATTR, (0, 0), node=inode)).mode & 0o7777
 
     async def chmod(bits):
-        await kernel.ask(Op.SETATTR, (1, *([0] * 9), bits, 0, 0), node=inode)
+        await kernel.request(Op.SETATTR, (1, *([0] * 9), bits, 0, 0), node=inode)
 
     for before, after in ((0o6755, 0o755), (0o6745, 0o2745), (0o755, 0o755)):
         await chmod(before)
-        await kernel.ask(Op.WRITE, (handle, 0, 1, 0, 0, 0), node=inode, payload=b"x")
+        await kernel.request(Op.WRITE, (handle, 0, 1, 0, 0, 0), node=inode, payload=b"x")
         assert await mode() == before
-        unique = kernel.say(Op.WRITE, (handle, 0, 1, 4, 0, 0), node=inode, payload=b"x")
-        heard = await kernel.hear()
+        unique = kernel.send(Op.WRITE, (handle, 0, 1, 4, 0, 0), node=inode, payload=b"x")
+        heard = await kernel.receive()
         if before != after:
             assert heard[:2] == (0, 2) and heard[2] == struct.pack(
                 "=Qqq", inode, -1, 0
-            )  # the kernel's mode is old
-            heard = await kernel.hear()
+            )  # the mode in the kernel's cache is stale
+            heard = await kernel.receive()
         assert heard[:2] == (unique, 0) and await mode() == after
         await chmod(before)
-        await kernel.ask(Op.SETATTR, (1 << 3 | 1 << 11, 0, 1, *([0] * 7), 0, 0, 0), node=inode)
+        await kernel.request(Op.SETATTR, (1 << 3 | 1 << 11, 0, 1, *([0] * 7), 0, 0, 0), node=inode)
         assert await mode() == after
 
 
-@played()
+@on_kernel()
 async def test_ranges_are_punched_found_and_copied(kernel):
     await kernel.init()
     inode, handle = await kernel.create(b"f")
     other_inode, other = await kernel.create(b"g")
-    await kernel.ask(Op.WRITE, (handle, 0, 12288, 0, 0, 0), node=inode, payload=b"x" * 12288)
-    assert await kernel.ask(Op.FALLOCATE, (handle, 4096, 4096, 3), node=inode) == b""
+    await kernel.request(Op.WRITE, (handle, 0, 12288, 0, 0, 0), node=inode, payload=b"x" * 12288)
+    assert await kernel.request(Op.FALLOCATE, (handle, 4096, 4096, 3), node=inode) == b""
     places = [
-        replies.read("number", await kernel.ask(Op.LSEEK, (handle, offset, whence), node=inode)).value
+        replies.read("number", await kernel.request(Op.LSEEK, (handle, offset, whence), node=inode)).value
         for offset, whence in ((0, os.SEEK_HOLE), (4096, os.SEEK_DATA), (8192, os.SEEK_HOLE))
     ]
     assert places == [4096, 8192, 12288]
     copy = (handle, 0, other_inode, other, 100, 5000, 0)
-    assert replies.read("count", await kernel.ask(Op.COPY_FILE_RANGE, copy, node=inode)).size == 5000
-    assert replies.read("number", await kernel.ask(Op.COPY_FILE_RANGE_64, copy, node=inode)).value == 5000
-    assert await kernel.ask(Op.READ, (other, 0, 8192, 0, 0, 0), node=other_inode) == bytes(
+    assert replies.read("count", await kernel.request(Op.COPY_FILE_RANGE, copy, node=inode)).size == 5000
+    assert replies.read("number", await kernel.request(Op.COPY_FILE_RANGE_64, copy, node=inode)).value == 5000
+    assert await kernel.request(Op.READ, (other, 0, 8192, 0, 0, 0), node=other_inode) == bytes(
         100
     ) + b"x" * 4096 + bytes(904)
     for opcode, body, number in (
@@ -306,53 +310,53 @@ async def test_ranges_are_punched_found_and_copied(kernel):
         (Op.COPY_FILE_RANGE, (*copy[:-1], 1), errno.EINVAL),
     ):
         with pytest.raises(OSError) as refused:
-            await kernel.ask(opcode, body, node=inode)
+            await kernel.request(opcode, body, node=inode)
         assert refused.value.errno == number
 
 
-@played(options=FuseOptions(writeback=True), settings=MountOptions("p", writeback=True))
-async def test_a_kernel_that_keeps_written_pages_is_not_told_of_holes(kernel):
+@on_kernel(options=FuseOptions(writeback=True), settings=MountOptions("p", writeback=True))
+async def test_seek_data_is_unsupported_with_writeback(kernel):
     await kernel.init()
     inode, handle = await kernel.create(b"f")
     with pytest.raises(OSError) as refused:
-        await kernel.ask(Op.LSEEK, (handle, 0, os.SEEK_DATA), node=inode)
+        await kernel.request(Op.LSEEK, (handle, 0, os.SEEK_DATA), node=inode)
     assert refused.value.errno == errno.ENOSYS
 
 
-@played()
+@on_kernel()
 async def test_ioctl_is_enotty(kernel):
     await kernel.init()
     inode, handle = await kernel.create(b"f")
     for node, command in ((inode, 0x80086601), (1, 0x801C581F)):  # FS_IOC_GETFLAGS, FS_IOC_FSGETXATTR
         with pytest.raises(OSError) as refused:
-            await kernel.ask(Op.IOCTL, (handle, 0, command, 0, 0, 8), node=node)
+            await kernel.request(Op.IOCTL, (handle, 0, command, 0, 0, 8), node=node)
         assert refused.value.errno == errno.ENOTTY
 
 
-@played()
-async def test_umask_counts_for_what_is_made_in_memory(kernel):
+@on_kernel()
+async def test_umask_is_applied_by_the_memory_fake(kernel):
     await kernel.init()
     inode, _ = await kernel.create(b"f")
-    made = replies.read("entry", await kernel.ask(Op.MKDIR, (0o777, 0o027), names=(b"d",)))
-    node = replies.read("entry", await kernel.ask(Op.MKNOD, (0o100666, 0, 0o077), names=(b"n",)))
+    made = replies.read("entry", await kernel.request(Op.MKDIR, (0o777, 0o027), names=(b"d",)))
+    node = replies.read("entry", await kernel.request(Op.MKNOD, (0o100666, 0, 0o077), names=(b"n",)))
     assert (made.mode & 0o777, node.mode & 0o777) == (0o750, 0o600)
-    assert replies.read("attr", await kernel.ask(Op.GETATTR, (0, 0), node=inode)).mode & 0o777 == 0o644
+    assert replies.read("attr", await kernel.request(Op.GETATTR, (0, 0), node=inode)).mode & 0o777 == 0o644
 
 
-@played()
-async def test_statx_without_a_known_birth_time_says_so(kernel):
+@on_kernel()
+async def test_statx_without_birth_time_says_so(kernel):
     await kernel.init()
     inode, _ = await kernel.create(b"f")
-    found = replies.read("statx", await kernel.ask(Op.STATX, (0, 0, 0, 0xFFF), node=inode))
+    found = replies.read("statx", await kernel.request(Op.STATX, (0, 0, 0, 0xFFF), node=inode))
     assert found.mask == replies.STATX_BASIC and found.ino == inode and found.btime == 0
-    told = replies.statx(2, kernel.engine._ops._vfs._nodes[inode].attr, (1, 0), 5 * 10**9 + 7)
-    found = replies.read("statx", replies.parse(told)[2])
+    reply = replies.statx(2, kernel.engine._ops._vfs._nodes[inode].attr, (1, 0), 5 * 10**9 + 7)
+    found = replies.read("statx", replies.parse(reply)[2])
     assert (found.mask, found.btime, found.btimensec) == (replies.STATX_BASIC | replies.STATX_BTIME, 5, 7)
 
 
 @pytest.mark.parametrize("offered", [ALL, ALL & ~Init.SETXATTR_EXT, ALL & ~Init.POSIX_ACL])
-def test_access_control_lists_need_a_kernel_that_enforces_them(offered):
-    @played()
+def test_acls_need_a_kernel_that_enforces_them(offered):
+    @on_kernel()
     async def test(kernel):
         asked = []
 
@@ -366,61 +370,62 @@ def test_access_control_lists_need_a_kernel_that_enforces_them(offered):
         name = b"system.posix_acl_access"
         for mark in (0, 1):
             words = (4, 0, mark, 0) if offered & Init.SETXATTR_EXT else (4, 0)
-            asking = kernel.ask(Op.SETXATTR, words, node=inode, names=(name,), payload=b"list")
+            asking = kernel.request(Op.SETXATTR, words, node=inode, names=(name,), payload=b"list")
             if offered & Init.POSIX_ACL:
                 await asking
             else:
                 with pytest.raises(OSError) as refused:
                     await asking
                 assert refused.value.errno == errno.EOPNOTSUPP
-        killed = 4 if offered & Init.SETXATTR_EXT else 0  # root asks: without the mark nothing goes
+        # the caller is root: without the mark no bit is cleared
+        killed = 4 if offered & Init.SETXATTR_EXT else 0
         assert asked == ([(name, b"list", 0), (name, b"list", killed)] if offered & Init.POSIX_ACL else [])
         with pytest.raises(OSError) as absent:
-            await kernel.ask(Op.GETXATTR, (100,), node=inode, names=(name,))
+            await kernel.request(Op.GETXATTR, (100,), node=inode, names=(name,))
         assert absent.value.errno == (errno.ENODATA if offered & Init.POSIX_ACL else errno.EOPNOTSUPP)
 
     test()
 
 
-@played(settings=MountOptions("p", acl=False))
+@on_kernel(settings=MountOptions("p", acl=False))
 async def test_mount_without_acls_does_not_negotiate_them(kernel):
     assert not (await kernel.init()).flags & Init.POSIX_ACL
     inode, _ = await kernel.create(b"f")
     for opcode, words in ((Op.GETXATTR, (100,)), (Op.REMOVEXATTR, ())):
         with pytest.raises(OSError) as refused:
-            await kernel.ask(opcode, words, node=inode, names=(b"system.posix_acl_access",))
+            await kernel.request(opcode, words, node=inode, names=(b"system.posix_acl_access",))
         assert refused.value.errno == errno.EOPNOTSUPP
 
 
-@played()
-async def test_what_nobody_knows_is_enosys_and_what_needs_no_answer_gets_none(kernel):
+@on_kernel()
+async def test_unknown_requests_are_enosys_and_forgets_get_no_reply(kernel):
     await kernel.init()
     for opcode in (Op.BMAP, Op.POLL, Op.SETUPMAPPING, 63, 99, 4096):
         with pytest.raises(OSError) as refused:
             body = tuple([0] * len(FORMS[opcode].body._fields)) if opcode in FORMS else ()
-            await kernel.ask(opcode, body, names=(b"n",) * FORMS[opcode].names if opcode in FORMS else ())
+            await kernel.request(opcode, body, names=(b"n",) * FORMS[opcode].names if opcode in FORMS else ())
         assert refused.value.errno == errno.ENOSYS
-    kernel.say(Op.FORGET, (3,), node=9)
-    kernel.say(Op.BATCH_FORGET, (2,), payload=[(9, 1), (10, 1)])
-    kernel.say(Op.INTERRUPT, (12345,))
-    await kernel.silent()
-    assert await kernel.ask(Op.DESTROY) == b""
+    kernel.send(Op.FORGET, (3,), node=9)
+    kernel.send(Op.BATCH_FORGET, (2,), payload=[(9, 1), (10, 1)])
+    kernel.send(Op.INTERRUPT, (12345,))
+    await kernel.expect_no_reply()
+    assert await kernel.request(Op.DESTROY) == b""
 
 
-@played()
-async def test_a_malformed_request_is_refused_and_the_next_one_served(kernel):
+@on_kernel()
+async def test_malformed_request_is_refused(kernel):
     await kernel.init()
     for opcode in (Op.READ, Op.LOOKUP, Op.WRITE, Op.RENAME2, Op.CREATE):
         kernel.ours.send(requests.HEADER.pack(44, opcode, 777, 1, 0, 0, 0, 0, 0) + b"xxxx")
-        assert await kernel.hear() == (777, -errno.EINVAL, b"")
+        assert await kernel.receive() == (777, -errno.EINVAL, b"")
     for raw in (b"", b"x", b"\xff" * 39, requests.HEADER.pack(44, Op.FORGET, 0, 1, 0, 0, 0, 0, 0) + b"xxxx"):
         if raw:
             kernel.ours.send(raw)
-    await kernel.silent()
+    await kernel.expect_no_reply()
 
 
-@played()
-async def test_a_handle_that_is_none_is_an_error_and_no_end(kernel):
+@on_kernel()
+async def test_unknown_handle_is_an_error(kernel):
     await kernel.init()
     for opcode, body in (
         (Op.READ, (99, 0, 10, 0, 0, 0)),
@@ -428,26 +433,26 @@ async def test_a_handle_that_is_none_is_an_error_and_no_end(kernel):
         (Op.READDIR, (99, 0, 4096, 0, 0, 0)),
     ):
         with pytest.raises(OSError) as refused:
-            await kernel.ask(opcode, body)
+            await kernel.request(opcode, body)
         assert refused.value.errno == errno.EIO
-    await kernel.silent()
+    await kernel.expect_no_reply()
 
 
-@played(SlowVfs)
-async def test_what_waits_is_answered_when_it_is_there_and_others_meanwhile(kernel):
+@on_kernel(SlowVfs)
+async def test_waiting_requests_do_not_block_others(kernel):
     await kernel.init()
     vfs = kernel.engine._ops._vfs
     inode, handle = await kernel.create(b"f")
-    asked = [kernel.say(Op.READ, (handle, 0, 10, 0, 0, 0), node=inode) for _ in range(20)]
-    await kernel.silent()
+    asked = [kernel.send(Op.READ, (handle, 0, 10, 0, 0, 0), node=inode) for _ in range(20)]
+    await kernel.expect_no_reply()
     assert vfs.waiting == 20
     vfs.go.set()
-    assert sorted([(await kernel.hear())[0] for _ in asked]) == asked
+    assert sorted([(await kernel.receive())[0] for _ in asked]) == asked
     assert not kernel.engine._work
 
 
 class GatheringVfs(SlowVfs):
-    """Knows how many reads were held when they were let go."""
+    """Counts the reads that were pending when they were sent."""
 
     def __init__(self):
         super().__init__()
@@ -460,22 +465,22 @@ class GatheringVfs(SlowVfs):
         self.held = self.waiting
 
 
-@played(GatheringVfs)
-async def test_reads_that_wait_in_the_kernel_together_are_let_go_together(kernel):
+@on_kernel(GatheringVfs)
+async def test_queued_reads_are_sent_together(kernel):
     await kernel.init()
     vfs = kernel.engine._ops._vfs
     inode, handle = await kernel.create(b"f")
     for _ in range(16):
-        kernel.say(Op.READ, (handle, 0, 10, 0, 0, 0), node=inode)
-    await kernel.silent()
+        kernel.send(Op.READ, (handle, 0, 10, 0, 0, 0), node=inode)
+    await kernel.expect_no_reply()
     assert vfs.sent == [16]
     vfs.go.set()
     for _ in range(16):
-        await kernel.hear()
+        await kernel.receive()
 
 
-@played(SlowVfs)
-async def test_only_so_many_are_in_work_at_once(kernel):
+@on_kernel(SlowVfs)
+async def test_number_of_requests_under_way_is_limited(kernel):
     await kernel.init()
     vfs = kernel.engine._ops._vfs
     inode, handle = await kernel.create(b"f")
@@ -483,7 +488,7 @@ async def test_only_so_many_are_in_work_at_once(kernel):
     for _ in range(IN_WORK_MAX + 50):
         while True:
             try:
-                kernel.say(Op.READ, (handle, 0, 10, 0, 0, 0), node=inode)
+                kernel.send(Op.READ, (handle, 0, 10, 0, 0, 0), node=inode)
                 sent += 1
                 break
             except BlockingIOError:
@@ -495,33 +500,33 @@ async def test_only_so_many_are_in_work_at_once(kernel):
     assert vfs.waiting == IN_WORK_MAX
     vfs.go.set()
     for _ in range(sent):
-        await kernel.hear()
-    await kernel.silent()
+        await kernel.receive()
+    await kernel.expect_no_reply()
 
 
 def sleeping_process():
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 
 
-@played(SlowVfs)
-async def test_an_interrupted_call_goes_on_unless_its_caller_is_dying(kernel):
+@on_kernel(SlowVfs)
+async def test_interrupted_call_ends_only_for_a_dying_caller(kernel):
     await kernel.init()
     inode, handle = await kernel.create(b"f")
     child = sleeping_process()
-    asked = kernel.say(Op.READ, (handle, 0, 10, 0, 0, 0), node=inode, pid=child.pid)
-    kernel.say(Op.INTERRUPT, (asked,))
-    await kernel.silent()
+    asked = kernel.send(Op.READ, (handle, 0, 10, 0, 0, 0), node=inode, pid=child.pid)
+    kernel.send(Op.INTERRUPT, (asked,))
+    await kernel.expect_no_reply()
     child.kill()
     child.wait()
-    assert (await kernel.hear())[:2] == (
+    assert (await kernel.receive())[:2] == (
         asked,
         -errno.EINTR,
-    )  # the kernel tells once; somebody has to look again
+    )  # the kernel notifies once; the engine must check again
     assert not kernel.engine._work and not kernel.engine._interrupted
-    await kernel.silent()
+    await kernel.expect_no_reply()
 
 
-def test_a_process_is_dying_when_it_can_not_survive_what_it_was_sent():
+def test_process_with_a_fatal_signal_is_dying():
     assert not is_dying(os.getpid())
     child = sleeping_process()
     assert not is_dying(child.pid)
@@ -530,22 +535,22 @@ def test_a_process_is_dying_when_it_can_not_survive_what_it_was_sent():
     assert is_dying(child.pid)
 
 
-@played(SlowVfs)
-async def test_stopping_waits_for_what_is_in_work(kernel):
+@on_kernel(SlowVfs)
+async def test_stop_waits_for_requests_under_way(kernel):
     await kernel.init()
     inode, handle = await kernel.create(b"f")
-    asked = kernel.say(Op.READ, (handle, 0, 10, 0, 0, 0), node=inode)
-    await kernel.silent()
+    asked = kernel.send(Op.READ, (handle, 0, 10, 0, 0, 0), node=inode)
+    await kernel.expect_no_reply()
     kernel.engine.stop()
     await asyncio.sleep(0.01)
     assert not kernel.serving.done()
     kernel.engine._ops._vfs.go.set()
-    assert (await kernel.hear())[0] == asked
+    assert (await kernel.receive())[0] == asked
     await asyncio.wait_for(kernel.serving, 120)
 
 
-class BeginningVfs(MemoryVfs):
-    """Begins what client/vfs begins: each waits until the test ends it."""
+class SubmittingVfs(MemoryVfs):
+    """Submits operations as client/vfs does: each waits until the test completes it."""
 
     def __init__(self):
         super().__init__()
@@ -565,7 +570,7 @@ class BeginningVfs(MemoryVfs):
             except StopIteration as end:
                 attr, handle = end.value
                 making.made(attr)
-                assert not kernel_heard_after(making)
+                assert not is_updated_before_reply(making)
                 making.opened(handle)
             except errors.NvpoolError as error:
                 making.failed(error)
@@ -581,44 +586,44 @@ class BeginningVfs(MemoryVfs):
         return self._begin(0, lambda: on_end(None, None), lambda error: on_end(None, error))
 
 
-def kernel_heard_after(making) -> bool:
-    """Whether books were kept before the kernel was answered."""
+def is_updated_before_reply(making) -> bool:
+    """Whether the state was updated before the kernel got the reply."""
     return making._handle in making._ops._files
 
 
-@played(BeginningVfs)
-async def test_what_is_begun_is_answered_before_books_are_kept_and_others_meanwhile(kernel):
+@on_kernel(SubmittingVfs)
+async def test_submitted_create_replies_before_bookkeeping(kernel):
     await kernel.init()
     vfs, ops = kernel.engine._ops._vfs, kernel.engine._ops
-    asked = kernel.say(Op.CREATE, (os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o100644, 0o22, 0), names=(b"f",))
-    await kernel.silent()
+    asked = kernel.send(Op.CREATE, (os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o100644, 0o22, 0), names=(b"f",))
+    await kernel.expect_no_reply()
     assert vfs.begun[0].unique == asked and len(kernel.engine._work) == 1
     vfs.begun.pop().done()
-    heard, error, answer = await kernel.hear()
+    heard, error, answer = await kernel.receive()
     made = replies.read("create", answer)
     assert (heard, error) == (asked, 0) and made.open_flags == 0 and ops._files[made.fh].inode == made.nodeid
-    assert not kernel.engine._work and made.nodeid in ops._told and ops._seen[made.nodeid][1]
+    assert not kernel.engine._work and made.nodeid in ops._sent_changes and ops._seen[made.nodeid][1]
     with pytest.raises(OSError) as refused:
-        await kernel.ask(Op.GETXATTR, (0,), node=made.nodeid, names=(b"security.capability",))
+        await kernel.request(Op.GETXATTR, (0,), node=made.nodeid, names=(b"security.capability",))
     assert refused.value.errno == errno.ENODATA
     assert ops.published.is_barred(made.nodeid)
 
-    again = kernel.say(Op.CREATE, (os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o100644, 0o22, 0), names=(b"f",))
-    await kernel.silent()
+    again = kernel.send(Op.CREATE, (os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o100644, 0o22, 0), names=(b"f",))
+    await kernel.expect_no_reply()
     vfs.begun.pop().done()
-    assert (await kernel.hear())[:2] == (again, -errno.EEXIST)
+    assert (await kernel.receive())[:2] == (again, -errno.EEXIST)
 
     for opcode, body, names in ((Op.UNLINK, (), (b"f",)), (Op.FLUSH, (made.fh, 0, 0), ())):
-        asked = kernel.say(opcode, body, names=names)
-        await kernel.silent()
+        asked = kernel.send(opcode, body, names=names)
+        await kernel.expect_no_reply()
         vfs.begun.pop().done()
-        assert (await kernel.hear())[:2] == (asked, 0)
-    await kernel.ask(Op.RELEASE, (made.fh, 0, 0, 0))
+        assert (await kernel.receive())[:2] == (asked, 0)
+    await kernel.request(Op.RELEASE, (made.fh, 0, 0, 0))
     assert not ops._files and not ops.published.is_barred(made.nodeid) and not kernel.engine._work
 
 
-class ElsewhereVfs(BeginningVfs):
-    """The name stands for what has to be opened with one more question."""
+class TwoStepVfs(SubmittingVfs):
+    """The file needs one further request before it can be opened."""
 
     asked = 0
 
@@ -635,57 +640,57 @@ class ElsewhereVfs(BeginningVfs):
         return await self.create(*arguments)
 
 
-@played(ElsewhereVfs)
-async def test_what_is_done_besides_for_a_request_that_was_begun_is_done_for_that_request(kernel):
+@on_kernel(TwoStepVfs)
+async def test_second_step_of_a_create_belongs_to_its_request(kernel):
     await kernel.init()
     vfs = kernel.engine._ops._vfs
-    asked = kernel.say(Op.CREATE, (os.O_WRONLY | os.O_CREAT, 0o100644, 0o22, 0), names=(b"f",))
-    await kernel.silent()
+    asked = kernel.send(Op.CREATE, (os.O_WRONLY | os.O_CREAT, 0o100644, 0o22, 0), names=(b"f",))
+    await kernel.expect_no_reply()
     vfs.begun.pop().done()
-    assert (await kernel.hear())[:2] == (asked, 0)
+    assert (await kernel.receive())[:2] == (asked, 0)
     assert vfs.asked == asked and not kernel.engine._work
 
 
-@played(BeginningVfs)
-async def test_who_is_dying_is_not_waited_for_where_something_was_begun(kernel):
+@on_kernel(SubmittingVfs)
+async def test_dying_caller_of_a_submitted_request_is_answered(kernel):
     await kernel.init()
     vfs = kernel.engine._ops._vfs
     flags = os.O_RDONLY | os.O_CREAT | os.O_EXCL
-    asked = kernel.say(Op.CREATE, (flags, 0o100644, 0o22, 0), names=(b"f",))
-    await kernel.silent()
+    asked = kernel.send(Op.CREATE, (flags, 0o100644, 0o22, 0), names=(b"f",))
+    await kernel.expect_no_reply()
     vfs.begun.pop().done()
-    made = replies.read("create", (await kernel.hear())[2])
+    made = replies.read("create", (await kernel.receive())[2])
     assert made.open_flags == Opening.NOFLUSH
     child = sleeping_process()
-    asked = kernel.say(Op.UNLINK, names=(b"f",), pid=child.pid)
-    kernel.say(Op.INTERRUPT, (asked,))
-    await kernel.silent()
+    asked = kernel.send(Op.UNLINK, names=(b"f",), pid=child.pid)
+    kernel.send(Op.INTERRUPT, (asked,))
+    await kernel.expect_no_reply()
     child.kill()
     child.wait()
-    assert (await kernel.hear())[:2] == (asked, -errno.EINTR)
+    assert (await kernel.receive())[:2] == (asked, -errno.EINTR)
     assert not kernel.engine._work
-    await kernel.ask(Op.RELEASE, (made.fh, 0, 0, 0))
-    await kernel.silent()
+    await kernel.request(Op.RELEASE, (made.fh, 0, 0, 0))
+    await kernel.expect_no_reply()
 
 
-@played()
-async def test_what_is_closed_is_released_behind_what_somebody_waits_for(kernel):
+@on_kernel()
+async def test_releases_wait_behind_other_requests(kernel):
     await kernel.init()
     handles = [(await kernel.create(b"%d" % number)) for number in range(4)]
     inode, handle = handles.pop()
-    asked = [kernel.say(Op.RELEASE, (handle, 0, 0, 0)) for _, handle in handles]
-    waited_for = kernel.say(Op.STATFS)
-    assert [(await kernel.hear())[:2] for _ in range(4)] == [(unique, 0) for unique in (waited_for, *asked)]
+    asked = [kernel.send(Op.RELEASE, (handle, 0, 0, 0)) for _, handle in handles]
+    waited_for = kernel.send(Op.STATFS)
+    assert [(await kernel.receive())[:2] for _ in range(4)] == [
+        (unique, 0) for unique in (waited_for, *asked)
+    ]
     assert list(kernel.engine._ops._files) == [handle]
-    await kernel.ask(Op.SETLK, (handle, 1, 0, (1 << 63) - 1, fcntl.F_WRLCK, os.getpid(), 1), node=inode)
-    again = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDWR, 0), node=inode)).fh
-    released = kernel.say(Op.RELEASE, (handle, 0, 0, 0))
+    await kernel.request(Op.SETLK, (handle, 1, 0, (1 << 63) - 1, fcntl.F_WRLCK, os.getpid(), 1), node=inode)
+    again = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDWR, 0), node=inode)).fh
+    released = kernel.send(Op.RELEASE, (handle, 0, 0, 0))
     lock = (again, 2, 0, (1 << 63) - 1, fcntl.F_WRLCK, os.getpid(), 1)
-    locked = kernel.say(
-        Op.SETLK, lock, node=inode
-    )  # who was told of the close does not meet its locks any more
-    assert [(await kernel.hear())[:2] for _ in range(2)] == [(released, 0), (locked, 0)]
-    await kernel.ask(Op.RELEASE, (again, 0, 0, 0))
+    locked = kernel.send(Op.SETLK, lock, node=inode)  # after the reply to the close its locks are gone
+    assert [(await kernel.receive())[:2] for _ in range(2)] == [(released, 0), (locked, 0)]
+    await kernel.request(Op.RELEASE, (again, 0, 0, 0))
     assert not kernel.engine._ops._files and not kernel.engine._late
     assert sum(kernel.engine.spent.times[Op.RELEASE].counts) == 5
 
@@ -699,18 +704,18 @@ class BrokenVfs(MemoryVfs):
         raise RuntimeError("a bug")
 
 
-@played(BrokenVfs)
-async def test_a_bug_below_is_eio_for_its_caller_alone(kernel):
+@on_kernel(BrokenVfs)
+async def test_bug_in_the_vfs_is_eio_for_one_caller(kernel):
     await kernel.init()
     for opcode in (Op.STATFS, Op.READLINK):
         with pytest.raises(OSError) as refused:
-            await kernel.ask(opcode)
+            await kernel.request(opcode)
         assert refused.value.errno == errno.EIO
-    assert await kernel.ask(Op.GETATTR, (0, 0))
+    assert await kernel.request(Op.GETATTR, (0, 0))
 
 
 class TimedVfs(MemoryVfs):
-    """Uses what needs a current task."""
+    """Uses calls that need a current task."""
 
     async def readlink(self, inode):
         try:
@@ -722,17 +727,17 @@ class TimedVfs(MemoryVfs):
             return task.result()
 
 
-@played(TimedVfs)
-async def test_a_request_can_wait_with_a_deadline_and_own_tasks(kernel):
+@on_kernel(TimedVfs)
+async def test_request_may_use_deadlines_and_tasks(kernel):
     await kernel.init()
-    assert [await kernel.ask(Op.READLINK) for _ in range(3)] == [b"in time"] * 3
+    assert [await kernel.request(Op.READLINK) for _ in range(3)] == [b"in time"] * 3
 
 
 @pytest.mark.parametrize(
     ("release", "name"),
     [("5.4.0-1", "kernel"), ("6.18.44", "kernel"), ("4.19.0", "pyfuse3"), ("odd", "pyfuse3")],
 )
-def test_auto_takes_the_direct_engine_where_the_kernel_is_new_enough(monkeypatch, tmp_path, release, name):
+def test_auto_selects_the_direct_engine_on_new_kernels(monkeypatch, tmp_path, release, name):
     monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "n", release, "v", "m")))
     assert make_engine("auto", FuseOps(MemoryVfs()), tmp_path, MountOptions("p")).name == name
     assert kernel_version() == (
@@ -741,9 +746,9 @@ def test_auto_takes_the_direct_engine_where_the_kernel_is_new_enough(monkeypatch
     assert make_engine("pyfuse3", FuseOps(MemoryVfs()), tmp_path, MountOptions("p")).name == "pyfuse3"
 
 
-def test_the_pages_of_a_request_are_those_of_the_running_kernel():
+def test_request_pages_are_those_of_the_running_kernel():
     assert 1 <= kernel_connection.max_pages_limit() <= kernel_connection.REQUEST_PAGES_MAX
 
 
-def test_sigkill_is_what_is_looked_for():
+def test_sigkill_is_the_signal_that_is_checked():
     assert 1 << signal.SIGKILL - 1 == kernel_connection._SIGKILL_BIT

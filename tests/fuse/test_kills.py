@@ -1,6 +1,7 @@
-"""Killed every half second, whatever they do at that moment: the serving process of a mount, one of two, its holder, what it
-is forked off, what writes notices for it. Nobody who uses the mount meets an error or a wrong byte. Kills and pauses are
-printed:
+"""Processes of a mount are killed every half second in any state: no application sees an error or a wrong byte.
+
+Victims are the serving process, one of two, the holder, the forkserver and the process that writes notifications. Kills and
+pauses are printed:
 
     .venv/bin/python -m pytest -p no:cacheprovider -s -m soak tests/fuse/test_kills.py      a minute of each load (make soak)
     .venv/bin/python -m pytest -p no:cacheprovider -s tests/fuse/test_kills.py              four seconds of each
@@ -24,11 +25,11 @@ VICTIMS = {
     "serving": ((Program.MOUNT,), ()),
     "old-kernel": ((Program.MOUNT,), ("--no-resend",)),
     "old-kernel-all": ((Program.MOUNT, Program.MOUNT_HOLDER, Program.MOUNT_NOTIFIER), ("--no-resend",)),
-    "over-tcp": ((Program.MOUNT,), ("--transport=stream", "--no-short-cut")),
+    "over-tcp": ((Program.MOUNT,), ("--transport=stream", "--no-short-circuit")),
     "one-of-two": ((Program.MOUNT, Program.MOUNT_WORKER), ("--workers", "2")),
     "reader": ((Program.MOUNT_WORKER,), ("--workers", "2")),
     "holder": ((Program.MOUNT_HOLDER,), ()),
-    "zygote": ((Program.MOUNT_FORK_SERVER,), ()),
+    "forkserver": ((Program.MOUNT_FORK_SERVER,), ()),
     "notice": ((Program.MOUNT, Program.MOUNT_NOTIFIER), ()),
 }
 USUAL = (
@@ -49,7 +50,7 @@ USUAL = (
     ("one-of-two", "large"),
     ("reader", "large"),
     ("holder", "model"),
-    ("zygote", "model"),
+    ("forkserver", "model"),
     ("notice", "fio"),
 )
 SMOKE = ("serving", "model")
@@ -82,7 +83,7 @@ def run_while_killed(own, victim, load, seconds):
         for victim, load in USUAL
     ],
 )
-def test_killed_every_half_second_nobody_notices_more_than_a_pause(own, victim, load):
+def test_kills_every_half_second_cause_only_pauses(own, victim, load):
     run_while_killed(own, victim, load, 4.0)
 
 
@@ -90,5 +91,5 @@ def test_killed_every_half_second_nobody_notices_more_than_a_pause(own, victim, 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("load", LOADS.values())
 @pytest.mark.parametrize("victim", VICTIMS)
-def test_killed_every_half_second_for_a_minute(own, victim, load):
+def test_kills_for_a_minute_cause_only_pauses(own, victim, load):
     run_while_killed(own, victim, load, 60.0)

@@ -1,5 +1,4 @@
-"""Answers of a mount that nobody has to be asked for: in one compiled step the same bytes, and the same books, as the ordinary
-way."""
+"""Requests of a mount that need no message: the compiled fast path gives the same bytes and state as the slow path."""
 
 import asyncio
 import contextlib
@@ -30,46 +29,48 @@ from nvpool.rpc.messages.direntries import pack_entry
 from nvpool.rpc.v1.meta_pb2 import Attr
 from tests.unit.test_client_shortcut import ME, Host, run_whole
 
-pytestmark = pytest.mark.skipif(cached_replies._cached_replies is None, reason="it is not compiled here")
+pytestmark = pytest.mark.skipif(
+    cached_replies._cached_replies is None, reason="the module is not compiled here"
+)
 CAPABILITY = b"security.capability"
 NEW = (os.O_WRONLY | os.O_CREAT, 0o100640, 0o22, 0)
 
 
-def answered(step):
+def reply_count(step):
     return sum(step.all_taken.values())
 
 
 class Both(Reading):
-    """Each request is answered in the compiled step and by its handler."""
+    """Each request is handled by the fast path and by its handler."""
 
     @property
     def ops(self):
         return self.engine._ops
 
     async def once(self, opcode, body, **more):
-        self.say(opcode, body, **more)
-        _, error, answer = await self.hear()
+        self.send(opcode, body, **more)
+        _, error, answer = await self.receive()
         return error, answer
 
-    def books(self):
+    def client_state(self):
         ops = self.ops
-        return dict(ops._told), [one for named in ops._named for one in named.told], dict(ops._seen)
+        return dict(ops._sent_changes), [one for named in ops._named for one in named.names], dict(ops._seen)
 
     async def both(self, opcode, body=(), *, here=True, **more):
-        """(error, answer) of the request, which is `here` if the compiled step answers it."""
-        step, (told, named, _) = self.engine._known, self.books()
-        before = answered(step)
+        """(error, reply) of the request, which is `here` if the fast path handles it."""
+        step, (notified, named, _) = self.engine._known, self.client_state()
+        before = reply_count(step)
         compiled = await self.once(opcode, body, **more)
-        assert (answered(step) > before) == here
-        compiled_told, compiled_named, compiled_seen = self.books()
-        self.ops._told.clear()
-        self.ops._told.update(told)
+        assert (reply_count(step) > before) == here
+        compiled_notified, compiled_named, compiled_seen = self.client_state()
+        self.ops._sent_changes.clear()
+        self.ops._sent_changes.update(notified)
         self.engine._known = None
         ordinary = await self.once(opcode, body, **more)
         self.engine._known = step
-        ordinary_told, ordinary_named, ordinary_seen = self.books()
+        ordinary_notified, ordinary_named, ordinary_seen = self.client_state()
         assert compiled == ordinary
-        assert (compiled_told, compiled_seen) == (ordinary_told, ordinary_seen)
+        assert (compiled_notified, compiled_seen) == (ordinary_notified, ordinary_seen)
         count = len(compiled_named)
         assert ordinary_named[count:] == compiled_named[len(named) :]
         return compiled
@@ -83,17 +84,19 @@ class Both(Reading):
     async def create_in(self, parent, name, flags=os.O_RDWR):
         answer = replies.read(
             "create",
-            await self.ask(Op.CREATE, (flags | os.O_CREAT, 0o100640, 0o22, 0), node=parent, names=(name,)),
+            await self.request(
+                Op.CREATE, (flags | os.O_CREAT, 0o100640, 0o22, 0), node=parent, names=(name,)
+            ),
         )
         return answer.nodeid, answer.fh
 
     async def created_by(self, parent, count, makers):
-        """[(inode, handle)] of that many new files, made by each of these threads in turn."""
+        """[(inode, handle)] of that many new files, created by each of these threads in turn."""
         made = []
         for number in range(count):
             answer = replies.read(
                 "create",
-                await self.ask(
+                await self.request(
                     Op.CREATE,
                     NEW,
                     node=parent,
@@ -105,17 +108,17 @@ class Both(Reading):
         return made
 
     async def answers(self, count):
-        """The next ones: {unique: answer}, in the order in which they came."""
+        """The next replies: {unique: reply}, in the order of their arrival."""
         found = {}
         for _ in range(count):
-            unique, error, answer = await self.hear()
+            unique, error, answer = await self.receive()
             assert not error and unique not in found
             found[unique] = answer
         return found
 
     async def close(self, inode, handle):
-        await self.ask(Op.FLUSH, (handle, 0, 0), node=inode)
-        await self.ask(Op.RELEASE, (handle, 0, 0, 0), node=inode)
+        await self.request(Op.FLUSH, (handle, 0, 0), node=inode)
+        await self.request(Op.RELEASE, (handle, 0, 0, 0), node=inode)
 
     def _put(self, opcode, body, node, names):
         form = FORMS[opcode]
@@ -131,12 +134,12 @@ class Both(Reading):
             if unique == 77:
                 return error, bytes(answer)
 
-    def in_one_step(self, opcode, body, node, names):
-        """What the compiled step says now; None: it leaves that."""
+    def on_fast_path(self, opcode, body, node, names):
+        """The reply of the fast path now; None if it declines."""
         return self._answer() if self.engine._known.take(self._put(opcode, body, node, names)) else None
 
-    def by_its_handler(self, opcode, body, node, names):
-        """As the handler, where nobody has to be asked; else None."""
+    def on_slow_path(self, opcode, body, node, names):
+        """The reply of the handler, if it needs no message; else None."""
         if opcode == Op.LOOKUP:
             found = self.ops.lookup_now(node, names[0])
             if found is ASK:
@@ -189,8 +192,8 @@ def on_a_mount(*arguments):
 
 
 async def directory(kernel, name=b"d"):
-    """Made here, and lent by its shard, which does so only to who listens."""
-    there = replies.read("entry", await kernel.ask(Op.MKDIR, (0o755, 0), names=(name,))).nodeid
+    """Created here, and leased by its shard, which grants leases to listening clients only."""
+    there = replies.read("entry", await kernel.request(Op.MKDIR, (0o755, 0), names=(name,))).nodeid
     async with asyncio.timeout(60):
         while kernel.vfs.leases.held(there) is None:
             kernel.vfs.cache.forget_attr(there)
@@ -200,7 +203,7 @@ async def directory(kernel, name=b"d"):
 
 
 @on_a_mount()
-async def test_attributes_and_names_of_what_was_made_here(kernel):
+async def test_attributes_and_names_of_new_files_are_known(kernel):
     there = await directory(kernel)
     await kernel.attributes(there)
     for number in range(20):
@@ -211,75 +214,75 @@ async def test_attributes_and_names_of_what_was_made_here(kernel):
         await kernel.attributes(inode)
         assert replies.read("entry", (await kernel.name(there, name))[1]).nodeid == inode
         await kernel.both(Op.FLUSH, (handle, 0, 0), node=inode)
-        await kernel.ask(Op.RELEASE, (handle, 0, 0, 0), node=inode)
+        await kernel.request(Op.RELEASE, (handle, 0, 0, 0), node=inode)
         await kernel.attributes(inode)
 
 
 @on_a_mount()
-async def test_a_close_is_answered_behind_the_next_create_where_threads_take_turns(kernel):
+async def test_close_is_delayed_for_alternating_threads(kernel):
     there = await directory(kernel)
     for turn in range(3):
         ((inode, handle),) = (await kernel.created_by(there, 2, (11, 12)))[1:]
-        close = kernel.say(Op.FLUSH, (handle, 0, 0), node=inode, pid=12)
-        look = kernel.say(Op.GETATTR, (0, 0), node=there, pid=11)
-        find = kernel.say(Op.LOOKUP, node=there, names=(b"by turns 0",), pid=11)
-        make = kernel.say(Op.CREATE, NEW, node=there, names=(b"next %d" % turn,), pid=11)
+        close = kernel.send(Op.FLUSH, (handle, 0, 0), node=inode, pid=12)
+        look = kernel.send(Op.GETATTR, (0, 0), node=there, pid=11)
+        find = kernel.send(Op.LOOKUP, node=there, names=(b"by turns 0",), pid=11)
+        make = kernel.send(Op.CREATE, NEW, node=there, names=(b"next %d" % turn,), pid=11)
         answers = await kernel.answers(4)
         assert list(answers) == [look, find, close, make] and answers[close] == b""
         for number in range(2):
-            await kernel.ask(Op.UNLINK, node=there, names=(b"by turns %d" % number,))
+            await kernel.request(Op.UNLINK, node=there, names=(b"by turns %d" % number,))
 
 
 @on_a_mount()
-async def test_who_makes_files_alone_hears_of_each_close_at_once(kernel):
+async def test_close_is_immediate_for_a_single_thread(kernel):
     there = await directory(kernel)
     for inode, handle in await kernel.created_by(there, 3, (11,)):
-        close = kernel.say(Op.FLUSH, (handle, 0, 0), node=inode, pid=11)
-        look = kernel.say(Op.GETATTR, (0, 0), node=there, pid=11)
+        close = kernel.send(Op.FLUSH, (handle, 0, 0), node=inode, pid=11)
+        look = kernel.send(Op.GETATTR, (0, 0), node=there, pid=11)
         assert list(await kernel.answers(2)) == [close, look]
 
 
 @on_a_mount()
-async def test_each_close_is_answered_once_however_many_there_are(kernel):
+async def test_each_close_is_replied_once(kernel):
     there = await directory(kernel)
     made = await kernel.created_by(there, 40, (11, 12, 13))
     before = sum(kernel.engine.spent.times[Op.FLUSH].counts) if kernel.engine.spent.times[Op.FLUSH] else 0
-    closes = [kernel.say(Op.FLUSH, (handle, 0, 0), node=inode, pid=11) for inode, handle in made]
-    look = kernel.say(Op.GETATTR, (0, 0), node=there)
+    closes = [kernel.send(Op.FLUSH, (handle, 0, 0), node=inode, pid=11) for inode, handle in made]
+    look = kernel.send(Op.GETATTR, (0, 0), node=there)
     order = list(await kernel.answers(len(closes) + 1))
     put_off = order[order.index(look) + 1 :]
-    assert sorted(order) == sorted([*closes, look]) and put_off == closes[:16]  # no more of them wait
+    assert sorted(order) == sorted([*closes, look]) and put_off == closes[:16]  # no more of them are delayed
     again = [
-        kernel.say(Op.FLUSH, (handle, 0, 0), node=inode, pid=11) for inode, handle in made
-    ]  # each create lets one wait
-    look = kernel.say(Op.GETATTR, (0, 0), node=there)
+        kernel.send(Op.FLUSH, (handle, 0, 0), node=inode, pid=11) for inode, handle in made
+    ]  # each create delays one close
+    look = kernel.send(Op.GETATTR, (0, 0), node=there)
     assert list(await kernel.answers(len(again) + 1)) == [*again, look]
     assert sum(kernel.engine.spent.times[Op.FLUSH].counts) == before + 80
 
 
 @on_a_mount()
-async def test_a_close_that_nothing_follows_is_answered(kernel):
+async def test_close_without_a_successor_is_replied(kernel):
     there = await directory(kernel)
     for inode, handle in await kernel.created_by(there, 6, (11, 12)):
-        assert await kernel.ask(Op.FLUSH, (handle, 0, 0), node=inode, pid=11) == b""
+        assert await kernel.request(Op.FLUSH, (handle, 0, 0), node=inode, pid=11) == b""
 
 
 @on_a_mount()
-async def test_what_is_being_written_is_left(kernel):
+async def test_file_under_write_is_left_to_the_slow_path(kernel):
     there = await directory(kernel)
     inode, handle = await kernel.create_in(there, b"f")
     assert await kernel.both(Op.GETXATTR, (0,), node=inode, names=(CAPABILITY,)) == (-errno.ENODATA, b"")
-    await kernel.ask(Op.WRITE, (handle, 0, 9000, 0, 0, 0), node=inode, payload=bytes(9000))
+    await kernel.request(Op.WRITE, (handle, 0, 9000, 0, 0, 0), node=inode, payload=bytes(9000))
     error, answer = await kernel.once(Op.GETATTR, (0, 0), node=inode)
     assert not error and replies.read("attr", answer).size == 9000
-    await kernel.ask(Op.FLUSH, (handle, 0, 0), node=inode)
+    await kernel.request(Op.FLUSH, (handle, 0, 0), node=inode)
     await kernel.both(Op.FLUSH, (handle, 0, 0), node=inode, here=False)
     assert replies.read("attr", (await kernel.attributes(inode))[1]).size == 9000
-    await kernel.ask(Op.RELEASE, (handle, 0, 0, 0), node=inode)
+    await kernel.request(Op.RELEASE, (handle, 0, 0, 0), node=inode)
 
 
 @on_a_mount()
-async def test_listed_attributes_are_told_without_being_taken_apart(kernel):
+async def test_listed_attributes_are_served_without_decoding(kernel):
     writer = await kernel.host.writer()
     there = (await writer.mkdir(1, b"theirs", 0o755, ME)).inode
     made = {}
@@ -288,21 +291,21 @@ async def test_listed_attributes_are_told_without_being_taken_apart(kernel):
         made[b"%d" % number] = handle.inode
         await writer.release(handle)
     await kernel.once(Op.LOOKUP, (), names=(b"theirs",))
-    opened = await kernel.ask(Op.OPENDIR, (0, 0), node=there)
-    await kernel.ask(Op.READDIR, (int.from_bytes(opened[:8], "little"), 0, 65536, 0, 0, 0), node=there)
+    opened = await kernel.request(Op.OPENDIR, (0, 0), node=there)
+    await kernel.request(Op.READDIR, (int.from_bytes(opened[:8], "little"), 0, 65536, 0, 0, 0), node=there)
     kept = kernel.vfs.cache._attrs
     assert all(type(kept[inode][0]) is bytes for inode in made.values())
     for name, inode in made.items():
         step = kernel.engine._known
         compiled = await kernel.once(Op.LOOKUP, (), node=there, names=(name,))
-        assert answered(step) and type(kept[inode][0]) is bytes
+        assert reply_count(step) and type(kept[inode][0]) is bytes
         assert (await kernel.name(there, name)) == compiled
         await kernel.attributes(inode)
-    assert all(type(kept[inode][0]) is Attr for inode in made.values())  # by the ordinary way
+    assert all(type(kept[inode][0]) is Attr for inode in made.values())  # by the slow path
 
 
 @on_a_mount()
-async def test_odd_names_are_the_ordinary_ways(kernel):
+async def test_odd_names_are_left_to_the_slow_path(kernel):
     there = await directory(kernel)
     await kernel.name(there, b"x" * 255)
     assert await kernel.name(there, b"x" * 256, here=False) == (-errno.ENAMETOOLONG, b"")
@@ -313,11 +316,11 @@ async def test_odd_names_are_the_ordinary_ways(kernel):
         kernel.ours.send(
             struct.pack("=IIQQIIIHH", 40 + len(body), Op.LOOKUP, 99, there, 0, 0, 0, 0, 0) + body
         )
-        assert (await kernel.hear())[1] == -errno.EINVAL
+        assert (await kernel.receive())[1] == -errno.EINVAL
 
 
 @on_a_mount()
-async def test_what_is_neither_believed_nor_lent_is_asked_for(kernel):
+async def test_uncached_attributes_are_fetched(kernel):
     there = await directory(kernel)
     inode, handle = await kernel.create_in(there, b"f")
     await kernel.close(inode, handle)
@@ -325,28 +328,28 @@ async def test_what_is_neither_believed_nor_lent_is_asked_for(kernel):
     await kernel.attributes(inode)
     for one in (inode, there):
         cache.forget_attr(one)
-    before = answered(kernel.engine._known)
+    before = reply_count(kernel.engine._known)
     assert (await kernel.once(Op.GETATTR, (0, 0), node=inode))[0] == 0
     assert (await kernel.once(Op.LOOKUP, (), node=there, names=(b"none",)))[0] == -errno.ENOENT
     assert (await kernel.once(Op.LOOKUP, (), node=there, names=(b"f",)))[0] == 0
-    assert answered(kernel.engine._known) == before
+    assert reply_count(kernel.engine._known) == before
     assert leases.held(inode) and leases.held(there)
     await kernel.attributes(inode)
     await kernel.name(there, b"f")
-    for watch in {lease.watch for lease in leases._leases.values()}:  # the shard says nothing any more
+    for watch in {lease.watch for lease in leases._leases.values()}:  # the shard is silent from now on
         watch.until_s = 0.0
     cache.distrust()
-    before = answered(kernel.engine._known)
+    before = reply_count(kernel.engine._known)
     assert (await kernel.once(Op.GETATTR, (0, 0), node=inode))[0] == 0
-    assert answered(kernel.engine._known) == before
+    assert reply_count(kernel.engine._known) == before
 
 
 async def theirs(kernel, name, content):
-    """A file of another client, that was looked up with the right to read it."""
+    """A file of another client that was looked up with the right to read it."""
     vfs = await kernel.host.writer()
     handle = await kernel.host.file(content, vfs, name)
     await vfs.release(handle)
-    inode = replies.read("entry", await kernel.ask(Op.LOOKUP, names=(name,))).nodeid
+    inode = replies.read("entry", await kernel.request(Op.LOOKUP, names=(name,))).nodeid
     async with asyncio.timeout(60):
         while (lease := kernel.vfs.leases.held(inode)) is None or not lease.grant:
             kernel.vfs.cache.forget_attr(inode)
@@ -357,7 +360,7 @@ async def theirs(kernel, name, content):
 
 
 def state_of(kernel, inode):
-    """Of an inode: what is kept of it, open or not, but for numbers and times."""
+    """State of an inode, open or not, except for numbers and times."""
     vfs, ops = kernel.vfs, kernel.ops
     file = vfs.cache.open.get(inode)
     shard = vfs.meta._shard_of(inode)
@@ -365,24 +368,24 @@ def state_of(kernel, inode):
     opened = (
         None
         if file is None
-        else (file.handles, file.opened, file.untold, file.grant, file.grant_rights, file.attr.change)
+        else (file.handles, file.opened, file.unreported, file.grant, file.grant_rights, file.attr.change)
     )
     return (
         opened,
         inode in vfs.cache._attrs,
         shard.open.get(inode),
-        shard.untold.get(inode),
+        shard.unreported.get(inode),
         lease and lease.grant,
         inode in ops._paged,
         ops._seen.get(inode),
-        ops._told.get(inode),
+        ops._sent_changes.get(inode),
         len(ops._files),
         dict(ops.published._barred),
     )
 
 
 @on_a_mount()
-async def test_open_read_close_leave_the_same_behind(kernel):
+async def test_open_read_close_leaves_the_same_state(kernel):
     content = os.urandom(3000)
     inode = await theirs(kernel, b"f", content)
     step = kernel.engine._known
@@ -390,67 +393,67 @@ async def test_open_read_close_leave_the_same_behind(kernel):
     for turn in range(6):
         for way in (None, step):
             kernel.engine._known = way
-            before = answered(step)
-            opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
-            assert (answered(step) > before) == (way is not None)
-            again = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
+            before = reply_count(step)
+            opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode))
+            assert (reply_count(step) > before) == (way is not None)
+            again = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode))
             both = state_of(kernel, inode)
             assert await kernel.read(opened.fh, 0, 4096) == content
             kernel.engine._known = way
-            await kernel.ask(Op.RELEASE, (opened.fh, 0, 0, 0), node=inode)
+            await kernel.request(Op.RELEASE, (opened.fh, 0, 0, 0), node=inode)
             one = state_of(kernel, inode)
-            await kernel.ask(Op.RELEASE, (again.fh, 0, 0, 0), node=inode)
+            await kernel.request(Op.RELEASE, (again.fh, 0, 0, 0), node=inode)
             left.setdefault(turn, []).append(
                 (opened.open_flags, again.open_flags, both, one, state_of(kernel, inode))
             )
             kernel.engine._known = step
-    for ordinary, compiled in list(left.values())[1:]:  # in the first turn the pages are new
+    for ordinary, compiled in list(left.values())[1:]:  # in the first turn the kernel has no pages yet
         assert ordinary == compiled
 
 
 @on_a_mount()
-async def test_an_open_that_has_to_ask_is_left(kernel):
+async def test_open_that_needs_a_message_is_left(kernel):
     inode = await theirs(kernel, b"f", b"x")
     step = kernel.engine._known
     for flags in (os.O_RDWR, os.O_WRONLY, os.O_RDONLY | os.O_TRUNC):
-        before = answered(step)
-        opened = replies.read("open", await kernel.ask(Op.OPEN, (flags, 0), node=inode))
-        assert answered(step) == before
+        before = reply_count(step)
+        opened = replies.read("open", await kernel.request(Op.OPEN, (flags, 0), node=inode))
+        assert reply_count(step) == before
         await kernel.close(inode, opened.fh)
     kernel.vfs.leases.forget(inode)
-    before = answered(step)
-    opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
-    assert answered(step) == before
+    before = reply_count(step)
+    opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode))
+    assert reply_count(step) == before
     await kernel.close(inode, opened.fh)
     assert not kernel.ops._files and not kernel.vfs.cache.open
 
 
 @on_a_mount()
-async def test_what_is_not_stored_is_released_by_the_ordinary_way(kernel):
+async def test_dirty_file_is_released_on_the_slow_path(kernel):
     there = await directory(kernel)
     inode, handle = await kernel.create_in(there, b"f")
-    await kernel.ask(Op.WRITE, (handle, 0, 5000, 0, 0, 0), node=inode, payload=bytes(range(250)) * 20)
+    await kernel.request(Op.WRITE, (handle, 0, 5000, 0, 0, 0), node=inode, payload=bytes(range(250)) * 20)
     assert (
-        await kernel.ask(Op.RELEASE, (handle, 0, 0, 0), node=inode) == b""
-    )  # closed without a FLUSH: of a mapping
-    opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
+        await kernel.request(Op.RELEASE, (handle, 0, 0, 0), node=inode) == b""
+    )  # closed without a FLUSH, as by a mapping
+    opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode))
     assert await kernel.read(opened.fh, 0, 5000) == bytes(range(250)) * 20
 
 
 @on_a_mount()
-async def test_who_has_locks_is_heard_at_once(kernel):
+async def test_close_with_locks_is_immediate(kernel):
     there = await directory(kernel)
     inode, handle = await kernel.create_in(there, b"f")
-    await kernel.ask(Op.SETLK, (handle, 7, 0, 100, fcntl.F_WRLCK, 1, 0), node=inode)
+    await kernel.request(Op.SETLK, (handle, 7, 0, 100, fcntl.F_WRLCK, 1, 0), node=inode)
     await kernel.both(Op.FLUSH, (handle, 8, 0), node=inode, here=False)
     taken = kernel.engine._known.take
     assert not taken(0) and kernel.vfs.is_locked(inode)
-    await kernel.ask(Op.RELEASE, (handle, 0, 0, 0), node=inode)
+    await kernel.request(Op.RELEASE, (handle, 0, 0, 0), node=inode)
     assert not kernel.vfs.is_locked(inode)
 
 
 @on_a_mount(FuseOptions(negative_timeout_s=0.5))
-async def test_absence_that_the_kernel_remembers_is_noted_by_the_ordinary_way(kernel):
+async def test_negative_entry_is_recorded_on_the_slow_path(kernel):
     there = await directory(kernel)
     error, answer = await kernel.name(there, b"none", here=False)
     assert not error and replies.read("entry", answer).entry_valid_nsec == 500_000_000
@@ -458,7 +461,7 @@ async def test_absence_that_the_kernel_remembers_is_noted_by_the_ordinary_way(ke
 
 
 @on_a_mount(FuseOptions(attr_timeout_s=2.5, entry_timeout_s=0.0))
-async def test_times_that_the_kernel_may_keep_something(kernel):
+async def test_cache_timeouts_are_reported(kernel):
     there = await directory(kernel)
     await kernel.once(Op.LOOKUP, (), names=(b"d",))
     entry = replies.read("entry", (await kernel.name(1, b"d"))[1])
@@ -471,7 +474,7 @@ async def test_times_that_the_kernel_may_keep_something(kernel):
 
 
 @on_a_mount(None, b"top")
-async def test_the_root_of_a_subtree_is_named_by_the_ordinary_way(kernel):
+async def test_subtree_root_is_looked_up_on_the_slow_path(kernel):
     there = await directory(kernel)
     await kernel.attributes(there)
     await kernel.attributes(1, here=False)
@@ -509,28 +512,28 @@ async def test_times_before_1970_and_large_numbers(kernel):
 
 
 @on_a_mount()
-async def test_what_the_kernel_forgets_is_forgotten(kernel):
+async def test_forgotten_inode_is_forgotten(kernel):
     there = await directory(kernel)
     inode, handle = await kernel.create_in(there, b"f")
     await kernel.close(inode, handle)
     await kernel.attributes(inode)
-    assert inode in kernel.ops._told and inode in kernel.ops._seen
-    kernel.say(Op.FORGET, (1,), node=inode)
-    await kernel.silent()
-    assert inode not in kernel.ops._told and inode not in kernel.ops._seen
+    assert inode in kernel.ops._sent_changes and inode in kernel.ops._seen
+    kernel.send(Op.FORGET, (1,), node=inode)
+    await kernel.expect_no_reply()
+    assert inode not in kernel.ops._sent_changes and inode not in kernel.ops._seen
 
 
 @on_a_mount()
-async def test_a_request_that_is_asked_again_is_known_by_its_handler(kernel):
+async def test_resent_request_is_left_to_its_handler(kernel):
     there = await directory(kernel)
-    before = answered(kernel.engine._known)
-    kernel.say(Op.GETATTR, (0, 0), node=there, unique=1 << 63 | 12)
-    assert (await kernel.hear())[0] == 1 << 63 | 12
-    assert answered(kernel.engine._known) == before
+    before = reply_count(kernel.engine._known)
+    kernel.send(Op.GETATTR, (0, 0), node=there, unique=1 << 63 | 12)
+    assert (await kernel.receive())[0] == 1 << 63 | 12
+    assert reply_count(kernel.engine._known) == before
 
 
 @on_a_mount()
-async def test_how_long_it_took_is_counted_by_operation(kernel):
+async def test_durations_are_counted_by_operation(kernel):
     there = await directory(kernel)
     await kernel.once(Op.GETATTR, (0, 0), node=there)
     times = kernel.engine.spent.times[Op.GETATTR]
@@ -541,18 +544,18 @@ async def test_how_long_it_took_is_counted_by_operation(kernel):
 
 
 @on_a_mount()
-async def test_the_oldest_time_that_can_be_set(kernel):
+async def test_oldest_possible_time_is_reported(kernel):
     there = await directory(kernel)
     inode, handle = await kernel.create_in(there, b"f")
     await kernel.close(inode, handle)
-    await kernel.ask(
+    await kernel.request(
         Op.SETATTR, (int(Valid.MTIME), 0, 0, 0, 0, -9223372037, 0, 0, 500_000_000, 0, 0, 0, 0), node=inode
     )
     await kernel.attributes(inode)
 
 
-def by_both_ways(test):
-    """The test, with the compiled step and without."""
+def on_both_paths(test):
+    """Run the test with and without the fast path."""
 
     @pytest.mark.parametrize("way", ("ordinary", "compiled"))
     def run(way):
@@ -570,18 +573,18 @@ def by_both_ways(test):
 
 @contextlib.contextmanager
 def no_numbers(kernel):
-    """For open files."""
+    """No handle numbers are left for open files."""
 
     def take(*_, **__):
         raise errors.TooManyOpen("as many as there may be")
 
-    kernel.ops._handles.take = take
+    kernel.ops.handles.take = take
     yield
-    del kernel.ops._handles.take
+    del kernel.ops.handles.take
 
 
-@by_both_ways
-async def test_an_open_for_which_there_is_no_number_leaves_nothing(kernel):
+@on_both_paths
+async def test_open_without_a_free_handle_leaves_nothing(kernel):
     inode = await theirs(kernel, b"f", b"x")
     for flags in (os.O_RDONLY, os.O_RDWR):
         with no_numbers(kernel):
@@ -590,27 +593,27 @@ async def test_an_open_for_which_there_is_no_number_leaves_nothing(kernel):
             while kernel.vfs.cache.open:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         assert not kernel.ops._files
-    await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode)
+    await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode)
 
 
-@by_both_ways
-async def test_pages_are_not_kept_for_an_open_that_failed(kernel):
+@on_both_paths
+async def test_failed_open_keeps_no_pages(kernel):
     inode = await theirs(kernel, b"f", b"x")
     kernel.ops._seen[inode] = (
         kernel.vfs.cache.newer(inode, 0).change - 1,
         True,
-    )  # so old are those that the kernel has
+    )  # the kernel's pages are older
     with no_numbers(kernel):
         assert (await kernel.once(Op.OPEN, (os.O_RDONLY, 0), node=inode))[0] == -errno.ENFILE
-    opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
+    opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode))
     assert not opened.open_flags & Opening.KEEP_CACHE
 
 
-@by_both_ways
-async def test_who_has_locks_keeps_them_where_there_is_no_number(kernel):
+@on_both_paths
+async def test_locks_survive_a_failed_open(kernel):
     inode = await theirs(kernel, b"f", b"x")
-    opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
-    await kernel.ask(Op.SETLK, (opened.fh, 7, 0, 100, fcntl.F_RDLCK, 1, 0), node=inode)
+    opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode))
+    await kernel.request(Op.SETLK, (opened.fh, 7, 0, 100, fcntl.F_RDLCK, 1, 0), node=inode)
     async with asyncio.timeout(60):
         while kernel.vfs.leases.held(inode) is None:
             kernel.vfs.cache.forget_attr(inode)
@@ -624,43 +627,43 @@ async def test_who_has_locks_keeps_them_where_there_is_no_number(kernel):
     assert kernel.vfs.is_locked(inode)
 
 
-@by_both_ways
-async def test_a_bug_in_one_release_does_not_lose_those_behind_it(kernel):
+@on_both_paths
+async def test_bug_in_a_release_does_not_lose_later_ones(kernel):
     inode = await theirs(kernel, b"f", b"x" * 100)
     handles = [
-        replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode)).fh for _ in range(3)
+        replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode)).fh for _ in range(3)
     ]
-    give_back = kernel.ops._handles.give_back
+    give_back = kernel.ops.handles.give_back
 
     def broken(number):
         if number == handles[0]:
             raise RuntimeError("a bug")
         give_back(number)
 
-    kernel.ops._handles.give_back = broken
+    kernel.ops.handles.give_back = broken
     for handle in handles:
-        kernel.say(Op.RELEASE, (handle, 0, 0, 0), node=inode)
-    assert [(await kernel.hear())[1] for _ in handles] == [-errno.EIO, 0, 0]
-    await kernel.silent()
+        kernel.send(Op.RELEASE, (handle, 0, 0, 0), node=inode)
+    assert [(await kernel.receive())[1] for _ in handles] == [-errno.EIO, 0, 0]
+    await kernel.expect_no_reply()
 
 
-@by_both_ways
+@on_both_paths
 async def test_reads_from_memory_are_counted(kernel):
     handle = await kernel.open_theirs()
     await kernel.host.located(kernel.handle(handle), 2)
     await kernel.read(handle, 8192, 4096)
-    await kernel.silent()
+    await kernel.expect_no_reply()
     times = kernel.engine.spent.times[Op.READ]
     before = sum(times.counts)
     for number in range(40):
         await kernel.read(handle, number % 2 * 8192, 4096)
-    await kernel.silent()
+    await kernel.expect_no_reply()
     assert sum(times.counts) == before + 40
 
 
 @on_a_mount()
-async def test_whatever_is_known_it_says_what_the_ordinary_way_says(kernel):
-    """Random states of what is known, true or not, and each question asked both ways where it stands."""
+async def test_random_states_agree_with_the_slow_path(kernel):
+    """Random states of the cache, consistent or not, with each request on both paths where it stands."""
     there = await directory(kernel)
     names = [b"a", b"b", b"x" * 255, b"x" * 256, b"...", b"..a"]
     vfs, chance, said = kernel.vfs, random.Random(1), Counter()
@@ -728,10 +731,10 @@ async def test_whatever_is_known_it_says_what_the_ordinary_way_says(kernel):
                 (Op.LOOKUP, (), chance.choice(directories), (name,)),
                 (Op.GETATTR, (0, 0), chance.choice(directories + inodes), ()),
             ):
-                kernel.ops._told.clear()
-                compiled = kernel.in_one_step(*request), dict(kernel.ops._told)
-                kernel.ops._told.clear()
-                assert compiled == (kernel.by_its_handler(*request), dict(kernel.ops._told))
+                kernel.ops._sent_changes.clear()
+                compiled = kernel.on_fast_path(*request), dict(kernel.ops._sent_changes)
+                kernel.ops._sent_changes.clear()
+                assert compiled == (kernel.on_slow_path(*request), dict(kernel.ops._sent_changes))
                 said[None if compiled[0] is None else compiled[0][0]] += 1
     assert min(said[answer] for answer in (None, 0, -errno.ENOENT)) > 200
     for table in tables:
@@ -739,12 +742,12 @@ async def test_whatever_is_known_it_says_what_the_ordinary_way_says(kernel):
     watch.floor_s, watch.until_s, cache._trusted_from_s = NEVER_S, until_s, NEVER_S
 
 
-def test_a_client_without_leases_believes_for_a_moment():
+def test_client_without_leases_trusts_its_cache_briefly():
     async def all_of_it():
         host = Host()
         async with host:
             client = await host.pool.client(
-                "unlent", ClientOptions(leases=False, short_cut=False, fresh_s=3600.0)
+                "unlent", ClientOptions(leases=False, short_circuit=False, fresh_s=3600.0)
             )
             host.vfs = client.vfs
             async with Both(host) as kernel:
@@ -755,9 +758,9 @@ def test_a_client_without_leases_believes_for_a_moment():
                 await kernel.once(Op.LOOKUP, (), names=(b"f",))
                 await kernel.name(1, b"f", here=False)
                 client.vfs.cache.distrust()
-                before = answered(kernel.engine._known)
+                before = reply_count(kernel.engine._known)
                 for _ in range(2):
                     assert (await kernel.once(Op.GETATTR, (0, 0), node=inode))[0] == 0
-                assert answered(kernel.engine._known) == before + 1
+                assert reply_count(kernel.engine._known) == before + 1
 
     run_whole(all_of_it(), 120)

@@ -1,5 +1,4 @@
-"""Opens of what was listed, in one compiled step: the open file, its handle, what outlives the process and what is left after
-the close are as the ordinary way makes them."""
+"""Opens of listed files on the fast path: file, handle, shared state and the state after the close are as on the slow path."""
 
 import asyncio
 import errno
@@ -9,7 +8,7 @@ import time
 from contextlib import asynccontextmanager
 
 import pytest
-from test_known import CAPABILITY, Both, answered, state_of, theirs
+from test_known import CAPABILITY, Both, reply_count, state_of, theirs
 
 from nvpool.client.session import Client
 from nvpool.client.state.attr_cache import OpenInode
@@ -24,14 +23,16 @@ from nvpool.rpc.v1.meta_pb2 import Attr
 from nvpool.shm.mount_state import HANDLES_MAX, KeptMemory
 from tests.unit.test_client_shortcut import QUICK, Host, run_whole
 
-pytestmark = pytest.mark.skipif(cached_replies._cached_replies is None, reason="it is not compiled here")
+pytestmark = pytest.mark.skipif(
+    cached_replies._cached_replies is None, reason="the module is not compiled here"
+)
 
 
 ENDS_MS = int(time.time() * 1000) + 3_600_000
 
 
-class KeptHost(Host):
-    """Its client keeps what outlives its process."""
+class StatefulHost(Host):
+    """Its client keeps the state that survives its process."""
 
     async def __aenter__(self):
         await super().__aenter__()
@@ -49,7 +50,7 @@ class KeptHost(Host):
 
 @asynccontextmanager
 async def mounted(kept):
-    async with (KeptHost if kept else Host)() as host, Both(host) as kernel:
+    async with (StatefulHost if kept else Host)() as host, Both(host) as kernel:
         yield kernel
 
 
@@ -62,21 +63,21 @@ def on_a_mount(test):
         run_whole(all_of_it(), 300)
 
     run.__name__ = test.__name__
-    return pytest.mark.parametrize("kept", (False, True), ids=("alone", "kept"))(run)
+    return pytest.mark.parametrize("kept", (False, True), ids=("stateless", "stateful"))(run)
 
 
 NOT_COMPARED = ("file", "ahead", "number", "attr_born_s", "grant_half_ms")
 
 
 def slots_of(thing):
-    """What an object has, with the types, but for other objects and times."""
+    """The attributes of an object, with types, except other objects and times."""
     found = {name: getattr(thing, name) for name in type(thing).__slots__ if name not in NOT_COMPARED}
     found["ahead"] = slots_of(thing.ahead) if type(thing) is FileHandle else getattr(thing, "ahead", None)
     return {name: (type(value), value) for name, value in found.items()}
 
 
 def listed(rng, inode, *, mode=0o100000, cut=0, punches=0):
-    """Attributes of a regular file as a listing tells them, of whatever size."""
+    """Attributes of a regular file as a listing reports them, of any size."""
     word = lambda bits: rng.choice((0, 1, rng.getrandbits(bits), (1 << bits) - 1))  # noqa: E731
     return Attr(
         inode=inode,
@@ -100,8 +101,8 @@ def listed(rng, inode, *, mode=0o100000, cut=0, punches=0):
     )
 
 
-def lend(kernel, inode, attr, rights=grants.READ, cut=0):
-    """It was listed with these attributes and that right."""
+def list_with(kernel, inode, attr, rights=grants.READ, cut=0):
+    """Listed with these attributes and that right."""
     grant = grants.sign(grants.Grant(rights, 7, 1 << 63 | 5, inode, cut, ENDS_MS), b"secret")
     leases = kernel.vfs.leases._leases
     leases[inode] = leases[inode]._replace(grant=grant, until_s=kernel.vfs.clock.boottime_s() + 1000)
@@ -109,29 +110,29 @@ def lend(kernel, inode, attr, rights=grants.READ, cut=0):
     kernel.vfs.cache._attrs[inode] = pack_entry(5, attr, True, b""), kernel.vfs.clock.boottime_s()
 
 
-def noted(kernel):
-    """What a process that goes on after this one knows of open files, but for the numbers."""
+def stored_handles(kernel):
+    """The open files that the next process would find, except their numbers."""
     memory = kernel.ops.kept
     return None if memory is None else [record[1:-2] for record in memory.handles.valid()]
 
 
 @on_a_mount
-async def test_what_was_listed_is_opened_and_closed_as_by_the_ordinary_way(kernel, rng):
+async def test_listed_files_open_and_close_as_on_the_slow_path(kernel, rng):
     inode = await theirs(kernel, b"f", b"x")
     step, meta = kernel.engine._known, kernel.vfs.meta
-    meta._tell_soon = lambda state: asyncio.sleep(600)  # when the service is told is a matter of time
+    meta._report_opens_soon = lambda state: asyncio.sleep(600)  # the time of the report is arbitrary
     for turn in range(60):
         cut = rng.choice((0, 3, 1 << 40))
         attr = listed(rng, inode, cut=cut, punches=rng.choice((0, cut // 3, cut)))
         rights = rng.choice((grants.READ, grants.READ | grants.WRITE, grants.WRITE))
         found, later = [], rng.choice((0, 2))
         for way in (None, step):
-            lend(kernel, inode, attr, rights, cut + later)
+            list_with(kernel, inode, attr, rights, cut + later)
             kernel.ops._seen.pop(inode, None)
             kernel.engine._known = way
-            before = answered(step)
-            opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
-            assert (answered(step) > before) == (way is not None)
+            before = reply_count(step)
+            opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode))
+            assert (reply_count(step) > before) == (way is not None)
             handle = kernel.ops._files[opened.fh]
             assert (
                 type(handle) is FileHandle and type(handle.file) is OpenInode and type(handle.ahead) is Ahead
@@ -144,29 +145,29 @@ async def test_what_was_listed_is_opened_and_closed_as_by_the_ordinary_way(kerne
                 slots_of(handle),
                 slots_of(handle.file),
                 state_of(kernel, inode),
-                noted(kernel),
+                stored_handles(kernel),
             ]
             now_ms = time.time() * 1000
             assert abs(handle.file.grant_half_ms - now_ms - (ENDS_MS - now_ms) / 2) < 60_000
             assert abs(handle.file.attr_born_s - kernel.vfs.clock.boottime_s()) < 60
             for part in (handle.file.lanes, handle.file.located, handle.file.ahead, handle.ahead.units):
                 assert not part and type(part)() is not part
-            await kernel.ask(Op.RELEASE, (opened.fh, 0, 0, 0), node=inode)
+            await kernel.request(Op.RELEASE, (opened.fh, 0, 0, 0), node=inode)
             kept_attr = kernel.vfs.cache._attrs[inode][0]
             assert type(kept_attr) is Attr and kept_attr == attr and handle.closed
-            found.append((*books, state_of(kernel, inode), noted(kernel)))
+            found.append((*books, state_of(kernel, inode), stored_handles(kernel)))
         assert found[0] == found[1], turn
 
 
 @on_a_mount
-async def test_two_open_files_have_nothing_in_common(kernel, rng):
+async def test_open_files_share_nothing(kernel, rng):
     one, other = await theirs(kernel, b"f", b"x"), await theirs(kernel, b"g", b"y")
     files = []
     for inode in (one, other):
-        lend(kernel, inode, listed(rng, inode))
+        list_with(kernel, inode, listed(rng, inode))
         files.append(
             kernel.ops._files[
-                replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode)).fh
+                replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode)).fh
             ]
         )
     assert sum(kernel.engine._known.all_taken.get(int(op), 0) for op in (Op.OPEN,)) == 2
@@ -176,7 +177,7 @@ async def test_two_open_files_have_nothing_in_common(kernel, rng):
 
 
 @on_a_mount
-async def test_what_is_no_file_that_may_be_read_so_is_left_before_anything_has_happened(kernel, rng):
+async def test_files_without_a_read_grant_are_left(kernel, rng):
     inode = await theirs(kernel, b"f", b"x")
     nameless = listed(rng, inode)
     nameless.links = 0
@@ -190,24 +191,24 @@ async def test_what_is_no_file_that_may_be_read_so_is_left_before_anything_has_h
         (plain, b"x" * 59),
         (plain, b"x" * grants.GRANT_BYTES),
     ):
-        lend(kernel, inode, attr, cut=3)
+        list_with(kernel, inode, attr, cut=3)
         if grant is not None:
             leases = kernel.vfs.leases._leases
             leases[inode] = leases[inode]._replace(grant=grant)
-        before = state_of(kernel, inode), dict(kernel.vfs.cache._attrs), noted(kernel)
-        assert kernel.in_one_step(Op.OPEN, (os.O_RDONLY, 0), inode, ()) is None
+        before = state_of(kernel, inode), dict(kernel.vfs.cache._attrs), stored_handles(kernel)
+        assert kernel.on_fast_path(Op.OPEN, (os.O_RDONLY, 0), inode, ()) is None
         assert (
             state_of(kernel, inode),
             dict(kernel.vfs.cache._attrs),
-            noted(kernel),
+            stored_handles(kernel),
         ) == before and not kernel.vfs.cache.open
 
 
-def test_an_open_without_room_in_what_outlives_the_process_leaves_nothing():
+def test_open_without_a_free_record_leaves_nothing():
     async def all_of_it():
         async with mounted(True) as kernel:
             inode = await theirs(kernel, b"f", b"x")
-            lend(kernel, inode, listed(random.Random(1), inode))
+            list_with(kernel, inode, listed(random.Random(1), inode))
             table = kernel.ops.kept.handles
             free, used = list(table._free), table.used
             table._free.clear()
@@ -217,19 +218,19 @@ def test_an_open_without_room_in_what_outlives_the_process_leaves_nothing():
             assert not kernel.vfs.meta._shard_of(inode).open.get(inode)
             table._free.extend(free)
             table.used = used
-            opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode))
+            opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode))
             assert [record[-1] for record in table.valid()] == [opened.fh]
-            await kernel.ask(Op.RELEASE, (opened.fh, 0, 0, 0), node=inode)
+            await kernel.request(Op.RELEASE, (opened.fh, 0, 0, 0), node=inode)
             assert table.valid() == []
 
     run_whole(all_of_it(), 300)
 
 
 @on_a_mount
-async def test_what_is_malformed_is_refused_by_compiled_steps_as_by_handlers(kernel, rng):
-    """Of every request that they take: cut anywhere, with a length that is not its own, with a name that is none."""
+async def test_malformed_requests_are_refused_on_both_paths(kernel, rng):
+    """Every request of the fast path: truncated anywhere, with a wrong length, with an invalid name."""
     inode = await theirs(kernel, b"f", b"x")
-    opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode)).fh
+    opened = replies.read("open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode)).fh
     mine, handle = await kernel.create_in(1, b"own")
     engine = kernel.engine
     steps = engine._known, engine._creates, engine._writes
@@ -237,7 +238,7 @@ async def test_what_is_malformed_is_refused_by_compiled_steps_as_by_handlers(ker
 
     async def said(raw):
         kernel.ours.send(raw)
-        return await kernel.hear()
+        return await kernel.receive()
 
     for opcode, body, node, names, payload in (
         (Op.LOOKUP, (), 1, (b"f",), b""),
@@ -266,12 +267,12 @@ async def test_what_is_malformed_is_refused_by_compiled_steps_as_by_handlers(ker
             assert compiled[:2] == (await said(one))[:2] == (777, -errno.EINVAL), (opcode, one)
         engine._known, engine._creates, engine._writes = steps
     assert (await kernel.attributes(inode))[0] == 0
-    assert await kernel.ask(Op.WRITE, (handle, 0, 4, 0, 0, 0), node=mine, payload=b"abcd")
+    assert await kernel.request(Op.WRITE, (handle, 0, 4, 0, 0, 0), node=mine, payload=b"abcd")
 
 
 @on_a_mount
-async def test_service_is_asked_for_each_open_of_squashed_root(kernel, rng):
-    """Also of what is known, and open here already: by somebody whom it is let."""
+async def test_opens_of_squashed_root_need_a_message(kernel, rng):
+    """Also for cached attributes, and for a file that a permitted user has open here."""
     inode = await theirs(kernel, b"f", b"x")
     step, meta = kernel.engine._known, kernel.vfs.meta
     asked, change = [], meta.change
@@ -289,10 +290,14 @@ async def test_service_is_asked_for_each_open_of_squashed_root(kernel, rng):
         for way in (None, compiled):
             kernel.engine._known = way
             asked.clear()
-            first = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode, uid=1000))
+            first = replies.read(
+                "open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode, uid=1000)
+            )
             before = len(asked)
-            opened = replies.read("open", await kernel.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode, uid=uid))
+            opened = replies.read(
+                "open", await kernel.request(Op.OPEN, (os.O_RDONLY, 0), node=inode, uid=uid)
+            )
             assert asked[before:] == [uid] * count, (squashes, uid, way)
             for handle in (first, opened):
-                await kernel.ask(Op.RELEASE, (handle.fh, 0, 0, 0), node=inode)
+                await kernel.request(Op.RELEASE, (handle.fh, 0, 0, 0), node=inode)
     kernel.engine._known = step

@@ -1,4 +1,4 @@
-"""Locks between the kernel and the Vfs: what the direct engine does with the requests, and what the kernel has to forget."""
+"""Locks between the kernel and the Vfs: requests to the direct engine, and invalidations of the kernel."""
 
 import asyncio
 import errno
@@ -6,7 +6,7 @@ import fcntl
 import os
 
 import pytest
-from test_kernel_engine import Kernel, SlowVfs, played
+from test_kernel_engine import Kernel, SlowVfs, on_kernel
 
 from nvpool.client.state.types import Caller
 from nvpool.core.clock import ManualClock
@@ -28,157 +28,159 @@ def body(handle, owner, kind, start=0, end=LAST_BYTE, flags=0, pid=1):
     return handle, owner, start, end, kind, pid, flags
 
 
-async def begun(kernel):
+async def new_file(kernel):
     await kernel.init()
     return await kernel.create(b"f")
 
 
-@played()
-async def test_the_kernel_is_told_that_locks_are_kept_here(kernel):
+@on_kernel()
+async def test_lock_support_is_negotiated(kernel):
     said = await kernel.init()
     assert said.flags & Init.POSIX_LOCKS and said.flags & Init.FLOCK_LOCKS
 
 
-@played()
-async def test_a_lock_in_the_way_is_eagain_and_told_by_getlk(kernel):
-    inode, handle = await begun(kernel)
-    await kernel.ask(Op.SETLK, body(handle, 1, WRITE, 10, 19, pid=77), node=inode)
+@on_kernel()
+async def test_conflicting_lock_is_eagain_and_shown_by_getlk(kernel):
+    inode, handle = await new_file(kernel)
+    await kernel.request(Op.SETLK, body(handle, 1, WRITE, 10, 19, pid=77), node=inode)
     with pytest.raises(BlockingIOError):
-        await kernel.ask(Op.SETLK, body(handle, 2, READ, 0, 10), node=inode)
-    found = replies.read("lock", await kernel.ask(Op.GETLK, body(handle, 2, READ), node=inode))
+        await kernel.request(Op.SETLK, body(handle, 2, READ, 0, 10), node=inode)
+    found = replies.read("lock", await kernel.request(Op.GETLK, body(handle, 2, READ), node=inode))
     assert (found.start, found.end, found.type, found.pid) == (10, 19, WRITE, 77)
-    assert replies.read("lock", await kernel.ask(Op.GETLK, body(handle, 1, WRITE), node=inode)).type == NONE
-    await kernel.ask(Op.SETLK, body(handle, 1, NONE, 10, 10), node=inode)
-    await kernel.ask(Op.SETLK, body(handle, 2, READ, 0, 10), node=inode)
-    await kernel.ask(Op.SETLK, body(handle, 3, WRITE, flags=LOCK_FLOCK), node=inode)
+    assert (
+        replies.read("lock", await kernel.request(Op.GETLK, body(handle, 1, WRITE), node=inode)).type == NONE
+    )
+    await kernel.request(Op.SETLK, body(handle, 1, NONE, 10, 10), node=inode)
+    await kernel.request(Op.SETLK, body(handle, 2, READ, 0, 10), node=inode)
+    await kernel.request(Op.SETLK, body(handle, 3, WRITE, flags=LOCK_FLOCK), node=inode)
     with pytest.raises(BlockingIOError):
-        await kernel.ask(Op.SETLK, body(handle, 4, READ, flags=LOCK_FLOCK), node=inode)
+        await kernel.request(Op.SETLK, body(handle, 4, READ, flags=LOCK_FLOCK), node=inode)
 
 
-@played()
-async def test_a_close_ends_the_record_locks_of_its_owner_and_a_release_the_flock(kernel):
-    inode, handle = await begun(kernel)
-    await kernel.ask(Op.SETLK, body(handle, 1, WRITE), node=inode)
-    await kernel.ask(Op.SETLK, body(handle, 2, WRITE, flags=LOCK_FLOCK), node=inode)
-    await kernel.ask(Op.FLUSH, (handle, 0, 9), node=inode)
+@on_kernel()
+async def test_close_ends_record_locks_and_release_ends_flock(kernel):
+    inode, handle = await new_file(kernel)
+    await kernel.request(Op.SETLK, body(handle, 1, WRITE), node=inode)
+    await kernel.request(Op.SETLK, body(handle, 2, WRITE, flags=LOCK_FLOCK), node=inode)
+    await kernel.request(Op.FLUSH, (handle, 0, 9), node=inode)
     locks = kernel.engine._ops._vfs._locks
     assert len(list(locks.locks_on(inode))) == 2
-    await kernel.ask(Op.FLUSH, (handle, 0, 1), node=inode)
+    await kernel.request(Op.FLUSH, (handle, 0, 1), node=inode)
     assert [one.owner.owner for one in locks.locks_on(inode)] == [2]
-    await kernel.ask(Op.RELEASE, (handle, 0, 2, 2), node=inode)
+    await kernel.request(Op.RELEASE, (handle, 0, 2, 2), node=inode)
     assert not list(locks.locks_on(inode))
 
 
-@played()
-async def test_who_waits_is_answered_when_it_has_the_lock_and_others_meanwhile(kernel):
-    inode, handle = await begun(kernel)
-    await kernel.ask(Op.SETLK, body(handle, 1, WRITE), node=inode)
-    asked = kernel.say(Op.SETLKW, body(handle, 2, WRITE), node=inode)
-    await kernel.silent()
-    released = kernel.say(Op.SETLK, body(handle, 1, NONE), node=inode)
-    assert {(await kernel.hear())[:2], (await kernel.hear())[:2]} == {(released, 0), (asked, 0)}
+@on_kernel()
+async def test_waiting_lock_is_granted_without_blocking_others(kernel):
+    inode, handle = await new_file(kernel)
+    await kernel.request(Op.SETLK, body(handle, 1, WRITE), node=inode)
+    asked = kernel.send(Op.SETLKW, body(handle, 2, WRITE), node=inode)
+    await kernel.expect_no_reply()
+    released = kernel.send(Op.SETLK, body(handle, 1, NONE), node=inode)
+    assert {(await kernel.receive())[:2], (await kernel.receive())[:2]} == {(released, 0), (asked, 0)}
 
 
-@played()
-async def test_an_interrupt_ends_waiting_at_once_and_leaves_no_place(kernel):
-    inode, handle = await begun(kernel)
-    await kernel.ask(Op.SETLK, body(handle, 1, WRITE), node=inode)
-    asked = kernel.say(Op.SETLKW, body(handle, 2, WRITE), node=inode, pid=os.getpid())
-    await kernel.silent()
-    kernel.say(Op.INTERRUPT, (asked,))
-    assert (await kernel.hear())[:2] == (asked, -errno.EINTR)
-    await kernel.ask(Op.SETLK, body(handle, 1, NONE), node=inode)
+@on_kernel()
+async def test_interrupt_ends_a_waiting_lock(kernel):
+    inode, handle = await new_file(kernel)
+    await kernel.request(Op.SETLK, body(handle, 1, WRITE), node=inode)
+    asked = kernel.send(Op.SETLKW, body(handle, 2, WRITE), node=inode, pid=os.getpid())
+    await kernel.expect_no_reply()
+    kernel.send(Op.INTERRUPT, (asked,))
+    assert (await kernel.receive())[:2] == (asked, -errno.EINTR)
+    await kernel.request(Op.SETLK, body(handle, 1, NONE), node=inode)
     assert not kernel.engine._ops._vfs._locks.files and not kernel.engine._lock_waits
 
 
 class InterruptedVfs(MemoryVfs):
-    """Others have always changed the file; the lock is there."""
+    """Others have always changed the file; the lock is granted immediately."""
 
     async def setlk(self, *arguments, **fields):
         await super().setlk(*arguments, **fields)
         return True
 
 
-@played(InterruptedVfs)
-async def test_an_interrupt_after_the_lock_was_given_does_not_take_the_answer_back(kernel):
-    inode, handle = await begun(kernel)
+@on_kernel(InterruptedVfs)
+async def test_interrupt_after_the_grant_keeps_the_lock(kernel):
+    inode, handle = await new_file(kernel)
     forgotten = asyncio.Event()
 
     async def forgetting(_names, _inodes):
         await forgotten.wait()
 
     kernel.engine._ops.invalidate = forgetting
-    asked = kernel.say(Op.SETLKW, body(handle, 2, WRITE), node=inode)
-    await kernel.silent()
-    kernel.say(Op.INTERRUPT, (asked,))
-    await kernel.silent()
+    asked = kernel.send(Op.SETLKW, body(handle, 2, WRITE), node=inode)
+    await kernel.expect_no_reply()
+    kernel.send(Op.INTERRUPT, (asked,))
+    await kernel.expect_no_reply()
     forgotten.set()
-    assert (await kernel.hear())[:2] == (asked, 0)
+    assert (await kernel.receive())[:2] == (asked, 0)
 
 
-def test_the_end_of_the_mount_ends_waiting_with_an_error_that_is_no_signal():
+def test_unmount_ends_waiting_locks_with_eio():
     async def main():
         async with Kernel(MemoryVfs()) as kernel:
-            inode, handle = await begun(kernel)
-            await kernel.ask(Op.SETLK, body(handle, 1, WRITE), node=inode)
-            asked = kernel.say(Op.SETLKW, body(handle, 2, WRITE), node=inode)
-            await kernel.silent()
+            inode, handle = await new_file(kernel)
+            await kernel.request(Op.SETLK, body(handle, 1, WRITE), node=inode)
+            asked = kernel.send(Op.SETLKW, body(handle, 2, WRITE), node=inode)
+            await kernel.expect_no_reply()
             kernel.engine.stop()
-            assert (await kernel.hear())[:2] == (asked, -errno.EIO)
+            assert (await kernel.receive())[:2] == (asked, -errno.EIO)
             await asyncio.wait_for(kernel.serving, 120)
 
     asyncio.run(main())
 
 
-@played(SlowVfs)
-async def test_those_that_wait_for_locks_keep_nobody_out(kernel):
-    inode, handle = await begun(kernel)
-    await kernel.ask(Op.SETLK, body(handle, 1, WRITE), node=inode)
+@on_kernel(SlowVfs)
+async def test_waiting_locks_do_not_exhaust_the_request_limit(kernel):
+    inode, handle = await new_file(kernel)
+    await kernel.request(Op.SETLK, body(handle, 1, WRITE), node=inode)
     waiting = IN_WORK_MAX + 100
     for number in range(waiting):
         while True:
             try:
-                kernel.say(Op.SETLKW, body(handle, 2 + number, READ), node=inode)
+                kernel.send(Op.SETLKW, body(handle, 2 + number, READ), node=inode)
                 break
             except BlockingIOError:
                 await asyncio.sleep(0)
-    await kernel.silent()
-    kernel.say(Op.SETLK, body(handle, 1, NONE), node=inode)
+    await kernel.expect_no_reply()
+    kernel.send(Op.SETLK, body(handle, 1, NONE), node=inode)
     for _ in range(waiting + 1):
-        assert not (await kernel.hear())[1]
+        assert not (await kernel.receive())[1]
 
 
-@played()
-async def test_a_lock_that_makes_no_sense_is_refused(kernel):
-    inode, handle = await begun(kernel)
+@on_kernel()
+async def test_invalid_lock_is_refused(kernel):
+    inode, handle = await new_file(kernel)
     for opcode in (Op.SETLK, Op.SETLKW, Op.GETLK):
         with pytest.raises(OSError) as refused:
-            await kernel.ask(opcode, body(handle, 1, 9), node=inode)
+            await kernel.request(opcode, body(handle, 1, 9), node=inode)
         assert refused.value.errno == errno.EINVAL
 
 
-@played(InterruptedVfs)
-async def test_pages_are_dropped_before_the_lock_is_answered(kernel):
-    inode, handle = await begun(kernel)
-    asked = kernel.say(Op.SETLK, body(handle, 1, WRITE), node=inode)
-    unique, code, notice = await kernel.hear()
+@on_kernel(InterruptedVfs)
+async def test_pages_are_dropped_before_the_lock_is_granted(kernel):
+    inode, handle = await new_file(kernel)
+    asked = kernel.send(Op.SETLK, body(handle, 1, WRITE), node=inode)
+    unique, code, notice = await kernel.receive()
     assert (unique, code) == (0, Notice.INVAL_INODE)
     assert notice == replies.inval_inode(inode, 0, 0)[replies.HEADER_BYTES :]
-    assert (await kernel.hear())[:2] == (asked, 0)
+    assert (await kernel.receive())[:2] == (asked, 0)
 
 
-@played(options=FuseOptions(negative_timeout_s=1.0))
-async def test_names_that_were_told_to_be_absent_are_asked_for_again_under_a_lock(kernel):
-    inode, handle = await begun(kernel)
-    assert replies.read("entry", await kernel.ask(Op.LOOKUP, names=(b"journal",))).nodeid == 0
-    asked = kernel.say(Op.SETLK, body(handle, 1, WRITE), node=inode)
-    unique, code, notice = await kernel.hear()
+@on_kernel(options=FuseOptions(negative_timeout_s=1.0))
+async def test_negative_entries_are_invalidated_under_a_lock(kernel):
+    inode, handle = await new_file(kernel)
+    assert replies.read("entry", await kernel.request(Op.LOOKUP, names=(b"journal",))).nodeid == 0
+    asked = kernel.send(Op.SETLK, body(handle, 1, WRITE), node=inode)
+    unique, code, notice = await kernel.receive()
     assert (unique, code) == (0, Notice.INVAL_ENTRY) and b"journal\0" in notice
-    assert (await kernel.hear())[:2] == (asked, 0)
-    await kernel.ask(Op.SETLK, body(handle, 2, READ, 0, 0, LOCK_FLOCK), node=inode)  # and only once
+    assert (await kernel.receive())[:2] == (asked, 0)
+    await kernel.request(Op.SETLK, body(handle, 2, READ, 0, 0, LOCK_FLOCK), node=inode)  # and only once
 
 
-def test_absent_names_are_remembered_for_as_long_as_the_kernel_does_and_within_bounds(monkeypatch):
+def test_negative_entries_are_bounded_and_expire(monkeypatch):
     monkeypatch.setattr(lock_operations, "ABSENT_MAX", 3)
 
     async def main():
@@ -196,7 +198,7 @@ def test_absent_names_are_remembered_for_as_long_as_the_kernel_does_and_within_b
         clock.advance(0.6)
         assert await ops.lookup(1, b"b") is None and await ops.lookup(1, b"c") is None
         with pytest.raises(Exception, match="No such"):
-            await ops.lookup(1, b"d")  # not to be remembered
+            await ops.lookup(1, b"d")  # not recorded
         clock.advance(0.6)
         await ops.setlk(opened.handle, 1, 0, 9, WRITE, 1, False)
         assert asked == [[b"b", b"c"]]
@@ -209,7 +211,7 @@ def test_absent_names_are_remembered_for_as_long_as_the_kernel_does_and_within_b
     asyncio.run(main())
 
 
-def test_attributes_that_the_kernel_was_not_told_are_asked_for_again_under_a_lock():
+def test_changed_attributes_are_invalidated_under_a_lock():
     async def main():
         vfs = MemoryVfs()
         ops = FuseOps(vfs)
@@ -225,7 +227,7 @@ def test_attributes_that_the_kernel_was_not_told_are_asked_for_again_under_a_loc
     asyncio.run(main())
 
 
-def test_pages_of_a_file_whose_locks_were_lost_go():
+def test_pages_of_a_file_with_lost_locks_are_dropped():
     async def main():
         vfs = MemoryVfs()
         ops = FuseOps(vfs)
@@ -242,7 +244,7 @@ def test_pages_of_a_file_whose_locks_were_lost_go():
     asyncio.run(main())
 
 
-def test_the_memory_twin_gives_places_in_order():
+def test_memory_fake_grants_locks_in_order():
     async def main():
         vfs = MemoryVfs()
         _, handle = await vfs.create(1, b"f", 0o644, os.O_RDWR, ME)

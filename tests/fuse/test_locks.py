@@ -1,4 +1,4 @@
-"""Locks of fcntl(2) and flock(2) on two mounts of one pool, as real programs use them. Only the direct engine hears of them."""
+"""Locks of fcntl(2) and flock(2) on two mounts of one pool, as real programs use them. Only the direct engine forwards them."""
 
 import errno
 import fcntl
@@ -55,15 +55,15 @@ def refused(call, *arguments):
     return error.value.errno
 
 
-def who_has(file, kind=fcntl.F_WRLCK, start=0, length=0):
-    """What F_GETLK says: (kind, start, length, pid)."""
+def lock_conflict(file, kind=fcntl.F_WRLCK, start=0, length=0):
+    """The result of F_GETLK: (kind, start, length, pid)."""
     asked = FLOCK.pack(kind, os.SEEK_SET, start, length, 0)
     kind, _, start, length, pid = FLOCK.unpack(fcntl.fcntl(file, fcntl.F_GETLK, asked))
     return kind, start, length, pid
 
 
 class Child:
-    """A Python program in a process of its own: it says a line when it is at `ready()`, goes on at `go`."""
+    """A Python program in its own process: it prints a line at `ready()` and continues after `go`."""
 
     HEAD = """
 import fcntl, mmap, os, signal, sqlite3, struct, sys, time
@@ -91,8 +91,8 @@ def pause():
             self.process.kill()
         self.process.communicate()
 
-    def hear(self, wait_s=120.0):
-        """Its next line; None when it says nothing for so long."""
+    def read_line(self, wait_s=120.0):
+        """Its next line; None when it prints nothing for that time."""
         while b"\n" not in self.said:
             if not select.select([self.process.stdout], [], [], wait_s)[0]:
                 return None
@@ -113,7 +113,7 @@ def pause():
         return said
 
 
-def test_a_record_lock_on_one_mount_is_in_the_way_on_the_other(both):
+def test_record_lock_excludes_the_other_mount(both):
     one, other = both
     lock(one, fcntl.LOCK_EX, 10, 20)
     assert refused(lock, other) == errno.EAGAIN
@@ -127,13 +127,13 @@ def test_a_record_lock_on_one_mount_is_in_the_way_on_the_other(both):
     lock(other)
 
 
-def test_getlk_tells_what_is_in_the_way_and_the_process_where_it_is_of_this_node(here, both):
+def test_getlk_shows_the_conflict_and_its_local_process(here, both):
     one, other = both
     lock(one, fcntl.LOCK_EX, 10, 20)
     lock(one, fcntl.LOCK_SH, 0, 50)
-    assert who_has(other, fcntl.F_RDLCK) == (fcntl.F_WRLCK, 20, 10, 0)
-    assert who_has(other, fcntl.F_WRLCK, 40) == (fcntl.F_RDLCK, 50, 0, 0)
-    assert who_has(other, fcntl.F_RDLCK, 40)[0] == fcntl.F_UNLCK
+    assert lock_conflict(other, fcntl.F_RDLCK) == (fcntl.F_WRLCK, 20, 10, 0)
+    assert lock_conflict(other, fcntl.F_WRLCK, 40) == (fcntl.F_RDLCK, 50, 0, 0)
+    assert lock_conflict(other, fcntl.F_RDLCK, 40)[0] == fcntl.F_UNLCK
     with Child(
         """
 with open(sys.argv[1], "r+b") as file:
@@ -145,7 +145,7 @@ with open(sys.argv[1], "r+b") as file:
         assert int(child.end()) == os.getpid()
 
 
-def test_shared_locks_of_both_mounts_go_together_and_keep_writers_out(both):
+def test_shared_locks_of_both_mounts_exclude_writers(both):
     one, other = both
     lock(one, fcntl.LOCK_SH)
     lock(other, fcntl.LOCK_SH)
@@ -155,7 +155,7 @@ def test_shared_locks_of_both_mounts_go_together_and_keep_writers_out(both):
     assert refused(lock, other, fcntl.LOCK_SH) == errno.EAGAIN
 
 
-def test_flock_holds_between_the_mounts_and_ends_with_the_last_descriptor(here, there):
+def test_flock_excludes_until_the_last_descriptor_closes(here, there):
     (here / "f").touch()
     with open(here / "f") as one, open(there / "f") as other:
         fcntl.flock(one, fcntl.LOCK_EX)
@@ -177,7 +177,7 @@ def _is_refused(call, *arguments):
     return False
 
 
-def test_locks_of_an_open_file_description_belong_to_it_and_not_to_the_process(here, there):
+def test_open_file_description_locks_belong_to_it(here, there):
     (here / "f").write_bytes(b"x" * 100)
     whole = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     with open(here / "f", "r+b") as one, open(here / "f", "r+b") as same, open(there / "f", "r+b") as other:
@@ -185,13 +185,13 @@ def test_locks_of_an_open_file_description_belong_to_it_and_not_to_the_process(h
         for file in (same, other):
             assert refused(fcntl.fcntl, file, F_OFD_SETLK, whole) == errno.EAGAIN
         with open(here / "f", "rb"):
-            pass  # closing another descriptor ends a process' locks, not these
+            pass  # closing another descriptor ends the locks of the process, not these
         assert refused(fcntl.fcntl, other, F_OFD_SETLK, whole) == errno.EAGAIN
         one.close()
         wait_until(lambda: not _is_refused(fcntl.fcntl, other, F_OFD_SETLK, whole), "the lock")
 
 
-def test_closing_any_descriptor_of_the_file_ends_the_locks_of_the_process(here, both):
+def test_closing_any_descriptor_ends_the_process_locks(here, both):
     one, other = both
     lock(one)
     with open(here / "f", "rb"):
@@ -199,7 +199,7 @@ def test_closing_any_descriptor_of_the_file_ends_the_locks_of_the_process(here, 
     lock(other)
 
 
-def test_a_child_has_none_of_its_parents_locks_and_ends_none_of_them(both):
+def test_child_inherits_no_locks_and_ends_none(both):
     one, other = both
     lock(one)
     child = os.fork()
@@ -222,35 +222,35 @@ with open(sys.argv[1], "r+b", buffering=0) as file:
 
 
 @pytest.mark.parametrize("call", ["lockf", "flock"])
-def test_who_waits_on_the_other_mount_gets_the_lock_when_it_is_given_back(here, there, call):
+def test_waiting_process_gets_a_lock_from_the_other_mount(here, there, call):
     (here / "f").touch()
     with open(here / "f", "r+b") as file, Child(WAIT, there / "f", call) as child:
         getattr(fcntl, call)(file, fcntl.LOCK_EX)
-        assert child.hear() == "ready" and child.hear(0.5) is None
+        assert child.read_line() == "ready" and child.read_line(0.5) is None
         getattr(fcntl, call)(file, fcntl.LOCK_UN)
-        assert child.hear() == "has it"
+        assert child.read_line() == "has it"
         assert _is_refused(getattr(fcntl, call), file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         child.go()
         child.end()
-        # the kernel tells of the last close of a file, which gives a flock back, after close has returned
+        # the kernel reports the last close of a file, which releases a flock, after close has returned
         wait_until(
             lambda: not _is_refused(getattr(fcntl, call), file, fcntl.LOCK_EX | fcntl.LOCK_NB), "the lock", 10
         )
 
 
 @pytest.mark.parametrize("call", ["lockf", "flock"])
-def test_a_process_that_dies_gives_back_its_locks_and_its_place_in_the_queue(here, there, call):
+def test_dead_process_loses_its_locks_and_queue_places(here, there, call):
     (here / "f").touch()
     with Child(WAIT, here / "f", call) as first:
-        assert first.hear() == "ready" and first.hear() == "has it"
+        assert first.read_line() == "ready" and first.read_line() == "has it"
         with Child(WAIT, there / "f", call) as second:
-            assert second.hear() == "ready" and second.hear(0.3) is None
+            assert second.read_line() == "ready" and second.read_line(0.3) is None
             with Child(WAIT, here / "f", call) as third:
-                assert third.hear() == "ready" and third.hear(0.3) is None
+                assert third.read_line() == "ready" and third.read_line(0.3) is None
                 second.process.kill()
                 second.process.wait(120)
                 first.process.kill()
-                assert third.hear() == "has it"
+                assert third.read_line() == "has it"
 
 
 INTERRUPTED = """
@@ -269,7 +269,7 @@ with open(sys.argv[1], "r+b", buffering=0) as file:
 
 
 @pytest.mark.parametrize("call", ["lockf", "flock"])
-def test_a_signal_ends_waiting_and_leaves_no_lock_behind(here, there, call):
+def test_signal_ends_waiting_and_leaves_no_lock(here, there, call):
     (here / "f").touch()
     with (
         open(here / "f", "r+b") as file,
@@ -277,14 +277,14 @@ def test_a_signal_ends_waiting_and_leaves_no_lock_behind(here, there, call):
         Child(INTERRUPTED, there / "f", call) as child,
     ):
         getattr(fcntl, call)(file, fcntl.LOCK_EX)
-        assert child.hear() == "ready" and child.hear() == "woken"
+        assert child.read_line() == "ready" and child.read_line() == "woken"
         getattr(fcntl, call)(file, fcntl.LOCK_UN)
         getattr(fcntl, call)(same, fcntl.LOCK_EX | fcntl.LOCK_NB)
         child.go()
         child.end()
 
 
-def test_a_signal_whose_handler_goes_on_lets_the_call_go_on(here, there):
+def test_handled_signal_lets_the_wait_continue(here, there):
     (here / "f").touch()
     with (
         open(here / "f", "r+b") as file,
@@ -302,12 +302,12 @@ with open(sys.argv[1], "r+b") as file:
         ) as child,
     ):
         fcntl.lockf(file, fcntl.LOCK_EX)
-        assert child.hear() == "ready" and child.hear(0.6) is None
+        assert child.read_line() == "ready" and child.read_line(0.6) is None
         fcntl.lockf(file, fcntl.LOCK_UN)
-        assert child.hear() == "has it"
+        assert child.read_line() == "has it"
 
 
-def test_two_processes_on_two_mounts_that_wait_for_each_other_are_told(here, there):
+def test_deadlock_between_two_mounts_is_detected(here, there):
     (here / "f").write_bytes(b"xx")
     with (
         open(here / "f", "r+b") as file,
@@ -323,10 +323,10 @@ with open(sys.argv[1], "r+b") as file:
         ) as child,
     ):
         fcntl.lockf(file, fcntl.LOCK_EX, 1, 0)
-        assert child.hear() == "ready" and child.hear(0.3) is None
+        assert child.read_line() == "ready" and child.read_line(0.3) is None
         assert refused(fcntl.lockf, file, fcntl.LOCK_EX, 1, 1) == errno.EDEADLK
         fcntl.lockf(file, fcntl.LOCK_UN)
-        assert child.hear() == "has it"
+        assert child.read_line() == "has it"
 
 
 COUNT = """
@@ -347,8 +347,8 @@ with open(sys.argv[1], "r+b", buffering=0) as file:
 
 
 @pytest.mark.parametrize("call", ["lockf", "flock"])
-def test_a_number_in_a_file_counts_every_step_of_both_mounts(here, there, call):
-    """Read and written through the kernels' pages, its size changes with each step."""
+def test_counter_in_a_file_counts_every_step(here, there, call):
+    """Read and written through the kernels' page caches; its size changes with each step."""
     (here / "f").write_bytes(b"0 ")
     with (
         Child(COUNT, here / "f", 60, call) as a,
@@ -361,7 +361,7 @@ def test_a_number_in_a_file_counts_every_step_of_both_mounts(here, there, call):
     assert int((here / "f").read_bytes().split()[0]) == 240
 
 
-def test_a_mapping_shows_under_a_lock_what_was_written_under_the_last_one(both):
+def test_mapping_shows_what_the_last_lock_holder_wrote(both):
     one, other = both
     with mmap.mmap(other.fileno(), 100, prot=mmap.PROT_READ) as page:
         for number in range(10):
@@ -376,7 +376,7 @@ def test_a_mapping_shows_under_a_lock_what_was_written_under_the_last_one(both):
             lock(other, fcntl.LOCK_UN)
 
 
-def test_the_absence_of_a_name_is_looked_up_anew_under_a_lock(here, there, both):
+def test_negative_entry_is_looked_up_again_under_a_lock(here, there, both):
     one, other = both
     for number in range(10):
         name = f"journal-{number}"
@@ -389,8 +389,8 @@ def test_the_absence_of_a_name_is_looked_up_anew_under_a_lock(here, there, both)
         lock(other, fcntl.LOCK_UN)
 
 
-def test_many_that_wait_on_one_mount_do_not_keep_out_what_they_wait_for(here, there):
-    """More than a mount takes other requests at once."""
+def test_many_waiting_processes_do_not_block_the_release(here, there):
+    """More than a mount accepts other requests at the same time."""
     (here / "f").touch()
     count = 1200
     with (
@@ -417,25 +417,25 @@ ready("done")
         ) as child,
     ):
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert child.hear() == "ready"
+        assert child.read_line() == "ready"
         time.sleep(1)
         assert (here / "f").stat().st_size == 0, "the mount answers"
         (here / "other").write_bytes(b"and writes")
         fcntl.flock(file, fcntl.LOCK_UN)
-        assert child.hear() == "done"
+        assert child.read_line() == "done"
 
 
-def test_locks_and_who_waits_for_them_outlive_the_death_of_the_shard(pool, here, there):
+def test_locks_and_waiters_survive_the_death_of_the_shard(pool, here, there):
     (here / "f").write_bytes(b"0")
     with open(here / "f", "r+b", buffering=0) as file, Child(WAIT, there / "f", "lockf") as child:
         fcntl.lockf(file, fcntl.LOCK_EX)
-        assert child.hear() == "ready" and child.hear(0.2) is None
+        assert child.read_line() == "ready" and child.read_line(0.2) is None
         for _ in range(3):
             kill_shard(pool)
-            assert child.hear(1) is None
+            assert child.read_line(1) is None
         file.write(b"after three deaths")
         fcntl.lockf(file, fcntl.LOCK_UN)
-        assert child.hear() == "has it"
+        assert child.read_line() == "has it"
         assert _is_refused(lock, file)
         child.go()
         child.end()
@@ -448,7 +448,7 @@ def kill_shard(pool):
     os.kill(shard["pid"], signal.SIGKILL)
 
 
-def test_the_end_of_a_mount_ends_waiting_with_an_error_and_gives_its_locks_on(pool, here, mounted):
+def test_end_of_a_mount_ends_waiting_and_releases_locks(pool, here, mounted):
     (here / "f").touch()
     ending = Mounted(pool.directory, pool.directory.parent / "m-ending", "--drain-s", "0.5")
     place = ending.place / here.relative_to(mounted.place) / "f"
@@ -466,7 +466,7 @@ with open(sys.argv[1], "r+b") as file:
         ) as holds,
     ):
         fcntl.lockf(file, fcntl.LOCK_EX, 1, 0)
-        assert holds.hear() == "ready" and waits.hear() == "ready" and waits.hear(0.3) is None
+        assert holds.read_line() == "ready" and waits.read_line() == "ready" and waits.read_line(0.3) is None
         assert _is_refused(lock, file, fcntl.LOCK_EX, 1, 100)
         ending.end()
         assert waits.process.wait(120) == 1 and "OSError" in waits.process.stderr.read()
@@ -514,7 +514,7 @@ def check_accounts(place):
 
 @pytest.mark.t3
 @pytest.mark.parametrize("journal", ["delete", "truncate", "persist"])
-def test_sqlite_on_two_mounts_at_once_loses_no_transaction(here, there, journal):
+def test_sqlite_on_two_mounts_loses_no_transaction(here, there, journal):
     accounts(here / "db")
     program = TRANSFER.replace(
         'db.execute("begin', f'db.execute("pragma journal_mode={journal}")\n    db.execute("begin', 1
@@ -532,7 +532,7 @@ def test_sqlite_on_two_mounts_at_once_loses_no_transaction(here, there, journal)
 
 
 @pytest.mark.t3
-def test_sqlite_processes_killed_at_work_leave_whole_transactions_to_the_other_mount(here, there):
+def test_killed_sqlite_processes_leave_whole_transactions(here, there):
     accounts(here / "db")
     committed = {}
     for round_, place in enumerate([here, there] * 3, 1):
@@ -541,7 +541,7 @@ def test_sqlite_processes_killed_at_work_leave_whole_transactions_to_the_other_m
             Child(TRANSFER, (there if place is here else here) / "db", 20 + round_, 15) as other,
         ):
             for _ in range(4):
-                committed[10 + round_] = int(victim.hear())
+                committed[10 + round_] = int(victim.read_line())
             victim.process.kill()
             other.end(120)
             committed[20 + round_] = 14
@@ -553,9 +553,10 @@ def test_sqlite_processes_killed_at_work_leave_whole_transactions_to_the_other_m
 
 @pytest.mark.t3
 @needs("git")
-def test_git_on_two_mounts_at_once_loses_no_commit(pool, tmp_path):
-    """Two clones in each mount push to one repository in the pool; who is refused fetches and tries again. git locks what it
-    changes, not what it reads: names that come and go have to be seen at once, by mounts as they are by default."""
+def test_git_on_two_mounts_loses_no_commit(pool, tmp_path):
+    """Two clones in each mount push to one repository in the pool; a refused one fetches and retries. git locks its
+    changes, not its reads: new and removed names must be visible immediately, on mounts with default options.
+    """
     here, there = (pool.mount(pool.directory.parent / name).place / "git" for name in ("m-git-1", "m-git-2"))
     here.mkdir()
 
@@ -607,13 +608,13 @@ def test_git_on_two_mounts_at_once_loses_no_commit(pool, tmp_path):
         assert sorted(log) == sorted(["begin", *(f"{who} {number}" for who in "abcd" for number in range(6))])
 
 
-def test_file_info_says_who_has_a_file_locked_and_who_waits(pool, here, both, mounted):
+def test_file_info_shows_lock_holders_and_waiters(pool, here, both, mounted):
     one, other = both
     lock(one, fcntl.LOCK_SH, 10, 20)
     fcntl.flock(other, fcntl.LOCK_EX)
     place = f"{pool.directory}:/{(here / 'f').relative_to(mounted.place)}"
     with Child(WAIT, here / "f", "flock") as child:
-        assert child.hear() == "ready" and child.hear(0.3) is None
+        assert child.read_line() == "ready" and child.read_line(0.3) is None
         said = nvpool("file", "info", place).stdout
         assert f"locked: shared (fcntl, bytes 20 to 29), process {os.getpid()} of mount" in said
         assert f"locked: exclusive (flock), process {os.getpid()} of mount" in said
@@ -630,7 +631,7 @@ def test_file_info_says_who_has_a_file_locked_and_who_waits(pool, here, both, mo
     assert next(process["counters"]["locks"] for process in counters if process["role"] == "meta") == 0
 
 
-def test_what_can_not_be_locked_is_refused(here, both):
+def test_invalid_lock_is_refused(here, both):
     one, _ = both
     with open(here / "f", "rb") as reader:
         assert refused(fcntl.lockf, reader, fcntl.LOCK_EX) == errno.EBADF

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.t3, pytest.mark.mount, pytest.mark.skipif(FLOOR, reaso
 
 @pytest.fixture(scope="module")
 def own():
-    """A pool that tests may mistreat."""
+    """A pool that tests may damage."""
     place = Path(tempfile.mkdtemp(prefix="nvpool-fuse-"))
     made = Pool(place / "pool")
     yield made
@@ -63,7 +63,7 @@ def pids(pool, role):
     return [process["pid"] for process in processes(pool) if process["role"] == role]
 
 
-def test_bad_starts_are_refused_with_the_reason_and_leave_nothing(own, mine, tmp_path):
+def test_wrong_starts_are_refused_with_the_reason(own, mine, tmp_path):
     assert "mounted on it" in refused(own.directory, mine.place)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
@@ -75,7 +75,7 @@ def test_bad_starts_are_refused_with_the_reason_and_leave_nothing(own, mine, tmp
     assert not is_mounted(tmp_path / "m") and is_mounted(mine.place)
 
 
-def test_a_mount_is_made_and_taken_away_through_a_symbolic_link(own, tmp_path):
+def test_mount_point_may_be_a_symbolic_link(own, tmp_path):
     (tmp_path / "m").mkdir()
     (tmp_path / "link").symlink_to("m")
     try:
@@ -86,7 +86,7 @@ def test_a_mount_is_made_and_taken_away_through_a_symbolic_link(own, tmp_path):
     assert not is_mounted(tmp_path / "m")
 
 
-def test_a_look_at_a_mount_whose_shard_does_not_answer_ends(own, mine, monkeypatch):
+def test_check_of_a_hung_mount_ends(own, mine, monkeypatch):
     monkeypatch.setattr("nvpool.host.mountinfo.LOOK_S", 0.3)
     (shard,) = pids(own, "meta")
     os.kill(shard, signal.SIGSTOP)
@@ -97,7 +97,7 @@ def test_a_look_at_a_mount_whose_shard_does_not_answer_ends(own, mine, monkeypat
     wait_until(lambda: look_at(mine.place) == "alive", "the shard")
 
 
-def test_status_names_the_mount_with_its_process(own, mine):
+def test_status_lists_the_mount_with_its_process(own, mine):
     seen = [process for process in processes(own) if process.get("mountpoint") == str(mine.place)]
     assert "mount" in {process["role"] for process in seen} and mine.process.pid in {
         process["pid"] for process in seen
@@ -106,7 +106,7 @@ def test_status_names_the_mount_with_its_process(own, mine):
     assert not any(process.get("mountpoint") == str(mine.place) for process in processes(own))
 
 
-def test_the_engine_is_the_one_that_was_asked_for_and_the_status_shows_it(own, tmp_path):
+def test_requested_engine_is_used_and_shown(own, tmp_path):
     shown = {}
     for word in ("auto", "kernel", "pyfuse3"):
         made = own.mount(tmp_path / word, "--engine", word)
@@ -155,12 +155,12 @@ def test_sigterm_stores_everything_and_leaves_no_mount(own, mine):
     assert again.end() == 0
 
 
-def test_sigterm_while_files_are_open_detaches_at_once_and_stores_what_was_written(own, mine):
+def test_sigterm_detaches_and_stores_open_files(own, mine):
     file = open(mine.place / "open", "wb", buffering=0)
     try:
         file.write(b"a" * 100_000)
         mine.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: not is_mounted(mine.place), "the detaching")
+        wait_until(lambda: not is_mounted(mine.place), "the unmount")
         file.write(b"b" * 100_000)
         assert mine.process.wait(120) == 0
         with pytest.raises(OSError) as gone:
@@ -174,11 +174,11 @@ def test_sigterm_while_files_are_open_detaches_at_once_and_stores_what_was_writt
     assert again.end() == 0
 
 
-def test_a_second_signal_does_not_wait_for_open_files(own):
+def test_second_signal_does_not_wait_for_open_files(own):
     slow = own.mount(own.directory.parent / "m-slow", "--drain-s", "600")
-    with contextlib.suppress(OSError), open(slow.place / "f", "wb"):  # close says ENOTCONN
+    with contextlib.suppress(OSError), open(slow.place / "f", "wb"):  # close fails with ENOTCONN
         slow.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: not is_mounted(slow.place), "the detaching")
+        wait_until(lambda: not is_mounted(slow.place), "the unmount")
         slow.process.send_signal(signal.SIGTERM)
         assert slow.process.wait(120) == 0
 
@@ -194,7 +194,7 @@ def test_umount_ends_the_daemon_and_loses_nothing(own, mine):
 
 @contextlib.contextmanager
 def copied(place):
-    """Another mount name space, with a copy of the mount."""
+    """Another mount namespace, with a copy of the mount."""
     other = subprocess.Popen(["unshare", "-m", "--propagation", "private", "sleep", "1000"])
     try:
         wait_until(
@@ -207,7 +207,7 @@ def copied(place):
         other.wait()
 
 
-def test_umount_ends_the_daemon_although_another_name_space_has_a_copy_of_the_mount(own, mine):
+def test_umount_ends_the_daemon_despite_another_namespace(own, mine):
     (mine.place / "copied").write_bytes(b"c" * 50_000)
     with copied(mine.place):
         nvpool("umount", "--wait", "120", mine.place)
@@ -217,7 +217,7 @@ def test_umount_ends_the_daemon_although_another_name_space_has_a_copy_of_the_mo
     assert again.end() == 0
 
 
-def test_dev_down_ends_a_mount_that_is_seen_by_another_name_space_only(tmp_path):
+def test_dev_down_ends_a_mount_in_another_namespace(tmp_path):
     made = Pool(tmp_path / "pool")
     there = made.mount(tmp_path / "m", "--drain-s", "1")
     with copied(there.place):
@@ -228,14 +228,14 @@ def test_dev_down_ends_a_mount_that_is_seen_by_another_name_space_only(tmp_path)
         assert there.process.wait(120) == 0
 
 
-def test_umount_takes_no_longer_than_it_was_told_when_all_daemons_stand_still(tmp_path):
+def test_umount_keeps_its_time_limit_without_daemons(tmp_path):
     made = Pool(tmp_path / "pool")
     here = made.mount(tmp_path / "m")
     found = [process["pid"] for process in processes(made) if process["role"] != "mount"]
     for pid in found:
         os.kill(pid, signal.SIGSTOP)
     try:
-        time.sleep(1.1)  # what the kernel remembers is over
+        time.sleep(1.1)  # the kernel's caches have expired
         nvpool("umount", "--wait", "2", here.place)
         assert not is_mounted(here.place)
     finally:
@@ -256,7 +256,7 @@ def alone(own, request):
     made.end(signal.SIGKILL)
 
 
-def test_a_mount_that_was_killed_is_made_again_by_force_and_has_what_was_closed(own, alone):
+def test_killed_mount_is_replaced_by_force(own, alone):
     mine = alone
     (mine.place / "closed").write_bytes(b"k" * 70_000)
     mine.process.kill()
@@ -283,7 +283,7 @@ def test_a_mount_that_was_killed_is_made_again_by_force_and_has_what_was_closed(
     assert not is_mounted(mine.place)
 
 
-def test_the_status_tells_of_a_mount_that_died_until_it_is_cleaned_up(own, alone):
+def test_status_shows_a_dead_mount_until_its_cleanup(own, alone):
     mine = alone
     mine.process.kill()
     mine.process.wait()
@@ -292,13 +292,13 @@ def test_the_status_tells_of_a_mount_that_died_until_it_is_cleaned_up(own, alone
         (dead,) = (process for process in seen["processes"] if process["state"] == "dead")
         assert (dead["role"], dead["pid"], dead["mountpoint"]) == ("mount", 0, str(mine.place))
         assert any(f"nvpool umount {mine.place}" in problem for problem in seen["problems"])
-        assert seen["pool"]["state"] == "serving", "a dead client is no fault of the pool"
+        assert seen["pool"]["state"] == "serving", "a dead client is no problem of the pool"
     nvpool("umount", mine.place)
     seen = json.loads(nvpool("status", own.directory, "--json").stdout)
     assert not seen["problems"] and not any(process["state"] == "dead" for process in seen["processes"])
 
 
-def test_a_read_only_mount_takes_no_changes(own, tmp_path):
+def test_read_only_mount_refuses_changes(own, tmp_path):
     made = own.mount(tmp_path / "m", "--read-only")
     with pytest.raises(OSError) as refused_:
         (made.place / "x").touch()
@@ -307,8 +307,11 @@ def test_a_read_only_mount_takes_no_changes(own, tmp_path):
 
 
 def all_serving(pool, role):
-    """The pids of the daemons of the role, once each of them serves. A load may go on before, without one that it does not
-    need; until then `nvpool status` has exit code 3, and 0 for the pid of a daemon that is not started yet."""
+    """The pids of the daemons of the role, once each of them serves.
+
+    A load may continue before, without a daemon that it does not need; until then `nvpool status` has exit code 3, and 0
+    for the pid of a daemon that is not started yet.
+    """
     found = []
 
     def serve():
@@ -331,7 +334,7 @@ def all_serving(pool, role):
 
 
 @pytest.mark.parametrize("role", ["meta", "store"])
-def test_a_daemon_that_is_killed_is_a_pause_for_the_mount(own, mine, role):
+def test_killed_daemon_is_only_a_pause(own, mine, role):
     with CheckingLoad(mine.place, threads=2, seed=1 if role == "meta" else 2) as load:
         for _ in range(3):
             load.goes_on()
@@ -341,7 +344,7 @@ def test_a_daemon_that_is_killed_is_a_pause_for_the_mount(own, mine, role):
     load.verify()
 
 
-def test_the_mount_can_be_unmounted_when_all_daemons_are_dead(tmp_path):
+def test_mount_is_unmounted_after_the_death_of_all_daemons(tmp_path):
     made = Pool(tmp_path / "pool")
     here = made.mount(tmp_path / "m", "--deadline-s", "2", "--drain-s", "1")
     (here.place / "f").write_bytes(b"x")
@@ -365,7 +368,7 @@ def test_the_mount_can_be_unmounted_when_all_daemons_are_dead(tmp_path):
 
 
 def kill_all(pool):
-    """Supervisor first, then the others, again until nobody is left to start another supervisor."""
+    """Supervisor first, then the others, repeated until no process is left to start another supervisor."""
     found = {
         process["pid"] for process in processes(pool) if process["role"] in ("supervisor", "meta", "store")
     }
@@ -376,7 +379,7 @@ def kill_all(pool):
     time.sleep(0.2)
 
 
-def test_the_program_says_what_it_takes():
+def test_mount_program_has_help():
     said = subprocess.run(
         command(Program.MOUNT, "--help"), capture_output=True, text=True, cwd="/", check=True
     ).stdout
@@ -396,8 +399,8 @@ def silent_stores(own):
 
 
 @pytest.mark.parametrize("how", ["O_SYNC", "O_DSYNC", "RWF_DSYNC"])
-def test_an_append_that_is_to_be_durable_returns_when_it_is(own, mine, how):
-    """Past its pages the kernel sends no FSYNC behind a write. The process is killed meanwhile, too."""
+def test_durable_append_returns_once_it_is_durable(own, mine, how):
+    """The kernel sends no FSYNC after a write past its pages. The process is killed meanwhile, too."""
     sync = getattr(os, how)
     flags, each = (0, sync) if how.startswith("RWF") else (sync, 0)
     file = os.open(mine.place / how, os.O_CREAT | os.O_WRONLY | os.O_APPEND | flags)
@@ -418,17 +421,17 @@ def test_an_append_that_is_to_be_durable_returns_when_it_is(own, mine, how):
 
 
 @pytest.mark.parametrize("first", ["close", "fsync"])
-def test_who_waits_for_durable_bytes_is_told_of_what_a_close_was_told_of_too(own, tmp_path, first):
-    """As where a program is started by another thread: its copies of descriptors are closed."""
+def test_fsync_reports_an_error_that_close_reported_too(own, tmp_path, first):
+    """As where another thread starts a program: its copies of descriptors are closed."""
     made = own.mount(tmp_path / "m", "--deadline-s", "3")
-    file, told = os.open(made.place / "f", os.O_CREAT | os.O_WRONLY), {}
+    file, results = os.open(made.place / "f", os.O_CREAT | os.O_WRONLY), {}
     copy = os.dup(file)
 
     def waits(call, one):
         try:
-            told[call] = call(one)
+            results[call] = call(one)
         except OSError as error:
-            told[call] = error.errno
+            results[call] = error.errno
 
     work = [threading.Thread(target=waits, args=each) for each in ((os.close, copy), (os.fsync, file))]
     with silent_stores(own):
@@ -439,28 +442,28 @@ def test_who_waits_for_durable_bytes_is_told_of_what_a_close_was_told_of_too(own
         for thread in work:
             thread.join(60)
     os.close(file)
-    assert told[os.fsync] == errno.ETIMEDOUT, told
+    assert results[os.fsync] == errno.ETIMEDOUT, results
     assert made.end() == 0
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["one-process", "killed-meanwhile"])
-def test_each_open_file_is_told_once_of_what_could_not_be_stored(own, tmp_path, killed):
-    """By fsync, also where a write or close was told of it before; who opens the file afterwards is not. errseq_t of Linux."""
+def test_each_open_file_sees_a_write_error_once(own, tmp_path, killed):
+    """By fsync, also after a write or close reported it; files opened afterwards do not see it. errseq_t of Linux."""
     made = own.mount(tmp_path / "m", "--holder", "--deadline-s", "2")
     writer = os.open(made.place / "f", os.O_CREAT | os.O_WRONLY)
     other = os.open(made.place / "f", os.O_WRONLY)
     with silent_stores(own):
         os.write(writer, b"a" * 1000)
-        with pytest.raises(OSError) as told:
+        with pytest.raises(OSError) as raised:
             os.close(os.dup(writer))
-        assert told.value.errno == errno.ETIMEDOUT
+        assert raised.value.errno == errno.ETIMEDOUT
     if killed:
         kill_serving(made)
     later = os.open(made.place / "f", os.O_WRONLY)
     for file in (writer, other):
-        with pytest.raises(OSError) as told:
+        with pytest.raises(OSError) as raised:
             os.fsync(file)
-        assert told.value.errno == (errno.EIO if killed else errno.ETIMEDOUT)
+        assert raised.value.errno == (errno.EIO if killed else errno.ETIMEDOUT)
     for file in (later, writer, other):
         os.fsync(file)
         os.close(file)

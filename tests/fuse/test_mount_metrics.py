@@ -1,4 +1,4 @@
-"""A mount tells Prometheus what the kernel asked of it, all its processes added up, also after one of them was killed."""
+"""A mount's metrics page counts the requests of the kernel over all its processes, also after one of them was killed."""
 
 import mmap
 import os
@@ -51,7 +51,7 @@ def answers(address):
 
 
 def read_past_the_pages(path, count):
-    """4 KiB each: one request of the kernel for each."""
+    """Reads of 4 KiB: each is one request of the kernel."""
     file, buffer = os.open(path, os.O_RDONLY | os.O_DIRECT), mmap.mmap(-1, 4096)
     try:
         for number in range(count):
@@ -60,7 +60,7 @@ def read_past_the_pages(path, count):
         os.close(file)
 
 
-def test_each_read_is_counted_once_whoever_of_a_mount_answers_it(own):
+def test_each_read_is_counted_once(own):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -115,10 +115,10 @@ def test_each_read_is_counted_once_whoever_of_a_mount_answers_it(own):
         assert samples(address)["nvpool_fuse_seconds_count", "read"] >= 10
     finally:
         assert held.end() == 0, held.log.read_text()
-    assert answers(address) is None, "nobody listens there any more"
+    assert answers(address) is None, "no server is left at the address"
 
 
-def test_an_address_that_is_none_is_refused_before_anything_is_mounted(own, tmp_path):
+def test_invalid_metrics_address_is_refused(own, tmp_path):
     said = subprocess.run(
         ["nvpool", "mount", str(own.directory), str(tmp_path), "--metrics", "here"],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Where a mount may go, and how one is taken away, dead ones too. Runs on the floor: no pool is needed."""
+"""Mount points: allowed places, and unmounting of live and dead mounts. Runs on the in-memory floor, without a pool."""
 
 import os
 import signal
@@ -23,14 +23,14 @@ def floor(tmp_path):
     made.end(signal.SIGKILL)
 
 
-def test_an_empty_directory_is_a_mount_point(tmp_path):
+def test_empty_directory_is_a_mount_point(tmp_path):
     (tmp_path / "m").mkdir()
     (tmp_path / "link").symlink_to("m")
     assert check_mount_point(tmp_path / "m") == tmp_path / "m"
     assert check_mount_point(tmp_path / "link") == tmp_path / "m"
 
 
-def test_what_is_no_mount_point_is_refused_with_the_remedy(tmp_path):
+def test_invalid_mount_point_is_refused_with_the_remedy(tmp_path):
     with pytest.raises(NotFound, match="mkdir -p"):
         check_mount_point(tmp_path / "missing")
     (tmp_path / "file").write_text("x")
@@ -40,14 +40,14 @@ def test_what_is_no_mount_point_is_refused_with_the_remedy(tmp_path):
         check_mount_point(tmp_path)
 
 
-def test_a_place_that_is_mounted_is_refused_also_by_force(floor):
+def test_mounted_place_is_refused_also_by_force(floor):
     for force in (False, True):
         with pytest.raises(InUse, match=f"nvpool umount {floor.place}"):
             check_mount_point(floor.place, force=force)
     assert look_at(floor.place) == "alive" and is_mounted(floor.place)
 
 
-def test_a_foreign_mount_is_refused(tmp_path):
+def test_foreign_mount_is_refused(tmp_path):
     subprocess.run(["mount", "-t", "tmpfs", "none", tmp_path], check=True)
     try:
         with pytest.raises(InUse, match="tmpfs"):
@@ -56,8 +56,8 @@ def test_a_foreign_mount_is_refused(tmp_path):
         subprocess.run(["umount", tmp_path], check=True)
 
 
-def test_a_dead_mount_is_recognised_and_cleaned_by_force_only(floor):
-    os.stat(floor.place)  # the kernel has fresh attributes of it
+def test_dead_mount_is_cleaned_by_force_only(floor):
+    os.stat(floor.place)  # the kernel has fresh attributes of the mount point
     floor.process.kill()
     floor.process.wait()
     assert is_mounted(floor.place) and look_at(floor.place) == "dead"
@@ -67,7 +67,7 @@ def test_a_dead_mount_is_recognised_and_cleaned_by_force_only(floor):
     assert not is_mounted(floor.place)
 
 
-def test_a_hung_mount_is_recognised_without_waiting_for_it(floor, monkeypatch):
+def test_hung_mount_is_recognized_without_waiting(floor, monkeypatch):
     monkeypatch.setattr("nvpool.host.mountinfo.LOOK_S", 0.3)
     floor.process.send_signal(signal.SIGSTOP)
     try:
@@ -80,9 +80,10 @@ def test_a_hung_mount_is_recognised_without_waiting_for_it(floor, monkeypatch):
         floor.process.send_signal(signal.SIGCONT)
 
 
-def test_who_waits_in_a_mount_that_nobody_serves_is_told_when_it_is_unmounted(floor, monkeypatch):
-    """No daemon of ours serves the floor; stopped, it stands for what a killed one may leave behind: a process that waits in
-    the kernel with a descriptor of the mount, and can not die."""
+def test_unmount_ends_calls_of_an_unserved_mount(floor, monkeypatch):
+    """No daemon serves the floor; stopped, it stands for the remains of a killed one: a process that waits in the kernel
+    with a descriptor of the mount, and cannot die.
+    """
     monkeypatch.setattr("nvpool.host.mountinfo.LOOK_S", 0.3)
     floor.process.send_signal(signal.SIGSTOP)
     waiting = subprocess.Popen(["ls", floor.place], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -96,8 +97,8 @@ def test_who_waits_in_a_mount_that_nobody_serves_is_told_when_it_is_unmounted(fl
 
 
 @pytest.mark.parametrize("seen_elsewhere", [False, True])
-def test_nobody_is_told_so_where_it_may_be_served(floor, tmp_path, monkeypatch, seen_elsewhere):
-    """By a daemon in a container, whose processes are not seen from here; or at another place of this machine."""
+def test_calls_of_a_mount_served_elsewhere_are_not_ended(floor, tmp_path, monkeypatch, seen_elsewhere):
+    """By a daemon in a container, whose processes are not visible from here; or at another place of this machine."""
     monkeypatch.setattr("nvpool.host.mountinfo.LOOK_S", 0.3)
     (copy := tmp_path / "copy").mkdir()
     if seen_elsewhere:
@@ -117,13 +118,13 @@ def test_nobody_is_told_so_where_it_may_be_served(floor, tmp_path, monkeypatch, 
             subprocess.run(["umount", "--lazy", copy], check=True)
 
 
-def test_mounts_are_told_with_their_type_and_source(floor):
+def test_mount_has_type_and_source(floor):
     found = mount_at(floor.place)
     assert (found.type, found.source) == ("fuse.nvpool", "nvpool:floor")
     assert mount_at(floor.place.parent) is None
 
 
-def test_odd_names_are_found_in_the_table(tmp_path):
+def test_odd_names_are_found_in_the_mount_table(tmp_path):
     odd = tmp_path / "a b\tc\\d\ne"
     odd.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "none", odd], check=True)
@@ -134,13 +135,13 @@ def test_odd_names_are_found_in_the_table(tmp_path):
     assert mount_at(odd) is None
 
 
-def test_unmounting_a_busy_mount_is_refused_and_lazily_done(floor):
+def test_busy_mount_is_unmounted_lazily_only(floor):
     with open(floor.place / "f", "w"):
         with pytest.raises(InUse, match="--lazy"):
             unmount(floor.place)
         unmount(floor.place, lazy=True)
         assert not is_mounted(floor.place)
-    assert floor.process.wait(10) == 0  # the last user is gone, and so is the daemon
+    assert floor.process.wait(10) == 0  # the last user has gone, so the daemon ends
 
 
 def test_unmounting_nothing_is_refused(tmp_path):
@@ -148,24 +149,24 @@ def test_unmounting_nothing_is_refused(tmp_path):
         unmount(tmp_path)
 
 
-def test_the_daemon_ends_when_somebody_unmounts(floor):
+def test_daemon_ends_after_an_unmount(floor):
     subprocess.run(["umount", floor.place], check=True)
     assert floor.process.wait(10) == 0
 
 
-def test_a_mount_may_be_looked_for_through_symbolic_links(floor, tmp_path):
+def test_mount_is_found_through_symbolic_links(floor, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path)
     assert place_of(tmp_path / "link" / "m") == floor.place
 
 
-def test_the_kernel_reads_ahead_as_far_as_it_is_told(floor):
+def test_read_ahead_of_the_kernel_is_set(floor):
     found = mount_at(floor.place)
     assert set_read_ahead(found, 1 << 20)
     with open(f"/sys/class/bdi/{found.device}/read_ahead_kb") as file:
         assert int(file.read()) == 1024
 
 
-def test_a_killed_reader_does_not_stop_the_others(floor):
+def test_killed_reader_does_not_block_the_others(floor):
     """Its requests vanish from the queue between epoll and read: the loop must not wait for the next one."""
     (floor.place / "f").write_bytes(os.urandom(1 << 20))
     program = """

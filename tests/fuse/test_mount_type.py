@@ -1,5 +1,7 @@
-"""`mount -t nvpool`, as administrators and /etc/fstab use it: mount(8) itself, with mount.nvpool where it looks for it, in a
-mount name space of its own."""
+"""`mount -t nvpool`, as administrators and /etc/fstab use it: mount(8) itself, with mount.nvpool in its place.
+
+Each test runs in its own mount namespace.
+"""
 
 import json
 import shlex
@@ -19,7 +21,7 @@ pytestmark = [
 
 
 class Administrator:
-    """Runs commands in a mount name space in which /usr/sbin has our programs and nothing else."""
+    """Runs commands in a mount namespace in which /usr/sbin has only our programs."""
 
     def __init__(self, place):
         self.place = place
@@ -70,7 +72,7 @@ class Administrator:
 
 @pytest.fixture(scope="module")
 def volume(own):
-    """/volumes/x of the pool, with something in it."""
+    """/volumes/x of the pool, with some files."""
     if NO_MOUNT:
         pytest.skip(NO_MOUNT)
     whole = own.mount(own.directory.parent / "tree")
@@ -84,7 +86,7 @@ def root(volume, tmp_path):
     made = Administrator(tmp_path)
     if not made.up:
         made.close()
-        pytest.skip("no mount name space of its own here")
+        pytest.skip("a mount namespace cannot be created here")
     yield made
     for name in ("m", "m2"):
         while made.found(tmp_path / name) is not None:
@@ -104,7 +106,7 @@ def address_of(directory):
     return next(one for one in node["endpoints"] if one.startswith("stream://")).removeprefix("stream://")
 
 
-def test_mount_8_mounts_a_part_and_umount_8_ends_it(own, root):
+def test_mount_8_mounts_a_subtree_and_umount_8_ends_it(own, root):
     place = root.place / "m"
     place.mkdir()
     source = f"{own.directory}:/volumes/x"
@@ -123,8 +125,8 @@ def test_mount_8_mounts_a_part_and_umount_8_ends_it(own, root):
     wait_until(lambda: not any(str(place) in words for words in command_lines()), "the end of its processes")
 
 
-def test_by_the_address_of_a_node(own, root):
-    """With a client's directory beside it, which has the certificate."""
+def test_node_address_is_a_source(own, root):
+    """With a client's directory as an option, for the certificate."""
     place = root.place / "m"
     place.mkdir()
     source = f"{address_of(own.directory)}:/volumes/x"
@@ -132,7 +134,7 @@ def test_by_the_address_of_a_node(own, root):
     assert root.found(place)["source"] == source and root.run("cat", place / "f").stdout == "of x"
 
 
-def test_lines_of_fstab(own, root):
+def test_fstab_entries_are_mounted(own, root):
     place, other, table = root.place / "m", root.place / "m2", root.place / "fstab"
     place.mkdir()
     other.mkdir()
@@ -144,7 +146,7 @@ def test_lines_of_fstab(own, root):
     root.run("mount", "-T", table, "-a")
     assert root.found(place)["source"] == source and root.found(other) is None
     assert "ro" in root.found(place)["options"].split(",")
-    root.run("mount", "-T", table, "-a")  # knows it again
+    root.run("mount", "-T", table, "-a")  # finds the mount again
     assert root.run("sh", "-c", f"grep -c ' {place} ' /proc/mounts").stdout == "1\n"
     root.run("mount", "-T", table, other)
     assert {"noexec", "nosuid", "nodev"} <= set(root.found(other)["options"].split(","))
@@ -154,7 +156,7 @@ def test_lines_of_fstab(own, root):
     root.run("umount", place, other)
 
 
-def test_it_is_made_read_only_and_back_while_it_is_in_use(own, root):
+def test_mount_in_use_is_remounted_read_only_and_back(own, root):
     place = root.place / "m"
     place.mkdir()
     root.run("mount", "-t", "nvpool", f"{own.directory}:/volumes/x", place)
@@ -170,7 +172,7 @@ def test_it_is_made_read_only_and_back_while_it_is_in_use(own, root):
     root.run("rm", place / "in" / "x", place / "in" / "open")
 
 
-def test_wrong_words_and_failures_have_the_exit_codes_of_mount_8(own, root):
+def test_errors_have_the_exit_codes_of_mount_8(own, root):
     place = root.place / "m"
     place.mkdir()
     for source, options, code, said in (
@@ -196,15 +198,15 @@ if libc.mount(b"systemd-1", os.fsencode(sys.argv[1]), b"autofs", 0, words.encode
     sys.exit(f"no autofs here: {os.strerror(ctypes.get_errno())}")
 place = os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECTORY)
 print("up", flush=True)
-_, _, token = struct.unpack("=iiI", os.read(read, 304)[:12])  # somebody wants in
+_, _, token = struct.unpack("=iiI", os.read(read, 304)[:12])  # a process wants to enter
 print("asked", flush=True)
 subprocess.run(sys.argv[2:], check=True, timeout=60)  # in this process group, as systemd does it
 fcntl.ioctl(place, 0x9360, token)  # AUTOFS_IOC_READY
 """
 
 
-def test_an_automount_gets_it_when_somebody_comes(own, root):
-    """As x-systemd.automount does: autofs lies there, keeps whoever comes, and mount(8) is called."""
+def test_automount_mounts_on_first_access(own, root):
+    """As x-systemd.automount does: autofs on the mount point blocks the first process, and mount(8) is called."""
     place = root.place / "m"
     place.mkdir()
     auto = subprocess.Popen(
@@ -245,7 +247,7 @@ def test_an_automount_gets_it_when_somebody_comes(own, root):
             root.run("umount", "-l", place)
 
 
-def test_status_names_the_mount(own, root):
+def test_status_lists_the_mount(own, root):
     place = root.place / "m"
     place.mkdir()
     root.run("mount", "-t", "nvpool", f"{own.directory}:/volumes/x", place)

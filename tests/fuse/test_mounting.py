@@ -1,4 +1,4 @@
-"""Mounting with the direct engine: options, another user through fusermount3, who is killed while he waits, write-back."""
+"""Mounts with the direct engine: options, another user through fusermount3, killed callers, write-back."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ from nvpool.testing.fakes.vfs import MemoryVfs
 
 
 class CountingVfs(MemoryVfs):
-    """Counts writes; to look for the name `hung` never ends, nor does a read behind the first megabyte."""
+    """Counts writes; a lookup of the name `hung` never ends, nor does a read after the first megabyte."""
 
     def __init__(self):
         super().__init__()
@@ -99,7 +99,7 @@ def served(tmp_path):
 pytestmark = pytest.mark.mount
 
 
-def test_options_of_the_mount_are_those_that_were_asked_for(served):
+def test_mount_options_are_applied(served):
     found = served(extra=("noexec,dev", "suid"), max_read=65536)
     line = next(
         line for line in Path("/proc/self/mountinfo").read_text().splitlines() if f" {found.place} " in line
@@ -115,13 +115,13 @@ def test_options_of_the_mount_are_those_that_were_asked_for(served):
         (plain.point / "x").touch()
 
 
-def test_an_option_that_is_none_is_refused_and_nothing_is_mounted(tmp_path):
+def test_unknown_option_is_refused(tmp_path):
     with pytest.raises(InvalidRequest, match="'bogus' is no option"):
         attach(tmp_path, MountOptions("p", extra=("noexec,bogus",)))
     assert not is_mounted(tmp_path)
 
 
-def test_the_kernel_is_given_the_settings(served, tmp_path):
+def test_kernel_settings_are_applied(served, tmp_path):
     made = served(max_background=77, congestion_threshold=44)
     made.place.stat()
     connections = tmp_path / "connections"
@@ -140,7 +140,7 @@ def test_the_kernel_is_given_the_settings(served, tmp_path):
         subprocess.run(["umount", connections], check=True)
 
 
-def test_who_waits_for_what_never_comes_can_be_killed(served):
+def test_caller_of_a_hung_request_can_be_killed(served):
     made = served()
     program = (
         "import os, signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: None)\nsys.stdout.write('.')\n"
@@ -149,7 +149,7 @@ def test_who_waits_for_what_never_comes_can_be_killed(served):
     caller = subprocess.Popen([sys.executable, "-c", program, made.place / "hung"], stdout=subprocess.PIPE)
     caller.stdout.read(1)
     wait_until(lambda: made.engine._work, "the request")
-    caller.send_signal(signal.SIGUSR1)  # one that it survives: it goes on waiting, as for a local drive
+    caller.send_signal(signal.SIGUSR1)  # not fatal: the process keeps waiting, as for a local drive
     wait_until(lambda: made.engine._interrupted, "the interrupt")
     assert caller.poll() is None and made.vfs.cancelled == 0
     caller.kill()
@@ -158,8 +158,8 @@ def test_who_waits_for_what_never_comes_can_be_killed(served):
     assert os.listdir(made.place) == []
 
 
-def test_who_is_killed_may_store_what_he_has_written_but_not_for_ever(served, monkeypatch):
-    """By then he has taken the signal: it is pending for his process only, no longer for him."""
+def test_killed_writer_stores_its_data_within_a_limit(served, monkeypatch):
+    """The exiting process has already taken the signal: it is pending for its process only, no longer for its thread."""
     monkeypatch.setattr("nvpool.fuse.kernel.connection.EXIT_S", 120)
     made = served()
     writer = subprocess.Popen(
@@ -175,7 +175,7 @@ def test_who_is_killed_may_store_what_he_has_written_but_not_for_ever(served, mo
     writer.stdout.read(1)
     made.vfs.flush_hangs = True
     writer.kill()
-    wait_until(lambda: made.engine._interrupted, "the interrupt of what stores it")
+    wait_until(lambda: made.engine._interrupted, "the interrupt of the flush")
     with pytest.raises(subprocess.TimeoutExpired):
         writer.wait(2 * DYING_LOOK_S)
     monkeypatch.setattr("nvpool.fuse.kernel.connection.EXIT_S", 0.1)
@@ -183,7 +183,7 @@ def test_who_is_killed_may_store_what_he_has_written_but_not_for_ever(served, mo
     assert made.vfs.cancelled == 1
 
 
-def test_a_mount_that_is_gone_waits_for_no_reads(served):
+def test_unmounted_engine_waits_for_no_reads(served):
     made = served()
     with open(made.place / "f", "wb") as file:
         file.truncate(2 << 20)
@@ -193,13 +193,13 @@ def test_a_mount_that_is_gone_waits_for_no_reads(served):
     )
     wait_until(lambda: made.engine._work, "the request")
     subprocess.run(["umount", "-l", made.place], check=True)
-    reader.kill()  # the last that uses it
+    reader.kill()  # the last process that uses the mount
     reader.wait(120)
     made.thread.join(120)
     assert not made.thread.is_alive()
 
 
-def test_with_write_back_the_kernel_gathers_small_writes_until_the_file_is_closed(served):
+def test_writeback_gathers_small_writes_until_close(served):
     through, back = served(), served(writeback=True)
     for made in (through, back):
         with open(made.place / "f", "wb", buffering=0) as file:
@@ -208,7 +208,7 @@ def test_with_write_back_the_kernel_gathers_small_writes_until_the_file_is_close
         assert (made.place / "f").read_bytes() == b"".join(bytes([number]) * 100 for number in range(256))
         assert made.place.joinpath("f").stat().st_size == 25_600
     assert through.vfs.writes >= 256 and back.vfs.writes <= 8
-    with open(back.place / "f", "r+b", buffering=0) as file:  # a page that is written in part is read first
+    with open(back.place / "f", "r+b", buffering=0) as file:  # a partly written page is read first
         file.seek(5000)
         file.write(b"middle")
     fd = os.open(back.place / "f", os.O_WRONLY)
@@ -244,7 +244,7 @@ def test_another_user_mounts_through_fusermount3():
             check=False,
         )
         if "unshare failed" in done.stderr or "mount:" in done.stderr:
-            pytest.skip(f"no mount name space of its own here: {done.stderr.strip()}")
+            pytest.skip(f"a mount namespace cannot be created here: {done.stderr.strip()}")
         assert done.returncode == 0, done.stderr
         said = json.loads(done.stdout)
         assert (said["type"], said["source"], said["left"]) == ("fuse.nvpool", "nvpool:p", False)

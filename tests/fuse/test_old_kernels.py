@@ -1,5 +1,8 @@
-"""A mount outlives its process also where the kernel does not hand out again what that has not answered: real mounts with
---no-resend, killed in the middle of calls that wait. See test_holder and test_kills for all else, which run so too."""
+"""A mount survives its process also on kernels that do not resend requests: real mounts with --no-resend, killed during
+calls.
+
+The tests of test_holder and test_kills run in this mode too.
+"""
 
 import contextlib
 import fcntl
@@ -30,7 +33,7 @@ def held(own, request):
         own.directory.parent / f"m-{request.node.name[:40].replace('[', '-').rstrip(']')}",
         "--holder",
         "--no-resend",
-        "--no-short-cut",
+        "--no-short-circuit",
     )
     yield made
     end(made)
@@ -55,15 +58,15 @@ def states(pid):
 
 
 @pytest.mark.smoke
-def test_the_memory_that_requests_are_read_into_is_all_there(held):
-    """Else who is killed while the kernel copies a request to it leaves a caller with EIO: see shm/prefault."""
+def test_memory_for_requests_is_resident(held):
+    """Otherwise a process that is killed while the kernel copies a request to it leaves a caller with EIO: see shm/prefault."""
     with open(f"/proc/{serving(held)}/smaps") as file:
         mapping = file.read().partition("nvpool requests")[2].partition("\n\n")[0]
     assert int(re.search(r"Rss:\s+(\d+) kB", mapping)[1]) << 10 >= MIB
 
 
-def test_reads_and_writes_that_wait_for_a_silent_store_go_on(held, own):
-    """Killed three times meanwhile: each gets its bytes, each write is made once, in its place."""
+def test_calls_that_wait_for_a_silent_store_survive_kills(held, own):
+    """The process is killed three times meanwhile: each read gets its bytes, each write is carried out once, in its place."""
     content = random.Random(1).randbytes(12 * MIB)
     (held.place / "slow").write_bytes(content)
     file = os.open(held.place / "slow", os.O_RDONLY)
@@ -87,7 +90,7 @@ def test_reads_and_writes_that_wait_for_a_silent_store_go_on(held, own):
         time.sleep(0.5)
         for _ in range(3):
             kill_serving(held)
-            (held.place / "others").mkdir()  # go on meanwhile
+            (held.place / "others").mkdir()  # other requests continue
             (held.place / "others").rmdir()
             time.sleep(0.2)
         assert not read and not wrote
@@ -103,8 +106,8 @@ def test_reads_and_writes_that_wait_for_a_silent_store_go_on(held, own):
     ]
 
 
-def test_who_waits_can_be_killed_though_the_process_that_heard_of_it_is_dead(held, own):
-    """A signal came first, which the kernel tells of once; the one that kills comes after the successor's start."""
+def test_waiting_caller_can_be_killed_after_a_kill(held, own):
+    """The kernel notifies once, of a first signal; the fatal one arrives after the successor's start."""
     syncing = (
         "import os,signal,sys; signal.signal(signal.SIGUSR1, lambda *_: None);"
         "f=os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT); os.write(f, bytes(100_000)); print(flush=True); os.fsync(f)"
@@ -130,8 +133,8 @@ def test_who_waits_can_be_killed_though_the_process_that_heard_of_it_is_dead(hel
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["signal-first", "kill-first"])
-def test_who_waits_for_a_lock_is_interrupted_also_after_a_kill(held, own, before):
-    """EINTR for the signal, as without a kill; the signal may have been the last that the dead process should have heard."""
+def test_waiting_lock_is_interrupted_after_a_kill(held, own, before):
+    """EINTR for the signal, as without a kill; its notification may have been the last one for the dead process."""
     waits = (
         "import fcntl,signal,sys\n"
         "def ring(*_): raise InterruptedError\n"
@@ -159,7 +162,7 @@ def test_who_waits_for_a_lock_is_interrupted_also_after_a_kill(held, own, before
         assert waiter.communicate(timeout=20)[0] == "interrupted\n"
 
 
-def test_upgraded_under_load_nobody_meets_an_error(held, own):
+def test_upgrade_under_load_causes_no_error(held, own):
     over = threading.Event()
 
     def load(me):
@@ -176,8 +179,8 @@ def test_upgraded_under_load_nobody_meets_an_error(held, own):
         try:
             for _ in range(3):
                 before = serving(held)
-                told = json.loads(nvpool("mount", "upgrade", held.place, "--json").stdout)
-                assert told["pid"] == serving(held) != before
+                upgraded = json.loads(nvpool("mount", "upgrade", held.place, "--json").stdout)
+                assert upgraded["pid"] == serving(held) != before
         finally:
             over.set()
 
@@ -196,7 +199,7 @@ def test_upgraded_under_load_nobody_meets_an_error(held, own):
     )
 
 
-def test_more_processes_are_refused(own, tmp_path):
+def test_more_workers_are_refused(own, tmp_path):
     done = subprocess.run(
         command(Program.MOUNT, "--no-resend", "--workers", "2", own.directory, tmp_path),
         capture_output=True,

@@ -1,4 +1,4 @@
-"""What the adapter adds to the Vfs, without a kernel."""
+"""FuseOps, the layer between engine and Vfs, without a kernel."""
 
 import asyncio
 import errno
@@ -38,7 +38,7 @@ class CountingVfs(MemoryVfs):
 
 
 class Driven:
-    """FuseOps over memory, with each request run to its end."""
+    """FuseOps over memory; each request runs to its end."""
 
     def __init__(self, options=None):
         self.vfs = CountingVfs()
@@ -76,25 +76,25 @@ def fs():
 
 
 @pytest.mark.parametrize("kind", errors.every_error(), ids=lambda kind: kind.__name__)
-def test_every_error_has_an_errno_that_the_kernel_takes(kind):
+def test_errors_have_an_errno_that_the_kernel_accepts(kind):
     number = errno_of(kind(), "read")
     assert number == (errno.ESTALE if kind is errors.DirectoryGone else kind.errno)
     assert 0 < number < 512 and number in errno.errorcode
 
 
-def test_what_is_gone_by_inode_is_stale_and_by_name_is_missing():
+def test_missing_is_stale_by_inode_and_enoent_by_name():
     assert errno_of(errors.NotFound(), "getattr") == errno.ESTALE
     assert errno_of(errors.NotFound(), "unlink") == errno.ENOENT
     assert all(hasattr(FuseOps, name) for name in BY_INODE)
 
 
-def test_what_is_none_of_ours_is_an_io_error_with_a_traceback_in_the_log(caplog):
+def test_unknown_error_is_eio_with_a_traceback(caplog):
     assert errno_of(ZeroDivisionError(), "read") == errno.EIO
     assert errno_of(MemoryError(), "read") == errno.ENOMEM
     assert "unexpected ZeroDivisionError" in caplog.text
 
 
-def test_a_name_that_is_not_there_is_told_as_such(fs):
+def test_missing_name_is_none(fs):
     assert fs.lookup(ROOT, b"missing") is None
     with pytest.raises(errors.NameTooLong):
         fs.lookup(ROOT, b"x" * 256)
@@ -106,7 +106,7 @@ def test_dot_and_dot_dot_are_found(fs):
     assert fs.lookup(inside.inode, b"..").inode == ROOT
 
 
-def test_pages_are_kept_while_nothing_changes_and_not_after(fs):
+def test_pages_are_kept_while_nothing_changes(fs):
     attr, opened = fs.create(ROOT, b"f", 0o644, os.O_RDWR, ME)
     assert not opened.keep_cache
     assert fs.open(attr.inode, os.O_RDONLY, ME).keep_cache
@@ -117,7 +117,7 @@ def test_pages_are_kept_while_nothing_changes_and_not_after(fs):
     assert not fs.open(attr.inode, os.O_RDONLY, ME).keep_cache
 
 
-def test_attributes_that_the_kernel_was_not_told_of_are_invalidated_at_open(fs):
+def test_changed_attributes_are_invalidated_at_open(fs):
     invalidated = []
     fs.ops.invalidate_attributes = invalidated.append
     attr, opened = fs.create(ROOT, b"f", 0o644, os.O_RDWR, ME)
@@ -131,7 +131,7 @@ def test_attributes_that_the_kernel_was_not_told_of_are_invalidated_at_open(fs):
     assert invalidated == [attr.inode]
 
 
-def test_a_file_without_a_name_is_opened_only_while_it_is_open(fs):
+def test_unlinked_file_can_be_opened_only_while_open(fs):
     attr, opened = fs.create(ROOT, b"f", 0o644, os.O_RDWR, ME)
     fs.unlink(ROOT, b"f", ME)
     again = fs.open(attr.inode, os.O_RDONLY, ME)
@@ -144,7 +144,7 @@ def test_a_file_without_a_name_is_opened_only_while_it_is_open(fs):
     assert attr.inode not in fs.vfs._nodes
 
 
-def test_appending_handles_bypass_the_pages_and_reading_ones_do_not(fs):
+def test_appending_handles_bypass_the_page_cache(fs):
     attr, _ = fs.create(ROOT, b"f", 0o644, os.O_WRONLY, ME)
     assert fs.open(attr.inode, os.O_WRONLY | os.O_APPEND, ME).direct_io
     assert fs.open(attr.inode, os.O_RDWR | os.O_APPEND, ME).direct_io
@@ -153,22 +153,22 @@ def test_appending_handles_bypass_the_pages_and_reading_ones_do_not(fs):
 
 
 class Pages:
-    """An engine that remembers what it was told of pages."""
+    """Records the calls of the engine that invalidate or fill pages."""
 
     def __init__(self, fs):
-        self.told = []
+        self.calls = []
         for name in ("drop", "store", "forget"):
-            setattr(fs.ops.pages, name, self.teller(name))
+            setattr(fs.ops.pages, name, self.recorder(name))
 
-    def teller(self, name):
-        async def tell(*what):
-            self.told.append((name, *what))
+    def recorder(self, name):
+        async def record(*what):
+            self.calls.append((name, *what))
 
-        return tell
+        return record
 
     def taken(self):
-        told, self.told = self.told, []
-        return told
+        calls, self.calls = self.calls, []
+        return calls
 
 
 def test_direct_write_drops_pages_where_another_reads_them(fs):
@@ -180,13 +180,13 @@ def test_direct_write_drops_pages_where_another_reads_them(fs):
     assert fs.has_pages(direct.handle)
     fs.write(direct.handle, 4096, b"y" * 4096, flags=flags)
     assert pages.taken() == [("drop", attr.inode, 4096, 4096)]
-    fs.write(direct.handle, 0, b"z", flags=os.O_RDWR)  # F_SETFL has taken the flag away
+    fs.write(direct.handle, 0, b"z", flags=os.O_RDWR)  # after an F_SETFL that cleared the flag
     assert not pages.taken()
     fs.release(other.handle)
     assert not fs.has_pages(direct.handle)
 
 
-def test_flags_of_a_write_say_where_it_goes(fs):
+def test_flags_of_a_write_decide_its_offset(fs):
     attr, opened = fs.create(ROOT, b"f", 0o644, os.O_RDWR | os.O_APPEND, ME)
     reader = fs.open(attr.inode, os.O_RDONLY, ME)
     pages = Pages(fs)
@@ -232,10 +232,10 @@ def test_growth_clears_the_rest_of_the_last_page(fs):
     opened = fs.open(attr.inode, os.O_WRONLY, ME)
     fs.write(opened.handle, 8192, b"x")
     fs.write(opened.handle, 20_000, b"x")
-    assert not pages.taken(), "nobody can have mapped it"
+    assert not pages.taken(), "no process can have mapped the file"
 
 
-def test_the_question_before_each_write_is_answered_without_a_trip(fs):
+def test_capability_query_before_a_write_needs_no_request(fs):
     attr, opened = fs.create(ROOT, b"f", 0o644, os.O_RDWR, ME)
     before = fs.vfs.calls.get("getxattr", 0)
     with pytest.raises(errors.NoAttribute):
@@ -267,7 +267,7 @@ def make_names(fs, count):
 
 
 @pytest.mark.parametrize("room", [1, 2, 3, 20, 1 << 20])
-def test_a_listing_is_whole_whatever_the_size_of_the_buffer(fs, room):
+def test_listing_is_complete_for_any_buffer_size(fs, room):
     make_names(fs, 50)
     handle = fs.opendir(ROOT)
     cursor, names = 0, []
@@ -277,7 +277,7 @@ def test_a_listing_is_whole_whatever_the_size_of_the_buffer(fs, room):
     assert names == [b".", b".."] + [b"n%05d" % number for number in range(50)]
 
 
-def test_a_listing_reads_in_batches_and_once_only_while_nothing_changes(fs):
+def test_listing_reads_batches_once(fs):
     make_names(fs, LIST_BATCH + 10)
     handle = fs.opendir(ROOT)
     before = fs.vfs.calls.get("readdir", 0)
@@ -287,7 +287,7 @@ def test_a_listing_reads_in_batches_and_once_only_while_nothing_changes(fs):
     assert fs.vfs.calls["readdir"] - before == 2
 
 
-def test_entries_read_ahead_are_not_used_after_a_change_or_when_they_are_old(fs):
+def test_prefetched_entries_expire_and_follow_changes(fs):
     make_names(fs, 30)
     handle = fs.opendir(ROOT)
     cursor = fs.listed(handle, 0, 12)[-1][1]
@@ -298,14 +298,14 @@ def test_entries_read_ahead_are_not_used_after_a_change_or_when_they_are_old(fs)
     before = fs.vfs.calls["readdir"]
     cursor = fs.listed(handle, cursor, 1)[-1][1]
     cursor = fs.listed(handle, cursor, 1)[-1][1]
-    assert fs.vfs.calls["readdir"] == before, "a place in what was read last is sought there"
+    assert fs.vfs.calls["readdir"] == before, "an entry of the last batch is found in the batch"
     fs.clock.advance(2.0)
     fs.listed(handle, cursor, 1)
     assert fs.vfs.calls["readdir"] == before + 1
 
 
-class Lent(MemoryVfs):
-    """Names are promised where `covers` says so."""
+class LeasedVfs(MemoryVfs):
+    """Names have a lease where `covers` says so."""
 
     covers = True
 
@@ -313,14 +313,14 @@ class Lent(MemoryVfs):
         return inode if self.covers else 0
 
 
-def test_name_without_a_promise_is_not_kept_by_the_kernel():
+def test_name_without_a_lease_is_not_cached_by_the_kernel():
     async def run():
-        vfs = Lent()
+        vfs = LeasedVfs()
         ops = FuseOps(vfs, clock=ManualClock())
-        taken_back = []
+        invalidated = []
 
         async def invalidate(names, inodes):
-            taken_back.extend(names)
+            invalidated.extend(names)
 
         ops.invalidate = invalidate
         inode = (await ops.mknod(ROOT, b"f", 0o100644, 0, ME)).inode
@@ -329,29 +329,31 @@ def test_name_without_a_promise_is_not_kept_by_the_kernel():
         await ops.link(inode, ROOT, b"g", ME)
         assert not ops.name_is_kept
         await ops._recalled([inode])
-        assert taken_back == [(ROOT, b"f")], "the other one the kernel asks for each time"
+        assert invalidated == [(ROOT, b"f")], "the kernel requests the other name each time"
 
     asyncio.run(run())
 
 
-def test_open_by_a_name_from_before_a_recall_is_stale_once():
+def test_open_by_an_invalidated_name_is_stale_once():
     async def run():
-        vfs = Lent()
+        vfs = LeasedVfs()
         ops = FuseOps(vfs, clock=ManualClock())
         inode = (await ops.mknod(ROOT, b"f", 0o100644, 0, ME)).inode
         await ops.rename(ROOT, b"f", ROOT, b"g", 0, ME)
-        taken_back = []
+        invalidated = []
 
         async def invalidate(names, inodes):
-            taken_back.extend(names)
+            invalidated.extend(names)
 
         ops.invalidate = invalidate
         await ops._recalled([inode])
-        assert sorted(taken_back) == [(ROOT, b"f"), (ROOT, b"g")], "the kernel keeps it by its new name"
+        assert sorted(invalidated) == [(ROOT, b"f"), (ROOT, b"g")], (
+            "the kernel caches the file by its new name"
+        )
         thread, other = Caller(0, 0, 7), Caller(0, 0, 8)
         with pytest.raises(errors.NotFound):
             await ops.open(inode, os.O_RDONLY, thread)
-        await ops.lookup(ROOT, b"g")  # the kernel walks the path anew, and meanwhile another change comes
+        await ops.lookup(ROOT, b"g")  # the kernel looks the path up again, and meanwhile another change comes
         await ops._recalled([inode])
         await ops.open(inode, os.O_RDONLY, thread)
         with pytest.raises(errors.NotFound):
@@ -365,35 +367,35 @@ def test_open_by_a_name_from_before_a_recall_is_stale_once():
     asyncio.run(run())
 
 
-def test_names_are_taken_back_when_all_leases_end_at_once():
+def test_names_are_invalidated_when_all_leases_end():
     async def run():
-        vfs = Lent()
+        vfs = LeasedVfs()
         ops = FuseOps(vfs, clock=ManualClock())
-        taken_back = []
+        invalidated = []
 
         async def invalidate(names, inodes):
-            taken_back.extend(names)
+            invalidated.extend(names)
 
         ops.invalidate = invalidate
         inode = (await ops.mknod(ROOT, b"f", 0o100644, 0, ME)).inode
         vfs.on_unleased()
         await asyncio.sleep(0)
-        assert taken_back == [(ROOT, b"f")]
+        assert invalidated == [(ROOT, b"f")]
         with pytest.raises(errors.NotFound):
             await ops.open(inode, os.O_RDONLY, ME)
         await ops._recalled([inode])
-        assert len(taken_back) == 1
+        assert len(invalidated) == 1
 
     asyncio.run(run())
 
 
 def test_recall_does_not_wait_for_a_busy_directory():
     async def run():
-        vfs, blocked = Lent(), asyncio.Event()
+        vfs, blocked = LeasedVfs(), asyncio.Event()
         ops = FuseOps(vfs, clock=ManualClock())
 
         async def invalidate(names, inodes):
-            await blocked.wait()  # as the kernel does while it holds the directory
+            await blocked.wait()  # as the kernel does while it has the directory locked
 
         async def unlink(parent, name, caller, unlink=vfs.unlink):
             await recalled.wait()  # the other node changes it first
@@ -416,7 +418,7 @@ def test_recall_does_not_wait_for_a_busy_directory():
 
 def test_removed_directory_is_stale_once_and_then_missing():
     async def run():
-        vfs = Lent()
+        vfs = LeasedVfs()
         ops = FuseOps(vfs, clock=ManualClock())
         kept = (await ops.mkdir(ROOT, b"kept", 0o755, ME)).inode
         vfs.covers = False
@@ -440,7 +442,7 @@ def test_removed_directory_is_stale_once_and_then_missing():
     asyncio.run(run())
 
 
-def test_seek_in_a_listing_asks_for_few_entries():
+def test_seek_in_a_listing_requests_few_entries():
     async def run():
         vfs, asked = MemoryVfs(), []
 
@@ -456,15 +458,17 @@ def test_seek_in_a_listing_asks_for_few_entries():
         places, behind = [], 0
 
         async def some(cursor, count):
-            told = []
+            entries = []
             await ops.readdir(
-                handle, cursor, lambda name, _, place: len(told) < count and not told.append((name, place))
+                handle,
+                cursor,
+                lambda name, _, place: len(entries) < count and not entries.append((name, place)),
             )
-            return told
+            return entries
 
-        while told := await some(behind, 100):
-            places += told
-            behind = told[-1][1]
+        while entries := await some(behind, 100):
+            places += entries
+            behind = entries[-1][1]
         assert len(places) == 4 * LIST_BATCH + 2
         for number in (5, 3 * LIST_BATCH, 700, 2 * LIST_BATCH, 2 * LIST_BATCH + 3):
             del asked[:]
@@ -472,17 +476,17 @@ def test_seek_in_a_listing_asks_for_few_entries():
             await asyncio.sleep(0)
             assert sum(asked) <= SEEK_BATCH
         del asked[:]
-        told, behind = [], places[100][1]
+        entries, behind = [], places[100][1]
         while part := await some(behind, 100):
-            told += part
+            entries += part
             behind = part[-1][1]
-        assert told == places[101:] and asked[:3] == [SEEK_BATCH, 4 * SEEK_BATCH, LIST_BATCH]
+        assert entries == places[101:] and asked[:3] == [SEEK_BATCH, 4 * SEEK_BATCH, LIST_BATCH]
         await ops.releasedir(handle)
 
     asyncio.run(run())
 
 
-def test_a_rewound_listing_sees_the_directory_as_it_is_now(fs):
+def test_rewound_listing_shows_the_present_directory(fs):
     make_names(fs, 3)
     handle = fs.opendir(ROOT)
     assert len(fs.listed(handle)) == 5
@@ -490,13 +494,13 @@ def test_a_rewound_listing_sees_the_directory_as_it_is_now(fs):
     assert [name for name, _ in fs.listed(handle)] == [b".", b"..", b"n00000", b"n00002"]
 
 
-def test_truncation_leaves_the_time_to_the_service(fs):
+def test_truncation_gets_its_time_from_the_service(fs):
     attr, _ = fs.create(ROOT, b"f", 0o644, os.O_RDWR, ME)
     assert fs.setattr(attr.inode, ME, None, size=10, mtime_ns=5).mtime_ns != 5
     assert fs.setattr(attr.inode, ME, None, mtime_ns=5).mtime_ns == 5
 
 
-def test_draining_flushes_and_releases_all_that_is_open(fs):
+def test_drain_flushes_and_releases_open_files(fs):
     attr, _ = fs.create(ROOT, b"f", 0o644, os.O_RDWR, ME)
     fs.open(attr.inode, os.O_RDONLY, ME)
     fs.unlink(ROOT, b"f", ME)
@@ -506,7 +510,7 @@ def test_draining_flushes_and_releases_all_that_is_open(fs):
     assert attr.inode not in fs.vfs._nodes
 
 
-def test_a_released_number_is_never_given_again(fs):
+def test_handle_numbers_are_not_reused(fs):
     attr, first = fs.create(ROOT, b"f", 0o644, os.O_RDWR, ME)
     fs.release(first.handle)
     assert fs.open(attr.inode, os.O_RDONLY, ME).handle != first.handle
@@ -516,21 +520,21 @@ def test_a_released_number_is_never_given_again(fs):
 @pytest.mark.parametrize(
     ("uid", "mode", "left"), [(7, 0o6777, 0o777), (7, 0o2666, 0o666), (0, 0o6777, 0o6777)]
 )
-def test_an_append_takes_set_id_bits_away_unless_root_makes_it(fs, uid, mode, left):
+def test_append_clears_set_id_bits_except_for_root(fs, uid, mode, left):
     attr, made = fs.create(ROOT, b"f", 0o777, os.O_WRONLY | os.O_CREAT, ME)
     fs.release(made.handle)
     fs.setattr(attr.inode, ME, None, mode=mode)
-    told = []
-    fs.ops.invalidate_attributes = told.append
+    invalidated = []
+    fs.ops.invalidate_attributes = invalidated.append
     opened = fs.open(attr.inode, os.O_WRONLY | os.O_APPEND, Caller(uid, uid))
-    told.clear()
+    invalidated.clear()
     fs.write(opened.handle, 0, b"changed")
     assert stat.S_IMODE(fs.getattr(attr.inode).mode) == left
-    assert bool(told) == (left != mode), "the kernel forgets the mode that it knew"
+    assert bool(invalidated) == (left != mode), "the cached mode of the kernel is invalidated"
     fs.release(opened.handle)
 
 
-def test_set_gid_stays_when_a_group_member_changes_bytes(fs):
+def test_set_gid_stays_for_group_members(fs):
     attr, made = fs.create(ROOT, b"f", 0o777, os.O_RDWR | os.O_CREAT, ME)
     for caller, left in ((Caller(7, ME.gid), 0o2666), (Caller(7, 7, 1 << 30), 0o666)):
         fs.setattr(attr.inode, ME, None, mode=0o6666)
@@ -541,7 +545,7 @@ def test_set_gid_stays_when_a_group_member_changes_bytes(fs):
         assert stat.S_IMODE(fs.getattr(attr.inode).mode) & stat.S_ISGID == left & stat.S_ISGID
 
 
-def test_far_times_are_clamped_to_the_kept_range(fs):
+def test_far_times_are_clamped(fs):
     attr, _ = fs.create(ROOT, b"f", 0o644, os.O_RDWR, ME)
     found = fs.setattr(
         attr.inode, ME, None, atime_ns=-11_644_473_600 * 10**9, mtime_ns=253_402_300_799 * 10**9
@@ -549,7 +553,7 @@ def test_far_times_are_clamped_to_the_kept_range(fs):
     assert (found.atime_ns, found.mtime_ns) == (-1 << 63, (1 << 63) - 1)
 
 
-def test_an_append_takes_file_capabilities_away(fs):
+def test_append_removes_file_capabilities(fs):
     attr, made = fs.create(ROOT, b"f", 0o755, os.O_WRONLY | os.O_CREAT | os.O_APPEND, ME)
     fs.setxattr(attr.inode, b"security.capability", b"all", 0, ME)
     fs.setxattr(attr.inode, b"user.a", b"kept", 0, ME)
@@ -558,8 +562,8 @@ def test_an_append_takes_file_capabilities_away(fs):
     assert fs.listxattr(attr.inode) == [b"user.a"]
 
 
-def test_a_long_listing_asks_for_the_next_entries_while_it_tells_some():
-    """And what was read ahead is not told after a change of ours."""
+def test_long_listing_prefetches_the_next_batch():
+    """Prefetched entries are not returned after a change of this mount."""
 
     async def run():
         vfs = CountingVfs()
@@ -567,47 +571,45 @@ def test_a_long_listing_asks_for_the_next_entries_while_it_tells_some():
         for number in range(6 * LIST_BATCH):
             await vfs.mknod(ROOT, b"f%05d" % number, 0o100644, 0, ME)
         handle = await ops.opendir(ROOT)
-        told, behind = [], 0
+        names, behind = [], 0
 
         async def some():
             nonlocal behind
-            last = len(told) + 100
+            last = len(names) + 100
 
             def add(name, attr, cursor):
                 nonlocal behind
-                if len(told) == last:
+                if len(names) == last:
                     return False
-                told.append(name)
+                names.append(name)
                 behind = cursor
                 return True
 
             await ops.readdir(handle, behind, add)
-            return len(told) == last
+            return len(names) == last
 
-        while len(told) < LIST_BATCH + 200:
+        while len(names) < LIST_BATCH + 200:
             assert await some()
         for _ in range(10):
             await asyncio.sleep(0)
-        assert vfs.calls["readdir"] == 2 + AHEAD_MAX, (
-            "the next batches are asked for before they are wanted, and no more"
-        )
+        assert vfs.calls["readdir"] == 2 + AHEAD_MAX, "the next batches are requested early, and no more"
         await ops.mknod(ROOT, b"zz-new", 0o100644, 0, ME)
         while await some():
             pass
-        assert b"zz-new" in told and len(told) == len(set(told)) == 6 * LIST_BATCH + 3
+        assert b"zz-new" in names and len(names) == len(set(names)) == 6 * LIST_BATCH + 3
         await ops.releasedir(handle)
 
     asyncio.run(run())
 
 
-# -- where the kernel writes its pages back ------------------------------------------------------------------------------------
+# -- write-back ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "flags", [os.O_WRONLY, os.O_RDWR, os.O_WRONLY | os.O_APPEND, os.O_RDWR | os.O_APPEND]
 )
-@pytest.mark.parametrize("made", [True, False], ids=["made", "opened"])
-def test_where_pages_are_written_back_who_writes_may_read_and_each_write_has_its_place(flags, made):
+@pytest.mark.parametrize("made", [True, False], ids=["created", "opened"])
+def test_writeback_handles_are_readable_and_positional(flags, made):
     fs = Driven(FuseOptions(writeback=True))
     attr, opened = fs.create(ROOT, b"f", 0o644, flags | os.O_CREAT if made else os.O_RDWR, ME)
     if not made:
@@ -620,8 +622,8 @@ def test_where_pages_are_written_back_who_writes_may_read_and_each_write_has_its
 
 
 @pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_WRONLY | os.O_APPEND, os.O_RDWR | os.O_APPEND])
-def test_what_an_older_process_had_open_is_written_where_the_kernel_says_too(flags):
-    """It had kept the flags as the kernel gave them."""
+def test_handles_of_an_older_process_write_positionally_too(flags):
+    """The older process had stored the flags as given by the kernel."""
 
     async def main(pool):
         descriptor = KeptMemory.make(16 * MIB)

@@ -1,4 +1,4 @@
-"""Reads that a mount answers in one compiled step: the bytes and the errors of the ordinary way, whatever happens meanwhile."""
+"""Short-circuit reads on the compiled fast path: bytes and errors as on the slow path, whatever happens meanwhile."""
 
 import asyncio
 import errno
@@ -8,7 +8,7 @@ import socket
 from contextlib import asynccontextmanager
 
 import pytest
-from mounted_reads import CONTENT, Reading, both_ways, places
+from mounted_reads import CONTENT, Reading, path_decorators, places
 
 from nvpool.blockio.reader import cached_pages
 from nvpool.client.data import short_circuit
@@ -20,17 +20,17 @@ from tests.unit.test_client_shortcut import BLOCK, ME, Host, evict, run_whole
 
 
 class Mounted(Reading):
-    """By the short cut."""
+    """With short-circuit reads."""
 
     def __init__(self, host):
         super().__init__(host)
         self.short = host.short
 
     async def open(self):
-        """As `open_theirs`; all of its chunks are located."""
+        """As `open_theirs`, with locations of all its chunks."""
         number = await self.open_theirs()
         await self.host.located(self.handle(number), 6)
-        await self.read(number, len(CONTENT) - 1, 1)  # its pages are looked after from now on
+        await self.read(number, len(CONTENT) - 1, 1)  # its pages are validated from now on
         return number
 
     @property
@@ -54,11 +54,13 @@ async def mounted(way="compiled"):
         yield kernel
 
 
-TWINS, compiled_only, on_a_mount, by_both_ways, in_one_step = both_ways(local_reads._local_reads, mounted)
+WAYS, compiled_only, on_a_mount, on_both_paths, on_fast_path = path_decorators(
+    local_reads._local_reads, mounted
+)
 
 
-@by_both_ways
-async def test_bytes_are_right_at_every_border_and_of_every_length(kernel):
+@on_both_paths
+async def test_bytes_are_right_at_every_border_and_length(kernel):
     number = await kernel.open()
     for offset, length in [
         *places(400, 1),
@@ -75,21 +77,24 @@ async def test_bytes_are_right_at_every_border_and_of_every_length(kernel):
         assert kernel.plain.read_bytes > 5 * MIB
 
 
-@by_both_ways
-async def test_many_at_once_from_the_drive_and_from_memory(kernel):
+@on_both_paths
+async def test_concurrent_reads_from_drive_and_memory(kernel):
     number = await kernel.open()
     for seed in range(6):
         if seed % 2 == 0:
             kernel.forget_pages()
-        await kernel.all_of(
-            {kernel.say_read(number, offset, length): (offset, length) for offset, length in places(60, seed)}
+        await kernel.check_reads(
+            {
+                kernel.send_read(number, offset, length): (offset, length)
+                for offset, length in places(60, seed)
+            }
         )
     assert not kernel.engine._work and not kernel.short.waiting
     assert kernel.plain is None or not kernel.plain.waiting
 
 
-@by_both_ways
-async def test_what_others_and_this_mount_write_is_read_by_the_next_read(kernel):
+@on_both_paths
+async def test_writes_of_all_clients_are_seen_by_the_next_read(kernel):
     content = bytearray(CONTENT)
     number = await kernel.open()
     other = await kernel.host.writer()
@@ -118,8 +123,8 @@ async def test_what_others_and_this_mount_write_is_read_by_the_next_read(kernel)
 
 
 @pytest.mark.parametrize("cold", [False, True])
-@pytest.mark.parametrize("way", TWINS)
-def test_a_flipped_byte_is_an_error_and_never_data(way, cold):
+@pytest.mark.parametrize("way", WAYS)
+def test_flipped_byte_is_an_error(way, cold):
     @on_a_mount
     async def flipped(kernel):
         number = await kernel.open()
@@ -139,11 +144,11 @@ def test_a_flipped_byte_is_an_error_and_never_data(way, cold):
     flipped(way)
 
 
-@by_both_ways
-async def test_what_is_no_read_of_this_mount_is_refused_as_always(kernel):
+@on_both_paths
+async def test_invalid_reads_are_refused_as_on_the_slow_path(kernel):
     number = await kernel.open()
-    unique = kernel.say_read(number + 1000, 0, BLOCK)
-    heard, error, _ = await kernel.hear()
+    unique = kernel.send_read(number + 1000, 0, BLOCK)
+    heard, error, _ = await kernel.receive()
     assert heard == unique and error
     whole = requests.encode(
         requests.FuseRequest(
@@ -152,27 +157,28 @@ async def test_what_is_no_read_of_this_mount_is_refused_as_always(kernel):
     )
     for broken in (whole[:60], whole + b"12345678", bytes([len(whole) + 8]) + whole[1:]):
         kernel.ours.send(broken)
-        heard, error, _ = await kernel.hear()
+        heard, error, _ = await kernel.receive()
         assert error == -errno.EINVAL and heard == 777
     chance = random.Random(4)
     for _ in range(300):
         at, value = chance.choice([*range(40, 58), *range(60, len(whole))]), chance.randrange(256)
         kernel.ours.send(whole[:at] + bytes([value]) + whole[at + 1 :])
-        heard, error, answer = await kernel.hear()
+        heard, error, answer = await kernel.receive()
         assert heard == 777 and (error or answer == CONTENT[:BLOCK] or at >= 48)
     assert await kernel.read(number, 3 * BLOCK, BLOCK) == CONTENT[3 * BLOCK : 4 * BLOCK]
 
 
-@in_one_step
-async def test_small_reads_leave_the_page_cache_alone_but_those_of_the_same_place(kernel):
+@on_fast_path
+async def test_small_reads_leave_the_page_cache_alone(kernel):
     number = await kernel.open()
     if not all(source.takes_direct for source in kernel.short._sources.values()):
-        for source in kernel.short._sources.values():  # a test's client does not ask for it
+        for source in kernel.short._sources.values():  # a test's client does not open for direct I/O
             source.direct_fd = os.open(f"/proc/self/fd/{source.fd}", os.O_RDONLY | os.O_DIRECT)
             source.takes_direct = True
             os.posix_fadvise(source.fd, 0, 0, os.POSIX_FADV_RANDOM)
     kernel.forget_pages()
-    await kernel.read(number, 9 * BLOCK, BLOCK)  # a look at it by reading brings it in: it could be there
+    # the first read checks whether the block is cached, and so caches it
+    await kernel.read(number, 9 * BLOCK, BLOCK)
     kernel.forget_pages()
     blocks = random.Random(5).sample(range(20, 1000), 200)
     for block in blocks:
@@ -187,22 +193,22 @@ async def test_small_reads_leave_the_page_cache_alone_but_those_of_the_same_plac
     assert kernel.short.counters["cold"] < cold + 20
 
 
-async def begun(kernel, number, offset, pid=0):
-    """A read that waits for the drive, and has not been told of."""
+async def pending_read(kernel, number, offset, pid=0):
+    """A read that waits for the drive, without a reply yet."""
     kernel.forget_pages()
-    unique = kernel.say_read(number, offset, BLOCK, pid=pid)
+    unique = kernel.send_read(number, offset, BLOCK, pid=pid)
     kernel.engine._take()
     assert unique in kernel.engine._work and kernel.plain.waiting == 1
     return unique
 
 
-@in_one_step
-async def test_who_dies_is_answered_at_once_and_his_read_is_nobodys(kernel):
+@on_fast_path
+async def test_interrupted_read_ignores_its_late_data(kernel):
     number = await kernel.open()
-    unique = await begun(kernel, number, 8 * BLOCK, pid=1 << 22)  # there is no such process
-    kernel.say(Op.INTERRUPT, (unique,))
+    unique = await pending_read(kernel, number, 8 * BLOCK, pid=1 << 22)  # there is no such process
+    kernel.send(Op.INTERRUPT, (unique,))
     kernel.engine._take()
-    heard, error, _ = await kernel.hear()
+    heard, error, _ = await kernel.receive()
     assert (
         (heard, error) == (unique, -errno.EINTR)
         and unique not in kernel.engine._work
@@ -214,36 +220,36 @@ async def test_who_dies_is_answered_at_once_and_his_read_is_nobodys(kernel):
             await asyncio.sleep(0.01)
 
 
-@in_one_step
-async def test_a_drive_that_takes_too_long_is_asked_for_by_its_store(kernel):
+@on_fast_path
+async def test_slow_drive_is_read_through_its_store(kernel):
     number = await kernel.open()
-    unique = await begun(kernel, number, 8 * BLOCK)
+    unique = await pending_read(kernel, number, 8 * BLOCK)
     real, sent = kernel.short._now_s, kernel.vfs.chunks.counters["messages"]
     kernel.short._now_s = lambda: real() + short_circuit.SLOW_S + 0.1
     kernel.short.run_once()
     kernel.short._now_s = real
-    assert await kernel.hear() == (unique, 0, CONTENT[8 * BLOCK : 9 * BLOCK])
+    assert await kernel.receive() == (unique, 0, CONTENT[8 * BLOCK : 9 * BLOCK])
     assert kernel.vfs.chunks.counters["messages"] > sent and not kernel.short.waiting
-    await kernel.silent()
+    await kernel.expect_no_reply()
 
 
-@in_one_step
-async def test_who_dies_while_his_read_is_about_to_go_to_the_store_is_answered_at_once(kernel):
+@on_fast_path
+async def test_read_interrupted_before_its_store_request(kernel):
     number = await kernel.open()
-    unique = await begun(kernel, number, 8 * BLOCK)
+    unique = await pending_read(kernel, number, 8 * BLOCK)
     real, sent = kernel.short._now_s, kernel.vfs.chunks.counters["messages"]
     kernel.short._now_s = lambda: real() + short_circuit.SLOW_S + 0.1
     kernel.short.run_once()
     kernel.short._now_s = real
     waiting = kernel.engine._work[unique][0]
     assert waiting.cancel() and not waiting.cancel()
-    assert (await kernel.hear())[:2] == (unique, -errno.EINTR)
-    await kernel.silent()
+    assert (await kernel.receive())[:2] == (unique, -errno.EINTR)
+    await kernel.expect_no_reply()
     assert kernel.vfs.chunks.counters["messages"] == sent and not kernel.engine._work
 
 
-@in_one_step
-async def test_a_drive_that_fails_is_asked_for_by_its_store(kernel):
+@on_fast_path
+async def test_failing_drive_is_read_through_its_store(kernel):
     number = await kernel.open()
     kernel.forget_pages()
     await kernel.read(number, 30 * BLOCK, BLOCK)
@@ -256,19 +262,19 @@ async def test_a_drive_that_fails_is_asked_for_by_its_store(kernel):
     os.close(directory)
 
 
-@in_one_step
-async def test_an_answer_that_is_not_taken_is_an_error_to_who_waits(kernel):
+@on_fast_path
+async def test_reply_that_the_kernel_does_not_take_is_an_error(kernel):
     number = await kernel.open()
     kernel.theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 * KIB)
     for _ in range(2):  # from memory, and from the drive
-        unique = kernel.say_read(number, 200 * BLOCK, 128 * KIB)
-        assert (await kernel.hear())[:2] == (unique, -errno.EIO)
+        unique = kernel.send_read(number, 200 * BLOCK, 128 * KIB)
+        assert (await kernel.receive())[:2] == (unique, -errno.EIO)
         kernel.forget_pages()
     assert await kernel.read(number, 6 * BLOCK, 100) == CONTENT[6 * BLOCK :][:100]
 
 
 @compiled_only
-def test_a_mount_that_ends_waits_for_what_its_drive_writes_into_its_memory():
+def test_ending_mount_waits_for_direct_reads_into_its_memory():
     async def work():
         async with Host() as host:
             kernel = Mounted(host)
@@ -277,7 +283,7 @@ def test_a_mount_that_ends_waits_for_what_its_drive_writes_into_its_memory():
                 number = await kernel.open()
                 for block in range(0, 1000, 50):
                     kernel.forget_pages()
-                    kernel.say_read(number, block * BLOCK, BLOCK)
+                    kernel.send_read(number, block * BLOCK, BLOCK)
                 kernel.engine._take()
                 plain = kernel.plain
                 assert plain.waiting

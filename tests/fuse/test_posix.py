@@ -1,4 +1,4 @@
-"""POSIX, system call by system call: results, errnos, link counts, times, sticky and set-id bits, as root and as somebody else.
+"""POSIX, system call by system call: results, errnos, link counts, times, sticky and set-id bits, as root and other users.
 
 A compact relative of pjdfstest (https://github.com/pjd/pjdfstest); each line of the tables is one expectation.
 """
@@ -35,7 +35,7 @@ def touch(path, content=b"", mode=0o644):
 
 
 def number_of(call):
-    """The errno that `call` raises, 0 when none."""
+    """The errno that `call` raises, or 0."""
     try:
         call()
     except OSError as error:
@@ -134,7 +134,7 @@ CALLS = {
 }
 
 
-def test_each_call_refuses_what_it_must_with_the_right_errno(tree):
+def test_calls_fail_with_the_right_errno(tree):
     before = sorted(os.listdir(tree))
     wrong = [
         (call, name[:20], errno.errorcode[expected], errno.errorcode.get(got, got))
@@ -164,7 +164,7 @@ RENAMES = [  # from, to, flags, errno
 ]
 
 
-def test_rename_refuses_what_it_must_and_changes_nothing(tree):
+def test_refused_renames_change_nothing(tree):
     wrong = [
         (old, new[:20], flags, errno.errorcode[expected], errno.errorcode.get(got, got))
         for old, new, flags, expected in RENAMES
@@ -176,7 +176,7 @@ def test_rename_refuses_what_it_must_and_changes_nothing(tree):
     assert sorted(os.listdir(tree)) == ["b", "d", "e", "f", "l", "o", "p"]
 
 
-def test_rename_replaces_what_it_may(tree):
+def test_rename_replaces_files_and_empty_directories(tree):
     inode = os.stat(tree / "f").st_ino
     touch(tree / "other", b"gone")
     os.rename(tree / "f", tree / "other")
@@ -196,7 +196,7 @@ def test_rename_onto_the_same_file_does_nothing(tree):
     os.rename(tree / "f", tree / "f")
 
 
-def test_rename_without_replacing_and_by_exchange(tree):
+def test_rename_with_noreplace_and_exchange(tree):
     rename2(tree / "f", tree / "new", NOREPLACE)
     assert (tree / "new").read_bytes() == b"content"
     rename2(tree / "new", tree / "d", EXCHANGE)
@@ -206,7 +206,7 @@ def test_rename_without_replacing_and_by_exchange(tree):
     assert (os.stat(tree / "new").st_nlink, os.stat(tree).st_nlink) == links
 
 
-def test_a_directory_counts_its_subdirectories(here):
+def test_directory_links_count_subdirectories(here):
     assert os.stat(here).st_nlink == 2
     (here / "a").mkdir()
     (here / "a" / "b").mkdir()
@@ -219,7 +219,7 @@ def test_a_directory_counts_its_subdirectories(here):
     assert os.stat(here).st_nlink == 2
 
 
-def test_links_count_names(tree):
+def test_link_count_is_the_number_of_names(tree):
     os.link(tree / "f", tree / "f2")
     os.link(tree / "f", tree / "e" / "f3")
     assert os.stat(tree / "f").st_nlink == 3
@@ -230,7 +230,7 @@ def test_links_count_names(tree):
         assert file.read() == "content"
 
 
-def test_hard_links_are_refused_where_they_make_no_sense(tree):
+def test_invalid_hard_links_are_refused(tree):
     assert number_of(lambda: os.link(tree / "d", tree / "x")) == errno.EPERM
     assert number_of(lambda: os.link(tree / "f", tree / "d")) == errno.EEXIST
     assert number_of(lambda: os.link(tree / "missing", tree / "x")) == errno.ENOENT
@@ -262,7 +262,7 @@ def times(path):
         ("stat", False, False, False),
     ],
 )
-def test_each_call_stamps_the_times_that_it_must_and_no_others(here, call, mtime, ctime, parent):
+def test_calls_update_the_right_times(here, call, mtime, ctime, parent):
     file = touch(here / "f", b"12")
     os.link(file, here / "f2")
     (here / "e").mkdir()
@@ -290,7 +290,7 @@ def test_each_call_stamps_the_times_that_it_must_and_no_others(here, call, mtime
     assert (above_after[0] > above[0], above_after[1] > above[1]) == (parent, parent)
 
 
-def test_times_are_kept_to_the_nanosecond(here):
+def test_times_have_nanosecond_resolution(here):
     file = touch(here / "f")
     for moment in (0, 1, 1_600_000_000_123_456_789, 4_000_000_000_999_999_999, -1_500_000_001):
         os.utime(file, ns=(moment, moment + 1))
@@ -308,12 +308,12 @@ def test_times_out_of_range_are_clamped(here, seconds):
     os.utime(file, ns=(seconds * 10**9, seconds * 10**9))
     kept = -1 << 63 if seconds < 0 else (1 << 63) - 1
     assert (os.stat(file).st_atime_ns, os.stat(file).st_mtime_ns) == (kept, kept)
-    touch(here / "other")  # the record with these times is read and written again
+    touch(here / "other")  # a later change stores the record with these times again
     os.link(file, here / "again")
     assert os.stat(here / "again").st_mtime_ns == kept
 
 
-def test_touching_sets_the_time_to_now(here):
+def test_utime_without_times_sets_the_present_time(here):
     file = touch(here / "f")
     os.utime(file, ns=(0, 0))
     os.utime(file)
@@ -321,7 +321,7 @@ def test_touching_sets_the_time_to_now(here):
 
 
 @pytest.mark.parametrize("mode", [0o000, 0o777, 0o640, 0o4755, 0o2755, 0o1777, 0o7777])
-def test_modes_are_kept_whole(here, mode):
+def test_all_mode_bits_are_stored(here, mode):
     file = touch(here / "f")
     os.chmod(file, mode)
     assert stat.S_IMODE(os.stat(file).st_mode) == mode
@@ -330,7 +330,7 @@ def test_modes_are_kept_whole(here, mode):
     assert stat.S_IMODE(os.stat(here / "d").st_mode) == mode
 
 
-def test_the_umask_is_applied_once(here):
+def test_umask_is_applied_once(here):
     before = os.umask(0o027)
     try:
         os.close(os.open(here / "f", os.O_CREAT | os.O_WRONLY, 0o666))
@@ -341,7 +341,7 @@ def test_the_umask_is_applied_once(here):
     assert [stat.S_IMODE(os.stat(here / name).st_mode) for name in "fdn"] == [0o640, 0o750, 0o640]
 
 
-def test_special_files_keep_type_and_number(here):
+def test_special_files_keep_type_and_device_number(here):
     os.mkfifo(here / "fifo", 0o600)
     os.mknod(here / "null", stat.S_IFCHR | 0o666, os.makedev(1, 3))
     os.mknod(here / "disk", stat.S_IFBLK | 0o660, os.makedev(259, 300))
@@ -362,14 +362,14 @@ def test_special_files_keep_type_and_number(here):
     assert os.stat(here / "disk").st_rdev == os.makedev(259, 300)
 
 
-def test_symbolic_links_hold_what_they_were_given(here):
+def test_symlinks_keep_their_target(here):
     for target in (b"a", b"x" * 4095, b"\xff\xfe not text", b"/absolute/../path"):
         os.symlink(target, os.fsencode(here / "l"))
         assert os.readlink(os.fsencode(here / "l")) == target and os.lstat(here / "l").st_size == len(target)
         os.unlink(here / "l")
 
 
-# -- as somebody else ----------------------------------------------------------------------------------------------------------
+# -- as another user ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -397,7 +397,7 @@ def alice(call, *groups):
     return number_of(lambda: as_user(ALICE, ALICE, call, groups))
 
 
-def test_rights_are_kept_from_those_who_have_none(owned):
+def test_permissions_are_enforced(owned):
     read = lambda name: lambda: len((owned / name).read_bytes())  # noqa: E731
     assert alice(read("a")) == 0 and bob(read("a")) == errno.EACCES
     assert bob(read("g")) == errno.EACCES and bob(read("g"), STAFF) == 0
@@ -420,7 +420,7 @@ def test_only_owners_change_attributes(owned):
     assert os.stat(owned / "a").st_gid == STAFF
 
 
-def test_a_sticky_directory_keeps_everybodys_names(owned):
+def test_sticky_directory_protects_names(owned):
     sticky = owned / "s"
     assert bob(lambda: os.unlink(sticky / "of-alice")) == errno.EPERM
     assert bob(lambda: os.rename(sticky / "of-alice", sticky / "x")) == errno.EPERM
@@ -429,7 +429,7 @@ def test_a_sticky_directory_keeps_everybodys_names(owned):
     assert alice(lambda: os.unlink(sticky / "of-alice")) == 0
 
 
-def test_what_somebody_makes_is_theirs(here):
+def test_new_files_belong_to_their_creator(here):
     def make():
         touch(here / "f")
         os.mkdir(here / "d")
@@ -442,7 +442,7 @@ def test_what_somebody_makes_is_theirs(here):
     }
 
 
-def test_a_set_gid_directory_gives_its_group_to_what_is_made_in_it(here):
+def test_set_gid_directory_passes_on_its_group(here):
     os.chown(here, -1, STAFF)
     os.chmod(here, 0o2777)
 
@@ -459,7 +459,7 @@ def test_a_set_gid_directory_gives_its_group_to_what_is_made_in_it(here):
 
 
 @pytest.mark.parametrize("call", ["write", "append", "truncate", "chown", "ftruncate", "pwrite_direct"])
-def test_set_id_bits_do_not_survive_a_change_by_somebody_else(here, call):
+def test_set_id_bits_are_cleared_by_other_users_changes(here, call):
     file = touch(here / "f", b"program")
     os.chown(file, ALICE, ALICE)
     os.chmod(file, 0o6777)
@@ -494,7 +494,7 @@ def test_set_id_bits_do_not_survive_a_change_by_somebody_else(here, call):
 
 
 @pytest.mark.parametrize("call", ["write", "ftruncate", "fallocate", "chown"])
-def test_set_gid_without_group_execution_needs_the_group(here, engine, call):
+def test_set_gid_without_group_execute_needs_the_group(here, engine, call):
     if engine == "pyfuse3":
         pytest.skip("the kernel decides there, and keeps the bit (docs/reference/semantics.md)")
 
@@ -516,7 +516,7 @@ def test_set_gid_without_group_execution_needs_the_group(here, engine, call):
         assert stat.S_IMODE(os.stat(file).st_mode) == left
 
 
-def test_set_gid_is_dropped_by_one_who_is_not_of_the_group(here):
+def test_set_gid_is_dropped_for_non_members(here):
     file = touch(here / "f")
     os.chown(file, ALICE, STAFF)
     assert alice(lambda: os.chmod(file, 0o2755)) == 0
@@ -525,7 +525,7 @@ def test_set_gid_is_dropped_by_one_who_is_not_of_the_group(here):
     assert stat.S_IMODE(os.stat(file).st_mode) == 0o2755
 
 
-def test_a_descriptor_allows_what_it_was_opened_for_after_the_mode_has_changed(here):
+def test_descriptor_keeps_its_access_after_chmod(here):
     file = touch(here / "f", b"abc")
     os.chown(file, ALICE, ALICE)
 
@@ -542,7 +542,7 @@ def test_a_descriptor_allows_what_it_was_opened_for_after_the_mode_has_changed(h
 # -- extended attributes -------------------------------------------------------------------------------------------------------
 
 
-def test_extended_attributes_come_back_as_they_were_set(here):
+def test_extended_attributes_are_stored(here):
     file = touch(here / "f")
     assert os.listxattr(file) == []
     values = {
@@ -564,7 +564,7 @@ def test_extended_attributes_come_back_as_they_were_set(here):
     assert os.getxattr(here, "user.of-a-directory") == b"yes"
 
 
-def test_extended_attributes_are_created_or_replaced_as_asked(here):
+def test_extended_attribute_flags_are_applied(here):
     file = touch(here / "f")
     assert number_of(lambda: os.setxattr(file, "user.a", b"1", os.XATTR_REPLACE)) == errno.ENODATA
     os.setxattr(file, "user.a", b"1", os.XATTR_CREATE)
@@ -573,7 +573,7 @@ def test_extended_attributes_are_created_or_replaced_as_asked(here):
     assert os.getxattr(file, "user.a") == b"3"
 
 
-def test_a_removed_current_directory_is_empty_and_takes_nothing(here):
+def test_removed_current_directory_is_empty(here):
     (here / "d").mkdir()
     fd = os.open(here / "d", os.O_DIRECTORY)
     os.rmdir(here / "d")
@@ -584,7 +584,7 @@ def test_a_removed_current_directory_is_empty_and_takes_nothing(here):
     os.close(fd)
 
 
-def test_the_file_system_tells_its_size(here):
+def test_statvfs_reports_the_size(here):
     found = os.statvfs(here)
     assert (
         found.f_namemax == 255

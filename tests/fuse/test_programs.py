@@ -1,4 +1,4 @@
-"""Programs that people use, on a real mount: git, sqlite3, tar, rsync, fio, a Python environment, a compiler, mv and cp."""
+"""Common programs on a real mount: git, sqlite3, tar, rsync, fio, a Python environment, a compiler, mv and cp."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ def run(*words, **options):
 
 
 def digests(tree):
-    """What a tree holds: path -> (mode, content or link target)."""
+    """Content of a tree: path -> (mode, content or link target)."""
     found = {}
     for place, folders, files in os.walk(tree):
         for name in folders + files:
@@ -59,7 +59,7 @@ def source(tmp_path_factory):
 
 
 @needs("git")
-def test_git_clones_commits_and_finds_nothing_wrong(here, source, tmp_path):
+def test_git_clones_and_commits(here, source, tmp_path):
     environment = {
         **os.environ,
         "HOME": str(tmp_path),
@@ -89,7 +89,7 @@ def test_git_clones_commits_and_finds_nothing_wrong(here, source, tmp_path):
     git("fsck", "--full", at=here / "origin")
 
 
-def test_sqlite_keeps_a_database_with_a_write_ahead_log(here):
+def test_sqlite_uses_a_write_ahead_log(here):
     def connect():
         made = sqlite3.connect(here / "db", timeout=30, isolation_level=None)
         made.execute("pragma synchronous=normal")
@@ -119,7 +119,7 @@ def test_sqlite_keeps_a_database_with_a_write_ahead_log(here):
 
 
 @needs("sqlite3")
-def test_processes_of_sqlite_share_a_database_with_a_write_ahead_log(here):
+def test_sqlite_processes_share_a_write_ahead_log(here):
     """The log's index is a shared writable mapping of several processes."""
     run("sqlite3", here / "db", "pragma journal_mode=wal; create table t (n int);")
     running = [
@@ -135,7 +135,7 @@ def test_processes_of_sqlite_share_a_database_with_a_write_ahead_log(here):
     assert run("sqlite3", here / "db", "select count(*) from t; pragma integrity_check;") == "60\nok\n"
 
 
-def test_sqlite_rolls_back_with_a_journal_of_its_own(here):
+def test_sqlite_rolls_back_with_its_journal(here):
     made = sqlite3.connect(here / "db", isolation_level=None)
     made.execute("pragma journal_mode=delete")
     made.execute("create table t (n int)")
@@ -150,7 +150,7 @@ def test_sqlite_rolls_back_with_a_journal_of_its_own(here):
 
 
 @needs("tar")
-def test_tar_makes_a_round_trip(here, source, tmp_path):
+def test_tar_round_trip(here, source, tmp_path):
     run("tar", "-C", source.parent, "-cf", here / "a.tar", source.name)
     run("tar", "-C", here, "-xpf", here / "a.tar")
     assert digests(here / "tree") == digests(source)
@@ -162,7 +162,7 @@ def test_tar_makes_a_round_trip(here, source, tmp_path):
 
 
 @needs("rsync")
-def test_a_second_rsync_transfers_nothing(here, source):
+def test_second_rsync_transfers_nothing(here, source):
     words = ("rsync", "-aHX", "--itemize-changes", f"{source}/", f"{here}/copy/")
     assert run(*words)
     assert digests(here / "copy") == digests(source)
@@ -181,7 +181,7 @@ def test_a_second_rsync_transfers_nothing(here, source):
     ],
     ids=["direct", "mixed-sizes", "sequential", "mapped"],
 )
-def test_fio_reads_back_what_it_wrote(here, words):
+def test_fio_verifies_its_writes(here, words):
     said = run(
         "fio",
         "--name=check",
@@ -198,7 +198,7 @@ def test_fio_reads_back_what_it_wrote(here, words):
     assert all(job["error"] == 0 for job in json.loads(said)["jobs"])
 
 
-def test_a_python_environment_works_on_the_mount(here):
+def test_python_environment_works_on_the_mount(here):
     run(sys.executable, "-m", "venv", "--without-pip", here / "env")
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     package = here / "env" / "lib" / version / "site-packages" / "greeting"
@@ -216,7 +216,7 @@ def test_a_python_environment_works_on_the_mount(here):
 
 
 @needs("gcc", "make")
-def test_a_program_is_built_and_run_on_the_mount(here):
+def test_program_is_built_and_run_on_the_mount(here):
     (here / "Makefile").write_text("hello: hello.o\n\tgcc -o $@ $^\n%.o: %.c\n\tgcc -c -o $@ $<\n")
     (here / "hello.c").write_text('#include <stdio.h>\nint main(void) { puts("built"); return 0; }\n')
     run("make", "-C", here)
@@ -224,7 +224,7 @@ def test_a_program_is_built_and_run_on_the_mount(here):
     assert "up to date" in run("make", "-C", here)
 
 
-def test_cp_and_mv_keep_what_they_move(here, source, tmp_path):
+def test_cp_and_mv_preserve_a_tree(here, source, tmp_path):
     run("cp", "-a", source, here / "copied")
     assert digests(here / "copied") == digests(source)
     run("mv", here / "copied", here / "moved")
@@ -237,7 +237,7 @@ def test_scripts_run_from_the_mount(here, source):
     assert run(here / "script") == "ran\n"
 
 
-def test_du_and_find_agree_with_what_is_there(here):
+def test_du_and_find_report_the_real_sizes(here):
     (here / "f").write_bytes(b"x" * 100_000)
     assert run("find", here, "-type", "f", "-size", "+90k").strip() == str(here / "f")
     assert int(run("du", "--apparent-size", "-B1", here / "f").split()[0]) == 100_000

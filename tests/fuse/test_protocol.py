@@ -1,4 +1,4 @@
-"""The kernel's protocol: the bytes of linux/fuse.h, both ways; what is no request is told apart, and nothing else is raised."""
+"""The kernel's FUSE protocol: the bytes of linux/fuse.h, both ways; malformed requests raise Malformed and nothing else."""
 
 import json
 import random
@@ -23,7 +23,7 @@ BYTES = {
     name: bytes.fromhex(text)
     for name, text in json.loads((GOLDEN / "fuse_protocol.json").read_text()).items()
 }
-"""What a C compiler makes of each structure, its fields with their numbers times 0x0101."""
+"""The C compiler's layout of each structure, with field number times 0x0101 as values."""
 
 IN = {
     Op.FORGET: "forget_in",
@@ -88,7 +88,7 @@ def headed(opcode, rest, unique=77):
 
 
 @pytest.mark.parametrize("opcode", IN, ids=lambda opcode: opcode.name)
-def test_a_request_of_the_kernels_structure_is_read_and_written(opcode):
+def test_requests_have_the_kernels_structure(opcode):
     raw = BYTES[IN[opcode]]
     form = FORMS[opcode]
     body = form.body(*form.struct.unpack(raw))
@@ -101,12 +101,12 @@ def test_a_request_of_the_kernels_structure_is_read_and_written(opcode):
         assert found.payload == [(0x0101, 0x0202)] * body.count
 
 
-def test_headers_are_those_of_the_kernel():
+def test_headers_have_the_kernels_structure():
     assert requests.HEADER.unpack(BYTES["in_header"]) == (*steps(8), 0)
     assert replies.HEADER.unpack(BYTES["out_header"]) == steps(3)
 
 
-def test_init_tells_all_64_flags():
+def test_init_has_64_flags():
     for length, flags in ((16, 0x0404), (64, 0x0404)):
         whole = headed(Op.INIT, BYTES["new_init_in"][:length])
         found = requests.decode(whole, len(whole))
@@ -143,12 +143,12 @@ def test_setxattr_has_two_forms():
         ("statx", "new_statx_out"),
     ],
 )
-def test_an_answer_has_the_kernels_structure(shape, name):
+def test_replies_have_the_kernels_structure(shape, name):
     found = replies.read(shape, BYTES[name])
     assert tuple(found) == steps(len(found))
 
 
-def test_create_is_answered_with_an_entry_and_an_open_file():
+def test_create_reply_has_an_entry_and_an_open_file():
     found = replies.read("create", BYTES["entry_out"] + BYTES["new_open_out"])
     assert tuple(found) == (*steps(22), *steps(3))
 
@@ -156,7 +156,7 @@ def test_create_is_answered_with_an_entry_and_an_open_file():
 @pytest.mark.skipif(
     shutil.which("cc") is None or not Path("/usr/include/linux/fuse.h").exists(), reason="no C compiler here"
 )
-def test_the_golden_bytes_are_those_of_the_compiler_here(tmp_path):
+def test_golden_bytes_match_the_local_compiler(tmp_path):
     made = subprocess.run(
         ["cc", "-o", tmp_path / "made", GOLDEN / "fuse_protocol.c"], check=False, capture_output=True
     )
@@ -182,13 +182,13 @@ ATTR = Attr(
 
 
 def body_of(answer, unique=77):
-    """What follows the header of an answer that says no error."""
+    """The body of a reply without an error."""
     found, error, body = replies.parse(answer)
     assert (found, error) == (unique, 0)
     return body
 
 
-def test_attributes_are_told_with_times_before_1970_and_beyond():
+def test_attributes_have_times_before_1970_and_far_ahead():
     found = replies.read("attr", body_of(replies.attributes(77, ATTR, (3, 250))))
     assert (
         found.ino,
@@ -205,7 +205,7 @@ def test_attributes_are_told_with_times_before_1970_and_beyond():
     assert (found.mtime, found.mtimensec, found.ctime, found.ctimensec) == (1_600_000_000, 123_456_789, 0, 1)
 
 
-def test_answers_say_what_they_are_given():
+def test_replies_encode_their_arguments():
     entry = replies.read("entry", body_of(replies.entry(77, ATTR, (1, 2), (3, 4))))
     assert (entry.nodeid, entry.generation, entry.ino) == (9, 0, 9)
     assert (entry.entry_valid, entry.entry_valid_nsec, entry.attr_valid, entry.attr_valid_nsec) == (
@@ -307,7 +307,7 @@ def test_notifications_have_the_kernels_structures():
     st.integers(300, 4096),
     st.booleans(),
 )
-def test_a_listing_says_what_fits_and_no_more(entries, room, plus):
+def test_listing_has_only_entries_that_fit(entries, room, plus):
     listing = replies.ReaddirReply(room, plus, (1, 2), (3, 4))
     taken = []
     for name, cursor in entries:
@@ -336,7 +336,7 @@ LISTED_NAMES = st.binary(min_size=1, max_size=255).filter(lambda name: name not 
     st.sets(st.integers(1, 9)),
     st.integers(0, 3),
 )
-def test_entries_that_were_listed_together_are_told_as_one_by_one(entries, room, plus, unknown, first):
+def test_batched_entries_equal_single_entries(entries, room, plus, unknown, first):
     attrs = [
         Attr(
             inode=inode,
@@ -421,11 +421,11 @@ def plain(request):
 
 
 @given(any_request())
-def test_any_request_is_read_as_it_was_written(request):
+def test_requests_round_trip(request):
     raw = requests.encode(request)
     assert len(raw) >= requests.LENGTH_MIN[request.opcode]
     assert plain(requests.decode(raw, len(raw))) == request
-    assert plain(requests.decode(bytearray(raw) + b"what was there before", len(raw))) == request
+    assert plain(requests.decode(bytearray(raw) + b"bytes of an older request", len(raw))) == request
 
 
 SHORT_CUTS = {
@@ -451,7 +451,7 @@ SHORT_CUTS = {
 
 @settings(max_examples=300)
 @given(any_request().filter(lambda request: request.opcode in SHORT_CUTS))
-def test_the_short_cuts_read_what_decode_reads(request):
+def test_short_decoders_agree_with_decode(request):
     request = request._replace(extension=b"") if request.opcode not in (Op.LOOKUP, Op.CREATE) else request
     raw = requests.encode(request)
     found = SHORT_CUTS[request.opcode](bytearray(raw), len(raw))
@@ -486,13 +486,13 @@ def test_the_short_cuts_read_what_decode_reads(request):
 
 
 def answerable(error, raw):
-    """A malformed request can be answered whenever its header is there."""
+    """A malformed request can be answered if its header is complete."""
     return error.unique == (struct.unpack_from("=Q", raw, 8)[0] if len(raw) >= 40 else 0)
 
 
 @settings(max_examples=300)
 @given(any_request(), st.randoms(use_true_random=False))
-def test_a_broken_request_is_malformed_and_nothing_worse(request, chance):
+def test_broken_request_is_malformed(request, chance):
     raw = bytearray(requests.encode(request))
     for _ in range(chance.randint(1, 4)):
         match chance.randrange(4):
@@ -512,7 +512,7 @@ def test_a_broken_request_is_malformed_and_nothing_worse(request, chance):
             assert answerable(error, raw)
 
 
-def test_noise_is_malformed_and_nothing_worse():
+def test_noise_is_malformed():
     chance = random.Random(5)
     for _ in range(20_000):
         raw = bytearray(chance.randbytes(chance.choice((0, 3, 39, 40, 41, 80, 200))))
@@ -525,7 +525,7 @@ def test_noise_is_malformed_and_nothing_worse():
                 assert answerable(error, raw)
 
 
-def test_lengths_that_do_not_fit_are_refused():
+def test_wrong_lengths_are_refused():
     read = headed(Op.READ, BYTES["read_in"])
     for raw, count in ((read, len(read) + 1), (read, len(read) - 1), (read + b"x", len(read) + 1)):
         with pytest.raises(Malformed):
@@ -549,14 +549,14 @@ def test_lengths_that_do_not_fit_are_refused():
         requests.encode(FuseRequest(Op.STATFS, 1, 1, 0, 0, 0, extension=b"odd"))
 
 
-def test_an_unknown_operation_is_read_as_far_as_it_can_be():
+def test_unknown_operation_is_decoded_as_far_as_possible():
     raw = headed(4096, b"whatever")
     found = requests.decode(raw, len(raw))
     assert (found.opcode, found.unique, found.body, found.payload) == (4096, 77, None, b"whatever")
     assert all(opcode in FORMS for opcode in Op) and max(Op) < constants.OP_COUNT
 
 
-def test_an_answer_of_another_length_than_its_own_is_none():
+def test_reply_of_wrong_length_is_refused():
     for raw in (b"", b"x" * 15, replies.done(1) + b"x"):
         with pytest.raises(ValueError):
             replies.parse(raw)
@@ -573,5 +573,5 @@ def test_an_answer_of_another_length_than_its_own_is_none():
 @pytest.mark.parametrize(
     ("value", "said"), [(0, (0, 0)), (1.5, (1, 500_000_000)), (1e-9, (0, 1)), (3600, (3600, 0))]
 )
-def test_times_for_the_kernel(value, said):
+def test_timeouts_are_seconds_and_nanoseconds(value, said):
     assert replies.seconds(value) == said

@@ -1,5 +1,7 @@
-"""Holes, places and copies through the mount, as programs ask for them: fallocate(2), lseek(2), copy_file_range(2), and the
-programs that use them. On the direct engine: libfuse's Python binding passes none of it on."""
+"""Holes, extents and copies through the mount: fallocate(2), lseek(2), copy_file_range(2), and programs that use them.
+
+On the direct engine: libfuse's Python binding passes none of these on.
+"""
 
 import ctypes
 import errno
@@ -37,7 +39,7 @@ def refused(call, *arguments):
 
 
 def extents(fd):
-    """(begin, end) of what is data."""
+    """(begin, end) of the data extents."""
     found, place = [], 0
     while True:
         try:
@@ -70,7 +72,7 @@ def du(path):
     return os.stat(path).st_blocks * 512
 
 
-def test_holes_and_sizes_are_those_of_a_local_file(here, tmp_path):
+def test_holes_and_sizes_agree_with_a_local_file(here, tmp_path):
     chance = random.Random(3)
     size = 3 * MIB
     modes = (0, KEEP_SIZE, HOLE, HOLE, ZERO_RANGE, ZERO_RANGE | KEEP_SIZE)
@@ -99,7 +101,7 @@ def test_holes_and_sizes_are_those_of_a_local_file(here, tmp_path):
     assert (here / "f").read_bytes() == (tmp_path / "local").read_bytes()
 
 
-def test_modes_that_are_not_there_are_refused(here):
+def test_unsupported_modes_are_refused(here):
     with open(here / "f", "w+b") as file:
         file.write(bytes(64 * 1024))
         file.flush()
@@ -113,7 +115,7 @@ def test_modes_that_are_not_there_are_refused(here):
 
 
 @pytest.mark.skipif(FLOOR, reason="memory has another size")
-def test_what_has_no_room_now_is_refused_and_what_has_is_not_set_aside(here):
+def test_fallocate_checks_space_and_reserves_none(here):
     space = os.statvfs(here)
     free = space.f_bavail * space.f_frsize
     with open(here / "f", "w+b") as file:
@@ -127,7 +129,7 @@ def test_what_has_no_room_now_is_refused_and_what_has_is_not_set_aside(here):
     assert os.statvfs(here).f_bavail * space.f_frsize > free - 50 * MIB
 
 
-def test_mappings_see_holes_and_what_is_written_through_them_stays(here):
+def test_mappings_see_holes_and_keep_later_writes(here):
     with open(here / "f", "w+b", buffering=0) as file:
         file.write(b"x" * 64 * 1024)
         with mmap.mmap(file.fileno(), 0) as mapping:
@@ -144,7 +146,7 @@ def test_mappings_see_holes_and_what_is_written_through_them_stays(here):
             assert mapping[2 * BLOCK : 2 * BLOCK + 5] == b"keptx"
 
 
-def test_pages_that_were_read_before_a_copy_are_not_shown_after_it(here):
+def test_cached_pages_are_dropped_by_a_copy(here):
     (here / "a").write_bytes(b"new" * MIB)
     (here / "b").write_bytes(b"old" * MIB)
     with open(here / "a", "rb") as source, open(here / "b", "r+b", buffering=0) as target:
@@ -160,7 +162,7 @@ def test_pages_that_were_read_before_a_copy_are_not_shown_after_it(here):
     assert (here / "b").read_bytes() == expected
 
 
-def test_places_are_told_block_by_block(here):
+def test_seek_reports_extents_by_block(here):
     with open(here / "f", "w+b", buffering=0) as file:
         fd = file.fileno()
         assert refused(os.lseek, fd, 0, os.SEEK_HOLE) == errno.ENXIO
@@ -180,7 +182,7 @@ def test_places_are_told_block_by_block(here):
     wait_until(lambda: du(here / "f") <= 16 * BLOCK, "st_blocks")
 
 
-def test_set_id_bits_go_when_somebody_else_makes_a_hole_or_copies(here):
+def test_hole_or_copy_by_another_user_clears_set_id_bits(here):
     (here / "source").write_bytes(b"x" * BLOCK)
     (here / "source").chmod(0o644)
     for number, change in enumerate(("fallocate", "copy")):
@@ -202,7 +204,7 @@ def test_set_id_bits_go_when_somebody_else_makes_a_hole_or_copies(here):
 
 
 @pytest.mark.skipif(FLOOR, reason="the floor has one mount")
-def test_another_mount_sees_holes_and_copies_when_it_opens_the_file(here, second, mounted):
+def test_other_mount_sees_holes_and_copies_at_open(here, second, mounted):
     there = second.place / here.relative_to(mounted.place)
     wait_until(there.exists, "the directory at the other mount")
     content = os.urandom(2 * MIB)
@@ -222,7 +224,7 @@ def test_another_mount_sees_holes_and_copies_when_it_opens_the_file(here, second
 
 
 @needs("fallocate")
-def test_the_fallocate_command_does_what_its_manual_says(here):
+def test_fallocate_command_follows_its_manual(here):
     content = b"x" * MIB + bytes(MIB) + b"y" * MIB
     (here / "f").write_bytes(content)
     run("fallocate", "--dig-holes", here / "f")
@@ -237,7 +239,7 @@ def test_the_fallocate_command_does_what_its_manual_says(here):
 
 
 @needs("cp", "tar")
-def test_cp_and_tar_keep_holes_and_copy_all_that_is_none(here, tmp_path):
+def test_cp_and_tar_keep_holes(here, tmp_path):
     with open(here / "f", "wb") as file:
         for place in (0, 10 * MIB + 5, 200 * MIB):
             file.seek(place)
@@ -292,7 +294,7 @@ def test_fio_lays_files_out_and_verifies_them(here, way):
 
 
 @needs("sqlite3")
-def test_a_database_grows_in_steps(here):
+def test_sqlite_vacuum_keeps_a_database_intact(here):
     said = run(
         "sqlite3",
         here / "db",
@@ -305,7 +307,7 @@ def test_a_database_grows_in_steps(here):
 
 @pytest.mark.skipif(FLOOR, reason="memory has other holes")
 @needs("xfs_io")
-def test_xfs_io_finds_what_it_made(here):
+def test_xfs_io_finds_its_extents(here):
     def io(*commands):
         words = [word for command in commands for word in ("-c", command)]
         return run("xfs_io", "-f", *words, here / "f").stdout
@@ -334,7 +336,7 @@ def test_xfs_io_finds_what_it_made(here):
     assert (here / "f").read_bytes() == expected
 
 
-def test_many_who_copy_and_punch_at_once_do_not_disturb_one_another(here):
+def test_concurrent_copies_and_holes_do_not_interfere(here):
     program = """
 import ctypes, os, random, sys
 libc = ctypes.CDLL(None)

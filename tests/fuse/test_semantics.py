@@ -1,4 +1,4 @@
-"""Every example of docs/reference/semantics.md, run as it is printed there; and what its tables say is refused."""
+"""Every example of docs/reference/semantics.md, run as printed there, and the refusals of its tables."""
 
 import ctypes
 import errno
@@ -20,8 +20,9 @@ EXAMPLES = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE |
 
 
 WEAKER_ON_PYFUSE3 = ("posix_fallocate", "SEEK_HOLE", "lockf(other", "flock(other", "O_TMPFILE")
-"""Examples with one of these show what the tables say of `--engine pyfuse3`: zeros are written until the pool is full, the
-whole file is data, locks hold on one node, and each file has a name."""
+"""Examples with one of these differ with `--engine pyfuse3`, as the tables say: zeros are written until the pool is full,
+the whole file is data, locks apply to one node, and each file has a name.
+"""
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def there(here, second, mounted):
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[text.splitlines()[0][:50] for text in EXAMPLES])
-def test_the_example_says_the_truth(here, there, engine, example):
+def test_examples_of_the_page_are_true(here, there, engine, example):
     if engine == "pyfuse3" and any(word in example for word in WEAKER_ON_PYFUSE3):
         pytest.skip("the tables say that this is weaker with --engine pyfuse3")
     known = {
@@ -53,7 +54,7 @@ def refused(call):
     return error.value.errno
 
 
-def test_what_is_refused_is_refused_with_the_errno_that_is_told(here):
+def test_refused_calls_have_the_documented_errno(here):
     libc = ctypes.CDLL(None, use_errno=True)
     libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
     with open(here / "f", "w+b") as file, open(here / "a", "ab") as append:
@@ -86,7 +87,7 @@ def test_copy_file_range_copies(here):
     assert (here / "a").read_bytes() == (here / "b").read_bytes()
 
 
-def test_reading_does_not_stamp_the_access_time(here):
+def test_reading_leaves_the_access_time(here):
     (here / "f").write_bytes(b"x")
     os.utime(here / "f", ns=(1, 1))
     (here / "f").read_bytes()

@@ -1,5 +1,4 @@
-"""Small files that a mount reads as a whole in one compiled step each way: the bytes, the errors and the books of the ordinary
-way, whatever happens meanwhile."""
+"""Small files that a mount reads whole on the compiled fast path: bytes, errors and state as on the slow path."""
 
 import asyncio
 import errno
@@ -9,7 +8,7 @@ import socket
 from contextlib import asynccontextmanager
 
 import pytest
-from mounted_reads import Pieces, both_ways, stores_say
+from mounted_reads import ChunkedTransport, path_decorators, replace_transports
 from test_far_reads import FAR, Far, Mounted
 
 from nvpool.client.state import leases
@@ -20,7 +19,7 @@ from nvpool.fuse.fast_path import small_files
 from nvpool.fuse.protocol import replies
 from nvpool.fuse.protocol.constants import Op
 from nvpool.poolmap.layout import chain_of
-from nvpool.rpc.stats import TALLY
+from nvpool.rpc.stats import RPC_STATS
 from nvpool.rpc.v1.wire_pb2 import DATA_READ
 from tests.unit.test_client_shortcut import BLOCK, ME, evict, run_whole, some
 
@@ -29,10 +28,10 @@ SIZES = [1, 100, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK + 7, 60 * KIB
 
 
 class Small(Mounted):
-    """The kernel of a mount that reads small files of others; `began` has how many reads began in one step."""
+    """The kernel of a mount that reads small files of others; `began` counts the reads of the fast path."""
 
     async def make(self, contents):
-        """Small files with these contents, of another client; their inodes."""
+        """Create small files with these contents by another client; their inodes."""
         writer = await self.host.writer()
         made = []
         for content in contents:
@@ -44,24 +43,24 @@ class Small(Mounted):
         return made
 
     async def open(self, inode):
-        opened = await self.ask(Op.OPEN, (os.O_RDONLY, 0), node=inode)
+        opened = await self.request(Op.OPEN, (os.O_RDONLY, 0), node=inode)
         return int.from_bytes(opened[:8], "little")
 
     async def close(self, number):
-        await self.ask(Op.RELEASE, (number, os.O_RDONLY, 0, 0), node=self.handle(number).inode)
+        await self.request(Op.RELEASE, (number, os.O_RDONLY, 0, 0), node=self.handle(number).inode)
 
     async def connect(self):
-        """Every store is connected."""
+        """Connect every store."""
         for inode in await self.make([some(BLOCK, 1000 + seed) for seed in range(24)]):
             number = await self.open(inode)
             await self.read(number, 0, BLOCK)
             await self.close(number)
 
     async def answers(self, asked):
-        """{unique: (error, answer)} of all of these."""
+        """{unique: (error, reply)} of all of these."""
         found = {}
         while len(found) < len(asked):
-            unique, error, answer = await self.hear()
+            unique, error, answer = await self.receive()
             assert unique in asked and unique not in found
             found[unique] = error, answer
         return found
@@ -81,15 +80,17 @@ async def mounted(way="compiled", options=FAR):
             await kernel.engine._end_plain_reads()
         await kernel.connect()
         yield kernel
-        kernel.nothing_is_left()
+        kernel.assert_nothing_left()
         assert not [file for file in kernel.vfs.cache.open.values() if file.fetching is not None]
 
 
-TWINS, compiled_only, on_a_mount, by_both_ways, in_one_step = both_ways(small_files._small_files, mounted)
+WAYS, compiled_only, on_a_mount, on_both_paths, on_fast_path = path_decorators(
+    small_files._small_files, mounted
+)
 
 
-@by_both_ways
-async def test_bytes_are_right_of_every_length_and_place_many_at_once(kernel):
+@on_both_paths
+async def test_concurrent_reads_of_every_length_are_right(kernel):
     contents = [some(size, seed) for seed, size in enumerate(SIZES * 6)]
     chance = random.Random(1)
     numbers = [
@@ -101,18 +102,18 @@ async def test_bytes_are_right_of_every_length_and_place_many_at_once(kernel):
         for number, content in numbers:
             offset = 0 if wide else chance.randrange(len(content))
             length = 128 * KIB if wide else chance.choice([1, 10, BLOCK, len(content)])
-            asked[kernel.say_read(number, offset, length)] = content[offset : offset + length]
+            asked[kernel.send_read(number, offset, length)] = content[offset : offset + length]
         for unique, (error, answer) in (await kernel.answers(asked)).items():
             assert not error and answer == asked[unique]
     assert kernel.vfs.reader._contents.counters["small_hits"] >= len(numbers), (
-        "the second time nobody was asked"
+        "the second read needs no message"
     )
     for inode in (handle.inode for handle in map(kernel.handle, (number for number, _ in numbers))):
         assert kernel.vfs.reader._contents._kept[inode][1] in contents
 
 
-@by_both_ways
-async def test_what_is_kept_and_counted_is_the_same(kernel):
+@on_both_paths
+async def test_cache_and_statistics_are_the_same(kernel):
     contents = [some(size, seed) for seed, size in enumerate(SIZES)]
     chunks, kept = kernel.vfs.chunks, kernel.vfs.reader._contents
     inodes = await kernel.make(contents)
@@ -123,7 +124,7 @@ async def test_what_is_kept_and_counted_is_the_same(kernel):
         kept._bytes,
         kernel.engine.read_bytes + kernel.engine._plain_bytes,
     )
-    asked = {kernel.say_read(number, 0, 64 * KIB) for number in numbers}
+    asked = {kernel.send_read(number, 0, 64 * KIB) for number in numbers}
     assert not [error for error, _ in (await kernel.answers(asked)).values() if error]
     assert chunks.counters["reads"] - before[0] == kept.counters["small_reads"] - before[1] == len(SIZES)
     assert kept._bytes - before[2] == sum(SIZES) + 300 * len(SIZES)
@@ -140,15 +141,15 @@ async def test_what_is_kept_and_counted_is_the_same(kernel):
         assert kernel.vfs.cache.open[inode].grant_used
 
 
-@by_both_ways
-async def test_there_is_no_more_kept_than_there_is_room_for(kernel):
+@on_both_paths
+async def test_cache_stays_within_its_limit(kernel):
     kept = kernel.vfs.reader._contents
     kept._bytes_max = kept._bytes + 3 * (BLOCK + 300)
     contents = [some(BLOCK, seed) for seed in range(12)]
     inodes = await kernel.make(contents)
     numbers = [await kernel.open(inode) for inode in inodes]
     asked = {
-        kernel.say_read(number, 0, BLOCK): content for number, content in zip(numbers, contents, strict=True)
+        kernel.send_read(number, 0, BLOCK): content for number, content in zip(numbers, contents, strict=True)
     }
     for unique, (error, answer) in (await kernel.answers(asked)).items():
         assert not error and answer == asked[unique]
@@ -156,14 +157,14 @@ async def test_there_is_no_more_kept_than_there_is_room_for(kernel):
     assert kept._bytes == sum(len(content) + 300 for _, content, _ in kept._kept.values())
 
 
-@by_both_ways
-async def test_who_reads_the_same_file_meanwhile_waits_for_the_same_bytes(kernel):
+@on_both_paths
+async def test_concurrent_readers_share_one_request(kernel):
     content = some(50 * KIB, 3)
     (inode,) = await kernel.make([content])
     first, second = await kernel.open(inode), await kernel.open(inode)
     reads = kernel.vfs.chunks.counters["reads"]
     asked = {
-        kernel.say_read(number, offset, length): content[offset : offset + length]
+        kernel.send_read(number, offset, length): content[offset : offset + length]
         for number, offset, length in (
             (first, 0, 16 * KIB),
             (second, 0, 64 * KIB),
@@ -178,8 +179,8 @@ async def test_who_reads_the_same_file_meanwhile_waits_for_the_same_bytes(kernel
     assert kernel.vfs.chunks.counters["reads"] == reads + 1
 
 
-@by_both_ways
-async def test_what_others_and_this_mount_write_is_read_by_the_next_open(kernel):
+@on_both_paths
+async def test_writes_of_all_clients_are_seen_by_the_next_open(kernel):
     content = bytearray(some(9000, 1))
     (inode,) = await kernel.make([bytes(content)])
     other = await kernel.host.writer()
@@ -200,7 +201,7 @@ async def test_what_others_and_this_mount_write_is_read_by_the_next_open(kernel)
         await kernel.close(number)
 
 
-@by_both_ways
+@on_both_paths
 async def test_holes_are_zeros(kernel):
     other = await kernel.host.writer()
     (inode,) = await kernel.make([b"begin"])
@@ -216,15 +217,15 @@ async def test_holes_are_zeros(kernel):
     contents = b"begin" + bytes(39995) + b"end", bytes(20000), whole
     numbers = [await kernel.open(one) for one in (inode, empty, beside)]
     asked = {
-        kernel.say_read(number, 0, 64 * KIB): content
+        kernel.send_read(number, 0, 64 * KIB): content
         for number, content in zip(numbers, contents, strict=True)
     }
     for unique, (error, answer) in (await kernel.answers(asked)).items():
         assert not error and answer == asked[unique]
 
 
-@by_both_ways
-async def test_a_flipped_byte_on_the_drive_is_an_error_of_its_file_alone(kernel):
+@on_both_paths
+async def test_flipped_byte_is_an_error_of_its_file(kernel):
     contents = [some(BLOCK + 5, seed) for seed in range(16)]
     inodes = await kernel.make(contents)
     numbers = [await kernel.open(inode) for inode in inodes]
@@ -238,15 +239,15 @@ async def test_a_flipped_byte_on_the_drive_is_an_error_of_its_file_alone(kernel)
                 os.pwrite(fd, bytes([os.pread(fd, 1, place * BLOCK + 2)[0] ^ 1]), place * BLOCK + 2)
                 os.close(fd)
         evict(service.store.device.path)
-    asked = {kernel.say_read(number, 0, 2 * BLOCK): at for at, number in enumerate(numbers)}
+    asked = {kernel.send_read(number, 0, 2 * BLOCK): at for at, number in enumerate(numbers)}
     for unique, (error, answer) in (await kernel.answers(asked)).items():
         at = asked[unique]
         assert error == -errno.EIO if inodes[at] in spoiled else not error and answer == contents[at]
     assert kernel.vfs.chunks.counters["mismatches"] >= 1
 
 
-class Changed:
-    """A call whose answer is another than the service's."""
+class ChangedCall:
+    """A call whose reply differs from the service's."""
 
     def __init__(self, call, change):
         self._call, self._change = call, change
@@ -261,12 +262,12 @@ class Changed:
         self._call.reply(*self._change(bytes(message), b"".join(payload)))
 
 
-def door_of(kernel, call):
-    return kernel.host.doors[bytes(call.message)[10]]
+def proxy_of(kernel, call):
+    return kernel.host.proxies[bytes(call.message)[10]]
 
 
-@by_both_ways
-async def test_an_answer_with_any_byte_changed_gives_right_bytes_or_an_error(kernel):
+@on_both_paths
+async def test_changed_reply_gives_right_bytes_or_an_error(kernel):
     chance = random.Random(9)
     changed = 0
 
@@ -292,7 +293,7 @@ async def test_an_answer_with_any_byte_changed_gives_right_bytes_or_an_error(ker
 
     def instead(call):
         kernel.host.instead(None)
-        door_of(kernel, call).service.handle(Changed(call, change))
+        proxy_of(kernel, call).service.handle(ChangedCall(call, change))
 
     contents = [some(size, seed) for seed, size in enumerate([BLOCK, 5000, 9000] * 4)]
     inodes = await kernel.make(contents)
@@ -301,7 +302,7 @@ async def test_an_answer_with_any_byte_changed_gives_right_bytes_or_an_error(ker
         numbers = [await kernel.open(inode) for inode in inodes[: chance.randrange(1, 13)]]
         kernel.host.instead(instead)
         asked = {
-            kernel.say_read(number, 0, 64 * KIB): content
+            kernel.send_read(number, 0, 64 * KIB): content
             for number, content in zip(numbers, contents, strict=False)
         }
         for unique, (error, answer) in (await kernel.answers(asked)).items():
@@ -323,8 +324,8 @@ async def test_an_answer_with_any_byte_changed_gives_right_bytes_or_an_error(ker
         errors.Unavailable,
     ],
 )
-@pytest.mark.parametrize("way", TWINS)
-def test_what_is_refused_for_now_is_asked_for_again(way, error):
+@pytest.mark.parametrize("way", WAYS)
+def test_temporary_refusal_is_retried(way, error):
     @on_a_mount
     async def refused(kernel):
         contents = [some(5000, seed) for seed in range(10)]
@@ -336,7 +337,7 @@ def test_what_is_refused_for_now_is_asked_for_again(way, error):
 
         kernel.host.instead(instead)
         asked = {
-            kernel.say_read(number, 0, 8 * KIB): content
+            kernel.send_read(number, 0, 8 * KIB): content
             for number, content in zip(numbers, contents, strict=True)
         }
         for unique, (failure, answer) in (await kernel.answers(asked)).items():
@@ -346,8 +347,8 @@ def test_what_is_refused_for_now_is_asked_for_again(way, error):
     refused(way)
 
 
-@by_both_ways
-async def test_what_is_refused_for_good_is_an_error_with_one_question(kernel):
+@on_both_paths
+async def test_permanent_refusal_is_an_error_without_retry(kernel):
     inode, other = await kernel.make([some(5000, 1), some(5000, 2)])
     number, asked = await kernel.open(inode), []
 
@@ -364,8 +365,8 @@ async def test_what_is_refused_for_good_is_an_error_with_one_question(kernel):
     assert await kernel.read(await kernel.open(other), 0, BLOCK) == some(5000, 2)[:BLOCK]
 
 
-@pytest.mark.parametrize("way", TWINS)
-def test_a_store_that_never_answers_is_an_error_at_the_deadline(way):
+@pytest.mark.parametrize("way", WAYS)
+def test_silent_store_is_an_error_at_the_deadline(way):
     async def silent(kernel):
         (inode,) = await kernel.make([some(5000, 1)])
         number = await kernel.open(inode)
@@ -381,8 +382,8 @@ def test_a_store_that_never_answers_is_an_error_at_the_deadline(way):
     on_a_mount(silent, FAR._replace(deadline_s=3.0))(way)
 
 
-async def in_hand(kernel, calls):
-    """Their stores have been asked."""
+async def wait_for_requests(kernel, calls):
+    """Wait until the stores have the requests."""
     kernel.engine._take()
     async with asyncio.timeout(60):
         while not calls:  # noqa: ASYNC110
@@ -390,46 +391,46 @@ async def in_hand(kernel, calls):
     await asyncio.sleep(0.02)
 
 
-@by_both_ways
-async def test_who_dies_is_answered_at_once_and_who_waits_with_him_gets_the_bytes(kernel):
+@on_both_paths
+async def test_interrupted_reader_does_not_affect_others(kernel):
     contents = [some(6000, seed) for seed in range(12)]
     numbers = [await kernel.open(inode) for inode in await kernel.make(contents)]
     calls, nobody = [], 1 << 22  # there is no such process
     kernel.host.instead(calls.append)
-    late = [kernel.say_read(number, 0, BLOCK, pid=nobody) for number in numbers]
+    late = [kernel.send_read(number, 0, BLOCK, pid=nobody) for number in numbers]
     stays = {
-        kernel.say_read(number, 0, 8 * KIB): content
+        kernel.send_read(number, 0, 8 * KIB): content
         for number, content in zip(numbers[:5], contents[:5], strict=True)
     }
-    await in_hand(kernel, calls)
+    await wait_for_requests(kernel, calls)
     for unique in late:
-        kernel.say(Op.INTERRUPT, (unique,))
+        kernel.send(Op.INTERRUPT, (unique,))
     kernel.engine._take()
     for _ in late:
-        heard, error, _ = await kernel.hear()
+        heard, error, _ = await kernel.receive()
         assert heard in late and error == -errno.EINTR
     kernel.host.instead(None)
     for call in calls:
-        door_of(kernel, call).service.handle(call)
+        proxy_of(kernel, call).service.handle(call)
     for unique, (error, answer) in (await kernel.answers(stays)).items():
         assert not error and answer == stays[unique]
     await asyncio.sleep(0.05)
     for number, content in zip(numbers, contents, strict=True):
         assert await kernel.read(number, 0, 8 * KIB) == content
-    await kernel.silent()
+    await kernel.expect_no_reply()
 
 
-@by_both_ways
-async def test_a_connection_that_is_lost_and_a_store_that_comes_back(kernel):
+@on_both_paths
+async def test_reads_survive_a_lost_connection(kernel):
     contents = [some(6000, seed) for seed in range(40)]
     numbers = [await kernel.open(inode) for inode in await kernel.make(contents)]
     calls = []
     kernel.host.instead(calls.append)
     asked = {
-        kernel.say_read(number, 0, 8 * KIB): content
+        kernel.send_read(number, 0, 8 * KIB): content
         for number, content in zip(numbers, contents, strict=True)
     }
-    await in_hand(kernel, calls)
+    await wait_for_requests(kernel, calls)
     kernel.host.instead(None)
     for connection in kernel.connections():
         connection._transport.abort()
@@ -441,117 +442,117 @@ async def test_a_connection_that_is_lost_and_a_store_that_comes_back(kernel):
     ]:
         served._transport.abort()
     asked = {
-        kernel.say_read(number, 0, 8 * KIB): content
+        kernel.send_read(number, 0, 8 * KIB): content
         for number, content in zip(numbers, contents, strict=True)
     }
     for unique, (error, answer) in (await kernel.answers(asked)).items():
         assert not error and answer == asked[unique]
 
 
-@by_both_ways
-async def test_answers_that_come_in_pieces(kernel):
+@on_both_paths
+async def test_replies_arrive_in_pieces(kernel):
     chance = random.Random(5)
     contents = [some(size, seed) for seed, size in enumerate(SIZES * 5)]
     numbers = [await kernel.open(inode) for inode in await kernel.make(contents)]
-    stores_say(kernel.host, lambda transport: Pieces(transport, chance))
+    replace_transports(kernel.host, lambda transport: ChunkedTransport(transport, chance))
     for _ in range(3):
         kernel.vfs.reader.forget_contents()
         asked = {
-            kernel.say_read(number, 0, 64 * KIB): content
+            kernel.send_read(number, 0, 64 * KIB): content
             for number, content in zip(numbers, contents, strict=True)
         }
         for unique, (error, answer) in (await kernel.answers(asked)).items():
             assert not error and answer == asked[unique]
 
 
-@by_both_ways
-async def test_what_is_written_while_it_is_read_is_not_kept(kernel):
+@on_both_paths
+async def test_file_written_during_the_read_is_not_cached(kernel):
     (inode,) = await kernel.make([some(6000, 1)])
     number, calls = await kernel.open(inode), []
     kernel.host.instead(calls.append)
-    unique = kernel.say_read(number, 0, 8 * KIB)
-    await in_hand(kernel, calls)
+    unique = kernel.send_read(number, 0, 8 * KIB)
+    await wait_for_requests(kernel, calls)
     handle = await kernel.vfs.open(inode, os.O_RDWR, ME)
     await kernel.vfs.write(handle, 0, b"new")
     kernel.host.instead(None)
     for call in calls:
-        door_of(kernel, call).service.handle(call)
-    assert await kernel.hear() == (unique, 0, some(6000, 1))
+        proxy_of(kernel, call).service.handle(call)
+    assert await kernel.receive() == (unique, 0, some(6000, 1))
     assert inode not in kernel.vfs.reader._contents
     assert await kernel.read(number, 0, 8 * KIB) == b"new" + some(6000, 1)[3:]
     await kernel.vfs.flush(handle)
     await kernel.vfs.release(handle)
 
 
-@by_both_ways
-async def test_a_file_that_was_closed_meanwhile_leaves_nothing(kernel):
+@on_both_paths
+async def test_file_closed_during_the_read_leaves_nothing(kernel):
     (inode,) = await kernel.make([some(6000, 1)])
     number, calls = await kernel.open(inode), []
     kernel.host.instead(calls.append)
-    unique = kernel.say_read(number, 0, 8 * KIB)
-    await in_hand(kernel, calls)
+    unique = kernel.send_read(number, 0, 8 * KIB)
+    await wait_for_requests(kernel, calls)
     await kernel.close(number)
     kernel.host.instead(None)
     for call in calls:
-        door_of(kernel, call).service.handle(call)
-    assert await kernel.hear() == (unique, 0, some(6000, 1))
+        proxy_of(kernel, call).service.handle(call)
+    assert await kernel.receive() == (unique, 0, some(6000, 1))
     assert inode not in kernel.vfs.reader._contents and inode not in kernel.vfs.cache.open
 
 
 async def opened_by_lease(kernel, content):
     """The number of a handle that its shard does not know of yet, and its file."""
     (inode,) = await kernel.make([content])
-    entry = replies.read("entry", await kernel.ask(Op.LOOKUP, names=(b"small%d" % kernel.made,)))
+    entry = replies.read("entry", await kernel.request(Op.LOOKUP, names=(b"small%d" % kernel.made,)))
     assert entry.nodeid == inode
     number = await kernel.open(inode)
     file = kernel.handle(number).file
-    assert file.untold
+    assert file.unreported
     return number, file
 
 
-@by_both_ways
-async def test_bytes_of_an_open_that_nobody_knows_of_count_while_its_lease_does(kernel):
+@on_both_paths
+async def test_unreported_open_is_valid_during_its_lease(kernel):
     number, file = await opened_by_lease(kernel, some(6000, 1))
     assert await kernel.read(number, 0, 8 * KIB) == some(6000, 1)
     number, file = await opened_by_lease(kernel, some(6000, 2))
     calls = []
     kernel.host.instead(calls.append)
-    unique = kernel.say_read(number, 0, 8 * KIB)
-    await in_hand(kernel, calls)
+    unique = kernel.send_read(number, 0, 8 * KIB)
+    await wait_for_requests(kernel, calls)
     kernel.host.instead(None)
-    file.untold = True
+    file.unreported = True
     kernel.vfs.leases._leases.pop(file.inode, None)
     for call in calls:
-        door_of(kernel, call).service.handle(call)
-    assert await kernel.hear() == (unique, 0, some(6000, 2))
-    assert not file.untold, "its shard was asked"
+        proxy_of(kernel, call).service.handle(call)
+    assert await kernel.receive() == (unique, 0, some(6000, 2))
+    assert not file.unreported, "the open is reported to its shard"
 
 
-@by_both_ways
-async def test_zeros_of_a_file_that_was_removed_meanwhile_are_an_error(kernel):
+@on_both_paths
+async def test_zeros_of_a_removed_file_are_an_error(kernel):
     number, file = await opened_by_lease(kernel, some(6000, 1))
     calls = []
     kernel.host.instead(calls.append)
-    unique = kernel.say_read(number, 0, 8 * KIB)
-    await in_hand(kernel, calls)
+    unique = kernel.send_read(number, 0, 8 * KIB)
+    await wait_for_requests(kernel, calls)
     kernel.host.instead(None)
-    file.untold = True
+    file.unreported = True
     kernel.vfs.leases._leases.pop(file.inode, None)
 
     async def gone(inode):
         raise errors.NotFound
 
-    kernel.vfs.meta.tell_opened = gone
+    kernel.vfs.meta.report_opens = gone
     for call in calls:
-        door_of(kernel, call).service.handle(call)
-    heard, error, _ = await kernel.hear()
+        proxy_of(kernel, call).service.handle(call)
+    heard, error, _ = await kernel.receive()
     assert heard == unique and error in (-errno.ENOENT, -errno.ESTALE)
-    del kernel.vfs.meta.tell_opened
+    del kernel.vfs.meta.report_opens
     kernel.vfs.reader.forget_contents()
 
 
-@by_both_ways
-async def test_the_end_of_a_file_that_others_may_have_made_longer_is_asked_for(kernel):
+@on_both_paths
+async def test_end_of_a_file_without_lease_is_refreshed(kernel):
     (inode,) = await kernel.make([some(6000, 1)])
     number = await kernel.open(inode)
     file = kernel.handle(number).file
@@ -567,8 +568,8 @@ async def test_the_end_of_a_file_that_others_may_have_made_longer_is_asked_for(k
     kernel.vfs.reader._refresh = refresh
 
 
-@pytest.mark.parametrize("way", TWINS)
-def test_by_the_short_cut_the_first_read_of_a_file_is_one_of_these(way):
+@pytest.mark.parametrize("way", WAYS)
+def test_short_cut_reads_only_the_first_time(way):
     async def short(kernel):
         content = some(6000, 1)
         (inode,) = await kernel.make([content])
@@ -585,28 +586,28 @@ def test_by_the_short_cut_the_first_read_of_a_file_is_one_of_these(way):
     on_a_mount(short, SHORT)(way)
 
 
-# -- of the compiled way alone ---------------------------------------------------------------------------------------------
+# -- fast path only ---------------------------------------------------------------------------------------------------------
 
 
-@in_one_step
-async def test_they_travel_together_and_no_more_than_a_burst(kernel):
+@on_fast_path
+async def test_reads_are_batched_up_to_a_burst(kernel):
     contents = [some(BLOCK, seed) for seed in range(150)]
     numbers = [await kernel.open(inode) for inode in await kernel.make(contents)]
     chunks, began = kernel.vfs.chunks, kernel.began
     targets = {kernel.handle(number).file.lanes.get(0) for number in numbers}
     before = chunks.counters["messages"]
     asked = {
-        kernel.say_read(number, 0, BLOCK): content for number, content in zip(numbers, contents, strict=True)
+        kernel.send_read(number, 0, BLOCK): content for number, content in zip(numbers, contents, strict=True)
     }
     kernel.engine._take()
     for unique, (error, answer) in (await kernel.answers(asked)).items():
         assert not error and answer == asked[unique]
     assert kernel.began == began + 150 and targets
-    assert chunks.counters["messages"] - before <= 3 * 2 * max(1, len(kernel.host.doors)) + 2
+    assert chunks.counters["messages"] - before <= 3 * 2 * max(1, len(kernel.host.proxies)) + 2
 
 
-@in_one_step
-async def test_the_lane_is_the_one_that_is_found_the_ordinary_way(kernel):
+@on_fast_path
+async def test_chosen_target_agrees_with_the_slow_path(kernel):
     for inode in await kernel.make([some(100, seed) for seed in range(40)]):
         number = await kernel.open(inode)
         assert await kernel.read(number, 0, BLOCK)
@@ -617,8 +618,8 @@ async def test_the_lane_is_the_one_that_is_found_the_ordinary_way(kernel):
         assert kernel.vfs.chunks.find_lane(file, 0) is found and chain.targets[0] == found.target
 
 
-@in_one_step
-async def test_what_can_not_be_sent_any_more_goes_the_ordinary_way(kernel):
+@on_fast_path
+async def test_unsent_reads_continue_on_the_slow_path(kernel):
     contents = [some(6000, seed) for seed in range(20)]
     numbers = [await kernel.open(inode) for inode in await kernel.make(contents)]
     submit, began = kernel.engine._submit_plain_reads, kernel.began
@@ -631,7 +632,7 @@ async def test_what_can_not_be_sent_any_more_goes_the_ordinary_way(kernel):
 
     kernel.engine._submit_plain_reads = lost_before
     asked = {
-        kernel.say_read(number, 0, 8 * KIB): content
+        kernel.send_read(number, 0, 8 * KIB): content
         for number, content in zip(numbers, contents, strict=True)
     }
     for unique, (error, answer) in (await kernel.answers(asked)).items():
@@ -639,19 +640,19 @@ async def test_what_can_not_be_sent_any_more_goes_the_ordinary_way(kernel):
     assert kernel.began > began
 
 
-@in_one_step
-async def test_an_answer_that_is_not_taken_is_an_error_to_who_waits(kernel):
+@on_fast_path
+async def test_reply_that_the_kernel_does_not_take_is_an_error(kernel):
     content = some(60 * KIB, 1)
     inode, after = await kernel.make([content, some(100, 2)])
     number = await kernel.open(inode)
     kernel.theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 * KIB)
-    unique = kernel.say_read(number, 0, 60 * KIB)
-    assert (await kernel.hear())[:2] == (unique, -errno.EIO)
+    unique = kernel.send_read(number, 0, 60 * KIB)
+    assert (await kernel.receive())[:2] == (unique, -errno.EIO)
     assert await kernel.read(await kernel.open(after), 0, BLOCK) == some(100, 2)
 
 
-@in_one_step
-async def test_a_bug_on_the_way_is_an_error_to_who_waits(kernel):
+@on_fast_path
+async def test_bug_before_the_request_is_an_error(kernel):
     first, second = await kernel.make([some(100, 1), some(100, 2)])
     number = await kernel.open(first)
     epoch, kernel.vfs.chunks.epoch = kernel.vfs.chunks.epoch, "no number"
@@ -664,8 +665,8 @@ async def test_a_bug_on_the_way_is_an_error_to_who_waits(kernel):
     assert await kernel.read(await kernel.open(second), 0, BLOCK) == some(100, 2)
 
 
-@in_one_step
-async def test_a_bug_where_the_ordinary_way_goes_on_is_an_error_to_who_waits(kernel):
+@on_fast_path
+async def test_bug_in_the_fallback_is_an_error(kernel):
     (inode,) = await kernel.make([some(5000, 1)])
     number = await kernel.open(inode)
     submit, chunks = kernel.engine._submit_plain_reads, kernel.vfs.chunks
@@ -682,15 +683,15 @@ async def test_a_bug_where_the_ordinary_way_goes_on_is_an_error_to_who_waits(ker
         submit()
 
     kernel.engine._submit_plain_reads = lost_before
-    unique = kernel.say_read(number, 0, 8 * KIB)
+    unique = kernel.send_read(number, 0, 8 * KIB)
     async with asyncio.timeout(20):
-        assert (await kernel.hear())[:2] == (unique, -errno.EIO)
+        assert (await kernel.receive())[:2] == (unique, -errno.EIO)
         assert await kernel.read(number, 0, 8 * KIB) == some(5000, 1)
 
 
-@in_one_step
-async def test_it_counts_calls_as_the_ordinary_way_does(kernel):
-    calls = TALLY.calls
+@on_fast_path
+async def test_calls_are_counted_as_on_the_slow_path(kernel):
+    calls = RPC_STATS.calls
     numbers = [
         await kernel.open(inode) for inode in await kernel.make([some(BLOCK, seed) for seed in range(10)])
     ]
@@ -698,7 +699,7 @@ async def test_it_counts_calls_as_the_ordinary_way_does(kernel):
 
     def counted():
         reads = sum(calls.by_method[DATA_READ].counts)
-        others = sum(sum(one.counts) for one in calls.by_method.values()) - reads  # of the sessions
+        others = sum(sum(one.counts) for one in calls.by_method.values()) - reads  # requests of the sessions
         return calls.begun - others, calls.ended - others, reads, kernel.began, sum(times.counts)
 
     before = counted()
@@ -708,7 +709,7 @@ async def test_it_counts_calls_as_the_ordinary_way_does(kernel):
 
 
 @compiled_only
-def test_a_mount_that_is_gone_does_not_wait_for_what_it_has_asked_for():
+def test_unmounted_engine_does_not_wait_for_replies():
     async def work():
         async with Far() as host:
             kernel = Small(host)
@@ -721,17 +722,17 @@ def test_a_mount_that_is_gone_does_not_wait_for_what_it_has_asked_for():
                     for inode in await kernel.make([some(BLOCK, seed) for seed in range(9)])
                 ]
                 host.instead(calls.append)
-                asked = [kernel.say_read(number, 0, BLOCK) for number in numbers]
-                await in_hand(kernel, calls)
+                asked = [kernel.send_read(number, 0, BLOCK) for number in numbers]
+                await wait_for_requests(kernel, calls)
                 assert not kernel.engine._may_read_on(OSError(errno.ENODEV, "it was unmounted"))
                 await asyncio.wait_for(asyncio.gather(kernel.serving, return_exceptions=True), 60)
                 assert not kernel.engine._work and kernel.engine._small is None
-                answered = [await kernel.hear() for _ in asked]
+                answered = [await kernel.receive() for _ in asked]
                 assert {unique for unique, _, _ in answered} == set(asked)
                 assert {error for _, error, _ in answered} == {-errno.EINTR}
             host.instead(None)
             for call in calls:
-                door_of(kernel, call).service.handle(call)
+                proxy_of(kernel, call).service.handle(call)
             await asyncio.sleep(0.05)
             assert not [lane for lane in host.vfs.chunks._lanes.values() if lane.in_flight]
 
@@ -739,7 +740,7 @@ def test_a_mount_that_is_gone_does_not_wait_for_what_it_has_asked_for():
 
 
 @compiled_only
-def test_a_mount_that_leaves_waits_for_the_answers():
+def test_leaving_engine_waits_for_replies():
     async def work():
         async with Far() as host, Small(host) as kernel:
             await kernel.init()
@@ -749,16 +750,16 @@ def test_a_mount_that_leaves_waits_for_the_answers():
             calls = []
             host.instead(calls.append)
             asked = {
-                kernel.say_read(number, 0, BLOCK): content
+                kernel.send_read(number, 0, BLOCK): content
                 for number, content in zip(numbers, contents, strict=True)
             }
-            await in_hand(kernel, calls)
+            await wait_for_requests(kernel, calls)
             leaving = asyncio.ensure_future(kernel.engine.leave(60))
             await asyncio.sleep(0.05)
             assert not leaving.done()
             host.instead(None)
             for call in calls:
-                door_of(kernel, call).service.handle(call)
+                proxy_of(kernel, call).service.handle(call)
             for unique, (error, answer) in (await kernel.answers(asked)).items():
                 assert not error and answer == asked[unique]
             await asyncio.wait_for(leaving, 60)

@@ -1,5 +1,4 @@
-"""Small files that are written and closed through the direct engine: in compiled steps and without them the same answers and
-the same books, whatever happens meanwhile."""
+"""Writes and closes of small files through the direct engine: the same replies and state on the fast and the slow path."""
 
 from __future__ import annotations
 
@@ -26,57 +25,57 @@ from nvpool.rpc.v1.wire_pb2 import META_REPORT
 from nvpool.shm.mount_state import KeptMemory
 from nvpool.testing.fakes.local_pool import LocalPool
 
-OPTIONS = ClientOptions(deadline_s=20.0, retry_first_s=0.001, short_cut=False)
+OPTIONS = ClientOptions(deadline_s=20.0, retry_first_s=0.001, short_circuit=False)
 WAYS = ("compiled", "in-the-client", "ordinary")
 
 
 class Mounted(Kernel):
-    """Over a pool behind unix sockets, by a client that keeps what it writes."""
+    """Over a pool behind unix sockets, with a client that keeps its writes."""
 
     def __init__(self, vfs, kept) -> None:
         super().__init__(vfs)
         self.vfs, self.kept = vfs, kept
         self.held: list = []
 
-    async def hear(self):
-        while not (heard := await super().hear())[0]:
-            pass  # a notice
+    async def receive(self):
+        while not (heard := await super().receive())[0]:
+            pass  # a notification
         return heard
 
-    async def silent(self):
-        await self.ask(Op.GETATTR, (0, 0))
+    async def expect_no_reply(self):
+        await self.request(Op.GETATTR, (0, 0))
 
     async def new(self, name: bytes = b"f", flags: int = os.O_RDWR) -> tuple[int, int]:
         answer = replies.read(
             "create",
-            await self.ask(
+            await self.request(
                 Op.CREATE, (flags | os.O_CREAT | os.O_EXCL, 0o100644, 0o22, 0), node=1, names=(name,)
             ),
         )
         return answer.nodeid, answer.fh
 
-    def say_write(self, handle: int, content: bytes, offset: int = 0, flags: int = 0, **more) -> int:
-        return self.say(Op.WRITE, (handle, offset, len(content), flags, 0, 0), payload=content, **more)
+    def send_write(self, handle: int, content: bytes, offset: int = 0, flags: int = 0, **more) -> int:
+        return self.send(Op.WRITE, (handle, offset, len(content), flags, 0, 0), payload=content, **more)
 
     async def write(self, handle: int, content: bytes, offset: int = 0, flags: int = 0) -> int:
-        answer = await self.ask(Op.WRITE, (handle, offset, len(content), flags, 0, 0), payload=content)
+        answer = await self.request(Op.WRITE, (handle, offset, len(content), flags, 0, 0), payload=content)
         return replies.read("count", answer).size
 
     async def flush(self, handle: int) -> None:
-        assert await self.ask(Op.FLUSH, (handle, 0, 77)) == b""
+        assert await self.request(Op.FLUSH, (handle, 0, 77)) == b""
 
     async def read(self, handle: int, size: int = 1 << 16) -> bytes:
-        return bytes(await self.ask(Op.READ, (handle, 0, size, 0, 0, 0)))
+        return bytes(await self.request(Op.READ, (handle, 0, size, 0, 0, 0)))
 
-    async def stores_hold(self) -> None:
-        """What is sent to stores from now on stays here."""
+    async def hold_stores(self) -> None:
+        """Hold back the messages to stores from now on."""
         for target in self.vfs.view.map.targets:
             connection = await self.vfs.chunks._dialer.connect(
                 target.endpoints, SYSTEM_CLOCK.boottime_s() + 5
             )
             connection._transport = Holding(connection._transport, self.held)
 
-    async def stores_go_on(self) -> None:
+    async def release_stores(self) -> None:
         for connection in self.vfs.chunks._dialer._live.values():
             if type(connection._transport) is Holding:
                 connection._transport = connection._transport.transport
@@ -84,8 +83,8 @@ class Mounted(Kernel):
             transport.write(frame)
         self.held.clear()
 
-    def stores_say(self, status: int) -> None:
-        """To all that they were sent."""
+    def reply_from_stores(self, status: int) -> None:
+        """Reply with this status to all messages that were sent to stores."""
         message = encode_write_reply(1, status.to_bytes(2, "little") + bytes(14))
         for connection in self.vfs.chunks._dialer._live.values():
             if type(connection._transport) is Holding:
@@ -94,7 +93,7 @@ class Mounted(Kernel):
                     connection._answered(number, 0, message, EMPTY)
         self.held.clear()
 
-    def nothing_is_left(self) -> None:
+    def assert_nothing_left(self) -> None:
         writer = self.vfs.writer
         assert not self.engine._work and not self.kept.writes.valid() and not writer._begun
         assert writer._held == writer._in_flight == 0 and len(self.vfs.chunks._slots) == 64
@@ -125,20 +124,20 @@ async def mounted():
                 async with Mounted(client.vfs, kept) as kernel:
                     await kernel.init()
                     yield kernel
-                kernel.nothing_is_left()
+                kernel.assert_nothing_left()
     finally:
         os.close(descriptor)
 
 
-def by_all_ways(test):
-    """In compiled steps from the kernel's request on, from the client on, and without."""
+def on_all_paths(test):
+    """On the fast path of the engine, on that of the client only, and on the slow path."""
 
     @pytest.mark.parametrize("way", WAYS)
     def run(way, monkeypatch):
         if (way != "ordinary" and fast_writes._fast_writes is None) or (
             way == "compiled" and small_writes._small_writes is None
         ):
-            pytest.skip("it is not compiled here")
+            pytest.skip("the module is not compiled here")
         if way != "compiled":
             monkeypatch.setattr(small_writes, "_small_writes", None)
         if way == "ordinary":
@@ -155,82 +154,82 @@ def by_all_ways(test):
     return run
 
 
-@by_all_ways
-async def test_a_small_file_is_written_closed_and_read(kernel):
+@on_all_paths
+async def test_small_file_is_written_closed_and_read(kernel):
     ops, engine = kernel.engine._ops, kernel.engine
     for number, length in enumerate((4096, 5000, 32768, 100, 40_000)):
         content = os.urandom(length)
         inode, handle = await kernel.new(b"%d" % number)
-        changes, written_bytes = ops._changes, engine.written_bytes
+        changes, written_bytes = ops.change_count, engine.written_bytes
         assert await kernel.write(handle, content) == length
-        assert ops._changes == changes + 1 and engine.written_bytes == written_bytes + length
+        assert ops.change_count == changes + 1 and engine.written_bytes == written_bytes + length
         assert inode in ops._paged
         await kernel.flush(handle)
         assert (
-            ops._changes == changes + 2
+            ops.change_count == changes + 2
             and not engine._work
             and ops._seen[inode][0] == ops._files[handle].attr.change
         )
-        await kernel.flush(handle)  # there is nothing to be told any more
-        assert ops._changes == changes + 2
+        await kernel.flush(handle)  # nothing is left to report
+        assert ops.change_count == changes + 2
         assert await kernel.read(handle) == content
-        assert await kernel.write(handle, b"more", length) == 4  # it is not empty any more
+        assert await kernel.write(handle, b"more", length) == 4  # the file is no longer empty
         await kernel.flush(handle)
         assert await kernel.read(handle) == content + b"more"
-        await kernel.ask(Op.RELEASE, (handle, 0, 0, 0))
+        await kernel.request(Op.RELEASE, (handle, 0, 0, 0))
     times = engine.spent.times
     assert sum(times[Op.WRITE].counts) == 10 and sum(times[Op.FLUSH].counts) == 15
 
 
-@by_all_ways
-async def test_a_close_waits_for_the_store_and_others_are_answered_meanwhile(kernel):
+@on_all_paths
+async def test_close_waits_for_the_store_without_blocking_others(kernel):
     _, handle = await kernel.new()
     _, other = await kernel.new(b"g")
-    await kernel.stores_hold()
+    await kernel.hold_stores()
     content = os.urandom(4096)
     assert await kernel.write(handle, content) == 4096
     assert len(kernel.held) == 1 and len(kernel.kept.writes.valid()) == 1
-    asked = kernel.say(Op.FLUSH, (handle, 0, 0))
-    await kernel.silent()
+    asked = kernel.send(Op.FLUSH, (handle, 0, 0))
+    await kernel.expect_no_reply()
     assert list(kernel.engine._work) == [asked]
-    await kernel.flush(other)  # nobody has written to it
-    await kernel.stores_go_on()
-    assert (await kernel.hear())[:2] == (asked, 0)
+    await kernel.flush(other)  # no write to this file
+    await kernel.release_stores()
+    assert (await kernel.receive())[:2] == (asked, 0)
     assert await kernel.read(handle) == content
 
 
-@by_all_ways
-async def test_who_is_dying_is_not_waited_for_and_the_next_close_tells(kernel):
+@on_all_paths
+async def test_dying_caller_is_not_waited_for(kernel):
     _, handle = await kernel.new()
-    await kernel.stores_hold()
+    await kernel.hold_stores()
     assert await kernel.write(handle, bytes(4096)) == 4096
     child = sleeping_process()
-    asked = kernel.say(Op.FLUSH, (handle, 0, 0), pid=child.pid)
-    kernel.say(Op.INTERRUPT, (asked,))
-    await kernel.silent()
+    asked = kernel.send(Op.FLUSH, (handle, 0, 0), pid=child.pid)
+    kernel.send(Op.INTERRUPT, (asked,))
+    await kernel.expect_no_reply()
     child.kill()
-    assert (await kernel.hear())[:2] == (asked, -errno.EINTR)
+    assert (await kernel.receive())[:2] == (asked, -errno.EINTR)
     child.wait()
-    await kernel.stores_go_on()
+    await kernel.release_stores()
     await kernel.flush(handle)
     assert await kernel.read(handle) == bytes(4096)
 
 
-@by_all_ways
-async def test_what_is_not_stored_is_told_by_the_close_once_and_the_pages_are_not_believed(kernel):
+@on_all_paths
+async def test_failed_write_is_reported_by_one_close(kernel):
     inode, handle = await kernel.new()
-    await kernel.stores_hold()
+    await kernel.hold_stores()
     assert await kernel.write(handle, bytes(4096)) == 4096
-    asked = kernel.say(Op.FLUSH, (handle, 0, 0))
-    await kernel.silent()
-    kernel.stores_say(NoSpace.wire_code)
-    assert (await kernel.hear())[:2] == (asked, -errno.ENOSPC)
+    asked = kernel.send(Op.FLUSH, (handle, 0, 0))
+    await kernel.expect_no_reply()
+    kernel.reply_from_stores(NoSpace.wire_code)
+    assert (await kernel.receive())[:2] == (asked, -errno.ENOSPC)
     assert inode not in kernel.engine._ops._seen
     await kernel.flush(handle)
 
 
-@by_all_ways
-async def test_what_can_not_be_kept_is_refused(kernel):
+@on_all_paths
+async def test_write_without_a_free_record_is_refused(kernel):
     inode, handle = await kernel.new()
 
     def full() -> int:
@@ -245,43 +244,43 @@ async def test_what_can_not_be_kept_is_refused(kernel):
     await kernel.flush(handle)
 
 
-@by_all_ways
-async def test_requests_that_are_none_and_handles_that_are_none_are_refused(kernel):
+@on_all_paths
+async def test_malformed_requests_and_wrong_handles_are_refused(kernel):
     _, handle = await kernel.new(flags=os.O_RDONLY)
     for number in (handle, handle + 1000):
         with pytest.raises(OSError) as refused:
             await kernel.write(number, bytes(4096))
         assert refused.value.errno == (errno.EBADF if number == handle else errno.EIO)
-    asked = kernel.say(Op.WRITE, (handle, 0, 4096, 0, 0, 0), payload=bytes(4096) + b"x")
-    assert (await kernel.hear())[:2] == (asked, -errno.EINVAL)
+    asked = kernel.send(Op.WRITE, (handle, 0, 4096, 0, 0, 0), payload=bytes(4096) + b"x")
+    assert (await kernel.receive())[:2] == (asked, -errno.EINVAL)
     with pytest.raises(OSError):
-        await kernel.ask(Op.FLUSH, (handle + 1000, 0, 0))
+        await kernel.request(Op.FLUSH, (handle + 1000, 0, 0))
     await kernel.flush(handle)
 
 
-@by_all_ways
-async def test_a_request_that_is_handed_out_again_is_answered_from_what_is_kept(kernel):
+@on_all_paths
+async def test_resent_write_is_answered_from_the_mount_state(kernel):
     _, handle = await kernel.new()
     content = os.urandom(4096)
-    asked = kernel.say_write(handle, content)
-    assert (await kernel.hear())[:2] == (asked, 0)
+    asked = kernel.send_write(handle, content)
+    assert (await kernel.receive())[:2] == (asked, 0)
     ((_, _, _, _, unique, _, _, _),) = [
         record for record in kernel.kept.writes.all() if record[4] == asked
     ] or [(0,) * 8]
     assert unique == asked
-    again = kernel.say_write(handle, content, unique=asked | RESENT)
-    heard, error, answer = await kernel.hear()
+    again = kernel.send_write(handle, content, unique=asked | RESENT)
+    heard, error, answer = await kernel.receive()
     assert (heard, error) == (again, 0) and replies.read("count", answer).size == 4096
     await kernel.flush(handle)
-    flushed = kernel.say(Op.FLUSH, (handle, 0, 0), unique=4000 | RESENT)
-    assert (await kernel.hear())[:2] == (flushed, 0)
+    flushed = kernel.send(Op.FLUSH, (handle, 0, 0), unique=4000 | RESENT)
+    assert (await kernel.receive())[:2] == (flushed, 0)
     assert await kernel.read(handle) == content
 
 
-@by_all_ways
-async def test_set_ids_go_with_the_first_write_too(kernel):
+@on_all_paths
+async def test_first_write_clears_set_id_bits(kernel):
     inode, handle = await kernel.new()
-    await kernel.ask(Op.SETATTR, (Valid.MODE, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0o104755, 0, 0), node=inode)
+    await kernel.request(Op.SETATTR, (Valid.MODE, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0o104755, 0, 0), node=inode)
     assert await kernel.write(handle, bytes(4096), flags=WRITE_KILL_SUIDGID) == 4096
     await kernel.flush(handle)
     assert (await kernel.vfs.getattr(inode)).mode & 0o7777 == 0o755
@@ -290,41 +289,41 @@ async def test_set_ids_go_with_the_first_write_too(kernel):
     await kernel.flush(handle)
 
 
-@by_all_ways
-async def test_record_locks_end_with_the_close_of_what_was_written(kernel):
+@on_all_paths
+async def test_close_after_a_write_ends_record_locks(kernel):
     inode, handle = await kernel.new()
-    await kernel.ask(Op.SETLK, (handle, 77, 0, 10, 1, 5, 0))
+    await kernel.request(Op.SETLK, (handle, 77, 0, 10, 1, 5, 0))
     assert await kernel.write(handle, bytes(4096)) == 4096
     assert kernel.vfs.is_locked(inode)
     await kernel.flush(handle)
     assert not kernel.vfs.is_locked(inode)
 
 
-@by_all_ways
-async def test_many_are_written_and_closed_at_once(kernel):
+@on_all_paths
+async def test_many_files_are_written_and_closed_concurrently(kernel):
     made = [await kernel.new(b"%d" % number) for number in range(40)]
     contents = [os.urandom(4096) for _ in made]
     asked = {
-        kernel.say_write(handle, content): 0 for (_, handle), content in zip(made, contents, strict=True)
+        kernel.send_write(handle, content): 0 for (_, handle), content in zip(made, contents, strict=True)
     }
-    asked |= {kernel.say(Op.FLUSH, (handle, 0, 0)): 0 for _, handle in made}
+    asked |= {kernel.send(Op.FLUSH, (handle, 0, 0)): 0 for _, handle in made}
     for _ in range(len(asked)):
-        heard, error, _ = await kernel.hear()
+        heard, error, _ = await kernel.receive()
         assert not error
         del asked[heard]
     for (inode, handle), content in zip(made, contents, strict=True):
         assert await kernel.read(handle) == content and (await kernel.vfs.getattr(inode)).size == 4096
 
 
-@by_all_ways
-async def test_a_refusal_of_the_session_before_does_not_end_the_one_of_now(kernel):
+@on_all_paths
+async def test_refusal_of_an_old_session_keeps_the_new_one(kernel):
     meta = kernel.vfs.meta
     handles = [(await kernel.new(name))[1] for name in (b"a", b"b")]
     for handle in handles:
         await kernel.write(handle, bytes(4096))
     connection = meta._shards[1].met
     connection._transport = Holding(connection._transport, kernel.held)
-    asked = [kernel.say(Op.FLUSH, (handle, 0, 77)) for handle in handles]
+    asked = [kernel.send(Op.FLUSH, (handle, 0, 77)) for handle in handles]
     numbers = []
     async with asyncio.timeout(60):
         while len(numbers) < 2:
@@ -334,11 +333,11 @@ async def test_a_refusal_of_the_session_before_does_not_end_the_one_of_now(kerne
     refusal = (*encode_error(StaleSession()), EMPTY)
     first = meta.session_of(1)
     connection._answered(numbers[0], *refusal)
-    assert (await kernel.hear())[:2] == (asked[0], 0)
+    assert (await kernel.receive())[:2] == (asked[0], 0)
     second, count, lost = meta.session_of(1), meta.counters["sessions"], []
     assert second not in (0, first)
     meta.on_lost, before = lambda shard: lost.append(shard), meta.on_lost
     connection._answered(numbers[1], *refusal)
-    assert (await kernel.hear())[:2] == (asked[1], 0)
+    assert (await kernel.receive())[:2] == (asked[1], 0)
     assert (meta.session_of(1), meta.counters["sessions"], lost) == (second, count, [])
     meta.on_lost = before

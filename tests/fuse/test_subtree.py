@@ -1,5 +1,7 @@
-"""Mounts of a part of a pool, and read-only ones: what is outside can be neither seen nor named, by either engine, over crashes
-and upgrades of the process; what others do to the part is seen, its removal included."""
+"""Mounts of a subtree, and read-only mounts: nothing outside can be seen or named, with either engine.
+
+Also over crashes and upgrades of the process; changes by others, also the removal of the subtree, are seen.
+"""
 
 import contextlib
 import ctypes
@@ -24,7 +26,7 @@ pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has
 
 @pytest.fixture(scope="module")
 def whole(own):
-    """The pool from its root on."""
+    """The pool, mounted at its root."""
     made = own.mount(own.directory.parent / "whole")
     yield made
     assert made.end() == 0
@@ -32,7 +34,7 @@ def whole(own):
 
 @pytest.fixture
 def tree(whole, request):
-    """A directory of the pool with something in it, and something beside it; its name."""
+    """A directory of the pool with some files, and some beside it; its name."""
     name = f"t{abs(hash(request.node.name)) % 10**8}"
     place = whole.place / name
     (place / "in" / "deep").mkdir(parents=True)
@@ -47,7 +49,7 @@ def mounted_part(own, name, *options):
     return own.mount(own.directory.parent / f"part-{name}", f"--subtree=/{name}/in", *options)
 
 
-def test_a_part_is_all_there_is(own, whole, tree, engine):
+def test_subtree_is_all_there_is(own, whole, tree, engine):
     part = mounted_part(own, tree, "--engine", engine)
     inside = whole.place / tree / "in"
     try:
@@ -55,7 +57,7 @@ def test_a_part_is_all_there_is(own, whole, tree, engine):
         assert (part.place / "f").read_bytes() == b"inside" and (
             part.place / "hard"
         ).read_bytes() == b"outside"
-        with pytest.raises(FileNotFoundError):  # '..' leads to where it is mounted, as of any mount
+        with pytest.raises(FileNotFoundError):  # '..' leads to the parent of the mount point, as in any mount
             (part.place / "link").read_bytes()
         assert os.path.samefile(part.place / "..", part.place.parent)
         assert os.path.samefile(part.place / "deep" / "..", part.place)
@@ -84,7 +86,7 @@ def test_a_part_is_all_there_is(own, whole, tree, engine):
     assert "Traceback" not in part.log.read_text() and " ERROR " not in part.log.read_text()
 
 
-def test_what_others_change_at_the_top_is_seen(own, whole, tree, engine):
+def test_changes_of_the_top_directory_are_seen(own, whole, tree, engine):
     part = mounted_part(own, tree, "--engine", engine, "--attr-timeout-s=3600", "--entry-timeout-s=3600")
     inside = whole.place / tree / "in"
     try:
@@ -94,16 +96,16 @@ def test_what_others_change_at_the_top_is_seen(own, whole, tree, engine):
         os.replace(inside / "f2", inside / "f")
         inside.chmod(
             0o700
-        )  # told by a notice of the root's own number: the kernel would believe the old one for an hour
-        wait_until(lambda: (part.place / "f").read_bytes() == b"changed", "the name to be taken back", 10)
-        wait_until(lambda: part.place.stat().st_mode & 0o777 == 0o700, "the mode to be taken back", 10)
+        )  # notified with the root's own inode number: else the kernel would trust the old mode for an hour
+        wait_until(lambda: (part.place / "f").read_bytes() == b"changed", "the invalidation of the name", 10)
+        wait_until(lambda: part.place.stat().st_mode & 0o777 == 0o700, "the invalidation of the mode", 10)
         os.unlink(inside / "f")
         wait_until(lambda: not (part.place / "f").exists(), "the name to go", 10)
     finally:
         assert part.end() == 0, part.log.read_text()
 
 
-def test_df_of_a_volume_shows_its_quota_and_writes_end_at_it(own, whole, engine):
+def test_df_of_a_volume_shows_its_quota(own, whole, engine):
     name = f"volume-{engine}"
     nvpool("volume", "create", own.directory, name, "--size", "64MiB", "--files", "100")
     part = own.mount(own.directory.parent / name, f"--subtree=/volumes/{name}", "--engine", engine)
@@ -158,8 +160,8 @@ def handle_of(path):
     return kind, buffer.raw[8 : 8 + length]
 
 
-def test_a_handle_of_what_is_outside_opens_nothing(own, whole, tree, engine):
-    """open_by_handle_at(2) names inodes by their numbers, which are those of the pool."""
+def test_handle_from_outside_opens_nothing(own, whole, tree, engine):
+    """open_by_handle_at(2) names inodes by number, as in the whole pool."""
     part = mounted_part(own, tree, "--engine", engine)
     try:
         (part.place / "f").stat()
@@ -170,7 +172,7 @@ def test_a_handle_of_what_is_outside_opens_nothing(own, whole, tree, engine):
                 outside.write_bytes(b"never seen in the part")
             with pytest.raises(OSError) as refused:
                 number = open_by_handle(part.place, handle_of(outside))
-                # 1 is the root of any mount: of this one, then
+                # 1 is the root of any mount, so of this one
                 if os.fstat(number).st_ino == part.place.stat().st_ino:
                     os.close(number)
                     raise OSError(errno.ESTALE, "the part's own root")
@@ -179,7 +181,7 @@ def test_a_handle_of_what_is_outside_opens_nothing(own, whole, tree, engine):
         assert part.end() == 0
 
 
-def test_a_part_that_is_removed_is_stale_and_nothing_crashes(own, whole, tree, engine):
+def test_removed_subtree_is_stale(own, whole, tree, engine):
     part = mounted_part(own, tree, "--engine", engine)
     gone = whole.place / tree / "in"
     try:
@@ -191,7 +193,7 @@ def test_a_part_that_is_removed_is_stale_and_nothing_crashes(own, whole, tree, e
                 lambda: (part.place / "f").stat(),
                 lambda: (part.place / "deep" / "x").write_bytes(b""),
             ):
-                # within the second for which the kernel may believe what it was told it may answer by itself
+                # until its caches expire after a second, the kernel may answer by itself
                 def stale(use=use):
                     try:
                         use()
@@ -202,14 +204,14 @@ def test_a_part_that_is_removed_is_stale_and_nothing_crashes(own, whole, tree, e
 
                 wait_until(stale, "it to be stale", 10)
             wait_until(lambda: part.place.stat().st_nlink == 0, "the removed directory to have no links", 10)
-            assert file.read() == b"inside"  # an open file is readable whoever removes it
+            assert file.read() == b"inside"  # an open file is readable after its removal by another user
     finally:
         assert part.end() == 0
     said = part.log.read_text()
     assert "Traceback" not in said and " ERROR " not in said, said
 
 
-def test_a_part_that_is_renamed_stays_mounted(own, whole, tree, engine):
+def test_renamed_subtree_stays_mounted(own, whole, tree, engine):
     part = mounted_part(own, tree, "--engine", engine)
     try:
         os.rename(whole.place / tree / "in", whole.place / tree / "elsewhere")
@@ -229,9 +231,9 @@ def test_a_part_that_is_renamed_stays_mounted(own, whole, tree, engine):
         ("../beside", "without '..'"),
     ],
 )
-def test_a_part_that_can_not_be_mounted_is_refused_with_the_reason(own, whole, tree, engine, path, said):
+def test_invalid_subtree_is_refused_with_the_reason(own, whole, tree, engine, path, said):
     if engine != "kernel":
-        pytest.skip("it is refused before there is an engine")
+        pytest.skip("refused before an engine is chosen")
     place = own.directory.parent / "refused"
     place.mkdir(exist_ok=True)
     done = subprocess.run(
@@ -248,17 +250,17 @@ def test_a_part_that_can_not_be_mounted_is_refused_with_the_reason(own, whole, t
 
 @pytest.mark.skipif(kernel_version() < RESEND_MIN, reason="this kernel does not hand requests out again")
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_part_survives_kills_and_an_upgrade_of_its_process(own, whole, tree, engine, workers):
+def test_subtree_survives_kills_and_an_upgrade(own, whole, tree, engine, workers):
     if engine != "kernel":
         pytest.skip("engine pyfuse3 has no holder")
     place = own.directory.parent / f"part-{tree}"
     place.mkdir()
-    told = json.loads(
+    mounted = json.loads(
         nvpool(
             "mount", f"{own.directory}:/{tree}/in/", place, "--holder", "--workers", workers, "--json"
         ).stdout
     )
-    assert told["subtree"] == f"/{tree}/in"
+    assert mounted["subtree"] == f"/{tree}/in"
     held = type(
         "Held", (), {"place": place, "log": next((own.directory / "log").glob(f"mount*part-{tree}.log"))}
     )
@@ -269,7 +271,7 @@ def test_a_part_survives_kills_and_an_upgrade_of_its_process(own, whole, tree, e
         def trouble():
             for _ in range(3):
                 kill_serving(held)
-            # found by its number, and not by its path, which is another's now
+            # found by its number, not by its path, which now leads to another directory
             os.rename(whole.place / tree / "in", whole.place / tree / "elsewhere")
             (whole.place / tree / "in").mkdir()
             kill_serving(held)
@@ -291,7 +293,7 @@ def test_a_part_survives_kills_and_an_upgrade_of_its_process(own, whole, tree, e
     assert "Traceback" not in held.log.read_text()
 
 
-def test_a_read_only_mount_changes_nothing_whoever_mounts_it_again(own, whole, tree, engine):
+def test_read_only_mount_refuses_changes_after_a_remount(own, whole, tree, engine):
     part = mounted_part(own, tree, "--engine", engine, "-o", "ro")
     try:
         again = subprocess.run(

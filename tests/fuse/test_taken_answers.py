@@ -1,11 +1,13 @@
-"""Answers that compiled reads take from the buffer in which they came (rpc/transports/_frame.hear): of several engines and
-kinds on one connection, between answers to others, however they are cut, changed or late."""
+"""Replies that compiled reads take from the receive buffer (rpc/transports/_frame.hear), of several engines and kinds.
+
+They share a connection with other replies, and may arrive in pieces, changed or late.
+"""
 
 import asyncio
 import random
 
 import pytest
-from mounted_reads import CONTENT, stores_say
+from mounted_reads import CONTENT, replace_transports
 from test_far_reads import Far
 from test_small_reads import Small
 
@@ -13,36 +15,37 @@ from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import InvalidRequest
 from nvpool.core.units import KIB
 from nvpool.fuse.fast_path import remote_reads, small_files
-from nvpool.rpc.stats import TALLY
+from nvpool.rpc.stats import RPC_STATS
 from nvpool.rpc.transports.frame import HEADER, HEADER_BYTES
 from nvpool.rpc.v1.wire_pb2 import DATA_READ
 from tests.unit.test_client_shortcut import BLOCK, run_whole, some
 from tests.unit.test_wire_hear import receive
 
 pytestmark = pytest.mark.skipif(
-    remote_reads._remote_reads is None or small_files._small_files is None, reason="it is not compiled here"
+    remote_reads._remote_reads is None or small_files._small_files is None,
+    reason="the module is not compiled here",
 )
 
 
-class Kept:
-    """In the place of a store's transport: what it says to who has asked is kept."""
+class HoldingTransport:
+    """Takes the place of a store's transport: holds back its replies."""
 
     def __init__(self, transport):
-        self._transport, self.said = transport, bytearray()
+        self._transport, self.held_frames = transport, bytearray()
 
     def __getattr__(self, name):
         return getattr(self._transport, name)
 
     def write(self, content):
-        self.said += content
+        self.held_frames += content
 
     def writelines(self, parts):
         for part in parts:
-            self.said += part
+            self.held_frames += part
 
 
 class Two:
-    """Two engines on one client, whose stores' answers to both are kept from now on."""
+    """Two engines on one client; the replies of its stores are held back from now on."""
 
     def __init__(self, host, first, second):
         self.host, self.kernels, self.errors = host, (first, second), []
@@ -66,14 +69,14 @@ class Two:
         for seed, inode in enumerate(await first.make(self.contents)):
             self.small[seed % 2].append((await self.kernels[seed % 2].open(inode), self.contents[seed]))
         self.kept = {}
-        stores_say(self.host, Kept)
+        replace_transports(self.host, HoldingTransport)
         for (role, _), listener in self.host.pool._listeners.items():
             if role == "target":
                 (connection,) = (one for one in first.connections() if one.peer.address == listener.endpoint)
                 self.kept[connection] = [served._transport for served in listener.connections]
 
-    async def ask(self, seed, lengths=(BLOCK, BLOCK, 5000, 64 * KIB, 128 * KIB)):
-        """{unique: the right answer} of either engine, which have asked for large and small files in turns."""
+    async def request(self, seed, lengths=(BLOCK, BLOCK, 5000, 64 * KIB, 128 * KIB)):
+        """{unique: expected reply} for each engine; the requests are for large and small files alternately."""
         self.host.vfs.reader.forget_contents()
         asked = {}, {}
         chance = random.Random(seed)
@@ -81,44 +84,47 @@ class Two:
             for of, kernel in enumerate(self.kernels):
                 length = chance.choice(lengths)
                 offset = chance.randrange(len(CONTENT) - length)
-                asked[of][kernel.say_read(self.large[of], offset, length)] = CONTENT[offset : offset + length]
+                asked[of][kernel.send_read(self.large[of], offset, length)] = CONTENT[
+                    offset : offset + length
+                ]
                 number, content = self.small[of][turn]
-                asked[of][kernel.say_read(number, 0, 64 * KIB)] = content
+                asked[of][kernel.send_read(number, 0, 64 * KIB)] = content
                 if turn % 6 == 5:
-                    await by_the_loop(kernel.engine._take)
+                    await on_loop(kernel.engine._take)
         return asked
 
-    async def said(self):
-        """{connection: frames of its answers}."""
+    async def held_frames(self):
+        """{connection: frames of its replies}."""
         found, before = {}, -1
         async with asyncio.timeout(60):
             while (
-                (now := sum(len(kept.said) for all_of in self.kept.values() for kept in all_of)) != before
+                (now := sum(len(kept.held_frames) for all_of in self.kept.values() for kept in all_of))
+                != before
                 or not now
                 or any(len(found[connection]) < len(connection._in_flight) for connection in self.kept)
             ):
                 before = now
                 await asyncio.sleep(0.02)
                 found = {
-                    connection: [frame for kept in all_of for frame in frames(kept.said)]
+                    connection: [frame for kept in all_of for frame in frames(kept.held_frames)]
                     for connection, all_of in self.kept.items()
                 }
         for kept in (kept for all_of in self.kept.values() for kept in all_of):
-            kept.said.clear()
+            kept.held_frames.clear()
         return found
 
-    def speak(self):
-        """From now on what is said is heard."""
-        stores_say(self.host, lambda kept: kept._transport)
+    def release(self):
+        """Deliver replies again from now on."""
+        replace_transports(self.host, lambda kept: kept._transport)
 
-    async def all_right(self, asked):
+    async def check_replies(self, asked):
         for kernel, its in zip(self.kernels, asked, strict=True):
             for unique, (error, answer) in (await kernel.answers(its)).items():
                 assert not error and answer == its[unique]
 
 
-async def by_the_loop(do, *arguments):
-    """As the loop does what it has to."""
+async def on_loop(do, *arguments):
+    """Call `do` as the event loop does."""
     ended = asyncio.get_running_loop().create_future()
 
     def work():
@@ -149,7 +155,7 @@ def on_two(test):
                 await test(two)
                 assert not two.errors
                 for kernel in (first, second):
-                    kernel.nothing_is_left()
+                    kernel.assert_nothing_left()
 
         run_whole(work(), 120)
 
@@ -158,42 +164,42 @@ def on_two(test):
 
 
 @on_two
-async def test_answers_of_two_engines_and_others_come_in_one_buffer(two):
+async def test_replies_of_two_engines_and_others_share_a_buffer(two):
     chance = random.Random(3)
     for turn, sizes in enumerate(((1 << 20,), (1, 31, 32, 33, 60, 4000, 4161, 20_000), (140_000, 5000, 100))):
         begun = [kernel.began for kernel in two.kernels]
-        asked = await two.ask(turn)
-        told = []
+        asked = await two.request(turn)
+        errors = []
         for connection in two.kept:
             for _ in range(3):
                 connection.submit(
                     DATA_READ,
                     b"no question",
                     deadline_s=SYSTEM_CLOCK.boottime_s() + 60,
-                    on_done=lambda reply, error, told=told: told.append(type(error)),
+                    on_done=lambda reply, error, errors=errors: errors.append(type(error)),
                 )
-        counts = TALLY.calls.by_method[DATA_READ].counts
+        counts = RPC_STATS.calls.by_method[DATA_READ].counts
         ended = sum(counts)
-        said = await two.said()
+        said = await two.held_frames()
         assert all(kernel.began > before for kernel, before in zip(two.kernels, begun, strict=True))
         count = 0
         for connection, its in said.items():
             count += len(its)
             chance.shuffle(its)
-            await by_the_loop(
+            await on_loop(
                 receive, connection, b"".join(its), iter(lambda sizes=sizes: chance.choice(sizes), None)
             )
             assert not connection._in_flight and not connection._reader._end and not connection._reading
-        await two.all_right(asked)
-        assert told == [InvalidRequest] * 3 * len(two.kept)
+        await two.check_replies(asked)
+        assert errors == [InvalidRequest] * 3 * len(two.kept)
         assert sum(counts) - ended == count
 
 
 @on_two
-async def test_nearly_all_are_taken_without_being_read_one_by_one(two):
-    asked = await two.ask(4, (BLOCK, 5000, 30 * KIB))
+async def test_most_replies_are_taken_without_parsing_each(two):
+    asked = await two.request(4, (BLOCK, 5000, 30 * KIB))
     count, read = 0, []
-    for connection, its in (await two.said()).items():
+    for connection, its in (await two.held_frames()).items():
         deliver = connection._reader._deliver
 
         def delivered(*frame, deliver=deliver):
@@ -203,55 +209,53 @@ async def test_nearly_all_are_taken_without_being_read_one_by_one(two):
         connection._reader._deliver = delivered
         count += len(its)
         for frame in its:
-            await by_the_loop(receive, connection, frame)
+            await on_loop(receive, connection, frame)
         connection._reader._deliver = deliver
-    await two.all_right(asked)
-    assert (
-        count > 20 and len(read) < count / 4
-    )  # what goes over the end of a chunk, or is longer than the buffer
+    await two.check_replies(asked)
+    assert count > 20 and len(read) < count / 4  # reads over the end of a chunk, or longer than the buffer
 
 
 @on_two
-async def test_a_message_that_was_changed_ends_the_connection_and_nobody_misses_his_answer(two):
-    asked = await two.ask(5)
-    said = await two.said()
-    two.speak()
+async def test_changed_message_closes_the_connection(two):
+    asked = await two.request(5)
+    said = await two.held_frames()
+    two.release()
     for connection, its in said.items():
         count = len(its)
         last = bytearray(its.pop())
         last[HEADER_BYTES + 3] ^= 4
-        await by_the_loop(receive, connection, b"".join([*its, last]))
+        await on_loop(receive, connection, b"".join([*its, last]))
         assert connection.closed and count > 4
-    await two.all_right(asked)
+    await two.check_replies(asked)
 
 
 @on_two
-async def test_bytes_that_were_changed_are_asked_for_again(two):
-    asked = await two.ask(6)
-    said = await two.said()
-    two.speak()
+async def test_changed_bytes_are_requested_again(two):
+    asked = await two.request(6)
+    said = await two.held_frames()
+    two.release()
     for connection, its in said.items():
         for place in range(0, len(its), 3):
             changed = bytearray(its[place])
             changed[-5] ^= 1
             its[place] = bytes(changed)
-        await by_the_loop(receive, connection, b"".join(its))
+        await on_loop(receive, connection, b"".join(its))
         assert not connection.closed
-    await two.all_right(asked)
+    await two.check_replies(asked)
 
 
 @on_two
-async def test_late_answers_of_an_engine_that_has_ended_go_nowhere(two):
+async def test_late_replies_of_an_ended_engine_are_dropped(two):
     first, second = two.kernels
-    asked = await two.ask(7)
-    said = await two.said()
+    asked = await two.request(7)
+    said = await two.held_frames()
     assert not first.engine._may_read_on(OSError(19, "it was unmounted"))
     await asyncio.wait_for(asyncio.gather(first.serving, return_exceptions=True), 60)
     assert not first.engine._work and first.engine._small is None and first.engine._far is None
     for unique, (error, _) in (await first.answers(asked[0])).items():
         assert error == -4 and unique in asked[0]
     for connection, its in said.items():
-        await by_the_loop(receive, connection, b"".join(its))
+        await on_loop(receive, connection, b"".join(its))
     for unique, (error, answer) in (await second.answers(asked[1])).items():
         assert not error and answer == asked[1][unique]
     await asyncio.sleep(0.05)
@@ -260,24 +264,24 @@ async def test_late_answers_of_an_engine_that_has_ended_go_nowhere(two):
 
 
 @on_two
-async def test_who_leaves_while_they_come_gives_what_was_asked_for(two):
+async def test_engine_that_ends_halfway_keeps_its_replies(two):
     first, _ = two.kernels
-    asked = await two.ask(8)
-    said = await two.said()
+    asked = await two.request(8)
+    said = await two.held_frames()
     for connection, its in said.items():
         half = len(its) // 2
-        await by_the_loop(receive, connection, b"".join(its[:half]))
+        await on_loop(receive, connection, b"".join(its[:half]))
         await first.engine._end_plain_reads()
-        await by_the_loop(receive, connection, b"".join(its[half:]))
-    await two.all_right(asked)
+        await on_loop(receive, connection, b"".join(its[half:]))
+    await two.check_replies(asked)
 
 
 @on_two
-async def test_a_connection_that_ends_behind_some_of_them_gives_each_read_its_answer_once(two):
+async def test_connection_that_ends_halfway_answers_each_read_once(two):
     first, _ = two.kernels
-    asked = await two.ask(9, (BLOCK,))
-    said = await two.said()
-    two.speak()
+    asked = await two.request(9, (BLOCK,))
+    said = await two.held_frames()
+    two.release()
     some_ended, ended = first.engine._some_ended, []
     for connection, its in said.items():
 
@@ -292,7 +296,7 @@ async def test_a_connection_that_ends_behind_some_of_them_gives_each_read_its_an
         count = min(len(frames), len(room))
         room[:count] = frames[:count]
         del room
-        await by_the_loop(connection.buffer_updated, count)
+        await on_loop(connection.buffer_updated, count)
     first.engine._some_ended = some_ended
     assert ended
-    await two.all_right(asked)
+    await two.check_replies(asked)

@@ -1,4 +1,4 @@
-"""The commands and examples of the tutorials, run as they are printed there, on a pool of their own."""
+"""The commands and examples of the tutorials, run as printed there, on their own pool."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from conftest import ROOT
 pytestmark = pytest.mark.mount
 TUTORIAL = ROOT / "docs" / "tutorial"
 PRINTED_POOL = "/tmp/try"
-"""The pool of the tutorials; /tmp/try-mnt is its mount point. Each test puts a place of its own there."""
+"""The pool of the tutorials; /tmp/try-mnt is its mount point. Each test replaces both by its own folder."""
 
 
 def blocks(page, language):

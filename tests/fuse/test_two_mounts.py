@@ -1,4 +1,4 @@
-"""One pool, two mounts: what one closes the other sees at its next open; names within the time that the kernel keeps them."""
+"""One pool, two mounts: a change is seen at the next open after its close; names within the kernel's cache time."""
 
 import errno
 import os
@@ -11,7 +11,7 @@ from conftest import wait_until
 pytestmark = pytest.mark.mount
 
 KEPT_S = 120.0
-"""One second for names and attributes, with room for a busy machine."""
+"""One second for names and attributes, with time for a busy machine."""
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def there(here, second, mounted):
     return place
 
 
-def test_what_is_closed_here_is_read_at_the_next_open_there(here, there):
+def test_closed_file_is_read_at_the_next_open(here, there):
     (here / "f").write_bytes(b"0")
     for number in range(20):
         content = f"version {number} ".encode() * (number + 1)
@@ -30,7 +30,7 @@ def test_what_is_closed_here_is_read_at_the_next_open_there(here, there):
         assert (there if number % 2 else here).joinpath("f").read_bytes() == content
 
 
-def test_pages_kept_there_are_dropped_when_the_file_was_changed_here(here, there):
+def test_cached_pages_of_a_changed_file_are_dropped(here, there):
     (here / "f").write_bytes(b"a" * 300_000)
     assert (there / "f").read_bytes() == b"a" * 300_000
     with open(here / "f", "r+b") as file:
@@ -40,7 +40,7 @@ def test_pages_kept_there_are_dropped_when_the_file_was_changed_here(here, there
     assert len(content) == 300_000 and content[200_000:200_001] == b"b"
 
 
-def test_fsynced_bytes_are_seen_by_direct_reads_there_before_the_file_is_closed(here, there):
+def test_synced_bytes_are_seen_by_direct_reads(here, there):
     import mmap
 
     with open(here / "f", "wb", buffering=0) as writer:
@@ -52,7 +52,7 @@ def test_fsynced_bytes_are_seen_by_direct_reads_there_before_the_file_is_closed(
         os.close(fd)
 
 
-def test_names_made_removed_and_replaced_here_are_seen_there_within_the_time_they_are_kept(here, there):
+def test_changed_names_are_seen_within_the_cache_time(here, there):
     assert not (there / "new").exists()
     (here / "new").write_bytes(b"1")
     wait_until((there / "new").exists, "a new name", KEPT_S)
@@ -63,22 +63,22 @@ def test_names_made_removed_and_replaced_here_are_seen_there_within_the_time_the
     wait_until(lambda: not (there / "new").exists(), "the removal", KEPT_S)
 
 
-def test_a_file_that_was_replaced_here_and_is_gone_is_found_anew_there(here, there):
-    """The other kernel still has the old inode in its cache: the path is walked again, neither the old bytes nor an error."""
+def test_replaced_file_is_found_again(here, there):
+    """The other kernel still caches the old inode: it looks the path up again, with neither the old bytes nor an error."""
     for number in range(10):
         (here / "tmp").write_bytes(b"%d" % number)
         os.rename(here / "tmp", here / "f")
         assert (there / "f").read_bytes() == b"%d" % number
 
 
-def test_a_file_that_is_unlinked_here_is_readable_while_it_is_open_there(here, there):
+def test_unlinked_file_is_readable_while_open(here, there):
     (here / "f").write_bytes(b"kept" * 1000)
     with open(there / "f", "rb") as file:
         os.unlink(here / "f")
         assert file.read() == b"kept" * 1000
 
 
-def test_truncation_here_is_seen_there(here, there):
+def test_truncation_is_seen(here, there):
     (here / "f").write_bytes(b"x" * 100_000)
     assert len((there / "f").read_bytes()) == 100_000
     os.truncate(here / "f", 10)
@@ -87,7 +87,7 @@ def test_truncation_here_is_seen_there(here, there):
     assert (here / "f").read_bytes() == b"x" * 10 + bytes(10)
 
 
-def test_appends_from_both_sides_never_overlap(here, there):
+def test_appends_of_both_mounts_do_not_overlap(here, there):
     def append(place, who):
         with open(place / "log", "ab", buffering=0) as file:
             for number in range(100):
@@ -101,7 +101,7 @@ def test_appends_from_both_sides_never_overlap(here, there):
         assert [line for line in lines if line[0] == who] == [f"{who} {number}" for number in range(100)]
 
 
-def test_only_one_of_two_that_make_the_same_name_succeeds(here, there):
+def test_exclusive_create_succeeds_once(here, there):
     won = []
     barrier = threading.Barrier(2)
 
@@ -119,7 +119,7 @@ def test_only_one_of_two_that_make_the_same_name_succeeds(here, there):
     assert sorted(won) == list(range(40))
 
 
-def test_a_directory_removed_there_takes_nothing_here(here, there):
+def test_removed_directory_refuses_new_files(here, there):
     (here / "d").mkdir()
     wait_until((there / "d").exists, "the directory", KEPT_S)
     (there / "d").rmdir()
@@ -128,7 +128,7 @@ def test_a_directory_removed_there_takes_nothing_here(here, there):
     assert refused.value.errno in (errno.ENOENT, errno.ESTALE)
 
 
-def test_attributes_changed_here_are_seen_there_within_the_time_they_are_kept(here, there):
+def test_changed_attributes_are_seen_within_the_cache_time(here, there):
     (here / "f").write_bytes(b"")
     assert (there / "f").stat().st_mode & 0o777 == 0o644
     os.chmod(here / "f", 0o600)

@@ -1,4 +1,4 @@
-"""One pool, two mounts, one set of names: an open goes by the name as it is now, and what is gone is missing, not stale."""
+"""One pool, two mounts, one set of names: an open uses the present name, and a removed one is missing, not stale."""
 
 import contextlib
 import ctypes
@@ -44,15 +44,15 @@ def replace_by_link(name, new):
 
 @pytest.mark.parametrize("replace", [replace_by_rename, replace_by_exchange, replace_by_link])
 @pytest.mark.parametrize("known_by", ["link", "rename", "open", "listing"])
-def test_linked_name_that_was_replaced_there_opens_the_new_file(here, there, replace, known_by):
-    """The old file has another name, so nothing but the name tells that it is the wrong one."""
+def test_replaced_linked_name_opens_the_new_file(here, there, replace, known_by):
+    """The old file has another name, so only the name shows that it is the wrong one."""
     for number in range(6):
         name, kept = f"name{number}", f"kept{number}"
         (here / kept).write_bytes(b"first")
         (here / f"new{number}").write_bytes(b"second")
         os.rename(
             there / f"new{number}", there / kept
-        )  # both know it, and nobody is lent it for some seconds
+        )  # both mounts know it, and no lease is granted for some seconds
         assert (here / kept).read_bytes() == b"second"
         (here / f"new{number}").write_bytes(b"third")
         if known_by == "rename":
@@ -71,14 +71,12 @@ def test_linked_name_that_was_replaced_there_opens_the_new_file(here, there, rep
             left.unlink()
 
 
-def test_name_replaced_while_its_file_is_lent_opens_the_new_file(here, there):
+def test_replaced_name_of_a_leased_file_opens_the_new_file(here, there):
     for number in range(20):
         (here / "one").write_bytes(b"old")
         os.link(here / "one", here / "other")
         assert (here / "other").read_bytes() == b"old"
-        os.rename(
-            here / "other", here / "moved"
-        )  # the kernel keeps the name that it had been told of by another one
+        os.rename(here / "other", here / "moved")  # the kernel caches the name that it got under another one
         (there / "new").write_bytes(b"%d" % number)
         os.rename(there / "new", there / "moved")
         assert (here / "moved").read_bytes() == b"%d" % number
@@ -104,7 +102,7 @@ def test_replaced_symlink_and_directory_lead_to_the_new_ones(here, there):
         os.unlink(here / "link")
 
 
-def test_two_nodes_remove_one_tree_at_once(here, there):
+def test_two_nodes_remove_one_tree(here, there):
     for _ in range(3):
         for directory in range(8):
             (here / "tree" / str(directory % 3) / str(directory)).mkdir(parents=True)
@@ -119,7 +117,7 @@ def test_two_nodes_remove_one_tree_at_once(here, there):
 
 
 def changes_in(gone, here):
-    """What can be asked of a directory by its descriptor."""
+    """Operations on a directory by its descriptor."""
     return (
         lambda: os.open("x", os.O_CREAT | os.O_WRONLY, dir_fd=gone),
         lambda: os.mkdir("x", dir_fd=gone),
@@ -135,7 +133,7 @@ def changes_in(gone, here):
     )
 
 
-def test_directory_removed_there_is_without_names_here(here, there):
+def test_removed_directory_has_no_names(here, there):
     (here / "d" / "sub").mkdir(parents=True)
     (here / "f").touch()
     fd = os.open(here / "d", os.O_RDONLY | os.O_DIRECTORY)
@@ -159,7 +157,7 @@ def test_directory_removed_there_is_without_names_here(here, there):
         os.close(sub)
 
 
-def test_mount_below_stays_while_two_nodes_change_names(here, there):
+def test_mount_inside_stays_while_names_change(here, there):
     (here / "below" / "point").mkdir(parents=True)
     (here / "work").mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "nvpool-test", here / "below" / "point"], check=True)

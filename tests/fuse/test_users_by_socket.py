@@ -1,4 +1,4 @@
-"""A user without privileges on the pool's own host: the SDK shows it what a mount does, and refuses what a mount refuses."""
+"""An unprivileged user on the pool's host: the SDK shows the same as a mount, and refuses the same."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def attempted(*words):
     return json.loads(done.stdout)
 
 
-def test_sdk_answers_a_user_as_the_mount_does(pool, mounted, here):
+def test_sdk_and_mount_give_a_user_the_same_results(pool, mounted, here):
     make(here / "mount")
     make(here / "sdk")
     by_mount = attempted("mount", here / "mount")
@@ -39,7 +39,9 @@ def test_sdk_answers_a_user_as_the_mount_does(pool, mounted, here):
 
 
 def test_user_reaches_the_pool_without_its_map_or_secrets(pool, mounted, here):
-    """As files of a node are: the map is its group's at most, and run/ is searched and not listed."""
+    """With the permissions of a node's files: the map is readable by its group at most, and run/ is searchable but not
+    listable.
+    """
     make(here / "tree")
     kept = {
         path: path.stat().st_mode & 0o7777

@@ -1,5 +1,4 @@
-"""Volumes as programs meet them on a real mount: a quota that dd and df see, names that mv copies, a process that takes the
-mount over while a writer is near its quota."""
+"""Volumes on a real mount: quotas seen by dd and df, mv across the volume's border, and a takeover close to the quota."""
 
 import errno
 import os
@@ -18,7 +17,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def volume(pool, mounted, request):
-    """A volume of 10 MiB and 50 files, and where it is mounted."""
+    """A volume of 10 MiB and 50 files, and its path on the mount."""
     name = f"v{abs(hash(request.node.name)) % 10**8}"
     nvpool("volume", "create", pool.directory, name, "--size", "10MiB", "--files", "50")
     yield name, mounted.place / "volumes" / name
@@ -31,7 +30,7 @@ def shown(pool, name):
 
 
 @needs("dd", "df")
-def test_dd_over_the_quota_writes_exactly_as_much_as_fits(pool, volume):
+def test_dd_beyond_the_quota_writes_what_fits(pool, volume):
     name, place = volume
     ended = subprocess.run(
         ["dd", "if=/dev/zero", f"of={place}/f", "bs=1000000", "count=20"], capture_output=True, text=True
@@ -50,13 +49,13 @@ def test_dd_over_the_quota_writes_exactly_as_much_as_fits(pool, volume):
 
 
 @needs("df")
-def test_df_shows_the_quota_and_the_use(volume, engine):
+def test_df_shows_quota_and_usage(volume, engine):
     if engine == "pyfuse3":
-        pytest.skip("libfuse's binding does not tell which path is asked about: there df shows the pool")
+        pytest.skip("libfuse's binding does not pass on the path of a statfs: df shows the pool")
     _, place = volume
     (place / "d").mkdir()
     (place / "d" / "f").write_bytes(b"x" * 4 * MIB)
-    told = (
+    columns = (
         subprocess.run(
             ["df", "-B1", "--output=size,used,avail,itotal,iused", place / "d"],
             check=True,
@@ -66,10 +65,10 @@ def test_df_shows_the_quota_and_the_use(volume, engine):
         .stdout.split("\n")[1]
         .split()
     )
-    assert told == [str(10 * MIB), str(4 * MIB), str(6 * MIB), "50", "2"]
+    assert columns == [str(10 * MIB), str(4 * MIB), str(6 * MIB), "50", "2"]
 
 
-def test_files_are_counted_and_mv_copies_over_the_border(pool, mounted, volume):
+def test_files_are_counted_and_renames_across_the_border_fail(pool, mounted, volume):
     name, place = volume
     for number in range(50):
         (place / f"{number}").touch()
@@ -99,7 +98,7 @@ def test_files_are_counted_and_mv_copies_over_the_border(pool, mounted, volume):
     assert refused.value.errno == errno.EBUSY
 
 
-def test_a_process_that_takes_the_mount_over_goes_on_with_the_quota(pool, volume, engine):
+def test_process_that_takes_over_keeps_the_quota(pool, volume, engine):
     if engine == "pyfuse3":
         pytest.skip("a mount by libfuse's binding ends with its process")
     name, _ = volume
@@ -116,12 +115,12 @@ def test_a_process_that_takes_the_mount_over_goes_on_with_the_quota(pool, volume
                     written += file.write(b"y" * MIB)
             assert refused.value.errno == errno.EDQUOT and written == 10 * MIB
         wait_until(lambda: shown(pool, name).bytes_used == 10 * MIB, "all is counted", 20)
-        wait_until(lambda: not shown(pool, name).bytes_reserved, "nothing is promised any more", 20)
+        wait_until(lambda: not shown(pool, name).bytes_reserved, "no reservation is left", 20)
     finally:
         mounted.end()
 
 
-def test_a_volume_whose_files_were_closed_before_a_kill_is_removed_while_the_mount_goes_on(pool, engine):
+def test_volume_closed_before_a_kill_can_be_removed(pool, engine):
     if engine == "pyfuse3":
         pytest.skip("a mount by libfuse's binding ends with its process")
     nvpool("volume", "create", pool.directory, "closed", "--size", "10MiB")

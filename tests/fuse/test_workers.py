@@ -1,5 +1,7 @@
-"""A mount of several processes: what the readers answer is what the serving process would have, writes here and elsewhere are
-seen, and any of them killed is a pause. Each pause is printed."""
+"""A mount of several processes: readers answer as the serving process would, writes of all mounts are seen.
+
+A kill of any process is only a pause. Each pause is printed.
+"""
 
 import fcntl
 import json
@@ -35,7 +37,7 @@ def mounted(own, name, workers=2):
 
 
 def wait_for_readers(held, count=1):
-    """Until so many readers serve beside the process that serves now."""
+    """Wait until `count` readers serve beside the present serving process."""
 
     def there():
         own = processes(held.place, Program.MOUNT)
@@ -49,7 +51,7 @@ def wait_for_readers(held, count=1):
 
 
 def ended(held):
-    """It ends in order; how many requests readers have answered, and passed on."""
+    """End the mount in order; the numbers of requests that readers answered, and passed on."""
     assert held.end() == 0, held.log.read_text()
     wait_until(lambda: not processes(held.place, Program.MOUNT_WORKER), "the end of the readers")
     said = held.log.read_text()
@@ -73,7 +75,7 @@ def here(held, request):
     return place
 
 
-def test_readers_answer_reads_with_the_right_bytes(own):
+def test_readers_return_the_right_bytes(own):
     held = mounted(own, "m-many", workers=3)
     content = random.Random(1).randbytes(6 * MIB + 777)
     (held.place / "many").write_bytes(content)
@@ -90,8 +92,8 @@ def test_readers_answer_reads_with_the_right_bytes(own):
     assert answered
 
 
-def test_a_file_is_written_and_read_through_the_same_mount(here):
-    """Each byte that was written is what the next read of anybody brings, through descriptors from before and after."""
+def test_written_bytes_are_read_through_the_same_mount(here):
+    """Every written byte is returned by the next read of any process, through descriptors opened before and after."""
     path, content = here / "f", bytearray(random.Random(2).randbytes(3 * MIB))
     path.write_bytes(content)
     chance, buffer = random.Random(3), mmap.mmap(-1, 64 << 10)
@@ -120,7 +122,7 @@ def test_a_file_is_written_and_read_through_the_same_mount(here):
         os.close(before)
 
 
-def test_what_another_mount_writes_is_read(own, here, held):
+def test_writes_of_another_mount_are_read(own, here, held):
     other = own.mount(own.directory.parent / "m-other", "--no-holder")
     path, chance = here / "f", random.Random(4)
     buffer = mmap.mmap(-1, 64 << 10)
@@ -147,7 +149,7 @@ def test_what_another_mount_writes_is_read(own, here, held):
 
 
 @pytest.mark.parametrize("lock", [fcntl.lockf, fcntl.flock], ids=["fcntl", "flock"])
-def test_who_has_a_lock_reads_what_was_written_before(own, here, lock):
+def test_lock_holder_reads_earlier_writes(own, here, lock):
     other = own.mount(own.directory.parent / "m-lock", "--no-holder")
     path = here / "f"
     path.write_bytes(bytes(MIB))
@@ -168,7 +170,7 @@ def test_who_has_a_lock_reads_what_was_written_before(own, here, lock):
         assert other.end() == 0
 
 
-def test_an_interrupted_wait_for_a_lock_ends_whoever_has_read_the_request(here):
+def test_interrupted_lock_wait_ends_in_every_process(here):
     path = here / "f"
     path.touch()
     with open(path, "wb") as mine:
@@ -182,11 +184,11 @@ def test_an_interrupted_wait_for_a_lock_ends_whoever_has_read_the_request(here):
             assert process.wait(120) == -signal.SIGKILL
 
 
-def test_a_program_that_works_with_names_and_files_finds_what_it_made(here):
+def test_names_and_files_agree_with_the_model(here):
     run_model(here, 2.0)
 
 
-def test_the_space_of_an_unlinked_file_is_freed_though_a_reader_had_it_open(own, here):
+def test_space_of_an_unlinked_file_is_freed(own, here):
     content = random.Random(5).randbytes(2 * MIB)
     (here / "gone").write_bytes(content)
     together(*(lambda seed=seed: read_at_random(here / "gone", content, seed, 50) for seed in range(4)))
@@ -208,22 +210,22 @@ def kill_reader(held):
     wait_for_readers(held)
 
 
-def test_a_killed_reader_is_a_pause(held, here):
+def test_killed_reader_causes_only_a_pause(held, here):
     together(lambda: load_large(here, 3.0), lambda: [kill_reader(held) for _ in range(5)])
 
 
-def test_all_are_replaced_on_purpose(held, here):
+def test_upgrade_replaces_all_processes(held, here):
     def replace():
         wait_for_readers(held)
         before = serving(held)
-        told = json.loads(nvpool("mount", "upgrade", held.place, "--json").stdout)
-        assert told["pid"] == serving(held) != before
+        upgraded = json.loads(nvpool("mount", "upgrade", held.place, "--json").stdout)
+        assert upgraded["pid"] == serving(held) != before
 
     together(lambda: load_large(here, 3.0), lambda: [replace() for _ in range(2)])
     wait_for_readers(held)
 
 
-def test_a_mount_without_a_holder_has_one_process(own, tmp_path):
+def test_workers_need_a_holder(own, tmp_path):
     done = subprocess.run(
         command(Program.MOUNT, "--no-holder", "--workers", "2", own.directory, tmp_path),
         capture_output=True,

@@ -1,8 +1,9 @@
-"""Mounts that write pages back (--writeback) beside a plain directory: the same calls bring the same answers and bytes, with
-several descriptors of a file, of whatever flags, and across the death of the serving process.
+"""Mounts with --writeback beside a plain directory: the same calls give the same results and bytes.
 
-A mount that outlives its process makes files in one compiled step where a compiler was; without a holder all goes the ordinary
-way. Where pages are written back the engine is `kernel` always."""
+With several descriptors of a file, with any flags, and across the death of the serving process. A mount with a holder
+creates files on the compiled fast path if there is one; without a holder all requests take the slow path. With write-back
+the engine is always `kernel`.
+"""
 
 import errno
 import hashlib
@@ -32,7 +33,7 @@ PAGE = 4096
 
 @pytest.fixture(params=[OUTLIVES, "--no-holder"])
 def back(pool, request):
-    """A mount that writes back, for the tests of this module."""
+    """A mount with write-back, for the tests of this module."""
     made = pool.__dict__.setdefault("written_back", {})
     if request.param not in made:
         made[request.param] = pool.mount(
@@ -45,7 +46,7 @@ def back(pool, request):
 
 @pytest.fixture
 def places(pool, back, request):
-    """A directory of the mount, and one that is not."""
+    """A directory of the mount, and a plain one."""
     name = hashlib.sha1(request.node.name.encode()).hexdigest()[:8]
     made = back.place / name, pool.directory.parent / f"plain-{name}"
     for place in made:
@@ -56,7 +57,7 @@ def places(pool, back, request):
 
 @pytest.fixture
 def same(places):
-    """Calls `play(directory)` for both; what it returns must be the same."""
+    """Calls `play(directory)` for both; the results must be the same."""
 
     def call(play):
         there, plain = (play(place) for place in places)
@@ -71,14 +72,14 @@ def drop_pages(file):
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def test_an_append_is_behind_what_another_descriptor_wrote_and_nobody_has_stored(same):
+def test_append_follows_unstored_writes(same):
     def play(place):
         first = os.open(place / "f", os.O_CREAT | os.O_RDWR)
         os.write(first, b"A" * 10_000)
         second = os.open(place / "f", os.O_RDWR | os.O_APPEND)
         os.write(second, b"B" * 10)
         seen = [os.fstat(first).st_size, os.pread(first, 20, 9995), os.pread(second, 20, 9995)]
-        os.write(first, b"C" * 5)  # at its own place
+        os.write(first, b"C" * 5)  # at its own offset
         os.close(first)
         os.close(second)
         return seen, (place / "f").read_bytes()
@@ -86,7 +87,7 @@ def test_an_append_is_behind_what_another_descriptor_wrote_and_nobody_has_stored
     assert same(play)[1] == b"A" * 10_000 + b"C" * 5 + b"B" * 5
 
 
-def test_an_append_alone_is_where_ext4_puts_it(same):
+def test_append_has_the_offset_of_ext4(same):
     def play(place):
         first = os.open(place / "f", os.O_CREAT | os.O_RDWR)
         os.write(first, b"A" * 10_000)
@@ -100,8 +101,8 @@ def test_an_append_alone_is_where_ext4_puts_it(same):
 
 
 @pytest.mark.parametrize("flags", [os.O_RDWR, os.O_WRONLY])
-def test_pages_that_come_back_through_a_descriptor_which_appends_are_stored_where_they_belong(same, flags):
-    """The kernel takes the handle of any writer."""
+def test_pages_of_an_appending_handle_are_stored_in_place(same, flags):
+    """The kernel uses the handle of any writer."""
 
     def play(place):
         appends = os.open(place / "f", os.O_CREAT | os.O_EXCL | flags | os.O_APPEND)
@@ -122,7 +123,7 @@ def test_pages_that_come_back_through_a_descriptor_which_appends_are_stored_wher
     assert len(content) == 111_000
 
 
-def test_an_appending_descriptor_reads_and_maps_what_others_wrote(same):
+def test_appending_descriptor_reads_and_maps_other_writes(same):
     def play(place):
         other = os.open(place / "f", os.O_CREAT | os.O_RDWR)
         appends = os.open(place / "f", os.O_RDWR | os.O_APPEND)
@@ -141,11 +142,9 @@ def test_an_appending_descriptor_reads_and_maps_what_others_wrote(same):
 @pytest.mark.parametrize(
     "flags",
     [os.O_CREAT | os.O_TRUNC, os.O_CREAT | os.O_EXCL, os.O_CREAT | os.O_APPEND],
-    ids=["cut", "new", "append"],
+    ids=["truncate", "new", "append"],
 )
-def test_a_part_of_a_page_that_is_not_here_any_more_is_written_by_who_made_the_file_for_writing_only(
-    same, flags
-):
+def test_partial_page_is_written_by_a_write_only_handle(same, flags):
     def play(place):
         file = os.open(place / "f", flags | os.O_WRONLY, 0o644)
         os.write(file, b"a" * 100)
@@ -169,7 +168,7 @@ def test_a_part_of_a_page_that_is_not_here_any_more_is_written_by_who_made_the_f
     same(play)
 
 
-def test_many_who_append_at_once_lose_no_record(places):
+def test_concurrent_appends_lose_no_record(places):
     place, _ = places
 
     def work(number):
@@ -191,7 +190,7 @@ def test_many_who_append_at_once_lose_no_record(places):
 
 
 @pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_WRONLY | os.O_APPEND], ids=["write", "append"])
-def test_what_another_user_writes_takes_set_id_bits_away(same, flags):
+def test_write_by_another_user_clears_set_id_bits(same, flags):
     def play(place):
         (place / "f").write_bytes(b"program")
         (place / "f").chmod(0o6777)
@@ -207,8 +206,8 @@ def test_what_another_user_writes_takes_set_id_bits_away(same, flags):
     same(play)
 
 
-class Twins:
-    """A file of the mount and a plain one, each call made of both. `between`: called before some."""
+class FilePair:
+    """A file of the mount and a plain one; each call is made on both. `between`: called before some calls."""
 
     def __init__(self, places, seed, between=None):
         self.chance, self.places, self.files, self.log = random.Random(seed), places, [], []
@@ -285,13 +284,13 @@ class Twins:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_many_descriptors_of_a_file_see_what_they_see_on_a_plain_one(places, seed):
-    Twins(places, seed).run(700)
+def test_descriptors_agree_with_a_plain_file(places, seed):
+    FilePair(places, seed).run(700)
 
 
 @pytest.mark.parametrize("back", [OUTLIVES], indirect=True)
 @pytest.mark.parametrize("seed", range(2))
-def test_and_so_they_do_while_their_process_is_killed_and_replaced(places, back, seed):
+def test_descriptors_agree_with_a_plain_file_over_kills(places, back, seed):
     def between(number):
         if number % 100 == 50:
             kill_serving(back)
@@ -300,7 +299,7 @@ def test_and_so_they_do_while_their_process_is_killed_and_replaced(places, back,
             nvpool("mount", "upgrade", back.place)
             wait_until(lambda: serving(back) != before, "the next process")
 
-    Twins(places, 100 + seed, between).run(400)
+    FilePair(places, 100 + seed, between).run(400)
 
 
 def refused(calls):
@@ -323,7 +322,7 @@ def test_write_past_the_largest_file_leaves_the_size(back):
         refused([lambda: os.pwrite(fd, b"hello", (1 << 63) - 20), lambda: os.fsync(fd), lambda: os.close(fd)])
         == errno.EFBIG
     )
-    wait_until(lambda: os.stat(path).st_size == 4, "the size that the file has")
+    wait_until(lambda: os.stat(path).st_size == 4, "the real size of the file")
     assert path.read_bytes() == b"head"
     path.unlink()
 
@@ -336,7 +335,7 @@ def test_bytes_over_a_quota_are_not_shown_after_the_error(pool, back):
     content = bytes(range(1, 251)) * 12_345
     os.write(fd, content)
     assert refused([lambda: os.fsync(fd), lambda: os.close(fd)]) == errno.EDQUOT
-    wait_until(lambda: os.stat(path).st_size <= MIB, "the size that the file has")
+    wait_until(lambda: os.stat(path).st_size <= MIB, "the real size of the file")
     seen = path.read_bytes()
     with sdk.connect(str(pool.directory)) as fs:
         assert fs.read_bytes(f"/volumes/{name}/f") == seen

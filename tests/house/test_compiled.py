@@ -20,18 +20,18 @@ WITH_IT = sorted(path for kind in ("pyx", "pxd", "h") for path in (ROOT / "nvpoo
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
-def test_it_is_compiled_from_the_source_that_is_here(source):
+def test_extension_is_newer_than_its_source(source):
     if IS_PURE:
         pytest.skip("NVPOOL_PURE is set")
     name = ".".join(source.relative_to(ROOT).with_suffix("").parts)
     built = Path(importlib.import_module(name).__file__)
     assert built.suffix == ".so" and built.stat().st_mtime >= source.stat().st_mtime, (
-        "it does not compile: see make setup"
+        "not compiled from this source: run make setup"
     )
 
 
 @pytest.mark.parametrize("path", WITH_IT, ids=lambda path: path.name)
-def test_what_it_is_compiled_from_is_in_the_package(path):
+def test_build_inputs_are_in_the_package(path):
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     assert f"*{path.suffix}" in data["*"], "pyproject.toml does not name it"
 

@@ -94,7 +94,7 @@ def test_pages_are_short(page):
 @pytest.mark.parametrize(
     "page", [page for page in WRITTEN if DOCS in page.parents or page.parent == ROOT], ids=named
 )
-def test_no_sentence_begins_with_a_headless_clause(page):
+def test_prose_has_no_headless_clauses(page):
     assert not [found.group().strip() for found in HEADLESS.finditer(sentences(page))]
 
 
@@ -110,7 +110,7 @@ def test_pages_are_in_the_navigation(page):
 
 
 @pytest.mark.parametrize("record", sorted((DOCS / "decisions").glob("0*.md")), ids=lambda record: record.name)
-def test_decision_records_have_their_form(record):
+def test_decision_records_follow_the_template(record):
     text = record.read_text()
     number = int(record.name[:4])
     assert text.startswith(f"# {number:04d}. ")

@@ -1,4 +1,4 @@
-"""Rules for modules: they say what they are for, stay small, and keep to the patterns that the package relies on."""
+"""Rules for modules: each has a docstring, stays small and keeps to the patterns of the package."""
 
 import ast
 import re
@@ -15,16 +15,16 @@ PACKAGE = ROOT / "nvpool"
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "v1" not in p.parts)
 
 MODULES_MAX = 15
-"""In a folder, without compiled sources. cli/commands has one for each command."""
+"""Number of modules in a folder, without compiled sources. cli/commands has one for each command."""
 
 
-def room_of(path):
+def package_of(path):
     parts = path.relative_to(PACKAGE).parts
     return parts[0] if len(parts) > 1 else None
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_a_module_says_what_it_is_for_and_is_not_the_one_that_swallows_the_project(path):
+def test_modules_are_short_and_documented(path):
     source = path.read_text()
     if source.strip():
         assert ast.get_docstring(ast.parse(source)), f"{path} has no docstring"
@@ -32,11 +32,11 @@ def test_a_module_says_what_it_is_for_and_is_not_the_one_that_swallows_the_proje
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_no_module_is_named_after_nothing(path):
+def test_module_names_say_something(path):
     assert path.stem not in {"util", "utils", "common", "helper", "helpers", "misc", "handler", "info"}
 
 
-def test_folders_are_small_and_say_what_they_are_for():
+def test_folders_are_small_and_documented():
     for folder in {path.parent for path in MODULES} - {PACKAGE, PACKAGE / "cli" / "commands"}:
         assert len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) <= MODULES_MAX, (
             folder
@@ -47,21 +47,21 @@ def test_folders_are_small_and_say_what_they_are_for():
         assert folder == PACKAGE or len(tree.body) == 1, f"{folder}/__init__.py has code"
 
 
-def test_pool_map_and_metadata_operations_decide_without_waiting():
+def test_map_and_metadata_decisions_are_synchronous():
     for path in [*(PACKAGE / "poolmap").rglob("*.py"), *(PACKAGE / "meta" / "operations").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             assert not isinstance(node, ast.AsyncFunctionDef | ast.Await), f"{path}:{node.lineno} waits"
 
 
 def test_daemons_do_not_use_wait_for():
-    # In Python 3.11 asyncio.wait_for loses a cancellation that comes in the iteration in which what it waits for has come: the
-    # task goes on for ever. asyncio.timeout does not.
+    # In Python 3.11 asyncio.wait_for loses a cancellation that arrives in the loop iteration in which its
+    # awaitable completes, so the task is never cancelled. asyncio.timeout does not have this bug.
     for path in MODULES:
-        if room_of(path) != "testing":
+        if package_of(path) != "testing":
             assert "asyncio.wait_for(" not in path.read_text(), path
 
 
-def test_each_error_has_its_own_wire_code_in_the_range_of_its_family():
+def test_wire_codes_are_unique_within_their_family():
     classes = errors.every_error()
     codes = [cls.wire_code for cls in classes]
     assert len(set(codes)) == len(codes)
@@ -74,11 +74,11 @@ def test_each_error_has_its_own_wire_code_in_the_range_of_its_family():
             if isinstance(node, ast.ClassDef) and path.name != "errors.py":
                 bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
                 assert not bases & {cls.__name__ for cls in classes}, (
-                    f"{path} defines an error of its own: {node.name}"
+                    f"{path} defines its own error: {node.name}"
                 )
 
 
-def test_the_command_starts_without_what_only_daemons_need():
+def test_cli_does_not_import_daemon_libraries():
     heavy = ("grpc", "lmdb", "pyfuse3", "uvloop", "rich")
     program = f"import sys, nvpool.cli.main; print([m for m in {heavy} if m in sys.modules])"
     out = subprocess.run(
@@ -98,20 +98,20 @@ def test_supervisor_starts_without_the_client():
     assert out.strip() == "[]"
 
 
-def test_links_in_the_documents_lead_somewhere():
+def test_links_in_documents_resolve():
     for document in ROOT.glob("*.md"):
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text()):
             if "://" not in target and not target.startswith("mailto:"):
                 assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
-def test_no_two_files_of_tests_have_one_name():
-    # They are modules without a package: of two with one name pytest collects one, and ends.
+def test_test_file_names_are_unique():
+    # Test files are modules without a package: with two of one name, pytest fails at collection.
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(set(names)) == sorted(names)
 
 
-def test_class_name_has_one_meaning():
+def test_class_names_are_unique():
     """A reader who searches for a class finds one. Typed classes of `.pyx` files count too."""
     found: dict[str, list[str]] = {}
     for path in sorted([*MODULES, *PACKAGE.rglob("*.pyx")]):

@@ -1,5 +1,4 @@
-"""Every metric is declared by the conventions of Prometheus, told by somebody, and documented; what is deployed names no
-other."""
+"""Metrics: named by the conventions of Prometheus, exported and documented; alerts and documents name no others."""
 
 import re
 import shutil
@@ -33,12 +32,12 @@ LABELS = {
     "version",
     "way",
 }
-"""Each has few values, whatever is stored and whoever comes."""
+"""Labels with few values, however many objects and clients a pool has."""
 PROMTOOL = shutil.which("promtool")
 
 
 @pytest.mark.parametrize("metric", METRICS.values(), ids=lambda metric: metric.name)
-def test_a_metric_is_named_by_the_conventions(metric):
+def test_metric_names_follow_the_conventions(metric):
     assert re.fullmatch(r"nvpool_[a-z][a-z0-9]*(_[a-z0-9]+)*", metric.name)
     assert metric.name.endswith("_total") == (metric.kind == "counter")
     assert not UNITS_THAT_ARE_NONE.search(metric.name), "base units: seconds, bytes"
@@ -49,21 +48,23 @@ def test_a_metric_is_named_by_the_conventions(metric):
     assert metric.help.endswith(".") and "|" not in metric.help and len(metric.help) > 10
 
 
-def test_a_name_is_declared_once():
+def test_metric_names_are_declared_once():
     assert {metric.name for metric in DECLARED.values()} == set(METRICS) and len(DECLARED) == len(METRICS)
 
 
 @pytest.mark.parametrize("name", DECLARED)
-def test_a_metric_is_told_by_somebody(name):
+def test_declared_metrics_are_exported(name):
     users = [
         path
         for path in (ROOT / "nvpool").rglob("*.py")
         if path.name != "registry.py" or path.parent.name != "metrics"
     ]
-    assert any(re.search(rf"\bmetrics\.{name}\b", path.read_text()) for path in users), f"nobody tells {name}"
+    assert any(re.search(rf"\bmetrics\.{name}\b", path.read_text()) for path in users), (
+        f"nothing exports {name}"
+    )
 
 
-def test_alerts_and_documents_name_no_metric_that_is_not_declared():
+def test_alerts_and_documents_name_declared_metrics():
     for path in (ROOT / "docs" / "operate" / "monitor.md", *(ROOT / "deploy" / "prometheus").iterdir()):
         for name in re.findall(r"\bnvpool_[a-z_0-9]+", path.read_text()):
             assert re.sub(r"_(bucket|sum|count)$", "", name) in METRICS or name in METRICS, (
@@ -78,13 +79,13 @@ def promtool(*words, text=None):
     )
 
 
-def test_promtool_finds_nothing_wrong_with_the_configuration_and_the_alerts():
+def test_promtool_accepts_configuration_and_alerts():
     for words in (("rules", "nvpool-alerts.yml"), ("config", "prometheus.yml")):
         done = promtool("check", words[0], ROOT / "deploy" / "prometheus" / words[1])
         assert done.returncode == 0 and "SUCCESS" in done.stdout, done.stdout + done.stderr
 
 
-def test_promtool_finds_nothing_wrong_with_a_page_of_every_metric():
+def test_promtool_accepts_a_page_of_all_metrics():
     page, times = Page(), metrics.Times()
     times.add(0.001)
     for metric in METRICS.values():
@@ -93,13 +94,15 @@ def test_promtool_finds_nothing_wrong_with_a_page_of_every_metric():
     done = promtool("check", "metrics", text=page.text())
     assert done.returncode == 0 and not done.stderr and not done.stdout, done.stdout + done.stderr
     wrong = promtool("check", "metrics", text="# TYPE nvpool_x counter\nnvpool_x 1\n")
-    assert wrong.returncode != 0, "it would have found something"
+    assert wrong.returncode != 0, "promtool must report an invalid page"
 
 
-def test_http_is_spoken_at_one_door():
+def test_one_module_implements_http():
     users = [
         str(path.relative_to(ROOT / "nvpool"))
         for path in (ROOT / "nvpool").rglob("*.py")
         if "HTTP/1.1" in path.read_text()
     ]
-    assert users == ["metrics/http.py"], "or where aiohttp has its door"
+    assert users == ["metrics/http.py"], (
+        "HTTP belongs in the module that serves metrics, or in the adapter of aiohttp"
+    )

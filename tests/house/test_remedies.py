@@ -1,4 +1,4 @@
-"""Commands that messages name: each is one that there is, with all its arguments."""
+"""Commands named in messages exist and are given with all their arguments."""
 
 import ast
 import re
@@ -15,14 +15,14 @@ MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if not {"v1", "testing
 HELP = {"help", "epilog", "short_help"}
 COMMAND = re.compile(r"\bnvpool ([a-z]+)(?: ([a-z-]+))?(?=[ `,;:.)]|$)")
 NO_COMMANDS = {("shm/mount_state.py", "nvpool mount")}
-"""The name of a mount's memory."""
+"""Text that is no command: the name of the shared memory of a mount."""
 PROSE = re.compile(r"(?!(?:ro|rw)$)[a-z]+")
 """Arguments in messages are values, or words in capitals."""
 END = re.compile(r"[`;,)]|: |\. |   |$")
 
 
 def texts(tree):
-    """(line, text) of each text that is no docstring and no help; what stands in braces is one word."""
+    """(line, text) of each string that is neither a docstring nor a help text; an expression in braces is one word."""
     passed = set()
     for node in ast.walk(tree):
         if node in passed:
@@ -42,7 +42,7 @@ def texts(tree):
 
 
 def missing(text):
-    """Commands of `text` that lack arguments: they and what they need."""
+    """Commands in `text` that lack arguments, each with the arguments that it needs."""
     for found in COMMAND.finditer(text):
         context = click.Context(cli)
         command, end = cli.get_command(context, found[1]), found.end(1)
@@ -66,7 +66,7 @@ def missing(text):
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_commands_in_messages_are_whole(path):
+def test_commands_in_messages_are_complete(path):
     name = str(path.relative_to(PACKAGE))
     lacking = [
         (line, *one)

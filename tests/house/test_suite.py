@@ -1,4 +1,4 @@
-"""How `make test` spreads the suite: tests of one file may share a pool, so they share a worker. And its tiers."""
+"""Distribution of the suite by `make test`: tests of one file may share a pool, so they share a worker. And its tiers."""
 
 import json
 import re
@@ -20,7 +20,7 @@ def test_something(number):
 """
 
 
-def test_the_tests_of_a_file_run_in_one_worker(tmp_path):
+def test_tests_of_a_file_run_in_one_worker(tmp_path):
     spread = re.search(r"SPREAD := (.*)", (ROOT / "Makefile").read_text())[1]
     files = [tmp_path / "test_one.py", tmp_path / "test_other.py"]
     for file in files:

@@ -1,4 +1,4 @@
-"""The units of systemd: systemd itself finds nothing wrong with them, and the daemon's is closed."""
+"""Units of systemd: `systemd-analyze` accepts them, and the daemon's unit is well confined."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def analyze(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["systemd-analyze", *words], capture_output=True, text=True, timeout=60)
 
 
-def there(unit: Path, tmp_path: Path) -> Path:
-    """A copy of a unit whose programs are there, as after an installation."""
+def installed_copy(unit: Path, tmp_path: Path) -> Path:
+    """A copy of a unit whose programs exist, as after an installation."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name in ("nvpool", "nvpoold"):
@@ -33,30 +33,30 @@ def there(unit: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("unit", SERVICES, ids=lambda unit: unit.name)
-def test_systemd_finds_nothing_wrong_with_a_unit(unit, tmp_path):
-    found = analyze("verify", "--man=no", there(unit, tmp_path))
+def test_systemd_accepts_the_unit(unit, tmp_path):
+    found = analyze("verify", "--man=no", installed_copy(unit, tmp_path))
     assert (found.returncode, found.stdout + found.stderr) == (0, "")
 
 
-def test_what_is_done_before_a_mount_does_not_keep_it_from_cleaning_a_dead_one():
+def test_mount_unit_ignores_failures_of_pre_commands():
     before = re.findall(r"^ExecStartPre=(.*)", (UNITS / "nvpool-mount@.service").read_text(), re.MULTILINE)
     assert before and all(line.startswith("-") for line in before)
 
 
-def test_what_is_wrong_with_a_unit_would_be_found(tmp_path):
-    unit = there(UNITS / "nvpoold.service", tmp_path)
+def test_systemd_rejects_a_wrong_unit(tmp_path):
+    unit = installed_copy(UNITS / "nvpoold.service", tmp_path)
     unit.write_text(unit.read_text().replace("Restart=always", "Restart=at-times"))
     assert "at-times" in analyze("verify", "--man=no", unit).stderr
 
 
-def test_the_exposure_of_the_daemon_is_at_most_three_of_ten():
+def test_daemon_exposure_is_at_most_three():
     found = analyze("security", "--offline=true", "--threshold=30", "--no-pager", UNITS / "nvpoold.service")
     assert found.returncode == 0, found.stdout[-300:]
     assert "Overall exposure level for nvpoold.service" in found.stdout
 
 
 @pytest.mark.parametrize("name", ["nvpool.sysusers", "nvpool.tmpfiles"])
-def test_users_and_directories_are_made_as_the_files_say(name, tmp_path):
+def test_users_and_directories_are_created(name, tmp_path):
     program = (
         ["systemd-sysusers", f"--root={tmp_path}"]
         if name.endswith("sysusers")

@@ -1,4 +1,4 @@
-"""Words: no new use of private words that the field has a term for, and no file with fewer than the baseline says."""
+"""Check of words: no new use of a private word for which the field has a term, and the baseline only shrinks."""
 
 import importlib.util
 import subprocess
@@ -15,14 +15,14 @@ def check_words():
     return module
 
 
-def test_old_words_only_get_fewer():
+def test_word_baseline_is_kept():
     check = subprocess.run(
         [sys.executable, "tools/check_words.py"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert check.returncode == 0, check.stdout + check.stderr
 
 
-def test_word_check_names_the_fields_word():
+def test_word_check_suggests_the_field_term():
     words = check_words()
     ((line, word, field),) = words.uses_in("nothing here\nthe Wish of a user, fulltold, distell")
     assert (line, word) == (2, "wish") and "operator request" in field

@@ -1,4 +1,4 @@
-"""A link between two nodes of which both reach the leader: writes of the chains that cross it go on, in counted time."""
+"""A broken link between two nodes that both reach the leader: writes to the chains that cross it resume within a bound."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nvpool.testing.sim.pool import SimPool
 from nvpool.testing.sim.scenario import _few_chains
 
 ME = Caller(1000, 1000)
-OPTIONS = ClientOptions(deadline_s=30.0, transport="inproc", short_cut=False, fresh_s=0.0, attr_s=0.0)
+OPTIONS = ClientOptions(deadline_s=30.0, transport="inproc", short_circuit=False, fresh_s=0.0, attr_s=0.0)
 CUT_S, WRITE_S = 45.0, 15.0
 
 
@@ -39,7 +39,7 @@ async def longest_write_s(loop, client, seconds: float) -> float:
     "ways", [((2, 3),), ((3, 2),), ((2, 3), (3, 2))], ids=["to the third", "to the second", "both"]
 )
 @pytest.mark.parametrize("etcd", [False, True], ids=["one manager", "etcd"])
-def test_writes_go_on_while_two_nodes_are_cut_apart(ways, etcd):
+def test_writes_continue_while_two_nodes_are_cut_apart(ways, etcd):
     async def run():
         async with SimPool(
             loop,
@@ -64,7 +64,7 @@ def test_writes_go_on_while_two_nodes_are_cut_apart(ways, etcd):
                 await asyncio.sleep(0.5)
             assert pool.is_whole()
             assert not pool.replica_problems()
-            return pool.failures + pool.truths.problems
+            return pool.failures + pool.invariants.problems
 
     loop = VirtualLoop()
     asyncio.set_event_loop(loop)

@@ -1,8 +1,8 @@
-"""A chain of up to four members and one chunk, decided by poolmap/chains/protocol alone: messages as connections bring them,
-connections that break, deaths, members that are taken for dead, returns, maps that each learns of in his own time, cuts.
+"""Model of a chain of up to four members and one chunk, decided by poolmap/chains/protocol alone.
 
-The content of the chunk is the list of writes that made it. So a later read has to begin with what an earlier one returned, and
-whatever was acknowledged is in it.
+Events are messages in the order of their connections, broken connections, deaths, members that are wrongly taken for dead,
+returns, pool maps that each member learns at another time, and truncations. The content of the chunk is the list of writes
+that made it. So a later read begins with what an earlier read returned, and contains all acknowledged writes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Waiting(NamedTuple):
     offer: Offer
     content: Content
     place: ChainPosition
-    asker: tuple | None  # (who, number of the question, link)
+    caller: tuple | None  # (member, number of the request, link)
     client: int | None
     last: bool
     older: bool = False
@@ -51,15 +51,15 @@ class Waiting(NamedTuple):
     deciders: frozenset = frozenset()
 
 
-class Question(NamedTuple):
+class WriteRequest(NamedTuple):
     number: int
     link: int
     offer: Offer
-    content: Content  # what the chunk is after the write: members make it from their own, and compare
+    content: Content  # content after the write: members compute it from their own, and compare
 
 
 LINKS = 1000
-"""Of one process to one other."""
+"""Messages from one process to one other."""
 
 
 class Member:
@@ -73,14 +73,15 @@ class Member:
         self.cut = 0
         self.requests: tuple = ()
         self.pending: Waiting | None = None
-        self.question = 0  # that our pending write waits for
+        self.awaited = 0  # number of the request that our pending write waits for
         self.above = 0
         self.links: dict[int, int] = {}
         self.own_links: dict[int, int] = {}
         self.cut_waits = 0
         self.floor = 0  # both raised by a resync of the inode's chunks in other chains
         self.raised_cut = 0
-        self.tainted = False  # was cut before it was in line with the others: resync copies such a chunk whatever its version
+        # truncated before it was in sync: resync copies such a chunk whatever its version
+        self.tainted = False
 
     @property
     def place(self) -> ChainPosition | None:
@@ -100,18 +101,18 @@ class World:
     def __init__(self, members: int):
         self.chain = Chain(1, tuple(range(1, members + 1)))
         self.members = {number: Member(number, self.chain) for number in self.chain.targets}
-        self.wires: dict[tuple[int, int, int], list] = {}  # (from, to, link) -> what is on its way, in order
-        self.asked: dict[int, Question] = {}
+        self.wires: dict[tuple[int, int, int], list] = {}  # (from, to, link) -> messages under way, in order
+        self.sent_requests: dict[int, WriteRequest] = {}
         self.numbers = count(1)
         self.contents: dict[int, Content] = {}
         self.acknowledged: list[int] = []
         self.seen: Content = ()
-        self.open_writes: dict[int, int] = {}  # write -> cut it was made under
+        self.open_writes: dict[int, int] = {}  # write -> truncate number that it was made with
         self.made = 0
         self.cut = 0
-        self.granted = 0  # the cut number that writers are given: when all members have cut
+        self.granted = 0  # truncate number given to writers, once all members have truncated
 
-    # -- what members do ---------------------------------------------------------------------------------------------
+    # -- members ----------------------------------------------------------------------------------------------------
 
     def commit(self, member: Member, version: int, content: Content, request: RequestId | None) -> None:
         assert version_parts(version)[0] <= self.chain.epoch, f"version {version:x} is of another chain"
@@ -126,20 +127,20 @@ class World:
         pending = member.pending
         to = pending.place.successor
         link = member.own_links.setdefault(to, member.process * LINKS + 1)
-        member.question = next(self.numbers)
+        member.awaited = next(self.numbers)
         last = (
             0
             if pending.whole is None or pending.whole.members == pending.place.members
             else pending.place.members[-1]
         )
         offer = pending.offer._replace(sender=member.number, epoch=pending.place.epoch, last=last)
-        self.send(member.number, to, link, Question(member.question, link, offer, pending.content))
+        self.send(member.number, to, link, WriteRequest(member.awaited, link, offer, pending.content))
 
     def send(self, sender: int, to: int, link: int, message) -> None:
         self.wires.setdefault((sender, to, link), []).append(message)
 
-    def go_on(self, member: Member) -> None:
-        """With the pending write, at the place where we stand."""
+    def advance(self, member: Member) -> None:
+        """Continue with the pending write at our present position in the chain."""
         pending = member.pending
         if pending.last:
             self.commit(member, pending.offer.version, pending.content, pending.offer.request)
@@ -148,16 +149,16 @@ class World:
             self.offer(member)
 
     def settle(self, member: Member, version: int, refusal: Answer | None) -> None:
-        pending, member.pending, member.question = member.pending, None, 0
-        if pending.asker is not None:
-            who, number, link = pending.asker
+        pending, member.pending, member.awaited = member.pending, None, 0
+        if pending.caller is not None:
+            who, number, link = pending.caller
             self.send(member.number, who, -link, (number, version, refusal))
         if pending.client is not None and refusal is None:
             self.acknowledge(pending.client)
         elif pending.client is not None and refusal is Answer.TOO_LOW:
             member.above = version
         if member.cut_waits and member.pending is None:
-            self.do_cut(member)
+            self.truncate_chunk(member)
 
     def acknowledge(self, write: int) -> None:
         if write in self.open_writes:
@@ -165,7 +166,7 @@ class World:
             self.acknowledged.append(write)
 
     def client_writes(self, member: Member, write: int) -> None:
-        """As ChainWrites._lead: what is not possible now the client asks for again."""
+        """As ChainWrites._lead: the client retries a write that is not possible now."""
         place = member.place
         if not member.alive or place is None or not place.is_head or member.pending is not None:
             return
@@ -176,22 +177,22 @@ class World:
             return
         cut = self.open_writes[write]
         if cut < held.cut:
-            self.open_writes[write] = self.granted  # the client asks the service
+            self.open_writes[write] = self.granted  # the client fetches it from the metadata service
             return
         version = next_version(held, place.epoch, member.above)
         offer = Offer(0, place.epoch, version, held.version, cut, request)
         member.pending = Waiting(offer, (*member.content, write), place, None, write, place.is_last)
-        self.go_on(member)
+        self.advance(member)
 
-    def receive(self, member: Member, sender: int, question: Question) -> None:
+    def receive(self, member: Member, sender: int, message: WriteRequest) -> None:
         def answer(version: int, refusal: Answer | None) -> None:
-            self.send(member.number, sender, -question.link, (question.number, version, refusal))
+            self.send(member.number, sender, -message.link, (message.number, version, refusal))
 
         before = member.links.get(sender, 0)
-        if question.link // LINKS == before // LINKS and question.link < before:
+        if message.link // LINKS == before // LINKS and message.link < before:
             return answer(0, Answer.OLD_EPOCH)
-        member.links[sender] = question.link
-        held, offer = member.held(), question.offer
+        member.links[sender] = message.link
+        held, offer = member.held(), message.offer
         verdict, version = judge(member.place, held, offer)
         if verdict is Answer.NEW_EPOCH:
             self.learn(member)
@@ -202,9 +203,9 @@ class World:
         if verdict is Answer.DONE:
             answer(0, None)
         elif verdict is Answer.SAME:
-            who = member.pending.asker
-            if who is not None:  # the one before is answered too; here only the last question counts
-                member.pending = member.pending._replace(asker=(sender, question.number, question.link))
+            who = member.pending.caller
+            if who is not None:  # the request before is answered too; here only the last one counts
+                member.pending = member.pending._replace(caller=(sender, message.number, message.link))
             else:
                 answer(0, Answer.BUSY)
         elif verdict in (Answer.TAKE, Answer.FETCH):
@@ -216,12 +217,12 @@ class World:
                 offer,
                 content,
                 place,
-                (sender, question.number, question.link),
+                (sender, message.number, message.link),
                 None,
                 place.is_last,
                 whole=member.place,
             )
-            self.go_on(member)
+            self.advance(member)
         else:
             answer(version, verdict)
         return None
@@ -236,14 +237,14 @@ class World:
 
     def answered(self, member: Member, number: int, version: int, refusal: Answer | None) -> None:
         pending = member.pending
-        if pending is None or member.question != number:
+        if pending is None or member.awaited != number:
             return
         if refusal in (Answer.CUT, Answer.TOO_LOW):
             self.settle(member, version, refusal)
         elif refusal is not None:
             if refusal in (Answer.OLD_EPOCH, Answer.NOT_OURS):
                 self.learn(member)
-            if member.pending is pending and member.question == number:
+            if member.pending is pending and member.awaited == number:
                 self.offer(member)
         else:
             self.commit(member, pending.offer.version, pending.content, pending.offer.request)
@@ -261,7 +262,7 @@ class World:
             deciders = deciders_now(pending.whole or pending.place, member.place, deciders)
         step = next_step(pending.whole or pending.place, member.place, deciders)
         if step is Next.DROP:
-            member.pending, member.question = None, 0
+            member.pending, member.awaited = None, 0
             return
         older = pending.older or gained(deciders, member.place)
         member.pending = pending._replace(
@@ -271,10 +272,10 @@ class World:
             last=step is Next.COMMIT,
             older=older,
         )
-        self.go_on(member)
+        self.advance(member)
 
-    def do_cut(self, member: Member) -> None:
-        """The file gets another end; of the chunk everything that counts stays."""
+    def truncate_chunk(self, member: Member) -> None:
+        """The file gets another size; everything of the chunk that counts stays."""
         cut, member.cut_waits = member.cut_waits, 0
         if cut <= member.cut:
             return
@@ -284,7 +285,7 @@ class World:
         if member.version:
             self.commit(member, after_cut(member.version), (*member.content, -cut), None)
 
-    # -- what happens --------------------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------------------
 
     def change(self, **fields) -> None:
         self.chain = msgspec.structs.replace(self.chain, epoch=self.chain.epoch + 1, **fields)
@@ -308,15 +309,15 @@ class World:
         elif kind == 13:
             self.break_link(living[pick % len(living)], pick // 8)
         elif kind == 14:
-            self.lose(pick)
+            self.kill_or_isolate(pick)
         elif kind == 15:
-            self.bring_back(pick)
+            self.restart(pick)
         elif kind == 16:
-            self.catch_up(pick)
+            self.resynchronize(pick)
         elif kind == 17:
-            self.cut_at(living[pick % len(living)], pick // 8)
+            self.truncate_at(living[pick % len(living)], pick // 8)
         elif kind == 18:
-            self.raise_cuts(living[pick % len(living)], pick)
+            self.raise_truncate_numbers(living[pick % len(living)], pick)
 
     def deliver(self, pick: int) -> bool:
         ways = [way for way, queue in self.wires.items() if queue]
@@ -327,14 +328,14 @@ class World:
         member = self.members[to]
         if not member.alive:
             return True
-        if isinstance(message, Question):
+        if isinstance(message, WriteRequest):
             self.receive(member, sender, message)
-        elif member.own_links.get(sender, 0) == -link:  # else its connection has ended
+        elif member.own_links.get(sender, 0) == -link:  # else the connection of the message has ended
             self.answered(member, *message)
         return True
 
     def break_link(self, member: Member, pick: int) -> None:
-        """What was sent may still come; answers do not."""
+        """Requests that were sent may still arrive; replies do not."""
         if not member.own_links:
             return
         to = list(member.own_links)[pick % len(member.own_links)]
@@ -342,7 +343,7 @@ class World:
         if member.pending is not None and not member.pending.last and member.pending.place.successor == to:
             self.offer(member)
 
-    def lose(self, pick: int) -> None:
+    def kill_or_isolate(self, pick: int) -> None:
         """A target dies, or is taken for dead and lives on without knowing."""
         if len(self.chain.targets) + len(self.chain.joining) < 2:
             return
@@ -355,7 +356,7 @@ class World:
             self.members[number].alive = False
         self.change(targets=targets, joining=tuple(t for t in self.chain.joining if t != number))
 
-    def bring_back(self, pick: int) -> None:
+    def restart(self, pick: int) -> None:
         away = [
             m for m in self.members.values() if m.number not in (*self.chain.targets, *self.chain.joining)
         ]
@@ -363,7 +364,7 @@ class World:
             return
         member = away[pick % len(away)]
         self.change(joining=(*self.chain.joining, member.number))
-        if not member.alive:  # a new process, with what its drive has
+        if not member.alive:  # a new process, with the content of its drive
             fresh = Member(member.number, self.chain, member.process + 1)
             fresh.version, fresh.content, fresh.cut, fresh.requests, fresh.tainted = (
                 member.version,
@@ -375,8 +376,8 @@ class World:
             fresh.floor, fresh.raised_cut = member.floor, member.raised_cut
             self.members[member.number] = fresh
 
-    def catch_up(self, pick: int) -> None:
-        """The first that joins is brought in line with the tail, which knows the map, and becomes its successor."""
+    def resynchronize(self, pick: int) -> None:
+        """The first joining member is brought in sync with the tail, which knows the map, and becomes its successor."""
         if not self.chain.joining:
             return
         member, tail = self.members[self.chain.joining[0]], self.members[self.chain.targets[-1]]
@@ -395,25 +396,25 @@ class World:
             member.cut, member.tainted = tail.cut, False
         self.change(targets=(*self.chain.targets, member.number), joining=self.chain.joining[1:])
 
-    def cut_at(self, member: Member, pick: int) -> None:
-        """The shard tells each member, and gives the number to writers when all have answered."""
+    def truncate_at(self, member: Member, pick: int) -> None:
+        """The shard notifies each member, and gives the number to writers when all have answered."""
         if pick % 2 and self.granted == self.cut:
             self.cut += 1
         if member.cut < self.cut:
             member.cut_waits = self.cut
             if member.pending is None:
-                self.do_cut(member)
+                self.truncate_chunk(member)
         if all(self.members[number].cut >= self.cut for number in (*self.chain.targets, *self.chain.joining)):
             self.granted = self.cut
 
-    def raise_cuts(self, member: Member, pick: int) -> None:
-        """The member learns of the inode's cut and floor from a target of another chain, which is older or younger."""
+    def raise_truncate_numbers(self, member: Member, pick: int) -> None:
+        """The member learns the inode's truncate number and floor from a target of another chain, older or younger."""
         member.floor = raised(member.floor, make_version(pick % 13, pick % 7))
         if pick & 1:
             member.raised_cut = self.cut
 
     def read(self, pick: int) -> None:
-        """At any target of the chain: others are not asked by who knows the map, and have no lease."""
+        """Read at any target of the chain. A client that knows the map asks no other target, and others have no lease."""
         readable = [self.members[t] for t in self.chain.targets if self.members[t].alive]
         if not readable:
             return
@@ -442,7 +443,7 @@ class World:
             for member in self.members.values():
                 self.learn(member)
                 if member.alive:
-                    self.cut_at(member, 0)
+                    self.truncate_at(member, 0)
             for _ in range(100):
                 if not self.deliver(0):
                     break
@@ -475,7 +476,5 @@ def run(members: int, choices: bytes) -> World:
     max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 @given(st.integers(2, 4), st.binary(max_size=400).map(lambda raw: raw[: len(raw) & -2]))
-def test_whatever_happens_to_a_chain_nothing_acknowledged_or_read_is_lost_and_replicas_are_equal(
-    members, choices
-):
+def test_acknowledged_writes_and_reads_are_never_lost(members, choices):
     run(members, choices)

@@ -1,4 +1,6 @@
-"""Some thousand wrong requests to each service on every run; `make soak` has ten million. And that faults would be found."""
+"""Thousands of invalid requests to each service on every run (`make soak`: ten million), and proof that the fuzzer finds
+faults.
+"""
 
 from __future__ import annotations
 
@@ -22,53 +24,53 @@ CASES = 1500
 
 
 @pytest.mark.parametrize("kind", list(dict.fromkeys(f"{place.name}-{kind}" for place, kind in PLACES)))
-def test_wrong_requests_harm_nothing(kind, capsys):
+def test_invalid_requests_do_no_harm(kind, capsys):
     assert fuzz(kind, CASES) == 0, capsys.readouterr().out
 
 
-def found(capsys, kind, only="", cases=10_000):
-    """What is told of the fault that a test has made."""
+def report_of(capsys, kind, only="", cases=10_000):
+    """The report of the fault that a test has injected."""
     assert fuzz(kind, cases, only=only) == 1
     out = capsys.readouterr().out
     assert "TROUBLE at case" in out and "again with: --seed 1" in out
     return out
 
 
-def test_check_that_is_left_out_is_found(capsys, monkeypatch):
+def test_fuzzer_finds_a_missing_permission_check(capsys, monkeypatch):
     monkeypatch.setattr(local_users.permissions, "check", lambda *_: None)
-    assert "without a right to" in found(capsys, "shard-user")
+    assert "without a right to" in report_of(capsys, "shard-user")
 
 
-def test_root_that_is_not_squashed_is_found(capsys, monkeypatch):
+def test_fuzzer_finds_an_unsquashed_root(capsys, monkeypatch):
     monkeypatch.setattr(local_users, "believed", lambda change: Credentials(change.uid, BELIEVED_GROUPS, 0))
-    assert "without a right to" in found(capsys, "shard-squash")
+    assert "without a right to" in report_of(capsys, "shard-squash")
 
 
-def test_volume_that_is_open_to_all_is_found(capsys, monkeypatch):
+def test_fuzzer_finds_a_volume_open_to_all(capsys, monkeypatch):
     monkeypatch.setattr(VolumeAccess, "check_change", lambda *_: None)
-    assert "without a right to" in found(capsys, "shard-client")
+    assert "without a right to" in report_of(capsys, "shard-client")
 
 
-def test_session_that_others_may_use_is_found(capsys, monkeypatch):
+def test_fuzzer_finds_a_session_open_to_others(capsys, monkeypatch):
     monkeypatch.setattr(Sessions, "of", lambda self, number, owner: self.get(number))
-    found(capsys, "shard-client")
+    report_of(capsys, "shard-client")
 
 
-def test_exception_of_a_service_is_found(capsys, monkeypatch):
+def test_fuzzer_finds_an_unexpected_exception(capsys, monkeypatch):
     monkeypatch.setitem(
         meta_dispatch.QUERIES,
         wire.META_READLINK,
         (meta_dispatch.QUERIES[wire.META_READLINK][0], lambda *_: {}["x"]),
     )
-    assert "KeyError" in found(capsys, "shard-client", "META_READLINK")
+    assert "KeyError" in report_of(capsys, "shard-client", "META_READLINK")
 
 
-def test_request_without_an_answer_is_found(capsys, monkeypatch):
+def test_fuzzer_finds_a_request_without_a_reply(capsys, monkeypatch):
     monkeypatch.setattr(MetaService, "_statfs", lambda self, call: None)
-    assert "not answered within" in found(capsys, "shard-client", "META_STATFS")
+    assert "not answered within" in report_of(capsys, "shard-client", "META_STATFS")
 
 
-def test_damage_of_the_tree_is_found(capsys, monkeypatch):
+def test_fuzzer_finds_a_damaged_tree(capsys, monkeypatch):
     kind, decide = meta_dispatch.CHANGES[wire.META_LINK]
 
     def miscounted(view, request, now_ns):
@@ -77,10 +79,10 @@ def test_damage_of_the_tree_is_found(capsys, monkeypatch):
         return draft
 
     monkeypatch.setitem(meta_dispatch.CHANGES, wire.META_LINK, (kind, miscounted))
-    assert "fsck finds" in found(capsys, "shard-client", "META_LINK")
+    assert "fsck finds" in report_of(capsys, "shard-client", "META_LINK")
 
 
-def test_same_seed_asks_the_same(capsys):
+def test_same_seed_sends_the_same_requests(capsys):
     script = (
         "from nvpool.testing.fuzz import runner as run\nhistory=[]\nclass Heard(run.FuzzRun):\n"
         "    def _one(self, place, number, count):\n        super()._one(place, number, count)\n"
@@ -103,7 +105,7 @@ def test_same_seed_asks_the_same(capsys):
 
 
 @pytest.mark.soak
-def test_ten_million_wrong_requests_harm_nothing():
+def test_ten_million_invalid_requests_do_no_harm():
     done = subprocess.run(
         [sys.executable, ROOT / "tools" / "fuzz.py", "--cases", "10000000"],
         capture_output=True,

@@ -1,6 +1,7 @@
-"""Locks of several clients on one shard against a map of bytes: with repetitions, deaths, losses of power, ends of sessions.
+"""Byte-range locks of several clients on one shard against a map of bytes, with replays, deaths, power losses and ended
+sessions.
 
-Two exclusive locks never lie on one byte, what was answered is so after any death, and a released lock can be taken.
+Two exclusive locks never cover the same byte, an answer holds after any death, and a released lock can be acquired.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ class Locks(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.kv, self.clock = MemoryKv(), ManualClock()
         self.held = {}  # (client, owner) -> mode of each byte
-        self.dead = {}  # the same of sessions that have ended, and when they let go
+        self.dead = {}  # the same for ended sessions, and when their locks are released
         self.waits = {}  # (client, owner) -> (ticket, start, end, mode)
 
     def run(self, work):
@@ -62,11 +63,11 @@ class Locks(RuleBasedStateMachine):
             for one in modes[start : end + 1]
         )
 
-    def lay(self, client, owner, start, end, mode):
+    def set_mode(self, client, owner, start, end, mode):
         modes = self.held.setdefault((client, owner), [UNLOCKED] * BYTES)
         modes[start : end + 1] = [mode] * (end + 1 - start)
 
-    def ask(self, client, owner, start, end, mode, again=False, **fields):
+    def request(self, client, owner, start, end, mode, again=False, **fields):
         asker = self.clients[client]
         request = pb.LockRequest(
             change=asker.change(owner),
@@ -92,10 +93,10 @@ class Locks(RuleBasedStateMachine):
     )
     def lock(self, client, owner, place, mode, again):
         blocked = mode and self.blocked(client, owner, *place, mode)
-        granted = self.ask(client, owner, *place, mode, again).granted
+        granted = self.request(client, owner, *place, mode, again).granted
         if granted:
             assert not blocked
-            self.lay(client, owner, *place, mode)
+            self.set_mode(client, owner, *place, mode)
         else:
             assert blocked or self.waits, "free, and refused"
 
@@ -104,18 +105,18 @@ class Locks(RuleBasedStateMachine):
         if (client, owner) in self.waits:
             return
         try:
-            reply = self.ask(client, owner, *place, mode, wait=True)
+            reply = self.request(client, owner, *place, mode, wait=True)
         except errors.WouldDeadlock:
             return
         if reply.granted:
             assert not self.blocked(client, owner, *place, mode)
-            self.lay(client, owner, *place, mode)
+            self.set_mode(client, owner, *place, mode)
         else:
             self.waits[client, owner] = reply.ticket, *place, mode
 
     @rule(number=st.integers(0, 5), patient=st.booleans())
-    def come(self, number, patient):
-        """One that waits asks again, or gives up."""
+    def poll_or_give_up(self, number, patient):
+        """A waiting client polls again, or gives up."""
         if not self.waits:
             return
         client, owner = sorted(self.waits)[number % len(self.waits)]
@@ -131,17 +132,17 @@ class Locks(RuleBasedStateMachine):
             )
             return
         try:
-            reply = self.ask(client, owner, start, end, mode, wait=True, ticket=ticket)
+            reply = self.request(client, owner, start, end, mode, wait=True, ticket=ticket)
         except errors.WouldDeadlock:
             return
         if reply.granted:
             assert not self.blocked(client, owner, start, end, mode)
-            self.lay(client, owner, start, end, mode)
+            self.set_mode(client, owner, start, end, mode)
         else:
             self.waits[client, owner] = reply.ticket, start, end, mode
 
     @rule(power_lost=st.booleans())
-    def die(self, power_lost):
+    def kill_shard(self, power_lost):
         self.run(self.service.close())
         if power_lost:
             self.kv.crash()
@@ -161,24 +162,24 @@ class Locks(RuleBasedStateMachine):
             self.service._end_session(self.service._sessions.get(session), OPTIONS.grant_s)
             self.dead |= {(session, who): modes for who, modes in gone.items()}
             self.dead_until = self.clock.now_s + OPTIONS.grant_s + HOLD_BEYOND_GRANTS_S
-        # the end of a session is as durable as any change: a loss of power may take it back
+        # The end of a session is as durable as any change: a power loss may undo it.
         self.run(self.kv.sync())
         self.clients[client] = self.run(ShardClient(self.service).begin())
         self.run(self.kv.sync())
 
     @rule()
-    def outlive_the_dead(self):
+    def wait_for_ended_sessions(self):
         if self.dead:
             self.clock.now_s = max(self.clock.now_s, self.dead_until)
         self.clock.advance(1)
         for session in self.service._sessions.by_number.values():
             session.expires_s = self.clock.now_s + 60
         self.run(self.service.run_once())
-        self.run(self.kv.sync())  # as above: without it a loss of power makes them wait once more
+        self.run(self.kv.sync())  # as above: without it a power loss makes clients wait once more
         self.dead.clear()
 
     @invariant()
-    def the_shard_holds_what_was_answered(self):
+    def shard_holds_the_granted_locks(self):
         if not hasattr(self, "file"):
             return
         seen = {}

@@ -1,8 +1,8 @@
-"""The name space against a dictionary: random histories with repeated requests, restarts and losses of power.
+"""Name space against a dictionary: random histories with replayed requests, restarts and power losses.
 
-The model is a tree of plain objects with POSIX's rules written down once more, naively. After every step the
-answers agree; after every history the whole tree, link counts and entry counts agree, fsck finds nothing, and every orphan
-can be collected. The same runs on the engine in memory and on the one that stores, with deaths at any place.
+The model is a tree of plain objects with POSIX's rules written a second time, naively. After every step the answers agree;
+after every history the whole tree, link counts and entry counts agree, fsck finds nothing, and every orphan inode can be
+collected. The same histories run on the engine in memory and on the stored one, with deaths at any place.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from nvpool.testing.fakes.meta_shard import ShardClient, StoreRecorder, small_ma
 OPTIONS = MetaOptions(session_lease_s=1e6, grant_s=10, linger_s=0, tick_s=3600)
 NAMES = st.sampled_from([b"a", b"b", b"\xff\xfe", b"n" * 255])
 PICK = st.sampled_from(range(24))
-"""Of few names in few directories, so that they meet; even, where integers would mostly be the smallest."""
+"""Few names in few directories, so that they collide; evenly distributed, as integers would mostly be the smallest."""
 
 
 class Node:
@@ -69,7 +69,7 @@ class NameSpace(RuleBasedStateMachine):
         return self.loop.run_until_complete(asyncio.wait_for(work, 120))
 
     async def open_engine(self, power_lost):
-        """A fresh engine, or what is left of the one that was."""
+        """A new engine, or the engine that is left after the death of the one before."""
         if self.kv is None:
             self.kv = MemoryKv()
         elif power_lost:
@@ -99,7 +99,7 @@ class NameSpace(RuleBasedStateMachine):
         ):
             self.create(parent, name, kind)
 
-    # -- the model's side
+    # -- model
 
     def directories(self):
         return [node for node in self.alive if node.kind == "dir"]
@@ -108,11 +108,11 @@ class NameSpace(RuleBasedStateMachine):
         return nodes[number % len(nodes)]
 
     def name_in(self, directory, number):
-        """Mostly one that is there."""
+        """Mostly a name that exists."""
         return self.pick([*sorted(directory.names), b"absent"], number)
 
     def do(self, request, model):
-        """Ask the service and the model; both succeed, or both refuse alike. Every third request is sent twice."""
+        """Send a request to the service and the model; both succeed, or both refuse alike. Every third one is sent twice."""
         try:
             expected, error = model(), None
         except Refusal as refusal:
@@ -126,7 +126,7 @@ class NameSpace(RuleBasedStateMachine):
         if self.client.sequences[0] % 3 == 0:
             self.client.sequences[0] -= 1
             if hasattr(got, "parent"):
-                got.ClearField("parent")  # comes with the first answer only
+                got.ClearField("parent")  # only the first reply has it
             assert self.run(request()) == got
         return got, expected
 
@@ -228,7 +228,7 @@ class NameSpace(RuleBasedStateMachine):
         self.rename(parent, name, new_parent, new_name, flags)
 
     @rule(parent=PICK, name=PICK, new_parent=PICK, new_name=PICK, flags=st.sampled_from([0, 0, 2]))
-    def rename_to_what_is_there(self, parent, name, new_parent, new_name, flags):
+    def rename_to_an_existing_name(self, parent, name, new_parent, new_name, flags):
         self.rename(
             parent, name, new_parent, self.name_in(self.pick(self.directories(), new_parent), new_name), flags
         )
@@ -351,7 +351,7 @@ class NameSpace(RuleBasedStateMachine):
 
     @rule(how=st.sampled_from(["killed", "killed", "power lost", "collected", "collected"]))
     def fault(self, how):
-        """Killed and started again; synced and lost power; or the collector ran."""
+        """Restart after a kill, a sync and power loss, or a run of the collector."""
         if how == "collected":
             self.run(self.client.collect())
             return
@@ -362,7 +362,7 @@ class NameSpace(RuleBasedStateMachine):
         self.client.service = self.service
         self.run(self.client.begin())
 
-    # -- what must hold
+    # -- invariants
 
     @precondition(lambda self: self.service is not None)
     @rule()
@@ -407,7 +407,7 @@ class NameSpace(RuleBasedStateMachine):
 
 
 class StoredNameSpace(NameSpace):
-    """On LMDB and journal, with a layer so small that changes wait for room; its process dies without a word."""
+    """On LMDB and journal, with a memtable so small that changes wait for space; its process dies without notice."""
 
     def __init__(self):
         super().__init__()
@@ -435,10 +435,10 @@ TestStoredNameSpace.settings = settings(
 
 
 @pytest.mark.soak
-class TestNameSpaceForLong(NameSpace.TestCase):
+class TestNameSpaceLong(NameSpace.TestCase):
     settings = settings(max_examples=500, stateful_step_count=150, deadline=None, suppress_health_check=SLOW)
 
 
 @pytest.mark.soak
-class TestStoredNameSpaceForLong(StoredNameSpace.TestCase):
+class TestStoredNameSpaceLong(StoredNameSpace.TestCase):
     settings = settings(max_examples=200, stateful_step_count=150, deadline=None, suppress_health_check=SLOW)

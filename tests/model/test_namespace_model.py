@@ -1,7 +1,7 @@
-"""The name space and the contents of files, through the Vfs of a whole pool, beside a plain directory of this machine.
+"""Name space and file contents, through the Vfs of a whole pool, against a plain directory of this machine.
 
-A state machine does the same to both and compares results, errnos, listings, what stat shows, and every byte. Two clients take
-part: after a close each sees what the other did (close-to-open).
+A state machine does the same to both and compares results, errnos, listings, stat results and every byte. Two clients take
+part: after a close each sees the changes of the other (close-to-open).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ async def _plain(pool: LocalPool, target: int) -> PlainStore:
 
 
 class Pool:
-    """One loop, one pool, two clients; every call runs to its end."""
+    """One loop, one pool and two clients; every call runs to its end."""
 
     def __init__(self, make_store=_plain, shards: int = 0) -> None:
         self.loop = asyncio.new_event_loop()
@@ -75,7 +75,7 @@ class NamespaceMachine(RuleBasedStateMachine):
     make_store = staticmethod(_plain)
     shards = 0
     top = ROOT_INODE
-    """The directory that stands beside the plain one."""
+    """The plain directory that the pool is compared with."""
     has_wide = True
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class NamespaceMachine(RuleBasedStateMachine):
                 raise NotADirectoryError(errno.ENOTDIR, "the Vfs follows no symbolic link; its callers do")
         return os.path.join(place, name) if name else place
 
-    def is_link(self, directory: tuple[bytes, ...], name: bytes) -> bool:
+    def is_symlink(self, directory: tuple[bytes, ...], name: bytes) -> bool:
         try:
             return os.path.islink(self.path(directory, name))
         except NotADirectoryError:
@@ -157,7 +157,7 @@ class NamespaceMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.has_wide)
     @rule(client=st.integers(0, 1), directory=DIRS)
     def spread(self, client, directory) -> None:
-        """An empty directory becomes a wide one, which a plain file system has no word for."""
+        """An empty directory becomes a striped one, which a plain file system does not have."""
 
         async def ours():
             vfs = self.vfs(client)
@@ -214,7 +214,7 @@ class NamespaceMachine(RuleBasedStateMachine):
     @rule(client=st.integers(0, 1), directory=DIRS, name=NAMES, other=DIRS, new=NAMES, keep=st.booleans())
     def rename(self, client, directory, name, other, new, keep) -> None:
         if (*other, new) == (*directory, name)[: len(other) + 1] and len(other) < len(directory):
-            return  # onto a directory above: the kernel refuses that itself (ENOTEMPTY), before a file system is asked
+            return  # onto a directory above: the kernel itself refuses it (ENOTEMPTY), no file system is called
 
         async def ours():
             vfs = self.vfs(client)
@@ -259,7 +259,7 @@ class NamespaceMachine(RuleBasedStateMachine):
         mode=st.sampled_from([0o644, 0o600, 0o755, 0o4755]),
     )
     def chmod(self, client, directory, name, mode) -> None:
-        if self.is_link(directory, name):
+        if self.is_symlink(directory, name):
             return
 
         async def ours():
@@ -300,7 +300,7 @@ class NamespaceMachine(RuleBasedStateMachine):
     )
     def open_file(self, client, directory, name, flags) -> None:
         self.settle()
-        if self.is_link(directory, name) or (flags & os.O_TRUNC and self.is_open(directory, name)):
+        if self.is_symlink(directory, name) or (flags & os.O_TRUNC and self.is_open(directory, name)):
             return
 
         async def ours():
@@ -327,7 +327,7 @@ class NamespaceMachine(RuleBasedStateMachine):
         return any(os.fstat(descriptor).st_ino == inode for _, descriptor, _ in self.open)
 
     def settle(self) -> None:
-        """All that was written is known to all, as after a close."""
+        """Store all written bytes, so that every client sees them, as after a close."""
         for client, _, handle in self.open:
             self.pool.run(self.vfs(client).flush(handle))
 
@@ -501,7 +501,7 @@ TestNamespaceOverRealStores.settings = settings(TestNamespace.settings, max_exam
 
 
 class OverThreeShards(NamespaceMachine):
-    """Most directories and what is moved into them lie apart."""
+    """Most directories are on another shard than the directories below them."""
 
     shards = 3
 
@@ -518,7 +518,7 @@ class OverThreeShards(NamespaceMachine):
 
 
 class InAVolume(NamespaceMachine):
-    """All in a volume with quotas that are not reached: it is as anywhere, and the use that is counted is what is there."""
+    """All in a volume with quotas that are not reached: nothing else differs, and the counted use is the real one."""
 
     has_wide = False
 
@@ -570,7 +570,7 @@ TestNamespaceOverThreeShards.settings = settings(TestNamespace.settings)
 
 
 @pytest.mark.soak
-class TestNamespaceOverThreeShardsForLong(OverThreeShards.TestCase):
+class TestNamespaceOverThreeShardsLong(OverThreeShards.TestCase):
     settings = settings(
         max_examples=700,
         stateful_step_count=80,
@@ -581,7 +581,7 @@ class TestNamespaceOverThreeShardsForLong(OverThreeShards.TestCase):
 
 
 @pytest.mark.soak
-class TestNamespaceForLong(NamespaceMachine.TestCase):
+class TestNamespaceLong(NamespaceMachine.TestCase):
     settings = settings(
         max_examples=1500,
         stateful_step_count=80,

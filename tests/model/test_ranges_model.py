@@ -1,5 +1,7 @@
-"""Any writes, holes, sizes and copies, with deaths of daemons between them, against plain bytes: what is read, what another
-client reads, and what SEEK_DATA and SEEK_HOLE say of it."""
+"""Random writes, holes, sizes and copies with daemon deaths between them, against plain bytes.
+
+Reads, reads of another client and the answers of SEEK_DATA and SEEK_HOLE must agree with the plain bytes.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ STEP = st.one_of(
 
 
 class Case:
-    """Two files, each with what it has to hold and the blocks that may be no holes."""
+    """Two files, each with its expected content and the blocks that may not be holes."""
 
     def __init__(self, pool: LocalPool, kills: bool):
         self.pool, self.kills = pool, kills
@@ -122,7 +124,7 @@ class Case:
             await self.vfs.release(self.files[file])
             self.files[file] = await self.vfs.open(self.files[file].inode, os.O_RDWR, ME)
 
-    async def look(self, file: int, place: int, length: int) -> None:
+    async def check_read(self, file: int, place: int, length: int) -> None:
         assert (
             bytes(await self.vfs.read(self.files[file], place, length))
             == self.content[file][place : place + length]
@@ -136,7 +138,7 @@ class Case:
     async def seek(self, file: int) -> None:
         await self.check_extents(self.vfs, self.files[file], file)
 
-    async def elsewhere(self, file: int) -> None:
+    async def check_other_client(self, file: int) -> None:
         await self.vfs.flush(self.files[file])
         vfs = self.second.vfs
         handle = await vfs.open(self.files[file].inode, os.O_RDONLY, ME)
@@ -160,7 +162,7 @@ class Case:
             end = await vfs.seek(handle, begin, os.SEEK_HOLE)
             assert begin < end <= size and (end % BLOCK == 0 or end == size)
             assert set(range(begin // BLOCK, -(-end // BLOCK))) <= self.data[file], (
-                "a block that nobody wrote is data"
+                "an unwritten block is reported as data"
             )
             rest[begin:end] = bytes(end - begin)
             place = end
@@ -183,8 +185,8 @@ class Case:
 
     async def end(self) -> None:
         for file in (0, 1):
-            await self.look(file, 0, END * 2)
-            await self.elsewhere(file)
+            await self.check_read(file, 0, END * 2)
+            await self.check_other_client(file)
             await self.vfs.release(self.files[file])
         assert self.vfs.writer.held_bytes() == 0
         assert await problems_of(self.second) == []
@@ -204,13 +206,13 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 @settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
 @given(st.lists(STEP, max_size=40))
-def test_ranges_hold_what_was_done_to_them(steps):
+def test_ranges_match_the_model(steps):
     asyncio.run(play(steps))
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=SLOW)
 @given(st.lists(STEP, min_size=10, max_size=60))
-def test_ranges_on_drives_hold_what_was_done_to_them_over_deaths_of_daemons(steps):
+def test_ranges_on_drives_match_the_model_over_kills(steps):
     with tempfile.TemporaryDirectory() as directory:
         asyncio.run(play(steps, directory))
 
@@ -218,13 +220,13 @@ def test_ranges_on_drives_hold_what_was_done_to_them_over_deaths_of_daemons(step
 @pytest.mark.soak
 @settings(max_examples=1500, deadline=None, suppress_health_check=SLOW)
 @given(st.lists(STEP, max_size=80))
-def test_ranges_hold_for_long(steps):
+def test_ranges_match_the_model_in_long_histories(steps):
     asyncio.run(play(steps))
 
 
 @pytest.mark.soak
 @settings(max_examples=300, deadline=None, suppress_health_check=SLOW)
 @given(st.lists(STEP, min_size=10, max_size=120))
-def test_ranges_on_drives_hold_for_long(steps):
+def test_ranges_on_drives_match_the_model_in_long_histories(steps):
     with tempfile.TemporaryDirectory() as directory:
         asyncio.run(play(steps, directory))

@@ -1,4 +1,4 @@
-"""The simulation sees what is wrong: the product is broken on purpose, one promise at a time, and some seed finds it."""
+"""The simulation finds faults: the product is broken on purpose, one guarantee at a time, and some seed reports it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NAMES = (name_workload.Naming, listing.Listings)
 
 
 def found(seeds, seconds=30.0, **named) -> list[str]:
-    """What the first of these seeds meets that meets anything."""
+    """The problems of the first of these seeds that meets any."""
     for seed in seeds:
         problems, _ = simulate(seed, seconds=seconds, **named)
         if problems:
@@ -50,10 +50,10 @@ def found(seeds, seconds=30.0, **named) -> list[str]:
     return []
 
 
-def test_a_store_that_forgets_what_it_said_was_flushed(monkeypatch):
+def test_store_that_loses_flushed_chunks_is_found(monkeypatch):
     class Forgetful(MemoryChunkStore):
         async def flush(self):
-            pass  # claims it
+            pass  # claims success
 
     def died(self, process, before=sim_pool.SimPool._died):
         if process.name.startswith("target"):
@@ -65,7 +65,7 @@ def test_a_store_that_forgets_what_it_said_was_flushed(monkeypatch):
     assert found(range(1, 41), replicas=1)
 
 
-def test_a_shard_that_forgets_what_it_acknowledged(monkeypatch):
+def test_shard_that_loses_acknowledged_changes_is_found(monkeypatch):
     async def bury(member, before=members.bury):
         await before(member)
         member._options.engine.floor._drive.lose_power(random.Random(1))
@@ -74,13 +74,13 @@ def test_a_shard_that_forgets_what_it_acknowledged(monkeypatch):
     assert found(range(1, 41), standbys=0, kinds={"kill": 1}, of="meta")
 
 
-def test_a_primary_that_does_not_look_at_its_lease(monkeypatch):
+def test_primary_that_ignores_its_lease_is_found(monkeypatch):
     monkeypatch.setattr(commit_gate.Gate, "open", lambda self: not self.closed)
     assert found(range(1, 41), standbys=1, kinds={"stop_asked": 1}, of="meta")
 
 
-def test_a_target_that_does_not_look_at_its_lease(monkeypatch):
-    monkeypatch.setattr(serving_lease.Tenure, "holds", lambda self: True)
+def test_target_that_ignores_its_lease_is_found(monkeypatch):
+    monkeypatch.setattr(serving_lease.ServingLease, "holds", lambda self: True)
     assert found(
         range(1, 41),
         replicas=2,
@@ -95,7 +95,7 @@ def test_a_target_that_does_not_look_at_its_lease(monkeypatch):
 
 
 @pytest.mark.smoke
-def test_a_standby_that_is_counted_before_it_has_what_it_was_sent(monkeypatch):
+def test_standby_counted_before_its_reply_is_found(monkeypatch):
     def ship(self, peer, group, before=kv_primary.Shipping._ship):
         before(self, peer, group)
         peer.acked = max(peer.acked, peer.sent)
@@ -105,14 +105,14 @@ def test_a_standby_that_is_counted_before_it_has_what_it_was_sent(monkeypatch):
     assert found(range(1, 41), standbys=1, kinds={"fade": 1}, of="meta")
 
 
-def test_a_slot_whose_record_is_not_kept(monkeypatch):
+def test_request_slot_that_is_not_stored_is_found(monkeypatch):
     monkeypatch.setattr(
         meta_service, "encode_slot", lambda sequence, *rest, before=meta_service.encode_slot: before(0, *rest)
     )
     assert found(range(1, 41), standbys=0, kinds={"die": 1}, of="meta")
 
 
-def test_a_store_that_does_not_compare_epochs(monkeypatch):
+def test_store_that_ignores_epochs_is_found(monkeypatch):
     monkeypatch.setattr(service.StoreService, "_check_epoch", lambda self, epoch, chunks: None)
     monkeypatch.setattr(
         chain,
@@ -134,7 +134,7 @@ def test_a_store_that_does_not_compare_epochs(monkeypatch):
     )
 
 
-def test_a_resync_that_leaves_a_chunk_out(monkeypatch):
+def test_resync_that_skips_a_chunk_is_found(monkeypatch):
     def differing(there, here, has_cut, before=resync._differing):
         copies, removals = before(there, here, has_cut)
         return copies[1:], removals
@@ -143,24 +143,24 @@ def test_a_resync_that_leaves_a_chunk_out(monkeypatch):
     assert found(range(1, 41), replicas=2, of="target")
 
 
-def test_a_map_that_takes_the_place_of_another_than_it_was_made_from(monkeypatch):
+def test_map_that_overwrites_another_change_is_found(monkeypatch):
     async def replaced(self, new, leader=None, before=embedded.EmbeddedCoordinator.replace):
         while True:
             try:
                 return await before(self, msgspec.structs.replace(new, epoch=self.pool_map.epoch + 1), leader)
             except StaleEpoch:
-                pass  # and tries the same map as the next one
+                pass  # retries the same map with the next epoch
 
     monkeypatch.setattr(embedded.EmbeddedCoordinator, "replace", replaced)
     assert found(range(1, 41), standbys=2, replicas=2, etcd=False, kinds={"kill_node": 1})
 
 
-def test_an_fsync_that_does_not_look_at_what_was_lost(monkeypatch):
+def test_fsync_that_ignores_lost_writes_is_found(monkeypatch):
     monkeypatch.setattr(commit.StoreCommit, "_lost", lambda self, chains, epoch: set())
     assert found(range(1, 41), replicas=1, kinds={"power": 1}, only=(file_data.Blocks,))
 
 
-def test_a_death_that_counts_as_a_loss(monkeypatch):
+def test_restart_counted_as_data_loss_is_found(monkeypatch):
     def restarted(pool_map, target, before=sim_pool.restarted):
         return transitions.with_chains(
             before(pool_map, target),
@@ -173,12 +173,12 @@ def test_a_death_that_counts_as_a_loss(monkeypatch):
     assert found(range(1, 41), replicas=2, kinds={"kill": 1, "die": 4}, of="target", only=(file_data.Blocks,))
 
 
-def test_an_engine_that_answers_before_it_has_synced(monkeypatch):
+def test_engine_that_replies_before_sync_is_found(monkeypatch):
     monkeypatch.setattr(members._Journal, "sync_file", lambda self, descriptor: None)
     assert found(range(1, 41), standbys=0, kinds={"power": 1}, only=(name_workload.Naming,))
 
 
-def test_a_store_that_takes_its_checksums_from_what_it_has_read(monkeypatch):
+def test_store_that_recomputes_checksums_is_found(monkeypatch):
     def read(self, *arguments, before=MemoryChunkStore._read):
         blocks, version = before(self, *arguments)
         return [(block, crc32c(block)) for block, _ in blocks], version
@@ -187,7 +187,7 @@ def test_a_store_that_takes_its_checksums_from_what_it_has_read(monkeypatch):
     assert found(range(1, 41), replicas=2, kinds={"rot": 1}, only=(file_data.Blocks,))
 
 
-def test_a_shard_that_does_not_do_its_part_of_a_change(monkeypatch):
+def test_participant_that_skips_its_effects_is_found(monkeypatch):
     monkeypatch.setattr(
         participant.Participant,
         "end",
@@ -196,22 +196,22 @@ def test_a_shard_that_does_not_do_its_part_of_a_change(monkeypatch):
     assert found(range(1, 41), shards=2, kinds={"kill": 1}, only=(name_workload.Naming,))
 
 
-def test_a_shard_that_shows_what_a_change_holds(monkeypatch):
+def test_shard_that_shows_locked_records_is_found(monkeypatch):
     monkeypatch.setattr(record_locks.Holds, "of", lambda self, key: None)
     assert found(range(1, 41), shards=2, kinds={"cut": 1}, only=(name_workload.Naming,))
 
 
-def test_a_shard_that_gives_away_what_it_copied_and_not_what_was_changed_meanwhile(monkeypatch):
-    monkeypatch.setattr(migration_source.Giver, "_note", lambda self, changed: None)
+def test_migration_that_misses_later_changes_is_found(monkeypatch):
+    monkeypatch.setattr(migration_source.MigrationSource, "_note", lambda self, changed: None)
     assert found(range(1, 41), shards=1, moving=True, kinds={"cut": 1}, only=NAMES)
 
 
-def test_a_shard_that_goes_on_with_what_it_hands_over(monkeypatch):
+def test_source_that_serves_migrated_partitions_is_found(monkeypatch):
     monkeypatch.setattr(partition_ownership.PartitionOwnership, "close", lambda self, partitions: None)
     assert found(range(1, 41), shards=2, moving=True, kinds={"cut": 1}, only=NAMES)
 
 
-def test_a_shard_that_does_not_know_which_numbers_were_given_where_it_has_its_partitions_from(monkeypatch):
+def test_destination_that_reuses_inode_numbers_is_found(monkeypatch):
     async def begin_numbers_at(self, bound):
         pass
 
@@ -219,7 +219,7 @@ def test_a_shard_that_does_not_know_which_numbers_were_given_where_it_has_its_pa
     assert found(range(1, 41), shards=1, moving=True, kinds={"kill": 1}, of="meta", only=NAMES)
 
 
-def test_a_listing_that_ends_where_the_next_shard_would_go_on(monkeypatch):
+def test_listing_that_stops_after_one_shard_is_found(monkeypatch):
     async def ask_step(self, request, before=lookup_striped_dirs.Wide._ask_step):
         return await before(self, request) if request.cursor == 0 else meta_pb2.ListDirReply()
 
@@ -227,13 +227,13 @@ def test_a_listing_that_ends_where_the_next_shard_would_go_on(monkeypatch):
     assert found(range(1, 41), shards=3, moving=False, kinds={"cut": 1}, only=NAMES)
 
 
-def test_a_part_of_a_wide_directory_that_counts_nothing(monkeypatch):
+def test_striped_directory_that_counts_nothing_is_found(monkeypatch):
     monkeypatch.setattr(striped_dirs, "take_in", lambda directory, counts: None)
     assert found(range(1, 41), shards=3, moving=False, kinds={"cut": 1}, only=NAMES)
 
 
 def test_supervisor_that_disowns_its_daemons_is_found(monkeypatch):
-    """It takes every process that shows the certificate of a node for another node's supervisor."""
+    """The supervisor takes every process with a node's certificate for another node's supervisor."""
     monkeypatch.setattr(
         leadership.Leading, "_hops", lambda self, call, forwarded: 1 if call.peer.member else forwarded.hops
     )
@@ -241,7 +241,7 @@ def test_supervisor_that_disowns_its_daemons_is_found(monkeypatch):
 
 
 def test_version_floor_that_mixes_epochs_is_found(monkeypatch):
-    """And a collector that takes such a chunk for one of a newer map, as builds up to 0.1.0 did."""
+    """The collector also takes such a chunk for a chunk of a newer map, as builds up to 0.1.0 did."""
     monkeypatch.setattr(memory_store, "raised", max)
     monkeypatch.setattr(chain_protocol, "is_above", int.__gt__)
     for module in (memory_store, chain):
@@ -254,7 +254,7 @@ def test_version_floor_that_mixes_epochs_is_found(monkeypatch):
             ),
         )
     monkeypatch.setattr(
-        orphan_chunks.Strays,
+        orphan_chunks.OrphanChunks,
         "_goes",
         lambda self, name, version: self._is_due(name) and version >> 32 <= self._epochs[name],
     )

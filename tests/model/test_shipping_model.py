@@ -1,5 +1,8 @@
-"""Any history of changes, deaths, cut links, promotions and returns of three members: every acknowledged change is in whoever
-is promoted, none is that was refused, a primary that was replaced acknowledges nothing, and after quiet all are equal."""
+"""Random histories of changes, deaths, cut links, promotions and returns of three members of a shard.
+
+Every acknowledged change is in the promoted member, no refused change is, a replaced primary acknowledges nothing, and
+after a quiet time all members are equal.
+"""
 
 import asyncio
 import contextlib
@@ -50,7 +53,7 @@ class ShippingMachine(RuleBasedStateMachine):
     def change(self, member):
         number = next(self.numbers)
 
-        def told(known):
+        def on_known(known):
             if known:
                 self.acknowledged.add(number)
 
@@ -65,12 +68,14 @@ class ShippingMachine(RuleBasedStateMachine):
         except (Busy, Fenced):
             self.refused.add(number)
             return
-        member.kv.history.when(sequence, told)
+        member.kv.history.when(sequence, on_known)
 
     @rule(count=st.integers(1, 60), between=st.integers(0, 3))
     def make_changes(self, count, between):
         async def make():
-            for _ in range(count if self.serving else 0):  # no precondition: time decides what the map says
+            for _ in range(
+                count if self.serving else 0
+            ):  # no precondition: time decides the content of the map
                 self.change(self.members.primary)
                 for _ in range(between):
                     await asyncio.sleep(0)
@@ -79,7 +84,7 @@ class ShippingMachine(RuleBasedStateMachine):
 
     @rule()
     def read_nothing_that_could_be_lost(self):
-        """A checkpoint is begun, and goes on beside what follows."""
+        """A checkpoint begins, and runs beside the steps that follow."""
         if self.serving:
             self.members.primary.kv._start_checkpoint()
             self.run(asyncio.sleep(0))
@@ -113,7 +118,7 @@ class ShippingMachine(RuleBasedStateMachine):
 
     @rule(number=NUMBERS)
     def start_alone(self, number):
-        """While no other member can be asked: a primary goes on only where it has all that was acknowledged."""
+        """While no other member can be reached: a primary continues only where it has all acknowledged changes."""
         if not self.members.members[number].alive and not self.members.manager_away:
             with contextlib.suppress(Unavailable):
                 self.run(self.members.start(number, alone=True))
@@ -121,7 +126,7 @@ class ShippingMachine(RuleBasedStateMachine):
 
     @rule()
     def fail_over(self):
-        """Also while the primary lives: it was silent for its lease, and speaks again."""
+        """Also while the primary lives: it was silent for its lease, and returns."""
         if not self.members.manager_away:
             self.run(self.members.fail_over())
             self.check()
@@ -134,7 +139,7 @@ class ShippingMachine(RuleBasedStateMachine):
                     self.change(member)
 
     @rule(away=st.booleans())
-    def the_manager_is_away(self, away):
+    def set_manager_away(self, away):
         self.members.manager_away = away
 
     def check(self):
@@ -143,14 +148,14 @@ class ShippingMachine(RuleBasedStateMachine):
             return
         found = everything(kv)
         there = {int(key[7:]) for key in found if key.startswith(b"change")}
-        # a change is there as long as the one that removes or overwrites its key is not
+        # a change is present as long as the change that removes or overwrites its key is absent
         for number in self.acknowledged - there:
             assert (number + 7) % 3 == 0 and int(found.get(b"last", b"0")) >= number + 7, f"{number} is lost"
         assert int(found.get(b"last", b"0")) >= max(self.acknowledged, default=0), (
             "the last one acknowledged is lost"
         )
         for number in self.refused & there:
-            assert found[b"change %06d" % number] == b"again", f"{number} was refused and is there"
+            assert found[b"change %06d" % number] == b"again", f"{number} was refused and is present"
 
     def teardown(self):
         if not hasattr(self, "members"):
@@ -168,7 +173,9 @@ class ShippingMachine(RuleBasedStateMachine):
         members.cuts.clear()
         for member in members.members:
             if member.kv is not None and member is not members.primary:
-                await members.kill(member.number)  # as a daemon that learns that it is no primary any more
+                await members.kill(
+                    member.number
+                )  # as a daemon does that learns that it is no longer the primary
         for member in sorted(members.members, key=lambda member: member is not members.primary):
             if not member.alive:
                 await members.start(member.number)

@@ -1,4 +1,4 @@
-"""A handful of simulated pools on every run; `make sim SEEDS=1000` runs more. What they would see: test_sabotage."""
+"""A few simulated pools on every run; `make sim SEEDS=1000` runs more. test_sabotage shows which faults they find."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ SEEDS = range(1, 13)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_nothing_is_violated(seed):
+def test_no_invariant_is_violated(seed):
     problems, done = simulate(seed)
     assert not problems
-    # Chance shares the steps out: the least of one seed in forty is 16 or 17, with and without a change of the client.
+    # The random choice of steps differs: the least of one seed in forty is 16 or 17, with and without a
+    # change of the client.
     assert min(done["writes"], done["reads"], done["names"]) > 10 and done["deaths"] + done["cuts"] > 0
 
 
 @pytest.mark.parametrize("seed", (2, 3))
-def test_drains_end_under_truncations(seed):
+def test_drains_complete_under_truncations(seed):
     problems, done = simulate(
         seed,
         draining=True,
@@ -43,13 +44,13 @@ def test_drains_end_under_truncations(seed):
     assert done["drains"] > 1 and done["cuts_made"] > 10
 
 
-def test_a_removed_volume_leaves_nothing_also_where_its_files_are_changed_meanwhile():
+def test_removed_volume_leaves_nothing_behind():
     problems, done = simulate(4, volumes=True, only=(Quotas,))
     assert not problems
     assert done["volumes"] > 20 and done["quotas"] and done["removed"]
 
 
-def test_the_same_seed_does_the_same_in_another_process():
+def test_same_seed_repeats_in_another_process():
     said = [
         subprocess.run(
             [sys.executable, "-m", "nvpool.testing.sim.scenario", "4711"],
@@ -64,7 +65,7 @@ def test_the_same_seed_does_the_same_in_another_process():
     assert said[0] == said[1] and "frames" in said[0]
 
 
-def test_time_passes_for_who_waits_for_a_moment_that_is_nearer_than_a_number_shows():
+def test_clock_advances_for_a_tiny_sleep():
     async def main() -> None:
         await asyncio.sleep(1000.0)
         loop = asyncio.get_running_loop()
@@ -79,7 +80,7 @@ def test_time_passes_for_who_waits_for_a_moment_that_is_nearer_than_a_number_sho
     loop.close()
 
 
-def test_waiting_for_what_never_comes_is_found_at_once():
+def test_deadlock_is_reported():
     async def wait() -> None:
         await asyncio.sleep(3600)
         await asyncio.get_running_loop().create_future()

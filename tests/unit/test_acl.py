@@ -469,7 +469,7 @@ def test_import_and_export_preserve_acls(tmp_path):
     async def main(pool, vfs, top):
         await put(vfs, top, NAMED, acl.DEFAULT)
         progress = TransferProgress()
-        await import_tree(vfs, source, b"/top/there", tally=progress, options=TransferOptions())
+        await import_tree(vfs, source, b"/top/there", progress=progress, options=TransferOptions())
         assert not progress.failures and not progress.attributes_not_kept
         there = (await vfs.lookup(top, b"there")).inode
         found = {name: await vfs.lookup(there, name) for name in (b"f", b"d", b"plain")}
@@ -480,7 +480,7 @@ def test_import_and_export_preserve_acls(tmp_path):
         assert await vfs.listxattr(there) == await vfs.listxattr(found[b"plain"].inode) == []
         assert stat.S_IMODE(found[b"plain"].mode) == 0o640
         assert await vfs.listxattr(top) == [acl.DEFAULT]
-        await export_tree(vfs, b"/top/there", out, tally=progress, options=TransferOptions())
+        await export_tree(vfs, b"/top/there", out, progress=progress, options=TransferOptions())
         assert not progress.failures and not progress.attributes_not_kept
         assert (
             os.getxattr(out / "f", acl.ACCESS) == os.getxattr(out / "d", acl.DEFAULT) == acl.encode_acl(NAMED)

@@ -191,33 +191,33 @@ REQUEST = pb.VolumeRequest
 EVENTS = [
     (
         wire.META_CREATE,
-        pb.CreateRequest(name=b"data", volume=pb.VolumeWish(bytes_max=9)),
+        pb.CreateRequest(name=b"data", volume=pb.VolumePolicy(bytes_max=9)),
         "volume-create",
         {"volume": "data", "bytes_max": 9},
     ),
     (
         wire.META_VOLUME,
-        REQUEST(inode=5, wish=REQUEST.GRANT, grant=pb.VolumeGrant(client="client/b.2", write=True)),
+        REQUEST(inode=5, action=REQUEST.GRANT, grant=pb.VolumeGrant(client="client/b.2", write=True)),
         "volume-grant",
         {"inode": 5, "client": "client/b.2", "right": "rw"},
     ),
     (
         wire.META_VOLUME,
-        REQUEST(inode=5, wish=REQUEST.REVOKE, grant=pb.VolumeGrant(client="client/b.2")),
+        REQUEST(inode=5, action=REQUEST.REVOKE, grant=pb.VolumeGrant(client="client/b.2")),
         "volume-revoke",
         {"inode": 5, "client": "client/b.2"},
     ),
-    (wire.META_VOLUME, REQUEST(inode=5, wish=REQUEST.SEAL), "volume-seal", {"inode": 5}),
-    (wire.META_VOLUME, REQUEST(inode=5, wish=REQUEST.REMOVE), "volume-remove", {"inode": 5}),
+    (wire.META_VOLUME, REQUEST(inode=5, action=REQUEST.SEAL), "volume-seal", {"inode": 5}),
+    (wire.META_VOLUME, REQUEST(inode=5, action=REQUEST.REMOVE), "volume-remove", {"inode": 5}),
     (
         wire.META_VOLUME,
-        REQUEST(inode=5, wish=REQUEST.SET, bytes_max=3),
+        REQUEST(inode=5, action=REQUEST.SET, bytes_max=3),
         "volume-set",
         {"inode": 5, "bytes_max": 3},
     ),
     (
         wire.META_TRASH,
-        pb.TrashRequest(inode=5, wish=pb.TrashRequest.PURGE),
+        pb.TrashRequest(inode=5, action=pb.TrashRequest.PURGE),
         "trash-purge",
         {"inode": 5, "entry": 0},
     ),
@@ -239,7 +239,7 @@ def test_volume_change_is_recorded(log, path, method, message, event, what):
     [
         (wire.META_CREATE, pb.CreateRequest(name=b"jjj")),
         (wire.META_VOLUME, REQUEST(inode=5)),
-        (wire.META_VOLUME, REQUEST(inode=5, wish=REQUEST.ATTACH)),
+        (wire.META_VOLUME, REQUEST(inode=5, action=REQUEST.ATTACH)),
         (wire.META_TRASH, pb.TrashRequest(inode=5)),
         (wire.META_GETATTR, pb.GetAttrRequest(inode=5)),
     ],
@@ -250,7 +250,7 @@ def test_ordinary_request_is_not_recorded(log, method, message):
 
 
 def test_record_names_the_volume_of_the_reply(log, path):
-    call = MetaAudit(log).watched(FakeCall(wire.META_VOLUME, REQUEST(inode=5, wish=REQUEST.SEAL)))
+    call = MetaAudit(log).watched(FakeCall(wire.META_VOLUME, REQUEST(inode=5, action=REQUEST.SEAL)))
     call.reply(pb.VolumeReply(volume=pb.VolumeState(inode=5, name="data")).SerializeToString())
     assert close_and_read(log, path)[0]["what"] == {"inode": 5, "volume": "data"}
 
@@ -260,7 +260,7 @@ def test_record_names_the_volume_of_the_reply(log, path):
     [(AccessDenied("no"), ["refused"]), (AlreadyExists("there"), ["failed"]), (WrongShard("elsewhere"), [])],
 )
 def test_failed_volume_change_is_recorded(log, path, error, results):
-    call = FakeCall(wire.META_VOLUME, REQUEST(inode=5, wish=REQUEST.SEAL))
+    call = FakeCall(wire.META_VOLUME, REQUEST(inode=5, action=REQUEST.SEAL))
     MetaAudit(log).watched(call).fail(error)
     assert call.answered == [error]
     assert [record["result"] for record in close_and_read(log, path)] == results

@@ -105,7 +105,7 @@ def test_short_lived_certificate_warns_in_its_last_third():
 
 def test_own_certificates_are_listed_and_reread(directory, authority, clock):
     certificates = CertificateStore(directory, clock)
-    assert [one["kind"] for one in certificates.told()] == ["authority", "member"]
+    assert [one["kind"] for one in certificates.status()] == ["authority", "member"]
     before = certificates.own()["member"]
     clock.advance(10 * DAY_S)
     (directory.secret / "member.crt").write_bytes(
@@ -122,7 +122,7 @@ def test_issued_certificates_are_kept_past_their_expiry(directory, authority, cl
         certificates.note_issued(
             member, authority.sign(request_certificate().request, POOL, member, clock=clock)
         )
-    assert [one["member"] for one in certificates.issued_told()] == ["client/a.1", "client/b.2"]
+    assert [one["member"] for one in certificates.issued_status()] == ["client/a.1", "client/b.2"]
     assert (directory.secret / ISSUED_FILE).stat().st_mode & 0o077 == 0
     clock.advance(121 * DAY_S)
     certificates.note_issued(

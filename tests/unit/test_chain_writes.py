@@ -31,7 +31,7 @@ from nvpool.testing.fakes.local_pool import LocalPool
 from nvpool.testing.fakes.stalling_pool import HoldingPool
 
 ME = Caller(1000, 1000)
-FAST = ClientOptions(deadline_s=60.0, fresh_s=0.0, attr_s=0.0, release_s=0.01, short_cut=False)
+FAST = ClientOptions(deadline_s=60.0, fresh_s=0.0, attr_s=0.0, release_s=0.01, short_circuit=False)
 
 
 def in_loop(test):

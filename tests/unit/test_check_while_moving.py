@@ -30,7 +30,7 @@ async def checked(moving: Moving, repair: bool = False) -> Checkup:
 
 
 def given(moving: Moving) -> int:
-    return sum(meta._moving.giver.given for meta in moving.pool.metas.values())
+    return sum(meta._moving.source.given for meta in moving.pool.metas.values())
 
 
 async def to_and_fro(moving: Moving) -> None:

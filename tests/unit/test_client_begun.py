@@ -189,7 +189,7 @@ def test_fast_create_equals_slow_create_and_notifies_first():
         asked, asked_handle = await here.vfs.create(ROOT_INODE, b"asked", 0o640, MAKE, ME)
         for field in ("mode", "links", "uid", "gid", "size", "table", "chunk_bits", "change"):
             assert getattr(attr, field) == getattr(asked, field)
-        for slot in ("grant_rights", "handles", "opened", "volume", "untold", "written", "cut"):
+        for slot in ("grant_rights", "handles", "opened", "volume", "unreported", "written", "cut"):
             assert getattr(handle.file, slot) == getattr(asked_handle.file, slot)
         for name, made in ((b"begun", handle), (b"asked", asked_handle)):
             assert here.vfs.cache.entry(ROOT_INODE, name, 1.0) == made.inode
@@ -299,7 +299,7 @@ def test_requests_of_a_silent_primary_go_to_its_successor(asked):
     """The client's map may be older than the standby: it shows a shard without one."""
 
     async def whole() -> None:
-        async with case(LocalPool(tells_map=True)) as here:
+        async with case(LocalPool(serves_map=True)) as here:
             pool = here.pool
             for served in pool._listeners["meta", 1].connections:
                 served._handler = lambda call: None
@@ -342,7 +342,7 @@ def test_idle_client_finds_the_new_primary_later():
     """Otherwise the session ends there, and with it the locks."""
 
     async def whole() -> None:
-        async with case(LocalPool(tells_map=True)) as here:
+        async with case(LocalPool(serves_map=True)) as here:
             pool, view = here.pool, here.vfs.meta._view
             service = pool.metas[1]
             await pool._hang_up("meta", 1, 0.0)
@@ -523,7 +523,7 @@ def test_unstable_mark_is_set_before_bytes_are_dropped():
     async def work(here: Case) -> None:
         _, handle = await here.create(b"f").end
         await here.stores_answer()
-        unstable, seen = here.vfs.writer._unflushed, []
+        unstable, seen = here.vfs.writer._unstable, []
         note = unstable._changed
         unstable._changed = lambda there_is: (
             note(there_is),
@@ -531,7 +531,7 @@ def test_unstable_mark_is_set_before_bytes_are_dropped():
         )
         assert here.vfs.write_now(handle, 0, bytes(4096))
         await here.flush(handle).end
-        assert seen == [(True, 1)] and here.kept.word(Word.UNFLUSHED) and not here.kept.writes.valid()
+        assert seen == [(True, 1)] and here.kept.word(Word.UNSTABLE) and not here.kept.writes.valid()
 
     scene(work)
 

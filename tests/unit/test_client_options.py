@@ -21,7 +21,7 @@ CHANGED = {
     "read_ahead_bytes": 3 << 20,
     "read_ahead_bytes_max": 9 << 20,
     "transport": "stream",
-    "short_cut": False,
+    "short_circuit": False,
     "locations_bytes": 1 << 20,
     "rack": "row 3",
 }

@@ -159,8 +159,8 @@ class Case:
             "in flight": writer._in_flight,
             "number": writer._number,
             "sent": len(writer._begun),
-            "unstable": dict(writer._unflushed._recent.get(file.inode, {})),
-            "word": self.kept.word(Word.UNFLUSHED),
+            "unstable": dict(writer._unstable._recent.get(file.inode, {})),
+            "word": self.kept.word(Word.UNSTABLE),
             "writes": self.kept.writes.valid(),
             "files": self.kept.files.valid(),
             "kept": vfs.keeping._number,
@@ -209,7 +209,7 @@ async def case(**options):
             ) as pool:
                 kept = KeptMemory(descriptor)
                 client = await pool.client(
-                    "plain", ClientOptions(retry_first_s=0.001, short_cut=False, **options), kept=kept
+                    "plain", ClientOptions(retry_first_s=0.001, short_circuit=False, **options), kept=kept
                 )
                 yield Case(pool, client.vfs, kept)
     finally:

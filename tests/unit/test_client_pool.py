@@ -594,12 +594,12 @@ def test_waiting_for_a_shared_request_respects_the_deadline(asked):
 
 def test_request_finds_a_moved_shard_without_a_watch():
     async def main() -> None:
-        async with Case(FAST._replace(leases=False), tells_map=True) as case:
+        async with Case(FAST._replace(leases=False), serves_map=True) as case:
             pool = case.pool
             await case.vfs.mkdir(ROOT_INODE, b"d", 0o755, ME)
             await pool.stop_shard()
-            name = pool._endpoints
-            pool._endpoints = lambda role, number: name(role, number) + ("-moved" if role == "meta" else "")
+            name = pool.endpoints
+            pool.endpoints = lambda role, number: name(role, number) + ("-moved" if role == "meta" else "")
             at = pool.new_shard(1).endpoints
             await pool.change_map(
                 lambda now: changed(

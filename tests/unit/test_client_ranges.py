@@ -382,7 +382,7 @@ async def test_copy_survives_a_restart_and_is_durable_after_fsync(pool, vfs):
     assert await copying == 20 * MIB
     await vfs.fsync(target, False)
     assert await content_of(vfs, target) == some_bytes(20 * MIB)
-    assert not vfs.writer.unflushed(target.inode)
+    assert not vfs.writer.has_unstable_writes(target.inode)
 
 
 # -- seeking data and holes -------------------------------------------------------------------------------------------------

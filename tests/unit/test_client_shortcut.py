@@ -398,7 +398,7 @@ async def test_bytes_read_after_the_lease_are_discarded(host):
     host.short._now_s = real
     assert not handle.file.located
     assert bytes(await host.vfs.read(handle, 0, BLOCK)) == content[:BLOCK]
-    assert located.until == 0.0 and ended <= real() + store_api.LEND_S
+    assert located.until == 0.0 and ended <= real() + store_api.LOCATION_LEASE_S
 
 
 @hosted()
@@ -406,7 +406,7 @@ async def test_used_locations_are_renewed_and_others_are_dropped(host):
     content = some(2 * MIB)
     handle = await host.file(content)
     await host.located(handle, 2)
-    deadline = host.short._now_s() + store_api.LEND_S + 1.5
+    deadline = host.short._now_s() + store_api.LOCATION_LEASE_S + 1.5
     while host.short._now_s() < deadline or 1 in handle.file.located:
         assert await host.read_cached(handle, 0, BLOCK) == content[:BLOCK]
         await asyncio.sleep(0.1)
@@ -611,7 +611,7 @@ async def test_holes_and_bytes_past_the_known_end_are_requested(host):
 
 @pytest.mark.parametrize("how", ["client", "store", "direct"])
 def test_each_side_can_switch_short_circuit_reads_off(how, monkeypatch):
-    options = {"store": {"lend_s": 0.0}, "direct": {"direct": True}}.get(how, {})
+    options = {"store": {"location_lease_s": 0.0}, "direct": {"direct": True}}.get(how, {})
     if options:
         opened = block_store.open_chunk_store
         monkeypatch.setattr(
@@ -623,7 +623,7 @@ def test_each_side_can_switch_short_circuit_reads_off(how, monkeypatch):
     async def main():
         async with Host() as host:
             if how == "client":
-                host.vfs = (await host.pool.client("plain", QUICK._replace(short_cut=False))).vfs
+                host.vfs = (await host.pool.client("plain", QUICK._replace(short_circuit=False))).vfs
             handle = await host.file(some(MIB))
             for at in range(0, MIB, 16 * BLOCK):
                 assert host.vfs.read_now(handle, at, 100) is None

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nvpool.client.rpc.primary_connections import SILENT_S, TOLD_S, Primaries
+from nvpool.client.rpc.primary_connections import SILENT_LOG_S, SILENT_S, Primaries
 from nvpool.core.clock import ManualClock
 from nvpool.core.errors import Unreachable
 from nvpool.poolmap.model import MAP_FORMAT, PoolMap, PoolSettings, Shard
@@ -48,7 +48,7 @@ def test_silent_primary_is_logged_once(caplog):
     bench.unanswered_s = bench.clock.boottime_s()
     assert bench.looked(SILENT_S) == 0 and bench.looked(1.0) == SILENT_S + 1.0 and not caplog.messages
     for _ in range(5):
-        bench.looked(TOLD_S)
+        bench.looked(SILENT_LOG_S)
     (message,) = caplog.messages
     assert "shard 1, meta-1 on node 2 (stream://10.0.0.2:7)" in message and "nvpool status" in message
     bench.unanswered_s = inf

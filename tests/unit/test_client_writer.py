@@ -315,7 +315,7 @@ def test_flush_goes_once_to_each_target_with_new_bytes():
         await case.writer.make_durable(5)
         await case.writer.make_durable(5)
         assert case.stores.flushed == [1, 2]
-        assert not case.writer.unflushed(5)
+        assert not case.writer.has_unstable_writes(5)
 
     run(main())
 
@@ -336,14 +336,14 @@ def test_two_concurrent_flushes_both_wait_for_the_stores():
         both = [asyncio.create_task(case.writer.make_durable(5)) for _ in range(2)]
         await asyncio.sleep(0.01)
         assert not both[0].done() and not both[1].done()
-        assert case.writer.unflushed(5)
+        assert case.writer.has_unstable_writes(5)
         await case.writer.write(case.file, 0, bytes(100))
         await case.flush()  # not covered by these flushes: it may reach the store after them
         gate.set()
         await asyncio.gather(*both)
-        assert case.writer.unflushed(5)
+        assert case.writer.has_unstable_writes(5)
         await case.writer.make_durable(5)
-        assert not case.writer.unflushed(5)
+        assert not case.writer.has_unstable_writes(5)
 
     run(main())
 

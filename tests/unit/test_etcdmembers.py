@@ -162,7 +162,9 @@ def test_long_absent_member_is_replaced():
 
 
 def draining(pool_map: PoolMap, *numbers: int) -> PoolMap:
-    nodes = tuple(replace(node, wish="drain") if node.id in numbers else node for node in pool_map.nodes)
+    nodes = tuple(
+        replace(node, desired_state="drain") if node.id in numbers else node for node in pool_map.nodes
+    )
     return replace(pool_map, nodes=nodes)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.vfs import prefetch_policy
-from nvpool.client.vfs.prefetch_policy import SHARE, Siblings
+from nvpool.client.vfs.prefetch_policy import SHARE, LookupPrefetch
 from nvpool.core.errors import CorruptFrame, NotFound
 from nvpool.core.grants import GRANT_BYTES
 from nvpool.core.ids import ROOT_INODE
@@ -273,7 +273,7 @@ def test_share_rises_after_a_useless_listing():
         def boottime_s() -> float:
             return 1.0
 
-    known = Siblings(Clock(), lambda *_: None)
+    known = LookupPrefetch(Clock(), lambda *_: None)
     assert not known.is_to_be_known(1, 0)
 
     def missed(count: int) -> None:

@@ -60,7 +60,7 @@ def seen(pool_map, *, silent=(), stores=None, metas=None, **named):
             {
                 "node": one.id,
                 "name": one.name,
-                "wish": "",
+                "desired_state": "",
                 "state": "silent" if one.id in silent else "serving",
             }
             | ({"reason": "nobody answers"} if one.id in silent else {})
@@ -244,7 +244,7 @@ def test_too_few_drives_for_the_standbys_are_reported():
 
 
 def drained(**fields):
-    pool_map = with_target(a_map(3), 1, wish="drain")
+    pool_map = with_target(a_map(3), 1, desired_state="drain")
     moving = Chain(3, (1, 2), goal=(2, 3))
     return replace(pool_map, tables=(ChainTable(2, (moving, moving)),), **fields)
 

@@ -23,7 +23,7 @@ OPTIONS = LmdbOptions(
 @pytest.fixture(autouse=True)
 def _little_memory(monkeypatch):
     monkeypatch.setattr(snapshot_module, "OLD_VALUES_MAX", 100)
-    monkeypatch.setattr(snapshot_module, "SPILL_AT_ONCE", 30)
+    monkeypatch.setattr(snapshot_module, "SPILLED_PER_BATCH", 30)
 
 
 async def change_much(kv, chance, count):

@@ -277,6 +277,6 @@ def test_names_given_to_the_kernel_are_remembered_boundedly(monkeypatch):
         await ops._recalled([attrs[7].inode, attrs[8].inode])
         assert (ROOT, b"f7") in taken_back
         await ops.releasedir(handle)
-        assert sum(len(named.told) for named in ops._named) <= 110
+        assert sum(len(named.names) for named in ops._named) <= 110
 
     asyncio.run(run())

@@ -235,7 +235,7 @@ async def test_new_file_belongs_to_its_creator(place):
         await refused(NotPermitted, place.us.create(tmp.inode, name, kind | 0o666, exclusive=True, rdev=1))
     await refused(
         AccessDenied,
-        place.us.create(tmp.inode, b"v", stat.S_IFDIR | 0o755, exclusive=True, volume=pb.VolumeWish()),
+        place.us.create(tmp.inode, b"v", stat.S_IFDIR | 0o755, exclusive=True, volume=pb.VolumePolicy()),
     )
     await refused(AccessDenied, place.us.file(ROOT, b"x"))
     await refused(NotPermitted, place.another.unlink(tmp.inode, b"mine"))
@@ -413,14 +413,14 @@ async def test_users_are_refused_in_pools_of_several_shards(place):
 @scenario
 async def test_volume_with_an_access_list_is_closed_to_users(place):
     made = (
-        await place.root.create(ROOT, b"v", stat.S_IFDIR | 0o777, exclusive=True, volume=pb.VolumeWish())
+        await place.root.create(ROOT, b"v", stat.S_IFDIR | 0o777, exclusive=True, volume=pb.VolumePolicy())
     ).entry.attr
     await place.root.setattr(made.inode, valid.MODE, mode=0o777)
     inside = await place.us.file(made.inode, b"f", mode=stat.S_IFREG | 0o666)
     action = pb.VolumeRequest(
         session=place.root.session,
         inode=made.inode,
-        wish=pb.VolumeRequest.GRANT,
+        action=pb.VolumeRequest.GRANT,
         grant=pb.VolumeGrant(client="client/a.1", write=True),
     )
     await place.root.ask("VOLUME", action)
@@ -432,7 +432,7 @@ async def test_volume_with_an_access_list_is_closed_to_users(place):
         pb.VolumeRequest.GRANT,
         pb.VolumeRequest.REMOVE,
     ):
-        asked = pb.VolumeRequest(session=place.us.session, inode=made.inode, wish=action)
+        asked = pb.VolumeRequest(session=place.us.session, inode=made.inode, action=action)
         await refused(AccessDenied, place.us.ask("VOLUME", asked))
 
 

@@ -60,7 +60,7 @@ def finished(pool_map: PoolMap) -> PoolMap:
 
 def least(pool_map: PoolMap) -> int:
     """Minimal number of partitions to move, computed another way: what exceeds the largest possible shares."""
-    staying = [one.id for one in pool_map.shards if one.wish == "share"]
+    staying = [one.id for one in pool_map.shards if one.desired_state == "share"]
     counts = held(pool_map)
     each, over = divmod(PARTITION_COUNT, len(staying))
     kept = sum(min(counts[one], each) for one in staying)
@@ -81,9 +81,9 @@ def histories(draw):
             )
         elif what in ("remove", "share"):
             try:
-                pool_map = partition_moves.wished(pool_map, one, what)
+                pool_map = partition_moves.with_desired_state(pool_map, one, what)
             except InvalidRequest:
-                assert [s.wish for s in pool_map.shards if s.id != one].count("share") == 0
+                assert [s.desired_state for s in pool_map.shards if s.id != one].count("share") == 0
         elif what == "gone":
             try:
                 pool_map = partition_moves.shard_removed(pool_map, one)
@@ -107,13 +107,13 @@ def test_plan_is_even_minimal_and_stable(pool_map):
     assert partition_moves.left(planned) == least(pool_map)
     done = finished(planned)
     counts = held(done)
-    staying = [one.id for one in done.shards if one.wish == "share"]
+    staying = [one.id for one in done.shards if one.desired_state == "share"]
     assert not done.moves and check_map(done) == []
     assert {counts[one] for one in staying} <= {
         PARTITION_COUNT // len(staying),
         -(-PARTITION_COUNT // len(staying)),
     }
-    assert all(partition_moves.is_empty(done, one.id) for one in done.shards if one.wish == "remove")
+    assert all(partition_moves.is_empty(done, one.id) for one in done.shards if one.desired_state == "remove")
     assert partition_moves.planned(done) == done
 
 
@@ -156,7 +156,7 @@ def test_second_shard_gets_half_in_sixteen_changes():
 def test_root_leaves_its_shard_only_when_that_is_removed():
     pool_map = pool_of(5)
     assert pool_map.shard_of_partition[0] == 1
-    gone = finished(partition_moves.wished(pool_map, 1, "remove"))
+    gone = finished(partition_moves.with_desired_state(pool_map, 1, "remove"))
     assert gone.shard_of_partition[0] != 1
     without = partition_moves.shard_removed(gone, 1)
     assert 1 not in without.shard_by_id and partition_moves.shards_given(without) == 5
@@ -166,19 +166,21 @@ def test_shard_with_partitions_and_last_shard_are_not_removed():
     pool_map = pool_of(2)
     with pytest.raises(InUse):
         partition_moves.shard_removed(pool_map, 2)
-    leaving = partition_moves.wished(pool_map, 2, "remove")
+    leaving = partition_moves.with_desired_state(pool_map, 2, "remove")
     with pytest.raises(InUse):
         partition_moves.shard_removed(leaving, 2)
     with pytest.raises(InvalidRequest):
-        partition_moves.wished(leaving, 1, "remove")
-    assert partition_moves.wished(leaving, 2, "share").moves == ()
+        partition_moves.with_desired_state(leaving, 1, "remove")
+    assert partition_moves.with_desired_state(leaving, 2, "share").moves == ()
     assert partition_moves.shard_removed(
         partition_moves.shard_removed(finished(leaving), 2), 2
     ).shard_by_id.keys() == {1}
 
 
 def test_number_of_a_removed_shard_is_never_reused():
-    pool_map = partition_moves.shard_removed(finished(partition_moves.wished(pool_of(3), 3, "remove")), 3)
+    pool_map = partition_moves.shard_removed(
+        finished(partition_moves.with_desired_state(pool_of(3), 3, "remove")), 3
+    )
     assert partition_moves.shards_given(pool_map) == 3
     pool_map = partition_moves.shard_added(pool_map, shard(4))
     assert partition_moves.shards_given(pool_map) == 4
@@ -191,7 +193,9 @@ def test_handover_of_an_old_term_or_goal_is_refused():
     with pytest.raises(StaleTerm):
         partition_moves.moved(later, 1, 1, destination, batch)
     with pytest.raises(StaleEpoch):
-        partition_moves.moved(partition_moves.wished(pool_map, 2, "remove"), 1, 1, destination, batch)
+        partition_moves.moved(
+            partition_moves.with_desired_state(pool_map, 2, "remove"), 1, 1, destination, batch
+        )
     with pytest.raises(StaleEpoch):
         partition_moves.moved(pool_map, 1, 1, 3, batch)
     with pytest.raises(StaleEpoch):
@@ -199,7 +203,7 @@ def test_handover_of_an_old_term_or_goal_is_refused():
     done = partition_moves.moved(pool_map, 1, 1, destination, batch)
     assert partition_moves.moved(done, 1, 1, destination, batch) is done, "the same request may come twice"
     assert sealed(pool_map, done).epoch == pool_map.epoch + 1
-    back = partition_moves.wished(done, 2, "remove")
+    back = partition_moves.with_desired_state(done, 2, "remove")
     with pytest.raises(StaleEpoch):
         partition_moves.moved(back, 1, 1, destination, batch)
 
@@ -207,8 +211,8 @@ def test_handover_of_an_old_term_or_goal_is_refused():
 def test_withdrawn_and_renewed_goal_is_another_goal():
     pool_map = sealed(small_map(), partition_moves.shard_added(small_map(), shard(2)))
     destination, batch = partition_moves.next_batch(pool_map, 1)
-    gone = sealed(pool_map, partition_moves.wished(pool_map, 2, "remove"))
-    back = sealed(gone, partition_moves.wished(gone, 2, "share"))
+    gone = sealed(pool_map, partition_moves.with_desired_state(pool_map, 2, "remove"))
+    back = sealed(gone, partition_moves.with_desired_state(gone, 2, "share"))
     assert partition_moves.next_batch(back, 1) == (destination, batch)
     with pytest.raises(StaleEpoch):  # meanwhile the destination may have removed what it had received
         partition_moves.moved(back, 1, 1, destination, batch, pool_map.epoch)
@@ -252,7 +256,7 @@ def test_new_shard_goes_to_the_node_with_the_fewest():
         busy, shards=(replace(busy.shards[0], standbys=(StandbyMember(1, 2, ()),)), busy.shards[1])
     )
     assert partition_moves.node_for_shard(busy, 1) == 3, "the node without a primary or a standby"
-    drained = replace(busy, nodes=(*busy.nodes[:2], replace(busy.nodes[2], wish="drain")))
+    drained = replace(busy, nodes=(*busy.nodes[:2], replace(busy.nodes[2], desired_state="drain")))
     assert partition_moves.node_for_shard(drained, 1) == 2
     down = replace(busy, targets=(*busy.targets[:2], replace(busy.targets[2], state="down")))
     assert partition_moves.node_for_shard(down, 1) == 2

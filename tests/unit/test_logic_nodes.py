@@ -72,7 +72,7 @@ def moved(pool_map):
 
 
 def nodes_step(pool_map, serving):
-    lost = {target.id for target in pool_map.targets if target.wish == "lost"}
+    lost = {target.id for target in pool_map.targets if target.desired_state == "lost"}
     pool_map = next_steps(
         transitions.died(pool_map, lost), serving=serving, joining_max=4096, of_target_max=4096
     )
@@ -91,7 +91,7 @@ def nodes_step(pool_map, serving):
                 pool_map = shard_members.standby_made(
                     pool_map, 1, standby.member, standby.path.replace("store", f"m{standby.member}"), ("x",)
                 )
-            if standby.state != "up" and pool_map.node_by_id[standby.node].wish != "lost":
+            if standby.state != "up" and pool_map.node_by_id[standby.node].desired_state != "lost":
                 now = pool_map.shards[0]
                 pool_map = shard_members.standby_up(pool_map, 1, standby.member, now.term, now.epoch)
         if shard_placement.hands_over(pool_map, pool_map.shards[0]):
@@ -102,13 +102,13 @@ def nodes_step(pool_map, serving):
 def test_drained_node_is_removed_and_its_numbers_not_reused():
     there = a_map()
     requested = node_lifecycle.drained(there, 1, {})
-    assert [target.wish for target in requested.targets] == ["drain", "share", "share"]
+    assert [target.desired_state for target in requested.targets] == ["drain", "share", "share"]
     assert node_lifecycle.drained(requested, 1, {}) == requested
     with pytest.raises(InUse, match="nvpool node drain POOL 1 --wait"):
         node_lifecycle.removed(requested, 1, 1000)
     done = moved(requested)
     assert node_lifecycle.left_on(done, 1).nothing and {1} == {
-        node.id for node in done.nodes if node.wish == "drain"
+        node.id for node in done.nodes if node.desired_state == "drain"
     }
     gone = node_lifecycle.removed(done, 1, 1000)
     assert check_map(gone) == [] and decode_map(encode_map(gone)) == gone
@@ -119,17 +119,19 @@ def test_drained_node_is_removed_and_its_numbers_not_reused():
 
 def test_drain_can_be_cancelled():
     requested = node_lifecycle.drained(a_map(), 2, {}, stop=True)
-    assert requested.node_by_id[2].wish == "stop"
+    assert requested.node_by_id[2].desired_state == "stop"
     again = node_lifecycle.shares_again(requested, 2)
-    assert [target.wish for target in again.targets] == ["share"] * 3 and again.node_by_id[2].wish == "share"
+    assert [target.desired_state for target in again.targets] == ["share"] * 3 and again.node_by_id[
+        2
+    ].desired_state == "share"
     assert not any(chain.goal for table in moved(again).tables for chain in table.chains)
 
 
 def test_returning_drive_does_not_fill_a_draining_node():
     away = given_up(transitions.died(a_map(4), {2}), {2}, {})
-    assert away.target_by_id[2].wish == "away"
+    assert away.target_by_id[2].desired_state == "away"
     back = taken_back(transitions.returned(node_lifecycle.drained(away, 2, {}), {2}), {2})
-    assert back.target_by_id[2].wish == "drain" and not node_lifecycle.left_on(moved(back), 2).chains
+    assert back.target_by_id[2].desired_state == "drain" and not node_lifecycle.left_on(moved(back), 2).chains
 
 
 def test_removed_node_cancels_its_wanted_shard():
@@ -160,9 +162,9 @@ def test_drain_names_the_drive_it_waits_for():
 def test_lost_node_is_removed_when_its_data_is_restored():
     there = a_map()
     lost = node_lifecycle.lost(there, 2, {}, 1000)
-    assert lost.members == ("node/1", "node/3") and lost.node_by_id[2].wish == "lost"
+    assert lost.members == ("node/1", "node/3") and lost.node_by_id[2].desired_state == "lost"
     done = moved(lost)
-    assert [node.id for node in done.nodes] == [1, 3] and done.target_by_id[2].wish == "lost"
+    assert [node.id for node in done.nodes] == [1, 3] and done.target_by_id[2].desired_state == "lost"
     assert [one.node for one in done.shards[0].standbys] == [3]
     assert all(set(chain.targets) == {1, 3} for chain in done.table_by_id[2].chains)
 
@@ -172,7 +174,7 @@ def test_losing_a_node_with_the_only_copy_is_refused():
     with pytest.raises(InvalidRequest, match="--give-up"):
         node_lifecycle.lost(there, 2, {}, 1000)
     accepted = node_lifecycle.lost(there, 2, {}, 1000, give_up=True)
-    assert accepted.node_by_id[2].wish == "lost" and accepted.target_by_id[2].wish == "lost"
+    assert accepted.node_by_id[2].desired_state == "lost" and accepted.target_by_id[2].desired_state == "lost"
     with pytest.raises(InvalidRequest, match="try again then"):
         node_lifecycle.lost(a_map(), 1, {}, 1000)
     with pytest.raises(InvalidRequest, match="only whole copy of the metadata"):
@@ -213,7 +215,7 @@ def test_lost_node_counts_until_etcd_and_chains_drop_it():
     assert not node_lifecycle.still_counted_on(died) and node_lifecycle.still_counted_on(
         replace(died, etcd=lost.etcd)
     )
-    assert died.node_by_id[3].wish == "lost", "the node is still listed"
+    assert died.node_by_id[3].desired_state == "lost", "the node is still listed"
     alone = transitions.died(node_lifecycle.lost(a_map(replicas=1), 3, {}, 1000, give_up=True), {3})
     assert not node_lifecycle.still_counted_on(alone), "chains without another copy may wait for ever"
 

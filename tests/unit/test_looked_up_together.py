@@ -462,17 +462,19 @@ def test_error_reaches_all_waiting_reads_and_is_not_cached():
 
 def test_bytes_read_without_a_lease_are_validated():
     async def main() -> None:
-        async with Case(EXACT._replace(tell_s=60.0), meta=MetaOptions(watch_s=1.0, linger_s=0.0)) as case:
+        async with Case(
+            EXACT._replace(report_opens_s=60.0), meta=MetaOptions(watch_s=1.0, linger_s=0.0)
+        ) as case:
             for name in (b"kept", b"gone"):
                 await put(case.other, name, b"content")
             while case.pool.meta._sessions.holders:  # noqa: ASYNC110 - until the service knows what was closed
                 await asyncio.sleep(0.01)
             kept, gone = await opened(case, b"kept"), await opened(case, b"gone")
-            case.one.meta._shards[1].untold.pop(gone.inode)  # as if the report of it were lost
+            case.one.meta._shards[1].unreported.pop(gone.inode)  # as if the report of it were lost
             part = case.one.begin_read(kept, 0, 7)
-            assert kept.file.untold
+            assert kept.file.unreported
             case.one.leases.forget(kept.inode)
-            assert bytes(await outcome_of(part)) == b"content" and not kept.file.untold
+            assert bytes(await outcome_of(part)) == b"content" and not kept.file.unreported
             await case.other.unlink(ROOT_INODE, b"gone", ME)
             await case.pool.meta._collector.run_once()
             assert not case.one.leases.keeps_bytes(gone.inode)

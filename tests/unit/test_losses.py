@@ -12,9 +12,9 @@ from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import BytesLost
 from nvpool.core.ids import inode_number
 from nvpool.core.units import MIB
-from nvpool.poolmap.chains.data_loss import begun_anew, births_of, losing, may_have_lost, ownerless
+from nvpool.poolmap.chains.data_loss import births_of, losing, may_have_lost, ownerless, with_reset_chains
 from nvpool.poolmap.chains.rebalance import next_steps, with_goals
-from nvpool.poolmap.chains.transitions import retired, wished
+from nvpool.poolmap.chains.transitions import retired, with_desired_state
 from nvpool.poolmap.layout import chain_of
 from nvpool.poolmap.model import Births, Loss, PartitionRange, Shard, check_map, decode_map, encode_map
 from nvpool.testing.fakes.local_pool import LocalPool
@@ -24,7 +24,7 @@ ME = Caller(0, 0)
 
 
 def given_up(pool_map, target):
-    return retired(with_goals(wished(pool_map, target, "lost")))
+    return retired(with_goals(with_desired_state(pool_map, target, "lost")))
 
 
 def test_only_ownerless_chains_are_reset_and_losses_recorded():
@@ -39,8 +39,8 @@ def test_only_ownerless_chains_are_reset_and_losses_recorded():
         1
     ].state == "up"
     loss = births_of(lost, {1: 10, 2: 500})
-    assert begun_anew(lost, ownerless(lost), loss, {1}) is lost, "no target that serves"
-    new = begun_anew(lost, ownerless(lost), loss, {2, 3})
+    assert with_reset_chains(lost, ownerless(lost), loss, {1}) is lost, "no target that serves"
+    new = with_reset_chains(lost, ownerless(lost), loss, {2, 3})
     assert (
         not ownerless(new)
         and losing(new)[1] == of_one
@@ -63,7 +63,7 @@ def test_reset_chain_is_joined_by_its_other_copies():
     lost = given_up(given_up(pool_map, 1), 2)
     names = [name for name in ownerless(lost) if name[0] == 2]
     assert names
-    new = begun_anew(lost, names, Loss(()), {3, 4})
+    new = with_reset_chains(lost, names, Loss(()), {3, 4})
     for name in names:
         assert len(new.chain(*name).targets) == 1 and new.chain(*name).targets[0] in {3, 4} == set(
             new.chain(*name).goal
@@ -80,7 +80,7 @@ def test_reset_chain_has_the_highest_epoch():
         replace(chain, epoch=70 if number == others else 3) for number, chain in enumerate(table.chains)
     ]
     lost = given_up(replace(pool_map, tables=(replace(table, chains=tuple(chains)),)), 1)
-    new = begun_anew(lost, ownerless(lost), Loss(()), {2, 3})
+    new = with_reset_chains(lost, ownerless(lost), Loss(()), {2, 3})
     assert {(chain.epoch, chain.begun, chain.intact) for chain in new.tables[0].chains if chain.loss} == {
         (71, 71, 71)
     }
@@ -129,7 +129,7 @@ class Scene:
     async def reset_chains(self):
         counters = {shard: meta._view.next_number for shard, meta in self.pool.metas.items()}
         await self.pool.change_map(
-            lambda now: begun_anew(now, ownerless(now), births_of(now, counters), {2, 3})
+            lambda now: with_reset_chains(now, ownerless(now), births_of(now, counters), {2, 3})
         )
         await self.chunks._view.refresh()
 
@@ -143,7 +143,7 @@ def content(size):
 
 def scene(work):
     async def run():
-        async with LocalPool(capacities=(128 * MIB, 128 * MIB, 128 * MIB), tells_map=True) as pool:
+        async with LocalPool(capacities=(128 * MIB, 128 * MIB, 128 * MIB), serves_map=True) as pool:
             client = await pool.client("test", ClientOptions(deadline_s=20.0))
             await work(Scene(pool, client))
 
@@ -263,7 +263,7 @@ def test_stale_chunks_of_a_new_member_are_ignored():
 
         await s.pool.change_map(moved)
         await s.pool.stop_store(1)
-        await s.pool.change_map(lambda now: retired(wished(now, 1, "lost")))
+        await s.pool.change_map(lambda now: retired(with_desired_state(now, 1, "lost")))
         await s.reset_chains()
         assert stale and all(s.pool.pool_map.chain(1, number).targets == (2,) for number in numbers)
         for index in stale:

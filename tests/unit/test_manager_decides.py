@@ -7,14 +7,14 @@ import pytest
 from msgspec.structs import replace
 
 from nvpool.cluster.embedded import EmbeddedCoordinator
-from nvpool.cluster.manager import EQUAL, LEASE_S, LENT_S, OUTLIVES_S, Manager, change
+from nvpool.cluster.manager import EQUAL, LEASE_S, OUTLIVES_S, SENT_LEASE_S, Manager, change
 from nvpool.core.clock import ManualClock
 from nvpool.core.errors import Fenced, StaleTenure, Unavailable, WrongTarget
 from nvpool.kv.memory import MemoryKv
 from nvpool.poolmap.grant_revocation import taken
 from nvpool.poolmap.model import Chain, PartitionRange, Shard
 from nvpool.rpc.v1.pool_pb2 import AliveRequest
-from nvpool.store.server.serving_lease import Tenure
+from nvpool.store.server.serving_lease import ServingLease
 from tests.unit.test_placement import a_pool
 
 
@@ -57,7 +57,7 @@ def test_silent_target_is_replaced_after_its_lease():
         for _ in range(4):
             clock.advance(1.0)
             for target in (1, 2):
-                assert beat(manager, target).lease_s == LENT_S
+                assert beat(manager, target).lease_s == SENT_LEASE_S
             assert not await manager.run_once() or clock.now_s > 1000 + LEASE_S
         now = coordinator.pool_map
         assert not holds(now, 3) and now.target_by_id[3].state == "down"
@@ -84,9 +84,13 @@ def test_target_behind_a_broken_link_leaves_after_its_lease():
                 await manager.run_once()
             return answers
 
-        assert [answer.lease_s for answer in await beats(1.0, ())] == [LENT_S] * 3
+        assert [answer.lease_s for answer in await beats(1.0, ())] == [SENT_LEASE_S] * 3
         await beats(0.5, (3,))
-        assert [answer.lease_s for answer in await beats(LEASE_S - 0.6, (3,))] == [LENT_S, LENT_S, 0.0]
+        assert [answer.lease_s for answer in await beats(LEASE_S - 0.6, (3,))] == [
+            SENT_LEASE_S,
+            SENT_LEASE_S,
+            0.0,
+        ]
         assert holds(coordinator.pool_map, 3)  # its earlier lease still allows it to serve
         answers = await beats(2.0, (3,))
         now = coordinator.pool_map
@@ -215,7 +219,7 @@ def test_leases_end_soon_after_the_leaders():
     async def run(coordinator, manager, clock):
         lease = Bounded(5.0)
         manager = Manager(coordinator, clock=clock, leader=lease)
-        assert beat(manager, 1).lease_s == LENT_S
+        assert beat(manager, 1).lease_s == SENT_LEASE_S
         lease.left_s = 0.3
         assert 0.3 < beat(manager, 1).lease_s < 0.3 + OUTLIVES_S
         manager = Manager(coordinator, clock=clock, gone=3)
@@ -280,7 +284,7 @@ def test_certain_change_is_made_against_the_newest_map():
 
 def test_former_leader_gives_no_lease():
     async def run(coordinator, manager, clock, lease):
-        assert beat(manager, 1).lease_s == LENT_S
+        assert beat(manager, 1).lease_s == SENT_LEASE_S
         await lease.release()
         with pytest.raises(Unavailable):
             beat(manager, 1)
@@ -303,7 +307,7 @@ class FakeReaders:
 
 def test_serving_lease_starts_at_sending_and_needs_the_map():
     clock, readers = ManualClock(), FakeReaders()
-    serving = Tenure(1, clock, readers)
+    serving = ServingLease(1, clock, readers)
     pool_map = a_pool((4, 4, 4), 2)
     alone = replace(pool_map, tables=pool_map.tables[:1])
     serving.update_map(alone)
@@ -369,20 +373,20 @@ def test_absent_target_is_given_up_and_refilled_later():
     async def run(coordinator, manager, clock):
         await seconds(manager, clock, 55, 1, 2, 3)
         away = coordinator.pool_map.target_by_id[4]
-        assert (away.state, away.wish) == ("down", "share")
+        assert (away.state, away.desired_state) == ("down", "share")
         await seconds(manager, clock, 10, 1, 2, 3)
         now = coordinator.pool_map
-        assert now.target_by_id[4].wish == "away"
+        assert now.target_by_id[4].desired_state == "away"
         assert not any(4 in chain.goal for chain in now.table_by_id[2].chains)
         assert (
             sum(bool(chain.joining) for chain in now.table_by_id[2].chains) == 256
         )  # the number of chains that start at a time
         await seconds(manager, clock, 2, 1, 2, 3, 4)
         back = coordinator.pool_map
-        assert (back.target_by_id[4].state, back.target_by_id[4].wish) == ("up", "share")
+        assert (back.target_by_id[4].state, back.target_by_id[4].desired_state) == ("up", "share")
         assert sum(4 in (chain.goal or chain.targets) for chain in back.table_by_id[2].chains) > 400
         await seconds(manager, clock, 100, 1, 2, 3, 4)
-        assert coordinator.pool_map.target_by_id[4].wish == "share"
+        assert coordinator.pool_map.target_by_id[4].desired_state == "share"
 
     given_up_after(run)
 
@@ -390,7 +394,7 @@ def test_absent_target_is_given_up_and_refilled_later():
 def test_target_is_not_given_up_without_enough_others():
     async def refused(coordinator, manager, clock):
         await seconds(manager, clock, 200, 1, 2)
-        assert [target.wish for target in coordinator.pool_map.targets] == ["share"] * 3
+        assert [target.desired_state for target in coordinator.pool_map.targets] == ["share"] * 3
 
     given_up_after(refused, (4, 4, 4), 3)
     given_up_after(refused, (4, 4, 4), 2, replace_after_s=0.0)

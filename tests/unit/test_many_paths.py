@@ -474,11 +474,13 @@ def test_moved_and_replaced_directories_are_found(shards):
 
 def test_partitions_migrate_during_reads():
     async def main() -> None:
-        async with Case(OPTIONS._replace(attr_s=0.0, leases=False), shards=2, tells_map=True) as case:
+        async with Case(OPTIONS._replace(attr_s=0.0, leases=False), shards=2, serves_map=True) as case:
             contents = await planted(case, 2, 40)
             pool = AsyncFileSystem(await case.client(), ME)
             await read(pool, contents)
-            await case.pool.change_map(lambda pool_map: partition_moves.wished(pool_map, 2, "remove"))
+            await case.pool.change_map(
+                lambda pool_map: partition_moves.with_desired_state(pool_map, 2, "remove")
+            )
             while case.pool.pool_map.moves:
                 await read(pool, contents)
             assert set(case.pool.pool_map.shard_of_partition) == {1}

@@ -17,7 +17,7 @@ from nvpool.core.grants import EPOCH_MASK, read, volume_tag
 from nvpool.kv.engine import LmdbKv, LmdbOptions
 from nvpool.kv.memory import MemoryKv
 from nvpool.meta.server import fast_path as meta_fast_path
-from nvpool.meta.server.member import _AtOnce as member_fast_path
+from nvpool.meta.server.member import _MemberFastPath as member_fast_path
 from nvpool.meta.server.service import MetaOptions, MetaService
 from nvpool.meta.state import records
 from nvpool.meta.state.records import Inode
@@ -58,7 +58,7 @@ class Ordinary(Answerer):
 
     def __init__(self, service):
         super().__init__(service.handle, Peer("test", "", True), service._clock)
-        self._tally = ReplyStats()
+        self._reply_stats = ReplyStats()
         self.sent = []
 
     def _send_answer(self, number, status, message, payload, payload_bytes):
@@ -91,7 +91,7 @@ class Bench:
 
     def ask_fast(self, frame, in_work=None):
         out = []
-        taken = self.service.at_once.answer(
+        taken = self.service.fast_path.answer(
             bytearray(frame), len(frame), in_work or {}, self.stats, out, self.ordinary
         )
         return taken, out
@@ -523,7 +523,7 @@ async def test_special_requests_are_left_without_side_effects(bench):
         {"target": b"x"},
         {"wide": True},
         {"spread": True},
-        {"volume": pb.VolumeWish()},
+        {"volume": pb.VolumePolicy()},
         {"mode": stat.S_IFDIR | 0o755},
         {"name": b"there"},
         {"name": b"link"},
@@ -600,13 +600,13 @@ async def test_shard_in_a_special_state_leaves_requests(bench):
         service._state = state
         assert all(all_left())
         service._state = "serving"
-    hold = service._spanning.holds.take((9, 9, 9), 0, [b"held"])
+    hold = service._cross_shard.holds.take((9, 9, 9), 0, [b"held"])
     assert all(all_left())
-    service._spanning.holds.release((9, 9, 9))
+    service._cross_shard.holds.release((9, 9, 9))
     assert hold.done.done()
-    service._ranges.set_strange((77,), True)
+    service._ranges.set_foreign((77,), True)
     assert all(all_left())
-    service._ranges.set_strange((77,), False)
+    service._ranges.set_foreign((77,), False)
     service._ranges.close((88,))
     assert all(all_left())
     service._ranges.open((88,))
@@ -634,7 +634,7 @@ async def test_shard_in_a_special_state_leaves_requests(bench):
 @with_shard
 async def test_volumes_with_quotas_are_left(bench):
     client = bench.client
-    volume = await client.create(bench.home, b"v", stat.S_IFDIR | 0o755, volume=pb.VolumeWish())
+    volume = await client.create(bench.home, b"v", stat.S_IFDIR | 0o755, volume=pb.VolumePolicy())
     root = volume.entry.attr.inode
     inside = (await client.file(root, b"inside")).inode
     change = client.change(5)
@@ -647,7 +647,7 @@ async def test_volumes_with_quotas_are_left(bench):
 @with_shard
 async def test_grant_in_a_volume_equals_the_slow_paths(bench):
     client = bench.client
-    volume = await client.create(bench.home, b"v", stat.S_IFDIR | 0o755, volume=pb.VolumeWish())
+    volume = await client.create(bench.home, b"v", stat.S_IFDIR | 0o755, volume=pb.VolumePolicy())
     root = volume.entry.attr.inode
     inside = (await client.file(root, b"inside")).inode
     for epoch in (0x1_0203, 0x7_1234_5678):
@@ -770,7 +770,7 @@ async def test_other_or_damaged_frames_are_left(bench):
     ):
         assert bench.ask_fast(other) == (0, [])
     with pytest.raises(ValueError, match="outside"):
-        bench.service.at_once.answer(bytearray(frame), len(frame) + 1, {}, bench.stats, [], bench.ordinary)
+        bench.service.fast_path.answer(bytearray(frame), len(frame) + 1, {}, bench.stats, [], bench.ordinary)
 
 
 @with_shard
@@ -783,7 +783,7 @@ async def test_listener_uses_the_fast_path_first(bench):
 
     class Handling:
         __call__ = staticmethod(handle)
-        at_once = staticmethod(bench.service.at_once.answer)
+        fast_path = staticmethod(bench.service.fast_path.answer)
 
     stream = transport("stream")
     greeting = Greeting("test", "f")
@@ -835,7 +835,7 @@ async def test_session_of_another_peer_is_left(bench):
     session.owner = None  # a record without an owner: the slow path binds it
     assert bench.ask_fast(frames[0]) == (0, [])
     assert (
-        bench.service.at_once.answer(bytearray(frames[0]), len(frames[0]), {}, bench.stats, []) == 0
+        bench.service.fast_path.answer(bytearray(frames[0]), len(frames[0]), {}, bench.stats, []) == 0
     )  # without a known peer
     assert bench.state() == before
     for owner, member in (("client/alice.1", "client/alice.1"), ("", ""), ("client/alice.1", "node/alpha")):
@@ -862,7 +862,7 @@ async def test_session_bound_to_a_user_is_left(bench):
 @with_shard
 async def test_member_uses_the_fast_path_only_as_ungated_primary(bench):
     class Member:
-        _service, handle = None, None
+        service, handle = None, None
 
     member = Member()
     look = pb.LookupRequest(session=bench.client.session, parent=1, name=b"home").SerializeToString()
@@ -874,7 +874,7 @@ async def test_member_uses_the_fast_path_only_as_ungated_primary(bench):
         )
 
     assert not taken()
-    member._service, member.handle = bench.service, lambda call: None  # behind a commit gate, or deposed
+    member.service, member.handle = bench.service, lambda call: None  # behind a commit gate, or deposed
     assert not taken()
     member.handle = bench.service.handle
     assert taken() == len(frame)
@@ -915,7 +915,7 @@ def test_refusal_of_the_engine_is_answered_and_kept(tmp_path, error):
                 replies,
                 calls,
                 bench.state(),
-                dict(bench.stats.errors) if quick else dict(bench.ordinary._tally.errors),
+                dict(bench.stats.errors) if quick else dict(bench.ordinary._reply_stats.errors),
             )
 
     quick, ordinary = asyncio.run(served(True)), asyncio.run(served(False))

@@ -510,12 +510,14 @@ async def test_volume_being_removed_is_not_damage(shard):
     """Its files are removed in the background; a repair would move them to /lost+found."""
     c = shard.client
     made = (
-        await c.create(ROOT, b"v", stat.S_IFDIR | 0o755, exclusive=True, volume=pb.VolumeWish())
+        await c.create(ROOT, b"v", stat.S_IFDIR | 0o755, exclusive=True, volume=pb.VolumePolicy())
     ).entry.attr
     below = await c.mkdir(made.inode, b"d")
     for directory, name in ((made.inode, b"f"), (made.inode, b"g"), (below.inode, b"h")):
         await c.file(directory, name)
-    await c.ask("VOLUME", pb.VolumeRequest(session=c.session, inode=made.inode, wish=pb.VolumeRequest.REMOVE))
+    await c.ask(
+        "VOLUME", pb.VolumeRequest(session=c.session, inode=made.inode, action=pb.VolumeRequest.REMOVE)
+    )
     assert await c.fsck() == await c.fsck(repair=True) == []
     while await shard.service.remove_more():
         pass

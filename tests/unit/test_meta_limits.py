@@ -13,7 +13,7 @@ from nvpool.meta.operations.setattr import MODE
 from nvpool.meta.options import MetaOptions
 from nvpool.meta.server.service import MetaService
 from nvpool.rpc.peer_roles import Credentials, Peer
-from nvpool.rpc.stats import TALLY
+from nvpool.rpc.stats import RPC_STATS
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.testing.fakes.meta_shard import ShardClient, StoreRecorder, small_map
 
@@ -67,12 +67,12 @@ async def begin(service, *peers):
 async def test_sessions_of_a_peer_are_limited():
     async with a_service() as service:
         first, *_ = await begin(service, *[ALICE] * 4)
-        before = TALLY.limits_met.get("sessions_per_peer", 0)
+        before = RPC_STATS.limits_met.get("sessions_per_peer", 0)
         with pytest.raises(
             TooManyOpen, match=r"4 sessions of uid 1000 .* limits\.sessions_per_peer in node\.toml"
         ):
             await begin(service, ALICE)
-        assert TALLY.limits_met["sessions_per_peer"] == before + 1
+        assert RPC_STATS.limits_met["sessions_per_peer"] == before + 1
         await begin(service, BOB, ROOT, NODE)
         await first.ask("CLOSE_SESSION", pb.CloseSessionRequest(session=first.session))
         await begin(service, ALICE)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from nvpool.core.errors import InvalidRequest
-from nvpool.poolmap.chains.transitions import retired, wished
+from nvpool.poolmap.chains.transitions import retired, with_desired_state
 from nvpool.poolmap.model import (
     MAP_FORMAT,
     Drive,
@@ -111,17 +111,17 @@ def test_members_stay_where_a_move_has_no_benefit():
 
 
 def test_drained_node_loses_its_primary_and_standbys():
-    there = shard_placement.with_node(a_map(1, 1, 1, standbys=(standby(1, 2, 2),)), 1, wish="drain")
+    there = shard_placement.with_node(a_map(1, 1, 1, standbys=(standby(1, 2, 2),)), 1, desired_state="drain")
     done = after_all_steps(there)
     assert shard_placement.moved_off(done, 1) and sorted(node for node, _ in where(done)) == [2, 3]
-    alone = after_all_steps(shard_placement.with_node(a_map(1, 1), 1, wish="drain"))
+    alone = after_all_steps(shard_placement.with_node(a_map(1, 1), 1, desired_state="drain"))
     assert where(alone) == [(2, 2)]
 
 
 def test_standby_on_a_drained_or_lost_drive_moves():
     there = a_map(1, 2, standbys=(standby(1, 2, 2),))
     for request in ("drain", "remove", "lost"):
-        targets = tuple(replace(one, wish=request) if one.id == 2 else one for one in there.targets)
+        targets = tuple(replace(one, desired_state=request) if one.id == 2 else one for one in there.targets)
         assert where(after_all_steps(replace(there, targets=targets))) == [(1, 0), (2, 3)]
 
 
@@ -156,7 +156,7 @@ def test_drive_is_retired_when_its_metadata_has_another_copy():
         and shard_placement.beside(there, 2) == [1]
         and shard_placement.only_beside(there, 2) == [1]
     )
-    removed = wished(there, 2, "remove")
+    removed = with_desired_state(there, 2, "remove")
     assert retired(removed) is removed, "removing the drive would remove the only copy"
     done = after_all_steps(removed)
     assert shard_placement.beside(done, 2) == [] and retired(done).target_by_id[2].state == "gone"
@@ -164,14 +164,16 @@ def test_drive_is_retired_when_its_metadata_has_another_copy():
     assert shard_placement.only_beside(whole, 2) == [1], "it is not complete yet"
     whole = shard_members.standby_up(whole, 1, 3, whole.shards[0].term, whole.shards[0].epoch)
     assert shard_placement.only_beside(whole, 2) == []
-    assert retired(wished(whole, 2, "lost")).target_by_id[2].state == "gone", "nothing reads it any more"
+    assert retired(with_desired_state(whole, 2, "lost")).target_by_id[2].state == "gone", (
+        "nothing reads it any more"
+    )
 
 
 def test_request_without_space_is_refused_with_the_remedy():
-    there = shard_placement.with_node(a_map(1, 1, standbys=(standby(1, 2, 2),)), 1, wish="drain")
+    there = shard_placement.with_node(a_map(1, 1, standbys=(standby(1, 2, 2),)), 1, desired_state="drain")
     with pytest.raises(InvalidRequest, match=r"add a drive, or have fewer: nvpool shard standbys POOL 1 0"):
         shard_placement.check_places(there)
-    fine = shard_placement.with_node(a_map(1, 2, standbys=(standby(1, 2, 2),)), 1, wish="drain")
+    fine = shard_placement.with_node(a_map(1, 2, standbys=(standby(1, 2, 2),)), 1, desired_state="drain")
     shard_placement.check_places(fine)
     with pytest.raises(InvalidRequest, match="3 that can be used"):
         shard_placement.check_room_for(a_map(1, 1), a_map(1, 1).shards[0], 3)
@@ -183,16 +185,16 @@ def test_each_shard_gets_the_desired_standbys_on_own_drives(drives, wanted, data
     there = after_all_steps(a_map(*drives, racks=racks, wanted=wanted))
     for number in data.draw(st.lists(st.integers(1, len(drives)), max_size=3)):
         request = data.draw(st.sampled_from(["drain", "share"]))
-        wished = shard_placement.with_node(there, number, wish=request)
-        if any(node.wish == "share" for node in wished.nodes):
-            there = after_all_steps(wished)
+        requested = shard_placement.with_node(there, number, desired_state=request)
+        if any(node.desired_state == "share" for node in requested.nodes):
+            there = after_all_steps(requested)
     shard, places = there.shards[0], [ShardLocation(*place) for place in where(there)]
     free = shard_placement.good_places(there)
     assert len(set(places)) == len(places)
     assert len(shard.standbys) == min(
         wanted, len(set(free) | {p for p in places if p.drive == 0}) - 1
     ) or shard_placement.misplaced(there, shard)
-    stay = {node.id for node in there.nodes if node.wish == "share"}
+    stay = {node.id for node in there.nodes if node.desired_state == "share"}
     assert places[0].node in stay or not free or len(free) <= len(places)
     if not shard_placement.misplaced(there, shard) and len(places) > 1:
         racks = {there.node_by_id[place.node].rack or place.node for place in {*free, places[0]}}

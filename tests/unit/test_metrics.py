@@ -295,7 +295,7 @@ def test_metrics_open_to_other_machines_warn(caplog):
         await asyncio.gather(serving, return_exceptions=True)
 
     asyncio.run(begin())
-    assert "to whoever reaches 0.0.0.0:1, without a password" in caplog.text
+    assert "everybody who reaches 0.0.0.0:1 can read a password" in caplog.text
 
 
 async def a_page(wait_s):
@@ -350,4 +350,4 @@ def test_page_that_fails_is_answered_with_500(caplog):
         raise InvalidRequest("no")
 
     said = asyncio.run(asked_by_http([b"GET /metrics HTTP/1.1\r\n\r\n"], broken))
-    assert said[0].startswith(b"HTTP/1.1 500") and "metrics could not be told" in caplog.text
+    assert said[0].startswith(b"HTTP/1.1 500") and "metrics could not be collected" in caplog.text

@@ -150,11 +150,11 @@ def test_check_restarts_and_reports_a_new_primary(monkeypatch, shard):
         client = names.pool._clients[0]
         quiet = Checkup()
         await check_metadata(client, quiet)
-        assert not quiet.problems and not quiet.begun_anew
+        assert not quiet.problems and not quiet.restarts
         asked = restart_at_a_step(monkeypatch, names, shard, wire_pb2.META_FSCK)
         found = Checkup()
         await check_metadata(client, found)
-        assert len(asked) > 3 and len(found.begun_anew) == 1
+        assert len(asked) > 3 and len(found.restarts) == 1
         assert not found.problems, found.problems
         assert found.records == quiet.records
         assert not any(meta._runs.under_way() for meta in names.pool.metas.values())
@@ -183,7 +183,7 @@ def test_dump_continues_after_a_new_primary(monkeypatch, tmp_path):
 
 
 def test_check_that_never_ends_reports_the_reason(monkeypatch):
-    monkeypatch.setattr("nvpool.sdk.admin.snapshot_barrier.ANEW_MAX", 2)
+    monkeypatch.setattr("nvpool.sdk.admin.snapshot_barrier.RESTARTS_MAX", 2)
 
     async def main(names: Names) -> None:
         ask = AdminCalls.shard
@@ -197,7 +197,7 @@ def test_check_that_never_ends_reports_the_reason(monkeypatch):
         found = Checkup()
         with pytest.raises(StaleCursor):
             await check_metadata(names.pool._clients[0], found)
-        assert found.begun_anew == ["it is another one"] * 2
+        assert found.restarts == ["it is another one"] * 2
         assert not any(meta._runs.under_way() for meta in names.pool.metas.values())
 
     run(main)

@@ -64,7 +64,7 @@ class Moving:
     """A pool, one of its clients, and the expected tree."""
 
     def __init__(self, shards: int = 1, **pool_options) -> None:
-        self.pool = LocalPool(shards=shards, tells_map=True, **pool_options)
+        self.pool = LocalPool(shards=shards, serves_map=True, **pool_options)
         self.files: dict[tuple[int, bytes], bytes] = {}
         self.inodes: dict[tuple[int, bytes], int] = {}
         self.directories = [ROOT_INODE]
@@ -114,7 +114,7 @@ class Moving:
         return number
 
     async def request(self, shard: int, request: str) -> None:
-        await self.pool.change_map(lambda now: partition_moves.wished(now, shard, request))
+        await self.pool.change_map(lambda now: partition_moves.with_desired_state(now, shard, request))
 
     async def settled(self) -> None:
         """Wait until no migration is in progress and the migrated partitions are removed at their sources."""
@@ -402,7 +402,7 @@ def test_migrated_records_are_removed_before_new_ones_arrive():
         async def take() -> None:
             """As a destination begins, and stores the first record that arrives."""
             await leaving.remove(9)
-            ranges.set_strange((9,), True)
+            ranges.set_foreign((9,), True)
             kv.apply([(key, b"come")])
 
         await leaving._mark()
@@ -412,6 +412,6 @@ def test_migrated_records_are_removed_before_new_ones_arrive():
         kv.full = False
         kv.has_room.set()
         await asyncio.gather(*working)
-        assert kv.get(key) == b"come" and 9 in ranges.strange and not leaving.waiting
+        assert kv.get(key) == b"come" and 9 in ranges.foreign and not leaving.waiting
 
     asyncio.run(main())

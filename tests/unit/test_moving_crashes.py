@@ -89,7 +89,7 @@ async def until_settled(pool: LocalPool) -> None:
     async with asyncio.timeout(WAIT_S):
         while any(  # noqa: ASYNC110
             one["held"] or one["spans_to_tell"]
-            for one in (meta._spanning.counters() for meta in pool.metas.values())
+            for one in (meta._cross_shard.counters() for meta in pool.metas.values())
         ):
             await asyncio.sleep(0.01)
 
@@ -98,7 +98,7 @@ async def until_settled(pool: LocalPool) -> None:
 def test_names_survive_shard_crashes_during_migration(seed, tmp_path):
     async def main() -> None:
         chance = random.Random(seed)
-        async with LocalPool(tmp_path, tells_map=True, shards=1 + seed % 2) as pool:
+        async with LocalPool(tmp_path, serves_map=True, shards=1 + seed % 2) as pool:
             pool.loses_moved = lambda: chance.choice(["", "", "question", "answer"])
             loads = [
                 Load((await pool.client(f"client {number}", OPTIONS)).vfs, number) for number in range(2)
@@ -114,7 +114,7 @@ def test_names_survive_shard_crashes_during_migration(seed, tmp_path):
                 await asyncio.sleep(chance.random() * 0.15)
                 await kill(pool, chance.choice(list(pool.metas)))
             await until_at_rest(pool)
-            await pool.change_map(lambda now: partition_moves.wished(now, 1, "remove"))
+            await pool.change_map(lambda now: partition_moves.with_desired_state(now, 1, "remove"))
             for _ in range(6):
                 await asyncio.sleep(chance.random() * 0.15)
                 await kill(pool, chance.choice(list(pool.metas)))
@@ -140,7 +140,7 @@ def test_owned_partitions_are_adopted_before_the_next_attempt(tmp_path):
     """The next attempt first removes the remains of the one before; the map that completes that one may arrive with it."""
 
     async def main() -> None:
-        async with LocalPool(tmp_path, tells_map=True) as pool:
+        async with LocalPool(tmp_path, serves_map=True) as pool:
             load = Load((await pool.client("client", OPTIONS)).vfs, 1)
             await load.begin()
             pool.deaf.add(2)
@@ -164,7 +164,7 @@ def test_open_orphan_survives_a_crash_of_the_destination(
     """The open was reported to the process that died; the client has a lease period to report it to the next one."""
 
     async def main() -> None:
-        async with LocalPool(tmp_path, tells_map=True, meta_options=MetaOptions(linger_s=0.0)) as pool:
+        async with LocalPool(tmp_path, serves_map=True, meta_options=MetaOptions(linger_s=0.0)) as pool:
             client = await pool.client("client", OPTIONS)
             vfs, new = client.vfs, pool.new_shard(2)
             _, going = partition_moves.next_batch(partition_moves.shard_added(pool.pool_map, new), 1)
@@ -188,7 +188,7 @@ def test_open_orphan_survives_a_crash_of_the_destination(
             pool.loses_moved = lambda: ""
             meta = pool.metas[2]
             async with asyncio.timeout(WAIT_S):
-                while not meta._moving.taker.taken:  # noqa: ASYNC110
+                while not meta._moving.destination.taken:  # noqa: ASYNC110
                     await asyncio.sleep(0)
             await meta.run_once()
             assert attr.inode in meta._collector.orphans

@@ -43,7 +43,7 @@ def test_records_match_the_golden_bytes():
 )
 def test_migration_records_round_trip(coming):
     assert migration_records.decode_coming(migration_records.encode_coming(coming)) == coming
-    assert migration_records.giver_of_key(migration_records.coming_key(9)) == 9
+    assert migration_records.source_of_key(migration_records.coming_key(9)) == 9
     assert (
         migration_records.arrived_session_of_key(migration_records.arrived_key(9, coming.term)) == coming.term
     )
@@ -65,7 +65,7 @@ def test_invalid_record_is_reported_as_corrupt(raw):
     for read in (
         migration_records.decode_coming,
         migration_records.decode_seen,
-        migration_records.giver_of_key,
+        migration_records.source_of_key,
         migration_records.arrived_session_of_key,
         migration_records.partition_of_gone_key,
         session_records.decode_session,

@@ -322,7 +322,7 @@ def test_client_log_names_inode_chunk_target_and_path(caplog, monkeypatch):
                 f"no good bytes of inode {attr.inode}, chunk 0, offset 0" in message
                 and message.startswith("target ")
             )
-            await asyncio.wait_for(vfs.paths._telling, 120)
+            await asyncio.wait_for(vfs.paths._log_task, 120)
             assert caplog.messages[1:] == [f"inode {attr.inode}, of which bytes are damaged, is /d\\n/file"]
             questions = len(asked)
             for _ in range(3):

@@ -14,7 +14,7 @@ from nvpool.core.errors import InvalidRequest
 from nvpool.node.admin.drives import _with_one_more
 from nvpool.poolmap.chains.placement import Placing, Spread, build_table, usable
 from nvpool.poolmap.chains.rebalance import check_room, given_up, next_steps, standing, taken_back, with_goals
-from nvpool.poolmap.chains.transitions import died, returned, wished
+from nvpool.poolmap.chains.transitions import died, returned, with_desired_state
 from nvpool.poolmap.layout import chain_of
 from nvpool.poolmap.model import (
     MAP_FORMAT,
@@ -127,10 +127,10 @@ def test_rebalance_moves_little_more_than_the_minimum(pool, capacity, rng):
         if step == "add":
             wanted = with_target(pool_map, capacity, rng.randint(1, nodes))
         elif step == "drain":
-            leaves = rng.choice([t.id for t in pool_map.targets if t.wish == "share"])
-            wanted = wished(pool_map, leaves, "drain")
+            leaves = rng.choice([t.id for t in pool_map.targets if t.desired_state == "share"])
+            wanted = with_desired_state(pool_map, leaves, "drain")
         else:
-            one = rng.choice([t for t in pool_map.targets if t.wish == "share"])
+            one = rng.choice([t for t in pool_map.targets if t.desired_state == "share"])
             wanted = replace(
                 pool_map,
                 targets=tuple(
@@ -205,28 +205,28 @@ def test_second_node_gets_a_copy_of_every_chain():
 def test_too_few_targets_or_too_little_space_is_refused():
     pool_map = a_pool((4, 4), 2)
     with pytest.raises(InvalidRequest, match="need as many targets"):
-        with_goals(wished(pool_map, 1, "drain"))
+        with_goals(with_desired_state(pool_map, 1, "drain"))
     with pytest.raises(InvalidRequest, match="1 target would be left; add a drive"):
-        check_room(wished(pool_map, 1, "drain"), {})
-    check_room(wished(a_pool((4, 4), 1), 1, "drain"), {1: 1 * GIB, 2: 2 * GIB})
+        check_room(with_desired_state(pool_map, 1, "drain"), {})
+    check_room(with_desired_state(a_pool((4, 4), 1), 1, "drain"), {1: 1 * GIB, 2: 2 * GIB})
     with pytest.raises(InvalidRequest, match="have room for"):
-        check_room(wished(a_pool((4, 4), 1), 1, "drain"), {1: 2 * GIB, 2: 2 * GIB})
+        check_room(with_desired_state(a_pool((4, 4), 1), 1, "drain"), {1: 2 * GIB, 2: 2 * GIB})
 
 
 def test_drain_is_refused_when_one_target_would_be_full():
     pool_map = a_pool((8, 8, 2), 2, nodes=3)
-    check_room(wished(pool_map, 2, "drain"), {1: GIB, 2: GIB, 3: GIB})
+    check_room(with_desired_state(pool_map, 2, "drain"), {1: GIB, 2: GIB, 3: GIB})
     with pytest.raises(InvalidRequest, match="room for 3.60 GiB"):  # what fits on node 3, twice
-        check_room(wished(pool_map, 2, "drain"), {1: 2 * GIB, 2: 2 * GIB, 3: GIB})
+        check_room(with_desired_state(pool_map, 2, "drain"), {1: 2 * GIB, 2: 2 * GIB, 3: GIB})
     racks = a_pool((8, 8, 2, 8), 2, nodes=4, racks=("a", "a", "b", "b"))
     with pytest.raises(InvalidRequest, match="room for 3.60 GiB"):
-        check_room(wished(racks, 4, "drain"), {1: 2 * GIB, 2: 2 * GIB, 3: GIB})
-    check_room(wished(racks, 2, "drain"), {1: 2 * GIB, 2: 2 * GIB, 3: GIB})
+        check_room(with_desired_state(racks, 4, "drain"), {1: 2 * GIB, 2: 2 * GIB, 3: GIB})
+    check_room(with_desired_state(racks, 2, "drain"), {1: 2 * GIB, 2: 2 * GIB, 3: GIB})
 
 
 def test_drive_is_not_replaced_by_one_that_is_too_small():
     used = dict.fromkeys((1, 2, 3), int(3.4 * GIB))
-    without = wished(a_pool((4, 4, 4), 1), 1, "remove")
+    without = with_desired_state(a_pool((4, 4, 4), 1), 1, "remove")
     check_room(_with_one_more(without, 1, "/new", 4 * GIB), used)
     with pytest.raises(InvalidRequest, match="10.2 GiB are stored"):
         check_room(_with_one_more(without, 1, "/new", GIB), used)
@@ -234,8 +234,8 @@ def test_drive_is_not_replaced_by_one_that_is_too_small():
 
 def test_cancelled_drain_leaves_copies_in_place():
     pool_map = reached(with_goals(a_pool((4, 4, 4, 4), 2)))
-    away = next_steps(with_goals(wished(pool_map, 2, "drain")))
-    back = with_goals(wished(away, 2, "share"))
+    away = next_steps(with_goals(with_desired_state(pool_map, 2, "drain")))
+    back = with_goals(with_desired_state(away, 2, "share"))
     assert moves_and_least(pool_map, back)[0] <= 4, "except for rounding"
     assert sum(bool(c.joining) for table in back.tables for c in table.chains) <= 4
 
@@ -278,7 +278,7 @@ def test_no_target_joins_an_unserved_chain_or_while_down():
 
 def test_chains_without_a_source_do_not_block_others():
     """A drained target died: its sole copies wait for it; chains with other copies continue."""
-    pool_map = next_steps(with_goals(wished(a_pool((4, 4, 4, 4), 2), 2, "drain")), joining_max=64)
+    pool_map = next_steps(with_goals(with_desired_state(a_pool((4, 4, 4, 4), 2), 2, "drain")), joining_max=64)
     pool_map = died(pool_map, {2, 1})
     stuck = {
         (t.id, n)
@@ -326,10 +326,10 @@ def test_chains_keep_their_last_copy_when_targets_go_away(count, replicas, data)
         try:
             there = given_up(there, away, {})
         except InvalidRequest:
-            assert sum(target.wish == "share" for target in there.targets) - len(down) < replicas
+            assert sum(target.desired_state == "share" for target in there.targets) - len(down) < replicas
             continue
         assert all(
-            target.wish == ("away" if target.id in down else "share")
+            target.desired_state == ("away" if target.id in down else "share")
             for target in there.targets
             if target.id in away
         )
@@ -339,13 +339,13 @@ def test_chains_keep_their_last_copy_when_targets_go_away(count, replicas, data)
             for chain in table.chains
         )
         assert not any(
-            set(chain.goal) & {t.id for t in there.targets if t.wish == "away"}
+            set(chain.goal) & {t.id for t in there.targets if t.desired_state == "away"}
             for table in there.tables
             for chain in table.chains
         )
         there = returned(there, away)
         there = taken_back(there, away)
-        assert all(target.wish == "share" for target in there.targets)
+        assert all(target.desired_state == "share" for target in there.targets)
         assert taken_back(there, away) is there
         assert check_map(there) == []
 
@@ -353,9 +353,9 @@ def test_chains_keep_their_last_copy_when_targets_go_away(count, replicas, data)
 def test_silent_target_is_counted_with_the_average_use():
     pool_map = a_pool((4, 4, 4, 4), 1)
     used_bytes = dict.fromkeys((1, 2, 3), 3 * GIB)
-    check_room(wished(pool_map, 4, "lost"), used_bytes)
+    check_room(with_desired_state(pool_map, 4, "lost"), used_bytes)
     for used in (used_bytes, used_bytes | {4: 3 * GIB}):
         with pytest.raises(InvalidRequest, match="12.0 GiB are stored"):
-            check_room(wished(pool_map, 4, "drain"), used)
-    check_room(wished(pool_map, 4, "drain"), dict.fromkeys((1, 2, 3), 2 * GIB))
-    check_room(wished(pool_map, 4, "drain"), {})
+            check_room(with_desired_state(pool_map, 4, "drain"), used)
+    check_room(with_desired_state(pool_map, 4, "drain"), dict.fromkeys((1, 2, 3), 2 * GIB))
+    check_room(with_desired_state(pool_map, 4, "drain"), {})

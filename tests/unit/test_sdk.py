@@ -321,7 +321,7 @@ def test_closed_pool_refuses_further_calls(served):
 
 def test_close_ends_calls_of_other_threads(served):
     with nvpool.connect(served.pool.pool_map, options=ClientOptions(deadline_s=60.0)) as found:
-        runtime = found._running()
+        runtime = found.runtime()
         ended = []
 
         def call() -> None:

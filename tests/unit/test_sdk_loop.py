@@ -74,7 +74,7 @@ def test_file_collected_in_the_loop_thread_is_stored_and_closed(tmp_path):
     served = Served(str(tmp_path))
     try:
         with nvpool.connect(served.pool.pool_map) as pool:
-            runtime = pool._running()
+            runtime = pool.runtime()
             for mode, buffering in (("wb", 0), ("wb", -1), ("w", -1)):
                 cycle = [pool.open("/file", mode, buffering)]
                 cycle.append(cycle)

@@ -42,7 +42,7 @@ from nvpool.poolmap.model import decode_map
 def work(pool, path, answers):
     with pool:
         pool.write_bytes(f"{path}-{os.getpid()}", b"from the worker")
-        answers.put((os.getpid(), bytes(pool.read_many([path])[0]), pool._running().pool.vfs.options.deadline_s))
+        answers.put((os.getpid(), bytes(pool.read_many([path])[0]), pool.runtime().pool.vfs.options.deadline_s))
 
 if __name__ == "__main__":
     method, pool_map = sys.argv[1:]

@@ -184,7 +184,7 @@ def test_client_identity_of_another_owner_is_ignored():
             1 << 48 | number, SessionRecord(b"t" * 16, 0, "b", False, 77, owner), 0.0
         )
         sessions.add(session)
-        assert [came for came, _ in sessions.strangers()] == brought
+        assert [came for came, _ in sessions.migrated_duplicates()] == brought
     assert sessions.number_of(77) == 1 << 48 | 7
 
 

@@ -17,9 +17,9 @@ from nvpool.kv.replication.standby import StandbyKv
 from nvpool.kv.replication_log import Position, ReplicationHistory
 from nvpool.meta.server.commit_gate import Gate
 from nvpool.meta.server.member import MemberOptions, ShardMember
-from nvpool.meta.server.replication_rpc import PrimaryDoor, StandbyDoor
+from nvpool.meta.server.replication_rpc import PrimaryService, StandbyService
 from nvpool.meta.service_auth import AuthorityCheck, ServiceRight
-from nvpool.node.coordination.leadership import Reign
+from nvpool.node.coordination.leadership import Leadership
 from nvpool.node.coordination.shard_failover import HEARD_S, LEASE_S, ShardKeeper
 from nvpool.poolmap.model import MAP_FORMAT, Node, PoolMap, PoolSettings, Shard, StandbyMember, decode_map
 from nvpool.poolmap.shards import members as shard_members
@@ -51,7 +51,7 @@ class Bench:
         self.map = PoolMap(MAP_FORMAT, "p", "p", 1, PoolSettings(), (Node(1, "n", "", ()),), shards=(shard,))
         self.clock = ManualClock()
         self.left_s = 100.0
-        self.reign = Reign(self)
+        self.leadership = Leadership(self)
         self.answer = None
         self.records: dict[int, bool | None] = {}
         """Replies of the standbys that are asked: True unless set here."""
@@ -60,7 +60,7 @@ class Bench:
             self.change,
             self.clock,
             lambda: SECRET,
-            lambda: self.reign,
+            lambda: self.leadership,
             change_anywhere=self.change_anywhere,
             has_records=self.has_records,
             unaware=lambda epoch: [3] if epoch > 1 else [],
@@ -71,7 +71,7 @@ class Bench:
         return await self.answer(shard, member) if self.answer is not None else self.records.get(member, True)
 
     async def change(self, decide):
-        assert self.reign is not None
+        assert self.leadership is not None
         return await self.change_anywhere(decide)
 
     async def change_anywhere(self, decide):
@@ -231,10 +231,10 @@ async def test_primary_that_reports_during_an_election_stays():
 async def test_new_leader_waits_a_whole_lease_before_promotion():
     bench = Bench("up")
     await bench.keeper.run_once()
-    bench.reign = None
+    bench.leadership = None
     bench.clock.advance(100)
     await bench.keeper.run_once()
-    bench.reign = Reign(bench)
+    bench.leadership = Leadership(bench)
     await bench.keeper.run_once()
     assert bench.shard.member == 0
     bench.clock.advance(LEASE_S + 0.1)
@@ -285,13 +285,15 @@ async def test_primary_lease_is_bounded_by_leadership():
 @in_a_loop
 async def test_leases_of_an_ended_leadership_are_not_waited_for():
     bench = Bench("up")
-    bench.reign = Reign(bench, bounded=True, gone=1)
+    bench.leadership = Leadership(bench, bounded=True, gone=1)
     await bench.keeper.run_once()
     bench.clock.advance(0.01)
     await bench.keeper.run_once()
     assert bench.shard.member == 1
     bench = Bench("up")
-    bench.reign = Reign(bench, bounded=True, gone=2)  # the primary is on another node, and has time to report
+    bench.leadership = Leadership(
+        bench, bounded=True, gone=2
+    )  # the primary is on another node, and has time to report
     await bench.keeper.run_once()
     bench.clock.advance(HEARD_S - 0.1)
     await bench.keeper.run_once()
@@ -300,7 +302,7 @@ async def test_leases_of_an_ended_leadership_are_not_waited_for():
     await bench.keeper.run_once()
     assert bench.shard.member == 0
     bench = Bench("up")
-    bench.reign = Reign(bench, bounded=True)
+    bench.leadership = Leadership(bench, bounded=True)
     await bench.keeper.run_once()
     bench.clock.advance(HEARD_S + 0.1)
     await bench.keeper.run_once()
@@ -310,7 +312,7 @@ async def test_leases_of_an_ended_leadership_are_not_waited_for():
 @in_a_loop
 async def test_node_replaces_its_own_ended_primary():
     bench = Bench("up")
-    bench.reign = None
+    bench.leadership = None
     bench.keeper.member_ended(1, 0)
     await bench.keeper.run_once()
     assert (bench.shard.member, bench.shard.term) == (1, 2)
@@ -321,7 +323,7 @@ async def test_node_replaces_its_own_ended_primary():
 @in_a_loop
 async def test_removed_shard_needs_no_primary():
     bench = Bench("up")
-    bench.reign = None
+    bench.leadership = None
     left = replace(bench.map, epoch=2, shards=())
 
     async def change_anywhere(decide):
@@ -427,7 +429,7 @@ def test_lease_is_checked_after_the_work():
 async def test_standby_redirects_clients_and_accepts_only_services(tmp_path):
     clock = ManualClock()
     standby = StandbyKv(tmp_path / "kv", LmdbOptions(journal_bytes=1 << 20, map_bytes=1 << 20))
-    service = StandbyDoor(standby, shard=1, member=2, clock=clock, secret=SECRET)
+    service = StandbyService(standby, shard=1, member=2, clock=clock, secret=SECRET)
     right = ServiceRight(clock, SECRET, 1)
 
     async def follow(**fields):
@@ -465,7 +467,7 @@ def test_deposed_primary_does_not_apply_its_deposing_map(tmp_path):
     )
     options = MemberOptions(1, 1, 0, tmp_path, LmdbOptions(), SECRET)
     member = ShardMember(options, first, None, ManualClock(), None, failed.append)
-    member._kv, member._term, member._service = (
+    member.kv, member.term, member.service = (
         SimpleNamespace(),
         2,
         SimpleNamespace(update_map=maps.append, handle=None),
@@ -524,7 +526,7 @@ async def test_starting_primary_reports_its_commit_mark(tmp_path):
     member = ShardMember(
         MemberOptions(1, 1, 0, path, options, SECRET, mark=mark), first, None, ManualClock(), None, None
     )
-    member._kv = await MemberKv.open_member(path, options)
+    member.kv = await MemberKv.open_member(path, options)
     await member.close()
     assert not mark.exists(), "a primary that ended in order leaves no commit mark"
 
@@ -534,7 +536,7 @@ async def test_starting_primary_reports_its_commit_mark(tmp_path):
 )
 def test_primary_of_the_later_term_wins(method, message):
     clock, later = ManualClock(), []
-    service = PrimaryDoor(
+    service = PrimaryService(
         shard=1, member=2, term=7, clock=clock, secret=SECRET, on_later=lambda: later.append(True)
     )
     right = ServiceRight(clock, SECRET, 1)()

@@ -31,7 +31,7 @@ from nvpool.testing.fakes.stalling_pool import HoldingPool
 
 ME = Caller(1000, 1000)
 CHUNK = 256 * KIB
-OPTIONS = ClientOptions(deadline_s=10.0, fresh_s=0.0, attr_s=0.0, short_cut=False)
+OPTIONS = ClientOptions(deadline_s=10.0, fresh_s=0.0, attr_s=0.0, short_circuit=False)
 """A caller that waits for a silent target to the end gets an error."""
 
 
@@ -46,7 +46,7 @@ def in_loop(test):
 @asynccontextmanager
 async def made(replicas=2, targets=2):
     async with HoldingPool(
-        capacities=(64 * MIB,) * targets, replicas=replicas, chunk_bytes=CHUNK, tells_map=True
+        capacities=(64 * MIB,) * targets, replicas=replicas, chunk_bytes=CHUNK, serves_map=True
     ) as pool:
         yield pool, (await pool.client("first", OPTIONS)).vfs
 
@@ -93,11 +93,11 @@ async def test_extent_query_is_repeated_after_an_expired_lease(monkeypatch):
         handle, copy = await new_file(vfs, b"file", content), await new_file(vfs, b"copy")
         without_lease = pool.pool_map.chain(2, chain_of(handle.inode, 0)).targets
         for target in without_lease:
-            pool.stores[target].tenure.until_s = 0.0
+            pool.stores[target].serving_lease.until_s = 0.0
         copying = asyncio.create_task(vfs.copy_range(handle, 0, copy, 0, len(content)))
         await pool.until(lambda: all(pool.asked[target, Method.DATA_EXTENTS] for target in without_lease))
         for target in without_lease:
-            pool.stores[target].tenure.until_s = math.inf
+            pool.stores[target].serving_lease.until_s = math.inf
         assert await copying == len(content)
         await vfs.flush(copy)
         assert await content_of(vfs, copy) == content

@@ -454,7 +454,7 @@ def test_unreported_open_stays_readable_after_unlink():
             assert not case.pool.meta._sessions.holders
             await one.lookup(ROOT_INODE, b"file")
             handle, sent = await case.counted(one.open(inode, os.O_RDONLY, ME))
-            assert not sent and handle.file.untold
+            assert not sent and handle.file.unreported
             await other.unlink(ROOT_INODE, b"file", ME)
             await case.pool.meta.run_once()
             assert bytes(await one.read(handle, 0, 1 << 20)) == content
@@ -468,7 +468,7 @@ def test_unreported_open_stays_readable_after_unlink():
 
 def test_lease_open_is_reported_unless_closed_before():
     async def main() -> None:
-        async with Case(EXACT._replace(tell_s=0.2)) as case:
+        async with Case(EXACT._replace(report_opens_s=0.2)) as case:
             inodes = [await put(case.other, name, b"x") for name in (b"kept", b"closed")]
             await asyncio.sleep(0.1)
             for name in (b"kept", b"closed"):
@@ -478,7 +478,7 @@ def test_lease_open_is_reported_unless_closed_before():
             await case.one.release(handles[1])
             await asyncio.sleep(0.5)
             session = case.pool.meta._sessions.by_number[state_of(case.one).session]
-            assert session.opens == {inodes[0]: 1} and not again.file.untold
+            assert session.opens == {inodes[0]: 1} and not again.file.unreported
             case.pool.sent.clear()
             await case.one.release(handles[0])
             await case.one.release(again)
@@ -492,14 +492,14 @@ def test_lease_open_is_reported_unless_closed_before():
 def test_read_of_a_collected_file_fails_after_a_long_stop(size):
     async def main() -> None:
         async with Case(
-            EXACT._replace(tell_s=1000.0), meta=MetaOptions(watch_s=1.0, linger_s=0.0, tick_s=3600)
+            EXACT._replace(report_opens_s=1000.0), meta=MetaOptions(watch_s=1.0, linger_s=0.0, tick_s=3600)
         ) as case:
             one, other, content = case.one, case.other, b"\1" * size
             inode = await put(other, b"file", content)
             await asyncio.sleep(0.1)
             await one.lookup(ROOT_INODE, b"file")
             handle = one.open_now(inode, os.O_RDONLY)
-            state_of(one).telling.cancel()
+            state_of(one).reporting.cancel()
             state_of(one).watching.cancel()
             await other.unlink(ROOT_INODE, b"file", ME)  # waits until the lease has ended
             await case.pool.meta.run_once()
@@ -516,13 +516,13 @@ def test_read_of_a_collected_file_fails_after_a_long_stop(size):
 
 def test_file_changed_during_a_lease_open_stays_readable():
     async def main() -> None:
-        async with Case(EXACT._replace(tell_s=1000.0)) as case:
+        async with Case(EXACT._replace(report_opens_s=1000.0)) as case:
             inode = await put(case.other, b"file", b"a" * 100)
             await case.one.lookup(ROOT_INODE, b"file")
             handle = await case.one.open(inode, os.O_RDONLY, ME)
             await put(case.other, b"file", b"b" * 200)
             assert bytes(await case.one.read(handle, 0, 50)) in (b"a" * 50, b"b" * 50)
-            assert not handle.file.untold
+            assert not handle.file.unreported
             await case.one.release(handle)
 
     run(main())
@@ -564,7 +564,7 @@ async def history(seed: int, steps: int, faults: bool) -> None:
     """Clients rewrite, replace and read a few files. Each open sees at least the contents closed before it began."""
     dice = random.Random(seed)
     meta = MetaOptions(watch_s=0.5, linger_s=1.5, tick_s=0.05)
-    async with Case(EXACT._replace(deadline_s=30.0, tell_s=0.05), meta=meta) as case:
+    async with Case(EXACT._replace(deadline_s=30.0, report_opens_s=0.05), meta=meta) as case:
         clients = [case.one, case.other, (await case.client()).vfs]
         names = [b"%d" % number for number in range(3)]
         closed = dict.fromkeys(names, 0)

@@ -89,7 +89,7 @@ class Names:
                 await asyncio.sleep(0.01)
 
     def is_quiet(self) -> bool:
-        found = [meta._spanning.counters() for meta in self.pool.metas.values()]
+        found = [meta._cross_shard.counters() for meta in self.pool.metas.values()]
         return not any(one["held"] or one["spans_to_tell"] for one in found)
 
 
@@ -233,11 +233,11 @@ def test_records_known_from_the_request_are_locked_together():
         asked: list[int] = []
         for meta in names.pool.metas.values():
 
-            def hold(request, shard=meta._shard, hold=meta._spanning.participant.hold):
+            def hold(request, shard=meta._shard, hold=meta._cross_shard.participant.hold):
                 asked.append(shard)
                 return hold(request)
 
-            meta._spanning.participant.hold = hold
+            meta._cross_shard.participant.hold = hold
         for _ in range(20):
             await vfs.mkdir(at[2], b"d", 0o755, ME)
             asked.clear()
@@ -287,7 +287,7 @@ def test_refused_transaction_leaves_no_state():
         for _ in range(3):
             with pytest.raises(DirectoryNotEmpty):
                 await vfs.rmdir(names.at[1], name, ME)
-        assert not any(meta._spanning.coordinator._active for meta in names.pool.metas.values())
+        assert not any(meta._cross_shard.coordinator._active for meta in names.pool.metas.values())
 
     run(main)
 
@@ -338,7 +338,7 @@ def test_leases_end_while_a_silent_coordinator_is_queried(monkeypatch):
         outcome = pool.metas[2]._routes[wire.META_OUTCOME]
         pool.metas[2]._routes[wire.META_OUTCOME] = asked.append
         span = SpanId(2, 7, 1)
-        await meta._spanning.participant.hold(
+        await meta._cross_shard.participant.hold(
             pb.HoldRequest(id=id_message(span), order=1, keys=[records.inode_key(names.at[3])])
         )
         async with asyncio.timeout(60):
@@ -359,7 +359,7 @@ def test_leases_end_while_a_silent_coordinator_is_queried(monkeypatch):
 def test_silent_coordinator_does_not_block_other_queries(monkeypatch):
     async def main(names: Names) -> None:
         await names.quiet()
-        pool, participating = names.pool, names.pool.metas[3]._spanning.participant
+        pool, participating = names.pool, names.pool.metas[3]._cross_shard.participant
         asked: list = []
         outcome = pool.metas[2]._routes[wire.META_OUTCOME]
         pool.metas[2]._routes[wire.META_OUTCOME] = asked.append
@@ -390,7 +390,7 @@ def test_removed_member_is_ignored(
 
     async def main(names: Names) -> None:
         await names.quiet()
-        pool_map, transaction_service = names.pool.pool_map, names.pool.metas[1]._spanning
+        pool_map, transaction_service = names.pool.pool_map, names.pool.metas[1]._cross_shard
         peers, participating = transaction_service.coordinator._peers, transaction_service.participant
         peers.use_map(replace(pool_map, shards=pool_map.shards[:2], shards_given=3))
         gone, new = SpanId(3, 7, 1), SpanId(9, 7, 1)
@@ -398,11 +398,11 @@ def test_removed_member_is_ignored(
             key = records.inode_key(inode_number(partition_of(names.at[1]), 1000 + number))
             await participating.hold(pb.HoldRequest(id=id_message(span), order=1, keys=[key]))
         notified = SpanId(1, 7, 1)
-        transaction_service.coordinator._begin_telling(
+        transaction_service.coordinator._start_settling(
             notified, Decision(NO_TURN, {3: [(records.inode_key(names.at[3]), None)]})
         )
         async with asyncio.timeout(20):
-            await transaction_service.coordinator.all_told()
+            await transaction_service.coordinator.wait_settled()
         await participating.run_once()
         assert gone not in participating._holds.by_span and new in participating._holds.by_span
         peers.use_map(replace(pool_map, shards_given=9))
@@ -419,7 +419,7 @@ def test_transaction_waits_for_a_truncation_for_a_bounded_time(monkeypatch):
 
     async def main(names: Names) -> None:
         meta = names.pool.metas[1]
-        deciding, cutting = meta._spanning.coordinator, asyncio.get_running_loop().create_future()
+        deciding, cutting = meta._cross_shard.coordinator, asyncio.get_running_loop().create_future()
         meta._view.cutting[5] = cutting
         span = deciding.begin(0)
         with pytest.raises(Unavailable, match="still being cut"):
@@ -438,7 +438,7 @@ def test_closed_partition_accepts_locks_only_of_known_changes(monkeypatch):
     async def main(names: Names) -> None:
         await names.quiet()
         meta = names.pool.metas[3]
-        holds, hold = meta._spanning.holds, meta._spanning.participant.hold
+        holds, hold = meta._cross_shard.holds, meta._cross_shard.participant.hold
         ours = [partition for partition in range(4096) if not meta._view.is_elsewhere(partition)]
         going, staying = ours[:2], ours[2:4]
 
@@ -458,7 +458,7 @@ def test_closed_partition_accepts_locks_only_of_known_changes(monkeypatch):
         await hold(request(2, going[1]))
         await hold(request(1, staying[1]))
         assert not quiet.done() and len(holds.by_span) == 2
-        meta._spanning.participant.end(SpanId(1, 7, 2), [])
+        meta._cross_shard.participant.end(SpanId(1, 7, 2), [])
         await asyncio.wait_for(quiet, 60)
         with pytest.raises(Busy):
             await hold(request(1, going[1]))
@@ -469,7 +469,7 @@ def test_closed_partition_accepts_locks_only_of_known_changes(monkeypatch):
         await asyncio.wait_for(another, 60)
         await hold(request(1, going[0]))
         for number in (1, 3):
-            meta._spanning.participant.end(SpanId(1, 7, number), [])
+            meta._cross_shard.participant.end(SpanId(1, 7, number), [])
 
     monkeypatch.setattr(participant, "ASK_AFTER_S", 1e9)  # their coordinator does not know these transactions
     run(main)

@@ -231,7 +231,7 @@ async def one(
         pool = names.pool
         meta = pool.metas[shard]
         kv = pool.kvs[shard] = TrappedKv(pool.kvs[shard], trap)
-        for part in (meta, meta._spanning.coordinator, meta._spanning.participant):
+        for part in (meta, meta._cross_shard.coordinator, meta._cross_shard.participant):
             part._kv = kv
         for kvs in pool.kvs.values():
             await kvs.sync()

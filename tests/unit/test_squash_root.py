@@ -330,7 +330,7 @@ async def test_squashed_client_cannot_create_volumes(place):
     drop = await place.owned(b"drop", stat.S_IFDIR | 0o777)
     await refused(
         AccessDenied,
-        place.root.create(drop, b"v", stat.S_IFDIR | 0o755, exclusive=True, volume=pb.VolumeWish()),
+        place.root.create(drop, b"v", stat.S_IFDIR | 0o755, exclusive=True, volume=pb.VolumePolicy()),
     )
 
 
@@ -361,14 +361,14 @@ def test_fast_path_is_not_used(tmp_path):
                 side.peer = peer
                 assert (
                     bool(
-                        place.service.at_once.answer(
+                        place.service.fast_path.answer(
                             bytearray(frame), len(frame), {}, ReplyStats(), out, side
                         )
                     )
                     == taken
                 )
             side.peer = PEER._replace(member="node/1")
-            assert place.service.at_once.answer(bytearray(frame), len(frame), {}, ReplyStats(), out, side)
+            assert place.service.fast_path.answer(bytearray(frame), len(frame), {}, ReplyStats(), out, side)
         finally:
             await place.service.close()
 

@@ -45,7 +45,7 @@ class Ordinary(Answerer):
 
     def __init__(self, service):
         super().__init__(service.handle, Peer("test", "", True), service.clock)
-        self._tally = ReplyStats()
+        self._reply_stats = ReplyStats()
         self.sent = []
 
     def _send_answer(self, number, status, message, payload, payload_bytes):
@@ -62,12 +62,12 @@ class Bench:
     def __init__(self, store, clock, make):
         self.clock = clock
         self.service = StoreService(store, target=1, grant_secret=SECRET, clock=clock)
-        self.service.at_once = self.reads = make(
+        self.service.fast_path = self.reads = make(
             1,
-            self.service._grants,
+            self.service.known_grants,
             store,
             self.service.replica.pending,
-            self.service.tenure,
+            self.service.serving_lease,
             self.service.use,
             clock,
         )
@@ -318,17 +318,17 @@ async def test_fast_path_needs_a_healthy_store_and_service(bench):
     store.quarantine.chunks.add((1, 0))
     left()
     store.quarantine.chunks.clear()
-    service.tenure.vouched = False
+    service.serving_lease.vouched = False
     left()
-    service.tenure.vouched, service.tenure.shared, service.tenure.until_s = (
+    service.serving_lease.vouched, service.serving_lease.shared, service.serving_lease.until_s = (
         True,
         True,
         bench.clock.boottime_s() - 1,
     )
     left()
-    service.tenure.until_s = bench.clock.boottime_s() + 1
+    service.serving_lease.until_s = bench.clock.boottime_s() + 1
     assert bench.same(frame)
-    service.use.tell(pb.UseRequest(for_s=5))
+    service.use.report(pb.UseRequest(for_s=5))
     left()
     service.use.on = False
     store.fenced_because = "a test"
@@ -453,7 +453,7 @@ async def test_listener_uses_the_fast_path_first(bench):
 
     class Handling:
         __call__ = staticmethod(handle)
-        at_once = staticmethod(bench.reads.answer)
+        fast_path = staticmethod(bench.reads.answer)
 
     stream = transport("stream")
     greeting = Greeting("test", "f")
@@ -483,9 +483,9 @@ def test_fast_path_needs_a_store_on_a_file(tmp_path):
 
 
 async def only_a_store_on_a_file(tmp_path):
-    assert fast_reads.reads_at_once(1, {}, MemoryChunkStore(1 << 22), {}, None, None, SYSTEM_CLOCK) is None
+    assert fast_reads.open_fast_reads(1, {}, MemoryChunkStore(1 << 22), {}, None, None, SYSTEM_CLOCK) is None
     create_chunk_store(tmp_path / "t", 1, "pool", 64 << 20)
     store = await open_chunk_store(tmp_path / "t", 1)
-    assert type(fast_reads.reads_at_once(1, {}, store, {}, None, None, SYSTEM_CLOCK)) is fast_reads.Reads
-    assert fast_reads.reads_at_once(128, {}, store, {}, None, None, SYSTEM_CLOCK) is None
+    assert type(fast_reads.open_fast_reads(1, {}, store, {}, None, None, SYSTEM_CLOCK)) is fast_reads.Reads
+    assert fast_reads.open_fast_reads(128, {}, store, {}, None, None, SYSTEM_CLOCK) is None
     await store.close()

@@ -85,7 +85,7 @@ class Cold:
         waiting, out = self.reads.waiting, []
         side = side or self.side
         taken = self.reads.answer(
-            bytearray(b"".join(frames)), sum(map(len, frames)), side._in_work, side._tally, out, side
+            bytearray(b"".join(frames)), sum(map(len, frames)), side._in_work, side._reply_stats, out, side
         )
         assert taken == sum(map(len, frames))
         if out:
@@ -98,7 +98,7 @@ class Cold:
                 await asyncio.sleep(0.001)
         sent, self.side.sent = list(map(bytes, self.side.sent)), []
         assert not self.side._in_work and self.store.readings.oldest() == math.inf
-        assert self.side._tally.begun == self.side._tally.ended + self.side._tally.given_up
+        assert self.side._reply_stats.begun == self.side._reply_stats.ended + self.side._reply_stats.given_up
         return sent
 
 
@@ -149,7 +149,7 @@ async def test_uncached_read_gets_the_bytes_of_the_slow_path(cold):
         assert await cold.come() == await cold.expected(frame)
         asked += 1
     assert cold.store.reader.missed_count - missed == asked + cold.waited
-    assert cold.side._tally.by_method[DATA_READ].bytes_out == (asked + 15) * 4096
+    assert cold.side._reply_stats.by_method[DATA_READ].bytes_out == (asked + 15) * 4096
     assert not cold.service.waiting
 
 
@@ -220,7 +220,7 @@ async def test_queued_large_replies_keep_their_memory(cold):
     assert len(kept) == 15
     await cold.expected()
     out, sent = [], bytearray(b"".join(frames[:2]))  # in memory now
-    assert cold.reads.answer(sent, len(sent), {}, cold.side._tally, out, cold.side) == len(sent)
+    assert cold.reads.answer(sent, len(sent), {}, cold.side._reply_stats, out, cold.side) == len(sent)
     assert list(map(bytes, out)) == await cold.expected(*frames[:2])
 
 
@@ -239,9 +239,9 @@ async def test_closed_connection_gets_no_reply_and_keeps_its_memory(cold):
     cold.begin(*[cold.bench.frame(block, number=block + 1) for block in range(20)], side=gone)
     cold.begin(cold.bench.frame(30, number=1), cold.bench.frame(31, number=2))
     gone._asker_gone()
-    cold.side._cancelled(2)
+    cold.side.cancel_request(2)
     assert await cold.come() == await cold.expected(cold.bench.frame(30, number=1))
-    assert not gone.sent and gone._tally.given_up == 20 and cold.side._tally.given_up == 1
+    assert not gone.sent and gone._reply_stats.given_up == 20 and cold.side._reply_stats.given_up == 1
 
 
 @with_cold
@@ -251,7 +251,9 @@ async def test_request_number_in_progress_is_refused(cold):
         cold.side.ask(cold.bench.frame(4, number=5))
     frame = cold.bench.frame(4, number=5)
     assert (
-        cold.reads.answer(bytearray(frame), len(frame), cold.side._in_work, cold.side._tally, [], cold.side)
+        cold.reads.answer(
+            bytearray(frame), len(frame), cold.side._in_work, cold.side._reply_stats, [], cold.side
+        )
         == 0
     )
     assert len(await cold.come()) == 1
@@ -275,7 +277,10 @@ async def test_read_of_a_changed_chain_gives_no_bytes(cold):
 @with_cold
 async def test_read_after_the_serving_lease_ended_gives_no_bytes(cold):
     cold.begin(cold.bench.frame(3))
-    cold.service.tenure.shared, cold.service.tenure.until_s = True, cold.bench.clock.boottime_s() - 1
+    cold.service.serving_lease.shared, cold.service.serving_lease.until_s = (
+        True,
+        cold.bench.clock.boottime_s() - 1,
+    )
     [sent] = await cold.come()
     assert status(sent) == StaleTenure.wire_code
 
@@ -283,7 +288,7 @@ async def test_read_after_the_serving_lease_ended_gives_no_bytes(cold):
 @with_cold
 async def test_usage_report_includes_reads_started_before(cold):
     cold.begin(cold.bench.frame(3))
-    cold.service.use.tell(pb.UseRequest(for_s=5))
+    cold.service.use.report(pb.UseRequest(for_s=5))
     assert await cold.come() == [cold.answers[3]]
     assert cold.service.use._rows
 
@@ -355,7 +360,7 @@ async def test_reads_beyond_the_ring_size_are_left(cold):
     evict(cold.store.device.path)
     sent = bytearray(b"".join(frames))
     out = []
-    taken = cold.reads.answer(sent, len(sent), cold.side._in_work, cold.side._tally, out, cold.side)
+    taken = cold.reads.answer(sent, len(sent), cold.side._in_work, cold.side._reply_stats, out, cold.side)
     assert cold.reads.waiting <= 512 and taken <= len(sent)
     await cold.come()
 
@@ -370,7 +375,7 @@ async def test_listener_uses_the_fast_path_and_drains(cold):
 
     class Handling:
         __call__ = staticmethod(handle)
-        at_once = staticmethod(cold.reads.answer)
+        fast_path = staticmethod(cold.reads.answer)
 
     stream, greeting = transport("stream"), Greeting("test", "f")
     listener = await stream.listen("stream://127.0.0.1:0", greeting, Handling())

@@ -13,7 +13,7 @@ from nvpool.core.units import KIB, MIB
 from nvpool.store.chunks.api import StoreOptions, create_chunk_store
 from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.disk import reserve_file
-from nvpool.store.disk.reserve_file import HostRoom
+from nvpool.store.disk.reserve_file import SpaceReserve
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0 or not os.path.exists("/dev/loop-control"), reason="needs root and loop devices"
@@ -108,7 +108,7 @@ async def read(store, inode):
 
 
 def test_exhausted_reserve_is_an_error_and_no_loop(tmp_path):
-    room = HostRoom(tmp_path / "reserve", "a test")
+    room = SpaceReserve(tmp_path / "reserve", "a test")
     room.keep()
     tries = []
 
@@ -118,17 +118,20 @@ def test_exhausted_reserve_is_an_error_and_no_loop(tmp_path):
 
     with pytest.raises(NoSpace):
         room.with_reserve(write)
-    assert len(tries) == reserve_file.RESERVE_BYTES // reserve_file.PIECE_BYTES + 1 and "is full" in room.told
+    assert (
+        len(tries) == reserve_file.RESERVE_BYTES // reserve_file.PIECE_BYTES + 1
+        and "is full" in room.full_message
+    )
     room.tend()
     assert (
         not room.missing
-        and not room.told
+        and not room.full_message
         and (tmp_path / "reserve").stat().st_size == reserve_file.RESERVE_BYTES
     )
 
 
 def test_refusal_during_reserve_refill_is_kept(tmp_path, monkeypatch):
-    room = HostRoom(tmp_path / "reserve", "a test")
+    room = SpaceReserve(tmp_path / "reserve", "a test")
     room.missing = True
     keep = room.keep
 
@@ -138,7 +141,7 @@ def test_refusal_during_reserve_refill_is_kept(tmp_path, monkeypatch):
 
     monkeypatch.setattr(room, "keep", refused_meanwhile)
     room.tend()
-    assert room.full and "is full" in room.told
+    assert room.full and "is full" in room.full_message
     monkeypatch.setattr(room, "keep", keep)
     room.tend()
     assert not room.full

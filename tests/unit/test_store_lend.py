@@ -26,7 +26,7 @@ from nvpool.rpc.messages import data_codec
 from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.rpc.v1.wire_pb2 import Method
 from nvpool.store.chunks import location_leases as lease
-from nvpool.store.chunks.api import LEND_S, LocatedBlocks, StoreOptions
+from nvpool.store.chunks.api import LOCATION_LEASE_S, LocatedBlocks, StoreOptions
 from nvpool.store.chunks.block_store import BlockChunkStore
 from nvpool.store.chunks.read_batch import located
 from nvpool.store.chunks.recovery import ReplayCheck
@@ -135,13 +135,13 @@ async def test_overwritten_block_is_reused_after_its_last_lease(
     await put(one.store, 1, 0, 0, some_bytes(8 * BLOCK))
     old = one.places(1)
     one.lease(1)
-    one.clock.advance(LEND_S - 1)
+    one.clock.advance(LOCATION_LEASE_S - 1)
     one.lease(1)  # a second lease: this one counts
     await put(one.store, 1, 0, 0, some_bytes(8 * BLOCK, 2))
     await one.store.flush()
     assert one.store.allocator.resting_changes == 1
     assert not old & one.free()
-    one.clock.advance(LEND_S - 0.01)
+    one.clock.advance(LOCATION_LEASE_S - 0.01)
     await one.store.tend()
     assert not old & one.free()
     one.clock.advance(0.02)
@@ -159,7 +159,7 @@ async def test_unleased_block_is_free_with_the_next_flush(one):
     await put(one.store, 1, 0, 0, some_bytes(BLOCK, 2))
     await one.store.flush()
     assert free <= one.free()
-    one.clock.advance(2 * LEND_S + 0.1)
+    one.clock.advance(2 * LOCATION_LEASE_S + 0.1)
     gone = one.places(2)
     await put(one.store, 2, 0, 0, some_bytes(BLOCK, 2))
     await one.store.flush()
@@ -186,7 +186,7 @@ async def test_truncated_and_removed_blocks_wait_for_leases(one):
     await one.store.remove([2])
     await one.store.flush()
     assert not punched and not old & one.free()
-    one.clock.advance(LEND_S)
+    one.clock.advance(LOCATION_LEASE_S)
     await one.store.tend()
     assert sum(length for _, length in punched) >= 2 * MIB
     assert old - set(kept) <= one.free()
@@ -211,7 +211,7 @@ async def test_leased_blocks_are_kept_across_crashes(one):
     assert not (first | second) & one.free()
     await one.die()
     assert not (first | second) & one.free()
-    one.clock.advance(LEND_S - 1.01)
+    one.clock.advance(LOCATION_LEASE_S - 1.01)
     await one.store.tend()
     assert not first & one.free() and not second & one.free()
     one.clock.advance(2)
@@ -226,7 +226,7 @@ async def test_crash_without_leases_or_reboot_keeps_no_blocks(one):
     await put(one.store, 1, 0, 0, some_bytes(BLOCK))
     old = one.places(1)
     await one.die()
-    assert one.store.lender.dead_until_s <= one.clock.boottime_s()
+    assert one.store.location_leases.dead_until_s <= one.clock.boottime_s()
     await put(one.store, 1, 0, 0, some_bytes(BLOCK, 2))
     await one.store.flush()
     assert old <= one.free()
@@ -251,7 +251,7 @@ async def test_write_waits_for_leases_and_scarce_space_gets_none(one):
     writing = asyncio.ensure_future(put(one.store, 1, 0, 0, some_bytes(900 * BLOCK, 3)))
     await asyncio.wait([writing], timeout=0.3)
     assert not writing.done(), "the only free blocks may still be read"
-    one.clock.advance(LEND_S)
+    one.clock.advance(LOCATION_LEASE_S)
     await asyncio.wait_for(writing, 120)
     assert await content(one.store, 1, 0, 900 * BLOCK) == some_bytes(900 * BLOCK, 3)
 
@@ -268,7 +268,7 @@ async def test_truncation_after_a_crash_waits_for_old_leases(
     punching = asyncio.ensure_future(one.store.cut(2, BLOCK, 1, 20, 2 * BLOCK))
     await asyncio.wait([cutting, punching], timeout=0.2)
     assert not cutting.done() and not punching.done()
-    one.clock.advance(LEND_S)
+    one.clock.advance(LOCATION_LEASE_S)
     await asyncio.wait_for(cutting, 120)
     assert await asyncio.wait_for(punching, 120) == BLOCK
     await asyncio.wait_for(one.store.cut(1, 5, 2, 20), 120)
@@ -282,7 +282,7 @@ async def test_truncation_after_an_orderly_stop_does_not_wait(
         await put(one.store, inode, 0, 0, some_bytes(8 * BLOCK))
     old = one.places(1)
     _, slot, stamp, _ = one.lease(1)
-    seen = one.store.lender.table()  # as a client sees it
+    seen = one.store.location_leases.table()  # as a client sees it
     await one.store.close()
     assert struct.unpack("<I", os.pread(seen, 4, 4 * slot))[0] != stamp, "the client stops returning bytes"
     os.close(seen)
@@ -305,7 +305,7 @@ async def test_truncation_after_an_orderly_stop_does_not_wait(
     again = asyncio.ensure_future(one.store.cut(2, 10, 2, 20))
     await asyncio.wait([again], timeout=0.2)
     assert not again.done()
-    one.clock.advance(LEND_S)
+    one.clock.advance(LOCATION_LEASE_S)
     await asyncio.wait_for(again, 120)
     await is_sound(one.store)
 
@@ -323,11 +323,11 @@ async def test_truncation_after_a_crash_with_a_kept_table_is_immediate(
     await one.die()  # with its own table: its clients do not see ours
     one.clock.advance(1)
     _, slot, stamp, _ = one.lease(2)
-    seen = one.store.lender.table()  # as a client sees it
+    seen = one.store.location_leases.table()  # as a client sees it
     cutting = asyncio.ensure_future(one.store.cut(1, 10, 1, 20))
     await asyncio.wait([cutting], timeout=0.2)
     assert not cutting.done()
-    one.store.lender.serve_until(one.clock.boottime_s())
+    one.store.location_leases.serve_until(one.clock.boottime_s())
     await one.die()  # with the table that is kept
     assert struct.unpack("<I", os.pread(seen, 4, 4 * slot))[0] != stamp, (
         "the dead process's client stops returning bytes"
@@ -335,14 +335,14 @@ async def test_truncation_after_a_crash_with_a_kept_table_is_immediate(
     again = asyncio.ensure_future(one.store.cut(1, 5, 2, 20))
     await asyncio.wait([again], timeout=0.2)
     assert not again.done(), "a client of the first process may still read"
-    one.clock.advance(LEND_S - 1)
+    one.clock.advance(LOCATION_LEASE_S - 1)
     await asyncio.wait_for(again, 120)
     one.lease(2)
     await one.die()
     assert await asyncio.wait_for(one.store.cut(2, 0, 1, 20), 120) == 8 * BLOCK
     await one.store.flush()
     assert not old & one.free()  # a reader at this moment finds no other file's bytes
-    one.clock.advance(LEND_S)
+    one.clock.advance(LOCATION_LEASE_S)
     await one.store.tend()
     assert old <= one.free()
     os.close(seen)
@@ -354,20 +354,20 @@ async def test_each_change_updates_the_table_before_its_reply(one):
     store = one.store
     await put(store, 1, 0, 0, some_bytes(3 * BLOCK))
     await put(store, 1, 1, 0, some_bytes(3 * BLOCK))
-    stamps = [store.lender.stamp(1, index) for index in (0, 1)]
+    stamps = [store.location_leases.stamp(1, index) for index in (0, 1)]
     assert [one.lease(1, index)[1:3] for index in (0, 1)] == stamps
     await content(store, 1, 0, BLOCK)
     await store.flush()
-    assert [store.lender.stamp(1, index) for index in (0, 1)] == stamps
+    assert [store.location_leases.stamp(1, index) for index in (0, 1)] == stamps
     for change in (
         lambda: put(store, 1, 0, 5, b"x"),
         lambda: store.cut(1, MIB + 100, 1, 20),
         lambda: store.cut(1, 100, 2, 20),
         lambda: store.remove([1]),
     ):
-        before = store.lender.stamp(1, 0), store.lender.stamp(1, 1)
+        before = store.location_leases.stamp(1, 0), store.location_leases.stamp(1, 1)
         await change()
-        assert (store.lender.stamp(1, 0), store.lender.stamp(1, 1)) != before
+        assert (store.location_leases.stamp(1, 0), store.location_leases.stamp(1, 1)) != before
     assert one.lease(1) is None
 
 
@@ -384,7 +384,7 @@ async def test_holes_and_copies_update_the_table_before_the_change(one):
     applied = store.kv.apply
 
     def apply(effects, **words):
-        seen.append([store.lender.stamp(1, index)[1] for index in range(4)])
+        seen.append([store.location_leases.stamp(1, index)[1] for index in range(4)])
         return applied(effects, **words)
 
     store.kv.apply = apply
@@ -394,10 +394,10 @@ async def test_holes_and_copies_update_the_table_before_the_change(one):
         (lambda: store.copy((2, 0, 0), 1, 3, 0, 2 * BLOCK, cut=2), {3}),
         (lambda: store.copy((2, 0, 0), 1, 3, 0, 4 * BLOCK, cut=2), {3}),
     ):
-        before = [store.lender.stamp(1, index)[1] for index in range(4)]
+        before = [store.location_leases.stamp(1, index)[1] for index in range(4)]
         del seen[:]
         await change()
-        after = [store.lender.stamp(1, index)[1] for index in range(4)]
+        after = [store.location_leases.stamp(1, index)[1] for index in range(4)]
         assert {index for index in range(4) if after[index] != before[index]} == of
         for index in of:
             assert any(stamps[index] == after[index] for stamps in seen), "shown only after it had changed"
@@ -405,7 +405,7 @@ async def test_holes_and_copies_update_the_table_before_the_change(one):
     await store.flush()
     gone = [places - one.places(1, index) for index, places in enumerate(old)]
     assert all(gone) and not set.union(*gone) & one.free(), "they may be read until their leases have ended"
-    one.clock.advance(LEND_S + 1)
+    one.clock.advance(LOCATION_LEASE_S + 1)
     await store.flush()
     await store.tend()
     assert set.union(*gone) <= one.free()
@@ -461,7 +461,7 @@ def ask(one, entries, rights=grants.READ, inode=1, left_s=60.0, token=None):
     ends = one.clock.wall_ns() // 1_000_000 + int(left_s * 1000)
     request = pb.LocateRequest(
         target=1,
-        token=one.store.lender.token if token is None else token,
+        token=one.store.location_leases.token if token is None else token,
         grants=[grants.sign(grants.Grant(rights, 0, 9, inode, 0, ends), SECRET)],
         entries=b"".join(data_codec.LOCATE_ENTRY.pack(*entry) for entry in entries),
     )
@@ -512,7 +512,7 @@ async def test_locations_need_the_descriptor_token_and_a_valid_grant(
 async def test_locations_are_recalled_when_a_right_is_revoked(one):
     await put(one.store, 1, 0, 0, some_bytes(BLOCK))
     ((_, _, _, _, _, slot, stamp, _),) = ask(one, [(1, 0, 256, 0, 0)])[0]
-    assert one.store.lender._table[slot] == stamp
+    assert one.store.location_leases._table[slot] == stamp
     service = StoreService(one.store, target=1, grant_secret=SECRET, clock=one.clock)
     service.update_map(
         taken(
@@ -524,7 +524,7 @@ async def test_locations_are_recalled_when_a_right_is_revoked(one):
             60_000,
         )
     )
-    assert one.store.lender._table[slot] != stamp
+    assert one.store.location_leases._table[slot] != stamp
 
 
 def test_too_many_leased_inodes_count_as_leased_together(monkeypatch):
@@ -537,9 +537,11 @@ def test_too_many_leased_inodes_count_as_leased_together(monkeypatch):
             await put(one.store, inode, 0, 0, some_bytes(BLOCK))
             one.lease(inode)
         now_s = one.clock.boottime_s()
-        assert all(one.store.lender.until(inode) >= now_s + LEND_S for inode in range(1, 40))
-        one.clock.advance(2 * LEND_S + 1)
-        assert not any(one.store.lender.until(inode) for inode in range(1, 40))
+        assert all(
+            one.store.location_leases.until(inode) >= now_s + LOCATION_LEASE_S for inode in range(1, 40)
+        )
+        one.clock.advance(2 * LOCATION_LEASE_S + 1)
+        assert not any(one.store.location_leases.until(inode) for inode in range(1, 40))
         await one.close()
 
     asyncio.run(main())

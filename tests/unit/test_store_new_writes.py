@@ -61,7 +61,7 @@ class One:
         self.service = StoreService(store, target=1, grant_secret=SECRET, clock=clock)
         self.service.update_map(pool_map(5))
         self.ordinary = Asker(self.service)
-        self.counters = self.ordinary._tally
+        self.counters = self.ordinary._reply_stats
         self.uses_fast_path = uses_fast_path
         self.taken = 0
         store.allocator.is_used(0)  # the first group of the free map is in memory
@@ -69,7 +69,7 @@ class One:
     def ask(self, frame, in_work=None):
         if self.uses_fast_path:
             out = []
-            taken = self.service.at_once.answer(
+            taken = self.service.fast_path.answer(
                 bytearray(frame), len(frame), in_work or {}, self.counters, out
             )
             if taken:
@@ -123,7 +123,7 @@ class One:
             "writes": store.write_count,
             "sequence": store.kv.sequence,  # not the journal's offset: the checkpoint of each second resets it
             "run": (store.device._run_start, store.device._run_end),
-            "table": bytes(store.lender._table),
+            "table": bytes(store.location_leases._table),
         }
 
     def data(self):
@@ -299,7 +299,7 @@ def test_other_write_is_left_without_side_effects(tmp_path, write):
         async with both(tmp_path) as (new, old):
             asked = frame(new.clock, **write)
             before = new.state()
-            assert new.service.at_once.answer(bytearray(asked), len(asked), {}, new.counters, []) == 0
+            assert new.service.fast_path.answer(bytearray(asked), len(asked), {}, new.counters, []) == 0
             assert new.state() == before
             assert new.ask(asked) == old.ask(asked)
             assert not new.taken and new.state() == old.state()
@@ -312,19 +312,21 @@ def test_incomplete_or_changed_frame_is_left(tmp_path):
         async with opened(tmp_path) as one:
             whole = frame(one.clock)
             for end in (*range(200), len(whole) - 1):
-                assert one.service.at_once.answer(bytearray(whole), end, {}, one.counters, []) == 0
+                assert one.service.fast_path.answer(bytearray(whole), end, {}, one.counters, []) == 0
             for at in range(164 + 3):
                 for bit in (1, 128):
                     changed = bytearray(whole)
                     changed[at] ^= bit
-                    assert one.service.at_once.answer(changed, len(changed), {}, one.counters, []) == 0, at
-            assert one.service.at_once.answer(bytearray(whole), len(whole), {7: None}, one.counters, []) == 0
+                    assert one.service.fast_path.answer(changed, len(changed), {}, one.counters, []) == 0, at
+            assert (
+                one.service.fast_path.answer(bytearray(whole), len(whole), {7: None}, one.counters, []) == 0
+            )
             many = dict.fromkeys(range(100, 100 + IN_FLIGHT_MAX))
-            assert one.service.at_once.answer(bytearray(whole), len(whole), many, one.counters, []) == 0
+            assert one.service.fast_path.answer(bytearray(whole), len(whole), many, one.counters, []) == 0
             no_time = frame(one.clock, deadline_ms=0)
-            assert one.service.at_once.answer(bytearray(no_time), len(no_time), {}, one.counters, []) == 0
+            assert one.service.fast_path.answer(bytearray(no_time), len(no_time), {}, one.counters, []) == 0
             assert not one.store.write_count
-            assert one.service.at_once.answer(
+            assert one.service.fast_path.answer(
                 bytearray(whole), len(whole), {8: None}, one.counters, []
             ) == len(whole)
 
@@ -340,12 +342,12 @@ def test_batched_frames_are_answered_in_order(tmp_path):
             ]
             frames.insert(10, frame(new.clock, inode=101, number=50, offset=4096))  # for the slow path
             together, out = bytearray(b"".join(frames)), []
-            taken = new.service.at_once.answer(together, len(together), {}, new.counters, out)
+            taken = new.service.fast_path.answer(together, len(together), {}, new.counters, out)
             assert taken == sum(map(len, frames[:10])) and out == [old.ask(one) for one in frames[:10]]
             assert new.ask(frames[10]) == old.ask(frames[10])
             rest = bytearray(b"".join(frames[11:]))
             out.clear()
-            assert new.service.at_once.answer(rest, len(rest), {}, new.counters, out) == len(rest)
+            assert new.service.fast_path.answer(rest, len(rest), {}, new.counters, out) == len(rest)
             assert out == [old.ask(one) for one in frames[11:]]
             assert new.state() == old.state() and new.data() == old.data()
 
@@ -538,7 +540,7 @@ def test_drive_error_is_reported_by_the_slow_path(tmp_path):
         async with opened(tmp_path) as one:
             write, one.store.device.fd = one.store.device.fd, os.open(one.store.device.path, os.O_RDONLY)
             one.store.kv.on_apply = None
-            one.service.at_once.writes = None
+            one.service.fast_path.writes = None
             fast_first_writes.answer_new_writes(one.service, SECRET)  # with the read-only descriptor
             code = int.from_bytes(one.said()[32 + 11 : 32 + 13], "little")
             assert code == DriveFailed.wire_code and not one.taken
@@ -555,7 +557,7 @@ def test_fenced_closed_full_or_watched_store_uses_no_fast_path(tmp_path):
 
             def is_left():
                 before = store.kv.sequence, store._written, one.counters.begun, store.allocator.used_blocks
-                assert service.at_once.answer(bytearray(asked), len(asked), {}, one.counters, []) == 0
+                assert service.fast_path.answer(bytearray(asked), len(asked), {}, one.counters, []) == 0
                 return (
                     store.kv.sequence,
                     store._written,
@@ -574,12 +576,12 @@ def test_fenced_closed_full_or_watched_store_uses_no_fast_path(tmp_path):
             assert left_with(store, "fenced_because", "for a test")
             assert left_with(store, "_closed", True)
             assert left_with(service.use, "on", True)
-            assert left_with(service.tenure, "shared", True)
-            assert left_with(service.tenure, "vouched", False)
+            assert left_with(service.serving_lease, "shared", True)
+            assert left_with(service.serving_lease, "vouched", False)
             assert left_with(service.replica, "shares", True)
             assert left_with(service.replica, "pending", {(7, 7): None})
-            assert left_with(service.at_once, "open", False)
-            assert left_with(service.at_once, "epoch", 0)
+            assert left_with(service.fast_path, "open", False)
+            assert left_with(service.fast_path, "epoch", 0)
             assert left_with(store.device, "direct_write_bytes", 4096)
             assert left_with(store.quarantine, "chunks", {(1, 0)})
             assert left_with(store.allocator, "_available", 0)
@@ -609,7 +611,7 @@ def test_full_index_uses_no_fast_path(tmp_path):
             store.kv._entries_max = 1
             assert store.kv.full
             asked = frame(one.clock, inode=3)
-            assert one.service.at_once.answer(bytearray(asked), len(asked), {}, one.counters, []) == 0
+            assert one.service.fast_path.answer(bytearray(asked), len(asked), {}, one.counters, []) == 0
 
     asyncio.run(scene())
 
@@ -627,7 +629,7 @@ def test_indexed_inode_is_never_reported_as_unknown(tmp_path):
                 store = await open_chunk_store(path / "t", 1, clock=ManualClock())
                 service = StoreService(store, target=1, grant_secret=SECRET)
                 unknown, there = (
-                    service.at_once.writes.unknown,
+                    service.fast_path.writes.unknown,
                     {key[:9] for key, _ in store.kv.scan(b"c", b"j", 1 << 20)},
                 )
                 for _ in range(300):
@@ -658,7 +660,7 @@ def test_indexed_inode_is_never_reported_as_unknown(tmp_path):
 def test_new_inodes_are_remembered_by_their_highest_number(tmp_path):
     async def scene():
         async with opened(tmp_path, size=512 << 20) as one:
-            unknown = one.service.at_once.writes.unknown
+            unknown = one.service.fast_path.writes.unknown
             for n in range(20_000):
                 inode = n % 3 * PARTITION + n + 1
                 assert inode in unknown
@@ -693,10 +695,10 @@ def test_damaged_index_reports_no_inode_as_unknown(tmp_path, others, byte):
             at = raw.find(key, at)
         path.write_bytes(raw)
         async with opened(tmp_path) as one:
-            unknown = one.service.at_once.writes.unknown
+            unknown = one.service.fast_path.writes.unknown
             assert 50 not in unknown and 51 not in unknown
             asked = frame(one.clock, inode=50)
-            assert one.service.at_once.answer(bytearray(asked), len(asked), {}, one.counters, []) == 0
+            assert one.service.fast_path.answer(bytearray(asked), len(asked), {}, one.counters, []) == 0
 
     asyncio.run(scene())
 
@@ -710,7 +712,7 @@ def test_write_over_a_connection_uses_the_fast_path(tmp_path):
                 handled.append(call.method)
                 one.service.handle(call)
 
-            handler.at_once = one.service.at_once.answer
+            handler.fast_path = one.service.fast_path.answer
             carrier = transport("stream+unix")
             greeting = Greeting("test", "f")
             listener = await carrier.listen(f"stream+unix://{tmp_path}/s", greeting, handler)

@@ -115,7 +115,14 @@ class Stores:
     def use(self, chains, tables=(1,), only=None, requests=None):
         """Apply the next map, in which chain n of each table is chains(table, n), to these targets or all."""
         targets = tuple(
-            Target(number, number, number, CAPACITY, (endpoint,), wish=(requests or {}).get(number, "share"))
+            Target(
+                number,
+                number,
+                number,
+                CAPACITY,
+                (endpoint,),
+                desired_state=(requests or {}).get(number, "share"),
+            )
             for number, endpoint in self.endpoints.items()
         )
         self.map = PoolMap(
@@ -704,7 +711,7 @@ def test_orphan_chunks_of_left_chains_are_removed_later(monkeypatch):
             for inode in range(1, 200):
                 await put(store, inode, 0, 0, some_bytes(100), epoch=9 if inode % 50 == 3 else 5)
             one.use(chains)
-            orphans = one.services[JOINER].upkeep.strays
+            orphans = one.services[JOINER].upkeep.orphan_chunks
             assert await orphans.run_once() == 0, "too early"
             monkeypatch.setattr("nvpool.store.maintenance.orphan_chunks.STAY_S", 0.0)
             await orphans.run_once()
@@ -713,7 +720,7 @@ def test_orphan_chunks_of_left_chains_are_removed_later(monkeypatch):
             newer = {inode for inode in range(1, 200) if inode % 50 == 3}
             assert left == ours | newer and len(left) < 199
             one.use(lambda table, number: Chain(10, (SOURCE,)))
-            await until(lambda: not store._chunks)
+            await until(lambda: not store.chunks)
 
     asyncio.run(run())
 
@@ -729,15 +736,15 @@ def test_orphan_chunks_are_removed_only_with_a_current_map(monkeypatch):
             monkeypatch.setattr("nvpool.store.maintenance.orphan_chunks.STAY_S", 0.0)
             monkeypatch.setattr("nvpool.store.maintenance.orphan_chunks._RETRY_S", 0.01)
             one.use(lambda table, number: Chain(7, (SOURCE,)))
-            orphans = service.upkeep.strays
+            orphans = service.upkeep.orphan_chunks
             assert await orphans.run_once() == 0 and orphans.left_chunks == 49
             assert (
                 "49 chunks are kept until this target has heard from the node that leads" in orphans.waits_for
             )
-            service.tenure.renewed(0.0, 3.0, 0, service.tenure.epoch + 1)
+            service.serving_lease.renewed(0.0, 3.0, 0, service.serving_lease.epoch + 1)
             assert await orphans.run_once() == 0, "the leader has a newer map"
             one.use(lambda table, number: Chain(7, (SOURCE,)))
-            await until(lambda: not store._chunks)
+            await until(lambda: not store.chunks)
             await until(lambda: not orphans.waits_for)
 
     asyncio.run(run())
@@ -750,7 +757,7 @@ def test_chunk_stays_when_its_chain_returns_before_removal(monkeypatch):
             await put(store, 1, 0, 0, some_bytes(100), epoch=5)
             one.use(lambda table, number: Chain(7, (SOURCE,)))
             monkeypatch.setattr("nvpool.store.maintenance.orphan_chunks.STAY_S", 0.0)
-            room, orphans = store.kv.room, one.services[JOINER].upkeep.strays
+            room, orphans = store.kv.room, one.services[JOINER].upkeep.orphan_chunks
 
             async def room_and_return():
                 monkeypatch.setattr(type(store.kv), "full", False)
@@ -768,16 +775,16 @@ def test_chunk_stays_when_its_chain_returns_before_removal(monkeypatch):
 def test_drained_target_removes_late_chunks(monkeypatch):
     async def run():
         async with stores(memory=True, scheme="inproc") as one:
-            store, orphans = one.stores[JOINER], one.services[JOINER].upkeep.strays
+            store, orphans = one.stores[JOINER], one.services[JOINER].upkeep.orphan_chunks
             await put(store, 1, 0, 0, some_bytes(100), epoch=5)
             for name in ("STAY_S", "DRAINED_STAY_S"):
                 monkeypatch.setattr(f"nvpool.store.maintenance.orphan_chunks.{name}", 0.0)
             monkeypatch.setattr("nvpool.store.maintenance.orphan_chunks.AGAIN_S", 0.01)
             one.use(lambda table, number: Chain(7, (SOURCE,)), requests={JOINER: "drain"})
-            await until(lambda: not store._chunks)
+            await until(lambda: not store.chunks)
             await put(store, 1, 0, 0, some_bytes(100), epoch=5)
             one.use(lambda table, number: Chain(7, (SOURCE,)), requests={JOINER: "drain"})
-            await until(lambda: not store._chunks)
+            await until(lambda: not store.chunks)
             store._used = 1  # as with damaged records
             await put(store, 2, 0, 0, b"x", table=5)
             one.use(lambda table, number: Chain(7, (SOURCE,)), requests={JOINER: "drain"})
@@ -794,7 +801,7 @@ def test_orphan_chunks_are_found_per_chain_table(monkeypatch):
                 await put(store, inode, 0, 0, some_bytes(100), epoch=5, table=1 + inode % 3)
             one.use(lambda table, number: Chain(7, (SOURCE,) if table == 1 else (JOINER,)), tables=(1, 2))
             monkeypatch.setattr("nvpool.store.maintenance.orphan_chunks.STAY_S", 0.0)
-            await one.services[JOINER].upkeep.strays.run_once()
+            await one.services[JOINER].upkeep.orphan_chunks.run_once()
             assert {inode for inode, _ in await everything(store)} == {
                 inode for inode in range(1, 60) if inode % 3
             }

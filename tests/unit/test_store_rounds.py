@@ -20,7 +20,7 @@ from nvpool.testing.contracts.chunk_store import put, some_bytes
 from nvpool.testing.fakes.local_pool import LocalPool
 
 ME = Caller(1000, 1000)
-FAST = ClientOptions(deadline_s=30.0, short_cut=False)
+FAST = ClientOptions(deadline_s=30.0, short_circuit=False)
 
 
 async def until(holds) -> None:
@@ -48,14 +48,18 @@ def test_round_finds_and_repairs_a_damaged_block():
             target = pool.pool_map.table_by_id[2].chains[chain_of(handle.inode, 3)].targets[0]
             store, rounds = pool.stores[target].store, pool.stores[target].upkeep.rounds
             store.flip(handle.inode, 3, 7)
-            assert rounds.told().state == "idle" and not rounds.told().last_ended_ms and rounds.told().next_ms
+            assert (
+                rounds.status().state == "idle"
+                and not rounds.status().last_ended_ms
+                and rounds.status().next_ms
+            )
             rounds.order("start")
-            began_ms = rounds.told().began_ms
+            began_ms = rounds.status().began_ms
             rounds.order("start")
-            assert rounds.told().state == "running" and rounds.told().began_ms == began_ms
-            assert rounds.told().blocks_total == 512
-            await until(lambda: rounds.told().state == "idle")
-            status = rounds.told()
+            assert rounds.status().state == "running" and rounds.status().began_ms == began_ms
+            assert rounds.status().blocks_total == 512
+            await until(lambda: rounds.status().state == "idle")
+            status = rounds.status()
             assert (status.last_blocks, status.last_bad, status.last_mended) == (
                 512,
                 1,
@@ -88,8 +92,8 @@ def test_block_overwritten_during_repair_is_not_bad(monkeypatch):
 
             monkeypatch.setattr(upkeep.repair, "repaired", not_now)
             upkeep.rounds.order("start")
-            await until(lambda: upkeep.rounds.told().state == "idle")
-            status = upkeep.rounds.told()
+            await until(lambda: upkeep.rounds.status().state == "idle")
+            status = upkeep.rounds.status()
             assert (status.last_bad, status.last_mended) == (2, 1), "the other block is still bad"
             assert [7, 9] in asked and asked[-1] == [9]
 
@@ -113,8 +117,8 @@ def test_chunk_removed_before_repair_is_not_bad(monkeypatch):
 
             monkeypatch.setattr(store, "scrub", then_removed)
             upkeep.rounds.order("start")
-            await until(lambda: upkeep.rounds.told().last_ended_ms)
-            status = upkeep.rounds.told()
+            await until(lambda: upkeep.rounds.status().last_ended_ms)
+            status = upkeep.rounds.status()
             assert (status.last_bad, status.last_mended) == (1, 1) and not store.bad_blocks()
 
     run(main())
@@ -127,26 +131,26 @@ def test_round_and_pause_survive_a_restart():
             rounds = pool.stores[1].upkeep.rounds
             rounds._throttle.bytes_per_s = 4 * MIB
             rounds.order("start")
-            await until(lambda: rounds.told().blocks >= 512)
+            await until(lambda: rounds.status().blocks >= 512)
             rounds.order("pause")
-            done = rounds.told().blocks
+            done = rounds.status().blocks
             await pool.stop_store(1)
             await pool.start_store(1)
             rounds = pool.stores[1].upkeep.rounds
             assert (
-                rounds.told().state == "paused"
-                and done <= rounds.told().blocks < 2048
-                and not rounds.told().next_ms
+                rounds.status().state == "paused"
+                and done <= rounds.status().blocks < 2048
+                and not rounds.status().next_ms
             )
             rounds.order("resume")
-            await until(lambda: rounds.told().state == "idle")
-            assert rounds.told().last_blocks == 2048
+            await until(lambda: rounds.status().state == "idle")
+            assert rounds.status().last_blocks == 2048
             rounds.order("start")
             rounds.order("stop")
             assert (
-                rounds.told().state == "idle"
-                and rounds.told().last_blocks == 2048
-                and not rounds.told().began_ms
+                rounds.status().state == "idle"
+                and rounds.status().last_blocks == 2048
+                and not rounds.status().began_ms
             )
 
     run(main())
@@ -167,7 +171,7 @@ def test_failed_save_of_the_round_is_retried(monkeypatch):
         await put(store, 1, 0, 0, some_bytes(9000))
         rounds = Rounds(store, 1, None, SYSTEM_CLOCK, bool, interval_s=0.1, on_fail=failed.append)
         rounds.start()
-        await until(lambda: rounds.told().last_ended_ms)
+        await until(lambda: rounds.status().last_ended_ms)
         assert store.note() and not failed
         await rounds.close()
 
@@ -182,16 +186,16 @@ def test_due_round_starts_unless_paused():
             await put(store, inode, 0, 0, some_bytes(9000))
         rounds = Rounds(store, 1, None, SYSTEM_CLOCK, bool, interval_s=0.1)
         rounds.start()
-        await until(lambda: rounds.told().last_ended_ms)
-        first = rounds.told().last_ended_ms
-        assert rounds.told().last_blocks == 57
-        await until(lambda: rounds.told().last_ended_ms > first)
+        await until(lambda: rounds.status().last_ended_ms)
+        first = rounds.status().last_ended_ms
+        assert rounds.status().last_blocks == 57
+        await until(lambda: rounds.status().last_ended_ms > first)
         rounds.order("pause")
-        paused = rounds.told().last_ended_ms
+        paused = rounds.status().last_ended_ms
         await asyncio.sleep(0.5)
-        assert rounds.told().last_ended_ms == paused and rounds.told().state == "paused"
+        assert rounds.status().last_ended_ms == paused and rounds.status().state == "paused"
         await rounds.close()
         never = Rounds(MemoryChunkStore(), 1, None, SYSTEM_CLOCK, bool, interval_s=0)
-        assert not never.told().next_ms
+        assert not never.status().next_ms
 
     run(main())

@@ -27,7 +27,7 @@ from nvpool.store.chunks.memory_store import MemoryChunkStore
 from nvpool.store.chunks.read_batch import READ, RESULT
 from nvpool.store.replication.role import Replica
 from nvpool.store.server.service import EXTENT, WRITE, StoreService
-from nvpool.store.server.serving_lease import Tenure
+from nvpool.store.server.serving_lease import ServingLease
 from nvpool.testing.contracts.chunk_store import is_sound
 from nvpool.testing.fakes.meta_shard import PEER
 
@@ -439,7 +439,7 @@ async def test_newer_map_epoch_triggers_one_refresh(bench):
 
 @served
 async def test_store_serves_only_status_before_its_verifier_is_known(bench):
-    bench.service.tenure = Tenure(1, bench.clock, until_s=math.inf, verifier=7)
+    bench.service.serving_lease = ServingLease(1, bench.clock, until_s=math.inf, verifier=7)
     pool_map = a_map()
     for verifier, answers in ((0, False), (6, False), (7, True)):
         pool_map = changed(
@@ -469,7 +469,7 @@ async def test_store_serves_only_status_before_its_verifier_is_known(bench):
 
 @served
 async def test_store_without_a_serving_lease_refuses_requests(bench):
-    bench.service.tenure = lease = Tenure(1, bench.clock)
+    bench.service.serving_lease = lease = ServingLease(1, bench.clock)
     pool_map = a_map()
     both = changed(pool_map, tables=(*pool_map.tables, build_table(pool_map.targets, 2)))
     bench.service.update_map(both)
@@ -512,7 +512,7 @@ async def test_request_past_its_deadline_is_not_started(bench):
 
 @served
 async def test_large_batch_yields_to_other_requests(bench):
-    bench.store._block_count = bench.store._limit = 1 << 20
+    bench.store.block_count = bench.store.block_limit = 1 << 20
     found = await bench.write([(1, 0, number, number, 0, bytes(1 << 20)) for number in range(1, 20)])
     assert [status for status, _ in found] == [0] * 19
 

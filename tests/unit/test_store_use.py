@@ -22,7 +22,7 @@ class Case:
         self.use = IoStats(self.clock, self.known)
 
     def rows(self, for_s=0.0):
-        reply = self.use.tell(pb.UseRequest(target=1, for_s=for_s))
+        reply = self.use.report(pb.UseRequest(target=1, for_s=for_s))
         return {row[:2]: row[2:] for row in ROW.iter_unpack(reply.rows)}, reply.counting
 
     def read(self, right, *reads, took_s=0.5):

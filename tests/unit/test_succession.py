@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvpool.cluster.etcd.election_timing import Sign, Succession
+from nvpool.cluster.etcd.election_timing import ElectionTiming, Sign
 
 MINE = Sign("1", 5, 5, 2.0, "token")
 
 
 def test_leader_is_known_until_its_lease_ends():
-    one = Succession()
+    one = ElectionTiming()
     assert one.free_in_s(100.0) == 0 and one.leader(100.0) is None and one.former() is None
     assert one.see(MINE, 100.0)
     assert one.free_in_s(100.5) == 1.5 and one.leader(101.9) == "1"
@@ -23,14 +23,14 @@ def test_leader_is_known_until_its_lease_ends():
 
 
 def test_released_leadership_leaves_no_former_leader():
-    one = Succession()
+    one = ElectionTiming()
     one.see(MINE, 100.0)
     assert one.see(Sign(), 100.1)
     assert one.free_in_s(100.1) == 0 and one.former() is None
 
 
 def test_last_heartbeat_gives_the_time_of_the_former_leader():
-    one = Succession()
+    one = ElectionTiming()
     assert one.led_s(100.0) == 0
     one.see(MINE, 100.0)
     one.see(Sign("1", 5, 6, 2.0, "token", 7.5), 100.4)
@@ -42,13 +42,13 @@ def test_last_heartbeat_gives_the_time_of_the_former_leader():
 
 
 def test_leadership_without_a_lease_is_waited_for():
-    one = Succession()
+    one = ElectionTiming()
     one.see(Sign("1", 5), 100.0)
     assert one.free_in_s(1e9) == inf and one.leader(1e9) == "1"
 
 
 def test_own_ended_leadership_is_not_waited_for():
-    one = Succession()
+    one = ElectionTiming()
     one.see(MINE, 100.0)
     one.has_ended("token", "1")
     assert one.free_in_s(100.0) == 0 and one.leader(100.0) is None and one.former() == "1"
@@ -61,7 +61,7 @@ def test_own_ended_leadership_is_not_waited_for():
 
 
 def test_former_process_of_the_own_node_is_not_waited_for():
-    one = Succession("1")
+    one = ElectionTiming("1")
     one.see(MINE, 100.0)
     assert one.free_in_s(100.0) == 0 and one.leader(100.0) is None and one.former() is None
     one.begins("again")
@@ -80,7 +80,7 @@ def test_former_process_of_the_own_node_is_not_waited_for():
 )
 def test_election_waits_for_the_end_of_the_leaders_lease(signs, rate):
     """Heartbeats are sent, written and seen with any delays; the leader's clock runs at another rate."""
-    one, now_s, ends_s = Succession(), 0.0, 0.0
+    one, now_s, ends_s = ElectionTiming(), 0.0, 0.0
     for number, (pause_s, delay_s, answered) in enumerate(signs, 1):
         sent_s = now_s + pause_s
         now_s = sent_s + delay_s

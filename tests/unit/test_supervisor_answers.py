@@ -142,7 +142,9 @@ def test_drives_at_equal_paths_of_nodes_are_distinguished(tmp_path, monkeypatch)
         with pytest.raises(InvalidRequest, match="on several nodes"):
             await change(supervisor, "drive-drain", drive=str(both))
         assert {
-            target.id for target in supervisor._coordinator.pool_map.targets if target.wish == "drain"
+            target.id
+            for target in supervisor._coordinator.pool_map.targets
+            if target.desired_state == "drain"
         } == {5, 8}
 
     scenario(tmp_path / "pool", monkeypatch, run)
@@ -151,8 +153,8 @@ def test_drives_at_equal_paths_of_nodes_are_distinguished(tmp_path, monkeypatch)
 def test_drained_node_accepts_no_new_drive(tmp_path, monkeypatch):
     async def run(supervisor, stop, failed, directory, running):
         def draining(now):
-            first = msgspec.structs.replace(now.nodes[0], wish="drain")
-            targets = (msgspec.structs.replace(now.targets[0], wish="drain"), *now.targets[1:])
+            first = msgspec.structs.replace(now.nodes[0], desired_state="drain")
+            targets = (msgspec.structs.replace(now.targets[0], desired_state="drain"), *now.targets[1:])
             return msgspec.structs.replace(now, nodes=(first, *now.nodes[1:]), targets=targets)
 
         before = await supervisor.leading.change(draining)

@@ -110,6 +110,6 @@ def test_too_few_drives_or_nodes_are_refused_with_the_remedy(capacities, nodes, 
 
 def test_drained_drives_do_not_count():
     before = a_pool((4, 4))
-    before = replace(before, targets=(before.targets[0], replace(before.targets[1], wish="drain")))
+    before = replace(before, targets=(before.targets[0], replace(before.targets[1], desired_state="drain")))
     with pytest.raises(InvalidRequest, match="drive add"):
         with_table(before, 2, (1, 2))

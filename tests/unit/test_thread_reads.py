@@ -82,7 +82,7 @@ class Case:
         with self.client.open("/file", "wb") as file:
             file.write(CONTENT)
         self.file = self.client.open("/file", "rb", buffering=0)
-        self.counters = self.client._running().reads.counters
+        self.counters = self.client.runtime().reads.counters
 
     def __enter__(self):
         for index in range(4):  # makes the lanes known
@@ -137,10 +137,10 @@ def patched(served, answer):
 
 
 def test_random_reads_use_the_threads_own_connection(served):
-    with Case(served, short_cut=False) as case:
-        messages = case.client._running().pool.vfs.chunks.counters["messages"]
+    with Case(served, short_circuit=False) as case:
+        messages = case.client.runtime().pool.vfs.chunks.counters["messages"]
         assert case.by("lanes", blocks(200)) == 200
-        assert case.client._running().pool.vfs.chunks.counters["messages"] == messages
+        assert case.client.runtime().pool.vfs.chunks.counters["messages"] == messages
         assert case.by("lanes", at_random(200)) > 100
         case.read(len(CONTENT) - 10, 100)
         case.read(len(CONTENT) + 10, 100)
@@ -149,9 +149,9 @@ def test_random_reads_use_the_threads_own_connection(served):
 def test_cached_short_circuit_reads_do_not_use_the_loop(here):
     with Case(here) as case:
         until = time.monotonic() + 120
-        while case.by("short_cut", blocks(50)) < 50:
+        while case.by("short_circuit", blocks(50)) < 50:
             assert time.monotonic() < until
-        assert case.by("short_cut", at_random(200)) > 100 and not case.counters["lanes"]
+        assert case.by("short_circuit", at_random(200)) > 100 and not case.counters["lanes"]
 
 
 def test_connection_is_used_without_short_circuit_reads(served):
@@ -163,9 +163,9 @@ def test_connection_is_used_without_short_circuit_reads(served):
 
 
 def test_reads_see_local_and_remote_writes(here):
-    for short_cut in (True, False):
+    for short_circuit in (True, False):
         with (
-            Case(here, short_cut=short_cut) as case,
+            Case(here, short_circuit=short_circuit) as case,
             case.client.open("/file", "r+b", buffering=0) as writing,
         ):
             for turn in range(200):
@@ -190,7 +190,7 @@ def test_reads_see_local_and_remote_writes(here):
 
 
 def test_holes_are_read_as_zeros(served):
-    with Case(served, short_cut=False) as case:
+    with Case(served, short_circuit=False) as case:
         with case.client.open("/sparse", "wb", buffering=0) as file:
             file.pwrite(b"x" * BLOCK, 0)
             file.pwrite(b"x" * BLOCK, 40 * BLOCK)
@@ -206,7 +206,7 @@ def test_holes_are_read_as_zeros(served):
 
 
 def test_expired_token_is_renewed_by_the_loop(served):
-    with Case(served, short_cut=False) as case:
+    with Case(served, short_circuit=False) as case:
         case.handle.file.grant = bytes(60)
         assert case.by("lanes", blocks(1)) == 0 and any(case.handle.file.grant)
         assert case.by("lanes", blocks(20)) == 20
@@ -216,7 +216,7 @@ def test_expired_token_is_renewed_by_the_loop(served):
     "error", [errors.StaleEpoch, errors.Busy, errors.WrongTarget, errors.Draining, errors.InvalidRequest]
 )
 def test_refused_read_goes_to_the_loop_and_keeps_the_connection(served, error):
-    with Case(served, short_cut=False) as case:
+    with Case(served, short_circuit=False) as case:
         case.by("lanes", blocks(5))
         refused = []
 
@@ -231,7 +231,7 @@ def test_refused_read_goes_to_the_loop_and_keeps_the_connection(served, error):
 
 
 def test_wrong_bytes_or_invalid_replies_are_never_returned(served):
-    with Case(served, short_cut=False) as case:
+    with Case(served, short_circuit=False) as case:
         case.by("lanes", blocks(5))
         spoiling = []
 
@@ -266,20 +266,20 @@ def test_wrong_bytes_or_invalid_replies_are_never_returned(served):
 
 def test_read_from_a_silent_store_goes_to_the_loop(served, monkeypatch):
     monkeypatch.setattr(read_threads, "PATIENCE_S", 0.2)
-    with Case(served, short_cut=False) as case:
+    with Case(served, short_circuit=False) as case:
         held = []
         patched(served, lambda original, call: original(call) if held else held.append(call))
         one_chunk = [(block * BLOCK, BLOCK) for block in (10, 5, 8)]
         assert case.by("lanes", one_chunk) == 0, "the loop reads from this target for a while"
         assert held
         monkeypatch.setattr(read_threads, "SHUN_S", 0.0)
-        for way in case.client._running().reads._ways.values():
+        for way in case.client.runtime().reads._ways.values():
             way.not_before_s = 0.0
         assert case.by("lanes", blocks(10)) == 10
 
 
 def test_store_restart_causes_no_error_in_concurrent_reads(served):
-    with Case(served, short_cut=False) as case:
+    with Case(served, short_circuit=False) as case:
         stop, problems = threading.Event(), []
 
         def reader(seed):
@@ -304,19 +304,19 @@ def test_store_restart_causes_no_error_in_concurrent_reads(served):
             thread.join(30)
         assert not problems and case.counters["lanes"]
         assert all(
-            len(way.idle) == read_threads.LANES_MAX for way in case.client._running().reads._ways.values()
+            len(way.idle) == read_threads.LANES_MAX for way in case.client.runtime().reads._ways.values()
         )
 
 
 def test_first_read_detects_a_restarted_store(served, monkeypatch):
     monkeypatch.setattr(read_threads, "SHUN_S", 0.0)
-    with Case(served, short_cut=False) as case:
+    with Case(served, short_circuit=False) as case:
         one_chunk = [(block * BLOCK, BLOCK) for block in (10, 5, 8, 3, 20, 17)]
         case.by("lanes", one_chunk[:1])
-        (way,) = [way for way in case.client._running().reads._ways.values() if any(way.idle)]
+        (way,) = [way for way in case.client.runtime().reads._ways.values() if any(way.idle)]
         connections = [way.idle.popleft() for _ in range(read_threads.LANES_MAX)]
         endpoint = (
-            case.client._running().pool.client.dialer.live(case.handle.file.lanes[0].endpoints).peer.address
+            case.client.runtime().pool.client.dialer.live(case.handle.file.lanes[0].endpoints).peer.address
         )
         way.idle.extend(found or BlockingConnection(endpoint, Greeting("me"), 10.0) for found in connections)
         for target in list(served.pool.stores):
@@ -329,7 +329,7 @@ def test_first_read_detects_a_restarted_store(served, monkeypatch):
 
 def test_connections_of_threads_are_bounded_and_closed(served):
     before = len(os.listdir("/proc/self/fd"))
-    with Case(served, short_cut=False) as case:
+    with Case(served, short_circuit=False) as case:
         threads = [threading.Thread(target=case.by, args=("lanes", blocks(100, seed))) for seed in range(16)]
         for thread in threads:
             thread.start()
@@ -345,7 +345,7 @@ def test_connections_of_threads_are_bounded_and_closed(served):
 
 def test_interrupted_thread_ignores_a_late_reply(here, monkeypatch):
     monkeypatch.setattr(read_threads, "PATIENCE_S", 20.0)
-    with Case(here, short_cut=False) as case:
+    with Case(here, short_circuit=False) as case:
         case.by("lanes", blocks(5))
         held = []
         patched(here, lambda original, call: original(call) if held else held.append((original, call)))

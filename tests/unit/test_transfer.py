@@ -217,7 +217,7 @@ def picture(root):
 def bring_in(root, source, destination=b"/a/b", **more):
     vfs, counts = more.pop("vfs", None) or DirectoryVfs(root), TransferProgress()
     asyncio.run(
-        import_tree(vfs, source, destination, tally=counts, options=TransferOptions(parallel=4, **more))
+        import_tree(vfs, source, destination, progress=counts, options=TransferOptions(parallel=4, **more))
     )
     return counts
 
@@ -226,7 +226,7 @@ def take_out(root, destination, source=b"/a/b"):
     counts = TransferProgress()
     asyncio.run(
         export_tree(
-            DirectoryVfs(root), source, destination, tally=counts, options=TransferOptions(parallel=4)
+            DirectoryVfs(root), source, destination, progress=counts, options=TransferOptions(parallel=4)
         )
     )
     return counts
@@ -444,7 +444,7 @@ def test_export_of_an_unreadable_file_keeps_the_old_one(source, tmp_path, failin
 
     setattr(vfs, failing, fail)
     counts = TransferProgress()
-    asyncio.run(export_tree(vfs, b"/", out, tally=counts))
+    asyncio.run(export_tree(vfs, b"/", out, progress=counts))
     assert counts.failed and (out / "1").read_bytes() == b"what was here before"
 
 
@@ -456,7 +456,9 @@ def test_export_replaces_a_link_in_one_step(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "symlink", lambda *_: (_ for _ in ()).throw(OSError(1, "no links here")))
         counts = TransferProgress()
-        asyncio.run(export_tree(DirectoryVfs(tmp_path / "in"), b"/", tmp_path / "out", tally=counts))
+        asyncio.run(export_tree(DirectoryVfs(tmp_path / "in"), b"/", tmp_path / "out", progress=counts))
         assert counts.failed == 1 and os.readlink(tmp_path / "out" / "link") == "old"
-    asyncio.run(export_tree(DirectoryVfs(tmp_path / "in"), b"/", tmp_path / "out", tally=TransferProgress()))
+    asyncio.run(
+        export_tree(DirectoryVfs(tmp_path / "in"), b"/", tmp_path / "out", progress=TransferProgress())
+    )
     assert os.readlink(tmp_path / "out" / "link") == "new" and os.listdir(tmp_path / "out") == ["link"]

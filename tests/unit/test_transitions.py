@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from nvpool.core.errors import InvalidRequest
 from nvpool.poolmap.chains import transitions
-from nvpool.poolmap.chains.data_loss import begun_anew, births_of, ownerless
+from nvpool.poolmap.chains.data_loss import births_of, ownerless, with_reset_chains
 from nvpool.poolmap.chains.rebalance import next_steps, with_goals
 from nvpool.poolmap.model import Chain, check_map
 from tests.unit.test_placement import a_pool, with_target
@@ -124,9 +124,9 @@ class Pool(RuleBasedStateMachine):
     @rule(data=st.data(), request=st.sampled_from(("drain", "remove", "share", "lost")))
     def request_change(self, data, request):
         target = data.draw(
-            st.sampled_from([t.id for t in transitions.remaining(self.map) if t.wish != "lost"])
+            st.sampled_from([t.id for t in transitions.remaining(self.map) if t.desired_state != "lost"])
         )
-        new = transitions.wished(self.map, target, request)
+        new = transitions.with_desired_state(self.map, target, request)
         if request == "lost":
             new = transitions.died(new, {target})
             if transitions.only_copies(new, target) and not data.draw(st.booleans()):
@@ -146,7 +146,7 @@ class Pool(RuleBasedStateMachine):
         """Reset chains without a copy: acknowledged writes are lost, and earlier data of a new member does not count."""
         before = self.map
         above = max(chain.epoch for table in before.tables for chain in table.chains)
-        self.publish(begun_anew(before, ownerless(before), births_of(before, {}), self.alive))
+        self.publish(with_reset_chains(before, ownerless(before), births_of(before, {}), self.alive))
         for (table, number), chain in self.chains():
             old = before.chain(table, number)
             if chain.begun != old.begun:
@@ -213,8 +213,8 @@ class Pool(RuleBasedStateMachine):
                     and not chain.leaving
                     and len(chain.targets) == table.id
                 ), chain
-        assert all(t.state != "down" or t.wish == "lost" for t in self.map.targets)
-        assert not any(t.wish in ("remove", "lost") for t in transitions.remaining(self.map))
+        assert all(t.state != "down" or t.desired_state == "lost" for t in self.map.targets)
+        assert not any(t.desired_state in ("remove", "lost") for t in transitions.remaining(self.map))
 
 
 TestPool = Pool.TestCase
@@ -284,7 +284,7 @@ def test_replaced_target_is_not_readable_while_it_leaves():
 
 
 def test_lost_target_joins_no_chain_again():
-    lost = transitions.died(transitions.wished(a_pool((4, 4, 4), 2), 1, "lost"), {1})
+    lost = transitions.died(transitions.with_desired_state(a_pool((4, 4, 4), 2), 1, "lost"), {1})
     assert transitions.returned(lost, {1}) is lost and not any(
         1 in c.targets for c in lost.table_by_id[2].chains
     )

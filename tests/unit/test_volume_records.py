@@ -119,7 +119,7 @@ def test_inode_of_a_volume_round_trips():
 
 async def make(client, name=b"v", **policy):
     """A volume with entries; the inode numbers of its root, a directory and an open file of 5,000 bytes."""
-    reply = await client.create(ROOT, name, stat.S_IFDIR | 0o777, volume=pb.VolumeWish(**policy))
+    reply = await client.create(ROOT, name, stat.S_IFDIR | 0o777, volume=pb.VolumePolicy(**policy))
     root = reply.entry.attr.inode
     directory = (await client.mkdir(root, b"d")).inode
     file = (await client.file(directory, b"f", open=True, rights=2)).inode
@@ -129,7 +129,7 @@ async def make(client, name=b"v", **policy):
 
 async def volume_request(client, inode, operation, **fields):
     request = pb.VolumeRequest(
-        session=client.session, inode=inode, wish=getattr(pb.VolumeRequest, operation), **fields
+        session=client.session, inode=inode, action=getattr(pb.VolumeRequest, operation), **fields
     )
     return (await client.ask("VOLUME", request)).volume
 
@@ -147,14 +147,14 @@ async def test_fsck_finds_and_repairs_volume_damage(shard):
     for plant, word in (
         (lambda: shard.put(volume_key(USE, root), volumes.encode_use(VolumeUse(7, 9))), "are counted"),
         (lambda: shard.put(volume_key(USE, root), b"?"), "use of a volume"),
-        (lambda: shard.put(volume_key(USE, root), None), "nothing tells the use"),
+        (lambda: shard.put(volume_key(USE, root), None), "has no usage record"),
         (
             lambda: shard.put(volume_key(ATTACHED, root + 1, b"me"), volumes.encode_attached(T)),
             "attached to volume",
         ),
         (lambda: shard.put(volume_key(ATTACHED, root, b"me"), b"?"), "an attachment"),
         (lambda: shard.put(volume_key(VOLUME, file), record), "has no directory"),
-        (lambda: shard.put(volume_key(USE, file), use), "use is told of volume"),
+        (lambda: shard.put(volume_key(USE, file), use), "a usage record names volume"),
         (
             lambda: shard.put(trash_key(root, file), volumes.encode_trashed(Trashed(T, T, root, b"x"))),
             "not in it",
@@ -203,7 +203,7 @@ async def test_dump_and_load_keep_volumes(shard):
 
 async def trash(client, root, operation="LIST", **fields):
     request = pb.TrashRequest(
-        session=client.session, inode=root, wish=getattr(pb.TrashRequest, operation), **fields
+        session=client.session, inode=root, action=getattr(pb.TrashRequest, operation), **fields
     )
     return await client.ask("TRASH", request)
 

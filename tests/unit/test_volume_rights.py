@@ -116,7 +116,7 @@ def test_client_without_a_right_does_not_see_the_volume():
                     (wire.META_VOLUMES, pb.VolumesRequest(session=session)),
                     (
                         wire.META_VOLUME,
-                        pb.VolumeRequest(session=session, inode=made.inode, wish=pb.VolumeRequest.SHOW),
+                        pb.VolumeRequest(session=session, inode=made.inode, action=pb.VolumeRequest.SHOW),
                     ),
                 ):
                     assert await asked(meta, member, method, request) == "done", (member, method)
@@ -219,12 +219,12 @@ def test_local_user_may_only_query_a_volume():
             session = pb.OpenSessionReply.FromString(
                 (await result_of(wire.META_OPEN_SESSION, pb.OpenSessionRequest()))[1]
             ).session
-            for operation in pb.VolumeRequest.Wish.values():
-                request = pb.VolumeRequest(session=session, inode=made.inode, wish=operation)
+            for operation in pb.VolumeRequest.Action.values():
+                request = pb.VolumeRequest(session=session, inode=made.inode, action=operation)
                 looks = operation in (pb.VolumeRequest.SHOW, pb.VolumeRequest.KEY)
                 assert (await result_of(wire.META_VOLUME, request))[0] == ("done" if looks else "denied")
-            for trash_operation in pb.TrashRequest.Wish.values():
-                asked = pb.TrashRequest(session=session, inode=made.inode, wish=trash_operation)
+            for trash_operation in pb.TrashRequest.Action.values():
+                asked = pb.TrashRequest(session=session, inode=made.inode, action=trash_operation)
                 assert (await result_of(wire.META_TRASH, asked))[0] == "denied"
             assert (await fs.volumes.list())[0].name == "scratch"
 

@@ -26,9 +26,9 @@ IN_THE_TEST = MetaOptions(tick_s=600.0, linger_s=0.0)
 @contextmanager
 def held(meta, key):
     """Lock a record as a transaction of another shard does."""
-    meta._spanning.holds.take(SPAN, 0, [key])
+    meta._cross_shard.holds.take(SPAN, 0, [key])
     yield
-    meta._spanning.holds.release(SPAN)
+    meta._cross_shard.holds.release(SPAN)
 
 
 def at_recall(meta, happens):

@@ -60,7 +60,7 @@ def test_watch_waits_for_a_recall_while_leases_hold():
         shard = Shard()
         number, _ = shard.watches.begin(ONE)
         call = shard.ask(ONE, number)
-        assert call.answer is None and shard.watches.lend(ONE, (7,)) == {7}
+        assert call.answer is None and shard.watches.issue_leases(ONE, (7,)) == {7}
         shard.clock.advance(WATCH_S / 2)
         shard.watches.recall(OTHER, (7,))
         assert await notified(call) == [7]
@@ -73,12 +73,12 @@ def test_watch_after_a_pause_is_answered_immediately():
         shard = Shard()
         number, _ = shard.watches.begin(ONE)
         shard.watches.begin(OTHER)
-        assert shard.watches.lend(ONE, (7,)) == {7}
+        assert shard.watches.issue_leases(ONE, (7,)) == {7}
         shard.clock.advance(WATCH_S + 1)
-        assert shard.watches.lend(ONE, (8,)) == (), "a client that does not watch gets no lease"
+        assert shard.watches.issue_leases(ONE, (8,)) == (), "a client that does not watch gets no lease"
         first = shard.ask(ONE, number)
         assert first.answer.watch == number and first.answer.watch_ms == 1000 * WATCH_S and not first.inodes
-        assert shard.watches.lend(ONE, (8,)) == {8}
+        assert shard.watches.issue_leases(ONE, (8,)) == {8}
         second = shard.ask(ONE, number, first.answer.number)
         assert second.answer is None, "now the lease holds, and no recall is pending"
         done = asyncio.ensure_future(shard.watches.recall(OTHER, (8,))())
@@ -94,7 +94,7 @@ def test_changes_during_the_pause_are_in_the_first_reply():
         shard = Shard()
         number, _ = shard.watches.begin(ONE)
         shard.watches.begin(OTHER)
-        shard.watches.lend(ONE, (7, 8))
+        shard.watches.issue_leases(ONE, (7, 8))
         shard.clock.advance(WATCH_S + 1)
         assert shard.watches.recall(OTHER, (7,)) is None, "a client without valid leases is not waited for"
         first = shard.ask(ONE, number)
@@ -114,7 +114,7 @@ def test_lost_reply_after_a_pause_is_repeated():
         shard = Shard()
         number, _ = shard.watches.begin(ONE)
         shard.watches.begin(OTHER)
-        shard.watches.lend(ONE, (7,))
+        shard.watches.issue_leases(ONE, (7,))
         shard.clock.advance(WATCH_S + 1)
         shard.watches.recall(OTHER, (7,))
         assert shard.ask(ONE, number).inodes == [7]
@@ -128,16 +128,16 @@ def test_session_that_leaves_is_not_waited_for():
         shard = Shard()
         number, _ = shard.watches.begin(ONE)
         shard.watches.begin(OTHER)
-        assert shard.watches.lend(ONE, (7, 8)) == {7, 8}
+        assert shard.watches.issue_leases(ONE, (7, 8)) == {7, 8}
         waiting = asyncio.ensure_future(shard.watches.recall(OTHER, (7,))())
         left = Asked()
         shard.watches.ask(left, meta_pb2.WatchRequest(session=ONE, watch=number, leaves=True))
         assert left.answer.watch != number, "all its leases have ended"
         await waiting
         assert shard.watches.recall(OTHER, (8,)) is None
-        assert shard.watches.lend(ONE, (9,)) == ()
+        assert shard.watches.issue_leases(ONE, (9,)) == ()
         first = shard.ask(ONE, left.answer.watch, left.answer.number)
-        assert first.answer.watch == left.answer.watch and shard.watches.lend(ONE, (9,)) == {9}
+        assert first.answer.watch == left.answer.watch and shard.watches.issue_leases(ONE, (9,)) == {9}
 
     run(main())
 

@@ -97,11 +97,11 @@ class Wide:
                 await asyncio.sleep(0.01)
 
     def _is_quiet(self) -> bool:
-        found = [meta._spanning.counters() for meta in self.pool.metas.values()]
+        found = [meta._cross_shard.counters() for meta in self.pool.metas.values()]
         return not any(one["held"] or one["spans_to_tell"] for one in found)
 
     def spans(self) -> float:
-        return sum(meta._spanning.counters()["spans"] for meta in self.pool.metas.values())
+        return sum(meta._cross_shard.counters()["spans"] for meta in self.pool.metas.values())
 
     def parts(self) -> int:
         return sum(len(kv.scan(*records.part_range(), 100)) for kv in self.pool.kvs.values())
@@ -498,7 +498,7 @@ def test_shard_with_an_older_map_does_not_remove_the_directory():
     """Its map is older: a new shard has created a name that the shards of the older map do not know."""
 
     async def main() -> None:
-        async with LocalPool(shards=2, tells_map=True) as pool:
+        async with LocalPool(shards=2, serves_map=True) as pool:
             vfs = (await pool.client("first", OPTIONS)).vfs
             decides, wide, number = vfs.meta.shard_of(ROOT_INODE), 0, 0
             while (
@@ -512,7 +512,7 @@ def test_shard_with_an_older_map_does_not_remove_the_directory():
             await pool.start_shard(3)
             async with asyncio.timeout(60):
                 while (  # noqa: ASYNC110
-                    not pool.metas[3]._moving.taker.taken
+                    not pool.metas[3]._moving.destination.taken
                     or pool.metas[3]._moving.counters()["partitions_coming"]
                 ):
                     await asyncio.sleep(0.01)
@@ -529,7 +529,7 @@ def test_shard_with_an_older_map_does_not_remove_the_directory():
             await other.release(handle)
             assert pool.kvs[3].scan(*records.part_range(), 1)
             removing = asyncio.create_task(vfs.rmdir(ROOT_INODE, removed, ME))
-            while not removing.done() and not pool.metas[decides]._spanning.coordinator.begun_again:  # noqa: ASYNC110
+            while not removing.done() and not pool.metas[decides]._cross_shard.coordinator.begun_again:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             assert not removing.done()
             pool.deaf.clear()

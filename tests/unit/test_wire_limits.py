@@ -6,7 +6,7 @@ from nvpool.core import config
 from nvpool.core.errors import Busy
 from nvpool.rpc.limits import LOOK_S, Bounds, Limits, identify
 from nvpool.rpc.peer_roles import Credentials, Peer
-from nvpool.rpc.stats import TALLY
+from nvpool.rpc.stats import RPC_STATS
 
 MIB = 1 << 20
 SMALL = Bounds(
@@ -91,7 +91,7 @@ def make(bounds=SMALL):
 
 
 def met(limit):
-    return TALLY.limits_met.get(limit, 0)
+    return RPC_STATS.limits_met.get(limit, 0)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ SQUASHED = Peer("q", "10.0.0.5:1", False, "client/eve.0a1b2c3d.squash-root")
 UNAUTHENTICATED = Peer("s", "10.0.0.3:1", False)
 CLIENTS = {NODE_AFAR, CLIENT, BOUND, SQUASHED, ROOT_HERE, OPERATOR_HERE}
 MAY = {
-    Who.STRANGER: {*CLIENTS, USER_HERE, UNAUTHENTICATED},
+    Who.UNAUTHENTICATED: {*CLIENTS, USER_HERE, UNAUTHENTICATED},
     Who.USER: {*CLIENTS, USER_HERE},
     Who.VOLUME: {*CLIENTS, USER_HERE},
     Who.MEMBER: CLIENTS,
@@ -162,7 +162,7 @@ def test_callers_are_named_by_certificate_and_uid():
     assert Callers().of(OPERATOR_HERE).role == Role.USER
     assert (
         callers.of(UNAUTHENTICATED).role == Role.NODE
-        and Callers(strangers=True).of(UNAUTHENTICATED).role == Role.STRANGER
+        and Callers(admit_unauthenticated=True).of(UNAUTHENTICATED).role == Role.UNAUTHENTICATED
     )
 
 
@@ -200,7 +200,7 @@ def test_standby_checks_its_callers(tmp_path):
     async def main() -> None:
         options = MemberOptions(1, 1, 1, tmp_path, LmdbOptions(), SECRET, callers=Callers(OPERATORS))
         member = ShardMember(options, first_map(), None, SYSTEM_CLOCK, None, None)
-        member._stand_by()
+        member.stand_by()
         try:
             await check_all(
                 (wire_pb2.META_SHIP, wire_pb2.META_FOLLOW, wire_pb2.META_STATUS), member.handle, LOCAL_PEERS
@@ -311,7 +311,7 @@ def samples(session: int, slot: int, volume: int, inode: int) -> dict[int, objec
         wire_pb2.META_VOLUME_ROOM: pb.VolumeRoomRequest(
             session=session, inode=volume, bytes=1 << 20, needed=1
         ),
-        wire_pb2.META_TRASH: pb.TrashRequest(session=session, inode=volume, wish=pb.TrashRequest.LIST),
+        wire_pb2.META_TRASH: pb.TrashRequest(session=session, inode=volume, action=pb.TrashRequest.LIST),
         wire_pb2.META_RENAME: pb.RenameRequest(
             change=change, parent=volume, name=b"f", new_parent=volume, new_name=b"g"
         ),

@@ -1,4 +1,4 @@
-"""Unflushed writes that a target lost with its power while the client lives: fsync reports the loss once."""
+"""UnstableWrites writes that a target lost with its power while the client lives: fsync reports the loss once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from nvpool.store.disk.device import MemoryDevice
 from nvpool.testing.fakes.local_pool import LocalPool
 
 ME = Caller(1000, 1000)
-FAST = ClientOptions(deadline_s=30.0, fresh_s=0.0, attr_s=0.0, release_s=0.01, short_cut=False)
+FAST = ClientOptions(deadline_s=30.0, fresh_s=0.0, attr_s=0.0, release_s=0.01, short_circuit=False)
 
 
 def in_loop(test):
@@ -44,7 +44,7 @@ class Losing:
 
     def __init__(self, replicas: int):
         self.pool = LocalPool(
-            capacities=(64 * MIB,) * replicas, replicas=replicas, tells_map=True, chunk_bytes=256 * KIB
+            capacities=(64 * MIB,) * replicas, replicas=replicas, serves_map=True, chunk_bytes=256 * KIB
         )
 
     async def __aenter__(self) -> Losing:
@@ -221,7 +221,7 @@ async def test_write_repeated_after_a_dead_head_is_not_lost():
         flushing = asyncio.create_task(one.vfs.flush(handle))
         chunk = handle.inode, 0
         async with asyncio.timeout(60):
-            while any(store._chunks[chunk].blocks[0][0][:1] != b"y" for store in one.memory()):  # noqa: ASYNC110 - no event
+            while any(store.chunks[chunk].blocks[0][0][:1] != b"y" for store in one.memory()):  # noqa: ASYNC110 - no event
                 await asyncio.sleep(0.01)
         await one.kill(head)
         await one.restart(3 - head, power=False)
