@@ -20,7 +20,6 @@ from nvpool.cli.output import (
     print_json,
     say,
 )
-from nvpool.cli.token_input import join_command
 from nvpool.core import config as configuration
 from nvpool.core.errors import InUse, InvalidRequest, Refused
 from nvpool.core.units import CHUNK_BYTES_DEFAULT, MIB, format_bytes
@@ -202,6 +201,8 @@ def create(
         click.echo(f"drive {drive['path']}: {format_bytes(drive['capacity_bytes'])}")
     say(f"start it with: nvpool serve {directory}")
     if made["join"]:
+        from nvpool.cli.token_input import join_command
+
         say(
             f"once it serves, another machine joins it, within an hour, with: {join_command(made['join'], config)}"
         )
