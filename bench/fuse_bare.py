@@ -15,9 +15,9 @@ import stat
 import sys
 from pathlib import Path
 
-from nvpool.fuse.engines import MountOptions
 from nvpool.fuse.kernel.attach import attach
 from nvpool.fuse.kernel.connection import SPIN_LOOKS
+from nvpool.fuse.mount_point import MountOptions
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.constants import MINOR, PAGE, UNANSWERED, Init, Op
 from nvpool.rpc.v1.meta_pb2 import Attr

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import uvloop
 
-from nvpool.fuse.engines import ENGINES, MountOptions, make_engine
+from nvpool.fuse.engines import ENGINES, make_engine
+from nvpool.fuse.mount_point import MountOptions
 from nvpool.fuse.ops.operations import FuseOps
 from nvpool.runtime.cpu_latency import Awake
 from nvpool.testing.fakes.vfs import MemoryVfs

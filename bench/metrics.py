@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 UNCOUNTED = {
     "rpc/multiplexer.py": {"_reply_stats", "_calls"},
     "fuse/kernel/connection.py": {"spent", "_begin_run", "_end_run", "_kept", "run", "now_s"},
-    "fuse/kernel/dispatch.py": {"read_bytes", "written_bytes"},
+    "fuse/dispatch.py": {"read_bytes", "written_bytes"},
     "fuse/kernel/worker.py": {"_kept"},
     "client/data/short_circuit.py": {"past", "figures", "_note_reads", "read_bytes"},
     "store/chunks/read_batch.py": {"read_bytes"},

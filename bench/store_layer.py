@@ -24,7 +24,8 @@ from nvpool.core.checksum import block_checksums
 from nvpool.core.ids import RequestId
 from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.rpc.v1.wire_pb2 import Method
-from nvpool.store.chunks.api import StoreOptions, create_chunk_store, open_chunk_store
+from nvpool.store.chunks.api import StoreOptions, create_chunk_store
+from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.chunks.read_batch import READ
 from nvpool.store.server.service import WRITE, StoreService
 from nvpool.testing.fakes.meta_shard import PEER

@@ -26,6 +26,7 @@ from nvpool.core.errors import (
     Unavailable,
     with_pool,
 )
+from nvpool.core.units import parse_bytes
 
 EXIT_REFUSED, EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_DAMAGED, EXIT_BUG, EXIT_INTERRUPTED = 1, 2, 3, 4, 70, 130
 
@@ -45,6 +46,22 @@ class Number(click.FloatRange):
         if number != number:
             self.fail(f"{value!r} is not a number", parameter, context)
         return number
+
+
+class ByteSize(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click; 8.1 is supported
+    """Click type of a size in bytes, as in 500G."""
+
+    name = "size"
+
+    def convert(
+        self, value: str | int, parameter: click.Parameter | None, context: click.Context | None
+    ) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_bytes(value)
+        except ValueError as error:
+            self.fail(str(error), parameter, context)
 
 
 def log_options(function: CommandFunction) -> CommandFunction:

@@ -1,4 +1,4 @@
-"""Input of the join token for `nvpool node join` and `nvpool client join`.
+"""Input of the join token for `nvpool node join` and `nvpool client join`, and the command that carries it.
 
 Every user of a machine can read the arguments of all processes (proc(5), cmdline), and the first user of a
 token consumes the token. So the token comes from a file, standard input, the environment or a terminal. A
@@ -14,12 +14,15 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from nvpool.cli.output import say
 from nvpool.core.errors import from_os_error
+
+if TYPE_CHECKING:
+    from nvpool.core.config import Config
 
 VARIABLE = "NVPOOL_TOKEN"
 _TOKEN_BYTES_MAX = 4096
@@ -32,6 +35,13 @@ The token works once. It comes from the first of these sources that is given:
 --token TOKEN works too, but other users of this machine can read it in the list of processes.
 """
 """Text for the epilog of a command with `token_options`."""
+
+
+def join_command(join: dict[str, Any], config: Config, kind: str = "node") -> str:
+    """Return the shell command to join. The token is in a variable, which other users can not read."""
+    where = "--drive PATH" if kind == "node" else "DIR"
+    plain = " --plain-text" if config.network.plain_text else ""
+    return f"{VARIABLE}={join['token']} nvpool {kind} join {join['address'].removeprefix('stream://')} {where}{plain}"
 
 
 def token_options(command: Callable[..., Any]) -> Callable[..., Any]:

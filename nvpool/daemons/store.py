@@ -22,7 +22,8 @@ from nvpool.host.file_modes import group_number
 from nvpool.host.pool_directory import write_whole
 from nvpool.rpc.fd_passing import path_beside
 from nvpool.runtime.service import ServiceContext, main, read_map
-from nvpool.store.chunks.api import LOCATION_LEASE_S, StoreOptions, open_chunk_store
+from nvpool.store.chunks.api import LOCATION_LEASE_S, StoreOptions
+from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.chunks.location_leases import KeptTable
 from nvpool.store.server.service import StoreService
 from nvpool.store.server.serving_lease import ServingLease

@@ -1,4 +1,4 @@
-"""FUSE engines: their interface, their options, and the choice between them.
+"""FUSE engines: their interface, and the choice between them.
 
 `kernel` speaks the kernel's protocol itself (Linux 5.4 and later), `pyfuse3` goes through libfuse. Both are
 built on `fuse/ops/operations`. Used by mountd/server and bench. Each engine's libraries are imported only if
@@ -12,10 +12,10 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from nvpool.core.errors import InvalidRequest
-from nvpool.fuse.mount_point import Mount
+from nvpool.fuse.mount_point import Mount, MountOptions
 from nvpool.fuse.ops.operations import FuseOps
 from nvpool.metrics.exposition import Page
 from nvpool.shm.request_log import Unanswered
@@ -28,46 +28,6 @@ RESEND_MIN = (6, 9)
 
 On an older one fuse/kernel/replay_log does that.
 """
-
-
-class MountOptions(NamedTuple):
-    pool: str
-    read_only: bool = False
-    allow_other: bool = True
-    extra: tuple[str, ...] = ()
-    """Further options of mount(8): noexec, suid, dev, …"""
-    max_read: int = 0
-    """Bytes in one READ; 0: as many as the kernel allows.
-
-    Only engine `kernel` uses this and the fields below.
-    """
-    max_background: int = 128
-    """Pending background requests (read-ahead, write-back, large direct I/O); more wait in the kernel.
-
-    No application waits for these.
-    """
-    congestion_threshold: int = 0
-    """Pending background requests from which on the kernel reads less ahead.
-
-    0: three quarters of max_background.
-    """
-    writeback: bool = False
-    """Let the kernel cache written pages and write them later.
-
-    Only if no other client changes the mounted files.
-    """
-    source: str = ""
-    """Name of the mount's source in /proc/mounts; "": nvpool:POOL."""
-
-    acl: bool = True
-    """Let the kernel enforce access control lists.
-
-    It queries them when a user other than the owner needs a right.
-    """
-
-    @property
-    def shown(self) -> str:
-        return self.source or f"nvpool:{self.pool}"
 
 
 class Engine(Protocol):

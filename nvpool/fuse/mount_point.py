@@ -1,4 +1,4 @@
-"""Mount points: check one before a mount, and unmount, even if the mount's daemon is dead.
+"""Mount points and mount options: check a point before a mount, and unmount, even if its daemon is dead.
 
 Used by mountd/server and tests. No call here waits longer than a probe of a mount (host/mountinfo). The only
 exception is an `unmount` that is not lazy: the kernel writes dirty pages back through the mount before it
@@ -13,6 +13,7 @@ import os
 import stat
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 from nvpool.core.errors import (
     AccessDenied,
@@ -26,6 +27,49 @@ from nvpool.core.errors import (
 from nvpool.host.mountinfo import OUR_TYPE, Mount, look_at, mount_at, place_of
 
 _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
+
+
+class MountOptions(NamedTuple):
+    """Options of one mount: those of mount(8), and how the kernel reads and writes."""
+
+    pool: str
+    read_only: bool = False
+    allow_other: bool = True
+    extra: tuple[str, ...] = ()
+    """Further options of mount(8): noexec, suid, dev, …"""
+    max_read: int = 0
+    """Bytes in one READ; 0: as many as the kernel allows.
+
+    Only engine `kernel` uses this and the fields below.
+    """
+    max_background: int = 128
+    """Pending background requests (read-ahead, write-back, large direct I/O); more wait in the kernel.
+
+    No application waits for these.
+    """
+    congestion_threshold: int = 0
+    """Pending background requests from which on the kernel reads less ahead.
+
+    0: three quarters of max_background.
+    """
+    writeback: bool = False
+    """Let the kernel cache written pages and write them later.
+
+    Only if no other client changes the mounted files.
+    """
+    source: str = ""
+    """Name of the mount's source in /proc/mounts; "": nvpool:POOL."""
+
+    acl: bool = True
+    """Let the kernel enforce access control lists.
+
+    It queries them when a user other than the owner needs a right.
+    """
+
+    @property
+    def shown(self) -> str:
+        """Name of the mount's source in /proc/mounts."""
+        return self.source or f"nvpool:{self.pool}"
 
 
 def check_mount_point(path: Path, *, force: bool = False) -> Path:

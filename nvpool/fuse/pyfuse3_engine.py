@@ -34,8 +34,7 @@ from pyfuse3 import EntryAttributes, FileInfo, FUSEError, StatvfsData, readdir_r
 
 from nvpool.client.state.types import Caller
 from nvpool.core.errors import InUse, NvpoolError, Unavailable
-from nvpool.fuse.engines import MountOptions
-from nvpool.fuse.mount_point import Mount, mount_at, unmount
+from nvpool.fuse.mount_point import Mount, MountOptions, mount_at, unmount
 from nvpool.fuse.ops.operations import ASK, FuseOps, errno_of
 from nvpool.fuse.protocol.replies import BLOCK_BYTES
 from nvpool.metrics.exposition import Page

@@ -16,10 +16,9 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from nvpool.core.units import MIB
-from nvpool.kv.replication.commit_mark import CommitMark
 
 RETAIN_BYTES = 32 * MIB
 """About 90,000 changes of usual size: enough for a standby that was absent for some seconds of full load."""
@@ -36,6 +35,13 @@ class TermRun(NamedTuple):
     term: int
     first: int
     last: int
+
+
+class MarkWriter(Protocol):
+    """The commit mark of a primary, as the log raises it; see kv/replication/commit_mark."""
+
+    def raise_to(self, sequence: int) -> None:
+        """Allow changes up to `sequence` to be acknowledged from now on."""
 
 
 class Tail(NamedTuple):
@@ -76,9 +82,9 @@ class ReplicationHistory:
         self._kept: dict[int, tuple[int, bytes]] = {}
         self._waiting: deque[tuple[int, Callable[[bool], None]]] = deque()
         self._ended = False
-        self._mark: CommitMark | None = None
+        self._mark: MarkWriter | None = None
 
-    def mark_commits(self, mark: CommitMark | None) -> None:
+    def mark_commits(self, mark: MarkWriter | None) -> None:
         """Raise this mark from now on, before a change counts as committed."""
         self._mark = mark
 

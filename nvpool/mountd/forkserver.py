@@ -25,7 +25,7 @@ from functools import partial
 
 from nvpool.core.errors import NvpoolError
 from nvpool.core.programs import Program
-from nvpool.fuse.kernel.notify import write_for
+from nvpool.fuse.notify import write_for
 from nvpool.mountd.arguments import configured_pool, parse_words, start_mount_log
 from nvpool.mountd.holder import DESCRIPTORS_MAX
 from nvpool.mountd.holder_client import HolderClient

@@ -38,9 +38,9 @@ from nvpool.core.errors import InUse, InvalidRequest, NvpoolError, Unavailable
 from nvpool.core.ids import ROOT_INODE
 from nvpool.core.member_names import MEMBER_S
 from nvpool.core.units import MIB
-from nvpool.fuse.engines import Engine, MountOptions, engine_of, is_held, make_engine
-from nvpool.fuse.kernel.notify import ByProcess
-from nvpool.fuse.mount_point import check_mount_point, set_read_ahead, unmount
+from nvpool.fuse.engines import Engine, engine_of, is_held, make_engine
+from nvpool.fuse.mount_point import MountOptions, check_mount_point, set_read_ahead, unmount
+from nvpool.fuse.notify import ByProcess
 from nvpool.fuse.ops.operations import FuseOptions
 from nvpool.fuse.ops.subtree import directory_at, parts_of, view_of
 from nvpool.host.mountinfo import Mount, mount_at, place_of

@@ -13,8 +13,8 @@ import enum
 from typing import NamedTuple
 
 from nvpool.core.errors import AccessDenied
-from nvpool.rpc.api import Call, Credentials, Peer
-from nvpool.rpc.peer_roles import Role, acts_as, role_of
+from nvpool.rpc.api import Call
+from nvpool.rpc.peer_roles import Credentials, Peer, Role, acts_as, role_of
 from nvpool.rpc.v1 import wire_pb2 as wire
 
 

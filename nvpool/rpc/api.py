@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from nvpool.rpc.peer_roles import Peer
+
 if TYPE_CHECKING:
     from nvpool.rpc.limits import Limits
     from nvpool.security.tls import TlsIdentity
@@ -77,50 +79,6 @@ class Call(Protocol):
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
         """Call `callback` once if the client cancels the request or the connection ends unanswered."""
-
-
-class BelievedGroups:
-    """All groups except root's (gid 0).
-
-    Used for a client whose statements about groups are trusted. BELIEVED_GROUPS is the only instance.
-    """
-
-    def __contains__(self, gid: object) -> bool:
-        return gid != 0
-
-
-BELIEVED_GROUPS = BelievedGroups()
-SOMEBODY = -1
-"""User id that means any user of a client except root. The request does not say which one."""
-
-
-class Credentials(NamedTuple):
-    """User and groups of a peer process, or those that a client may act as.
-
-    For a process at the other end of a unix socket they are the values at connect time, as the kernel reports
-    them.
-    """
-
-    uid: int
-    gids: frozenset[int] | BelievedGroups
-    """The group of the process and its supplementary groups (reported since Linux 4.13)."""
-    pid: int
-
-
-class Peer(NamedTuple):
-    """Identity of the other end of a connection: its greeting, its certificate and its credentials."""
-
-    name: str
-    address: str
-    local: bool
-    """True if the peer is on this host (unix socket or in-process)."""
-    member: str = ""
-    """Member name from the peer's certificate, like node/alpha.
-
-    Empty in plain text, and for a peer without a certificate where the listener accepts those.
-    """
-    credentials: Credentials | None = None
-    """Credentials of a process on this host; None on all connections except unix sockets."""
 
 
 Handler = Callable[[Call], None]

@@ -1,4 +1,4 @@
-"""Role of the peer of a connection, from its certificate or its credentials.
+"""Identity and role of the peer of a connection, from its certificate or its credentials.
 
 A certificate names a node or a client. A process on this host has the credentials that the kernel reports for
 a unix socket (unix(7), SO_PEERCRED and SO_PEERGROUPS): root, the user of the pool's daemons and the members
@@ -16,12 +16,56 @@ import os
 import socket
 import struct
 from functools import lru_cache
+from typing import NamedTuple
 
 from nvpool.core.member_names import squashes_root, user_in
-from nvpool.rpc.api import BELIEVED_GROUPS, SOMEBODY, Credentials, Peer
 
 _PEERCRED = struct.Struct("iII")
 _SO_PEERGROUPS = getattr(socket, "SO_PEERGROUPS", 59)
+
+
+class BelievedGroups:
+    """All groups except root's (gid 0).
+
+    Used for a client whose statements about groups are trusted. BELIEVED_GROUPS is the only instance.
+    """
+
+    def __contains__(self, gid: object) -> bool:
+        return gid != 0
+
+
+BELIEVED_GROUPS = BelievedGroups()
+SOMEBODY = -1
+"""User id that means any user of a client except root. The request does not say which one."""
+
+
+class Credentials(NamedTuple):
+    """User and groups of a peer process, or those that a client may act as.
+
+    For a process at the other end of a unix socket they are the values at connect time, as the kernel reports
+    them.
+    """
+
+    uid: int
+    gids: frozenset[int] | BelievedGroups
+    """The group of the process and its supplementary groups (reported since Linux 4.13)."""
+    pid: int
+
+
+class Peer(NamedTuple):
+    """Identity of the other end of a connection: its greeting, its certificate and its credentials."""
+
+    name: str
+    address: str
+    local: bool
+    """True if the peer is on this host (unix socket or in-process)."""
+    member: str = ""
+    """Member name from the peer's certificate, like node/alpha.
+
+    Empty in plain text, and for a peer without a certificate where the listener accepts those.
+    """
+    credentials: Credentials | None = None
+    """Credentials of a process on this host; None on all connections except unix sockets."""
 
 
 class Role(enum.IntEnum):

@@ -16,7 +16,8 @@ from google.protobuf.message import DecodeError, Message
 from nvpool.core.config import Config, as_dict
 from nvpool.core.errors import AccessDenied, NotPermitted, Refused
 from nvpool.host.pool_directory import PoolDirectory
-from nvpool.rpc.api import Buffer, Call, Peer
+from nvpool.rpc.api import Buffer, Call
+from nvpool.rpc.peer_roles import Peer
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
 from nvpool.runtime.audit_log import Actor, AuditLog

@@ -186,7 +186,7 @@ class AsyncFileSystem:
         self.origin = origin
         """The data needed to connect again; None if the program passed its own client."""
         self._batches = Batches(client.vfs, caller)
-        self.volumes = AsyncVolumes(self)
+        self.volumes = AsyncVolumes(client)
 
     @classmethod
     async def connect(

@@ -266,7 +266,7 @@ class FileSystem:
         self._lock = threading.Lock()
         self._closed = False
         self._runtime: Runtime | None = None
-        self.volumes = Volumes(self)
+        self.volumes = Volumes(self.runtime)
         _all.add(self)
 
     def __getstate__(self) -> Origin:

@@ -58,7 +58,7 @@ class Unconnected(AsyncFileSystem):
 
 
 class _UnconnectedVolumes(AsyncVolumes):
-    def __init__(self, pool: Unconnected) -> None:  # does not call the base, which needs the pool's client
+    def __init__(self, pool: Unconnected) -> None:  # does not call the base, which needs a client
         self.pool = pool
 
 

@@ -15,7 +15,7 @@ import os
 import stat
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from nvpool.client.reverse_paths import PathFinder
 from nvpool.client.state.types import Caller
@@ -30,8 +30,7 @@ from nvpool.sdk.argument_checks import integer, text
 from nvpool.sdk.paths import as_detailed_os_error, locate, name_bytes, names_of
 
 if TYPE_CHECKING:
-    from nvpool.sdk.aio import AsyncFileSystem
-    from nvpool.sdk.filesystem import FileSystem
+    from nvpool.client.session import Client
 
 OPEN, LISTED = "open", "listed"
 READY, REMOVING = "ready", "removing"
@@ -126,10 +125,9 @@ def volume_of(state: pb.VolumeState) -> Volume:
 class AsyncVolumes:
     """Volume operations of an AsyncFileSystem."""
 
-    def __init__(self, pool: AsyncFileSystem) -> None:
-        self._pool = pool
-        self._vfs = pool.vfs
-        self.client = pool.client
+    def __init__(self, client: Client) -> None:
+        self._vfs = client.vfs
+        self.client = client
         self._directory = 0
 
     async def create(
@@ -504,11 +502,28 @@ class AsyncVolumes:
         return reply
 
 
+class _AsyncPool(Protocol):
+    """A connected AsyncFileSystem."""
+
+    @property
+    def volumes(self) -> AsyncVolumes: ...
+
+
+class _PoolRuntime(Protocol):
+    """The event loop of a FileSystem, in its own thread, and the client that runs on it; see loop_thread."""
+
+    @property
+    def pool(self) -> _AsyncPool: ...
+
+    def call(self, work: Coroutine[Any, Any, _Result]) -> _Result: ...
+
+
 class Volumes:
     """Volume operations of a FileSystem, callable from any thread. See AsyncVolumes."""
 
-    def __init__(self, pool: FileSystem) -> None:
-        self._pool = pool
+    def __init__(self, runtime: Callable[[], _PoolRuntime]) -> None:
+        """`runtime()` connects the file system if it is not connected yet."""
+        self._runtime = runtime
 
     def _call(
         self,
@@ -516,7 +531,7 @@ class Volumes:
         *arguments: _Arguments.args,
         **named: _Arguments.kwargs,
     ) -> _Result:
-        runtime = self._pool.runtime()
+        runtime = self._runtime()
         return runtime.call(method(runtime.pool.volumes, *arguments, **named))
 
     def create(

@@ -13,8 +13,8 @@ import pytest
 from nvpool.core.clock import ManualClock
 from nvpool.core.errors import DriveFailed
 from nvpool.kv.engine import LmdbKv, LmdbOptions
-from nvpool.store.chunks.api import StoreOptions, create_chunk_store, open_chunk_store
-from nvpool.store.chunks.block_store import BlockChunkStore
+from nvpool.store.chunks.api import StoreOptions, create_chunk_store
+from nvpool.store.chunks.block_store import BlockChunkStore, open_chunk_store
 from nvpool.store.chunks.memory_store import MemoryChunkStore
 from nvpool.store.chunks.recovery import ReplayCheck
 from nvpool.store.disk.device import MemoryDevice

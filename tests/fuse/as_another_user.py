@@ -32,9 +32,8 @@ def use(place):
 
 async def main(place):
     from nvpool.core.errors import AccessDenied
-    from nvpool.fuse.engines import MountOptions
     from nvpool.fuse.kernel.connection import KernelEngine
-    from nvpool.fuse.mount_point import mount_at
+    from nvpool.fuse.mount_point import MountOptions, mount_at
     from nvpool.fuse.ops.operations import FuseOps
     from nvpool.testing.fakes.vfs import MemoryVfs
 

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from functools import partial
 
 from nvpool.client.state.options import ClientOptions
-from nvpool.fuse.engines import MountOptions
 from nvpool.fuse.kernel.connection import KernelEngine
-from nvpool.fuse.mount_point import unmount
+from nvpool.fuse.mount_point import MountOptions, unmount
 from nvpool.fuse.ops.operations import FuseOps, FuseOptions
 from nvpool.fuse.protocol.constants import Op
 from nvpool.meta.server.service import MetaOptions

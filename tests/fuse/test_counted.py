@@ -14,7 +14,7 @@ from conftest import as_user, needs, wait_until
 from counted_mounts import CountedMounts
 
 from nvpool.client.state.options import ClientOptions
-from nvpool.fuse.engines import MountOptions
+from nvpool.fuse.mount_point import MountOptions
 from nvpool.fuse.ops.operations import FuseOptions
 from nvpool.meta.server.service import MetaOptions
 

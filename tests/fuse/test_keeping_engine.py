@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 from test_kernel_engine import Kernel, SlowVfs
 
-from nvpool.fuse.engines import MountOptions
+from nvpool.fuse.dispatch import FIRST
 from nvpool.fuse.kernel.connection import KernelEngine
-from nvpool.fuse.kernel.dispatch import FIRST
 from nvpool.fuse.kernel.replay_log import KeepingEngine
+from nvpool.fuse.mount_point import MountOptions
 from nvpool.fuse.ops.operations import FuseOps
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.constants import Init, Op

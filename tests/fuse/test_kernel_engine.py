@@ -15,9 +15,10 @@ import pytest
 
 from nvpool.client.rpc.exactly_once import asking
 from nvpool.core import errors
-from nvpool.fuse.engines import MountOptions, kernel_version, make_engine
+from nvpool.fuse.engines import kernel_version, make_engine
 from nvpool.fuse.kernel import connection as kernel_connection
 from nvpool.fuse.kernel.connection import FLAGS, IN_WORK_MAX, KernelEngine, is_dying
+from nvpool.fuse.mount_point import MountOptions
 from nvpool.fuse.ops.operations import FuseOps, FuseOptions
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.constants import Init, Op, Opening

@@ -10,10 +10,9 @@ from contextlib import asynccontextmanager
 import pytest
 from test_known import CAPABILITY, Both, reply_count, state_of, theirs
 
-from nvpool.client.read.reader import Ahead
 from nvpool.client.session import Client
 from nvpool.client.state.attr_cache import OpenInode
-from nvpool.client.state.types import FileHandle
+from nvpool.client.state.types import Ahead, FileHandle
 from nvpool.core import grants
 from nvpool.fuse.fast_path import cached_replies
 from nvpool.fuse.protocol import replies, requests

@@ -15,10 +15,9 @@ import pytest
 from conftest import NO_MOUNT, is_mounted, needs, wait_until
 
 from nvpool.core.errors import InvalidRequest
-from nvpool.fuse.engines import MountOptions
 from nvpool.fuse.kernel.attach import attach
 from nvpool.fuse.kernel.connection import DYING_LOOK_S, KernelEngine
-from nvpool.fuse.mount_point import mount_at
+from nvpool.fuse.mount_point import MountOptions, mount_at
 from nvpool.fuse.ops.operations import FuseOps, FuseOptions
 from nvpool.testing.fakes.vfs import MemoryVfs
 

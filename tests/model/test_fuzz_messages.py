@@ -15,7 +15,7 @@ from nvpool.meta.server import local_users
 from nvpool.meta.server.service import MetaService
 from nvpool.meta.sessions.table import Sessions
 from nvpool.meta.state.volume_access import VolumeAccess
-from nvpool.rpc.api import BELIEVED_GROUPS, Credentials
+from nvpool.rpc.peer_roles import BELIEVED_GROUPS, Credentials
 from nvpool.rpc.v1 import wire_pb2 as wire
 from nvpool.testing.fuzz.runner import PLACES, fuzz
 

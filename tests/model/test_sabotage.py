@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from nvpool.client.data import commit
-from nvpool.client.lookup import striped_dirs as lookup_striped_dirs
+from nvpool.client.vfs import striped_dirs as lookup_striped_dirs
 from nvpool.cluster import embedded
 from nvpool.core.checksum import crc32c
 from nvpool.core.errors import StaleEpoch

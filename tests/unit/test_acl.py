@@ -17,7 +17,7 @@ from nvpool.core.ids import ROOT_INODE
 from nvpool.core.posix import acl
 from nvpool.core.posix.acl import GROUP, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, AclEntry
 from nvpool.meta.state import records
-from nvpool.sdk.admin.dump import dump, load
+from nvpool.sdk.dump import dump, load
 from nvpool.sdk.fsck.check import Checkup, check_metadata
 from nvpool.sdk.transfer.export_tree import export_tree
 from nvpool.sdk.transfer.import_tree import import_tree

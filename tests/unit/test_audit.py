@@ -13,7 +13,7 @@ from nvpool.core.clock import ManualClock
 from nvpool.core.config import parse
 from nvpool.core.errors import AccessDenied, AlreadyExists, InUse, WrongShard
 from nvpool.host.pool_directory import FORMAT_TEXT, PoolDirectory
-from nvpool.rpc.api import Credentials, Peer
+from nvpool.rpc.peer_roles import Credentials, Peer
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
 from nvpool.runtime import audit_log

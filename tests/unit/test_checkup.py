@@ -14,7 +14,7 @@ from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import Busy, WrongTarget
 from nvpool.poolmap.layout import chain_of
 from nvpool.rpc.v1 import data_pb2, wire_pb2
-from nvpool.sdk.admin.dump import dump, load
+from nvpool.sdk.dump import dump, load
 from nvpool.sdk.fsck.check import Checkup, check
 from nvpool.testing.fakes.local_pool import LocalPool, run
 
@@ -69,7 +69,7 @@ def test_healthy_pool_has_no_problem_after_removals():
 
 def test_records_are_counted_once_in_any_number_of_steps(monkeypatch, tmp_path):
     monkeypatch.setattr("nvpool.sdk.fsck.metadata.RECORDS_A_STEP", 3)
-    monkeypatch.setattr("nvpool.sdk.admin.dump.RECORDS_A_STEP", 3)
+    monkeypatch.setattr("nvpool.sdk.dump.RECORDS_A_STEP", 3)
     path = str(tmp_path / "dump")
 
     async def made(pool):

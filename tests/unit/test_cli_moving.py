@@ -14,7 +14,7 @@ from nvpool.cli.commands.shard import wait_until_moved
 from nvpool.cli.pool_path import PlaceType, PoolPath
 from nvpool.core.checksum import crc32c
 from nvpool.core.errors import CorruptRecord, InvalidRequest, WrongFormat
-from nvpool.sdk.admin import dump as sdk_dump
+from nvpool.sdk import dump as sdk_dump
 from nvpool.sdk.bench.random_reads import Latencies, Places, read_local
 
 

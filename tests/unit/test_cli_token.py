@@ -7,8 +7,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from nvpool.cli.commands import client, node
-from nvpool.cli.token_input import VARIABLE, token_from
+from nvpool.cli.commands import client
+from nvpool.cli.token_input import VARIABLE, join_command, token_from
 from nvpool.core.config import Config
 from nvpool.core.errors import NotFound
 
@@ -133,7 +133,7 @@ def test_token_is_removed_from_the_environment(joined):
 
 @pytest.mark.parametrize("kind", ["node", "client"])
 def test_join_command_has_no_token_among_its_arguments(kind):
-    line = node.join_command({"address": "stream://10.0.0.1:17512", "token": TOKEN}, Config(), kind)
+    line = join_command({"address": "stream://10.0.0.1:17512", "token": TOKEN}, Config(), kind)
     variable, *words = line.split()
     assert variable == f"{VARIABLE}={TOKEN}" and words[:4] == ["nvpool", kind, "join", "10.0.0.1:17512"]
     assert TOKEN not in " ".join(words)

@@ -24,6 +24,7 @@ from nvpool.rpc.fd_passing import Handover, path_beside, take
 from nvpool.rpc.peer_roles import credentials_of
 from nvpool.rpc.v1.wire_pb2 import Method
 from nvpool.store.chunks import api as store_api
+from nvpool.store.chunks import block_store
 from nvpool.testing.fakes.local_pool import LocalPool
 
 ME = Caller(0, 0)
@@ -612,9 +613,9 @@ async def test_holes_and_bytes_past_the_known_end_are_requested(host):
 def test_each_side_can_switch_short_circuit_reads_off(how, monkeypatch):
     options = {"store": {"location_lease_s": 0.0}, "direct": {"direct": True}}.get(how, {})
     if options:
-        opened = store_api.open_chunk_store
+        opened = block_store.open_chunk_store
         monkeypatch.setattr(
-            store_api,
+            block_store,
             "open_chunk_store",
             lambda path, target, clock: opened(path, target, store_api.StoreOptions(**options), clock=clock),
         )

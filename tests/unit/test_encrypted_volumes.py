@@ -24,7 +24,8 @@ from nvpool.sdk.aio import AsyncFileSystem
 from nvpool.security import xts
 from nvpool.security.volume_keys import WRAPPED_BYTES, PoolKeys, identity_of, wrapped_by
 from nvpool.security.xts import BlockCipher
-from nvpool.store.chunks.api import create_chunk_store, open_chunk_store
+from nvpool.store.chunks.api import create_chunk_store
+from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.chunks.memory_store import MemoryChunkStore
 from nvpool.testing.fakes.local_pool import LocalPool
 

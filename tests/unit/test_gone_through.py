@@ -8,9 +8,9 @@ import random
 
 import pytest
 
-from nvpool.client.lookup import prefetch_policy
-from nvpool.client.lookup.prefetch_policy import SHARE, LookupPrefetch
 from nvpool.client.state.options import ClientOptions
+from nvpool.client.vfs import prefetch_policy
+from nvpool.client.vfs.prefetch_policy import SHARE, LookupPrefetch
 from nvpool.core.errors import CorruptFrame, NotFound
 from nvpool.core.grants import GRANT_BYTES
 from nvpool.core.ids import ROOT_INODE

@@ -9,8 +9,8 @@ import msgspec
 from nvpool.client.state.types import Caller
 from nvpool.core.checksum import crc32c
 from nvpool.core.ids import ROOT_INODE
-from nvpool.sdk.admin import dump as sdk_dump
-from nvpool.sdk.admin.dump import SAMPLE_MAX, _Sample, dump, load
+from nvpool.sdk import dump as sdk_dump
+from nvpool.sdk.dump import SAMPLE_MAX, _Sample, dump, load
 from nvpool.sdk.fsck.check import Checkup, check
 from nvpool.testing.fakes.local_pool import LocalPool, run
 

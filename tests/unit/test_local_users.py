@@ -26,8 +26,8 @@ from nvpool.meta.server import local_users
 from nvpool.meta.server.dispatch import CHANGES, QUERIES
 from nvpool.meta.server.service import MetaOptions, MetaService
 from nvpool.rpc.access_control import RIGHTS, Callers, Who
-from nvpool.rpc.api import Credentials, Peer
 from nvpool.rpc.messages.direntries import DirectoryPage
+from nvpool.rpc.peer_roles import Credentials, Peer
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
 from nvpool.testing.fakes.meta_shard import DirectCall, ShardClient, StoreRecorder, small_map

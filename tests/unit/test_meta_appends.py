@@ -10,8 +10,8 @@ from nvpool.core.ids import ROOT_INODE as ROOT
 from nvpool.core.units import WITHDRAW_ANY
 from nvpool.kv.memory import MemoryKv
 from nvpool.meta.server.service import MetaOptions, MetaService
-from nvpool.meta.sessions.append_order import APPEND_S
 from nvpool.meta.state import records
+from nvpool.meta.state.append_order import APPEND_S
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.testing.fakes.meta_shard import ShardClient, StoreRecorder, small_map
 

@@ -22,9 +22,10 @@ from nvpool.meta.server.service import MetaOptions, MetaService
 from nvpool.meta.state import records
 from nvpool.meta.state.records import Inode
 from nvpool.meta.state.transaction import fill_attr
-from nvpool.rpc.api import Credentials, Greeting, Peer
+from nvpool.rpc.api import Greeting
 from nvpool.rpc.error_codec import decode_error
 from nvpool.rpc.multiplexer import IN_FLIGHT_MAX, Answerer
+from nvpool.rpc.peer_roles import Credentials, Peer
 from nvpool.rpc.registry import transport
 from nvpool.rpc.stats import ReplyStats
 from nvpool.rpc.transports.frame import EMPTY, HELLO, REPLY, REQUEST, pack_head, read_head

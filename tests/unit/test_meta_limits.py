@@ -12,7 +12,7 @@ from nvpool.kv.memory import MemoryKv
 from nvpool.meta.operations.setattr import MODE
 from nvpool.meta.options import MetaOptions
 from nvpool.meta.server.service import MetaService
-from nvpool.rpc.api import Credentials, Peer
+from nvpool.rpc.peer_roles import Credentials, Peer
 from nvpool.rpc.stats import RPC_STATS
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.testing.fakes.meta_shard import ShardClient, StoreRecorder, small_map

@@ -13,8 +13,8 @@ from nvpool.meta import snapshot_barrier as shard_moment
 from nvpool.rpc.v1 import wire_pb2
 from nvpool.rpc.v1.meta_pb2 import DumpReply, DumpRequest, MomentReply, MomentRequest
 from nvpool.sdk.admin.calls import AdminCalls
-from nvpool.sdk.admin.dump import dump, frames, read_header
 from nvpool.sdk.admin.snapshot_barrier import begin_at_all
+from nvpool.sdk.dump import dump, frames, read_header
 from nvpool.sdk.fsck.check import check_metadata
 from nvpool.sdk.fsck.report import Checkup
 
@@ -163,7 +163,7 @@ def test_check_restarts_and_reports_a_new_primary(monkeypatch, shard):
 
 
 def test_dump_continues_after_a_new_primary(monkeypatch, tmp_path):
-    monkeypatch.setattr("nvpool.sdk.admin.dump.RECORDS_A_STEP", 5)
+    monkeypatch.setattr("nvpool.sdk.dump.RECORDS_A_STEP", 5)
 
     async def main(names: Names) -> None:
         for number in range(10):

@@ -12,8 +12,8 @@ from nvpool.cli.mount.command import mount
 from nvpool.cli.mount.mount_nvpool import main, parse
 from nvpool.core.errors import InvalidRequest
 from nvpool.core.programs import Program, command
-from nvpool.fuse.engines import MountOptions
 from nvpool.fuse.kernel import attach
+from nvpool.fuse.mount_point import MountOptions
 from nvpool.mountd.arguments import is_read_only, parse_words
 
 

@@ -10,7 +10,7 @@ from nvpool.core.posix.acl import AclEntry
 from nvpool.meta.operations import permissions
 from nvpool.meta.operations.permissions import READ, SEARCH, WRITE
 from nvpool.meta.state.records import Inode
-from nvpool.rpc.api import Credentials
+from nvpool.rpc.peer_roles import Credentials
 
 US = Credentials(1000, frozenset({1000, 50}), 1)
 OTHERS = Credentials(2000, frozenset({2000}), 1)

@@ -15,7 +15,7 @@ from nvpool.meta.sessions.table import Sessions, mark_of
 from nvpool.meta.state import records
 from nvpool.meta.state.session_records import SessionRecord, decode_session, decode_slot, encode_session
 from nvpool.rpc.access_control import RIGHTS
-from nvpool.rpc.api import Credentials
+from nvpool.rpc.peer_roles import Credentials
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
 from nvpool.testing.fakes.meta_shard import PEER, DirectCall, ShardClient

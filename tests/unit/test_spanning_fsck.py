@@ -14,7 +14,7 @@ from nvpool.meta.state import records
 from nvpool.meta.state.striped_dirs import decode_part, encode_part
 from nvpool.poolmap.shards.partitions import partition_of_name
 from nvpool.sdk.admin.calls import AdminCalls
-from nvpool.sdk.admin.dump import dump, load
+from nvpool.sdk.dump import dump, load
 from nvpool.sdk.fsck.check import Checkup, check_metadata
 from nvpool.sdk.fsck.tree import Climbs
 from nvpool.testing.fakes.local_pool import LocalPool

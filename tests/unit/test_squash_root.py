@@ -21,9 +21,8 @@ from nvpool.meta.server import fast_path as meta_fast_path
 from nvpool.meta.server.service import MetaService
 from nvpool.meta.state.records import Inode
 from nvpool.rpc.access_control import Callers
-from nvpool.rpc.api import BELIEVED_GROUPS, SOMEBODY, Credentials, Peer
 from nvpool.rpc.messages.direntries import DirectoryPage
-from nvpool.rpc.peer_roles import acts_as
+from nvpool.rpc.peer_roles import BELIEVED_GROUPS, SOMEBODY, Credentials, Peer, acts_as
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.testing.fakes.meta_shard import ShardClient, StoreRecorder, small_map
 

@@ -8,7 +8,8 @@ import pytest
 from nvpool.core.checksum import block_checksums
 from nvpool.core.errors import CorruptRecord, InvalidRequest
 from nvpool.store.chunks import read_batch as reads_module
-from nvpool.store.chunks.api import ALL_INODES, NO_INODE, create_chunk_store, open_chunk_store
+from nvpool.store.chunks.api import ALL_INODES, NO_INODE, create_chunk_store
+from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.chunks.read_batch import READ, RESULT
 
 BLOCK = 4096

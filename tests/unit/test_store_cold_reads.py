@@ -8,7 +8,8 @@ import pytest
 from nvpool.core import errors
 from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.rpc.v1.wire_pb2 import Method
-from nvpool.store.chunks.api import create_chunk_store, open_chunk_store
+from nvpool.store.chunks.api import create_chunk_store
+from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.chunks.read_batch import READ, RESULT
 from nvpool.store.server import service as service_module
 from tests.unit.test_store_service import Bench, FakeCall

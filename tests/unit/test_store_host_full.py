@@ -10,7 +10,8 @@ import pytest
 from nvpool.core.checksum import block_checksums
 from nvpool.core.errors import NoSpace
 from nvpool.core.units import KIB, MIB
-from nvpool.store.chunks.api import StoreOptions, create_chunk_store, open_chunk_store
+from nvpool.store.chunks.api import StoreOptions, create_chunk_store
+from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.disk import reserve_file
 from nvpool.store.disk.reserve_file import SpaceReserve
 

@@ -28,6 +28,7 @@ from nvpool.rpc.v1.wire_pb2 import Method
 from nvpool.store.chunks import location_leases as lease
 from nvpool.store.chunks.api import LOCATION_LEASE_S, LocatedBlocks, StoreOptions
 from nvpool.store.chunks.block_store import BlockChunkStore
+from nvpool.store.chunks.read_batch import located
 from nvpool.store.chunks.recovery import ReplayCheck
 from nvpool.store.disk.allocator import SpacePending, Transaction
 from nvpool.store.disk.device import MemoryDevice
@@ -88,9 +89,7 @@ class LeasingStore:
         return self.store.locate(inode, index, blocks, 60.0)
 
     def places(self, inode, index=0):
-        return set(places_of(lease.located(self.store.index, self.store.index.chunk(inode, index), 4096))) - {
-            0
-        }
+        return set(places_of(located(self.store.index, self.store.index.chunk(inode, index), 4096))) - {0}
 
     def free(self) -> set[int]:
         """All blocks that a write could get now."""

@@ -25,7 +25,8 @@ from nvpool.rpc.multiplexer import IN_FLIGHT_MAX
 from nvpool.rpc.registry import transport
 from nvpool.rpc.transports.frame import REQUEST, pack_head, read_head
 from nvpool.rpc.v1.wire_pb2 import DATA_WRITE
-from nvpool.store.chunks.api import InodeCut, StoreOptions, create_chunk_store, open_chunk_store
+from nvpool.store.chunks.api import InodeCut, StoreOptions, create_chunk_store
+from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.disk.allocator import GROUP_BLOCKS, Transaction
 from nvpool.store.disk.index_records import segment_key
 from nvpool.store.server import fast_first_writes, fast_reads

@@ -13,7 +13,8 @@ from nvpool.blockio import uring
 from nvpool.core import errors
 from nvpool.core.checksum import block_checksums
 from nvpool.kv.engine import LmdbKv, LmdbOptions
-from nvpool.store.chunks.api import StoreOptions, create_chunk_store, open_chunk_store
+from nvpool.store.chunks.api import StoreOptions, create_chunk_store
+from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.disk.allocator import GROUP_BLOCKS, encode_bitmap, encode_deltas
 from nvpool.store.disk.device import BufferPool, FileDevice
 from nvpool.store.disk.index_records import (

@@ -31,7 +31,8 @@ from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.registry import listen
 from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.rpc.v1.wire_pb2 import Method
-from nvpool.store.chunks.api import StoreOptions, create_chunk_store, open_chunk_store
+from nvpool.store.chunks.api import StoreOptions, create_chunk_store
+from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.chunks.memory_store import MemoryChunkStore
 from nvpool.store.chunks.read_batch import RESULT
 from nvpool.store.disk.index_records import encode_segment, segment_key

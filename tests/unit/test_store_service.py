@@ -18,10 +18,11 @@ from nvpool.poolmap.chains.placement import build_table
 from nvpool.poolmap.grant_revocation import taken
 from nvpool.poolmap.layout import chain_of
 from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PoolMap, PoolSettings, Target, changed
-from nvpool.rpc.api import Peer
+from nvpool.rpc.peer_roles import Peer
 from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.rpc.v1.wire_pb2 import Method
-from nvpool.store.chunks.api import MustWait, create_chunk_store, open_chunk_store
+from nvpool.store.chunks.api import MustWait, create_chunk_store
+from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.chunks.memory_store import MemoryChunkStore
 from nvpool.store.chunks.read_batch import READ, RESULT
 from nvpool.store.replication.role import Replica

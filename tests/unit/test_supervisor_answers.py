@@ -23,7 +23,7 @@ from nvpool.kv.memory import MemoryKv
 from nvpool.node import supervisor as room
 from nvpool.poolmap.model import Drive, Node, Target, decode_map
 from nvpool.provision.create import CAPACITY_BYTES_MIN
-from nvpool.rpc.api import Peer
+from nvpool.rpc.peer_roles import Peer
 from nvpool.rpc.v1 import data_pb2, pool_pb2, wire_pb2
 from nvpool.runtime.daemon_process import Stop
 from nvpool.testing.contracts.coordinator import first_map

@@ -35,7 +35,7 @@ from nvpool.meta.state.volume_records import (
     VolumeUse,
     volume_key,
 )
-from nvpool.rpc.api import Peer
+from nvpool.rpc.peer_roles import Peer
 from nvpool.rpc.v1 import meta_pb2 as pb
 
 GOLDEN = Path(__file__).parents[1] / "golden"

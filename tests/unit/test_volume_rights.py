@@ -9,9 +9,9 @@ from nvpool.client.state.types import Caller
 from nvpool.core.errors import AccessDenied
 from nvpool.core.grants import GRANT_BYTES
 from nvpool.core.ids import ROOT_INODE
-from nvpool.rpc.api import Credentials
 from nvpool.rpc.messages import data_codec
 from nvpool.rpc.messages.direntries import ENTRY
+from nvpool.rpc.peer_roles import Credentials
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
 from nvpool.sdk.aio import AsyncFileSystem

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from nvpool.client.lookup import complete_dirs, prefetch_policy
+from nvpool.client.vfs import complete_dirs, prefetch_policy
 from nvpool.core.errors import NameTooLong, NotFound
 from nvpool.core.ids import ROOT_INODE
 from tests.unit.test_gone_through import META, filled, find, settled

@@ -27,7 +27,7 @@ from nvpool.poolmap.model import changed
 from nvpool.poolmap.shards import partition_moves
 from nvpool.poolmap.shards.partitions import partition_of_name
 from nvpool.rpc.v1 import wire_pb2
-from nvpool.sdk.admin.dump import dump, load
+from nvpool.sdk.dump import dump, load
 from nvpool.sdk.fsck.check import Checkup, check_metadata
 from nvpool.testing.fakes.local_pool import LocalPool
 

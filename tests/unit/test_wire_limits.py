@@ -4,8 +4,8 @@ import pytest
 
 from nvpool.core import config
 from nvpool.core.errors import Busy
-from nvpool.rpc.api import Credentials, Peer
 from nvpool.rpc.limits import LOOK_S, Bounds, Limits, identify
+from nvpool.rpc.peer_roles import Credentials, Peer
 from nvpool.rpc.stats import RPC_STATS
 
 MIB = 1 << 20

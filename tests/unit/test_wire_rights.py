@@ -21,9 +21,8 @@ from nvpool.kv.options import LmdbOptions
 from nvpool.meta.server.member import MemberOptions, ShardMember
 from nvpool.node.supervisor import Supervisor
 from nvpool.rpc.access_control import RIGHTS, Callers, Who
-from nvpool.rpc.api import Credentials, Peer
 from nvpool.rpc.messages import data_codec
-from nvpool.rpc.peer_roles import Role
+from nvpool.rpc.peer_roles import Credentials, Peer, Role
 from nvpool.rpc.v1 import data_pb2, wire_pb2
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1.wire_pb2 import Method

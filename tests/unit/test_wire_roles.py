@@ -5,8 +5,7 @@ import os
 import pytest
 
 from nvpool.core.member_names import member_in, new_member, uri_of, user_in
-from nvpool.rpc.api import Credentials, Peer
-from nvpool.rpc.peer_roles import Role, acts_as, role_of
+from nvpool.rpc.peer_roles import Credentials, Peer, Role, acts_as, role_of
 
 OPERATORS = 4711
 OTHER_UID = os.geteuid() + 1000

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nvpool.cli.commands.drive import ByteSize
-from nvpool.cli.output import Number, json_option, pool_argument, print_json, print_table, say
+from nvpool.cli.output import ByteSize, Number, json_option, pool_argument, print_json, print_table, say
 
 if TYPE_CHECKING:
     from nvpool.sdk.bench.random_reads import Measured

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nvpool.cli.commands.drive import ByteSize
-from nvpool.cli.output import json_option, print_json, say
+from nvpool.cli.output import ByteSize, json_option, print_json, say
 from nvpool.core import config as configuration
 from nvpool.core.errors import AccessDenied, InvalidRequest, NotADirectory, NotFound, from_os_error
 from nvpool.core.units import CHUNK_BYTES_DEFAULT, GIB, MIB, format_bytes

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nvpool.cli.commands.drive import ByteSize
-from nvpool.cli.output import json_option, print_json, say
+from nvpool.cli.output import ByteSize, json_option, print_json, say
 from nvpool.cli.pool_path import PlaceType, PoolPath
 from nvpool.core.units import format_bytes
 

@@ -13,26 +13,9 @@ from typing import Any
 
 import click
 
-from nvpool.cli.output import completed, json_option, pool_argument, print_json, print_table, say
+from nvpool.cli.output import ByteSize, completed, json_option, pool_argument, print_json, print_table, say
 from nvpool.core.clock import SYSTEM_CLOCK
-from nvpool.core.units import format_bytes, parse_bytes
-
-
-class ByteSize(click.ParamType):  # type: ignore[type-arg]  # generic only in newer click; 8.1 is supported
-    """Click type of a size in bytes, as in 500G."""
-
-    name = "size"
-
-    def convert(
-        self, value: str | int, parameter: click.Parameter | None, context: click.Context | None
-    ) -> int:
-        if isinstance(value, int):
-            return value
-        try:
-            return parse_bytes(value)
-        except ValueError as error:
-            self.fail(str(error), parameter, context)
-
+from nvpool.core.units import format_bytes
 
 wait_option = click.option(
     "--wait",

@@ -28,7 +28,7 @@ example: nvpool dump /srv/pool /backup/pool-metadata.dump
 @json_option
 def dump(pool: str, path: str, as_json: bool) -> None:
     """Write a consistent snapshot of all metadata to FILE, while the pool serves."""
-    from nvpool.sdk.admin.dump import dump
+    from nvpool.sdk.dump import dump
 
     records = move_records(pool, path, "dump", dump, as_json)
     if as_json:

@@ -25,7 +25,7 @@ example: nvpool load /srv/newpool /backup/pool-metadata.dump
 @json_option
 def load(pool: str, path: str, as_json: bool) -> int:
     """Load dumped metadata into an empty pool."""
-    from nvpool.sdk.admin.dump import load
+    from nvpool.sdk.dump import load
 
     loaded = move_records(pool, path, "load", load, as_json)
     if as_json:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from nvpool.cli.commands.drive import say_what_waits, wait_option
 from nvpool.cli.commands.pool import drive_of, etcd_given, etcd_options
 from nvpool.cli.output import Number, json_option, pool_argument, print_json, print_table, say
-from nvpool.cli.token_input import VARIABLE, WAYS, token_options
+from nvpool.cli.token_input import WAYS, join_command, token_options
 from nvpool.core import config as configuration
 from nvpool.core.errors import InvalidRequest, NotFound
 from nvpool.core.units import format_bytes
@@ -32,13 +32,6 @@ examples:
 )
 def node() -> None:
     """List, admit, drain and remove the nodes of a pool."""
-
-
-def join_command(join: dict[str, Any], config: configuration.Config, kind: str = "node") -> str:
-    """Return the shell command to join. The token is in a variable, which other users can not read."""
-    where = "--drive PATH" if kind == "node" else "DIR"
-    plain = " --plain-text" if config.network.plain_text else ""
-    return f"{VARIABLE}={join['token']} nvpool {kind} join {join['address'].removeprefix('stream://')} {where}{plain}"
 
 
 def make_token(

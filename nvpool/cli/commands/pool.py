@@ -9,8 +9,17 @@ from typing import Any
 import click
 from msgspec.structs import replace
 
-from nvpool.cli.commands.drive import ByteSize, note_on_interrupt, time_left, wait_option, wait_until_moved
-from nvpool.cli.output import CommandFunction, Number, completed, json_option, pool_argument, print_json, say
+from nvpool.cli.commands.drive import note_on_interrupt, time_left, wait_option, wait_until_moved
+from nvpool.cli.output import (
+    ByteSize,
+    CommandFunction,
+    Number,
+    completed,
+    json_option,
+    pool_argument,
+    print_json,
+    say,
+)
 from nvpool.core import config as configuration
 from nvpool.core.errors import InUse, InvalidRequest, Refused
 from nvpool.core.units import CHUNK_BYTES_DEFAULT, MIB, format_bytes
@@ -192,7 +201,7 @@ def create(
         click.echo(f"drive {drive['path']}: {format_bytes(drive['capacity_bytes'])}")
     say(f"start it with: nvpool serve {directory}")
     if made["join"]:
-        from nvpool.cli.commands.node import join_command
+        from nvpool.cli.token_input import join_command
 
         say(
             f"once it serves, another machine joins it, within an hour, with: {join_command(made['join'], config)}"

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from nvpool.cli.commands.dir import have_chains
-from nvpool.cli.commands.drive import ByteSize
-from nvpool.cli.output import json_option, pool_argument, print_json, print_table, say
+from nvpool.cli.output import ByteSize, json_option, pool_argument, print_json, print_table, say
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import NotFound
 from nvpool.core.names import member_named

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import click
 
-from nvpool.cli.commands.drive import ByteSize
-from nvpool.cli.output import Number, json_option, log_options, print_json, remember_pool, say
+from nvpool.cli.output import ByteSize, Number, json_option, log_options, print_json, remember_pool, say
 from nvpool.core import config as configuration
 
 

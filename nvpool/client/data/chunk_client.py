@@ -35,12 +35,12 @@ from nvpool.client.data.target_queue import (
     results_struct,
     submit_into,
 )
+from nvpool.client.data.write_call import Writing
 from nvpool.client.rpc.backoff import pause, until_known
 from nvpool.client.rpc.reply_errors import at_the_deadline, reason_of
 from nvpool.client.state.attr_cache import OpenInode
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.pool_view import PoolView
-from nvpool.client.write.write_call import BeginsWrites, Writing
 from nvpool.core import errors
 from nvpool.core.checksum import block_checksums, crc32c
 from nvpool.core.clock import Clock
@@ -99,7 +99,7 @@ over TCP and cold.
 _LANES_PER_FILE = 65536
 
 
-class ChunkClient(BeginsWrites):
+class ChunkClient:
     """The client of the stores.
 
     `renew(file, rights)` fetches a new grant and attributes for an open inode.
@@ -578,6 +578,53 @@ class ChunkClient(BeginsWrites):
         return into
 
     # -- writing ---------------------------------------------------------------------------------------------------------
+
+    def way_to_write(self, file: OpenInode, index: int) -> tuple[Chain, Lane, object] | None:
+        """The route of `begin_write` to the chunk; None if the write would have to wait.
+
+        The caller must use the route immediately, before any other task can take its place.
+        """
+        if not self._slots or self._slot_waiters:
+            return None
+        try:
+            chain = self.chain(file, index)
+            lane = self.lane(chain.targets[0])
+        except StaleEpoch:
+            return None
+        if len(chain.targets) > 1 or chain.joining or file.encrypted:
+            return None
+        connection = self._dialer.live(lane.endpoints)
+        return None if connection is None else (chain, lane, connection)
+
+    def begin_write(
+        self,
+        way: tuple[Chain, Lane, object],
+        file: OpenInode,
+        index: int,
+        offset: int,
+        length: int,
+        parts: Sequence,
+        checksums: bytes,
+        deadline_s: float,
+        on_end: Callable[[Writing, BaseException | None], None],
+    ) -> Writing:
+        """Submit `write` by the route that `way_to_write` has just returned; see Writing."""
+        self.counters["writes"] += 1
+        self.sequence += 1
+        file.grant_used = True
+        writing = Writing(self, file, index, way[0].epoch, self._slots.pop(), self.sequence, on_end)
+        writing.send(way, self.epoch, offset, length, parts, checksums, deadline_s)
+        return writing
+
+    def was_written(self, file: OpenInode, index: int, epoch: int, cut: int) -> Stored:
+        """Note that a write succeeded; return the unstable write, which a later commit makes durable."""
+        self.short.forget_chunk(file, index)
+        return self.replicas.stored(file, index, epoch, cut)
+
+    def leave(self, writing: Writing) -> None:
+        """Release the request id of the write."""
+        self._slots.append(writing.slot)
+        self._wake()
 
     async def write(
         self,

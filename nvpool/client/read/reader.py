@@ -18,6 +18,7 @@ from nvpool.client.state.attr_cache import OpenInode
 from nvpool.client.state.leases import Leases
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.small_file_cache import SMALL_BYTES, Contents
+from nvpool.client.state.types import Ahead, ReadAheadUnit
 from nvpool.client.write.writeback import Writer
 from nvpool.core.clock import Clock
 from nvpool.core.errors import NvpoolError, Stale
@@ -30,33 +31,6 @@ _SEQUENTIAL_BYTES = 128 * KIB
 _UNIT_LIFE_S = 3.0
 """Life of read-ahead bytes: close-to-open would allow longer, but people who follow a log would notice."""
 EMPTY = memoryview(b"")
-
-
-class _Unit:
-    """A unit of read-ahead bytes, fetched or in flight."""
-
-    __slots__ = ("future", "bytes", "born_s", "end")
-
-    def __init__(self, future: asyncio.Future, count: int, born_s: float, end: int):
-        self.future = future
-        self.bytes = count
-        self.born_s = born_s
-        # end of the file within the unit at the fetch; behind it the last block has only zeros
-        self.end = end
-
-
-class Ahead:
-    """The read-ahead state of a handle: its position, and the fetched units."""
-
-    __slots__ = ("next", "run", "reads", "units", "window", "far")
-
-    def __init__(self) -> None:
-        self.next = 0  # where the next sequential read begins
-        self.run = 0  # bytes read in sequence
-        self.reads = 0  # reads in sequence
-        self.units: dict[int, _Unit] = {}
-        self.window = 0
-        self.far = 0  # first unit that was never fetched in this run
 
 
 class SmallFilePart(ImmediateFuture):
@@ -433,7 +407,7 @@ class Reader:
                 break
             future = self._chunks.read(file, start >> file.chunk_bits, start & file.chunk_mask, count)
             future.add_done_callback(_seen)
-            ahead.units[unit] = _Unit(future, count, now_s, min(start + (1 << bits), size))
+            ahead.units[unit] = ReadAheadUnit(future, count, now_s, min(start + (1 << bits), size))
             self._ahead_bytes += count
             self.counters["ahead_bytes"] += count
             ahead.far += 1

@@ -2,7 +2,7 @@
 
 If a session, a free slot and a live connection are ready, and the shard has no standbys, no task is created
 and no event-loop iteration passes; the caller may answer its own request before it updates its state.
-Otherwise `begin` returns None, has no side effect, and the caller awaits `MetaClient.change`.
+Otherwise `MetaClient.begin` returns None, has no side effect, and the caller awaits `MetaClient.change`.
 
 A submitted change that gets anything but a reply of the service continues in `MetaClient.change` under the
 same request id. So this module never retries, and a change is executed exactly once as always. A part of
@@ -13,17 +13,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from google.protobuf.message import DecodeError
 
 from nvpool.client.rpc.shard_session import ShardSession
 from nvpool.core.errors import CorruptFrame, Refused, Stale, StaleEpoch, StaleSession, WrongShard
-from nvpool.core.ids import partition_of
 from nvpool.rpc.api import Reply
-
-if TYPE_CHECKING:
-    from nvpool.client.rpc.meta_client import MetaClient
 
 OnEnd = Callable[[Any, BaseException | None], None]
 _TO_BE_MENDED = (StaleSession, StaleEpoch, WrongShard)
@@ -44,6 +40,24 @@ class SentChange(NamedTuple):
     slot: int
     sequence: int
     generation: int
+
+
+class ChangeOwner(Protocol):
+    """What a submitted change needs of the metadata client that made it."""
+
+    def leave(self, unique: int, state: ShardSession, slot: int, sequence: int, generation: int) -> None:
+        """Release the slot when the kernel's request is answered."""
+
+    def give_back_answered(
+        self, unique: int, state: ShardSession, slot: int, sequence: int, generation: int
+    ) -> None:
+        """Release the slot of a change. Its kernel's request, if there is one, has been answered."""
+
+    def lost_sight(self) -> None:
+        """End all leases after a change with an unknown outcome."""
+
+    async def go_on(self, begun: SubmittedChange) -> Any:
+        """Continue a submitted change that met `begun.error`, as `change` does."""
 
 
 class SubmittedChange:
@@ -77,7 +91,7 @@ class SubmittedChange:
 
     def __init__(
         self,
-        meta: MetaClient,
+        meta: ChangeOwner,
         on_end: OnEnd,
         inode: int,
         method: int,
@@ -188,128 +202,3 @@ class SubmittedChange:
                 self.meta.give_back_answered(
                     self.unique, self.state, self.slot, self.sequence, self.generation
                 )
-
-
-class Begins:
-    """The part of `MetaClient` that submits changes without a task."""
-
-    def begin(
-        self: MetaClient,
-        inode: int,
-        method: int,
-        request,
-        reply_type,
-        on_end: OnEnd,
-        *,
-        uid: int = 0,
-        gid: int = 0,
-        file=None,
-        unique: int = 0,
-    ) -> SubmittedChange | None:
-        """Submit a change without a task if nothing has to be awaited; else return None.
-
-        None: there was no side effect. `unique`: the number of the kernel's request for which the change is
-        made exactly once (see client/rpc/exactly_once). `on_end` gets the errors that `change` raises.
-        """
-        pool_map = self._view.map
-        state = self._shards.get(pool_map.shard_of_partition[partition_of(inode)])
-        if state is None or not state.session or not state.slots or state.waiting or self._closed:
-            return None
-        if file is not None and file.lost:
-            return None
-        shard = pool_map.shard_by_id.get(state.shard)
-        if shard is None or shard.standbys:
-            return None
-        connection = self._dialer.live(shard.endpoints)
-        if connection is None or connection is not state.met:
-            return None
-        once = self.once if unique else None
-        if once is not None and once.knows(unique):
-            return None
-        self.counters["changes"] += 1
-        slot, sequence = state.slots.popleft()
-        sequence += 1
-        if once is not None:
-            once.note(state.record, slot, sequence, method, unique)
-        else:
-            unique = 0
-        change = request.change
-        change.uid, change.gid = uid, gid
-        change.session, change.slot, change.sequence, change.map_epoch = (
-            state.session,
-            slot,
-            sequence,
-            pool_map.epoch,
-        )
-        begun = SubmittedChange(
-            self,
-            on_end,
-            inode,
-            method,
-            request,
-            reply_type,
-            file,
-            unique,
-            state,
-            slot,
-            sequence,
-            self._clock.boottime_s() + self._options.deadline_s,
-        )
-        begun.send(connection)
-        return begun
-
-    def go_on_with(
-        self: MetaClient,
-        sent: SentChange,
-        inode: int,
-        method: int,
-        request_type,
-        reply_type,
-        on_end: OnEnd,
-        unique: int,
-    ) -> SubmittedChange:
-        """The object that `begin` would have returned for a change sent by another module.
-
-        The caller passes the result of the request to its `answered`.
-        """
-        begun = SubmittedChange(
-            self,
-            on_end,
-            inode,
-            method,
-            request_type.FromString(sent.message),
-            reply_type,
-            None,
-            unique,
-            sent.state,
-            sent.slot,
-            sent.sequence,
-            sent.deadline_s,
-        )
-        begun.was_sent(sent)
-        return begun
-
-    async def go_on(self: MetaClient, begun: SubmittedChange):
-        """Continue a submitted change that met `begun.error`, as `change` does."""
-        change = begun.request.change
-        return await self.change(
-            begun.inode,
-            begun.method,
-            begun.request,
-            begun.reply_type,
-            uid=change.uid,
-            gid=change.gid,
-            file=begun.file,
-            begun=begun,
-        )
-
-    def give_back_answered(
-        self: MetaClient, unique: int, state: ShardSession, slot: int, sequence: int, generation: int
-    ) -> None:
-        """Release the slot of a change. Its kernel's request, if there is one, has been answered."""
-        if state.generation == generation:
-            if unique:
-                self.once.clear(state.record, slot)
-            state.slots.append((slot, sequence))
-            if state.waiting:
-                state.wake()

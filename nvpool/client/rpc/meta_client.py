@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from nvpool.client.rpc.backoff import pause
 from nvpool.client.rpc.deferred_close import RENEW_INODES_MAX, Releasing
 from nvpool.client.rpc.exactly_once import Once, PendingSlot, asking
-from nvpool.client.rpc.fast_changes import Begins, SubmittedChange
+from nvpool.client.rpc.fast_changes import OnEnd, SentChange, SubmittedChange
 from nvpool.client.rpc.lease_watch import keep_watch
 from nvpool.client.rpc.partition_migration import Moved
 from nvpool.client.rpc.primary_connections import Primaries
@@ -57,7 +57,7 @@ _RETURNS_INCARNATION = frozenset((wire_pb2.META_OPEN_SESSION, wire_pb2.META_RENE
 _NEEDS_NO_INCARNATION = _RETURNS_INCARNATION | {wire_pb2.META_CLOSE_SESSION, wire_pb2.META_WATCH}
 
 
-class MetaClient(Begins, Releasing):
+class MetaClient(Releasing):
     """The client of the metadata service: one session for each shard."""
 
     def __init__(
@@ -245,6 +245,127 @@ class MetaClient(Begins, Releasing):
             raise
         finally:
             self.leave(unique, state, slot, sequence, generation)
+
+    def begin(
+        self,
+        inode: int,
+        method: int,
+        request,
+        reply_type,
+        on_end: OnEnd,
+        *,
+        uid: int = 0,
+        gid: int = 0,
+        file=None,
+        unique: int = 0,
+    ) -> SubmittedChange | None:
+        """Submit a change without a task if nothing has to be awaited; else return None.
+
+        None: there was no side effect. `unique`: the number of the kernel's request for which the change is
+        made exactly once (see client/rpc/exactly_once). `on_end` gets the errors that `change` raises.
+        """
+        pool_map = self._view.map
+        state = self._shards.get(pool_map.shard_of_partition[partition_of(inode)])
+        if state is None or not state.session or not state.slots or state.waiting or self._closed:
+            return None
+        if file is not None and file.lost:
+            return None
+        shard = pool_map.shard_by_id.get(state.shard)
+        if shard is None or shard.standbys:
+            return None
+        connection = self._dialer.live(shard.endpoints)
+        if connection is None or connection is not state.met:
+            return None
+        once = self.once if unique else None
+        if once is not None and once.knows(unique):
+            return None
+        self.counters["changes"] += 1
+        slot, sequence = state.slots.popleft()
+        sequence += 1
+        if once is not None:
+            once.note(state.record, slot, sequence, method, unique)
+        else:
+            unique = 0
+        change = request.change
+        change.uid, change.gid = uid, gid
+        change.session, change.slot, change.sequence, change.map_epoch = (
+            state.session,
+            slot,
+            sequence,
+            pool_map.epoch,
+        )
+        begun = SubmittedChange(
+            self,
+            on_end,
+            inode,
+            method,
+            request,
+            reply_type,
+            file,
+            unique,
+            state,
+            slot,
+            sequence,
+            self._clock.boottime_s() + self._options.deadline_s,
+        )
+        begun.send(connection)
+        return begun
+
+    def go_on_with(
+        self,
+        sent: SentChange,
+        inode: int,
+        method: int,
+        request_type,
+        reply_type,
+        on_end: OnEnd,
+        unique: int,
+    ) -> SubmittedChange:
+        """The object that `begin` would have returned for a change sent by another module.
+
+        The caller passes the result of the request to its `answered`.
+        """
+        begun = SubmittedChange(
+            self,
+            on_end,
+            inode,
+            method,
+            request_type.FromString(sent.message),
+            reply_type,
+            None,
+            unique,
+            sent.state,
+            sent.slot,
+            sent.sequence,
+            sent.deadline_s,
+        )
+        begun.was_sent(sent)
+        return begun
+
+    async def go_on(self, begun: SubmittedChange):
+        """Continue a submitted change that met `begun.error`, as `change` does."""
+        change = begun.request.change
+        return await self.change(
+            begun.inode,
+            begun.method,
+            begun.request,
+            begun.reply_type,
+            uid=change.uid,
+            gid=change.gid,
+            file=begun.file,
+            begun=begun,
+        )
+
+    def give_back_answered(
+        self, unique: int, state: ShardSession, slot: int, sequence: int, generation: int
+    ) -> None:
+        """Release the slot of a change. Its kernel's request, if there is one, has been answered."""
+        if state.generation == generation:
+            if unique:
+                self.once.clear(state.record, slot)
+            state.slots.append((slot, sequence))
+            if state.waiting:
+                state.wake()
 
     def lost_sight(self) -> None:
         """End all leases after a change with an unknown outcome.

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
+from nvpool.client.rpc.exactly_once import Once
 from nvpool.client.rpc.shard_session import ShardSession
+from nvpool.client.state.leases import Leases
 from nvpool.core.clock import Clock
 from nvpool.core.errors import NvpoolError
 from nvpool.core.ids import partition_of
@@ -22,13 +24,35 @@ from nvpool.poolmap.shards.partition_moves import is_empty
 from nvpool.rpc.messages import data_codec
 from nvpool.rpc.v1 import meta_pb2, wire_pb2
 
-if TYPE_CHECKING:
-    from nvpool.client.rpc.meta_client import MetaClient
-
 LEAVE_S = 60.0
 """Time for a shard without partitions to answer changes in flight, before the session is closed."""
 LOOK_S = 0.1
 NAMES_MAX = 16_384
+
+
+class SessionOwner(Protocol):
+    """What a change of owners needs of the metadata client."""
+
+    @property
+    def leases(self) -> Leases:
+        """Leases of the client on inodes."""
+
+    @property
+    def once(self) -> Once | None:
+        """Records of changes in the mount state; None without mount state."""
+
+    @property
+    def on_opens_reported(self) -> Callable[[list[int]], None]:
+        """Callback with inodes whose opens by a lease are now reported to the shard."""
+
+    async def ensure_session(self, state: ShardSession, deadline_s: float) -> None:
+        """Open a session if there is none. On return all open files have been reported in it."""
+
+    async def ask_shard(self, shard: int, method: int, request: Any, reply_type: Any) -> Any:
+        """Send a query to the shard itself; return the reply."""
+
+    def release_at(self, state: ShardSession, inodes: list[int]) -> None:
+        """Report these closes soon and in a batch."""
 
 
 class Moved:
@@ -36,7 +60,7 @@ class Moved:
 
     def __init__(
         self,
-        meta: MetaClient,
+        meta: SessionOwner,
         pool_map: PoolMap,
         shards: dict[int, ShardSession],
         clock: Clock,

@@ -156,8 +156,8 @@ class WholeDirectory:
     needed: programs that unpack or copy a tree look for each name before they create it.
 
     A directory that this client created is complete from the start; another one is listed first (see
-    lookup/complete_dirs). Until the listing ends, `ours` has the names that this client changes meanwhile,
-    for which the listing may return the old state.
+    vfs/complete_dirs). Until the listing ends, `ours` has the names that this client changes meanwhile, for
+    which the listing may return the old state.
     """
 
     __slots__ = ("change", "names", "ours")

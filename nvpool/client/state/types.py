@@ -5,10 +5,10 @@ Used by fuse/ops/operations and the SDK, which never look inside a handle.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from typing import NamedTuple
 
-from nvpool.client.read.reader import Ahead
 from nvpool.client.state.attr_cache import OpenInode
 
 NOW = "now"
@@ -49,6 +49,33 @@ class StatFs(NamedTuple):
     files_total: int
     files_free: int
     name_bytes_max: int
+
+
+class ReadAheadUnit:
+    """A unit of read-ahead bytes, fetched or in flight."""
+
+    __slots__ = ("future", "bytes", "born_s", "end")
+
+    def __init__(self, future: asyncio.Future, count: int, born_s: float, end: int):
+        self.future = future
+        self.bytes = count
+        self.born_s = born_s
+        # end of the file within the unit at the fetch; behind it the last block has only zeros
+        self.end = end
+
+
+class Ahead:
+    """The read-ahead state of a handle: its position, and the fetched units."""
+
+    __slots__ = ("next", "run", "reads", "units", "window", "far")
+
+    def __init__(self) -> None:
+        self.next = 0  # where the next sequential read begins
+        self.run = 0  # bytes read in sequence
+        self.reads = 0  # reads in sequence
+        self.units: dict[int, ReadAheadUnit] = {}
+        self.window = 0
+        self.far = 0  # first unit that was never fetched in this run
 
 
 class FileHandle:

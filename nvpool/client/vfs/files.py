@@ -18,7 +18,6 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Protocol
 
-from nvpool.client.lookup.batcher import LookupBatcher
 from nvpool.client.read.reader import EMPTY
 from nvpool.client.rpc.fast_changes import OnEnd, SentChange, SubmittedChange
 from nvpool.client.state.attr_cache import OpenInode
@@ -26,6 +25,7 @@ from nvpool.client.state.dirty_file import WrittenFile
 from nvpool.client.state.small_file_cache import SMALL_BYTES
 from nvpool.client.state.types import Caller, FileHandle
 from nvpool.client.vfs.locks import FileLocks
+from nvpool.client.vfs.lookup_batcher import LookupBatcher
 from nvpool.client.vfs.names import check_name, is_name
 from nvpool.client.write.append_reservations import open_end
 from nvpool.client.write.sender import CloseFlush

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nvpool.client.lookup.complete_dirs import CompleteDirectories
 from nvpool.client.vfs.bulk import Many
+from nvpool.client.vfs.complete_dirs import CompleteDirectories
 from nvpool.client.vfs.fallocate import RangeOperations
 from nvpool.client.vfs.listing import DirectoryListing
 from nvpool.client.vfs.takeover import TakeOver

@@ -9,11 +9,11 @@ import asyncio
 import stat
 from functools import partial
 
-from nvpool.client.lookup.prefetch_policy import LookupPrefetch
-from nvpool.client.lookup.striped_dirs import Wide
 from nvpool.client.rpc.fast_changes import OnEnd, SubmittedChange
 from nvpool.client.state.attr_cache import DIVIDED_FLAG
 from nvpool.client.state.types import RENAME_EXCHANGE, RENAME_NOREPLACE, Caller
+from nvpool.client.vfs.prefetch_policy import LookupPrefetch
+from nvpool.client.vfs.striped_dirs import Wide
 from nvpool.core.errors import (
     AccessDenied,
     Damaged,

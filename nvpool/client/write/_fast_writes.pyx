@@ -148,7 +148,7 @@ cdef bint is_stored(message) except -1:
 
 
 cdef class SentWrite:
-    """As write_call.Writing, for a file's first bytes."""
+    """As client/data/write_call.Writing, for a file's first bytes."""
     cdef readonly object slot, sequence, cut, error
     cdef FastWrites writes
     cdef object written, segment, connection, number, place, index
@@ -254,7 +254,7 @@ cdef class Closing:
         return True
 
     cdef bint submit_report(self) except -1:
-        """As Begins.begin for the report; return False if it cannot be submitted immediately."""
+        """As MetaClient.begin for the report; return False if it cannot be submitted immediately."""
         cdef uint8_t message[MESSAGE_MAX]
         cdef Py_ssize_t message_bytes
         cdef double now_s

@@ -5,29 +5,35 @@ when the write returns. The store's reply triggers the report if a close waits f
 completes the close.
 
 Available where a compiler was at hand (`_fast_writes.pyx`). The reference implementation is the path of every
-write: client/write/writeback, sender and write_call, and client/rpc/fast_changes. Bytes on the wire, the data
-in the mount state and its order, and all bookkeeping are the same.
+write: client/write/writeback and sender, client/data/write_call and client/rpc/fast_changes. Bytes on the
+wire, the data in the mount state and its order, and all bookkeeping are the same.
 
 Conditions of a write: 4 to 32 KiB at the start of an empty file outside volumes, in one unit, to a chunk with
 one target that is connected, within all bounds, in a client with mount state. Condition of its reply: the
 bytes are stored, and nothing else has happened to the file. Conditions of a report: those of
-fast_changes.Begins, and a reply of the service. In every other case the slow path takes over before any side
+MetaClient.begin, and a reply of the service. In every other case the slow path takes over before any side
 effect, or continues the request under the same request id. Connections that do not carry plain frames over
 TCP or unix sockets are used as always.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from nvpool.client.write.crash_journal import Keeping
 from nvpool.core.compiled import load_compiled
 
 _fast_writes = load_compiled("nvpool.client.write._fast_writes")
 
-if TYPE_CHECKING:
-    from nvpool.client.vfs.client import Core
+
+class JournaledClient(Protocol):
+    """A client (vfs/client) that may have a crash journal; the compiled module reads its other parts."""
+
+    @property
+    def keeping(self) -> Keeping | None:
+        """The crash journal. None without mount state."""
 
 
-def plain_writes(vfs: Core) -> Any:
+def plain_writes(vfs: JournaledClient) -> Any:
     """The value of Writer.plain for this client. None without a compiled module or without mount state."""
     return _fast_writes.FastWrites(vfs) if _fast_writes is not None and vfs.keeping is not None else None

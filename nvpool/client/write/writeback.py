@@ -23,6 +23,7 @@ from typing import Any
 
 from nvpool.client.data.commit import Stored
 from nvpool.client.data.unstable_writes import UnstableWrites
+from nvpool.client.data.write_call import Writing
 from nvpool.client.rpc.exactly_once import asking
 from nvpool.client.state.attr_cache import OpenInode
 from nvpool.client.state.dirty_file import DirtyExtent, Record, WrittenFile, copies, kept
@@ -30,7 +31,6 @@ from nvpool.client.state.options import ClientOptions
 from nvpool.client.write.append_reservations import PUBLISH_S, Appended, open_end
 from nvpool.client.write.crash_journal import Keeping, KeptFile
 from nvpool.client.write.sender import BeginReport, WriteSender, withdrawn
-from nvpool.client.write.write_call import Writing
 from nvpool.core.clock import Clock
 from nvpool.core.errors import DeadlineExceeded, LockLost, NvpoolError, StaleCut, WritesLost
 from nvpool.core.grants import WRITE

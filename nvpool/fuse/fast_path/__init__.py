@@ -1,1 +1,1 @@
-"""Compiled fast path for the commonest requests; fuse/kernel/dispatch handles all others."""
+"""Compiled fast path for the commonest requests; fuse/dispatch handles all others."""

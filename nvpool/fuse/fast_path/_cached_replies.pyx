@@ -22,9 +22,8 @@ from nvpool.core.units import NAME_BYTES_MAX
 from nvpool.client.state.attr_cache import ACL_FLAG, OpenInode
 from nvpool.client.state.small_file_cache import SMALL_BYTES
 from nvpool.client.state.leases import ShardWatch
-from nvpool.client.read.reader import Ahead
-from nvpool.client.state.types import Caller, FileHandle
-from nvpool.client.lookup.prefetch_policy import _Directory
+from nvpool.client.state.types import Ahead, Caller, FileHandle
+from nvpool.client.vfs.prefetch_policy import _Directory
 from nvpool.fuse.fast_path._leases cimport held_lease
 from nvpool.fuse.ops.kernel_cache import HAS_XATTRS, NAMED_TOGETHER, SEEN_MAX, SENT_CHANGES_MAX
 from nvpool.fuse.fast_path._slots cimport assign, born_as, get, place

@@ -4,7 +4,7 @@ Creating or reading a file takes half a dozen requests. Most only repeat what is
 the directory after each change of it, a name that exists or not, file capabilities before each write, a close
 with nothing to flush. In Python such a reply (decode, call `ops`, call the client, encode) takes some 10 µs,
 of which 3 are the system calls. Here the loop that reads requests answers them, if the compiled module was
-built (`_known`). The reference implementation is the slow path of every request (kernel/dispatch to
+built (`_known`). The reference implementation is the slow path of every request (fuse/dispatch to
 client/state/attr_cache), which gives the same replies.
 
 The fast path covers:

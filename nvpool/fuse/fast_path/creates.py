@@ -2,7 +2,7 @@
 
 Files that are created by the thousand are small, and half of the mount's work for such a file is its
 creation: a dozen layers, each with little to do. Here they are one step, if the compiled module was built
-(`_creates`). The reference implementation is the slow path of every request (kernel/dispatch to
+(`_creates`). The reference implementation is the slow path of every request (fuse/dispatch to
 client/vfs/files and client/rpc/fast_changes). Both keep the same order: the slot is recorded in the mount
 state (shared memory that outlives this process) before the request is sent, the handle before the kernel gets
 the reply, and the kernel gets the reply before the caches here are updated.

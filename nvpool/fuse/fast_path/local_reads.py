@@ -3,7 +3,7 @@
 The work of a random short-circuit read (client/data/short_circuit) is two dozen small decisions, a preadv and
 a writev. In Python, with a call for each layer, the decisions take half of the processor time. Here they are
 made together, if the compiled module was built (`_local_reads`). The reference implementation is the slow
-path of every request (kernel/dispatch to client/data/short_circuit), which gives the same results.
+path of every request (fuse/dispatch to client/data/short_circuit), which gives the same results.
 
 The fast path covers up to 128 KiB of one chunk whose block location is known, in one piece on the drive; in a
 file with no data written here; at an offset that does not continue where the handle has read before. Data in

@@ -5,7 +5,7 @@ its table, as any other: deadlines, lost connections and refusals apply to it. T
 together, but a read whose store is idle is sent immediately. Replies that arrive together are checked and
 passed on a few at a time, and requests that arrive meanwhile are taken in between. Used if the compiled
 module was built (`_remote_reads`). The reference implementation is the slow path of every request
-(kernel/dispatch to client/data/chunk_client), which batches reads in messages and gives the same results.
+(fuse/dispatch to client/data/chunk_client), which batches reads in messages and gives the same results.
 
 The fast path covers up to 128 KiB of one chunk with one replica whose store is known and connected (frames
 over TCP or a unix socket), without short-circuit reads; in a file above SMALL_BYTES with no data written
@@ -28,7 +28,7 @@ from typing import Any
 from nvpool.client.data.target_queue import Read
 from nvpool.core.compiled import load_compiled
 from nvpool.core.futures import BlocksFuture
-from nvpool.fuse.kernel.dispatch import KernelRequests
+from nvpool.fuse.dispatch import KernelRequests
 from nvpool.fuse.protocol import replies
 
 _remote_reads = load_compiled("nvpool.fuse.fast_path._remote_reads")

@@ -5,7 +5,7 @@ reads many small files opens each, reads it once and closes it. Such reads are b
 as all reads of a burst are (client/data/chunk_client). But between the kernel and the message there is only
 one Python object per read, and the bytes go from the store's reply to the kernel and to the cache
 (client/state/small_file_cache). Used if the compiled module was built (`_small_files`); the reference
-implementation is the slow path of every request (kernel/dispatch to client/read/reader), which gives the same
+implementation is the slow path of every request (fuse/dispatch to client/read/reader), which gives the same
 results.
 
 The fast path covers a read of a file of up to SMALL_BYTES that is neither cached nor being fetched, with no

@@ -2,7 +2,7 @@
 
 Compiled steps from the kernel's request to client/write/fast_writes, and from there to the reply. Used if the
 compiled module was built (`_writes`); the reference implementation is the slow path of every request, by
-kernel/dispatch, ops and vfs/files, which does the same.
+fuse/dispatch, ops and vfs/files, which does the same.
 
 The fast path covers a request that is not resent, of this process, by a caller that drops no set-id bits; and
 a FLUSH of a file without locks here, which starts as `Files.begin_flush` says. All other requests are left to
@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from nvpool.core.compiled import load_compiled
-from nvpool.fuse.kernel.dispatch import KernelRequests
+from nvpool.fuse.dispatch import KernelRequests
 
 _small_writes = load_compiled("nvpool.fuse.fast_path._small_writes")
 

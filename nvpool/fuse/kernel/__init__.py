@@ -1,1 +1,1 @@
-"""Kernel engine: the FUSE protocol on /dev/fuse, with dispatch, notifications and read workers."""
+"""Kernel engine: the FUSE protocol on /dev/fuse, with mounting, replay after a restart, and read workers."""

@@ -17,8 +17,7 @@ import subprocess
 from pathlib import Path
 
 from nvpool.core.errors import AccessDenied, InvalidRequest, Unavailable
-from nvpool.fuse.engines import MountOptions
-from nvpool.fuse.mount_point import OUR_TYPE
+from nvpool.fuse.mount_point import OUR_TYPE, MountOptions
 from nvpool.host.mountinfo import options_in
 
 DEVICE = "/dev/fuse"

@@ -1,6 +1,6 @@
 """Kernel engine: the FUSE protocol on /dev/fuse, from one event loop, without libfuse.
 
-This module mounts, negotiates the protocol, reads requests and keeps the pending ones; `fuse/kernel/dispatch`
+This module mounts, negotiates the protocol, reads requests and keeps the pending ones; `fuse/dispatch`
 decodes and answers them. The engine never decides what a request means, and no request ends it. Used by
 mountd/server and bench/fuse_floor.
 
@@ -30,15 +30,14 @@ from typing import Any
 from nvpool.core.clock import stopwatch_s
 from nvpool.core.errors import NvpoolError, Unavailable
 from nvpool.core.futures import BlocksFuture
-from nvpool.fuse.engines import MountOptions
+from nvpool.fuse.dispatch import FIRST
 from nvpool.fuse.fast_path.cached_replies import KnownAnswers
 from nvpool.fuse.fast_path.creates import CreateFastPath
 from nvpool.fuse.fast_path.local_reads import BURST_MAX
 from nvpool.fuse.fast_path.small_writes import WriteFastPath
 from nvpool.fuse.kernel.attach import attach
-from nvpool.fuse.kernel.dispatch import FIRST
 from nvpool.fuse.kernel.worker_channel import Passing
-from nvpool.fuse.mount_point import OUR_TYPE, Mount, mount_at, unmount
+from nvpool.fuse.mount_point import OUR_TYPE, Mount, MountOptions, mount_at, unmount
 from nvpool.fuse.ops.eager_coroutine import EagerCoroutine
 from nvpool.fuse.ops.operations import FuseOps
 from nvpool.fuse.protocol import replies, requests

@@ -21,9 +21,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from nvpool.fuse.engines import MountOptions
+from nvpool.fuse.dispatch import FIRST
 from nvpool.fuse.kernel.connection import FLAGS, KernelEngine
-from nvpool.fuse.kernel.dispatch import FIRST
+from nvpool.fuse.mount_point import MountOptions
 from nvpool.fuse.ops.operations import FuseOps
 from nvpool.fuse.protocol import replies, requests
 from nvpool.fuse.protocol.constants import PAGE, RESENT, UNANSWERED, Init

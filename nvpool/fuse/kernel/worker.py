@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nvpool.core.errors import Unavailable
-from nvpool.fuse.engines import MountOptions
 from nvpool.fuse.kernel.connection import KernelEngine
 from nvpool.fuse.kernel.worker_channel import ASK, END, GO, METRICS, UP, Channel, word
+from nvpool.fuse.mount_point import MountOptions
 from nvpool.fuse.ops.worker import ReaderOps
 from nvpool.fuse.protocol import requests
 from nvpool.fuse.protocol.constants import Op

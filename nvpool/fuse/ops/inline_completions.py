@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from nvpool.client.state.types import Caller
 from nvpool.core.errors import DirectoryGone
-
-if TYPE_CHECKING:
-    from nvpool.fuse.ops.operations import FuseOps
+from nvpool.fuse.ops.handles import Handles
+from nvpool.fuse.ops.kernel_cache import FuseOptions
+from nvpool.rpc.v1.meta_pb2 import Attr
 
 
 class OpenReply(NamedTuple):
@@ -30,6 +30,50 @@ class OpenReply(NamedTuple):
     no_flush: bool = False
 
 
+class MountOperations(Protocol):
+    """What a completion needs of the operations of its mount (ops/operations)."""
+
+    change_count: int
+    """Changes made through this mount; counted when they are complete."""
+    name_is_kept: bool
+    """Whether the kernel may cache the name that was recorded last."""
+
+    @property
+    def options(self) -> FuseOptions:
+        """Options of the mount."""
+
+    @property
+    def handles(self) -> Handles:
+        """Numbers of the open files."""
+
+    def failed(self, inode: int) -> None:
+        """Note a failed write: the kernel's pages have data that no store has."""
+
+    def lock_directory(self, directory: int) -> None:
+        """Note a pending request that changes names in `directory`."""
+
+    def unlock_directory(self, directory: int) -> None:
+        """Note that a request for which `lock_directory` was called has its reply."""
+
+    def directory_gone(self, error: DirectoryGone, *directories: int) -> DirectoryGone:
+        """The error for a request that names an entry of a removed directory."""
+
+    def record_name(self, parent: int, name: bytes, attr: Attr) -> Attr:
+        """Record that the kernel is given these attributes for the name."""
+
+    def record_cached_name(self, cover: int, parent: int, name: bytes, inode: int) -> None:
+        """Record that the kernel caches this name, under the lease of the inode `cover`."""
+
+    def record_pages(self, attr: Attr) -> bool:
+        """Record that the kernel has current pages of the inode from now on."""
+
+    def register_open(self, handle: int, file: Any, flags: int, caller: Caller) -> bool:
+        """Register an open file. Returns whether it is open for appending."""
+
+    def open_reply(self, file: Any, flags: int, caller: Caller, unique: int) -> OpenReply:
+        """Register a file that was opened below, and return the reply for the kernel."""
+
+
 class Ending:
     """A pending change whose only result is success or an error.
 
@@ -39,7 +83,7 @@ class Ending:
 
     __slots__ = ("begun", "on_end", "_ops", "_inode", "_directory")
 
-    def __init__(self, ops: FuseOps, inode: int = 0, directory: int = 0) -> None:
+    def __init__(self, ops: MountOperations, inode: int = 0, directory: int = 0) -> None:
         self.begun: Any = None
         self.on_end: Callable[[Any, BaseException | None], None]
         self._ops = ops
@@ -79,7 +123,7 @@ class Creating:
     )
 
     def __init__(
-        self, ops: FuseOps, parent: int, name: bytes, flags: int, caller: Caller, unique: int
+        self, ops: MountOperations, parent: int, name: bytes, flags: int, caller: Caller, unique: int
     ) -> None:
         self.begun: Any = None
         self.on_end: Callable[[Any, BaseException | None], None]

@@ -71,7 +71,7 @@ def reserve(view: View, request: meta_pb2.ReserveRequest, now_ns: int) -> Draft:
     """Reserve [offset, offset + length) behind the end of the file for the caller's append.
 
     So appends of several nodes never overlap. A `deferred` reservation leaves the size unchanged until the
-    caller reports the bytes; other clients that append wait until then (`meta/sessions/append_order`).
+    caller reports the bytes; other clients that append wait until then (`meta/state/append_order`).
     Without `deferred`, as requested by older clients, the file ends behind the reservation from now on.
     """
     draft = Draft(view, now_ns)

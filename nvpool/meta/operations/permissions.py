@@ -17,7 +17,7 @@ import stat
 from nvpool.core.errors import AccessDenied, NoAttribute, NotPermitted
 from nvpool.core.posix import acl
 from nvpool.meta.state.records import Inode
-from nvpool.rpc.api import BELIEVED_GROUPS, SOMEBODY, Credentials
+from nvpool.rpc.peer_roles import BELIEVED_GROUPS, SOMEBODY, Credentials
 
 READ, WRITE, SEARCH = 4, 2, 1
 """Bits as in a mode. SEARCH of a directory is the bit for execution of a file."""

@@ -26,22 +26,26 @@ handler's `fast_path` (rpc/api).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from nvpool.core.compiled import load_compiled
 from nvpool.meta.sessions.table import Session, Slot
 from nvpool.rpc.error_codec import encode_error
 from nvpool.rpc.transports.frame import REPLY, pack_head
 
-if TYPE_CHECKING:
-    from nvpool.meta.server.service import MetaService
-
 _fast_path = load_compiled("nvpool.meta.server._fast_path")
 
 IS_COMPILED = _fast_path is not None
 
 
-def open_fast_path(service: MetaService) -> Any | None:
+class FastPathService(Protocol):
+    """What this module calls of the metadata service; the compiled module reads the parts of its state."""
+
+    def change_failed(self, session: Session, slot: Slot, sequence: int, mark: int, error: Exception) -> None:
+        """Record that the engine did not accept a change."""
+
+
+def open_fast_path(service: FastPathService) -> Any | None:
     """Fast path of the service, bound to the state that the service has now; None: not compiled."""
     if _fast_path is None:
         return None
@@ -49,7 +53,7 @@ def open_fast_path(service: MetaService) -> Any | None:
 
 
 def _failed(
-    service: MetaService,
+    service: FastPathService,
     session: Session,
     slot: Slot,
     sequence: int,

@@ -51,9 +51,9 @@ from nvpool.meta.sessions.table import Sessions
 from nvpool.meta.state import records
 from nvpool.meta.state.records import Inode
 from nvpool.meta.state.transaction import Decision, Draft, View
-from nvpool.rpc.api import BELIEVED_GROUPS, SOMEBODY, Credentials
 from nvpool.rpc.messages import data_codec
 from nvpool.rpc.messages.direntries import DirectoryPage
+from nvpool.rpc.peer_roles import BELIEVED_GROUPS, SOMEBODY, Credentials
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
 

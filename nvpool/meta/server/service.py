@@ -46,13 +46,13 @@ from nvpool.meta.server.admin_handlers import AdminHandlers
 from nvpool.meta.server.dispatch import CHANGES, CROSS_SHARD_CHANGES, QUERIES
 from nvpool.meta.server.fast_path import open_fast_path
 from nvpool.meta.server.local_users import LocalUsers, check_shards
-from nvpool.meta.sessions.append_order import AppendInProgress, AppendOrder
 from nvpool.meta.sessions.handlers import SessionAnswers
 from nvpool.meta.sessions.lease_table import Watches
 from nvpool.meta.sessions.lock_waiters import HOLD_BEYOND_GRANTS_S, LockWaits
 from nvpool.meta.sessions.table import Session, Sessions, Slot, mark_of
 from nvpool.meta.snapshot_barrier import Moment
 from nvpool.meta.state import records
+from nvpool.meta.state.append_order import AppendInProgress, AppendOrder
 from nvpool.meta.state.ids import Numbers
 from nvpool.meta.state.lock_table import LockTable
 from nvpool.meta.state.quota import QuotaLedger

@@ -1,1 +1,1 @@
-"""Records of a shard: their encoding, and the transactions that change them."""
+"""State of a shard: records, the transactions that change them, and the turns of locks and appends."""

@@ -8,7 +8,8 @@ is made. Called by `transaction.Draft` and `meta/volumes/handlers`; nothing here
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Protocol
 
 from nvpool.core.clock import Clock
 from nvpool.core.errors import CorruptRecord, QuotaExceeded
@@ -22,9 +23,6 @@ from nvpool.meta.state.volume_records import (
     encode_use,
     keys_of,
 )
-
-if TYPE_CHECKING:
-    from nvpool.meta.state.transaction import View
 
 
 class QuotaLedger:
@@ -86,12 +84,24 @@ class QuotaLedger:
             del self.by_volume[volume]
 
 
+class QuotaRecords(Protocol):
+    """What an account reads of the shard's View (meta/state/transaction)."""
+
+    @property
+    def get(self) -> Callable[[bytes], bytes | None]:
+        """Read one record."""
+
+    @property
+    def rooms(self) -> QuotaLedger | None:
+        """Quota reservations; None before the service has made them."""
+
+
 class QuotaAccount:
     """One volume during one change: its limits and its usage, read once."""
 
     __slots__ = ("number", "record", "use", "_view", "_use_key", "grown")
 
-    def __init__(self, view: View, number: int) -> None:
+    def __init__(self, view: QuotaRecords, number: int) -> None:
         self.number = number
         self._view = view
         volume_key, self._use_key = keys_of(number)
@@ -147,7 +157,7 @@ def _purging(record: VolumeRecord) -> str:
     return f" and purge its trash (nvpool trash purge POOL {record.name})" if record.trash_s else ""
 
 
-def account(view: View, number: int) -> QuotaAccount | None:
+def account(view: QuotaRecords, number: int) -> QuotaAccount | None:
     """Account of a volume; None if its records can not be read: then nothing is counted, and fsck reports
     it."""
     try:

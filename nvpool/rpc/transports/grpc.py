@@ -44,12 +44,12 @@ from nvpool.rpc.api import (
     Greeting,
     Handler,
     Listener,
-    Peer,
 )
 from nvpool.rpc.error_codec import decode_error, encode_error
 from nvpool.rpc.handshake import HELLO_S, check_hello, encode_hello
 from nvpool.rpc.limits import Limits, Share
 from nvpool.rpc.multiplexer import Answerer, Asker
+from nvpool.rpc.peer_roles import Peer
 from nvpool.rpc.transports.frame import CANCEL, EMPTY, HELLO, REPLY, REQUEST
 from nvpool.rpc.v1 import wire_pb2
 from nvpool.security.tls import TlsIdentity, member_at, member_of_uris, refusal_of, security

@@ -15,9 +15,10 @@ from typing import Any, TypeVarTuple
 from nvpool.core.clock import SYSTEM_CLOCK, Clock
 from nvpool.core.endpoint import parse_endpoint
 from nvpool.core.errors import CorruptFrame, InUse, Unreachable
-from nvpool.rpc.api import Buffer, Connection, Greeting, Handler, Listener, Peer
+from nvpool.rpc.api import Buffer, Connection, Greeting, Handler, Listener
 from nvpool.rpc.handshake import check_hello, encode_hello
 from nvpool.rpc.multiplexer import Answerer, Asker
+from nvpool.rpc.peer_roles import Peer
 from nvpool.rpc.transports.frame import CANCEL, EMPTY, HELLO, REPLY, REQUEST
 
 Faults = Callable[[str, int, int], float | None]

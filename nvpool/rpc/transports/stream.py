@@ -36,12 +36,12 @@ from nvpool.core.errors import (
     ProtocolMismatch,
     Unreachable,
 )
-from nvpool.rpc.api import Buffer, Greeting, Handler, Listener, Peer
+from nvpool.rpc.api import Buffer, Greeting, Handler, Listener
 from nvpool.rpc.error_codec import decode_error, encode_error
 from nvpool.rpc.handshake import HELLO_S, check_hello, encode_hello
 from nvpool.rpc.limits import Limits, Metered, Share
 from nvpool.rpc.multiplexer import Answerer, Asker
-from nvpool.rpc.peer_roles import with_address
+from nvpool.rpc.peer_roles import Peer, with_address
 from nvpool.rpc.transports.fast_replies import ReplyFastPath, RequestFastPath
 from nvpool.rpc.transports.frame import CANCEL, HELLO, REPLY, REQUEST, FrameReader, pack_head
 from nvpool.rpc.transports.sockets import (

@@ -1,1 +1,1 @@
-"""Administration of a running pool: dumps, statistics and calls to one shard or target."""
+"""Administration of a running pool: snapshot barriers, statistics and calls to one shard or target."""

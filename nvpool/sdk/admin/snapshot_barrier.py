@@ -1,7 +1,7 @@
 """Start of a check or a dump on all shards at one snapshot barrier.
 
 The barrier is one point in time for the whole pool (meta/snapshot_barrier). The pool serves meanwhile.
-sdk/fsck/metadata and sdk/admin/dump use this module.
+sdk/fsck/metadata and sdk/dump use this module.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The chunk store interface, and functions that create and open a store.
+"""The chunk store interface, and the function that creates a store.
 
 A store keeps the chunks of one target: bytes in blocks of 4 KiB, each with the checksum that its writer made.
 An acknowledged write survives the death of the store's process. A flushed write survives the loss of power.
@@ -41,13 +41,13 @@ from nvpool.core.errors import (
     InvalidRequest,
     NotFound,
     WrongFormat,
-    WrongTarget,
     from_os_error,
 )
 from nvpool.core.ids import RequestId
 from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX, MIB
 from nvpool.poolmap.chains.chain_set import ChainSet
 from nvpool.security.xts import BlockCipher
+from nvpool.store.disk.bad_blocks import BadBlock
 from nvpool.store.disk.superblock import Superblock, decode_superblock, encode_superblock
 
 if TYPE_CHECKING:
@@ -299,13 +299,6 @@ def check_copy(copy: ChunkCopy) -> None:
             ):
                 raise ChecksumMismatch(f"chunk {copy.index} of inode {copy.inode} was changed on its way")
             at += length
-
-
-class BadBlock(NamedTuple):
-    inode: int
-    index: int
-    block: int
-    text: str
 
 
 class ScrubStep(NamedTuple):
@@ -787,40 +780,6 @@ def lock_store(path: Path) -> tuple[int, Superblock]:
                 f"{path}/data has {size} bytes, its superblock says {superblock.block_count * BLOCK_BYTES}"
             )
         return lock, superblock
-    except BaseException:
-        os.close(lock)
-        raise
-
-
-async def open_chunk_store(
-    path: str | os.PathLike[str],
-    target: int = 0,
-    options: StoreOptions | None = None,
-    *,
-    clock: Clock = SYSTEM_CLOCK,
-    on_fence: Callable[[str], None] | None = None,
-) -> ChunkStore:
-    """Open the store in the directory `path`; `target` 0 accepts the store of any target.
-
-    Before this returns, blocks named by replayed index records are checked, and all writes acknowledged
-    before the open are durable. The store calls `on_fence` once with the reason when it can no longer
-    guarantee the contents of its drive: end the process, or reopen the store.
-
-    NotFound      there is no store: create one
-    WrongFormat   the store has another format version: use the nvpool that made it
-    WrongTarget   the store belongs to another target
-    InUse         another process has the store open
-    CorruptRecord, DriveFailed   the drive needs attention
-    """
-    # Imported here, since that module implements this interface and imports this module.
-    from nvpool.store.chunks.block_store import open_block_store
-
-    where = Path(path)
-    lock, superblock = lock_store(where)
-    try:
-        if target and superblock.target != target:
-            raise WrongTarget(f"{where} is target {superblock.target}, not {target}")
-        return await open_block_store(where, superblock, lock, options or StoreOptions(), clock, on_fence)
     except BaseException:
         os.close(lock)
         raise

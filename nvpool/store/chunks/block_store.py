@@ -36,7 +36,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from nvpool.core.clock import Clock
+from nvpool.core.clock import SYSTEM_CLOCK, Clock
 from nvpool.core.errors import (
     Busy,
     Fenced,
@@ -46,6 +46,7 @@ from nvpool.core.errors import (
     StaleCut,
     StaleEpoch,
     WrongFormat,
+    WrongTarget,
 )
 from nvpool.core.ids import RequestId, is_done
 from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX
@@ -57,9 +58,10 @@ from nvpool.security.xts import BlockCipher
 from nvpool.store.chunks import copy_range, staged_writes
 from nvpool.store.chunks import truncate as store_truncate
 from nvpool.store.chunks.api import (
-    BadBlock,
     ChunkDescription,
+    ChunkStore,
     HeldChunk,
+    LocatedBlocks,
     MustWait,
     Placed,
     ReadBatch,
@@ -67,17 +69,18 @@ from nvpool.store.chunks.api import (
     ScrubStep,
     StoreOptions,
     check_table,
+    lock_store,
 )
 from nvpool.store.chunks.index import Chunk, Index
-from nvpool.store.chunks.location_leases import LocatedBlocks, LocationLeases, located
+from nvpool.store.chunks.location_leases import LocationLeases
 from nvpool.store.chunks.partial_writes import Merger
-from nvpool.store.chunks.read_batch import BlockBatchReader, Readings
+from nvpool.store.chunks.read_batch import BlockBatchReader, Readings, located
 from nvpool.store.chunks.recovery import ReplayCheck, settle_rejected
 from nvpool.store.chunks.transfer import WholeChunks
 from nvpool.store.chunks.verify import Scrub
 from nvpool.store.disk import write_verifier
 from nvpool.store.disk.allocator import Allocator, SpacePending, Transaction
-from nvpool.store.disk.bad_blocks import Quarantine
+from nvpool.store.disk.bad_blocks import BadBlock, Quarantine
 from nvpool.store.disk.device import Device, FileDevice
 from nvpool.store.disk.index_records import (
     FLUSHED_KEY,
@@ -103,6 +106,37 @@ log = logging.getLogger(__name__)
 _WAITS_MAX = 1000
 _HELD_CHANGES_MAX = 50_000
 DISCARD_BLOCKS_MIN = 64
+
+
+async def open_chunk_store(
+    path: str | os.PathLike[str],
+    target: int = 0,
+    options: StoreOptions | None = None,
+    *,
+    clock: Clock = SYSTEM_CLOCK,
+    on_fence: Callable[[str], None] | None = None,
+) -> ChunkStore:
+    """Open the store in the directory `path`; `target` 0 accepts the store of any target.
+
+    Before this returns, blocks named by replayed index records are checked, and all writes acknowledged
+    before the open are durable. The store calls `on_fence` once with the reason when it can no longer
+    guarantee the contents of its drive: end the process, or reopen the store.
+
+    NotFound      there is no store: create one
+    WrongFormat   the store has another format version: use the nvpool that made it
+    WrongTarget   the store belongs to another target
+    InUse         another process has the store open
+    CorruptRecord, DriveFailed   the drive needs attention
+    """
+    where = Path(path)
+    lock, superblock = lock_store(where)
+    try:
+        if target and superblock.target != target:
+            raise WrongTarget(f"{where} is target {superblock.target}, not {target}")
+        return await open_block_store(where, superblock, lock, options or StoreOptions(), clock, on_fence)
+    except BaseException:
+        os.close(lock)
+        raise
 
 
 async def open_block_store(

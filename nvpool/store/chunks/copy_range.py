@@ -9,26 +9,23 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from nvpool.core.checksum import ZERO_BLOCK_CHECKSUM
 from nvpool.core.errors import BY_WIRE_CODE, Busy, Cancelled, InvalidRequest, NvpoolError, StaleCut
 from nvpool.core.ids import RequestId, is_done
 from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.store.chunks.api import ALL_INODES, MustWait, check_table
+from nvpool.store.chunks.block_store_api import BlockStore
 from nvpool.store.chunks.read_batch import READ, RESULT
 from nvpool.store.disk.allocator import SpacePending, Transaction
 from nvpool.store.disk.index_records import Head, with_request
-
-if TYPE_CHECKING:
-    from nvpool.store.chunks.block_store import BlockChunkStore
 
 _TRIES_MAX = 1000
 _ZERO_CRC = ZERO_BLOCK_CHECKSUM.to_bytes(4, "little")
 
 
 async def copy(
-    store: BlockChunkStore,
+    store: BlockStore,
     source: tuple[int, int, int],
     inode: int,
     index: int,
@@ -114,7 +111,7 @@ async def copy(
 
 
 async def _write(
-    store: BlockChunkStore,
+    store: BlockStore,
     inode: int,
     index: int,
     offset: int,
@@ -157,7 +154,7 @@ async def _write(
 
 
 async def _read(
-    store: BlockChunkStore, source: tuple[int, int, int], length: int
+    store: BlockStore, source: tuple[int, int, int], length: int
 ) -> tuple[list[bool], list, bytes]:
     """Read the source.
 

@@ -48,10 +48,6 @@ from nvpool.core.errors import CorruptRecord, NotSupported, from_os_error
 from nvpool.host.processes import boot_id
 from nvpool.kv.api import Kv
 from nvpool.rpc.messages.data_codec import HANDOVER
-from nvpool.store.chunks.api import LocatedBlocks
-from nvpool.store.chunks.index import Chunk, Index
-from nvpool.store.chunks.read_batch import extend_runs
-from nvpool.store.disk.index_records import SEGMENT_BITS, SEGMENT_BLOCKS
 
 SLOT_BITS = 16
 TABLE_BYTES = (4 << SLOT_BITS) + 8
@@ -291,29 +287,3 @@ class LocationLeases:
         """
         while (left_s := self.unseen_until_s - self._clock.boottime_s()) > 0:  # noqa: ASYNC110 - a clock, no event
             await asyncio.sleep(min(left_s, 0.05))
-
-
-def located(index: Index, chunk: Chunk, blocks: int) -> LocatedBlocks:
-    """Return the locations of the first `blocks` blocks of a chunk. Trailing holes may be omitted."""
-    runs: list[list[int]] = []
-    sums: list[bytes] = []
-    at = 0
-    for number in range((blocks + SEGMENT_BLOCKS - 1) >> SEGMENT_BITS):
-        segment = index.segment(chunk, number)
-        start = number << SEGMENT_BITS
-        have = min(len(segment.disk), blocks - start)
-        if not have:
-            continue
-        if at < start:
-            extend_runs(runs, 0, start - at)
-            sums.append(bytes(4 * (start - at)))
-        if segment.base:
-            extend_runs(runs, segment.base, have)
-        else:
-            for place in segment.disk[:have]:
-                extend_runs(runs, place, 1)
-        sums.append(segment.crcs[: 4 * have])
-        at = start + have
-    return LocatedBlocks(
-        chunk.version, at, array("Q", [place << 12 | count - 1 for place, count in runs]), b"".join(sums)
-    )

@@ -35,7 +35,6 @@ from nvpool.store.chunks.api import (
     LOST_CHECKSUM,
     READ_BATCH_BYTES_MAX,
     UNCHECKED,
-    BadBlock,
     ChunkCopy,
     ChunkDescription,
     ChunkState,
@@ -50,6 +49,7 @@ from nvpool.store.chunks.api import (
     check_copy,
     check_table,
 )
+from nvpool.store.disk.bad_blocks import BadBlock
 
 _READ = struct.Struct("<QIIIHH")
 _RESULT = struct.Struct("<HHIQ")

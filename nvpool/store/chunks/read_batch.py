@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +30,14 @@ from nvpool.core.errors import (
 from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.kv.api import Kv
 from nvpool.rpc.messages.data_codec import ASKER_KEEPS
-from nvpool.store.chunks.api import ALL_INODES, READ_BATCH_BYTES_MAX, UNCHECKED, ReadBatch, Room
+from nvpool.store.chunks.api import (
+    ALL_INODES,
+    READ_BATCH_BYTES_MAX,
+    UNCHECKED,
+    LocatedBlocks,
+    ReadBatch,
+    Room,
+)
 from nvpool.store.chunks.index import Chunk, Index
 from nvpool.store.disk.bad_blocks import Quarantine
 from nvpool.store.disk.device import Device
@@ -415,3 +423,29 @@ def extend_runs(runs: list[list[int]], place: int, count: int) -> None:
             last[1] += count
             return
     runs.append([place, count])
+
+
+def located(index: Index, chunk: Chunk, blocks: int) -> LocatedBlocks:
+    """Return the locations of the first `blocks` blocks of a chunk. Trailing holes may be omitted."""
+    runs: list[list[int]] = []
+    sums: list[bytes] = []
+    at = 0
+    for number in range((blocks + SEGMENT_BLOCKS - 1) >> SEGMENT_BITS):
+        segment = index.segment(chunk, number)
+        start = number << SEGMENT_BITS
+        have = min(len(segment.disk), blocks - start)
+        if not have:
+            continue
+        if at < start:
+            extend_runs(runs, 0, start - at)
+            sums.append(bytes(4 * (start - at)))
+        if segment.base:
+            extend_runs(runs, segment.base, have)
+        else:
+            for place in segment.disk[:have]:
+                extend_runs(runs, place, 1)
+        sums.append(segment.crcs[: 4 * have])
+        at = start + have
+    return LocatedBlocks(
+        chunk.version, at, array("Q", [place << 12 | count - 1 for place, count in runs]), b"".join(sums)
+    )

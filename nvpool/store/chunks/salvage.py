@@ -7,22 +7,18 @@ the block store.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from nvpool.core.errors import CorruptRecord
 from nvpool.core.units import BLOCK_BYTES, CHUNK_BYTES_MAX
 from nvpool.store.chunks.api import ChunkCopy, check_copy
+from nvpool.store.chunks.block_store_api import BlockStore
 from nvpool.store.disk.allocator import SpacePending, Transaction
 from nvpool.store.disk.index_records import SEGMENT_BLOCKS, IndexSegment, decode_segment, segment_key
-
-if TYPE_CHECKING:
-    from nvpool.store.chunks.block_store import BlockChunkStore
 
 _SEGMENTS_MAX = CHUNK_BYTES_MAX // BLOCK_BYTES // SEGMENT_BLOCKS
 _TRIES_MAX = 1000
 
 
-def _segments(store: BlockChunkStore, inode: int, index: int) -> tuple[list[IndexSegment], bool]:
+def _segments(store: BlockStore, inode: int, index: int) -> tuple[list[IndexSegment], bool]:
     """Return the readable segments of the chunk, and whether all records are readable."""
     found, whole = [], True
     for number in range(_SEGMENTS_MAX):
@@ -39,12 +35,12 @@ def _segments(store: BlockChunkStore, inode: int, index: int) -> tuple[list[Inde
     return found, whole
 
 
-def is_unreadable(store: BlockChunkStore, inode: int, index: int) -> bool:
+def is_unreadable(store: BlockStore, inode: int, index: int) -> bool:
     """See ChunkStore.unreadable."""
     return not _segments(store, inode, index)[1]
 
 
-async def install_over(store: BlockChunkStore, copy: ChunkCopy) -> bool:
+async def install_over(store: BlockStore, copy: ChunkCopy) -> bool:
     """See ChunkStore.install_over."""
     check_copy(copy)
     transaction, count = Transaction(), len(copy.checksums) >> 2

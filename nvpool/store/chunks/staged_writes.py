@@ -8,20 +8,17 @@ a chain, which are decided later and then must not fail here. The blocks are all
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 from nvpool.core.errors import Busy
 from nvpool.security.xts import BlockCipher
 from nvpool.store.chunks.api import MustWait, Placed
+from nvpool.store.chunks.block_store_api import BlockStore
 from nvpool.store.disk.allocator import SpacePending, Transaction
-
-if TYPE_CHECKING:
-    from nvpool.store.chunks.block_store import BlockChunkStore
 
 _TRIES_MAX = 1000
 
 
-async def place(store: BlockChunkStore, inode: int, index: int, offset: int, buffer: memoryview) -> Placed:
+async def place(store: BlockStore, inode: int, index: int, offset: int, buffer: memoryview) -> Placed:
     """See ChunkStore.place."""
     transaction, count = Transaction(), len(buffer) >> 12
     for _ in range(_TRIES_MAX):
@@ -48,7 +45,7 @@ async def place(store: BlockChunkStore, inode: int, index: int, offset: int, buf
 
 
 async def prepare(
-    store: BlockChunkStore,
+    store: BlockStore,
     inode: int,
     index: int,
     offset: int,
@@ -87,7 +84,7 @@ async def prepare(
     return placed
 
 
-def drop(store: BlockChunkStore, placed: Placed, transaction: Transaction) -> None:
+def drop(store: BlockStore, placed: Placed, transaction: Transaction) -> None:
     """Free the staged blocks. While the drive is still writing them, no other write may get them."""
     if placed.writing is None or placed.writing.done():
         store.allocator.drop(transaction)

@@ -16,7 +16,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from nvpool.core.checksum import ZERO_BLOCK, ZERO_BLOCK_CHECKSUM, crc32c
 from nvpool.core.errors import Busy, ChecksumMismatch, CorruptRecord, InvalidRequest, StaleCut
@@ -25,6 +24,7 @@ from nvpool.kv.api import Effect
 from nvpool.poolmap.chains.protocol import after_cut, raised
 from nvpool.security.xts import BlockCipher
 from nvpool.store.chunks.api import LOST_CHECKSUM, MustWait
+from nvpool.store.chunks.block_store_api import BlockStore
 from nvpool.store.chunks.index import SEGMENTS_MAX
 from nvpool.store.disk.allocator import SpacePending, Transaction
 from nvpool.store.disk.index_records import (
@@ -39,9 +39,6 @@ from nvpool.store.disk.index_records import (
     replaced,
     segment_key,
 )
-
-if TYPE_CHECKING:
-    from nvpool.store.chunks.block_store import BlockChunkStore
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +56,7 @@ _LOST_CRC = LOST_CHECKSUM.to_bytes(4, "little")
 
 
 async def cut(
-    store: BlockChunkStore,
+    store: BlockStore,
     inode: int,
     size: int,
     number: int,
@@ -96,7 +93,7 @@ async def cut(
     return blocks * BLOCK_BYTES
 
 
-def _check_newest(store: BlockChunkStore, inode: int, number: int) -> InodeRecord:
+def _check_newest(store: BlockStore, inode: int, number: int) -> InodeRecord:
     """Return the inode's record.
 
     StaleCut: a later truncation is known. Call this after each wait, since that truncation may be done
@@ -108,7 +105,7 @@ def _check_newest(store: BlockChunkStore, inode: int, number: int) -> InodeRecor
     return record
 
 
-async def remove(store: BlockChunkStore, inodes: Sequence[int]) -> tuple[int, int]:
+async def remove(store: BlockStore, inodes: Sequence[int]) -> tuple[int, int]:
     """See ChunkStore.remove."""
     chunks = blocks = 0
     for inode in inodes:
@@ -123,7 +120,7 @@ async def remove(store: BlockChunkStore, inodes: Sequence[int]) -> tuple[int, in
 
 
 def _apply_inode(
-    store: BlockChunkStore,
+    store: BlockStore,
     inode: int,
     record: InodeRecord,
     effects: list[Effect],
@@ -137,7 +134,7 @@ def _apply_inode(
 
 
 async def drop(
-    store: BlockChunkStore,
+    store: BlockStore,
     inode: int,
     first: int,
     number: int | None = None,
@@ -223,7 +220,7 @@ def _cut_of(group: list[tuple[tuple[int, int, int], bytes, bytes]]) -> int:
     return head.cut if head is not None else 0
 
 
-def _drop_damaged(store: BlockChunkStore, inode: int, first: int, error: CorruptRecord, until: int) -> None:
+def _drop_damaged(store: BlockStore, inode: int, first: int, error: CorruptRecord, until: int) -> None:
     """Remove the first unreadable record of the inode, from chunk `first` on, without reading it.
 
     A scan says only that there is such a record, so a binary search finds its key. Its blocks stay in use
@@ -249,7 +246,7 @@ def _key(inode: int, place: int) -> bytes:
 
 
 async def _cut_within(
-    store: BlockChunkStore,
+    store: BlockStore,
     inode: int,
     index: int,
     begin: int,
@@ -311,7 +308,7 @@ async def _cut_within(
 
 
 def _zeroed_edges(
-    store: BlockChunkStore, chunk, begin: int, end: int, cipher: BlockCipher | None
+    store: BlockStore, chunk, begin: int, end: int, cipher: BlockCipher | None
 ) -> dict[int, bytes | None]:
     """Return the new contents of the blocks with `begin` and `end`, zeroed between these positions.
 
@@ -339,7 +336,7 @@ def _zeroed_edges(
 
 
 def _cut_segments(
-    store: BlockChunkStore,
+    store: BlockStore,
     chunk,
     whole: range,
     edges: dict[int, bytes | None],

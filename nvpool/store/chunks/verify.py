@@ -20,17 +20,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
 
 from nvpool.core.checksum import first_bad_block
 from nvpool.core.errors import CorruptRecord, InvalidRequest, WrongFormat
 from nvpool.core.units import BLOCK_BYTES
-from nvpool.store.chunks.api import BadBlock, ScrubStep
+from nvpool.store.chunks.api import ScrubStep
+from nvpool.store.chunks.block_store_api import BlockStore
 from nvpool.store.disk.allocator import GROUP_BITS, GROUP_BLOCKS, Transaction
+from nvpool.store.disk.bad_blocks import BadBlock
 from nvpool.store.disk.index_records import SEGMENT_BITS, IndexSegment, decode_segment, split_segment_key
-
-if TYPE_CHECKING:
-    from nvpool.store.chunks.block_store import BlockChunkStore
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +38,7 @@ _READ_BLOCKS = 256
 
 
 class Scrub:
-    def __init__(self, store: BlockChunkStore):
+    def __init__(self, store: BlockStore):
         self._store = store
         self._seen: dict[int, int] | None = None
         self._expected = b""

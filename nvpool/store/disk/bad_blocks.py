@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 from nvpool.core.errors import NvpoolError
 from nvpool.kv.api import Kv
-from nvpool.store.chunks.api import BadBlock
 from nvpool.store.disk.index_records import bad_key, split_bad_key
 
 log = logging.getLogger(__name__)
@@ -24,6 +24,15 @@ Further ones are only logged, and the next scrub finds them again: replace a dri
 
 BadName = tuple[int, int, int]
 """Inode, chunk index, block."""
+
+
+class BadBlock(NamedTuple):
+    """Entry of `status`: a recorded bad block and what is wrong with it."""
+
+    inode: int
+    index: int
+    block: int
+    text: str
 
 
 class Quarantine:

@@ -24,7 +24,8 @@ from nvpool.core.errors import CorruptRecord, Fenced, NvpoolError
 from nvpool.core.units import BLOCK_BYTES
 from nvpool.poolmap.layout import chain_of
 from nvpool.poolmap.model import PoolMap
-from nvpool.store.chunks.api import BadBlock, ChunkStore
+from nvpool.store.chunks.api import ChunkStore
+from nvpool.store.disk.bad_blocks import BadBlock
 from nvpool.store.replication.transfer_client import OtherTargets
 from nvpool.store.throttle import Throttle
 

@@ -21,7 +21,8 @@ from nvpool.core.clock import Clock
 from nvpool.core.errors import CorruptRecord, Fenced, InvalidRequest, NvpoolError
 from nvpool.core.units import BLOCK_BYTES, MIB
 from nvpool.rpc.v1 import data_pb2 as pb
-from nvpool.store.chunks.api import BadBlock, ChunkStore
+from nvpool.store.chunks.api import ChunkStore
+from nvpool.store.disk.bad_blocks import BadBlock
 from nvpool.store.maintenance.repair import Repair
 from nvpool.store.throttle import Throttle
 

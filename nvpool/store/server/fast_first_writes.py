@@ -24,19 +24,39 @@ creates this path; the fast reads (`_fast_reads`), to which a listener passes it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from nvpool.core.compiled import load_compiled
+from nvpool.core.grants import Grant
 from nvpool.kv.engine import LmdbKv
 from nvpool.store.server import fast_reads
-
-if TYPE_CHECKING:
-    from nvpool.store.server.service import StoreService
+from nvpool.store.server.serving_lease import ServingLease
+from nvpool.store.server.write_batch import WriteService
 
 _fast_first_writes = load_compiled("nvpool.store.server._fast_first_writes")
 
 
-def answer_new_writes(service: StoreService, secret: bytes) -> None:
+class FirstWriteService(WriteService, Protocol):
+    """What this path needs of the service of its target."""
+
+    @property
+    def target(self) -> int:
+        """Number of the target."""
+
+    @property
+    def fast_path(self) -> Any | None:
+        """Fast reads of the target (fast_reads); None if every request takes the slow path."""
+
+    @property
+    def known_grants(self) -> dict[bytes, Grant]:
+        """Verified grants by their bytes."""
+
+    @property
+    def serving_lease(self) -> ServingLease:
+        """Lease under which the target answers."""
+
+
+def answer_new_writes(service: FirstWriteService, secret: bytes) -> None:
     """Add this fast path to the service's fast reads.
 
     Does nothing unless both are compiled and the store is on a drive.

@@ -6,7 +6,7 @@ same bytes. A part of `store/server/service`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from nvpool.core import grants
 from nvpool.core.errors import NvpoolError
@@ -16,14 +16,34 @@ from nvpool.rpc.api import Call
 from nvpool.rpc.messages.data_codec import decode_write_request, encode_write_reply
 from nvpool.store.chunks.api import MustWait
 from nvpool.store.chunks.read_batch import RESULT
-from nvpool.store.server.write_batch import WRITE
+from nvpool.store.server.io_stats import IoStats
+from nvpool.store.server.serving_lease import ServingLease
+from nvpool.store.server.write_batch import WRITE, WriteService
 
-if TYPE_CHECKING:
-    from nvpool.store.server.service import StoreService
+
+class SingleWriteService(WriteService, Protocol):
+    """What a single write needs of the service of its target."""
+
+    @property
+    def _epoch(self) -> int: ...
+
+    @property
+    def target(self) -> int:
+        """Number of the target."""
+
+    @property
+    def use(self) -> IoStats:
+        """I/O statistics, which a client may watch."""
+
+    @property
+    def serving_lease(self) -> ServingLease:
+        """Lease under which the target answers."""
 
 
 class WritesOne:
-    def _write_one(self: StoreService, call: Call) -> bool:
+    """Part of the service of a target: the fast path for one write."""
+
+    def _write_one(self: SingleWriteService, call: Call) -> bool:
         """Try to apply and answer the write; return whether it was answered here.
 
         This path takes one write within a block, by one grant, with the current map epoch, to a chunk that no

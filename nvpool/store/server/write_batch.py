@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from nvpool.core import grants
+from nvpool.core.clock import Clock
 from nvpool.core.errors import InvalidRequest, NvpoolError, StaleGrant
 from nvpool.core.ids import RequestId
 from nvpool.core.units import BLOCK_BYTES
 from nvpool.rpc.messages.data_codec import ALL_OF_BLOCKS
 from nvpool.rpc.v1 import data_pb2 as pb
-from nvpool.store.chunks.api import MustWait, Placed
+from nvpool.security.volume_keys import VolumeKey
+from nvpool.store.chunks.api import ChunkStore, MustWait, Placed
 from nvpool.store.chunks.read_batch import RESULT
-
-if TYPE_CHECKING:
-    from nvpool.store.server.service import StoreService
+from nvpool.store.replication.role import Replica
 
 WRITE = struct.Struct("<QQQIIIHH")
 BREATH_BYTES = 4 << 20
@@ -41,6 +42,29 @@ def check_key(grant: grants.Grant, wrapped_key: bytes) -> None:
         )
 
 
+class WriteService(Protocol):
+    """What a write needs of the service of its target (store/server/service)."""
+
+    @property
+    def store(self) -> ChunkStore:
+        """Chunks of the target."""
+
+    @property
+    def replica(self) -> Replica:
+        """Role of the target in its chains."""
+
+    @property
+    def clock(self) -> Clock:
+        """Clock of the process."""
+
+    @property
+    def grant(self) -> Callable[[bytes, int], grants.Grant | None]:
+        """Return the verified grant for its bytes and the time in ms; None if it is not valid."""
+
+    def volume_key(self, wrapped: bytes) -> VolumeKey | None:
+        """Return the volume key for a request's wrapped key, None if it is empty."""
+
+
 class WriteBatch:
     """Batch of writes and its progress.
 
@@ -49,7 +73,7 @@ class WriteBatch:
     """
 
     def __init__(
-        self, service: StoreService, request: pb.WriteRequest, payload: memoryview, deadline_s: float
+        self, service: WriteService, request: pb.WriteRequest, payload: memoryview, deadline_s: float
     ):
         self._store = service.store
         self._replica = service.replica

@@ -239,7 +239,8 @@ class LocalPool:
 
     @staticmethod
     async def _real_store(pool: LocalPool, target: int):
-        from nvpool.store.chunks.api import create_chunk_store, open_chunk_store
+        from nvpool.store.chunks.api import create_chunk_store
+        from nvpool.store.chunks.block_store import open_chunk_store
         from nvpool.store.server.service import StoreService
 
         capacity = pool.pool_map.target_by_id[target].capacity_bytes

@@ -16,7 +16,8 @@ from nvpool.core.posix.byte_ranges import LAST_BYTE, RECORD
 from nvpool.meta.server.service import MetaService
 from nvpool.poolmap.chains.placement import build_table
 from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PartitionRange, PoolMap, PoolSettings, Shard, Target
-from nvpool.rpc.api import Peer, Reply
+from nvpool.rpc.api import Reply
+from nvpool.rpc.peer_roles import Peer
 from nvpool.rpc.v1 import data_pb2, wire_pb2
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1.wire_pb2 import Method

@@ -20,7 +20,7 @@ from nvpool.meta.server.member import MemberOptions, ShardMember
 from nvpool.meta.service_auth import ServiceRight
 from nvpool.node.supervisor import Supervisor
 from nvpool.rpc.access_control import Callers
-from nvpool.rpc.api import Credentials, Peer
+from nvpool.rpc.peer_roles import Credentials, Peer
 from nvpool.rpc.v1 import wire_pb2 as wire
 from nvpool.runtime.daemon_process import Stop
 from nvpool.testing.contracts.coordinator import first_map

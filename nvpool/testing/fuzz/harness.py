@@ -15,7 +15,8 @@ from typing import Any
 
 from nvpool.core.clock import SYSTEM_CLOCK, Clock
 from nvpool.core.errors import NvpoolError
-from nvpool.rpc.api import Call, Peer
+from nvpool.rpc.api import Call
+from nvpool.rpc.peer_roles import Peer
 from nvpool.rpc.v1 import wire_pb2 as wire
 from nvpool.testing.fakes.meta_shard import DirectCall
 from nvpool.testing.fuzz.connections import Trouble, Wire, Witness, wrong_frame

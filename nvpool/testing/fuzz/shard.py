@@ -37,7 +37,7 @@ from nvpool.meta.server.service import MetaOptions, MetaService
 from nvpool.meta.service_auth import ServiceRight
 from nvpool.meta.state import records, volume_records
 from nvpool.rpc.access_control import Callers
-from nvpool.rpc.api import Credentials, Peer
+from nvpool.rpc.peer_roles import Credentials, Peer
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
 from nvpool.testing.fakes.meta_shard import DirectCall, ShardClient, StoreRecorder, small_map

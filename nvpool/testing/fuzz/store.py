@@ -23,7 +23,6 @@ from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import NvpoolError
 from nvpool.poolmap.model import changed
 from nvpool.rpc.access_control import Callers
-from nvpool.rpc.api import Credentials, Peer
 from nvpool.rpc.messages.data_codec import (
     LOCATE_ENTRY,
     READ_ENTRY,
@@ -32,9 +31,11 @@ from nvpool.rpc.messages.data_codec import (
     encode_read_request,
     encode_write_request,
 )
+from nvpool.rpc.peer_roles import Credentials, Peer
 from nvpool.rpc.v1 import data_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
-from nvpool.store.chunks.api import create_chunk_store, open_chunk_store
+from nvpool.store.chunks.api import create_chunk_store
+from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.server.service import StoreService
 from nvpool.testing.fakes.meta_shard import DirectCall, small_map
 from nvpool.testing.fuzz.connections import Trouble, Witness

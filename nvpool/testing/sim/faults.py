@@ -8,8 +8,11 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from pathlib import Path
 
+from nvpool.core.endpoint import parse_endpoint
 from nvpool.poolmap.shards.members import process_name
+from nvpool.testing.sim.endpoints import listener_of, supervisor_endpoints
 from nvpool.testing.sim.pool import SimPool
 
 NEVER_BROKEN = ("client", "judge")
@@ -31,6 +34,11 @@ LINK_SHARE = 0.2
 """Share of seeds in which links between two nodes break and no other node notices it."""
 LINK_S = (8.0, 40.0)
 """Duration of a broken link; the longest is longer than clients wait."""
+
+
+ENDPOINTS_GONE_SHARE = 0.4
+"""Share of seeds in which no supervisor has a unix socket when the load ends and the final checks run."""
+ENDPOINT_FAULTS = ("gone", "refuses", "silent")
 
 
 class BrokenLinks:
@@ -62,6 +70,61 @@ class BrokenLinks:
             while not self._over() and asyncio.get_running_loop().time() < until_s:  # noqa: ASYNC110 - on virtual time
                 await asyncio.sleep(0.5)
             pool.network.mend_links()
+
+
+class EndpointFaults:
+    """Break endpoints of supervisors, one or two of a node, until `over()`.
+
+    Connections to a broken endpoint end, except for some of those to silent ones, which survive.
+    """
+
+    def __init__(
+        self, pool: SimPool, chance: random.Random, over: Callable[[], bool], done: dict[str, int]
+    ) -> None:
+        self._pool = pool
+        self._chance = chance
+        self._over = over
+        self._done = done
+        self._stays = chance.random() < ENDPOINTS_GONE_SHARE
+
+    async def run(self) -> None:
+        chance, nodes = self._chance, [node.id for node in self._pool.first_map.nodes]
+        while not self._over():
+            await asyncio.sleep(chance.expovariate(0.4))
+            node = chance.choice(nodes)
+            endpoints = supervisor_endpoints(self._pool.directory, node)[: chance.choice((1, 1, 2))]
+            mode = chance.choice(ENDPOINT_FAULTS)
+            lasts_s = chance.uniform(0.2, 9.0)
+            self._record_event(
+                f"{len(endpoints)} endpoints of supervisor-{node} are {mode} for {lasts_s:.1f} s"
+            )
+            self._done["endpoints"] += 1
+            for endpoint in endpoints:
+                self._break(endpoint, mode)
+            await asyncio.sleep(lasts_s)
+            for endpoint in endpoints:
+                self._mend(endpoint)
+        if self._stays:
+            self._record_event("the unix sockets of all supervisors are gone")
+            for node in nodes:
+                self._break(supervisor_endpoints(self._pool.directory, node)[0], "gone")
+
+    def _record_event(self, event: str) -> None:
+        self._pool.invariants.happened(asyncio.get_running_loop().time(), event)
+
+    def _break(self, endpoint: str, mode: str) -> None:
+        where = parse_endpoint(endpoint)
+        self._pool.network.broken[endpoint] = mode
+        if mode == "gone" and where.scheme.endswith("+unix"):
+            Path(where.path).unlink(missing_ok=True)
+        if mode != "silent" or self._chance.random() < 0.5:
+            self._pool.network.hang_up_at(listener_of(endpoint))
+
+    def _mend(self, endpoint: str) -> None:
+        where = parse_endpoint(endpoint)
+        self._pool.network.broken.pop(endpoint, None)
+        if where.scheme.endswith("+unix"):
+            Path(where.path).touch()
 
 
 class SimulatedFaults:

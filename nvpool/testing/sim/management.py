@@ -10,15 +10,18 @@ processes again, `change` the map as an operator does, and handle the end of the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from nvpool.cluster.api import LEASE_S_MIN, CoordinatorLease, MapCoordinator
 from nvpool.cluster.embedded import EmbeddedCoordinator
 from nvpool.cluster.etcd.coordinator import EtcdCoordinator
 from nvpool.cluster.manager import Manager, change
+from nvpool.core.clock import Clock
 from nvpool.core.errors import NvpoolError, StaleLease, Unavailable
 from nvpool.kv.memory import MemoryKv
 from nvpool.node.admin.shards import MetaShards
@@ -27,20 +30,57 @@ from nvpool.node.coordination.shard_failover import ShardKeeper
 from nvpool.node.coordination.standby_checks import has_records
 from nvpool.poolmap.model import PoolMap, decode_map, encode_map
 from nvpool.rpc.api import Call, Greeting
+from nvpool.rpc.connection_pool import Dialer
 from nvpool.rpc.v1 import pool_pb2, wire_pb2
 from nvpool.testing.sim.endpoints import supervisor_endpoints, transports_of
 from nvpool.testing.sim.etcd import MEMBERS, SimCalls, SimEtcd
 from nvpool.testing.sim.invariants import Invariants
-from nvpool.testing.sim.network import SimTransport
+from nvpool.testing.sim.loop import VirtualLoop
+from nvpool.testing.sim.network import SimTransport, SimulatedNetwork
 from nvpool.testing.sim.simulated_process import KV_STEPS, CrashPointProxy, Killed, Process
-
-if TYPE_CHECKING:
-    from nvpool.testing.sim.pool import SimPool
 
 FOLLOW_S = 2.0
 AGAIN_S = 0.05
 
 Decide = Callable[[PoolMap], PoolMap]
+
+
+class ManagedPool(Protocol):
+    """What the management needs of the simulated pool (sim/pool)."""
+
+    loop: VirtualLoop
+    seed: str
+    chance: random.Random
+    network: SimulatedNetwork
+    invariants: Invariants
+    processes: dict[str, Process]
+    secret: bytes
+    first_map: PoolMap
+
+    @property
+    def directory(self) -> Path:
+        """Directory of the sockets."""
+
+    def process(self, name: str, node: str) -> Process:
+        """Start a process on the node."""
+
+    def own(self, process: Process, work: Coroutine[Any, Any, None]) -> None:
+        """Run the work in the process until it dies."""
+
+    def new_clock(self, name: str) -> Clock:
+        """Return a clock for a process."""
+
+    def new_dialer(self, process: Process, clock: Clock) -> Dialer:
+        """Return a dialer for a process, in place of that of its predecessor."""
+
+    def disk_s(self) -> float:
+        """Return the time of one write to a drive."""
+
+    def pid_of(self, target: int, node: int) -> int | None:
+        """Return the pid of a target's process on that node; None if the target is on another node."""
+
+    async def start_again(self, name: str) -> None:
+        """Start the process and return when it runs."""
 
 
 class Managing(Protocol):
@@ -119,7 +159,7 @@ class OneManager:
 
     NAME = "manager"
 
-    def __init__(self, pool: SimPool) -> None:
+    def __init__(self, pool: ManagedPool) -> None:
         self._pool = pool
         self._kv = MemoryKv()
         self._coordinator: _Embedded | None = None
@@ -240,7 +280,7 @@ class _Supervisor:
 class Supervisors:
     """Processes "supervisor-N", one on each node, and "etcd-N", three on the first nodes or on their own."""
 
-    def __init__(self, pool: SimPool, nodes: int) -> None:
+    def __init__(self, pool: ManagedPool, nodes: int) -> None:
         self._pool = pool
         self._nodes = nodes
         self._apart = pool.chance.random() < 0.5

@@ -26,7 +26,6 @@ from nvpool.client.state.options import ClientOptions
 from nvpool.core.errors import Bug, InvariantBroken, NvpoolError, WritesLost
 from nvpool.poolmap.chains import chain_set
 from nvpool.sdk.fsck.check import Checkup, check_metadata
-from nvpool.testing.sim.endpoints import EndpointFaults
 from nvpool.testing.sim.faults import (
     KINDS,
     KINDS_OF_ETCD,
@@ -35,6 +34,7 @@ from nvpool.testing.sim.faults import (
     KINDS_WITH_FULL,
     KINDS_WITH_POWER,
     BrokenLinks,
+    EndpointFaults,
     SimulatedFaults,
 )
 from nvpool.testing.sim.loop import VirtualLoop

@@ -18,7 +18,7 @@ from nvpool.client.session import Client
 from nvpool.client.state.types import KEEP_SIZE, PUNCH_HOLE, Caller
 from nvpool.core.errors import InvariantBroken, LockLost, NoSpace
 from nvpool.core.posix.byte_ranges import EXCLUSIVE, UNLOCKED
-from nvpool.meta.sessions.append_order import APPEND_S
+from nvpool.meta.state.append_order import APPEND_S
 from nvpool.testing.sim.linearizability import (
     INITIAL,
     RegisterOperation,

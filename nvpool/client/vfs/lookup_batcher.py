@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 
-from nvpool.client.lookup.directory_prefetch import Through
 from nvpool.client.state.attr_cache import DIVIDED_FLAG
+from nvpool.client.vfs.directory_prefetch import Through
 from nvpool.core.errors import CorruptFrame, DeadlineExceeded, NotFound
 from nvpool.core.futures import ImmediateFuture
 from nvpool.core.grants import READ, allows

@@ -7,20 +7,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from nvpool.client.data.commit import Stored
 from nvpool.client.state.attr_cache import OpenInode
 from nvpool.core import errors
-from nvpool.core.errors import CorruptFrame, StaleEpoch, Unavailable
+from nvpool.core.errors import CorruptFrame, Unavailable
 from nvpool.rpc.api import Reply
 from nvpool.rpc.messages.data_codec import WRITE_ENTRY, decode_write_reply, encode_write_request
 from nvpool.rpc.v1.wire_pb2 import DATA_WRITE
 
 if TYPE_CHECKING:
-    from nvpool.client.data.chunk_client import ChunkClient
     from nvpool.client.data.target_queue import Lane
     from nvpool.poolmap.model import Chain
+
+
+class WriteOwner(Protocol):
+    """What a submitted write needs of the chunk client that made it."""
+
+    def was_written(self, file: OpenInode, index: int, epoch: int, cut: int) -> Stored:
+        """Note that the write succeeded; return the unstable write to commit."""
+
+    def leave(self, writing: Writing) -> None:
+        """Release the request id of the write."""
 
 
 class Writing:
@@ -48,7 +57,7 @@ class Writing:
 
     def __init__(
         self,
-        chunks: ChunkClient,
+        chunks: WriteOwner,
         file: OpenInode,
         index: int,
         epoch: int,
@@ -127,53 +136,3 @@ class Writing:
         self._on_end(self, error)
         if error is None or isinstance(error, asyncio.CancelledError):
             self._chunks.leave(self)
-
-
-class BeginsWrites:
-    """The part of `ChunkClient` that submits writes without a task."""
-
-    def way_to_write(self: ChunkClient, file: OpenInode, index: int) -> tuple[Chain, Lane, object] | None:
-        """The route of `begin_write` to the chunk; None if the write would have to wait.
-
-        The caller must use the route immediately, before any other task can take its place.
-        """
-        if not self._slots or self._slot_waiters:
-            return None
-        try:
-            chain = self.chain(file, index)
-            lane = self.lane(chain.targets[0])
-        except StaleEpoch:
-            return None
-        if len(chain.targets) > 1 or chain.joining or file.encrypted:
-            return None
-        connection = self._dialer.live(lane.endpoints)
-        return None if connection is None else (chain, lane, connection)
-
-    def begin_write(
-        self: ChunkClient,
-        way: tuple[Chain, Lane, object],
-        file: OpenInode,
-        index: int,
-        offset: int,
-        length: int,
-        parts: Sequence,
-        checksums: bytes,
-        deadline_s: float,
-        on_end,
-    ) -> Writing:
-        """Submit `write` by the route that `way_to_write` has just returned; see Writing."""
-        self.counters["writes"] += 1
-        self.sequence += 1
-        file.grant_used = True
-        writing = Writing(self, file, index, way[0].epoch, self._slots.pop(), self.sequence, on_end)
-        writing.send(way, self.epoch, offset, length, parts, checksums, deadline_s)
-        return writing
-
-    def was_written(self: ChunkClient, file: OpenInode, index: int, epoch: int, cut: int) -> Stored:
-        self.short.forget_chunk(file, index)
-        return self.replicas.stored(file, index, epoch, cut)
-
-    def leave(self: ChunkClient, writing: Writing) -> None:
-        """Release the request id of the write."""
-        self._slots.append(writing.slot)
-        self._wake()

@@ -15,8 +15,8 @@ from typing import Any
 
 from nvpool.client.state.types import NOW, Caller
 from nvpool.core.clock import stopwatch_s
-from nvpool.fuse.kernel.notify import ByProcess, ByThreads
 from nvpool.fuse.metrics import Spent
+from nvpool.fuse.notify import ByProcess, ByThreads
 from nvpool.fuse.ops.eager_coroutine import WAITS, EagerCoroutine
 from nvpool.fuse.ops.operations import ASK, FuseOps, errno_of
 from nvpool.fuse.ops.page_cache_bypass import ASIDE

@@ -1,1 +1,0 @@
-"""Look-ups of names: batches, prefetching, complete and striped directories."""
