@@ -36,7 +36,8 @@ from typing import Any, NamedTuple, Protocol
 
 from nvpool.core.clock import SYSTEM_CLOCK, Clock, stopwatch_s
 from nvpool.core.errors import Busy
-from nvpool.rpc.peer_roles import Buffer, Peer, Role, role_of
+from nvpool.rpc.api import Buffer
+from nvpool.rpc.peer_roles import Peer, Role, role_of
 from nvpool.rpc.stats import RPC_STATS
 
 _log = logging.getLogger(__name__)

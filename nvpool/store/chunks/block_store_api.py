@@ -61,7 +61,7 @@ class BlockStore(ChunkStore, Protocol):
         """Return the version of a chunk after a change; `given` 0 lets the store choose."""
 
     def segments_at(
-        self, chunk: Chunk, first: int, places: array, sums: bytes
+        self, chunk: Chunk, first: int, places: array[int], sums: bytes
     ) -> list[tuple[int, IndexSegment, int, int]]:
         """Build the segments of a chunk with new blocks from `first` on, for `apply_segments`."""
 

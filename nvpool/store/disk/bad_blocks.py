@@ -30,7 +30,7 @@ class BadBlock(NamedTuple):
     """Entry of `status`: a recorded bad block and what is wrong with it."""
 
     inode: int
-    index: int
+    index: int  # type: ignore[assignment]  # of the chunk; hides a method of tuples that nobody calls
     block: int
     text: str
 

@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nvpool.testing.env.namespaces import Machine
 
@@ -122,7 +122,6 @@ def _run(words: list[str], to: int) -> None:
 def _serve() -> None:
     """Answer each line of stdin, a list of words, with a line [exit code, stdout, stderr]."""
     known = set(sys.modules)
-    line: bytes
     for line in sys.stdin.buffer:
         read, write = os.pipe()
         child = os.fork()
@@ -134,7 +133,8 @@ def _serve() -> None:
         with open(read) as file:
             answer = file.read()
         os.waitpid(child, 0)
-        code, out, err, modules = json.loads(answer) if answer else [1, "", "the command was killed", []]
+        found: list[Any] = json.loads(answer) if answer else [1, "", "the command was killed", []]
+        code, out, err, modules = found
         sys.stdout.write(json.dumps([code, out, err]) + "\n")
         sys.stdout.flush()
         for name in modules:
