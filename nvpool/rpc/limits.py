@@ -36,7 +36,6 @@ from typing import Any, NamedTuple, Protocol
 
 from nvpool.core.clock import SYSTEM_CLOCK, Clock, stopwatch_s
 from nvpool.core.errors import Busy
-from nvpool.rpc.api import Buffer
 from nvpool.rpc.peer_roles import Peer, Role, role_of
 from nvpool.rpc.stats import RPC_STATS
 
@@ -573,11 +572,11 @@ class Metered:
         self.sent = 0
         self._transport = transport
 
-    def write(self, raw: Buffer) -> None:
+    def write(self, raw: bytes | bytearray | memoryview) -> None:
         self.sent += len(raw)
         self._transport.write(raw)
 
-    def writelines(self, pieces: Sequence[Buffer]) -> None:
+    def writelines(self, pieces: Sequence[bytes | bytearray | memoryview]) -> None:
         self.sent += sum(map(len, pieces))
         self._transport.writelines(pieces)
 
