@@ -28,6 +28,9 @@ from nvpool.host.pool_directory import sync_directory
 
 AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE = "authority.crt", "member.crt", "member.key"
 """PEM files in secret/ of a pool directory."""
+TlsContext = ssl.SSLContext
+"""Type of the context that asyncio and grpc take; only this module imports ssl."""
+
 KEY_NEXT_FILE = "member.key.next"
 """Exists while a certificate for a new key replaces the old one: until this file is renamed, either key may
 belong to the certificate."""

@@ -8,31 +8,40 @@ does not answer, the bytes take the slow path. See Handler in rpc/api.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nvpool.core.compiled import load_compiled
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable
 
     from nvpool.rpc.api import Buffer
-    from nvpool.rpc.multiplexer import Answerer, Asker, InboundCall
+    from nvpool.rpc.limits import Metered
+    from nvpool.rpc.multiplexer import Answerer, InboundCall
     from nvpool.rpc.stats import ReplyStats
-    from nvpool.rpc.transports.stream import StreamServed, _End
+    from nvpool.rpc.transports.frame import FrameReader
 
-    FastPath = Callable[
-        [bytearray, int, dict[int, InboundCall], ReplyStats, list[Buffer], StreamServed | None], int
-    ]
+    FastPath = Callable[[bytearray, int, dict[int, InboundCall], ReplyStats, list[Buffer], Any], int]
     """Handler.fast_path of rpc/api."""
 
-    class _ClientEnd(_End, Asker):
-        """Classes that ReplyFastPath is mixed into."""
+    class _ClientEnd:
+        """What a fast path needs of a connection's end (rpc/transports/stream)."""
 
-    class _ServerEnd(_End, Answerer):
-        """Classes that RequestFastPath is mixed into."""
+        _reader: FrameReader
+        _transport: asyncio.Transport | Metered
+        _out: list[Buffer]
+        _out_bytes: int
+
+        def buffer_updated(self, count: int) -> None: ...
+        def _stop_reading(self) -> None: ...
+        def _go_on_reading(self) -> None: ...
+
+    class _ServerEnd(_ClientEnd, Answerer):
+        """What it needs of a server's end."""
 
         fast_path: FastPath | None
-        _later: StreamServed | None
+        _later: Any
         _greeted: bool
 
         @property

@@ -10,7 +10,7 @@ import errno
 import os
 import socket
 import stat
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
 from nvpool.core.errors import (
     AccessDenied,
@@ -24,10 +24,7 @@ from nvpool.core.errors import (
 )
 from nvpool.rpc.api import Greeting
 from nvpool.rpc.handshake import HELLO_S
-from nvpool.security.tls import TlsIdentity, refusal_of
-
-if TYPE_CHECKING:
-    from ssl import SSLContext
+from nvpool.security.tls import TlsContext, TlsIdentity, refusal_of
 
 SOCKET_BUFFER_BYTES = 1 << 20
 """Buffer size of unix sockets: with their default of 208 KiB a 1 MiB reply stops four times for its reader.
@@ -54,7 +51,7 @@ GOODBYE_S = 5.0
 class TlsOptions(TypedDict, total=False):
     """TLS arguments for the loop's methods that make connections and servers."""
 
-    ssl: SSLContext
+    ssl: TlsContext
     ssl_handshake_timeout: float
     ssl_shutdown_timeout: float
 
