@@ -51,7 +51,7 @@ flock 9
 # -- packages of the machine -----------------------------------------------------------------------------------------
 
 # What building and mounting needs, and what the tests run on the mount.
-packages='fuse3 libfuse3-dev pkg-config gcc libc6-dev liburing-dev git rsync tar fio sqlite3 xfsprogs iproute2 etcd-server strace docker.io podman busybox-static prometheus systemd acl debootstrap ubuntu-keyring'
+packages='fuse3 libfuse3-dev pkg-config gcc libc6-dev liburing-dev git rsync tar fio sqlite3 xfsprogs iproute2 etcd-server strace docker.io podman busybox-static prometheus systemd acl debootstrap'
 if [ "$(id -u)" = 0 ] || ! find_python whole >/dev/null; then
     packages="$packages python3 python3-dev python3-venv"
 fi

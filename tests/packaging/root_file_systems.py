@@ -40,11 +40,13 @@ class Distribution(NamedTuple):
     suite: str
     mirror: str
     components: str
+    script: str
+    """Suite whose script debootstrap uses: one that does not know a newer suite has the same steps for it."""
     python: str
 
 
-DEBIAN = Distribution("bookworm", "http://deb.debian.org/debian", "main", "3.11")
-UBUNTU = Distribution("noble", "http://archive.ubuntu.com/ubuntu", "main,universe", "3.12")
+DEBIAN = Distribution("bookworm", "http://deb.debian.org/debian", "main", "bookworm", "3.11")
+UBUNTU = Distribution("noble", "http://archive.ubuntu.com/ubuntu", "main,universe", "jammy", "3.12")
 
 
 def missing() -> str | None:
@@ -68,6 +70,7 @@ def make_base(distribution: Distribution, place: Path) -> None:
             distribution.suite,
             place,
             distribution.mirror,
+            f"/usr/share/debootstrap/scripts/{distribution.script}",
         ],
         check=True,
         stdout=subprocess.DEVNULL,
