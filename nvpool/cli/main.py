@@ -69,7 +69,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "fsck": ("nvpool.cli.commands.fsck:fsck", "Check and repair a pool."),
     "scrub": ("nvpool.cli.commands.scrub:scrub", "Read all stored data and verify its checksums."),
     "dump": ("nvpool.cli.commands.dump:dump", "Write a snapshot of all metadata to a file."),
-    "load": ("nvpool.cli.commands.load:load", "Load dumped metadata into an empty pool."),
+    "load": ("nvpool.cli.commands.load_dump:load", "Load dumped metadata into an empty pool."),
     "doctor": (
         "nvpool.cli.doctor.command:doctor",
         "Find what makes a pool slow or unsafe on this machine, with the remedy.",

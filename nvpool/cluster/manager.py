@@ -35,7 +35,7 @@ from nvpool.poolmap.chains.rebalance import given_up, next_steps, taken_back
 from nvpool.poolmap.chains.transitions import ChainName
 from nvpool.poolmap.grant_revocation import without_ended
 from nvpool.poolmap.model import PoolMap
-from nvpool.poolmap.nodes.broken_links import BROKEN, cut_off, is_replaceable
+from nvpool.poolmap.nodes.cut_off_targets import BROKEN, cut_off, is_replaceable
 from nvpool.rpc.v1.pool_pb2 import AliveReply, AliveRequest
 
 LEASE_S = 2.7
@@ -363,7 +363,7 @@ class Manager:
     def _look_at_links(self, now: PoolMap) -> None:
         """Choose the targets that must leave where two nodes cannot reach one another.
 
-        See poolmap/nodes/broken_links.
+        See poolmap/nodes/cut_off_targets.
         """
         known = now.target_by_id
         reports = {

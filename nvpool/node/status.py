@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 from msgspec import structs
 
-from nvpool.client.reverse_paths import LOOK_S, KnownPaths, printable
+from nvpool.client.inode_paths import LOOK_S, KnownPaths, printable
 from nvpool.cluster.api import MapCoordinator
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import DeadlineExceeded, NvpoolError, with_pool

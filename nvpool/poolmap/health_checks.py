@@ -19,7 +19,7 @@ from nvpool.core.units import format_seconds
 from nvpool.poolmap.chains.placement import usable
 from nvpool.poolmap.chains.transitions import named
 from nvpool.poolmap.model import PoolMap, Shard, Target
-from nvpool.poolmap.nodes.broken_links import BROKEN
+from nvpool.poolmap.nodes.cut_off_targets import BROKEN
 from nvpool.poolmap.shards.placement import beside, good_places, place_of, wanted
 
 FULL_SHARE = 0.95

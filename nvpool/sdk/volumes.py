@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from nvpool.client.reverse_paths import PathFinder
+from nvpool.client.inode_paths import PathFinder
 from nvpool.client.state.types import Caller
 from nvpool.core.errors import AlreadyExists, InvalidRequest, NotADirectory, NotFound
 from nvpool.core.ids import ROOT_INODE

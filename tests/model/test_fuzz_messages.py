@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nvpool.meta.server import dispatch as meta_dispatch
-from nvpool.meta.server import local_users
+from nvpool.meta.server import local_user_permissions
 from nvpool.meta.server.service import MetaService
 from nvpool.meta.sessions.table import Sessions
 from nvpool.meta.state.volume_access import VolumeAccess
@@ -37,12 +37,14 @@ def report_of(capsys, kind, only="", cases=10_000):
 
 
 def test_fuzzer_finds_a_missing_permission_check(capsys, monkeypatch):
-    monkeypatch.setattr(local_users.permissions, "check", lambda *_: None)
+    monkeypatch.setattr(local_user_permissions.permissions, "check", lambda *_: None)
     assert "without a right to" in report_of(capsys, "shard-user")
 
 
 def test_fuzzer_finds_an_unsquashed_root(capsys, monkeypatch):
-    monkeypatch.setattr(local_users, "believed", lambda change: Credentials(change.uid, BELIEVED_GROUPS, 0))
+    monkeypatch.setattr(
+        local_user_permissions, "believed", lambda change: Credentials(change.uid, BELIEVED_GROUPS, 0)
+    )
     assert "without a right to" in report_of(capsys, "shard-squash")
 
 

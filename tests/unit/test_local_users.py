@@ -22,8 +22,8 @@ from nvpool.core.ids import ROOT_INODE as ROOT
 from nvpool.core.posix.acl import ACCESS, GROUP_OBJ, MASK, OTHER, USER, USER_OBJ, AclEntry, encode_acl
 from nvpool.kv.memory import MemoryKv
 from nvpool.meta.operations import setattr as valid
-from nvpool.meta.server import local_users
-from nvpool.meta.server.dispatch import CHANGES, QUERIES
+from nvpool.meta.server import local_user_permissions
+from nvpool.meta.server.dispatch_table import CHANGES, QUERIES
 from nvpool.meta.server.service import MetaOptions, MetaService
 from nvpool.rpc.access_control import RIGHTS, Callers, Who
 from nvpool.rpc.messages.direntries import DirectoryPage
@@ -41,7 +41,9 @@ def peer(uid, *groups):
 
 
 REQUESTS = {
-    method: kind for method, (kind, *_) in (CHANGES | QUERIES).items() if method in local_users._GUARDS
+    method: kind
+    for method, (kind, *_) in (CHANGES | QUERIES).items()
+    if method in local_user_permissions._GUARDS
 } | {
     wire.META_RENEW_SESSION: pb.RenewSessionRequest,
     wire.META_RELEASE: pb.ReleaseRequest,
@@ -300,7 +302,7 @@ async def test_set_uid_bit_ends_when_another_user_writes(place):
     await place.root.ask(
         "SETXATTR",
         pb.SetXattrRequest(
-            change=place.root.change(), inode=inode, name=local_users.CAPABILITIES, value=b"x"
+            change=place.root.change(), inode=inode, name=local_user_permissions.CAPABILITIES, value=b"x"
         ),
     )
     await place.us.open(inode, grants.WRITE)
@@ -401,7 +403,7 @@ async def test_methods_of_nodes_are_refused_to_users(place):
 
 def test_each_user_method_has_a_guard():
     asked = {method for method in (CHANGES | QUERIES) if RIGHTS[method].who in (Who.USER, Who.VOLUME)}
-    assert set(local_users._GUARDS) == asked
+    assert set(local_user_permissions._GUARDS) == asked
 
 
 @scenario
@@ -437,10 +439,10 @@ async def test_volume_with_an_access_list_is_closed_to_users(place):
 
 
 def test_remembered_entries_are_bounded(monkeypatch):
-    monkeypatch.setattr(local_users, "KNOWN_MAX", 3)
+    monkeypatch.setattr(local_user_permissions, "KNOWN_MAX", 3)
     table = {}
     for key in (1, 2, 1, 3, 4):
-        local_users._keep(table, key, key)
+        local_user_permissions._keep(table, key, key)
     assert list(table) == [1, 3, 4]
 
 

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from nvpool.client import reverse_paths
-from nvpool.client.reverse_paths import KnownPaths, PathFinder, printable
+from nvpool.client import inode_paths
+from nvpool.client.inode_paths import KnownPaths, PathFinder, printable
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.types import Caller
 from nvpool.core import errors
@@ -293,7 +293,7 @@ def test_paths_are_shown_on_one_line():
 
 
 def test_client_log_names_inode_chunk_target_and_path(caplog, monkeypatch):
-    monkeypatch.setattr(reverse_paths, "PAUSE_S", 0.01)
+    monkeypatch.setattr(inode_paths, "PAUSE_S", 0.01)
 
     def spoil(payload):
         payload[-1] ^= 1
@@ -351,15 +351,15 @@ def test_path_cache_keeps_paths_and_misses_for_a_time():
         paths._finder.find = find
         await asyncio.gather(paths.look([5, 6, 5]), paths.look([6]))
         assert paths.path(5) == b"/five" and paths.path(6) is None and searches == [[5, 6]]
-        clock.advance(reverse_paths.FAILED_KEPT_S + 1)
+        clock.advance(inode_paths.FAILED_KEPT_S + 1)
         await paths.look([5, 6])
         assert searches.pop() == [6]
-        clock.advance(reverse_paths.KEPT_S)
+        clock.advance(inode_paths.KEPT_S)
         assert paths.path(5) is None
-        await paths.look(range(reverse_paths.FILES_MAX * 2))
-        assert len(searches.pop()) == reverse_paths.FILES_MAX
-        for first in range(0, 5 * reverse_paths.KEPT_MAX, reverse_paths.FILES_MAX):
-            await paths.look(range(first, first + reverse_paths.FILES_MAX))
-        assert len(paths._known) <= reverse_paths.KEPT_MAX
+        await paths.look(range(inode_paths.FILES_MAX * 2))
+        assert len(searches.pop()) == inode_paths.FILES_MAX
+        for first in range(0, 5 * inode_paths.KEPT_MAX, inode_paths.FILES_MAX):
+            await paths.look(range(first, first + inode_paths.FILES_MAX))
+        assert len(paths._known) <= inode_paths.KEPT_MAX
 
     asyncio.run(main())

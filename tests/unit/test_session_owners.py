@@ -10,7 +10,7 @@ from test_meta_service import Shard, run
 from nvpool.core.errors import AccessDenied, AlreadyExists, InvalidRequest, StaleSession
 from nvpool.core.ids import ROOT_INODE as ROOT
 from nvpool.meta.operations.setattr import MODE
-from nvpool.meta.server.dispatch import CHANGES
+from nvpool.meta.server.dispatch_table import CHANGES
 from nvpool.meta.sessions.table import Sessions, mark_of
 from nvpool.meta.state import records
 from nvpool.meta.state.session_records import SessionRecord, decode_session, decode_slot, encode_session

@@ -9,7 +9,7 @@ import stat
 import pytest
 from msgspec.structs import replace
 
-from nvpool.client.reverse_paths import PathFinder
+from nvpool.client.inode_paths import PathFinder
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.types import Caller
 from nvpool.core.errors import (

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from nvpool.blockio import uring
+from nvpool.blockio import uring_reader
 from nvpool.store.disk.device import DIRECT_WRITE_BYTES, FileDevice, begins_at_page
 
 
@@ -81,14 +81,14 @@ def test_direct_write_falls_back_to_the_cache_with_one_warning(tmp_path, caplog)
     assert len(caplog.records) == 1 and "page cache" in caplog.text
 
 
-@pytest.mark.skipif(uring._uring is None, reason="_uring is not compiled here")
+@pytest.mark.skipif(uring_reader._uring is None, reason="_uring is not compiled here")
 def test_signal_does_not_interrupt_the_drive_probe():
     """An early end would free memory into which the kernel still writes."""
     there, here = os.pipe()
     writing = threading.Timer(0.5, os.write, (here, bytes(4096)))
     before = signal.signal(signal.SIGALRM, lambda *_: None)
     try:
-        ring = uring._uring.Ring(1)
+        ring = uring_reader._uring.Ring(1)
     except OSError:
         pytest.skip("the kernel forbids io_uring here")
     try:
@@ -105,7 +105,7 @@ def test_signal_does_not_interrupt_the_drive_probe():
         os.close(here)
 
 
-@pytest.mark.skipif(uring._uring is None, reason="_uring is not compiled here")
+@pytest.mark.skipif(uring_reader._uring is None, reason="_uring is not compiled here")
 @pytest.mark.parametrize("refused", [1, 3])
 def test_reads_refused_by_the_kernel_are_submitted_again(tmp_path, refused):
     class Short:
@@ -127,7 +127,7 @@ def test_reads_refused_by_the_kernel_are_submitted_again(tmp_path, refused):
         path = tmp_path / "data"
         path.write_bytes(os.urandom(8192))
         fd = os.open(path, os.O_RDONLY)
-        reader = uring.UringReader.probe(fd)
+        reader = uring_reader.UringReader.probe(fd)
         if reader is None:
             os.close(fd)
             pytest.skip("the kernel forbids io_uring here")
@@ -144,13 +144,13 @@ def test_reads_refused_by_the_kernel_are_submitted_again(tmp_path, refused):
     asyncio.run(main())
 
 
-@pytest.mark.skipif(uring._uring is None, reason="_uring is not compiled here")
+@pytest.mark.skipif(uring_reader._uring is None, reason="_uring is not compiled here")
 def test_failing_callback_does_not_block_other_reads(tmp_path):
     async def main():
         path = tmp_path / "data"
         path.write_bytes(os.urandom(8192))
         fd = os.open(path, os.O_RDONLY)
-        reader = uring.UringReader.probe(fd)
+        reader = uring_reader.UringReader.probe(fd)
         if reader is None:
             os.close(fd)
             pytest.skip("the kernel forbids io_uring here")

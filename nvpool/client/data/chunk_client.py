@@ -22,7 +22,7 @@ from functools import partial
 from nvpool.client.data.commit import PATIENCE_S, StoreCommit, Stored, WrittenAt
 from nvpool.client.data.eof_tracker import Ended
 from nvpool.client.data.hedged_reads import SecondReads, settle
-from nvpool.client.data.hedging import LATE_S, Hedging, SentRead
+from nvpool.client.data.hedging_policy import LATE_S, Hedging, SentRead
 from nvpool.client.data.key_cache import VolumeKeys
 from nvpool.client.data.replica_choice import Replicas
 from nvpool.client.data.short_circuit import ShortCircuitReads

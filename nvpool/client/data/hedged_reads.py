@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from nvpool.client.data.hedging import SentRead
+from nvpool.client.data.hedging_policy import SentRead
 from nvpool.client.data.target_queue import Lane, Read
 from nvpool.client.state.attr_cache import OpenInode
 from nvpool.client.state.pool_view import PoolView

@@ -14,9 +14,9 @@ from nvpool.client.data.chunk_client import ChunkClient
 from nvpool.client.data.extents import ExtentClient
 from nvpool.client.data.key_cache import VolumeKeys
 from nvpool.client.data.short_circuit import ShortCircuitReads
+from nvpool.client.inode_paths import KnownPaths
 from nvpool.client.read.batch import ReadBatcher
 from nvpool.client.read.reader import Reader
-from nvpool.client.reverse_paths import KnownPaths
 from nvpool.client.rpc.fast_changes import OnEnd, SubmittedChange
 from nvpool.client.rpc.meta_client import MetaClient
 from nvpool.client.state.attr_cache import DIVIDED_FLAG, Cache, OpenInode

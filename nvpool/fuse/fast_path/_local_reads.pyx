@@ -18,7 +18,7 @@ from nvpool.core.clock import SystemClock, stopwatch_s
 from nvpool.client.data import short_circuit as short_circuit_module
 from nvpool.blockio._uring cimport Ring
 from nvpool.blockio.reader import DIRECT_READ_BYTES
-from nvpool.blockio.uring import AGAIN_S
+from nvpool.blockio.uring_reader import AGAIN_S
 from nvpool.fuse.fast_path._read_requests cimport LARGE_BYTES, PAGE, Wanted, is_read, read_at_random
 from nvpool.fuse.protocol.constants import Op
 

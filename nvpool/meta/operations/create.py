@@ -9,7 +9,7 @@ from nvpool.core.grants import WRITE
 from nvpool.core.ids import partition_of
 from nvpool.core.posix.acl import ACCESS, DEFAULT, Acl, decode_acl, inherited
 from nvpool.core.units import SYMLINK_BYTES_MAX
-from nvpool.meta.operations.volume_policy import begin_volume
+from nvpool.meta.operations.volume_requests import begin_volume
 from nvpool.meta.state import records
 from nvpool.meta.state.records import Inode
 from nvpool.meta.state.transaction import Draft, View, fill_attr, fill_elsewhere

@@ -43,9 +43,9 @@ from nvpool.meta.migration.service import MigrationService
 from nvpool.meta.migration.shard_context import Inside
 from nvpool.meta.options import MetaOptions
 from nvpool.meta.server.admin_handlers import AdminHandlers
-from nvpool.meta.server.dispatch import CHANGES, CROSS_SHARD_CHANGES, QUERIES
+from nvpool.meta.server.dispatch_table import CHANGES, CROSS_SHARD_CHANGES, QUERIES
 from nvpool.meta.server.fast_path import open_fast_path
-from nvpool.meta.server.local_users import LocalUsers, check_shards
+from nvpool.meta.server.local_user_permissions import LocalUsers, check_shards
 from nvpool.meta.sessions.handlers import SessionAnswers
 from nvpool.meta.sessions.lease_table import Watches
 from nvpool.meta.sessions.lock_waiters import HOLD_BEYOND_GRANTS_S, LockWaits

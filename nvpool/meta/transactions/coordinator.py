@@ -46,7 +46,7 @@ from nvpool.meta.state.transaction_records import (
     id_of_key,
     range_of,
 )
-from nvpool.meta.transactions.lock_hints import foreseen
+from nvpool.meta.transactions.lock_prediction import foreseen
 from nvpool.meta.transactions.participant import durable
 from nvpool.meta.transactions.peer_shards import PeerShards, effect_messages, id_message
 from nvpool.meta.transactions.view import CrossShardTransaction, Need, Range, SpanView, partition_of_range

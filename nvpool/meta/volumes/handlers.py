@@ -25,7 +25,7 @@ from nvpool.core.errors import (
 from nvpool.core.ids import partition_of
 from nvpool.core.names import check_holder
 from nvpool.core.units import MIB, PARTITION_COUNT
-from nvpool.meta.operations import trash, volume_policy
+from nvpool.meta.operations import trash, volume_requests
 from nvpool.meta.state.record_locks import LockedRecord, when_free
 from nvpool.meta.state.volume_access import check_action, check_trash
 from nvpool.meta.state.volume_records import (
@@ -142,8 +142,8 @@ class VolumeAnswers:
                 number = volume_of_key(key)
                 try:
                     reply.volumes.append(
-                        volume_policy.state_of(
-                            view, number, decode_volume(raw), volume_policy.use_of(view, number)
+                        volume_requests.state_of(
+                            view, number, decode_volume(raw), volume_requests.use_of(view, number)
                         )
                     )
                 except CorruptRecord:
@@ -161,7 +161,7 @@ class VolumeAnswers:
         if (user := self._user(call)) is not None:
             self._users.check_volume(self._view, user, request)
         self._check_here(request.inode)
-        record, use = volume_policy.read_volume(self._view, request.inode)
+        record, use = volume_requests.read_volume(self._view, request.inode)
         if request.action == _Request.SHOW:
             self._reply_volume(call, request.inode)
             return
@@ -218,18 +218,18 @@ class VolumeAnswers:
     def _reply_volume(self, call: Call, number: int, reply: pb.VolumeReply | None = None) -> None:
         reply = reply or pb.VolumeReply()
         reply.volume.CopyFrom(
-            volume_policy.state_of(self._view, number, *volume_policy.read_volume(self._view, number))
+            volume_requests.state_of(self._view, number, *volume_requests.read_volume(self._view, number))
         )
         call.reply(reply.SerializeToString())
 
-    def _carry_out(self, request: _Request, record: VolumeRecord, use: volume_policy.VolumeUse) -> None:
+    def _carry_out(self, request: _Request, record: VolumeRecord, use: volume_requests.VolumeUse) -> None:
         """Apply the command. Nothing waits in here."""
         number, action, access = request.inode, request.action, self._view.access
         if action in (_Request.ATTACH, _Request.DETACH):
             self._attach(request, record)
             return
         if action == _Request.SET:
-            new = volume_policy.limited(record, use, self._view.rooms.promised(number), request)
+            new = volume_requests.limited(record, use, self._view.rooms.promised(number), request)
         elif action == _Request.SEAL:
             self._check_no_writers(record, number)
             new = record._replace(flags=record.flags | SEALED)
@@ -240,9 +240,9 @@ class VolumeAnswers:
                 else record
             )
         elif action == _Request.GRANT:
-            new = volume_policy.granted(record, request.grant)
+            new = volume_requests.granted(record, request.grant)
         elif action == _Request.REVOKE:
-            new = volume_policy.revoked(record, request.grant.client)
+            new = volume_requests.revoked(record, request.grant.client)
             if record.flags & LISTED:
                 # again, in case a process died before finishing it
                 self._revocations.owe(number, {request.grant.client: ALL})
@@ -259,13 +259,13 @@ class VolumeAnswers:
             self._watches.end_all()  # a client that lost its right must not rely on cached state
 
     def _attach(self, request: _Request, record: VolumeRecord) -> None:
-        key = volume_policy.attached_key(request.inode, check_holder(request.holder))
+        key = volume_requests.attached_key(request.inode, check_holder(request.holder))
         there = self._view.get(key) is not None
         if request.action == _Request.DETACH:
             if there:
                 self._kv.apply([(key, None)], reclaims=True)
         elif not there:
-            if len(volume_policy.attachments(self._view, request.inode)) >= ATTACHMENTS_MAX:
+            if len(volume_requests.attachments(self._view, request.inode)) >= ATTACHMENTS_MAX:
                 raise InUse(
                     f"volume {record.name} is attached {ATTACHMENTS_MAX} times already, which is the most"
                 )
@@ -306,7 +306,7 @@ class VolumeAnswers:
         if (user := self._user(call)) is not None:
             self._users.check_volume(self._view, user, request)
         number, rooms = request.inode, self._view.rooms
-        record, use = volume_policy.read_volume(self._view, number)
+        record, use = volume_requests.read_volume(self._view, number)
         self._view.access.check_change(number)
         reply = pb.VolumeRoomReply(life_ms=int(UNLIMITED_S * 1000))
         if not record.bytes_max:
@@ -342,7 +342,7 @@ class VolumeAnswers:
         number = request.inode
 
         def check(record: VolumeRecord) -> None:
-            holders = volume_policy.attachments(self._view, number)
+            holders = volume_requests.attachments(self._view, number)
             if holders and not request.force:
                 raise InUse(
                     f"volume {record.name} is attached: {', '.join(holders[:5])}"
@@ -354,7 +354,7 @@ class VolumeAnswers:
 
         await self._mend(partial(removed, number=number, check=check), request.session)
         try:
-            record, _ = await when_free(lambda: volume_policy.read_volume(self._view, number))
+            record, _ = await when_free(lambda: volume_requests.read_volume(self._view, number))
             self._view.access.note(number, record)
             self._watches.end_all()  # all leases on the contents of the volume
         except NotFound:
@@ -382,7 +382,7 @@ class VolumeAnswers:
         session = self._sessions.of(request.session, self._owner(call)).number
         number = request.inode
         self._check_here(number)
-        record, _ = volume_policy.read_volume(self._view, number)
+        record, _ = volume_requests.read_volume(self._view, number)
         check_trash(self._owner(call), record, request.action != pb.TrashRequest.LIST)
         if request.action == pb.TrashRequest.LIST:
             call.reply(trash.listed(self._view, request, TRASH_LISTED).SerializeToString())

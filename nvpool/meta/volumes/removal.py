@@ -39,7 +39,7 @@ def removed(view: View, number: int, check: Callable[[VolumeRecord], None], now_
     An empty volume is removed completely. If the volume is marked already, the draft is empty. `check` may
     refuse.
     """
-    from nvpool.meta.operations.volume_policy import read_volume
+    from nvpool.meta.operations.volume_requests import read_volume
 
     draft = Draft(view, now_ns)
     record, use = read_volume(view, number)

@@ -28,7 +28,7 @@ import asyncio
 import struct
 from typing import TYPE_CHECKING
 
-from nvpool.client.reverse_paths import PathFinder, printable
+from nvpool.client.inode_paths import PathFinder, printable
 from nvpool.core.errors import CorruptRecord, Disconnected, NotFound, NvpoolError
 from nvpool.poolmap.layout import chain_of
 from nvpool.poolmap.model import Chain

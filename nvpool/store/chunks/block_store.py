@@ -71,12 +71,12 @@ from nvpool.store.chunks.api import (
     check_table,
     lock_store,
 )
+from nvpool.store.chunks.chunk_transfer import WholeChunks
 from nvpool.store.chunks.index import Chunk, Index
 from nvpool.store.chunks.location_leases import LocationLeases
 from nvpool.store.chunks.partial_writes import Merger
 from nvpool.store.chunks.read_batch import BlockBatchReader, Readings, located
 from nvpool.store.chunks.recovery import ReplayCheck, settle_rejected
-from nvpool.store.chunks.transfer import WholeChunks
 from nvpool.store.chunks.verify import Scrub
 from nvpool.store.disk import write_verifier
 from nvpool.store.disk.allocator import Allocator, SpacePending, Transaction

@@ -19,7 +19,7 @@ import asyncio
 from nvpool.core.clock import SystemClock
 from nvpool.core.grants import CLOCK_SKEW_S, READ, SERVICE
 from nvpool.blockio._uring cimport Ring
-from nvpool.blockio.uring import AGAIN_S
+from nvpool.blockio.uring_reader import AGAIN_S
 from nvpool.rpc.transports._head cimport HEADER_BYTES, REPLY, REQUEST, is_head, put_head
 from nvpool.rpc.messages.data_codec import ASKER_KEEPS
 from nvpool.rpc.multiplexer import IN_FLIGHT_MAX
