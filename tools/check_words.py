@@ -54,7 +54,7 @@ WORDS = {
     r"truths": "invariants",
     r"giver": "source (of a migration)",
     r"taker": "destination (of a migration)",
-    r"foresight": "lock hints",
+    r"foresight": "lock prediction",
     r"hostroom": "space reserve",
     r"siblings": "look-up prefetch",
     r"wholes": "complete directories",

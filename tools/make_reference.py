@@ -5,7 +5,7 @@
 
 The pages are docs/reference/cli.md, cli/*.md, config.md and metrics.md, and the tables between markers in README.md and
 docs/internals/performance.md. Sources: the click commands, `Config`, `METRICS` and bench/results/peers.json.
-tests/house/test_docs.py runs the check.
+tests/house/test_documentation.py runs the check.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ import os
 import subprocess
 
 import pytest
-from test_docker_face import scene
 
 from nvpool.cli.mount.command import mount
 from nvpool.core.programs import Program, command
 from nvpool.daemons.bridge import mount_words, parse_words
+from tests.bridge.test_docker_endpoint import scene
 
 
 def bridge(*words):

@@ -14,7 +14,6 @@ from pathlib import PurePath
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from volumes_twin import FakePool, WrittenBinds
 
 from nvpool.bridge import volumes as bridge_volumes
 from nvpool.bridge.container_mounts import volumes_in_containers
@@ -32,6 +31,7 @@ from nvpool.core.errors import (
     Unavailable,
     WrongFormat,
 )
+from tests.bridge.fake_volumes import FakePool, WrittenBinds
 
 pytestmark = pytest.mark.t1
 

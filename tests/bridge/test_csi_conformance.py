@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from csi_caller import POOL, Caller, block, places, plugin, size, use
 
 from nvpool.bridge.bind_helper import unbind
 from nvpool.bridge.pool_mount import PoolMount
@@ -26,6 +25,7 @@ from nvpool.sdk.aio import AsyncFileSystem
 from nvpool.testing.env.bridge import RealBridge
 from nvpool.testing.env.pool import RealPool
 from nvpool.testing.fakes.volumes import MemoryVolumes
+from tests.bridge.csi_caller import POOL, Caller, block, places, plugin, size, use
 
 SIZE = 64 * MIB
 

@@ -11,7 +11,6 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from csi_caller import POOL, block, caller_at, places, plugin, size, use
 from grpc import StatusCode
 
 from nvpool.bridge.bind_helper import unbind
@@ -35,6 +34,7 @@ from nvpool.testing.env.bridge import RealBridge
 from nvpool.testing.env.etcd import free_ports
 from nvpool.testing.env.pool import RealPool
 from nvpool.testing.fakes.volumes import MemoryVolumes
+from tests.bridge.csi_caller import POOL, block, caller_at, places, plugin, size, use
 
 WHY_NOT = (
     "only root can mount" if os.geteuid() else "" if os.path.exists("/dev/fuse") else "there is no /dev/fuse"

@@ -11,10 +11,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from test_supervisor import clean_up, nvpool
 
 import nvpool as nvpool_sdk
 from nvpool.client.state.options import ClientOptions
+from tests.cluster.test_supervisor import clean_up, nvpool
 
 ALICE = 1234
 pytestmark = pytest.mark.skipif(bool(os.geteuid()), reason="only root is squashed")

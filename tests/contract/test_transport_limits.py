@@ -16,7 +16,7 @@ from nvpool.core.errors import Busy, Unreachable
 from nvpool.rpc import registry
 from nvpool.rpc.limits import Bounds, Limits
 from nvpool.testing.contracts.transport import CLIENT, SERVER, RecordingHandler, echo, refused, soon, until
-from tests.contract.test_secured_transport import CLIENT_ID, NODE, identity
+from tests.contract.test_tls_transport import CLIENT_ID, NODE, identity
 
 MIB = 1 << 20
 SCHEMES = ("stream+unix", "stream", "grpc")

@@ -6,7 +6,6 @@ import fcntl
 import os
 
 import pytest
-from test_kernel_engine import Kernel, SlowVfs, on_kernel
 
 from nvpool.client.state.types import Caller
 from nvpool.core.clock import ManualClock
@@ -19,6 +18,7 @@ from nvpool.fuse.protocol import replies
 from nvpool.fuse.protocol.constants import LOCK_FLOCK, Init, Notice, Op
 from nvpool.meta.state.lock_table import Owner
 from nvpool.testing.fakes.vfs import MemoryVfs
+from tests.fuse.test_kernel_engine import Kernel, SlowVfs, on_kernel
 
 ME = Caller(0, 0)
 READ, WRITE, NONE = fcntl.F_RDLCK, fcntl.F_WRLCK, fcntl.F_UNLCK

@@ -15,9 +15,9 @@ import threading
 import time
 
 import pytest
-from conftest import FLOOR, Mounted, needs, nvpool, wait_until
 
 from nvpool.fuse.engines import KERNEL_MIN, kernel_version
+from tests.fuse.conftest import FLOOR, Mounted, needs, nvpool, wait_until
 
 pytestmark = [
     pytest.mark.mount,

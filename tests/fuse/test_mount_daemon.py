@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import FLOOR, Pool, is_mounted, nvpool, wait_until
-from kills import kill_serving
 
 from nvpool.core.programs import Program, command
 from nvpool.host.mountinfo import look_at, mount_at
 from nvpool.testing.loads.checking import CheckingLoad
+from tests.fuse.conftest import FLOOR, Pool, is_mounted, nvpool, wait_until
+from tests.fuse.kill_loads import kill_serving
 
 pytestmark = [pytest.mark.t3, pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons")]
 

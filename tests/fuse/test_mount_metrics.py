@@ -12,12 +12,12 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import FLOOR, wait_until
-from kills import processes
 from prometheus_client.parser import text_string_to_metric_families
 
 from nvpool.core.programs import Program
 from nvpool.fuse.engines import RESEND_MIN, kernel_version
+from tests.fuse.conftest import FLOOR, wait_until
+from tests.fuse.kill_loads import processes
 
 pytestmark = [
     pytest.mark.mount,

@@ -6,12 +6,12 @@ import subprocess
 import sys
 
 import pytest
-from conftest import Mounted, is_mounted
 
 from nvpool.cli.mount import control as cli_mounts
 from nvpool.core.errors import InUse, InvalidRequest, NotADirectory, NotFound
 from nvpool.fuse.mount_point import check_mount_point, set_read_ahead, unmount
 from nvpool.host.mountinfo import look_at, mount_at, place_of
+from tests.fuse.conftest import Mounted, is_mounted
 
 pytestmark = pytest.mark.mount
 

@@ -9,9 +9,9 @@ import subprocess
 import sys
 
 import pytest
-from conftest import FLOOR, NO_MOUNT, needs, nvpool, wait_until
 
 from nvpool.core.programs import OF_A_MOUNT, Program, command, processes
+from tests.fuse.conftest import FLOOR, NO_MOUNT, needs, nvpool, wait_until
 
 pytestmark = [
     pytest.mark.mount,

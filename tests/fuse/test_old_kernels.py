@@ -17,10 +17,10 @@ import threading
 import time
 
 import pytest
-from conftest import FLOOR, nvpool, wait_until
-from kills import end, kill_serving, processes, serving, together
 
 from nvpool.core.programs import Program, command
+from tests.fuse.conftest import FLOOR, nvpool, wait_until
+from tests.fuse.kill_loads import end, kill_serving, processes, serving, together
 
 pytestmark = [pytest.mark.t3, pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor has no daemons")]
 

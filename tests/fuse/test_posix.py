@@ -11,7 +11,8 @@ import stat
 import time
 
 import pytest
-from conftest import as_user
+
+from tests.fuse.conftest import as_user
 
 pytestmark = pytest.mark.mount
 ENGINES = ("kernel", "pyfuse3")

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+
+from tests.fuse.conftest import ROOT
 
 pytestmark = pytest.mark.mount
 TUTORIAL = ROOT / "docs" / "tutorial"

@@ -14,12 +14,12 @@ import stat
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import FLOOR, as_user, nvpool, wait_until
-from kills import kill_serving, serving
 
 import nvpool as sdk
 from nvpool.core.units import MIB
 from nvpool.fuse.engines import RESEND_MIN, kernel_version
+from tests.fuse.conftest import FLOOR, as_user, nvpool, wait_until
+from tests.fuse.kill_loads import kill_serving, serving
 
 pytestmark = [pytest.mark.mount, pytest.mark.skipif(FLOOR, reason="the floor writes nothing back")]
 OUTLIVES = pytest.param(

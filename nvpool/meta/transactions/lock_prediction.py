@@ -1,4 +1,4 @@
-"""Lock hints: records that a cross-shard transaction will probably need, guessed from its request.
+"""Lock prediction: records that a cross-shard transaction will probably need, guessed from its request.
 
 They are requested together, where the decision would request one after the other. A wrong guess only locks a
 record for a moment without need.

@@ -1,6 +1,6 @@
 """Contract of a Coordinator: `check_all(make)`; the async `make` returns a coordinator of `first_map()`.
 
-Used by tests/contract/test_coordinator.py and by authors of other coordinators. Each check gets a new
+Used by tests/contract/test_embedded_coordinator.py and by authors of other coordinators. Each check gets a new
 coordinator.
 """
 
