@@ -45,7 +45,7 @@ WORDS = {
     r"lends?|lent|lender|lending": "location lease; short-circuit read",
     r"wish(?:es)?": "operator request, admin command, desired state",
     r"doors?": "adapter, the only importer; service",
-    r"tenure|reigns?": "serving lease, leadership lease",
+    r"tenure|reigns?": "serving lease, primary lease, leadership lease",
     r"signs? of life": "heartbeat",
     r"begun anew|anew": "reset; again",
     r"strays?": "orphan chunks",

@@ -8,7 +8,7 @@ and its encoding is part of the format:
     · epoch u24 (its upper 8 bits first, then the lower 16) · volume tag u16 · member tag u16
     · mac 16 (BLAKE2b of all before it, keyed with the pool's grant key, RFC 7693; a fifth of the time of HMAC)
 
-`cut` is the truncate epoch of the file. Inode 0 with the right SERVICE gives a metadata service access to all
+`cut` is the truncate number of the file. Inode 0 with the right SERVICE gives a metadata service access to all
 inodes of a store. The epoch and the two tags serve revocation (`poolmap/grant_revocation`): the lower 24 bits
 of the pool map epoch that the issuer knew, a 16-bit tag of the volume of the file, and a 16-bit tag of the
 member to which the volume is granted by name. Both tags are 0 for a file outside all volumes. The member tag
@@ -104,7 +104,7 @@ def read(raw: bytes) -> Grant:
 
 
 def terms(raw: bytes) -> tuple[int, int, int, int]:
-    """Return rights, session, truncate epoch (`cut`) and expiry (`ends_ms`) of a grant; StaleGrant as in
+    """Return rights, session, truncate number (`cut`) and expiry (`ends_ms`) of a grant; StaleGrant as in
     `read`."""
     if len(raw) != GRANT_BYTES or raw[0] != _VERSION:
         raise StaleGrant("not a grant of a version that is known here")

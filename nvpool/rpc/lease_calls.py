@@ -2,7 +2,7 @@
 
 A lease must be renewed within seconds, whatever happened to the connection of the last renewal: the server
 may hang without closing that connection, or take the caller for another peer because of it. Used by
-meta/server/member for the leases of primaries and by daemons/heartbeat for those of targets. This module does
+meta/server/member for primary leases and by daemons/heartbeat for those of targets. This module does
 not retry requests: the next renewal is the retry.
 """
 

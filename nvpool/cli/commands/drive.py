@@ -123,7 +123,7 @@ async def wait_until_moved(pool: str, title: str, quiet: bool, drive: int | None
     def left(seen: dict[str, Any]) -> int:
         here = [one for one in seen["drives"] if drive in (None, one["drive"])]
         moving: int = sum(one["chains_to_come"] + one["chains_to_go"] + members_to_go(one) for one in here)
-        return moving + (drive is not None and is_emptied(here))
+        return moving + (drive is not None and is_removing_chunks(here))
 
     return await wait_for_none(pool, title, quiet, left, moving_on)
 
@@ -206,7 +206,7 @@ def say_what_waits(done: dict[str, Any]) -> None:
         )
 
 
-def is_emptied(drives: list[dict[str, Any]]) -> bool:
+def is_removing_chunks(drives: list[dict[str, Any]]) -> bool:
     """Return whether one of the drives has no chains any more, but still removes their chunks."""
     return any(
         one["wish"] == "drained" and one["state"] == "serving" and one.get("used_bytes") for one in drives
@@ -226,7 +226,7 @@ def _of_drives(seen: dict[str, Any]) -> list[str]:
     words = []
     for one in seen["drives"]:
         name, wait = f"drive {one['drive']} (target {one.get('target')})", one.get("moving_wait")
-        if is_emptied([one]):
+        if is_removing_chunks([one]):
             words.append(
                 f"{name} removes the last {format_bytes(one['used_bytes'])}" + (f": {wait}" if wait else "")
             )
@@ -362,6 +362,10 @@ def _name(drive: str) -> str:
 
 @drive.command(
     epilog="""\b
+--wait ends when no chain and no metadata has to leave the drive any more, and the chunks that it still had are removed. Chunks
+are kept for a while after their chain has moved, for clients that read by an older pool map.
+
+\b
 examples:
   nvpool drive drain /srv/pool 2 --wait
   nvpool drive drain /srv/pool 2 --cancel

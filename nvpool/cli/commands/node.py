@@ -426,7 +426,7 @@ def _end(pool: str, done: dict[str, Any], wait: bool, as_json: bool, title: str,
 
 async def _wait_until_done(pool: str, number: int, title: str, quiet: bool) -> dict[str, Any]:
     """Wait until nothing of the node moves, or the node is removed; return its entry in the status."""
-    from nvpool.cli.commands.drive import is_emptied, moving_on, wait_for_none
+    from nvpool.cli.commands.drive import is_removing_chunks, moving_on, wait_for_none
 
     def found(seen: dict[str, Any]) -> dict[str, Any]:
         return next(
@@ -440,7 +440,7 @@ async def _wait_until_done(pool: str, number: int, title: str, quiet: bool) -> d
         here = [drive for drive in seen["drives"] if drive["node"] == number]
         moving: int = sum(drive["chains_to_come"] + drive["chains_to_go"] for drive in here)
         if one["wish"] in ("", "drained"):
-            return moving + is_emptied(here)
+            return moving + is_removing_chunks(here)
         also: int = (
             len([*one["primaries"], *one["standbys"]]) + one["etcd"] + one["leads"] + (one["wish"] == "lost")
         )

@@ -641,7 +641,7 @@ class ChunkClient:
 
         Returns the unstable write, which a later commit makes durable. On return the bytes survive kill -9 of
         the stores, and the loss of all but one of them. The write is retried under the same request id until
-        then, or until `deadline_s`. The request carries the file's present truncate epoch. `parts` must not
+        then, or until `deadline_s`. The request carries the file's present truncate number. `parts` must not
         change until this returns. `begun`: this very write after its fast path failed; it continues under its
         request id.
 
@@ -809,7 +809,7 @@ class ChunkClient:
             abandon(asked)
 
     async def flush(self, places: Mapping[WrittenAt, int | None]) -> set[WrittenAt]:
-        """Commit unstable writes; see Flushing.flush."""
+        """Commit unstable writes; see StoreCommit.flush (client/data/commit)."""
         return await self._flushing.flush(places, self._clock.boottime_s() + self._options.deadline_s)
 
     def _call(self, target: int, method: int, message: bytes, deadline_s: float) -> Awaitable:

@@ -30,7 +30,7 @@ WrittenAt = tuple[int, int]
 class Stored(NamedTuple):
     """An unstable write to the chain `place`.
 
-    `epoch`: of the chain, before the write; `cut`: the file's truncate epoch in the write.
+    `epoch`: of the chain, before the write; `cut`: the file's truncate number in the write.
     """
 
     place: WrittenAt

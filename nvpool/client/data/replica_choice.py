@@ -106,7 +106,7 @@ class Replicas:
 
     @staticmethod
     def stored(file: OpenInode, index: int, epoch: int, cut: int) -> Stored:
-        """The unstable write for a write to the chunk under truncate epoch `cut`.
+        """The unstable write for a write to the chunk under truncate number `cut`.
 
         `epoch`: a lower bound of the epoch of the chain at the write.
         """

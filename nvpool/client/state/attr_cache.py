@@ -92,7 +92,7 @@ class OpenInode:
         self.encrypted = False  # whether its volume is encrypted, as a grant has said
         self.key: VolumeKey | None = None  # the volume's key, from the first read or write of its bytes on
         self.cut = attr.cut
-        # the last truncate epoch that was a truncation; later ones were punched holes
+        # the last truncate number that was a truncation; later ones were punched holes
         self.truncated = attr.cut - attr.punches
         self.grant = b""
         self.grant_session = 0

@@ -167,7 +167,7 @@ class WrittenFile:
     def was_cut(self) -> None:
         """Forget the stored and unreported bytes after a truncation.
 
-        Stores have dropped the bytes of the old truncate epoch.
+        Stores have dropped the bytes of the old truncate number.
         """
         self.stored_end = 0
         self.ahead = ()

@@ -423,7 +423,7 @@ class Core:
         return [reply for reply in replies if reply is not None]
 
     async def _growing(self, file: OpenInode, change: Callable[[], Awaitable]):
-        """Await `change`, which may make an open file longer; see Rooms.repeat for retries with quotas."""
+        """Await `change`, which may make an open file longer; see QuotaReservations.repeat for retries with quotas."""
         if not file.volume:
             return await change()
         return await self.rooms.repeat(file, file.volume, change, lambda: self.writer.settle(file))

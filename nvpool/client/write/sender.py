@@ -220,7 +220,7 @@ class WriteSender:
             self._left(written, unit, segment)
 
     def _has_stored(self, written: WrittenFile, segment: DirtyExtent, cut: int) -> None:
-        """Record that a store has the extent, written under the truncate epoch `cut`."""
+        """Record that a store has the extent, written under the truncate number `cut`."""
         if written.file.truncated <= cut:
             end = segment.end if not written.is_broken else min(segment.end, written.appended.broken)
             written.has_stored(segment, end)

@@ -428,7 +428,7 @@ class Writer(WriteSender):
         """Prepare for a truncation to `size` by the service.
 
         Drops the bytes behind `size`, waits for the writes in flight, and sends nothing until `end_cut`. The
-        remaining bytes are sent after it, with the new truncate epoch.
+        remaining bytes are sent after it, with the new truncate number.
         """
         written = file.written
         if written is None:
@@ -563,7 +563,7 @@ class Writer(WriteSender):
     def was_copied(
         self, file: OpenInode, end: int, byte_count: int, cut: int, stored: Stored | None = None
     ) -> None:
-        """Record `byte_count` bytes up to `end` that a store copied under truncate epoch `cut`.
+        """Record `byte_count` bytes up to `end` that a store copied under truncate number `cut`.
 
         `stored`: the unstable write to commit; None for a hole.
         """

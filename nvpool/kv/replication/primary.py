@@ -11,7 +11,7 @@ A standby that is far behind is filled from scratch: the records are read in ste
 after all changes that were made before it was read, so filling needs no snapshot.
 
 `Shipping` gets the engine of the primary (kv/replication/member), one `StandbyLink` for each other member, and
-`ask`, which changes the map. Used by meta/primary. One event loop owns a `Shipping`. A `Shipping` ends with
+`ask`, which changes the map. Used by meta/server/member. One event loop owns a `Shipping`. A `Shipping` ends with
 `close`, or reports through `on_deposed` that a later term has begun.
 """
 

@@ -325,7 +325,7 @@ class AdminHandlers:
     def measure(self, page: Page, *, may_answer: bool = True) -> None:
         """Add the metrics of this shard; none before the service has started.
 
-        `may_answer`: whether the primary holds its lease, if it needs one.
+        `may_answer`: whether the primary lease is valid, if one is needed.
         """
         if not self._incarnation:
             return

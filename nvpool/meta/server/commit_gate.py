@@ -1,9 +1,9 @@
 """Commit gate: holds back a primary's answer until the answer can not be undone.
 
-An answer is sent when every change that it may reflect is on all standbys that count, and the primary's lease
+An answer is sent when every change that it may reflect is on all standbys that count, and the primary lease
 is still valid at that moment. Requests are decided without waiting, one on top of the other, and each answer
 waits for the last change that existed when the answer was made. So no client learns of a change that a
-promotion could undo. The lease is checked last, so that a process that was stopped for a while can not answer
+promotion could undo. The primary lease is checked last, so that a process that was stopped for a while can not answer
 from an outdated state. A shard without standbys has no gate. Used by `meta/server/member`.
 """
 

@@ -1,8 +1,8 @@
 """Shard member: primary or standby as the pool map says, and the promotion to primary.
 
 A primary without standbys is only the service and its engine. A primary with standbys ships its log to them
-(kv/replication/primary), answers through a commit gate (meta/server/commit_gate), and holds a lease: every
-half second it sends a heartbeat to the pool map's coordinator, and the lease counts from the time of sending.
+(kv/replication/primary), answers through a commit gate (meta/server/commit_gate), and holds a primary lease:
+every half second it sends a heartbeat to the leader, and the lease counts from the time of sending.
 A standby receives the shipped log (meta/server/replication_rpc) until the map makes it the primary. Then it
 continues with the engine that it has, as a shard does after a restart.
 
@@ -69,7 +69,7 @@ ASK_S = 1.0
 """Timeout of one renewal, and so the longest delay of the next. A reply later than half a lease is
 discarded."""
 LEASE_SHARE = 0.95
-"""Share of the lease that we use by our own clock. The rest allows for clocks of different speed."""
+"""Share of the primary lease that we use by our own clock. The rest allows for clocks of different speed."""
 BEGIN_S = 60.0
 _LOOK_S = 1.0
 _LOOKS = 3
@@ -142,7 +142,7 @@ class ShardMember:
         self._lost = ""
         """Reason why this standby has no records; empty: it has records, or will be filled."""
         self._unrenewed = ""
-        """Reason why the last renewal of the lease failed."""
+        """Reason why the last renewal of the primary lease failed."""
         self._removed = ""
         """Reason why the next process will not find the records of this one."""
         self.handle: Callable[[Call], None] = self._not_yet
@@ -575,7 +575,7 @@ class ShardMember:
             return 0
 
     async def _keep_lease(self) -> None:
-        """Renew the lease until this member is deposed. A renewal waits for nothing but the event loop."""
+        """Renew the primary lease until this member is deposed. A renewal waits for nothing but the event loop."""
         gate = self._gate
         while True:
             sent_s, pause_s = self._clock.boottime_s(), RENEW_S

@@ -199,7 +199,7 @@ class Inode:
     """One inode record, decoded. Times are ns since 1970, blocks are of 512 bytes.
 
     `size`: of a directory the number of its entries, of a symlink the length of its target. `parent`: of a
-    directory. `change` is raised by each change. `cut`, the truncate epoch, is raised by each truncation and
+    directory. `change` is raised by each change. `cut`, the truncate number, is raised by each truncation and
     hole that may concern chunks; the last `punches` of its values were holes, so a size reported under any of
     them is still valid. `volume`: inode number of the volume's root, or 0. `reserved`: end of the
     reservations of appends that are not reported yet; no reservation is open unless it is above `size`.
@@ -529,7 +529,7 @@ def decode_dentry(partition: int, raw: bytes) -> tuple[int, int]:
 class Intent(NamedTuple):
     """A decided truncation, which every target of the table must carry out.
 
-    The targets truncate the inode to `size` under the truncate epoch `cut`. With an `end` it is a hole from
+    The targets truncate the inode to `size` under the truncate number `cut`. With an `end` it is a hole from
     `size` to `end`, of which only targets are notified that may have its chunks.
     """
 

@@ -600,7 +600,7 @@ class Draft:
     def cut(self, inode: Inode, size: int) -> None:
         """Truncate the file at `size`, which is not above its present size.
 
-        If there may be chunks, the truncate epoch is raised, and an intent is stored by which the targets are
+        If there may be chunks, the truncate number is raised, and an intent is stored by which the targets are
         notified even after a crash.
         """
         if inode.number in self.view.cutting:

@@ -1,6 +1,6 @@
-"""Failover of shards: leases of primaries, and promotion of a standby when a primary is lost.
+"""Failover of shards: primary leases, and promotion of a standby when a primary is lost.
 
-The primary of a shard with standbys sends a heartbeat (META_ALIVE) to the leader every half second. Its lease
+The primary of a shard with standbys sends a heartbeat (META_ALIVE) to the leader every half second. The primary lease
 counts from the sending there and from the arrival here: so the lease has ended at the primary before it ends
 here. If a primary has been silent for a whole lease, or its process on this node has ended, a standby that is
 up replaces it, if there is one.
@@ -12,8 +12,8 @@ poolmap/shards/partition_moves and poolmap/grant_revocation decide the changes. 
 A standby is asked for its records before it is promoted, and is demoted if it has lost them. An empty member
 never becomes primary: a shard rather waits than serves without changes that were acknowledged.
 
-No lease is granted for longer than the leader's own lease is certainly valid (`CoordinatorLease.left_s`). So when
-another node leads, all earlier leases have ended and need not be waited for again. A new leader that has seen
+No primary lease is granted for longer than the leadership lease is certainly valid (`CoordinatorLease.left_s`). So
+when another node leads, all earlier primary leases have ended and need not be waited for again. A new leader that has seen
 the former leader for a whole lease gives primaries only the time to send a heartbeat, and gives none to those
 on the former leader's node, which is probably dead as a whole. A new leader that has not seen it (its
 coordinator was just opened) waits for a whole lease.
@@ -34,7 +34,7 @@ from nvpool.meta.service_auth import AuthorityCheck
 from nvpool.node.coordination.leadership import Leadership
 from nvpool.poolmap import grant_revocation
 from nvpool.poolmap.model import PoolMap, Shard, encode_map
-from nvpool.poolmap.shards import members as shard_members
+from nvpool.poolmap.shards import members as member_changes
 from nvpool.poolmap.shards import partition_moves
 from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
@@ -131,10 +131,10 @@ class ShardKeeper:
 
         def decide(pool_map: PoolMap) -> PoolMap:
             if request.up:
-                return shard_members.standby_up(
+                return member_changes.standby_up(
                     pool_map, request.shard, request.member, request.term, request.epoch
                 )
-            return shard_members.standby_out(pool_map, request.shard, request.member, request.term)
+            return member_changes.standby_out(pool_map, request.shard, request.member, request.term)
 
         new = await self._change(decide)
         log.info(
@@ -184,17 +184,17 @@ class ShardKeeper:
 
     async def _alive(self, request: pb.ShardAliveRequest) -> pb.ShardAliveReply:
         pool_map = self._newest()
-        shard = shard_members.shard_of(pool_map, request.shard)
+        shard = member_changes.shard_of(pool_map, request.shard)
         if request.term == 0 and request.member == shard.member:
             heirs, lost = await self._look_at_standbys(shard)
             pool_map = await self._change(
-                lambda newest: shard_members.primary_began(
+                lambda newest: member_changes.primary_began(
                     newest, request.shard, request.member, heirs, lost, request.whole_term
                 )
             )
             silent = (
-                shard_members.up_standbys(shard)
-                - shard_members.up_standbys(pool_map.shard_by_id[request.shard])
+                member_changes.up_standbys(shard)
+                - member_changes.up_standbys(pool_map.shard_by_id[request.shard])
                 - heirs
                 - lost
             )
@@ -210,7 +210,7 @@ class ShardKeeper:
             self._heard[shard.id] = shard.term, self._clock.boottime_s()
             log.info("member %d of shard %d is its primary in term %d", shard.member, shard.id, shard.term)
         elif request.term:
-            shard_members.check_term(shard, request.term)
+            member_changes.check_term(shard, request.term)
         if request.term and request.member != shard.member:
             raise StaleTerm(
                 f"member {shard.member} is the primary of shard {shard.id} in term {shard.term}, not member "
@@ -291,7 +291,7 @@ class ShardKeeper:
                     self._heard[shard.id] = heard = shard.term, now_s
                 if now_s - heard[1] <= self._lease_s:
                     continue
-            if shard_members.up_standbys(shard):
+            if member_changes.up_standbys(shard):
                 lost.append(_Lost(shard, ended, heard))
         found = await asyncio.gather(*(self._look_at_standbys(one.shard) for one in lost))
         for one, (heirs, without) in zip(lost, found, strict=True):
@@ -305,7 +305,7 @@ class ShardKeeper:
 
     async def _look_at_standbys(self, shard: Shard) -> tuple[frozenset[int], frozenset[int]]:
         """Ask the standbys that are up: those that have their records, and those that have lost them."""
-        up = shard_members.up_standbys(shard)
+        up = member_changes.up_standbys(shard)
         if self._has_records is None or not up:
             return up, frozenset()
         answers = dict(
@@ -333,8 +333,8 @@ class ShardKeeper:
             )
             if not still:
                 raise StaleTerm("the primary was heard while its standbys were asked")
-            new = shard_members.records_lost(newest, shard.id, without)
-            new = shard_members.primary_lost(new, shard.id, heirs) or new
+            new = member_changes.records_lost(newest, shard.id, without)
+            new = member_changes.primary_lost(new, shard.id, heirs) or new
             if new is not newest:
                 self._replacing[shard.id] = shard.term, newest.epoch + 1
             return new

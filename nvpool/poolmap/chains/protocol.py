@@ -111,7 +111,7 @@ class Offer(NamedTuple):
 class MemberChunkState(NamedTuple):
     """State of a chunk on a member.
 
-    `floor` is the version floor of the inode, see `raised`. `cut` is the newest known truncate epoch of the
+    `floor` is the version floor of the inode, see `raised`. `cut` is the newest known truncate number of the
     inode, including one that waits for pending writes to be decided. `requests` are the last requests applied
     to the chunk, as (session, slot, sequence). `pending` is the version of the undecided write, or 0.
     """

@@ -5,7 +5,7 @@ The check has three passes:
 * Metadata (sdk/fsck/metadata): each shard checks its own records in steps. The facts that the shards report
   about inodes of other shards are compared here.
 * Chunks: each target lists the inodes of its chunks. An inode must exist, and the chunk must lie in a chain
-  of this target. The chunk must not have a later truncate epoch than its inode, and must be equal on all
+  of this target. The chunk must not have a later truncate number than its inode, and must be equal on all
   members of its chain (sdk/fsck/replicas). A chunk without an inode may be waiting for the garbage collector,
   so the collector runs before anything is reported. A chunk that its target will remove by itself, because
   its chain has moved, is no problem.

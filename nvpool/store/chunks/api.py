@@ -219,7 +219,7 @@ class VersionsStep(NamedTuple):
 class ChunkState(NamedTuple):
     """State for the detection of a concurrent change.
 
-    `version` is that of the chunk, 0 for no chunk. `cut` is the truncate epoch of the inode.
+    `version` is that of the chunk, 0 for no chunk. `cut` is the truncate number of the inode.
     """
 
     version: int
@@ -390,7 +390,7 @@ class ChunkStore(Protocol):
     def held(self, inode: int, index: int) -> HeldChunk:
         """Return the state of a chunk without its bytes.
 
-        The state is the chunk's version (0: no chunk) and last requests, and its inode's truncate epoch and
+        The state is the chunk's version (0: no chunk) and last requests, and its inode's truncate number and
         version floor.
 
         CorruptRecord: the record of the chunk or of the inode cannot be read.
@@ -483,7 +483,7 @@ class ChunkStore(Protocol):
         """Truncate the file to `size`, or punch a hole from `size` to `end`.
 
         On return the change is durable, and no later read returns the removed bytes, not from a partial block
-        either. The store refuses writes with a smaller truncate epoch from now on. If the block at an edge is
+        either. The store refuses writes with a smaller truncate number from now on. If the block at an edge is
         damaged, its remaining bytes are given up: the block stays bad, see LOST_CHECKSUM. Returns the bytes
         of the blocks that this call freed. The call may be repeated and works on a full drive.
 
@@ -602,7 +602,7 @@ class ChunkStore(Protocol):
     async def discard(self, inode: int, index: int, is_wanted: Callable[[], bool] | None = None) -> int:
         """Remove the chunk, even if it is unreadable; return the bytes that the chunk occupied.
 
-        The truncate epoch of the inode stays. The removal is durable only after a flush. The store calls
+        The truncate number of the inode stays. The removal is durable only after a flush. The store calls
         `is_wanted` in the step that removes, after all waits, and removes nothing if it returns false.
         """
 
@@ -633,7 +633,7 @@ class ChunkStore(Protocol):
         """
 
     async def raise_cuts(self, inodes: Sequence[InodeCut]) -> None:
-        """Raise the stored truncate epochs to these, where these are newer.
+        """Raise the stored truncate numbers to these, where these are newer.
 
         This covers truncations that this store missed.
         """

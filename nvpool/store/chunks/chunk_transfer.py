@@ -2,7 +2,7 @@
 
 The module also lists the versions of chunks. This is the store's side of copies between targets. A chunk is
 installed by one kv change that names all its new blocks, frees all old ones, and has the version, the
-requests and the inode's truncate epoch. The blocks are on the drive before the change (one sync for all
+requests and the inode's truncate number. The blocks are on the drive before the change (one sync for all
 chunks installed together). So a replay has nothing to check, and a loss of power leaves the old chunk or the
 new one. A block that was bad at its source gets zeros under its correct checksum: a reader gets the mismatch
 here as there.

@@ -73,7 +73,7 @@ class MemoryChunkStore:
         self.block_count = capacity_bytes // BLOCK_BYTES
         self.block_limit = self.block_count - int(self.block_count * reserve_share)
         self.chunks: dict[tuple[int, int], _Chunk] = {}
-        self._inodes: dict[int, tuple[int, int]] = {}  # truncate epoch, version floor
+        self._inodes: dict[int, tuple[int, int]] = {}  # truncate number, version floor
         self.drive_synced()
         self._used = 0
         self._bad: dict[tuple[int, int, int], str] = {}

@@ -5,7 +5,7 @@ floor of the inode keeps the versions of removed chunks as long as the inode liv
 has two contents. The user is the block store.
 
 A truncation can be repeated, and can continue late if its caller did not wait for it. Chunks written under
-its truncate epoch belong to the time after the truncation, since writers get that epoch only when all targets
+its truncate number belong to the time after the truncation, since writers get that number only when all targets
 have truncated. Such chunks are left alone.
 """
 
@@ -143,7 +143,7 @@ async def drop(
 ) -> tuple[int, int]:
     """Remove the chunks of the inode from index `first` to before `until`; return (chunks, blocks).
 
-    With the `number` (truncate epoch) of a truncation, only chunks written before it are removed, and the
+    With the truncate `number` of a truncation, only chunks written before it are removed, and the
     version floor is kept. `is_wanted`: see ChunkStore.discard.
     """
     chunks = blocks = 0
@@ -211,7 +211,7 @@ async def drop(
 
 
 def _cut_of(group: list[tuple[tuple[int, int, int], bytes, bytes]]) -> int:
-    """Return the truncate epoch that the last writer of a chunk knew; 0 if its head is unreadable."""
+    """Return the truncate number that the last writer of a chunk knew; 0 if its head is unreadable."""
     _, key, raw = group[0]
     try:
         head = decode_segment(key, raw)[1]
@@ -296,7 +296,7 @@ async def _cut_within(
             # The version also changes if nothing is removed here: another replica may have a damaged block
             # where this one has a hole.
             segments = segments or [(0, store.index.segment(chunk, 0), 0, 0)]
-            # From here on the chunk has this truncate epoch: a repetition, which only some replicas get, must
+            # From here on the chunk has this truncate number: a repetition, which only some replicas get, must
             # not change the version again.
             head = Head(after_cut(version), number, chunk.requests, chunk.table)
             store.apply_segments(transaction, chunk, segments, head, whole, reclaims=True)

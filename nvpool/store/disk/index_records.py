@@ -9,7 +9,7 @@
                                                   also holds its head. The key omits chunk and segment if
                                                   both are 0
     p …the same                                   reserved: the pending version of a segment, same record
-    i inode u64                                   inode record: the newest truncate epoch known here
+    i inode u64                                   inode record: the newest truncate number known here
     g group u32                                   bitmap of 8,192 blocks: 1 is used; no record: all free
     d group u32                                   changes since that bitmap, at most 24
     b inode u64 · chunk u32 · block u32           a bad block (text)
@@ -26,7 +26,7 @@ A segment is 64 blocks (256 KiB) of a chunk. The general form of its record is l
     format u8 = 1 · flags u8 · runs u8 · requests u8 · fresh u8 · fresh blocks u8
     flag HEAD:   version u64 (chain epoch u32 above counter u32); the three flag bits above HOLES: the
                  inode's chain table less one
-    flag CUT:    truncate epoch u64, absent when 0
+    flag CUT:    truncate number u64, absent when 0
     requests × 18: session u64, sequence u64, slot u16      the last 16 that changed the chunk, oldest first
     flag HOLES:  presence u64, bit n is block n; without the flag the blocks are 0, 1, 2, … without a gap
     runs × 6:    u32 low part of the disk block, u16: its high 10 bits above 6 bits of (blocks of the run - 1)
@@ -37,7 +37,7 @@ small form is for a segment 0 whose blocks are in one run and all fresh, with at
 LEB128:
 
     format u8 = 2, in its high half the chain table less one
-    · u8: blocks, bit 7: a request · chain epoch v · counter v · truncate epoch v · first disk block v
+    · u8: blocks, bit 7: a request · chain epoch v · counter v · truncate number v · first disk block v
     request: session u64 · slot v · sequence v
     blocks × 4: CRC32C
 
@@ -116,7 +116,7 @@ NO_BLOCKS = IndexSegment(array("Q"), b"")
 class Head(NamedTuple):
     """Head of a chunk.
 
-    The fields are the committed version, the truncate epoch it was written under, (session, slot, sequence)
+    The fields are the committed version, the truncate number it was written under, (session, slot, sequence)
     of the last requests, and the chain table of its inode.
     """
 
@@ -432,7 +432,7 @@ def blocks_there(key: bytes, body: bytes) -> list[tuple[int, int]]:
 
 
 def state_of(key: bytes, body: bytes) -> tuple[int, int, int, int]:
-    """Return (version, truncate epoch, chain table, blocks) of a segment record.
+    """Return (version, truncate number, chain table, blocks) of a segment record.
 
     The first three are 0 if the record has no head. Raises CorruptRecord and WrongFormat like
     `decode_segment`, which does ten times the work.

@@ -552,7 +552,7 @@ class ChainWrites:
             raise Busy("a write of the chunk is not decided: ask another target")
 
     async def begin_cut(self, inodes: list[int], cut: int) -> None:
-        """Refuse writes with a smaller truncate epoch of these inodes from now on until `end_cut`.
+        """Refuse writes with a smaller truncate number of these inodes from now on until `end_cut`.
 
         On return no write to them is pending. Busy: this took too long; no write is refused.
         """

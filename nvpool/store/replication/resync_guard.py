@@ -30,7 +30,7 @@ class Guard:
         """Number of truncations so far.
 
         A copy that was requested before a truncation of its inode counts as older than the truncation, even
-        if its source already has the truncate epoch from somewhere else.
+        if its source already has the truncate number from somewhere else.
         """
         self._last: dict[int, int] = {}  # inode -> number of its last truncation
 
