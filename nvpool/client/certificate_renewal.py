@@ -4,7 +4,7 @@ The name stays the same; so does the key, unless the caller asks for a new key. 
 the pool's certificate authority (CA) signs the request; the request is authenticated by the certificate that
 is still valid. The new file replaces the old one as a whole, and both certificates match the key: so several
 processes may renew at the same time, and other users of the directory see the new file by themselves
-(Identity.refresh).
+(TlsIdentity.refresh).
 
 Used by clients for a client's directory, which no other process maintains, and by
 node/admin/certificate_renewal for a node's directory.

@@ -99,7 +99,8 @@ async def change(
 
     `decide` returns a map of the same epoch (nothing to change) or of the next. It is called again if another
     change came first, and may refuse by raising. `certain`: if nothing is to be changed, read the newest map
-    before believing that. Busy: the map changes all the time. Other errors are those of Coordinator.replace.
+    before believing that. Busy: the map changes all the time. Other errors are those of
+    MapCoordinator.replace.
     """
     for _ in range(_CHANGE_TRIES_MAX):
         now = coordinator.pool_map
@@ -333,7 +334,7 @@ class Manager:
     async def run_once(self) -> bool:
         """Make the map that follows from the present state. Return whether there is a new one.
 
-        Errors are those of Coordinator.replace.
+        Errors are those of MapCoordinator.replace.
         """
         before = self._coordinator.pool_map
         after = await change(self._coordinator, self._decide, self._leader)

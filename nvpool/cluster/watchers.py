@@ -42,11 +42,11 @@ class MapWatchers:
         return True
 
     async def watch(self, newer_than: int, wait_s: float) -> PoolMap | None:
-        """See Coordinator.watch."""
+        """See MapCoordinator.watch."""
         return self.pool_map if await self.wait(lambda: self.pool_map.epoch > newer_than, wait_s) else None
 
     async def watch_present(self, known: Mapping[str, bytes], wait_s: float) -> Mapping[str, bytes]:
-        """See Coordinator.watch_present."""
+        """See MapCoordinator.watch_present."""
         await self.wait(lambda: self.present != known, wait_s)
         return self.present
 

@@ -482,7 +482,7 @@ class Reader:
     async def read_many(self, reads, into: memoryview) -> None:
         """Read each (open inode, offset, length, place in `into`); all lie within their files.
 
-        See BatchReader.read_many.
+        See ReadBatcher.read_many.
         """
         for file in {id(read[0]): read[0] for read in reads}.values():
             if file.written is not None and (file.written.dirty or file.written.sending):

@@ -9,7 +9,7 @@ answers LockLost from then on, and none of its written data is sent any more.
 
 Lock requests of one owner on one file run one at a time and to their end. If the caller is interrupted, the
 caller returns immediately, and a background task undoes the request. Waiting for a lock is in
-rpc/lock_waiters. An owner is a number that the caller chooses within this client: the kernel's lock owner,
+client/rpc/lock_waiters. An owner is a number that the caller chooses within this client: the kernel's lock owner,
 for a mount.
 """
 

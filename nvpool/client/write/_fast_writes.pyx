@@ -371,7 +371,7 @@ cdef class Closing:
         self.end(asyncio.CancelledError() if task.cancelled() else task.exception())
 
     def cancel(self):
-        """As Flush.cancel."""
+        """As CloseFlush.cancel."""
         if self.ended:
             return False
         if self.task is not None:

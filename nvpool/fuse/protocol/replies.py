@@ -337,7 +337,7 @@ class ReaddirReply:
         return True
 
     def _add_looked_up(self, names: Sequence[bytes], words: Sequence[tuple], first: int, until: int) -> int:
-        """Add entries with attributes; `words` as in a Listed.
+        """Add entries with attributes; `words` as in a DirectoryPage.
 
         Contains the code of _attr_words, written out for speed: listings of millions of entries use it.
         """

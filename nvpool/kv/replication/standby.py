@@ -7,7 +7,7 @@ StaleTerm and changes nothing.
 
 A change whose number was returned survives kill -9; a change whose number `sync` returned survives a power
 loss. Only changes that the primary has reported as committed, on all members that count, are written to LMDB.
-Called by meta/standby (from the wire) and by tests; one event loop owns a standby. The standby never sends
+Called by meta/server/replication_rpc and by tests; one event loop owns a standby. The standby never sends
 requests.
 """
 

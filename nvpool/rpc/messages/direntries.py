@@ -51,7 +51,7 @@ _CHANGE_AT = struct.calcsize("<QQIIIIQQqqq")
 
 
 class DirectoryEntry(NamedTuple):
-    """One entry of a Listed. `kind` is the S_IFMT bits >> 12."""
+    """One entry of a DirectoryPage. `kind` is the S_IFMT bits >> 12."""
 
     name: bytes
     cursor: int
@@ -158,7 +158,7 @@ def packed(entries: Iterable[DirEntry]) -> bytes:
 
 
 def attr_of(record: bytes) -> Attr:
-    """Decode the attributes of a record of a Listed."""
+    """Decode the attributes of a record of a DirectoryPage."""
     attr = Attr()  # field by field: takes half the time of a dict
     (
         _,
