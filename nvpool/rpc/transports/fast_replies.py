@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from nvpool.rpc.transports.frame import FrameReader
 
     FastPath = Callable[[bytearray, int, dict[int, InboundCall], ReplyStats, list[Buffer], Any], int]
-    """Handler.fast_path of rpc/api."""
+    """Attribute `fast_path` of a handler; see Handler in rpc/api."""
 
     class _ClientEnd:
         """What a fast path needs of a connection's end (rpc/transports/stream)."""

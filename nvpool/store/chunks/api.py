@@ -142,7 +142,7 @@ class Placed:
 
 
 class HeldChunk(NamedTuple):
-    """State of a chunk without its bytes; see poolmap/chains/protocol.Held."""
+    """State of a chunk without its bytes; see poolmap/chains/protocol.MemberChunkState."""
 
     version: int
     floor: int
