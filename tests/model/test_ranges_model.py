@@ -51,9 +51,9 @@ STEP = st.one_of(
     st.tuples(st.just("copy"), FILE, PLACE, FILE, PLACE, LENGTH),
     st.tuples(st.just("truncate"), FILE, PLACE),
     st.tuples(st.just("settle"), FILE, st.sampled_from(["flush", "fsync", "reopen"])),
-    st.tuples(st.just("look"), FILE, PLACE, LENGTH),
+    st.tuples(st.just("check_read"), FILE, PLACE, LENGTH),
     st.tuples(st.just("seek"), FILE),
-    st.tuples(st.just("elsewhere"), FILE),
+    st.tuples(st.just("check_other_client"), FILE),
     st.tuples(st.just("kill"), st.sampled_from(["store 1", "store 2", "shard"])),
 )
 

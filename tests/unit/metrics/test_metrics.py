@@ -295,7 +295,7 @@ def test_metrics_open_to_other_machines_warn(caplog):
         await asyncio.gather(serving, return_exceptions=True)
 
     asyncio.run(begin())
-    assert "everybody who reaches 0.0.0.0:1 can read a password" in caplog.text
+    assert "everybody who reaches 0.0.0.0:1 can read the metrics, without a password" in caplog.text
 
 
 async def a_page(wait_s):

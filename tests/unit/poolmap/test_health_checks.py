@@ -60,7 +60,7 @@ def seen(pool_map, *, silent=(), stores=None, metas=None, **named):
             {
                 "node": one.id,
                 "name": one.name,
-                "desired_state": "",
+                "wish": "",
                 "state": "silent" if one.id in silent else "serving",
             }
             | ({"reason": "nobody answers"} if one.id in silent else {})

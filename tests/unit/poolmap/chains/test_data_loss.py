@@ -92,7 +92,7 @@ def test_map_with_an_unrecorded_loss_is_inconsistent():
     table = pool_map.tables[0]
     for fields in ({"loss": 1, "begun": 1}, {"begun": 1}):
         wrong = replace(table, chains=(replace(table.chains[0], **fields), *table.chains[1:]))
-        assert "has lost something" in check_map(replace(pool_map, tables=(wrong,)))[0]
+        assert "has a loss" in check_map(replace(pool_map, tables=(wrong,)))[0]
     assert not check_map(
         replace(
             pool_map,

@@ -574,7 +574,7 @@ def test_fenced_closed_full_or_watched_store_uses_no_fast_path(tmp_path):
                     setattr(owner, name, kept)
 
             assert left_with(store, "fenced_because", "for a test")
-            assert left_with(store, "_closed", True)
+            assert left_with(store, "closed", True)
             assert left_with(service.use, "on", True)
             assert left_with(service.serving_lease, "shared", True)
             assert left_with(service.serving_lease, "vouched", False)
