@@ -38,7 +38,7 @@ def test_tests_of_a_file_run_in_one_worker(tmp_path):
         assert len(set(file.with_suffix(".workers").read_text().split())) == 1
 
 
-SLOW_FOLDERS = ("cluster", "bridge")
+SLOW_FOLDERS = ("cluster", "bridge", "packaging")
 LONG = {
     "test_certificate_renewal",
     "test_systemd_machine",
@@ -63,7 +63,9 @@ def test_slow_file_has_a_smoke_test(path):
     """`make test` runs the smoke tests of tier T3; without one, a change that breaks all of the file would pass."""
     text = path.read_text()
     module = re.sub(r"^@.*", "", text, flags=re.M)  # without the marks of single tests
-    slow = (path.parent.name in SLOW_FOLDERS and "pytest.mark.t1" not in module) or "pytest.mark.t3" in module
+    slow = (
+        path.relative_to(ROOT / "tests").parts[0] in SLOW_FOLDERS and "pytest.mark.t1" not in module
+    ) or "pytest.mark.t3" in module
     slow = slow and path.stem not in LONG
     assert ("pytest.mark.smoke" in text) == slow
 

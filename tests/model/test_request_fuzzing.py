@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.meta.server import dispatch as meta_dispatch
+from nvpool.meta.server import dispatch_table as meta_dispatch
 from nvpool.meta.server import local_user_permissions
 from nvpool.meta.server.service import MetaService
 from nvpool.meta.sessions.table import Sessions
