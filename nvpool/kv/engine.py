@@ -134,6 +134,7 @@ class LmdbKv:
         self._tree: LmdbTree
         self._resources = contextlib.ExitStack()
         """Closes the three above, as far as `_start` has opened them."""
+        self._release: asyncio.Future[None] | None = None
         self._layer = Layer()
         self._frozen: Layer | None = None
         self._frozen_sequence = self._frozen_generation = self._frozen_bytes = self._frozen_term = 0
@@ -643,17 +644,24 @@ class LmdbKv:
             await self.abandon()
 
     async def abandon(self) -> None:
-        """Release everything as the death of this process would: without sync or checkpoint."""
-        if self._closed:
-            return
-        self._closed = True
-        self._set_limits()
-        self._cancel_timers()
-        self._snapshots.end_all()
-        if self.history is not None:
-            self.history.end()
-        if self._checkpoint_task is not None:
-            self._checkpoint_task.cancel()
+        """Release everything as the death of this process would: without sync or checkpoint.
+
+        Once begun, the release goes on even if the caller is cancelled; a later call waits for it. Otherwise
+        the directory would stay locked, and this process could never open it again.
+        """
+        if self._release is None:
+            self._closed = True
+            self._set_limits()
+            self._cancel_timers()
+            self._snapshots.end_all()
+            if self.history is not None:
+                self.history.end()
+            if self._checkpoint_task is not None:
+                self._checkpoint_task.cancel()
+            self._release = asyncio.ensure_future(self._release_all())
+        await asyncio.shield(self._release)
+
+    async def _release_all(self) -> None:
         # The threads finish their running work: an LMDB transaction cannot be aborted from outside.
         for thread in (self._sync_thread, self._checkpoint_thread):
             await self._loop.run_in_executor(None, thread.shutdown)

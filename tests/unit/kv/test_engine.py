@@ -598,6 +598,26 @@ def test_second_owner_of_a_directory_is_refused(path):
     run(main())
 
 
+@pytest.mark.parametrize("iterations", range(4))
+@pytest.mark.parametrize("end", ["abandon", "close"])
+def test_cancelled_close_releases_the_directory(path, end, iterations):
+    """A primary that gives up cancels what its standby does, at any moment; the standby must open its records again."""
+
+    async def main():
+        kv = await LmdbKv.open(path, SMALL)
+        kv.apply([(b"key", b"value")])
+        ending = asyncio.ensure_future(getattr(kv, end)())
+        for _ in range(iterations):
+            await asyncio.sleep(0)
+        ending.cancel()
+        await asyncio.wait([ending])
+        await kv.abandon()
+        async with opened(path) as again:
+            assert again.get(b"key") == b"value"
+
+    asyncio.run(main())
+
+
 def free_descriptors(count):
     """The smallest numbers that the next opened files get; other tests may have left gaps."""
     taken = {
