@@ -3,7 +3,7 @@
 
 PYTHON_IN_VENV := .venv/bin/python
 PYTEST := $(PYTHON_IN_VENV) -m pytest -p no:cacheprovider
-WORKERS ?= 3
+WORKERS ?= 4
 SOURCE ?=
 ROUNDS ?= 3
 KEEP ?= build/scale
@@ -26,7 +26,7 @@ help:
 	@echo '  make quickstart             set up, start a pool here, mount it at ./pool, import a real tree, check and measure it'
 	@echo '  make quickstart SOURCE=DIR  the same with a tree of yours'
 	@echo '  make demo-docker            volumes in containers of a real Docker Engine: shared, bounded, alive under kill -9 (root)'
-	@echo '  make test                   set up, lint, and the tests of every change: real mounts too, of clusters the smoke tests (WORKERS=3)'
+	@echo '  make test                   set up, lint, and the tests of every change: real mounts too, of clusters the smoke tests (WORKERS=4)'
 	@echo '  make test-all               everything but the long versions, and once more without the compiled modules (root)'
 	@echo '  make coverage               lines and branches that tests reach, processes they start included (TESTS=tests)'
 	@echo '  make soak                   the long versions: millions of entries, hundreds of kills, 1,000 failures of three nodes'

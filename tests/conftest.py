@@ -18,6 +18,7 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -59,10 +60,19 @@ def tier_of(item):
     return TIERS.get(item.path.relative_to(TESTS).parts[0]) if item.path.is_relative_to(TESTS) else None
 
 
+PARAMETERS_SEEN = Counter()
+"""Test function -> how many of its parameter sets were collected."""
+
+
 def pytest_itemcollected(item):
     tier = tier_of(item)
     if tier is not None and item.get_closest_marker(tier) is None:
         item.add_marker(tier)
+    if few := item.get_closest_marker("few"):
+        function = item.nodeid.partition("[")[0]
+        PARAMETERS_SEEN[function] += 1
+        if PARAMETERS_SEEN[function] > few.args[0]:
+            item.add_marker("t3")
 
 
 @pytest.hookimpl(trylast=True)

@@ -134,7 +134,6 @@ def test_rolling_upgrade_is_not_noticed(installed):
             pool.end()
 
 
-@pytest.mark.smoke
 def test_readers_wait_while_a_single_node_restarts(installed):
     """systemctl stop and start: everything ends in order, and a mount waits for the daemons."""
     switch = Machines(2)

@@ -223,6 +223,7 @@ def test_each_map_is_published_and_few_are_kept(one, monkeypatch):
     asyncio.run(run())
 
 
+@pytest.mark.t3
 def test_large_maps_exceed_no_message_limit(one):
     async def run():
         targets = tuple(Target(n, n, 1, 1 << 30, (f"inproc://target-{n}",)) for n in range(1, 7))
@@ -400,6 +401,7 @@ def test_leader_of_an_older_version_keeps_its_lease(one):
     asyncio.run(run())
 
 
+@pytest.mark.t3
 def test_leadership_passes_on_while_members_die(three):
     async def run():
         mine, other = await pair(three)
@@ -445,6 +447,7 @@ def test_silent_member_is_not_waited_for(three, monkeypatch):
     asyncio.run(run())
 
 
+@pytest.mark.t3
 @pytest.mark.parametrize("harm", ["kill", "stop"])
 def test_leases_and_watches_survive_a_lost_member(three, harm):
     async def run():
@@ -477,6 +480,7 @@ def test_leases_and_watches_survive_a_lost_member(three, harm):
     asyncio.run(run())
 
 
+@pytest.mark.t3
 @pytest.mark.parametrize("harm", ["kill", "stop"])
 def test_without_a_majority_leases_end_and_maps_stay(three, harm, monkeypatch):
     monkeypatch.setattr(etcd_module, "CHANGE_S", 1.0)

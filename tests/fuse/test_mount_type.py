@@ -106,6 +106,7 @@ def address_of(directory):
     return next(one for one in node["endpoints"] if one.startswith("stream://")).removeprefix("stream://")
 
 
+@pytest.mark.t3
 def test_mount_8_mounts_a_subtree_and_umount_8_ends_it(own, root):
     place = root.place / "m"
     place.mkdir()
@@ -125,6 +126,7 @@ def test_mount_8_mounts_a_subtree_and_umount_8_ends_it(own, root):
     wait_until(lambda: not any(str(place) in words for words in command_lines()), "the end of its processes")
 
 
+@pytest.mark.t3
 def test_node_address_is_a_source(own, root):
     """With a client's directory as an option, for the certificate."""
     place = root.place / "m"
@@ -156,6 +158,7 @@ def test_fstab_entries_are_mounted(own, root):
     root.run("umount", place, other)
 
 
+@pytest.mark.t3
 def test_mount_in_use_is_remounted_read_only_and_back(own, root):
     place = root.place / "m"
     place.mkdir()
@@ -172,6 +175,7 @@ def test_mount_in_use_is_remounted_read_only_and_back(own, root):
     root.run("rm", place / "in" / "x", place / "in" / "open")
 
 
+@pytest.mark.t3
 def test_errors_have_the_exit_codes_of_mount_8(own, root):
     place = root.place / "m"
     place.mkdir()
@@ -205,6 +209,7 @@ fcntl.ioctl(place, 0x9360, token)  # AUTOFS_IOC_READY
 """
 
 
+@pytest.mark.t3
 def test_automount_mounts_on_first_access(own, root):
     """As x-systemd.automount does: autofs on the mount point blocks the first process, and mount(8) is called."""
     place = root.place / "m"
@@ -247,6 +252,7 @@ def test_automount_mounts_on_first_access(own, root):
             root.run("umount", "-l", place)
 
 
+@pytest.mark.t3
 def test_status_lists_the_mount(own, root):
     place = root.place / "m"
     place.mkdir()

@@ -248,6 +248,7 @@ def test_invalid_subtree_is_refused_with_the_reason(own, whole, tree, engine, pa
     assert mount_at(place) is None
 
 
+@pytest.mark.few(1)
 @pytest.mark.skipif(kernel_version() < RESEND_MIN, reason="this kernel does not hand requests out again")
 @pytest.mark.parametrize("workers", [1, 3])
 def test_subtree_survives_kills_and_an_upgrade(own, whole, tree, engine, workers):

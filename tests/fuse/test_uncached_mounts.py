@@ -174,6 +174,7 @@ def listed(path):
     return sorted(os.listdir(path))
 
 
+@pytest.mark.t3
 def test_two_uncached_mounts_behave_as_one_directory(own, tmp_path, engine):
     options = ("--engine", engine, "--attr-timeout-s=0", "--entry-timeout-s=0")
     both = [own.mount(own.directory.parent / f"strict-{engine}-{number}", *options) for number in range(2)]

@@ -53,6 +53,7 @@ LONG = {
     "test_shard_changes",
     "test_lock_release",
     "test_wheel",
+    "test_rolling_upgrade",
 }
 """Files whose shortest test takes more than 30 s: `make test-all` runs them, or `make soak` the last one. Smoke tests of other
 files start nodes, shards with standbys and systemd services too."""

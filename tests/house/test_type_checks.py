@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.t3
 def test_types_are_checked():
     check = subprocess.run(
         [sys.executable, "tools/check_types.py"], cwd=ROOT, capture_output=True, text=True, timeout=500

@@ -16,6 +16,7 @@ from nvpool.testing.sim.workloads.quotas import Quotas
 SEEDS = range(1, 13)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_invariant_is_violated(seed):
     problems, done = simulate(seed)

@@ -70,12 +70,14 @@ def test_failure_that_passes_alone_is_listed_and_accepted(checkout):
     )
 
 
+@pytest.mark.t3
 def test_second_failure_fails_the_run(checkout):
     code, said = ran(checkout, SECOND_TIME + "\ndef test_bad():\n    assert False\n")
     assert code == 2, said
     assert "1 failed, 2 passed" in said and said.endswith("not all passed alone\n")
 
 
+@pytest.mark.t3
 def test_failed_module_fixture_reruns_the_whole_file(checkout):
     code, said = ran(
         checkout,
@@ -87,6 +89,7 @@ def test_failed_module_fixture_reruns_the_whole_file(checkout):
     assert "2 passed" in said.split("run again")[1] and said.endswith("  tests/test_it.py\n")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "tests, why",
     [

@@ -148,6 +148,7 @@ def test_mistyped_pool_gets_no_offer_to_create_it(capfd, words, tmp_path):
         assert not out
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("words", OF_POOLS)
 def test_stopped_pool_error_names_the_start_command(capfd, words, tmp_path, stopped, monkeypatch):
     from nvpool.cli import pool_connection

@@ -110,6 +110,7 @@ async def walk(client):
                 waiting.append(entry.inode)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("seed", range(20))
 def test_contradictory_dump_is_repaired_by_fsck(seed):
     chance = random.Random(seed)

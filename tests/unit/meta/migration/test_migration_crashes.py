@@ -94,6 +94,7 @@ async def until_settled(pool: LocalPool) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(5))
 def test_names_survive_shard_crashes_during_migration(seed, tmp_path):
     async def main() -> None:

@@ -278,9 +278,10 @@ def impatient(monkeypatch):
 CASES = [Mkdir, Rmdir, RenameFile, RenameDirectory, Link, Unlink]
 
 
+@pytest.mark.few(6)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("shard", SHARDS)
 def test_change_is_atomic_when_a_shard_is_killed(case: Callable[[Names], Crash], shard: int):
     async def main() -> int:
         died = 0
@@ -294,8 +295,9 @@ def test_change_is_atomic_when_a_shard_is_killed(case: Callable[[Names], Crash],
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", [Mkdir, RenameFile, RenameDirectory], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("shard", SHARDS)
 def test_change_is_atomic_when_a_shard_loses_power(case: Callable[[Names], Crash], shard: int):
     async def main() -> None:
         for where in STEPS:
@@ -306,6 +308,7 @@ def test_change_is_atomic_when_a_shard_loses_power(case: Callable[[Names], Crash
     asyncio.run(main())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("where", ["after apply", "before apply"])
 @pytest.mark.parametrize("shard", SHARDS)
 def test_change_is_atomic_on_the_lmdb_engine(shard: int, where: str, tmp_path):

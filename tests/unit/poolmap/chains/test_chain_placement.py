@@ -118,6 +118,7 @@ def test_tables_of_a_new_pool_are_unchanged():
 POOLS = st.tuples(st.lists(st.integers(1, 16), min_size=3, max_size=12), st.integers(1, 3), st.integers(1, 4))
 
 
+@pytest.mark.t3
 @settings(max_examples=60, deadline=None)
 @given(POOLS, st.integers(1, 16), st.randoms(use_true_random=False))
 def test_rebalance_moves_little_more_than_the_minimum(pool, capacity, rng):

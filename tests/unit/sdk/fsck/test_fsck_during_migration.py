@@ -82,6 +82,7 @@ class Load:
             await vfs.rmdir(there, b"to-" + name, ME)
 
 
+@pytest.mark.t3
 def test_check_under_load_during_migration_finds_nothing():
     async def main(moving: Moving) -> None:
         await moving.fill()

@@ -438,6 +438,7 @@ class Load:
                 await self.one.stores[target].cut(inode, size, self.cuts[inode], 20)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_equal_chains_stay_equal_during_writes(seed):
     async def run():
@@ -458,6 +459,7 @@ def test_equal_chains_stay_equal_during_writes(seed):
     asyncio.run(run())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_crashes_of_either_side_only_delay_resync(seed):
     async def run():
@@ -870,6 +872,7 @@ class PowerStores(Stores):
         await self.forgetful.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_power_losses_only_delay_resync(seed):
     async def run():
