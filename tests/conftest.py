@@ -72,6 +72,7 @@ def pytest_itemcollected(item):
         function = item.nodeid.partition("[")[0]
         PARAMETERS_SEEN[function] += 1
         if PARAMETERS_SEEN[function] > few.args[0]:
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "smoke"]
             item.add_marker("t3")
 
 

@@ -44,6 +44,7 @@ def _sum(node: NodeMachine, mount: Path, name: str) -> str:
     return node.machine.run("sha256sum", f"{mount}/{name}", timeout_s=240).stdout.split()[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.smoke
 def test_two_nodes_serve_a_client_on_a_third_machine(pool):
     first, second, third = pool.nodes

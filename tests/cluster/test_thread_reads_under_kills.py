@@ -14,6 +14,7 @@ from nvpool.testing.env.pool import PLAIN_TCP, RealPool, end_process
 KILLS = 4
 
 
+@pytest.mark.few(1)
 @pytest.mark.smoke
 @pytest.mark.parametrize(
     "options", [{"transport": "stream", "short_circuit": False}, {}], ids=["stream", "short-circuit"]

@@ -27,6 +27,7 @@ def reboot(pool: RealPool) -> None:
     asyncio.run(forget())
 
 
+@pytest.mark.few(1)
 @pytest.mark.smoke
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_client_is_notified_of_writes_that_stores_lost(tmp_path, replicas):

@@ -158,6 +158,7 @@ uvloop.run(main())
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_peer_that_never_reads_is_disconnected(scheme, tmp_path):
     async def check():

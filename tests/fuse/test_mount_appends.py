@@ -63,6 +63,7 @@ def follow(path, read):
         assert time.monotonic() < end_s, f"{offset} of {len(LOG)} bytes were seen"
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("append", [append_reopened, append_open])
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("elsewhere", [False, True])

@@ -148,6 +148,7 @@ def test_writes_of_another_mount_are_read(own, here, held):
         assert other.end() == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("lock", [fcntl.lockf, fcntl.flock], ids=["fcntl", "flock"])
 def test_lock_holder_reads_earlier_writes(own, here, lock):
     other = own.mount(own.directory.parent / "m-lock", "--no-holder")

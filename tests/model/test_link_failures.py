@@ -35,6 +35,7 @@ async def longest_write_s(loop, client, seconds: float) -> float:
     return longest
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "ways", [((2, 3),), ((3, 2),), ((2, 3), (3, 2))], ids=["to the third", "to the second", "both"]
 )

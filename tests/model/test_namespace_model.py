@@ -565,8 +565,9 @@ TestNamespaceInAVolume = InAVolume.TestCase
 TestNamespaceInAVolume.settings = settings(TestNamespace.settings)
 
 
-TestNamespaceOverThreeShards = OverThreeShards.TestCase
-TestNamespaceOverThreeShards.settings = settings(TestNamespace.settings)
+@pytest.mark.t3  # a minute
+class TestNamespaceOverThreeShards(OverThreeShards.TestCase):
+    settings = settings(TestNamespace.settings)
 
 
 @pytest.mark.soak

@@ -16,7 +16,7 @@ from nvpool.testing.sim.workloads.quotas import Quotas
 SEEDS = range(1, 13)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_invariant_is_violated(seed):
     problems, done = simulate(seed)
@@ -26,6 +26,7 @@ def test_no_invariant_is_violated(seed):
     assert min(done["writes"], done["reads"], done["names"]) > 10 and done["deaths"] + done["cuts"] > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", (2, 3))
 def test_drains_complete_under_truncations(seed):
     problems, done = simulate(
@@ -51,6 +52,7 @@ def test_removed_volume_leaves_nothing_behind():
     assert done["volumes"] > 20 and done["quotas"] and done["removed"]
 
 
+@pytest.mark.t3
 def test_same_seed_repeats_in_another_process():
     said = [
         subprocess.run(

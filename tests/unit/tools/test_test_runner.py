@@ -110,6 +110,7 @@ def test_failures_that_prove_themselves_are_not_rerun(checkout, tests, why):
     assert code == 2 and why in said and "run again alone" not in said, said
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_started_programs_accept_interrupts_in_the_background(checkout, workers):
     code, said = ran(

@@ -295,7 +295,7 @@ def test_change_is_atomic_when_a_shard_is_killed(case: Callable[[Names], Crash],
     asyncio.run(main())
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", [Mkdir, RenameFile, RenameDirectory], ids=lambda case: case.__name__)
 @pytest.mark.parametrize("shard", SHARDS)
 def test_change_is_atomic_when_a_shard_loses_power(case: Callable[[Names], Crash], shard: int):
@@ -308,7 +308,7 @@ def test_change_is_atomic_when_a_shard_loses_power(case: Callable[[Names], Crash
     asyncio.run(main())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("where", ["after apply", "before apply"])
 @pytest.mark.parametrize("shard", SHARDS)
 def test_change_is_atomic_on_the_lmdb_engine(shard: int, where: str, tmp_path):

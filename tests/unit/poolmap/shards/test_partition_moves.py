@@ -97,6 +97,7 @@ def histories(draw):
     return pool_map
 
 
+@pytest.mark.t3
 @settings(max_examples=150, deadline=None)
 @given(histories())
 def test_plan_is_even_minimal_and_stable(pool_map):

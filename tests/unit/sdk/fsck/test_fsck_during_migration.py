@@ -147,6 +147,7 @@ class Damage:
             meta._view.inode_count -= 1
 
 
+@pytest.mark.t3
 def test_damage_is_found_and_repaired_during_migration():
     async def main(moving: Moving) -> None:
         await moving.fill(20)

@@ -581,6 +581,7 @@ async def test_blocks_freed_by_a_scrub_are_reused_only_when_durable(
     await is_sound(store)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("seed", range(8))
 def test_history_with_power_losses_shows_old_or_new_bytes(seed):
     asyncio.run(_history(seed, 120))

@@ -16,7 +16,7 @@ from nvpool.store.disk.allocator import decode_bitmap, decode_deltas, encode_bit
 from nvpool.store.disk.index_records import NO_BLOCKS, Head, IndexSegment, InodeRecord
 from nvpool.store.disk.superblock import Superblock, decode_superblock, encode_superblock
 
-GOLDEN = Path(__file__).parents[4] / "golden" / "store-records.json"
+GOLDEN = Path(__file__).parents[3] / "golden" / "store-records.json"
 ZERO_CRC = ZERO_BLOCK_CHECKSUM.to_bytes(4, "little")
 KEY = index_records.segment_key(0x1234567890ABCDEF, 7, 1)
 
