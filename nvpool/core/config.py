@@ -597,6 +597,7 @@ def _parsed(text: str, where: str) -> tuple[Config, tuple[str, ...]]:
                         )
                     )
                     continue
+                lines[name, present] = line
                 warnings.append(
                     f"{where}, line {line}: {name}.{key} is now named {name}.{present}; rename the key: "
                     f"the next release refuses the old name"

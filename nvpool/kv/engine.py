@@ -632,7 +632,8 @@ class LmdbKv:
         A full drive, a fence, or changes that are not committed on a standby leave the checkpoint to the next
         replay, without an error: the journal has everything acknowledged.
         """
-        if self._closed:
+        if self._release is not None:
+            await asyncio.wait([self._release])
             return
         try:
             with contextlib.suppress(Fenced, NoSpace):

@@ -60,6 +60,7 @@ class StandbyKv:
         self.path = path
         self.term = term
         self.kv: MemberKv | None = None
+        self._closing: MemberKv | None = None
         self.filling = False
         """The standby is being filled from scratch, so it cannot be promoted."""
         self._options = options
@@ -100,6 +101,8 @@ class StandbyKv:
             await self._quiet()
             if self.filling:
                 return Tail(Position(0, 0))
+            if self.kv is None:
+                await self._close_engine()
             found = self._peek() if self.kv is None else tail_of(self.kv.stored, _history(self.kv))
             if found.last.term > term:
                 raise StaleTerm(f"here are changes of term {found.last.term}, {term} is over")
@@ -269,9 +272,10 @@ class StandbyKv:
         self._ready = False
         async with self._one:
             await self._quiet()
-            kv, self.kv = self.kv, None
-            if kv is not None:
-                await (kv.abandon() if abandon else kv.close())
+            if self.kv is not None and not abandon:
+                self._closing, self.kv = self.kv, None
+                await self._closing.close()
+            await self._close_engine()
 
     def _check(self, term: int) -> MemberKv:
         """Return the engine; StaleTerm or Unavailable if it accepts nothing from a primary of `term`."""
@@ -327,9 +331,12 @@ class StandbyKv:
             await asyncio.wait([self._working])
 
     async def _close_engine(self) -> None:
-        kv, self.kv = self.kv, None
-        if kv is not None:
-            await kv.abandon()
+        """Close the engine, or wait for one whose close a cancelled caller began: its directory is locked."""
+        if self.kv is not None:
+            self._closing, self.kv = self.kv, None
+        if self._closing is not None:
+            await self._closing.abandon()
+            self._closing = None
 
 
 def _history(kv: MemberKv) -> ReplicationHistory:

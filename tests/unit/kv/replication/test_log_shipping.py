@@ -46,6 +46,29 @@ def history(base, *terms, retain_bytes=1 << 20):
     return made
 
 
+@pytest.mark.parametrize("iterations", range(1, 5))
+@pytest.mark.parametrize("next_call", ["begin", "install", "promote"])
+def test_standby_waits_for_a_close_that_was_cancelled(tmp_path, next_call, iterations):
+    async def main():
+        standby = StandbyKv(tmp_path / "kv", OPTIONS)
+        await standby.install(1, Position(0, 0))
+        await standby.installed(1)
+        filling = asyncio.ensure_future(standby.install(2, Position(0, 0)))
+        for _ in range(iterations):
+            await asyncio.sleep(0)
+        filling.cancel()
+        await asyncio.wait([filling])
+        if next_call == "begin":
+            await standby.begin(3)
+        elif next_call == "install":
+            await standby.install(3, Position(0, 0))
+        elif not standby.filling:
+            await (await standby.promote(3)).close()
+        await standby.close()
+
+    run(main())
+
+
 def test_member_without_records_is_not_promoted(tmp_path):
     async def main():
         path = tmp_path / "empty"
