@@ -614,7 +614,7 @@ def markdown(runs: list[dict]) -> str:
             f"{spread([one['drain_s'] for one in drains if 'drain_s' in one])} s, filled again after "
             f"{spread([one['undrain_s'] for one in drains if 'undrain_s' in one])} s (median · 95 % · longest)."
         )
-    failed = sum(bool(one["missed"]) for run in runs for one in run["each"])
+    failed = sum(bool(one["missed"]) for one in rounds)
     measured_on = "; then ".join(
         f"{run['date']}, {run['machine']}; nvpool {run['commit']}; seed {run['seed']}, {len(run['each'])} rounds on "
         f"{run['pools']} pool{'s' if run['pools'] > 1 else ''} in {minutes(run['took_s'])}"
@@ -854,6 +854,10 @@ def main(words: list[str] | None = None) -> int:
     if missing := namespaces.missing() or real_etcd.missing():
         raise SystemExit(f"this can not run here: {missing}")
     earlier = runs_in(options.earlier) if options.earlier and options.share is None else []
+    if any(run["seed"] != options.seed for run in earlier):
+        raise SystemExit(
+            f"{options.earlier} has rounds of another seed; continue with --seed {earlier[0]['seed']}"
+        )
     if earlier:
         options.first = 1 + max(one["round"] for run in earlier for one in run["each"])
         words = [*words, "--first", str(options.first)]  # of the processes with a pool each

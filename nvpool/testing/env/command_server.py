@@ -55,10 +55,12 @@ class CommandServer:
                 self._process = self._started()
             deadline_s = time.monotonic() + timeout_s
             answer = self._answer(list(words), deadline_s)
+            if answer:
+                return Called(*json.loads(answer))
+            self._stop()
             if answer is None:
-                self._stop()
                 raise subprocess.TimeoutExpired(["nvpool", *words], timeout_s)
-            return Called(*json.loads(answer))
+            return Called(1, "", "the process of the commands has ended")
 
     def stop(self) -> None:
         """End the process. May be called twice."""
@@ -76,7 +78,7 @@ class CommandServer:
         )
 
     def _answer(self, words: list[str], deadline_s: float) -> bytes | None:
-        """The line that answers the call; None where none came in time."""
+        """The line that answers the call; empty if the process has ended, None if no line came in time."""
         assert self._process is not None
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -89,9 +91,12 @@ class CommandServer:
                     return None
                 part = os.read(self._process.stdout.fileno(), 1 << 16)
                 line += part
-                if not part or line.endswith(b"\n"):
-                    return bytes(line) if part else None
-        return None
+                if not part:
+                    return b""
+                if line.endswith(b"\n"):
+                    return bytes(line)
+            return None
+        return b""
 
     def _stop(self) -> None:
         if self._process is None:
@@ -133,7 +138,9 @@ def _serve() -> None:
         with open(read) as file:
             answer = file.read()
         os.waitpid(child, 0)
-        found: list[Any] = json.loads(answer) if answer else [1, "", "the command was killed", []]
+        found: list[Any] = [1, "", "the command was killed", []]
+        with contextlib.suppress(ValueError):  # it was killed while it wrote
+            found = json.loads(answer)
         code, out, err, modules = found
         sys.stdout.write(json.dumps([code, out, err]) + "\n")
         sys.stdout.flush()
