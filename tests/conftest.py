@@ -22,6 +22,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("nvpool", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("nvpool")
+"""A busy machine must not fail a test: hypothesis measures no times."""
 
 MARK = "NVPOOL_TEST_RUN"
 ENDING_S = 15.0
