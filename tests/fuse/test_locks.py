@@ -443,9 +443,19 @@ def test_locks_and_waiters_survive_the_death_of_the_shard(pool, here, there):
 
 
 def kill_shard(pool):
-    status = json.loads(nvpool("status", pool.directory, "--json").stdout)
-    (shard,) = (process for process in status["processes"] if process["role"] == "meta")
-    os.kill(shard["pid"], signal.SIGKILL)
+    """Kill the metadata daemon once it serves, also if it was killed just before."""
+    wait_until(lambda: serving_shard(pool), "a shard that serves")
+    os.kill(serving_shard(pool), signal.SIGKILL)
+
+
+def serving_shard(pool):
+    """Process id of the shard; 0 while it does not serve (`nvpool status` ends with 3 then)."""
+    try:
+        said = nvpool("status", pool.directory, "--json").stdout
+    except subprocess.CalledProcessError as error:
+        said = error.stdout
+    (shard,) = (process for process in json.loads(said)["processes"] if process["role"] == "meta")
+    return shard["pid"] if shard["state"] == "serving" else 0
 
 
 def test_end_of_a_mount_ends_waiting_and_releases_locks(pool, here, mounted):
