@@ -439,12 +439,11 @@ def remove(pool: str, drive: str, lost: bool, give_up: bool, wait: bool, as_json
         click.echo(f"drive {result['drive']} is {result['state']}")
         if give_up and result["chains"]:
             say(
-                f"note: {result['chains']} chains are reset to empty when nobody has a right any more to ask this drive "
-                f"(grant_s, two minutes at most by default); until then what is written to them waits"
+                f"note: {result['chains']} chains are reset to empty when the last access token for this drive has expired "
+                f"(grant_s, two minutes at most by default); until then writes to these chains wait"
             )
         say(
-            f"note: what the pool had on it stays at {result['path']} of node {result['node']}; remove it when nobody wants "
-            f"it"
+            f"note: the pool's data stays at {result['path']} of node {result['node']}; remove it when it is no longer needed"
         )
     _end(pool, result, wait, as_json, f"replacing what drive {result['drive']} held")
 
