@@ -93,7 +93,7 @@ class KernelRequests:
         return table
 
     def _keep_in_work(self, step, unique: int, name: str, answer: Callable) -> None:
-        """Register a pending request, a Step or a Coming; send its reply when it ends."""
+        """Register `step`, the operation that a pending request waits for; send the reply when it ends."""
         raise NotImplementedError
 
     def _start(
