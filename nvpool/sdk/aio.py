@@ -11,16 +11,19 @@ synchronous API on top of it.
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 import errno
+import inspect
 import os
 import stat
-from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, overload
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from nvpool.client.session import Client
 from nvpool.client.state.options import ClientOptions
-from nvpool.client.state.types import KEEP_SIZE, PUNCH_HOLE, Caller, FileHandle, StatFs
+from nvpool.client.state.types import Caller, FileHandle, StatFs
 from nvpool.core.errors import (
     AlreadyExists,
     InUse,
@@ -40,7 +43,6 @@ from nvpool.sdk.argument_checks import (
     check_new_names,
     contiguous,
     flags_of,
-    integer,
     layout_of,
     mode_of,
     owner_of,
@@ -48,6 +50,7 @@ from nvpool.sdk.argument_checks import (
     timeout,
     times_of,
 )
+from nvpool.sdk.open_file import AsyncFile
 from nvpool.sdk.paths import (
     Path,
     as_detailed_os_error,
@@ -56,7 +59,6 @@ from nvpool.sdk.paths import (
     locate,
     name_bytes,
     stat_result,
-    write_all,
 )
 from nvpool.sdk.pool_origin import Origin, origin_of
 from nvpool.sdk.read_many import Batches
@@ -67,7 +69,6 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
     from nvpool.rpc.v1.meta_pb2 import Attr
-    from nvpool.sdk.pickled_filesystem import Unconnected
 
 _COPY_BYTES = 4 * MIB
 _LIST_STEP = 1000
@@ -97,84 +98,6 @@ class HandedDown(NamedTuple):
     chunk_bytes: int
 
 
-class AsyncFile:
-    """An open file without a file position: each read and write names its offset. Use `async with`, or
-    call `close`."""
-
-    def __init__(self, pool: AsyncFileSystem, path: Path, handle: FileHandle) -> None:
-        self.path = path
-        self.handle = handle
-        self.vfs = pool.vfs
-
-    @property
-    def size(self) -> int:
-        return self.handle.size
-
-    async def read(self, offset: int, length: int) -> memoryview | bytes:
-        """Read up to `length` bytes at `offset`. The result is shorter only at the end of the file."""
-        if type(offset) is not int or type(length) is not int:
-            offset, length = integer("offset", offset), integer("length", length)
-        with as_os_error(self.path):
-            return await self.vfs.read(self.handle, offset, length)
-
-    async def write(self, offset: int, buffer: ReadableBuffer) -> int:
-        """Write all of `buffer` at `offset`; return the number of bytes. The client stores the bytes at
-        the latest in `flush` or `close`, and an error in storing them is raised there. EDQUOT: the bytes
-        exceed the quota of the volume; as many bytes as fit were taken."""
-        content, offset = bytes_of(buffer), integer("offset", offset)
-        with as_os_error(self.path):
-            return await write_all(self.vfs, self.handle, offset, content)
-
-    async def truncate(self, size: int) -> None:
-        size = size_of(size)
-        with as_os_error(self.path):
-            await self.vfs.setattr(self.handle.inode, size=size, caller=Caller(0, 0), handle=self.handle)
-
-    async def punch(self, offset: int, length: int) -> None:
-        """Punch a hole, durably: the range reads as zeros and occupies no space. The file size does not
-        change."""
-        offset, length = integer("offset", offset), integer("length", length)
-        with as_os_error(self.path):
-            await self.vfs.fallocate(self.handle, offset, length, PUNCH_HOLE | KEEP_SIZE)
-
-    async def flush(self) -> None:
-        """Store all written bytes and publish them. On return the stores have the bytes, and every later
-        open sees them."""
-        with as_os_error(self.path):
-            await self.vfs.flush(self.handle)
-
-    async def fsync(self) -> None:
-        """Make all written bytes durable. On return they survive a power loss."""
-        with as_os_error(self.path):
-            await self.vfs.fsync(self.handle, False)
-
-    async def stat(self) -> os.stat_result:
-        with as_os_error(self.path):
-            return stat_result(await self.vfs.getattr(self.handle.inode))
-
-    async def close(self) -> None:
-        """Flush and close the file. A second call does nothing. The file is closed even if the flush
-        raises."""
-        if self.handle.closed:
-            return
-        with as_os_error(self.path):
-            try:
-                await self.vfs.flush(self.handle)
-            finally:
-                await self.vfs.release(self.handle)
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"cannot pickle the open file {self.path!r}; pickle the file system and the path, and open it again"
-        )
-
-    async def __aenter__(self) -> AsyncFile:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-
 class AsyncFileSystem:
     """A pool as a file system of paths; made by `await nvpool.connect_async(where)`. Use `async with`, or
     call `close`."""
@@ -200,8 +123,6 @@ class AsyncFileSystem:
             raise TypeError(
                 "cannot pickle a file system that was made of a client; make it with connect_async"
             )
-        from nvpool.sdk.pickled_filesystem import Unconnected
-
         return Unconnected, (self.origin,)
 
     async def close(self, timeout_s: float = 10.0) -> None:
@@ -253,7 +174,7 @@ class AsyncFileSystem:
         """Open a file. The modes are those of Python's open, always binary."""
         flags, permissions = flags_of(mode), mode_of(permissions, "permissions")
         with as_os_error(path):
-            return AsyncFile(self, path, await self.open_handle(path, flags, permissions))
+            return AsyncFile(self.vfs, path, await self.open_handle(path, flags, permissions))
 
     @overload
     async def read_many(
@@ -348,7 +269,7 @@ class AsyncFileSystem:
         async with await self.open(source) as reading:
             with as_os_error(target):
                 writing = AsyncFile(
-                    self, target, await self.open_handle(beside, flags_of("xb"), stat.S_IMODE(attr.mode))
+                    self.vfs, target, await self.open_handle(beside, flags_of("xb"), stat.S_IMODE(attr.mode))
                 )
             try:
                 async with writing:
@@ -633,3 +554,89 @@ async def connect_async(
     TimeoutError if no reply comes in time.
     """
     return await AsyncFileSystem.connect(where, name=name, options=options)
+
+
+class Unconnected(AsyncFileSystem):
+    """An unpickled file system: it connects at the first awaited call.
+
+    Each coroutine method connects first and then turns the object into an AsyncFileSystem for good. So a
+    connected file system pays nothing for this. Only AsyncFileSystem.__reduce__ makes these objects.
+    """
+
+    def __init__(self, origin: Origin) -> None:  # does not call the base, which needs a client
+        self.origin: Origin = origin
+        self.volumes = _UnconnectedVolumes(self)
+        self._connecting: asyncio.Task[None] | None = None
+
+    async def ensure_connected(self) -> None:
+        """Connect, unless this object has become an AsyncFileSystem already."""
+        if type(self) is AsyncFileSystem:
+            return
+        if self._connecting is None or self._connecting.done():
+            self._connecting = asyncio.get_running_loop().create_task(self._become())
+        await asyncio.shield(self._connecting)
+
+    async def _become(self) -> None:
+        if type(self) is Unconnected:
+            made = await connected(self.origin)
+            self.__class__ = AsyncFileSystem  # type: ignore[assignment]  # its real class
+            AsyncFileSystem.__init__(self, *made)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("client", "vfs", "caller"):
+            raise RuntimeError(
+                f"this file system came out of a pickle and is not connected yet; use it in `async with`, or "
+                f"await one of its calls, before its .{name}"
+            )
+        raise AttributeError(name)
+
+    async def close(self, timeout_s: float = 10.0) -> None:
+        """Close the file system. Before it has connected there is nothing to close."""
+        if type(self) is not Unconnected:
+            await AsyncFileSystem.close(self, timeout_s)
+
+    async def __aenter__(self) -> AsyncFileSystem:
+        await Unconnected.ensure_connected(self)
+        return self
+
+
+class _UnconnectedVolumes(AsyncVolumes):
+    def __init__(self, pool: Unconnected) -> None:  # does not call the base, which needs a client
+        self.pool = pool
+
+
+def _connecting(
+    method: Callable[..., Any], of: Callable[[Any], tuple[Unconnected, Callable[[], Any]]]
+) -> Callable[..., Any]:
+    if inspect.isasyncgenfunction(method):
+
+        @wraps(method)
+        async def generate(self: Any, *arguments: Any, **named: Any) -> AsyncIterator[Any]:
+            pool, found = of(self)
+            await Unconnected.ensure_connected(pool)
+            async for one in method(found(), *arguments, **named):
+                yield one
+
+        return generate
+
+    @wraps(method)
+    async def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        pool, found = of(self)
+        await Unconnected.ensure_connected(pool)
+        return await method(found(), *arguments, **named)
+
+    return call
+
+
+def _cover(cls: type, base: type, of: Callable[[Any], tuple[Unconnected, Callable[[], Any]]]) -> None:
+    for name, method in vars(base).items():
+        if (
+            not name.startswith("_")
+            and name not in vars(cls)
+            and (inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method))
+        ):
+            setattr(cls, name, _connecting(method, of))
+
+
+_cover(Unconnected, AsyncFileSystem, lambda pool: (pool, lambda: pool))
+_cover(_UnconnectedVolumes, AsyncVolumes, lambda volumes: (volumes.pool, lambda: volumes.pool.volumes))
