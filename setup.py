@@ -59,4 +59,6 @@ def extensions() -> list[Extension]:
     return cythonize(found, nthreads=PROCESSORS, language_level=3)
 
 
-setup(ext_modules=extensions(), options={"build_ext": {"parallel": PROCESSORS}})
+# From Python 3.14 on, the processes that translate import this file again if it was run as a script.
+if __name__ == "__main__":
+    setup(ext_modules=extensions(), options={"build_ext": {"parallel": PROCESSORS}})

