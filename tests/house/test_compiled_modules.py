@@ -12,17 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.core.compiled import IS_PURE
-
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "nvpool").rglob("*.pyx"))
 WITH_IT = sorted(path for kind in ("pyx", "pxd", "h") for path in (ROOT / "nvpool").rglob(f"*.{kind}"))
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_extension_is_newer_than_its_source(source):
-    if IS_PURE:
-        pytest.skip("NVPOOL_PURE is set")
     name = ".".join(source.relative_to(ROOT).with_suffix("").parts)
     built = Path(importlib.import_module(name).__file__)
     assert built.suffix == ".so" and built.stat().st_mtime >= source.stat().st_mtime, (
