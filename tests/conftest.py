@@ -10,6 +10,8 @@ Each test belongs to a tier, by its folder or by the marker of its module: T0 is
 process, T2 on real mounts, T3 starts pools of processes, nodes, containers. Files run in the order of `tests/durations.json`,
 the longest first, so that no worker runs alone for long at the end.
 
+A run with NVPOOL_PURE=1, which loads no compiled module, skips the tests with the marker `compiled`.
+
 NVPOOL_TEST_FAILED_FILE names a file for the failed tests, one a line, in the form that pytest accepts to run them again; a
 failure that a second run must not excuse begins with "never again: ".
 """
@@ -23,6 +25,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from nvpool.core.compiled import IS_PURE, PURE_VARIABLE
 
 settings.register_profile("nvpool", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("nvpool")
@@ -73,6 +77,10 @@ def pytest_itemcollected(item):
     tier = tier_of(item)
     if tier is not None and item.get_closest_marker(tier) is None:
         item.add_marker(tier)
+    if IS_PURE and item.get_closest_marker("compiled"):
+        item.add_marker(
+            pytest.mark.skip(reason=f"the compiled modules are not loaded: {PURE_VARIABLE} is set")
+        )
     if few := item.get_closest_marker("few"):
         function = item.nodeid.partition("[")[0]
         PARAMETERS_SEEN[function] += 1

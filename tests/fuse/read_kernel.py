@@ -95,14 +95,12 @@ def replace_transports(host, make_transport):
                 served._transport = make_transport(served._transport)
 
 
-def path_decorators(module, mounted):
-    """For the compiled `module` (None where it is not) and `mounted(way)`: what a test module needs to run on both paths.
+WAYS = ("ordinary", pytest.param("compiled", marks=pytest.mark.compiled))
+"""Parameter sets of a test that runs on both paths."""
 
-    Returns the available ways, a mark for tests that need the compiled one, and decorators of tests: for one given way, for
-    both ways, and for the compiled one only.
-    """
-    ways = ("ordinary",) if module is None else ("ordinary", "compiled")
-    compiled_only = pytest.mark.skipif(module is None, reason="the module is not compiled here")
+
+def path_decorators(mounted):
+    """For `mounted(way)`: decorators of tests, for one given way, for both ways, and for the compiled one only."""
 
     def on_a_mount(test, *options):
         def run(way):
@@ -116,7 +114,7 @@ def path_decorators(module, mounted):
         return run
 
     def on_both_paths(test):
-        return pytest.mark.parametrize("way", ways)(on_a_mount(test))
+        return pytest.mark.parametrize("way", WAYS)(on_a_mount(test))
 
     def on_fast_path(test):
         run = on_a_mount(test)
@@ -125,6 +123,6 @@ def path_decorators(module, mounted):
             run("compiled")
 
         alone.__name__ = test.__name__
-        return compiled_only(alone)
+        return pytest.mark.compiled(alone)
 
-    return ways, compiled_only, on_a_mount, on_both_paths, on_fast_path
+    return on_a_mount, on_both_paths, on_fast_path

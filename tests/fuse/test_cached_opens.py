@@ -23,9 +23,7 @@ from nvpool.shm.mount_state import HANDLES_MAX, KeptMemory
 from tests.fuse.test_cached_replies import CAPABILITY, Both, reply_count, state_of, theirs
 from tests.unit.client.data.test_short_circuit import QUICK, Host, run_whole
 
-pytestmark = pytest.mark.skipif(
-    cached_replies._cached_replies is None, reason="the module is not compiled here"
-)
+pytestmark = pytest.mark.compiled
 
 
 ENDS_MS = int(time.time() * 1000) + 3_600_000

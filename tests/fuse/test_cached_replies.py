@@ -18,7 +18,6 @@ from nvpool.client.state.leases import NEVER_S, InodeLease, ShardWatch
 from nvpool.client.state.options import ClientOptions
 from nvpool.client.state.types import Caller
 from nvpool.core import errors
-from nvpool.fuse.fast_path import cached_replies
 from nvpool.fuse.ops.operations import ASK, FuseOptions
 from nvpool.fuse.ops.subtree import SubtreeOps
 from nvpool.fuse.protocol import replies, requests
@@ -29,9 +28,7 @@ from nvpool.rpc.v1.meta_pb2 import Attr
 from tests.fuse.read_kernel import Reading
 from tests.unit.client.data.test_short_circuit import ME, Host, run_whole
 
-pytestmark = pytest.mark.skipif(
-    cached_replies._cached_replies is None, reason="the module is not compiled here"
-)
+pytestmark = pytest.mark.compiled
 CAPABILITY = b"security.capability"
 NEW = (os.O_WRONLY | os.O_CREAT, 0o100640, 0o22, 0)
 

@@ -25,7 +25,7 @@ from nvpool.rpc.transports import fast_replies
 from nvpool.rpc.v1.meta_pb2 import Attr, CreateReply, CreateRequest
 from nvpool.rpc.v1.wire_pb2 import META_CREATE
 from nvpool.shm.mount_state import HANDLES_MAX, KeptMemory
-from tests.fuse.read_kernel import Reading, path_decorators
+from tests.fuse.read_kernel import WAYS, Reading, path_decorators
 from tests.unit.client.data.test_short_circuit import Host, run_whole
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -294,7 +294,7 @@ async def mounted(
 
 
 Mounted.expects_some = True
-WAYS, compiled_only, on_a_mount, on_both_paths, on_fast_path = path_decorators(fast_creates._creates, mounted)
+on_a_mount, on_both_paths, on_fast_path = path_decorators(mounted)
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ def some_number(chance, bits):
     return chance.getrandbits(chance.randrange(bits) + 1) if chance.random() < 0.8 else 0
 
 
-@compiled_only
+@pytest.mark.compiled
 def test_request_bytes_are_those_of_protobuf():
     chance = random.Random(1)
     for _ in range(3000):
@@ -403,7 +403,7 @@ def fast_reply(message):
     return fast_creates._creates.answer_of(message, 77, *KEEP, 0x1234567890, 5)
 
 
-@compiled_only
+@pytest.mark.compiled
 def test_reply_is_the_one_made_from_protobuf():
     chance = random.Random(2)
     for _ in range(2000):
@@ -413,7 +413,7 @@ def test_reply_is_the_one_made_from_protobuf():
         assert fast_reply(reply.SerializeToString()) == fast_reply(fast_path_form(reply)) == expected
 
 
-@compiled_only
+@pytest.mark.compiled
 def test_incomplete_replies_are_left_to_the_slow_path():
     reply = some_reply(random.Random(3))
 
@@ -449,7 +449,7 @@ def test_incomplete_replies_are_left_to_the_slow_path():
     assert fast_reply(bytes(wide)) is None
 
 
-@compiled_only
+@pytest.mark.compiled
 def test_arbitrary_bytes_are_parsed_as_protobuf_does():
     chance = random.Random(4)
     read = 0
@@ -537,7 +537,7 @@ def without_session(messages):
     return requests
 
 
-@compiled_only
+@pytest.mark.compiled
 @pytest.mark.parametrize("writeback", [False, True], ids=["write-through", "write-back"])
 def test_messages_replies_and_state_agree_on_both_paths(writeback):
     found, began_s = {}, SYSTEM_CLOCK.boottime_s()  # deadlines also apply to a connection
@@ -553,7 +553,7 @@ def test_messages_replies_and_state_agree_on_both_paths(writeback):
             kinds = await create_in_all_ways(kernel, clock)
             found[way] = kinds, without_session(kernel.proxy.heard), kernel.answers, kernel.compiled_creates
 
-    for way in WAYS:
+    for way in ("ordinary", "compiled"):
         run_whole(seen(way), 300)
     (kinds, heard, answers, _), (kinds_fast, heard_fast, answers_fast, made) = (
         found["ordinary"],
@@ -686,7 +686,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("odd", ODD)
-@compiled_only
+@pytest.mark.compiled
 def test_odd_replies_have_the_same_outcome_on_both_paths(odd):
     found, began_s = {}, SYSTEM_CLOCK.boottime_s()  # deadlines also apply to a connection
 
@@ -708,7 +708,7 @@ def test_odd_replies_have_the_same_outcome_on_both_paths(odd):
             await kernel.create_file(b"after")
             found[way] = kernel.answers, seen, kernel.client_state(), without_session(kernel.proxy.heard)
 
-    for way in WAYS:
+    for way in ("ordinary", "compiled"):
         run_whole(seen(way), 120)
     for one, other in zip(found["ordinary"], found["compiled"], strict=True):
         assert one == other

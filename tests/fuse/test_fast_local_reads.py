@@ -12,10 +12,9 @@ import pytest
 from nvpool.blockio.reader import cached_pages
 from nvpool.client.data import short_circuit
 from nvpool.core.units import KIB, MIB
-from nvpool.fuse.fast_path import local_reads
 from nvpool.fuse.protocol import requests
 from nvpool.fuse.protocol.constants import Op
-from tests.fuse.read_kernel import CONTENT, Reading, path_decorators, places
+from tests.fuse.read_kernel import CONTENT, WAYS, Reading, path_decorators, places
 from tests.unit.client.data.test_short_circuit import BLOCK, ME, Host, evict, run_whole
 
 
@@ -54,9 +53,7 @@ async def mounted(way="compiled"):
         yield kernel
 
 
-WAYS, compiled_only, on_a_mount, on_both_paths, on_fast_path = path_decorators(
-    local_reads._local_reads, mounted
-)
+on_a_mount, on_both_paths, on_fast_path = path_decorators(mounted)
 
 
 @on_both_paths
@@ -273,7 +270,7 @@ async def test_reply_that_the_kernel_does_not_take_is_an_error(kernel):
     assert await kernel.read(number, 6 * BLOCK, 100) == CONTENT[6 * BLOCK :][:100]
 
 
-@compiled_only
+@pytest.mark.compiled
 def test_ending_mount_waits_for_direct_reads_into_its_memory():
     async def work():
         async with Host() as host:

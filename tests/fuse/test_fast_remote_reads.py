@@ -13,13 +13,13 @@ import pytest
 from nvpool.client.state.options import ClientOptions
 from nvpool.core import errors
 from nvpool.core.units import KIB, MIB
-from nvpool.fuse.fast_path import remote_reads
 from nvpool.fuse.protocol import requests
 from nvpool.fuse.protocol.constants import Op
 from nvpool.rpc.stats import RPC_STATS
 from nvpool.rpc.v1.wire_pb2 import DATA_READ
 from tests.fuse.read_kernel import (
     CONTENT,
+    WAYS,
     ChunkedTransport,
     Reading,
     path_decorators,
@@ -111,9 +111,7 @@ async def mounted(way="compiled", options=FAR):
         kernel.assert_nothing_left()
 
 
-WAYS, compiled_only, on_a_mount, on_both_paths, on_fast_path = path_decorators(
-    remote_reads._remote_reads, mounted
-)
+on_a_mount, on_both_paths, on_fast_path = path_decorators(mounted)
 
 
 @on_both_paths
@@ -509,7 +507,7 @@ async def test_statistics_are_those_of_the_slow_path(kernel):
     ) == (*[10] * 4, 10 * BLOCK)
 
 
-@compiled_only
+@pytest.mark.compiled
 def test_unmounted_engine_does_not_wait_for_replies():
     async def work():
         async with Far() as host:
@@ -537,7 +535,7 @@ def test_unmounted_engine_does_not_wait_for_replies():
     run_whole(work(), 120)
 
 
-@compiled_only
+@pytest.mark.compiled
 def test_leaving_engine_waits_for_replies():
     async def work():
         async with Far() as host, Mounted(host) as kernel:

@@ -13,13 +13,12 @@ from nvpool.client.state import leases
 from nvpool.client.state.options import ClientOptions
 from nvpool.core import errors
 from nvpool.core.units import KIB
-from nvpool.fuse.fast_path import small_files
 from nvpool.fuse.protocol import replies
 from nvpool.fuse.protocol.constants import Op
 from nvpool.poolmap.layout import chain_of
 from nvpool.rpc.stats import RPC_STATS
 from nvpool.rpc.v1.wire_pb2 import DATA_READ
-from tests.fuse.read_kernel import ChunkedTransport, path_decorators, replace_transports
+from tests.fuse.read_kernel import WAYS, ChunkedTransport, path_decorators, replace_transports
 from tests.fuse.test_fast_remote_reads import FAR, Far, Mounted
 from tests.unit.client.data.test_short_circuit import BLOCK, ME, evict, run_whole, some
 
@@ -84,9 +83,7 @@ async def mounted(way="compiled", options=FAR):
         assert not [file for file in kernel.vfs.cache.open.values() if file.fetching is not None]
 
 
-WAYS, compiled_only, on_a_mount, on_both_paths, on_fast_path = path_decorators(
-    small_files._small_files, mounted
-)
+on_a_mount, on_both_paths, on_fast_path = path_decorators(mounted)
 
 
 @on_both_paths
@@ -708,7 +705,7 @@ async def test_calls_are_counted_as_on_the_slow_path(kernel):
     assert [now - then for now, then in zip(counted(), before, strict=True)] == [10] * 5
 
 
-@compiled_only
+@pytest.mark.compiled
 def test_unmounted_engine_does_not_wait_for_replies():
     async def work():
         async with Far() as host:
@@ -739,7 +736,7 @@ def test_unmounted_engine_does_not_wait_for_replies():
     run_whole(work(), 120)
 
 
-@compiled_only
+@pytest.mark.compiled
 def test_leaving_engine_waits_for_replies():
     async def work():
         async with Far() as host, Small(host) as kernel:

@@ -26,7 +26,11 @@ from nvpool.testing.fakes.local_pool import LocalPool
 from tests.fuse.test_kernel_engine import Kernel, sleeping_process
 
 OPTIONS = ClientOptions(deadline_s=20.0, retry_first_s=0.001, short_circuit=False)
-WAYS = ("compiled", "in-the-client", "ordinary")
+WAYS = (
+    pytest.param("compiled", marks=pytest.mark.compiled),
+    pytest.param("in-the-client", marks=pytest.mark.compiled),
+    "ordinary",
+)
 
 
 class Mounted(Kernel):
@@ -134,10 +138,6 @@ def on_all_paths(test):
 
     @pytest.mark.parametrize("way", WAYS)
     def run(way, monkeypatch):
-        if (way != "ordinary" and fast_writes._fast_writes is None) or (
-            way == "compiled" and small_writes._small_writes is None
-        ):
-            pytest.skip("the module is not compiled here")
         if way != "compiled":
             monkeypatch.setattr(small_writes, "_small_writes", None)
         if way == "ordinary":

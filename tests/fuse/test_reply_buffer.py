@@ -11,7 +11,6 @@ import pytest
 from nvpool.core.clock import SYSTEM_CLOCK
 from nvpool.core.errors import InvalidRequest
 from nvpool.core.units import KIB
-from nvpool.fuse.fast_path import remote_reads, small_files
 from nvpool.rpc.stats import RPC_STATS
 from nvpool.rpc.transports.frame import HEADER, HEADER_BYTES
 from nvpool.rpc.v1.wire_pb2 import DATA_READ
@@ -21,10 +20,7 @@ from tests.fuse.test_fast_small_reads import Small
 from tests.unit.client.data.test_short_circuit import BLOCK, run_whole, some
 from tests.unit.rpc.transports.test_fast_replies import receive
 
-pytestmark = pytest.mark.skipif(
-    remote_reads._remote_reads is None or small_files._small_files is None,
-    reason="the module is not compiled here",
-)
+pytestmark = pytest.mark.compiled
 
 
 class HoldingTransport:

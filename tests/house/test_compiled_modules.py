@@ -12,17 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from nvpool.core.compiled import IS_PURE
-
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "nvpool").rglob("*.pyx"))
 WITH_IT = sorted(path for kind in ("pyx", "pxd", "h") for path in (ROOT / "nvpool").rglob(f"*.{kind}"))
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_extension_is_newer_than_its_source(source):
-    if IS_PURE:
-        pytest.skip("NVPOOL_PURE is set")
     name = ".".join(source.relative_to(ROOT).with_suffix("").parts)
     built = Path(importlib.import_module(name).__file__)
     assert built.suffix == ".so" and built.stat().st_mtime >= source.stat().st_mtime, (
@@ -57,7 +54,8 @@ def test_pure_mode_loads_no_compiled_module():
 
 
 def test_missing_compiled_module_is_an_error():
-    done = run_python("import sys; sys.modules['nvpool.core._checksum'] = None; import nvpool.core.checksum")
+    code = "import sys; sys.modules['nvpool.core._checksum'] = None; import nvpool.core.checksum"
+    done = run_python(code, NVPOOL_PURE="0")
     assert (
         done.returncode == 1
         and "nvpool.core._checksum is not compiled" in done.stderr
@@ -76,7 +74,7 @@ def test_build_fails_without_compiler_unless_pure(tmp_path):
     (tmp_path / "nvpool/core/__init__.py").touch()
     build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
     pytest.importorskip("Cython")
-    failed = run(build, tmp_path, {"CC": "/bin/false"})
+    failed = run(build, tmp_path, {"CC": "/bin/false", "NVPOOL_PURE": "0"})
     assert failed.returncode != 0 and not list(tmp_path.rglob("*.so"))
     pure = run(build, tmp_path, {"CC": "/bin/false", "NVPOOL_PURE": "1"})
     assert pure.returncode == 0, pure.stderr

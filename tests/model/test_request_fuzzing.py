@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from nvpool.core.compiled import IS_PURE, PURE_VARIABLE
 from nvpool.meta.server import dispatch_table as meta_dispatch
 from nvpool.meta.server import local_user_permissions
 from nvpool.meta.server.service import MetaService
@@ -98,7 +99,7 @@ def test_same_seed_sends_the_same_requests(capsys):
             check=True,
             timeout=120,
             cwd=ROOT,
-            env={"PYTHONHASHSEED": "0"},
+            env={"PYTHONHASHSEED": "0", PURE_VARIABLE: str(int(IS_PURE))},
         ).stdout
         for _ in range(2)
     ]

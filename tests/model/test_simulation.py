@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from nvpool.core.compiled import IS_PURE, PURE_VARIABLE
 from nvpool.testing.sim.loop import Stuck, VirtualLoop
 from nvpool.testing.sim.scenario import simulate
 from nvpool.testing.sim.workloads.file_data import Blocks, Sizes
@@ -60,7 +61,7 @@ def test_same_seed_repeats_in_another_process():
             capture_output=True,
             text=True,
             timeout=240,
-            env={"PYTHONHASHSEED": str(number)},
+            env={"PYTHONHASHSEED": str(number), PURE_VARIABLE: str(int(IS_PURE))},
             check=True,
         ).stdout
         for number in (1, 2)

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from importlib.util import find_spec
 from typing import Any
 
-from nvpool.core.compiled import load_compiled
+from nvpool.core.compiled import PURE_VARIABLE, load_compiled
 from nvpool.core.errors import BadConfiguration, NotSupported
 
 # None in a process without compiled modules.
@@ -89,7 +89,7 @@ def library() -> tuple[str, bool] | None:
 def missing() -> str:
     """Reason why this process cannot use UCX, with the remedy; "" if it can. Loads nothing."""
     if _ucx is None:
-        return "nvpool's module for UCX was not compiled; install a C compiler and reinstall nvpool"
+        return f"this process runs without compiled modules, so without UCX; unset {PURE_VARIABLE}"
     if _loaded_by not in (0, os.getpid()):
         return "this process was forked from one that uses UCX"
     if library() is None:

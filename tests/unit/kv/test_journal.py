@@ -124,7 +124,7 @@ def test_first_write_to_a_page_covers_it_completely(tmp_path, monkeypatch):
     journal.close()
 
 
-@pytest.mark.skipif(_record is None, reason="nvpool.kv._journal_record is not compiled")
+@pytest.mark.compiled
 @given(st.binary(max_size=300), st.booleans())
 def test_compiled_record_checksum_equals_crc32c(some, by_table):
     assert _record.crc32c(some, by_table) == crc32c(some)

@@ -36,13 +36,11 @@ MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 UNIQUE = 1000
 
 
-@pytest.fixture(params=("compiled", "ordinary"), autouse=True)
+@pytest.fixture(params=(pytest.param("compiled", marks=pytest.mark.compiled), "ordinary"), autouse=True)
 def way(request, monkeypatch):
     """First writes and closes of small files by the compiled client/write/fast_writes, and without it."""
     if request.param == "ordinary":
         monkeypatch.setattr(fast_writes, "_fast_writes", None)
-    elif fast_writes._fast_writes is None:
-        pytest.skip("it is not compiled here")
     return request.param
 
 

@@ -34,20 +34,19 @@ from nvpool.testing.fakes.local_pool import LocalPool
 
 ME = Caller(5, 6)
 packing = fast_writes._fast_writes
-compiled = pytest.mark.skipif(packing is None, reason="it is not compiled here")
 
 
 # -- messages that are encoded by hand -----------------------------------------------------------------------------------------
 
 
-@compiled
+@pytest.mark.compiled
 def test_compiled_chain_of_first_chunk_equals_the_layout():
     numbers = random.Random(3)
     for inode in [0, 1, 2, (1 << 63) - 1, *(numbers.getrandbits(63) for _ in range(2000))]:
         assert packing.chain(inode) == chain_of(inode, 0)
 
 
-@compiled
+@pytest.mark.compiled
 def test_write_is_encoded_as_by_protobuf():
     numbers = random.Random(4)
     for length in (4096, 4097, 8191, 8192, 12345, 32767, 32768):
@@ -63,7 +62,7 @@ def test_write_is_encoded_as_by_protobuf():
             )
 
 
-@compiled
+@pytest.mark.compiled
 def test_report_is_encoded_as_by_protobuf():
     numbers = random.Random(5)
     choices = [0, 1, 127, 128, 16383, 16384, (1 << 32) + 1, (1 << 63) - 1]
@@ -87,13 +86,11 @@ def test_report_is_encoded_as_by_protobuf():
 # -- over frames ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=("compiled", "ordinary"), autouse=True)
+@pytest.fixture(params=(pytest.param("compiled", marks=pytest.mark.compiled), "ordinary"), autouse=True)
 def way(request, monkeypatch):
     if request.param == "ordinary":
         monkeypatch.setattr(fast_writes, "_fast_writes", None)
         monkeypatch.setattr(fast_replies, "_frame", None)
-    elif fast_writes._fast_writes is None:
-        pytest.skip("it is not compiled here")
     return request.param
 
 

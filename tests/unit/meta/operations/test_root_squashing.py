@@ -16,7 +16,6 @@ from nvpool.core.posix.acl import ACCESS, GROUP, GROUP_OBJ, MASK, OTHER, USER, U
 from nvpool.kv.memory import MemoryKv
 from nvpool.meta.operations import permissions
 from nvpool.meta.operations import setattr as valid
-from nvpool.meta.server import fast_path as meta_fast_path
 from nvpool.meta.server.service import MetaService
 from nvpool.meta.state.records import Inode
 from nvpool.rpc.access_control import Callers
@@ -346,7 +345,7 @@ async def test_refusal_names_the_user(place):
         await place.root.lookup(private, b"f")
 
 
-@pytest.mark.skipif(not meta_fast_path.IS_COMPILED, reason="nvpool.meta.server._fast_path is not compiled")
+@pytest.mark.compiled
 def test_fast_path_is_not_used(tmp_path):
     """Only the slow path checks modes and paths."""
     from tests.unit.meta.server.test_meta_fast_path import GETATTR, REQUEST, Ordinary, ReplyStats, pack_head

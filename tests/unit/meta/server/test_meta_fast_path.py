@@ -33,9 +33,7 @@ from nvpool.rpc.v1 import meta_pb2 as pb
 from nvpool.rpc.v1 import wire_pb2 as wire
 from nvpool.testing.fakes.meta_shard import ShardClient, StoreRecorder, small_map
 
-pytestmark = pytest.mark.skipif(
-    not meta_fast_path.IS_COMPILED, reason="nvpool.meta.server._fast_path is not compiled"
-)
+pytestmark = pytest.mark.compiled
 FILE = stat.S_IFREG | 0o644
 CREATE, UNLINK, REPORT, LOOKUP, GETATTR = (
     wire.META_CREATE,

@@ -254,7 +254,7 @@ def of_a_head(read_head, *given):
         return str(error)
 
 
-@pytest.mark.skipif(len(HEADS) < 2, reason="not compiled")
+@pytest.mark.compiled
 @settings(max_examples=200, deadline=None)
 @given(
     frames,
@@ -276,14 +276,14 @@ def test_compiled_and_python_modules_agree(sent, begin, cut, changes, whole_max)
     assert one == other and type(one) is type(other)
 
 
-@pytest.mark.skipif(len(HEADS) < 2, reason="not compiled")
+@pytest.mark.compiled
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 1023, 1024, 1025, 5000])
 def test_checksums_of_both_modules_agree_at_every_length(size):
     message = bytes(number * 7 & 255 for number in range(size))
     assert HEADS["plain"][0](REPLY, 0, 1, 0, message, 0) == HEADS["compiled"][0](REPLY, 0, 1, 0, message, 0)
 
 
-@pytest.mark.skipif(len(HEADS) < 2, reason="not compiled")
+@pytest.mark.compiled
 def test_compiled_module_reads_only_inside_its_buffer():
     buffer = bytearray(packed((REQUEST, 1, 1, 1, b"m", b"")))
     for begin, end in ((-1, 32), (2, 33), (0, 31), (0, len(buffer) + 1), (1 << 40, (1 << 40) + 32)):

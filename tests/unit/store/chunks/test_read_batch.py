@@ -13,7 +13,6 @@ from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.chunks.read_batch import READ, RESULT
 
 BLOCK = 4096
-compiled_only = pytest.mark.skipif(reads_module._read_batch is None, reason="_reads is not compiled here")
 
 
 async def filled(path):
@@ -70,7 +69,7 @@ def results_of(store, packed, verify, owners=OWNERS):
     return bytes(batch.results), bytes(batch.checksums), b"".join(batch.payload)
 
 
-@compiled_only
+@pytest.mark.compiled
 @pytest.mark.parametrize("verify", [False, True])
 def test_compiled_and_python_passes_give_the_same_reply(tmp_path, monkeypatch, verify):
     async def main():
@@ -123,7 +122,7 @@ def test_offset_outside_of_a_chunk_is_refused_alone(tmp_path):
     asyncio.run(main())
 
 
-@compiled_only
+@pytest.mark.compiled
 def test_too_large_batch_is_refused_by_both_passes(tmp_path):
     async def main():
         store, _ = await filled(tmp_path / "t")
@@ -145,7 +144,7 @@ def test_too_large_batch_is_refused_by_both_passes(tmp_path):
     asyncio.run(main())
 
 
-@compiled_only
+@pytest.mark.compiled
 def test_inconsistent_arguments_read_no_foreign_memory():
     find = reads_module._read_batch.find
     entry = READ.pack(1, 0, 0, BLOCK, 0, 0)

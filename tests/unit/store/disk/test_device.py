@@ -81,7 +81,7 @@ def test_direct_write_falls_back_to_the_cache_with_one_warning(tmp_path, caplog)
     assert len(caplog.records) == 1 and "page cache" in caplog.text
 
 
-@pytest.mark.skipif(uring_reader._uring is None, reason="_uring is not compiled here")
+@pytest.mark.compiled
 def test_signal_does_not_interrupt_the_drive_probe():
     """An early end would free memory into which the kernel still writes."""
     there, here = os.pipe()
@@ -105,7 +105,7 @@ def test_signal_does_not_interrupt_the_drive_probe():
         os.close(here)
 
 
-@pytest.mark.skipif(uring_reader._uring is None, reason="_uring is not compiled here")
+@pytest.mark.compiled
 @pytest.mark.parametrize("refused", [1, 3])
 def test_reads_refused_by_the_kernel_are_submitted_again(tmp_path, refused):
     class Short:
@@ -144,7 +144,7 @@ def test_reads_refused_by_the_kernel_are_submitted_again(tmp_path, refused):
     asyncio.run(main())
 
 
-@pytest.mark.skipif(uring_reader._uring is None, reason="_uring is not compiled here")
+@pytest.mark.compiled
 def test_failing_callback_does_not_block_other_reads(tmp_path):
     async def main():
         path = tmp_path / "data"

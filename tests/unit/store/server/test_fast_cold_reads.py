@@ -21,7 +21,7 @@ from nvpool.store.server import fast_reads
 from tests.unit.client.data.test_short_circuit import evict
 from tests.unit.store.server.test_fast_reads import BLOCKS, HOLE, Ordinary, open_bench, pool_map
 
-pytestmark = pytest.mark.skipif(fast_reads._fast_reads is None, reason="_fast_reads is not compiled here")
+pytestmark = pytest.mark.compiled
 
 
 class Later(Ordinary):

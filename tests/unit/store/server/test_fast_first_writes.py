@@ -28,14 +28,11 @@ from nvpool.store.chunks.api import InodeCut, StoreOptions, create_chunk_store
 from nvpool.store.chunks.block_store import open_chunk_store
 from nvpool.store.disk.allocator import GROUP_BLOCKS, Transaction
 from nvpool.store.disk.index_records import segment_key
-from nvpool.store.server import fast_first_writes, fast_reads
+from nvpool.store.server import fast_first_writes
 from nvpool.store.server.service import WRITE, StoreService
 from tests.unit.store.server.test_fast_reads import SECRET, Ordinary, pool_map
 
-pytestmark = pytest.mark.skipif(
-    fast_first_writes._fast_first_writes is None or fast_reads._fast_reads is None,
-    reason="it is not compiled here",
-)
+pytestmark = pytest.mark.compiled
 
 BLOCK = bytes(range(256)) * 16
 PARTITION = 1 << 51
