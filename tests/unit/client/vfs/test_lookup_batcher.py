@@ -19,7 +19,7 @@ from nvpool.rpc.api import Call
 from nvpool.rpc.v1 import meta_pb2
 from nvpool.rpc.v1.wire_pb2 import Method
 from nvpool.testing.fakes.local_pool import LocalPool
-from tests.unit.client.state.test_small_file_cache import EXACT, ME, Case, put, run, state_of
+from tests.unit.client.state.test_small_file_cache import EXACT, ME, Case, put, run, state_of, until
 
 
 async def outcome_of(later):
@@ -201,7 +201,7 @@ def test_no_fast_path_without_a_session_or_a_watch():
             case.one.cache.forget_entry(ROOT_INODE, b"a")
             assert case.one.begin_lookup(ROOT_INODE, b"a") is not None
             await case.pool.stop_shard()
-            await asyncio.sleep(0.05)
+            await until(lambda: not case.one.meta.is_ready(case.one.meta.shard_of(ROOT_INODE)))
             assert case.one.begin_lookup(ROOT_INODE, b"b") is None
             await case.pool.start_shard()
             assert (await case.one.lookup(ROOT_INODE, b"a")).size == 1
