@@ -458,7 +458,7 @@ def test_requests_for_one_volume_are_serialized(bridge, pool):
         first = asyncio.ensure_future(bridge.stage("v", "docker/1"))
         await asyncio.sleep(0)
         second = asyncio.ensure_future(bridge.remove("v"))
-        assert (await asyncio.wait_for(bridge.expand("w", 1), 5)).name == "w"
+        assert (await asyncio.wait_for(bridge.expand("w", 1), 60)).name == "w"
         assert not second.done()
         hold.set()
         await first

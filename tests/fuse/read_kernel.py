@@ -52,6 +52,13 @@ class Reading(Kernel):
             assert not error and answer == CONTENT[offset : offset + length]
 
 
+async def until(is_so):
+    """Wait until `is_so()` is true; a busy machine needs a while."""
+    async with asyncio.timeout(60):
+        while not is_so():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
 def places(count, seed):
     chance = random.Random(seed)
     for _ in range(count):

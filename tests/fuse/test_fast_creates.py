@@ -25,7 +25,7 @@ from nvpool.rpc.transports import fast_replies
 from nvpool.rpc.v1.meta_pb2 import Attr, CreateReply, CreateRequest
 from nvpool.rpc.v1.wire_pb2 import META_CREATE
 from nvpool.shm.mount_state import HANDLES_MAX, KeptMemory
-from tests.fuse.read_kernel import WAYS, Reading, path_decorators
+from tests.fuse.read_kernel import WAYS, Reading, path_decorators, until
 from tests.unit.client.data.test_short_circuit import Host, run_whole
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -826,7 +826,7 @@ async def test_interrupted_create_ignores_its_late_reply(kernel):
     assert sorted(slot for slot, _ in kernel.state.slots) == slots
     kernel.proxy.service.handle(call)
     await asyncio.sleep(0.02)
-    assert not kernel.ops._files and not kernel.vfs.cache.open
+    await until(lambda: not kernel.ops._files and not kernel.vfs.cache.open)
     for number in range(2 * len(slots)):
         await kernel.close_file((await kernel.create_file(b"%d" % number)).fh)
     await kernel.expect_no_reply()

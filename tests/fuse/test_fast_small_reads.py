@@ -18,7 +18,7 @@ from nvpool.fuse.protocol.constants import Op
 from nvpool.poolmap.layout import chain_of
 from nvpool.rpc.stats import RPC_STATS
 from nvpool.rpc.v1.wire_pb2 import DATA_READ
-from tests.fuse.read_kernel import WAYS, ChunkedTransport, path_decorators, replace_transports
+from tests.fuse.read_kernel import WAYS, ChunkedTransport, path_decorators, replace_transports, until
 from tests.fuse.test_fast_remote_reads import FAR, Far, Mounted
 from tests.unit.client.data.test_short_circuit import BLOCK, ME, evict, run_whole, some
 
@@ -730,8 +730,7 @@ def test_unmounted_engine_does_not_wait_for_replies():
             host.instead(None)
             for call in calls:
                 proxy_of(kernel, call).service.handle(call)
-            await asyncio.sleep(0.05)
-            assert not [lane for lane in host.vfs.chunks._lanes.values() if lane.in_flight]
+            await until(lambda: not [lane for lane in host.vfs.chunks._lanes.values() if lane.in_flight])
 
     run_whole(work(), 120)
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -78,13 +79,14 @@ def test_each_read_is_counted_once(own):
         wait_until(lambda: re.search(r"process \d+ reads for this mount", held.log.read_text()), "the reader")
         (held.place / "read").write_bytes(os.urandom(4 * MIB))
         wait_until(lambda: answers(address), "the page")
-        before = samples(address)
+        before, began_s = samples(address), time.monotonic()
         assert before["nvpool_mount_workers",] == 2 and before["nvpool_fuse_written_bytes_total",] >= 4 * MIB
         with ThreadPoolExecutor(THREADS) as threads:
             for done in [
                 threads.submit(read_past_the_pages, held.place / "read", READS) for _ in range(THREADS)
             ]:
                 done.result()
+        took_s = time.monotonic() - began_s
         after = samples(address)
         count = after["nvpool_fuse_seconds_count", "read"] - before.get(
             ("nvpool_fuse_seconds_count", "read"), 0
@@ -94,8 +96,11 @@ def test_each_read_is_counted_once(own):
             after["nvpool_fuse_seconds_bucket", "read", "67.108864"]
             == after["nvpool_fuse_seconds_count", "read"]
         )
-        took_s = after["nvpool_fuse_seconds_sum", "read"] / after["nvpool_fuse_seconds_count", "read"]
-        assert 1e-6 < took_s < 0.1
+        spent_s = after["nvpool_fuse_seconds_sum", "read"] - before.get(
+            ("nvpool_fuse_seconds_sum", "read"), 0
+        )
+        # a reader has one read at a time; twice, since the reads of a burst share their start
+        assert 1e-6 * count < spent_s < 2 * THREADS * took_s
         grown = after["nvpool_fuse_read_bytes_total",] - before["nvpool_fuse_read_bytes_total",]
         assert grown >= count * 4096
         assert (

@@ -113,9 +113,12 @@ class PlainReading(FarReading):
             return
         self._loop.remove_reader(plain.fileno)
         until_s = stopwatch_s() + DRIVE_WAIT_S
-        while plain.waiting and not self._leaving and stopwatch_s() < until_s:
+        while plain.waiting and not self._leaving:
             plain.submit()
-            plain.reap(BURST_MAX, REAP_BYTES)  # until then the kernel writes into their memory
+            while plain.reap(BURST_MAX, REAP_BYTES):  # until then the kernel writes into their memory
+                pass
+            if stopwatch_s() >= until_s:  # after the reap: the loop may have stood still, not the drive
+                break
             await asyncio.sleep(0.001)
         self.read_bytes += plain.read_bytes
         self._plain = None

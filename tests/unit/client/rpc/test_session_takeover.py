@@ -12,6 +12,7 @@ from nvpool.core.ids import ROOT_INODE
 from nvpool.core.units import MIB
 from nvpool.shm.mount_state import KeptMemory
 from nvpool.testing.fakes.local_pool import run
+from tests.unit.client.state.test_small_file_cache import until
 
 ME = Caller(0, 0)
 NEVER_S = 1000.0
@@ -69,8 +70,7 @@ def test_file_closed_before_a_kill_is_not_open_after_it(answered):
             await asyncio.sleep(0.1)
             assert again.inode == attr.inode and opens() == {attr.inode}
             await after.vfs.release(handle)
-            await asyncio.sleep(0.1)
-            assert opens() == set()
+            await until(lambda: not opens())
         await after.close()
         await killed.close()
         os.close(descriptor)
@@ -100,8 +100,7 @@ def test_open_of_a_vanished_requester_is_closed():
         (session,) = pool.meta._sessions.by_number.values()
         assert session.opens == {attr.inode: 1}
         after.vfs.meta.once.all_came_again(set())
-        await asyncio.sleep(0.1)
-        assert session.opens == {}
+        await until(lambda: not session.opens)
         await after.close()
         await killed.close()
         os.close(descriptor)

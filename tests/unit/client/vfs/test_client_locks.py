@@ -26,6 +26,7 @@ from nvpool.core.posix.byte_ranges import EXCLUSIVE, LAST_BYTE, SHARED, UNLOCKED
 from nvpool.core.units import KIB
 from nvpool.meta.server import service as meta_service
 from nvpool.meta.server.service import MetaOptions
+from nvpool.meta.state.lock_table import TURN_S
 from nvpool.rpc.v1 import wire_pb2
 from nvpool.testing.fakes.local_pool import LocalPool
 
@@ -189,7 +190,7 @@ async def test_interrupted_waiter_leaves_the_queue_immediately(c):
     with pytest.raises(asyncio.CancelledError):
         await first
     await c.here.setlk(c.mine, 1, *ALL, UNLOCKED)
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(TURN_S - 1.0):  # otherwise the turn of the first has to pass
         await second
     await c.there.setlk(c.theirs, 2, *ALL, UNLOCKED)
     assert c.pool.meta._view.locks.waiting == 0
@@ -491,7 +492,7 @@ async def test_closing_client_stores_writes_and_releases_locks(c):
     for client in c.pool._clients:
         if client.vfs is c.here:
             await client.close()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(30):  # half of the lease of the session
         await waiting
     assert bytes(await c.there.read(c.theirs, 0, 100)) == b"last words"
 

@@ -19,7 +19,7 @@ from nvpool.rpc.api import Call
 from nvpool.rpc.v1 import meta_pb2
 from nvpool.rpc.v1.wire_pb2 import Method
 from nvpool.testing.fakes.local_pool import LocalPool
-from tests.unit.client.state.test_small_file_cache import EXACT, ME, Case, put, run, state_of
+from tests.unit.client.state.test_small_file_cache import EXACT, LONG, ME, Case, put, run, state_of, until
 
 
 async def outcome_of(later):
@@ -45,7 +45,7 @@ async def begun(vfs, names: list[bytes], parent: int = ROOT_INODE) -> list:
 
 def test_names_of_a_batch_are_one_message_and_are_cached():
     async def main() -> None:
-        async with Case() as case:
+        async with Case(meta=LONG) as case:
             there = (await case.other.mkdir(ROOT_INODE, b"there", 0o755, ME)).inode
             for number in range(20):
                 await put(case.other, b"%d" % number, b"x" * number)
@@ -93,7 +93,7 @@ def test_look_ups_outside_a_batch_are_sent_in_the_next_turn():
 
 def test_successive_look_ups_prefetch_the_next_names():
     async def main() -> None:
-        async with Case(meta=MetaOptions()) as case:
+        async with Case(meta=LONG) as case:
             for number in range(10):
                 await put(case.other, b"%d" % number, b"")
             begun_so, waited = 0, 0
@@ -201,7 +201,7 @@ def test_no_fast_path_without_a_session_or_a_watch():
             case.one.cache.forget_entry(ROOT_INODE, b"a")
             assert case.one.begin_lookup(ROOT_INODE, b"a") is not None
             await case.pool.stop_shard()
-            await asyncio.sleep(0.05)
+            await until(lambda: not case.one.meta.is_ready(case.one.meta.shard_of(ROOT_INODE)))
             assert case.one.begin_lookup(ROOT_INODE, b"b") is None
             await case.pool.start_shard()
             assert (await case.one.lookup(ROOT_INODE, b"a")).size == 1
