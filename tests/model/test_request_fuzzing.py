@@ -84,6 +84,7 @@ def test_fuzzer_finds_a_damaged_tree(capsys, monkeypatch):
     assert "fsck finds" in report_of(capsys, "shard-client", "META_LINK")
 
 
+@pytest.mark.few(0)
 def test_same_seed_sends_the_same_requests(capsys):
     script = (
         "from nvpool.testing.fuzz import runner as run\nhistory=[]\nclass Heard(run.FuzzRun):\n"
