@@ -346,6 +346,7 @@ with open(sys.argv[1], "r+b", buffering=0) as file:
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("call", ["lockf", "flock"])
 def test_counter_in_a_file_counts_every_step(here, there, call):
     """Read and written through the kernels' page caches; its size changes with each step."""
