@@ -62,7 +62,7 @@ def ended(held):
 
 @pytest.fixture(scope="module")
 def held(own):
-    """One mount for all tests that kill none of its processes, and for the last ones, which do."""
+    """One mount for all tests: after a kill, as many processes serve it as before."""
     made = mounted(own, "m-held")
     yield made
     answered, passed = ended(made)
