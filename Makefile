@@ -17,8 +17,10 @@ TESTS ?= tests
 # is that of tests/conftest.py, the longest file first.
 SPREAD := --dist loadfile --no-loadscope-reorder
 
+CHECKS := check-types check-spelling check-style check-imports check-words
+
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart demo-docker test test-all test-pure coverage soak soak-failures sim fuzz bench bench-peers bench-floors bench-questions bench-scale bench-nodes lint docs wheel install clean csi-report
+.PHONY: $(CHECKS) help setup quickstart demo-docker test test-all test-pure coverage soak soak-failures sim fuzz bench bench-peers bench-floors bench-questions bench-scale bench-nodes lint docs wheel install clean csi-report
 
 help:
 	@echo 'nvpool: one fast, shared file system from the NVMe drives of ordinary servers'
@@ -121,13 +123,25 @@ wheel:
 install:
 	@sh tools/install.sh
 
+# Two checks at a time, the longest first; each prints all of its output when it has ended.
 lint: setup
+	@$(MAKE) --no-print-directory --output-sync=target -j2 $(CHECKS)
+
+check-types:
+	@$(PYTHON_IN_VENV) tools/check_types.py
+
+check-spelling:
+	@.venv/bin/codespell nvpool tests bench tools systemd deploy .ci Makefile *.md
+
+check-style:
 	@$(PYTHON_IN_VENV) -m ruff check .
 	@$(PYTHON_IN_VENV) -m ruff format --check --quiet . || { echo 'lint: run .venv/bin/ruff format .'; exit 1; }
+
+check-imports:
 	@.venv/bin/lint-imports --no-logo --no-cache
-	@$(PYTHON_IN_VENV) tools/check_types.py
+
+check-words:
 	@$(PYTHON_IN_VENV) tools/check_words.py
-	@.venv/bin/codespell nvpool tests bench tools systemd deploy .ci Makefile *.md
 
 # An environment of its own: the site's builder shares no dependency with nvpool.
 docs: setup

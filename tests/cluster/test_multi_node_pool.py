@@ -44,9 +44,8 @@ def _sum(node: NodeMachine, mount: Path, name: str) -> str:
     return node.machine.run("sha256sum", f"{mount}/{name}", timeout_s=240).stdout.split()[0]
 
 
-@pytest.mark.few(1)
-@pytest.mark.smoke
-def test_two_nodes_serve_a_client_on_a_third_machine(pool):
+def _in_use(pool):
+    """Two nodes and a client with files on both; the mount, and name -> checksum of each file."""
     first, second, third = pool.nodes
     join = pool.found()
     assert first.map().etcd == () and not (first.path / "coordinator.json").exists()
@@ -66,6 +65,19 @@ def test_two_nodes_serve_a_client_on_a_third_machine(pool):
     assert set(used) == {1, 2} and min(used.values()) > 4 * MIB, used
     third.machine.run("sh", "-c", "echo 3 > /proc/sys/vm/drop_caches", check=False)
     assert {name: _sum(third, mount, name) for name in sums} == sums
+    return mount, sums
+
+
+@pytest.mark.few(1)
+@pytest.mark.smoke
+def test_two_nodes_store_the_files_of_a_client(pool):
+    mount, _ = _in_use(pool)
+    pool.nodes[2].nvpool("umount", str(mount))
+
+
+def test_two_nodes_serve_a_client_on_a_third_machine(pool):
+    mount, sums = _in_use(pool)
+    first, second, third = pool.nodes
 
     # the second node's supervisor is killed: its child starts another one, and no serving process is
     # touched

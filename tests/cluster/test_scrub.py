@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from nvpool.core.units import MIB
 from nvpool.testing.env.pool import RealPool, end_process
 
@@ -32,6 +34,25 @@ def rot(pool: RealPool, target: int, content: bytes) -> None:
 
 def scrubs(pool: RealPool) -> dict[int, dict]:
     return {one["target"]: one["scrub"] for one in pool.status()["processes"] if one["role"] == "store"}
+
+
+@pytest.mark.smoke
+def test_corrupt_block_is_repaired_by_the_other_copy(tmp_path):
+    with RealPool(tmp_path / "pool", sizes=(64 * MIB,) * 2, replicas=2) as pool:
+        pool.make()
+        pool.start()
+        content = os.urandom(MIB)
+        client = pool.connect(60.0)
+        client.write_bytes("/file", content)
+        with client.open("/file", "r+b", buffering=0) as file:
+            file.fsync()
+        rot(pool, 1, content[4096:8192])
+        for found in (1, 0):
+            result = json.loads(nvpool("scrub", "start", pool.path, "--wait", "--json").stdout)
+            assert result["targets"] == [1, 2] and not result["silent"]
+            seen = sorted((one["last_bad"], one["last_mended"]) for one in result["scrub"])
+            assert seen == [(0, 0), (found, found)]
+        assert pool.status()["problems"] == [] and client.read_bytes("/file") == content
 
 
 def test_corrupt_blocks_are_repaired_over_store_restarts(tmp_path):

@@ -150,6 +150,13 @@ def move_while_killed(made: RealPool, kills: int, members: int) -> None:
 
 
 @pytest.mark.smoke
+def test_renames_survive_two_kills_of_shards(tmp_path):
+    with RealPool(tmp_path / "pool", shards=SHARDS) as made:
+        made.make()
+        made.start()
+        move_while_killed(made, 2, 1)
+
+
 @pytest.mark.timeout(600)
 def test_renames_survive_kills_of_shards(tmp_path):
     with RealPool(tmp_path / "pool", shards=SHARDS) as made:

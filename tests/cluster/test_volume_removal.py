@@ -55,6 +55,18 @@ def until(holds, wait_s=60.0):
         select.select([], [], [], 0.02)
 
 
+@pytest.mark.smoke
+def test_removed_volume_is_gone_and_its_name_is_free(pool):
+    for _ in range(2):
+        files = pool.connect()
+        files.volumes.create("small")
+        files.mkdir("/volumes/small/d")
+        removed = json.loads(nvpool(pool, "rm", "small", "--wait", "--json").stdout)
+        assert removed == {"name": "small", "removed": True, "files_left": 0}
+        assert "small" not in shown(pool)
+    assert "there is no volume small" in nvpool(pool, "rm", "small", code=1).stderr
+
+
 def test_interrupted_removal_continues(pool, large):
     waiting = subprocess.Popen(
         command(pool, "rm", "large", "--wait"),

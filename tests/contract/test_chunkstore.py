@@ -194,15 +194,17 @@ class RawDeviceSubject(DirectorySubject):
 SUBJECTS = [
     FakeSubject,
     ForgettingSubject,
-    ColdSubject,
     DirectorySubject,
-    ThreadsSubject,
     DirectSubject,
+    ColdSubject,
+    ThreadsSubject,
     RawDeviceSubject,
 ]
+ALL_CHECKS = [*CHECKS, *RANGE_CHECKS, *WHOLE_CHECKS]
 
 
-@pytest.mark.parametrize("check", [*CHECKS, *RANGE_CHECKS, *WHOLE_CHECKS], ids=lambda check: check.__name__)
+@pytest.mark.few(4 * len(ALL_CHECKS))  # the first four subjects
+@pytest.mark.parametrize("check", ALL_CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("subject", SUBJECTS)
 def test_stores_meet_the_contract(subject, check):
     async def run():

@@ -172,15 +172,16 @@ def test_second_rsync_transfers_nothing(here, source):
 
 
 @needs("fio")
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "words",
     [
-        ("--rw=randwrite", "--bs=4k", "--direct=1", "--numjobs=2"),
         ("--rw=randrw", "--bssplit=512/20:4k/40:64k/30:300k/10", "--direct=0"),
-        ("--rw=write", "--bs=1m", "--direct=1", "--end_fsync=1"),
         ("--rw=randwrite", "--bs=8k", "--ioengine=mmap"),
+        ("--rw=randwrite", "--bs=4k", "--direct=1", "--numjobs=2"),
+        ("--rw=write", "--bs=1m", "--direct=1", "--end_fsync=1"),
     ],
-    ids=["direct", "mixed-sizes", "sequential", "mapped"],
+    ids=["mixed-sizes", "mapped", "direct", "sequential"],
 )
 def test_fio_verifies_its_writes(here, words):
     said = run(

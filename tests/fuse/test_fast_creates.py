@@ -714,6 +714,7 @@ def test_odd_replies_have_the_same_outcome_on_both_paths(odd):
         assert one == other
 
 
+@pytest.mark.few(6)  # all on the compiled path
 @pytest.mark.parametrize(
     "error",
     [
@@ -725,7 +726,7 @@ def test_odd_replies_have_the_same_outcome_on_both_paths(odd):
         errors.QuotaExceeded,
     ],
 )
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS[::-1])
 def test_refused_create_is_an_error_and_frees_its_slot(way, error):
     @on_a_mount
     async def refused(kernel):
@@ -747,10 +748,11 @@ TEMPORARY = [
 TEMPORARY += [(errors.StaleSession, False), (errors.WrongShard, False)]
 
 
+@pytest.mark.few(len(TEMPORARY))  # all on the compiled path
 @pytest.mark.parametrize(
     ("error", "sent"), TEMPORARY, ids=lambda of: of.__name__ if isinstance(of, type) else f"sent-{of}"
 )
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS[::-1])
 def test_temporary_refusal_is_retried_and_carried_out_once(way, error, sent):
     @on_a_mount
     async def refused(kernel):

@@ -12,6 +12,7 @@ import pytest
 from nvpool.blockio.reader import cached_pages
 from nvpool.client.data import short_circuit
 from nvpool.core.units import KIB, MIB
+from nvpool.fuse.fast_path import local_reads
 from nvpool.fuse.protocol import requests
 from nvpool.fuse.protocol.constants import Op
 from tests.fuse.read_kernel import CONTENT, WAYS, Reading, path_decorators, places

@@ -272,6 +272,7 @@ def test_rsync_preallocates(here, tmp_path):
 
 
 @needs("fio")
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", ["native", "posix", "keep", "truncate"])
 def test_fio_lays_files_out_and_verifies_them(here, way):
     done = run(

@@ -17,6 +17,9 @@ import time
 import pytest
 
 from nvpool.fuse.engines import KERNEL_MIN, kernel_version
+from nvpool.host.pool_directory import PoolDirectory
+from nvpool.host.processes import identity_of
+from nvpool.poolmap.shards.members import process_name
 from tests.fuse.conftest import FLOOR, Mounted, needs, nvpool, wait_until
 
 pytestmark = [
@@ -346,6 +349,7 @@ with open(sys.argv[1], "r+b", buffering=0) as file:
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("call", ["lockf", "flock"])
 def test_counter_in_a_file_counts_every_step(here, there, call):
     """Read and written through the kernels' page caches; its size changes with each step."""
@@ -444,18 +448,16 @@ def test_locks_and_waiters_survive_the_death_of_the_shard(pool, here, there):
 
 def kill_shard(pool):
     """Kill the metadata daemon once it serves, also if it was killed just before."""
-    wait_until(lambda: serving_shard(pool), "a shard that serves")
-    os.kill(serving_shard(pool), signal.SIGKILL)
+    pids = []
+    wait_until(lambda: pids.append(serving_shard(pool)) or pids[-1], "a shard that serves")
+    os.kill(pids[-1], signal.SIGKILL)
 
 
 def serving_shard(pool):
-    """Process id of the shard; 0 while it does not serve (`nvpool status` ends with 3 then)."""
-    try:
-        said = nvpool("status", pool.directory, "--json").stdout
-    except subprocess.CalledProcessError as error:
-        said = error.stdout
-    (shard,) = (process for process in json.loads(said)["processes"] if process["role"] == "meta")
-    return shard["pid"] if shard["state"] == "serving" else 0
+    """Process id of the shard; None while it does not serve."""
+    state = PoolDirectory(pool.directory).state_of(process_name(1, 0))
+    serves = state is not None and state.state == "serving" and identity_of(state.pid) is not None
+    return state.pid if serves else None
 
 
 def test_end_of_a_mount_ends_waiting_and_releases_locks(pool, here, mounted):

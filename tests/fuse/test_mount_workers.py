@@ -60,9 +60,10 @@ def ended(held):
     return sum(int(answered) for answered, _ in found), sum(int(passed) for _, passed in found)
 
 
-@pytest.fixture
-def held(own, request):
-    made = mounted(own, f"m-{abs(hash(request.node.name)) % 10**8}")
+@pytest.fixture(scope="module")
+def held(own):
+    """One mount for all tests: after a kill, as many processes serve it as before."""
+    made = mounted(own, "m-held")
     yield made
     answered, passed = ended(made)
     print(f"\nreaders have answered {answered} requests and passed {passed} on")
@@ -70,6 +71,7 @@ def held(own, request):
 
 @pytest.fixture
 def here(held, request):
+    wait_for_readers(held)
     place = held.place / f"{abs(hash(request.node.name)) % 10**8}"
     place.mkdir()
     return place

@@ -283,11 +283,13 @@ class FilePair:
         assert isinstance(one, OSError) or one == other
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_descriptors_agree_with_a_plain_file(places, seed):
     FilePair(places, seed).run(700)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("back", [OUTLIVES], indirect=True)
 @pytest.mark.parametrize("seed", range(2))
 def test_descriptors_agree_with_a_plain_file_over_kills(places, back, seed):

@@ -18,6 +18,8 @@ NO_COMMANDS = {("shm/mount_state.py", "nvpool mount")}
 """Text that is no command: the name of the shared memory of a mount."""
 PROSE = re.compile(r"(?!(?:ro|rw)$)[a-z]+")
 """Arguments in messages are values, or words in capitals."""
+MAYBE = re.compile(r"\bnvpool(?![./\w])")
+"""The program's name in a source; a module without it is not parsed."""
 END = re.compile(r"[`;,)]|: |\. |   |$")
 
 
@@ -67,10 +69,10 @@ def missing(text):
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_commands_in_messages_are_complete(path):
-    name = str(path.relative_to(PACKAGE))
+    name, source = str(path.relative_to(PACKAGE)), path.read_text()
     lacking = [
         (line, *one)
-        for line, text in texts(ast.parse(path.read_text()))
+        for line, text in (texts(ast.parse(source)) if MAYBE.search(source) else ())
         for one in missing(text)
         if (name, one[0]) not in NO_COMMANDS
     ]

@@ -63,19 +63,22 @@ def test_daemons_do_not_use_wait_for():
 
 def test_wire_codes_are_unique_within_their_family():
     classes = errors.every_error()
+    names = {cls.__name__ for cls in classes}
     codes = [cls.wire_code for cls in classes]
     assert len(set(codes)) == len(codes)
     for cls in classes:
         family = next(base for base in cls.__mro__ if errors.NvpoolError in base.__bases__)
         assert cls.wire_code // 100 == family.wire_code // 100, cls
         assert cls.__doc__ and cls.errno > 0, cls
+    derived = re.compile(rf"\bclass \w+[^:]*\b(?:{'|'.join(names)})\b")
     for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and path.name != "errors.py":
+        source = path.read_text()
+        if path.name == "errors.py" or not derived.search(source):
+            continue  # to parse every module takes seconds
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
                 bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
-                assert not bases & {cls.__name__ for cls in classes}, (
-                    f"{path} defines its own error: {node.name}"
-                )
+                assert not bases & names, f"{path} defines its own error: {node.name}"
 
 
 def test_cli_does_not_import_daemon_libraries():

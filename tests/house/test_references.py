@@ -57,6 +57,7 @@ def classes():
     return found
 
 
+@cache
 def has_member(name, member, seen=()):
     """Whether the text around the class, or around one of its base classes, has the word."""
     bases, texts = classes()[name]
@@ -65,6 +66,7 @@ def has_member(name, member, seen=()):
     )
 
 
+@cache
 def names_a_module(path, name):
     folder, _, last = path.rpartition("/")
     files = [PACKAGE / folder / f"{last}.{suffix}" for suffix in ("py", "pyx", "pxd", "h", "c")]

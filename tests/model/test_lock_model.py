@@ -7,6 +7,7 @@ Two exclusive locks never cover the same byte, an answer holds after any death, 
 import asyncio
 import struct
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -203,4 +204,9 @@ class Locks(RuleBasedStateMachine):
 
 
 TestLocks = Locks.TestCase
-TestLocks.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestLocks.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.few(0)
+class TestLocksWide(Locks.TestCase):
+    settings = settings(TestLocks.settings, max_examples=40)

@@ -426,12 +426,22 @@ class StoredNameSpace(NameSpace):
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 TestNameSpace = NameSpace.TestCase
 TestNameSpace.settings = settings(
-    max_examples=40, stateful_step_count=50, deadline=None, suppress_health_check=SLOW
+    max_examples=15, stateful_step_count=50, deadline=None, suppress_health_check=SLOW
 )
 TestStoredNameSpace = StoredNameSpace.TestCase
 TestStoredNameSpace.settings = settings(
-    max_examples=10, stateful_step_count=40, deadline=None, suppress_health_check=SLOW
+    max_examples=4, stateful_step_count=40, deadline=None, suppress_health_check=SLOW
 )
+
+
+@pytest.mark.few(0)
+class TestNameSpaceWide(NameSpace.TestCase):
+    settings = settings(TestNameSpace.settings, max_examples=40)
+
+
+@pytest.mark.few(0)
+class TestStoredNameSpaceWide(StoredNameSpace.TestCase):
+    settings = settings(TestStoredNameSpace.settings, max_examples=10)
 
 
 @pytest.mark.soak

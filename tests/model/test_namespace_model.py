@@ -488,7 +488,7 @@ def whole(path: bytes) -> bytes:
 SUPPRESSED = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 TestNamespace = NamespaceMachine.TestCase
 TestNamespace.settings = settings(
-    max_examples=12, stateful_step_count=40, deadline=None, suppress_health_check=SUPPRESSED, print_blob=True
+    max_examples=6, stateful_step_count=40, deadline=None, suppress_health_check=SUPPRESSED, print_blob=True
 )
 
 
@@ -497,7 +497,7 @@ class OverRealStores(NamespaceMachine):
 
 
 TestNamespaceOverRealStores = OverRealStores.TestCase
-TestNamespaceOverRealStores.settings = settings(TestNamespace.settings, max_examples=8)
+TestNamespaceOverRealStores.settings = settings(TestNamespace.settings, max_examples=4)
 
 
 class OverThreeShards(NamespaceMachine):
@@ -565,9 +565,24 @@ TestNamespaceInAVolume = InAVolume.TestCase
 TestNamespaceInAVolume.settings = settings(TestNamespace.settings)
 
 
+@pytest.mark.few(0)
+class TestNamespaceWide(NamespaceMachine.TestCase):
+    settings = settings(TestNamespace.settings, max_examples=12)
+
+
+@pytest.mark.few(0)
+class TestNamespaceOverRealStoresWide(OverRealStores.TestCase):
+    settings = settings(TestNamespace.settings, max_examples=8)
+
+
+@pytest.mark.few(0)
+class TestNamespaceInAVolumeWide(InAVolume.TestCase):
+    settings = settings(TestNamespace.settings, max_examples=12)
+
+
 @pytest.mark.t3  # a minute
 class TestNamespaceOverThreeShards(OverThreeShards.TestCase):
-    settings = settings(TestNamespace.settings)
+    settings = settings(TestNamespace.settings, max_examples=12)
 
 
 @pytest.mark.soak

@@ -204,15 +204,30 @@ async def play(steps, directory=None) -> None:
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=20, deadline=None, suppress_health_check=SLOW)
 @given(st.lists(STEP, max_size=40))
 def test_ranges_match_the_model(steps):
     asyncio.run(play(steps))
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=5, deadline=None, suppress_health_check=SLOW)
 @given(st.lists(STEP, min_size=10, max_size=60))
 def test_ranges_on_drives_match_the_model_over_kills(steps):
+    with tempfile.TemporaryDirectory() as directory:
+        asyncio.run(play(steps, directory))
+
+
+@pytest.mark.few(0)
+@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@given(st.lists(STEP, max_size=40))
+def test_ranges_match_the_model_in_more_histories(steps):
+    asyncio.run(play(steps))
+
+
+@pytest.mark.few(0)
+@settings(max_examples=12, deadline=None, suppress_health_check=SLOW)
+@given(st.lists(STEP, min_size=10, max_size=60))
+def test_ranges_on_drives_match_the_model_over_more_kills(steps):
     with tempfile.TemporaryDirectory() as directory:
         asyncio.run(play(steps, directory))
 

@@ -21,12 +21,19 @@ from nvpool.rpc.v1 import wire_pb2 as wire
 from nvpool.testing.fuzz.runner import PLACES, fuzz
 
 ROOT = Path(__file__).resolve().parents[2]
-CASES = 1500
+CASES, CASES_WIDE = 500, 1500
+PLACES_AND_KINDS = list(dict.fromkeys(f"{place.name}-{kind}" for place, kind in PLACES))
 
 
-@pytest.mark.parametrize("kind", list(dict.fromkeys(f"{place.name}-{kind}" for place, kind in PLACES)))
+@pytest.mark.parametrize("kind", PLACES_AND_KINDS)
 def test_invalid_requests_do_no_harm(kind, capsys):
     assert fuzz(kind, CASES) == 0, capsys.readouterr().out
+
+
+@pytest.mark.few(0)
+@pytest.mark.parametrize("kind", PLACES_AND_KINDS)
+def test_more_invalid_requests_do_no_harm(kind, capsys):
+    assert fuzz(kind, CASES_WIDE) == 0, capsys.readouterr().out
 
 
 def report_of(capsys, kind, only="", cases=10_000):
@@ -85,6 +92,7 @@ def test_fuzzer_finds_a_damaged_tree(capsys, monkeypatch):
     assert "fsck finds" in report_of(capsys, "shard-client", "META_LINK")
 
 
+@pytest.mark.few(0)
 def test_same_seed_sends_the_same_requests(capsys):
     script = (
         "from nvpool.testing.fuzz import runner as run\nhistory=[]\nclass Heard(run.FuzzRun):\n"

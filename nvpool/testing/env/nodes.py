@@ -100,7 +100,7 @@ class NodeMachine:
             assert SYSTEM_CLOCK.boottime_s() < deadline_s, (
                 f"not all serve: {done.stdout}{done.stderr}{self.said()}"
             )
-            time.sleep(0.1)
+            time.sleep(0.4)  # each look starts a program, which takes half a second of a processor
 
     def said(self) -> str:
         return "\n".join(

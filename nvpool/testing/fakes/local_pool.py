@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
+from functools import cache
 from itertools import count
 
 from nvpool.client.session import Client
@@ -24,7 +25,17 @@ from nvpool.meta.server.service import MetaOptions, MetaService
 from nvpool.poolmap.chains.placement import build_table
 from nvpool.poolmap.chains.transitions import sealed
 from nvpool.poolmap.grant_revocation import taken
-from nvpool.poolmap.model import MAP_FORMAT, Drive, Node, PoolMap, PoolSettings, Shard, Target, encode_map
+from nvpool.poolmap.model import (
+    MAP_FORMAT,
+    ChainTable,
+    Drive,
+    Node,
+    PoolMap,
+    PoolSettings,
+    Shard,
+    Target,
+    encode_map,
+)
 from nvpool.poolmap.shards.members import dealt, primary_began
 from nvpool.poolmap.shards.partition_moves import moved
 from nvpool.rpc.api import Greeting
@@ -46,6 +57,16 @@ _numbers = count(1)
 def shards_wanted() -> int:
     """Number of metadata shards in tests that do not set it: NVPOOL_TEST_SHARDS of the environment."""
     return int(os.environ.get(SHARDS_VARIABLE) or 1)
+
+
+@cache
+def chain_tables(capacities: tuple[int, ...], replicas: int) -> tuple[ChainTable, ...]:
+    """Return the tables of a new pool on one node, for 1 to `replicas` copies.
+
+    Tests make thousands of equal pools. Tables are immutable, and the placement does not depend on endpoints.
+    """
+    targets = tuple(Target(number, number, 1, capacity, ()) for number, capacity in enumerate(capacities, 1))
+    return tuple(build_table(targets, number) for number in range(1, replicas + 1))
 
 
 class LocalPool:
@@ -113,7 +134,7 @@ class LocalPool:
             nodes=(Node(1, "here", "", (self.endpoints("node", 1),) if self._serves_map else ()),),
             drives=drives,
             targets=targets,
-            tables=tuple(build_table(targets, count) for count in range(1, replicas + 1)),
+            tables=chain_tables(tuple(capacities), replicas),
             shards=tuple(
                 Shard(number, 1, (self.endpoints("meta", number),)) for number in range(1, shards + 1)
             ),

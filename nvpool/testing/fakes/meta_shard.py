@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import stat
+from functools import cache
 from typing import Any
 
 from nvpool.core.errors import NvpoolError, Unreachable
@@ -342,9 +343,10 @@ class StoreRecorder:
         return Reply(b"", memoryview(b""))
 
 
+@cache
 def small_map(targets: int = 2) -> PoolMap:
     """Return a map of one node, one shard, one table and `targets` targets at inproc://1, inproc://2, and so
-    on."""
+    on; equal calls return the same map."""
     drives = tuple(Drive(number, 1, f"/drive/{number}", 1 << 30) for number in range(1, targets + 1))
     there = tuple(Target(d.id, d.id, 1, d.capacity_bytes, (f"inproc://{d.id}",)) for d in drives)
     return PoolMap(

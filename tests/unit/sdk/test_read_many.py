@@ -492,7 +492,8 @@ def test_partitions_migrate_during_reads():
 # -- same results as single reads --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shards", [1, 2, 3])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("shards", [2, 1, 3])
 def test_random_tree_is_read_like_single_paths(shards):
     async def main() -> None:
         chance = random.Random(shards)

@@ -89,7 +89,7 @@ def test_failed_module_fixture_reruns_the_whole_file(checkout):
     assert "2 passed" in said.split("run again")[1] and said.endswith("  tests/test_it.py\n")
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.parametrize(
     "tests, why",
     [

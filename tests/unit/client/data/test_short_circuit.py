@@ -635,9 +635,21 @@ def test_each_side_can_switch_short_circuit_reads_off(how, monkeypatch):
     asyncio.run(asyncio.wait_for(main(), 120))
 
 
+LONG_S = 6.0
+
+
 def test_concurrent_reads_never_see_old_or_mixed_blocks():
+    read_while_written(2.0)
+
+
+@pytest.mark.few(0)
+def test_concurrent_reads_never_see_old_blocks_for_longer():
+    read_while_written(LONG_S)
+
+
+def read_while_written(least_s):
     """Each block contains its number and how often it was written. A read returns nothing older than what was acknowledged
-    when it began."""
+    when it began. The reads take `least_s`, and up to LONG_S where too few of them met a write."""
 
     async def main():
         async with Host(capacities=(24 * MIB,)) as host:
@@ -650,10 +662,16 @@ def test_concurrent_reads_never_see_old_or_mixed_blocks():
             handle = await host.file(b"".join(block(number, 0) for number in range(blocks)))
             theirs = await other.open(handle.inode, os.O_RDWR, ME)
             acknowledged, begun = [0] * blocks, [0] * blocks
-            stop = asyncio.get_running_loop().time() + 6.0
+            counters, loop = host.short.counters, asyncio.get_running_loop()
+            began_s = loop.time()
+
+            def goes_on():
+                passed_s = loop.time() - began_s
+                enough = counters["hits"] > 200 and counters["late"] > 10
+                return passed_s < least_s or (passed_s < LONG_S and not enough)
 
             async def write():
-                while asyncio.get_running_loop().time() < stop:
+                while goes_on():
                     first, count = chance.randrange(blocks), chance.choice([1, 1, 3, 40])
                     numbers = range(first, min(first + count, blocks))
                     for number in numbers:
@@ -665,7 +683,7 @@ def test_concurrent_reads_never_see_old_or_mixed_blocks():
                         acknowledged[number] = generation
 
             async def read():
-                while asyncio.get_running_loop().time() < stop:
+                while goes_on():
                     first, count = chance.randrange(blocks), chance.choice([1, 1, 1, 5])
                     numbers = range(first, min(first + count, blocks))
                     least = [acknowledged[number] for number in numbers]
@@ -681,7 +699,6 @@ def test_concurrent_reads_never_see_old_or_mixed_blocks():
                         await asyncio.sleep(0)
 
             await asyncio.gather(write(), *[read() for _ in range(4)])
-            counters = host.short.counters
             assert counters["hits"] > 200 and counters["late"] > 10 and not counters["mismatches"], counters
 
     asyncio.run(asyncio.wait_for(main(), 120))

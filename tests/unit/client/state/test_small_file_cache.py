@@ -636,6 +636,7 @@ async def history(seed: int, steps: int, faults: bool) -> None:
             await asyncio.gather(*others)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("seed", "faults"), [(1, False), (2, True), (3, True)])
 def test_open_by_lease_sees_contents_closed_before(seed, faults):
     asyncio.run(asyncio.wait_for(history(seed, 40, faults), 120))

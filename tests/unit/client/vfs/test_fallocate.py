@@ -211,6 +211,7 @@ def test_hole_is_made_once_across_restarts(tmp_path, dies):
     made(tmp_path)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_late_and_repeated_writes_do_not_fill_holes(tmp_path, seed):
     """Slow stores lose replies; holes and writes of one client alternate on the same blocks."""

@@ -275,10 +275,10 @@ def impatient(monkeypatch):
     monkeypatch.setattr(participant, "ASK_AFTER_S", 0.05)
 
 
-CASES = [Mkdir, Rmdir, RenameFile, RenameDirectory, Link, Unlink]
+CASES = [Mkdir, RenameDirectory, Unlink, Rmdir, RenameFile, Link]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 @pytest.mark.parametrize("shard", SHARDS)

@@ -1,7 +1,7 @@
 """Chains whose only copies were given up are reset: lost data is an error and never zeros, all else works."""
 
 import asyncio
-from functools import partial
+from functools import cache, partial
 
 import pytest
 from msgspec.structs import replace
@@ -137,6 +137,7 @@ class Scene:
         return bytes(await self.vfs.read(handle, index * MIB, length))
 
 
+@cache
 def content(size):
     return b"".join(b"%08d" % number for number in range(size // 8 + 1))[:size]
 

@@ -1,5 +1,7 @@
 """Chain transitions: crashes, returns and moves in any order never leave an acknowledged write only on unused targets."""
 
+from functools import cache
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -14,6 +16,12 @@ from nvpool.poolmap.model import Chain, check_map
 from tests.unit.poolmap.chains.test_chain_placement import a_pool, with_target
 
 
+@cache
+def new_pool():
+    """The map that each history begins with."""
+    return with_goals(a_pool((4, 4, 4, 4), 2))
+
+
 class Pool(RuleBasedStateMachine):
     """Targets that hold sets of writes, beside the real map. A write is acknowledged when every member of its chain has it.
     Deaths and reports of equality arrive late, and the map changes as the manager changes it."""
@@ -22,7 +30,7 @@ class Pool(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.map = with_goals(a_pool((4, 4, 4, 4), 2))
+        self.map = new_pool()
         self.alive = {t.id for t in self.map.targets}
         self.unknown_deaths = set()
         self.lost = set()
@@ -218,7 +226,12 @@ class Pool(RuleBasedStateMachine):
 
 
 TestPool = Pool.TestCase
-TestPool.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(max_examples=10, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.few(0)
+class TestPoolWide(Pool.TestCase):
+    settings = settings(TestPool.settings, max_examples=25)
 
 
 def the_chain(*fields, pool=(4, 4, 4), replicas=3):

@@ -649,6 +649,7 @@ class ChainLoad(Load):
         )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_equal_chains_stay_equal_during_chain_writes(seed):
     async def run():

@@ -351,6 +351,7 @@ def test_batched_frames_are_answered_in_order(tmp_path):
     asyncio.run(scene())
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_writes_leave_the_same_state_on_both_paths(tmp_path, seed):
     """With all other changes of a store between the writes, on a store that is full at times."""
@@ -479,6 +480,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("lines", (1, 400, 3000))
 def test_killed_process_keeps_all_acknowledged_writes(tmp_path, lines):
     code = WRITER.format(tests=str(Path(__file__).parents[4]), path=str(tmp_path))
